@@ -1,4 +1,4 @@
-"""A language model trained with compressed gradients: loss by step, and time and bytes of a step.
+"""Train a language model with compressed gradients: its loss, and the time and bytes of a step.
 
     python benchmarks/compression.py train  # 4 ranks here, some minutes; again, until all is done
     python benchmarks/compression.py train --seed 1  # and 2
@@ -7,24 +7,26 @@
     python benchmarks/compression.py table
 
 An LSTM (5.2 million parameters) predicts the next word of the demo's text, the source of the
-Python standard library. The contenders are DistributedDataParallel on gloo, PyTorch's PowerSGD, and
-`weft.ddp.TopK` with 1 % and 0.1 % of the entries, with and without error feedback. All begin with
-the same weights, and see the same batches. Their optimizer is SGD with a momentum of 0.9, and their
-learning rate rises for some steps and then falls to zero.
+Python standard library. The contenders (`CONTENDERS`) are DistributedDataParallel on gloo,
+PyTorch's PowerSGD, and `weft.ddp.TopK` with 1 %, 0.2 % and 0.1 % of the entries and several
+settings. With one seed all begin with the same weights and get the same batches. The optimizer is
+SGD with a momentum of 0.9, or none for momentum correction. The learning rate rises for some steps
+and then falls to zero.
 
-`train` notes the loss of text that is not trained on, in nats a word, every so many steps. It does
-not depend on the link, nor on how busy the machine is. It may be cut: each piece goes on from the
-checkpoint of the one before.
+`train` writes the loss of text that is not trained on, in nats a word, every so many steps. The
+loss depends neither on the link nor on the load of the machine. You may interrupt the training: the
+next call continues from its last checkpoint.
 
-`time` goes on from the end of the training, since what ranks pick in common depends on it: the
-median time of a step with its optimizer, and the bytes that left a rank's network interface, of
-which each has its own under netlab; the largest of the ranks'. Contenders take turns. Then it takes
-the time of the first steps of those that send more in them, from new weights. What it finds is
-added to what it found before.
+`time` continues from the end of the training, because the bytes depend on which entries the ranks
+select in common. It measures the median time of a step with its optimizer, and the bytes that left
+a rank's network interface (under netlab each rank has one), of the rank that sent most. Contenders
+take turns. Then it measures, from new weights, the first steps of contenders that send more in
+these. Results are added to those of earlier calls.
 
-`table` prints what docs/compression.md has: of seeds the mean and the range, of turns the quickest
-and the slowest. Time to a loss is that of the first steps, and for the other steps to it, between
-two that were noted in proportion, the time of a step in the quickest turn.
+`table` prints the table of docs/compression.md: mean and range over seeds, the fastest and the
+slowest turn. The time to a loss is that of the first steps, plus, for each further step that the
+training needed, the time of a step in the fastest turn. Between two losses that were written, the
+step at which a loss was reached is interpolated.
 """
 
 from __future__ import annotations
@@ -62,15 +64,15 @@ SKIPPED = 3  # steps before those that are timed
 
 @dataclasses.dataclass(frozen=True)
 class Contender:
-    """How gradients are summed.
+    """A way to reduce gradients.
 
     Attributes:
-        state: makes the hook's; None: DistributedDataParallel without a hook.
-        hook: of DistributedDataParallel.
+        state: makes the state of the hook; None: there is none.
+        hook: the communication hook; None: DistributedDataParallel without a hook.
         momentum: of the optimizer.
         options: of DistributedDataParallel.
-        first: how many steps at the beginning send more than the others.
-        rate: of learning, the highest; with 5 a seed of PowerSGD went astray.
+        first: the number of steps at the beginning that send more than the others.
+        rate: the highest learning rate. With 5 the loss of one seed of PowerSGD stayed high.
     """
 
     state: Callable[[], Any] | None = None
@@ -117,7 +119,7 @@ NOTHING = {"no communication": Contender(hook=debugging_hooks.noop_hook)}  # ari
 
 
 class Model(nn.Module):
-    """An LSTM; the table of words is that of the output, too."""
+    """An LSTM language model; the input and the output layer share their weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -132,7 +134,7 @@ class Model(nn.Module):
 
 
 def text_of(folder: Path) -> tuple[Tensor, Tensor]:
-    """What is trained on, and what is held out; rarer words are one word."""
+    """The text to train on, and the held-out text, as numbers; all rare words are one word."""
     path = folder / "text.npy"
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)
@@ -153,7 +155,7 @@ def batch(text: Tensor, generator: torch.Generator, size: int) -> Tensor:
 
 
 def sent() -> int:
-    """Bytes that left this rank's own interface so far."""
+    """Bytes that this rank's network interface has sent so far."""
     return int(Path("/sys/class/net/eth0/statistics/tx_bytes").read_text())
 
 
@@ -164,7 +166,7 @@ def of_ranks(value: float, op: Any) -> float:
 
 
 class Training:
-    """One contender's, on this rank, from where its last piece ended, or from new weights."""
+    """The training of one contender, on this rank: continued from its checkpoint, or new."""
 
     def __init__(
         self, name: str, contender: Contender, arguments: argparse.Namespace, new: bool = False
@@ -215,7 +217,7 @@ class Training:
         )
 
     def advance(self) -> None:
-        """One step."""
+        """Train one step."""
         done = self.step / self.arguments.steps
         rate = self.rate * min(1.0, (self.step + 1) / self.arguments.rise) * (1 - done)
         self.optimizer.param_groups[0]["lr"] = max(rate, 0.0)
@@ -225,7 +227,7 @@ class Training:
         self.step += 1
 
     def note(self) -> None:
-        """The loss of text that is held out."""
+        """Compute the loss of the held-out text, and write all losses so far."""
         generator = torch.Generator().manual_seed(99 + self.rank)
         rounds = TESTED // dist.get_world_size() // 32
         with torch.no_grad():
@@ -238,7 +240,7 @@ class Training:
             self.path.with_suffix("").with_suffix(".json").write_text(json.dumps(self.losses))
 
     def piece(self, until: float) -> bool:
-        """Train to the end, or until it is so late; whether it is the end."""
+        """Train to the end, or until the time `until`; return whether it is the end."""
         while self.step < self.arguments.steps:
             self.advance()
             if self.step % self.arguments.every == 0:
@@ -249,7 +251,7 @@ class Training:
         return self.step >= self.arguments.steps
 
     def timed(self, steps: int) -> tuple[list[float], float]:
-        """Milliseconds of each step, of the slowest rank, and kilobytes of all."""
+        """Train; return milliseconds of each step, and kilobytes of all, of the worst rank."""
         took = []
         before = sent()
         for _ in range(steps):
@@ -281,7 +283,7 @@ def rank(arguments: argparse.Namespace) -> None:
 
 
 def measure(wanted: dict[str, Contender], arguments: argparse.Namespace) -> None:
-    """Note the time and the bytes of a step, in turns, and the time of the first steps."""
+    """Measure and write the time and bytes of a step, in turns, and the time of first steps."""
     path = arguments.folder / f"{arguments.link}.json"
     known = json.loads(path.read_text()) if path.exists() else {}
     found: dict[str, dict[str, list[float]]] = {name: known.get(name, {}) for name in wanted}
@@ -302,7 +304,7 @@ def measure(wanted: dict[str, Contender], arguments: argparse.Namespace) -> None
 
 
 def steps_to(losses: list[tuple[int, float]], target: float) -> float | None:
-    """How many steps a training took to a loss; None: it did not come so far."""
+    """The number of steps until a training reached a loss; None if it did not reach it."""
     before = losses[0]
     for step, loss in losses:
         if loss <= target:
@@ -313,19 +315,19 @@ def steps_to(losses: list[tuple[int, float]], target: float) -> float | None:
 
 
 def minutes(name: str, found: dict[str, list[float]], needed: list[float]) -> float:
-    """To a loss: the first steps, then the others."""
+    """The minutes to a loss: of the first steps, and of the other steps that were needed."""
     others = statistics.mean(needed) - CONTENDERS[name].first
     return (min(found.get("first s", [0.0])) + others * min(found["ms"]) / 1e3) / 60
 
 
 def spread(values: list[float], form: str) -> str:
-    """Their mean and, of several, the least and the most."""
+    """The mean of values and, if there are several, the least and the greatest."""
     ends = f" ({min(values):{form}} to {max(values):{form}})" if len(values) > 1 else ""
     return f"{statistics.mean(values):{form}}{ends}"
 
 
 def table(arguments: argparse.Namespace) -> None:
-    """Print what was found."""
+    """Print the table."""
     times = {path.stem: json.loads(path.read_text()) for path in arguments.folder.glob("*bit.json")}
     losses: dict[str, dict[int, list[tuple[int, float]]]] = {}
     for name in CONTENDERS:

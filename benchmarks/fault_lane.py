@@ -51,14 +51,14 @@ Call = Callable[[], object]
 
 
 def coo(rank: int, count: int, width: int) -> Tensor:
-    """Rows at random places of a table that is ten times as high."""
+    """A COO tensor with random indices, ten times as high as it has rows."""
     draw = torch.Generator().manual_seed(rank)
     places = torch.randint(10 * count, (1, count), generator=draw)
     return torch.sparse_coo_tensor(places, torch.ones(count, width), (10 * count, width))
 
 
 class Model(torch.nn.Module):
-    """A sparse table and a dense layer; or one with buffers, which ranks broadcast."""
+    """A table and a dense layer: with sparse gradients; or with BatchNorm, which has buffers."""
 
     def __init__(self, buffers: bool = False) -> None:
         super().__init__()
@@ -132,7 +132,7 @@ def calls_of_torch(rank: int, size: int) -> dict[str, Call]:
 def step_of(wire: str, kind: str) -> Call:
     """A step of DistributedDataParallel, with a hook of weft's or without.
 
-    It makes calls of its own over gloo for buffers, and for parameters that may be unused.
+    DistributedDataParallel itself makes calls over gloo for buffers and for unused parameters.
     """
     if kind == "topk":
         model = DistributedDataParallel(torch.nn.Linear(300, 300))
@@ -150,7 +150,7 @@ def step_of(wire: str, kind: str) -> Call:
 
 
 def another(cell: Cell) -> None:
-    """What the victim calls, where the others make the cell's call."""
+    """Make another call than that of the cell, which the other ranks make."""
     if cell.wire == "gloo":
         other = calls_of_torch(cell.victim, cell.ranks)
     else:
@@ -159,11 +159,11 @@ def another(cell: Cell) -> None:
 
 
 class Failure(Exception):
-    """What a user's program raises."""
+    """The exception of a user's program."""
 
 
 def held() -> set[str]:
-    """Sockets, shared memory and threads of weft that this process has; not a store's own."""
+    """The sockets, shared memory and threads of weft in this process, without those of a store."""
     gc.collect()
     port = int(os.environ["MASTER_PORT"])
     there = psutil.Process().net_connections("inet")
@@ -177,7 +177,7 @@ def held() -> set[str]:
 
 
 def program(cell: Cell, rank: int, say: Callable[..., None], order: int) -> None:
-    """One rank: it calls until it is told to fail, or something is raised."""
+    """The program of one rank: it makes calls until it is told to fail, or until one raises."""
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     # where all ranks wait for each other
     store = dist.TCPStore(address, port, cell.ranks, rank == 0, timedelta(seconds=START))
@@ -237,7 +237,7 @@ def calls_until_failure(cell: Cell, rank: int, say: Callable[..., None], order: 
 
 
 class Lane:
-    """Starts ranks by fork, each of them on a host of its own where links are cut."""
+    """Starts ranks by fork; if links are cut, each on a virtual host of its own."""
 
     def __init__(self, lab: bool) -> None:
         weft.kernels.describe()  # loads the machine code, once for all
@@ -256,7 +256,7 @@ class Lane:
             self._netlab["remove"](self._tag, max(SIZES))
 
     def run(self, cell: Cell) -> Result | None:
-        """What became of a cell; None in the process of a rank, whose program has ended."""
+        """Run a cell; return its result. In the process of a rank it returns None at the end."""
         folder = Path(tempfile.mkdtemp(prefix="weft-faults-"))
         told, tell = os.pipe()
         order, give = os.pipe()
@@ -285,7 +285,7 @@ class Lane:
                 self._link(cell.victim, "up")
 
     def _become(self, cell: Cell, rank: int, port: int, folder: Path) -> None:
-        """Make this process that of a rank, as its launcher would have."""
+        """Make this process that of a rank, with the environment that a launcher gives."""
         os.setpgid(0, 0)
         nothing = os.open(os.devnull, os.O_RDONLY)
         log = os.open(folder / f"log{rank}", os.O_WRONLY | os.O_CREAT)
@@ -312,7 +312,7 @@ class Lane:
             os.environ["WEFT_HOST"] = str(rank)
 
     def _strike(self, job: Job, give: int) -> float:
-        """Let the fault happen; when it did."""
+        """Make the fault happen; return when."""
         cell, at = job.cell, time.monotonic()
         match cell.fault:
             case "kill":
@@ -328,12 +328,12 @@ class Lane:
         return at
 
     def _link(self, rank: int, state: str) -> None:
-        """Set the other end of a host's link."""
+        """Set the other end of a host's link up or down."""
         subprocess.run(["ip", "-n", f"{self._tag}sw", "link", "set", f"p{rank}", state], check=True)
 
 
 class Job:
-    """The ranks of one cell, as their lane sees them."""
+    """The ranks of one cell, in the process of their lane."""
 
     def __init__(self, cell: Cell, pids: list[int], told: int, folder: Path) -> None:
         self.cell, self.pids = cell, pids
@@ -342,11 +342,11 @@ class Job:
         self._status: dict[int, int] = {}  # of the ranks that have ended
 
     def of(self, what: str) -> dict[int, dict[str, Any]]:
-        """What the ranks said of that."""
+        """The lines of this kind that ranks wrote, by rank."""
         return self._said.get(what, {})
 
     def hear(self, seconds: float, enough: Callable[[], bool]) -> bool:
-        """Listen to the ranks until it is enough, if it ever is, or some have ended too early."""
+        """Read what ranks write until `enough()`, at most so many seconds; whether it was."""
         until = time.monotonic() + seconds
         while not enough() and time.monotonic() < until:
             if select.select([self._told], [], [], 0.01)[0]:
@@ -359,7 +359,7 @@ class Job:
         return enough()
 
     def result(self, at: float, failed: str = "") -> Result:
-        """Wait for what must come of the fault, and look at what is left."""
+        """Wait until the ranks have raised, and check what they left behind."""
         cell, result = self.cell, Result(self.cell, unclean=[failed] if failed else [])
         must = set(cell.must_raise())
         if not failed:
@@ -397,7 +397,7 @@ class Job:
                 yield "a process"
 
     def end(self) -> None:
-        """End what is there still."""
+        """End the ranks that are still there."""
         for rank, pid in enumerate(self.pids):
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(pid, signal.SIGKILL)
@@ -406,7 +406,7 @@ class Job:
 
 
 def say(tell: int, rank: int, what: str, **more: object) -> None:
-    """Tell the lane something, at once and whole."""
+    """Write a line to the lane, in one piece."""
     line = {"rank": rank, "what": what, "at": time.monotonic(), **more}
     os.write(tell, json.dumps(line).encode() + b"\n")
 
@@ -418,7 +418,7 @@ def free_port() -> int:
 
 
 def serve(lab: bool) -> None:
-    """Run cells until there are no more."""
+    """Run cells from standard input until it ends."""
     gc.collect()
     gc.freeze()
     with Lane(lab) as lane:

@@ -1,27 +1,29 @@
-"""Random programs: calls of all kinds one after the other, held against one process's arithmetic.
+"""Run random programs, calls of all kinds one after the other; compare them with one process.
 
     python benchmarks/soak.py                          # 10,000 programs; `make soak` does the same
     python benchmarks/soak.py --programs 500 --first 20000 --world shm-4,tcp-3
     python benchmarks/soak.py --world shm-4 --program "..."     # one that failed: its error has it
-    python benchmarks/soak.py --large                           # what is large; needs 12 GiB
+    python benchmarks/soak.py --large                           # large calls; needs 12 GiB
 
-A program is some ten steps, which `drawn_step` draws: by seed here, by hypothesis in
-tests/test_mixture.py. Steps are sparse collectives of every kind, op, dtype and form, lists, dense
-collectives, layers on grids of some of the ranks, gradients, arguments that are wrong on one rank;
-on the whole group and on parts of it; asynchronous ones are waited for in another order on each
-rank. Values are small integers, so sums are exact in any order. What comes out is kept and looked
-at again, written to, pickled, saved and loaded; where ranks are processes it goes through
-multiprocessing, a DataLoader's worker and forked children, and is used after shutdown.
+A program is some ten steps, which `drawn_step` draws: from a seed here, by hypothesis in
+tests/test_mixture.py. The steps are sparse collectives of every kind, op, dtype and form, lists of
+tables, dense collectives, layers on grids of some of the ranks, gradients, and arguments that are
+wrong on one rank. They run on the whole group and on parts of it. Each rank waits for asynchronous
+calls in another order. Values are small integers, so sums are exact in any order. Results are kept
+and compared again later, written to, pickled, saved and loaded. If the ranks are processes, results
+also go through multiprocessing, a DataLoader's worker and forked children, and are used after
+shutdown.
 
-A world is a wire and a number of ranks: `threads`, `shm` (processes of one host), `tcp` (as if each
-were on a host of its own) or `torch` (over a process group). Memory, descriptors and threads are
-those of the worst rank, after a quarter of the programs and before the last three, when nothing is
-held: the results are gone, workspaces are let go of, and WEFT_KEEP=0 keeps no past results. The
-exit status is 1 if descriptors or threads have become more, or memory has by more than 32 MiB a
-process.
+A world is a wire and a number of ranks: `threads`, `shm` (processes of one host), `tcp` (each rank
+as if on a host of its own) or `torch` (over a process group). The table has the memory, descriptors
+and threads of the rank whose memory grew most: after a quarter of the programs, and before the last
+three. At these moments no results are held, workspaces are freed, and WEFT_KEEP=0 keeps no past
+results. The exit status is 1 if descriptors or threads of a rank have increased, or its memory by
+more than 32 MiB.
 
-What is large: a message of more than 2 GiB, a result of more than 2**31 elements, 100,000 calls;
-each on two processes of one host and on two as if on hosts of their own.
+Large calls are: a message of more than 2 GiB, a result of more than 2**31 elements, and 100,000
+calls, each on two processes of one host and on two as if on hosts of their own. With them the exit
+status says nothing of memory.
 """
 
 from __future__ import annotations

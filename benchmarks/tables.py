@@ -56,18 +56,18 @@ def table(rank: int, number: int, tokens: int, width: int) -> Pair:
 
 
 def coo(rows: Pair) -> Tensor:
-    """As torch wants them."""
+    """Rows as a sparse COO tensor."""
     return torch.sparse_coo_tensor(
         rows[0][None], rows[1], (HEIGHT, rows[1].shape[1]), check_invariants=False
     )
 
 
 Moved = dict[str, tuple[float, float]]
-"""The bytes that a call must read and write, by name."""
+"""The bytes that a call must read and write, by contender."""
 
 
 def rank(rounds: int, width: int) -> tuple[dict[str, list[float]], dict[str, str], Moved]:
-    """One rank's program: times; what ran; and the bytes that a call must move, by name."""
+    """One rank's program: times, algorithms, and bytes that a call must move, by contender."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=120))
     with weft.init() as wire:
@@ -117,7 +117,7 @@ def rank(rounds: int, width: int) -> tuple[dict[str, list[float]], dict[str, str
 
 
 def copy(nbytes: int) -> Callable[[], object]:
-    """Copies so many bytes in memory."""
+    """A function that copies so many bytes in memory."""
     source, target = torch.ones(2, nbytes, dtype=torch.uint8)
     return lambda: target.copy_(source)
 
