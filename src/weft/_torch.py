@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Variable, forward_ad
 from torch.distributed import distributed_c10d
+from torch.profiler import record_function
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -99,6 +100,21 @@ def without_transforms(function: Callable[P, T]) -> Callable[P, T]:
             return function(*args, **kwargs)
 
     return outside
+
+
+def profiled(name: str) -> AbstractContextManager[object]:
+    """A range of the profiler; nothing if none runs, since a range takes some microseconds.
+
+    Without the private name it is always a range.
+
+    Example:
+        >>> with torch.profiler.profile() as profile, profiled("weft::example"):
+        ...     pass
+        >>> [event.key for event in profile.key_averages()]
+        ['weft::example']
+    """
+    running = getattr(torch.autograd.profiler, "_is_profiler_enabled", True)
+    return record_function(name) if running else nullcontext()
 
 
 def is_of_group(error: BaseException | None) -> bool:

@@ -41,7 +41,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
-from torch.profiler import record_function
 from torch.utils.hooks import RemovableHandle
 
 from . import kernels
@@ -585,8 +584,7 @@ def _reduce_dense(
     wire = state.wire
 
     def job() -> Tensor:
-        with record_function("weft::ddp_dense"):
-            reduction(wire, gradient)
+        reduction(wire, gradient)
         return gradient
 
     return wire.worker.submit("ddp dense bucket", Aside(gradient.device, job))

@@ -15,7 +15,6 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
-from torch.profiler import record_function
 
 from ..agree import is_direct, summed_up
 from ..comm.opening import opened
@@ -168,7 +167,7 @@ def _open(
     wire: Wire, call: str, fields: Mapping[str, object], error: str | None, own: bytes = b""
 ) -> list[bytes]:
     """The opening exchange; if statements are direct, the call's own bytes of each rank."""
-    with record_function(f"weft::{call}"), opened(wire, call, fields, error, own=own) as said:
+    with opened(wire, call, fields, error, own=own) as said:
         return [bytes(each) for each in said.own(len(own))]
 
 

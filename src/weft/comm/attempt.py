@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
-from torch.profiler import record_function
-
 from ..agree import confess
 from ..errors import entry
 from ..wire import default
@@ -53,12 +51,11 @@ def attempt(function: Callable[[], T], group: Any = None, *, name: str = "attemp
 
     def job() -> T:
         made, trouble = None, None
-        with record_function(f"weft::{name}"):
-            try:
-                made = function()
-            except BaseException as error:
-                trouble = error
-            confess(wire, name.encode()[:_LONGEST].decode(errors="ignore"), trouble)
+        try:
+            made = function()
+        except BaseException as error:
+            trouble = error
+        confess(wire, name.encode()[:_LONGEST].decode(errors="ignore"), trouble)
         return cast(T, made)
 
     return wire.worker.call(name, job)

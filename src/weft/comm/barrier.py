@@ -11,7 +11,6 @@ import weakref
 from typing import Any
 
 import torch
-from torch.profiler import record_function
 
 from ..agree import is_direct
 from ..errors import StillRunning, entry
@@ -99,18 +98,17 @@ class _Entered:
     def run(self) -> None:
         """Wait for all ranks; run in the call's turn."""
         wire = self._wire
-        with record_function("weft::barrier"):
-            if not is_direct(wire):  # combined statements do not tell which ranks have come
-                nothing = torch.empty(0, dtype=torch.uint8)
-                self._awaited = wire.post(
-                    [(peer, nothing) for peer in peers(wire)],
-                    [(peer, 0) for peer in sorted(peers(wire))],
-                    SMALL,
-                )
-                self._awaited.wait()
-                self._awaited.release()
-            with opened(wire, "barrier", {}, self._error, watch=self._watch):
-                pass
+        if not is_direct(wire):  # combined statements do not tell which ranks have come
+            nothing = torch.empty(0, dtype=torch.uint8)
+            self._awaited = wire.post(
+                [(peer, nothing) for peer in peers(wire)],
+                [(peer, 0) for peer in sorted(peers(wire))],
+                SMALL,
+            )
+            self._awaited.wait()
+            self._awaited.release()
+        with opened(wire, "barrier", {}, self._error, watch=self._watch):
+            pass
 
     def _watch(self, pending: Pending) -> None:
         self._awaited = pending

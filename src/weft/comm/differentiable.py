@@ -17,7 +17,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.profiler import record_function
 
 from ..errors import entry
 from ..tensors import has_elements, lacking
@@ -55,16 +54,13 @@ class Linear(ABC):
 
     def undone(self, gradients: Sequence[Tensor]) -> Sequence[Tensor]:
         """The tensors' gradients, from the results' gradients; differentiable. After `run`."""
-        adjoint = self.adjoint(f"{self._kind} backward of call {self.number}")
+        kind = self.name.partition(" ")[0]
+        adjoint = self.adjoint(f"{kind} backward of call {self.number}")
         for gradient in gradients:
             if not has_elements(gradient):
                 adjoint.error = f"a gradient is {lacking(gradient)}: differentiate one at a time"
                 return applied(adjoint, [torch.empty(0)] * len(gradients))
         return applied(adjoint, gradients)
-
-    @property
-    def _kind(self) -> str:
-        return self.name.partition(" ")[0]
 
 
 def applied(collective: Linear, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -72,8 +68,7 @@ def applied(collective: Linear, tensors: Sequence[Tensor]) -> list[Tensor]:
     mode = Mode.of(tensors)
 
     def job() -> tuple[list[Tensor], bool]:
-        with record_function(f"weft::{collective._kind}"):
-            return collective.run([plain(tensor.detach()) for tensor in tensors], mode)
+        return collective.run([plain(tensor.detach()) for tensor in tensors], mode)
 
     with torch.no_grad():
         results, recorded = collective.wire.worker.call(collective.name, job)

@@ -17,7 +17,6 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from torch.profiler import record_function
 
 from ..errors import WeftError, entry
 from ..kernels.ops import DTYPES
@@ -102,12 +101,7 @@ def sync_grads(
         finish(wire, average, wire_dtype)
         return
     synchronised = Synchronised(wire, module, average, wire_dtype)
-
-    def job() -> None:
-        with record_function("weft::sync_grads"):
-            synchronised.reduce(list(synchronised.of))
-
-    wire.worker.call(NAME, job)
+    wire.worker.call(NAME, lambda: synchronised.reduce(list(synchronised.of)))
 
 
 overlapping: WeakKeyDictionary[torch.nn.Module, Callable[..., None]] = WeakKeyDictionary()

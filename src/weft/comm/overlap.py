@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.profiler import record_function
 from torch.utils.hooks import RemovableHandle
 
 from ..agree import confess
@@ -207,8 +206,7 @@ class Overlap:
 
         def job() -> _Step:
             known = self._synchronised
-            with record_function("weft::sync_grads"):
-                went_on = known.reduce(names, first=first, ready=ready)
+            went_on = known.reduce(names, first=first, ready=ready)
             found = (known.of[name].grad for name in names[:first])
             return went_on, [local(each) for each in found if each is not None]
 

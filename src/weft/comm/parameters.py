@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
-from torch.profiler import record_function
 
 from ..chain import Chain
 from ..devices import on_host
@@ -69,7 +68,7 @@ def sync_params(module: torch.nn.Module, group_src: int = 0, group: Any = None) 
     error = error or wrong_root("group_src", root, group_src, wire.size)
 
     def job() -> None:
-        with record_function("weft::sync_params"), torch.no_grad():
+        with torch.no_grad():
             with opened(wire, _NAME, {"group_src": root}, error, digest=digest(manifest)) as said:
                 pass
             if not said.equal:

@@ -21,7 +21,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.profiler import record_function
 
 from .._torch import in_forward_mode, is_wrapped
 from ..devices import is_capturing
@@ -198,21 +197,20 @@ class Agreed:
     def run(self, x: Tensor) -> Tensor:
         """Carry out the plan; return this rank's output. Collective."""
         call, plan, wire = self.call, self.plan, self.call.wire
-        name, sources = call.name, plan.have.shapes
-        with record_function(f"weft::{name}"):
-            if all(self.said[rank].payload is not None for rank in sources):
-                came = {
-                    r: decoded(wire, r, "a tensor", self.said[r].tensor, shape, self.dtype)
-                    for r, shape in sources.items()
-                }
-                y = assemble(plan, came, wire.rank, self.dtype)
-            else:
-                # if its own is another, the tensor has no volume, so that its own said nothing
-                same = x.dtype == self.dtype
-                typed = x.detach() if same else torch.empty_like(x, dtype=self.dtype)
-                local = typed.resolve_conj().resolve_neg()
-                over = wire_for(wire, local, call.ranks)
-                y = wire.worker.call(name, lambda: execute(plan, local, over))
+        sources = plan.have.shapes
+        if all(self.said[rank].payload is not None for rank in sources):
+            came = {
+                r: decoded(wire, r, "a tensor", self.said[r].tensor, shape, self.dtype)
+                for r, shape in sources.items()
+            }
+            y = assemble(plan, came, wire.rank, self.dtype)
+        else:
+            # if its own is another, the tensor has no volume, so that its own said nothing
+            same = x.dtype == self.dtype
+            typed = x.detach() if same else torch.empty_like(x, dtype=self.dtype)
+            local = typed.resolve_conj().resolve_neg()
+            over = wire_for(wire, local, call.ranks)
+            y = wire.worker.call(call.name, lambda: execute(plan, local, over))
         if wire.rank not in plan.want.shapes:
             y = y.new_empty(call.nothing)
         return y

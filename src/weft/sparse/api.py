@@ -16,7 +16,7 @@ from ..wire import default
 from ..wire.base import Wire
 from . import run, tables
 from .choice import Explanation
-from .record import recording, started
+from .record import started
 from .request import Request
 
 
@@ -123,8 +123,7 @@ def job_of(
     requests, error = tables.requests_of(rows, op, algorithm, wire_dtype, out)
 
     def job() -> list[Any]:
-        with recording(wire, "sparse_all_reduce") as note:
-            return tables.reduced(wire, requests, error, note)[: len(rows)]
+        return tables.reduced(wire, requests, error)[: len(rows)]
 
     return Aside(requests[0].device, job)
 
@@ -133,9 +132,8 @@ def job_of_one(wire: Wire, request: Request) -> Aside[Any]:
     """What reduces a table, when its turn has come."""
 
     def job() -> Any:
-        with recording(wire, "sparse_all_reduce") as note:
-            done = run.reduced(wire, request)
-        done.noted(note)
+        done = run.reduced(wire, request)
+        done.note(wire)
         return request.restore(done.rows)
 
     return Aside(request.device, job)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
-
-from torch.profiler import record_function
 
 from ..devices import Aside
 from ..wire import default
@@ -53,21 +51,14 @@ def last_call(group: Any = None) -> Record | None:
     return _records.get(default.resolve(group))
 
 
-@contextmanager
-def recording(wire: Wire, name: str) -> Iterator[Callable[..., Record]]:
-    """A call as a range of the profiler; yields the function that stores the call's `Record`."""
+def note(wire: Wire, algorithm: str, *, bound: float, **figures: Any) -> None:
+    """Store the `Record` of the call that runs."""
     call = wire.worker.now
     assert call is not None  # whose turn it is
-
-    def note(algorithm: str, *, bound: float, **figures: Any) -> Record:
-        messages, sent, seconds = call.spent()
-        spent: dict[str, Any] = {"messages": messages, "sent_bytes": sent, "seconds": seconds}
-        record = Record(algorithm, bound_bytes=round(bound), **spent, **figures)
-        _records[wire] = call.figures = record
-        return record
-
-    with record_function(f"weft::{name}"):
-        yield note
+    messages, sent, seconds = call.spent()
+    spent: dict[str, Any] = {"messages": messages, "sent_bytes": sent, "seconds": seconds}
+    record = Record(algorithm, bound_bytes=round(bound), **spent, **figures)
+    _records[wire] = call.figures = record
 
 
 @contextmanager

@@ -29,7 +29,7 @@ from .choice import explained as explained_choice
 from .cost import Load
 from .header import Header, combined
 from .local_rows import LocalRows
-from .record import Record
+from .record import note
 from .registry import find
 from .request import Request, travelling
 
@@ -54,10 +54,10 @@ class Done:
     own: int
     below: Sequence[int]
 
-    def noted(self, note: Callable[..., Record], **more: Any) -> Record:
-        """Pass the figures of the call to `note`, which `recording` made."""
+    def note(self, wire: Wire, **more: Any) -> None:
+        """Store the figures of the call, whose turn it is."""
         figures = {"rows": self.own, "total": self.load.total, "union": len(self.rows)}
-        return note(self.algorithm, bound=self.bound, **figures, **more)
+        note(wire, self.algorithm, bound=self.bound, **figures, **more)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ So the host waits once for the list, and once for each group.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate, islice, pairwise
 from typing import Any, NamedTuple
@@ -39,6 +39,7 @@ from . import choice, run, sketch
 from .call import Call, shape_in
 from .choice import ALONE, EAGER, Explanation, Group
 from .header import NO_LIMIT, POINTS
+from .record import note
 from .request import NOTHING, Request
 
 NAME = "sparse_all_reduce of a list"
@@ -166,16 +167,13 @@ def _shared(places: list[Any]) -> str | None:
     return None
 
 
-def reduced(
-    wire: Wire, requests: Sequence[Request], error: str | None, note: Callable[..., object]
-) -> list[Any]:
+def reduced(wire: Wire, requests: Sequence[Request], error: str | None) -> list[Any]:
     """Run one call, and note what it did; collective.
 
     Args:
         wire: the ranks that take part.
         requests: the tables, with the same op and algorithm.
         error: what is wrong on this rank.
-        note: as `recording` gives it.
 
     Returns:
         The result of each table, in the form that it was given in.
@@ -194,6 +192,7 @@ def reduced(
             raise WeftError(f"rank {whose}: table {table}: {text}")
     nothing = ALONE if wire.size == 1 else EAGER
     note(
+        wire,
         " and ".join(dict.fromkeys(one.algorithm for one in done)) or nothing,
         rows=sum(one.own for one in done),
         total=sum(one.load.total for one in done),

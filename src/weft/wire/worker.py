@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 import torch
 
-from .._torch import without_modes, without_transforms
+from .._torch import profiled, without_modes, without_transforms
 from ..devices import Aside
 from ..errors import Error, StillRunning, WeftError, WireError, entry
 from . import recorder
@@ -39,10 +39,11 @@ _LAST = 1.0  # seconds to end in after its wire was aborted
 class Worker:
     """The calls of one rank on one wire, one at a time, in the order they were made.
 
-    A job that raises a `weft.Error` leaves the wire as it is; if SystemExit or KeyboardInterrupt in
-    a caller's function is its cause, that is raised in its place. Any other exception,
-    KeyboardInterrupt included, means that this rank will not finish a schedule that others are
-    in: the wire is aborted, so that they raise instead of waiting, and the exception goes on.
+    Each call is a range of the profiler. A job that raises a `weft.Error` leaves the wire as it is;
+    if SystemExit or KeyboardInterrupt in a caller's function is its cause, that is raised in its
+    place. Any other exception, KeyboardInterrupt included, means that this rank will not finish a
+    schedule that others are in: the wire is aborted, so that they raise instead of waiting, and the
+    exception goes on.
 
     Attributes:
         calls: how many calls were started.
@@ -199,7 +200,8 @@ class Worker:
         try:
             self.calls += 1
             self.doing, self._several, self.now = name, several, call
-            result = job()
+            with profiled(f"weft::{name.partition(' of call')[0]}"):  # all backwards alike
+                result = job()
             call.close()
             return result
         except BaseException as error:
@@ -352,13 +354,9 @@ class Work(Generic[T]):
         # a tensor crashes. The error of one made by then() is native.
         future: torch.futures.Future[T] = raw.then(lambda done: done.value())
         callbacks = self._worker._callbacks
-        callbacks.put(_nothing)  # its thread starts here: where it fails later, nobody is told
+        callbacks.put(lambda: None)  # its thread starts here: where it fails later, nobody is told
         self._done.add_done_callback(lambda done: callbacks.put(lambda: _complete(raw, self)))
         return future
-
-
-def _nothing() -> None:
-    return None
 
 
 def _complete(raw: torch.futures.Future[T], work: Work[T]) -> None:

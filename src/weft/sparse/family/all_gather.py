@@ -28,7 +28,7 @@ from ...rows import Rows
 from ...wire import default
 from ...wire.base import all_gather_bytes
 from ..choice import ALONE, EAGER
-from ..record import recording, started
+from ..record import started
 from ..request import Request
 from ..run import Opened, performed
 from ..stream import LISTS, VALUES, Ring, parts, wrong_list
@@ -93,9 +93,8 @@ def sparse_all_gather(
         return joined(opening, counts)
 
     def job() -> Any:
-        with recording(wire, _NAME) as note:
-            done = performed(wire, request, _NAME, schedule, moves=True)
-        done.noted(note)
+        done = performed(wire, request, _NAME, schedule, moves=True)
+        done.note(wire)
         result = request.restore(done.rows)
         return (result, torch.tensor(counts)) if return_counts else result
 

@@ -22,7 +22,7 @@ from ...wire import default
 from ...wire.base import decoded
 from ..call import shape_in
 from ..cost import Load
-from ..record import recording, started
+from ..record import started
 from ..request import NOTHING, Request, root_in
 from ..run import Opened, performed
 from .all_gather import joined
@@ -98,9 +98,8 @@ def sparse_broadcast(
         return joined(opening, [call.load.total * (rank == src) for rank in range(wire.size)])
 
     def job() -> Any:
-        with recording(wire, _NAME) as note:
-            done = performed(wire, request, _NAME, schedule, moves=True)
-        done.noted(note)
+        done = performed(wire, request, _NAME, schedule, moves=True)
+        done.note(wire)
         form = request.agreed["form"]
         given = src, "rows", _formed, done.rows, form
         result = request.restore(done.rows) if here else decoded(wire, *given)

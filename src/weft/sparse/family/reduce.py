@@ -29,7 +29,7 @@ from ..choice import ALONE, EAGER
 from ..cost import Cost, Load
 from ..local_rows import LocalRows
 from ..owners import balanced, reduce_to_owners, spans
-from ..record import recording, started
+from ..record import started
 from ..request import Request, root_in
 from ..run import Opened, merge_eager, performed
 from ..stream import SUMS, chunks, index_lists, laid_out, list_messages
@@ -99,9 +99,8 @@ def sparse_reduce(
         return ALONE if wire.size == 1 else "direct", reduce_to_owners(opening.own, call, all_his)
 
     def job() -> Any:
-        with recording(wire, _NAME) as note:
-            done = performed(wire, request, _NAME, schedule, apart=True)
-        done.noted(note)
+        done = performed(wire, request, _NAME, schedule, apart=True)
+        done.note(wire)
         return request.restore(done.rows) if here else None
 
     return started(wire, _NAME, Aside(request.device, job), async_op)

@@ -24,7 +24,7 @@ from ..choice import ALONE, EAGER
 from ..header import Header
 from ..local_rows import within
 from ..owners import balanced, reduce_to_owners
-from ..record import recording, started
+from ..record import started
 from ..request import Request
 from ..run import Opened, merge_eager, performed
 
@@ -100,9 +100,8 @@ def sparse_reduce_scatter(
             bounds.extend(given or _balanced(opening))
             return _scattered(opening, bounds)
 
-        with recording(wire, _NAME) as note:
-            done = performed(wire, request, _NAME, schedule, apart=True)
-        done.noted(note, ranges=tuple(bounds))
+        done = performed(wire, request, _NAME, schedule, apart=True)
+        done.note(wire, ranges=tuple(bounds))
         return request.restore(done.rows)
 
     return started(wire, _NAME, Aside(request.device, job), async_op)
