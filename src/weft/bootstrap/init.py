@@ -35,9 +35,7 @@ from . import rendezvous as places
 _TIMEOUT = 300.0  # seconds, of a group that weft starts
 _TELL = 3.0  # seconds in which a process that cannot take part tries to tell the others
 _LATE = 0.5  # seconds after the timeout in which others may find it over by themselves
-_AWAITED = re.compile(
-    r"^wait timeout after \d+ms, keys: \S*/(\d+)$"
-)  # gloo's, for a rank's address
+_AWAITED = re.compile(r"^wait timeout after \d+ms, keys: \S*/(\d+)$")  # gloo's, for a rank
 _log = logging.getLogger("weft")
 
 

@@ -134,7 +134,7 @@ class _Reduction(Linear):
         own = memory_of(given) if eager else b""
         place = fresh(tuple(given.shape), given.dtype, given.device)
         with opened(wire, self.name, fields, self.error, mode=mode, own=own) as said:
-            self.number = said.number
+            self.number = said.agreement.number
             if eager:
                 heard = [
                     torch.frombuffer(each, dtype=given.dtype) for each in said.own(len(own)) if each

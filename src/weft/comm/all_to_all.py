@@ -126,8 +126,8 @@ class Scatter(Linear):
         with opened(
             wire, self.name, fields, self.error, mode=mode, limit=limit, private=private
         ) as said:
-            self.number = said.number
-            heard = said.private if private else _told(wire, told)
+            self.number = said.agreement.number
+            heard = said.agreement.private if private else _told(wire, told)
             results = list(tensors)
             results[wire.rank] = fresh(tuple(like.shape), like.dtype, like.device).copy_(like)
             outgoing: dict[int, Tensor] = {}

@@ -57,24 +57,21 @@ class Opening:
     """The combined statements of all ranks.
 
     Attributes:
-        number: of the call, among those of the group.
         records: whether some rank records gradients; then all take part in backward.
         limit: the smallest limit.
         equal: whether all digests are equal.
-        private: what each other rank said to this one alone, in rank order; valid inside `opened`.
+        agreement: the rest; its bodies are valid inside `opened`.
     """
 
-    number: int
     records: bool
     limit: int
     equal: bool
-    private: list[memoryview]
-    _agreement: Agreement
+    agreement: Agreement
 
     def own(self, nbytes: int) -> list[memoryview]:
         """The call's own bytes of each rank, in rank order; if statements are not direct, one item:
         all combined. Valid inside `opened`."""
-        return self._agreement.read(_own, nbytes)
+        return self.agreement.read(_own, nbytes)
 
     def mask(self, nbytes: int) -> list[int]:
         """The call's own bytes of all ranks, combined by bitwise "or"."""
@@ -132,14 +129,7 @@ def opened(
                 f"rank {recorder} records gradients of {name}, rank {without} is under "
                 "torch.no_grad(): call it under the same mode on every rank"
             )
-        yield Opening(
-            agreement.number,
-            recorder != _NOBODY,
-            least,
-            lowest == ~highest,
-            agreement.private,
-            agreement,
-        )
+        yield Opening(recorder != _NOBODY, least, lowest == ~highest, agreement)
     finally:
         agreement.release()
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextvars
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -11,6 +9,7 @@ from typing import Any
 from ..bootstrap.outcome import Outcome, place
 from ..wire import default
 from ..wire.base import Wire
+from ..wire.in_process import begun
 
 
 def outcome_on(
@@ -38,25 +37,13 @@ def on_wires(
     If a body raises, its wire is aborted, so that the other ranks end, too. A rank that has not
     ended after `limit` seconds is left running on its daemon thread, and reported as hanging.
     """
-    outcomes: list[Outcome | None] = [None] * len(wires)
+    outcomes: dict[int, Outcome] = {}
 
-    def program(index: int, wire: Wire) -> None:
-        outcomes[index] = outcome_on(wire, body, args, kwargs or {})
+    def program(wire: Wire) -> None:
+        outcomes[wire.rank] = outcome_on(wire, body, args, kwargs or {})
         wire.close()
 
-    threads = [
-        threading.Thread(
-            # each thread has a context of its own, and so a default wire of its own
-            target=contextvars.copy_context().run,
-            args=(program, index, wire),
-            name=f"rank {wire.rank}",
-            daemon=True,
-        )
-        for index, wire in enumerate(wires)
-    ]
-    for thread in threads:
-        thread.start()
-    deadline = time.monotonic() + limit
+    deadline, threads = time.monotonic() + limit, begun(program, wires)
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
     late = {number: place(thread) for number, thread in enumerate(threads) if thread.is_alive()}
@@ -64,5 +51,5 @@ def on_wires(
         wires[0].abort(f"the ranks had {limit} s")
     for number, where in late.items():
         threads[number].join(0.2)
-        outcomes[number] = Outcome(wires[number].rank, hangs=where)
-    return [outcome for outcome in outcomes if outcome is not None]
+        outcomes[number] = Outcome(number, hangs=where)
+    return [outcomes[wire.rank] for wire in wires]

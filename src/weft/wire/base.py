@@ -38,7 +38,7 @@ from .._torch import is_of_group
 from ..devices import on_host
 from ..errors import Error, WeftError, WireError, entry
 from ..tensors import has_elements, lacking
-from .failure.verdict import NAMED, differing, names
+from .failure.verdict import NAMED, Verdict, differing, names
 from .hosts import Hosts, hosts_of
 from .link import MERGE, Link
 from .memory import Lease, Pool, fresh, typed
@@ -187,8 +187,12 @@ class Wire(abc.ABC):
     def _accuse(self, peer: int, text: str) -> WireError:
         """Break the wire for all ranks on account of what a peer did; the error to raise here."""
         self.abort(text)
-        text = f"rank {self.rank}: {text}; start the group again"
-        return WireError(text, rank=self.rank, culprit=peer)
+        return self._error(Verdict(peer, text))
+
+    def _error(self, verdict: Verdict) -> WireError:
+        """What this rank raises once that has broken the wire: the same text each time."""
+        text = f"rank {self.rank}: {verdict.text}; start the group again"
+        return WireError(text, rank=self.rank, culprit=verdict.culprit)
 
     def _doubt(self, wrong: Tensor, accuse: Callable[[], WireError | None]) -> None:
         """Raise if a peer sent wrong data; on an accelerator, where nobody waits, a later call may.

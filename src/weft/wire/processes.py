@@ -111,7 +111,7 @@ class ProcessWire(Wire):
         self._part: Callable[..., Wire] | None = part
         self._subs = 0
         self.closed = False
-        self._broken: tuple[str, int | None] | None = None  # what every use raises: text, culprit
+        self._broken: Verdict | None = None  # what every use raises
         self._detector: Detector | None = None
         if size > 1:
             call = weakref.WeakMethod(self._call)
@@ -150,13 +150,11 @@ class ProcessWire(Wire):
         if self._detector is not None:
             self._detector.settle(verdict)
         elif not self.closed:
-            self._break(verdict.text, self.rank)
+            self._break(verdict)
 
     def _accuse(self, peer: int, text: str) -> WireError:
         assert self._detector is not None  # nobody hears himself
-        verdict = self._detector.settle(Verdict(peer, text))
-        self._break(verdict.text, verdict.culprit)
-        return self._error()
+        return self._break(self._detector.settle(Verdict(peer, text)))
 
     def close(self) -> None:
         if not self.closed:
@@ -177,11 +175,10 @@ class ProcessWire(Wire):
             why = "this wire is closed; wait for asynchronous calls before weft.shutdown()"
             raise WireError(f"rank {self.rank}: {why}", rank=self.rank)
         if self._broken is None and self._detector is not None and self._detector.verdict:
-            verdict = self._detector.verdict
             where = f" while rank {self.rank} was{self._where()}" if self._call()[1] else ""
-            self._break(f"{verdict.text}{where}", verdict.culprit)
+            self._break(self._detector.verdict, where)
         if self._broken is not None:
-            raise self._error() from None
+            raise self._error(self._broken) from None
 
     def _wait(self, exchange: _Exchange) -> None:
         detector = self._detector
@@ -200,18 +197,16 @@ class ProcessWire(Wire):
     def _fail(self, exchange: _Exchange, detector: Detector, error: str) -> NoReturn:
         """Raise the error of a failed wait, with the detector's verdict."""
         seconds = time.monotonic() - detector.since
-        what = f"while rank {self.rank} {exchange.what()} for {seconds:.2f} s{self._where()}"
+        what = f" while rank {self.rank} {exchange.what()} for {seconds:.2f} s{self._where()}"
         if self.closed:
-            raise WireError(f"rank {self.rank}: this wire was closed {what}", rank=self.rank)
-        verdict = detector.explain(exchange, error)
-        self._break(f"{verdict.text} {what}", verdict.culprit)
-        raise self._error() from None
+            raise WireError(f"rank {self.rank}: this wire was closed{what}", rank=self.rank)
+        raise self._break(detector.explain(exchange, error), what) from None
 
     def _blame(self, where: str) -> WireError | None:
         verdict = None if self._detector is None else self._detector.blame()
         if self._broken is None and verdict is not None:
-            self._break(f"{verdict.text} while rank {self.rank} was in {where}", verdict.culprit)
-        return None if self._broken is None else self._error()
+            self._break(verdict, f" while rank {self.rank} was in {where}")
+        return None if self._broken is None else self._error(self._broken)
 
     def _interrupted(self, error: BaseException) -> None:
         """Break the wire: a handler of a signal raised while messages were being moved."""
@@ -228,14 +223,11 @@ class ProcessWire(Wire):
         calls, doing = self._call()
         return f" in {doing} (call {calls})" if doing else ""
 
-    def _error(self) -> WireError:
-        """What broke the wire: the same text each time."""
-        text, culprit = self._broken or ("", None)
-        return WireError(text, rank=self.rank, culprit=culprit)
-
-    def _break(self, text: str, culprit: int | None) -> None:
-        self._broken = (f"rank {self.rank}: {text}; start the group again", culprit)
+    def _break(self, verdict: Verdict, where: str = "") -> WireError:
+        """Break the wire on this rank; the error to raise. `where` is what this rank was doing."""
+        self._broken = Verdict(verdict.culprit, f"{verdict.text}{where}")
         self._engine.stop()
+        return self._error(self._broken)
 
 
 class _Exchange(Pending):

@@ -27,7 +27,6 @@ code on simulated clocks follows SimGrid's SMPI (Clauss et al., IPDPS 2011).
 
 from __future__ import annotations
 
-import contextvars
 import heapq
 import math
 import threading
@@ -42,7 +41,7 @@ from ..errors import WireError
 from . import default, dense
 from .base import Pending
 from .hosts import Hosts, set_hosts
-from .in_process import Bytes, End, Exchange, Group, InProcessWire, woken
+from .in_process import Bytes, End, Exchange, Group, InProcessWire, begun, woken
 from .link import Link
 from .memory import Pool
 
@@ -117,16 +116,7 @@ def run(
         finally:
             wire.close()
 
-    threads = [
-        threading.Thread(
-            target=contextvars.copy_context().run, args=(program, wire), name=f"rank {wire.rank}"
-        )
-        for wire in wires
-    ]
-    for thread in threads:
-        thread.daemon = True
-        thread.start()
-    for thread in threads:
+    for thread in begun(program, wires):
         thread.join()
     if errors:
         raise next((error for error in errors if not isinstance(error, WireError)), errors[0])

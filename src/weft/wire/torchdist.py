@@ -248,9 +248,7 @@ class Links(Engine):
         """The detector's next bytes for a peer; none once it has closed its end."""
         try:
             return self._ours[peer].recv(_INLINE)
-        except (
-            ConnectionResetError
-        ):  # it closed without reading all; its last bytes come after this
+        except ConnectionResetError:  # it closed without reading all; its last bytes follow
             return self._ours[peer].recv(_INLINE)
 
     def _put(self, peer: int, lane: int, channel: int, data: Tensor) -> None:

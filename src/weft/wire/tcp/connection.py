@@ -125,9 +125,8 @@ class _Arrived:
         """One that comes through the socket or, with a number, lies in the segment of the peer."""
         self.length, self.offset, self.number, self.lent = length, offset, number, lent
         self.data: bytearray | memoryview | None = None
-        if (
-            not number
-        ):  # a false length costs nothing: pages of `fresh` that are not touched are free
+        if not number:
+            # a false length costs nothing: pages of `fresh` that are not touched are free
             large = length > EAGER
             self.data = memory_of(fresh((length,), torch.uint8)) if large else bytearray(length)
         self.whole = number > 0
