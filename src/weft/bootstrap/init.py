@@ -28,7 +28,7 @@ from ..wire.base import Wire, end_with, is_duration
 from ..wire.failure import last_error
 from ..wire.failure import watch as slow
 from ..wire.interface import interface_of, own_address
-from ..wire.torchdist import closed_to_strangers
+from ..wire.torchdist import closed_to_strangers, gloo_at
 from . import backends, launchers, membership
 from . import rendezvous as places
 
@@ -66,8 +66,7 @@ class _Asked(NamedTuple):
 
 
 _running: _Running | None = None
-_GLOO = "GLOO_SOCKET_IFNAME"
-_before: list[str | None] = []  # what gloo's variable had, while weft's choice stands there
+_gloo = contextlib.ExitStack()  # which undoes what gloo was told, for the program's groups too
 
 
 @entry
@@ -160,7 +159,7 @@ def shutdown() -> None:
     if running is None or running.process != os.getpid():
         return  # a forked child must not say goodbye in its parent's name
     default.clear("weft.shutdown() was called; call weft.init() again")
-    _unname_interface()
+    _gloo.close()
     process_group.choose(None)
     end_with(running.wire, None)
     running.wire.close()
@@ -202,10 +201,9 @@ def _start(asked: _Asked, env: Mapping[str, str]) -> Wire:
         _check_same(wire, url, _Asked(timeout=asked.timeout))
     except BaseException:
         process_group.choose(None)
-        if made:
-            _unname_interface()
-            if dist.is_initialized():
-                dist.destroy_process_group()
+        _gloo.close()
+        if made and dist.is_initialized():
+            dist.destroy_process_group()
         raise
     end_with(wire, shutdown)
     default.set(wire)
@@ -260,12 +258,8 @@ def _check_backend(backend: str | None) -> None:
 def _alone(spec: str, timeout: float) -> None:
     """Set up the default group of one process, which meets nobody."""
     local = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), None)
-    if local is not None and _GLOO not in os.environ:
-        _name_interface(local)  # where nobody else can reach it: gloo always listens
-    try:
+    with gloo_at(local):  # where nobody else can reach it: gloo always listens
         _init_group(spec, dist.HashStore(), 0, 1, timeout)
-    finally:
-        _unname_interface()
 
 
 def _together(launch: launchers.Launch, place: places.Place, asked: _Asked) -> None:
@@ -283,7 +277,9 @@ def _together(launch: launchers.Launch, place: places.Place, asked: _Asked) -> N
             decision.backend,
         )
         space.set_timeout(timedelta(seconds=timeout))
-        _tell_gloo(meeting.store)
+        interface = interface_of(own_address(meeting.store))
+        _gloo.enter_context(gloo_at(interface))
+        _log.info("network interface %s", interface or "unknown")
         there = dist.PrefixStore("group", space)
         spec = backends.spec(decision.backend)
         _init_group(spec, there, launch.rank, launch.size, timeout)
@@ -376,29 +372,3 @@ def _adopt(asked: _Asked) -> None:
             f"rank {rank}: the store of the default group failed: {str(failed).splitlines()[0]}",
             rank=rank,
         ) from failed
-
-
-def _tell_gloo(store: dist.Store) -> None:
-    """Let gloo listen where weft does: by itself it takes what the host's name means.
-
-    What gloo understands itself, a list of names, is left to it.
-    """
-    name, there = interface_of(own_address(store)), os.environ.get(_GLOO)
-    names = {each for _, each in socket.if_nameindex()}
-    if name is not None and (there is None or not names.issuperset(there.split(","))):
-        _name_interface(name)
-        _log.info("network interface %s", name)
-
-
-def _name_interface(name: str) -> None:
-    _before.append(os.environ.get(_GLOO))
-    os.environ[_GLOO] = name
-
-
-def _unname_interface() -> None:
-    while _before:
-        there = _before.pop()
-        if there is None:
-            os.environ.pop(_GLOO, None)
-        else:
-            os.environ[_GLOO] = there

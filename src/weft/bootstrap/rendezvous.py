@@ -91,15 +91,26 @@ def host(address: str = "") -> tuple[dist.TCPStore, int]:
     address = address or free_address()
     sock = _listener(address, 0)
     port = sock.getsockname()[1]
-    store = dist.TCPStore(
+    return _hosted(address, port, sock.detach()), port
+
+
+def _hosted(address: str, port: int, listening: int | None, limit: float = 300.0) -> dist.TCPStore:
+    """Host a store at a socket that listens; None: at one of torch's, on all addresses.
+
+    A program may hold a store there itself, or tell `init` to meet there: hence `multi_tenant`.
+
+    Raises:
+        RuntimeError: the port is taken.
+    """
+    return dist.TCPStore(
         address,
         port,
         is_master=True,
         wait_for_workers=False,
-        multi_tenant=True,  # `init` may be told to meet here
-        master_listen_fd=sock.detach(),  # the store's from now on
+        multi_tenant=True,
+        timeout=timedelta(seconds=limit),
+        master_listen_fd=listening,
     )
-    return store, port
 
 
 def _listener(address: str, port: int) -> socket.socket:
@@ -179,15 +190,7 @@ class Tcp:
             if address == self.host and (only := _only_address(address)):
                 listening = _listener(only, self.port).detach()
         try:
-            made = dist.TCPStore(
-                address,
-                self.port,
-                is_master=True,
-                wait_for_workers=False,
-                multi_tenant=True,  # the program may hold a store there itself
-                timeout=timedelta(seconds=_left(deadline)),
-                master_listen_fd=listening,
-            )
+            made = _hosted(address, self.port, listening, _left(deadline))
         except RuntimeError as error:
             taken = os.strerror(errno.EADDRINUSE) in str(error) or "EADDRINUSE" in str(error)
             with contextlib.suppress(RuntimeError, WireError):

@@ -70,6 +70,25 @@ def closed_to_strangers() -> Iterator[None]:
             sock.setsockopt(socket.SOL_SOCKET, _FILTER, program)
 
 
+@contextlib.contextmanager
+def gloo_at(interface: str | None) -> Iterator[None]:
+    """Let gloo listen at an interface: by itself it takes what the host's name means.
+
+    What gloo understands itself, a list of names in GLOO_SOCKET_IFNAME, is left to it. None: the
+    interface is not known, and gloo chooses.
+    """
+    before, names = os.environ.get(_GLOO), {name for _, name in socket.if_nameindex()}
+    if interface is not None and (before is None or not names.issuperset(before.split(","))):
+        os.environ[_GLOO] = interface
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop(_GLOO, None)
+        else:
+            os.environ[_GLOO] = before
+
+
 def _listening() -> set[int]:
     """The descriptors of this process's sockets that listen on a single address."""
     try:
@@ -120,12 +139,8 @@ class Links(Engine):
         Raises:
             RuntimeError: from gloo or the store.
         """
-        name, limit = interface_of(own_address(store)), timedelta(seconds=timeout)
-        with contextlib.ExitStack() as stack:
-            if name is not None and _GLOO not in os.environ:
-                os.environ[_GLOO] = name  # by itself gloo takes what the host's name means
-                stack.callback(os.environ.pop, _GLOO, None)
-            stack.enter_context(closed_to_strangers())
+        limit = timedelta(seconds=timeout)
+        with gloo_at(interface_of(own_address(store))), closed_to_strangers():
             return cls(dist.ProcessGroupGloo(store, rank, size, timeout=limit), rank, size)
 
     def post(
