@@ -9,7 +9,8 @@ memory for it, so no buffer is too small. In weft's own call that is `out=`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,10 +19,9 @@ from torch import Tensor
 from weft import WeftError
 
 from .attributes import check_results
-from .buffers import dtype_in
+from .buffers import dtype_in, is_dtype
 from .communicator import Communicator, Kvs, create_communicator, create_kvs, create_main_kvs
 from .operation import Operation, allocated, checked, described, start
-from .overloads import overloaded
 from .progress import Event, compose
 
 __all__ = [
@@ -68,7 +68,41 @@ create_sparse_allreduce_attr = SparseAllreduceAttr
 default_sparse_allreduce_attr = SparseAllreduceAttr()  # has no callback, so every call refuses it
 
 
-@overloaded(SparseAllreduceAttr)
+_BUFFERS = 8  # arguments that all overloads begin with
+_TYPED = 5  # what may follow them without dtypes: reduction, communicator, stream, attributes, deps
+
+
+def _overloaded(function: Callable[..., Event]) -> Callable[..., Event]:
+    """A decorator that lets a function of all arguments be called by oneCCL's overloads, too.
+
+    oneCCL's call exists with the two dtypes and, for typed buffers, without them; each of these
+    with a stream before the attributes, and without one.
+    """
+
+    @functools.wraps(function)
+    def call(*given: Any, **named: Any) -> Event:
+        head, tail = given[:_BUFFERS], given[_BUFFERS:]
+        if _is_typed(tail, named):
+            tail = (None, None, *tail)
+        if len(tail) > 4 and isinstance(tail[4], SparseAllreduceAttr):
+            tail = (*tail[:4], None, *tail[4:])
+        return function(*head, *tail, **named)
+
+    return call
+
+
+def _is_typed(tail: Sequence[Any], named: Mapping[str, Any]) -> bool:
+    """Whether the arguments after the buffers begin with the reduction, without dtypes.
+
+    An argument that is a wrong dtype must not be taken for a reduction: the function reports it to
+    all ranks.
+    """
+    if not 1 <= len(tail) <= _TYPED or "rtype" in named or tail[0] is None or is_dtype(tail[0]):
+        return False
+    return len(tail) == 1 or not (is_dtype(tail[1]) or isinstance(tail[1], str | int | type))
+
+
+@_overloaded
 def sparse_allreduce(
     send_ind_buf: Any,
     send_ind_count: int,
