@@ -26,7 +26,7 @@ def machine(monkeypatch):
 
     def make(*own, here=(), **ways):
         monkeypatch.setattr(interface, "_of_machine", lambda: iter(own))
-        monkeypatch.setattr(interface, "_is_here", lambda address: address in here)
+        monkeypatch.setattr(interface, "_leads_here", lambda address: address in here)
         monkeypatch.setattr(interface, "_towards", lambda host, port: ways.get(host))
         monkeypatch.setattr(interface, "_server", lambda store: (next(iter(ways), None), 1))
 
@@ -56,7 +56,7 @@ def network(monkeypatch):
         monkeypatch.setattr(interface, "_towards", lambda host, port: route)
         everything = [each for one in there for each in one.addresses]
         monkeypatch.setattr(interface, "_of_machine", lambda: iter(everything))
-        monkeypatch.setattr(interface, "_is_here", lambda each: not interface.is_loopback(each))
+        monkeypatch.setattr(interface, "_leads_here", lambda each: not interface.is_loopback(each))
 
     return make
 
@@ -141,4 +141,4 @@ def test_a_host_without_any_other_address_takes_the_loopback(machine):
 
 def test_what_leads_nowhere_is_passed_over():
     assert interface._towards("host.invalid", 80) is None
-    assert not interface._is_here("192.0.2.1") and not interface._is_here("127.0.0.1")
+    assert not interface._leads_here("192.0.2.1") and not interface._leads_here("127.0.0.1")

@@ -33,7 +33,7 @@ class MpiGroup(PythonGroup):
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)
         self.timeout = timeout.total_seconds()
-        self._name = self._described = ""
+        self._name = ""
         # made here, where all ranks take part: later messages concern two of them only
         self._messages = process_group.connect(
             store, rank, size, self.timeout, name="messages", transport=TRANSPORT
@@ -49,12 +49,6 @@ class MpiGroup(PythonGroup):
 
     def getGroupName(self) -> str:
         return self._name
-
-    def setGroupDesc(self, text: str) -> None:
-        self._described = text
-
-    def getGroupDesc(self) -> str:
-        return self._described
 
     @property
     def _device_types(self) -> list[torch.device]:

@@ -39,7 +39,7 @@ import torch.distributed as dist
 
 from ..errors import WeftError, WireError
 from ..wire import mpi
-from ..wire.interface import VARIABLES, free_address, interfaces, is_loopback, is_own, own_address
+from ..wire.interface import VARIABLES, free_address, interfaces, is_here, is_loopback, own_address
 from ..wire.store import Late, pauses
 from .launchers import Launch
 
@@ -456,15 +456,6 @@ def _path(url: str, launch: Launch) -> Path:
 
 
 # Where this host is, for those on others.
-
-
-def is_here(name: str) -> bool:
-    """Whether a host's name or number is this machine's."""
-    try:
-        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
-    except OSError:  # nobody knows it
-        return False
-    return any(is_own(str(each[0])) for *_, each in found)
 
 
 def _only_address(name: str) -> str:

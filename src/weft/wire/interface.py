@@ -65,12 +65,23 @@ def own_address(store: dist.Store | None = None) -> str:
             return _beside(variable, named, host, route)
         if named:
             return _of_interfaces(variable, named, route)
-    return _free_choice(host, route)
+    return free_address(host, route)
 
 
-def free_address() -> str:
-    """`own_address` without a store, and without regard to the variables."""
-    return _free_choice(None, None)
+def free_address(
+    host: str | None = None, route: str | None = None, never: Set[str] = frozenset()
+) -> str:
+    """The address of the route to the store's host, else another one; none of those in `never`."""
+    meant = host is not None and (host.lower() == "localhost" or is_loopback(host))
+    if route is not None and route not in never and (meant or not is_loopback(route)):
+        return route
+    others = (each for each in _of_machine() if each not in never and _leads_here(each))
+    return next(others, _LOOPBACK)
+
+
+def is_here(name: str) -> bool:
+    """Whether a host's name or number is this machine's."""
+    return any(is_own(str(each[0])) for *_, each in _found(name, None, socket.SOCK_STREAM))
 
 
 def is_own(address: str) -> bool:
@@ -90,15 +101,6 @@ def is_loopback(address: str) -> bool:
         return ipaddress.ip_address(address.partition("%")[0]).is_loopback
     except ValueError:  # a name
         return False
-
-
-def _free_choice(host: str | None, route: str | None, never: Set[str] = frozenset()) -> str:
-    """The address of the route to the store, else another one; none of those in `never`."""
-    meant = host is not None and (host.lower() == "localhost" or is_loopback(host))
-    if route is not None and route not in never and (meant or not is_loopback(route)):
-        return route
-    others = (each for each in _of_machine() if each not in never and _is_here(each))
-    return next(others, _LOOPBACK)
 
 
 def _server(store: dist.Store | None) -> tuple[str | None, int]:
@@ -133,7 +135,7 @@ def _of_machine() -> Iterator[str]:
         yield from each.addresses
 
 
-def _is_here(address: str) -> bool:
+def _leads_here(address: str) -> bool:
     """Whether it is an address of this machine, but for the loopback."""
     return not is_loopback(address) and is_own(address)
 
@@ -163,7 +165,7 @@ def _beside(variable: str, named: str, host: str | None, route: str | None) -> s
     there = interfaces()
     beside = [each for each in there if banned and each.name.startswith(banned)]
     never = {address for each in beside for address in each.addresses}
-    address = _free_choice(host, route, never)
+    address = free_address(host, route, never)
     if address in never:
         raise OSError(f"{variable}={named} leaves no interface: there are {_listed(there)}")
     return address
