@@ -55,7 +55,7 @@ torch.set_num_threads(1)
 
 # What most processes of tests would import: with the module that their function is in, or with the
 # first optimizer, DistributedDataParallel or DTensor.
-local.preload("pytest", "torch._dynamo")
+local.PRELOAD += ["pytest", "torch._dynamo"]
 
 # No deadline for one example: a machine that is busy with other things is no defect.
 settings.register_profile("weft", deadline=None, print_blob=True)

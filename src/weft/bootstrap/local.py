@@ -1,7 +1,7 @@
 """Ranks as processes of this machine: one function starts them, waits, and leaves nothing behind.
 
 What `weft demo`, `weft bench --ranks` and the tests use where a person would type `torchrun`. The
-processes come from multiprocessing's forkserver, which imports torch, weft and more (`preload`)
+processes come from multiprocessing's forkserver, which imports torch, weft and more (`PRELOAD`)
 once, so a rank starts in tens of milliseconds, and never from a fork of the caller, which may have
 threads. They find each other as under torchrun: `RANK`, `WORLD_SIZE` and the like are in their
 environment, and the store of the rendezvous is hosted by the caller on a port that the system
@@ -40,7 +40,9 @@ from .rendezvous import host as host_store
 
 T = TypeVar("T")
 
-_PRELOAD = ["torch", "weft.bootstrap.init", "weft.comm", "weft.bootstrap.local"]
+PRELOAD = ["torch", "weft.bootstrap.init", "weft.comm", "weft.bootstrap.local"]
+"""What the server imports, where each rank would; a program may add to it before it launches."""
+
 _THREADS = {
     # with its pool of threads OpenBLAS would make the server a process with threads, and those must
     # not fork; torch's own threads are not touched by it
@@ -301,14 +303,9 @@ def _cores() -> int:
     return len(affinity(0)) if affinity else os.cpu_count() or 1
 
 
-def preload(*modules: str) -> None:
-    """Have the server import these, too, once, where each rank would: before the first launch."""
-    _PRELOAD.extend(name for name in modules if name not in _PRELOAD)
-
-
 def _start_server(context: multiprocessing.context.ForkServerContext) -> None:
     # if a server runs already, it stays as it is
-    context.set_forkserver_preload([*_PRELOAD, "weft.bootstrap.preload"])
+    context.set_forkserver_preload([*PRELOAD, "weft.bootstrap.preload"])
     unset = [name for name in _THREADS if name not in os.environ]
     os.environ.update({name: _THREADS[name] for name in unset})
     try:

@@ -331,8 +331,6 @@ def _concatenated(wire: Wire, rows: Rows, wide: bool, out: Any) -> Rows:
 
 
 ONECCL = {
-    "ring": "ring",
-    "mask": "mask",
     "allgatherv": "gather",
     "allgather": "gather",
     "basic": "ring",
