@@ -24,7 +24,7 @@ import os
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
-from ._torch import uncompiled, without_modes
+from ._torch import uncompiled, without_modes, without_transforms
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -75,3 +75,8 @@ def entry(function: Callable[P, T]) -> Callable[P, T]:
             raise
 
     return uncompiled(inside)
+
+
+def untransformed(function: Callable[P, T]) -> Callable[P, T]:
+    """An `entry` that is outside of the transforms of torch.func's that its caller is in."""
+    return entry(without_transforms(function))

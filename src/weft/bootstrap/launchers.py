@@ -134,10 +134,8 @@ def _slurm(env: Mapping[str, str]) -> Launch | None:
             "or set RANK and WORLD_SIZE, or unset SLURM_PROCID for a group of one"
         )
     rank, size = _ranked(env, "SLURM_PROCID", counted)
-    if env.get("PMI_SIZE", "1") != "1" and (env.get("PMI_RANK"), env["PMI_SIZE"]) != (
-        str(rank),
-        str(size),
-    ):
+    pmi = env.get("PMI_RANK"), env.get("PMI_SIZE", "1")
+    if pmi[1] != "1" and pmi != (str(rank), str(size)):
         return None  # an mpirun that has srun start its daemons, one on each host
     nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or ""
     several = re.search(r",|\d-\d+[],]", nodes) is not None

@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 
-from .._torch import without_transforms
 from ..devices import Aside
-from ..errors import entry
+from ..errors import untransformed
 from ..wire import default
 from ..wire.base import Wire
 from . import run, tables
@@ -20,8 +19,7 @@ from .record import started
 from .request import Request
 
 
-@entry
-@without_transforms
+@untransformed
 def sparse_all_reduce(
     rows: Any,
     op: Any = "sum",
@@ -81,8 +79,7 @@ def sparse_all_reduce(
     return started(wire, "sparse_all_reduce", job, async_op)
 
 
-@entry
-@without_transforms
+@untransformed
 def explain(
     rows: Any,
     op: Any = "sum",

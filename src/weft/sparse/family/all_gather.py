@@ -20,10 +20,9 @@ from typing import Any
 
 import torch
 
-from ..._torch import without_transforms
 from ...agree import is_direct
 from ...devices import Aside
-from ...errors import entry
+from ...errors import untransformed
 from ...rows import Rows
 from ...wire import default
 from ...wire.base import all_gather_bytes
@@ -36,8 +35,7 @@ from ..stream import LISTS, VALUES, Ring, parts, wrong_list
 _NAME = "sparse_all_gather"
 
 
-@entry
-@without_transforms
+@untransformed
 def sparse_all_gather(
     rows: Any,
     group: Any = None,

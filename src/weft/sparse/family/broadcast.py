@@ -12,10 +12,9 @@ from typing import Any
 
 import torch
 
-from ..._torch import without_transforms
 from ...agree import is_direct
 from ...devices import Aside, current
-from ...errors import entry
+from ...errors import untransformed
 from ...rows import Rows
 from ...tensors import has_elements
 from ...wire import default
@@ -31,8 +30,7 @@ _NAME = "sparse_broadcast"
 _CHUNK = 1 << 14  # bytes of the smallest chunk
 
 
-@entry
-@without_transforms
+@untransformed
 def sparse_broadcast(
     rows: Any,
     group_src: int = 0,

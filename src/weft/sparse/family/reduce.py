@@ -18,9 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..._torch import without_transforms
 from ...devices import Aside
-from ...errors import entry
+from ...errors import untransformed
 from ...rows import Rows
 from ...wire import default
 from ...wire.base import peers, typed
@@ -37,8 +36,7 @@ from ..stream import SUMS, chunks, index_lists, laid_out, list_messages
 _NAME = "sparse_reduce"
 
 
-@entry
-@without_transforms
+@untransformed
 def sparse_reduce(
     rows: Any,
     op: Any = "sum",

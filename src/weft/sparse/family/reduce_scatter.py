@@ -14,10 +14,9 @@ from typing import Any
 
 import torch
 
-from ..._torch import without_transforms
 from ...agree import summed_up
 from ...devices import Aside
-from ...errors import WeftError, entry
+from ...errors import WeftError, untransformed
 from ...rows import Rows
 from ...wire import default
 from ..choice import ALONE, EAGER
@@ -32,8 +31,7 @@ _NAME = "sparse_reduce_scatter"
 _SHOWN = 9  # bounds that are compared as they are; longer ranges by a digest
 
 
-@entry
-@without_transforms
+@untransformed
 def sparse_reduce_scatter(
     rows: Any,
     op: Any = "sum",
