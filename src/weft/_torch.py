@@ -135,10 +135,14 @@ def is_wrapped(tensor: Tensor) -> bool:
     """
     if _wrapped is not None:
         return cast(bool, _wrapped(tensor))
-    if tensor.layout != torch.strided or type(tensor) not in (Tensor, torch.nn.Parameter):
-        return False
+    return type(tensor) in (Tensor, torch.nn.Parameter) and lacks_address(tensor)
+
+
+def lacks_address(tensor: Tensor) -> bool:
+    """Whether a strided tensor has no memory of its own, since it stands for others."""
     try:
-        tensor.data_ptr()
+        if tensor.layout == torch.strided:
+            tensor.data_ptr()
     except RuntimeError:
         return True
     return False

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from ._torch import is_wrapped
+from ._torch import is_wrapped, lacks_address
 
 
 def has_elements(tensor: Tensor) -> bool:
@@ -42,15 +42,7 @@ def is_made_of_others(tensor: Tensor) -> bool:
 
 def is_transformed(tensor: Tensor) -> bool:
     """Whether it stands for another, or many, in a transform of torch.func's, or did in one."""
-    if is_wrapped(tensor):
-        return True
-    if tensor.layout != torch.strided:
-        return False
-    try:
-        tensor.data_ptr()
-    except RuntimeError:  # batches of gradients in `torch.autograd.grad` are of another kind
-        return True
-    return False
+    return is_wrapped(tensor) or lacks_address(tensor)  # as batches in `torch.autograd.grad` do
 
 
 def lacking(tensor: Tensor) -> str:
