@@ -102,19 +102,21 @@ def without_transforms(function: Callable[P, T]) -> Callable[P, T]:
     return outside
 
 
-def profiled(name: str) -> AbstractContextManager[object]:
-    """A range of the profiler; nothing if none runs, since a range takes some microseconds.
+def profiled(call: str) -> AbstractContextManager[object]:
+    """A range of the profiler for a call of weft's; nothing if none runs: a range takes 8 µs.
 
+    The name of the range leaves out which call a backward is of, so that all count together.
     Without the private name it is always a range.
 
     Example:
-        >>> with torch.profiler.profile() as profile, profiled("weft::example"):
+        >>> with torch.profiler.profile() as profile, profiled("exchange backward of call 7"):
         ...     pass
         >>> [event.key for event in profile.key_averages()]
-        ['weft::example']
+        ['weft::exchange backward']
     """
-    running = getattr(torch.autograd.profiler, "_is_profiler_enabled", True)
-    return record_function(name) if running else nullcontext()
+    if not getattr(torch.autograd.profiler, "_is_profiler_enabled", True):
+        return nullcontext()
+    return record_function(f"weft::{call.partition(' of call')[0]}")
 
 
 def is_of_group(error: BaseException | None) -> bool:

@@ -13,7 +13,7 @@ import weft
 from weft.sparse import ALGORITHMS, Load, last_call
 from weft.sparse.link import set_link
 from weft.testing import expected, run, spmd
-from weft.wire.hosts import Hosts, set_hosts
+from weft.wire.hosts import Hosts, hosts_of, set_hosts
 from weft.wire.link import Link
 
 HOSTS = {3: ("abb", "aba"), 4: ("aabb", "abba", "abcd"), 8: ("aaaabbbb", "abcabcab")}
@@ -34,11 +34,12 @@ def world(size, op, dtype):
 
 def reduced(wire, names, parts, op="sum", **options):
     """By hosts of these names; the group is given back as it was."""
+    before = hosts_of(wire)
     set_hosts(wire, Hosts.named(names))
     try:
         return weft.sparse_all_reduce(parts[wire.rank], op, algorithm="hierarchical", **options)
     finally:
-        set_hosts(wire, None)
+        set_hosts(wire, before)
 
 
 @spmd(3, 4, 8)

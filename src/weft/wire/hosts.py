@@ -73,12 +73,9 @@ def hosts_of(wire: Wire) -> Hosts:
     return _known[wire]
 
 
-def set_hosts(wire: Wire, hosts: Hosts | None) -> None:
-    """Set the hosts of a wire's ranks, the same on every rank; None: find them in the next call."""
-    if hosts is None:
-        _known.pop(wire, None)
-    else:
-        _known[wire] = hosts
+def set_hosts(wire: Wire, hosts: Hosts) -> None:
+    """Set the hosts of a wire's ranks, the same on every rank."""
+    _known[wire] = hosts
 
 
 @functools.cache

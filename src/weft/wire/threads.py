@@ -10,7 +10,6 @@ Source of the idea: gloo's own tests run their ranks as threads over an in-memor
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 
 import numpy as np
@@ -28,7 +27,6 @@ def group(
     timeout: float = 5.0,
     *,
     hosts: Sequence[str] | None = None,
-    strict: bool = True,
     device: bool = False,
 ) -> list[ThreadWire]:
     """The wires of one group of `size` ranks, to be used by one thread each.
@@ -37,8 +35,6 @@ def group(
         size: how many ranks.
         timeout: seconds that any one wait may last.
         hosts: the name of each rank's machine, for code that treats those of one host alike.
-        strict: hold garbage in receives until they are waited for, and notice a tensor that
-            changes while it is sent; costs one more copy of each message.
         device: tensors of the CPU, `as_device`, go by exchanges that must meet (`exchanges`).
 
     Raises:
@@ -53,8 +49,8 @@ def group(
         >>> sent.wait()
         []
     """
-    wake, make = woken(hosts, size), functools.partial(ThreadWire, strict=strict)
-    wires = Group(hosts or ["threads"] * size, timeout, wake, make).wires
+    wake = woken(hosts, size)
+    wires = Group(hosts or ["threads"] * size, timeout, wake, ThreadWire).wires
     for wire in wires if device else ():
         check_exchanges(wire)
     return wires
@@ -86,7 +82,7 @@ class _Exchange(Exchange):
                     f"rank {rank} changed a tensor that it was sending to rank {peer}, before it "
                     "had waited for it",
                 )
-        if self.wire.strict and not self._came:
+        if not self._came:
             self._came = [bytes_of(lease.tensor).copy() for lease in self.leases]
         return results
 
@@ -108,17 +104,14 @@ class ThreadWire(InProcessWire):
 
     _exchange = _Exchange
 
-    def __init__(self, rank: int, group: Group, *, strict: bool) -> None:
-        super().__init__(rank, group)
-        self.strict = strict
-
     def _begin(self, end: End) -> None:
-        if self.strict and not isinstance(end.data, int):
-            if end.slot >= 0:
-                end.data.fill(_GARBAGE)
-            else:
-                assert isinstance(end.exchange, _Exchange)
-                end.exchange.sent.append((end.peer, end.data, end.data.copy()))
+        if isinstance(end.data, int):
+            return
+        if end.slot >= 0:
+            end.data.fill(_GARBAGE)
+        else:
+            assert isinstance(end.exchange, _Exchange)
+            end.exchange.sent.append((end.peer, end.data, end.data.copy()))
 
     def _room(self, exchange: Exchange, size: int, room: int) -> Tensor:
         assert isinstance(exchange, _Exchange)

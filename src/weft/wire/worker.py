@@ -200,7 +200,7 @@ class Worker:
         try:
             self.calls += 1
             self.doing, self._several, self.now = name, several, call
-            with profiled(f"weft::{name.partition(' of call')[0]}"):  # all backwards alike
+            with profiled(name):
                 result = job()
             call.close()
             return result
