@@ -9,7 +9,6 @@ from typing import Any
 from ..bootstrap.outcome import Outcome, place
 from ..wire import default
 from ..wire.base import Wire
-from ..wire.in_process import begun
 
 
 def outcome_on(
@@ -43,7 +42,7 @@ def on_wires(
         outcomes[wire.rank] = outcome_on(wire, body, args, kwargs or {})
         wire.close()
 
-    deadline, threads = time.monotonic() + limit, begun(program, wires)
+    deadline, threads = time.monotonic() + limit, default.begun(program, wires)
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
     late = {number: place(thread) for number, thread in enumerate(threads) if thread.is_alive()}

@@ -8,11 +8,15 @@ weft from any of its threads.
 from __future__ import annotations
 
 import threading
-from contextvars import ContextVar
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar, copy_context
+from typing import TypeVar
 
 from ..errors import WeftError
 from .base import Wire
 from .failure import last_error
+
+W = TypeVar("W", bound=Wire)
 
 _local: ContextVar[Wire | None] = ContextVar("weft_wire", default=None)
 _process: Wire | None = None
@@ -66,3 +70,19 @@ def resolve(group: object) -> Wire:
     except WeftError as error:
         last_error.note(error)
         raise
+
+
+def begun(program: Callable[[W], None], wires: Sequence[W]) -> list[threading.Thread]:
+    """Start a program with each wire, in a thread with a context (and default wire) of its own."""
+    threads = [
+        threading.Thread(
+            target=copy_context().run,
+            args=(program, wire),
+            name=f"rank {wire.rank}",
+            daemon=True,
+        )
+        for wire in wires
+    ]
+    for thread in threads:
+        thread.start()
+    return threads

@@ -9,13 +9,12 @@ deadlock is found at once, and the first rank that calls `sub` makes the part fo
 from __future__ import annotations
 
 import abc
-import contextvars
 import math
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,7 +26,6 @@ from .failure import watch
 from .failure.verdict import Verdict
 
 Bytes = NDArray[np.uint8]
-W = TypeVar("W", bound=Wire)
 
 
 class End:
@@ -336,22 +334,6 @@ class InProcessWire(Wire):
         """Break the wire for all ranks; the error to raise on this one."""
         with self._group.wake[self.rank]:
             return self._error(self._group.break_for_all(culprit, text))
-
-
-def begun(program: Callable[[W], None], wires: Sequence[W]) -> list[threading.Thread]:
-    """Start a program with each wire, in a thread with a context (and default wire) of its own."""
-    threads = [
-        threading.Thread(
-            target=contextvars.copy_context().run,
-            args=(program, wire),
-            name=f"rank {wire.rank}",
-            daemon=True,
-        )
-        for wire in wires
-    ]
-    for thread in threads:
-        thread.start()
-    return threads
 
 
 def woken(hosts: Sequence[str] | None, size: int) -> list[threading.Condition]:

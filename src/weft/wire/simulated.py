@@ -41,7 +41,7 @@ from ..errors import WireError
 from . import default, dense
 from .base import Pending
 from .hosts import Hosts, set_hosts
-from .in_process import Bytes, End, Exchange, Group, InProcessWire, begun, woken
+from .in_process import Bytes, End, Exchange, Group, InProcessWire, woken
 from .link import Link
 from .memory import Pool
 
@@ -116,7 +116,7 @@ def run(
         finally:
             wire.close()
 
-    for thread in begun(program, wires):
+    for thread in default.begun(program, wires):
         thread.join()
     if errors:
         raise next((error for error in errors if not isinstance(error, WireError)), errors[0])
