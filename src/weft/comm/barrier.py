@@ -33,7 +33,8 @@ def barrier(timeout: float | None = None, group: Any = None) -> None:
             this rank is still in the barrier: if its next call on this group is `barrier`, that
             waits for the same barrier.
         WeftError: a rank is in another call, or its timeout is not a positive number of seconds;
-            every rank raises it.
+            every rank raises it. But in a group of more than 16 ranks another call is a WireError,
+            at the wire's deadline.
         WireError: a peer failed, or did not come before the wire's deadline; names the culprit.
 
     Example:
