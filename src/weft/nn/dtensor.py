@@ -1,20 +1,21 @@
-"""To and from `torch.distributed` DTensors, whatever their placements.
+"""To and from DTensors of `torch.distributed`, whatever their placements.
 
-A DTensor is one tensor, seen from many ranks: its mesh and placements say which rank holds what.
-So the conversions are maps of that one tensor, and each is the other's adjoint: a replicated
-DTensor is read once, from the nearest replica, and its gradient is the same on all of them; one
-that is Partial is summed, and its gradient is replicated.
+A DTensor is one tensor over many ranks: its mesh and placements say which rank has which part. So
+both conversions are linear maps of that one tensor, and each is the other's adjoint. Of a
+replicated DTensor each rank reads the nearest replica; its gradient is replicated. A DTensor that
+is Partial is reduced; its gradient is replicated, too.
 
-The cuts are DTensor's own (`Layout`): `torch.chunk`'s, parts of ceil(n / p), the last ones shorter
-or empty, one mesh dimension after the other, each cutting what the one before left. A strided shard
-(FSDP over tensor parallelism) deals the pieces of an earlier cut out like cards, so what a rank
-holds need not lie together: hence ranges, in the order they are held. Source: the documentation of
+`Layout` has DTensor's own cuts, those of `torch.chunk`: parts of ceil(n / p) elements, the last
+ones shorter or empty. They are made one mesh dimension after the other; each cuts what the one
+before left. A strided shard (FSDP over tensor parallelism) cuts each piece of an earlier cut by
+itself, and a rank gets a part of each, so its elements need not be adjacent. Therefore a layout
+has ranges, in the order in which a rank has them. Source: the documentation of
 `torch.distributed.tensor.placement_types` of PyTorch 2.13.
 
-What ranks really hold is compared with that on every call, so a DTensor that was made of other
-shards is an error on every rank, where PyTorch 2.13 computes with wrong values. So is one that is
-cut along a mesh dimension whose ranks do not ascend: there PyTorch moves data in the order of the
-ranks and finds shapes in the order of the mesh.
+Every call compares the layout with the shapes that the ranks really have. So a DTensor that was
+made of other shards is an error on every rank; PyTorch 2.13 computes wrong values with it. A
+DTensor that is cut along a mesh dimension whose ranks do not ascend is an error, too: there PyTorch
+moves data in the order of the ranks, and computes shapes in the order of the mesh.
 """
 
 from __future__ import annotations
@@ -49,9 +50,9 @@ class Cut:
     """One cut of one tensor dimension along one mesh dimension.
 
     Attributes:
-        dim: of the tensor.
-        along: of the mesh.
-        factor: into how many pieces it was cut before, each of which is cut by itself.
+        dim: the dimension of the tensor.
+        along: the dimension of the mesh.
+        factor: the number of pieces of an earlier cut; each of them is cut by itself.
     """
 
     dim: int
@@ -64,9 +65,9 @@ class Layout:
     """The placements of a DTensor, without the tensor.
 
     Attributes:
-        mesh: cells of the mesh in each of its dimensions.
-        cuts: in the order in which they are made.
-        partial: (mesh dimension, reduction) where what ranks hold is yet to be reduced.
+        mesh: the shape of the mesh.
+        cuts: the cuts, in the order in which they are made.
+        partial: (mesh dimension, reduction) for each dimension with a Partial placement.
 
     Example:
         >>> layout = Layout((2, 2), (Cut(0, 0), Cut(0, 1)))
@@ -121,11 +122,11 @@ class Layout:
 
     @property
     def reductions(self) -> set[str]:
-        """How to reduce what is Partial."""
+        """The reductions of the Partial placements."""
         return {how for _, how in self.partial}
 
     def replica(self, number: int, cell: Shape | None) -> int:
-        """Which of the replicas a rank reads: the one that its cell is part of, else any."""
+        """The number of the replica that a rank reads: that of its own cell; else any."""
         used = {each.along for each in self.cuts} | {dim for dim, _ in self.partial}
         dims = [dim for dim in range(len(self.mesh)) if dim not in used]
         extents = [self.mesh[dim] for dim in dims]
@@ -134,11 +135,11 @@ class Layout:
         return ravel([cell[dim] for dim in dims], extents)
 
     def carries(self, cell: Shape) -> bool:
-        """Whether a cell holds values, not zeros, of a tensor that becomes Partial."""
+        """Whether a cell gets the values of a tensor that becomes Partial; else it gets zeros."""
         return all(how != "sum" or cell[dim] == 0 for dim, how in self.partial)
 
     def ranges(self, shape: Shape, cell: Shape) -> list[list[Range]]:
-        """What a cell holds in each dimension, in the order it is held."""
+        """The ranges that a cell has in each dimension, in the order in which it has them."""
         found = [[(0, extent)] for extent in shape]
         for each in self.cuts:
             count, mine = self.mesh[each.along], cell[each.along]
@@ -150,11 +151,11 @@ class Layout:
         return found
 
     def local_shape(self, shape: Shape, cell: Shape) -> Shape:
-        """The shape of what a cell holds."""
+        """The shape of a cell's part."""
         return tuple(sum(b - a for a, b in each) for each in self.ranges(shape, cell))
 
     def pieces(self, shape: Shape, cell: Shape) -> list[tuple[Box, Shape]]:
-        """What a cell holds: boxes of the tensor, and where they begin in what it holds."""
+        """A cell's part: boxes of the tensor, and the first index of each in the part."""
         dims = []
         for each in self.ranges(shape, cell):
             at, placed = 0, []
@@ -179,7 +180,7 @@ class Layout:
 
 
 def _chunks(ranges: Sequence[Range], count: int) -> list[list[Range]]:
-    """What `torch.chunk` makes of the numbers in these ranges, with empty chunks at the end."""
+    """Cut ranges into `count` chunks as `torch.chunk` does; the last ones may be empty."""
     total = sum(b - a for a, b in ranges)
     size = -(-total // count)
     found: list[list[Range]] = [[] for _ in range(count)]
@@ -293,29 +294,31 @@ class ToDTensorSpec(Spec):
 
 @entry
 def from_dtensor(x: DTensor, partition: Partition, *, lengths: Lengths = None) -> Tensor:
-    """This rank's shard, on a grid, of a DTensor; differentiable.
+    """Convert a DTensor to this rank's shard on a grid. Differentiable.
 
-    Collective among the ranks of the mesh and of the grid, which may have any ranks in common.
-    Values that a rank holds already do not move: a replicated DTensor costs only the opening
-    exchange.
-    The gradient is a DTensor of the same mesh and placements, Replicate where `x` is Partial.
+    Collective among the ranks of the mesh and of the grid, which may have any ranks in common. A
+    rank does not send or receive values that it has already: a DTensor that is replicated on all
+    ranks of the grid needs the opening exchange only. The gradient is a DTensor with the same mesh
+    and placements, but Replicate where `x` is Partial.
 
     Args:
-        x: any dense DTensor: Shard, also several times along one dimension, in any order;
-            Replicate; Partial of sum or avg. Every rank that takes part passes one; in PyTorch,
-            ranks outside of the mesh have one without elements. Its mesh counts the ranks of
-            torch's default group, which must be weft's, too, or contain the grid's group.
-        partition: the grid that is to cut the tensor.
-        lengths: for each dimension the lengths of the grid's parts; None: balanced. (10 over 4
-            ranks is 3, 3, 3, 1 in PyTorch and 3, 3, 2, 2 here: `lengths=[(3, 3, 3, 1)]` keeps it.)
+        x: a dense DTensor, of any dtype, with the placements Shard (also several along one
+            dimension, in any order), Replicate, and Partial of sum or avg. Every rank that takes
+            part passes it; in PyTorch, ranks outside of the mesh have one without elements. The
+            mesh has ranks of torch's default group. The grid's group is that group, too, or a part
+            of it that has all ranks of the mesh.
+        partition: the grid that cuts the result.
+        lengths: for each dimension the lengths of the grid's parts; None: balanced ones. (PyTorch
+            cuts 10 over 4 ranks into 3, 3, 3, 1, weft into 3, 3, 2, 2. `lengths=[(3, 3, 3, 1)]`
+            keeps PyTorch's cut.)
 
     Returns:
-        The shard, in new memory; a tensor without elements on ranks that are not in the grid.
+        The shard, a new tensor; a tensor without elements on ranks that are not in the grid.
 
     Raises:
-        WeftError: not a DTensor; made of other shards than its placements say; Partial of another
-            reduction; lengths that do not fit: the same on every rank that takes part.
-        WireError: a peer or a link failed.
+        WeftError: `x` is no DTensor, has other shards than its placements say, or is Partial of
+            another reduction; or `lengths` do not fit; the same text on every rank that takes part.
+        WireError: a peer or a link failed; names the culprit. The group is lost.
 
     Example:
         >>> import torch, weft
@@ -355,27 +358,28 @@ def from_dtensor(x: DTensor, partition: Partition, *, lengths: Lengths = None) -
 def to_dtensor(
     x: Tensor, partition: Partition, mesh: DeviceMesh, placements: Sequence[Placement]
 ) -> DTensor | Tensor:
-    """The DTensor of a tensor that is cut along a grid; differentiable.
+    """Convert a tensor that is cut along a grid to a DTensor. Differentiable.
 
-    Collective among the ranks of the grid and of the mesh, which may have any ranks in common.
-    Gradients may come with any placements.
+    Collective among the ranks of the grid and of the mesh, which may have any ranks in common. The
+    gradient may have any placements that `from_dtensor` takes.
 
     Args:
-        x: this rank's shard, of any lengths that fit together; without elements on ranks that are
-            not in the grid.
-        partition: the grid that cuts the tensor.
-        mesh: of the ranks that are to hold the DTensor.
-        placements: one for each dimension of the mesh. Where it is Partial, the first rank holds
-            the values and the others zeros, or, for avg, min and max, all hold them.
+        x: this rank's shard, of any dtype, and of any lengths that fit together; on ranks that are
+            not in the grid a tensor without elements.
+        partition: the grid that cuts `x`.
+        mesh: the mesh of the DTensor.
+        placements: one for each dimension of the mesh: Shard, Replicate, or Partial of sum, avg,
+            min or max. Along a dimension with Partial of sum the first rank gets the values and the
+            others zeros; with avg, min and max all get the values.
 
     Returns:
         The DTensor, contiguous; without elements on ranks of the grid that are not in the mesh.
         Ranks that are in neither get a plain tensor without elements, and wait for nobody.
 
     Raises:
-        WeftError: shards do not fit together; placements of dimensions that do not exist, or of
-            another reduction: the same on every rank that takes part.
-        WireError: a peer or a link failed.
+        WeftError: the shards do not fit together, or a placement is of a dimension that does not
+            exist, or of another reduction; the same text on every rank that takes part.
+        WireError: a peer or a link failed; names the culprit. The group is lost.
 
     Example:
         >>> import torch, weft
@@ -397,7 +401,7 @@ def to_dtensor(
 
 
 class _FromDTensor(torch.autograd.Function):
-    """A DTensor to a shard. Its derivative is the way back."""
+    """`from_dtensor` in autograd; its backward is `to_dtensor`."""
 
     @staticmethod
     def forward(ctx: Any, x: DTensor, anchor: Tensor | None, agreed: Agreed) -> Tensor:
@@ -417,7 +421,7 @@ class _FromDTensor(torch.autograd.Function):
 
 
 class _ToDTensor(torch.autograd.Function):
-    """A shard to a DTensor. Its derivative is the way back."""
+    """`to_dtensor` in autograd; its backward is `from_dtensor`."""
 
     @staticmethod
     def forward(
@@ -450,7 +454,7 @@ class _ToDTensor(torch.autograd.Function):
 
 
 def _local(x: DTensor) -> Tensor:
-    """What this rank holds, arrived, and requiring a gradient if the whole does."""
+    """This rank's part of a DTensor, when it has arrived; it requires a gradient if `x` does."""
     with torch.no_grad():
         local: Any = x.to_local()
     arrived: Tensor = local.trigger_wait() if hasattr(local, "trigger_wait") else local
@@ -458,7 +462,7 @@ def _local(x: DTensor) -> Tensor:
 
 
 def _grid(mesh: DeviceMesh, partition: Partition) -> Partition:
-    """A mesh as a grid, as the group of a partition counts its ranks."""
+    """A mesh as a grid in the group of a partition."""
     from .mesh import ranks_in
 
     ranks = ranks_in(partition.group, mesh.mesh.flatten().tolist())
@@ -466,7 +470,7 @@ def _grid(mesh: DeviceMesh, partition: Partition) -> Partition:
 
 
 def _positive(placements: Sequence[Placement], ndim: int) -> list[Placement]:
-    """With dimensions that count from the first, which PyTorch only does where there is data."""
+    """The placements with non-negative dimensions; PyTorch converts them only if there is data."""
     found: list[Any] = list(placements)
     for number, each in enumerate(found):
         if getattr(each, "dim", 0) < 0:
@@ -477,17 +481,17 @@ def _positive(placements: Sequence[Placement], ndim: int) -> list[Placement]:
 
 
 def _of_gradients(placements: Sequence[Placement]) -> tuple[Placement, ...]:
-    """Those of a gradient: every rank's addend has the gradient of the sum."""
+    """The placements of the gradient: an addend has the gradient of the sum, so Replicate."""
     from torch.distributed.tensor import Replicate
 
     return tuple(Replicate() if each.is_partial() else each for each in placements)
 
 
 def _ascending(name: str, mesh: Partition, layout: Layout) -> None:
-    """See that PyTorch knows who holds which shard.
+    """Check that the ranks of the mesh ascend along each dimension that is cut.
 
     Raises:
-        WeftError: it finds shapes by the order in the mesh, and moves data by that of the ranks.
+        WeftError: they do not; PyTorch mixes up shards then (see above).
     """
     for dim in {each.along for each in layout.cuts}:
         for rank, cell in mesh.cells.items():

@@ -121,7 +121,7 @@ def _write(y: Tensor, writes: Iterable[Write], given: Tensor | Sequence[Tensor])
 
 
 def _directly(plan: Plan, x: Tensor, wire: Wire) -> Tensor:
-    """Each box from its rank to those that want it."""
+    """Carry out a plan by direct messages: each rank sends its boxes to those that need them."""
     local = plan.local(wire.rank)
     y = _room(local, x.dtype, x.device)
     coming: dict[int, Pending] = {}
@@ -157,7 +157,7 @@ def _directly(plan: Plan, x: Tensor, wire: Wire) -> Tensor:
 
 
 def _place(y: Tensor, writes: Sequence[Write], dtype: torch.dtype) -> Tensor | None:
-    """Where a message of that dtype belongs as it is; None: in several places, or to be added."""
+    """The part of the result that a message fills as it is; None if it must be split or added."""
     if len(writes) > 1 or not writes[0].first or y.dtype is not dtype:
         return None
     place = y[writes[0].put]
@@ -184,7 +184,7 @@ def _split(memory: Tensor, found: Iterable[Box], dtype: torch.dtype) -> Iterable
 
 
 def _along_a_chain(plan: Plan, x: Tensor, wire: Wire) -> Tensor:
-    """A tensor from its root to all others, or their sum to the root."""
+    """Carry out a broadcast or a sum_reduce along a chain of ranks."""
     summing = plan.hint == "sum_reduce"
     (root,) = (plan.want if summing else plan.have).shapes
     others = sorted({*plan.ranks} - {root}, key=lambda rank: (rank < root, rank))
