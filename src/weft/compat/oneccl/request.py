@@ -87,7 +87,8 @@ def sparse_allreduce(
             must have room for them. An address stands for `send_ind_count` elements, an `Address`
             for as many as it says.
         recv_ind_count: *out*: the number of indices; a buffer of one integer, or None.
-        recv_val_buf: *out*: weft writes the reduced values there. It may be `send_val_buf`.
+        recv_val_buf: *out*: weft writes the reduced values there. It may be `send_val_buf`. An
+            address stands for `send_val_count` elements.
         recv_val_count: *out*: the number of values; a buffer of one integer, or None.
         index_dtype: of both index buffers: int8 to int64, uint8 to uint64.
         value_dtype: of both value buffers: any that weft reduces, and uint64.
