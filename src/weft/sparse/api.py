@@ -61,7 +61,8 @@ def sparse_all_reduce(
         ranks in rank order, except by `doubling`, `ring` and `hierarchical` (docs/algorithms.md).
         So the same inputs give the same bits again, as long as "auto" chooses the same algorithm or
         another that adds in rank order. Half precision is added in float32 and rounded twice: each
-        rank's sum of duplicates, before it is sent, and the result. Integers wrap.
+        rank's sum of duplicates, before it is sent, and the result. Integers wrap. The result has
+        no gradient history.
 
     Raises:
         WeftError: some rank's arguments are wrong or differ from the others'; the same text on

@@ -265,6 +265,10 @@ class Wire(abc.ABC):
         """A wire of its own among some of the ranks, numbered in the order given.
 
         Every rank of this wire calls it with the same list; those outside get None.
+
+        Raises:
+            WeftError: these are not distinct ranks of this wire.
+            WireError: somebody did not come in time.
         """
 
     @abc.abstractmethod

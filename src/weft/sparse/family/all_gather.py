@@ -65,7 +65,7 @@ def sparse_all_gather(
     Returns:
         The rows of rank 0, unchanged but for `wire_dtype`, then those of rank 1, and so on: not
         sorted, with duplicates (a COO tensor is not coalesced). With `return_counts` a pair: these
-        rows and an int64 tensor `[size]` on the CPU.
+        rows and an int64 tensor `[size]` on the CPU. The result has no gradient history.
 
     Raises:
         WeftError: some rank's arguments are wrong or differ from the others', or its `out` is too

@@ -60,7 +60,8 @@ def sparse_broadcast(
     Returns:
         On every rank the rows, unchanged but for `wire_dtype`, not sorted, with duplicates, in the
         form that `group_src` passed. On the other ranks they are on the device of `out`; without
-        `out` on the CPU if those of `group_src` are, else on the current accelerator.
+        `out` on the CPU if those of `group_src` are, else on the current accelerator. The result
+        has no gradient history.
 
     Raises:
         WeftError: some rank's arguments are wrong or differ from the others', or its `out` is too
