@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import functools
 import gc
 import os
@@ -248,6 +249,30 @@ def end_by_abort():
 
 def test_a_verdict_ends_a_wait_that_is_under_way():
     processes(2, end_by_abort)
+
+
+def abort_amid_a_message():
+    """What the socket still holds of it is not written to the caller's memory afterwards."""
+    os.environ["WEFT_HOST"] = os.environ["RANK"]  # so it comes by a socket
+    dist.init_process_group("gloo")
+    with of_group(None) as wire:
+        message = torch.full((1 << 27,), wire.rank, dtype=torch.uint8)
+        if wire.rank == 1:
+            with pytest.raises(WireError, match="rank 0 gave up"):
+                wire.post([(0, message)]).wait()
+        else:
+            wire.post((), [(1, message)])
+            while not message[1 << 24]:
+                time.sleep(0.0003)
+            wire.abort("enough")
+            came = bisect.bisect(range(len(message)), 0, key=lambda at: 1 - int(message[at]))
+            time.sleep(0.1)
+            assert not message[came:].any()
+    dist.destroy_process_group()
+
+
+def test_nothing_is_received_after_an_abort():
+    processes(2, abort_amid_a_message)
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/net/if_inet6"), reason="no IPv6 on this machine")

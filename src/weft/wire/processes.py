@@ -149,6 +149,7 @@ class ProcessWire(Wire):
         verdict = Verdict(self.rank, f"rank {self.rank} gave up: {reason}")
         if self._detector is not None:
             self._detector.settle(verdict)
+            self._engine.stop()  # the memory of receives is the caller's again
         elif not self.closed:
             self._break(verdict)
 
