@@ -98,9 +98,9 @@ def init(
             "file:///path" of a file or folder that all ranks see. None: "env://", and if the
             environment names no place, one that follows from the launcher.
         timeout: the longest wait, in seconds. None: that of the group that weft uses, else 300.
-        transport: what weft's traffic goes over. "tcp": weft's own sockets, and shared memory
-            between ranks of one host. "torch": a gloo group that weft makes, which is slower. None:
-            the value of WEFT_TRANSPORT, else "tcp" ("torch" with WEFT_SAFE=1).
+        transport: what CPU tensors and weft's own messages go over. "tcp": weft's own sockets, and
+            shared memory between ranks of one host. "torch": a gloo group that weft makes, which is
+            slower. None: the value of WEFT_TRANSPORT, else "tcp" ("torch" with WEFT_SAFE=1).
         watch: seconds after which a waiting rank prints a line on standard error, once for each
             wait, also at start-up: what it awaits, which rank is late, and where that rank's
             program is. None: the value of WEFT_WATCH, else never.

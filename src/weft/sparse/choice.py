@@ -85,7 +85,7 @@ class Explanation:
         load: the sizes it was chosen by.
         lines: for each algorithm: algorithm, messages (sent), bytes (received), milliseconds
             (predicted), of_bound (bytes, as a multiple of the bound), verdict ("chosen", or
-            why not).
+            why not). Empty in a group of one.
         groups: of a list, the tables that are reduced together; those without rows are in none.
         calls: of a list that takes several calls, what each would do; `lines` is empty then.
         device: where the rows are, and for an accelerator how they travel: "cuda (nccl)".

@@ -55,7 +55,7 @@ class Header(NamedTuple):
         most, fewest: rows of the rank with most and of that with fewest.
         highest: the largest index, -1 if there are no rows.
         capacity, tightest: rows that the smallest caller's `out` holds, and whose it is.
-        alike: all ranks have the same index set, as far as sketches tell; False if there are none.
+        alike: all ranks have the same index set, as far as sketches tell.
         fallible: somebody passed a function, which may raise.
         digest: of the index set that all ranks have, if digests tell; else zeros.
         sketch: sample of the union of the index sets, see `sketch`.
