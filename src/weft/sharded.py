@@ -32,9 +32,9 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
-from torch.profiler import record_function
 
 from . import kernels
+from ._torch import profiled
 from .agree import summed_up
 from .comm.all_to_all import Scatter
 from .comm.differentiable import applied
@@ -516,7 +516,7 @@ def sharded_lookup(
     except Exception as wrong:  # such as the TypeError of a call with an argument too many
         name = f"table {len(asked)}: " if len(tables) > 1 else ""
         error = f"{name}{wrong if isinstance(wrong, WeftError) else repr(wrong)}"
-    with record_function("weft::sharded_lookup"):
+    with profiled("sharded_lookup"):
         rows = _fetched(wire, tables, [indices for indices, _ in asked], error)
     return [output(found) for (_, output), found in zip(asked, rows, strict=True)]
 
