@@ -119,8 +119,8 @@ def merge(case: Case, dtype: torch.dtype, ranks: int, repeat: int) -> dict[str, 
     expected = coalesce(*together, case.height)
     assert torch.equal(expected.indices()[0], united.indices.long()), case
     assert torch.equal(expected.values(), out), case
-    indices, merged = kernels.merge(list(zip(runs, values, strict=True)), SUM, dtype)
-    assert torch.equal(indices, united.indices) and torch.equal(merged, out), case
+    indices, merged = kernels.merge(list(zip(runs, values, strict=True)), SUM)
+    assert torch.equal(indices, united.indices) and torch.equal(merged.to(dtype), out), case
     copy = torch.empty_like(together[1])
     return least(
         {

@@ -56,7 +56,7 @@ def test_a_merge_is_that_of_the_cpu(dtype, op, row_shape):
                 last = torch.tensor([len(found.indices) - 1, 0], dtype=torch.int32)
                 some = kernels.reduce(rows, found, op, rows=last)
                 assert torch.equal(some, reduced[last])
-        return kernels.merge(parts, op, dtype)
+        return kernels.merge(parts, op)
 
     expected = merged()
     with as_device():

@@ -344,19 +344,15 @@ def finish(values: Tensor, out: Tensor, divisor: int = 1) -> None:
     reference.finish(_detached(values), out, divisor)
 
 
-def merge(
-    runs: Sequence[tuple[Tensor, Tensor]], op: Op, out_dtype: torch.dtype | None = None
-) -> tuple[Tensor, Tensor]:
+def merge(runs: Sequence[tuple[Tensor, Tensor]], op: Op) -> tuple[Tensor, Tensor]:
     """Add up whole runs of rows, in their order.
 
     Args:
         runs: at least one `(indices, values)`, the indices sorted and unique.
         op: how to combine.
-        out_dtype: the dtype of the values returned; by default that of the accumulator. Where it is
-            wider than that, it is what they are added in.
 
     Returns:
-        The union of the indices, and the values.
+        The union of the indices, and the values, in the dtype of the accumulator.
 
     Example:
         >>> a = torch.tensor([2, 5]), torch.tensor([1.0, 2.0])
@@ -366,18 +362,11 @@ def merge(
     """
     indices, slots, _ = union([run for run, _ in runs])
     first = runs[0][1]
-    dtype = op.accumulator(first.dtype)
-    if out_dtype is not None and out_dtype.itemsize > dtype.itemsize:
-        dtype = out_dtype
-    total = first.new_empty((len(indices), *first.shape[1:]), dtype=dtype)
+    total = first.new_empty((len(indices), *first.shape[1:]), dtype=op.accumulator(first.dtype))
     meter.spend(total.nbytes)  # fresh memory costs as much as the arithmetic in it
     for slot, (_, values) in zip(slots, runs, strict=True):
         combine(total, slot, values, op)
-    if out_dtype is None or out_dtype == total.dtype:
-        return indices, total
-    result = torch.empty_like(total, dtype=out_dtype)
-    finish(total, result)
-    return indices, result
+    return indices, total
 
 
 def shares(slots: Sequence[Tensor], total: int, weights: Sequence[int]) -> Shares:
