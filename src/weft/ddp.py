@@ -69,14 +69,14 @@ _NOT_COPIED = ("_group", "_wire", "_backward", "_pending", "_tables", "_bucket")
 
 
 class State:
-    """What the hook knows of one model's communication.
+    """The state of `hook`, one for each model; `register` makes it.
 
-    It can be copied and pickled, without its group and what is under way: a copy connects the
-    ranks of torch.distributed's default group at its first use, on all of them.
+    It can be copied and pickled. A copy has neither the group nor calls that are running: its group
+    is torch.distributed's default group, and its first use is collective among all ranks of that.
 
     Attributes:
-        calls: records of the last sparse calls, oldest first, at most 256. Tables whose
-            gradients come one right after the other share a call.
+        calls: records (`weft.sparse.Record`) of the last sparse calls, oldest first, at most 256.
+            Tables whose buckets follow one another share a call.
     """
 
     def __init__(
@@ -419,7 +419,20 @@ def _tell(wire: Wire, fields: dict[str, str], error: str | None) -> None:
 def hook(state: State, bucket: dist.GradBucket) -> Future[Tensor]:
     """The communication hook: `ddp_model.register_comm_hook(state, hook)`.
 
-    A model with tables that a batch may leave unused needs `keep_tables_used(model)` too.
+    It is for trainers that take a hook and its state; otherwise call `register`. A model with
+    tables that a batch may leave unused needs `keep_tables_used(model)` too.
+
+    Raises:
+        WeftError, WireError: from `backward()`: as `register`.
+
+    Example:
+        >>> import torch, weft
+        >>> with weft.init():
+        ...     model = DistributedDataParallel(torch.nn.Linear(2, 1, bias=False))
+        ...     model.register_comm_hook(weft.ddp.State(), weft.ddp.hook)
+        ...     model(torch.tensor([1.0, 8.0])).backward()
+        ...     model.module.weight.grad
+        tensor([[1., 8.]])
     """
     gradient = bucket.buffer()
     backward = backward_id()

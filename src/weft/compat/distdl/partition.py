@@ -240,6 +240,14 @@ class MPIPartition:
 
         Raises:
             WeftError: the two partitions are of different groups.
+
+        Example:
+            >>> from weft.testing import run
+            >>> def program(wire):
+            ...     one, other = (MPIPartition().create_partition_inclusive([r]) for r in (2, 0))
+            ...     return one.create_partition_union(other).rank
+            >>> run(3, program)
+            [1, -1, 0]
         """
         return self._made(MPIPartition, self.grid.union(other.grid))
 
@@ -295,6 +303,18 @@ class MPIPartition:
 
         Raises:
             WeftError: the grids do not match.
+
+        Example:
+            >>> from weft.testing import run
+            >>> def program(wire):
+            ...     P_world = MPIPartition()
+            ...     P_y = P_world.create_cartesian_topology_partition([2])
+            ...     P_x = P_world.create_partition_inclusive([0])
+            ...     P_x = P_x.create_cartesian_topology_partition([1])
+            ...     P_send, P_recv = P_x.create_broadcast_partition_to(P_y)
+            ...     return P_send.active, P_recv.active, P_recv.size
+            >>> run(2, program)
+            [(True, True, 2), (False, True, 2)]
         """
         grids = paired(self, P_dest, transpose_src, transpose_dest)
         return self._teams(*grids, self.grid.union(P_dest.grid))
@@ -342,6 +362,14 @@ class MPICartesianPartition(MPIPartition):
         dim: the number of dimensions.
         index: this worker's index in the grid, an int64 array of shape [dim]; None if this process
             is not active.
+
+    Example:
+        >>> from weft.testing import run
+        >>> def program(wire):
+        ...     P_x = MPIPartition().create_cartesian_topology_partition([1, 2])
+        ...     return P_x.dim, P_x.shape.tolist(), P_x.index.tolist()
+        >>> run(2, program)
+        [(2, [1, 2], [0, 0]), (2, [1, 2], [0, 1])]
     """
 
     def __init__(self, *_: object, **__: object) -> None:
@@ -380,14 +408,33 @@ class MPICartesianPartition(MPIPartition):
     def create_cartesian_subtopology_partition(
         self, remain_shape: Sequence[bool]
     ) -> MPICartesianPartition:
-        """The sub-grid through this worker along the dimensions where `remain_shape` is true."""
+        """The sub-grid through this worker along the dimensions where `remain_shape` is true.
+
+        Example:
+            >>> from weft.testing import run
+            >>> def program(wire):
+            ...     P_x = MPIPartition().create_cartesian_topology_partition([2, 2])
+            ...     row = P_x.create_cartesian_subtopology_partition([False, True])
+            ...     return row.shape.tolist(), row.rank
+            >>> run(4, program)
+            [([2], 0), ([2], 1), ([2], 0), ([2], 1)]
+        """
         dims = [dim for dim, remains in enumerate(remain_shape) if remains]
         return self._made(MPICartesianPartition, self.grid.keep(dims))
 
     def create_allreduction_partition(
         self, axes_reduce: Sequence[int], initialize_backend_comm: bool = False
     ) -> MPICartesianPartition:
-        """The sub-grid through this worker along `axes_reduce`; its other extents are 1."""
+        """The sub-grid through this worker along `axes_reduce`; its other extents are 1.
+
+        Example:
+            >>> from weft.testing import run
+            >>> def program(wire):
+            ...     P_x = MPIPartition().create_cartesian_topology_partition([2, 2])
+            ...     return P_x.create_allreduction_partition([1]).shape.tolist()
+            >>> run(4, program)[0]
+            [1, 2]
+        """
         axes = sorted(int(axis) % self.dim for axis in np.ravel(axes_reduce))
         shape = [extent if dim in axes else 1 for dim, extent in enumerate(self.grid.shape)]
         return self._made(MPICartesianPartition, self.grid.keep(axes).reshape(shape))

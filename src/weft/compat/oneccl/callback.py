@@ -45,6 +45,10 @@ class Attributes(common.Attributes):
         sparse_allreduce_fn_ctx: since beta07: any object, None included; passed to either callback
             as `fn_ctx`. If it is given, the completion callback gets no `user_ctx`.
         sparse_coalesce_mode: since beta07: the `coalesce_mode` of `event.SparseAllreduceAttr`.
+
+    Example:
+        >>> Attributes(sparse_allreduce_completion_fn=print, match_id="table").context.match_id
+        'table'
     """
 
     sparse_allreduce_completion_fn: Callable[..., Any] | None = None

@@ -31,6 +31,12 @@ class Communicator(AbstractContextManager["Communicator"]):
 
     Attributes:
         wire: the group as a `weft.Wire`, which `group=` of every call of weft takes.
+
+    Example:
+        >>> with weft.init():  # alone: a group of one
+        ...     comm = create_communicator()
+        ...     comm.rank(), comm.size()
+        (0, 1)
     """
 
     __slots__ = ("_owned", "wire")
@@ -197,6 +203,10 @@ def create_main_kvs(host: str | None = None) -> Kvs:
 
     Raises:
         WeftError: the store cannot listen at that address.
+
+    Example:
+        >>> create_main_kvs("127.0.0.1").get_address().partition(b":")[0]
+        b'127.0.0.1'
     """
     try:
         store, port = host_store(host or "")

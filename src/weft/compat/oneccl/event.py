@@ -56,6 +56,10 @@ class SparseAllreduceAttr:
         coalesce_mode: "regular": the result has sorted indices, each once. "disable": it has the
             rows of all ranks, one rank after the other, and nothing is reduced. "keep_precision":
             the same as "regular", which in weft adds half precision in float32.
+
+    Example:
+        >>> SparseAllreduceAttr(completion_fn=print).coalesce_mode
+        'regular'
     """
 
     completion_fn: Callable[..., Any] | None = None

@@ -225,7 +225,13 @@ def is_initialized() -> bool:
 
 
 def rank() -> int:
-    """This process's rank. Raises WeftError if there is no group; so do the functions below."""
+    """This process's rank. Raises WeftError if there is no group; so do the functions below.
+
+    Example:
+        >>> from weft.testing import run
+        >>> run(2, lambda wire: (rank(), world_size(), comm_device().type))
+        [(0, 2, 'cpu'), (1, 2, 'cpu')]
+    """
     return wire_of().rank
 
 
@@ -337,12 +343,32 @@ def all_to_all(
 
 
 def all_to_all_rounds(recv_tensors: Sequence[Tensor], send_tensors: Sequence[Tensor]) -> None:
-    """The same as `all_to_all`, which works in rounds itself (`Config.max_collective_size`)."""
+    """The same as `all_to_all`, which works in rounds itself (`Config.max_collective_size`).
+
+    Example:
+        >>> from weft.testing import run
+        >>> def program(wire):
+        ...     recv = [torch.empty(1) for _ in range(wire.size)]
+        ...     all_to_all_rounds(recv, [torch.tensor([wire.rank + 1.0])] * wire.size)
+        ...     return [tensor.item() for tensor in recv]
+        >>> run(2, program)
+        [[1.0, 2.0], [1.0, 2.0]]
+    """
     all_to_all(recv_tensors, send_tensors)
 
 
 def all_to_all_gloo_support(recv_tensors: Sequence[Tensor], send_tensors: Sequence[Tensor]) -> None:
-    """The same as `all_to_all`, but in one round, whatever `Config` says; on every backend."""
+    """The same as `all_to_all`, but in one round, whatever `Config` says; on every backend.
+
+    Example:
+        >>> from weft.testing import run
+        >>> def program(wire):
+        ...     recv = [torch.empty(1) for _ in range(wire.size)]
+        ...     all_to_all_gloo_support(recv, [torch.tensor([wire.rank + 1.0])] * wire.size)
+        ...     return [tensor.item() for tensor in recv]
+        >>> run(2, program)
+        [[1.0, 2.0], [1.0, 2.0]]
+    """
     _exchange(recv_tensors, send_tensors, 0)
 
 
