@@ -93,8 +93,8 @@ class State:
         weft.barrier(group=wires[0])
         for wire in wires:
             wire.memory.drain()
+        gc.collect()  # it returns at once where another thread collects
         weft.barrier(group=wires[0])  # ranks may be threads of one process
-        gc.collect()
         ctypes.CDLL(None).malloc_trim(0)
         with LOOKING:
             pages = int(Path("/proc/self/statm").read_text().split()[1])
