@@ -1,28 +1,29 @@
-"""Gradients of a DistributedDataParallel model over weft: its communication hook.
+"""Gradients of a DistributedDataParallel model over weft: communication hooks.
 
-`register(ddp_model)` is all a training loop needs. Sparse gradients are summed by
-`weft.sparse_all_reduce`, dense ones by the wire, or on an accelerator by the group's own
-all-reduce, both while backward is still running; what ends up in `.grad` is what
-DistributedDataParallel itself would have put there. Trainers that take a communication hook and its
-state are handed `weft.ddp.hook` and a `weft.ddp.State`.
+`register(ddp_model)` is all that a training loop needs. `weft.sparse_all_reduce` averages sparse
+gradients. The wire averages dense ones; on an accelerator the group's own all-reduce does. Both
+happen while backward is still running. `.grad` then has what DistributedDataParallel itself would
+compute. Trainers that take a communication hook and its state get `weft.ddp.hook` and a
+`weft.ddp.State`. `TopK` and `topk_hook` send a part of each gradient only.
 
-On an accelerator all of it goes over the model's own group, of which NCCL demands that all ranks
-begin the same collectives in the same order. Buckets come in one order on all ranks, and the worker
-of the wire begins what is sparse and what is dense in that order. What DistributedDataParallel
-itself begins on the group comes before the first bucket or, since the hook of the last bucket waits
-for the worker, after the last. What a model's own backward begins there would come in between, at
-no particular place: `register` refuses a `SyncBatchNorm` on the same group.
+On an accelerator everything uses the model's own group. NCCL demands that all ranks start the same
+collectives of a group in the same order. Buckets come in the same order on all ranks, and the
+worker of the wire starts their collectives, sparse and dense ones, in that order. The collectives
+that DistributedDataParallel itself starts on the group come before the first bucket or, since the
+hook of the last bucket waits for the worker, after the last one. Collectives that the model's own
+backward starts there would come in between, in no fixed order: `register` refuses a `SyncBatchNorm`
+on the same group.
 
-Streams: a bucket is reduced in weft's stream of its device, behind what the stream of backward does
-when the hook is called. That is what wrote the gradient: as in torch's own hooks, all gradients of
-a bucket are taken to be written in one stream. Nobody's stream waits for a reduction before
-backward ends. Then two do, which are mostly one: that of DistributedDataParallel, by the event in
-the bucket's Future, before it copies gradients to where they belong; and that of the caller of
-`backward()`, when it is looked whether a reduction has failed. What a reduction reads is kept until
-then, since its memory belongs to the stream of backward, which may use it again once it is freed.
+Streams: a bucket is reduced in weft's stream of its device, after the work that is in the stream of
+backward when the hook is called. That work has written the gradient: like torch's own hooks, these
+take it that one stream writes all gradients of a bucket. No stream waits for a reduction before
+backward ends. Then two do, which are mostly the same: that of DistributedDataParallel waits for the
+event in the bucket's Future, before it copies gradients to their place; and that of the caller of
+`backward()` waits when errors are looked for. The tensors that a reduction reads are kept until
+then: their memory belongs to the stream of backward, which may reuse it once it is freed.
 
-It also cures what DistributedDataParallel cannot do (pytorch#80496): a sparse table that a batch
-did not use, on some ranks or on all, is given a gradient without rows.
+`register` also removes a limit of DistributedDataParallel (pytorch#80496): a sparse table that a
+batch did not use, on some ranks or on all, gets a gradient without rows.
 """
 # No postponed annotations here: DistributedDataParallel compares those of the hook with types.
 
@@ -89,8 +90,9 @@ class State:
         Args:
             group: the model's group; None: torch.distributed's default group.
             algorithm: of `weft.sparse_all_reduce`.
-            wire_dtype: the dtype in which gradients of wider floating-point dtypes travel, dense
-                and sparse, or None for their own; the same on every rank, which is compared once.
+            wire_dtype: the dtype in which gradients of wider floating-point dtypes are sent, dense
+                and sparse; None: their own. It must be the same on every rank; weft compares it
+                once.
         """
         self._group = group
         self._wire: Wire | None = None
@@ -116,12 +118,12 @@ class State:
 
     @property
     def wire_dtype(self) -> torch.dtype | None:
-        """As it was given: no rank may change it alone."""
+        """The `wire_dtype` that was given. It cannot be changed: no rank may change it alone."""
         return self._wire_dtype
 
     @property
     def wire(self) -> Wire:
-        """The wire of the group; made, collectively, when it is first asked for.
+        """The wire of the group. The first access makes it, which is collective.
 
         Raises:
             WeftError: the ranks' states differ, or one is wrong; the same text on every rank.
