@@ -7,7 +7,9 @@ does what its docstring says. Nothing here knows of ranks or of weft's own types
 
 from __future__ import annotations
 
+import ctypes
 import functools
+import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ParamSpec, TypeVar, cast
@@ -282,3 +284,31 @@ def timeout_of(group: dist.ProcessGroup) -> float:
         if timeout is not None:
             return float(timeout.total_seconds())
     return float(distributed_c10d.default_pg_timeout.total_seconds())
+
+
+# Forked children ------------------------------------------------------------------------------
+
+_inherited: list[Any] = []
+
+
+def is_inherited(group: object) -> bool:
+    """Whether a group is of the parent of this process, which has forked it."""
+    return any(each is group for each in _inherited)
+
+
+def keep(thing: object) -> None:
+    """Keep something, and what it refers to, until the process has ended: nothing destroys it.
+
+    In a forked child this is for what waits, when it is destroyed, for threads of its own, which
+    the child does not have: groups of gloo, and stores (torch 2.13: a hang, or SIGSEGV).
+    """
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
+
+
+def _after_fork() -> None:
+    groups = _private("distributed.distributed_c10d._world.pg_map") or [dist.group.WORLD]
+    _inherited[:] = groups
+    keep([*groups])
+
+
+os.register_at_fork(after_in_child=_after_fork)

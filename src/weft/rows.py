@@ -80,12 +80,15 @@ class Rows:
         if len(heights) == 1:
             return cls(indices[0], values, heights[0])
         linear = torch.zeros_like(indices[0]) if len(indices) else indices.new_zeros(len(values))
-        # An index beyond its own dimension would name another row. It becomes one that is beyond
-        # the height, which the call that gets these rows refuses.
         wrong = torch.zeros_like(linear, dtype=torch.bool)
         for axis, height in zip(indices, heights, strict=True):
             linear = linear * height + axis
             wrong |= (axis < 0) | (axis >= height)
+        if wrong.device.type == "cpu" and wrong.any():
+            bad = tuple(indices[:, int(wrong.byte().argmax())].tolist())
+            raise WeftError(f"index {bad} is outside of the sparse dimensions {tuple(heights)}")
+        # On an accelerator, where looking costs a wait, such an index becomes one beyond the height
+        # which the call that gets these rows refuses: else it would name another row.
         return cls(linear.masked_fill(wrong, math.prod(heights)), values, math.prod(heights))
 
     def to_coo(self, shape: Sequence[int] | None = None, *, canonical: bool = False) -> Tensor:

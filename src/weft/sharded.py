@@ -43,6 +43,7 @@ from .comm.staging import unsendable
 from .errors import WeftError, entry
 from .kernels.ops import OPS
 from .nn.mesh import as_shard
+from .nn.partition import Partition
 from .wire import default
 from .wire.base import Wire
 
@@ -96,8 +97,10 @@ class ShardedTable(Cut):
     def _cut(self, table: Any, average: bool, group: Any) -> None:
         """Take the settings of a table of torch's, and copy this rank's rows of it."""
         vars(self).update({name: getattr(table, name) for name in table.__constants__})
-        self.average, self._group = average, group
-        wire, total = self._wire(), self.num_embeddings
+        wire = default.resolve(group)
+        # which copies of the table share, and pickle finds again by name
+        self.average, self._ranks = average, Partition(wire.size, group=group)
+        total = self.num_embeddings
         height = -(-total // wire.size)
         self._bounds = [min(rank * height, total) for rank in range(wire.size + 1)]
         self._rank = wire.rank
@@ -154,7 +157,7 @@ class ShardedTable(Cut):
         return cls._of(table, average, group)
 
     def _wire(self) -> Wire:
-        return default.resolve(self._group)
+        return self._ranks.wire
 
     def __setattr__(self, name: str, value: Any) -> None:
         # a module with a __setattr__ of its own makes fully_shard call register_parameter
@@ -532,6 +535,9 @@ def _check(tables: Sequence[ShardedTable], inputs: Sequence[object], wire: Wire)
         made = each._rank, len(each._bounds) - 1
         if each._wire() is not wire or made != (wire.rank, wire.size):
             raise WeftError(f"a table of rank {made[0]} of {made[1]} is asked in another group")
+        if each.max_norm is not None:  # what torch refuses must be known before ranks meet
+            row, none = each.weight.new_zeros(1, each.embedding_dim), torch.zeros(1).long()
+            torch.embedding_renorm_(row, none.to(row.device), each.max_norm, each.norm_type)
 
 
 def _described(tables: Sequence[ShardedTable]) -> str:

@@ -311,6 +311,13 @@ def test_wrong_arguments(
         init(**arguments)
 
 
+@pytest.mark.parametrize("name", ["KERNELS", "SAFE", "TRANSPORT", "WATCH"])
+def test_a_variable_whose_value_means_nothing_is_named(name, monkeypatch):
+    monkeypatch.setenv(f"WEFT_{name}", "foo")
+    with pytest.raises(WeftError, match=f"WEFT_{name}.*foo|foo.*WEFT_{name}"):
+        init()
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 def test_nccl_says_what_it_needs() -> None:
     with pytest.raises(WeftError, match="'nccl' needs a GPU and a CUDA build of torch"):
@@ -368,6 +375,36 @@ def forking() -> list[int]:
                 os._exit(0)
             os.waitpid(child, 0)
         return rows_of()
+
+
+FORKS = """
+import os, sys, torch, torch.distributed as dist, weft
+def ranks(what):
+    children = []
+    for rank in range(2):
+        children.append(os.fork())
+        if children[-1] == 0:
+            os.environ.update(RANK=str(rank), WORLD_SIZE="2")
+            try:
+                weft.init(timeout=60, rendezvous=f"file://{sys.argv[1]}/{what}")
+                print(weft.all_reduce(torch.ones(1)).item(), end=" ", flush=True)
+            except weft.WeftError as error:
+                print("spawn or forkserver" in str(error), end=" ", flush=True)
+            sys.exit(0)
+    assert [os.waitpid(each, 0)[1] for each in children] == [0, 0], what
+ranks("nothing")
+with weft.init():
+    weft.all_reduce(torch.ones(1))
+    ranks("weft")
+ranks("nothing any more")
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+ranks("a group")
+"""
+
+
+def test_forked_processes_may_be_ranks_unless_their_parent_is_in_a_group(programs, tmp_path):
+    said, errors = programs(FORKS, str(tmp_path), env={**os.environ, **QUICK}).communicate()
+    assert said.split() == ["2.0", "2.0", "True", "True"] * 2, errors
 
 
 def started_by_a_thread():

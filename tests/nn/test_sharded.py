@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import pickle
 
 import pytest
 import torch
@@ -229,6 +230,17 @@ def test_rows_of_no_numbers():
     assert run(2, program) == [((1, 2, 0), (5, 0))] * 2
 
 
+def of_no_norm(wire):
+    table = weft.nn.ShardedEmbedding(4, 0, max_norm=1.0, norm_type=float("inf"))
+    with pytest.raises(weft.WeftError, match="rank 0: RuntimeError"):
+        table(torch.tensor([3] if wire.rank else []).long())
+    weft.barrier()
+
+
+def test_norms_that_torch_refuses_are_an_error_on_all_ranks():
+    run(2, of_no_norm)
+
+
 def test_what_are_no_tables_is_said():
     for tables, text in (([], "tables is empty"), ([nn.Embedding(3, 2)], "tables has a Embedding")):
         with pytest.raises(weft.WeftError, match=text):
@@ -430,7 +442,8 @@ def test_recomputed_rows_are_fetched_by_ranks_without_input_too():
 def wrap():
     """Whether shards stay what they are, whatever takes the model."""
     with weft.init():
-        model = nn.Sequential(weft.nn.ShardedEmbedding(4, DIM), nn.Linear(DIM, 1))
+        table = weft.nn.ShardedEmbedding(4, DIM, group=dist.group.WORLD)
+        model = nn.Sequential(table, nn.Linear(DIM, 1))
         shard = model[0].weight.detach().clone()
         with pytest.raises(weft.WeftError, match=r"would overwrite the shard '0.weight'"):
             DistributedDataParallel(model)
@@ -446,7 +459,7 @@ def wrap():
         ):
             with pytest.raises(weft.WeftError, match=r"of ShardedEmbedding\(4, 3.*ignored_params="):
                 wrapper(copy.deepcopy(model))
-        copied = copy.deepcopy(model)
+        copied = pickle.loads(pickle.dumps(copy.deepcopy(model)))
         weft.sync_params(copied)
         weft.overlap_grads(copied)
         copied(torch.tensor([1, 2])).sum().backward()

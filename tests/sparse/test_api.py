@@ -197,6 +197,9 @@ def test_the_environment_may_choose(wire):
         assert last_call().algorithm == "doubling"
         weft.sparse_all_reduce(rows, algorithm="split")
         assert last_call().algorithm == "split"
+        patch.setenv("WEFT_ALGORITHM", "foo")
+        with pytest.raises(weft.WeftError, match="WEFT_ALGORITHM=foo: algorithm 'foo' is unknown"):
+            weft.sparse_all_reduce(rows)
         wire.small_all_gather(torch.zeros(1, dtype=torch.uint8), 1).wait()  # before it is unset
 
 

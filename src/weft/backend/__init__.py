@@ -25,6 +25,8 @@ def register() -> None:
     """Register the backends with `torch.distributed`. It may be called more than once."""
     if not dist.is_available():  # a torch built without it
         return
+    from .. import _torch  # noqa: F401  # what it does in forked children
+
     for name, create in ((WEFT, _weft), (MPI, _mpi)):
         if name not in dist.Backend.backend_list:
             dist.Backend.register_backend(name, create, devices=["cpu"])

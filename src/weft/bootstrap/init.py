@@ -65,6 +65,8 @@ class _Asked(NamedTuple):
         return _TIMEOUT if self.timeout is None else self.timeout
 
 
+_VALUES = {"WEFT_KERNELS": ("", "reference"), "WEFT_SAFE": ("", "0", "1")}
+
 _running: _Running | None = None
 _gloo = contextlib.ExitStack()  # which undoes what gloo was told, for the program's groups too
 
@@ -131,6 +133,7 @@ def init_as(rank: int, size: int, backend: str, host: str, port: int) -> Wire:
         WireError: as `init`.
     """
     if dist.is_initialized():
+        process_group.store_of(dist.group.WORLD)  # raises in a forked child
         there = dist.get_rank(), dist.get_world_size()
         if (rank, size) != there:
             raise WeftError(
@@ -180,7 +183,7 @@ def _start(asked: _Asked, env: Mapping[str, str]) -> Wire:
     global _running
     if asked.timeout is not None and not is_duration(asked.timeout):
         raise WeftError(f"timeout is {asked.timeout!r}: pass a number of seconds above 0, or None")
-    if _running is not None:
+    if _running is not None and _running.process == os.getpid():
         if dist.is_initialized() and dist.group.WORLD is _running.group:
             _check_same(_running.wire, _running.url, asked)
             default.set(_running.wire)  # another thread may have started it, for itself alone
@@ -218,8 +221,7 @@ def _set_up(asked: _Asked, env: Mapping[str, str]) -> str | None:
     try:
         launch = launchers.detect(env)
         place = places.place(launch, asked.rendezvous, env)
-        process_group.chosen()
-        slow.chosen()
+        _check_environment()
         if asked.backend is not None:
             backends.spec(asked.backend)
     except WeftError as error:
@@ -244,6 +246,15 @@ def _check_same(wire: Wire, url: str | None, asked: _Asked) -> None:
                 f"weft is running already, with {name}={found!r}, and cannot change to "
                 f"{wanted!r}: call weft.shutdown() first"
             )
+
+
+def _check_environment() -> None:
+    """Raise WeftError for a value of a variable that means nothing."""
+    process_group.chosen()
+    slow.chosen()
+    for name, known in _VALUES.items():
+        if (said := os.environ.get(name, "")) not in known:
+            raise WeftError(f"{name}={said!r} means nothing: set it to {known[-1]}, or unset it")
 
 
 def _check_backend(backend: str | None) -> None:
@@ -349,8 +360,7 @@ def _adopt(asked: _Asked) -> None:
                 f"rendezvous={asked.rendezvous!r} was asked for, but torch.distributed is "
                 "initialised already: leave rendezvous= out to use that group"
             )
-        process_group.chosen()
-        slow.chosen()
+        _check_environment()
     except WeftError as wrong:
         if store is None or size == 1:
             raise

@@ -12,6 +12,8 @@ from ..wire.shm import Segment
 from . import backends, launchers
 from . import rendezvous as places
 
+_BY = {"alone": "no launcher", "environment": "a program that sets RANK and WORLD_SIZE"}
+
 
 @dataclass(slots=True)
 class Preview:
@@ -63,7 +65,8 @@ def look_ahead(rendezvous: str | None = None) -> Preview:
     try:
         launch = launchers.detect()
         job = f", job {launch.job}" if launch.job else ""
-        found.launcher = f"{launch.kind}, rank {launch.rank} of {launch.size}{job}"
+        by = _BY.get(launch.kind, launch.kind)
+        found.launcher = f"{by}, rank {launch.rank} of {launch.size}{job}"
         found.rank = launch.rank
         place = places.place(launch, rendezvous)
         found.meeting = "" if place is None else place.where

@@ -37,6 +37,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from .._torch import keep
 from ..errors import WeftError, WireError
 from ..wire import mpi
 from ..wire.interface import VARIABLES, free_address, interfaces, is_here, is_loopback, own_address
@@ -407,6 +408,7 @@ def forget(where: Place | None = None) -> None:
 
 
 _kept: dict[tuple[str, int], Rendezvous] = {}
+os.register_at_fork(after_in_child=lambda: keep(_kept.copy()))
 
 
 def _tcp(url: str) -> Tcp:

@@ -122,14 +122,13 @@ def algorithm(
     return register
 
 
-def find(name: str) -> Algorithm:
-    """The algorithm of that name.
+def find(name: str, where: str = "") -> Algorithm:
+    """The algorithm of that name, which stands there (`where` begins an error).
 
     Raises:
         WeftError: there is none; the text lists what there is.
     """
     if name not in ALGORITHMS:
-        raise WeftError(
-            f"algorithm {name!r} is unknown: use auto or one of {', '.join(sorted(ALGORITHMS))}"
-        )
+        known = ", ".join(sorted(ALGORITHMS))
+        raise WeftError(f"{where}algorithm {name!r} is unknown: use auto or one of {known}")
     return ALGORITHMS[name]

@@ -223,9 +223,10 @@ class Request:
             raise WeftError(error)
 
     def _take_algorithm(self, name: object) -> None:
-        chosen = os.environ.get("WEFT_ALGORITHM", "auto") if name == "auto" else name
+        said = os.environ.get("WEFT_ALGORITHM") if name == "auto" else None
+        chosen = said or name
         if chosen != "auto":
-            registry.find(str(chosen))
+            registry.find(str(chosen), f"WEFT_ALGORITHM={said}: " if said else "")
         self.algorithm = self.fields["algorithm"] = str(chosen)
         said = os.environ.get("WEFT_LINK")
         if said is not None:

@@ -34,7 +34,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .._torch import is_of_group
+from .._torch import is_of_group, keep
 from ..devices import on_host
 from ..errors import Error, WeftError, WireError, entry
 from ..tensors import has_elements, lacking
@@ -322,6 +322,7 @@ class Wire(abc.ABC):
 
     def _after_fork(self) -> None:
         """In a forked child, where the wire cannot be used, and has no threads."""
+        keep(self)
         if self._worker is not None:
             self._worker.after_fork()
 

@@ -70,7 +70,8 @@ def chosen() -> Transport:
     name = _asked or os.environ.get("WEFT_TRANSPORT") or safe
     if name not in TRANSPORTS:
         known = " or ".join(map(repr, TRANSPORTS))
-        raise WeftError(f"{_me()}transport {name!r} is unknown: use {known}")
+        where = "" if _asked else " (of WEFT_TRANSPORT)"
+        raise WeftError(f"{_me()}transport {name!r}{where} is unknown: use {known}")
     return TRANSPORTS[name]
 
 
@@ -234,7 +235,17 @@ def _of_mesh(mesh: DeviceMesh) -> dist.ProcessGroup:
 
 
 def store_of(group: dist.ProcessGroup) -> dist.Store | None:
-    """The store of a group that torch still knows: its own, unlike that of any other group."""
+    """The store of a group that torch still knows: its own, unlike that of any other group.
+
+    Raises:
+        WeftError: this process was forked from the one that made the group.
+    """
+    if _torch.is_inherited(group):
+        raise WeftError(
+            f"{_me()}this process was forked from one whose process group it cannot use: start "
+            "processes by spawn or forkserver, or fork them before weft.init and before "
+            "torch.distributed.init_process_group"
+        )
     store = _torch.store_of(group)
     if store is None:
         return None

@@ -94,7 +94,7 @@ def begin(rank: int, size: int, group: str) -> str:
     Returns:
         The name of a new wire for a group of this name: with a number, if it is not the first.
     """
-    if not _rank:
+    if _rank.get("pid") != os.getpid():  # not begun, or by the parent that has forked this process
         _rank.update(pid=os.getpid(), host=platform.node(), started=time.time())
         is_main = threading.current_thread() is threading.main_thread()
         if _FOLDER in os.environ and is_main and _is_free(signal.SIGUSR1):
