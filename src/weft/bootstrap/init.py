@@ -132,8 +132,8 @@ def init_as(rank: int, size: int, backend: str, host: str, port: int) -> Wire:
         WeftError: as `init`; or torch.distributed is initialised with another rank or size.
         WireError: as `init`.
     """
-    if dist.is_initialized():
-        process_group.store_of(dist.group.WORLD)  # raises in a forked child
+    if (group := dist.group.WORLD) is not None:
+        process_group.store_of(group)  # raises in a forked child
         there = dist.get_rank(), dist.get_world_size()
         if (rank, size) != there:
             raise WeftError(
