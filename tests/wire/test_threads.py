@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
+import weakref
 
+import numpy as np
 import pytest
 import torch
 
@@ -19,6 +22,20 @@ def pair():
     yield wires
     for wire in wires:
         wire.close()
+
+
+def test_memory_is_freed_with_its_last_reference(pair):
+    first, second = pair
+    gc.disable()
+    try:
+        memory = np.zeros(3, np.float32)
+        sent, alive = first.post([(1, torch.from_numpy(memory))]), weakref.ref(memory)
+        second.post((), [(0, torch.empty(3))]).wait()
+        sent.wait()
+        del sent, memory
+        assert alive() is None
+    finally:
+        gc.enable()
 
 
 def test_bytes_beyond_a_short_message_are_garbage(pair):

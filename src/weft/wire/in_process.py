@@ -88,9 +88,11 @@ class Exchange(Pending):
         group, rank = self.wire._group, self.wire.rank
         end.through = True
         self.left -= 1
-        if not self.left and group.waiting.get(rank) is self:
-            del group.waiting[rank]
-            group.wake[rank].notify_all()
+        if not self.left:
+            self.ends = []  # they lead back here, and have the memory of tensors
+            if group.waiting.get(rank) is self:
+                del group.waiting[rank]
+                group.wake[rank].notify_all()
 
     def awaited(self) -> list[int]:
         return sorted({end.peer for end in self.ends if not end.through})

@@ -136,11 +136,6 @@ class _Exchange(Exchange):
         super().__init__(wire)
         self.complete, self._waited = 0.0, False
 
-    def finish(self, end: End) -> None:
-        super().finish(end)
-        if not self.left:
-            self.ends = []  # a thousand ranks have millions of messages under way
-
     def wait(self) -> list[Tensor]:
         results, network, node = super().wait(), self.wire._network, self.wire.node
         if not self._waited:
