@@ -7,7 +7,6 @@ another's memory. `make soak` runs 10,000 by seed; it is run with some on fresh 
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from types import ModuleType
 
@@ -15,7 +14,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import weft
 from weft.testing.pace import patient
 
 WORLDS = "threads-2", "threads-3", "threads-4", "threads-7", "shm-2", "shm-4", "tcp-3", "torch-2"
@@ -39,23 +37,3 @@ def test_nothing_is_left(script: Callable[[str], ModuleType], world: str) -> Non
     for told in script("benchmarks/soak.py").world(world, 0, 60, limit=patient(200.0)):
         assert told.programs == 60 and told.calls > 5 * 60
         assert told.end.files <= told.start.files and told.end.threads <= told.start.threads
-
-
-def test_nobody_has_results_when_memory_is_looked_at(
-    script: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    soak, results = script("benchmarks/soak.py"), []
-    use, now = soak.Program.use, soak.State.now
-    monkeypatch.setattr(
-        soak.Program, "use", lambda *to: (results.extend(map(weakref.ref, to[1])), use(*to))[1]
-    )
-
-    def look(wires: list[weft.Wire]) -> object:
-        state = now(wires)
-        assert not any(each() is not None for each in results)
-        weft.barrier(group=wires[0])  # before another rank has results again
-        return state
-
-    monkeypatch.setattr(soak.State, "now", look)
-    soak.world("threads-2", 1000, 60, limit=patient(100.0))
-    assert results

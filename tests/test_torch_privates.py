@@ -45,11 +45,6 @@ def test_modes_are_left_and_come_back(
         assert torch.empty(1).is_meta
 
 
-def test_modes_that_cannot_be_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    without(monkeypatch, "_no_modes")
-    assert without_modes(torch.empty) is torch.empty
-
-
 @pytest.mark.parametrize(
     "missing", [(), ("_transform",), ("_wrapped",), ("_transform", "_wrapped")]
 )
@@ -70,9 +65,9 @@ def test_transforms_are_seen_and_left(
     assert not any(map(is_wrapped, [torch.ones(1), torch.ones(1).to_sparse()]))
 
 
-def test_transforms_that_cannot_be_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    without(monkeypatch, "_no_transforms")
-    assert without_transforms(torch.empty) is torch.empty
+def test_what_cannot_be_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    without(monkeypatch, "_no_modes", "_no_transforms")
+    assert without_modes(torch.empty) is without_transforms(torch.empty) is torch.empty
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # torch's own make_dual

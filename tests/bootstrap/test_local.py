@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -180,16 +181,9 @@ def test_the_ranks_meet() -> None:
 
 
 def test_launches_at_once_do_not_meet_each_other() -> None:
-    sums: dict[int, list[float]] = {}
-    launches = [
-        threading.Thread(target=lambda n=size: sums.update({n: local.launch(n, summed)}))
-        for size in (2, 3)
-    ]
-    for each in launches:
-        each.start()
-    for each in launches:
-        each.join()
-    assert sums == {2: [1.0, 1.0], 3: [3.0, 3.0, 3.0]}
+    with ThreadPoolExecutor(2) as pool:
+        sums = pool.map(lambda size: local.launch(size, summed), (2, 3))
+        assert list(sums) == [[1.0, 1.0], [3.0, 3.0, 3.0]]
 
 
 def test_messages_come_in_order() -> None:

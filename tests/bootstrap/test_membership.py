@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -140,24 +141,19 @@ def attend(
     connect: Make, *members: Member, timeout: float = 10.0, elastic: bool = False
 ) -> list[str]:
     """Each member's process, as a thread: the backend it hears of, or its error."""
-    heard = [""] * len(members)
 
-    def come(number: int, mine: Member) -> None:
+    def come(mine: Member) -> str:
         store = connect()
         try:
             meeting = Rendezvous(store, "there", hosts=mine.rank == 0, lasts=elastic)
             decision, space = check(meeting, mine, time.monotonic() + timeout)
             space.add("after", 1)
-            heard[number] = decision.backend
+            return decision.backend
         except (WeftError, WireError) as error:
-            heard[number] = f"{type(error).__name__}: {error}"
+            return f"{type(error).__name__}: {error}"
 
-    threads = [threading.Thread(target=come, args=each) for each in enumerate(members)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    return heard
+    with ThreadPoolExecutor(len(members)) as pool:
+        return list(pool.map(come, members))
 
 
 @pytest.mark.parametrize("elastic", [False, True])

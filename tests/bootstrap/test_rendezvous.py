@@ -13,6 +13,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -211,17 +212,8 @@ def come(path: Path, rank: int, seconds: float, size: int = 2) -> str:
 
 
 def together(*comers: Callable[[], str]) -> list[str]:
-    heard = [""] * len(comers)
-
-    def run(number: int) -> None:
-        heard[number] = comers[number]()
-
-    threads = [threading.Thread(target=run, args=[n], daemon=True) for n in range(len(comers))]
-    for each in threads:
-        each.start()
-    for each in threads:
-        each.join(60)
-    return heard
+    with ThreadPoolExecutor(len(comers)) as pool:
+        return list(pool.map(lambda each: each(), comers))
 
 
 def crashed(path: Path, decision: dict[str, object] | None = None) -> None:

@@ -140,14 +140,9 @@ def test_every_algorithm(monkeypatch, algorithm, case):
 @pytest.mark.parametrize("algorithm", ["auto", "split"])
 @spmd(3, on=("processes",))  # each has its own environment
 def test_rows_that_do_not_fit_in_the_opening(wire, algorithm):
+    pool, shape = np.arange(9000, dtype=np.uint64) * np.uint64(2**64 // 9000), (20_000, WIDTH)
     draws = [np.random.default_rng(rank) for rank in range(wire.size)]
-    parts = [
-        (
-            draw.choice(np.arange(9000, dtype=np.uint64) * np.uint64(2**64 // 9000), 20_000),
-            draw.integers(-4, 5, (20_000, WIDTH)).astype(np.float32),
-        )
-        for draw in draws
-    ]
+    parts = [(d.choice(pool, 20_000), d.integers(-4, 5, shape).astype("f4")) for d in draws]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CCL_SPARSE_ALLREDUCE", algorithm)
         assert by_event(parts[wire.rank], how="alloc_fn")() == reduced(parts)
@@ -200,15 +195,10 @@ def breaks(a, b):
     return a + b
 
 
-ONE = np.array([3], np.uint64), np.ones((1, WIDTH), np.float32)
 HIGH = np.array([LAST, LAST], np.uint64), np.full((2, WIDTH), 99, np.float32)
 WRONG = {
     # what rank 1 passes; the others have rows on both sides
-    "rows of another width below": (
-        lambda: by_event((ONE[0], np.ones((1, 5), np.float32))),
-        r"differ in row shape: ranks 0, 2 have \(2,\), rank 1 has \(5,\)",
-    ),
-    "rows of another width from 2^63 on": (
+    "rows of another width": (
         lambda: by_event((HIGH[0], np.ones((2, 5), np.float32))),
         r"differ in row shape: ranks 0, 2 have \(2,\), rank 1 has \(5,\)",
     ),

@@ -6,6 +6,7 @@ import errno
 import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
 
@@ -19,21 +20,17 @@ LANES = 2
 def joined(listeners, deadline, stack):
     """The sockets of each rank, by lane and peer, made at the same time; the stack closes them."""
     endpoints = [each.endpoint for each in listeners]
-    made = [None] * len(listeners)
 
     def make(rank):
         peers = {peer: each for peer, each in enumerate(endpoints) if peer != rank}
-        made[rank] = listeners[rank].connect(rank, peers, deadline)
-        for lane in made[rank]:
+        made = listeners[rank].connect(rank, peers, deadline)
+        for lane in made:
             for sock in lane.values():
                 stack.callback(sock.close)
+        return made
 
-    threads = [threading.Thread(target=make, args=(rank,)) for rank in range(len(listeners))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return made
+    with ThreadPoolExecutor(len(listeners)) as pool:
+        return list(pool.map(make, range(len(listeners))))
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ import os
 import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
 
@@ -207,22 +208,16 @@ def one_group_a_thread():
     """Each rank waits in another order, at the one store that torch has for all groups."""
     dist.init_process_group("gloo")
     one, other = dist.new_group(), dist.new_group()
-    failures = []
 
     def make(group):
-        try:
-            talk(of_group(group, timeout=9.0))
-        except BaseException as error:
-            failures.append(error)
+        talk(of_group(group, timeout=9.0))
 
     order = (one, other) if dist.get_rank() else (other, one)
-    threads = [threading.Thread(target=make, args=(group,)) for group in order]
-    for thread in threads:
-        thread.start()
-        thread.join(0.5)  # until it waits
-    for thread in threads:
-        thread.join()
-    assert failures == []
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(make, order[0])
+        time.sleep(0.5)  # until it waits
+        pool.submit(make, order[1]).result()
+        first.result()
     dist.destroy_process_group()
 
 

@@ -8,7 +8,7 @@ import mmap
 import os
 import random
 import socket
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -83,21 +83,16 @@ def test_a_closed_segment_gives_no_memory_and_keeps_what_it_gave(segment):
 
 def shown(segments, descriptors=None):
     """What two ranks see of each other's segments after they were exchanged."""
-    sockets, found = socket.socketpair(), [None, None]
+    sockets = socket.socketpair()
     for sock in sockets:
         sock.settimeout(10.0)
 
     def show(rank):
-        found[rank] = exchange(segments[rank], {1 - rank: sockets[rank]})
+        with sockets[rank]:
+            return exchange(segments[rank], {1 - rank: sockets[rank]})
 
-    threads = [threading.Thread(target=show, args=(rank,)) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for sock in sockets:
-        sock.close()
-    return found
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(show, range(2)))
 
 
 def test_ranks_see_what_others_write(segment):
