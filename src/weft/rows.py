@@ -65,7 +65,8 @@ class Rows:
         """Rows of a sparse COO tensor; several sparse dimensions become one, row-major.
 
         Raises:
-            WeftError: the tensor has another layout.
+            WeftError: the tensor has another layout; or, on the CPU, an index of several sparse
+                dimensions is outside of its own.
 
         Example:
             >>> where, what = [[0, 1], [2, 0]], [5.0, 7.0]

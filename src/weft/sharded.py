@@ -259,10 +259,14 @@ class ShardedTable(Cut):
         Raises:
             WeftError: an index is not of this table, the input cannot be sent, or the weight does
                 not have the shape of this rank's rows.
+            RuntimeError: torch cannot take the norm of a row.
         """
         for name, each in (("the weight", self.weight), ("the input", given)):
             if error := unsendable(name, each):
                 raise WeftError(error)
+        if self.max_norm is not None:  # what torch refuses must be known before ranks meet
+            row, none = self.weight.new_zeros(1, self.embedding_dim), torch.zeros(1).long()
+            torch.embedding_renorm_(row, none.to(row.device), self.max_norm, self.norm_type)
         shape = tuple(self.weight.shape)
         rows = self._bounds[self._rank + 1] - self.first, self.embedding_dim
         if shape != rows:
@@ -535,9 +539,6 @@ def _check(tables: Sequence[ShardedTable], inputs: Sequence[object], wire: Wire)
         made = each._rank, len(each._bounds) - 1
         if each._wire() is not wire or made != (wire.rank, wire.size):
             raise WeftError(f"a table of rank {made[0]} of {made[1]} is asked in another group")
-        if each.max_norm is not None:  # what torch refuses must be known before ranks meet
-            row, none = each.weight.new_zeros(1, each.embedding_dim), torch.zeros(1).long()
-            torch.embedding_renorm_(row, none.to(row.device), each.max_norm, each.norm_type)
 
 
 def _described(tables: Sequence[ShardedTable]) -> str:

@@ -22,7 +22,7 @@ from weft.bootstrap.init import init, shutdown
 from weft.bootstrap.local import launch
 from weft.errors import WeftError, WireError
 from weft.testing import processes
-from weft.wire import default, process_group
+from weft.wire import default, process_group, torchdist
 
 QUICK = {"OMP_NUM_THREADS": "1"}
 
@@ -252,9 +252,12 @@ def misfitting(url: str) -> list[str]:
         os.environ.clear()
         os.environ.update(right)
         weft.__version__ = version
+    other = torchdist.gloo_at("lo")  # of another thread, that makes a group meanwhile
     with init(timeout=60):
         assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"  # that of 127.0.0.1, where they meet
         assert rows_of() == [0, 1, 9]
+        other.__enter__()
+    other.__exit__(None, None, None)
     assert "GLOO_SOCKET_IFNAME" not in os.environ
     return said
 

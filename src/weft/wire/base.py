@@ -273,7 +273,7 @@ class Wire(abc.ABC):
 
     @abc.abstractmethod
     def abort(self, reason: str) -> None:
-        """Break the wire, telling every peer that this rank did it and why; returns at once.
+        """Break the wire, telling every peer that this rank did it and why; waits for no peer.
 
         For a rank that cannot finish a schedule that others are in (out of memory, interrupted).
         """

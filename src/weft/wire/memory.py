@@ -98,10 +98,12 @@ class Pool:
         with self._lock:
             self.lent += nbytes
             self.peak = max(self.peak, self.lent)
-        if shared and nbytes > _WORTH_SHARING and self.segment is not None:
-            offset = self.segment.allocate(nbytes)
+        segment = self.segment if shared and nbytes > _WORTH_SHARING else None
+        memory = None if segment is None else segment.memory  # now: another thread may close it
+        if segment is not None and memory is not None:
+            offset = segment.allocate(nbytes)
             if offset is not None:
-                return Lease(self, offset, self.segment.memory[offset : offset + nbytes])
+                return Lease(self, offset, memory[offset : offset + nbytes])
         size = max(self._smallest, 1 << max(0, nbytes - 1).bit_length())
         size = nbytes if self._device is not None else size
         with self._lock:

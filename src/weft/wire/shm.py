@@ -61,9 +61,10 @@ class Segment:
         """
         self.fd, self.nbytes = fd, nbytes
         self._pages = mmap.mmap(fd, nbytes)
-        self.memory = torch.frombuffer(self._pages, dtype=torch.uint8)
+        self.memory: Tensor | None = torch.frombuffer(self._pages, dtype=torch.uint8)
         self._address = self.memory.data_ptr()
-        self._lock = threading.Lock()
+        # reentrant: a handler of a signal may close a wire in the middle of anything
+        self._lock = threading.RLock()
         self._free = [(0, nbytes)]  # first byte and end of each part, ascending
         self._taken: dict[int, int] = {}  # bytes of each part that is in use, by its first
         self._touched = 0  # the end of the pages that were used and not released
@@ -153,10 +154,12 @@ class Segment:
 
     def close(self) -> None:
         """Allocate no more. Memory in use stays mapped until the last tensor in it is freed."""
-        fd, self.fd = self.fd, -1
-        if fd >= 0:
-            os.close(fd)
-            del self.memory, self._pages  # which hold a file each
+        with self._lock:
+            fd, self.fd = self.fd, -1
+            if fd >= 0:
+                os.close(fd)
+                self.memory = None
+                del self._pages  # which holds a file, as the memory does
 
 
 class Peer:

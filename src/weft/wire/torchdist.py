@@ -52,6 +52,10 @@ _PATIENCE = 5.0  # seconds in which peers that are alive answer a farewell
 _FILTER = 26  # SO_ATTACH_FILTER of Linux, which others refuse
 _DROP_ALL = struct.pack("HBBI", 0x06, 0, 0, 0)  # a filter of BPF: "return 0"
 
+_lock = threading.Lock()  # with it held these two are read and written:
+_making = 0  # how many groups of gloo are being made
+_before: set[int] = set()  # what listened before the first of them
+
 
 @contextlib.contextmanager
 def closed_to_strangers() -> Iterator[None]:
@@ -59,13 +63,22 @@ def closed_to_strangers() -> Iterator[None]:
 
     After the block the group's ranks are connected, but gloo goes on listening, accepts every
     connection, and ends the process if no file descriptor is left for one. A socket filter that
-    drops every packet prevents that.
+    drops every packet prevents that. Where threads make groups at once, that waits for the last of
+    them: a group whose ranks are not connected yet would never be.
     """
-    before = _listening()
-    yield
+    global _making, _before
+    with _lock:
+        _before = _before if _making else _listening()
+        _making += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _making -= 1
+            made = set() if _making else _listening() - _before
     drops_all = ctypes.create_string_buffer(_DROP_ALL)
     program = struct.pack("@HP", 1, ctypes.addressof(drops_all))
-    for fd in _listening() - before:
+    for fd in made:
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as sock:
             sock.setsockopt(socket.SOL_SOCKET, _FILTER, program)
 
@@ -74,19 +87,21 @@ def closed_to_strangers() -> Iterator[None]:
 def gloo_at(interface: str | None) -> Iterator[None]:
     """Let gloo listen at an interface: by itself it takes what the host's name means.
 
-    What gloo understands itself, a list of names in GLOO_SOCKET_IFNAME, is left to it. None: the
-    interface is not known, and gloo chooses.
+    What gloo understands itself, a list of names in GLOO_SOCKET_IFNAME, is left to it, and so is
+    what the program sets there in the block. None: the interface is not known, and gloo chooses.
     """
     before, names = os.environ.get(_GLOO), {name for _, name in socket.if_nameindex()}
-    if interface is not None and (before is None or not names.issuperset(before.split(","))):
-        os.environ[_GLOO] = interface
+    if interface is None or (before is not None and names.issuperset(before.split(","))):
+        yield
+        return
+    os.environ[_GLOO] = interface
     try:
         yield
     finally:
-        if before is None:
-            os.environ.pop(_GLOO, None)
-        else:
+        if before is not None and os.environ.get(_GLOO) == interface:
             os.environ[_GLOO] = before
+        elif os.environ.get(_GLOO) == interface:
+            del os.environ[_GLOO]
 
 
 def _listening() -> set[int]:

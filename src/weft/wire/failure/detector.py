@@ -207,7 +207,7 @@ class Detector:
         The peers see a death when the parent dies, not when its last child does.
         """
         self._closed, self._lock = True, threading.RLock()  # its thread may have had that one
-        self.verdict = Verdict(None, "a forked process cannot use its parent's group: spawn it")
+        self.verdict = Verdict(None, "a forked process cannot use its parent's group")
         self._let_go()
 
     def _rouse(self) -> None:

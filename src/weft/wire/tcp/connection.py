@@ -227,7 +227,8 @@ class Connection:
             while parts and sent >= len(parts[0]):
                 sent -= len(parts.pop(0))
             if parts:
-                parts[0] = memoryview(parts[0])[sent:]
+                rest = memoryview(parts[0])[sent:]
+                parts[:1] = [rest]  # no error if a handler of a signal has closed this meanwhile
             else:
                 for send in self._leaving:
                     send.done = True
