@@ -18,25 +18,25 @@ from weft.testing.pace import patient
 from weft.wire import recorder
 
 RANK = """
-import faulthandler, os, signal, sys, time
-import torch, weft
+import faulthandler, os, signal, sys, time, torch, weft
 place, how = sys.argv[1:]
-def load_batch():
-    while not os.path.exists(place + ".go"): time.sleep(0.02)
+def load_batch(*files):
+    while not all(map(os.path.exists, files)): time.sleep(0.02)
 if how == "handler":
     faulthandler.register(signal.SIGUSR1, open(os.devnull, "w"))
 kill = lambda name: os.kill(os.getpid(), signal.Signals[name])
 with weft.init(rendezvous=f"file://{place}", timeout=60.0, watch=0.5) as wire:
     weft.barrier()
-    does = {"sleep": load_batch, "other": weft.barrier}.get(how, lambda: kill(how))
+    open(f"{place}.{wire.rank}", "w")
+    sleep = lambda: load_batch(place + ".go")
+    does = {"sleep": sleep, "other": weft.barrier}.get(how, lambda: kill(how))
     try:
         if wire.rank == 2 and how not in ("same", "handler"):
-            does()
+            load_batch(place + ".0", place + ".1"); does()  # the others are out of the barrier
         print(weft.all_reduce(torch.ones(2)).tolist())
     except weft.Error as error:
         print(type(error).__name__)
-    if how in ("same", "handler", "other"):
-        kill("SIGUSR1")
+    if how in ("same", "handler", "other"): kill("SIGUSR1")
 """
 HERE = f"at <string>:{RANK[: RANK.index('while')].count(chr(10)) + 1} in load_batch"
 
