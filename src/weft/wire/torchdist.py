@@ -98,10 +98,11 @@ def gloo_at(interface: str | None) -> Iterator[None]:
     try:
         yield
     finally:
-        if before is not None and os.environ.get(_GLOO) == interface:
-            os.environ[_GLOO] = before
-        elif os.environ.get(_GLOO) == interface:
-            del os.environ[_GLOO]
+        if os.environ.get(_GLOO) == interface:  # nobody has set another since
+            if before is None:
+                del os.environ[_GLOO]
+            else:
+                os.environ[_GLOO] = before
 
 
 def _listening() -> set[int]:
