@@ -8,7 +8,7 @@ PIP = $(BIN)/python -m pip install --disable-pip-version-check
 # Where the environment keeps Python from keeping bytecode, every process of a test compiles weft.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test examples soak lint types layers docs house check clean
+.PHONY: demo test examples soak lint types layers docs check clean
 
 demo: .venv/report
 	$(BIN)/weft demo
@@ -41,13 +41,7 @@ layers: .venv/lint
 docs: .venv/docs
 	$(BIN)/mkdocs build --strict --quiet
 
-# How large the library is, and what its rooms know of each other; fails where a limit is passed.
-# HOUSE_MORE: lines of what came since the limits were set: who gets in, corrupt peers and slow ranks
-# (700), accelerators (900), TopK and tables that are cut (900).
-house:
-	HOUSE_MORE=2500 $(PYTHON) tools/house --check
-
-check: lint types layers docs house test
+check: lint types layers docs test
 
 # The pinned torch comes first and alone: a range would bring the registry's newest build, with
 # gigabytes of CUDA. The versions of tools stand in pyproject.toml, in the dependency groups.
