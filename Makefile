@@ -8,7 +8,7 @@ PIP = $(BIN)/python -m pip install --disable-pip-version-check
 # Where the environment keeps Python from keeping bytecode, every process of a test compiles weft.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test examples soak lint types layers docs check clean
+.PHONY: demo test examples soak lint types layers docs check package clean
 
 demo: .venv/report
 	$(BIN)/weft demo
@@ -43,6 +43,18 @@ docs: .venv/docs
 
 check: lint types layers docs test
 
+# What a release uploads: the wheel and the source archive, in dist/. The wheel is installed into an
+# empty environment, and has to serve there.
+package: .venv/package
+	rm -rf dist .venv-package
+	$(BIN)/python -m build --outdir dist .
+	$(BIN)/twine check --strict dist/*
+	$(PYTHON) -m venv .venv-package
+	.venv-package/bin/python -m pip install --quiet --constraint constraints.txt torch
+	.venv-package/bin/python -m pip install --quiet --constraint constraints.txt dist/*.whl
+	cd dist && ../.venv-package/bin/python -c "import weft; weft.init(); weft.barrier(); weft.shutdown()"
+	rm -rf .venv-package
+
 # The pinned torch comes first and alone: a range would bring the registry's newest build, with
 # gigabytes of CUDA. The versions of tools stand in pyproject.toml, in the dependency groups.
 .venv/base: pyproject.toml constraints.txt
@@ -65,6 +77,10 @@ check: lint types layers docs test
 	$(PIP) --quiet --constraint constraints.txt --group lint
 	@touch $@
 
+.venv/package: .venv/base
+	$(PIP) --quiet --group package
+	@touch $@
+
 .venv/docs: .venv/base
 	$(PIP) --quiet --constraint constraints.txt --group docs
 	@touch $@
@@ -79,4 +95,4 @@ check: lint types layers docs test
 	@touch $@
 
 clean:
-	rm -rf .venv .venv-examples site weft-demo
+	rm -rf .venv .venv-examples .venv-package dist site weft-demo

@@ -1,0 +1,95 @@
+"""What a release says of itself agrees, and its workflows can be trusted."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import weft
+
+ROOT = Path(__file__).resolve().parent.parent
+WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+ADDRESSES = ("README.md", "SECURITY.md", "CITATION.cff", "mkdocs.yml", "RELEASING.md")
+
+
+@pytest.mark.parametrize("file", ADDRESSES)
+def test_all_files_name_the_same_repository_and_site(file):
+    text = (ROOT / file).read_text("utf-8")
+    repositories = set(re.findall(r"https://github\.com/[\w-]+/weft\b", text))
+    sites = set(re.findall(r"https://weft\.[\w.]+", text))
+    assert repositories <= {PROJECT["urls"]["Repository"]}
+    assert sites <= {PROJECT["urls"]["Documentation"]}
+
+
+def test_the_citation_has_the_version():
+    citation = (ROOT / "CITATION.cff").read_text("utf-8")
+    assert f"\nversion: {weft.__version__}\n" in citation
+
+
+def test_the_classifiers_are_the_versions_that_the_workflow_runs():
+    text = (ROOT / ".github/workflows/ci.yml").read_text("utf-8")
+    run = {*re.findall(r'python(?:-version)?: "(3\.\d+)"', text)}
+    said = {each.rpartition(" ")[2] for each in PROJECT["classifiers"] if ":: 3." in each}
+    assert run == said
+    assert PROJECT["requires-python"] == f">={min(said, key=lambda v: int(v[2:]))}"
+
+
+@pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.stem)
+def test_workflows_pin_their_actions_and_start_without_rights(workflow):
+    text = workflow.read_text("utf-8")
+    actions = re.findall(r"uses: (\S+)(.*)", text)
+    for action, comment in actions:
+        assert re.fullmatch(r"[\w./-]+@[0-9a-f]{40}", action), action
+        assert re.fullmatch(r" # v\d+\.\d+\.\d+", comment), f"{action} has no version beside it"
+    assert "\npermissions:\n  contents: read\n" in text
+
+
+@pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.stem)
+def test_workflows_make_what_the_makefile_has(workflow):
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE))
+    text = workflow.read_text("utf-8")
+    for target in re.findall(r"\bmake ([a-z]+)", text):
+        assert target in targets
+    for script in re.findall(r"(?:bash|python) ((?:\.ci|tools)/\S+)", text):
+        assert (ROOT / script).exists()
+
+
+def released(folder, version="0.2.0", changelog="## [0.2.0] - 2027-01-31"):
+    """A project whose files are of 0.2.0, but for what is given."""
+    (folder / "src/weft").mkdir(parents=True)
+    (folder / "src/weft/__init__.py").write_text(f'__version__ = "{version}"\n')
+    (folder / "CITATION.cff").write_text("version: 0.2.0\n")
+    (folder / "CHANGELOG.md").write_text(f"# Changelog\n\n{changelog}\n")
+    return folder
+
+
+def check(folder, tag):
+    shutil.copy(ROOT / "tools/release-check", folder / "release-check")
+    command = [sys.executable, "release-check", tag]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60)
+
+
+def test_a_release_that_agrees_passes(tmp_path):
+    done = check(released(tmp_path), "v0.2.0")
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    "fault, says",
+    [
+        ({"version": "0.1.0"}, "src/weft/__init__.py has version 0.1.0"),
+        ({"changelog": "## [0.1.0] - 2026-12-01"}, "CHANGELOG.md has no section [0.2.0]"),
+        ({"changelog": "## [0.2.0] - Unreleased"}, "dates 0.2.0 as 'Unreleased'"),
+    ],
+)
+def test_a_release_that_differs_is_refused(tmp_path, fault, says):
+    done = check(released(tmp_path, **fault), "v0.2.0")
+    assert done.returncode == 1
+    assert says in done.stderr
