@@ -16,6 +16,7 @@ from weft import _torch
 from weft._torch import (
     at_end_of_backward,
     backward_id,
+    gloo_group,
     group_named,
     in_forward_mode,
     is_wrapped,
@@ -201,3 +202,15 @@ def test_no_other_module_names_them() -> None:
         if path.name != "_torch.py" and any(name in path.read_text() for name in private)
     ]
     assert naming == []
+
+
+@pytest.mark.parametrize("missing", [(), ("_Options",), ("create_device",)])
+def test_a_gloo_group_is_made(missing: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in missing:
+        monkeypatch.delattr(dist.ProcessGroupGloo, name)
+    group = gloo_group(dist.HashStore(), 0, 1, 7.0, ["lo"])
+    assert group.options._timeout == timedelta(seconds=7)
+    assert group.options._threads == (2 if missing else 1)
+    total = torch.ones(1)
+    group.allreduce([total]).wait()
+    assert total.item() == 1.0

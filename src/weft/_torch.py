@@ -12,6 +12,7 @@ import functools
 import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
 from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
@@ -284,6 +285,39 @@ def timeout_of(group: dist.ProcessGroup) -> float:
         if timeout is not None:
             return float(timeout.total_seconds())
     return float(distributed_c10d.default_pg_timeout.total_seconds())
+
+
+def gloo_group(
+    store: dist.Store, rank: int, size: int, timeout: float, interfaces: Sequence[str]
+) -> Any:
+    """A gloo group whose operations run one after the other; collective.
+
+    It has one thread. Of two, which is gloo's default, both may write the name of the operation
+    that each has ended to one string at once, which corrupts the memory of the process, if one of
+    these is a sparse all-reduce (docs/ddp.md). It listens at the interfaces of these names; without
+    names where gloo likes. It has a connection of its own to the store: gloo blocks in it until all
+    ranks have come, and other threads of this process may need the caller's for the same.
+
+    Without the private options it is torch's own, with two threads; without `clone` it uses the
+    caller's connection.
+
+    Raises:
+        RuntimeError: from gloo or the store.
+    """
+    gloo: Any = dist.ProcessGroupGloo
+    limit = timedelta(seconds=timeout)
+    clone = getattr(store, "clone", None)
+    if clone is not None:
+        store = clone()
+    try:
+        options = gloo._Options()
+        options._threads = 1
+        options._timeout = limit
+        devices = [gloo.create_device(interface=name) for name in interfaces]
+        options._devices = devices or [gloo.create_default_device()]
+    except AttributeError:
+        return gloo(store, rank, size, timeout=limit)
+    return gloo(store, rank, size, options)
 
 
 # Forked children ------------------------------------------------------------------------------

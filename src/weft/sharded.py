@@ -23,6 +23,8 @@ Users find the public names in `weft.nn`. The code is here, because it imports `
 
 from __future__ import annotations
 
+import threading
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Self, TypeVar, cast
 
@@ -32,6 +34,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
 
 from . import kernels
 from ._torch import profiled
@@ -75,6 +78,12 @@ class ShardedTable(Cut):
     norm_type: float
     scale_grad_by_freq: bool
     sparse: bool
+
+    def __new__(cls, *_: Any, **__: Any) -> Self:
+        """Also what `copy` and `pickle` begin with: from here on the table is guarded."""
+        made = super().__new__(cls)
+        _guard_while_alive(made)
+        return made
 
     def __init__(
         self,
@@ -748,7 +757,26 @@ def _guard(parent: nn.Module, _: str, module: nn.Module | None) -> None:
                 )
 
 
-register_module_module_registration_hook(_guard)
+_guarded: set[int] = set()  # the tables of this process that are alive, by id
+_guarding: list[RemovableHandle] = []  # torch's handle of `_guard`, while there are such
+_guard_lock = threading.RLock()  # again by the same thread, where a garbage collection ends a table
+
+
+def _guard_while_alive(table: ShardedTable) -> None:
+    """Have torch call `_guard` until this table, and every other, is gone."""
+    with _guard_lock:
+        _guarded.add(id(table))
+        if not _guarding:
+            _guarding.append(register_module_module_registration_hook(_guard))
+    weakref.finalize(table, _no_longer, id(table)).atexit = False
+
+
+def _no_longer(table: int) -> None:
+    with _guard_lock:
+        _guarded.discard(table)
+        if not _guarded:
+            while _guarding:
+                _guarding.pop().remove()
 
 
 def _with_shard(module: ShardedTable, state: dict[str, Any], prefix: str, _: object) -> None:

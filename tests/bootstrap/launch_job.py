@@ -12,6 +12,8 @@ import torch.distributed as dist
 
 import weft
 
+LATER_GROUPS = "TEST_LATER_GROUPS"  # where the program has groups of its own listen
+
 
 def main(folder: str, *rendezvous: str) -> None:
     logging.basicConfig(format="%(message)s", level=logging.INFO, stream=sys.stdout)
@@ -26,11 +28,15 @@ def main(folder: str, *rendezvous: str) -> None:
         with weft.init(rendezvous=None if url == "-" else url, timeout=60) as wire:
             mine = torch.tensor([wire.rank, 5]), torch.ones(2)
             indices, _ = weft.sparse_all_reduce(mine)
+            untouched = "GLOO_SOCKET_IFNAME" not in os.environ
+            if LATER_GROUPS in os.environ:
+                os.environ["GLOO_SOCKET_IFNAME"] = os.environ[LATER_GROUPS]
             group = dist.new_group()
             ones = torch.ones(1)
             dist.all_reduce(ones, group=group)
             found = f"rank {wire.rank} of {wire.size} {indices.tolist()} {ones.item()}"
-            sys.stdout.write(f"{found} {os.environ['GLOO_SOCKET_IFNAME']}\n")
+            sys.stdout.write(f"{found} {untouched}\n")
+            os.environ.pop("GLOO_SOCKET_IFNAME", None)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ NETLAB = HERE.parents[1] / "tools" / "netlab"
 
 # netlab sets a launcher's variables; here each launcher shall set its own
 CLEAR = "H=$RANK; unset RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT"
-CLEAR = f"{CLEAR} GLOO_SOCKET_IFNAME"
+CLEAR = f"{CLEAR} GLOO_SOCKET_IFNAME; export TEST_LATER_GROUPS=eth0"
 
 on_hosts = [
     pytest.mark.network,
@@ -49,7 +49,7 @@ def results(lines: list[str]) -> list[str]:
     return sorted(line[line.index("rank") :] for line in lines if "[0, 1, 5]" in line)
 
 
-EXPECTED = [f"rank {rank} of 2 [0, 1, 5] 2.0 eth0" for rank in range(2)]
+EXPECTED = [f"rank {rank} of 2 [0, 1, 5] 2.0 True" for rank in range(2)]
 
 
 class TestOnTwoHosts:
@@ -64,6 +64,9 @@ class TestOnTwoHosts:
         )
         assert results(lines) == EXPECTED
         assert any("launched by torchrun (job x): rank 1 of 2" in line for line in lines)
+        # the hosts share the name of this machine, which means an address that none of them has
+        advice = "set GLOO_SOCKET_IFNAME=eth0 on this host"
+        assert sum(advice in line for line in lines) >= 2
 
     def test_srun_s_environment_and_a_shared_file(self, tmp_path: Path) -> None:
         lines = on_two_hosts(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import pickle
 
 import pytest
@@ -464,3 +465,24 @@ def wrap():
 def test_no_wrapper_overwrites_a_shard():
     first, second = processes(2, wrap)
     assert not torch.equal(first, second)
+
+
+def test_torch_calls_weft_of_new_modules_only_while_a_sharded_table_is_alive():
+    processes(1, guard_comes_and_goes)
+
+
+def guard_comes_and_goes():
+    hooks = torch.nn.modules.module._global_module_registration_hooks
+    with weft.init():
+        assert len(hooks) == 0
+        table = weft.nn.ShardedEmbedding(4, DIM, group=dist.group.WORLD)
+        copies = [copy.deepcopy(table), pickle.loads(pickle.dumps(table))]
+        assert len(hooks) == 1
+        del table
+        gc.collect()
+        for each in copies:
+            with pytest.raises(weft.WeftError, match="would overwrite the shard"):
+                DistributedDataParallel(nn.Sequential(each, nn.Linear(DIM, 1)))
+        del copies, each
+        gc.collect()
+        assert len(hooks) == 0

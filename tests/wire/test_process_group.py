@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import bisect
+import copy
 import functools
 import gc
 import os
+import pickle
 import signal
 import threading
 import time
@@ -119,6 +121,19 @@ def destroy(wire, path):
 
 def test_a_wire_goes_with_its_group(tmp_path):
     on_processes(2, destroy, str(tmp_path / "store"))
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_wire_cannot_be_copied(copied):
+    """A second wire over the same connections would mix up the messages of both."""
+    on_processes(2, copying, copied)
+
+
+def copying(wire, copied):
+    for each in (wire, wire.sub([0, 1])):
+        with pytest.raises(WeftError, match=rf"^rank {wire.rank}: a wire cannot be copied"):
+            copied(each)
+    talk(wire)
 
 
 def test_what_is_no_group_is_refused():

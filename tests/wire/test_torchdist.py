@@ -6,6 +6,8 @@ import os
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -147,3 +149,39 @@ def test_one_rank_alone_opens_nothing():
     with connect(dist.HashStore(), 0, 1, 5.0, transport=TRANSPORTS["torch"]) as wire:
         assert wire.post().wait() == []
         assert wire.sub([0]).size == 1
+
+
+def test_threads_make_groups_at_once_over_one_store():
+    """gloo blocks in the connection to the store; in another order on each rank it must not."""
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    clients = [dist.TCPStore("127.0.0.1", server.port), dist.TCPStore("127.0.0.1", server.port)]
+
+    def joined(rank, name):
+        torch_way = TRANSPORTS["torch"]
+        with connect(clients[rank], rank, 2, 20, name=name, transport=torch_way) as wire:
+            total = torch.tensor([rank + 1.0])
+            wire.dense_all_reduce(total, "sum").wait()
+            return total.item()
+
+    orders = [["a", "b", "c"], ["c", "a", "b"]]
+    with ThreadPoolExecutor(6) as pool:
+        calls = [pool.submit(joined, rank, name) for rank in (0, 1) for name in orders[rank]]
+        assert [call.result() for call in calls] == [3.0] * 6
+
+
+def test_a_group_of_wefts_own_has_one_thread():
+    """Two of gloo's threads corrupt memory where a sparse all-reduce is under way (docs/ddp.md)."""
+    assert processes(2, threads_of_a_wire, env={"WEFT_TRANSPORT": "torch"}) == [1, 1]
+
+
+def threads_of_a_wire():
+    with weft.init(timeout=20):
+        before = gloo_threads()
+        group = dist.new_group(backend="weft")
+        weft.barrier(group=group)  # makes a wire
+        return (gloo_threads() - before) / 2  # a gloo group in the backend, another in the wire
+
+
+def gloo_threads():
+    tasks = Path("/proc/self/task").glob("*/comm")
+    return sum(task.read_text() == "pt_gloo_runloop\n" for task in tasks)

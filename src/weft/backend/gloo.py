@@ -13,6 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from .. import _torch
+from ..wire.interface import gloo_interfaces
 from .group import PythonGroup
 from .space import unused
 
@@ -26,8 +28,10 @@ class WeftGroup(PythonGroup):
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)
-        self.space = unused(store, rank, size, timeout.total_seconds())
-        self._gloo: Any = dist.ProcessGroupGloo(self.space, rank, size, timeout=timeout)
+        seconds = timeout.total_seconds()
+        self.space = unused(store, rank, size, seconds)
+        interfaces = gloo_interfaces(store)
+        self._gloo: Any = _torch.gloo_group(self.space, rank, size, seconds, interfaces)
         self._gloo._set_sequence_number_for_group()
         kind = dist.ProcessGroup.BackendType.GLOO
         self._register_backend(torch.device("cpu"), kind, self._gloo)

@@ -15,7 +15,7 @@ import os
 import re
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import NamedTuple
 
@@ -27,8 +27,14 @@ from ..wire import default, process_group
 from ..wire.base import Wire, end_with, is_duration
 from ..wire.failure import last_error
 from ..wire.failure import watch as slow
-from ..wire.interface import interface_of, own_address
-from ..wire.torchdist import closed_to_strangers, gloo_at
+from ..wire.interface import (
+    GLOO,
+    gloo_interfaces,
+    interface_of,
+    is_loopback,
+    named_for_gloo,
+    own_address,
+)
 from . import backends, launchers, membership
 from . import rendezvous as places
 
@@ -68,7 +74,6 @@ class _Asked(NamedTuple):
 _VALUES = {"WEFT_KERNELS": ("", "reference"), "WEFT_SAFE": ("", "0", "1")}
 
 _running: _Running | None = None
-_gloo = contextlib.ExitStack()  # which undoes what gloo was told, for the program's groups too
 
 
 @entry
@@ -162,7 +167,6 @@ def shutdown() -> None:
     if running is None or running.process != os.getpid():
         return  # a forked child must not say goodbye in its parent's name
     default.clear("weft.shutdown() was called; call weft.init() again")
-    _gloo.close()
     process_group.choose(None)
     end_with(running.wire, None)
     running.wire.close()
@@ -204,7 +208,6 @@ def _start(asked: _Asked, env: Mapping[str, str]) -> Wire:
         _check_same(wire, url, _Asked(timeout=asked.timeout))
     except BaseException:
         process_group.choose(None)
-        _gloo.close()
         if made and dist.is_initialized():
             dist.destroy_process_group()
         raise
@@ -268,9 +271,10 @@ def _check_backend(backend: str | None) -> None:
 
 def _alone(spec: str, timeout: float) -> None:
     """Set up the default group of one process, which meets nobody."""
-    local = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), None)
-    with gloo_at(local):  # where nobody else can reach it: gloo always listens
-        _init_group(spec, dist.HashStore(), 0, 1, timeout)
+    loopbacks = [name for _, name in socket.if_nameindex() if name.startswith("lo")]
+    # gloo always listens: here, where nobody else can reach it
+    interfaces = named_for_gloo() or loopbacks[:1]
+    _init_group(spec, dist.HashStore(), 0, 1, timeout, interfaces)
 
 
 def _together(launch: launchers.Launch, place: places.Place, asked: _Asked) -> None:
@@ -288,12 +292,13 @@ def _together(launch: launchers.Launch, place: places.Place, asked: _Asked) -> N
             decision.backend,
         )
         space.set_timeout(timedelta(seconds=timeout))
-        interface = interface_of(own_address(meeting.store))
-        _gloo.enter_context(gloo_at(interface))
-        _log.info("network interface %s", interface or "unknown")
+        interfaces = gloo_interfaces(meeting.store)
+        _log.info("network interface %s", ", ".join(interfaces) or "unknown")
+        if launch.local_size < launch.size:
+            _tell_of_later_groups(launch.rank, own_address(meeting.store), interfaces)
         there = dist.PrefixStore("group", space)
         spec = backends.spec(decision.backend)
-        _init_group(spec, there, launch.rank, launch.size, timeout)
+        _init_group(spec, there, launch.rank, launch.size, timeout, interfaces)
     except (RuntimeError, OSError) as failed:  # torch's store and gloo errors are RuntimeErrors
         if isinstance(failed, WireError):
             raise
@@ -316,11 +321,61 @@ def _together(launch: launchers.Launch, place: places.Place, asked: _Asked) -> N
         ) from failed
 
 
-def _init_group(spec: str, store: dist.Store, rank: int, size: int, timeout: float) -> None:
-    """Set up the default group, which takes nobody in afterwards."""
+def _tell_of_later_groups(rank: int, address: str, interfaces: Sequence[str]) -> None:
+    """Log it if gloo groups that the program makes itself would listen where no other host can.
+
+    torch has gloo listen at what GLOO_SOCKET_IFNAME names, else at what the host's name means.
+    """
+    if not interfaces or os.environ.get(GLOO) or is_loopback(address):
+        return
+    meant = _meant_by_name()
+    if is_loopback(meant) or interface_of(meant) is None:
+        _log.warning(
+            "rank %d: this host's name means %s, and no other host reaches gloo groups that the "
+            "program makes there (torch.distributed.new_group): set %s=%s on this host",
+            rank,
+            meant,
+            GLOO,
+            ",".join(interfaces),
+        )
+
+
+def _meant_by_name() -> str:
+    """The address that this host's name means; the loopback, which gloo then takes, if none."""
+    try:
+        return str(socket.getaddrinfo(socket.gethostname(), None)[0][4][0])
+    except OSError:
+        return "127.0.0.1"
+
+
+def _init_group(
+    spec: str, store: dist.Store, rank: int, size: int, timeout: float, interfaces: Sequence[str]
+) -> None:
+    """Set up the default group, in which gloo listens at these interfaces."""
     limit = timedelta(seconds=timeout)
-    with closed_to_strangers():
+    with _gloo_at(interfaces):
         dist.init_process_group(spec, store=store, rank=rank, world_size=size, timeout=limit)
+
+
+@contextlib.contextmanager
+def _gloo_at(interfaces: Sequence[str]) -> Iterator[None]:
+    """Name interfaces for gloo while the default group is made.
+
+    torch takes them from the environment alone. Without names gloo chooses.
+    """
+    before = os.environ.get(GLOO)
+    wanted = ",".join(interfaces) or before
+    if wanted is None or wanted == before:
+        yield
+        return
+    os.environ[GLOO] = wanted
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[GLOO]
+        else:
+            os.environ[GLOO] = before
 
 
 def _tell(

@@ -28,7 +28,7 @@ import os
 import sys
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Self, TypeGuard, TypeVar
+from typing import Any, NoReturn, Self, TypeGuard, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -179,6 +179,13 @@ class Wire(abc.ABC):
 
     def __enter__(self) -> Self:
         return self
+
+    def __reduce__(self) -> NoReturn:
+        """Refuse `copy` and `pickle`: two wires over the same connections would mix up messages."""
+        raise WeftError(
+            f"rank {self.rank}: a wire cannot be copied or pickled, since its connections are this "
+            "process's: pass the wire itself, or make one where it is needed (weft.init)"
+        )
 
     def _named(self, rank: int) -> int:
         """The number that errors call a rank by; a part of a wire uses that of the wire."""

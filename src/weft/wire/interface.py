@@ -20,7 +20,8 @@ from typing import Any
 import psutil
 import torch.distributed as dist
 
-VARIABLES = ("WEFT_INTERFACE", "SAR_SOCKET_NAME", "GLOO_SOCKET_IFNAME")
+GLOO = "GLOO_SOCKET_IFNAME"
+VARIABLES = ("WEFT_INTERFACE", "SAR_SOCKET_NAME", GLOO)
 
 _OUT = "192.0.2.1"  # reserved for documentation (RFC 5737): nobody's, so it leads out
 _LOOPBACK = "127.0.0.1"
@@ -49,6 +50,31 @@ def interfaces() -> tuple[Interface, ...]:
 def interface_of(address: str) -> str | None:
     """The name of the interface that has an address, or None."""
     return next((each.name for each in interfaces() if address in each.addresses), None)
+
+
+def named_for_gloo() -> tuple[str, ...]:
+    """The interfaces that GLOO_SOCKET_IFNAME lists, if gloo would understand the list; else none.
+
+    weft reads more than names of interfaces in that variable: see `own_address`.
+    """
+    there = {name for _, name in socket.if_nameindex()}
+    named = os.environ.get(GLOO, "").split(",")
+    return tuple(named) if there.issuperset(named) else ()
+
+
+def gloo_interfaces(store: dist.Store) -> tuple[str, ...]:
+    """The interfaces at which gloo should listen; none where they are not known.
+
+    By itself gloo takes the address that the host's name means. On many hosts that is 127.0.1.1,
+    which no other host reaches.
+
+    Raises:
+        OSError: as `own_address`.
+    """
+    if named := named_for_gloo():
+        return named
+    interface = interface_of(own_address(store))
+    return () if interface is None else (interface,)
 
 
 def own_address(store: dist.Store | None = None) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import os
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from typing import NamedTuple, cast
@@ -45,6 +46,8 @@ TRANSPORTS = {
     "tcp": Transport("tcp", tcp_connect),
     "torch": Transport("torch", Links.over_gloo),
 }
+
+_MOMENT = 0.1  # seconds
 
 _asked: str | None = None  # the transport that the program asks for
 _lock = threading.Lock()
@@ -93,7 +96,7 @@ def connect(
         store: any store that all ranks share; all keys begin with `weft/{name}`.
         rank: this rank, from 0.
         size: how many ranks there are; one alone opens nothing.
-        timeout: seconds that joining, and then any one wait, may last.
+        timeout: seconds that joining as a whole, and then any one wait, may last.
         name: tells wires that are made at the same time apart.
         transport: how, for this wire and its parts; the same on every rank. None: the chosen one.
 
@@ -112,6 +115,7 @@ def connect(
     if not 0 <= rank < size:
         raise WeftError(f"rank {rank} is none of {size} ranks")
     way = transport or chosen()
+    deadline = time.monotonic() + timeout
     engine: Engine = TcpEngine({}, {})  # which opens nothing
     space = store
     if size > 1:
@@ -120,7 +124,9 @@ def connect(
             space = dist.PrefixStore(f"weft/{name}/{generation}", store)
             if transport is None:
                 _agree_on(way, space, rank, size, timeout)
-            engine = way.join(space, rank, size, timeout)
+            # at least a moment: then who is missing says so, and not that no time was left
+            left = max(deadline - time.monotonic(), _MOMENT)
+            engine = way.join(space, rank, size, left)
         except (RuntimeError, OSError) as error:  # of the store, of the sockets
             late = error.ranks if isinstance(error, AbsentError) else []
             who = str(error) if late else f"it was not joined: {error}"

@@ -15,26 +15,24 @@ send for what another rank does first.
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import os
 import queue
 import socket
 import struct
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
-import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .. import _torch
 from . import base
 from .base import Recv, as_bytes, memory_of
-from .interface import interface_of, own_address
+from .interface import gloo_interfaces
 from .memory import Pool, fresh
 from .processes import Engine, Lost
 from .tcp.connection import Receive, Send
@@ -46,74 +44,8 @@ _INLINE = _FIRST - _HEAD.size
 _PIECE = 1 << 20  # bytes of the rest that are sent at a time
 _END = -1  # a channel: nothing more comes on this lane
 _NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
-_GLOO = "GLOO_SOCKET_IFNAME"
 _FOREVER = timedelta(days=1000)  # the detector has the deadlines
 _PATIENCE = 5.0  # seconds in which peers that are alive answer a farewell
-_FILTER = 26  # SO_ATTACH_FILTER of Linux, which others refuse
-_DROP_ALL = struct.pack("HBBI", 0x06, 0, 0, 0)  # a filter of BPF: "return 0"
-
-_lock = threading.Lock()  # with it held these two are read and written:
-_making = 0  # how many groups of gloo are being made
-_before: set[int] = set()  # what listened before the first of them
-
-
-@contextlib.contextmanager
-def closed_to_strangers() -> Iterator[None]:
-    """Stop accepting connections for the gloo group that is made in this block; on Linux.
-
-    After the block the group's ranks are connected, but gloo goes on listening, accepts every
-    connection, and ends the process if no file descriptor is left for one. A socket filter that
-    drops every packet prevents that. Where threads make groups at once, that waits for the last of
-    them: a group whose ranks are not connected yet would never be.
-    """
-    global _making, _before
-    with _lock:
-        _before = _before if _making else _listening()
-        _making += 1
-    try:
-        yield
-    finally:
-        with _lock:
-            _making -= 1
-            made = set() if _making else _listening() - _before
-    drops_all = ctypes.create_string_buffer(_DROP_ALL)
-    program = struct.pack("@HP", 1, ctypes.addressof(drops_all))
-    for fd in made:
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as sock:
-            sock.setsockopt(socket.SOL_SOCKET, _FILTER, program)
-
-
-@contextlib.contextmanager
-def gloo_at(interface: str | None) -> Iterator[None]:
-    """Let gloo listen at an interface: by itself it takes what the host's name means.
-
-    What gloo understands itself, a list of names in GLOO_SOCKET_IFNAME, is left to it, and so is
-    what the program sets there in the block. None: the interface is not known, and gloo chooses.
-    """
-    before, names = os.environ.get(_GLOO), {name for _, name in socket.if_nameindex()}
-    if interface is None or (before is not None and names.issuperset(before.split(","))):
-        yield
-        return
-    os.environ[_GLOO] = interface
-    try:
-        yield
-    finally:
-        if os.environ.get(_GLOO) == interface:  # nobody has set another since
-            if before is None:
-                del os.environ[_GLOO]
-            else:
-                os.environ[_GLOO] = before
-
-
-def _listening() -> set[int]:
-    """The descriptors of this process's sockets that listen on a single address."""
-    try:
-        found = psutil.Process().net_connections("tcp")
-    except (psutil.Error, OSError):  # /proc is hidden from this process
-        return set()
-    alone = (each for each in found if each.status == psutil.CONN_LISTEN)
-    return {each.fd for each in alone if each.laddr.ip not in ("0.0.0.0", "::")}
-
 
 _Message = tuple[int, Receive | Send]
 """A message under way, and its peer."""
@@ -155,9 +87,8 @@ class Links(Engine):
         Raises:
             RuntimeError: from gloo or the store.
         """
-        limit = timedelta(seconds=timeout)
-        with gloo_at(interface_of(own_address(store))), closed_to_strangers():
-            return cls(dist.ProcessGroupGloo(store, rank, size, timeout=limit), rank, size)
+        group = _torch.gloo_group(store, rank, size, timeout, gloo_interfaces(store))
+        return cls(group, rank, size)
 
     def post(
         self, sends: Sequence[base.Send], recvs: Sequence[Recv], channel: int, pool: Pool
