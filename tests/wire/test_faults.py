@@ -183,8 +183,8 @@ def test_a_rank_that_did_not_enter_the_call_is_told_from_a_dead_one(
 ) -> None:
     for rank in survivors(victim):
         text = record.errors[rank]["text"]
-        # whose neighbours were there went through call 21, so who asks first may be in the next
-        assert re.search(rf"rank {victim} has not entered call 2[12] \(sparse_all_reduce\)", text)
+        # in a ring of four, who does not await the victim itself may be one or two calls ahead
+        assert re.search(rf"rank {victim} has not entered call 2[123] \(sparse_all_reduce\)", text)
         assert re.search(r"outside weft for \d+\.\d s", text)
     assert record.errors[victim]["culprit"] == victim  # and it hears so itself, when it comes
 
