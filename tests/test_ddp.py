@@ -32,7 +32,7 @@ from weft.bootstrap.local import launch
 from weft.comm import sync_grads
 from weft.devices import as_device
 from weft.errors import Error, WeftError, WireError
-from weft.testing import spmd
+from weft.testing import gloo_of_one_thread, spmd
 from weft.wire import dense, process_group
 from weft.wire.base import Wire
 
@@ -91,7 +91,13 @@ def both(options: dict[str, Any], **kinds: Any) -> tuple[nn.Module, DistributedD
     model = Model(**kinds)
     ours = DistributedDataParallel(copy.deepcopy(model), **options)
     ddp.register(ours)
-    return ours, DistributedDataParallel(model, **options)
+    return ours, plain_ddp(model, **options)
+
+
+def plain_ddp(model: nn.Module, **options: Any) -> DistributedDataParallel:
+    """A model as it was, in a group that may carry several sparse gradients."""
+    group = dist.new_group(backend=gloo_of_one_thread())
+    return DistributedDataParallel(model, process_group=group, **options)
 
 
 def trained(*sizes: int) -> Callable[[Callable[[], None]], Callable[..., None]]:
@@ -242,7 +248,9 @@ def test_other_dtypes() -> None:
 def test_any_group_and_number_of_ranks() -> None:
     """Three ranks, of which two train, with real numbers: equal to rounding."""
     group = dist.new_group([0, 2])
-    for ranks in (None, group):
+    safe = gloo_of_one_thread()
+    oracles = dist.new_group(backend=safe), dist.new_group([0, 2], backend=safe)
+    for ranks, oracle in zip((None, group), oracles, strict=True):
         if ranks is group and dist.get_rank() == 1:
             continue
         torch.manual_seed(5)
@@ -250,7 +258,7 @@ def test_any_group_and_number_of_ranks() -> None:
             nn.EmbeddingBag(VOCABULARY, WIDTH, sparse=True, max_norm=1.5), nn.Linear(WIDTH, 3)
         )
         ours = DistributedDataParallel(copy.deepcopy(model), process_group=ranks)
-        plain = DistributedDataParallel(model, process_group=ranks)
+        plain = DistributedDataParallel(model, process_group=oracle)
         state = ddp.register(ours)
         assert state.wire is process_group.of_group(ranks)
         for wrapped in (ours, plain):
@@ -263,7 +271,8 @@ def test_any_group_and_number_of_ranks() -> None:
 @trained(2)
 def test_hook_and_state_for_trainers() -> None:
     model = Model()
-    ours, plain = DistributedDataParallel(copy.deepcopy(model)), DistributedDataParallel(model)
+    ours = DistributedDataParallel(copy.deepcopy(model))
+    plain = plain_ddp(model)
     state = ddp.State(algorithm="gather")
     ours.register_comm_hook(state, ddp.hook)
     for wrapped in (ours, plain):
@@ -345,7 +354,8 @@ def test_an_error_is_raised_as_itself_and_the_next_step_works() -> None:
 
 def an_error_and_the_next_step(options: dict[str, Any]) -> None:
     model = Model()
-    ours, plain = (DistributedDataParallel(copy.deepcopy(model), **options) for _ in range(2))
+    ours = DistributedDataParallel(copy.deepcopy(model), **options)
+    plain = plain_ddp(model, **options)
     state = ddp.register(ours, algorithm=["gather", "split"][dist.get_rank()])
     with pytest.raises(WeftError, match=r"algorithm: .*gather.*split") as caught:
         ours(words(0)).sum().backward()

@@ -11,12 +11,14 @@ import threading
 import time
 import traceback
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from weft.errors import WeftError, WireError
-from weft.testing import RankFailure, pool, processes, run, spmd
+from weft.testing import RankFailure, gloo_of_one_thread, pool, processes, run, spmd
 from weft.testing.pace import MOST, patient
 from weft.testing.spmd import LIMIT
 from weft.wire import default
@@ -266,3 +268,26 @@ def test_whoever_hangs_is_heard_before_the_process_ends(pytestconfig):
     """First the ranks, then the threads: a worker of pytest-xdist ends without a word."""
     heard = [float(pytestconfig.getini(name)) for name in ("faulthandler_timeout", "timeout")]
     assert LIMIT * MOST < heard[0] < heard[1]
+
+
+def test_gloo_of_one_thread_sums_sparse_gradients_one_after_the_other():
+    for total, threads in processes(2, sums_at_once):
+        assert total == [[3.0, 0.0], [0.0, 3.0]]
+        assert threads == 2 + 1  # those of torch's own group, and this one
+
+
+def sums_at_once():
+    dist.init_process_group("gloo")
+    group = dist.new_group(backend=gloo_of_one_thread())
+    parts = [torch.eye(2).mul(dist.get_rank() + 1).to_sparse() for _ in range(20)]
+    works = [dist.all_reduce(part, group=group, async_op=True) for part in parts]
+    for work in works:
+        work.wait()
+    threads = gloo_threads()
+    dist.destroy_process_group()
+    return parts[-1].to_dense().tolist(), threads
+
+
+def gloo_threads():
+    tasks = Path("/proc/self/task").glob("*/comm")
+    return sum(task.read_text() == "pt_gloo_runloop\n" for task in tasks)

@@ -12,8 +12,9 @@ def test_sum_of_ranks(wire):
 `spmd` and `run` run a body on ranks that are threads, or processes that are kept between tests.
 `processes` starts new processes, as a launcher does. `launch` does this, too; its ranks can report
 to the caller while they run, by `send`. `expected` computes the result of a sparse all-reduce in
-one process. `WireContract` has the tests that a wire of your own must pass; it alone needs pytest
-to be imported. All but `spmd` and `WireContract` work without pytest.
+one process. `gloo_of_one_thread` is a backend of torch.distributed to compare with, which does not
+corrupt memory where torch's own may. `WireContract` has the tests that a wire of your own must
+pass; it alone needs pytest to be imported. All but `spmd` and `WireContract` work without pytest.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -22,12 +23,23 @@ from ..bootstrap.local import launch, send
 from ..bootstrap.outcome import RankFailure
 from .oracle import expected
 from .processes import processes
+from .reference import gloo_of_one_thread
 from .spmd import run, spmd
 
 if TYPE_CHECKING:
     from .contract import WireContract
 
-__all__ = ["RankFailure", "WireContract", "expected", "launch", "processes", "run", "send", "spmd"]
+__all__ = [
+    "RankFailure",
+    "WireContract",
+    "expected",
+    "gloo_of_one_thread",
+    "launch",
+    "processes",
+    "run",
+    "send",
+    "spmd",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -31,7 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import weft
-from weft.testing import send
+from weft.testing import gloo_of_one_thread, send
 from weft.wire.base import Wire
 
 from .figures import FIGURES, PARTS, RECORDED, Floats
@@ -134,6 +134,8 @@ def training(
     draw = partial(batch, part, noise, job.batch, job.seed, wire.rank)
     model = SkipGram(job.vocabulary, job.dim, seed=job.seed, kept=kept)
     tables = [model.context.weight, model.word.weight]
+    # the sums of both tables are under way at once: torch's own gloo would corrupt memory
+    plain = dist.new_group(backend=gloo_of_one_thread()) if way == "torch" else None
     updates = [torch.optim.Adagrad([one], lr=_LEARNING_RATE, eps=_EPS) for one in tables]
     # kept from step to step: fresh pages would make this way slower
     buffers = {one: torch.zeros_like(one) for one in tables if way == "dense"}
@@ -150,7 +152,7 @@ def training(
         """Runs in the backward pass, as soon as the gradient of one table is there."""
         assert table.grad is not None
         with timed("start sums"):
-            sums[table] = _started(table.grad, way, wire, buffers.get(table))
+            sums[table] = _started(table.grad, way, wire, plain, buffers.get(table))
 
     for table in tables:
         table.register_post_accumulate_grad_hook(hand_over)  # type: ignore[no-untyped-call]  # torch has no types here
@@ -188,14 +190,14 @@ class _Sum(NamedTuple):
     record: Callable[[], Any]
 
 
-def _started(gradient: Tensor, way: str, wire: Wire, buffer: Tensor | None) -> _Sum:
+def _started(gradient: Tensor, way: str, wire: Wire, plain: Any, buffer: Tensor | None) -> _Sum:
     if way == "weft":
         work = weft.sparse_all_reduce(gradient, op="avg", async_op=True)
         # calls take turns, so what runs next in the queue finds the record of this one
         return _Sum(work.wait, wire.worker.submit("record", weft.sparse.last_call).wait)
     if buffer is not None:
         gradient = buffer.zero_().index_add_(0, gradient._indices()[0], gradient._values())
-    pending = dist.all_reduce(gradient, async_op=True)
+    pending = dist.all_reduce(gradient, group=plain, async_op=True)
 
     def mean() -> Tensor:
         pending.wait()
