@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -171,17 +172,17 @@ def test_threads_make_groups_at_once_over_one_store():
 
 def test_a_group_of_wefts_own_has_one_thread():
     """Two of gloo's threads corrupt memory where a sparse all-reduce is under way (docs/ddp.md)."""
-    assert processes(2, threads_of_a_wire, env={"WEFT_TRANSPORT": "torch"}) == [1, 1]
+    of_torch = 2  # those of the default group
+    of_weft = 1 + 1 + 1  # its wire; the group inside the backend, and its wire
+    counts = processes(2, threads_of_gloo, env={"WEFT_TRANSPORT": "torch"})
+    assert counts == [of_torch + of_weft] * 2
 
 
-def threads_of_a_wire():
+def threads_of_gloo():
     with weft.init(timeout=20):
-        before = gloo_threads()
         group = dist.new_group(backend="weft")
-        weft.barrier(group=group)  # makes a wire
-        return (gloo_threads() - before) / 2  # a gloo group in the backend, another in the wire
-
-
-def gloo_threads():
-    tasks = Path("/proc/self/task").glob("*/comm")
-    return sum(task.read_text() == "pt_gloo_runloop\n" for task in tasks)
+        weft.barrier()
+        weft.barrier(group=group)
+        time.sleep(1.0)  # a thread names itself when it first runs
+        tasks = Path("/proc/self/task").glob("*/comm")
+        return sum(task.read_text() == "pt_gloo_runloop\n" for task in tasks)
