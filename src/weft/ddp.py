@@ -223,9 +223,9 @@ class TopK(State):
             chunk: None, or a number of entries: the selection is then made in each run of so many
                 consecutive entries of the flattened gradient, the same number in each, as in
                 SparseLoCo (arXiv 2508.15706), which has 4096.
-            wire_dtype: None, or `torch.bfloat16` or `torch.float16`: entries of wider dtypes are
-                sent in this dtype. The residual keeps the rounding error of what this rank sends,
-                but not that of the mean, which is rounded, too.
+            wire_dtype: None, or `torch.bfloat16`, `torch.float16` or `torch.float32`: entries of
+                wider dtypes are sent in this dtype. The residual keeps the rounding error of what
+                this rank sends, but not that of the mean, which is rounded, too.
             group: the model's process group, or a Wire; None: torch.distributed's default group.
             algorithm: of `weft.sparse_all_reduce`: "auto" or a registered name.
         """
@@ -303,9 +303,10 @@ def register(
             one it may be unwrapped, as some trainers leave it: `register` then does nothing, and
             logs that once.
         algorithm: of `weft.sparse_all_reduce`: "auto" or a registered name.
-        wire_dtype: None, or `torch.bfloat16` or `torch.float16`: dense and sparse gradients of
-            wider floating-point dtypes are sent in this dtype (lossy: docs/wire-dtype.md has the
-            error bound, which is that of `weft.sync_grads`).
+        wire_dtype: None, or `torch.bfloat16`, `torch.float16` or `torch.float32`: dense and sparse
+            gradients of wider floating-point dtypes are sent in this dtype (lossy:
+            docs/wire-dtype.md has the error bound, which is that of `weft.sync_grads`). With
+            `torch.float32`, sparse gradients of half precision are rounded only in the result.
 
     Returns:
         The hook's state; `state.calls` has the records of the last calls.

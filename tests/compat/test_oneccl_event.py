@@ -234,9 +234,20 @@ def test_disable_has_the_same_checks(wire):
             ).wait()
 
 
+@spmd(2, on=("threads",))
+def test_repeats_keep_their_precision(wire):
+    """256 + 1 on rank 0, and 1 on rank 1; 257 is a tie that bfloat16 rounds to 256."""
+    values = torch.tensor([1.0] if wire.rank else [256.0, 1.0]).bfloat16()
+    rows = weft.Rows(torch.zeros(len(values), dtype=torch.int64), values)
+    for mode, total in (("keep_precision", 258.0), ("regular", 256.0)):
+        kept = Kept()
+        event.sparse_allreduce(*sent(rows), "sum", wire, attr=kept.attr(mode=mode)).wait()
+        assert kept.result() == ([0], [total])
+
+
 @pytest.mark.parametrize("mode", ["keep_precision", "regular"])
 @spmd(4, on=("threads",))
-def test_half_precision_is_rounded_once(wire, mode):
+def test_half_precision_adds_in_float32(wire, mode):
     """256 + 1 + 1 + 1 is 259, a tie that bfloat16 rounds to 260; added one by one in bfloat16, 256
     would stay 256."""
     kept, values = Kept(), torch.tensor([1.0 if wire.rank else 256.0], dtype=torch.bfloat16)

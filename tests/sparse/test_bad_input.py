@@ -119,8 +119,8 @@ WRONG = {
         "wire_dtype is torch.bfloat16, which is for floating point, and the values are torch.int64",
     ),
     "unknown wire dtype": (
-        lambda: {"wire_dtype": torch.float32},
-        "wire_dtype is torch.float32: pass torch.bfloat16 or torch.float16, or None",
+        lambda: {"wire_dtype": torch.float64},
+        "wire_dtype is torch.float64: pass torch.bfloat16, torch.float16, torch.float32 or None",
     ),
     "out's dtype": (
         lambda: {"out": (torch.empty(9, dtype=torch.int64), torch.empty(9, 4).half())},

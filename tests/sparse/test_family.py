@@ -388,7 +388,7 @@ WRONG = {
     ),
     "wire dtype": (
         lambda rows: calls(rows, wire_dtype=torch.int32),
-        "rank 0: wire_dtype is torch.int32: pass torch.bfloat16 or torch.float16, or None",
+        "rank 0: wire_dtype is torch.int32: pass torch.bfloat16, torch.float16, torch.float32 or",
     ),
     "wire dtype of integers": (
         lambda rows: calls((rows.indices, rows.indices), wire_dtype=torch.float16),

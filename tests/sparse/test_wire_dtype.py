@@ -222,3 +222,146 @@ def test_what_is_sent_is_half(wire):
         assert last_call().algorithm == "eager"
         sent.append(last_call().sent_bytes)
     assert sent[1] == pytest.approx(sent[0] / 2, rel=0.02)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@spmd(2, 3, on=("threads",))
+def test_float64_travels_as_float32(wire, name):
+    rows = weft.Rows(torch.tensor([wire.rank, 5]), torch.tensor([0.1, 0.1]).double(), 6)
+    total = weft.sparse_all_reduce(rows, algorithm=name, wire_dtype=torch.float32)
+    tenth = torch.tensor(0.1)  # rounded
+    assert total.values.dtype is torch.float64
+    assert total.values[0] == tenth.double()
+    assert total.values[-1] == (wire.size * tenth.double()).float().double()
+
+
+# half precision with wire_dtype=torch.float32: rounded once, in the result
+
+
+def halves(rank, dtype):
+    """Small integers with many repeats, whose sums are exact in float32; none on rank 1."""
+    draw = torch.Generator().manual_seed(rank)
+    count = 0 if rank == 1 else 400
+    indices = (60 * torch.rand(count, generator=draw) ** 3).long()
+    values = torch.randint(-255, 256, (count, 2), generator=draw)
+    return weft.Rows(indices, values.to(dtype), 60)
+
+
+def rounded_once(parts, dtype, mean=False):
+    """The sums in float64, of which each is rounded to half precision once."""
+    sums = torch.zeros(60, 2, dtype=torch.float64)
+    for rows in parts:
+        sums.index_add_(0, rows.indices, rows.values.double())
+    indices = torch.cat([rows.indices for rows in parts]).unique()
+    if mean:
+        sums /= len(parts)
+    return weft.Rows(indices, sums[indices].to(dtype), 60)
+
+
+@pytest.mark.parametrize("dtype", WIRE)
+@pytest.mark.parametrize("name", NAMES)
+@spmd(1, 2, 3, 4, 7, 8, on=("threads",))
+def test_half_precision_is_rounded_once_if_asked(wire, name, dtype):
+    parts = [halves(rank, dtype) for rank in range(wire.size)]
+    want = rounded_once(parts, dtype)
+    mine = parts[wire.rank]
+    total = weft.sparse_all_reduce(mine, algorithm=name, wire_dtype=torch.float32)
+    assert torch.equal(total.indices, want.indices)
+    assert total.values.dtype is dtype and torch.equal(total.values, want.values)
+    tensor = weft.sparse_all_reduce(mine.to_coo(), algorithm=name, wire_dtype=torch.float32)
+    assert torch.equal(tensor._values(), want.values)
+    oracle = expected(parts, "sum", torch.float32)
+    assert torch.equal(oracle.values, want.values)
+
+
+@spmd(2, on=("device",))
+def test_half_precision_of_an_accelerator_is_rounded_once_if_asked(wire):
+    dtype = torch.bfloat16
+    parts = [halves(rank, dtype) for rank in (0, 2)]
+    total = weft.sparse_all_reduce(parts[wire.rank], wire_dtype=torch.float32)
+    assert torch.equal(total.values, rounded_once(parts, dtype).values)
+
+
+@spmd(2, on=("processes",))
+def test_258_is_no_longer_256(wire):
+    """Of 256, 1 on one rank and 1 on the other; the default rounds 257 before it is sent."""
+    ones = torch.ones(2 - wire.rank)
+    if wire.rank == 0:
+        ones[0] = 256.0
+    rows = torch.zeros(len(ones), dtype=torch.int64), ones.bfloat16()
+    assert weft.sparse_all_reduce(rows)[1].item() == 256.0
+    assert weft.sparse_all_reduce(rows, wire_dtype=torch.float32)[1].item() == 258.0
+
+
+@pytest.mark.parametrize("dtype", WIRE)
+@spmd(1, 2, 3, 4, on=("threads",))
+def test_all_that_reduces_rounds_once_if_asked(wire, dtype):
+    parts = [halves(rank, dtype) for rank in range(wire.size)]
+    mine, want = parts[wire.rank], rounded_once(parts, dtype)
+    wide = {"wire_dtype": torch.float32}
+
+    mean = weft.sparse_all_reduce(mine, "avg", **wide)
+    assert torch.equal(mean.values, rounded_once(parts, dtype, mean=True).values)
+
+    part = weft.sparse_reduce_scatter(mine, **wide)
+    there = torch.isin(want.indices, part.indices)
+    assert torch.equal(part.values, want.values[there])
+
+    total = weft.sparse_reduce(mine, group_dst=0, **wide)
+    if wire.rank == 0:
+        assert torch.equal(total.values, want.values)
+
+    floats = weft.Rows(mine.indices, mine.values.float(), mine.height)
+    several = weft.sparse_all_reduce([mine, floats, mine], **wide)
+    for table in (several[0], several[2]):
+        assert table.values.dtype is dtype and torch.equal(table.values, want.values)
+    assert several[1].values.dtype is torch.float32
+
+    async_total = weft.sparse_all_reduce(mine, async_op=True, **wide).wait()
+    assert torch.equal(async_total.values, want.values)
+
+    moved = weft.sparse_all_gather(mine, **wide)
+    assert torch.equal(moved.values, torch.cat([each.values for each in parts]))
+
+
+@pytest.mark.parametrize("dtype", WIRE)
+@spmd(1, 3, on=("threads", "device"))
+def test_a_result_that_is_rounded_once_is_where_it_was_wanted(wire, dtype):
+    parts = [halves(rank, dtype) for rank in range(wire.size)]
+    mine, want = parts[wire.rank], rounded_once(parts, dtype)
+    count = len(want)
+    asked = []
+
+    def allocate(rows, shape, dtypes):
+        asked.append(dtypes)
+        return torch.empty(rows, dtype=dtypes[0]), torch.empty(rows, *shape, dtype=dtypes[1])
+
+    buffers = torch.empty(count + 3, dtype=torch.int64), torch.full((count + 3, 2), 7.0).to(dtype)
+    for out in (buffers, allocate):
+        total = weft.sparse_all_reduce(mine, wire_dtype=torch.float32, out=out)
+        assert total.values.dtype is dtype and torch.equal(total.values, want.values)
+        several = weft.sparse_all_reduce([mine], wire_dtype=torch.float32, out=[out])
+        assert torch.equal(several[0].values, want.values)
+    assert set(asked) == {(torch.int64, dtype)}
+    assert torch.equal(buffers[1][:count], want.values)
+    assert buffers[1][count:].eq(7).all()
+
+
+@spmd(2, on=("threads",))
+def test_a_function_gets_float32_if_asked(wire):
+    def total(left, right):
+        assert left.dtype is right.dtype is torch.float32
+        return left + right
+
+    parts = [halves(rank, torch.bfloat16) for rank in (0, 2)]
+    mine = weft.sparse_all_reduce(parts[wire.rank], total, wire_dtype=torch.float32)
+    assert torch.equal(mine.values, rounded_once(parts, torch.bfloat16).values)
+
+
+@spmd(2, on=("threads",))
+def test_ranks_differ_in_half_precision(wire):
+    mine = halves(0, WIRE[wire.rank])
+    with pytest.raises(weft.WeftError, match=r"value dtype: rank 0 has torch.bfloat16, rank 1"):
+        weft.sparse_all_reduce(mine, wire_dtype=torch.float32)
+    with pytest.raises(weft.WeftError, match=r"table 0: .*bfloat16 values as float32"):
+        weft.sparse_all_reduce([mine], wire_dtype=torch.float32)

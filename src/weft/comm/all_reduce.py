@@ -45,10 +45,10 @@ def all_reduce(
         op: "sum", "avg" (divides by the size of the group; floating point and complex), "min",
             "max", "prod", "band", "bor", "bxor", or a `torch.distributed.ReduceOp`.
         group: None (the default group), a Wire, a ProcessGroup, or a 1-D DeviceMesh.
-        wire_dtype: None, or `torch.bfloat16` or `torch.float16`: wider floating-point numbers are
-            sent in this dtype. Each rank's tensor is rounded, and so is the result, once each, to
-            nearest even; sums are made in float32. Gradients are sent so, too. Lossy:
-            docs/wire-dtype.md has the error bound. An error for other tensors.
+        wire_dtype: None, or `torch.bfloat16`, `torch.float16` or `torch.float32`: wider
+            floating-point numbers are sent in this dtype. Each rank's tensor is rounded, and so is
+            the result, once each, to nearest even; sums are made in float32. Gradients are sent so,
+            too. Lossy: docs/wire-dtype.md has the error bound. An error for other tensors.
 
     Returns:
         A new tensor, on the device of `tensor`. Ranks are added in rank order; half precision is

@@ -58,11 +58,12 @@ def sync_grads(
             dimension along which it is replicated.
         average: divide by the size of the group; else the sum.
         group: None (the default group), a Wire, a ProcessGroup, or a 1-D DeviceMesh.
-        wire_dtype: None, or `torch.bfloat16` or `torch.float16`: dense and sparse gradients of
-            wider floating-point dtypes are sent in this dtype. Each rank's gradient is rounded, and
-            so is the result, once each, to nearest even; sums are made in float32 (of sparse
-            float64 gradients in float64). Lossy: docs/wire-dtype.md has the error bound. Other
-            gradients are sent unchanged.
+        wire_dtype: None, or `torch.bfloat16`, `torch.float16` or `torch.float32`: dense and sparse
+            gradients of wider floating-point dtypes are sent in this dtype. Each rank's gradient is
+            rounded, and so is the result, once each, to nearest even; sums are made in float32 (of
+            sparse float64 gradients in float64). Lossy: docs/wire-dtype.md has the error bound.
+            With `torch.float32`, sparse gradients of half precision are rounded only in the result.
+            Other gradients are sent unchanged.
 
     If some rank has a gradient for a parameter, all ranks have one afterwards, with the same bits.
     Dense gradients are reduced in place if possible, and ranks added in rank order; sparse ones are

@@ -11,12 +11,21 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..errors import WeftError
+
 _FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 _INTS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
 DTYPES = (*_FLOATS, *_INTS, torch.bool)
 """The dtypes that values to be reduced may have."""
 
+HALVES = (torch.float16, torch.bfloat16)
+"""Half precision, whose sums are kept in float32."""
+
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+Neutral = Callable[[torch.dtype], float | int | bool]
+"""The value of a dtype that changes nothing when it is combined with another."""
 
 
 @dataclass(frozen=True)
@@ -27,31 +36,33 @@ class Op:
         name: "sum", "prod", ...; for a callable its kind and qualified name.
         function: combines two tensors of equal shape `[n, *row_shape]` row by row; the left
             operand comes from the lower rank, or from earlier in the input.
+        takes: the dtypes of values that can be reduced; None: all of `DTYPES`.
+        instead: for values of other dtypes, what to do instead; for the error.
+        rounds: whether the result of two values may need more digits than they have.
+        mean: the result is divided by the size of the group at the end.
+        neutral_of: what `neutral` returns, by the dtype; None: no value is neutral, as far as is
+            known.
         builtin: True for the operations named here, whose kernels may be compiled, which are
             associative up to rounding and commutative; False for a caller's function, which is
             only promised to be associative.
-        mean: the result is divided by the size of the group at the end.
     """
 
     name: str
     function: Callable[[Tensor, Tensor], Tensor]
-    builtin: bool = True
+    takes: tuple[torch.dtype, ...] | None = None
+    instead: str = ""
+    rounds: bool = False
     mean: bool = False
+    neutral_of: Neutral | None = None
+    builtin: bool = True
 
     def refuses(self, dtype: torch.dtype) -> str | None:
         """Why values of this dtype cannot be reduced by this op, or None if they can."""
         if dtype not in DTYPES:
             return f"values of {dtype} are not supported: convert to one of {_names(DTYPES)}"
-        if not self.builtin:
+        if self.takes is None or dtype in self.takes:
             return None
-        if self.name.startswith("b") and dtype in _FLOATS:
-            return f"op {self.name} is for integers and bool, the values are {dtype}"
-        if self.mean and dtype not in _FLOATS:
-            return f"op avg is for floating point, the values are {dtype}: sum, then divide"
-        if self.name in ("sum", "prod") and dtype is torch.bool:
-            other = "bor" if self.name == "sum" else "band"
-            return f"op {self.name} is for numbers, the values are bool: use {other}"
-        return None
+        return f"op {self.name} is for {self.instead.format(dtype=dtype)}"
 
     def accumulator(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype in which partial results of values of this dtype are kept and travel.
@@ -59,27 +70,49 @@ class Op:
         Wider only where that changes the result: half precision rounds what a rank brings, and the
         result, but no sum of some ranks. Integers wrap: early or late gives the same bits.
         """
-        rounds = self.builtin and self.name in ("sum", "avg", "prod")
-        return (
-            torch.float32 if rounds and dtype.itemsize == 2 and dtype.is_floating_point else dtype
-        )
+        if self.builtin and self.rounds and dtype in HALVES:
+            return torch.float32
+        return dtype
 
     def neutral(self, dtype: torch.dtype) -> float | int | bool:
-        """The value that changes nothing: -0.0 for float sums; 0.0 would make 0.0 of a -0.0."""
-        if self.name in ("sum", "avg"):
-            return -0.0 if dtype.is_floating_point else 0
-        if self.name == "prod":
-            return 1
-        if self.name in ("bor", "bxor"):
-            return False if dtype is torch.bool else 0
-        if self.name == "band":
-            return True if dtype is torch.bool else (255 if dtype is torch.uint8 else -1)
-        if dtype is torch.bool:
-            return self.name == "min"
-        if dtype.is_floating_point:
-            return float("inf") if self.name == "min" else float("-inf")
-        limits = torch.iinfo(dtype)
-        return limits.max if self.name == "min" else limits.min
+        """The value that changes nothing: -0.0 for float sums; 0.0 would make 0.0 of a -0.0.
+
+        Raises:
+            WeftError: the op has none.
+        """
+        if self.neutral_of is None:
+            raise WeftError(f"op {self.name} has no neutral value: give its entry `neutral_of`")
+        return self.neutral_of(dtype)
+
+
+def _nothing_to_add(dtype: torch.dtype) -> float | int:
+    return -0.0 if dtype.is_floating_point else 0
+
+
+def _one(dtype: torch.dtype) -> int:
+    return 1
+
+
+def _no_bits(dtype: torch.dtype) -> int | bool:
+    return False if dtype is torch.bool else 0
+
+
+def _all_bits(dtype: torch.dtype) -> int | bool:
+    if dtype is torch.bool:
+        return True
+    return 255 if dtype is torch.uint8 else -1
+
+
+def _largest(dtype: torch.dtype) -> float | int | bool:
+    if dtype is torch.bool:
+        return True
+    return float("inf") if dtype.is_floating_point else torch.iinfo(dtype).max
+
+
+def _smallest(dtype: torch.dtype) -> float | int | bool:
+    if dtype is torch.bool:
+        return False
+    return float("-inf") if dtype.is_floating_point else torch.iinfo(dtype).min
 
 
 def _names(dtypes: tuple[torch.dtype, ...]) -> str:
@@ -113,14 +146,43 @@ def _extremum(
     return torch.where(left == right, both, chosen)
 
 
+_NUMBERS = (*_FLOATS, *_INTS)
+_FOR_BITS = "integers and bool, the values are {dtype}"
+_BITWISE = (*_INTS, torch.bool)
+
 OPS: dict[str, Op] = {
-    "sum": Op("sum", torch.add),
-    "avg": Op("avg", torch.add, mean=True),
-    "min": Op("min", _minimum),
-    "max": Op("max", _maximum),
-    "prod": Op("prod", torch.mul),
-    "band": Op("band", torch.bitwise_and),
-    "bor": Op("bor", torch.bitwise_or),
-    "bxor": Op("bxor", torch.bitwise_xor),
+    op.name: op
+    for op in (
+        Op(
+            "sum",
+            torch.add,
+            takes=_NUMBERS,
+            instead="numbers, the values are bool: use bor",
+            rounds=True,
+            neutral_of=_nothing_to_add,
+        ),
+        Op(
+            "avg",
+            torch.add,
+            takes=_FLOATS,
+            instead="floating point, the values are {dtype}: sum, then divide",
+            rounds=True,
+            mean=True,
+            neutral_of=_nothing_to_add,
+        ),
+        Op("min", _minimum, neutral_of=_largest),
+        Op("max", _maximum, neutral_of=_smallest),
+        Op(
+            "prod",
+            torch.mul,
+            takes=_NUMBERS,
+            instead="numbers, the values are bool: use band",
+            rounds=True,
+            neutral_of=_one,
+        ),
+        Op("band", torch.bitwise_and, _BITWISE, _FOR_BITS, neutral_of=_all_bits),
+        Op("bor", torch.bitwise_or, _BITWISE, _FOR_BITS, neutral_of=_no_bits),
+        Op("bxor", torch.bitwise_xor, _BITWISE, _FOR_BITS, neutral_of=_no_bits),
+    )
 }
 """The built-in operations by name."""

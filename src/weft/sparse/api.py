@@ -46,11 +46,12 @@ def sparse_all_reduce(
         async_op: return at once a `Work`, whose `wait()` gives the result. Do not change the input
             before `wait()` returns.
         algorithm: "auto" or a registered name; the environment's WEFT_ALGORITHM replaces "auto".
-        wire_dtype: None, or `torch.bfloat16` or `torch.float16`: floating-point values are sent in
-            this dtype. Each rank's sum of an index is rounded before it is sent, and the result is
-            rounded, once each, to nearest even; the additions are as wide as without. Lossy:
-            docs/wire-dtype.md has the error bound. Values of two bytes are sent unchanged; values
-            that are not floating point are an error.
+        wire_dtype: None, or `torch.bfloat16`, `torch.float16` or `torch.float32`: values of wider
+            floating-point dtypes are sent in this dtype. Each rank's sum of an index is rounded
+            before it is sent, and the result is rounded, once each, to nearest even; the additions
+            are as wide as without. Lossy: docs/wire-dtype.md has the error bound. Half precision
+            with `torch.float32` is sent in float32 instead, and rounded once: in the result. Other
+            values of two bytes are sent unchanged; values that are not floating point are an error.
         out: None, `(indices, values)` with room for the result, or a function
             `(count, row_shape, (index_dtype, value_dtype)) -> (indices, values)`; for a list of
             tables a list with one of these for each. It may be the memory of `rows`, which costs a

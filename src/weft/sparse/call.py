@@ -41,6 +41,7 @@ class Call:
         index: dtype of the result's indices.
         dtype: dtype of the values that a schedule gets, and of the values that it makes.
         wide: the dtype of the caller's values, if they are rounded to `dtype`; else None.
+        half: the dtype of the caller's values, if they were widened to `dtype`; else None.
         height: rows of the dense tensor, or None if unknown.
         out: where the caller wants the result.
         given: the caller's rows; the schedule may read them until it ends.
@@ -60,6 +61,7 @@ class Call:
     dtype: torch.dtype = torch.float32
     height: int | None = None
     wide: torch.dtype | None = None
+    half: torch.dtype | None = None
     out: Out = None
     given: Rows | None = None
     marks: Sequence[int] = ()
@@ -102,18 +104,19 @@ class Call:
     def result(self, count: int) -> Rows:
         """Memory for a result of `count` rows: the caller's `out` if it can be used, else new."""
         shape, dtype = (count, *self.row_shape), self.wide or self.dtype
+        callers = self.index, self.half or dtype
         place: Pair | None = None
         if callable(self.out):
             try:
-                made = self.out(count, self.row_shape, (self.index, dtype))
-                place = checked(made, (self.index, dtype), self.row_shape, " returned")
+                made = self.out(count, self.row_shape, callers)
+                place = checked(made, callers, self.row_shape, " returned")
                 if place[0].numel() != count:
                     raise WeftError(f"out returned {place[0].numel()} rows for {count}")
             except BaseException as error:
                 self.trouble, place = self.trouble or error, None
         elif self.out is not None and count <= self.out[0].numel():
             place = self.out[0][:count], self.out[1][:count]
-        if place is not None and (place[1].device != self.device or self._is_read(place)):
+        if place is not None and not self._can_write_to(place):
             self.target, place = Rows(*place, self.height), None
         if place is None:
             place = fresh((count,), self.index, self.device), fresh(shape, dtype, self.device)
@@ -163,6 +166,11 @@ class Call:
         if partial is not values or self.divisor != 1:
             kernels.finish(partial, values, self.divisor)
 
+    def _can_write_to(self, place: Pair) -> bool:
+        """Whether a schedule can write its result to memory of the caller's."""
+        is_there = place[1].device == self.device
+        return is_there and self.half is None and not self._is_read(place)
+
     def _is_read(self, place: Pair) -> bool:
         """Whether a result in this memory would overwrite the caller's rows."""
         rows = () if self.given is None else (self.given.indices, self.given.values)
@@ -196,9 +204,10 @@ class Call:
 
 def partial_dtype(op: Op, dtype: torch.dtype, wide: torch.dtype | None) -> torch.dtype:
     """The dtype of partial sums of rows that are sent as `dtype`, and were given as `wide`."""
-    own = op.accumulator(dtype)
-    exact = op.builtin and own == dtype  # min and max of rounded values
-    return own if wide is None or exact else wide
+    if wide is None:
+        return op.accumulator(dtype)
+    is_exact = op.builtin and not op.rounds  # min and max of rounded values
+    return dtype if is_exact else wide
 
 
 def row_bytes(row_shape: tuple[int, ...], dtype: torch.dtype) -> int:

@@ -21,7 +21,7 @@ from .. import kernels
 from ..agree import summed_up
 from ..devices import is_capturing, on_host
 from ..errors import WeftError
-from ..kernels.ops import OPS, Op
+from ..kernels.ops import HALVES, OPS, Op
 from ..rows import Rows
 from ..tensors import has_elements, is_made_of_others, is_transformed, lacking
 from ..wire.base import is_plain, plain
@@ -35,7 +35,7 @@ NOTHING = Rows(
 )
 """No rows, of no shape in particular; wherever the caller's tensors are made by default."""
 
-WIRE_DTYPES = (torch.bfloat16, torch.float16)
+WIRE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 """What `wire_dtype` may be beside None."""
 
 _NONE = kernels.Distinct(NOTHING.indices, None, None)
@@ -57,6 +57,8 @@ class Request:
         algorithm: a registered name or "auto".
         dtype: the dtype in which values are sent.
         rounded: the argument `wire_dtype`.
+        half: the dtype of the caller's values, if they are half precision and `rows` has them in
+            float32, so that only the result is rounded; else None.
         out: where the caller wants the result.
         fields: the fingerprint: values that must be equal on all ranks.
         error: what is wrong with the arguments, or None.
@@ -74,6 +76,7 @@ class Request:
     algorithm: str = "auto"
     dtype: torch.dtype = NOTHING.values.dtype
     rounded: torch.dtype | None = None
+    half: torch.dtype | None = None
     out: Out = None
     fields: dict[str, object] = field(default_factory=dict)
     error: str | None = None
@@ -118,6 +121,7 @@ class Request:
             request.rows = readable(given)
             request.fields = _fields(request.rows) | self.fields
             request._take_dtype(request.rows.values.dtype)
+            request._widen()
             if out is not None:
                 request.take_out(out)
         return request
@@ -208,7 +212,7 @@ class Request:
         rows = self.rows
         with self:
             shape = tuple(rows.row_shape) if len(rows) else None
-            self.out = checked(out, (rows.indices.dtype, rows.values.dtype), shape)
+            self.out = checked(out, (rows.indices.dtype, self.half or rows.values.dtype), shape)
             # without rows only the other ranks know the row shape, which must be that of `out`
             self.fields["row shape"] = tuple(self.out[1].shape[1:])
 
@@ -240,6 +244,23 @@ class Request:
         if error := wrong_wire_dtype(self.rounded, own):
             raise WeftError(error)
         self.dtype = travelling(own, self.rounded)
+
+    def _widen(self) -> None:
+        """Have half precision in float32 from here on, if the caller asks and the op combines it.
+
+        Then a rank's repeats and all partial results are float32, as in any call for float32. The
+        result is rounded when it is handed out.
+        """
+        own = self.rows.values.dtype
+        is_combined = "op" in self.fields
+        is_exact = self.op.builtin and not self.op.rounds
+        if self.rounded is not torch.float32 or own not in HALVES or not is_combined or is_exact:
+            return
+        self.half = own
+        self.dtype = torch.float32
+        self.rows = replace(self.rows, values=self.rows.values.float())
+        restore = self.restore
+        self.restore = lambda found: restore(replace(found, values=found.values.to(own)))
 
 
 def _fields(rows: Rows) -> dict[str, object]:
@@ -333,7 +354,7 @@ def wrong_wire_dtype(dtype: object, own: torch.dtype | None = None) -> str | Non
     if dtype is None:
         return None
     if not isinstance(dtype, torch.dtype) or dtype not in WIRE_DTYPES:
-        return f"wire_dtype is {dtype}: pass {' or '.join(map(str, WIRE_DTYPES))}, or None"
+        return f"wire_dtype is {dtype}: pass {', '.join(map(str, WIRE_DTYPES))} or None"
     if own is None or own.is_floating_point:
         return None
     said = f"wire_dtype is {dtype}, which is for floating point, and the values are {own}"

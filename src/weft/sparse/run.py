@@ -108,6 +108,7 @@ def opened(
         row_shape=tuple(given.row_shape),
         height=given.height,
         wide=request.wide,
+        half=request.half,
         out=request.out,
         given=given,
         marks=request.marks,

@@ -373,7 +373,12 @@ def _stated(wire: Wire, requests: Sequence[Request], error: str | None, name: st
 def _said(request: Request, rank: int) -> tuple[object, ...]:
     """What this rank states of a table."""
     values, index = (str(each.dtype)[6:] for each in (request.rows.values, request.rows.indices))
-    travels = "" if request.wide is None else f" as {str(request.dtype)[6:]}"
+    if request.half is not None:
+        values, travels = str(request.half)[6:], " as float32"
+    elif request.wide is not None:
+        travels = f" as {str(request.dtype)[6:]}"
+    else:
+        travels = ""
     height = "no height" if request.rows.height is None else f"height {request.rows.height}"
     shape = request.fields["row shape"]
     room = NO_LIMIT if request.capacity is None else request.capacity
@@ -418,7 +423,8 @@ def _combined(lower: Tensor, upper: Tensor) -> Tensor:
 def _handed_out(wire: Wire, request: Request, part: Rows) -> tuple[Rows, BaseException | None]:
     """A table's result, copied to the caller's `out`, and what an allocator raised, or None."""
     dtypes = part.indices.dtype, part.values.dtype
-    call = Call(wire, request.op, tuple(part.row_shape), *dtypes, part.height, out=request.out)
+    shape = tuple(part.row_shape)
+    call = Call(wire, request.op, shape, *dtypes, part.height, half=request.half, out=request.out)
     call.given = part
     place = call.result(len(part))
     place.indices.copy_(part.indices)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ..kernels.ops import OPS
+from ..kernels.ops import HALVES, OPS
 from ..rows import Rows
 
 
@@ -21,8 +21,9 @@ def expected(
 
     It reduces in the order that `weft.sparse_all_reduce` documents. First, a rank's duplicates are
     reduced in input order, and the result is rounded once to the dtype of the values, or to
-    `wire_dtype` if that is narrower. Then the ranks are reduced in rank order, and the result is
-    rounded once. Half precision is summed and multiplied in float32 in between.
+    `wire_dtype` if that is narrower; half precision with `wire_dtype=torch.float32` is not rounded
+    here. Then the ranks are reduced in rank order, and the result is rounded once. Half precision
+    is summed and multiplied in float32 in between.
 
     Args:
         parts: each rank's rows, of one dtype and row shape, in rank order; at least one rank's.
@@ -42,9 +43,10 @@ def expected(
     """
     dtype = parts[0].values.dtype
     named = OPS[op] if isinstance(op, str) else None
-    narrow = dtype if wire_dtype is None or dtype.itemsize <= 2 else wire_dtype
+    narrow = dtype if wire_dtype is None or dtype.itemsize <= wire_dtype.itemsize else wire_dtype
     combine = named.function if named else op
-    partial = named.accumulator(dtype) if named else dtype
+    rounds_once = wire_dtype is torch.float32 and dtype in HALVES
+    partial = named.accumulator(dtype) if named else torch.float32 if rounds_once else dtype
     assert callable(combine)
 
     total: dict[int, Tensor] = {}
@@ -54,7 +56,7 @@ def expected(
         for index, row in zip(rows.indices.tolist(), values, strict=True):
             mine[index] = combine(mine[index], row) if index in mine else row
         for index, row in mine.items():
-            if partial is not narrow:
+            if partial is not narrow and not rounds_once:
                 row = _rounded(row.to(dtype), narrow).to(partial)
             total[index] = combine(total[index], row) if index in total else row
 
@@ -69,7 +71,7 @@ def expected(
 
 def _rounded(values: Tensor, dtype: torch.dtype) -> Tensor:
     """Round to nearest, ties to even, once; torch rounds float64 to 16 bits twice."""
-    if values.dtype is not torch.float64 or dtype is torch.float64:
+    if values.dtype is not torch.float64 or dtype in (torch.float64, torch.float32):
         return values.to(dtype)
     digits = {torch.bfloat16: 8, torch.float16: 11}[dtype]
     least = {torch.bfloat16: -133, torch.float16: -24}[dtype]  # 2**least is the smallest number

@@ -55,7 +55,7 @@ class SparseAllreduceAttr:
         fn_ctx: any object; passed as `ctx`.
         coalesce_mode: "regular": the result has sorted indices, each once. "disable": it has the
             rows of all ranks, one rank after the other, and nothing is reduced. "keep_precision":
-            the same as "regular", which in weft adds half precision in float32.
+            as "regular", but half precision is sent in float32 and rounded once, in the result.
 
     Example:
         >>> SparseAllreduceAttr(completion_fn=print).coalesce_mode

@@ -66,9 +66,10 @@ class Operation:
         finish: takes the result.
         attributes: of the call.
         place: gives the caller's memory for the result; None: weft allocates it.
-        mode: one of `attributes.MODES`. weft always adds half precision in float32, so
-            "keep_precision" is the same as "regular". "disable" reduces nothing: the result has the
-            rows of all ranks, one rank after the other.
+        mode: one of `attributes.MODES`. "keep_precision" sends half precision in float32 and rounds
+            the result, once; "regular" also rounds each rank's sum of an index before it sends it.
+            "disable" reduces nothing: the result has the rows of all ranks, one rank after the
+            other.
         after: (name, object) of what must end before the buffers are read.
     """
 
@@ -205,6 +206,8 @@ def _run(
     index, value = (each.dtype for each in operation.sent)
     memory = _Memory(operation.place)
     rows = _agreed(wire, operation, lambda: operation.rows(_SOONER * wire.timeout, after))
+    if operation.mode == "keep_precision" and rows[1].dtype in (torch.float16, torch.bfloat16):
+        reduce = functools.partial(reduce, wire_dtype=torch.float32)
     out = None if operation.place is None else memory.allocate
     if operation.mode == "disable":
         result = _concatenated(wire, rows, index == torch.uint64, out)

@@ -55,10 +55,10 @@ def sparse_all_gather(
         async_op: return at once a `Work`, whose `wait()` gives the result. Do not change the input
             before `wait()` returns.
         return_counts: also return each rank's number of rows.
-        wire_dtype: None, or `torch.bfloat16` or `torch.float16`: floating-point values are sent in
-            this dtype, rounded once, to nearest even, also on the rank that sends them
-            (docs/wire-dtype.md). Values of two bytes or fewer are sent unchanged; values that are
-            not floating point are an error.
+        wire_dtype: None, or `torch.bfloat16`, `torch.float16` or `torch.float32`: values of wider
+            floating-point dtypes are sent in this dtype, rounded once, to nearest even, also on the
+            rank that sends them (docs/wire-dtype.md). Narrower values are sent unchanged; values
+            that are not floating point are an error.
         out: memory for the result, as for `weft.sparse_all_reduce`: None, `(indices, values)` with
             room for it, or a function that allocates them.
 

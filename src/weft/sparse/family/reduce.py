@@ -57,8 +57,9 @@ def sparse_reduce(
         group: None (the default group), a Wire, a ProcessGroup, or a 1-D DeviceMesh.
         async_op: return at once a `Work`, whose `wait()` gives the result. Do not change the input
             before `wait()` returns.
-        wire_dtype: None, or `torch.bfloat16` or `torch.float16`: floating-point values are sent in
-            this dtype, and rounded as in `weft.sparse_all_reduce` (docs/wire-dtype.md).
+        wire_dtype: None, or `torch.bfloat16`, `torch.float16` or `torch.float32`: floating-point
+            values are sent in this dtype, and rounded as in `weft.sparse_all_reduce`
+            (docs/wire-dtype.md).
         out: memory for the result on `group_dst`, as for `weft.sparse_all_reduce`; weft does not
             touch that of other ranks.
 

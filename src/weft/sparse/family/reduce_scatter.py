@@ -54,8 +54,9 @@ def sparse_reduce_scatter(
         ranges: size + 1 ascending integers: rank r owns the indices from `ranges[r]` up to, not
             including, `ranges[r + 1]`; every index must be in a range. None: weft cuts ranges that
             give all ranks equal work in this call; `weft.sparse.last_call().ranges` has them.
-        wire_dtype: None, or `torch.bfloat16` or `torch.float16`: floating-point values are sent in
-            this dtype, and rounded as in `weft.sparse_all_reduce` (docs/wire-dtype.md).
+        wire_dtype: None, or `torch.bfloat16`, `torch.float16` or `torch.float32`: floating-point
+            values are sent in this dtype, and rounded as in `weft.sparse_all_reduce`
+            (docs/wire-dtype.md).
         out: memory for the result, as for `weft.sparse_all_reduce`: None, `(indices, values)` with
             room for this rank's part, or a function that allocates them.
 
