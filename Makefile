@@ -3,7 +3,8 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
-PIP = $(BIN)/python -m pip install --disable-pip-version-check
+PIP = @$(PYTHON) tools/one-line $(BIN)/python -m pip install
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 # Where the environment keeps Python from keeping bytecode, every process of a test compiles weft.
 unexport PYTHONDONTWRITEBYTECODE
