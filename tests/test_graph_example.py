@@ -48,10 +48,8 @@ def test_the_losses_are_those_of_one_process(load, monkeypatch, ranks):
 def test_it_sees_what_is_wrong(load, monkeypatch):
     train, graph = load("train"), small(load("graphs"))
     monkeypatch.setattr(train, "STEPS", 6)
-    exchange = train.weft.exchange
-    monkeypatch.setattr(
-        train.weft, "exchange", lambda own, to: [2 * part for part in exchange(own, to)]
-    )
+    fetch = train.weft.RemoteRows.fetch
+    monkeypatch.setattr(train.weft.RemoteRows, "fetch", lambda plan, own: 2 * fetch(plan, own))
 
     def program(wire):
         if wire.rank:

@@ -2,10 +2,10 @@
 
 The model is GraphSAGE (Hamilton, Ying and Leskovec, "Inductive Representation Learning on Large
 Graphs", NIPS 2017, algorithm 1, with the mean of all neighbours) with two layers. Every step uses
-all training nodes. Each rank has its own nodes. Once, at the start, each rank tells the others by
-`weft.all_to_all` which of their nodes it needs. In every forward `weft.exchange` sends the hidden
-states of these nodes; its adjoint sends the gradients back and adds them. `weft.sync_grads` sums
-the gradients of the weights.
+all training nodes. Each rank has its own nodes. Once, at the start, each rank says by
+`weft.remote_rows` which nodes its own have as neighbours. In every forward the plan fetches the
+hidden states of those that other ranks have; its adjoint sends the gradients back and adds them.
+`weft.sync_grads` sums the gradients of the weights.
 
 The loss is the mean over all training nodes of all ranks. So it does not depend on the cut, and one
 process that trains on the whole graph must have the same losses, to rounding.
@@ -80,15 +80,11 @@ class Part:
     def __init__(self, data: Data, bounds: list[int], rank: int) -> None:
         low, high = bounds[rank], bounds[rank + 1]
         starts = data.starts[low : high + 1]
-        near = data.near[starts[0] : starts[-1]]
-        own = (near >= low) & (near < high)
-        remote = np.unique(near[~own])  # sorted, so those of one rank are together
-        at = np.where(own, near - low, high - low + np.searchsorted(remote, near))
-        cuts = np.searchsorted(remote, bounds)
-        wanted = [remote[cuts[r] : cuts[r + 1]] - bounds[r] for r in range(len(bounds) - 1)]
-        self.alone = len(wanted) == 1
-        self.to = [] if self.alone else weft.all_to_all([torch.from_numpy(w) for w in wanted])
-        self.near = torch.from_numpy(at)
+        self.near = torch.from_numpy(data.near[starts[0] : starts[-1]])
+        self.plan = None
+        if len(bounds) > 2:  # else there is no other rank
+            self.plan = weft.remote_rows(self.near, high - low)
+            self.near = self.plan.places
         self.begins = torch.from_numpy(starts[:-1] - starts[0])
         self.features = torch.from_numpy(data.features[low:high])
         self.labels = torch.from_numpy(data.labels[low:high])
@@ -100,8 +96,7 @@ class Part:
 
         It sends the states that other ranks need.
         """
-        remote = [] if self.alone else weft.exchange(own, self.to)
-        states = torch.cat([own, *remote])
+        states = own if self.plan is None else self.plan.fetch(own)
         return functional.embedding_bag(self.near, states, self.begins, mode="mean")
 
 
@@ -139,7 +134,7 @@ def train(part: Part, classes: int) -> tuple[list[float], int, float]:
         loss: Any = summed / part.total
         optimizer.zero_grad()
         loss.backward()
-        if not part.alone:
+        if part.plan is not None:
             weft.sync_grads(model, average=False)
         optimizer.step()
         losses.append(loss.item())

@@ -21,6 +21,7 @@ if _typing.TYPE_CHECKING:
     from .comm.gradients import sync_grads
     from .comm.overlap import overlap_grads
     from .comm.parameters import sync_params
+    from .comm.remote_rows import RemoteRows, remote_rows
     from .errors import Error, StillRunning, WeftError, WireError
     from .nn.partition import Partition
     from .rows import Rows
@@ -41,6 +42,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Error",
     "Partition",
+    "RemoteRows",
     "Rows",
     "StillRunning",
     "WeftError",
@@ -59,6 +61,7 @@ __all__ = [
     "kernels",
     "nn",
     "overlap_grads",
+    "remote_rows",
     "shutdown",
     "sparse",
     "sparse_all_gather",
@@ -80,6 +83,7 @@ _HOMES = {
     **dict.fromkeys(("Error", "StillRunning", "WeftError", "WireError"), "errors"),
     **dict.fromkeys(("init", "shutdown"), "bootstrap.init"),
     **dict.fromkeys(("all_reduce", "all_to_all", "attempt", "barrier", "exchange"), "comm"),
+    **dict.fromkeys(("RemoteRows", "remote_rows"), "comm"),
     **dict.fromkeys(("clip_grad_norm_", "overlap_grads", "sync_grads", "sync_params"), "comm"),
 }
 """Where a name is from; the others are from `sparse`."""

@@ -208,6 +208,53 @@ def test_exchange_picks_rows_and_adds_up_gradients(wire):
     )
 
 
+@spmd(3, on=EVERYWHERE)
+def test_exchange_rounds_rows_and_each_gradient_but_no_sum(wire):
+    """So a gradient of half precision that went to several ranks is added up in float32."""
+    rows = torch.full((2, 3), 1 + 2**-12, requires_grad=True)
+    to = [torch.tensor([0, 0, 1], dtype=torch.int32)] * 3
+    for sent, dtype in ((1, torch.bfloat16), (1 + 2**-12, torch.float32)):
+        results = weft.exchange(rows, to, wire_dtype=dtype)
+        assert all(result.dtype == torch.float32 and result.eq(sent).all() for result in results)
+        weights = [256.0, 1.0, 1.0]
+        (gradient,) = torch.autograd.grad(
+            sum(weights[wire.rank] * result.sum() for result in results), rows
+        )
+        assert gradient[0].eq(516).all() and gradient[1].eq(258).all()  # bfloat16 has no 258
+    half = weft.exchange(rows.detach().half(), to, wire_dtype=torch.float32)
+    assert all(result.dtype == torch.float16 for result in half)
+    double = torch.full((2,), 1 + 2**-8 + 2**-30, dtype=torch.float64)  # by float32 a tie
+    (rounded, *_) = weft.exchange(double, to, wire_dtype=torch.bfloat16)
+    assert rounded.eq(1 + 2**-7).all() and rounded.dtype == torch.float64
+    wide = torch.ones(50_000)
+    before = sum(wire.traffic.to.values())
+    weft.exchange(wide, [torch.arange(50_000)] * 3, wire_dtype=torch.bfloat16)
+    assert sum(wire.traffic.to.values()) - before < 2 * 2 * 50_000 + 10_000
+
+
+@spmd(2, on=EVERYWHERE)
+def test_exchange_in_the_background(wire):
+    """Rows may be written at once; backward is that of a call that is waited for at once."""
+    rows = torch.tensor([1.0, 2.0]) + 10 * wire.rank
+    to = [torch.tensor([1, 1]), torch.tensor([0])]
+    leaf = rows.clone().requires_grad_()
+    works = [weft.exchange(rows, to, async_op=True), weft.exchange(leaf * 1, to, None, True)]
+    rows.zero_()
+    found = [[part.tolist() for part in work.wait()] for work in works]
+    assert found == [[[2, 2], [12, 12]], [[1], [11]]][wire.rank : wire.rank + 1] * 2
+    assert not works[0].wait()[0].requires_grad
+    sum((1 + wire.rank) * part.sum() for part in works[1].wait()).backward()
+    assert leaf.grad.tolist() == [2, 2]
+    wrong = weft.exchange(leaf, to[: 2 - wire.rank], async_op=True)
+    with pytest.raises(weft.WeftError, match="rank 1: to is 1 entries for 2 ranks"):
+        wrong.wait()
+    with (
+        torch.set_grad_enabled(wire.rank == 0),
+        pytest.raises(weft.WeftError, match=r"rank 0 records gradients .* rank 1 is under"),
+    ):
+        weft.exchange(leaf, to, async_op=True).wait()
+
+
 @spmd(2, on=EVERYWHERE)
 def test_tensors_that_are_not_what_their_memory_says(wire):
     """An element of stride 0 (the gradient of a sum), a conjugation and a sign not yet applied."""

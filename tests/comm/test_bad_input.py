@@ -29,6 +29,10 @@ def rows() -> Any:
     return torch.tensor([1]), torch.ones(1, 2)
 
 
+def send(**options: Any) -> object:
+    return weft.exchange(one(), [torch.tensor([0])] * 3, **options)
+
+
 def finish_otherwise(average: Any) -> None:
     made = nn.Linear(2, 1)
     overlap = weft.overlap_grads(made)
@@ -64,6 +68,10 @@ CALLS: dict[str, tuple[Callable[[Any], object], Any, str]] = {
     "all_reduce op": (lambda x: weft.all_reduce(one(), x), "sum", "op .* is unknown"),
     "all_reduce dtype": (lambda x: weft.all_reduce(one(), wire_dtype=x), None, "wire_dtype is"),
     "all_to_all": (weft.all_to_all, lambda: [one()] * 3, "inputs"),
+    "exchange dtype": (lambda x: send(wire_dtype=x), None, "wire_dtype is"),
+    "exchange round": (lambda x: send(round_bytes=x), None, "round_bytes is"),
+    "remote_rows": (lambda x: weft.remote_rows(x, 1), lambda: torch.tensor([2]), "indices is"),
+    "remote_rows count": (lambda x: weft.remote_rows(torch.tensor([2]), x), 1, "count is"),
     "barrier": (weft.barrier, 9.0, "timeout is"),
     "sparse op": (lambda x: weft.sparse_all_reduce(rows(), x), "sum", "op|TypeError"),
     "sparse dtype": (lambda x: weft.sparse_all_reduce(rows(), wire_dtype=x), None, "wire_dtype"),
@@ -99,6 +107,7 @@ SENDS: dict[str, Callable[[torch.Tensor], Any]] = {
     "max": lambda x: weft.all_reduce(x, "max"),
     "all_to_all": lambda x: weft.all_to_all([x] * 2)[0],
     "exchange": lambda x: weft.exchange(x, [torch.tensor([0])] * 2)[0],
+    "fetch": lambda x: weft.remote_rows(torch.tensor([0, 3]), 2).fetch(x),
 }
 
 WRAPPED: dict[str, Callable[[Callable[[torch.Tensor], Any]], object]] = {

@@ -12,9 +12,11 @@ from .exchange import exchange
 from .gradients import sync_grads
 from .overlap import Overlap, overlap_grads
 from .parameters import sync_params
+from .remote_rows import RemoteRows, remote_rows
 
 __all__ = [
     "Overlap",
+    "RemoteRows",
     "all_reduce",
     "all_to_all",
     "attempt",
@@ -22,6 +24,7 @@ __all__ = [
     "clip_grad_norm_",
     "exchange",
     "overlap_grads",
+    "remote_rows",
     "sync_grads",
     "sync_params",
 ]

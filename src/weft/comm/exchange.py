@@ -6,17 +6,21 @@ for a row that went to several ranks, or several times to one, is summed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..errors import entry
+from ..sparse.request import travelling, wrong_wire_dtype
 from ..wire import default
+from ..wire.base import Wire
 from .all_to_all import Scatter, check_round
-from .differentiable import applied
+from .differentiable import applied, started
 from .opening import NO_LIMIT
+from .rounding import narrowed
 from .staging import serves, unsendable
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -25,9 +29,18 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @entry
 def exchange(
-    rows: Tensor, to: Sequence[Tensor | None], group: Any = None, *, round_bytes: int | None = None
-) -> list[Tensor]:
+    rows: Tensor,
+    to: Sequence[Tensor | None],
+    group: Any = None,
+    async_op: bool = False,
+    *,
+    round_bytes: int | None = None,
+    wire_dtype: torch.dtype | None = None,
+) -> Any:
     """Send some of this rank's rows to each rank; receive theirs. Differentiable.
+
+    `weft.remote_rows` is for who knows which rows of all ranks it needs, and not yet who sends what
+    to whom.
 
     Args:
         rows: `[n, *row_shape]`, of any dtype; the row shape and the dtype must be the same on every
@@ -35,13 +48,19 @@ def exchange(
         to: for each rank of the group, in rank order, also for this rank, the rows to send to it:
             int32 or int64 indices into `rows`, `[k]`, in any order, also repeated; or None.
         group: None (the default group), a Wire, a ProcessGroup, or a 1-D DeviceMesh.
+        async_op: return a `Work` at once; its `wait()` returns what the call returns without, as
+            differentiable. `rows` and `to` may change meanwhile. Backward is not in the background.
         round_bytes: as for `weft.all_to_all`.
+        wire_dtype: None, or `torch.bfloat16`, `torch.float16` or `torch.float32`: wider
+            floating-point numbers are sent in this dtype, each rounded once to nearest even. So are
+            their gradients, each before it is added: sums are made in the dtype of `rows`. Lossy.
+            Narrower ones are sent as they are. An error for other dtypes.
 
     Returns:
         For each rank, in rank order, the rows that it sent to this rank: `[k, *row_shape]`, k being
-        the length of its indices for this rank. If `rows` of some rank requires a gradient, the
-        results of all ranks do, and all must run backward; the gradient of a row is the sum over
-        all places that it was sent to.
+        the length of its indices for this rank, in the dtype of `rows`. If `rows` of some rank
+        requires a gradient, the results of all ranks do, and all must run backward; the gradient of
+        a row is the sum over all places that it was sent to.
 
     Raises:
         WeftError: some rank's arguments are wrong or differ from the others'; the same text on
@@ -65,29 +84,108 @@ def exchange(
     """
     wire = default.resolve(group)
     error = _wrong(rows, to, wire.size) or check_round(round_bytes)
+    error = error or wrong_wire_dtype(wire_dtype, rows.dtype)
     if error:
-        return applied(Scatter(wire, "exchange", error), [torch.empty(0)] * wire.size)
+        return given_out(Outgoing(wire, "exchange", error), async_op)
     nothing = torch.empty(0, dtype=torch.int64, device=rows.device)
-    # of dtypes that torch only copies, such as uint16, their bits are picked
-    source = rows if serves(_first, rows.dtype) else rows.view(_BITS[rows.element_size()])
-    parts = [source.index_select(0, nothing if some is None else some) for some in to]
-    if source is not rows:
-        parts = [part.view(rows.dtype) for part in parts]
-    shape = tuple(rows.shape[1:])
-    scatter = Scatter(wire, "exchange", fields={"row shape": shape}, limit=round_bytes or NO_LIMIT)
-    return applied(scatter, parts)
+    picks = [nothing if some is None else some for some in to]
+    counts = [some.numel() for some in picks]
+    limit = round_bytes or NO_LIMIT
+    outgoing = Outgoing(wire, "exchange", None, rows, torch.cat(picks), counts, wire_dtype, limit)
+    return given_out(outgoing, async_op)
+
+
+@dataclass(frozen=True)
+class Outgoing:
+    """Rows of this rank that go to each rank.
+
+    Attributes:
+        wire: among whom.
+        name: of the call.
+        error: what is wrong with the caller's arguments, or None; with an error the rest is unused.
+        rows: `[n, *row_shape]`.
+        picks: indices into `rows` of those that go out, in the order of the ranks that get them.
+        counts: how many of them each rank gets.
+        wire_dtype: in which they travel, as for `exchange`.
+        limit: bytes of a round.
+    """
+
+    wire: Wire
+    name: str
+    error: str | None = None
+    rows: Tensor = field(default_factory=lambda: torch.empty(0))
+    picks: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
+    counts: Sequence[int] = ()
+    wire_dtype: torch.dtype | None = None
+    limit: int = NO_LIMIT
+
+    def scatter(self) -> Scatter:
+        """The collective that sends the parts."""
+        if self.error:
+            return Scatter(self.wire, self.name, self.error)
+        travels = f"{self.rows.dtype} as {self.wire_dtype}" if self.wire_dtype else "None"
+        fields: dict[str, object] = {"row shape": tuple(self.rows.shape[1:]), "wire_dtype": travels}
+        return Scatter(self.wire, self.name, fields=fields, limit=self.limit)
+
+    def parts(self) -> list[Tensor]:
+        """What each rank gets, in the dtype in which it travels; differentiable."""
+        rows = self.rows
+        if self.error:
+            return [rows] * self.wire.size
+        # of dtypes that torch only copies, such as uint16, their bits are picked
+        source = rows if serves(_first, rows.dtype) else rows.view(_BITS[rows.element_size()])
+        picked = source.index_select(0, self.picks)  # once for all ranks, and so is its backward
+        if source is not rows:
+            picked = picked.view(rows.dtype)
+        # rounded after they are picked, so that gradients are widened before they are added
+        sent = narrowed(picked, travelling(rows.dtype, self.wire_dtype))
+        return list(torch.split(sent, list(self.counts)))
+
+    def widened(self, parts: Sequence[Tensor]) -> list[Tensor]:
+        """What came from each rank, in the dtype of the rows."""
+        return [part.to(self.rows.dtype) for part in parts]
+
+
+def given_out(
+    outgoing: Outgoing,
+    async_op: bool,
+    finish: Callable[[list[Tensor]], Any] = list,
+) -> Any:
+    """Send rows to each rank and receive theirs.
+
+    Args:
+        outgoing: the rows.
+        async_op: whether to return the work instead of its result.
+        finish: makes the result of the rows that each rank sent to this one.
+    """
+    scatter, parts = outgoing.scatter(), outgoing.parts()
+
+    def finished(received: list[Tensor]) -> Any:
+        return finish(outgoing.widened(received))
+
+    if async_op:
+        return started(scatter, parts, finished)
+    return finished(applied(scatter, parts))
 
 
 def _first(rows: Tensor) -> Tensor:
     return rows.index_select(0, torch.zeros(1, dtype=torch.int64))
 
 
-def _wrong(rows: Tensor, to: object, size: int) -> str | None:
-    """What is wrong with what a caller passed, or None."""
+def wrong_rows(rows: object) -> str | None:
+    """What is wrong with a tensor whose rows are to be sent, or None."""
     if error := unsendable("rows", rows):
         return error
+    assert isinstance(rows, Tensor)  # else it was not sendable
     if rows.dim() == 0:
         return "rows has no dimension, and so no rows: pass a tensor of at least one"
+    return None
+
+
+def _wrong(rows: Tensor, to: object, size: int) -> str | None:
+    """What is wrong with what a caller passed, or None."""
+    if error := wrong_rows(rows):
+        return error
     if not isinstance(to, list | tuple) or len(to) != size:
         count = f"{len(to)} entries" if isinstance(to, list | tuple) else type(to).__name__
         return f"to is {count} for {size} ranks: pass a list with indices for each"

@@ -1,0 +1,213 @@
+"""`remote_rows`: rows of a tensor that is cut over the ranks, fetched by those who need them.
+
+It is common that a rank's nodes have neighbours on other ranks: in a graph or a mesh that is cut,
+in a sparse matrix whose columns are. Their rows are called halo nodes (DGL), ghost cells or remote
+rows. The plan is made once: each rank tells the owners which of their rows it needs, each row once.
+Then every `fetch` is one exchange without indices, and its backward is the same exchange the other
+way round.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import kernels
+from ..errors import entry
+from ..sparse.request import wrong_wire_dtype
+from ..wire import default
+from ..wire.base import Wire
+from .all_to_all import Scatter
+from .differentiable import applied
+from .exchange import Outgoing, given_out, wrong_rows
+from .staging import unsendable
+
+_NAME = "remote_rows"
+_MOST = 1 << 48  # rows of a rank; the sum over all ranks is an int64
+
+
+@entry
+def remote_rows(indices: Tensor, count: int, group: Any = None) -> RemoteRows:
+    """Plan how rows of other ranks get to the ranks that need them. Collective.
+
+    The rows of all ranks are numbered rank by rank: rank 0 has the first, rank 1 those that follow,
+    and so on, each as many as it says.
+
+    Args:
+        indices: the numbers of the rows that this rank needs, int32 or int64, of any shape, in any
+            order, also repeated, also of its own rows, also none; such as the ends of a graph's
+            edges.
+        count: how many rows this rank has; 0 is allowed.
+        group: None (the default group), a Wire, a ProcessGroup, or a 1-D DeviceMesh.
+
+    Returns:
+        The plan. `plan.fetch(rows)` returns this rank's rows, and behind them the rows of other
+        ranks that it needs, each once; `plan.places` says where in them is what `indices` asked
+        for. So `plan.fetch(rows)[plan.places]` has the rows that `indices` names.
+
+    Raises:
+        WeftError: some rank's arguments are wrong, or an index is not that of a row; the same text
+            on every rank, naming the rank. The next call works.
+        WireError: a peer or a link failed; names the culprit. The group is lost.
+
+    Example:
+        Two ranks have two rows each, and each needs one of the other's:
+
+        >>> import torch, weft
+        >>> from weft.testing import run
+        >>> def program(wire):
+        ...     indices = torch.tensor([0, 2, 2]) if wire.rank == 0 else torch.tensor([1, 3])
+        ...     plan = weft.remote_rows(indices, count=2)
+        ...     hidden = torch.tensor([10.0, 11.0]) + 2 * wire.rank
+        ...     return plan.fetch(hidden).tolist(), plan.places.tolist()
+        >>> run(2, program)
+        [([10.0, 11.0, 12.0], [0, 2, 2]), ([12.0, 13.0, 11.0], [2, 1])]
+
+        With PyTorch Geometric, `conv((plan.fetch(h), h), edges)` has `plan.places` as the sources
+        of `edges`; in DGL the result of `fetch` holds the source nodes of a block.
+    """
+    wire = default.resolve(group)
+    error = _wrong(indices, count)
+    count = 0 if error else _integer(count)
+    # each rank tells the others how many rows it has
+    own = torch.tensor([count])
+    counts = torch.cat(applied(Scatter(wire, f"{_NAME} (counts)", error), [own] * wire.size))
+    bounds = [0, *counts.cumsum(0).tolist()]
+    first, end = bounds[wire.rank], bounds[wire.rank + 1]
+
+    indices = indices.contiguous()  # such as a column of edges, which torch searches slowly
+    distinct = torch.unique(indices)  # sorted, so those of one owner are together
+    error = _outside(distinct, bounds[-1])
+    remote = distinct[(distinct < first) | (distinct >= end)].long()
+    if error is None and count + remote.numel() > torch.iinfo(indices.dtype).max:
+        error = f"{count + remote.numel()} rows are more than {indices.dtype} counts: pass int64"
+    # each rank tells the owners which of their rows it needs
+    cuts = kernels.read(torch.searchsorted(remote, remote.new_tensor(bounds)))
+    wanted = [remote[cuts[owner] : cuts[owner + 1]] - bounds[owner] for owner in range(wire.size)]
+    asked = applied(Scatter(wire, f"{_NAME} (indices)", error), wanted)
+
+    is_own = (indices >= first) & (indices < end)
+    behind = count + torch.searchsorted(remote, indices.long())
+    places = torch.where(is_own, indices.long() - first, behind).to(indices.dtype)
+    received = [some.numel() for some in wanted]
+    sent = [some.numel() for some in asked]
+    return RemoteRows(first, count, remote, places, received, sent, wire, torch.cat(asked))
+
+
+@dataclass(frozen=True, eq=False)
+class RemoteRows:
+    """Which rows of other ranks this rank needs, and which of its own the others need.
+
+    `weft.remote_rows` makes it. It holds no rows, so it serves any number of tensors: features,
+    hidden states of each layer, of any row shape and dtype.
+
+    Attributes:
+        first: the number of this rank's first row.
+        count: how many rows this rank has.
+        remote: the numbers of the rows of other ranks that it needs, sorted, each once; int64
+            `[m]`.
+        places: for each index that was given, where in the result of `fetch` that row is; of the
+            shape and dtype of the indices.
+        received: how many rows come from each rank, in rank order; of this rank none.
+        sent: how many rows go to each rank.
+    """
+
+    first: int
+    count: int
+    remote: Tensor = field(repr=False)
+    places: Tensor = field(repr=False)
+    received: Sequence[int]
+    sent: Sequence[int]
+    _wire: Wire = field(repr=False)
+    _picks: Tensor = field(repr=False)  # of this rank's rows, in the order of `sent`
+
+    @entry
+    def fetch(
+        self, rows: Tensor, async_op: bool = False, *, wire_dtype: torch.dtype | None = None
+    ) -> Any:
+        """Fetch the rows of other ranks that this rank needs. Collective; differentiable.
+
+        Args:
+            rows: this rank's rows, `[count, *row_shape]`, of any dtype, on the device of the
+                indices; the row shape and the dtype must be the same on every rank.
+            async_op: return a `Work` at once; its `wait()` returns what the call returns without,
+                as differentiable. Meanwhile you may compute with `rows`, but not change them.
+                Backward is not in the background.
+            wire_dtype: in which floating-point numbers and their gradients travel, as for
+                `weft.exchange`. The rows of this rank are not rounded.
+
+        Returns:
+            A new tensor `[count + m, *row_shape]`: the rows of this rank, then those of `remote`.
+            If `rows` of some rank requires a gradient, the results of all ranks do, and all must
+            run backward. Backward sends gradients back to the owners. There the gradient of a row
+            is the sum over all ranks that fetched it.
+
+        Raises:
+            WeftError: some rank's arguments are wrong or differ from the others'; the same text on
+                every rank, naming the rank. The next call works.
+            WireError: a peer or a link failed; names the culprit. The group is lost.
+
+        Example:
+            >>> import torch, weft
+            >>> with weft.init():  # alone: no row is remote
+            ...     plan = weft.remote_rows(torch.tensor([2, 0]), count=3)
+            ...     plan.fetch(torch.tensor([5.0, 6.0, 7.0]))[plan.places]
+            tensor([7., 5.])
+        """
+        error = self._wrong(rows) or wrong_wire_dtype(wire_dtype, rows.dtype)
+        if error:
+            outgoing = Outgoing(self._wire, "fetch", error)
+        else:
+            outgoing = Outgoing(self._wire, "fetch", None, rows, self._picks, self.sent, wire_dtype)
+        return given_out(outgoing, async_op, lambda received: torch.cat([rows, *received]))
+
+    def _wrong(self, rows: object) -> str | None:
+        """What is wrong with what a caller passed, or None."""
+        if error := wrong_rows(rows):
+            return error
+        assert isinstance(rows, Tensor)  # else it was wrong
+        if rows.shape[0] != self.count:
+            return f"rows has {rows.shape[0]} rows: the plan is for the {self.count} of this rank"
+        if rows.device != self._picks.device:
+            where = self._picks.device
+            return f"rows is on {rows.device}, the plan on {where}: pass one device"
+        return None
+
+
+def _wrong(indices: object, count: object) -> str | None:
+    """What is wrong with what a caller passed, or None."""
+    if error := unsendable("indices", indices):
+        return error
+    assert isinstance(indices, Tensor)  # else it was not sendable
+    if indices.dtype not in (torch.int32, torch.int64):
+        return f"indices is {indices.dtype}: indices must be int32 or int64"
+    if not 0 <= _integer(count) <= _MOST:
+        return f"count is {count!r}: pass the number of rows of this rank, 0 or more"
+    return None
+
+
+def _integer(given: Any) -> int:
+    """A caller's argument as an integer, also one of numpy's; -1 if it is none."""
+    if isinstance(given, bool):
+        return -1
+    try:
+        return operator.index(given)
+    except Exception:  # an object of the caller's may raise anything
+        return -1
+
+
+def _outside(distinct: Tensor, total: int) -> str | None:
+    """What is wrong with sorted indices of the rows of all ranks, or None."""
+    if distinct.numel() == 0:
+        return None
+    low, high = kernels.read(torch.stack([distinct[0], distinct[-1]]).long())
+    if low < 0:
+        return f"index {low} is negative: indices count from 0"
+    if high >= total:
+        return f"index {high} is outside of the {total} rows that all ranks have: count from 0"
+    return None
