@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import weft
-from weft.sparse import ALGORITHMS, last_call
+from weft.sparse import last_call, unregister
 from weft.testing import expected, run
 
 HEIGHT = 40
@@ -17,7 +17,7 @@ def registered(script):
     """For one test: other tests go over all algorithms of weft's own."""
     script("examples/dense_algorithm/dense.py")
     yield
-    del ALGORITHMS["dense"]
+    unregister("dense")
 
 
 def rows_of(rank, dtype):

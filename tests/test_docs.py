@@ -20,7 +20,7 @@ import typer.main
 
 import weft
 from weft.cli import app
-from weft.sparse import ALGORITHMS
+from weft.sparse import ALGORITHMS, unregister
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
@@ -59,14 +59,14 @@ WITH_PYTHON = [page for page in PAGES if any(fences(page, "python", "pycon"))]
 @pytest.fixture
 def undone(monkeypatch, tmp_path):
     """Whatever a page starts or registers is gone after it."""
-    registered = dict(ALGORITHMS)
+    registered = set(ALGORITHMS)
     monkeypatch.chdir(tmp_path)
     yield
     weft.shutdown()
     if dist.is_initialized():
         dist.destroy_process_group()
-    ALGORITHMS.clear()
-    ALGORITHMS.update(registered)
+    for name in set(ALGORITHMS) - registered:
+        unregister(name)
 
 
 @pytest.mark.parametrize("page", WITH_PYTHON, ids=name)

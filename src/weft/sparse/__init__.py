@@ -11,7 +11,7 @@ from .choice import EAGER, Explanation, predicted
 from .cost import Cost, Load
 from .family import sparse_all_gather, sparse_broadcast, sparse_reduce, sparse_reduce_scatter
 from .record import Record, last_call
-from .registry import ALGORITHMS, Algorithm, algorithm
+from .registry import ALGORITHMS, Algorithm, algorithm, unregister
 
 __all__ = [
     "ALGORITHMS",
@@ -35,4 +35,5 @@ __all__ = [
     "sparse_broadcast",
     "sparse_reduce",
     "sparse_reduce_scatter",
+    "unregister",
 ]

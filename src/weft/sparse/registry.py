@@ -3,14 +3,21 @@
 To add an algorithm, write `sparse/algorithms/x.py` with one decorated function, import it in
 `sparse/algorithms/__init__.py` and describe it in `docs/algorithms.md`. Tests, selector, bench and
 `explain` find it here. An algorithm outside of weft registers in the same way, by `weft.algorithm`.
+An installed package offers its algorithms as entry points of the group `weft.algorithms`; they are
+imported when algorithms are looked up for the first time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+import logging
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING
 
+from ..agree import summed_up
 from ..errors import WeftError
 from ..rows import Rows
 from .cost import Cost, Load
@@ -18,6 +25,14 @@ from .cost import Cost, Load
 if TYPE_CHECKING:
     from .call import Call
     from .local_rows import LocalRows
+
+ENTRY_POINTS = "weft.algorithms"
+"""The group of entry points by which installed packages offer algorithms."""
+
+_FIELD = 200  # bytes of the fingerprint for the names of a program's own algorithms
+_NOT_NAMES = ("auto", "alone", "eager")  # what else `algorithm=` and records say
+
+_log = logging.getLogger("weft")
 
 Schedule = Callable[["LocalRows", "Call"], Rows]
 """One rank's program: its rows in, the canonical sum out, in memory from `call.result`."""
@@ -33,6 +48,7 @@ class Algorithm:
         cost: what it costs for a load.
         applies: None, or why it cannot serve a load.
         pays: None, or why `auto` does not choose it for a load that it can serve.
+        replaced: the algorithm that had this name before, which `unregister` brings back.
     """
 
     name: str
@@ -40,13 +56,93 @@ class Algorithm:
     cost: Callable[[Load], Cost]
     applies: Callable[[Load], str | None]
     pays: Callable[[Load], str | None]
+    replaced: Algorithm | None = None
+
+    @property
+    def builtin(self) -> bool:
+        """Whether it is one of weft's own."""
+        return self.run.__module__.startswith(_OWN)
+
+
+_OWN = f"{__package__}.algorithms."
 
 
 def _always(load: Load) -> None:
     return None
 
 
-ALGORITHMS: dict[str, Algorithm] = {}
+class Registry(Mapping[str, Algorithm]):
+    """The algorithms by name, those of installed packages included.
+
+    `algorithm` adds to it, `unregister` removes.
+    """
+
+    def __init__(self) -> None:
+        self._registered: dict[str, Algorithm] = {}
+        self._missing: dict[str, str] = {}  # offered by a package, and why it is not here
+        self._lock = threading.RLock()  # again by the same thread: a package registers while read
+        self._is_read = False
+
+    def __getitem__(self, name: str) -> Algorithm:
+        return self._all()[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(tuple(self._all()))
+
+    def __len__(self) -> int:
+        return len(self._all())
+
+    def add(self, added: Algorithm) -> None:
+        """Enter an algorithm, in place of another of its name."""
+        with self._lock:
+            self._registered[added.name] = added
+            _spelled.cache_clear()
+
+    def remove(self, name: str) -> None:
+        """Remove the algorithm of this name, and enter again what it had replaced."""
+        with self._lock:
+            before = self._registered.pop(name).replaced
+            if before is not None:
+                self._registered[name] = before
+            _spelled.cache_clear()
+
+    def loaded(self) -> dict[str, Algorithm]:
+        """Those that are here already: no package is imported."""
+        return self._registered
+
+    def why_missing(self, name: str) -> str | None:
+        """Why an algorithm that a package offers is not here; None if none offers it."""
+        self._all()
+        return self._missing.get(name)
+
+    def _all(self) -> dict[str, Algorithm]:
+        """All of them, after the packages that offer some are imported."""
+        if not self._is_read:
+            with self._lock:
+                if not self._is_read:
+                    self._is_read = True
+                    for offer in entry_points(group=ENTRY_POINTS):
+                        self._load(offer)
+        return self._registered
+
+    def _load(self, offer: EntryPoint) -> None:
+        """Import what a package offers, which registers it.
+
+        A package that cannot be imported must not end a call that does not need it. Ranks that
+        differ in what they have raise an error that says so, since `spelled` is in the fingerprint.
+        """
+        try:
+            offer.load()
+            missing = "" if offer.name in self._registered else f"{offer.value} does not register it"
+        except Exception as error:
+            missing = f"{offer.value} raised {type(error).__name__}: {error}"
+        if missing:
+            self._missing[offer.name] = missing
+            _log.warning("algorithm %r of the entry points is missing: %s", offer.name, missing)
+
+
+ALGORITHMS = Registry()
+"""All algorithms, by name."""
 
 
 def algorithm(
@@ -55,22 +151,36 @@ def algorithm(
     applies: Callable[[Load], str | None] = _always,
     pays: Callable[[Load], str | None] = _always,
     stays: bool = False,
+    replace: bool = False,
 ) -> Callable[[Schedule], Schedule]:
     """Register the decorated function as an algorithm, under its own name.
 
     The function is one rank's program, `schedule(rows, call) -> Rows`. Every rank runs it, for a
-    call with `algorithm=` its name, and for `auto` where it is predicted to be quickest.
+    call with `algorithm=` its name, and for `auto` where it is predicted to be quickest. So every
+    rank registers the same algorithms; where they differ, a call raises on all of them.
+    `weft.testing.check_algorithm` tries whether an algorithm keeps what is said here, its cost
+    included. `weft.sparse.unregister` removes it.
+
+    A package that is installed beside weft offers algorithms by entry points of the group
+    `weft.algorithms`, `name = "package.module:name"`, whose module registers them. Then they are
+    there in every program, and in `weft bench --algorithm`.
 
     Args:
         cost: what the average rank does, from the sizes of a call (`Load`): rounds, messages sent,
-            bytes received, bytes that go through kernels, workspace (`Cost`). All ranks compute it
-            from the same figures, so it must give the same on every machine.
+            bytes received, bytes that go through kernels, workspace (`Cost`). If one rank does more
+            than the others, such as a root that receives everything, `Cost.slowest` says what. All
+            ranks compute it from the same figures, so it must give the same on every machine.
         applies: None, or in a few words why the algorithm cannot serve such a load, which is the
             error of a call that asks for it by name; by default it serves all.
         pays: None, or why `auto` should leave it, though it could serve.
         stays: whether it serves tensors of accelerators, too: it makes tensors on `call.device`,
             reads none of their elements on the host, and both ends of a message are posted before
             any rank waits, so that all ranks take part in the same exchanges (`wire.device`).
+        replace: take the place of an algorithm that has this name already.
+
+    Raises:
+        WeftError: an algorithm of this name is registered, and `replace` is not set; or the name
+            has another meaning (auto, alone, eager).
 
     The schedule is given:
 
@@ -106,7 +216,7 @@ def algorithm(
         ...     return weft.sparse_all_reduce(mine, algorithm="everything")
         >>> run(2, program)[0]
         (tensor([0, 1, 2, 3]), tensor([1., 1., 0., 2.]))
-        >>> del weft.sparse.ALGORITHMS["everything"]
+        >>> weft.sparse.unregister("everything")
     """
 
     def serves(load: Load) -> str | None:
@@ -116,10 +226,44 @@ def algorithm(
 
     def register(schedule: Schedule) -> Schedule:
         name = schedule.__name__
-        ALGORITHMS[name] = Algorithm(name, schedule, cost, serves, pays)
+        if name in _NOT_NAMES:
+            raise WeftError(f"algorithm {name!r}: that name has another meaning; use another")
+        before = ALGORITHMS.loaded().get(name)
+        if before is not None and not replace:
+            whose = "one of weft's own" if before.builtin else f"that of {before.run.__module__}"
+            raise WeftError(
+                f"algorithm {name!r} is registered already, {whose}: use another name, or "
+                "replace=True to take its place"
+            )
+        ALGORITHMS.add(Algorithm(name, schedule, cost, serves, pays, before))
         return schedule
 
     return register
+
+
+def unregister(name: str) -> None:
+    """Remove an algorithm that `weft.algorithm` registered; one that it had replaced is back.
+
+    Call it on every rank, between the same two calls.
+
+    Args:
+        name: of the algorithm.
+
+    Raises:
+        WeftError: there is no such algorithm, or it is one of weft's own.
+
+    Example:
+        >>> import weft
+        >>> @weft.algorithm(cost=lambda load: weft.sparse.Cost(1, load.ranks - 1, load.bound))
+        ... def mine(rows, call):
+        ...     raise NotImplementedError
+        >>> weft.sparse.unregister("mine")
+        >>> "mine" in weft.sparse.ALGORITHMS
+        False
+    """
+    if find(name).builtin:
+        raise WeftError(f"algorithm {name!r} is one of weft's own, which stay")
+    ALGORITHMS.remove(name)
 
 
 def find(name: str, where: str = "") -> Algorithm:
@@ -128,7 +272,27 @@ def find(name: str, where: str = "") -> Algorithm:
     Raises:
         WeftError: there is none; the text lists what there is.
     """
-    if name not in ALGORITHMS:
-        known = ", ".join(sorted(ALGORITHMS))
-        raise WeftError(f"{where}algorithm {name!r} is unknown: use auto or one of {known}")
-    return ALGORITHMS[name]
+    if name in ALGORITHMS:
+        return ALGORITHMS[name]
+    why = ALGORITHMS.why_missing(name)
+    if why is not None:
+        raise WeftError(f"{where}algorithm {name!r} of an installed package is missing: {why}")
+    known = ", ".join(sorted(ALGORITHMS))
+    raise WeftError(f"{where}algorithm {name!r} is unknown: use auto or one of {known}")
+
+
+def spelled() -> str:
+    """The algorithms beside weft's own, for the fingerprint of a call.
+
+    `auto` chooses among all that are registered, so all ranks must have the same.
+    """
+    return _spelled()
+
+
+@functools.cache
+def _spelled() -> str:
+    own = [found for found in ALGORITHMS.values() if not found.builtin]
+    if not own:
+        return "weft's own"
+    names = ", ".join(sorted(f"{found.name} ({found.run.__qualname__})" for found in own))
+    return summed_up(f"weft's own, {names}", _FIELD, f"weft's own and {len(own)} more")

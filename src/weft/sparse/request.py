@@ -232,6 +232,7 @@ class Request:
         if chosen != "auto":
             registry.find(str(chosen), f"WEFT_ALGORITHM={said}: " if said else "")
         self.algorithm = self.fields["algorithm"] = str(chosen)
+        self.fields["registered algorithms"] = registry.spelled()
         said = os.environ.get("WEFT_LINK")
         if said is not None:
             link.parse(said)  # raises here rather than when the link is needed

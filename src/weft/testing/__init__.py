@@ -13,7 +13,8 @@ def test_sum_of_ranks(wire):
 `processes` starts new processes, as a launcher does. `launch` does this, too; its ranks can report
 to the caller while they run, by `send`. `expected` computes the result of a sparse all-reduce in
 one process. `gloo_of_one_thread` is a backend of torch.distributed to compare with, which does not
-corrupt memory where torch's own may. `WireContract` has the tests that a wire of your own must
+corrupt memory where torch's own may. `check_algorithm` tries whether an algorithm of your own keeps
+what every algorithm promises. `WireContract` has the tests that a wire of your own must
 pass; it alone needs pytest to be imported. All but `spmd` and `WireContract` work without pytest.
 """
 
@@ -21,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..bootstrap.local import launch, send
 from ..bootstrap.outcome import RankFailure
+from .algorithms import check_algorithm
 from .oracle import expected
 from .processes import processes
 from .reference import gloo_of_one_thread
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
 __all__ = [
     "RankFailure",
     "WireContract",
+    "check_algorithm",
     "expected",
     "gloo_of_one_thread",
     "launch",

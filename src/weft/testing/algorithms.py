@@ -1,0 +1,653 @@
+"""The contract of an algorithm of sparse all-reduce: does it give what every algorithm must give?
+
+A clause is a function that runs programs on ranks that are threads, and asserts. Threads find at
+once what hangs elsewhere: a deadlock, memory that changes while it is sent, a rank that leaves the
+others alone. All values are small integers, so sums are exact in any order of addition; the clauses
+about bits take real numbers.
+
+What an algorithm refuses by `applies` is left out, since the call raises on every rank.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+import weft
+
+from ..errors import WeftError, WireError
+from ..kernels.ops import DTYPES, OPS
+from ..rows import Rows
+from ..sparse import ALGORITHMS, Algorithm, Cost, Link, Load, last_call
+from ..sparse.link import set_link
+from ..wire.base import Wire
+from .oracle import expected
+from .spmd import run
+
+SIZES = (2, 3, 4, 7, 8)
+"""Numbers of ranks that clauses run on: a group of one runs no algorithm."""
+
+_KINDS = ("few", "duplicates", "many", "identical", "skew", "some empty", "all empty")
+_FAST = Link(alpha=50e-6, beta=2e-9, gamma=1e-9, work=20e-6)  # lists are sent as they are
+_SLOW = Link(alpha=100e-6, beta=8e-9, gamma=0.35e-9, work=10e-6)  # lists are packed
+_LINK_NAMES = ((_FAST, "a fast link"), (_SLOW, "a slow link"))
+
+_WIDTH = 32  # floats a row where bytes are counted
+_OPENING = 8 << 10  # bytes of a statement without rows
+_LEASED = 416 << 10  # bytes leased for each peer by the opening and the first messages of two lists
+_TOLERANCE = 0.25  # of what `cost` says: it does not know who shares rows with whom
+_UNEVEN = 1.5  # how many times as much as `cost` says the busiest rank may do
+
+Op = str | Callable[[Tensor, Tensor], Tensor]
+
+
+class Outcome(NamedTuple):
+    """What a clause found.
+
+    Attributes:
+        number: of the clause, from 1.
+        title: what it demands.
+        error: what is wrong, or "".
+    """
+
+    number: int
+    title: str
+    error: str
+
+    def __str__(self) -> str:
+        verdict = "ok" if not self.error else f"FAILED: {self.error}"
+        return f"{self.number:2}  {self.title}  {verdict}"
+
+
+@dataclass(frozen=True)
+class _Trial:
+    """The algorithm under test, and the groups that it is tried in.
+
+    Attributes:
+        name: what `algorithm=` says.
+        sizes: numbers of ranks.
+    """
+
+    name: str
+    sizes: tuple[int, ...]
+
+    @property
+    def algorithm(self) -> Algorithm:
+        return ALGORITHMS[self.name]
+
+    @property
+    def middle(self) -> int:
+        """One number of ranks, for clauses with many cases: 3 where that is among the sizes."""
+        return 3 if 3 in self.sizes else self.sizes[-1]
+
+    def serves(self, wire: Wire, rows: Any, op: Op = "sum", **options: Any) -> bool:
+        """Whether the algorithm takes such a call; collective."""
+        load = weft.explain(rows, op, group=wire, **options).load
+        return self.algorithm.applies(load) is None
+
+    def reduce(self, rows: Any, op: Op = "sum", **options: Any) -> Any:
+        return weft.sparse_all_reduce(rows, op, algorithm=self.name, **options)
+
+
+_Body = Callable[[_Trial], None]
+_CLAUSES: list[tuple[str, _Body]] = []
+
+
+def _clause(body: _Body) -> _Body:
+    """Register a clause; the first line of its docstring is its title."""
+    assert body.__doc__ is not None
+    _CLAUSES.append((body.__doc__.splitlines()[0].rstrip("."), body))
+    return body
+
+
+def check_algorithm(
+    algorithm: str | Callable[..., Any],
+    *,
+    sizes: Sequence[int] = SIZES,
+    clauses: Iterable[int] = (),
+) -> list[Outcome]:
+    """Try whether an algorithm of sparse all-reduce keeps its contract.
+
+    It runs the algorithm on ranks that are threads of this process, against `expected`: over sizes,
+    kinds of rows, dtypes, operations, row shapes and `wire_dtype`; looks for the same bits on every
+    rank and in a second call; compares messages, bytes and memory with what its `cost` says; and
+    has ranks err and abort in the middle. Calls that its `applies` refuses are left out. It takes
+    some ten seconds, and needs no pytest.
+
+    Args:
+        algorithm: the name of a registered algorithm, or its function.
+        sizes: numbers of ranks to try, each from 2.
+        clauses: the numbers of those to try; none: all.
+
+    Returns:
+        What each clause found; all are good.
+
+    Raises:
+        AssertionError: some clauses fail; the text lists each with what is wrong.
+        WeftError: no such algorithm is registered, or a size is below 2.
+
+    Example:
+        >>> for outcome in check_algorithm("split", sizes=[3], clauses=[1, 2]):
+        ...     print(outcome)
+         1  every kind of rows gives the documented result, at every size  ok
+         2  real numbers give the same bits on every rank, and in a second call  ok
+    """
+    if min(sizes, default=0) < 2:
+        raise WeftError(f"sizes are {list(sizes)}: an algorithm runs on two ranks or more")
+    trial = _Trial(_name_of(algorithm), tuple(sizes))
+    asked = set(clauses)
+    outcomes = [
+        _outcome(number, title, body, trial)
+        for number, (title, body) in enumerate(_CLAUSES, 1)
+        if not asked or number in asked
+    ]
+    failed = [str(outcome) for outcome in outcomes if outcome.error]
+    if failed:
+        lines = "\n".join(failed)
+        raise AssertionError(
+            f"algorithm {trial.name!r} breaks {len(failed)} of {len(outcomes)} clauses:\n{lines}"
+        )
+    return outcomes
+
+
+def _name_of(algorithm: str | Callable[..., Any]) -> str:
+    for name, found in ALGORITHMS.items():
+        if algorithm in (name, found.run):
+            return name
+    raise WeftError(f"algorithm {algorithm!r} is not registered: decorate it with weft.algorithm")
+
+
+def _outcome(number: int, title: str, body: _Body, trial: _Trial) -> Outcome:
+    error = ""
+    try:
+        body(trial)
+    except Exception as failure:  # whatever an algorithm raises, other clauses are tried
+        notes = "".join(f" ({note})" for note in getattr(failure, "__notes__", ()))
+        kind = "" if isinstance(failure, AssertionError) else f"{type(failure).__name__}: "
+        error = f"{kind}{failure}{notes}"
+    return Outcome(number, title, error)
+
+
+# Rows and results ------------------------------------------------------------------------------
+
+
+def _rows(
+    kind: str,
+    rank: int,
+    *,
+    shape: tuple[int, ...] = (3,),
+    dtype: torch.dtype = torch.float32,
+    index: torch.dtype = torch.int64,
+) -> Rows:
+    """Rows of small integers that follow from the rank's number."""
+    seed = 0 if kind == "identical" else rank + 1
+    draw = torch.Generator().manual_seed(seed)
+    height, count = {
+        "few": (40, 12),
+        "duplicates": (7, 60),
+        "many": (400, 170),
+        "identical": (300, 60),
+        "skew": (10_000, 300 if rank == 1 else 3),
+        "some empty": (50, 20 * (rank % 2)),
+        "all empty": (50, 0),
+        "long": (20_000, 6_000),
+    }[kind]
+    indices = torch.randint(height, (count,), generator=draw)
+    if kind == "skew":  # nearly all rows at the low end
+        indices = indices**2 // height
+    # few values but 1 and -1, so that products stay small
+    values = torch.randint(-8, 9, (count, *shape), generator=draw)
+    values = torch.where(values.abs() > 2, values.sign(), values)
+    if dtype in (torch.bool, torch.uint8):
+        values = values.abs()
+    return Rows(indices.to(index), values.to(dtype), height)
+
+
+def _real(rank: int) -> Rows:
+    draw = torch.Generator().manual_seed(rank + 1)
+    indices = torch.randint(300, (500,), generator=draw)
+    return Rows(indices, torch.randn(500, 5, generator=draw), 300)
+
+
+def _even(kind: str, rank: int, size: int) -> Rows:
+    """Evenly spread rows in order, so that every owner of a range has the same number."""
+    count = 4096 * size
+    step = 4
+    shift = {"identical": 0, "disjoint": rank % step, "half": rank % 2}[kind]
+    return Rows(torch.arange(count) * step + shift, torch.ones(count, _WIDTH), step * count)
+
+
+def _right(left: Tensor, right: Tensor) -> Tensor:
+    """Associative, and not commutative: what the highest rank has."""
+    return right
+
+
+def _compare(case: str, found: Rows, wanted: Rows, *, units: float = 0.0) -> None:
+    """Assert that a result is the wanted one, up to so many units of its values."""
+    assert found.indices.tolist() == wanted.indices.tolist(), (
+        f"{case}: the result has {len(found)} rows with other indices than the {len(wanted)} that "
+        "the ranks have"
+    )
+    dtypes = (found.indices.dtype, found.values.dtype)
+    assert dtypes == (wanted.indices.dtype, wanted.values.dtype), f"{case}: dtypes are {dtypes}"
+    shape = tuple(found.values.shape)
+    assert shape == tuple(wanted.values.shape), f"{case}: values have shape {shape}"
+    near = torch.isclose(found.values, wanted.values, rtol=units, atol=0, equal_nan=True)
+    if not near.all():
+        row = int((~near).view(len(near), -1).any(1).nonzero()[0])
+        raise AssertionError(
+            f"{case}: row {int(found.indices[row])} is {found.values[row].tolist()} and should be "
+            f"{wanted.values[row].tolist()}"
+        )
+
+
+def _is_same(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors have the same bits."""
+    return one.shape == other.shape and torch.equal(
+        one.contiguous().view(-1).view(torch.uint8), other.contiguous().view(-1).view(torch.uint8)
+    )
+
+
+def _compare_all(
+    trial: _Trial,
+    size: int,
+    case: str,
+    parts: Sequence[Rows],
+    op: Op = "sum",
+    *,
+    units: float = 0.0,
+    **options: Any,
+) -> bool:
+    """Reduce the parts, one a rank, and compare with the oracle; whether the call was served."""
+
+    def program(wire: Wire) -> Rows | None:
+        set_link(wire, _FAST)
+        rows = parts[wire.rank]
+        if not trial.serves(wire, rows, op, **options):
+            return None
+        result: Rows = trial.reduce(rows, op, **options)
+        return result
+
+    found = run(size, program)
+    served = found[0] is not None
+    if served:
+        wanted = expected(parts, op, **options)
+        for rank, result in enumerate(found):
+            _compare(f"{case}, rank {rank} of {size}", result, wanted, units=units)
+    return served
+
+
+# The clauses -----------------------------------------------------------------------------------
+
+
+@_clause
+def sums(trial: _Trial) -> None:
+    """every kind of rows gives the documented result, at every size."""
+    served = False
+    for size in trial.sizes:
+        for kind in _KINDS:
+            parts = [_rows(kind, rank) for rank in range(size)]
+            served |= _compare_all(trial, size, kind, parts)
+    assert served, "`applies` refuses every call"
+
+
+@_clause
+def bits(trial: _Trial) -> None:
+    """real numbers give the same bits on every rank, and in a second call."""
+
+    def program(wire: Wire) -> list[Rows]:
+        set_link(wire, _FAST)
+        rows = _real(wire.rank)
+        if not trial.serves(wire, rows):
+            return []
+        return [trial.reduce(rows) for _ in range(2)]
+
+    for size in trial.sizes:
+        results = run(size, program)
+        for rank, (found, first) in enumerate(product(results, results[0][:1])):
+            for call, each in enumerate(found, 1):
+                same = _is_same(each.indices, first.indices) and _is_same(each.values, first.values)
+                assert same, f"call {call} on rank {rank} of {size} has other bits than rank 0 had"
+
+
+@_clause
+def packed(trial: _Trial) -> None:
+    """long index lists arrive, also on slow links, where they travel packed."""
+    for (link, where), index in product(_LINK_NAMES, (torch.int32, torch.int64)):
+        parts = [_rows("long", rank, index=index) for rank in range(trial.middle)]
+        wanted = expected(parts)
+
+        def program(wire: Wire, link: Link = link, parts: Sequence[Rows] = parts) -> Rows | None:
+            set_link(wire, link)
+            rows = parts[wire.rank]
+            if not trial.serves(wire, rows):
+                return None
+            found: Rows = trial.reduce(rows)
+            return found
+
+        for found in run(trial.middle, program):
+            if found is not None:
+                _compare(f"{index} on {where}", found, wanted)
+
+
+@_clause
+def dtypes(trial: _Trial) -> None:
+    """every dtype of values and indices is served, in every operation that takes it."""
+    for dtype, op in product(DTYPES, OPS):
+        if OPS[op].refuses(dtype) is None:
+            parts = [_rows("few", rank, dtype=dtype) for rank in range(trial.middle)]
+            units = 2**-7 if op == "avg" else 0.0  # rounded once
+            _compare_all(trial, trial.middle, f"{op} of {dtype}", parts, op, units=units)
+    parts = [_rows("few", rank, index=torch.int32) for rank in range(trial.middle)]
+    _compare_all(trial, trial.middle, "indices of torch.int32", parts)
+
+
+@_clause
+def functions(trial: _Trial) -> None:
+    """a function that is not commutative gets its operands in rank order, or is refused."""
+    for size in trial.sizes:
+        parts = [_rows("duplicates", rank) for rank in range(size)]
+        _compare_all(trial, size, "a function that returns its right operand", parts, _right)
+
+
+@_clause
+def shapes(trial: _Trial) -> None:
+    """every row shape is served, narrow, wide and without elements."""
+    for shape in ((), (1,), (2, 3), (0,), (300,)):
+        parts = [_rows("few", rank, shape=shape) for rank in range(trial.middle)]
+        _compare_all(trial, trial.middle, f"rows of shape {shape}", parts)
+    parts = [_rows("long", rank, shape=(256,)) for rank in range(trial.middle)]
+    _compare_all(trial, trial.middle, "rows that fill many chunks", parts)
+
+
+@_clause
+def heights(trial: _Trial) -> None:
+    """pairs without a height, and lists of tables, give the documented results."""
+    size = trial.middle
+    tables = [[_rows(kind, rank) for kind in ("few", "many")] for rank in range(size)]
+
+    def program(wire: Wire) -> tuple[tuple[Tensor, Tensor] | None, list[Rows]]:
+        set_link(wire, _FAST)
+        mine = tables[wire.rank]
+        pair = mine[1].indices, mine[1].values
+        found = trial.reduce(pair) if trial.serves(wire, pair) else None
+        listed = all(trial.serves(wire, each) for each in mine)
+        return found, trial.reduce(mine) if listed else []
+
+    for pair, listed in run(size, program):
+        wanted = [expected([tables[rank][number] for rank in range(size)]) for number in range(2)]
+        if pair is not None:
+            _compare(
+                "a pair without a height",
+                replace(wanted[1], indices=pair[0], values=pair[1]),
+                wanted[1],
+            )
+        for number, found in enumerate(listed):
+            _compare(f"table {number} of a list", found, wanted[number])
+
+
+@_clause
+def rounding(trial: _Trial) -> None:
+    """values that travel narrower, or wider, are rounded as documented."""
+    travelling = (
+        (torch.float32, torch.bfloat16),
+        (torch.float32, torch.float16),
+        (torch.float64, torch.float32),
+        (torch.bfloat16, torch.float32),
+        (torch.float16, torch.float32),
+    )
+    for dtype, wire_dtype in travelling:
+        parts = [_rows("duplicates", rank, dtype=dtype) for rank in range(trial.middle)]
+        case = f"{dtype} with wire_dtype={wire_dtype}"
+        _compare_all(trial, trial.middle, case, parts, wire_dtype=wire_dtype)
+
+
+@_clause
+def memory(trial: _Trial) -> None:
+    """the caller's rows stay as they are, and a result is nobody else's memory."""
+
+    def program(wire: Wire) -> None:
+        set_link(wire, _FAST)
+        rows = _rows("many", wire.rank)
+        if not trial.serves(wire, rows):
+            return
+        before = rows.indices.clone(), rows.values.clone()
+        first = trial.reduce(rows)
+        wanted = first.indices.clone(), first.values.clone()
+        second = trial.reduce(rows)
+        second.indices.fill_(99)
+        second.values.fill_(99)
+        for name, now, then in (
+            ("the indices of the caller's rows", rows.indices, before[0]),
+            ("the values of the caller's rows", rows.values, before[1]),
+            ("the indices of an earlier result", first.indices, wanted[0]),
+            ("the values of an earlier result", first.values, wanted[1]),
+        ):
+            assert torch.equal(now, then), f"{name} changed on rank {wire.rank}"
+
+    for size in trial.sizes:
+        run(size, program)
+
+
+@_clause
+def outs(trial: _Trial) -> None:
+    """the result is where the caller wants it."""
+
+    def program(wire: Wire) -> None:
+        set_link(wire, _FAST)
+        rows = _rows("many", wire.rank)
+        if not trial.serves(wire, rows):
+            return
+        made: list[tuple[Tensor, Tensor]] = []
+
+        def allocate(count: int, shape: tuple[int, ...], dtypes: Any) -> tuple[Tensor, Tensor]:
+            index, value = dtypes
+            made.append((torch.empty(count, dtype=index), torch.empty(count, *shape, dtype=value)))
+            return made[-1]
+
+        found = trial.reduce(rows, out=allocate)
+        assert len(made) == 1, f"the allocator was called {len(made)} times on rank {wire.rank}"
+        assert found.values.data_ptr() == made[0][1].data_ptr(), (
+            f"rank {wire.rank} has its result elsewhere than in the memory of `out`"
+        )
+        buffers = torch.empty(1000, dtype=torch.int64), torch.empty(1000, 3)
+        again = trial.reduce(rows, out=buffers)
+        assert again.values.data_ptr() == buffers[1].data_ptr(), (
+            f"rank {wire.rank} has its result elsewhere than in the buffers of `out`"
+        )
+
+    run(trial.middle, program)
+
+
+@_clause
+def errors(trial: _Trial) -> None:
+    """what is wrong on one rank raises on every rank, and the next call works."""
+
+    class Refused(Exception):
+        pass
+
+    def refuses(*_: Any) -> Any:
+        raise Refused("no memory here")
+
+    def program(wire: Wire) -> list[str]:
+        set_link(wire, _FAST)
+        rows = _rows("few", wire.rank)
+        texts: list[str] = []
+        if not trial.serves(wire, rows):
+            return texts
+        negative = Rows(rows.indices - 100, rows.values)
+        texts.append(_text_of(lambda: trial.reduce(negative if wire.rank == 1 else rows)))
+        texts.append(_text_of(lambda: trial.reduce(rows, out=refuses if wire.rank == 1 else None)))
+        trial.reduce(rows)
+        return texts
+
+    for texts in zip(*run(trial.middle, program), strict=True):
+        assert len(set(texts)) == 1, f"ranks raised different errors: {sorted(set(texts))}"
+        assert "rank 1" in texts[0], f"the error does not name rank 1: {texts[0]}"
+
+
+def _text_of(call: Callable[[], object]) -> str:
+    """The text of the error that a call raises."""
+    try:
+        call()
+    except WeftError as error:
+        return str(error)
+    raise AssertionError("a call raised nothing, which was wrong on rank 1")
+
+
+@_clause
+def aborts(trial: _Trial) -> None:
+    """an abort in the middle of the schedule ends the call on every rank, by name."""
+
+    def program(wire: Wire) -> None:
+        set_link(wire, _FAST)
+        rows = _rows("many", wire.rank)
+        if not trial.serves(wire, rows):
+            return
+
+        def allocate(count: int, shape: tuple[int, ...], dtypes: Any) -> tuple[Tensor, Tensor]:
+            if wire.rank == 1:
+                wire.abort("tried by check_algorithm")
+            index, value = dtypes
+            return torch.empty(count, dtype=index), torch.empty(count, *shape, dtype=value)
+
+        try:
+            trial.reduce(rows, out=allocate)
+        except WireError as error:
+            assert error.culprit == 1, f"rank {wire.rank} blames rank {error.culprit}: {error}"
+        else:
+            raise AssertionError(f"rank {wire.rank} did not notice that rank 1 had given up")
+
+    for size in trial.sizes:
+        run(size, program)
+
+
+class _Spent(NamedTuple):
+    """What one rank spent on a call, without the opening exchange.
+
+    Attributes:
+        cost: what the algorithm says for the load of the call.
+        messages: that it sent.
+        to: bytes that it sent to each rank.
+        peak: bytes that it had leased at most, beyond its own rows.
+    """
+
+    cost: Cost
+    messages: int
+    to: dict[int, int]
+    peak: int
+
+
+def _spent(trial: _Trial, size: int, kind: str) -> list[_Spent]:
+    """What each rank spends on a call with evenly spread rows; nothing if it is refused."""
+
+    def program(wire: Wire) -> _Spent | None:
+        set_link(wire, _FAST)
+        rows = _even(kind, wire.rank, size)
+        if not trial.serves(wire, rows):
+            return None
+        load = weft.explain(rows, algorithm=trial.name).load
+        pool = wire.memory
+        pool.peak = pool.lent
+        wire.traffic.reset()
+        result = trial.reduce(rows)
+        assert pool.lent == 0, f"rank {wire.rank} did not give back {pool.lent} bytes of leases"
+        record = last_call(wire)
+        assert record is not None
+        cost = trial.algorithm.cost(replace(load, union=len(result)))
+        to = {peer: nbytes - _OPENING for peer, nbytes in wire.traffic.to.items()}
+        own = len(rows) * load.row
+        return _Spent(cost, record.messages - (size - 1), to, pool.peak - own)
+
+    return [spent for spent in run(size, program) if spent is not None]
+
+
+def _each(trial: _Trial) -> Iterable[tuple[str, list[_Spent]]]:
+    """The cases in which costs are compared: a name, and what the ranks spent."""
+    for size, kind in product(trial.sizes, ("identical", "half", "disjoint")):
+        if kind == "disjoint" and size > 4:
+            continue  # four places between two rows: no more than four ranks can be disjoint
+        spent = _spent(trial, size, kind)
+        if spent:
+            yield f"{kind} rows on {size} ranks", spent
+
+
+@_clause
+def costs(trial: _Trial) -> None:
+    """`cost` says how many messages and bytes the average rank sends."""
+    for case, spent in _each(trial):
+        cost = spent[0].cost
+        messages = sum(one.messages for one in spent) / len(spent)
+        nbytes = sum(sum(one.to.values()) for one in spent) / len(spent)
+        within = math.isclose(messages, cost.messages, rel_tol=_TOLERANCE, abs_tol=1)
+        assert within, f"{case}: {messages:.1f} messages were sent, `cost` says {cost.messages}"
+        slack = _OPENING * len(spent)
+        within = math.isclose(nbytes, cost.bytes, rel_tol=_TOLERANCE, abs_tol=slack)
+        assert within, f"{case}: {nbytes:.0f} bytes were sent, `cost` says {cost.bytes:.0f}"
+
+
+@_clause
+def busiest(trial: _Trial) -> None:
+    """`cost` says what the busiest rank does, if that is much more than the average."""
+    for case, spent in _each(trial):
+        cost = spent[0].cost
+        said = cost.bytes
+        if cost.slowest is not None:
+            # within a host a byte is copied, not sent: there it may count as merged
+            said = max(said, cost.slowest.bytes + cost.slowest.merged)
+        allowed = _UNEVEN * said + _OPENING * len(spent)
+        for rank, one in enumerate(spent):
+            sent = sum(one.to.values())
+            received = sum(other.to.get(rank, 0) for other in spent)
+            most = max(sent, received)
+            assert most <= allowed, (
+                f"{case}: rank {rank} sends {sent} bytes and receives {received}, where `cost` "
+                f"says {said:.0f}: say what it does as Cost.slowest"
+            )
+
+
+@_clause
+def workspaces(trial: _Trial) -> None:
+    """`cost` says how much workspace is leased, and all of it is given back."""
+    for case, spent in _each(trial):
+        # A receive of unknown length is leased for the most that may come, which is much more than
+        # comes where all have the same rows. No page is touched that nothing comes into.
+        if case.startswith("identical"):
+            continue
+        for rank, one in enumerate(spent):
+            allowed = (1 + _TOLERANCE) * one.cost.memory + _LEASED * (len(spent) - 1)
+            assert one.peak <= allowed, (
+                f"{case}: rank {rank} leases {one.peak} bytes, `cost` says {one.cost.memory:.0f}"
+            )
+
+
+@_clause
+def loads(trial: _Trial) -> None:
+    """`cost` is a finite number for any load, and the same when it is asked again."""
+    for ranks, most, link in product((2, 13, 1024, 10_240), (0, 1, 50_000), (_FAST, _SLOW, None)):
+        load = Load(
+            ranks=ranks,
+            total=most * ranks,
+            most=most,
+            fewest=0,
+            union=min(most * ranks, 1_000_000),
+            height=1_000_000,
+            row=256,
+            partial=256,
+            index=4,
+            places=1_000_000,
+            link=link,
+        )
+        if trial.algorithm.applies(load) is not None:
+            continue
+        cost = trial.algorithm.cost(load)
+        assert cost == trial.algorithm.cost(load), f"{cost} the first time, then another"
+        figures = (cost.rounds, cost.messages, cost.bytes, cost.merged, cost.memory)
+        good = all(math.isfinite(figure) and figure >= 0 for figure in figures)
+        assert good, f"{cost} for {ranks} ranks of up to {most} rows"
