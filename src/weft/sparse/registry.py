@@ -81,6 +81,7 @@ class Registry(Mapping[str, Algorithm]):
         self._registered: dict[str, Algorithm] = {}
         self._missing: dict[str, str] = {}  # offered by a package, and why it is not here
         self._lock = threading.RLock()  # again by the same thread: a package registers while read
+        self._is_reading = False
         self._is_read = False
 
     def __getitem__(self, name: str) -> Algorithm:
@@ -116,13 +117,18 @@ class Registry(Mapping[str, Algorithm]):
         return self._missing.get(name)
 
     def _all(self) -> dict[str, Algorithm]:
-        """All of them, after the packages that offer some are imported."""
+        """All of them, after the packages that offer some are imported.
+
+        Other threads wait until all are; a package that looks here while it is imported sees those
+        that came before it.
+        """
         if not self._is_read:
             with self._lock:
-                if not self._is_read:
-                    self._is_read = True
+                if not self._is_reading:
+                    self._is_reading = True
                     for offer in entry_points(group=ENTRY_POINTS):
                         self._load(offer)
+                    self._is_read = True
         return self._registered
 
     def _load(self, offer: EntryPoint) -> None:
@@ -131,14 +137,16 @@ class Registry(Mapping[str, Algorithm]):
         A package that cannot be imported must not end a call that does not need it. Ranks that
         differ in what they have raise an error that says so, since `spelled` is in the fingerprint.
         """
+        why = ""
         try:
             offer.load()
-            missing = "" if offer.name in self._registered else f"{offer.value} does not register it"
+            if offer.name not in self._registered:
+                why = f"{offer.value} does not register it"
         except Exception as error:
-            missing = f"{offer.value} raised {type(error).__name__}: {error}"
-        if missing:
-            self._missing[offer.name] = missing
-            _log.warning("algorithm %r of the entry points is missing: %s", offer.name, missing)
+            why = f"{offer.value} raised {type(error).__name__}: {error}"
+        if why:
+            self._missing[offer.name] = why
+            _log.warning("algorithm %r of an installed package is missing: %s", offer.name, why)
 
 
 ALGORITHMS = Registry()
