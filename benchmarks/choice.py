@@ -169,43 +169,40 @@ def table(found: list[Choice]) -> str:
 def draw(found: list[Choice], file: Path) -> None:
     """Each algorithm's time over the best's, a panel for each link; a ring is what `auto` took."""
     import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 
-    matplotlib.rcParams["svg.hashsalt"] = "weft"  # the same figures give the same file
+    from weft.cli import pictures
+
     links = list(dict.fromkeys(choice.link for choice in found))
     names = sorted({name for choice in found for name in choice.others})
-    colours = dict(zip(names, plt.get_cmap("tab10").colors, strict=False))
-    figure, axes = plt.subplots(
-        1, len(links), figsize=(2.4 * len(links) + 1.6, 3.6), sharex=True, squeeze=False
-    )
-    for axis, link in zip(axes[0], links, strict=True):
-        mine = [choice for choice in found if choice.link == link]
-        for place, choice in enumerate(mine):
-            least = choice.others[choice.best]
-            for name, seconds in choice.others.items():
-                axis.plot(seconds / least, place, "o", color=colours[name], ms=5, alpha=0.9)
-            axis.plot(
-                choice.others[choice.chosen] / least, place, "o", ms=11, mfc="none", mec="black"
-            )
-        axis.set_yticks(range(len(mine)), [choice.case for choice in mine])
-        axis.invert_yaxis()
-        axis.set_xscale("log")
-        axis.set_xlim(0.9, 12)
-        axis.set_xticks([1, 2, 5, 10], ["1", "2", "5", "10"])
-        axis.minorticks_off()
-        axis.axvline(LIMIT, color="grey", lw=0.6)
-        axis.set_title(link, fontsize=10)
-    marks = [Line2D([], [], ls="", marker="o", color=colours[name], label=name) for name in names]
-    marks.append(Line2D([], [], ls="", marker="o", ms=10, mfc="none", mec="black", label="auto"))
-    figure.supxlabel("time / time of the best", fontsize=9)
-    figure.legend(handles=marks, loc="center right", fontsize=8, frameon=False)
-    figure.tight_layout(rect=(0, 0, 1 - 1.5 / (2.4 * len(links) + 1.6), 1))
+    colours = dict(zip(names, matplotlib.colormaps["tab10"].colors, strict=False))
+    auto = {"marker": "o", "mfc": "none", "mec": pictures.INK}
+
+    def panels(figure: Figure) -> None:
+        axes = figure.subplots(1, len(links), sharex=True, squeeze=False)
+        for axis, link in zip(axes[0], links, strict=True):
+            mine = [choice for choice in found if choice.link == link]
+            for place, choice in enumerate(mine):
+                least = choice.others[choice.best]
+                for name, seconds in choice.others.items():
+                    axis.plot(seconds / least, place, "o", color=colours[name], ms=5, alpha=0.9)
+                axis.plot(choice.others[choice.chosen] / least, place, ms=11, **auto)
+            axis.set_yticks(range(len(mine)), [choice.case for choice in mine])
+            axis.invert_yaxis()
+            axis.set_xscale("log")
+            axis.set_xlim(0.9, 12)
+            axis.set_xticks([1, 2, 5, 10], ["1", "2", "5", "10"])
+            axis.minorticks_off()
+            axis.axvline(LIMIT, color=pictures.MUTED, lw=0.6)
+            axis.set_title(link, fontsize=10)
+        marks = [Line2D([], [], ls="", marker="o", c=colours[name], label=name) for name in names]
+        marks.append(Line2D([], [], ls="", ms=10, label="auto", **auto))
+        figure.supxlabel("time / time of the best", fontsize=9)
+        figure.legend(handles=marks, loc="outside right center", fontsize=8)
+
     file.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(file, metadata={"Date": None})
-    plt.close(figure)
+    pictures.write(file, "svg", 2.4 * len(links) + 1.6, 3.6, panels)
 
 
 def publish(found: list[Choice], page: Path) -> None:

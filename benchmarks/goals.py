@@ -202,25 +202,31 @@ def picture(runs: dict[str, list[list[Row]]], file: Path) -> None:
     """Draw torch's time over weft's, the median of the runs, a bar for each case and link."""
     from matplotlib.figure import Figure as Canvas
 
+    from weft.cli import pictures
+
     links = [name for name in ("one-host", "4x1gbit") if name in runs]
-    axes = (canvas := Canvas(figsize=(8, 3.2), layout="constrained")).subplots()
-    for number, link in enumerate(links):
-        of: dict[str, list[float]] = {}
-        for row in (row for run in runs[link] for row in run if row["name"] == "weft:auto"):
-            if "torch" in row["times"]:
-                of.setdefault(row["case"], []).append(row["times"]["torch"])
-        cases = [case for case in CASES if case in of]
-        heights = [statistics.median(of[case]) for case in cases]
-        places = [CASES.index(case) + 0.4 * (number - (len(links) - 1) / 2) for case in cases]
-        words = {"one-host": "4 ranks of one host", "4x1gbit": "4 hosts, 1 Gbit/s"}[link]
-        bars = axes.bar(places, heights, 0.38, label=words)
-        axes.bar_label(bars, fmt="%.1f", fontsize=8)
-    axes.axhline(1, color="0.4", linewidth=0.8)
-    axes.set_xticks(range(len(CASES)), CASES)
-    axes.set_ylabel("torch.distributed.all_reduce / weft")
-    axes.legend(frameon=False)
-    axes.spines[["top", "right"]].set_visible(False)
-    canvas.savefig(file)
+
+    def draw(canvas: Canvas) -> None:
+        axes = canvas.subplots()
+        for number, link in enumerate(links):
+            of: dict[str, list[float]] = {}
+            for row in (row for run in runs[link] for row in run if row["name"] == "weft:auto"):
+                if "torch" in row["times"]:
+                    of.setdefault(row["case"], []).append(row["times"]["torch"])
+            cases = [case for case in CASES if case in of]
+            heights = [statistics.median(of[case]) for case in cases]
+            places = [CASES.index(case) + 0.4 * (number - (len(links) - 1) / 2) for case in cases]
+            words = {"one-host": "4 ranks of one host", "4x1gbit": "4 hosts, 1 Gbit/s"}[link]
+            colour = ("#0b7285", "#c2571a")[number]
+            bars = axes.bar(places, heights, 0.38, label=words, color=colour)
+            axes.bar_label(bars, fmt="%.1f", fontsize=8)
+        axes.axhline(1, color=pictures.MUTED, linewidth=0.8)
+        axes.grid(False, axis="x")
+        axes.set_xticks(range(len(CASES)), CASES)
+        axes.set_ylabel("torch.distributed.all_reduce / weft")
+        axes.legend()
+
+    pictures.write(file, file.suffix[1:], 8, 3.2, draw)
 
 
 def asked(tool: str, link: str, case: str) -> tuple[list[str], list[str]]:

@@ -68,30 +68,33 @@ def test_the_command_line_starts_without_what_only_a_report_needs() -> None:
 
 def test_all_three_ways_on_a_small_text(tmp_path: Path, text: Path) -> None:
     out = tmp_path / "new" / "out"
-    found = demo(f"{SMALL} --text {text} --out {out}")
+    found = demo(f"{SMALL} --text {text} --out {out} --save {tmp_path / 'vectors.txt'}")
     assert found.exit_code == 0, found.output
     for way in ("weft", "PyTorch sparse", "PyTorch dense"):
         assert re.search(rf"^{way} +step +12  loss \d", found.stdout, re.MULTILINE), found.stdout
     assert found.stdout.count("agree over 12 steps") == 2 and "DO NOT" not in found.stdout
-    words, table = read_vectors(out / "vectors.txt")
+    for time in ("summing the gradients alone", "a whole step, which also computes"):
+        assert re.search(rf"{time}: weft is \S+x as fast as PyTorch sparse and", found.stdout)
+    words, table = read_vectors(tmp_path / "vectors.txt")
     assert table.shape == (len(words), 8) and table.any(axis=1).all()
     report = (out / "report.html").read_text()
-    assert "12 steps" in report and "computed" in report
-    assert {path.name for path in out.iterdir()} == {"report.html", "vectors.txt"}
+    assert "12 steps" in report and "computed" in report and "The sums alone" in report
+    assert {path.name for path in out.iterdir()} == {"report.html"}  # little, and nothing unasked
 
 
 def test_one_rank_alone_and_the_same_seed_again(tmp_path: Path, text: Path) -> None:
     tables = []
     for out in (tmp_path / "one", tmp_path / "two"):
         given = "--ranks 1 --steps 5 --dim 4 --batch 64 --compare none"
-        found = demo(f"{given} --text {text} --out {out}")
+        found = demo(f"{given} --text {text} --out {out} --save {out}.txt")
         assert found.exit_code == 0, found.output
-        tables.append((out / "vectors.txt").read_bytes())
+        tables.append(out.with_suffix(".txt").read_bytes())
     assert tables[0] == tables[1]
 
 
 def test_ctrl_c_keeps_what_was_made_and_leaves_no_process(tmp_path: Path, text: Path) -> None:
-    line = f"{sys.executable} -m weft demo {SMALL} --steps 1000 --text {text} --out {tmp_path}"
+    given = f"{SMALL} --steps 1000 --text {text} --out {tmp_path} --save {tmp_path}/vectors.txt"
+    line = f"{sys.executable} -m weft demo {given}"
     environment, pipe = {**os.environ, "TMPDIR": str(tmp_path)}, subprocess.PIPE
     with subprocess.Popen(
         line.split(), stdout=pipe, stderr=pipe, text=True, start_new_session=True, env=environment

@@ -13,9 +13,12 @@ from typer.testing import CliRunner, Result
 
 from weft.cli import app
 from weft.cli.bench.cases import Case
+from weft.cli.pictures import ON_DARK
 from weft.cli.plan.predict import Sizes, drawn, recorded
 from weft.sparse import ALGORITHMS
 from weft.sparse.link import Figures, Profile, write
+
+ROOT = Path(__file__).parents[2]
 
 
 def invoke(options: str) -> Result:
@@ -175,3 +178,12 @@ def test_a_table_that_is_too_wide_loses_nothing(monkeypatch: pytest.MonkeyPatch)
     text = re.sub(r"\x1b\[[0-9;]*m", "", invoke("--ranks 4,4096 --link 1gbit").stdout)
     tables = text[text.index("ranks") : text.index("ms, and")]
     assert all(len(line) <= 80 for line in tables.splitlines()) and "…" not in tables
+
+
+@pytest.mark.parametrize("picture", sorted((ROOT / "docs").rglob("*.svg")), ids=lambda p: p.stem)
+def test_pictures_of_the_manual_have_colours_for_dark_pages(picture: Path) -> None:
+    style, drawn = picture.read_text("utf-8").split("</style>")
+    assert "color-scheme: light dark" in style
+    for colour in set(re.findall(r"(?:fill|stroke): (#[0-9a-f]{6})", drawn)) & set(ON_DARK):
+        assert f"light-dark({colour}, {ON_DARK[colour]})" in style
+    assert "light-dark(#ffffff" in style  # the paper

@@ -19,7 +19,7 @@ import weft
 from .bench.cases import CASES, Case, Distribution
 
 
-def _writable(path: Path | None) -> Path | None:
+def writable(path: Path | None) -> Path | None:
     """Refuse a file that cannot be written: better now than after the work."""
     if path is not None and not os.access(path if path.exists() else path.parent, os.W_OK):
         raise typer.BadParameter(f"{path} cannot be written")
@@ -32,7 +32,7 @@ def _picture(path: Path | None) -> Path | None:
         raise typer.BadParameter(f"{path}: the file's name ends in .png or .svg")
     if path is not None and (missing := missing_extra()):
         raise typer.BadParameter(missing)
-    return _writable(path)
+    return writable(path)
 
 
 Cases = Annotated[
@@ -43,7 +43,7 @@ Height = Annotated[int | None, Option(max=1 << 62, help="Rows of the dense tenso
 Width = Annotated[int | None, Option(max=1 << 40, help="Values in a row; 1: scalars.")]
 Drawn = Annotated[Distribution | None, Option(help="How indices are drawn.")]
 Timeout = Annotated[float | None, Option(help="Longest wait, in seconds.", show_default="300")]
-Json = Annotated[Path | None, Option(callback=_writable, help="Write all figures to this file.")]
+Json = Annotated[Path | None, Option(callback=writable, help="Write all figures to this file.")]
 Picture = Annotated[
     Path | None, Option(callback=_picture, help="Draw the quickest algorithms: .png or .svg.")
 ]

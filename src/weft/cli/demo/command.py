@@ -25,7 +25,7 @@ import weft
 from weft.testing import launch
 
 from .. import options, show
-from .figures import COLUMNS, WAYS, Floats, Run, agreement, speedups
+from .figures import COLUMNS, WAYS, Floats, Run, agreement, faster, step_of, sums_of
 from .live import Display
 from .text import WINDOW, choose_words, nearest, noise, read, subsample, vector_lines
 from .train import Job, measure_memory, train
@@ -47,13 +47,17 @@ def demo(
     min_count: Annotated[int, Option(min=1, help="Leave out words that are rarer.")] = 2,
     compare: Annotated[Compared, Option(help="What to train beside weft.")] = "all",
     seed: Annotated[int, Option(min=0, help="Seed of weights and batches.")] = 0,
-    out: Annotated[Path, Option(file_okay=False, help="Folder for report and vectors.")] = _OUT,
+    out: Annotated[Path, Option(file_okay=False, help="Folder for the report.")] = _OUT,
+    save: Annotated[
+        Path | None,
+        Option(callback=options.writable, help="Write the word vectors there, as word2vec does."),
+    ] = None,
 ) -> None:
     """Train word vectors on several processes, with weft and with PyTorch alone.
 
     The text is that of --text, or the source of the Python standard library.
-    weft, PyTorch's sparse all-reduce and a dense all-reduce sum the gradients,
-    one after the other, on the same batches.
+    Weft, PyTorch's sparse all-reduce and a dense all-reduce sum the gradients,
+    in turns, on the same batches. A report says what a step spends on that.
     Ctrl-C ends the demo and keeps what was made.
     """
     limit = _LIMIT if steps is None else None
@@ -63,11 +67,13 @@ def demo(
         if missing := options.missing_extra():  # better now than after the training
             raise weft.WeftError(f"the report cannot be drawn: {missing}")
         out.mkdir(parents=True, exist_ok=True)
-        status = _run(job, ranks, text or [], min_count, out)
+        status = _run(job, ranks, text or [], min_count, out, save)
     raise typer.Exit(status)
 
 
-def _run(job: Job, ranks: int, text: Sequence[Path], min_count: int, out: Path) -> int:
+def _run(
+    job: Job, ranks: int, text: Sequence[Path], min_count: int, out: Path, save: Path | None
+) -> int:
     """All of it, after the options; returns the exit status.
 
     Raises:
@@ -108,17 +114,21 @@ def _run(job: Job, ranks: int, text: Sequence[Path], min_count: int, out: Path) 
     console.print("", figures, "", sep="\n")
     for agrees, words in checks:
         console.print(f"[green]✓[/] {words}" if agrees else f"[bold red]✗[/] {words}")
-    if len(runs) > 1:
-        say(f"a step with weft is {speedups(runs)}")
+    if sums := faster(runs, sums_of):
+        say(f"summing the gradients alone: weft is {sums}")
+    if steps := faster(runs, step_of):
+        say(f"a whole step, which also computes: weft is {steps}")
     for run in runs:
         if run.note:
             say(f"{run.name}: {run.note}")
-    vectors, report = out / "vectors.txt", out / "report.html"
-    with vectors.open("w", encoding="utf-8") as file:
-        file.writelines(vector_lines(corpus.words, table))
+    if save is not None:
+        with save.open("w", encoding="utf-8") as file:
+            file.writelines(vector_lines(corpus.words, table))
+        say(f"vectors: {save}")
+    report = out / "report.html"
     near = nearest(corpus, table, choose_words(corpus, 8))
     report.write_text(write_report(corpus, job, runs, checks, near), encoding="utf-8")
-    say(f"vectors: {vectors}\nreport:  {report}")
+    say(f"report: {report}")
     if isinstance(early, weft.Error):
         raise early
     return 130 if early else 0 if all(agrees for agrees, _ in checks) else 1
@@ -139,7 +149,10 @@ def _train(console: Console, runs: Sequence[Run], job: Job) -> None:
 
     try:
         with Display(console, runs) as shown:
-            launch(runs[0].ranks, train, (job,), on_message=hear)
+            alone = launch(runs[0].ranks, train, (job,), on_message=hear)
+            for run in runs:
+                of_ranks = [of_rank[run.way] for of_rank in alone]
+                run.alone = [max(seconds) for seconds in zip(*of_ranks, strict=True)]
             for run in runs:
                 shown.say(f"measuring the memory of {run.name}, in processes of its own")
                 run.memory = launch(run.ranks, measure_memory, (job, run.way))

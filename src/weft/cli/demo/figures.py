@@ -8,7 +8,7 @@ send these values to the process that shows them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -40,7 +40,10 @@ FIGURES = ("clock", "loss", "gradient", *PARTS, *RECORDED)
 * what weft noted; 0 for the other ways.
 """
 
-COLUMNS = ("steps", "step", "synchronisation", "sent a step", "peak memory", "pairs/s")
+COMPUTING = ("forward", "backward", "next batch", "update")
+"""The parts of a step that are the same work in every way; the others are for the sums."""
+
+COLUMNS = ("step", "computing", "for sums", "sums alone", "sent a step", "peak memory")
 
 TOLERANCE = 1e-3
 """Largest relative difference of two ways, at any step, that counts as equal.
@@ -64,6 +67,8 @@ class Run:
         pairs: pairs of word and context that all ranks together take in a step.
         figures: `FIGURES` of each step, `[steps, len(FIGURES)]`.
         algorithms: what weft chose, in each step.
+        alone: seconds of the sums of some steps, made while nothing else was done, of the slowest
+            rank; none where the training was interrupted.
         sent: bytes that the average rank sent in each step; see `count_sent`.
         memory: highest resident bytes of a rank that trained this way only, and of one that had
             only started; from a run of its own.
@@ -76,6 +81,7 @@ class Run:
     pairs: int
     figures: Floats = field(default_factory=lambda: np.empty((0, len(FIGURES))))
     algorithms: list[str] = field(default_factory=list)
+    alone: list[float] = field(default_factory=list)
     sent: Floats = field(default_factory=lambda: np.empty(0))
     memory: list[tuple[int, int]] = field(default_factory=list)
     interrupted: bool = False
@@ -102,12 +108,17 @@ class Run:
         self.figures = np.concatenate([self.figures, figures])
 
     def values(self, name: str) -> Floats:
-        """A figure of every step; also "seconds", the whole step, and "synchronisation".
+        """A figure of every step; also "seconds", the whole step, "computing", and "for sums".
 
-        The latter is what the training itself spent on summing: starting sums and waiting.
+        The last is what the training itself spent on summing: on starting sums, and on waiting for
+        them and for ranks that are slower.
         """
-        parts = {"seconds": PARTS, "synchronisation": ("start sums", "wait for sums")}
-        places = [FIGURES.index(part) for part in parts.get(name, (name,))]
+        several = {
+            "seconds": PARTS,
+            "computing": COMPUTING,
+            "for sums": ("start sums", "wait for sums"),
+        }
+        places = [FIGURES.index(part) for part in several.get(name, (name,))]
         values: Floats = self.figures[:, places].sum(axis=1)
         return values
 
@@ -119,8 +130,13 @@ class Run:
 
     @property
     def share(self) -> float:
-        """The part of a step that is synchronisation."""
-        return self.typical("synchronisation") / self.typical("seconds")
+        """The part of a step that is spent on sums."""
+        return self.typical("for sums") / self.typical("seconds")
+
+    @property
+    def sums_alone(self) -> float | None:
+        """Seconds of a step's sums while nothing else is done; None where that was not measured."""
+        return float(np.median(self.alone)) if self.alone else None
 
     @property
     def speed(self) -> float:
@@ -146,14 +162,18 @@ class Run:
 
     def cells(self) -> list[str]:
         """The figures as they are printed under `COLUMNS`, on the terminal and in the report."""
-        sent, peak = mib(float(np.median(self.sent))), "no figure"
+        sent = mib(float(np.median(self.sent)))
+        if self.way != "weft":
+            sent += " computed"
+        peak = "no figure"
         if self.memory:
-            high, growth = max(high for high, _ in self.memory), max(a - b for a, b in self.memory)
+            high = max(high for high, _ in self.memory)
+            growth = max(high - idle for high, idle in self.memory)
             peak = f"{mib(high)} (+{number(growth, 2**-20)})"
-        waited = f"{ms(self.typical('synchronisation'))} ({self.share:.0%})"
-        sent += "" if self.way == "weft" else " computed"
-        step, speed = ms(self.typical("seconds")), f"{self.speed:,.0f}"
-        return [str(self.done), step, waited, sent, peak, speed]
+        alone = "no figure" if self.sums_alone is None else ms(self.sums_alone)
+        summed = f"{ms(self.typical('for sums'))} ({self.share:.0%})"
+        whole, computing = ms(self.typical("seconds")), ms(self.typical("computing"))
+        return [whole, computing, summed, alone, sent, peak]
 
 
 def agreement(weft: Run, other: Run) -> tuple[bool, str]:
@@ -180,9 +200,25 @@ def agreement(weft: Run, other: Run) -> tuple[bool, str]:
     return agrees, f"weft and {other.name} {verb} {over}: {words} (allowed {TOLERANCE:.0e})"
 
 
-def speedups(runs: Sequence[Run]) -> str:
-    """The first way's step against each other's, in words."""
-    weft, *others = [(run.name, run.typical("seconds")) for run in runs]
+def faster(runs: Sequence[Run], seconds: Callable[[Run], float | None]) -> str:
+    """How fast the first way is beside each other, by a time of each, in words; may be empty.
+
+    Example:
+        >>> runs = [Run("weft", 1, 2, 9, alone=[1.0]), Run("torch", 1, 2, 9, alone=[3.0])]
+        >>> faster(runs, lambda run: run.sums_alone)
+        '3.00x as fast as PyTorch sparse'
+    """
+    own, *others = [(run.name, seconds(run)) for run in runs]
     return " and ".join(
-        f"{number(seconds / weft[1])}x as fast as {name}" for name, seconds in others
+        f"{number(took / own[1])}x as fast as {name}" for name, took in others if took and own[1]
     )
+
+
+def step_of(run: Run) -> float:
+    """Seconds of a way's step."""
+    return run.typical("seconds")
+
+
+def sums_of(run: Run) -> float | None:
+    """Seconds of a way's sums alone."""
+    return run.sums_alone

@@ -42,9 +42,9 @@ class Display(Progress):
     def arrived(self, run: Run) -> None:
         """Steps were added to one of the runs."""
         loss = f"loss {run.values('loss')[-_LATELY:].mean():.4f}"
-        step, waited = ms(run.typical("seconds")), ms(run.typical("synchronisation"))
+        step, summed = ms(run.typical("seconds")), ms(run.typical("for sums"))
         words = f"{run.name:<15} step {run.done:>5}  {loss}  {run.speed:>10,.0f} pairs/s  "
-        words += f"step {step:>8}  synchronisation {waited:>8}"
+        words += f"step {step:>8}  for sums {summed:>8}"
         if algorithm := run.algorithms[-1]:
             rows, union, sent = (run.values(name)[-1] for name in ("rows", "union", "sent_bytes"))
             of_rows = f"rows {rows:,.0f} of union {union:,.0f}  {algorithm}"
@@ -53,8 +53,10 @@ class Display(Progress):
         bar, every = self._bars[run.way], max(1, run.wanted // 10)
         if run.done // every > self.tasks[bar].completed // every:
             self._line(words)
-        figures = f"{loss}  {step}, {run.share:.0%} synchronisation"
+        figures = f"{loss}  {step}, {run.share:.0%} for sums"
         self.update(bar, completed=run.done, figures=figures)
+        if self.finished:
+            self.say("timing the sums alone")
 
     def say(self, text: str) -> None:
         """What is going on besides."""

@@ -1,37 +1,54 @@
-"""The report: one HTML file that needs no other, with its plots as SVG."""
+"""The report: one HTML file that needs no other, with its picture as SVG."""
 
 from __future__ import annotations
 
-import base64
 import io
 import os
 import platform
 import shlex
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import jinja2
 import numpy as np
 import psutil
-from matplotlib.axes import Axes
+from markupsafe import Markup
 from matplotlib.figure import Figure
-from matplotlib.ticker import StrMethodFormatter
 
 from .. import pictures
-from ..show import listed, ms, number, versions
-from .figures import COLUMNS, PARTS, RECORDED, TOLERANCE, Floats, Run, speedups
+from ..show import listed, mib, ms, number, versions
+from .figures import (
+    COLUMNS,
+    COMPUTING,
+    PARTS,
+    RECORDED,
+    TOLERANCE,
+    Floats,
+    Run,
+    faster,
+    step_of,
+    sums_of,
+)
 from .text import WINDOW, Corpus
 from .train import NEGATIVES, Job
 
 COLOURS = {"weft": "#0b7285", "torch": "#c2571a", "dense": "#7a4fb5"}
-_OF_PARTS = ("#c9d1da", "#aab5c2", "#f0a868", "#dfe4ea", "#d9480f", "#8e9bab")
-_OF_ROWS = (
-    ("total", "all ranks together", "#9aa6b4"),
-    ("union", "in the sum (union)", "#3b6fb6"),
-    ("rows", "one rank", "#2f9e6e"),
-)
+"""Of the ways, on light pages; `pictures.ON_DARK` has the others."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """A line of figures: its name, pieces of (what, value, class), and the figure in words."""
+
+    name: str
+    pieces: tuple[tuple[str, float, str], ...]
+    words: str
+
+    @property
+    def value(self) -> float:
+        return sum(value for _, value, _ in self.pieces)
 
 
 def write_report(
@@ -42,7 +59,8 @@ def write_report(
     neighbours: Mapping[str, Sequence[tuple[str, float]]],
 ) -> str:
     """The page; every run has at least one step, the first is weft's."""
-    loader, weft = jinja2.PackageLoader("weft.cli.demo", ""), runs[0]
+    loader = jinja2.PackageLoader("weft.cli.demo", "")
+    weft = runs[0]
     environment = jinja2.Environment(
         loader=loader, autoescape=True, undefined=jinja2.StrictUndefined
     )
@@ -53,18 +71,22 @@ def write_report(
         weft=weft,
         checks=checks,
         neighbours=neighbours,
-        faster=speedups(runs),
+        sums=faster(runs, sums_of),
+        steps=faster(runs, step_of),
         algorithms=Counter(weft.algorithms).most_common(),
         median={name: float(np.median(weft.values(name))) for name in RECORDED},
-        pictures={
-            "losses": _picture(lambda axes: _losses(axes, runs), 9.6),
-            "parts": _picture(lambda axes: _parts(axes, runs)),
-            "bytes": _picture(lambda axes: _bytes(axes, runs)),
-            "rows": _picture(lambda axes: _rows(axes, weft)),
+        losses=_losses(runs),
+        bars_of={
+            "parts": [_parts(run) for run in runs],
+            "alone": _alone(runs),
+            "bytes": _bytes(runs),
+            "rows": _rows(weft),
         },
+        cores=psutil.cpu_count(),
         constants={"window": WINDOW, "negatives": NEGATIVES, "tolerance": f"{TOLERANCE:.0e}"},
         columns=COLUMNS,
-        colours=COLOURS,
+        computing=COMPUTING,
+        colours={way: (light, pictures.ON_DARK[light]) for way, light in COLOURS.items()},
         ms=ms,
         number=number,
         command=shlex.join(["weft", *sys.argv[1:]]),
@@ -75,27 +97,26 @@ def write_report(
     )
 
 
-def _picture(draw: Callable[[Axes], None], width: float = 5.4) -> str:
-    """Draw on one pair of axes; the picture as a URL that holds it."""
+def _losses(runs: Sequence[Run]) -> Markup:
+    """The losses against time, as an SVG element."""
 
-    def whole(figure: Figure) -> None:
-        draw(axes := figure.subplots())
+    def draw(figure: Figure) -> None:
+        figure.patch.set_visible(False)  # the card is its paper
+        axes = figure.subplots()
+        for order, run in enumerate(runs):
+            seconds, losses = run.values("clock"), _smooth(run.values("loss"))
+            name, over = f"{run.name}, {seconds[-1]:.0f} s", 4 - order / 10  # weft's lies on top
+            axes.plot(seconds, losses, color=COLOURS[run.way], label=name, zorder=over)
+            axes.plot(seconds[-1], losses[-1], "o", color=COLOURS[run.way], zorder=over)
+        axes.set_xlim(left=0)
+        axes.set(xlabel="seconds of training", ylabel="loss (mean of ten steps)")
         handles, names = axes.get_legend_handles_labels()
         figure.legend(handles, names, loc="outside upper left", ncols=3, fontsize=8)
 
     file = io.BytesIO()
-    pictures.write(file, "svg", width, 3.4, whole)
-    return f"data:image/svg+xml;base64,{base64.b64encode(file.getvalue()).decode()}"
-
-
-def _losses(axes: Axes, runs: Sequence[Run]) -> None:
-    for order, run in enumerate(runs):
-        seconds, losses = run.values("clock"), _smooth(run.values("loss"))
-        name, over = f"{run.name}, {seconds[-1]:.0f} s", 4 - order / 10  # weft's lies on top
-        axes.plot(seconds, losses, color=COLOURS[run.way], label=name, zorder=over)
-        axes.plot(seconds[-1], losses[-1], "o", color=COLOURS[run.way], zorder=over)
-    axes.set_xlim(left=0)
-    axes.set(xlabel="seconds of training", ylabel="loss (mean of ten steps)")
+    pictures.write(file, "svg", 9.6, 3.4, draw)
+    svg = file.getvalue().decode()
+    return Markup(svg[svg.index("<svg") :])  # matplotlib has escaped what others wrote
 
 
 def _smooth(values: Floats, width: int = 10) -> Floats:
@@ -104,43 +125,47 @@ def _smooth(values: Floats, width: int = 10) -> Floats:
     return sums / np.minimum(np.arange(len(values)) + 1, width)
 
 
-def _parts(axes: Axes, runs: Sequence[Run]) -> None:
-    places, left = np.arange(len(runs))[::-1], np.zeros(len(runs))
-    for part, colour in zip(PARTS, _OF_PARTS, strict=True):
-        widths = np.array([run.typical(part) * 1e3 for run in runs])
-        axes.barh(places, widths, 0.56, left=left, color=colour, label=part)
-        left += widths
-    for place, end, run in zip(places, left, runs, strict=True):
-        words = f"  {ms(run.typical('seconds'))}, {run.share:.0%} for sums"
-        axes.text(end, place, words, va="center")
-    axes.set_xlim(0, left.max() * 1.5)
-    axes.set_yticks(places, [run.name for run in runs])
-    axes.grid(False, axis="y")
-    axes.set_xlabel("milliseconds of a step")
+def _parts(run: Run) -> Bar:
+    """Where a step's time goes."""
+    pieces = []
+    for part in PARTS:
+        kind = "computing" if part in COMPUTING else "summing"
+        pieces.append((f"{part}, {ms(run.typical(part))}", run.typical(part), kind))
+    words = f"{ms(run.typical('seconds'))}, {run.share:.0%} for sums"
+    return Bar(run.name, tuple(pieces), words)
 
 
-def _bytes(axes: Axes, runs: Sequence[Run]) -> None:
-    for run, width in zip(runs, (4, 2.5, 1.5), strict=False):
-        name = run.name + ("" if run.way == "weft" else ", computed")
-        # the first line is wide, so that none hides another
-        _line(axes, run.sent / 2**20, color=COLOURS[run.way], linewidth=width, label=name)
-    bound = runs[0].values("bound_bytes") / 2**20
-    _line(axes, bound, color="#14181f", linestyle="--", linewidth=1.2, label="least")
-    axes.set(xlabel="step", ylabel="MiB sent by a rank")
-    if bound.any():  # one rank alone sends nothing, which a logarithm cannot show
-        axes.set_yscale("log")
-        pictures.logarithmic(axes.yaxis)
-        axes.set_ylabel("MiB sent by a rank, logarithmic")
-        axes.margins(y=0.1)  # no line along the edge
+def _alone(runs: Sequence[Run]) -> list[Bar]:
+    """Times of the sums, as far as they were measured."""
+    found = []
+    for run in runs:
+        if run.sums_alone is not None:
+            piece = (run.name, run.sums_alone, run.way)
+            found.append(Bar(run.name, (piece,), ms(run.sums_alone)))
+    return found
 
 
-def _rows(axes: Axes, weft: Run) -> None:
-    for name, label, colour in _OF_ROWS:
-        _line(axes, weft.values(name), color=colour, label=label)
-    axes.set_ylim(bottom=0)
-    axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
-    axes.set(xlabel="step", ylabel="distinct rows, both tables")
+def _bytes(runs: Sequence[Run]) -> list[Bar]:
+    """What a rank sends in a step, beside the least that it can be."""
+    found = []
+    for run in runs:
+        sent = float(np.median(run.sent))
+        counted = "counted" if run.way == "weft" else "computed"
+        found.append(Bar(run.name, ((run.name, sent, run.way),), f"{mib(sent)}, {counted}"))
+    least = float(np.median(runs[0].values("bound_bytes")))
+    if least:  # one rank alone sends nothing
+        found.append(Bar("the least", (("the least", least, "least"),), mib(least)))
+    return found
 
 
-def _line(axes: Axes, values: Floats, **style: Any) -> None:
-    axes.plot(range(1, len(values) + 1), values, **style)
+def _rows(weft: Run) -> list[Bar]:
+    """Distinct rows of both tables in a step."""
+    found = []
+    for name, words in (
+        ("rows", "one rank has"),
+        ("total", "all ranks together"),
+        ("union", "the sum has"),
+    ):
+        count = float(np.median(weft.values(name)))
+        found.append(Bar(words, ((words, count, "least"),), f"{count:,.0f}"))
+    return found

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import random
 import resource
 import sys
 import time
@@ -21,7 +22,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -49,6 +50,7 @@ _LEARNING_RATE = 0.1
 _EPS = 1e-8
 _TURN = 10  # steps that a way trains before it is the next one's turn
 _MEMORY_STEPS = 8  # by then every buffer is there
+_UNTIMED, _ALONE = 2, 12  # sums that are made alone: first untimed ones, then timed ones
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +117,11 @@ class SkipGram(nn.Module):
         self.word = nn.Embedding(vocabulary, dim, sparse=True, _weight=first)
         self.context = nn.Embedding(vocabulary, dim, sparse=True, _weight=zeros)
 
+    @property
+    def tables(self) -> list[Tensor]:
+        """Both, in the order in which their gradients come."""
+        return [self.context.weight, self.word.weight]
+
     def forward(self, words: Tensor, others: Tensor) -> Tensor:
         """The loss, summed over a word's true and random contexts, mean over the words."""
         scores = torch.bmm(self.context(others), self.word(words).unsqueeze(2)).squeeze(2)
@@ -128,17 +135,11 @@ def training(
     job: Job, way: str, wire: Wire, kept: Path | None = None
 ) -> Iterator[tuple[str, list[float]]]:
     """One way's training on one rank: for each step what weft chose in it, and its `FIGURES`."""
-    tokens = np.load(job.folder / "tokens.npy", mmap_mode="r")
-    noise = np.load(job.folder / "noise.npy", mmap_mode="r")
-    part = np.array_split(tokens, wire.size)[wire.rank]
-    draw = partial(batch, part, noise, job.batch, job.seed, wire.rank)
+    draw = _batches(job, wire)
     model = SkipGram(job.vocabulary, job.dim, seed=job.seed, kept=kept)
-    tables = [model.context.weight, model.word.weight]
-    # the sums of both tables are under way at once: torch's own gloo would corrupt memory
-    plain = dist.new_group(backend=gloo_of_one_thread()) if way == "torch" else None
+    tables = model.tables
+    start = _starter(way, wire, tables)
     updates = [torch.optim.Adagrad([one], lr=_LEARNING_RATE, eps=_EPS) for one in tables]
-    # kept from step to step: fresh pages would make this way slower
-    buffers = {one: torch.zeros_like(one) for one in tables if way == "dense"}
     sums: dict[Tensor, _Sum] = {}  # under way
     spent: dict[str, float] = {}
 
@@ -150,9 +151,8 @@ def training(
 
     def hand_over(table: Tensor) -> None:
         """Runs in the backward pass, as soon as the gradient of one table is there."""
-        assert table.grad is not None
         with timed("start sums"):
-            sums[table] = _started(table.grad, way, wire, plain, buffers.get(table))
+            sums[table] = start(table)
 
     for table in tables:
         table.register_post_accumulate_grad_hook(hand_over)  # type: ignore[no-untyped-call]  # torch has no types here
@@ -183,6 +183,14 @@ def training(
         yield algorithm, [figures[name] for name in FIGURES]
 
 
+def _batches(job: Job, wire: Wire) -> Callable[[int], tuple[Tensor, Tensor]]:
+    """What draws this rank's batch of a step."""
+    tokens = np.load(job.folder / "tokens.npy", mmap_mode="r")
+    noise = np.load(job.folder / "noise.npy", mmap_mode="r")
+    part = np.array_split(tokens, wire.size)[wire.rank]
+    return partial(batch, part, noise, job.batch, job.seed, wire.rank)
+
+
 class _Sum(NamedTuple):
     """A sum under way: what waits for the mean over the ranks, and for what weft noted."""
 
@@ -190,24 +198,64 @@ class _Sum(NamedTuple):
     record: Callable[[], Any]
 
 
-def _started(gradient: Tensor, way: str, wire: Wire, plain: Any, buffer: Tensor | None) -> _Sum:
-    if way == "weft":
-        work = weft.sparse_all_reduce(gradient, op="avg", async_op=True)
+def _starter(way: str, wire: Wire, tables: list[Tensor]) -> Callable[[Tensor], _Sum]:
+    """What starts the sum of a table's gradient, by one way; collective."""
+    # the sums of both tables are under way at once: torch's own gloo would corrupt memory
+    plain = dist.new_group(backend=gloo_of_one_thread()) if way == "torch" else None
+    # kept from step to step: fresh pages would make this way slower
+    buffers = {table: torch.zeros_like(table) for table in tables if way == "dense"}
+
+    def by_weft(table: Tensor) -> _Sum:
+        work = weft.sparse_all_reduce(table.grad, op="avg", async_op=True)
         # calls take turns, so what runs next in the queue finds the record of this one
         return _Sum(work.wait, wire.worker.submit("record", weft.sparse.last_call).wait)
-    if buffer is not None:
-        gradient = buffer.zero_().index_add_(0, gradient._indices()[0], gradient._values())
-    pending = dist.all_reduce(gradient, group=plain, async_op=True)
 
-    def mean() -> Tensor:
-        pending.wait()
-        return gradient.div_(wire.size)
+    def by_torch(table: Tensor) -> _Sum:
+        gradient = table.grad
+        assert gradient is not None
+        if way == "dense":
+            rows, values = gradient._indices()[0], gradient._values()
+            gradient = buffers[table].zero_().index_add_(0, rows, values)
+        pending = dist.all_reduce(gradient, group=plain, async_op=True)
 
-    return _Sum(mean, lambda: None)
+        def mean() -> Tensor:
+            pending.wait()
+            return gradient.div_(wire.size)
+
+        return _Sum(mean, lambda: None)
+
+    return by_weft if way == "weft" else by_torch
 
 
-def train(job: Job) -> None:
-    """Train all ways as one rank of the group in the environment.
+def sums_alone(job: Job, wire: Wire) -> dict[str, list[float]]:
+    """Seconds of each way's sums on this rank, of some steps, while nothing else is done.
+
+    All ranks begin at once, both sums are started, and waited for: in training, the sums of a step
+    also share the cores with what is computed, and wait for ranks that compute longer.
+    """
+    draw = _batches(job, wire)
+    model = SkipGram(job.vocabulary, job.dim, seed=job.seed, kept=None)
+    starts = {way: _starter(way, wire, model.tables) for way in job.ways}
+    seconds: dict[str, list[float]] = {way: [] for way in job.ways}
+    for number in range(-_UNTIMED, _ALONE):
+        model.zero_grad()
+        model(*draw(number + _UNTIMED)).backward()
+        gradients = [cast(Tensor, table.grad) for table in model.tables]
+        # in an order that is the same on all ranks
+        for way in random.Random(number).sample(job.ways, len(job.ways)):
+            for table, gradient in zip(model.tables, gradients, strict=True):
+                table.grad = gradient.clone()  # PyTorch's ways change what they are given
+            weft.barrier()
+            began = time.perf_counter()
+            for one in [starts[way](table) for table in model.tables]:
+                one.wait()
+            if number >= 0:
+                seconds[way].append(time.perf_counter() - began)
+    return seconds
+
+
+def train(job: Job) -> dict[str, list[float]]:
+    """Train all ways as one rank of the group in the environment; returns `sums_alone`.
 
     The ways take turns of some steps, so that whatever else the machine does meets them alike.
     After each turn rank 0 sends `(way, algorithms, figures)` to the launcher, means over the ranks.
@@ -227,6 +275,7 @@ def train(job: Job) -> None:
             late = torch.tensor(job.limit is not None and time.monotonic() - began > job.limit)
             if weft.all_reduce(late.int(), "max"):  # they must stop at the same step
                 break
+        return sums_alone(job, wire)
 
 
 def measure_memory(job: Job, way: str) -> tuple[int, int]:
