@@ -18,7 +18,6 @@ import email
 import shutil
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -83,14 +82,6 @@ class Training:
         found = torch.stack(losses)
         return weft.all_reduce(found, "avg", group=self.mesh) if ranks > 1 else found
 
-    def state(self) -> dict[str, Any]:
-        """What a checkpoint has: of the table each rank's rows, and what Adagrad keeps of them."""
-        kept = {}
-        for name, parameter in self.model.named_parameters():
-            one = self.optimizer.state[parameter]["sum"]
-            kept[name] = self.table.as_dtensor(one) if parameter is self.table.weight else one
-        return {"model": self.model.state_dict(), "optimizer": kept}
-
 
 def compare(wire: weft.Wire, folder: Path) -> None:
     tokens = text()
@@ -101,14 +92,14 @@ def compare(wire: weft.Wire, folder: Path) -> None:
 
     cut = Training(words, "cut", world)
     before = cut.train(tokens, 0, SAVED)
-    dcp.save(cut.state(), checkpoint_id=folder)
+    dcp.save(weft.nn.sharded_state(cut.model, cut.optimizer), checkpoint_id=folder)
     found = {"cut": torch.cat([before, cut.train(tokens, SAVED, STEPS)])}
     found["replicated"] = Training(words, "replicated", world).train(tokens, 0, STEPS)
     if half.get_coordinate() is not None:
         fewer = Training(words, "cut", half)
-        state = fewer.state()
+        state = weft.nn.sharded_state(fewer.model, fewer.optimizer)
         dcp.load(state, checkpoint_id=folder, process_group=half.get_group())
-        fewer.model.load_state_dict(state["model"])
+        weft.nn.load_sharded_state(fewer.model, fewer.optimizer, state)
         found["resumed"] = torch.cat([before, fewer.train(tokens, SAVED, STEPS)])
 
     for way, losses in found.items():

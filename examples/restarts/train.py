@@ -73,16 +73,8 @@ class Training:
 
     def state(self) -> dict[str, Any]:
         """What `torch.distributed.checkpoint` writes, and fills in place."""
-        kept = {}
-        for name, parameter in self.model.named_parameters():
-            one = self.optimizer.state[parameter]["sum"]
-            kept[name] = self.table.as_dtensor(one) if parameter is self.table.weight else one
-        return {
-            "model": self.model.state_dict(),
-            "optimizer": kept,
-            "losses": self.losses,
-            "step": self.step,
-        }
+        state = weft.nn.sharded_state(self.model, self.optimizer)
+        return state | {"losses": self.losses, "step": self.step}
 
     def save(self, folder: Path, wire: weft.Wire) -> None:
         begun = folder / "begun"
@@ -97,7 +89,7 @@ class Training:
         last = max(folder.glob("step-*"))
         state = self.state()
         dcp.load(state, checkpoint_id=last)
-        self.model.load_state_dict(state["model"])
+        weft.nn.load_sharded_state(self.model, self.optimizer, state)
         self.unsent.load_state_dict(torch.load(last / f"unsent-{wire.rank}.pt"))
 
 

@@ -12,21 +12,15 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.distributed.tensor import DTensor, distribute_module
+from torch.distributed.tensor import distribute_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.prune import random_unstructured
 from torch.utils.checkpoint import checkpoint
 
 import weft
-from weft import sharded
+from weft.sharded import tables as sharded_tables
 from weft.testing import processes, run
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # torch's own, of Adagrad
@@ -165,14 +159,14 @@ def test_clipping_takes_the_norm_of_all_ranks_rows(ranks, p):
 @pytest.mark.parametrize("on", ["threads", "device"])
 def test_many_tables_take_the_exchanges_of_one_and_each_row_once(on, monkeypatch):
     sent = []  # numbers that rank 0 sends, by exchange
-    real = sharded.applied
+    real = sharded_tables.applied
 
     def spy(scatter, tensors):
         if scatter.wire.rank == 0:
             sent.append([each.numel() for each in tensors])
         return real(scatter, tensors)
 
-    monkeypatch.setattr(sharded, "applied", spy)
+    monkeypatch.setattr(sharded_tables, "applied", spy)
     ids, offsets = torch.tensor([[8, 1, 1], [8, 8, 0]]), torch.tensor([0, 2])
 
     def program(wire):
@@ -327,23 +321,6 @@ def test_the_large_tables_of_a_model_are_cut():
     run(2, program)
 
 
-def state(model, optimizer):
-    """As the documentation has it."""
-    kept = get_optimizer_state_dict(model, optimizer)
-    for name, part in model.named_modules():
-        if isinstance(part, sharded.ShardedTable):
-            own = kept["state"][f"{name}.weight"]
-            own |= {key: part.as_dtensor(each) for key, each in own.items() if each.dim()}
-    return {"model": get_model_state_dict(model), "optimizer": kept}
-
-
-def load(model, optimizer, state):
-    set_model_state_dict(model, state["model"])
-    set_optimizer_state_dict(model, optimizer, state["optimizer"])
-    for kept in optimizer.state.values():
-        kept |= {k: v.to_local() for k, v in kept.items() if isinstance(v, DTensor)}
-
-
 def train(folder, first, steps, cut=True, fsdp=False):
     """Losses of some steps, from a checkpoint where they are not the first; and the table."""
     with weft.init():  # whose group outlives the model
@@ -356,7 +333,7 @@ def _train(folder, first, steps, cut, fsdp):
     if cut:
         weft.nn.shard_embeddings(model, min_rows=9)
     if fsdp:
-        tables = (each for each in model.modules() if isinstance(each, sharded.ShardedTable))
+        tables = (each for each in model.modules() if isinstance(each, sharded_tables.ShardedTable))
         shards = {each.weight for each in tables}
         trained = fully_shard(model, ignored_params=shards)
     else:
@@ -364,9 +341,9 @@ def _train(folder, first, steps, cut, fsdp):
     update = torch.optim.Adagrad(model.parameters(), lr=0.1)
 
     if first:
-        loaded = state(model, update)
+        loaded = weft.nn.sharded_state(model, update)
         dcp.load(loaded, checkpoint_id=folder)
-        load(model, update, loaded)
+        weft.nn.load_sharded_state(model, update, loaded)
     losses = []
     for step in range(first, first + steps):
         ids = torch.randint(10, (8, 2), generator=torch.Generator().manual_seed(step))
@@ -376,7 +353,7 @@ def _train(folder, first, steps, cut, fsdp):
         update.step()
         losses.append(weft.all_reduce(loss.detach(), "avg").item())
     if folder and not first:
-        dcp.save(state(model, update), checkpoint_id=folder)
+        dcp.save(weft.nn.sharded_state(model, update), checkpoint_id=folder)
     return losses, model.table.to_dense() if cut else model.table.weight.detach()
 
 

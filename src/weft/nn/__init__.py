@@ -22,7 +22,14 @@ from .scatter import Gather, Scatter
 from .zero_volume import ZeroVolumeCorrector, zero_volume_tensor
 
 if _typing.TYPE_CHECKING:
-    from ..sharded import ShardedEmbedding, ShardedEmbeddingBag, shard_embeddings, sharded_lookup
+    from ..sharded import (
+        ShardedEmbedding,
+        ShardedEmbeddingBag,
+        load_sharded_state,
+        shard_embeddings,
+        sharded_lookup,
+        sharded_state,
+    )
 
 __all__ = [
     "AllGather",
@@ -42,8 +49,10 @@ __all__ = [
     "ZeroVolumeCorrector",
     "from_dtensor",
     "functional",
+    "load_sharded_state",
     "shard_embeddings",
     "sharded_lookup",
+    "sharded_state",
     "to_dtensor",
     "zero_volume_tensor",
 ]

@@ -16,9 +16,6 @@ output from the rows that a rank received (`functional.embedding`, `functional.e
 Source: row-wise parallelism in Mudigere et al., "Software-Hardware Co-design for Fast and Scalable
 Training of Deep Learning Recommendation Models" (ISCA'22). There the owners add up the rows of each
 bag that they hold and send these partial sums (a reduce-scatter); here they send the rows.
-
-Users find the public names in `weft.nn`. The code is here, because it imports `weft.comm`, which
-`weft.nn` may not import.
 """
 
 from __future__ import annotations
@@ -36,19 +33,19 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
-from . import kernels
-from ._torch import profiled
-from .agree import summed_up
-from .comm.all_to_all import Scatter
-from .comm.differentiable import applied
-from .comm.named import Cut
-from .comm.staging import unsendable
-from .errors import WeftError, entry
-from .kernels.ops import OPS
-from .nn.mesh import as_shard
-from .nn.partition import Partition
-from .wire import default
-from .wire.base import Wire
+from .. import kernels
+from .._torch import profiled
+from ..agree import summed_up
+from ..comm.all_to_all import Scatter
+from ..comm.differentiable import applied
+from ..comm.named import Cut
+from ..comm.staging import unsendable
+from ..errors import WeftError, entry
+from ..kernels.ops import OPS
+from ..nn.mesh import as_shard
+from ..nn.partition import Partition
+from ..wire import default
+from ..wire.base import Wire
 
 _NAME = "sharded_lookup"
 _SPELLED = 500  # characters of a fingerprint that tell what tables there are; above, a digest

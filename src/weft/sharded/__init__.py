@@ -1,0 +1,24 @@
+"""Embedding tables that are cut by rows over the ranks of a group, and their checkpoints.
+
+Users find the public names in `weft.nn`. The code is here, because it imports `weft.comm`, which
+`weft.nn` may not import.
+"""
+
+from .checkpoints import load_sharded_state, sharded_state
+from .tables import (
+    ShardedEmbedding,
+    ShardedEmbeddingBag,
+    ShardedTable,
+    shard_embeddings,
+    sharded_lookup,
+)
+
+__all__ = [
+    "ShardedEmbedding",
+    "ShardedEmbeddingBag",
+    "ShardedTable",
+    "load_sharded_state",
+    "shard_embeddings",
+    "sharded_lookup",
+    "sharded_state",
+]

@@ -1,0 +1,203 @@
+"""Checkpoints of sharded tables and of what optimizers keep: training goes on as if never saved."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+import weft
+from weft.testing import processes
+
+pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # torch's own, of Adagrad
+
+ROWS = (7, 5)  # of 4 ranks the last has one row, or none
+
+
+class Model(nn.Module):
+    """A table that is cut, a sparse one that is not, and a dense part."""
+
+    def __init__(self, rows):
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.EmbeddingBag(rows, 3, mode="sum", sparse=True)
+        self.small = nn.Embedding(2, 3, sparse=True)
+        self.out = nn.Linear(3, 1)
+
+    def forward(self, ids):
+        return self.out(self.table(ids) + self.small(ids[:, 0] % 2))
+
+
+def of_tables(model):
+    return [model.table.weight, model.small.weight]
+
+
+OPTIMIZERS = {
+    "adagrad": lambda model: torch.optim.Adagrad(model.parameters(), lr=0.1),
+    "sparse adam and adamw": lambda model: [
+        torch.optim.SparseAdam(of_tables(model), lr=0.1),
+        torch.optim.AdamW(model.out.parameters(), lr=torch.tensor(0.1)),
+    ],
+    "momentum": lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5),
+    "sparse adam and sgd": lambda model: [
+        torch.optim.SGD(model.out.parameters(), lr=0.1),
+        torch.optim.SparseAdam(of_tables(model), lr=0.1),
+    ],
+    "sgd": lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+}
+
+
+def made(rows, kind, group=None):
+    model = Model(rows)
+    weft.nn.shard_embeddings(model, min_rows=rows, group=group)
+    updates = OPTIMIZERS[kind](model)
+    return model, updates
+
+
+def as_list(updates):
+    return updates if isinstance(updates, list) else [updates]
+
+
+def train(model, updates, steps, group=None):
+    """Losses of some steps, over the same words on any number of ranks."""
+    losses = []
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    for step in steps:
+        generator = torch.Generator().manual_seed(step)
+        ids = torch.randint(model.table.num_embeddings, (12, 2), generator=generator)
+        loss = model(ids.tensor_split(size)[rank]).square().sum() * size / len(ids)
+        for update in as_list(updates):
+            update.zero_grad()
+        loss.backward()
+        weft.sync_grads(model, group=group)
+        for update in as_list(updates):
+            update.step()
+        losses.append(weft.all_reduce(loss.detach(), "avg", group).item())
+    return losses
+
+
+def go_on_with_other_numbers_of_ranks(folder):
+    """Saved by all ranks, loaded by some of them."""
+    with weft.init() as wire:
+        groups = {size: dist.new_group(range(size)) for size in (2, 3, 4)}
+        for rows, kind in itertools.product(ROWS, OPTIMIZERS):
+            place = f"{folder}/{rows} {kind}"
+            model, updates = made(rows, kind, groups[4])
+            losses = train(model, updates, range(3))
+            dcp.save(weft.nn.sharded_state(model, updates), checkpoint_id=place)
+            losses += train(model, updates, range(3, 6))  # as if it had not been saved
+            table = model.table.to_dense()
+            for size, group in groups.items():
+                if wire.rank < size:
+                    load_and_go_on(place, rows, kind, group, losses[3:], table)
+            weft.barrier()
+
+
+def load_and_go_on(place, rows, kind, group, losses, table):
+    model, updates = made(rows, kind, group)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    state = weft.nn.sharded_state(model, updates)
+    dcp.load(state, checkpoint_id=place, process_group=group)
+    weft.nn.load_sharded_state(model, updates, state)
+    assert train(model, updates, range(3, 6), group) == pytest.approx(losses, rel=1e-5)
+    torch.testing.assert_close(model.table.to_dense(), table)
+
+
+def test_a_checkpoint_is_loaded_by_any_number_of_ranks(tmp_path):
+    processes(4, go_on_with_other_numbers_of_ranks, tmp_path)
+
+
+def leave_alone():
+    """What is asked of new optimizers, and under a wrapper, changes neither them nor gradients."""
+    model, updates = made(7, "sparse adam and adamw")
+    wrapped = DistributedDataParallel(model)
+    wrapped(torch.tensor([[dist.get_rank(), 6]])).sum().backward()
+    before = [(each.grad, each.detach().clone()) for each in model.parameters()]
+    rates = [group["lr"] for update in updates for group in update.param_groups]
+    state = weft.nn.sharded_state(wrapped, updates)
+    for parameter, (gradient, value) in zip(model.parameters(), before, strict=True):
+        assert parameter.grad is gradient and torch.equal(parameter, value)
+    assert not any(update.state for update in updates)
+    after = [group["lr"] for update in updates for group in update.param_groups]
+    assert all(one is other for one, other in zip(rates, after, strict=True))
+    kept = state["optimizer"]["state"]
+    assert sorted(kept) == sorted(state["model"])
+    table = kept["table.weight"]
+    assert isinstance(table["exp_avg"], DTensor) and table["exp_avg"].shape == (7, 3)
+    assert table["step"] == 0 and kept["out.bias"]["step"] == 0
+    assert not isinstance(kept["small.weight"]["exp_avg"], DTensor)
+    updates[0].step()
+    table = weft.nn.sharded_state(wrapped, updates)["optimizer"]["state"]["table.weight"]
+    held = updates[0].state[model.table.weight]["exp_avg"]
+    assert table["exp_avg"].to_local().data_ptr() == held.data_ptr()
+
+
+def momentum():
+    model, update = made(7, "momentum")
+    train(model, update, range(2))
+    state = weft.nn.sharded_state(model, update)
+    weft.nn.load_sharded_state(model, update, state)
+    for weight in of_tables(model):
+        assert update.state[weight]["momentum_buffer"].is_sparse
+    assert not state["optimizer"]["state"]["small.weight"]["momentum_buffer"].is_sparse
+
+
+def from_whole():
+    """State of one process, whose tables were whole."""
+    whole = Model(7)
+    updates = OPTIMIZERS["sparse adam and adamw"](whole)
+    train(whole, updates, range(2))  # with gradients of all ranks: the same everywhere
+    kept = copy.deepcopy(get_optimizer_state_dict(whole, updates))
+    state = {"model": get_model_state_dict(whole), "optimizer": kept}
+    model, others = made(7, "sparse adam and adamw")
+    weft.nn.load_sharded_state(model, others, state)
+    losses = train(model, others, range(2, 4))
+    assert losses == pytest.approx(train(whole, updates, range(2, 4)), rel=1e-5)
+    torch.testing.assert_close(model.table.to_dense(), whole.table.weight.detach())
+
+
+def on_two_ranks():
+    with weft.init():
+        leave_alone()
+        momentum()
+        from_whole()
+
+
+def test_new_optimizers_sparse_momenta_and_whole_tables():
+    processes(2, on_two_ranks)
+
+
+def test_what_is_wrong_is_said():
+    with weft.init():
+        model, update = made(7, "adagrad")
+        state = weft.nn.sharded_state(model, update)
+        for given, text in (
+            ((None, update), "model is a NoneType: pass a torch.nn.Module"),
+            ((model, None), "optimizers has a NoneType: pass a torch.optim.Optimizer"),
+            ((model, [update, model]), "optimizers has a Model: pass"),
+        ):
+            with pytest.raises(weft.WeftError, match=text):
+                weft.nn.sharded_state(*given)
+            with pytest.raises(weft.WeftError, match=text):
+                weft.nn.load_sharded_state(*given, state)
+        with pytest.raises(weft.WeftError, match=r"state has \['model'\]: pass what sharded_state"):
+            weft.nn.load_sharded_state(model, update, {"model": state["model"]})
+        with pytest.raises(weft.WeftError, match="state has NoneType"):
+            weft.nn.load_sharded_state(model, update, None)
+        other, adam = made(7, "sparse adam and adamw")
+        with pytest.raises(weft.WeftError, match="their groups of parameters differ"):
+            weft.nn.load_sharded_state(other, adam, state)
+        del state["optimizer"]["state"]["table.weight"]
+        with pytest.raises(weft.WeftError, match=r"has nothing of 'table.weight', of which"):
+            weft.nn.load_sharded_state(model, update, state)
+        assert not any(each.state for each in adam)
