@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from .. import _torch
-from ..wire.interface import gloo_interfaces
+from ..wire.tcp.address import gloo_interfaces
 from .group import PythonGroup
 from .space import unused
 

@@ -27,7 +27,7 @@ from ..wire import default, process_group
 from ..wire.base import Wire, end_with, is_duration
 from ..wire.failure import last_error
 from ..wire.failure import watch as slow
-from ..wire.interface import (
+from ..wire.tcp.address import (
     GLOO,
     gloo_interfaces,
     interface_of,

@@ -31,8 +31,8 @@ import torch.distributed as dist
 from ..errors import WeftError, WireError
 from ..wire.base import differing, names
 from ..wire.hosts import here
-from ..wire.interface import is_loopback, own_address
 from ..wire.store import has, pauses
+from ..wire.tcp.address import is_loopback, own_address
 from . import backends, rendezvous
 from .launchers import Launch
 from .rendezvous import Place, Rendezvous

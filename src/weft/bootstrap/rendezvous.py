@@ -40,8 +40,15 @@ import torch.distributed as dist
 from .._torch import keep
 from ..errors import WeftError, WireError
 from ..wire import mpi
-from ..wire.interface import VARIABLES, free_address, interfaces, is_here, is_loopback, own_address
 from ..wire.store import Late, pauses
+from ..wire.tcp.address import (
+    VARIABLES,
+    free_address,
+    interfaces,
+    is_here,
+    is_loopback,
+    own_address,
+)
 from .launchers import Launch
 
 LOOPBACK = "127.0.0.1"

@@ -10,6 +10,7 @@ What an algorithm refuses by `applies` is left out, since the call raises on eve
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -27,6 +28,7 @@ from ..rows import Rows
 from ..sparse import ALGORITHMS, Algorithm, Cost, Link, Load, last_call
 from ..sparse.link import set_link
 from ..wire.base import Wire
+from .clauses import Outcome, raise_if_broken, title_of, tried
 from .oracle import expected
 from .spmd import run
 
@@ -45,24 +47,6 @@ _TOLERANCE = 0.25  # of what `cost` says: it does not know who shares rows with 
 _UNEVEN = 1.5  # how many times as much as `cost` says the busiest rank may do
 
 Op = str | Callable[[Tensor, Tensor], Tensor]
-
-
-class Outcome(NamedTuple):
-    """What a clause found.
-
-    Attributes:
-        number: of the clause, from 1.
-        title: what it demands.
-        error: what is wrong, or "".
-    """
-
-    number: int
-    title: str
-    error: str
-
-    def __str__(self) -> str:
-        verdict = "ok" if not self.error else f"FAILED: {self.error}"
-        return f"{self.number:2}  {self.title}  {verdict}"
 
 
 @dataclass(frozen=True)
@@ -101,8 +85,7 @@ _CLAUSES: list[tuple[str, _Body]] = []
 
 def _clause(body: _Body) -> _Body:
     """Register a clause; the first line of its docstring is its title."""
-    assert body.__doc__ is not None
-    _CLAUSES.append((body.__doc__.splitlines()[0].rstrip("."), body))
+    _CLAUSES.append((title_of(body), body))
     return body
 
 
@@ -143,16 +126,11 @@ def check_algorithm(
     trial = _Trial(_name_of(algorithm), tuple(sizes))
     asked = set(clauses)
     outcomes = [
-        _outcome(number, title, body, trial)
+        tried(number, title, functools.partial(body, trial))
         for number, (title, body) in enumerate(_CLAUSES, 1)
         if not asked or number in asked
     ]
-    failed = [str(outcome) for outcome in outcomes if outcome.error]
-    if failed:
-        lines = "\n".join(failed)
-        raise AssertionError(
-            f"algorithm {trial.name!r} breaks {len(failed)} of {len(outcomes)} clauses:\n{lines}"
-        )
+    raise_if_broken(f"algorithm {trial.name!r}", outcomes)
     return outcomes
 
 
@@ -161,17 +139,6 @@ def _name_of(algorithm: str | Callable[..., Any]) -> str:
         if algorithm in (name, found.run):
             return name
     raise WeftError(f"algorithm {algorithm!r} is not registered: decorate it with weft.algorithm")
-
-
-def _outcome(number: int, title: str, body: _Body, trial: _Trial) -> Outcome:
-    error = ""
-    try:
-        body(trial)
-    except Exception as failure:  # whatever an algorithm raises, other clauses are tried
-        notes = "".join(f" ({note})" for note in getattr(failure, "__notes__", ()))
-        kind = "" if isinstance(failure, AssertionError) else f"{type(failure).__name__}: "
-        error = f"{kind}{failure}{notes}"
-    return Outcome(number, title, error)
 
 
 # Rows and results ------------------------------------------------------------------------------

@@ -1,208 +1,237 @@
-"""The address at which this rank's peers reach it.
+"""The seam: how bytes get from rank to rank. For a network of your own, write `Wire` and `Pending`.
 
-It is the address of the route to the store's host, unless `WEFT_INTERFACE`, `SAR_SOCKET_NAME` or,
-as for gloo, `GLOO_SOCKET_IFNAME` names an interface. The variable is a comma list: interface names,
-beginnings of names (`eth` means eth0), or addresses; the first that has an address here is used. A
-list that begins with `^` excludes interfaces (`^docker,veth`). The loopback is used only if the
-store's host is named as the loopback, or if the machine has no other address.
+A wire is one rank's end of one group, for the memory of one kind of device. It moves bytes, and
+says what it saw when it cannot. Who takes part under which name, how long a wait may last, who is
+to blame, and what was counted is the group's business. `weft.testing.check_wire` is the contract:
+each sentence below is a clause of it.
+
+One thread at a time posts and waits. Where any thread may call something, it says so.
 """
 
 from __future__ import annotations
 
-import contextlib
-import ipaddress
-import os
-import socket
-from collections.abc import Iterable, Iterator, Sequence, Set
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal, Protocol, Self, runtime_checkable
 
-import psutil
-import torch.distributed as dist
+import torch
+from torch import Tensor
 
-GLOO = "GLOO_SOCKET_IFNAME"
-VARIABLES = ("WEFT_INTERFACE", "SAR_SOCKET_NAME", GLOO)
+CHANNELS = 1 << 31
+"""Channels are numbers below this one, as the tags of torch are."""
 
-_OUT = "192.0.2.1"  # reserved for documentation (RFC 5737): nobody's, so it leads out
-_LOOPBACK = "127.0.0.1"
+Send = tuple[int, Tensor]
+"""(peer, contiguous tensor on the wire's device, of any dtype). Until the post was waited for the
+tensor does not change, and the wire keeps its storage, whatever becomes of the tensor."""
+
+Recv = tuple[int, Tensor | int]
+"""(peer, contiguous tensor to fill), or (peer, the most bytes that may come), which costs no memory
+for what does not come."""
 
 
 @dataclass(frozen=True, slots=True)
-class Interface:
-    """A network interface of this machine: its name and its numeric addresses, IPv4 first."""
+class LinkFigures:
+    """What a kind of wire takes, as constants, for the choice of algorithms.
 
-    name: str
-    addresses: tuple[str, ...]
-
-
-def interfaces() -> tuple[Interface, ...]:
-    """Those that have an address, in the system's order.
-
-    Example:
-        >>> any("127.0.0.1" in interface.addresses for interface in interfaces())
-        True
+    Attributes:
+        latency: seconds until a small message has come.
+        seconds_a_byte: of a long message.
+        work: seconds of a core for a message.
     """
-    found = psutil.net_if_addrs()  # which knows no order
-    named = [name for _, name in socket.if_nameindex() if name in found]
-    return tuple(Interface(name, each) for name in named if (each := _addresses(found[name])))
+
+    latency: float
+    seconds_a_byte: float
+    work: float
 
 
-def interface_of(address: str) -> str | None:
-    """The name of the interface that has an address, or None."""
-    return next((each.name for each in interfaces() if address in each.addresses), None)
+@dataclass(frozen=True, slots=True)
+class Features:
+    """What a wire has beside `post`. Schedules are chosen by it, so all ranks have the same.
 
-
-def named_for_gloo() -> tuple[str, ...]:
-    """The interfaces that GLOO_SOCKET_IFNAME lists, if gloo would understand the list; else none.
-
-    weft reads more than names of interfaces in that variable: see `own_address`.
+    Attributes:
+        exact: a receive by size is exactly as long as its message (NCCL, an all-to-all).
+        lockstep: messages travel in rounds, see `Wire.post`; the wire is a `Rounds`.
+        streams: `Pending.wait_stream` does not block the host.
+        reduces: (op, dtype) of what `all_reduce` takes; with any, the wire is a `Reducing`.
+        between: the figures of the network between hosts; None: the group measures them.
+        within: the figures between ranks of one host; None: as `between`.
     """
-    there = {name for _, name in socket.if_nameindex()}
-    named = os.environ.get(GLOO, "").split(",")
-    return tuple(named) if there.issuperset(named) else ()
+
+    exact: bool = False
+    lockstep: bool = False
+    streams: bool = False
+    reduces: frozenset[tuple[str, torch.dtype]] = field(default_factory=frozenset)
+    between: LinkFigures | None = None
+    within: LinkFigures | None = None
 
 
-def gloo_interfaces(store: dist.Store) -> tuple[str, ...]:
-    """The interfaces at which gloo should listen; none where they are not known.
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why a wire ended, as this rank saw it: evidence, of which the group makes a verdict.
 
-    By itself gloo takes the address that the host's name means. On many hosts that is 127.0.1.1,
-    which no other host reaches.
-
-    Raises:
-        OSError: as `own_address`.
+    Attributes:
+        kind: "lost": the way to the peer ended; it died, or left, or the link is down. Weak: the
+            peer may have ended because of another.
+            "garbled": the peer sent what no rank may send, or another length than was asked for.
+            "broken": something at this end failed.
+            "stuck": all ranks wait, none with a limit, so nothing will ever come.
+            "aborted": `abort` was called, with this.
+        peer: whom it is about; None where the wire cannot say.
+        text: a clause, such as "the connection to rank 2 was reset".
     """
-    if named := named_for_gloo():
-        return named
-    interface = interface_of(own_address(store))
-    return () if interface is None else (interface,)
+
+    kind: Literal["lost", "garbled", "broken", "stuck", "aborted"]
+    peer: int | None
+    text: str
 
 
-def own_address(store: dist.Store | None = None) -> str:
-    """The numeric host to listen on, for the ranks that meet at this store, or at none yet.
+class WireFailed(ConnectionError):
+    """What every use of a wire raises once it has failed.
 
-    Raises:
-        OSError: an interface is named, and has no address here; or an address, of another machine.
+    Attributes:
+        failure: the wire's, the first one.
     """
-    host, port = _server(store)
-    route = None if host is None else _towards(host, port)
-    for variable in VARIABLES:
-        named = os.environ.get(variable, "").strip()
-        if named.startswith("^"):
-            return _beside(variable, named, host, route)
-        if named:
-            return _of_interfaces(variable, named, route)
-    return free_address(host, route)
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure.text)
+        self.failure = failure
 
 
-def free_address(
-    host: str | None = None, route: str | None = None, never: Set[str] = frozenset()
-) -> str:
-    """The address of the route to the store's host, else another one; none of those in `never`."""
-    meant = host is not None and (host.lower() == "localhost" or is_loopback(host))
-    if route is not None and route not in never and (meant or not is_loopback(route)):
-        return route
-    others = (each for each in _of_machine() if each not in never and _leads_here(each))
-    return next(others, _LOOPBACK)
+class Lease(Protocol):
+    """Memory for a while, the caller's until it is released; a context manager.
+
+    Attributes:
+        tensor: uint8, 1-D, on the wire's device, 64-byte aligned.
+    """
+
+    tensor: Tensor
+
+    def release(self) -> None:
+        """Give it back; any thread. Twice does nothing. On a device the memory is used again when
+        the stream that is current now is through."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, *_: object) -> None: ...
 
 
-def is_here(name: str) -> bool:
-    """Whether a host's name or number is this machine's."""
-    return any(is_own(str(each[0])) for *_, each in _found(name, None, socket.SOCK_STREAM))
+class Pending(Protocol):
+    """The messages of one post. To drop it does not cancel them."""
+
+    def wait(self, timeout: float | None = None) -> list[Tensor]:
+        """Wait on the host until all messages are complete.
+
+        Handlers of signals run within 0.1 s; what one raises leaves here, and changes nothing.
+
+        Args:
+            timeout: seconds; None: no limit.
+
+        Returns:
+            What was received, in the order asked for; again, the same. For a tensor, it, filled
+            exactly. For a size, the bytes that came: uint8, 1-D, 16-byte aligned, to be read only,
+            and until `release()`. All other memory of the post is the caller's again.
+
+        Raises:
+            TimeoutError: not yet. Nothing has changed: wait again, or abort.
+            WireFailed: the wire has failed. From now on nothing writes to the memory of any post of
+                this wire. After an abort this may take a second.
+        """
+
+    def wait_stream(self) -> list[Tensor]:
+        """Have the current stream of the device wait, and not the host.
+
+        The memory is the caller's in the order of that stream. Where `failure()` is not None once
+        the stream is through, what was received is garbage. Without `features.streams` it is
+        `wait()`.
+        """
+
+    def done(self) -> bool:
+        """Whether `wait` would return or raise at once; any thread. It never blocks."""
+
+    def waiting_for(self) -> list[int]:
+        """The peers of messages that are not complete, ascending, for texts; any thread."""
+
+    def release(self) -> None:
+        """Give back what came by size; after a wait. Twice does nothing. Otherwise as
+        `Lease.release`."""
 
 
-def is_own(address: str) -> bool:
-    """Whether it is an address of this machine."""
-    try:
-        family, kind, *_, name = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind) as sock:
-            sock.bind(name)
-    except OSError:
-        return False
-    return True
+@runtime_checkable
+class Wire(Protocol):
+    """One rank's end of a group.
+
+    Attributes:
+        rank: this rank's number.
+        size: how many ranks there are.
+        device: whose tensors it sends and receives.
+        features: what it has beside `post`.
+    """
+
+    rank: int
+    size: int
+    device: torch.device
+    features: Features
+
+    def post(
+        self, sends: Sequence[Send] = (), recvs: Sequence[Recv] = (), channel: int = 0
+    ) -> Pending:
+        """Start receiving and sending; returns at once.
+
+        Peers are other ranks. Messages have any length, also none. The n-th send to a peer on a
+        channel meets the n-th receive from here there, early or late; other pairs and other
+        channels wait for neither. Messages move while nobody waits.
+
+        A send may be complete before its receive is posted, or only then; it never waits for a
+        `release`. A peer that is gone fails the wire when something is awaited of it, and not
+        before: ranks close early.
+
+        With `features.lockstep` the first wait carries all that was posted since the last round, by
+        channel. Every rank (of `among`) posts the other ends of these messages before it waits, and
+        waits, if for nothing.
+
+        Raises:
+            WireFailed: the wire has failed, or is closed.
+        """
+
+    def lease(self, nbytes: int) -> Lease | None:
+        """Memory that is best to send from and to receive into; None: any is as good."""
+
+    def abort(self, failure: Failure) -> None:
+        """Fail with this, unless the wire has failed already: every wait of this rank ends.
+
+        Any thread; returns at once. Peers are not told: the group does that, and does it before.
+        """
+
+    def failure(self) -> Failure | None:
+        """None while the wire is sound, then for ever the first failure; any thread."""
+
+    def close(self) -> None:
+        """Let go of everything; waits end, later uses raise WireFailed. Twice does nothing.
+
+        What was sent and waited for still arrives, which may take up to 5 seconds. In a forked
+        child it closes descriptors and mappings alone, and tells nobody.
+        """
 
 
-def is_loopback(address: str) -> bool:
-    """Whether this is a loopback address; a name is none."""
-    try:
-        return ipaddress.ip_address(address.partition("%")[0]).is_loopback
-    except ValueError:  # a name
-        return False
+@runtime_checkable
+class Reducing(Protocol):
+    """What a wire has beside, whose `features.reduces` is not empty."""
+
+    def all_reduce(self, tensor: Tensor, op: str) -> Pending:
+        """Start reducing over all ranks, in place; the same bits on every rank.
+
+        Args:
+            tensor: contiguous, on the wire's device.
+            op: with the tensor's dtype, one of `features.reduces`.
+        """
 
 
-def _server(store: dist.Store | None) -> tuple[str | None, int]:
-    """Host and port of the store's server, if it has one."""
-    while isinstance(store, dist.PrefixStore):
-        store = store.underlying_store
-    return (store.host, store.port) if isinstance(store, dist.TCPStore) else (None, 0)
+@runtime_checkable
+class Rounds(Protocol):
+    """What a wire has beside, whose `features.lockstep` is set."""
 
+    def among(self, ranks: Sequence[int]) -> Wire:
+        """A wire for rounds of these ranks alone, numbered in the order given.
 
-def _towards(host: str, port: int) -> str | None:
-    """This machine's address on the way to a host; nothing is sent."""
-    for family, kind, _, _, name in _found(host, port, socket.SOCK_DGRAM):
-        with contextlib.suppress(OSError), socket.socket(family, kind) as sock:
-            sock.connect(name)  # fails where there is no route by this family
-            return str(sock.getsockname()[0])
-    return None
-
-
-def _found(host: str, port: int | None, kind: socket.SocketKind) -> list[Any]:
-    try:
-        return list(socket.getaddrinfo(host, port, type=kind))
-    except OSError:
-        return []
-
-
-def _of_machine() -> Iterator[str]:
-    """Addresses by which others may know this machine, the likeliest first."""
-    yield from (name[0] for *_, name in _found(socket.gethostname(), None, socket.SOCK_STREAM))
-    if (out := _towards(_OUT, 9)) is not None:
-        yield out
-    for each in interfaces():
-        yield from each.addresses
-
-
-def _leads_here(address: str) -> bool:
-    """Whether it is an address of this machine, but for the loopback."""
-    return not is_loopback(address) and is_own(address)
-
-
-def _of_interfaces(variable: str, named: str, route: str | None) -> str:
-    """The address of the first named interface that has one; of several, that of the route."""
-    there = interfaces()
-    for name in filter(None, map(str.strip, named.split(","))):
-        try:
-            ipaddress.ip_address(name.partition("%")[0])
-        except ValueError:
-            exact = [each for each in there if each.name == name]
-            for each in exact or [each for each in there if each.name.startswith(name)]:
-                return route if route in each.addresses and route else each.addresses[0]
-        else:
-            if is_own(name):
-                return name
-    raise OSError(
-        f"{variable}={named} names no interface with an address, and no address, of "
-        f"{socket.gethostname()}: there are {_listed(there)}"
-    )
-
-
-def _beside(variable: str, named: str, host: str | None, route: str | None) -> str:
-    """The free choice without the interfaces that a `^` list excludes."""
-    banned = tuple(name for each in named.split(",") if (name := each.strip(" ^")))
-    there = interfaces()
-    beside = [each for each in there if banned and each.name.startswith(banned)]
-    never = {address for each in beside for address in each.addresses}
-    address = free_address(host, route, never)
-    if address in never:
-        raise OSError(f"{variable}={named} leaves no interface: there are {_listed(there)}")
-    return address
-
-
-def _listed(there: Sequence[Interface]) -> str:
-    return ", ".join(f"{each.name} ({each.addresses[0]})" for each in there)
-
-
-def _addresses(found: Iterable[Any]) -> tuple[str, ...]:
-    """Numeric addresses: IPv4, then IPv6, then link-local IPv6 with its scope."""
-    ipv4 = [each.address for each in found if each.family == socket.AF_INET]
-    ipv6 = [each.address for each in found if each.family == socket.AF_INET6]
-    return (*ipv4, *sorted(ipv6, key=lambda address: "%" in address))
+        It sets nothing up: only these ranks call it, and it fails with this wire.
+        """

@@ -32,9 +32,9 @@ from torch import Tensor
 from .. import _torch
 from . import base
 from .base import Recv, as_bytes, memory_of
-from .interface import gloo_interfaces
 from .memory import Pool, fresh
 from .processes import Engine, Lost
+from .tcp.address import gloo_interfaces
 from .tcp.connection import Receive, Send
 
 _MESSAGES, _SIDE = range(2)  # lanes

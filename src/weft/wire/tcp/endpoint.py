@@ -46,8 +46,8 @@ import torch.distributed as dist
 from ...errors import WeftError
 from .. import shm
 from ..hosts import digest_of, host_name
-from ..interface import own_address
 from ..store import AbsentError, told
+from .address import own_address
 from .engine import Engine
 
 _LANES = 2  # for messages, and for the detector

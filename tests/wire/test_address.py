@@ -1,4 +1,4 @@
-"""`weft.wire.interface`: where a rank listens."""
+"""`weft.wire.tcp.address`: where a rank listens."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from weft.wire import interface
-from weft.wire.interface import Interface, interface_of, interfaces, own_address
+from weft.wire.tcp import address
+from weft.wire.tcp.address import Interface, interface_of, interfaces, own_address
 
 LOOPBACK = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
 
 
 @pytest.fixture(autouse=True)
 def nothing_named(monkeypatch):
-    for variable in interface.VARIABLES:
+    for variable in address.VARIABLES:
         monkeypatch.delenv(variable, raising=False)
 
 
@@ -25,15 +25,15 @@ def machine(monkeypatch):
     """A machine whose own addresses, and ways to hosts, are as told."""
 
     def make(*own, here=(), **ways):
-        monkeypatch.setattr(interface, "_of_machine", lambda: iter(own))
-        monkeypatch.setattr(interface, "_leads_here", lambda address: address in here)
-        monkeypatch.setattr(interface, "_towards", lambda host, port: ways.get(host))
-        monkeypatch.setattr(interface, "_server", lambda store: (next(iter(ways), None), 1))
+        monkeypatch.setattr(address, "_of_machine", lambda: iter(own))
+        monkeypatch.setattr(address, "_leads_here", lambda address: address in here)
+        monkeypatch.setattr(address, "_towards", lambda host, port: ways.get(host))
+        monkeypatch.setattr(address, "_server", lambda store: (next(iter(ways), None), 1))
 
     return make
 
 
-@pytest.mark.parametrize("variable", interface.VARIABLES)
+@pytest.mark.parametrize("variable", address.VARIABLES)
 @pytest.mark.parametrize("named", [LOOPBACK, f"nothing7,{LOOPBACK}", "127.0.0.1"])
 def test_an_interface_or_an_address_may_be_named(monkeypatch, variable, named):
     monkeypatch.setenv(variable, named)
@@ -51,12 +51,12 @@ def network(monkeypatch):
     )
 
     def make(route):
-        monkeypatch.setattr(interface, "interfaces", lambda: there)
-        monkeypatch.setattr(interface, "_server", lambda store: ("node1", 1))
-        monkeypatch.setattr(interface, "_towards", lambda host, port: route)
+        monkeypatch.setattr(address, "interfaces", lambda: there)
+        monkeypatch.setattr(address, "_server", lambda store: ("node1", 1))
+        monkeypatch.setattr(address, "_towards", lambda host, port: route)
         everything = [each for one in there for each in one.addresses]
-        monkeypatch.setattr(interface, "_of_machine", lambda: iter(everything))
-        monkeypatch.setattr(interface, "_leads_here", lambda each: not interface.is_loopback(each))
+        monkeypatch.setattr(address, "_of_machine", lambda: iter(everything))
+        monkeypatch.setattr(address, "_leads_here", lambda each: not address.is_loopback(each))
 
     return make
 
@@ -140,5 +140,5 @@ def test_a_host_without_any_other_address_takes_the_loopback(machine):
 
 
 def test_what_leads_nowhere_is_passed_over():
-    assert interface._towards("host.invalid", 80) is None
-    assert not interface._leads_here("192.0.2.1") and not interface._leads_here("127.0.0.1")
+    assert address._towards("host.invalid", 80) is None
+    assert not address._leads_here("192.0.2.1") and not address._leads_here("127.0.0.1")

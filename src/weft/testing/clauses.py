@@ -1,0 +1,56 @@
+"""A contract as numbered clauses, each of which somebody's code keeps, breaks, or need not keep."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+
+class Outcome(NamedTuple):
+    """What a clause found.
+
+    Attributes:
+        number: of the clause, from 1.
+        title: what it demands.
+        error: what is wrong, or "".
+        skipped: why it does not apply here, or "".
+    """
+
+    number: int
+    title: str
+    error: str = ""
+    skipped: str = ""
+
+    def __str__(self) -> str:
+        verdict = "ok"
+        if self.skipped:
+            verdict = f"skipped: {self.skipped}"
+        if self.error:
+            verdict = f"FAILED: {self.error}"
+        return f"{self.number:2}  {self.title}  {verdict}"
+
+
+def title_of(body: Callable[..., object]) -> str:
+    """The title of a clause: the first line of its docstring."""
+    assert body.__doc__ is not None
+    return body.__doc__.splitlines()[0].rstrip(".")
+
+
+def tried(number: int, title: str, check: Callable[[], object]) -> Outcome:
+    """What comes of a clause: whatever it raises is an outcome, and the next ones are tried."""
+    error = ""
+    try:
+        check()
+    except Exception as failure:
+        notes = "".join(f" ({note})" for note in getattr(failure, "__notes__", ()))
+        kind = "" if isinstance(failure, AssertionError) else f"{type(failure).__name__}: "
+        error = f"{kind}{failure}{notes}"
+    return Outcome(number, title, error)
+
+
+def raise_if_broken(subject: str, outcomes: Sequence[Outcome]) -> None:
+    """Raise an AssertionError that lists the clauses that were broken, if any were."""
+    broken = [str(outcome) for outcome in outcomes if outcome.error]
+    if broken:
+        lines = "\n".join(broken)
+        raise AssertionError(f"{subject} breaks {len(broken)} of {len(outcomes)} clauses:\n{lines}")

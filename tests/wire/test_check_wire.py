@@ -1,0 +1,448 @@
+"""`weft.testing.wires.check_wire`: each clause finds a wire that breaks it.
+
+A broken wire is a right one with one fault. Most of them stand between a right wire and its user.
+"""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from weft.testing.wires import NUMBERS, check_wire, ranks_as_threads
+from weft.wire.interface import Failure, Features, WireFailed
+from weft.wire.rooms import Room, ThreadWire, room
+
+
+class Between:
+    """A wire that does what another does, but for what subclasses change."""
+
+    def __init__(self, inner):
+        self.inner = inner
+        self.rank = inner.rank
+        self.size = inner.size
+        self.device = inner.device
+        self.features = inner.features
+
+    def post(self, sends=(), recvs=(), channel=0):
+        return self.pending(self.inner.post(sends, recvs, channel))
+
+    def pending(self, inner):
+        return inner
+
+    def lease(self, nbytes):
+        return self.inner.lease(nbytes)
+
+    def abort(self, failure):
+        self.inner.abort(failure)
+
+    def failure(self):
+        return self.inner.failure()
+
+    def close(self):
+        self.inner.close()
+
+
+class Later:
+    """The messages of a post, as another pending has them, but for what subclasses change."""
+
+    def __init__(self, inner, wire=None):
+        self.inner = inner
+        self.wire = wire
+
+    def wait(self, timeout=None):
+        return self.inner.wait(timeout)
+
+    def done(self):
+        return self.inner.done()
+
+    def waiting_for(self):
+        return self.inner.waiting_for()
+
+    def release(self):
+        self.inner.release()
+
+
+def between(wire_type):
+    """Makes groups of wires that stand before right ones."""
+    return lambda size: [wire_type(inner) for inner in room(size)]
+
+
+def meeting(room_type):
+    """Makes groups of wires whose messages meet in another room."""
+
+    def make(size):
+        shared = room_type(size)
+        return [ThreadWire(rank, shared) for rank in range(size)]
+
+    return make
+
+
+def waiting(wait):
+    """Makes groups of wires on which a wait does `wait(pending, timeout)`."""
+
+    class Waits(Later):
+        def wait(self, timeout=None):
+            return wait(self, timeout)
+
+    class Wire(Between):
+        def pending(self, inner):
+            return Waits(inner, self)
+
+    return between(Wire)
+
+
+class NoFeatures(Between):
+    def __init__(self, inner):
+        super().__init__(inner)
+        self.features = None
+
+
+class LastFirst(Room):
+    def add(self, end, key, *, is_send):
+        line = self._lines.get(key)
+        if line is not None and line.are_sends != is_send:
+            line.ends.rotate(1)  # the last comes to the front
+        super().add(end, key, is_send=is_send)
+
+
+class OneChannel(Between):
+    def post(self, sends=(), recvs=(), channel=0):
+        return super().post(sends, recvs, 0)
+
+
+class InTurn(Between):
+    """A post is complete only after all posts before it."""
+
+    def __init__(self, inner):
+        super().__init__(inner)
+        self.posts = []
+
+    def pending(self, inner):
+        self.posts.append(inner)
+        return Waits(inner, self)
+
+
+class Waits(Later):
+    def wait(self, timeout=None):
+        for earlier in self.wire.posts:
+            if earlier is self.inner:
+                break
+            earlier.wait(timeout)
+        return self.inner.wait(timeout)
+
+
+class NothingEmpty(Between):
+    def post(self, sends=(), recvs=(), channel=0):
+        some = [(peer, tensor) for peer, tensor in sends if tensor.numel()]
+        takes = [(p, into) for p, into in recvs if not isinstance(into, torch.Tensor) or len(into)]
+        return super().post(some, takes[: len(some)], channel)
+
+
+class BySize(Between):
+    """Receives by size, with a limit of its own, and makes of what came what was asked for."""
+
+    def post(self, sends=(), recvs=(), channel=0):
+        takes = [(peer, 1 << 20) for peer, _ in recvs]
+        pending = Fits(self.inner.post(sends, takes, channel))
+        pending.recvs = recvs
+        return pending
+
+
+class Fits(Later):
+    def wait(self, timeout=None):
+        results = []
+        for (_, into), view in zip(self.recvs, self.inner.wait(timeout), strict=True):
+            if isinstance(into, int):
+                results.append(view[:into])
+            else:
+                memory = into.view(-1).view(torch.uint8)
+                memory[: len(view)] = view[: len(memory)]
+                results.append(into)
+        return results
+
+
+class LeftOver(Room):
+    """A short message in a long receive leaves room, into which the next one gets lost."""
+
+    def __init__(self, size):
+        super().__init__(size)
+        self.left = False
+
+    def _copy(self, source, target):
+        self.left = self.left or (target.is_sized and source.memory.numel() < target.limit)
+        super()._copy(source, target)
+
+    def add(self, end, key, *, is_send):
+        line = self._lines.get(key)
+        if is_send and self.left and (line is None or not line.ends):
+            end.pending.complete(end)
+        else:
+            super().add(end, key, is_send=is_send)
+
+
+class Few(Between):
+    """Takes a thousand posts."""
+
+    count = 0
+
+    def post(self, sends=(), recvs=(), channel=0):
+        self.count += 1
+        if self.count > 1000:
+            self.inner.abort(Failure("broken", self.rank, "too many posts"))
+        return super().post(sends, recvs, channel)
+
+
+class SendsFirst(Between):
+    """A long send is waited for before anything is received."""
+
+    def post(self, sends=(), recvs=(), channel=0):
+        if any(tensor.nbytes > 1 << 20 for _, tensor in sends):
+            self.inner.post(sends, (), channel).wait(1.0)
+            sends = ()
+        return super().post(sends, recvs, channel)
+
+
+class DropsEarly(Room):
+    """What comes before its receive is lost."""
+
+    def add(self, end, key, *, is_send):
+        line = self._lines.get(key)
+        if is_send and (line is None or not line.ends):
+            end.pending.complete(end)
+        else:
+            super().add(end, key, is_send=is_send)
+
+
+class SendsUnwaited(Between):
+    """A send is said to be complete before anybody has its bytes."""
+
+    def post(self, sends=(), recvs=(), channel=0):
+        self.sent = self.inner.post(sends, (), channel)
+        return super().post((), recvs, channel)
+
+
+class Lazy(Between):
+    """Looks at the tensor when its bytes are sent."""
+
+    def post(self, sends=(), recvs=(), channel=0):
+        later = threading.Timer(0.05, self.inner.post, [sends, (), channel])
+        if sends:
+            later.start()
+        pending = super().post((), recvs, channel)
+        return Joins(pending, later) if sends else pending
+
+
+class Joins(Later):
+    def wait(self, timeout=None):
+        self.wire.join()
+        return self.inner.wait(timeout)
+
+
+class OneBuffer(Between):
+    """All that is received by size lies in the same memory."""
+
+    def __init__(self, inner):
+        super().__init__(inner)
+        self.buffer = torch.empty(100_000, dtype=torch.uint8)
+
+    def pending(self, inner):
+        return InBuffer(inner, self)
+
+
+class InBuffer(Later):
+    results = None
+
+    def wait(self, timeout=None):
+        received = self.inner.wait(timeout)
+        if self.results is None:
+            self.results = [self.moved(tensor) for tensor in received]
+        return self.results
+
+    def moved(self, tensor):
+        return self.wire.buffer[: len(tensor)].copy_(tensor)
+
+
+def aborts_when_late(pending, timeout):
+    try:
+        return pending.inner.wait(timeout)
+    except TimeoutError:
+        pending.wire.abort(Failure("broken", pending.wire.rank, "it took too long"))
+        raise
+
+
+class Translates(Between):
+    def abort(self, failure):
+        super().abort(Failure(failure.kind, failure.peer, f"aborted: {failure.text}"))
+
+
+class WritesOn(Between):
+    """Goes on to write after an abort."""
+
+    def post(self, sends=(), recvs=(), channel=0):
+        self.places = [into for _, into in recvs] or getattr(self, "places", [])
+        return super().post(sends, recvs, channel)
+
+    def abort(self, failure):
+        super().abort(failure)
+        threading.Timer(0.1, self.places[-1].fill_, [1]).start()
+
+
+class NoticesEarly(Between):
+    """Fails as soon as somebody is gone."""
+
+    def post(self, sends=(), recvs=(), channel=0):
+        for peer in self.inner.room.gone:
+            self.inner.abort(Failure("lost", peer, "it is gone"))
+        return super().post(sends, recvs, channel)
+
+
+class Reopens(Between):
+    """Can be used after a close, though nothing arrives."""
+
+    def post(self, sends=(), recvs=(), channel=0):
+        try:
+            return super().post(sends, recvs, channel)
+        except WireFailed:
+            return room(1)[0].post()
+
+
+class MovesInWait(Between):
+    def post(self, sends=(), recvs=(), channel=0):
+        pending = Unsent(None, self)
+        pending.given = sends, recvs, channel
+        return pending
+
+
+class Unsent(Later):
+    def wait(self, timeout=None):
+        if self.inner is None:
+            self.inner = self.wire.inner.post(*self.given)
+        return self.inner.wait(timeout)
+
+    def done(self):
+        return self.inner is not None and self.inner.done()
+
+
+class NeverDone(Between):
+    def pending(self, inner):
+        return DoneLast(inner)
+
+
+class DoneLast(Later):
+    def done(self):
+        return False
+
+
+class NamesAll(Between):
+    def pending(self, inner):
+        return WaitsForAll(inner, self)
+
+
+class WaitsForAll(Later):
+    def waiting_for(self):
+        return list(range(1, self.wire.size))
+
+
+class LeasesAnywhere(Between):
+    def lease(self, nbytes):
+        return Unaligned(torch.empty(nbytes + 1, dtype=torch.uint8)[1:])
+
+
+class Unaligned:
+    def __init__(self, tensor):
+        self.tensor = tensor
+
+    def release(self):
+        pass
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.release()
+
+
+class LosesWakeUps(Between):
+    def __init__(self, inner):
+        super().__init__(inner)
+        self.waits = 0
+
+    def pending(self, inner):
+        return Sleeps(inner, self)
+
+
+class Sleeps(Later):
+    def wait(self, timeout=None):
+        self.wire.waits += 1
+        if self.wire.waits == 2000:
+            raise TimeoutError
+        return self.inner.wait(timeout)
+
+
+BROKEN = {
+    "sizes": between(NoFeatures),
+    "dtypes": waiting(lambda pending, timeout: [t.clone() for t in pending.inner.wait(timeout)]),
+    "order": meeting(LastFirst),
+    "channels": between(OneChannel),
+    "pairs": between(InTurn),
+    "empty": between(NothingEmpty),
+    "sized": waiting(
+        lambda pending, timeout: [torch.cat([t, t[:0], t[:1]]) for t in pending.inner.wait(timeout)]
+    ),
+    "wrong_length": between(BySize),
+    "too_long": between(BySize),
+    "short": meeting(LeftOver),
+    "many": between(Few),
+    "large": between(SendsFirst),
+    "late": meeting(DropsEarly),
+    "sent": between(SendsUnwaited),
+    "storages": between(Lazy),
+    "views": between(OneBuffer),
+    "timeouts": waiting(aborts_when_late),
+    "aborts": between(Translates),
+    "memory": between(WritesOn),
+    "leaves": between(NoticesEarly),
+    "closes": between(Reopens),
+    "moves": between(MovesInWait),
+    "polls": between(NeverDone),
+    "names": between(NamesAll),
+    "leases": between(LeasesAnywhere),
+    "rounds": between(LosesWakeUps),
+}
+
+
+def test_every_clause_has_a_wire_that_breaks_it():
+    assert list(BROKEN) == list(NUMBERS)
+
+
+@pytest.mark.parametrize("clause", BROKEN)
+def test_a_clause_finds_a_wire_that_breaks_it(clause):
+    number = NUMBERS[clause]
+    with pytest.raises(AssertionError, match=rf"(?m)^ *{number}  .*FAILED: .") as caught:
+        check_wire(ranks_as_threads(BROKEN[clause]), clauses=[number], soon=1.0)
+    assert "the wire breaks 1 of 1 clauses" in str(caught.value)
+
+
+def test_ranks_that_are_threads_keep_the_contract():
+    outcomes = check_wire(ranks_as_threads(room))
+    assert [outcome.number for outcome in outcomes] == list(NUMBERS.values())
+    assert not any(outcome.error or outcome.skipped for outcome in outcomes)
+
+
+def test_clauses_that_a_wire_in_rounds_need_not_keep_are_left_out():
+    features = Features(lockstep=True, exact=True)
+    outcomes = check_wire(ranks_as_threads(room), features)
+    skipped = {outcome.title: outcome.skipped for outcome in outcomes if outcome.skipped}
+    assert "messages move while nobody waits, and `done` tells" in skipped
+    assert set(skipped.values()) == {"the wire is lockstep", "the wire is exact"}
+    assert len(outcomes) - len(skipped) == 11
+
+
+def test_ranks_that_hang_are_told_of():
+    run = ranks_as_threads(room, limit=0.1)
+    ends = threading.Event()
+    with pytest.raises(AssertionError, match=r"ranks \[0\] of 2 hang"):
+        run(2, lambda wire: ends.wait(60) if wire.rank == 0 else None)
+    ends.set()

@@ -1,0 +1,85 @@
+"""Ranks that are threads: what their wire finds beside the contract of every wire."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from weft.errors import WeftError
+from weft.testing.wires import ranks_as_threads
+from weft.wire.interface import WireFailed
+from weft.wire.rooms import room
+
+RUN = ranks_as_threads(room)
+
+
+def failure_of(use):
+    with pytest.raises(WireFailed) as caught:
+        use()
+    return caught.value.failure
+
+
+def test_a_circle_of_waits_is_found_at_once():
+    def waits_for_the_next(wire):
+        failure = failure_of(wire.post((), [((wire.rank + 1) % 3, 8)]).wait)
+        return failure.kind, failure.peer, failure.text
+
+    kind, peer, text = RUN(3, waits_for_the_next)[0]
+    assert (kind, peer) == ("stuck", None)
+    assert text.startswith("all ranks wait for each other: ")
+    assert all(f"rank {rank} awaits rank {(rank + 1) % 3}" in text for rank in range(3))
+
+
+def test_who_waits_with_a_limit_is_not_stuck():
+    def waits(wire):
+        pending = wire.post((), [(1 - wire.rank, 8)])
+        if wire.rank == 0:
+            with pytest.raises(TimeoutError):
+                pending.wait(0.1)
+            wire.post([(1, torch.ones(1))]).wait()
+        else:
+            pending.wait()
+
+    RUN(2, waits)
+
+
+def test_a_tensor_that_changes_while_it_is_sent_breaks_the_wire():
+    first, second = room(2)
+    tensor = torch.ones(3)
+    pending = first.post([(1, tensor)])
+    tensor[1] = 2
+    second.post((), [(0, 12)]).wait()
+    failure = failure_of(pending.wait)
+    assert (failure.kind, failure.peer) == ("broken", 0)
+    assert "rank 0 changed a tensor that it was sending to rank 1" in failure.text
+    assert second.failure() is None
+
+
+def test_who_writes_to_what_came_by_size_breaks_its_wire():
+    first, second = room(2)
+    first.post([(1, torch.ones(3))])
+    pending = second.post((), [(0, 100)])
+    (view,) = pending.wait()
+    view[0] = 7
+    pending.release()
+    failure = failure_of(second.post)
+    assert (failure.kind, failure.peer) == ("broken", 1)
+    assert "wrote to bytes that it had received" in failure.text
+
+
+def test_what_nobody_may_read_is_garbage():
+    first, second = room(2)
+    place = torch.zeros(2, dtype=torch.uint8)
+    pending = second.post((), [(0, place), (0, 2)])
+    assert place.tolist() == [0xA5, 0xA5]  # until the message has come
+    first.post([(1, torch.tensor([1, 2], dtype=torch.uint8))] * 2)
+    filled, view = pending.wait()
+    assert filled.tolist() == view.tolist() == [1, 2]
+    pending.release()
+    assert view.tolist() == [0xA5, 0xA5]  # since it was given back
+    assert filled.tolist() == [1, 2]
+
+
+def test_a_group_has_a_rank():
+    with pytest.raises(WeftError, match="at least one rank, not 0"):
+        room(0)
