@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import weft
 from weft import nn
+from weft.nn import handshake
 from weft.testing import run, spmd
 
 P = weft.Partition
@@ -207,3 +208,19 @@ def test_a_shape_that_changes_on_one_rank_is_right_or_an_error(wire):
             with pytest.raises(weft.WeftError, match="rank 1: AllGather was told"):
                 layer(x)
         assert layer(ones(2)).shape == (4,)
+
+
+def test_a_statement_in_which_a_rank_is_missing_is_refused(monkeypatch):
+    """Above 16 ranks statements come combined; one of them may have been damaged on its way."""
+    pack = handshake.Statement.pack
+    monkeypatch.setattr(
+        handshake.Statement,
+        "pack",
+        lambda self, rank: bytearray() if rank == 13 else pack(self, rank),
+    )
+
+    def program(wire):
+        with pytest.raises(weft.WireError, match="sent a statement that cannot be read"):
+            nn.AllGather(P(18), 0)(ones(2))
+
+    run(18, program)

@@ -9,7 +9,8 @@ import torch
 
 import weft
 from weft.sparse import ALGORITHMS
-from weft.testing import spmd
+from weft.sparse.header import Header
+from weft.testing import run, spmd
 
 
 def good(wire, width=4):
@@ -277,3 +278,21 @@ def test_outside_of_a_group_nothing_is_sent():
         weft.sparse_all_reduce((torch.tensor([1]), torch.ones(1)))
     with pytest.raises(weft.WeftError, match="str is no group"):
         weft.sparse_all_reduce((torch.tensor([1]), torch.ones(1)), group="world")
+
+
+def test_an_index_that_no_table_has_is_refused_if_it_comes_from_a_peer(monkeypatch):
+    pack = Header.pack
+    monkeypatch.setattr(
+        Header, "pack", lambda self: pack(self._replace(highest=99) if self.total == 2 else self)
+    )
+
+    def program(wire):
+        rows = weft.Rows(torch.arange(2 + wire.rank), torch.ones(2 + wire.rank), 10)
+        if wire.rank == 0:  # the one with two rows
+            with pytest.raises(weft.WireError):
+                weft.sparse_all_reduce(rows)
+        else:
+            with pytest.raises(weft.WireError, match="rank 0 sent a statement.*index is 99, of 10"):
+                weft.sparse_all_reduce(rows)
+
+    run(2, program)

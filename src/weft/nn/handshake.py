@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -63,8 +63,12 @@ class Statement:
         return flat.view(shape)
 
     @classmethod
-    def unpack(cls, raw: memoryview) -> dict[int, Statement]:
+    def unpack(cls, raw: memoryview, ranks: Collection[int] = ()) -> dict[int, Statement]:
         """Read statements that follow one another; return them by rank.
+
+        Args:
+            raw: the bytes.
+            ranks: whose they must be, if any are given.
 
         Raises:
             ValueError, struct.error: the bytes are invalid.
@@ -81,6 +85,8 @@ class Statement:
                 payload = memoryview(bytearray(raw[at : at + count]))  # `raw` is given back
                 at += count
             found[rank] = cls(shape, bool(flags & _NEEDS), bool(flags & _RECORDS), payload)
+        if ranks and found.keys() != set(ranks):
+            raise ValueError(f"they are of ranks {list(found)}, and not of {list(ranks)}")
         return found
 
 
@@ -117,7 +123,8 @@ def handshake(
         agreement = agree(among(wire, ranks), call, fields, error, packed, _one_behind_the_other)
         try:
             said: dict[int, Statement] = {}
-            bodies = agreement.read(Statement.unpack)
+            everyone = ranks if len(ranks) > DIRECT else ()  # else each body is of one rank
+            bodies = agreement.read(Statement.unpack, everyone)
             for rank, body in zip(ranks, bodies, strict=False):
                 if len(bodies) > 1 and list(body) != [rank]:
                     raise wire._accuse(rank, f"rank {rank} sent what ranks {list(body)} bring")

@@ -154,6 +154,7 @@ class Header(NamedTuple):
         dtype: torch.dtype = torch.float32,
         *,
         moves: bool = False,
+        height: int | None = None,
     ) -> Header:
         """Read and check a header. Rows in it, of that shape and dtype, are views of `body`.
 
@@ -161,6 +162,7 @@ class Header(NamedTuple):
             body: what `pack` made, on another rank.
             row_shape, dtype: of the rows, if the header has rows.
             moves: whether the rows' indices may be in any order.
+            height: that all indices are below; None: it is unknown.
 
         Raises:
             ValueError, struct.error: the bytes are no valid header.
@@ -170,6 +172,8 @@ class Header(NamedTuple):
         total, fits = header.total, 0 <= header.fewest <= header.most <= header.total < _MOST
         if not fits or header.highest < -1 or header.capacity < 0 or header.tightest < 0:
             raise ValueError(f"it says {said}")
+        if height is not None and header.highest >= height:
+            raise ValueError(f"it says that an index is {header.highest}, of {height} rows")
         if sampled < 0:
             index = torch.int32 if points == 4 else torch.int64
             start = _FIXED.size + -(-total * index.itemsize // _GRAIN) * _GRAIN

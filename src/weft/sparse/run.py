@@ -128,7 +128,7 @@ def opened(
             call.given = _nothing_on(agreement.fields["device"].split()[0])
             over = call.wire = wire_for(wire, call.given.values)
         own.row_shape = call.row_shape
-        unpack = partial(Header.unpack, moves=moves)
+        unpack = partial(Header.unpack, moves=moves, height=call.height)
         said = agreement.read(unpack, call.row_shape, call.dtype)
         call.header = Header.together(said)
         call.load = _load(call, moves=moves)
