@@ -45,8 +45,8 @@ _FINGERPRINT = 1024  # bytes that a rank's may have
 # of a call that agree come in three forms at most, by the fields that ranks do not know: so there
 # is room for one that differs.
 _TEXT = 4608
-# magic, bytes of: groups, error, body, what is said in private; whose error
-_HEAD = struct.Struct("<4sIIIII")
+# magic, bytes of: groups, error, body, what is said in private; whose error; whether it is watched
+_HEAD = struct.Struct("<4sIIIII?")
 _MAGIC = b"weft"
 _ALIGNED = 16  # bytes, to a multiple of which a body begins: enough for any dtype
 CAP = _HEAD.size + 2 * _TEXT + 2 * _ALIGNED + BODY
@@ -182,13 +182,14 @@ class _Statement:
     error_rank: int
     body: memoryview
     private: memoryview = _NOTHING
+    watched: bool = False  # some of the ranks watch who has come
 
     def pack(self, private: Private = ()) -> Tensor:
         """The message to a rank, with what is said to it in private."""
         groups, size = _written(self.groups), sum(map(len, private))
         gap = bytes(-(_HEAD.size + len(groups) + len(self.error)) % _ALIGNED)
         rest, lengths = bytes(-len(self.body) % _ALIGNED), map(len, (groups, self.error, self.body))
-        head = _HEAD.pack(_MAGIC, *lengths, size, self.error_rank)
+        head = _HEAD.pack(_MAGIC, *lengths, size, self.error_rank, self.watched)
         parts = [head, groups, self.error, gap, self.body, rest, *private]
         return torch.frombuffer(bytearray().join(parts), dtype=torch.uint8)
 
@@ -199,7 +200,7 @@ class _Statement:
         Raises:
             ValueError, struct.error: there is none.
         """
-        magic, groups, error, body, private, rank = _HEAD.unpack_from(raw)
+        magic, groups, error, body, private, rank, watched = _HEAD.unpack_from(raw)
         middle, end = _HEAD.size + groups, _HEAD.size + groups + error
         start = end + -end % _ALIGNED
         after = start + body + -body % _ALIGNED
@@ -211,6 +212,7 @@ class _Statement:
             rank,
             raw[start : start + body],
             raw[after : after + private],
+            watched,
         )
 
 
@@ -231,7 +233,7 @@ def agree(
     body: Tensor | bytearray,
     combine: Combine,
     *,
-    watch: Callable[[Pending], object] = lambda pending: None,
+    watch: Callable[[Pending], object] | None = None,
     private: Sequence[Private] | None = None,
 ) -> Agreement:
     """Exchange statements; collective.
@@ -244,7 +246,8 @@ def agree(
         body: uint8, 1-D, at most `BODY` bytes.
         combine: makes one body of two; the left one is of lower ranks. Only used, and only
             needed, where statements are not direct.
-        watch: is told what is waited for, where statements are direct: one message of each rank.
+        watch: is told what is waited for: one message of each rank. Where statements are not
+            direct, it is an empty one beside them, which tells who has come.
         private: what to say to each rank, in rank order; with the body at most `BODY` bytes. Only
             where statements are direct.
 
@@ -260,6 +263,7 @@ def agree(
         b"" if error is None else f"rank {name}: {error}".encode()[:_TEXT],
         name,
         body.numpy().data if isinstance(body, Tensor) else memoryview(body),
+        watched=watch is not None,
     )
     wire.worker.enter(wire._members, mine.groups[0].fields)
     fingerprint = len(_written(mine.groups))
@@ -269,7 +273,7 @@ def agree(
     if wire.size == 1:
         return _agreed(wire, [(0, mine)])
     if not is_direct(wire):
-        agreement = _agreed(wire, [_combining(wire, mine, combine)])
+        agreement = _agreed(wire, [_combined_and_watched(wire, mine, combine, watch)])
         for known, _ in mine.groups[0].fields:  # whose names the last that came may not have
             agreement.fields.setdefault(known, _UNKNOWN)
         return agreement
@@ -278,7 +282,8 @@ def agree(
     others = [rank for rank in range(wire.size) if rank != wire.rank]
     # what is received comes in rank order, without this rank's own
     pending = wire.post(sends, [(peer, CAP) for peer in others], SMALL)
-    watch(pending)
+    if watch is not None:
+        watch(pending)
     heard = zip(others, pending.wait(), strict=True)
     said = [(p, _heard(wire, p, message, (wire._named(p),))) for p, message in heard]
     said.insert(wire.rank, (wire.rank, mine))
@@ -335,6 +340,36 @@ def _agreed(
     return Agreement(number, agreed, [each.private for each in said], wire, heard, release)
 
 
+def _combined_and_watched(
+    wire: Wire,
+    mine: _Statement,
+    combine: Combine,
+    watch: Callable[[Pending], object] | None,
+) -> tuple[int, _Statement]:
+    """As `_combining`; if any rank watches who comes, every rank sends every rank an empty message.
+
+    A rank that watches does so first, and the others once they have heard of it: also those that
+    are in another call, so that none of these messages is left over.
+    """
+    notices = None
+    if watch is not None:
+        notices = _notices(wire)
+        watch(notices)
+    peer, said = _combining(wire, mine, combine)
+    if said.watched:
+        notices = notices or _notices(wire)
+        notices.wait()
+        notices.release()
+    return peer, said
+
+
+def _notices(wire: Wire) -> Pending:
+    """Start to tell every rank that this one has come, and to hear it of every rank."""
+    nothing = torch.empty(0, dtype=torch.uint8)
+    sends = [(peer, nothing) for peer in peers(wire)]
+    return wire.post(sends, [(peer, 0) for peer in sorted(peers(wire))], SMALL)
+
+
 def _combining(wire: Wire, mine: _Statement, combine: Combine) -> tuple[int, _Statement]:
     """Recursive doubling over neighbouring blocks of ranks, so that left is always lower.
 
@@ -380,7 +415,8 @@ def _combined(lower: _Statement, upper: _Statement, combine: Combine) -> _Statem
     body = lower.body
     if not first.error and len({group.fields[0] for group in groups}) == 1:
         body = combine(_tensor(lower.body), _tensor(upper.body)).numpy().data
-    return _Statement(groups, first.error, first.error_rank, body)
+    watched = lower.watched or upper.watched
+    return _Statement(groups, first.error, first.error_rank, body, watched=watched)
 
 
 def _join(said: Sequence[_Statement]) -> tuple[_Group, ...]:

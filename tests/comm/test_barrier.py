@@ -102,8 +102,18 @@ def test_a_rank_may_go_on_to_its_next_call(wire):
 
 @spmd(3)
 def test_one_in_another_call_and_wrong_timeouts_are_told(wire):
-    with pytest.raises(weft.WeftError, match=r"different calls.*barrier"):
-        weft.all_reduce(torch.ones(1)) if wire.rank == 1 else weft.barrier(timeout=10)
+    errors_are_told(wire)
+
+
+@spmd(20, on=("threads",))
+def test_they_are_told_to_many_ranks(wire):
+    errors_are_told(wire)
+
+
+def errors_are_told(wire):
+    for others in (lambda: weft.barrier(timeout=60), weft.barrier):
+        with pytest.raises(weft.WeftError, match=r"different calls.*barrier"):
+            weft.all_reduce(torch.ones(1)) if wire.rank == 1 else others()
     for wrong in (-1, float("nan"), "soon", True):
         with pytest.raises(weft.WeftError, match=r"rank 2: timeout is .*: pass a positive number"):
             weft.barrier(wrong if wire.rank == 2 else 10)

@@ -211,3 +211,16 @@ def test_a_profile_names_what_moves(wire):
         layer(torch.ones(2, requires_grad=True)).sum().backward()
     counts = {event.key: event.count for event in profile.key_averages()}
     assert counts["weft::AllGather"] == counts["weft::AllGather backward"] == 1
+
+
+@spmd(2, on=("processes",))
+@pytest.mark.parametrize("extent", [2, 100_000])
+def test_a_call_of_a_layer_is_one_range_however_large_its_tensor_is(wire, extent):
+    layer = weft.nn.AllGather(weft.Partition(2), 0)
+    x = torch.ones(extent, requires_grad=True)
+    before = wire.worker.calls
+    with torch.profiler.profile() as profile:
+        layer(x).sum().backward()
+    counts = {event.key: event.count for event in profile.key_averages()}
+    assert counts["weft::AllGather"] == counts["weft::AllGather backward"] == 1
+    assert wire.worker.calls == before + 2

@@ -255,3 +255,15 @@ def test_explain_says_what_will_run(wire):
         reasons = {line.algorithm: line.verdict for line in unknown.lines}
         assert "of the time" in reasons["dense_tail"]  # all below the highest
         assert reasons["hierarchical"] == "all ranks are on one host"
+
+
+@spmd(2, on=("threads", "processes"))
+def test_tensors_of_a_call_under_way_may_get_other_memory(wire):
+    indices, values = torch.arange(1000), torch.ones(1000, 64)
+    weft.barrier()
+    work = weft.sparse_all_reduce((indices, values), async_op=True)
+    indices.data = torch.zeros(1, dtype=torch.int64)
+    values.data = torch.zeros(1)
+    found, total = work.wait()
+    assert torch.equal(found, torch.arange(1000))
+    assert total.eq(2).all()

@@ -292,7 +292,7 @@ def test_an_index_that_no_table_has_is_refused_if_it_comes_from_a_peer(monkeypat
             with pytest.raises(weft.WireError):
                 weft.sparse_all_reduce(rows)
         else:
-            with pytest.raises(weft.WireError, match="rank 0 sent a statement.*index is 99, of 10"):
+            with pytest.raises(weft.WireError, match=r"rank 0 sent a statement.*is 99, of 10"):
                 weft.sparse_all_reduce(rows)
 
     run(2, program)

@@ -10,12 +10,9 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
-import torch
-
-from ..agree import is_direct
 from ..errors import StillRunning, entry
 from ..wire import default
-from ..wire.base import SMALL, Pending, Wire, Work, is_duration, names, peers
+from ..wire.base import Pending, Wire, Work, is_duration, names
 from .opening import opened
 
 
@@ -33,8 +30,7 @@ def barrier(timeout: float | None = None, group: Any = None) -> None:
             this rank is still in the barrier: if its next call on this group is `barrier`, that
             waits for the same barrier.
         WeftError: a rank is in another call, or its timeout is not a positive number of seconds;
-            every rank raises it. But in a group of more than 16 ranks another call is a WireError,
-            at the wire's deadline.
+            every rank raises it.
         WireError: a peer failed, or did not come before the wire's deadline; names the culprit.
 
     Example:
@@ -98,17 +94,7 @@ class _Entered:
 
     def run(self) -> None:
         """Wait for all ranks; run in the call's turn."""
-        wire = self._wire
-        if not is_direct(wire):  # combined statements do not tell which ranks have come
-            nothing = torch.empty(0, dtype=torch.uint8)
-            self._awaited = wire.post(
-                [(peer, nothing) for peer in peers(wire)],
-                [(peer, 0) for peer in sorted(peers(wire))],
-                SMALL,
-            )
-            self._awaited.wait()
-            self._awaited.release()
-        with opened(wire, "barrier", {}, self._error, watch=self._watch):
+        with opened(self._wire, "barrier", {}, self._error, watch=self._watch):
             pass
 
     def _watch(self, pending: Pending) -> None:

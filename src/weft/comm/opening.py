@@ -91,7 +91,7 @@ def opened(
     digest: int = 0,
     own: bytes | memoryview = b"",
     private: Sequence[Private] | None = None,
-    watch: Callable[[Pending], object] = lambda pending: None,
+    watch: Callable[[Pending], object] | None = None,
 ) -> Iterator[Opening]:
     """Agree on a call; collective.
 

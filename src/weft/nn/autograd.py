@@ -26,7 +26,6 @@ from .._torch import in_forward_mode, is_wrapped
 from ..devices import is_capturing
 from ..errors import WeftError, entry
 from ..grid import Shape
-from ..plan import Plan
 from ..wire.base import Wire, as_bytes, decoded, plain, wire_for
 from .executor import assemble, execute, has_addition
 from .handshake import Statement, handshake, payload_of
@@ -102,8 +101,8 @@ class Call:
     def name(self) -> str:
         return f"{self.spec.name} backward" if self.order % 2 else self.spec.name
 
-    def agree(self, x: Any, mode: str = "", needs: bool | None = None) -> Agreed:
-        """Learn what all ranks pass, and make the plan. Collective.
+    def run(self, x: Any, mode: str = "", needs: bool | None = None) -> Moved:
+        """Learn what all ranks pass, make the plan, and carry it out. Collective.
 
         Args:
             x: this rank's tensor.
@@ -133,17 +132,45 @@ class Call:
         }
         order = f" of order {self.order}" * (self.order > 1)
         name = f"{self.name}{order}{' under vmap' * self.lanes}"
-        known, said = handshake(self.wire, self.ranks, name, fields, error, statement)
-        own = known or own  # where nobody's tensor says anything
-        if self.spec.summing and not self.order and not has_addition(own):
+
+        def job() -> Moved:
+            known, said = handshake(self.wire, self.ranks, name, fields, error, statement)
+            return self._moved(x, known or own, said)  # own: where nobody's tensor says anything
+
+        return self.wire.worker.call(name, job)
+
+    def _moved(self, x: Tensor, dtype: torch.dtype, said: Mapping[int, Statement]) -> Moved:
+        """Carry out the plan that follows from what all ranks said; collective.
+
+        Raises:
+            WeftError: the plan cannot be made or carried out; the same text on every rank.
+            WireError: as `applied`.
+        """
+        if self.spec.summing and not self.order and not has_addition(dtype):
             raise WeftError(
-                f"{self.name} adds up values, and {own} has no addition: pass integers, "
+                f"{self.name} adds up values, and {dtype} has no addition: pass integers, "
                 "floating-point or complex numbers"
             )
-        sources = self.spec.sources
+        wire, sources = self.wire, self.spec.sources
         plan = planned(self.spec, tuple((r, said[r].shape) for r in self.ranks if r in sources))
+        if self.order % 2:
+            plan = plan.T
         needs = any(each.needs for each in said.values())
-        return Agreed(self, plan.T if self.order % 2 else plan, said, own, needs)
+        if all(said[rank].payload is not None for rank in plan.have.shapes):
+            came = {
+                rank: decoded(wire, rank, "a tensor", said[rank].tensor, shape, dtype)
+                for rank, shape in plan.have.shapes.items()
+            }
+            y = assemble(plan, came, wire.rank, dtype)
+        else:
+            # if its own is another, the tensor has no volume, so that its own said nothing
+            same = x.dtype == dtype
+            typed = x.detach() if same else torch.empty_like(x, dtype=dtype)
+            local = typed.resolve_conj().resolve_neg()
+            y = execute(plan, local, wire_for(wire, local, self.ranks))
+        if wire.rank not in plan.want.shapes:
+            y = y.new_empty(self.nothing)
+        return Moved(self, said, dtype, needs, y)
 
     def _error(self, x: Any) -> str | None:
         """What is wrong with this rank's own tensor, or None."""
@@ -177,43 +204,22 @@ class Call:
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Agreed:
-    """A call after its handshake: all ranks know what all ranks pass.
+class Moved:
+    """A call that was carried out, before autograd records it.
 
     Attributes:
         call: the call.
-        plan: what moves.
         said: what each rank passes.
-        dtype: of the tensor that moves.
+        dtype: of the tensor that moved.
         needs: whether some rank needs a gradient; then all take part in backward.
+        output: this rank's, without a gradient.
     """
 
     call: Call
-    plan: Plan
     said: Mapping[int, Statement]
     dtype: torch.dtype
     needs: bool
-
-    def run(self, x: Tensor) -> Tensor:
-        """Carry out the plan; return this rank's output. Collective."""
-        call, plan, wire = self.call, self.plan, self.call.wire
-        sources = plan.have.shapes
-        if all(self.said[rank].payload is not None for rank in sources):
-            came = {
-                r: decoded(wire, r, "a tensor", self.said[r].tensor, shape, self.dtype)
-                for r, shape in sources.items()
-            }
-            y = assemble(plan, came, wire.rank, self.dtype)
-        else:
-            # if its own is another, the tensor has no volume, so that its own said nothing
-            same = x.dtype == self.dtype
-            typed = x.detach() if same else torch.empty_like(x, dtype=self.dtype)
-            local = typed.resolve_conj().resolve_neg()
-            over = wire_for(wire, local, call.ranks)
-            y = wire.worker.call(call.name, lambda: execute(plan, local, over))
-        if wire.rank not in plan.want.shapes:
-            y = y.new_empty(call.nothing)
-        return y
+    output: Tensor
 
 
 def _unreadable(x: Tensor) -> str | None:
@@ -243,9 +249,9 @@ def _unreadable(x: Tensor) -> str | None:
     return None
 
 
-def anchor_of(agreed: Agreed, x: Tensor) -> Tensor | None:
+def anchor_of(moved: Moved, x: Tensor) -> Tensor | None:
     """A scalar that requires a gradient, if some rank needs one and `x` requires none; or None."""
-    needed = agreed.needs and not x.requires_grad
+    needed = moved.needs and not x.requires_grad
     return torch.zeros((), device="cpu", requires_grad=True) if needed else None
 
 
@@ -262,14 +268,21 @@ def _recorded(call: Call, x: Any, *, tangents: bool = True) -> Tensor:
         # torch.func looks behind the tensor first, and the ranks hear of each other there
         return cast(Tensor, function.apply(x, None, call))
     forward_mode = tangents and in_forward_mode()
-    agreed = call.agree(x, "forward-mode" * forward_mode)
     if forward_mode:
+        moved = call.run(_primal(x), "forward-mode")
         x = _dual(x) if x.is_floating_point() else x
-    elif not agreed.needs:
-        return agreed.run(x)
     else:
+        moved = call.run(x)
+        if not moved.needs:
+            return moved.output
         function = _Move
-    return cast(Tensor, function.apply(x, anchor_of(agreed, x), agreed))
+    return cast(Tensor, function.apply(x, anchor_of(moved, x), moved))
+
+
+def _primal(x: Any) -> Any:
+    """A tensor without its tangent."""
+    ad: Any = forward_ad  # whose functions have no types
+    return ad.unpack_dual(x).primal if isinstance(x, Tensor) else x
 
 
 def _dual(x: Tensor) -> Tensor:
@@ -281,12 +294,12 @@ def _dual(x: Tensor) -> Tensor:
 
 
 class _Move(torch.autograd.Function):
-    """Carries out a call after its handshake. Its derivative is a call again."""
+    """Records a call that was carried out. Its derivative is a call again."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, anchor: Tensor | None, agreed: Agreed) -> Tensor:
-        ctx.call, ctx.shape, ctx.dtype = agreed.call, tuple(x.shape), x.dtype
-        return agreed.run(x)
+    def forward(ctx: Any, x: Tensor, anchor: Tensor | None, moved: Moved) -> Tensor:
+        ctx.call, ctx.shape, ctx.dtype = moved.call, tuple(x.shape), x.dtype
+        return moved.output
 
     @staticmethod
     @entry
@@ -299,13 +312,14 @@ class _Transformed(torch.autograd.Function):
     """The same for torch.func and forward-mode differentiation, which need more methods."""
 
     @staticmethod
-    def forward(x: Tensor, anchor: Tensor | None, call: Call | Agreed) -> Tensor:
-        return (call.agree(x, "torch.func") if isinstance(call, Call) else call).run(x)
+    def forward(x: Tensor, anchor: Tensor | None, call: Call | Moved) -> Tensor:
+        moved = call.run(x, "torch.func") if isinstance(call, Call) else call
+        return moved.output
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         x, _, call = inputs
-        ctx.call = call.call if isinstance(call, Agreed) else call
+        ctx.call = call.call if isinstance(call, Moved) else call
         ctx.shape, ctx.dtype = tuple(x.shape), x.dtype
 
     backward = _Move.backward
@@ -316,7 +330,7 @@ class _Transformed(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], x: Tensor, *rest: Any) -> Any:
-        call = rest[-1].call if isinstance(rest[-1], Agreed) else rest[-1]
+        call = rest[-1].call if isinstance(rest[-1], Moved) else rest[-1]
         assert in_dims[0] is not None
         y = _recorded(call.batched(info.batch_size), x.movedim(in_dims[0], -1))
         return y, y.dim() - 1

@@ -89,7 +89,7 @@ def _run(x: Tensor, key: int, needs: bool, undone: Shape | None) -> Tensor:
     if ranks is None:
         return x.clone()
     call = Call(spec, wire, ranks, compiled=True)
-    y = (call if undone is None else call.back(undone)).agree(x, needs=needs).run(x)
+    y = (call if undone is None else call.back(undone)).run(x, needs=needs).output
     foreseen = tuple(y.shape) if undone is not None else _foreseen(spec, tuple(x.shape))
     if tuple(y.shape) != foreseen:
         raise WeftError(

@@ -33,7 +33,7 @@ from .._torch import shard_order
 from ..errors import WeftError, entry
 from ..grid import Box, Shape, ravel
 from ..plan import Piece, Plan, Side, between
-from .autograd import Agreed, Call, anchor_of, outside
+from .autograd import Call, Moved, anchor_of, outside
 from .handshake import Statement, handshake
 from .partition import Partition
 from .spec import CheckedLengths, Lengths, Spec, checked_lengths, cut, fitting, shards
@@ -337,7 +337,9 @@ def from_dtensor(x: DTensor, partition: Partition, *, lengths: Lengths = None) -
             return outside("from_dtensor", wire, x)
         fault = f"from_dtensor takes a DTensor, not a {type(x).__name__}"
         ranks, nothing = tuple(sorted(partition.ranks)), Statement((), needs=False, records=False)
-        handshake(wire, ranks, "from_dtensor", {}, fault, nothing)  # where all raise
+        wire.worker.call(  # where all raise
+            "from_dtensor", lambda: handshake(wire, ranks, "from_dtensor", {}, fault, nothing)
+        )
         raise AssertionError("a fault was stated and not heard")
     layout = Layout.of(x.device_mesh, _positive(x.placements, x.ndim), shard_order(x))
     mesh = _grid(x.device_mesh, partition)
@@ -346,11 +348,11 @@ def from_dtensor(x: DTensor, partition: Partition, *, lengths: Lengths = None) -
     ranks = spec.groups.get(wire.rank)
     if ranks is None:
         return local.detach().clone()
-    agreed = Call(spec, wire, ranks).agree(local)
-    averages, dtype = "avg" in layout.reductions, agreed.dtype
+    moved = Call(spec, wire, ranks).run(local)
+    averages, dtype = "avg" in layout.reductions, moved.dtype
     if averages and not (dtype.is_floating_point or dtype.is_complex):
         raise WeftError(f"from_dtensor: {dtype} has no average: use Partial('sum')")
-    y: Tensor = _FromDTensor.apply(x, anchor_of(agreed, x), agreed)  # type: ignore[no-untyped-call]  # torch's
+    y: Tensor = _FromDTensor.apply(x, anchor_of(moved, x), moved)  # type: ignore[no-untyped-call]  # torch's
     return y
 
 
@@ -394,9 +396,9 @@ def to_dtensor(
     ranks = spec.groups.get(wire.rank)
     if ranks is None:
         return outside(spec.name, wire, x)
-    agreed = Call(spec, wire, ranks).agree(x)
-    anchor = anchor_of(agreed, x)
-    y: DTensor = _ToDTensor.apply(x, anchor, agreed, mesh, placements)  # type: ignore[no-untyped-call]  # torch's
+    moved = Call(spec, wire, ranks).run(x)
+    anchor = anchor_of(moved, x)
+    y: DTensor = _ToDTensor.apply(x, anchor, moved, mesh, placements)  # type: ignore[no-untyped-call]  # torch's
     return y
 
 
@@ -404,12 +406,12 @@ class _FromDTensor(torch.autograd.Function):
     """`from_dtensor` in autograd; its backward is `to_dtensor`."""
 
     @staticmethod
-    def forward(ctx: Any, x: DTensor, anchor: Tensor | None, agreed: Agreed) -> Tensor:
-        spec = agreed.call.spec
+    def forward(ctx: Any, x: DTensor, anchor: Tensor | None, moved: Moved) -> Tensor:
+        spec = moved.call.spec
         assert isinstance(spec, FromDTensorSpec)
         ctx.partition, ctx.mesh = spec.target, x.device_mesh
         ctx.placements = _of_gradients(x.placements)
-        y = agreed.run(_local(x))
+        y = moved.output
         for dim, how in spec.layout.partial:
             if how == "avg":
                 y = y / spec.mesh.shape[dim]
@@ -428,21 +430,21 @@ class _ToDTensor(torch.autograd.Function):
         ctx: Any,
         x: Tensor,
         anchor: Tensor | None,
-        agreed: Agreed,
+        moved: Moved,
         mesh: DeviceMesh,
         placements: Sequence[Placement],
     ) -> DTensor:
         from torch.distributed.tensor import DTensor
 
-        spec = agreed.call.spec
+        spec = moved.call.spec
         assert isinstance(spec, ToDTensorSpec)
-        ctx.lengths = spec.lengths({r: agreed.said[r].shape for r in spec.source.ranks})
+        ctx.lengths = spec.lengths({r: moved.said[r].shape for r in spec.source.ranks})
         ctx.partition, ctx.x = spec.source, (tuple(x.shape), x.dtype, x.device)
         shape = torch.Size(map(sum, ctx.lengths))
         stride = torch.empty(shape, device="meta").stride()
         placed = _positive(placements, len(shape))
         y: DTensor = DTensor.from_local(
-            agreed.run(x), mesh, placed, run_check=False, shape=shape, stride=stride
+            moved.output, mesh, placed, run_check=False, shape=shape, stride=stride
         )
         return y
 

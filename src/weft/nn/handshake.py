@@ -98,7 +98,9 @@ def handshake(
     error: str | None,
     statement: Statement,
 ) -> tuple[torch.dtype | None, dict[int, Statement]]:
-    """State what this rank brings and hear the others; collective among `ranks`.
+    """State what this rank brings and hear the others, in a call whose turn it is.
+
+    Collective among `ranks`.
 
     Args:
         wire: of the whole group.
@@ -118,23 +120,20 @@ def handshake(
         WireError: a peer or a link failed.
     """
 
-    def hear() -> tuple[torch.dtype | None, dict[int, Statement]]:
-        packed = statement.pack(wire.rank)
-        agreement = agree(among(wire, ranks), call, fields, error, packed, _one_behind_the_other)
-        try:
-            said: dict[int, Statement] = {}
-            everyone = ranks if len(ranks) > DIRECT else ()  # else each body is of one rank
-            bodies = agreement.read(Statement.unpack, everyone)
-            for rank, body in zip(ranks, bodies, strict=False):
-                if len(bodies) > 1 and list(body) != [rank]:
-                    raise wire._accuse(rank, f"rank {rank} sent what ranks {list(body)} bring")
-                said |= body
-            unknown = agreement.fields["dtype"] == "?"
-            return None if unknown else agreement.field("dtype", dtype_in), said
-        finally:
-            agreement.release()
-
-    dtype, said = wire.worker.call(call, hear)
+    packed = statement.pack(wire.rank)
+    agreement = agree(among(wire, ranks), call, fields, error, packed, _one_behind_the_other)
+    try:
+        said: dict[int, Statement] = {}
+        everyone = ranks if len(ranks) > DIRECT else ()  # else each body is of one rank
+        bodies = agreement.read(Statement.unpack, everyone)
+        for rank, body in zip(ranks, bodies, strict=False):
+            if len(bodies) > 1 and list(body) != [rank]:
+                raise wire._accuse(rank, f"rank {rank} sent what ranks {list(body)} bring")
+            said |= body
+        unknown = agreement.fields["dtype"] == "?"
+        dtype = None if unknown else agreement.field("dtype", dtype_in)
+    finally:
+        agreement.release()
     asks = next((rank for rank, each in said.items() if each.needs), None)
     deaf = next((rank for rank, each in said.items() if not each.records), None)
     if asks is not None and deaf is not None:

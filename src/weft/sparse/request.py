@@ -24,7 +24,7 @@ from ..errors import WeftError
 from ..kernels.ops import HALVES, OPS, Op
 from ..rows import Rows
 from ..tensors import has_elements, is_made_of_others, is_transformed, lacking
-from ..wire.base import is_plain, plain
+from ..wire.base import plain
 from . import link, registry, sketch
 from .header import POINTS
 from .out import Out, checked
@@ -316,7 +316,7 @@ def unwrapped(given: object, *, combined: bool) -> tuple[Rows, Callable[[Rows], 
 
 
 def readable(given: Rows) -> Rows:
-    """The given rows in memory that kernels can read.
+    """The given rows in memory that kernels can read, in tensors that nobody else has.
 
     Raises:
         WeftError: the rows are invalid.
@@ -345,9 +345,8 @@ def readable(given: Rows) -> Rows:
             "the stream records a CUDA graph, and sizes of rows are read on the host: call weft "
             "outside of the graph"
         )
-    if not values.requires_grad and is_plain(values):
-        return given
-    return Rows(indices, plain(values.detach()), given.height)
+    # the caller may give its tensors other memory while an asynchronous call is under way
+    return Rows(indices.detach(), plain(values.detach()), given.height)
 
 
 def wrong_wire_dtype(dtype: object, own: torch.dtype | None = None) -> str | None:

@@ -14,6 +14,7 @@ top of this module, so that other processes can import them.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import time
 from collections.abc import Callable
@@ -30,6 +31,7 @@ from .pace import patient
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _INTS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 _DTYPES = (*_FLOATS, *_INTS, torch.bool)
+_LARGE = 1 << 20  # floats, of more than goes at once
 _SLACK = 3.0  # seconds that a wait may exceed its deadline, because the machine is busy
 
 _COMBINE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -71,6 +73,33 @@ def exchange(wire: Wire) -> None:
         for mine, right in zip(places, expected, strict=True):
             assert torch.equal(mine, right), f"{dtype} arrived changed"
         pending.release()
+
+
+@_on(2)
+def memory_under_way(wire: Wire) -> None:
+    """A message keeps its memory, whatever other memory its tensors get while it is under way."""
+    (peer,) = peers(wire)
+
+    def give_data(tensor: Tensor) -> None:
+        tensor.data = torch.zeros(3)
+
+    def set_storage(tensor: Tensor) -> None:
+        tensor.set_(torch.zeros(_LARGE + 9).untyped_storage())
+
+    def free_storage(tensor: Tensor) -> None:
+        with contextlib.suppress(RuntimeError):  # which is fine, too: it stays as it is
+            tensor.untyped_storage().resize_(0)
+
+    for change in (give_data, set_storage, free_storage):
+        given, place = torch.full((_LARGE,), 1.0 + wire.rank), torch.zeros(_LARGE)
+        kept = place.detach()
+        pending = wire.post([(peer, given)], [(peer, place)])
+        for tensor in (given, place):
+            change(tensor)
+        pending.wait()
+        pending.release()
+        assert kept.untyped_storage().nbytes() == 4 * _LARGE, "its memory was freed"
+        assert kept.eq(1 + peer).all(), f"a message changed by {change.__name__}"
 
 
 @_on(3)

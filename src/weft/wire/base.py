@@ -481,10 +481,24 @@ def as_bytes(tensor: Tensor) -> Tensor:
 
 
 def memory_of(tensor: Tensor) -> memoryview:
-    """The bytes of a plain tensor, to be read and written without torch operations."""
-    if tensor.dtype in _PLAIN and tensor.numel() and not tensor.requires_grad:
-        return tensor.numpy().data.cast("B")  # takes a third of the time
-    return as_bytes(tensor.detach()).numpy().data
+    """The bytes of a plain tensor, to be read and written without torch operations.
+
+    They stay where they are, and are held, whatever becomes of the tensor: it may get other memory
+    (`tensor.data = other`, `set_`), and torch resizes no storage that NumPy has seen.
+    """
+    alias = tensor.detach()
+    if tensor.dtype in _PLAIN and tensor.numel():
+        return alias.numpy().data.cast("B")  # takes a third of the time
+    return as_bytes(alias).numpy().data
+
+
+def held(tensor: Tensor) -> Tensor:
+    """The same memory of a plain tensor of the host, in a tensor that nobody else has.
+
+    It is held as that of `memory_of` is.
+    """
+    memory_of(tensor)
+    return tensor.detach()
 
 
 def flattened(tensor: Tensor) -> Tensor:

@@ -241,7 +241,7 @@ class DeviceWire(Part):
         recvs: list[list[tuple[_Post, int, int]]] = [[] for _ in range(self.size)]
         for post in posts:
             for peer, tensor in post.sends:
-                sends[peer].append(as_bytes(tensor.detach()))
+                sends[peer].append(as_bytes(tensor))
             for number, (peer, place) in enumerate(post.recvs):
                 size = place if isinstance(place, int) else place.nbytes
                 recvs[peer].append((post, number, size))
@@ -262,7 +262,8 @@ class DeviceWire(Part):
             at += _filled(size)
 
     def _sum(self, tensor: Tensor) -> None:
-        self._begin(lambda: self.way.all_reduce(self, tensor), tensor)
+        alias = tensor.detach()  # the caller may give its tensor other memory meanwhile
+        self._begin(lambda: self.way.all_reduce(self, alias), alias)
 
     def _begin(self, exchange: Callable[[], None], *kept: Tensor) -> None:
         """Begin an exchange; `kept` is its memory, which is held until it is complete.
@@ -285,7 +286,9 @@ class _Post(Pending):
         self, wire: DeviceWire, sends: Sequence[Send], recvs: Sequence[Recv], channel: int
     ) -> None:
         self._wire, self._came = wire, [torch.empty(0)] * len(recvs)
-        self.sends, self.recvs, self.channel = sends, recvs, channel
+        # the caller may give its tensors other memory meanwhile
+        self.sends = [(peer, tensor.detach()) for peer, tensor in sends]
+        self.recvs, self.channel = recvs, channel
 
     def wait(self) -> list[Tensor]:
         if self in self._wire._queued:

@@ -101,7 +101,7 @@ class Links(Engine):
                 self._deliver(peer, channel)
                 messages.append((peer, receive))
         for peer, tensor in sends:
-            send = Send(tensor.detach())
+            send = Send(tensor)
             self._outgoing[peer].put((channel, send))
             messages.append((peer, send))
         return messages

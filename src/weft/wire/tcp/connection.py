@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from .. import shm
-from ..base import memory_of
+from ..base import held, memory_of
 from ..memory import Lease, Pool, fresh
 
 EAGER = 1 << 17
@@ -66,7 +66,7 @@ class Send:
 
     Attributes:
         nbytes: its length.
-        tensor: contiguous; None if the message was copied.
+        tensor: contiguous, and held; None if the message was copied.
         offset: its place in the segment; -1: it is not there.
         block: the copy in the segment, if it was copied.
     """
@@ -75,7 +75,7 @@ class Send:
 
     def __init__(self, tensor: Tensor, offset: int = -1, block: Block | None = None) -> None:
         self.nbytes, self.offset, self.block = tensor.nbytes, offset, block
-        self.tensor = tensor if block is None else None
+        self.tensor = held(tensor) if block is None else None
         self.done, self.number = block is not None, 0
 
 
@@ -87,21 +87,23 @@ class Receive:
         limit: the most bytes that it may have.
     """
 
-    __slots__ = ("_pool", "_release", "done", "limit", "tensor")
+    __slots__ = ("_place", "_pool", "_release", "done", "limit", "tensor")
 
     def __init__(self, want: Tensor | int, pool: Pool) -> None:
         self.tensor = None if isinstance(want, int) else want
+        self._place = None if self.tensor is None else held(self.tensor)
         self.limit = want if isinstance(want, int) else want.nbytes
         self._pool = pool
         self._release: Callable[[], object] | None = None
         self.done = False
 
     def place(self) -> Tensor:
-        """Where it goes."""
-        if self.tensor is None:
+        """Where it goes: memory that is held."""
+        if self._place is None:
             lease: Lease = self._pool.lease(self.limit)
-            self.tensor, self._release = lease.tensor, lease.release
-        return self.tensor
+            self._release = lease.release
+            self.tensor = self._place = lease.tensor
+        return self._place
 
     def look(self, view: Tensor, release: Callable[[], object]) -> None:
         """Set the view in which the message is, and what to call when it is released."""
