@@ -171,6 +171,7 @@ for owner, names in {
     torch._C._functorch: "peek_interpreter_stack is_functorch_wrapped_tensor",
     torch._C._dynamo.eval_frame: "set_code_exec_strategy",
     torch._C._profiler: "_RecordFunctionFast",
+    torch.profiler.record_function: "_call_end_callbacks_on_future",
     torch: "_foreach_copy_ _foreach_mul_",
     distributed_c10d: "_resolve_process_group _get_process_group_store",
 }.items():

@@ -11,7 +11,7 @@ from . import backend as _backend
 
 if _typing.TYPE_CHECKING:
     from . import ddp, kernels, nn, sparse
-    from .bootstrap.init import init, shutdown
+    from .bootstrap.init import config, init, shutdown
     from .comm.all_reduce import all_reduce
     from .comm.all_to_all import all_to_all
     from .comm.attempt import attempt
@@ -36,6 +36,7 @@ if _typing.TYPE_CHECKING:
     )
     from .sparsify import sync_sparsified
     from .wire.base import Wire
+    from .wire.listeners import on_call
 
 __version__ = "0.1.0"
 
@@ -54,12 +55,14 @@ __all__ = [
     "attempt",
     "barrier",
     "clip_grad_norm_",
+    "config",
     "ddp",
     "exchange",
     "explain",
     "init",
     "kernels",
     "nn",
+    "on_call",
     "overlap_grads",
     "remote_rows",
     "shutdown",
@@ -81,7 +84,8 @@ _HOMES = {
     "Wire": "wire.base",
     "sync_sparsified": "sparsify",
     **dict.fromkeys(("Error", "StillRunning", "WeftError", "WireError"), "errors"),
-    **dict.fromkeys(("init", "shutdown"), "bootstrap.init"),
+    **dict.fromkeys(("config", "init", "shutdown"), "bootstrap.init"),
+    "on_call": "wire.listeners",
     **dict.fromkeys(("all_reduce", "all_to_all", "attempt", "barrier", "exchange"), "comm"),
     **dict.fromkeys(("RemoteRows", "remote_rows"), "comm"),
     **dict.fromkeys(("clip_grad_norm_", "overlap_grads", "sync_grads", "sync_params"), "comm"),

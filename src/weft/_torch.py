@@ -108,8 +108,8 @@ def without_transforms(function: Callable[P, T]) -> Callable[P, T]:
 def profiled(call: str) -> AbstractContextManager[object]:
     """A range of the profiler for a call of weft's; nothing if none runs: a range takes 8 µs.
 
-    The name of the range leaves out which call a backward is of, so that all count together.
-    Without the private name it is always a range.
+    All calls of a name count together, whichever call a backward is of. Without the private name it
+    is always a range.
 
     Example:
         >>> with torch.profiler.profile() as profile, profiled("exchange backward of call 7"):
@@ -117,9 +117,45 @@ def profiled(call: str) -> AbstractContextManager[object]:
         >>> [event.key for event in profile.key_averages()]
         ['weft::exchange backward']
     """
-    if not getattr(torch.autograd.profiler, "_is_profiler_enabled", True):
+    if not _is_profiling():
         return nullcontext()
-    return record_function(f"weft::{call.partition(' of call')[0]}")
+    return record_function(_range_of(call))
+
+
+def profiled_until(call: str) -> Callable[[], None]:
+    """Begin a range of the profiler for a call that another thread is going to make.
+
+    A profiler records the threads that it was started in and for, and weft's own are none of these.
+    So the range begins here, where the caller is, and ends when the returned function is called, in
+    whatever thread. Nothing happens if no profiler runs, or where torch cannot end a range so.
+
+    Example:
+        >>> with torch.profiler.profile() as profile:
+        ...     end = profiled_until("exchange")
+        ...     end()
+        >>> [event.key for event in profile.key_averages()]
+        ['weft::exchange']
+    """
+    if not _is_profiling() or not hasattr(record_function, "_call_end_callbacks_on_future"):
+        return _nothing
+    ended: torch.futures.Future[None] = torch.futures.Future()
+    begun: Any = record_function(_range_of(call))  # whose methods have no types
+    begun.__enter__()
+    begun._call_end_callbacks_on_future(ended)
+    return functools.partial(ended.set_result, None)
+
+
+def _nothing() -> None:
+    return None
+
+
+def _is_profiling() -> bool:
+    return bool(getattr(torch.autograd.profiler, "_is_profiler_enabled", True))
+
+
+def _range_of(call: str) -> str:
+    """The name of a call's range, which leaves out which call a backward is of."""
+    return f"weft::{call.partition(' of call')[0]}"
 
 
 def is_of_group(error: BaseException | None) -> bool:

@@ -16,6 +16,7 @@ from datetime import timedelta
 import pytest
 import torch
 
+import weft
 from weft.errors import Error, StillRunning, WeftError, WireError
 from weft.testing import run, spmd
 from weft.wire import threads
@@ -381,3 +382,90 @@ def test_a_child_forked_in_the_middle_of_calls_is_told_so(wire):
                 os._exit(1)
     go.set()
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_calls_in_the_workers_thread_are_ranges_of_the_profiler():
+    """Which records the thread that it was started in: so a range begins there."""
+
+    def program(wire):
+        with torch.profiler.profile() as profile:
+            first = wire.worker.submit("first", lambda: torch.ones(1))
+            failing = wire.worker.submit("failing", lambda: [][1])
+            with pytest.raises(IndexError):
+                failing.wait()
+            first.wait()
+        events = {event.name: event for event in profile.events()}
+        assert events["weft::first"].is_async
+        return sorted(name for name in events if name.startswith("weft::"))
+
+    assert run(1, program) == [["weft::failing", "weft::first"]]
+
+
+def test_listeners_are_told_what_each_call_did():
+    seen = []
+
+    def program(wire):
+        weft.all_reduce(torch.ones(3))
+        weft.sparse_all_reduce((torch.tensor([wire.rank]), torch.ones(1)), async_op=True).wait()
+        with pytest.raises(WeftError):
+            weft.all_reduce(torch.ones(2 + wire.rank))
+
+    with weft.on_call(seen.append) as handle:
+        run(2, program)
+    run(2, program)  # of which nobody is told
+    handle.remove()
+    assert len(seen) == 6
+    first, second, third = sorted((each for each in seen if each.rank == 1), key=lambda s: s.number)
+    assert [each.name for each in (first, second, third)] == [
+        "all_reduce",
+        "sparse_all_reduce",
+        "all_reduce",
+    ]
+    assert first.messages == 1 and first.sent_bytes > 12 and first.error == ""
+    assert second.sparse.algorithm == "eager" and second.sparse.sent_bytes == second.sent_bytes
+    assert "the ranks differ in shape" in third.error
+    assert all(0 <= each.waited <= each.seconds for each in seen)
+
+
+@spmd(2, on=("threads", "processes"))
+def test_a_wait_for_a_late_rank_is_counted(wire):
+    seen = []
+    with weft.on_call(lambda stats: seen.append(stats) if stats.rank == wire.rank else None):
+        if wire.rank == 1:
+            time.sleep(0.3)
+        weft.barrier()
+    (stats,) = seen
+    assert stats.name == "barrier"
+    if wire.rank == 0:
+        assert stats.waited >= 0.2
+
+
+def test_a_listener_that_fails_is_removed_and_harms_no_call(caplog):
+    def program(wire):
+        return [weft.all_reduce(torch.ones(1)).item() for _ in range(2)]
+
+    told = []
+
+    def failing(stats):
+        told.append(stats)
+        raise ValueError("no disk")
+
+    weft.on_call(failing)
+    assert run(1, program) == [[1, 1]]
+    assert len(told) == 1
+    (record,) = caplog.records
+    assert "a listener of weft.on_call failed" in record.message and "no disk" in caplog.text
+
+
+def test_a_call_within_a_call_is_counted_there():
+    seen = []
+
+    def program(wire):
+        def several():
+            wire.worker.call("inner", lambda: None)
+
+        wire.worker.submit("outer", several, several=True).wait()
+
+    with weft.on_call(seen.append):
+        run(1, program)
+    assert [each.name for each in seen] == ["outer"]

@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from .. import kernels
 from ..errors import WeftError, WireError, entry
+from ..sparse import registry
 from ..wire import default, process_group
 from ..wire.base import Wire, end_with, is_duration
 from ..wire.failure import last_error
@@ -37,6 +38,8 @@ from ..wire.tcp.address import (
 )
 from . import backends, launchers, membership
 from . import rendezvous as places
+from .config import Config, unknown_variables
+from .config import config as in_force
 
 _TIMEOUT = 300.0  # seconds, of a group that weft starts
 _TELL = 3.0  # seconds in which a process that cannot take part tries to tell the others
@@ -155,6 +158,27 @@ def init_as(rank: int, size: int, backend: str, host: str, port: int) -> Wire:
     return _start(_Asked(backend, "env://" if own else url), env)
 
 
+def config() -> Config:
+    """Say what is in force in this process, and where each value comes from; it sends nothing.
+
+    Versions, the launcher, the group, the transport, the kernels (which are loaded for it), the
+    address where this rank listens, and what the variables of the environment set: `WEFT_...` that
+    weft does not know are there, too.
+
+    Returns:
+        A `Config`, which prints as a table.
+
+    Example:
+        >>> import weft
+        >>> with weft.init("weft", timeout=60):
+        ...     found = weft.config()
+        >>> found["group"], found["algorithm"]
+        ('rank 0 of 1, timeout 60 s, backend cpu:weft', 'auto')
+    """
+    running = _running if _running is not None and _running.process == os.getpid() else None
+    return in_force(None if running is None else running.wire)
+
+
 def shutdown() -> None:
     """End what `init` started: the wire, its threads and sockets, and the group if weft made it.
 
@@ -252,12 +276,18 @@ def _check_same(wire: Wire, url: str | None, asked: _Asked) -> None:
 
 
 def _check_environment() -> None:
-    """Raise WeftError for a value of a variable that means nothing."""
+    """Raise WeftError for a value of a variable that means nothing; log which are unknown."""
     process_group.chosen()
     slow.chosen()
     for name, known in _VALUES.items():
         if (said := os.environ.get(name, "")) not in known:
             raise WeftError(f"{name}={said!r} means nothing: set it to {known[-1]}, or unset it")
+    if (algorithm := os.environ.get("WEFT_ALGORITHM", "auto")) not in ("", "auto"):
+        registry.find(algorithm, f"WEFT_ALGORITHM={algorithm}: ")
+    if os.environ.get("LOCAL_RANK", "0") == "0":  # one rank of a host speaks for all
+        for name, meant in unknown_variables(os.environ).items():
+            hint = f"{meant} was meant?" if meant else "weft.config() lists those that it reads"
+            _log.warning("weft reads no variable %s: %s", name, hint)
 
 
 def _check_backend(backend: str | None) -> None:

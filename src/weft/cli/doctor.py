@@ -89,6 +89,7 @@ def doctor(
     wrong = [finding for finding in findings if finding.level == "wrong"]
     if ahead.rank == 0:  # the others say only what is wrong with them
         _print(findings, pairs)
+        show.console().print(f"\nin force (weft.config()):\n{weft.config()}", soft_wrap=True)
     else:
         _print(wrong, [])
     raise typer.Exit(1 if wrong else 0)

@@ -121,6 +121,7 @@ class Traffic:
         messages: number of messages.
         bytes: bytes in them, without the transport's own framing.
         to: bytes to each peer that was sent to.
+        waited: seconds in which this rank waited for messages.
     """
 
     def __init__(self, rank: int) -> None:
@@ -132,6 +133,7 @@ class Traffic:
         self.messages = 0
         self.bytes = 0
         self.to: dict[int, int] = {}
+        self.waited = 0.0
 
     def count(self, sends: Sequence[tuple[int, Tensor]]) -> None:
         """Add messages, each given with the peer it goes to."""

@@ -304,6 +304,7 @@ class InProcessWire(Wire):
                         slow = math.inf
                     wake.wait(min(until, slow) - now)
             finally:
+                self.traffic.waited += time.monotonic() - began
                 group.waiting.pop(rank, None)
 
     def _late(self, exchange: Exchange) -> tuple[int | None, str]:

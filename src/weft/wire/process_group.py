@@ -78,6 +78,15 @@ def chosen() -> Transport:
     return TRANSPORTS[name]
 
 
+def chosen_by() -> str:
+    """Where `chosen` is from: an argument, a variable, or "default"."""
+    if _asked:
+        return "weft.init(transport=)"
+    if os.environ.get("WEFT_TRANSPORT"):
+        return "WEFT_TRANSPORT"
+    return "WEFT_SAFE" if os.environ.get("WEFT_SAFE") == "1" else "default"
+
+
 def connect(
     store: dist.Store,
     rank: int,

@@ -184,6 +184,7 @@ class ProcessWire(Wire):
     def _wait(self, exchange: _Exchange) -> None:
         detector = self._detector
         assert detector is not None
+        began = time.monotonic()
         detector.begin(exchange)
         try:
             self._engine.finish(exchange.messages, self.timeout + _BEYOND, exchange.reach)
@@ -193,6 +194,7 @@ class ProcessWire(Wire):
             self._interrupted(error)
             raise
         finally:
+            self.traffic.waited += time.monotonic() - began
             detector.end()
 
     def _fail(self, exchange: _Exchange, detector: Detector, error: str) -> NoReturn:

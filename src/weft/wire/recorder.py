@@ -54,11 +54,14 @@ class Call:
         fields: the values that must be equal on all of them.
         end: when it ended, by `time.perf_counter`; None: it runs.
         messages, sent_bytes: what this rank sent in it, once it has ended.
+        seconds, waited: how long it took, and for how long of that this rank waited for messages,
+            once it has ended.
         error: what it raised, or "".
         figures: a dataclass with more of it, or None.
     """
 
     agreed = messages = sent_bytes = 0
+    seconds = waited = 0.0
     ranks: tuple[int, ...] = ()
     fields: tuple[tuple[str, str], ...] = ()
     end: float | None = None
@@ -67,6 +70,7 @@ class Call:
     def __init__(self, group: str, number: int, name: str, traffic: Traffic) -> None:
         self.group, self.number, self.name, self._traffic = group, number, name, traffic
         self._before = traffic.messages, traffic.bytes, time.perf_counter()
+        self._waited_before = traffic.waited
         _calls.append(self)
 
     def spent(self) -> tuple[int, int, float]:
@@ -82,8 +86,9 @@ class Call:
 
     def close(self, error: str = "") -> None:
         """Note that the call has ended."""
-        self.messages, self.sent_bytes, seconds = self.spent()
-        self.end, self.error = self._before[2] + seconds, error
+        self.messages, self.sent_bytes, self.seconds = self.spent()
+        self.waited = self._traffic.waited - self._waited_before
+        self.end, self.error = self._before[2] + self.seconds, error
         if error and not self.messages:
             self.agreed = 0  # the wire was broken before
 

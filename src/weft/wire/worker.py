@@ -22,10 +22,10 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 import torch
 
-from .._torch import profiled, without_modes, without_transforms
+from .._torch import profiled, profiled_until, without_modes, without_transforms
 from ..devices import Aside
 from ..errors import Error, StillRunning, WeftError, WireError, entry
-from . import recorder
+from . import listeners, recorder
 
 if TYPE_CHECKING:
     from .base import Wire
@@ -39,11 +39,13 @@ _LAST = 1.0  # seconds to end in after its wire was aborted
 class Worker:
     """The calls of one rank on one wire, one at a time, in the order they were made.
 
-    Each call is a range of the profiler. A job that raises a `weft.Error` leaves the wire as it is;
-    if SystemExit or KeyboardInterrupt in a caller's function is its cause, that is raised in its
-    place. Any other exception, KeyboardInterrupt included, means that this rank will not finish a
-    schedule that others are in: the wire is aborted, so that they raise instead of waiting, and the
-    exception goes on.
+    Each call is a range of the profiler: a synchronous one from its turn to its end, an
+    asynchronous one from where it is made to its end.
+
+    A job that raises a `weft.Error` leaves the wire as it is; if SystemExit or KeyboardInterrupt in
+    a caller's function is its cause, that is raised in its place. Any other exception,
+    KeyboardInterrupt included, means that this rank will not finish a schedule that others are in:
+    the wire is aborted, so that they raise instead of waiting, and the exception goes on.
 
     Attributes:
         calls: how many calls were started.
@@ -90,7 +92,8 @@ class Worker:
             Exception: whatever the job raises.
         """
         if self._several and self._owner == threading.get_ident():
-            return self._do(name, job)
+            with profiled(name):
+                return self._do(name, job)
         with self._lock:  # which takes less than the condition itself
             turn = self._draw(name)
             try:
@@ -101,7 +104,8 @@ class Worker:
                 self._turns.notify_all()
                 self._wire.abort(_text(error))
                 raise
-        return self._run(turn, name, job)
+        with profiled(name):
+            return self._run(turn, name, job)
 
     def enter(self, ranks: tuple[int, ...], fields: tuple[tuple[str, str], ...]) -> None:
         """Add to the record of the running call its ranks, and the fields that they compare."""
@@ -132,10 +136,9 @@ class Worker:
 
         with self._lock:
             turn = self._draw(name)
+            work._end_range = profiled_until(name)
             try:
-                self._jobs.put(
-                    functools.partial(self._serve, turn, name, inside, several, work._done)
-                )
+                self._jobs.put(functools.partial(self._serve, turn, inside, several, work))
             except RuntimeError:  # there is no thread more for this process
                 self._line.remove(turn)
                 raise
@@ -200,8 +203,7 @@ class Worker:
         try:
             self.calls += 1
             self.doing, self._several, self.now = name, several, call
-            with profiled(name):
-                result = job()
+            result = job()
             call.close()
             return result
         except BaseException as error:
@@ -213,20 +215,22 @@ class Worker:
             raise
         finally:
             self.doing, self._several, self.now = outer
+            if not self.doing:  # else it is a part of the call around it
+                listeners.told(call, wire.rank)
 
-    def _serve(
-        self, turn: object, name: str, job: Callable[[], T], several: bool, done: Future[T]
-    ) -> None:
+    def _serve(self, turn: object, job: Callable[[], T], several: bool, work: Work[T]) -> None:
         """On the thread of jobs: run one when its turn comes."""
         with self._lock:
             while self._line[0] is not turn:
                 self._turns.wait()
         try:
-            value = self._run(turn, name, job, several)
+            value = self._run(turn, work._name, job, several)
         except BaseException as error:  # kept for whoever waits
-            done.set_exception(error)
+            work._end_range()
+            work._done.set_exception(error)
         else:
-            done.set_result(value)
+            work._end_range()
+            work._done.set_result(value)
 
     def after_fork(self) -> None:
         """In a forked child, which has no thread that would serve the calls under way."""
@@ -278,6 +282,7 @@ class Work(Generic[T]):
         """`aside` is the job, where it runs in a stream of its own."""
         self._worker, self._name, self._aside = worker, name, aside
         self._done: Future[T] = Future()
+        self._end_range: Callable[[], None] = lambda: None  # of the profiler
 
     def __repr__(self) -> str:
         ended = "done" if (error := self.exception()) is None else f"failed: {_text(error)}"

@@ -45,6 +45,13 @@ def chosen() -> float:
     raise WeftError(f"watch (or WEFT_WATCH) is {said!r}: pass a number of seconds above 0, or None")
 
 
+def chosen_by() -> str:
+    """Where `chosen` is from: an argument, a variable, or "default"."""
+    if _asked is not None:
+        return "weft.init(watch=)"
+    return "WEFT_WATCH" if os.environ.get("WEFT_WATCH") else "default"
+
+
 def standing(thread: int | None = None) -> str:
     """Where a thread (None: the main one) is in the user's program: "file:line in function".
 

@@ -1,0 +1,179 @@
+"""`weft.config`: what is in force in this process, and where each value comes from.
+
+Here is also the list of all variables that weft reads, by which a mistyped one is found.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import platform
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from .. import kernels
+from ..errors import WeftError
+from ..wire import interface, process_group
+from ..wire.base import Wire
+from ..wire.failure import watch
+from . import launchers
+
+_PREFIX = "WEFT_"
+_SIMILAR = 0.75  # of difflib's ratio: names that are so alike were mixed up
+
+_WITHOUT = {
+    "WEFT_ALGORITHM": ("algorithm", "auto"),
+    "WEFT_LINK": ("link", "measured by the first calls of a group"),
+    "WEFT_PROFILE": ("link profile", "what `weft tune` wrote, if it did"),
+    "WEFT_KEEP": ("kept results", "at most a 64th of the machine's memory"),
+    "WEFT_CACHE_DIR": ("cache", "the user's cache directory"),
+    "WEFT_HOST": ("host", "as machine and network say"),
+    "WEFT_RECORD_DIR": ("records of calls", "not written"),
+    "WEFT_TRACE": ("trace", "off"),
+    "WEFT_TRACEBACK": ("weft's frames in tracebacks", "not shown"),
+}
+"""Variables whose value is in force as it is: what each sets, and what applies without it."""
+
+VARIABLES = frozenset(
+    {*_WITHOUT, "WEFT_INTERFACE", "WEFT_KERNELS", "WEFT_SAFE", "WEFT_TRANSPORT", "WEFT_WATCH"}
+)
+"""All variables of the environment that are weft's own."""
+
+_NOBODY = "default"
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One thing that is in force.
+
+    Attributes:
+        name: what it is.
+        value: as a text.
+        source: where it is from: a variable, an argument, "default", or what decided it.
+    """
+
+    name: str
+    value: str
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """What is in force. It prints as a table; `config["transport"]` is a value.
+
+    Attributes:
+        settings: one after the other.
+    """
+
+    settings: tuple[Setting, ...]
+
+    def __getitem__(self, name: str) -> str:
+        for each in self.settings:
+            if each.name == name:
+                return each.value
+        raise KeyError(name)
+
+    def __repr__(self) -> str:
+        names = max(len(each.name) for each in self.settings)
+        values = max(len(each.value) for each in self.settings)
+        return "\n".join(
+            f"{each.name:{names}}  {each.value:{values}}  {each.source}" for each in self.settings
+        )
+
+
+def unknown_variables(env: Mapping[str, str]) -> dict[str, str | None]:
+    """The variables in an environment that look like weft's and are not: each with what was meant.
+
+    Example:
+        >>> next(iter(unknown_variables(dict(WEFT_TRANSPROT="torch")).values()))
+        'WEFT_TRANSPORT'
+    """
+    found: dict[str, str | None] = {}
+    for name in env:
+        if name.startswith(_PREFIX) and name not in VARIABLES:
+            near = difflib.get_close_matches(name, sorted(VARIABLES), 1, _SIMILAR)
+            found[name] = near[0] if near else None
+    return found
+
+
+def config(wire: Wire | None) -> Config:
+    """What is in force, with this wire as the default one."""
+    return Config(tuple(_settings(wire)))
+
+
+def _settings(wire: Wire | None) -> Iterator[Setting]:
+    from .. import __version__  # here, since `weft` itself imports this
+
+    yield Setting("weft", __version__, "installed")
+    yield Setting("torch", str(torch.version.__version__), "installed")
+    yield Setting("python", platform.python_version(), "installed")
+    yield _launched()
+    yield _group(wire)
+    yield _transport()
+    yield _kernels()
+    yield _address()
+    yield _watching()
+    for variable, (name, default) in _WITHOUT.items():
+        value = os.environ.get(variable)
+        if value:
+            yield Setting(name, value, variable)
+        else:
+            yield Setting(name, default, _NOBODY)
+    for variable, meant in unknown_variables(os.environ).items():
+        hint = f": {meant} was meant?" if meant else ""
+        yield Setting(variable, os.environ[variable], f"unknown to weft{hint}")
+
+
+def _launched() -> Setting:
+    try:
+        launch = launchers.detect()
+    except WeftError as error:
+        return Setting("launched by", f"unclear: {error}", "environment")
+    if launch.kind == "alone":
+        return Setting("launched by", "no launcher", "environment")
+    value = f"{launch.kind}: rank {launch.rank} of {launch.size}"
+    return Setting("launched by", value, "environment")
+
+
+def _group(wire: Wire | None) -> Setting:
+    if wire is None:
+        return Setting("group", "none", "weft.init was not called")
+    value = f"rank {wire.rank} of {wire.size}, timeout {wire.timeout:g} s"
+    if process_group.has_default():
+        value += f", backend {dist.get_backend_config()}"
+    return Setting("group", value, "weft.init")
+
+
+def _transport() -> Setting:
+    try:
+        return Setting("transport", process_group.chosen().name, process_group.chosen_by())
+    except WeftError as error:
+        return Setting("transport", f"wrong: {error}", process_group.chosen_by())
+
+
+def _kernels() -> Setting:
+    forbidden = next((name for name in ("WEFT_KERNELS", "WEFT_SAFE") if os.environ.get(name)), "")
+    return Setting("kernels", kernels.describe(), forbidden or _NOBODY)
+
+
+def _address() -> Setting:
+    named = next((name for name in interface.VARIABLES if os.environ.get(name)), "")
+    try:
+        address = interface.own_address()
+    except OSError as error:
+        return Setting("listens at", f"wrong: {error}", named)
+    there = interface.interface_of(address)
+    value = f"{address} ({there})" if there else address
+    return Setting("listens at", value, named or "route")
+
+
+def _watching() -> Setting:
+    try:
+        seconds = watch.chosen()
+    except WeftError as error:
+        return Setting("watch", f"wrong: {error}", watch.chosen_by())
+    value = "never" if seconds == float("inf") else f"after {seconds:g} s"
+    return Setting("watch", value, watch.chosen_by())

@@ -1,0 +1,125 @@
+"""Counters: what each call of this process did, told to whoever asks (`weft.on_call`).
+
+The figures are those of the flight recorder (`recorder.Call`). The worker tells them when a call
+has ended. Where nobody asks, that is one look at an empty tuple.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Self
+
+if TYPE_CHECKING:
+    from .recorder import Call
+
+_log = logging.getLogger("weft")
+_lock = threading.Lock()
+_listeners: tuple[Listener, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class CallStats:
+    """What one call did, on one rank.
+
+    Attributes:
+        name: of the call, as in errors and in the profiler, such as "sparse_all_reduce".
+        group: the name of its group: "world" is torch.distributed's default group.
+        rank: this rank's number in the group.
+        number: of the call on this rank and group, as in errors.
+        seconds: from the call's turn to its end. (Calls of a group take turns.)
+        waited: seconds of these in which this rank waited for messages.
+        messages: sent by this rank.
+        sent_bytes: in those messages.
+        error: what the call raised, or "".
+        sparse: of a sparse call its `weft.sparse.Record`, which names the algorithm; else None.
+    """
+
+    name: str
+    group: str
+    rank: int
+    number: int
+    seconds: float
+    waited: float
+    messages: int
+    sent_bytes: int
+    error: str
+    sparse: Any
+
+
+class Listener:
+    """A function that is told of calls, until `remove()`, or until the end of a `with` block."""
+
+    def __init__(self, function: Callable[[CallStats], object]) -> None:
+        self._function = function
+
+    def remove(self) -> None:
+        """Tell it of no further calls. Twice is fine."""
+        global _listeners
+        with _lock:
+            _listeners = tuple(each for each in _listeners if each is not self)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
+
+    def tell(self, stats: CallStats) -> None:
+        """Call the function. If it raises, log that, and remove it."""
+        try:
+            self._function(stats)
+        except Exception:  # the call itself ended well, on all ranks
+            self.remove()
+            _log.exception("rank %d: a listener of weft.on_call failed, and is removed", stats.rank)
+
+
+def on_call(listener: Callable[[CallStats], object]) -> Listener:
+    """Have a function called after every call of weft's in this process, to count, log, or export.
+
+    It costs nothing where it is not used. A call that weft makes as a part of another one is
+    counted there.
+
+    Args:
+        listener: called with the `CallStats` of each call, in the thread that ran the call, which
+            for asynchronous calls, and those of `weft.ddp`, is a thread of weft's. It must be
+            quick, and must not call weft. If it raises, that is logged, and it is removed.
+
+    Returns:
+        A handle: `remove()` ends it. So does the end of a `with` block.
+
+    Example:
+        >>> import torch, weft
+        >>> seen = []
+        >>> with weft.init(), weft.on_call(seen.append):
+        ...     _ = weft.all_reduce(torch.ones(4))
+        >>> [(stats.name, stats.messages, stats.sent_bytes) for stats in seen]  # alone: to nobody
+        [('all_reduce', 0, 0)]
+    """
+    global _listeners
+    found = Listener(listener)
+    with _lock:
+        _listeners = (*_listeners, found)
+    return found
+
+
+def told(call: Call, rank: int) -> None:
+    """Tell all listeners of a call that has ended."""
+    if not _listeners:
+        return
+    stats = CallStats(
+        call.name,
+        call.group,
+        rank,
+        call.number,
+        call.seconds,
+        call.waited,
+        call.messages,
+        call.sent_bytes,
+        call.error,
+        call.figures,
+    )
+    for listener in _listeners:
+        listener.tell(stats)
