@@ -256,7 +256,7 @@ def agree(
         WireError: as every wait does; also where a peer sent something else than a statement.
         RuntimeError: the fields or the body are larger than a statement may be.
     """
-    name = wire._named(wire.rank)
+    name = wire.rank_in_errors(wire.rank)
     values = ((name, _UNKNOWN if value is None else str(value)) for name, value in fields.items())
     mine = _Statement(
         (_Group((("call", call), *values), (name,), 1, wire.worker.calls),),
@@ -265,7 +265,7 @@ def agree(
         body.numpy().data if isinstance(body, Tensor) else memoryview(body),
         watched=watch is not None,
     )
-    wire.worker.enter(wire._members, mine.groups[0].fields)
+    wire.worker.enter(wire.global_ranks, mine.groups[0].fields)
     fingerprint = len(_written(mine.groups))
     longest = len(mine.body) + max((sum(map(len, said)) for said in private or ()), default=0)
     if fingerprint > _FINGERPRINT or longest > BODY:
@@ -285,7 +285,7 @@ def agree(
     if watch is not None:
         watch(pending)
     heard = zip(others, pending.wait(), strict=True)
-    said = [(p, _heard(wire, p, message, (wire._named(p),))) for p, message in heard]
+    said = [(p, _heard(wire, p, message, (wire.rank_in_errors(p),))) for p, message in heard]
     said.insert(wire.rank, (wire.rank, mine))
     return _agreed(wire, said, pending.release)
 
@@ -305,7 +305,7 @@ def confess(
         WeftError: something went wrong on some rank; the same text on every rank.
     """
     if isinstance(trouble, WeftError):
-        name = wire._named(wire.rank)
+        name = wire.rank_in_errors(wire.rank)
         lacking = str(trouble).removeprefix(f"rank {name}: ")  # which is said for all
     elif trouble is not None:
         lacking = f"{type(trouble).__name__}: {trouble}".removesuffix(": ")
@@ -378,7 +378,7 @@ def _combining(wire: Wire, mine: _Statement, combine: Combine) -> tuple[int, _St
     """
     core = 1 << (wire.size.bit_length() - 1)
     paired = 2 * (wire.size - core)  # the first ranks, two by two, speak with one voice
-    rank, among = wire.rank, frozenset(map(wire._named, range(wire.size)))
+    rank, among = wire.rank, frozenset(map(wire.rank_in_errors, range(wire.size)))
 
     def swap(peer: int, *, send: bool = True, receive: bool = True) -> _Statement:
         pending = wire.post([(peer, mine.pack())] * send, [(peer, CAP)] * receive)

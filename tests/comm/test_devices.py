@@ -115,7 +115,7 @@ def same(found, wanted):
 @spmd(3, on=("device",))
 def test_one_rank_has_its_tensors_elsewhere(wire):
     if wire.rank == 1:
-        wire._devices[CPU]._carries = "xpu (xccl)"
+        wire._devices[CPU].route = "xpu (xccl)"
     for name in ("all_to_all", "all_reduce", "exchange", "nn"):
         with pytest.raises(weft.WeftError, match=r"device: .*checked.* rank 1 has xpu \(xccl\)"):
             CALLS[name](3, 4)
@@ -142,7 +142,7 @@ def over_gloo(wire, path):
     try:
         with weft.init(), as_device():
             over = wire_for(default.resolve(None), torch.empty(0))
-            assert type(over.way) is OverGroup and "gloo" in over._carries
+            assert type(over.way) is OverGroup and "gloo" in over.route
             for name in CALLS:
                 CALLS[name](wire.size, 30_000)
             assert type(over._among_some().way) is BetweenPairs

@@ -124,7 +124,7 @@ def beside(monkeypatch, config):
     """A wire of a group with these backends."""
     monkeypatch.setattr(dist, "get_backend_config", lambda group: config)
     wire, there = group(1)[0], threading.Thread()  # can be referred to weakly
-    wire._process_group = lambda: there
+    wire.process_group = lambda: there
     return wire
 
 
@@ -144,7 +144,7 @@ def test_else_they_go_through_the_host_which_is_logged_once(monkeypatch, caplog,
     wire, there = beside(monkeypatch, config), SimpleNamespace(device=torch.device(kind))
     there.is_cpu = False
     over = [wire_for(wire, there) for _ in range(3)][-1]
-    assert type(over.way) is device.Staged and over._carries == f"{kind} (staged through the host)"
+    assert type(over.way) is device.Staged and over.route == f"{kind} (staged through the host)"
     through = "are copied through the host: the group's backends are"
     assert caplog.messages == [f"rank 0: tensors on {kind} {through} {config}"]
     wire.close()
@@ -505,7 +505,7 @@ def one_rank():
         found = weft.sparse_all_reduce((ids, values))
         expected = torch.sparse_coo_tensor(ids[None], values, (900, 8)).coalesce()
         assert torch.equal(out, data) and torch.equal(found[1], expected.values())
-        return over._carries
+        return over.route
 
 
 @GPU

@@ -130,7 +130,7 @@ class _Reduction(Linear):
         eager = eager and on_host(given)
         fields: dict[str, object] = {"op": self.op}
         if self.error is None:
-            fields |= {"dtype": self.said, "shape": tuple(given.shape), "device": over._carries}
+            fields |= {"dtype": self.said, "shape": tuple(given.shape), "device": over.route}
         own = memory_of(given) if eager else b""
         place = fresh(tuple(given.shape), given.dtype, given.device)
         with opened(wire, self.name, fields, self.error, mode=mode, own=own) as said:

@@ -115,7 +115,7 @@ class Scatter(Linear):
         over = wire_for(wire, like)
         fields = dict(self.fields)
         if self.error is None:
-            fields |= {"dtype": like.dtype, "device": over._carries}
+            fields |= {"dtype": like.dtype, "device": over.route}
         # the tensors of all others that are sent along fit in a round, too
         eager = _EAGER if limit == NO_LIMIT else min(_EAGER, limit // (2 * wire.size))
         if not on_host(like):

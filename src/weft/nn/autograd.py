@@ -122,7 +122,7 @@ class Call:
             statement = Statement(shape, asks, records, payload_of(x, self.ranks))
             # compiled code has fixed the dtype of its result already
             dtype = own if x.numel() or self.compiled else None
-            device = wire_for(self.wire, x)._carries
+            device = wire_for(self.wire, x).route
         fields = {
             "partition": self.spec.grids,
             "arguments": self.spec.arguments,

@@ -128,7 +128,7 @@ def handshake(
         bodies = agreement.read(Statement.unpack, everyone)
         for rank, body in zip(ranks, bodies, strict=False):
             if len(bodies) > 1 and list(body) != [rank]:
-                raise wire._accuse(rank, f"rank {rank} sent what ranks {list(body)} bring")
+                raise wire.fail(rank, f"rank {rank} sent what ranks {list(body)} bring")
             said |= body
         unknown = agreement.fields["dtype"] == "?"
         dtype = None if unknown else agreement.field("dtype", dtype_in)

@@ -29,7 +29,7 @@ def as_shard(rows: Tensor, height: int, wire: Wire) -> Tensor:
     The rows must be this rank's chunk, as `torch.chunk` cuts. If the wire is not that of a process
     group of torch's, the result is `rows` itself.
     """
-    group = wire._process_group()
+    group = wire.process_group()
     if group is None:
         return rows
     from torch.distributed.tensor import DTensor, Shard

@@ -99,7 +99,7 @@ def opened(
     over = wire_for(wire, given.values)
     if over is not wire:  # `looked_at` left this to us: weft's stream is current only now
         request.look() if moves else request.sort()
-    request.fields.setdefault("device", over._carries)  # None: this rank learns it from others
+    request.fields.setdefault("device", over.route)  # None: this rank learns it from others
     call = Call(
         over,
         request.op,
@@ -135,8 +135,8 @@ def opened(
         is_over = eager and over is wire and is_eager(call.load, call.index)
         for rank, one in enumerate(said if is_over else ()):
             if one.rows is None:
-                raise wire._accuse(
-                    rank, f"rank {wire._named(rank)} did not send its {one.total} rows"
+                raise wire.fail(
+                    rank, f"rank {wire.rank_in_errors(rank)} did not send its {one.total} rows"
                 )
         if wire.size > 1 and not is_over:
             call.load = with_link(wire, call.load, staying=over is not wire)
@@ -261,7 +261,7 @@ def explained(wire: Wire, request: Request) -> Explanation:
     with opened(wire, request, "explain", looks=True) as opening:
         load = opening.call.load
     found = explained_choice(load, request.algorithm, request.rows.indices.dtype)
-    return replace(found, device=opening.call.wire._carries)
+    return replace(found, device=opening.call.wire.route)
 
 
 def handed_out(result: Rows, call: Call) -> Rows:

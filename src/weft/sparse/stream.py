@@ -240,9 +240,9 @@ def wrong_list(call: Call, lists: Mapping[int, Tensor], ascending: bool = True) 
     last = call.load.places - 1
     for peer, indices in lists.items():
         if not kernels.lie_within(indices, 0, last, ascending=ascending):
-            name = call.wire._named(peer)
+            name = call.wire.rank_in_errors(peer)
             text = f"rank {name} sent indices that are out of order, or not from 0 to {last}"
-            return call.wire._accuse(peer, text)
+            return call.wire.fail(peer, text)
     return None
 
 
@@ -400,7 +400,7 @@ def laid_out(call: Call, summed: Sequence[Tensor]) -> tuple[Rows, list[Tensor]]:
         # each with the last index before it, which must be below
         places = enumerate(parts(map(len, summed)))
         lists = {rank: indices[max(0, part.start - 1) : part.stop] for rank, part in places}
-        call.wire._doubt(wrong, lambda: wrong_list(call, lists))
+        call.wire.fail_if(wrong, lambda: wrong_list(call, lists))
     return result, [result.values[part] for part in parts(map(len, summed))]
 
 

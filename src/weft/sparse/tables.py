@@ -350,7 +350,7 @@ def _stated(wire: Wire, requests: Sequence[Request], error: str | None, name: st
     over = wire_for(wire, requests[0].rows.values)
     if over is not wire and error is None:
         error = _surveyed(requests)
-    requests[0].fields["device"] = over._carries
+    requests[0].fields["device"] = over.route
     fields = {name: requests[0].fields.get(name) for name in _FIELDS}
     mine = np.zeros(len(requests) if error is None else 0, _TABLE)
     if error is None:

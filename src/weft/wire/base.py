@@ -158,6 +158,9 @@ class Wire(abc.ABC):
             cores.
         memory: the pool that workspaces are leased from.
         traffic: what was sent so far.
+        global_ranks: its ranks, by their numbers in the job.
+        route: tensors of which device it carries, and how: "cpu", "cuda (nccl)"; for fingerprints.
+        process_group: returns the caller's group that this is the wire of, or None.
     """
 
     rank: int
@@ -171,11 +174,10 @@ class Wire(abc.ABC):
         self.traffic = Traffic(rank)
         self._worker: Worker | None = None
         self._label = ""  # the group's name, the same on all its ranks
-        self._members = tuple(range(size))  # its ranks, by their numbers in the job
+        self.global_ranks = tuple(range(size))
         self._end: Callable[[], None] | None = None  # of a `with` block, if it is not `close`
-        # the caller's group that this is the wire of
-        self._process_group: Callable[[], dist.ProcessGroup | None] = lambda: None
-        self._carries = "cpu"  # tensors of which device, and how
+        self.process_group: Callable[[], dist.ProcessGroup | None] = lambda: None
+        self.route = "cpu"
         self._devices: dict[torch.device, Wire] = {}  # the wires of those on accelerators
         _made.add(self)
 
@@ -189,11 +191,11 @@ class Wire(abc.ABC):
             "process's: pass the wire itself, or make one where it is needed (weft.init)"
         )
 
-    def _named(self, rank: int) -> int:
+    def rank_in_errors(self, rank: int) -> int:
         """The number that errors call a rank by; a part of a wire uses that of the wire."""
         return rank
 
-    def _accuse(self, peer: int, text: str) -> WireError:
+    def fail(self, peer: int, text: str) -> WireError:
         """Break the wire for all ranks on account of what a peer did; the error to raise here."""
         self.abort(text)
         return self._error(Verdict(peer, text))
@@ -203,17 +205,17 @@ class Wire(abc.ABC):
         text = f"rank {self.rank}: {verdict.text}; start the group again"
         return WireError(text, rank=self.rank, culprit=verdict.culprit)
 
-    def _doubt(self, wrong: Tensor, accuse: Callable[[], WireError | None]) -> None:
+    def fail_if(self, wrong: Tensor, accuse: Callable[[], WireError | None]) -> None:
         """Raise if a peer sent wrong data; on an accelerator, where nobody waits, a later call may.
 
         Args:
             wrong: one bool, on the device of the tensors.
-            accuse: makes the error, by `_accuse`.
+            accuse: makes the error, by `fail`.
         """
         if wrong and (error := accuse()):
             raise error
 
-    def _blame(self, where: str) -> WireError | None:
+    def diagnose(self, where: str) -> WireError | None:
         """The error to raise after a call of another library failed, if a peer is to blame.
 
         Args:
@@ -360,7 +362,7 @@ def blame(wire: Wire, error: BaseException | None, where: str) -> WireError | No
         error: what was raised; if no process group raised it, the result is None.
         where: the call that failed, as in "while rank 0 was in ...".
     """
-    return wire._blame(where) if is_of_group(error) else None
+    return wire.diagnose(where) if is_of_group(error) else None
 
 
 def wire_for(wire: Wire, tensor: Tensor, ranks: Sequence[int] | None = None) -> Wire:
@@ -417,8 +419,8 @@ def decoded(wire: Wire, peer: int, what: str, decode: Callable[..., T], *given: 
     except Error:
         raise
     except Exception as error:
-        why = f"rank {wire._named(peer)} sent {what} that cannot be read: {error!r:.500}"
-        raise wire._accuse(peer, why) from error
+        why = f"rank {wire.rank_in_errors(peer)} sent {what} that cannot be read: {error!r:.500}"
+        raise wire.fail(peer, why) from error
 
 
 def all_gather_bytes(

@@ -162,7 +162,7 @@ def _locked(like: Tensor) -> Tensor:
 
 def way_for(wire: Wire, device: torch.device) -> Way:
     """How tensors of a device travel between the ranks of a CPU wire."""
-    group = wire._process_group()
+    group = wire.process_group()
     if group is not None:
         config = dist.get_backend_config(group)
         pairs = (pair.partition(":") for pair in config.split(","))
@@ -193,7 +193,7 @@ class DeviceWire(Part):
         self._beside, self._device = weakref.ref(beside), device
         self._label, self.memory = beside._label, Pool(device=device)
         self.way = way or way_for(beside, device)
-        self._carries = f"{device.type} ({self.way.name})"
+        self.route = f"{device.type} ({self.way.name})"
         self._queued: list[_Post] = []
         self._some: DeviceWire | None = None
         # an exchange of CPU tensors (in tests) waits itself
@@ -201,12 +201,12 @@ class DeviceWire(Part):
 
     post = Wire.post  # which counts
 
-    def _blame(self, where: str) -> WireError | None:
-        return self.beside._blame(where)
+    def diagnose(self, where: str) -> WireError | None:
+        return self.beside.diagnose(where)
 
-    def _doubt(self, wrong: Tensor, accuse: Callable[[], WireError | None]) -> None:
+    def fail_if(self, wrong: Tensor, accuse: Callable[[], WireError | None]) -> None:
         if self._watcher is None:
-            super()._doubt(wrong, accuse)
+            super().fail_if(wrong, accuse)
         else:  # the host does not wait
             told = _locked(wrong).copy_(wrong, non_blocking=True)
             self._watcher.watch(wrong, then=lambda: accuse() if told else None)
@@ -274,7 +274,7 @@ class DeviceWire(Part):
         try:
             exchange()
         except RuntimeError as error:
-            raise self.beside._blame(f"an exchange over {self.way.name}") or error from error
+            raise self.beside.diagnose(f"an exchange over {self.way.name}") or error from error
         if self._watcher is not None:
             self._watcher.watch(*kept)
 
@@ -354,7 +354,7 @@ class _Watcher:
                 return False
             if time.monotonic() - began > beside.timeout:
                 what = f"an exchange over {self._way.name}"
-                if beside._blame(what) is None:
+                if beside.diagnose(what) is None:
                     beside.abort(f"{what} was not through after {beside.timeout:g} s")
                 return False
             time.sleep(pause)

@@ -267,7 +267,7 @@ class InProcessWire(Wire):
     def abort(self, reason: str) -> None:
         self._fail(self.rank, f"rank {self.rank} gave up: {reason}")
 
-    def _accuse(self, peer: int, text: str) -> WireError:
+    def fail(self, peer: int, text: str) -> WireError:
         return self._fail(peer, text)
 
     def close(self) -> None:

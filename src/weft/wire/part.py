@@ -41,7 +41,7 @@ class Part(Wire):
         self._beside: Callable[[], Wire | None] = lambda: wire
         self._ranks = mine
         self.memory, self.traffic = wire.memory, wire.traffic
-        self._members = tuple(wire._members[rank] for rank in mine)
+        self.global_ranks = tuple(wire.global_ranks[rank] for rank in mine)
 
     @property
     def beside(self) -> Wire:
@@ -55,11 +55,11 @@ class Part(Wire):
         """The wire's worker: a call on a part takes its turn among the calls of the wire."""
         return self.beside.worker
 
-    def _named(self, rank: int) -> int:
-        return self.beside._named(self._ranks[rank])
+    def rank_in_errors(self, rank: int) -> int:
+        return self.beside.rank_in_errors(self._ranks[rank])
 
-    def _accuse(self, peer: int, text: str) -> WireError:
-        return self.beside._accuse(self._ranks[peer], text)
+    def fail(self, peer: int, text: str) -> WireError:
+        return self.beside.fail(self._ranks[peer], text)
 
     def post(
         self, sends: Sequence[Send] = (), recvs: Sequence[Recv] = (), channel: int = 0

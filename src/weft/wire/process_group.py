@@ -231,8 +231,8 @@ def of_group(group: dist.ProcessGroup | None, *, timeout: float | None = None) -
             wire = connect(store, group.rank(), group.size(), limit, transport=way)
             name = "world" if group is dist.group.WORLD else group.group_name
             wire._label = recorder.begin(dist.get_rank(), dist.get_world_size(), name)
-            wire._members = tuple(dist.get_process_group_ranks(group))
-            wire._process_group = weakref.ref(group)
+            wire.global_ranks = tuple(dist.get_process_group_ranks(group))
+            wire.process_group = weakref.ref(group)
             _wires[group] = wire
         return wire
 

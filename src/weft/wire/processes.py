@@ -142,7 +142,7 @@ class ProcessWire(Wire):
         name = f"sub{self._subs}:{','.join(map(str, distinct))}"
         part = self._part(distinct.index(self.rank), len(distinct), name=name)
         part._label = f"{self._label}/{name}"
-        part._members = tuple(self._members[rank] for rank in distinct)
+        part.global_ranks = tuple(self.global_ranks[rank] for rank in distinct)
         return part
 
     def abort(self, reason: str) -> None:
@@ -153,7 +153,7 @@ class ProcessWire(Wire):
         elif not self.closed:
             self._break(verdict)
 
-    def _accuse(self, peer: int, text: str) -> WireError:
+    def fail(self, peer: int, text: str) -> WireError:
         assert self._detector is not None  # nobody hears himself
         return self._break(self._detector.settle(Verdict(peer, text)))
 
@@ -205,7 +205,7 @@ class ProcessWire(Wire):
             raise WireError(f"rank {self.rank}: this wire was closed{what}", rank=self.rank)
         raise self._break(detector.explain(exchange, error), what) from None
 
-    def _blame(self, where: str) -> WireError | None:
+    def diagnose(self, where: str) -> WireError | None:
         verdict = None if self._detector is None else self._detector.blame()
         if self._broken is None and verdict is not None:
             self._break(verdict, f" while rank {self.rank} was in {where}")

@@ -84,7 +84,7 @@ def dense_tail(rows: LocalRows, call: Call) -> Rows:
     ).wait()
     for peer, (low_end, end) in enumerate(pairwise(edges)):  # the last byte may not be used up
         if end % 8 and low_end < end and int(bits[peer][-1]) >> end % 8:
-            raise wire._accuse(peer, f"rank {peer} sent rows beyond the height of {height}")
+            raise wire.fail(peer, f"rank {peer} sent rows beyond the height of {height}")
     found = kernels.unite_bitmap(bitmap, moving.union.indices).indices
     result = call.result_at(found)
 

@@ -132,6 +132,6 @@ def joined(opening: Opened, counts: Sequence[int]) -> tuple[str, Rows]:
         low, high = indices.aminmax()
         lists = {rank: indices[place] for rank, place in enumerate(part)}
         wrong = (low < 0) | (high >= call.load.places)
-        wire._doubt(wrong, lambda: wrong_list(call, lists, ascending=False))
+        wire.fail_if(wrong, lambda: wrong_list(call, lists, ascending=False))
     result.indices.copy_(indices)
     return ALONE if wire.size == 1 else "ring", result

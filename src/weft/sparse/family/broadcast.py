@@ -92,7 +92,7 @@ def sparse_broadcast(
         call = opening.call
         for rank, one in enumerate(opening.said):
             if one.total and rank != src and is_direct(wire):
-                raise wire._accuse(rank, f"rank {rank} sent {one.total} rows, and has none to give")
+                raise wire.fail(rank, f"rank {rank} sent {one.total} rows, and has none to give")
         call.load = call.load.but(chunk=_chunk(call.load))
         return joined(opening, [call.load.total * (rank == src) for rank in range(wire.size)])
 
