@@ -16,9 +16,11 @@ import torch.distributed as dist
 
 from .. import kernels
 from ..errors import WeftError
-from ..wire import interface, process_group
+from ..wire import process_group
 from ..wire.base import Wire
 from ..wire.failure import watch
+from ..wire.tcp.address import VARIABLES as OF_INTERFACES
+from ..wire.tcp.address import interface_of, own_address
 from . import launchers
 
 _PREFIX = "WEFT_"
@@ -160,12 +162,12 @@ def _kernels() -> Setting:
 
 
 def _address() -> Setting:
-    named = next((name for name in interface.VARIABLES if os.environ.get(name)), "")
+    named = next((name for name in OF_INTERFACES if os.environ.get(name)), "")
     try:
-        address = interface.own_address()
+        address = own_address()
     except OSError as error:
         return Setting("listens at", f"wrong: {error}", named)
-    there = interface.interface_of(address)
+    there = interface_of(address)
     value = f"{address} ({there})" if there else address
     return Setting("listens at", value, named or "route")
 
