@@ -88,14 +88,15 @@ def choices(out: Path) -> list[Choice]:
 def _choice(link: str, case: str, rows: list[dict[str, Any]], measured: str) -> Choice:
     wrong = [row for row in rows if row["status"] == "wrong"]
     if wrong:
-        print(f"choice: {link} {case}: {wrong[0]['name']} is wrong: {wrong[0]['why']}")
+        print(f"choice: {link} {case}: {wrong[0]['by']} is wrong: {wrong[0]['why']}")
         raise typer.Exit(1)
-    done = {row["name"].removeprefix("weft:"): row for row in rows if row["status"] == "ok"}
+    done = {row["by"].removeprefix("weft:"): row for row in rows if row["status"] == "ok"}
     auto = done.pop("auto")
-    others = {name: row["median"] for name, row in done.items()}
-    if auto["chosen"] not in others:  # the opening exchange carried all rows: no algorithm ran
-        others[auto["chosen"]] = auto["median"]
-    return Choice(link, case, auto["chosen"], auto["median"], others, measured)
+    others = {name: row["median_seconds"] for name, row in done.items()}
+    chosen, seconds = auto["algorithm"], auto["median_seconds"]
+    if chosen not in others:  # the opening exchange carried all rows: no algorithm ran
+        others[chosen] = seconds
+    return Choice(link, case, chosen, seconds, others, measured)
 
 
 def algorithms(link: Link, case: str) -> str:

@@ -81,11 +81,12 @@ class Goal:
 
 def over(peer: str) -> Figure:
     """The time of a peer over weft's."""
-    return lambda auto: auto["times"].get(peer)
+    return lambda auto: auto.get(f"{peer}_ratio")
 
 
 def over_best_peer(auto: Row) -> float | None:
-    return min(auto["times"].values(), default=None)
+    ratios = [auto.get(f"{peer}_ratio") for peer in ("torch", "horovod", "dense")]
+    return min((ratio for ratio in ratios if ratio is not None), default=None)
 
 
 def over_bound(auto: Row) -> float | None:
@@ -147,7 +148,7 @@ def judge(runs: dict[str, list[list[Row]]]) -> list[Verdict]:
     verdicts = []
     for goal in GOALS:
         of_case = [
-            [row for row in run if row["case"] == goal.case and row["name"] == "weft:auto"]
+            [row for row in run if row["case"] == goal.case and row["by"] == "weft:auto"]
             for run in runs.get(goal.link, [])
         ]
         autos = [rows[0] for rows in of_case if rows]
@@ -210,9 +211,9 @@ def picture(runs: dict[str, list[list[Row]]], file: Path) -> None:
         axes = canvas.subplots()
         for number, link in enumerate(links):
             of: dict[str, list[float]] = {}
-            for row in (row for run in runs[link] for row in run if row["name"] == "weft:auto"):
-                if "torch" in row["times"]:
-                    of.setdefault(row["case"], []).append(row["times"]["torch"])
+            for row in (row for run in runs[link] for row in run if row["by"] == "weft:auto"):
+                if row.get("torch_ratio"):
+                    of.setdefault(row["case"], []).append(row["torch_ratio"])
             cases = [case for case in CASES if case in of]
             heights = [statistics.median(of[case]) for case in cases]
             places = [CASES.index(case) + 0.4 * (number - (len(links) - 1) / 2) for case in cases]
@@ -269,7 +270,7 @@ def main(
     wrong = [row for run in found.values() for rows in run for row in rows]
     wrong = [row for row in wrong if row["status"] == "wrong"]
     for row in wrong:
-        print(f"WRONG: {row['case']} {row['name']}: {row['why']}")
+        print(f"WRONG: {row['case']} {row['by']}: {row['why']}")
     if wrong or not verdicts or not all(verdict.reached for verdict in verdicts):
         raise typer.Exit(1)
 

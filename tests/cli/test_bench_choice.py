@@ -16,10 +16,11 @@ def choice(script: Callable[[str], ModuleType]) -> ModuleType:
 
 
 def a_file(out: Path, link: str, case: str, chosen: str, auto: float, **others: float) -> None:
-    rows = [{"name": "weft:mask", "status": "refused", "why": "no height", "median": None}]
+    rows = [{"by": "weft:mask", "status": "refused", "why": "no height", "median_seconds": None}]
     for name, seconds in {"auto": auto, **others}.items():
         ran = chosen if name == "auto" else name
-        rows.append({"name": f"weft:{name}", "chosen": ran, "median": seconds, "status": "ok"})
+        row = {"by": f"weft:{name}", "algorithm": ran, "median_seconds": seconds}
+        rows.append(row | {"status": "ok"})
     (out / f"{link}-{case}.json").write_text(json.dumps({"rows": rows, "measured": MEASURED}))
 
 

@@ -1,6 +1,8 @@
 """The command line of `weft bench`: what it takes, what it refuses, and its exit status."""
 
+import csv
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -42,9 +44,11 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Job, int]]:
 def test_the_usual_job(asked: list[tuple[Job, int]]) -> None:
     assert invoke().exit_code == 0
     [(job, ranks)] = asked
-    assert job.cases == tuple(CASES.values()) and ranks == 1
+    assert [case.name for case in job.cases] == ["zipf", "small", "full"] and ranks == 4
     assert job.algorithms == ("auto",) and job.peers == ("torch", "horovod", "dense")
-    assert job.checked and job.link is None and job.iters == 10
+    assert job.checked and job.link is None and job.iters == 5
+    assert invoke("--case all").exit_code == 0
+    assert asked[1][0].cases == tuple(CASES.values())
 
 
 def test_options_reach_the_job(asked: list[tuple[Job, int]]) -> None:
@@ -85,17 +89,29 @@ def test_wrong_results_are_status_1(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_it_launches_measures_prints_and_writes(tmp_path: Path) -> None:
-    file = tmp_path / "found.json"
+    file, sheet = tmp_path / "found.json", tmp_path / "found.csv"
     given = "--ranks 2 --case small,full --size 0.02 --iters 2 --warmup 0 --algorithm auto,split"
-    result = invoke(f"{given} --json {file}")
+    result = invoke(f"{given} --json {file} --csv {sheet}")
     assert result.exit_code == 0, result.output
+    # where there is no terminal, a line for each case says what goes on and how long it will take
+    [small, full] = re.findall(r"^weft bench: (.*)$", result.stderr, re.MULTILINE)
+    assert small == "small, 0% done"
+    assert re.fullmatch(r"full, \d+% done, about \d+ s left", full)
     lines = [line.split() for line in result.stdout.splitlines() if not line.startswith("#")]
     assert [line[0] for line in lines] == ["small"] * 5 + ["full"] * 5
     by = ["weft:auto", "weft:split", "torch", "horovod", "dense"]
     assert [line[3] for line in lines] == by * 2
     found: dict[str, Any] = json.loads(file.read_text())
-    assert found["head"]["ranks"] == 2
-    assert [row["status"] for row in found["rows"]] == ["ok"] * 10
+    assert found["version"] == 1
+    assert [(row["ranks"], row["status"]) for row in found["rows"]] == [(2, "ok")] * 10
+    with sheet.open(encoding="utf-8", newline="") as lines:
+        rows = list(csv.DictReader(lines))
+    assert [(row["version"], row["by"]) for row in rows] == [("1", name) for name in by * 2]
+    for text, row in zip(rows, found["rows"], strict=True):
+        assert {"version", *row} == set(text)
+        assert all(
+            text[name] == ("" if value is None else str(value)) for name, value in row.items()
+        )
 
 
 def as_a_rank(given: str) -> tuple[int, str, str]:
@@ -108,7 +124,7 @@ def test_under_a_launcher_each_process_is_a_rank(tmp_path: Path) -> None:
     file = tmp_path / "found.json"
     given = "--case small --size 0.02 --iters 1 --peers torch --json"
     zero, one = launch(2, as_a_rank, (f"{given} {file}",), timeout=50)
-    assert zero[0] == 0 and one == (0, "", "")
+    assert zero[0] == 0 and one == (0, "", "")  # only rank 0 speaks
     lines = [line.split() for line in zero[1].splitlines() if not line.startswith("#")]
     assert [line[3] for line in lines] == ["weft:auto", "torch"]
     assert len(json.loads(file.read_text())["rows"]) == 2

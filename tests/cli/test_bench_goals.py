@@ -16,9 +16,9 @@ def goals(script: Callable[[str], ModuleType]) -> ModuleType:
 
 def a_run(case: str, median: float, status: str = "ok", **others: float) -> list[dict[str, Any]]:
     """One run of a case: weft's auto took `median`, the bound takes 1, the others as given."""
-    times = {name: other / median for name, other in others.items()}
-    auto = {"case": case, "name": "weft:auto", "status": status, "time_ratio": median}
-    return [auto | {"times": times}, {"case": case, "name": "torch", "status": "ok", "times": {}}]
+    ratios = {f"{name}_ratio": other / median for name, other in others.items()}
+    auto = {"case": case, "by": "weft:auto", "status": status, "time_ratio": median}
+    return [auto | ratios, {"case": case, "by": "torch", "status": "ok", "torch_ratio": None}]
 
 
 def judged(goals: ModuleType, link: str, *runs: list[dict[str, Any]]) -> dict[str, bool]:

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from weft.cli.bench.cases import CASES
-from weft.cli.bench.results import Row, Shown, compared, summary
+from weft.cli.bench.results import VERSION, Row, Shown, compared, summary
 from weft.sparse import Load
 
 HEAD = {"weft": "0", "torch": "2", "python": "3", "kernels": "numba 1", "ranks": 4, "hosts": 1}
@@ -35,29 +35,34 @@ def rows() -> list[Row]:
 def shown(link: bool = True, file: Path | None = None, **console: bool | int | None) -> list[str]:
     out = io.StringIO()
     with Shown(Console(file=out, **console), PEERS, link, file) as there:  # type: ignore[arg-type]
-        for found in (("head", HEAD), ("doing", "working"), *(("row", row) for row in rows())):
+        doing = "doing", ("uniform", "working", 0.25)
+        for found in (("head", HEAD), doing, *(("row", row) for row in rows())):
             there.show(found)
     return out.getvalue().splitlines()
 
 
 def test_figures_of_a_row() -> None:
     auto, torch, horovod, dense = rows()
-    assert auto["median"] == 0.2 and auto["quartiles"] == pytest.approx([0.15, 0.3])
-    assert auto["chosen"] == "gather" and torch["chosen"] is None
+    times = {name: auto[f"{name}_seconds"] for name in ("least", "median", "most")}
+    assert times == {"least": 0.1, "median": 0.2, "most": 0.4}
+    assert auto["first_quartile_seconds"] == pytest.approx(0.15)
+    assert auto["third_quartile_seconds"] == pytest.approx(0.3)
+    assert auto["algorithm"] == "gather" and torch["algorithm"] is None
     assert (auto["sent_bytes"], auto["most_bytes"], auto["messages"]) == (51e6, 52e6, 6)
     assert auto["bytes_ratio"] == pytest.approx(51e6 / LOAD.bound)
     assert auto["bound_seconds"] == pytest.approx(LOAD.bound * 8e-9)
     assert auto["time_ratio"] == pytest.approx(0.2 / (LOAD.bound * 8e-9))
-    assert auto["times"] == {"torch": pytest.approx(3.0)}  # nobody is compared with what is wrong
-    assert torch["times"] == {} and torch["bytes_ratio"] is None
-    assert horovod["median"] is None and dense["quartiles"] is None
+    assert auto["torch_ratio"] == pytest.approx(3.0)
+    assert auto["horovod_ratio"] is None  # nobody is compared with what is wrong
+    assert torch["torch_ratio"] is None and torch["bytes_ratio"] is None
+    assert horovod["median_seconds"] is None and dense["least_seconds"] is None
 
 
 def test_no_bound_and_no_link_give_no_ratio() -> None:
     alone = Load(1, 5, 5, 5, 5, 9, 256, 256, 4)
     row = summary(CASE, alone, None, "weft:auto", ("ok", ""), [0.1], [])
     assert row["bytes_ratio"] is None and row["time_ratio"] is None
-    assert row["quartiles"] == [0.1, 0.1]
+    assert row["first_quartile_seconds"] == row["third_quartile_seconds"] == 0.1
 
 
 def test_rows_of_the_average_rank_are_counted_whole() -> None:
@@ -107,20 +112,37 @@ def test_reasons_and_versions_are_comments() -> None:
 
 def test_a_terminal_has_the_same_lines_and_what_goes_on() -> None:
     there = shown(force_terminal=True, width=80, color_system=None)
-    assert "working" in "".join(there)
+    assert "uniform: working" in "".join(there) and "25%" in "".join(there)
     for line in shown():
         assert any(seen.endswith(line) for seen in there), line
 
 
-def test_json_has_everything(tmp_path: Path) -> None:
+def test_a_file_has_a_version_and_rows_of_plain_values(tmp_path: Path) -> None:
     shown(file=tmp_path / "found.json")
     found = json.loads((tmp_path / "found.json").read_text())
-    assert found["head"] == HEAD
-    auto = found["rows"][0]
-    assert auto["seconds"] == [0.1, 0.2, 0.4]
-    assert auto["setting"]["height"] == 1_000_000
-    assert auto["times"]["torch"] == pytest.approx(3.0)
-    assert found["rows"][2]["status"] == "wrong" and found["rows"][2]["median"] is None
+    assert found["version"] == VERSION == 1
+    auto, _, horovod, _ = found["rows"]
+    assert HEAD.items() <= auto.items()
+    assert auto["height"] == 1_000_000 and auto["median_seconds"] == 0.2
+    assert auto["torch_ratio"] == pytest.approx(3.0)
+    assert horovod["status"] == "wrong" and horovod["median_seconds"] is None
+    for row in found["rows"]:
+        assert list(row) == list(auto)  # all have the same columns
+        assert not [value for value in row.values() if isinstance(value, list | dict)]
+
+
+def test_the_fields_of_a_file_are_those_of_its_version() -> None:
+    """Whoever changes one also changes the version, and says so in the changelog."""
+    head = " ".join(HEAD)
+    setting = "case rows height width distribution ids values dtype index_dtype op"
+    sizes = "distinct total union by algorithm status why"
+    times = " ".join(
+        f"{which}_seconds"
+        for which in ("least", "first_quartile", "median", "third_quartile", "most")
+    )
+    sent = "sent_bytes most_bytes messages bound_bytes bound_seconds bytes_ratio time_ratio"
+    ratios = "torch_ratio horovod_ratio dense_ratio"
+    assert [*HEAD, *rows()[0]] == f"{head} {setting} {sizes} {times} {sent} {ratios}".split()
 
 
 def test_a_rank_alone_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -111,12 +111,13 @@ def test_expected_unions() -> None:
 
 
 MINE = asdict(Case("mine", 400, 5000, width=8, dtype="bfloat16"))
-ROW = {"case": "mine", "distinct": 400.0, "total": 1600, "union": 1000, "setting": MINE}
+ROW = {"case": MINE.pop("name"), **MINE, "ranks": 4}
+ROW |= {"distinct": 400.0, "total": 1600, "union": 1000}
 
 
 def test_a_recorded_run_says_the_overlap(tmp_path: Path) -> None:
     file = tmp_path / "found.json"
-    file.write_text(json.dumps({"head": {"ranks": 4}, "rows": [ROW, ROW]}))
+    file.write_text(json.dumps({"version": 1, "rows": [ROW, ROW]}))
     [sizes] = recorded(file)
     load = sizes.load(4)
     assert (load.row, load.partial, sizes.rows) == (16, 32, 400.0)
@@ -128,32 +129,31 @@ def test_a_recorded_run_says_the_overlap(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changed", "words"),
+    ("changed", "words", "whole"),
     [
-        ({"distinct": -4.0}, "do not go together"),
-        ({"union": 300}, "do not go together"),
-        ({"union": 5001, "total": 5100}, "do not go together"),
-        ({"total": 100_000}, "do not go together"),
-        ({"distinct": float("nan")}, "do not go together"),
-        ({"distinct": None}, "TypeError"),
-        ({"setting": MINE | {"dtype": "nope"}}, "nope"),
-        ({"setting": MINE | {"dtype": "Tensor"}}, "TypeError"),
-        ({"setting": MINE | {"op": "nope"}}, "nope"),
-        ({"setting": MINE | {"width": 0}}, "do not go together"),
-        ({"union": 10**400}, "do not go together"),
-        ({"distinct": 10**400}, "OverflowError"),
-        ({"ranks": 0}, "of 0 ranks"),
-        ({"ranks": 1}, "says nothing of how several overlap"),
-        ({"rows": []}, "is a record without a case"),
+        ({"distinct": -4.0}, "do not go together", {}),
+        ({"union": 300}, "do not go together", {}),
+        ({"union": 5001, "total": 5100}, "do not go together", {}),
+        ({"total": 100_000}, "do not go together", {}),
+        ({"distinct": float("nan")}, "do not go together", {}),
+        ({"distinct": None}, "TypeError", {}),
+        ({"dtype": "nope"}, "nope", {}),
+        ({"dtype": "Tensor"}, "TypeError", {}),
+        ({"op": "nope"}, "nope", {}),
+        ({"width": 0}, "do not go together", {}),
+        ({"union": 10**400}, "do not go together", {}),
+        ({"distinct": 10**400}, "OverflowError", {}),
+        ({"ranks": 0}, "of 0 ranks", {}),
+        ({"ranks": 1}, "says nothing of how several overlap", {}),
+        ({}, "is a record without a case", {"rows": []}),
+        ({}, "of version 2, this weft reads 1", {"version": 2}),
     ],
 )
 def test_a_record_that_makes_no_sense_is_refused(
-    changed: dict[str, Any], words: str, tmp_path: Path
+    changed: dict[str, Any], words: str, whole: dict[str, Any], tmp_path: Path
 ) -> None:
     file = tmp_path / "found.json"
-    head = {"ranks": changed.pop("ranks", 4)}
-    rows = changed.pop("rows", [ROW | changed])
-    file.write_text(json.dumps({"head": head, "rows": rows}))
+    file.write_text(json.dumps({"version": 1, "rows": [ROW | changed]} | whole))
     result = invoke(f"--record {file}")
     assert result.exit_code == 2, result.output
     assert words in result.stderr

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib.util import find_spec
@@ -16,7 +16,7 @@ from typer import Option
 
 import weft
 
-from .bench.cases import CASES, Case, Distribution
+from .bench.cases import CASES, Case, Distribution, Dtype
 
 
 def writable(path: Path | None) -> Path | None:
@@ -35,17 +35,80 @@ def _picture(path: Path | None) -> Path | None:
     return writable(path)
 
 
+def _at_most(limit: int) -> Callable[[int | None], int | None]:
+    """Refuse numbers that are larger; `max=` would stand in the help with all its digits."""
+
+    def check(given: int | None) -> int | None:
+        if given is not None and given > limit:
+            raise typer.BadParameter(f"{given} is more than {limit}")
+        return given
+
+    return check
+
+
+THE_CASE = "The case"
+OUTPUT = "Output"
+"""Headings of several commands' options."""
+
 Cases = Annotated[
-    str | None, Option(help=f"Some of {', '.join(CASES)}; or all.", show_default="your own, if any")
+    str | None,
+    Option(
+        metavar="NAMES",
+        help=f"Some of {', '.join(CASES)}, divided by commas; or all.",
+        show_default="your own sizes, if any",
+        rich_help_panel=THE_CASE,
+    ),
 ]
-Rows = Annotated[int | None, Option(max=1 << 62, help="Indices that each rank brings.")]
-Height = Annotated[int | None, Option(max=1 << 62, help="Rows of the dense tensor.")]
-Width = Annotated[int | None, Option(max=1 << 40, help="Values in a row; 1: scalars.")]
-Drawn = Annotated[Distribution | None, Option(help="How indices are drawn.")]
+Rows = Annotated[
+    int | None,
+    Option(
+        callback=_at_most(1 << 62),
+        metavar="N",
+        help="Indices that each rank brings.",
+        rich_help_panel=THE_CASE,
+    ),
+]
+Height = Annotated[
+    int | None,
+    Option(
+        callback=_at_most(1 << 62),
+        metavar="N",
+        help="Rows of the dense tensor.",
+        rich_help_panel=THE_CASE,
+    ),
+]
+Width = Annotated[
+    int | None,
+    Option(
+        callback=_at_most(1 << 40),
+        metavar="N",
+        help="Values in a row; 1: scalars.",
+        rich_help_panel=THE_CASE,
+    ),
+]
+Drawn = Annotated[
+    Distribution | None, Option(help="How indices are drawn.", rich_help_panel=THE_CASE)
+]
+ValueDtype = Annotated[
+    Dtype,
+    Option(metavar="DTYPE", help="Of values: float32, bfloat16 ...", rich_help_panel=THE_CASE),
+]
 Timeout = Annotated[float | None, Option(help="Longest wait, in seconds.", show_default="300")]
-Json = Annotated[Path | None, Option(callback=writable, help="Write all figures to this file.")]
+Json = Annotated[
+    Path | None,
+    Option(callback=writable, help="Write all figures to this file.", rich_help_panel=OUTPUT),
+]
+Csv = Annotated[
+    Path | None,
+    Option(callback=writable, help="The same, separated by commas.", rich_help_panel=OUTPUT),
+]
 Picture = Annotated[
-    Path | None, Option(callback=_picture, help="Draw the quickest algorithms: .png or .svg.")
+    Path | None,
+    Option(
+        callback=_picture,
+        help="Draw the quickest algorithms: .png or .svg.",
+        rich_help_panel=OUTPUT,
+    ),
 ]
 
 

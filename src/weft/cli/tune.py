@@ -20,9 +20,13 @@ from . import options, show
 
 
 def tune(
-    ranks: Annotated[int | None, Option(min=2, help="Ranks to start.", show_default="4")] = None,
+    ranks: Annotated[
+        int | None, Option(min=2, metavar="N", help="Processes to start.", show_default="4")
+    ] = None,
     out: Annotated[Path | None, Option(help="Write the profile to this file.")] = None,
-    any_host: Annotated[bool, Option(help="Valid on other hosts too; needs --out.")] = False,
+    any_host: Annotated[
+        bool, Option("--any-host", help="Valid on other hosts too; needs --out.")
+    ] = False,
     timeout: options.Timeout = None,
 ) -> None:
     """Measure latency, bandwidth and merging speed of this group, and write a link profile.

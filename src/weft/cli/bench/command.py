@@ -18,42 +18,92 @@ import weft
 from weft.testing import launch, send
 
 from .. import options
-from .cases import Dtype, Ids, IndexDtype, Numbers, Op
+from .cases import CASES, Ids, IndexDtype, Numbers, Op
 from .measure import PEERS, Job, run
 from .results import Shown
 
 _ALL = ",".join(PEERS)
+_QUICK = "zipf,small,full"
+_NOTE = f"quick: {_QUICK}; --case all measures {len(CASES)} cases, which takes some minutes"
+_RANKS = 4
+
+_WHAT = "What is timed"
+_HOW = "How it is timed"
 
 
 def bench(
     case: options.Cases = None,
-    algorithm: Annotated[str, Option(help="Algorithms of weft to time, or all.")] = "auto",
-    peers: Annotated[str, Option(help="What to time beside weft, or none.")] = _ALL,
-    ranks: Annotated[int | None, Option(min=1, help="Ranks to start.", show_default="1")] = None,
-    size: Annotated[float, Option(help="Factor for rows and height of each case.")] = 1.0,
+    size: Annotated[
+        float,
+        Option(help="Times the rows and the height of each.", rich_help_panel=options.THE_CASE),
+    ] = 1.0,
     rows: options.Rows = None,
     height: options.Height = None,
     width: options.Width = None,
-    density: Annotated[float | None, Option(help="Rows divided by height.")] = None,
-    distribution: options.Drawn = None,
-    ids: Annotated[Ids, Option(help="zipf: order of indices.")] = "frequency",
-    values: Annotated[Numbers, Option(help="Sums of integers are exact.")] = "integers",
-    dtype: Annotated[Dtype, Option(help="Dtype of the values.")] = "float32",
-    index_dtype: Annotated[IndexDtype, Option(help="Dtype of the indices.")] = "int64",
-    op: Annotated[Op, Option(help="The reduction; peers have only sum and avg.")] = "sum",
-    iters: Annotated[int, Option(min=1, help="Timed calls of each contender.")] = 10,
-    warmup: Annotated[int, Option(min=0, help="Untimed calls before those.")] = 2,
-    check: Annotated[bool, Option(help="Compare each result with the correct one.")] = True,
-    seed: Annotated[int, Option(help="Seed of the data.")] = 0,
-    link: Annotated[
-        float | None, Option(parser=options.rate, help="Speed of the link, such as 1gbit.")
+    density: Annotated[
+        float | None, Option(help="Rows divided by height.", rich_help_panel=options.THE_CASE)
     ] = None,
-    unprivileged: Annotated[bool, Option(help="Run as an ordinary user's processes.")] = False,
-    json: options.Json = None,
+    distribution: options.Drawn = None,
+    ids: Annotated[
+        Ids, Option(help="Order of zipf's indices.", rich_help_panel=options.THE_CASE)
+    ] = "frequency",
+    values: Annotated[
+        Numbers, Option(help="Sums of integers are exact.", rich_help_panel=options.THE_CASE)
+    ] = "integers",
+    dtype: options.ValueDtype = "float32",
+    index_dtype: Annotated[
+        IndexDtype, Option(help="Of indices.", rich_help_panel=options.THE_CASE)
+    ] = "int64",
+    seed: Annotated[int, Option(help="Of the data.", rich_help_panel=options.THE_CASE)] = 0,
+    algorithm: Annotated[
+        str, Option(metavar="NAMES", help="Of weft: some, or all.", rich_help_panel=_WHAT)
+    ] = "auto",
+    peers: Annotated[
+        str, Option(metavar="NAMES", help="Beside weft: some, or none.", rich_help_panel=_WHAT)
+    ] = _ALL,
+    op: Annotated[
+        Op, Option(metavar="OP", help="The reduction; peers: sum, avg.", rich_help_panel=_WHAT)
+    ] = "sum",
+    ranks: Annotated[
+        int | None,
+        Option(
+            min=1,
+            metavar="N",
+            help="Processes to start.",
+            show_default=str(_RANKS),
+            rich_help_panel=_HOW,
+        ),
+    ] = None,
+    iters: Annotated[
+        int, Option(min=1, metavar="N", help="Timed calls of each.", rich_help_panel=_HOW)
+    ] = 5,
+    warmup: Annotated[
+        int, Option(min=0, metavar="N", help="Untimed calls before those.", rich_help_panel=_HOW)
+    ] = 1,
+    check: Annotated[
+        bool,
+        Option("--check/--no-check", help="Look whether results are right.", rich_help_panel=_HOW),
+    ] = True,
+    link: Annotated[
+        float | None,
+        Option(
+            parser=options.rate,
+            metavar="SPEED",
+            help="Speed of the links, as 1gbit.",
+            rich_help_panel=_HOW,
+        ),
+    ] = None,
+    unprivileged: Annotated[
+        bool,
+        Option("--unprivileged", help="Run as an ordinary user does.", rich_help_panel=_HOW),
+    ] = False,
     timeout: options.Timeout = None,
+    json: options.Json = None,
+    csv: options.Csv = None,
 ) -> None:
     """Time sparse all-reduce beside PyTorch's collectives, and compare it with the lower bound.
 
+    Without options: three cases on four processes, in about a minute.
     Results are checked before anything is timed.
     If one is wrong, its row says WRONG and the exit status is 1.
     """
@@ -64,17 +114,22 @@ def bench(
         options.refuse("--unprivileged", "it needs prctl, which only Linux has")
     own = {"rows": rows, "height": height, "width": width, "distribution": distribution}
     kind = {"ids": ids, "values": values, "dtype": dtype, "index_dtype": index_dtype, "op": op}
-    cases = options.cases_of(case, "all", own, kind, size, density)
+    cases = options.cases_of(case, _QUICK, own, kind, size, density)
     algorithms = options.names("--algorithm", algorithm, ("auto", *weft.sparse.ALGORITHMS))
     others = () if peers == "none" else options.names("--peers", peers, PEERS)
     when = iters, warmup, check
     job = Job(cases, algorithms, others, *when, seed, link, timeout, unprivileged)
-    shown = Shown(Console(highlight=False), job.peers, link is not None, json)
+    quick = [one.name for one in cases] == _QUICK.split(",") and case is None
+    files = json, csv, _NOTE if quick else ""
+    shown = Shown(Console(highlight=False), job.peers, link is not None, *files)
     with options.failing("bench", 1), shown:
         if here:
             right = [run(job, shown.show)]
         else:
             hear = shown.show
-            right = launch(ranks or 1, run, (job, send), on_message=lambda rank, found: hear(found))
+            arguments = job, send
+            right = launch(
+                ranks or _RANKS, run, arguments, on_message=lambda rank, found: hear(found)
+            )
     if not all(right):
         raise typer.Exit(1)

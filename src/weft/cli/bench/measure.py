@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import itertools
 import random
 import time
 from collections.abc import Callable
@@ -216,16 +217,31 @@ def run(job: Job, emit: Callable[[Found], None]) -> bool:
         head = _head(job, wire)
         speak = emit if wire.rank == 0 else lambda found: None
         speak(("head", head))
-        right = [_measure(job, case, speak) for case in job.cases]
+        right, done, whole = [], 0.0, sum(map(_effort, job.cases))
+        for case in job.cases:
+            share = _effort(case) / whole
+            right.append(_measure(job, case, done, share, speak))
+            done += share
         return all(right)
 
 
-def _measure(job: Job, case: Case, speak: Callable[[Found], None]) -> bool:
-    """Check and time all contenders in one case; True, on every rank, if no result was wrong."""
+def _effort(case: Case) -> float:
+    """How long a case takes beside others, about: bytes of a rank, and what any call takes."""
+    return case.rows * (case.row_bytes + 64) + 1e6
+
+
+def _measure(
+    job: Job, case: Case, before: float, share: float, speak: Callable[[Found], None]
+) -> bool:
+    """Check and time all contenders in one case; True, on every rank, if no result was wrong.
+
+    The case is so large a share of the whole, of which another was done before.
+    """
     rank, ranks = dist.get_rank(), dist.get_world_size()
+    steps, number = 2 + job.warmup + job.iters, itertools.count()  # as large as an iteration each
 
     def doing(words: str) -> None:
-        speak(("doing", f"{case.name}: {words}"))
+        speak(("doing", (case.name, words, before + share * next(number) / steps)))
 
     doing("making the data")
     own = indices(case, rank, job.seed), values(case, rank, job.seed)

@@ -7,7 +7,9 @@ spreadsheet read it. A terminal also shows colours, and what goes on at the mome
 
 from __future__ import annotations
 
+import csv
 import json
+import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -16,6 +18,7 @@ from typing import Any, Self
 
 import numpy as np
 from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
 import weft
@@ -27,23 +30,35 @@ OWN = "weft:"
 """What the names of weft's own contenders begin with: weft, too, has an algorithm called dense."""
 
 Found = tuple[str, Any]
-"""What rank 0 tells: ("head", a dictionary) once, ("row", a `Row`), and ("doing", words)."""
+"""What rank 0 tells: ("head", a dictionary) once, ("row", a `Row`), ("doing", a `Doing`)."""
+
+Doing = tuple[str, str, float]
+"""What goes on: in which case, what there, and the share of the whole that is done, 0 to 1."""
 
 Status = tuple[str, str]
 """What became of a contender: "ok", "refused" (does not serve this case) or "wrong", and why."""
 
+VERSION = 1
+"""Of the format of files; it changes when a field changes its name or meaning, or goes."""
+
 Row = dict[str, Any]
 """What one contender did in one case, as it is written to a file; None: not known.
 
-* case: its name; setting: all of it; distinct: rows of the average rank; total, union: K and U;
-* name: who was asked: `weft:` and the algorithm given, or a peer; chosen: the algorithm that ran;
+* case and its setting: rows, height, width, distribution, ids, values, dtype, index_dtype, op;
+* distinct: rows of the average rank; total, union: K and U;
+* by: who was asked: `weft:` and the algorithm given, or a peer; algorithm: the one that ran;
 * status: "ok", "refused" or "wrong"; why: of those that are not ok;
-* seconds: of each iteration, the slowest rank's; median, quartiles: the first and the third;
+* median_seconds, first_quartile_seconds, third_quartile_seconds, least_seconds, most_seconds: over
+  the iterations, of the slowest rank's times;
 * sent_bytes, messages: by the average rank; most_bytes: by the rank that sent most;
 * bound_bytes: that the average rank must receive; bound_seconds: what they take on the link;
 * bytes_ratio: bytes sent over the bound's; time_ratio: median over bound_seconds;
-* times: for each peer, the peer's median over this one's: above 1, this one is faster.
+* torch_ratio and so on: the peer's median over this one's: above 1, this one is faster.
+
+In a file each row also has what the head says: versions, ranks, hosts, and so on.
 """
+
+_TIMES = ("least", "first_quartile", "median", "third_quartile", "most")
 
 _WIDTHS = {"case": "<10", "by": "<14", "algorithm": "<9", "spread": ">15", "horovod/x": ">9"}
 """Of columns, where it is not 8, to the right."""
@@ -69,41 +84,38 @@ def summary(
     """The row of one contender; `records` are what weft noted on each rank, none for a peer."""
     sent = [int(record.sent_bytes) for record in records]
     mean = fmean(sent) if sent else None
-    first, median, third = (
-        np.quantile(seconds, [0.25, 0.5, 0.75]).tolist() if seconds else [None] * 3
-    )
+    times = np.quantile(seconds, [0, 0.25, 0.5, 0.75, 1]).tolist() if seconds else [None] * 5
     bound = load.bound * 8 / link if link else None
-    return {
-        "case": case.name,
+    setting = asdict(case)
+    row = {
+        "case": setting.pop("name"),
+        **setting,
         "distinct": load.mean,
         "total": load.total,
         "union": load.union,
-        "name": name,
-        "chosen": records[0].algorithm if records else None,
+        "by": name,
+        "algorithm": records[0].algorithm if records else None,
         "status": status[0],
         "why": status[1],
-        "seconds": list(seconds),
-        "median": median,
-        "quartiles": [first, third] if seconds else None,
+        **{f"{which}_seconds": time for which, time in zip(_TIMES, times, strict=True)},
         "sent_bytes": mean,
         "most_bytes": max(sent, default=None),
         "messages": fmean(record.messages for record in records) if records else None,
         "bound_bytes": load.bound,
         "bound_seconds": bound,
         "bytes_ratio": _ratio(mean, load.bound),
-        "time_ratio": _ratio(median, bound),
-        "setting": asdict(case),
-        "times": {},
     }
+    row["time_ratio"] = _ratio(row["median_seconds"], bound)
+    return row
 
 
 def compared(rows: Sequence[Row]) -> Sequence[Row]:
     """The rows of a case; in each is noted how much longer each peer took."""
-    timed = [row for row in rows if row["median"]]
-    for row in timed:
-        for peer in timed:
-            if peer is not row and not peer["name"].startswith(OWN):
-                row["times"][peer["name"]] = peer["median"] / row["median"]
+    for row in rows:
+        for peer in rows:
+            if not peer["by"].startswith(OWN):
+                ratio = _ratio(peer["median_seconds"], row["median_seconds"])
+                row[f"{peer['by']}_ratio"] = None if peer is row else ratio
     return rows
 
 
@@ -111,66 +123,116 @@ def _ratio(value: float | None, least: float | None) -> float | None:
     return value / least if value and least else None
 
 
-def _cells(row: Row) -> dict[str, str]:
+def _cells(row: Row, peers: Sequence[str]) -> dict[str, str]:
     """What is shown of a row, by title."""
-    quartiles = [number(seconds, 1e3) for seconds in row["quartiles"] or ()]
+    quartiles = [row["first_quartile_seconds"], row["third_quartile_seconds"]]
+    spread = "-" if None in quartiles else "..".join(number(each, 1e3) for each in quartiles)
     return {
         "case": row["case"],
         "k": f"{row['distinct']:.0f}",
         "union": str(row["union"]),
-        "by": row["name"],
-        "algorithm": row["chosen"] or "-",
-        "ms": number(row["median"], 1e3) if row["status"] == "ok" else row["status"].upper(),
-        "spread": "..".join(quartiles) or "-",
+        "by": row["by"],
+        "algorithm": row["algorithm"] or "-",
+        "ms": number(row["median_seconds"], 1e3)
+        if row["status"] == "ok"
+        else row["status"].upper(),
+        "spread": spread,
         "MB": number(row["sent_bytes"], 1e-6),
         "xbound": number(row["bytes_ratio"]),
         "xlink": number(row["time_ratio"]),
-        **{f"{peer}/x": number(ratio) for peer, ratio in row["times"].items()},
+        **{f"{peer}/x": number(row.get(f"{peer}_ratio")) for peer in peers},
     }
 
 
 class Shown:
-    """Shows what comes and, at the end, writes it to a file of JSON, however it ends.
+    """Shows what comes and, at the end, writes it to files, however it ends.
 
-    The file has `{"head": {...}, "rows": [...]}`, times in seconds.
+    What goes on, and how long it will yet take, is a bar on the terminal, or else a line on the
+    standard error for each case.
+
+    Args:
+        console: for the table.
+        peers: what is measured beside weft.
+        link: whether the link's speed is known.
+        file: for `{"version": 1, "rows": [...]}`, times in seconds.
+        sheet: for the same rows as comma-separated values.
+        note: a line below the versions.
     """
 
     def __init__(
-        self, console: Console, peers: Sequence[str], link: bool, file: Path | None = None
+        self,
+        console: Console,
+        peers: Sequence[str],
+        link: bool,
+        file: Path | None = None,
+        sheet: Path | None = None,
+        note: str = "",
     ) -> None:
-        self._console, self._file = console, file
+        self._console, self._peers, self._note = console, peers, note
+        self._file, self._sheet = file, sheet
         self._titles = ["case", "k", "union", "by", "algorithm", "ms", "spread", "MB", "xbound"]
         self._titles += ["xlink"] * link + [f"{peer}/x" for peer in peers]
-        self._found: dict[str, Any] = {"rows": []}
-        self._status = console.status("starting the ranks")
+        self._head: dict[str, Any] = {}
+        self._rows: list[Row] = []
+        self._began = time.monotonic()
+        self._case = ""
+        self._aside = console if console.is_terminal else Console(stderr=True, highlight=False)
+        self._bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TaskProgressColumn(),
+            TimeRemainingColumn(),
+            console=self._aside,
+            transient=True,
+            disable=not self._aside.is_terminal,
+        )
+        self._task = self._bar.add_task("starting the ranks", total=1.0)
 
     def __enter__(self) -> Self:
+        self._bar.start()
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._status.stop()
-        if self._file is not None and "head" in self._found:
-            self._file.write_text(json.dumps(self._found, indent=1) + "\n", encoding="utf-8")
+        self._bar.stop()
+        rows = [self._head | row for row in self._rows]
+        if self._file is not None and rows:
+            text = json.dumps({"version": VERSION, "rows": rows}, indent=1)
+            self._file.write_text(text + "\n", encoding="utf-8")
+        if self._sheet is not None and rows:
+            with self._sheet.open("w", encoding="utf-8", newline="") as out:
+                sheet = csv.DictWriter(out, ["version", *rows[0]])
+                sheet.writeheader()
+                sheet.writerows({"version": VERSION, **row} for row in rows)
 
     def show(self, found: Found) -> None:
         """Take the next thing that rank 0 has told."""
         kind, what = found
         if kind == "doing":
-            self._status.start()
-            self._status.update(what)
+            self._go_on(*what)
         elif kind == "head":
-            self._found["head"] = what
+            self._head = what
             alone = ["one rank alone communicates nothing: --ranks 4 starts four"]
-            for line in (listed(what), *_LEGEND, *(alone if what["ranks"] == 1 else [])):
+            notes = [self._note] if self._note else []
+            notes += alone if what["ranks"] == 1 else []
+            for line in (listed(what), *_LEGEND, *notes):
                 self._line(f"# {line}", "dim")
             self._columns("#", {title: title for title in self._titles}, "bold")
         else:
-            self._found["rows"].append(what)
-            own = what["name"].startswith(OWN)
+            self._rows.append(what)
+            own = what["by"].startswith(OWN)
             style = "bold red" if what["status"] == "wrong" else "bold" if own else "dim"
-            self._columns(" ", _cells(what), style)
+            self._columns(" ", _cells(what, self._peers), style)
             if what["why"]:
-                self._line(f"# {what['case']} {what['name']} {what['status']}: {what['why']}")
+                self._line(f"# {what['case']} {what['by']} {what['status']}: {what['why']}")
+
+    def _go_on(self, case: str, words: str, done: float) -> None:
+        """Show what goes on."""
+        self._bar.update(self._task, description=f"{case}: {words}", completed=done)
+        if self._bar.disable and case != self._case:
+            spent = time.monotonic() - self._began
+            left = f", about {spent / done * (1 - done):.0f} s left" if done else ""
+            self._aside.print(f"weft bench: {case}, {done:.0%} done{left}", soft_wrap=True)
+        self._case = case
 
     def _columns(self, mark: str, cells: dict[str, str], style: str) -> None:
         padded = [f"{cells.get(each, '-'):{_WIDTHS.get(each, '>8')}}" for each in self._titles]

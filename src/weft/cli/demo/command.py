@@ -39,14 +39,20 @@ Compared = Literal["all", "torch", "dense", "none"]
 
 
 def demo(
-    text: Annotated[list[Path] | None, Option(help="File or folder; may be repeated.")] = None,
-    ranks: Annotated[int, Option(min=1, help="Processes to start on this machine.")] = 4,
-    steps: Annotated[int | None, Option(min=1, help=_STEPS_HELP)] = None,
-    dim: Annotated[int, Option(min=1, help="Floats of a word's vector.")] = 64,
-    batch: Annotated[int, Option(min=1, help="Pairs of words for a rank and step.")] = 2048,
-    min_count: Annotated[int, Option(min=1, help="Leave out words that are rarer.")] = 2,
+    text: Annotated[
+        list[Path] | None, Option(metavar="PATH", help="File or folder; may be repeated.")
+    ] = None,
+    ranks: Annotated[int, Option(min=1, metavar="N", help="Processes to start here.")] = 4,
+    steps: Annotated[int | None, Option(min=1, metavar="N", help=_STEPS_HELP)] = None,
+    dim: Annotated[int, Option(min=1, metavar="N", help="Floats of a word's vector.")] = 64,
+    batch: Annotated[
+        int, Option(min=1, metavar="N", help="Pairs of words for a rank and step.")
+    ] = 2048,
+    min_count: Annotated[
+        int, Option(min=1, metavar="N", help="Leave out words that are rarer.")
+    ] = 2,
     compare: Annotated[Compared, Option(help="What to train beside weft.")] = "all",
-    seed: Annotated[int, Option(min=0, help="Seed of weights and batches.")] = 0,
+    seed: Annotated[int, Option(min=0, metavar="N", help="Of weights and batches.")] = 0,
     out: Annotated[Path, Option(file_okay=False, help="Folder for the report.")] = _OUT,
     save: Annotated[
         Path | None,

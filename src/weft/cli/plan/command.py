@@ -13,12 +13,12 @@ from typer import Option
 import weft
 
 from .. import options, show
-from ..bench.cases import Dtype
 from .predict import Named, Prediction, drawn, predict, recorded
 
 _MOST = 1 << 16  # ranks that a prediction is made for
 _RANKS = "2,4,8,16,32,64,128,256,512,1024,2048,4096"
 _LINK, _LATENCY, _WORK = "1gbit,10gbit", 50.0, 10.0
+_CLUSTER = "The cluster"
 _NOTE = (
     "ms, and the figures under the algorithms' names: milliseconds after the opening exchange; "
     "-: cannot serve, or needs more workspace than auto allows; MB and messages: of a rank"
@@ -30,15 +30,52 @@ def plan(
     rows: options.Rows = None,
     height: options.Height = None,
     width: options.Width = None,
-    dtype: Annotated[Dtype, Option(help="Dtype of the values.")] = "float32",
+    dtype: options.ValueDtype = "float32",
     distribution: options.Drawn = None,
-    record: Annotated[Path | None, Option(help="Read sizes from weft bench --json.")] = None,
-    ranks: Annotated[str, Option(help="Numbers of ranks, separated by commas.")] = _RANKS,
-    per_host: Annotated[int, Option(min=1, help="Ranks that share a host and its link.")] = 1,
-    link: Annotated[str, Option(help="Speeds of a host's link, separated by commas.")] = _LINK,
-    latency: Annotated[float, Option(min=1e-3, help="Latency of a round, in µs.")] = _LATENCY,
-    work: Annotated[float, Option(min=1e-3, help="CPU time of a message, in µs.")] = _WORK,
-    profile: Annotated[Path | None, Option(help="Read the link from weft tune --out.")] = None,
+    record: Annotated[
+        Path | None,
+        Option(help="Sizes, from weft bench --json.", rich_help_panel=options.THE_CASE),
+    ] = None,
+    ranks: Annotated[
+        str,
+        Option(
+            metavar="NUMBERS",
+            help="Numbers of ranks, divided by commas.",
+            show_default="powers of two from 2 to 4096",
+            rich_help_panel=_CLUSTER,
+        ),
+    ] = _RANKS,
+    per_host: Annotated[
+        int,
+        Option(
+            min=1,
+            metavar="N",
+            help="Ranks that share a host and its link.",
+            rich_help_panel=_CLUSTER,
+        ),
+    ] = 1,
+    link: Annotated[
+        str,
+        Option(
+            metavar="SPEEDS",
+            help="Of a host's link, divided by commas.",
+            rich_help_panel=_CLUSTER,
+        ),
+    ] = _LINK,
+    latency: Annotated[
+        float,
+        Option(min=1e-3, metavar="US", help="Latency of a round, in µs.", rich_help_panel=_CLUSTER),
+    ] = _LATENCY,
+    work: Annotated[
+        float,
+        Option(
+            min=1e-3, metavar="US", help="CPU time of a message, in µs.", rich_help_panel=_CLUSTER
+        ),
+    ] = _WORK,
+    profile: Annotated[
+        Path | None,
+        Option(help="The link, from weft tune --out.", rich_help_panel=_CLUSTER),
+    ] = None,
     plot: options.Picture = None,
     json: options.Json = None,
 ) -> None:

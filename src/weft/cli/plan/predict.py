@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import lru_cache
 from itertools import product
 from pathlib import Path
@@ -22,6 +22,7 @@ import numpy.typing as npt
 import weft
 
 from ..bench.cases import Case
+from ..bench.results import VERSION
 
 _HEAD, _BINS = 1 << 20, 1 << 13  # probabilities of their own, and shared ones
 
@@ -86,8 +87,9 @@ def recorded(path: Path) -> list[Sizes]:
     """
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-        rows = {row["case"]: row for row in found["rows"]}
-        cases = [_of_record(row, int(found["head"]["ranks"])) for row in rows.values()]
+        if found["version"] != VERSION:
+            raise ValueError(f"of version {found['version']}, this weft reads {VERSION}")
+        cases = [_of_record(row) for row in {row["case"]: row for row in found["rows"]}.values()]
     except OSError as error:
         raise weft.WeftError(f"{path} cannot be read: {error.strerror}") from None
     except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
@@ -98,8 +100,9 @@ def recorded(path: Path) -> list[Sizes]:
     return cases
 
 
-def _of_record(row: dict[str, Any], ranks: int) -> Sizes:
-    case = Case(**row["setting"])
+def _of_record(row: dict[str, Any]) -> Sizes:
+    setting = {field.name: row[field.name] for field in fields(Case) if field.name != "name"}
+    case, ranks = Case(row["case"], **setting), int(row["ranks"])
     mean, total, union = float(row["distinct"]), int(row["total"]), int(row["union"])
     if ranks < 2:
         raise ValueError(f"of {ranks} ranks, which says nothing of how several overlap")
