@@ -16,7 +16,6 @@ from weft.cli.bench.cases import Case
 from weft.cli.pictures import ON_DARK
 from weft.cli.plan.predict import Sizes, drawn, recorded
 from weft.sparse import ALGORITHMS
-from weft.sparse.link import Figures, Profile, write
 
 ROOT = Path(__file__).parents[2]
 
@@ -159,16 +158,10 @@ def test_a_record_that_makes_no_sense_is_refused(
     assert words in result.stderr
 
 
-def test_ranks_that_are_all_on_one_host_have_no_link(tmp_path: Path) -> None:
+def test_ranks_that_are_all_on_one_host_have_no_link() -> None:
     result = invoke("--per-host 8 --ranks 2,8,9,64 --link 1gbit")
     assert [line[0] for line in lines(result)] == ["9", "64"]
     assert result.stdout.endswith("left out, since all are on one host: 2, 8 ranks\n")
-    within = Figures(1e-4, 4e-9, 2e-5)
-    write(tmp_path / "profile.json", Profile((), 4, None, within, 1e-10))
-    invoke(f"--profile {tmp_path}/profile.json --ranks 4 --json {tmp_path}/plan.json")
-    [one] = json.loads((tmp_path / "plan.json").read_text())
-    verdicts = {line["algorithm"]: line["verdict"] for line in one["algorithms"]}
-    assert verdicts["hierarchical"] == "all ranks are on one host"
 
 
 def test_a_table_that_is_too_wide_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,6 @@ from .bench.command import bench
 from .demo.command import demo
 from .doctor import doctor
 from .plan.command import plan
-from .tune import tune
 
 __all__ = ["app", "main"]
 
@@ -25,7 +24,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Sparse and partitioned collectives for PyTorch.",
 )
-for command in (demo, bench, tune, plan, doctor):
+for command in (demo, bench, plan, doctor):
     app.command()(command)
 
 

@@ -1,53 +1,31 @@
-"""The figures of a group's network: read from a link profile, or measured.
+"""The figures of a group's network: said by the environment, or measured.
 
-The first call of a group that needs the figures finds them, on all ranks together. They come from
-the first of these that exists:
-
-* `WEFT_LINK=latency_us,gbit` in the environment, the same on every rank;
-* the link profile that `WEFT_PROFILE` names;
-* the profile that `weft tune` wrote for these hosts to the user's cache directory, or to
-  `WEFT_CACHE_DIR`;
-* a measurement: bytes go round the ring of ranks for a few tens of milliseconds. The next call that
-  needs the figures measures again, and weft keeps the better ones: else a machine that was busy at
-  start-up would seem slow as long as the group lives.
+The first call of a group that needs the figures finds them, on all ranks together. They are what
+`WEFT_LINK=latency_us,gbit` says, the same on every rank, or else a measurement: bytes go round the
+ring of ranks for a few tens of milliseconds. The next call that needs the figures measures again,
+and weft keeps the better ones: else a machine that was busy at start-up would seem slow as long as
+the group lives.
 
 All ranks take the slowest rank's figures, rounded to coarse steps, so that they compute the same
 costs and small noise does not change a choice.
-
-Figures decide what is communicated, so all ranks must use the same profile or none: they compare
-what they read. If a profile that `WEFT_PROFILE` names cannot be used, every rank raises the same
-error. If one in the cache cannot be used, the log says so, and the link is measured.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
-import logging
 import math
 import os
-import socket
 import statistics
 import struct
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, astuple, dataclass
-from pathlib import Path
+from dataclasses import astuple
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 
-from .. import kernels
-from ..agree import agree
 from ..errors import WeftError
-from ..kernels.jit import user_cache
-from ..kernels.ops import OPS
-from ..wire import base
 from ..wire.base import MERGE, Link, Wire, all_gather_bytes
 from .record import apart
-
-_log = logging.getLogger("weft")
 
 _WORK = 50e-6  # seconds of a core that a message costs, if WEFT_LINK says the other figures
 _ENOUGH = 0.012  # seconds of streaming after which the rate is believed
@@ -55,21 +33,16 @@ _LARGEST = 1 << 23  # bytes
 _MEASURED = 2  # calls that measure: other work on a machine only ever slows a link down
 _EXCHANGES, _PASSES = 12, 2  # of latency, and of rate: the quickest counts
 _FIGURES = struct.Struct("<5q64s")  # steps of alpha, beta, work, carry; cores, whose
-_NAME = struct.Struct("<?255s")  # whether a profile was named; the host's name
-
-_FORMAT, _VERSION = "weft link profile", 1
-_RUNS, _ROWS, _WIDTH = 4, 20_000, 64  # sizes of what is merged to measure a core
 
 _links: WeakKeyDictionary[Wire, tuple[Link, int]] = WeakKeyDictionary()
 """The figures of each wire, and how many calls are still to measure them."""
 
 
 def link_of(wire: Wire) -> Link:
-    """The figures of a group's network; read or measured the first time, by all ranks together.
+    """The figures of a group's network; found the first time, by all ranks together.
 
     Raises:
-        WeftError: WEFT_LINK, or the file that WEFT_PROFILE names, does not say them; on every
-            rank.
+        WeftError: WEFT_LINK does not say them; on every rank.
     """
     known, more = _links.get(wire, (None, _MEASURED))
     if known is None or more:
@@ -93,22 +66,9 @@ def set_link(wire: Wire, link: Link) -> None:
 
 
 def _said(wire: Wire) -> Link | None:
-    """The figures that the environment or a profile gives; None without either."""
+    """The figures that the environment gives; None without."""
     said = os.environ.get("WEFT_LINK")
-    if said is not None:
-        return _agreed(wire, *parse(said), _WORK)
-    hosts, named = _hosts(wire, "WEFT_PROFILE" in os.environ)
-    try:
-        profile = _profile(wire, hosts, named)
-    except WeftError as error:
-        if named:
-            raise
-        _log.warning("%s: the link is measured instead", error)
-        return None
-    figures = None if profile is None else profile.of(len(hosts))
-    if profile is None or figures is None:
-        return None
-    return _agreed(wire, figures.alpha, figures.beta, figures.work, profile.merge)
+    return None if said is None else _agreed(wire, *parse(said), _WORK)
 
 
 def parse(text: str) -> tuple[float, float]:
@@ -139,9 +99,7 @@ def measure(wire: Wire) -> Link:
     return _agreed(wire, alpha, beta, work, carry=carry)
 
 
-def _agreed(
-    wire: Wire, alpha: float, beta: float, work: float, merge: float = MERGE, carry: float = 0.0
-) -> Link:
+def _agreed(wire: Wire, alpha: float, beta: float, work: float, carry: float = 0.0) -> Link:
     """Exchange figures and take the slowest rank's; collective.
 
     The arguments are those of one rank that has a core for itself; in the result the ranks of a
@@ -150,7 +108,6 @@ def _agreed(
     Args:
         wire: the ranks that take part.
         alpha, beta, work: seconds, see `Link`.
-        merge: seconds in which a core merges a byte; the same on every rank.
         carry: seconds of a core for each byte that this rank receives.
     """
     steps = [round(4 * math.log2(max(each, 1e-15))) for each in (alpha, beta, work, carry)]
@@ -161,7 +118,7 @@ def _agreed(
     crowd = max(hosts.count(host) / n for host, n in zip(hosts, cores, strict=True))
     alpha, beta, work, carry = (2.0 ** (max(steps) / 4) for steps in steps_of)
     share = max(1.0, crowd)
-    return Link(alpha, beta, merge * share, work * share, share, carry * crowd)
+    return Link(alpha, beta, MERGE * share, work * share, share, carry * crowd)
 
 
 def _figures(raw: bytes) -> tuple[Any, ...]:
@@ -210,209 +167,3 @@ def _round(wire: Wire, nbytes: int) -> tuple[float, float]:
         spent = time.process_time() - spent
     wire.dense_all_reduce(slowest, "max").wait()
     return int(slowest) * 1e-9, spent
-
-
-# the profile
-
-
-@dataclass(frozen=True, slots=True)
-class Figures:
-    """Seconds on a link: `alpha` for a round, `beta` for a byte, `work` of a core for a message."""
-
-    alpha: float
-    beta: float
-    work: float
-
-
-@dataclass(frozen=True, slots=True)
-class Profile:
-    """The figures that `weft tune` measured.
-
-    Attributes:
-        hosts: the names of the hosts that it is for; empty: any hosts.
-        ranks: how many ranks measured.
-        between: the link between hosts; None if there was one host.
-        within: the link between ranks of one host; None if no host had two.
-        merge: seconds in which one core merges a byte.
-    """
-
-    hosts: tuple[str, ...]
-    ranks: int
-    between: Figures | None
-    within: Figures | None
-    merge: float
-
-    def serves(self, hosts: Sequence[str]) -> str | None:
-        """Why the profile cannot be used for a group on these hosts, or None if it can."""
-        strange = sorted(set(hosts) - set(self.hosts))
-        if self.hosts and strange:
-            return f"was made for {', '.join(self.hosts)}, not for {', '.join(strange)}"
-        if self.of(len(hosts)) is None:
-            return (
-                f"says nothing of ranks {'on several hosts' if len(hosts) > 1 else 'of one host'}"
-            )
-        return None
-
-    def of(self, hosts: int) -> Figures | None:
-        """The figures for a group on this number of hosts."""
-        return self.between if hosts > 1 else self.within
-
-
-def read(path: Path) -> Profile:
-    """The profile in a file.
-
-    Raises:
-        WeftError: there is none, it is broken, or it is another version's.
-    """
-    try:
-        found = json.loads(path.read_text(errors="replace"))
-    except OSError as error:
-        raise WeftError(f"link profile {path} cannot be read: {error.strerror}") from None
-    except (RecursionError, ValueError):
-        found = None
-    if not isinstance(found, dict) or found.get("format") != _FORMAT:
-        raise WeftError(f"{path} is no link profile: write one with weft tune")
-    if found.get("version") != _VERSION:
-        raise WeftError(
-            f"link profile {path} has version {found.get('version')!r}, this weft reads "
-            f"{_VERSION}: run weft tune again"
-        )
-    try:
-        between, within = (
-            None if found[part] is None else Figures(*(_positive(found[part][f]) for f in _PARTS))
-            for part in ("between", "within")
-        )
-        hosts = found["hosts"]
-        if not isinstance(hosts, list) or not all(isinstance(host, str) for host in hosts):
-            raise ValueError("hosts")
-        merge = _positive(found["merge"])
-        return Profile(tuple(hosts), int(found["ranks"]), between, within, merge)
-    except (KeyError, OverflowError, TypeError, ValueError) as error:
-        raise WeftError(f"link profile {path} is broken at {error}: run weft tune again") from None
-
-
-_PARTS = ("alpha", "beta", "work")
-
-
-def write(path: Path, profile: Profile) -> None:
-    """Write a profile; after an error the file is as before."""
-    about = {"format": _FORMAT, "version": _VERSION, "made": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
-    text = json.dumps(about | asdict(profile), indent=1) + "\n"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}")
-    draft.write_text(text, encoding="utf-8")
-    draft.replace(path)
-
-
-def default_path(hosts: Sequence[str]) -> Path | None:
-    """The file of the profile for these hosts; None without a home directory."""
-    key = hashlib.sha256("\n".join(sorted(hosts)).encode()).hexdigest()[:16]
-    given = os.environ.get("WEFT_CACHE_DIR")
-    try:
-        return (Path(given) if given else user_cache()) / "links" / f"{key}.json"
-    except RuntimeError:  # no home directory
-        return None
-
-
-def tune(wire: Wire) -> Profile:
-    """Measure the hosts of a group, between and within; collective, the same on every rank.
-
-    Takes some tenths of a second. WEFT_LINK and WEFT_PROFILE change nothing here.
-    """
-    members = base.hosts_of(wire).ranks
-    found = torch.zeros(7, dtype=torch.float64)
-    parts = [(0, ranks) for ranks in members if len(ranks) > 1]
-    if len(members) > 1:
-        parts.append((3, tuple(ranks[0] for ranks in members)))
-    for at, ranks in parts:
-        part = wire.sub(ranks)
-        if part is not None:
-            seen = measure(part)
-            alone = seen.work * MERGE / seen.gamma  # as if the rank had a core for itself
-            found[at : at + 3] = torch.tensor([seen.alpha, seen.beta, alone])
-            part.close()
-    if wire.rank in [ranks[0] for ranks in members]:
-        found[6] = _merging()
-    wire.dense_all_reduce(found, "max").wait()
-    within, between = (Figures(*found[at : at + 3].tolist()) for at in (0, 3))
-    return Profile(
-        tuple(sorted(set(hosts_of(wire)[0]))),
-        wire.size,
-        between if between.beta else None,
-        within if within.beta else None,
-        float(found[6]),
-    )
-
-
-def hosts_of(wire: Wire) -> tuple[list[str], bool]:
-    """The names of a group's hosts, and whether this rank is the first of its own; collective."""
-    return _hosts(wire, False)[0], wire.rank in [ranks[0] for ranks in base.hosts_of(wire).ranks]
-
-
-def _hosts(wire: Wire, named: bool) -> tuple[list[str], bool]:
-    """The name of each host, sorted, and whether any rank is `named`; collective.
-
-    Virtual hosts of one machine (WEFT_HOST) have the same name.
-    """
-    message = _NAME.pack(named, socket.gethostname().encode())
-    said = all_gather_bytes(wire, message, _named)
-    names = [said[ranks[0]][1] for ranks in base.hosts_of(wire).ranks]
-    return sorted(names), any(one[0] for one in said)
-
-
-def _named(raw: bytes) -> tuple[bool, str]:
-    """Whether a rank's environment names a profile, and its host. Raises ValueError."""
-    named, host = _NAME.unpack(raw)
-    return named, host.rstrip(b"\0").decode()
-
-
-def _merging() -> float:
-    """Seconds in which one core merges a byte, as costs count bytes.
-
-    The sums go to memory that was used before, as the memory of results usually is.
-    """
-    runs = [torch.arange(_ROWS) * 3 + shift for shift in range(_RUNS)]
-    values = [torch.full((_ROWS, _WIDTH), float(run)) for run in range(_RUNS)]
-    sums = torch.empty(len(kernels.union(runs).indices), _WIDTH)
-    seen: list[float] = []
-    threads, times = torch.get_num_threads(), []
-    torch.set_num_threads(1)
-    try:
-        for _ in range(3):
-            seen.clear()
-            start = time.perf_counter()
-            with kernels.meter.metered(seen.append):
-                for slots, rows in zip(kernels.union(runs).slots, values, strict=True):
-                    kernels.combine(sums, slots, rows, OPS["sum"])
-            times.append(time.perf_counter() - start)
-    finally:
-        torch.set_num_threads(threads)
-    return min(times) / sum(seen)
-
-
-def _profile(wire: Wire, hosts: list[str], named: bool) -> Profile | None:
-    """The profile that all ranks have, or None if no rank has one; collective.
-
-    Args:
-        wire: the ranks that take part.
-        hosts: names of the group's hosts.
-        named: whether WEFT_PROFILE is set on some rank: then the cache directory is not read.
-
-    Raises:
-        WeftError: a rank could not read its profile, ranks have different ones, or it is for other
-            hosts.
-    """
-    given = os.environ.get("WEFT_PROFILE")
-    path = default_path(hosts) if not named else None if given is None else Path(given)
-    profile, digest, error = None, "none", None
-    try:
-        if path is not None and (named or path.exists()):
-            profile = read(path)
-            digest = hashlib.sha256(repr(profile).encode()).hexdigest()[:12]
-            if why := profile.serves(hosts):
-                error = f"link profile {digest} {why}: run weft tune on this group"
-    except WeftError as wrong:
-        error = str(wrong)
-    nothing = torch.empty(0, dtype=torch.uint8)
-    agree(wire, "link", {"link profile": digest}, error, nothing, lambda a, b: a).release()
-    return profile

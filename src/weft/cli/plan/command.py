@@ -72,10 +72,6 @@ def plan(
             min=1e-3, metavar="US", help="CPU time of a message, in µs.", rich_help_panel=_CLUSTER
         ),
     ] = _WORK,
-    profile: Annotated[
-        Path | None,
-        Option(help="The link, from weft tune --out.", rich_help_panel=_CLUSTER),
-    ] = None,
     plot: options.Picture = None,
     json: options.Json = None,
 ) -> None:
@@ -87,14 +83,12 @@ def plan(
     own = {"rows": rows, "height": height, "width": width, "distribution": distribution}
     if record is not None and (case, *own.values(), dtype) != (None,) * 5 + ("float32",):
         options.refuse("--record", "the file has the sizes: leave --case and other sizes out")
-    if profile is not None and (link, latency, work) != (_LINK, _LATENCY, _WORK):
-        options.refuse("--profile", "the file has the link: leave --link, --latency and --work out")
     with options.failing("plan", 2):
         if record is not None:
             sizes = recorded(record)
         else:
             sizes = [*map(drawn, options.cases_of(case, "uniform", own, {"dtype": dtype}))]
-        links = _links(link, latency, work) if profile is None else _profiled(profile)
+        links = _links(link, latency, work)
         found = list(predict(sizes, links, counts, per_host))
     if not found:
         options.refuse("--per-host", f"all of --ranks {ranks} are on one host, without a link")
@@ -124,15 +118,6 @@ def _links(speeds: str, latency: float, work: float) -> list[Named]:
         return weft.sparse.Link(latency * 1e-6, 8 / bits, weft.sparse.MERGE, work * 1e-6)
 
     return [Named(name.strip(), link(options.rate(name))) for name in speeds.split(",")]
-
-
-def _profiled(path: Path) -> list[Named]:
-    found, links = weft.sparse.link.read(path), []
-    for name, part in (("between hosts", found.between), ("within a host", found.within)):
-        if part is not None:
-            link = weft.sparse.Link(part.alpha, part.beta, found.merge, part.work)
-            links.append(Named(name, link, part is found.within))
-    return links
 
 
 def _show(groups: list[list[Prediction]]) -> None:

@@ -136,11 +136,10 @@ def _zipf(height: int) -> tuple[Floats, Floats]:
 
 
 class Named(NamedTuple):
-    """A link, what it is called, and whether it is that of ranks on one host."""
+    """A link between hosts, and what it is called."""
 
     name: str
     link: weft.sparse.Link
-    within: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +185,6 @@ def predict(
     Those that would all be on one host, whose link they do not use, are left out.
     """
     for one, link, count in product(sizes, links, ranks):
-        shared = count if link.within else per_host
-        if shared < count or link.within:
-            answer = weft.sparse.predicted(one.load(count, shared), link.link)
-            yield Prediction(one, link, count, shared, answer)
+        if per_host < count:
+            answer = weft.sparse.predicted(one.load(count, per_host), link.link)
+            yield Prediction(one, link, count, per_host, answer)
