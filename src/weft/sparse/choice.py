@@ -57,7 +57,7 @@ class _Line:
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class Batch:
     """Tables of a list that are reduced together: of one row shape and dtype.
 
     Attributes:
@@ -94,7 +94,7 @@ class Explanation:
     chosen: str
     load: Load
     lines: tuple[_Line, ...]
-    groups: tuple[Group, ...] = ()
+    groups: tuple[Batch, ...] = ()
     calls: tuple[Explanation, ...] = ()
     device: str = "cpu"
 

@@ -37,7 +37,7 @@ from ..tensors import extent, has_elements
 from ..wire.base import Wire, as_bytes, fresh, wire_for
 from . import choice, run, sketch
 from .call import Call, shape_in
-from .choice import ALONE, EAGER, Explanation, Group
+from .choice import ALONE, EAGER, Batch, Explanation
 from .header import NO_LIMIT, POINTS
 from .record import note
 from .request import NOTHING, Request
@@ -217,7 +217,7 @@ def explained(wire: Wire, requests: Sequence[Request], error: str | None) -> Exp
     for group in _groups(_stated(wire, requests, error, f"explain of {NAME}"), requests):
         one = run.explained(wire, group.request(requests))
         rows = requests[group.tables[0]].rows
-        kind = Group(group.tables, rows.values.dtype, group.row_shape)
+        kind = Batch(group.tables, rows.values.dtype, group.row_shape)
         found.append(replace(one, groups=(kind,)))
     if not found:
         row = run.explained(wire, requests[0].of_rows(NOTHING))

@@ -105,7 +105,7 @@ class Exchange(Pending):
         return list(self.results)
 
 
-class Group:
+class Crew:
     """What the ranks of a group share. Everything is read and written with the lock held.
 
     Attributes:
@@ -131,19 +131,19 @@ class Group:
         self.waiting: dict[int, Exchange] = {}
         self.left: set[int] = set()
         self.verdict: Verdict | None = None
-        self._parts: list[tuple[tuple[int, ...], Group]] = []  # in the order they were made
+        self._parts: list[tuple[tuple[int, ...], Crew]] = []  # in the order they were made
         self._unmet: dict[tuple[int, int, int], deque[End]] = {}  # all sends, or all receives
         self.wires: list[Any] = [make(rank, self) for rank in range(len(hosts))]
 
-    def part(self, number: int, ranks: tuple[int, ...]) -> tuple[tuple[int, ...], Group]:
+    def part(self, number: int, ranks: tuple[int, ...]) -> tuple[tuple[int, ...], Crew]:
         """The part with this number, and its ranks: if it is new, a part of the given ranks."""
         if number == len(self._parts):
             self._parts.append((ranks, self._part(ranks)))
         return self._parts[number]
 
-    def _part(self, ranks: tuple[int, ...]) -> Group:
+    def _part(self, ranks: tuple[int, ...]) -> Crew:
         hosts, wake = [self.hosts[rank] for rank in ranks], [self.wake[rank] for rank in ranks]
-        return Group(hosts, self.timeout, wake, self._make)
+        return Crew(hosts, self.timeout, wake, self._make)
 
     def meet(self, end: End, channel: int) -> None:
         """Add one end of a message; if the other end is there, copy the bytes."""
@@ -216,7 +216,7 @@ class InProcessWire(Wire):
 
     _exchange: type[Exchange]
 
-    def __init__(self, rank: int, group: Group) -> None:
+    def __init__(self, rank: int, group: Crew) -> None:
         super().__init__(rank, len(group.hosts), group.timeout, group.hosts[rank])
         self._group = group
         self._splits = 0

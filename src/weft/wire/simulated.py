@@ -41,7 +41,7 @@ from ..errors import WireError
 from . import default, dense
 from .base import Pending
 from .hosts import Hosts, set_hosts
-from .in_process import Bytes, End, Exchange, Group, InProcessWire, woken
+from .in_process import Bytes, Crew, End, Exchange, InProcessWire, woken
 from .link import Link
 from .memory import Pool
 
@@ -189,7 +189,7 @@ class SimulatedWire(InProcessWire):
         heapq.heappush(self._network.events, event)
 
 
-class _Group(Group):
+class _Group(Crew):
     """Some of the network's ranks; the lock is the network's."""
 
     def __init__(self, network: _Network, nodes: Sequence[int], timeout: float) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 from torch import Tensor
 
 from .exchanges import check_exchanges
-from .in_process import Bytes, End, Exchange, Group, InProcessWire, bytes_of, woken
+from .in_process import Bytes, Crew, End, Exchange, InProcessWire, bytes_of, woken
 from .memory import Lease
 
 _GARBAGE = 0xA5  # what undefined bytes hold: not 0 or -1; in floating point small, and no NaN
@@ -50,7 +50,7 @@ def group(
         []
     """
     wake = woken(hosts, size)
-    wires = Group(hosts or ["threads"] * size, timeout, wake, ThreadWire).wires
+    wires = Crew(hosts or ["threads"] * size, timeout, wake, ThreadWire).wires
     for wire in wires if device else ():
         check_exchanges(wire)
     return wires
