@@ -50,6 +50,42 @@ def test_reduce_scatter_of_any_sizes(wire, op):
             assert all(map(torch.equal, ins, before)), "the inputs changed"
 
 
+@spmd(1, 2, 3, 4, 7, 17, on=["threads"])
+def test_each_rank_has_several_tensors_for_all(wire):
+    """As many as ranks, too: what is gathered comes as one list for each rank, and not for each
+    tensor."""
+    for tensors in (0, 1, 3, wire.size):
+        for dtype in (torch.float32, torch.complex64, torch.int16):
+            # of different sizes, some empty, and rank 1 has one tensor more
+            def given(rank, tensors=tensors, dtype=dtype):
+                return [part(rank, 5 * to, dtype, to) for to in range(tensors + (rank == 1))]
+
+            outs = [[strided(len(each), dtype) for each in given(p)] for p in range(wire.size)]
+            collectives.all_gather_coalesced(wire, outs, given(wire.rank))
+            for rank, received in enumerate(outs):
+                assert all(map(torch.equal, received, given(rank))), (tensors, dtype, rank)
+
+
+@spmd(1, 3, on=["threads"])
+def test_lists_that_do_not_fit(wire):
+    def gather(lists, sizes, own):
+        outs = [[torch.zeros(count) for count in sizes] for _ in range(lists)]
+        collectives.all_gather_coalesced(wire, outs, [torch.ones(count) for count in own])
+
+    last, fine = wire.rank == wire.size - 1, ([2, 3], [2, 3])
+    text = f"rank {wire.size - 1}: the inputs have 2 elements, and the outputs in the list of this "
+    with pytest.raises(weft.WeftError, match=text + "rank 2, 3: they must be as many"):
+        gather(wire.size, *(([2, 3], [2]) if last else fine))
+    with pytest.raises(weft.WeftError, match=r"4 lists of outputs were given: pass one for each"):
+        gather(4 if last else wire.size, *fine)
+    if wire.size > 1:
+        with pytest.raises(weft.WeftError, match="the ranks differ in tensors"):
+            gather(wire.size, *(([4], [4]) if last else fine))
+    gather(wire.size, *fine)
+    nothing: list[Tensor] = []
+    collectives.all_reduce(wire, nothing, "avg")
+
+
 def reduced(wire: weft.Wire, op: str, count: int, dtype: torch.dtype) -> Tensor:
     parts = torch.stack([part(rank, count, dtype, wire.rank).double() for rank in range(wire.size)])
     right = {
@@ -123,7 +159,7 @@ def test_all_reduce_and_single_tensors(wire):
         out = torch.empty(count)
         collectives.reduce_scatter_single(wire, out, mine, "sum")
         assert torch.equal(out, reduced(wire, "sum", count, torch.float32))
-    collectives.barrier(wire)
+    weft.barrier(group=wire)
 
 
 @spmd(1, 2, 3, 17, on=["threads"])
@@ -174,7 +210,7 @@ WRONG = {
         )
     ),
     "the ranks are in different calls": (
-        lambda wire, odd: C.barrier(wire) if odd else C.broadcast(wire, torch.ones(3), 0)
+        lambda wire, odd: weft.barrier(group=wire) if odd else C.broadcast(wire, torch.ones(3), 0)
     ),
 }
 FLOATS = torch.float32, torch.float64
@@ -191,4 +227,4 @@ def test_errors_are_the_same_on_every_rank(wire, said):
     mine = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
     collectives.all_gather(wire, heard, mine)
     assert all(bytes(each.tolist()) == text.encode() for each in heard)
-    collectives.barrier(wire)  # the next call works
+    weft.barrier(group=wire)  # the next call works

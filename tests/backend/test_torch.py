@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
+from datetime import timedelta
 
 import pytest
 import torch
@@ -144,6 +145,57 @@ def everything(me, size):
         assert [out.sum().item() for out in outs] == [1.0, 2.0]
 
 
+def several(me, size):
+    """The coalesced variants, with as many tensors as ranks and with another number of them."""
+    for count in (1, size, size + 2):
+        mine = [torch.full((n, 2), float(me)) for n in range(count)]
+        outs = [[torch.empty(n, 2) for n in range(count)] for _ in range(size)]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            dist.all_gather_coalesced(outs, mine)
+        for rank, received in enumerate(outs):
+            assert all(map(torch.equal, received, [torch.full_like(m, rank) for m in mine]))
+    for later in (False, True):
+        sums, gathered = [torch.full((n,), float(me)) for n in (2, 3)], [torch.empty(size)] * 2
+        scattered = [torch.empty(1), torch.empty(2)]
+        with dist._coalescing_manager(async_ops=later) as works:
+            for each in sums:
+                dist.all_reduce(each)
+        with dist._coalescing_manager(async_ops=later) as more:
+            for each in gathered:
+                dist.all_gather_single(each, torch.tensor([float(me)]))
+        with dist._coalescing_manager(async_ops=later) as most:
+            for each in scattered:
+                dist.reduce_scatter_single(each, torch.ones(size * len(each)))
+        for each in (works, more, most) if later else ():
+            each.wait()
+        assert all(each.eq(sum(range(size))).all() for each in sums)
+        assert all(each.tolist() == list(range(size)) for each in gathered)
+        assert all(each.eq(size).all() for each in scattered)
+
+
+def late(me, size):
+    """A barrier whose time is up says so, and for whom it waits; then it can be waited for."""
+    told = torch.zeros(1)
+    dist.barrier()  # the first call joins the ranks, which the group's own timeout is for
+    for later in (False, True):
+        if me == 0:
+            with pytest.raises(weft.StillRunning, match=r"after 0\.1|after 0:00:00\.1"):
+                work = dist.barrier(async_op=later, timeout=timedelta(seconds=0.1))
+                work.wait()
+            for peer in range(1, size):
+                dist.send(told, peer)
+        else:
+            dist.recv(told, 0)
+        if later and me == 0:
+            work.wait(timedelta(seconds=20))
+        else:
+            dist.barrier()
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    assert total.item() == size
+
+
 def functionally(me, size):
     """C++ calls these, and reads the works."""
     with warnings.catch_warnings():
@@ -222,7 +274,15 @@ def erring(me, size):
     return said
 
 
-BODIES = [(3, sparse), (3, uneven), (3, everything), (2, functionally), (2, ddp)]
+BODIES = [
+    (3, sparse),
+    (3, uneven),
+    (3, everything),
+    (3, several),
+    (2, late),
+    (2, functionally),
+    (2, ddp),
+]
 
 
 @pytest.mark.parametrize(("size", "body"), BODIES)

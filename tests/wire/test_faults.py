@@ -156,6 +156,8 @@ def test_what_is_seen_at_the_deadline_ends_the_others_then(record: Record, victi
     late = {rank: record.errors[rank]["at"] - record.fault for rank in survivors(victim)}
     assert max(late.values()) < SHORT + GRACE, late
     assert min(late.values()) > SHORT - 0.5, late  # nobody is condemned before
+    texts = [record.errors[rank]["text"] for rank in survivors(victim)]
+    assert any(f", past the timeout of {SHORT:g} s; " in text for text in texts), texts
 
 
 @scenario("kill", "kill parent", "kill idle", "kill in dense", "kill in stream")

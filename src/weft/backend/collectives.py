@@ -27,14 +27,10 @@ from ..wire.base import Wire, flattened, is_plain, plain, typed
 
 _SAID = 200  # characters of sizes that ranks compare as text; longer texts by a digest
 
+_SHOWN = 8  # sizes that an error names
+
 Parts = Sequence[Tensor | None]
 """A tensor, or nothing, for each rank."""
-
-
-def barrier(wire: Wire) -> list[Tensor]:
-    """Wait until all ranks have called it."""
-    _open(wire, "barrier", {}, None)
-    return []
 
 
 def all_reduce(wire: Wire, tensors: list[Tensor], op: str) -> list[Tensor]:
@@ -68,6 +64,22 @@ def all_gather(wire: Wire, outs: list[Tensor], mine: Tensor) -> list[Tensor]:
     _open(wire, "all_gather", _said(outs), error)
     _exchange(wire, [mine] * wire.size, outs)
     return outs
+
+
+def all_gather_coalesced(wire: Wire, outs: list[list[Tensor]], mine: list[Tensor]) -> list[Tensor]:
+    """Send every rank's tensors to every rank: `outs[p]` receives those of rank p, in their order.
+
+    Ranks may have tensors of different sizes, and another number of them.
+    """
+    received = [tensor for each in outs for tensor in each]
+    error = _reason([*mine, *received]) or _misfits(wire, outs, mine)
+    shapes = {"tensors": _text([len(each) for each in outs]), **_said(received)}
+    _open(wire, "all_gather_coalesced", shapes, error)
+    for number in range(max(len(each) for each in outs)):
+        given = mine[number] if number < len(mine) else None
+        places = [each[number] if number < len(each) else None for each in outs]
+        _exchange(wire, [given] * wire.size, places)
+    return received
 
 
 def reduce_scatter(wire: Wire, out: Tensor, ins: list[Tensor], op: str) -> list[Tensor]:
@@ -197,6 +209,24 @@ def _misfit(what: str, parts: Sequence[Tensor], counts: Sequence[int | None]) ->
     return None
 
 
+def _misfits(wire: Wire, outs: Sequence[Sequence[Tensor]], mine: Sequence[Tensor]) -> str | None:
+    """The error if there is not one list for each rank, or this rank's does not fit; or None."""
+    if len(outs) != wire.size:
+        return f"{len(outs)} lists of outputs were given: pass one for each of {wire.size} ranks"
+    own = outs[wire.rank]
+    if [each.numel() for each in own] == [each.numel() for each in mine]:
+        return None
+    return (
+        f"the inputs have {_sizes(mine)} elements, and the outputs in the list of this rank "
+        f"{_sizes(own)}: they must be as many"
+    )
+
+
+def _sizes(tensors: Sequence[Tensor]) -> str:
+    sizes = ", ".join(str(each.numel()) for each in tensors[:_SHOWN])
+    return f"{sizes} ..." if len(tensors) > _SHOWN else sizes or "no"
+
+
 def _at(root: int, tensor: Tensor, size: int) -> Parts:
     """The tensor in the root's place, None in the others'."""
     return [tensor if rank == root else None for rank in range(size)]
@@ -246,6 +276,8 @@ def _unequal(size: int, said: Sequence[bytes]) -> str | None:
 
 def _reason(tensors: Sequence[Tensor], op: str | None = None) -> str | None:
     """What is wrong with a call's tensors, in a sentence, or None."""
+    if not tensors:
+        return None
     first = tensors[0]
     for tensor in tensors:
         if tensor.layout != torch.strided:
@@ -261,9 +293,14 @@ def _reason(tensors: Sequence[Tensor], op: str | None = None) -> str | None:
 
 def _said(tensors: Sequence[Tensor]) -> dict[str, object]:
     """The dtype and the sizes of tensors, as a fingerprint."""
-    text = ", ".join(str(tensor.numel()) for tensor in tensors)
-    sizes = summed_up(text, _SAID, f"{text[:20]} ... of {len(tensors)}")
+    sizes = _text([tensor.numel() for tensor in tensors])
     return {"dtype": tensors[0].dtype if tensors else None, "sizes": sizes}
+
+
+def _text(numbers: Sequence[int]) -> str:
+    """Numbers as a text that ranks can compare."""
+    text = ", ".join(map(str, numbers))
+    return summed_up(text, _SAID, f"{text[:20]} ... of {len(numbers)}")
 
 
 def _in_range(tensor: Tensor) -> bool:

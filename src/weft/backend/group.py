@@ -16,11 +16,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import kernels
+from ..comm.barrier import barrier, enter
 from ..sparse.request import op_name
 from ..wire import process_group
 from ..wire.base import Wire
 from . import collectives
-from .work import Collective
+from .work import NO_LIMIT, Collective
 
 # Any for mypy: the stubs are of the C++ class. One Python method serves several overloads there,
 # and the constructor of a Python group takes no store.
@@ -64,6 +65,11 @@ class PythonGroup(_ProcessGroup):  # type: ignore[misc]  # as said above
         calls = zip(_nested(outs), listed(ins), strict=True)
         return self._start(opts, collectives.all_gather, *calls)
 
+    def allgather_coalesced(self, outs: Any, ins: Any, opts: Any = None) -> Any:
+        """`outs[p]` are the tensors of rank p, where in `allgather` they are one input's."""
+        call = _nested(outs), listed(ins)
+        return self._start(opts, collectives.all_gather_coalesced, call)
+
     def all_gather_single(self, outs: Any, ins: Any, opts: Any = None) -> Any:
         calls = zip(listed(outs), listed(ins), strict=True)
         return self._start(opts, collectives.all_gather_single, *calls)
@@ -94,10 +100,15 @@ class PythonGroup(_ProcessGroup):  # type: ignore[misc]  # as said above
         return self._start(opts, collectives.scatter, call)
 
     def barrier(self, opts: Any = None) -> Any:
-        return self._start(opts, collectives.barrier, ())
+        """Wait for all ranks, for `timeout` of the options at most, as `weft.barrier` does."""
+        limit = getattr(opts, "timeout", NO_LIMIT)  # below none, if the caller gave none
+        seconds = limit.total_seconds() if limit > NO_LIMIT else None
+        if getattr(opts, "asyncOp", True):
+            return Collective(enter(self.wire, seconds).work, limit=limit)
+        barrier(seconds, self.wire)
+        return Collective(None)
 
     allreduce_coalesced = allreduce
-    allgather_coalesced = allgather
     all_gather_single_coalesced = all_gather_single
     reduce_scatter_single_coalesced = reduce_scatter_single
 

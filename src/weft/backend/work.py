@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ..wire.base import Pending, Work
+
+NO_LIMIT = timedelta(0)
 
 
 class _Work(dist.Work):
@@ -29,11 +32,19 @@ class _Work(dist.Work):
 class Collective(_Work):
     """A collective in the queue of a wire's worker; or one that is done, if `work` is None."""
 
-    def __init__(self, work: Work[list[Tensor]] | None, tensors: Sequence[Tensor] = ()) -> None:
+    def __init__(
+        self,
+        work: Work[Any] | None,
+        tensors: Sequence[Tensor] = (),
+        limit: timedelta = NO_LIMIT,
+    ) -> None:
+        """`limit` holds for a `wait` that has none of its own."""
         super().__init__()
-        self._work, self._tensors = work, list(tensors)
+        self._work = work
+        self._tensors = list(tensors)
+        self._limit = limit
 
-    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+    def wait(self, timeout: timedelta = NO_LIMIT) -> bool:
         """Wait until it has ended; a timeout of 0 means no limit, as in torch.
 
         Raises:
@@ -41,7 +52,8 @@ class Collective(_Work):
             Exception: whatever the collective raised.
         """
         if self._work is not None:
-            self._work.wait(timeout if timeout > timedelta(0) else None)
+            limit = timeout if timeout > NO_LIMIT else self._limit
+            self._work.wait(limit if limit > NO_LIMIT else None)
         return True
 
     def is_completed(self) -> bool:
@@ -51,7 +63,7 @@ class Collective(_Work):
         return None if self._work is None else self._work.exception()
 
     def result(self) -> list[Tensor]:
-        return self._tensors if self._work is None else self._work.result()
+        return self._tensors if self._work is None else self._work.result() or []
 
     def get_future(self) -> torch.futures.Future[list[Tensor]]:
         if self._work is not None:
@@ -72,7 +84,7 @@ class Posted(_Work):
         self._pending, self._source, self._tensors = pending, source, tensors
         self._done = False
 
-    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+    def wait(self, timeout: timedelta = NO_LIMIT) -> bool:
         """Wait until it is done, at most until the wire's deadline; `timeout` has no effect.
 
         Raises:

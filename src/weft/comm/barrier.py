@@ -53,14 +53,10 @@ def barrier(timeout: float | None = None, group: Any = None) -> None:
         rank 0: rank 1 has not come to the barrier after 0.1 s: call barrier again to wait on
     """
     wire = default.resolve(group)
-    entered = _left.pop(wire, None)
-    if entered is None or entered.calls != wire.worker.made:
-        entered = _Entered(wire, timeout)
-        if timeout is None:
-            wire.worker.call("barrier", entered.run)
-            return
-        entered.work = wire.worker.submit("barrier", entered.run)
-        entered.calls = wire.worker.made
+    if timeout is None and wire not in _left:
+        wire.worker.call("barrier", Entered(wire, None).run)
+        return
+    entered = enter(wire, timeout)
     try:
         entered.work.wait(timeout if is_duration(timeout) else None)
     except StillRunning:
@@ -70,12 +66,22 @@ def barrier(timeout: float | None = None, group: Any = None) -> None:
         ) from None
 
 
-_left: weakref.WeakKeyDictionary[Wire, _Entered] = weakref.WeakKeyDictionary()
+def enter(wire: Wire, timeout: float | None = None) -> Entered:
+    """The barrier of this call: a new one, or the one that this rank's last call has not left."""
+    entered = _left.pop(wire, None)
+    if entered is None or entered.calls != wire.worker.made:
+        entered = Entered(wire, timeout)
+        entered.work = wire.worker.submit("barrier", entered.run)
+        entered.calls = wire.worker.made
+    return entered
+
+
+_left: weakref.WeakKeyDictionary[Wire, Entered] = weakref.WeakKeyDictionary()
 # = barriers that this rank has entered, and whose wait timed out
 
 
-class _Entered:
-    """A barrier that this rank is in.
+class Entered:
+    """A barrier that this rank is in: `run` is the call, in its turn.
 
     Attributes:
         work: the call.

@@ -140,8 +140,8 @@ def connect(
             late = error.ranks if isinstance(error, AbsentError) else []
             who = str(error) if late else f"it was not joined: {error}"
             raise WireError(
-                f"rank {rank}: wire {name!r} of {size} ranks: {who} (timeout {timeout:g} s); "
-                "see that all ranks were started and reach each other",
+                f"rank {rank}: wire {name!r} of {size} ranks: {who} before the timeout of "
+                f"{timeout:g} s; see that all ranks were started and reach each other",
                 rank=rank,
                 culprit=late[0] if late else None,
             ) from error

@@ -203,6 +203,8 @@ class ProcessWire(Wire):
         what = f" while rank {self.rank} {exchange.what()} for {seconds:.2f} s{self._where()}"
         if self.closed:
             raise WireError(f"rank {self.rank}: this wire was closed{what}", rank=self.rank)
+        if seconds >= self.timeout:
+            what += f", past the timeout of {self.timeout:g} s"
         raise self._break(detector.explain(exchange, error), what) from None
 
     def diagnose(self, where: str) -> WireError | None:

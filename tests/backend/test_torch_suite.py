@@ -1,0 +1,168 @@
+"""PyTorch's own tests of a backend, which are installed with it, over weft's.
+
+PyTorch starts processes for each test. Here the same processes run one test after the other, each
+in groups of its own. The classes are PyTorch's, unchanged: what they call `gloo` or `mpi` is weft.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import sys
+import traceback
+import unittest
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch.distributed as dist
+
+from weft.testing import processes
+from weft.testing.pace import patient
+
+SUITE = "torch.testing._internal.distributed.distributed_test"
+OF_MPI = "all_to_all"  # in the names of the tests that PyTorch skips for gloo, and runs for MPI
+OF_DEVICES = re.compile("cuda|nccl")
+PATIENCE = 20.0  # seconds of an operation, where a test names no other
+MEET = 120.0  # seconds between two tests
+RANKS = 4  # some of the tests need as many
+NOT_WEFTS = {
+    "test_SyncBatchNorm_process_group": "needs torchvision",
+    "test_batch_isend_irecv_mixed_backend_err": "needs NCCL and a GPU",
+    "test_batch_isend_irecv_op_err": "needs a GPU",
+    "test_ddp_logging_data_cpu": "compares the name of the backend",
+    "test_get_backend": "compares the name of the backend",
+    "test_monitored_barrier": "is gloo's alone in torch 2.13",
+}
+"""What may fail, and why: names of tests, or how they begin."""
+
+
+def test_pytorchs_own_tests_pass(tmp_path):
+    folder = tmp_path / "suite"
+    folder.mkdir()
+    ranks = processes(RANKS, outcomes, str(folder), "cpu:weft", timeout=120)
+    failed: dict[str, str] = {}
+    for rank, found in enumerate(ranks):
+        for name, outcome in found.items():
+            if outcome.startswith("failed") and not name.startswith(tuple(NOT_WEFTS)):
+                failed.setdefault(name, f"rank {rank} {outcome}")
+    assert failed == {}
+    passed = [name for name in ranks[0] if all(found[name] == "passed" for found in ranks)]
+    assert len(passed) > 110  # none is skipped that was not
+
+
+def test_the_manual_lists_what_may_fail():
+    page = Path(__file__).parents[2] / "docs" / "backends.md"
+    listed = re.findall(r"`(test_\w+)`", page.read_text())
+    assert sorted(listed) == sorted(NOT_WEFTS)
+
+
+def outcomes(folder: str, backend: str, wanted: str = "") -> dict[str, str]:
+    """How PyTorch's tests end on this rank, those whose name the pattern `wanted` finds.
+
+    Each is "passed", or "skipped: " or "failed: " with the reason. Tests of devices are left out.
+    """
+    found: dict[str, str] = {}
+    store = dist.TCPStore(
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        timeout=timedelta(seconds=MEET),
+        is_master=False,
+    )
+    for kind in ("gloo", "mpi"):
+        suite = _imported(kind, folder)
+        with _served_by(backend, kind):
+            for name in unittest.TestLoader().getTestCaseNames(_case(suite)):
+                here = (OF_MPI in name) == (kind == "mpi") and not OF_DEVICES.search(name)
+                if here and re.search(wanted, name):
+                    found[name] = _run(suite, name, dist.PrefixStore(f"own/{name}", store))
+    return found
+
+
+def _imported(kind: str, folder: str) -> Any:
+    """PyTorch's module, which looks at the environment as it is imported."""
+    os.environ.update(BACKEND=kind, TEMP_DIR=folder, INIT_METHOD=f"file://{folder}/{kind}")
+    sys.modules.pop(SUITE, None)
+    suite = importlib.import_module(SUITE)
+    os.environ["BACKEND"] = "mpi"  # then tests of groups run on fewer than eight ranks, too
+    return suite
+
+
+@contextmanager
+def _served_by(backend: str, kind: str) -> Iterator[None]:
+    """A block in which groups that ask for a backend of PyTorch's have another."""
+    init, new = dist.init_process_group, dist.new_group
+
+    def name(asked: str | None) -> str | None:
+        return backend if asked == kind else asked
+
+    def init_process_group(backend: str | None = None, *args: Any, **options: Any) -> None:
+        init(name(backend), *args, **options)
+
+    def new_group(
+        ranks: Any = None, timeout: Any = None, backend: str | None = None, **options: Any
+    ) -> Any:
+        return new(ranks, timeout, name(backend), **options)
+
+    with (
+        mock.patch.object(dist, "init_process_group", init_process_group),
+        mock.patch.object(dist, "new_group", new_group),
+    ):
+        yield
+
+
+def _case(suite: Any) -> type[unittest.TestCase]:
+    return type("Own", (suite.TestDistBackend, suite.DistributedTest._DistTestBase), {})
+
+
+def _run(suite: Any, name: str, store: dist.Store) -> str:
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    _prepare(suite, Path(os.environ["TEMP_DIR"]).parent / name)
+    case: Any = _case(suite)(name)
+    case.rank = rank
+    case.file_name = f"{os.environ['TEMP_DIR']}/again"
+    dist.init_process_group(
+        suite.BACKEND,
+        store=store,
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=patient(PATIENCE)),
+    )
+    try:
+        return _outcome(suite, case, name)
+    finally:
+        _meet(store, rank, size)
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _prepare(suite: Any, folder: Path) -> None:
+    """A folder for one test, where PyTorch's own barriers between processes are."""
+    for part in ("barrier", "test_dir", "init_dir"):
+        (folder / part).mkdir(parents=True, exist_ok=True)
+    os.environ["TEMP_DIR"] = str(folder)
+    suite.Barrier.barrier_id = 0
+
+
+def _outcome(suite: Any, case: Any, name: str) -> str:
+    reasons = {each.exit_code: each.message for each in suite.TEST_SKIPS.values()}
+    try:
+        getattr(case, name)()
+    except unittest.SkipTest as skip:
+        return f"skipped: {skip}"
+    except SystemExit as end:
+        return f"skipped: {reasons.get(end.code, end.code)}"
+    except Exception as error:
+        traceback.print_exc()
+        return f"failed: {type(error).__name__}: {error}"
+    return "passed"
+
+
+def _meet(store: dist.Store, rank: int, size: int) -> None:
+    """Wait until all ranks have ended a test, however it ended."""
+    store.set(f"ended/{rank}", "")
+    store.wait([f"ended/{each}" for each in range(size)], timedelta(seconds=MEET))
