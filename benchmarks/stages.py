@@ -1,0 +1,336 @@
+"""What a split in stages sends: rows, bytes and messages of each stage, and the time they take.
+
+    python benchmarks/stages.py                                  # all factors, to 10,240 ranks
+    python benchmarks/stages.py --case zipf --ranks 8 --per-host 4 --stages
+    python benchmarks/stages.py --case code --ranks 64 --drawn   # real sets, too
+
+A model, made before the schedule is written. Ranks are numbered host by host. With P = f1 x f2 x
+..., a rank exchanges with f1 - 1 peers in the first stage: each of the f1 keeps one part of the
+indices, gets what the others have of it, and merges. In the second stage it does so with the f2 - 1
+ranks that have another number there and keep the same part, and so on; after the last, each rank
+has the complete sums of one range. They are shared back through the same factors, round a ring of a
+stage's ranks: so a sum enters a host once in a stage. One factor P is today's `split`.
+
+Rows are counted from the chance that a rank holds an index: the union of n ranks has index j with
+chance 1 - (1 - q_j)^n, if ranks draw independently. `--drawn` draws sets and counts them instead.
+The ranges are cut so that all owners receive and sum as many rows, as `sparse.owners` does.
+
+Source: the bound is that of docs/holders.md, for hosts in the place of ranks; time is LogGP's
+(Alexandrov et al., SPAA 1995). Factors as in Zhao and Canny, "Kylix" (ICPP 2014), section 4.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import sysconfig
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import typer
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+
+HEIGHT, ROWS, WIDTH = 1_000_000, 50_000, 64
+INDEX_BYTES = 4
+RATES = (1, 10, 100, 400)  # Gbit/s of a host's link
+LATENCY = 50e-6  # seconds of a round
+WORK = 10e-6  # seconds of a core for a message
+WITHIN = 1 / 4e9  # seconds a byte between ranks of one host: a mapped copy
+MERGE = 0.125e-9  # seconds in which a core merges a byte
+
+
+@dataclass(frozen=True)
+class Case:
+    """Rows whose indices ranks draw independently.
+
+    Attributes:
+        name: of the case.
+        held: for each index the chance that a rank holds it.
+        draw: the indices of one rank, given its number: sorted, each once.
+        row_bytes: of values and index.
+    """
+
+    name: str
+    held: Floats
+    draw: Callable[[int], NDArray[np.int64]]
+    row_bytes: int = 4 * WIDTH + INDEX_BYTES
+
+    def union_of(self, ranks: int) -> Floats:
+        """For each index the chance that one of so many ranks holds it."""
+        return -np.expm1(ranks * np.log1p(-np.minimum(self.held, 1 - 1e-15)))
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What the average and the busiest rank and host do in one stage; rows, not bytes.
+
+    Attributes:
+        factor: how many ranks exchange with each other.
+        is_shared: whether sums are shared, after they are complete.
+        received: rows that each rank receives.
+        remote: the part of them that comes from other hosts.
+        into_hosts: rows that enter each host's link.
+    """
+
+    factor: int
+    is_shared: bool
+    received: Floats
+    remote: float
+    into_hosts: Floats
+
+    @property
+    def messages(self) -> int:
+        """That a rank sends; an exchange of lists and values counts as one."""
+        return self.factor - 1
+
+
+def stages_of(
+    unions: Callable[[int, NDArray[np.int64]], Floats],
+    weights: Floats,
+    factors: Sequence[int],
+    per_host: int,
+) -> list[Stage]:
+    """All stages of a split by these factors, in their order.
+
+    Args:
+        unions: rows in the union of each block of so many neighbouring ranks, between cuts:
+            `[blocks, ranges]`, or `[1, ranges]` where all blocks are expected to have as many.
+        weights: of each index; ranges of equal weight are equal work.
+        factors: their product is the number of ranks.
+        per_host: neighbouring ranks that share a host.
+    """
+    ranks = math.prod(factors)
+    cuts = cut(weights, ranks)
+    total = unions(ranks, cuts)[0]
+    numbers = np.arange(ranks)
+    reduced, shared = [], []
+    joined = 1  # ranks whose rows are in a partial sum before the stage
+    parts = 1  # parts into which the indices are cut before the stage
+    place = np.zeros(ranks, np.int64)  # the part that each rank keeps
+    for factor in factors:
+        before = place
+        digit = numbers // joined % factor
+        place = before * factor + digit
+        parts *= factor
+        blocks = unions(joined, cuts)
+        wide = ranks // parts  # final ranges in a part
+        in_part = blocks.reshape(len(blocks), parts, wide).sum(2)
+        local = min(factor, max(1, per_host // joined))
+        remote = (factor - local) / max(1, factor - 1)
+        received = np.zeros(ranks)
+        for step in range(1, factor):
+            peer = numbers + ((digit + step) % factor - digit) * joined
+            block = peer // joined if len(blocks) > 1 else np.zeros(ranks, np.int64)
+            received += in_part[block, place]
+        reduced.append(Stage(factor, False, received, remote, by_host(received * remote, per_host)))
+        sums = total.reshape(parts, wide).sum(1)
+        whole = sums.reshape(parts // factor, factor).sum(1)
+        # of the ranks of a stage on one host, the first gets each sum from another host
+        into_hosts = by_host(whole[before] / local - sums[place], per_host)
+        shared.append(Stage(factor, True, whole[before] - sums[place], remote, into_hosts))
+        joined *= factor
+    return [*reduced, *reversed(shared)]
+
+
+def by_host(rows: Floats, per_host: int) -> Floats:
+    """The sums over the ranks of each host."""
+    return rows.reshape(-1, per_host).sum(1)
+
+
+def cut(weights: Floats, ranges: int) -> NDArray[np.int64]:
+    """The first index of each of so many ranges of equal weight, as far as indices allow."""
+    total = np.cumsum(weights)
+    at = np.searchsorted(total, total[-1] * np.arange(1, ranges) / ranges, side="right")
+    return np.concatenate([[0], at]).astype(np.int64)
+
+
+def summed(weights: Floats, cuts: NDArray[np.int64]) -> Floats:
+    """The sums of the weights in each range; a range without indices has none."""
+    total = np.concatenate([[0.0], np.cumsum(weights)])
+    return total[np.append(cuts[1:], len(weights))] - total[cuts]
+
+
+def expected(case: Case, factors: Sequence[int], per_host: int) -> list[Stage]:
+    """The stages, from the chances of the case."""
+    ranks = math.prod(factors)
+
+    def unions(joined: int, cuts: NDArray[np.int64]) -> Floats:
+        return summed(case.union_of(joined), cuts)[None]
+
+    return stages_of(unions, ranks * case.held + case.union_of(ranks), factors, per_host)
+
+
+def drawn(case: Case, factors: Sequence[int], per_host: int) -> list[Stage]:
+    """The stages, from sets that are drawn for each rank."""
+    ranks, height = math.prod(factors), len(case.held)
+    sets = np.zeros((ranks, height), bool)
+    for rank in range(ranks):
+        sets[rank, case.draw(rank)] = True
+
+    def unions(joined: int, cuts: NDArray[np.int64]) -> Floats:
+        blocks = sets.reshape(-1, joined, height).any(1)
+        return np.stack([summed(block.astype(float), cuts) for block in blocks])
+
+    weights = sets.sum(0) + sets.any(0).astype(float)
+    return stages_of(unions, weights, factors, per_host)
+
+
+def bound(case: Case, ranks: int, per_host: int) -> float:
+    """Rows that the average host must receive: the bound of ranks, for hosts."""
+    hosts = ranks // per_host
+    rows, union = case.union_of(per_host).sum(), case.union_of(ranks).sum()
+    # K, the rows of all hosts, is as many as `rows` for each of them
+    return float(hosts * rows + (hosts - 2) * union) / hosts
+
+
+def seconds(stages: Sequence[Stage], case: Case, rate: float) -> float:
+    """The time of the stages, one after the other, on links of so many bits a second."""
+    total = 0.0
+    for one in stages:
+        most = float(one.received.max()) * case.row_bytes
+        link = float(one.into_hosts.max()) * case.row_bytes * 8 / rate
+        within = most * (1 - one.remote) * WITHIN  # beside what crosses the link
+        merging = 0.0 if one.is_shared else most * MERGE
+        total += LATENCY + one.messages * WORK + max(link, within) + merging
+    return total
+
+
+# Cases -------------------------------------------------------------------------------------------
+
+
+def uniform() -> Case:
+    def draw(rank: int) -> NDArray[np.int64]:
+        chosen = np.random.default_rng(rank + 1).choice(HEIGHT, ROWS, replace=False)
+        return np.sort(chosen)
+
+    return Case("uniform", np.full(HEIGHT, ROWS / HEIGHT), draw)
+
+
+def identical() -> Case:
+    held = np.zeros(HEIGHT)
+    held[:: HEIGHT // ROWS] = 1.0
+    return Case("identical", held, lambda rank: np.flatnonzero(held))
+
+
+def tokens(name: str, chances: Floats, count: int) -> Case:
+    """Rows of so many tokens, drawn independently."""
+    held = -np.expm1(count * np.log1p(-chances))
+
+    def draw(rank: int) -> NDArray[np.int64]:
+        return np.unique(np.random.default_rng(rank + 1).choice(len(chances), count, p=chances))
+
+    return Case(name, held, draw)
+
+
+def zipf() -> Case:
+    chances = 1 / np.arange(1, HEIGHT + 1)
+    return tokens("zipf", chances / chances.sum(), ROWS)
+
+
+def code() -> Case:
+    """Words of the source of Python's standard library; a rank's are neighbours in the text."""
+    folder = Path(sysconfig.get_paths()["stdlib"])
+    words: list[str] = []
+    for file in sorted(folder.rglob("*.py")):
+        if "site-packages" not in file.parts:
+            words += re.findall(r"[A-Za-z_]+", file.read_text(errors="ignore"))
+    counts = Counter(words)
+    numbers = {word: number for number, (word, _) in enumerate(counts.most_common())}
+    text = np.array([numbers[word] for word in words])
+    chances = np.array([count for _, count in counts.most_common()], float)
+    count = 4480  # 128 sentences of 35 words
+
+    def draw(rank: int) -> NDArray[np.int64]:
+        start = np.random.default_rng(rank + 1).integers(len(text) - count)
+        return np.unique(text[start : start + count])
+
+    return Case("code", tokens("code", chances / chances.sum(), count).held, draw)
+
+
+CASES = {"uniform": uniform, "zipf": zipf, "identical": identical, "code": code}
+
+
+# Factors -----------------------------------------------------------------------------------------
+
+
+def lists_of(ranks: int, per_host: int) -> Iterator[tuple[int, ...]]:
+    """Factors worth a look: one, those of hosts, square roots between hosts, twos."""
+    hosts = ranks // per_host
+    local = (per_host,) if per_host > 1 else ()
+    found = [(ranks,), (*local, hosts)]
+    root = next(n for n in range(math.isqrt(hosts), 0, -1) if hosts % n == 0)
+    if root > 1:
+        found.append((*local, root, hosts // root))
+    if ranks & (ranks - 1) == 0:
+        found.append((2,) * (ranks.bit_length() - 1))
+    seen = set()
+    for factors in found:
+        kept = tuple(factor for factor in factors if factor > 1)
+        if kept not in seen and math.prod(kept) == ranks:
+            seen.add(kept)
+            yield kept
+
+
+def named(factors: Sequence[int]) -> str:
+    if len(factors) > 3 and len(set(factors)) == 1:
+        return f"{factors[0]}^{len(factors)}"
+    return "x".join(map(str, factors))
+
+
+def show(case: Case, ranks: int, per_host: int, stages: Sequence[Stage], name: str) -> None:
+    """A line: rows and messages of the mean and the busiest, over the bound, and times."""
+    least = bound(case, ranks, per_host)
+    into = np.sum([one.into_hosts for one in stages], axis=0)
+    received = np.sum([one.received for one in stages], axis=0)
+    messages = sum(one.messages for one in stages)
+    times = "".join(f"{1e3 * seconds(stages, case, 1e9 * rate):10.1f}" for rate in RATES)
+    print(
+        f"{case.name:10}{ranks:7}{per_host:5}  {name:14}{messages:7}{len(stages):7}"
+        f"{received.mean():11.0f}{received.max():11.0f}"
+        f"{into.mean() / least:8.3f}{into.max() / least:8.3f}{times}",
+        flush=True,
+    )
+
+
+def main(
+    case: Annotated[str, typer.Option(help="Cases, divided by commas.")] = "uniform,zipf,identical",
+    ranks: Annotated[str, typer.Option(help="Numbers of ranks.")] = "8,64,1024,10240",
+    per_host: Annotated[str, typer.Option(help="Ranks of a host.")] = "1,4,16",
+    stages: Annotated[bool, typer.Option(help="A line for each stage, too.")] = False,
+    sets: Annotated[bool, typer.Option("--drawn", help="Count sets that are drawn, too.")] = False,
+) -> None:
+    """Print a line for each case, number of ranks, ranks of a host and list of factors."""
+    rates = "".join(f"{f'{rate} Gb ms':>10}" for rate in RATES)
+    print(
+        "case        ranks host  factors       messages stages   received    busiest   bound"
+        f" busiest{rates}"
+    )
+    for one in (CASES[name]() for name in case.split(",")):
+        for count in map(int, ranks.split(",")):
+            for share in map(int, per_host.split(",")):
+                if count % share or count <= share:
+                    continue
+                for factors in lists_of(count, share):
+                    found = expected(one, factors, share)
+                    show(one, count, share, found, named(factors))
+                    for each in found if stages else ():
+                        what = "share" if each.is_shared else "reduce"
+                        rows, most = each.received.mean(), each.received.max()
+                        print(
+                            f"{'':24}  {what} among {each.factor}: {rows:.0f} rows, busiest "
+                            f"{most:.0f}, {each.into_hosts.mean():.0f} into a host"
+                        )
+                    if sets:
+                        show(
+                            one, count, share, drawn(one, factors, share), f"{named(factors)} drawn"
+                        )
+
+
+if __name__ == "__main__":
+    typer.run(main)

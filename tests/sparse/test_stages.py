@@ -1,0 +1,76 @@
+"""benchmarks/stages.py, the model of a split in stages, against formulas and against sets."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+HEIGHT, ROWS = 4000, 300
+
+
+@pytest.fixture
+def stages(script):
+    return script("benchmarks/stages.py")
+
+
+@pytest.fixture
+def case(stages):
+    """Rows that each rank draws, without an order among the indices."""
+
+    def draw(rank):
+        return np.sort(np.random.default_rng(rank).choice(HEIGHT, ROWS, replace=False))
+
+    return stages.Case("drawn", np.full(HEIGHT, ROWS / HEIGHT), draw)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 7, 64])
+def test_one_factor_is_the_split_of_the_table(stages, case, ranks):
+    found = stages.expected(case, [ranks], 1)
+    union = HEIGHT * (1 - (1 - ROWS / HEIGHT) ** ranks)
+    received = sum(one.received.mean() for one in found)
+    assert received == pytest.approx((ranks - 1) / ranks * (ROWS + union))
+    assert sum(one.messages for one in found) == 2 * (ranks - 1)
+    least = (ranks * ROWS + (ranks - 2) * union) / ranks
+    assert stages.bound(case, ranks, 1) == pytest.approx(least)
+
+
+@pytest.mark.parametrize(
+    ("factors", "per_host"), [((8,), 1), ((8,), 4), ((4, 2), 4), ((2, 4), 2), ((2, 2, 2), 2)]
+)
+def test_sets_that_are_drawn_have_as_many_rows_as_expected(stages, case, factors, per_host):
+    expected = stages.expected(case, factors, per_host)
+    drawn = stages.drawn(case, factors, per_host)
+    for one, other in zip(expected, drawn, strict=True):
+        assert other.received.mean() == pytest.approx(one.received.mean(), rel=0.03)
+        assert other.into_hosts.mean() == pytest.approx(one.into_hosts.mean(), rel=0.03)
+
+
+@pytest.mark.parametrize("factors", [(6,), (2, 3), (3, 2)])
+def test_each_rank_ends_with_the_whole_union(stages, case, factors):
+    """What it owns, and what is shared with it, are all rows of the union."""
+    ranks = math.prod(factors)
+    union = len(np.unique(np.concatenate([case.draw(rank) for rank in range(ranks)])))
+    shared = [one for one in stages.drawn(case, factors, 1) if one.is_shared]
+    got = sum(one.received for one in shared)
+    owned = union - got
+    assert owned.sum() == union and owned.min() > 0
+
+
+def test_stages_within_a_host_send_nothing_into_it(stages, case):
+    first, second, third, last = stages.expected(case, (4, 2), 4)
+    assert first.into_hosts.max() == last.into_hosts.max() == 0
+    rows = HEIGHT * (1 - (1 - ROWS / HEIGHT) ** 4)
+    union = HEIGHT * (1 - (1 - ROWS / HEIGHT) ** 8)
+    assert second.into_hosts.mean() == pytest.approx(rows / 2)
+    assert third.into_hosts.mean() == pytest.approx(union / 2)
+    # two hosts must receive each other's union
+    assert stages.bound(case, 8, 4) == pytest.approx(rows)
+
+
+def test_factors_have_the_product_of_the_ranks(stages):
+    found = list(stages.lists_of(64, 4))
+    assert found[:2] == [(64,), (4, 16)]
+    assert all(math.prod(factors) == 64 for factors in found)
+    assert list(stages.lists_of(13, 1)) == [(13,)]
