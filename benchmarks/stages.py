@@ -89,6 +89,13 @@ class Stage:
         """That a rank sends; an exchange of lists and values counts as one."""
         return self.factor - 1
 
+    def __str__(self) -> str:
+        what = "share" if self.is_shared else "reduce"
+        return (
+            f"{what} among {self.factor}: {self.received.mean():.0f} rows, busiest "
+            f"{self.received.max():.0f}, {self.into_hosts.mean():.0f} into a host"
+        )
+
 
 def stages_of(
     unions: Callable[[int, NDArray[np.int64]], Floats],
@@ -140,7 +147,9 @@ def stages_of(
 
 def by_host(rows: Floats, per_host: int) -> Floats:
     """The sums over the ranks of each host."""
-    return rows.reshape(-1, per_host).sum(1)
+    return np.maximum(
+        rows.reshape(-1, per_host).sum(1), 0.0
+    )  # of all within a host, rounding is left
 
 
 def cut(weights: Floats, ranges: int) -> NDArray[np.int64]:
@@ -166,12 +175,17 @@ def expected(case: Case, factors: Sequence[int], per_host: int) -> list[Stage]:
     return stages_of(unions, ranks * case.held + case.union_of(ranks), factors, per_host)
 
 
-def drawn(case: Case, factors: Sequence[int], per_host: int) -> list[Stage]:
-    """The stages, from sets that are drawn for each rank."""
-    ranks, height = math.prod(factors), len(case.held)
-    sets = np.zeros((ranks, height), bool)
+def sets_of(case: Case, ranks: int) -> NDArray[np.bool_]:
+    """Which indices each rank holds, drawn: `[ranks, height]`."""
+    sets = np.zeros((ranks, len(case.held)), bool)
     for rank in range(ranks):
         sets[rank, case.draw(rank)] = True
+    return sets
+
+
+def counted(sets: NDArray[np.bool_], factors: Sequence[int], per_host: int) -> list[Stage]:
+    """The stages, from sets."""
+    height = sets.shape[1]
 
     def unions(joined: int, cuts: NDArray[np.int64]) -> Floats:
         blocks = sets.reshape(-1, joined, height).any(1)
@@ -181,12 +195,28 @@ def drawn(case: Case, factors: Sequence[int], per_host: int) -> list[Stage]:
     return stages_of(unions, weights, factors, per_host)
 
 
-def bound(case: Case, ranks: int, per_host: int) -> float:
-    """Rows that the average host must receive: the bound of ranks, for hosts."""
-    hosts = ranks // per_host
-    rows, union = case.union_of(per_host).sum(), case.union_of(ranks).sum()
-    # K, the rows of all hosts, is as many as `rows` for each of them
-    return float(hosts * rows + (hosts - 2) * union) / hosts
+def bound(rows: float, union: float, hosts: int) -> float:
+    """Rows that the average host must receive: the bound of ranks, for hosts.
+
+    Args:
+        rows: in the union of a host's ranks, on average.
+        union: rows in the union of all ranks.
+        hosts: how many.
+    """
+    return (hosts * rows + (hosts - 2) * union) / hosts
+
+
+def bound_of(case: Case, ranks: int, per_host: int) -> float:
+    """The bound, from the chances of the case."""
+    rows = float(case.union_of(per_host).sum())
+    return bound(rows, float(case.union_of(ranks).sum()), ranks // per_host)
+
+
+def bound_of_sets(sets: NDArray[np.bool_], per_host: int) -> float:
+    """The bound, from sets."""
+    hosts = len(sets) // per_host
+    rows = sets.reshape(hosts, per_host, -1).any(1).sum() / hosts
+    return bound(float(rows), float(sets.any(0).sum()), hosts)
 
 
 def seconds(stages: Sequence[Stage], case: Case, rate: float) -> float:
@@ -283,9 +313,10 @@ def named(factors: Sequence[int]) -> str:
     return "x".join(map(str, factors))
 
 
-def show(case: Case, ranks: int, per_host: int, stages: Sequence[Stage], name: str) -> None:
+def show(
+    case: Case, ranks: int, per_host: int, stages: Sequence[Stage], name: str, least: float
+) -> None:
     """A line: rows and messages of the mean and the busiest, over the bound, and times."""
-    least = bound(case, ranks, per_host)
     into = np.sum([one.into_hosts for one in stages], axis=0)
     received = np.sum([one.received for one in stages], axis=0)
     messages = sum(one.messages for one in stages)
@@ -316,20 +347,17 @@ def main(
             for share in map(int, per_host.split(",")):
                 if count % share or count <= share:
                     continue
+                least = bound_of(one, count, share)
+                drawn = sets_of(one, count) if sets else None
                 for factors in lists_of(count, share):
                     found = expected(one, factors, share)
-                    show(one, count, share, found, named(factors))
+                    show(one, count, share, found, named(factors), least)
                     for each in found if stages else ():
-                        what = "share" if each.is_shared else "reduce"
-                        rows, most = each.received.mean(), each.received.max()
-                        print(
-                            f"{'':24}  {what} among {each.factor}: {rows:.0f} rows, busiest "
-                            f"{most:.0f}, {each.into_hosts.mean():.0f} into a host"
-                        )
-                    if sets:
-                        show(
-                            one, count, share, drawn(one, factors, share), f"{named(factors)} drawn"
-                        )
+                        print(f"{'':24}  {each}")
+                    if drawn is not None:
+                        found = counted(drawn, factors, share)
+                        name = f"{named(factors)} drawn"
+                        show(one, count, share, found, name, bound_of_sets(drawn, share))
 
 
 if __name__ == "__main__":

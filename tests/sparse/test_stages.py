@@ -33,7 +33,7 @@ def test_one_factor_is_the_split_of_the_table(stages, case, ranks):
     assert received == pytest.approx((ranks - 1) / ranks * (ROWS + union))
     assert sum(one.messages for one in found) == 2 * (ranks - 1)
     least = (ranks * ROWS + (ranks - 2) * union) / ranks
-    assert stages.bound(case, ranks, 1) == pytest.approx(least)
+    assert stages.bound_of(case, ranks, 1) == pytest.approx(least)
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,10 @@ def test_one_factor_is_the_split_of_the_table(stages, case, ranks):
 )
 def test_sets_that_are_drawn_have_as_many_rows_as_expected(stages, case, factors, per_host):
     expected = stages.expected(case, factors, per_host)
-    drawn = stages.drawn(case, factors, per_host)
+    sets = stages.sets_of(case, 8)
+    drawn = stages.counted(sets, factors, per_host)
+    least = stages.bound_of(case, 8, per_host)
+    assert stages.bound_of_sets(sets, per_host) == pytest.approx(least, rel=0.03)
     for one, other in zip(expected, drawn, strict=True):
         assert other.received.mean() == pytest.approx(one.received.mean(), rel=0.03)
         assert other.into_hosts.mean() == pytest.approx(one.into_hosts.mean(), rel=0.03)
@@ -51,8 +54,9 @@ def test_sets_that_are_drawn_have_as_many_rows_as_expected(stages, case, factors
 def test_each_rank_ends_with_the_whole_union(stages, case, factors):
     """What it owns, and what is shared with it, are all rows of the union."""
     ranks = math.prod(factors)
-    union = len(np.unique(np.concatenate([case.draw(rank) for rank in range(ranks)])))
-    shared = [one for one in stages.drawn(case, factors, 1) if one.is_shared]
+    sets = stages.sets_of(case, ranks)
+    union = sets.any(0).sum()
+    shared = [one for one in stages.counted(sets, factors, 1) if one.is_shared]
     got = sum(one.received for one in shared)
     owned = union - got
     assert owned.sum() == union and owned.min() > 0
@@ -66,7 +70,7 @@ def test_stages_within_a_host_send_nothing_into_it(stages, case):
     assert second.into_hosts.mean() == pytest.approx(rows / 2)
     assert third.into_hosts.mean() == pytest.approx(union / 2)
     # two hosts must receive each other's union
-    assert stages.bound(case, 8, 4) == pytest.approx(rows)
+    assert stages.bound_of(case, 8, 4) == pytest.approx(rows)
 
 
 def test_factors_have_the_product_of_the_ranks(stages):
