@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from weft.bootstrap import look_ahead
 from weft.cli import app
-from weft.cli.doctor import Pair, look, measure, network, slow
+from weft.cli.doctor import Pair, crowded, look, measure, network, slow
 from weft.testing import launch, run
 
 
@@ -34,7 +34,8 @@ def test_alone_all_is_well():
     for line in done.output.splitlines():  # what is not here is not called ok
         assert not (line.startswith("ok") and ("not here" in line or "needs" in line)), line
     absent = [name for name, found in look_ahead().backends.items() if not isinstance(found, str)]
-    assert all(f"-     backend {name}: " in done.output for name in absent) and "ccl" in absent
+    assert f"-     backends that are not here: {', '.join(absent)}: tensors" in done.output
+    assert "torchrun --nproc-per-node 4 -m weft doctor" in done.output.splitlines()[-1]
 
 
 def test_what_is_wrong_ends_with_what_to_type(monkeypatch):
@@ -59,21 +60,47 @@ def test_every_pair_is_measured_and_all_know_it():
     assert all(pair.round_trip > 0 and pair.bandwidth > 0 for pair in everywhere[0])
 
 
+def of_kind(near, slow_one, *others):
+    speeds = [1e9 * slow_one, 1e9, 1e9]
+    return [Pair(*ranks, 1e-4, speed, near) for ranks, speed in zip(others, speeds, strict=True)]
+
+
 def test_a_slow_pair_is_pointed_out():
-    pairs = [Pair(0, 1, 1e-4, 1e9), Pair(0, 2, 1e-4, 1e8), Pair(1, 2, 1e-4, 1e9)]
+    pairs = of_kind(False, 0.1, (0, 2), (0, 1), (1, 2))
     (finding,) = slow(pairs)
     assert (finding.what, finding.text) == (
         "ranks 0 and 2",
-        "0.80 Gbit/s, where pairs usually have 8.00 Gbit/s",
+        "0.80 Gbit/s, where pairs of two hosts usually have 8.00 Gbit/s",
     )
+    assert "cables and switch" in finding.remedy and "WEFT_INTERFACE" in finding.remedy
     assert not [*slow(pairs[:2])]
+
+
+def test_no_cable_is_blamed_for_ranks_of_one_host():
+    (finding,) = slow(of_kind(True, 0.1, (0, 2), (0, 1), (1, 2)))
+    assert "where pairs of one host usually have 8.00 Gbit/s" in finding.text
+    for word in ("cable", "switch", "INTERFACE"):
+        assert word not in finding.remedy
+    assert "no network is between them" in finding.remedy and "cores" in finding.remedy
+
+
+def test_a_network_is_not_called_slow_beside_memory():
+    near = [pair._replace(bandwidth=1e11) for pair in of_kind(True, 1, (0, 1), (0, 2), (1, 2))]
+    assert not [*slow([*near, *of_kind(False, 1, (0, 3), (1, 3), (2, 3))])]
+
+
+def test_more_ranks_than_cores_are_told_of():
+    (few,), (many,) = crowded(1), crowded(100_000)
+    assert few.level == "ok" and many.level == "note"
+    assert "for the 100000 ranks of this host" in many.text and "start at most" in many.remedy
 
 
 def test_under_a_launcher_the_ranks_meet_and_are_measured():
     findings, pairs = launch(2, network, [None, 20.0, 10_000])[1]
     assert [finding.level for finding in findings[:2]] == ["ok", "ok"]
     assert findings[1].text == "host 0: ranks [0, 1]"
-    assert len(pairs) == 1
+    assert findings[2].what == "cores" and "the 2 ranks of this host" in findings[2].text
+    assert len(pairs) == 1 and pairs[0].near
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="memfd is Linux's")

@@ -27,7 +27,7 @@ import weft
 from weft.bootstrap import Preview, look_ahead
 from weft.wire.base import Wire, hosts_of
 
-from . import doctor_merge, show
+from . import doctor_merge, options, show
 
 _SMALL = 8  # bytes of a message that shows latency
 _ROUNDS = 20  # how often it goes there and back
@@ -59,12 +59,16 @@ class Finding(NamedTuple):
 
 
 class Pair(NamedTuple):
-    """The connection of two ranks: round trip in seconds, bandwidth in bytes a second."""
+    """The connection of two ranks: round trip in seconds, bandwidth in bytes a second.
+
+    `near`: they are on one host.
+    """
 
     low: int
     high: int
     round_trip: float
     bandwidth: float
+    near: bool = False
 
 
 def doctor(
@@ -90,9 +94,24 @@ def doctor(
     if ahead.rank == 0:  # the others say only what is wrong with them
         _print(findings, pairs)
         show.console().print(f"\nin force (weft.config()):\n{weft.config()}", soft_wrap=True)
+        show.console().print(f"\n{_next(findings, pairs)}", soft_wrap=True)
     else:
         _print(wrong, [])
     raise typer.Exit(1 if wrong else 0)
+
+
+def _next(findings: list[Finding], pairs: list[Pair]) -> str:
+    """What to do now."""
+    if any(finding.level == "wrong" for finding in findings):
+        return "what is marked as wrong comes first: its arrow says what to type"
+    if pairs:
+        return (
+            "the ranks meet, so a program started in the same way will; weft bench times its sums"
+        )
+    return (
+        "this process has what it needs; for several, and the links between them: "
+        "torchrun --nproc-per-node 4 -m weft doctor"
+    )
 
 
 def look(ahead: Preview) -> Iterator[Finding]:
@@ -102,11 +121,9 @@ def look(ahead: Preview) -> Iterator[Finding]:
     if "numba" not in versions["kernels"].lower():
         remedy = "pip install numba: machine code is several times quicker"
         yield Finding("note", "arithmetic", versions["kernels"], remedy)
-    for name, found in ahead.backends.items():
-        if isinstance(found, str):
-            yield Finding("ok", f"backend {name}", found)
-        else:
-            yield Finding.of("-", f"backend {name}", found)
+    yield from _backends(ahead)
+    if missing := options.missing_extra():
+        yield Finding("-", "weft demo", *missing.split(": ", 1))
     if accelerator := torch.accelerator.current_accelerator():
         kind, count = accelerator.type, torch.accelerator.device_count()
         backend = dist.get_default_backend_for_device(kind)
@@ -136,6 +153,20 @@ def look(ahead: Preview) -> Iterator[Finding]:
             yield Finding("ok", "meeting at", ahead.meeting)
 
 
+def _backends(ahead: Preview) -> Iterator[Finding]:
+    """Those that are here; of the others, which ranks on CPUs do not need, what each lacks."""
+    for name, found in ahead.backends.items():
+        if isinstance(found, str):
+            yield Finding("ok", f"backend {name}", found)
+    absent = {name: found for name, found in ahead.backends.items() if not isinstance(found, str)}
+    if torch.accelerator.is_available():
+        for name, error in absent.items():
+            yield Finding.of("-", f"backend {name}", error)
+    elif absent:
+        text = f"{', '.join(absent)}: tensors on CPUs need none of them"
+        yield Finding("-", "backends that are not here", text)
+
+
 def _address(ahead: Preview) -> Finding:
     """Where other ranks would reach this one."""
     named = [f"{name}={os.environ[name]}" for name in _VARIABLES if os.environ.get(name)]
@@ -161,10 +192,16 @@ def network(
             findings = [Finding("ok", "start", f"weft.init of {size} took {took:.1f} s")]
             if wire.size == 1:
                 return findings, []
-            hosts = enumerate(hosts_of(wire).ranks)
-            text = "; ".join(f"host {number}: ranks {[*here]}" for number, here in hosts)
-            pairs = measure(wire, nbytes)
-            return [*findings, Finding("ok", "hosts", text), *slow(pairs)], pairs
+            hosts = hosts_of(wire)
+            each = enumerate(hosts.ranks)
+            text = "; ".join(f"host {number}: ranks {[*here]}" for number, here in each)
+            findings.append(Finding("ok", "hosts", text))
+            findings += crowded(len(hosts.ranks[hosts.of[wire.rank]]))
+            pairs = [
+                pair._replace(near=hosts.of[pair.low] == hosts.of[pair.high])
+                for pair in measure(wire, nbytes)
+            ]
+            return [*findings, *slow(pairs)], pairs
     except (weft.Error, OSError) as error:
         return [Finding.of("wrong", "start", error)], []
 
@@ -203,16 +240,41 @@ def _talk(wire: Wire, peer: int, nbytes: int, *, first: bool) -> tuple[float, fl
     return trips[_ROUNDS // 2], 2 * nbytes / min(seconds(nbytes) for _ in range(2))
 
 
+def crowded(ranks: int) -> Iterator[Finding]:
+    """Whether so many ranks have more cores than there are."""
+    cores = len(psutil.Process().cpu_affinity()) if psutil.LINUX else psutil.cpu_count()
+    if ranks <= cores:
+        yield Finding("ok", "cores", f"{cores} for the {ranks} ranks of this host")
+        return
+    text = f"{cores} for the {ranks} ranks of this host, so that they wait for each other's turns"
+    remedy = f"where times count, start at most {cores} ranks on a host like this"
+    yield Finding("note", "cores", text, remedy)
+
+
 def slow(pairs: list[Pair]) -> Iterator[Finding]:
-    """The pairs that are much slower than most."""
-    usual = sorted(pair.bandwidth for pair in pairs)[len(pairs) // 2]
-    remedy = (
-        "look at the cables, the switch and the load of their hosts, or name another interface in "
-        "WEFT_INTERFACE"
+    """The pairs that are much slower than most of their kind: of one host, or of two."""
+    yield from _slower(
+        [pair for pair in pairs if pair.near],
+        "they share a host, and no network is between them: see whether other programs or more "
+        "ranks than cores keep it busy, whether the launcher or a container binds several ranks to "
+        "one core, and what `memory` says above; then measure again",
     )
+    yield from _slower(
+        [pair for pair in pairs if not pair.near],
+        "look at the load of their hosts, then at cables and switch, or name another interface in "
+        "WEFT_INTERFACE",
+    )
+
+
+def _slower(pairs: list[Pair], remedy: str) -> Iterator[Finding]:
+    """Those that have less than a third of what is usual among them."""
+    if len(pairs) < 3:
+        return
+    usual = sorted(pair.bandwidth for pair in pairs)[len(pairs) // 2]
     for pair in pairs:
-        if len(pairs) > 2 and pair.bandwidth * _SLOW < usual:
-            text = f"{_rate(pair.bandwidth)}, where pairs usually have {_rate(usual)}"
+        if pair.bandwidth * _SLOW < usual:
+            kind = "pairs of one host" if pair.near else "pairs of two hosts"
+            text = f"{_rate(pair.bandwidth)}, where {kind} usually have {_rate(usual)}"
             yield Finding("note", f"ranks {pair.low} and {pair.high}", text, remedy)
 
 
@@ -227,7 +289,12 @@ def _print(findings: list[Finding], pairs: list[Pair]) -> None:
         console.print(line + Text(f"\n      -> {remedy}" if remedy else ""), soft_wrap=True)
     if pairs:
         rows = [
-            [f"{low} - {high}", f"{show.number(trip, 1e6)} µs", _rate(bandwidth)]
-            for low, high, trip, bandwidth in pairs
+            [
+                f"{pair.low} - {pair.high}",
+                "one host" if pair.near else "two hosts",
+                f"{show.number(pair.round_trip, 1e6)} µs",
+                _rate(pair.bandwidth),
+            ]
+            for pair in pairs
         ]
-        console.print(show.table(("ranks", "round trip", "bandwidth"), rows))
+        console.print(show.table(("ranks", "on", "round trip", "bandwidth"), rows, left=2))
