@@ -249,12 +249,15 @@ def test_explain_says_what_will_run(wire):
         if wire.size > 1:
             assert all(name in text for name in ALGORITHMS)
             assert text.count("chosen") == 1
+            assert said.lines[0].verdict == "chosen"  # a reader finds no quicker one above it
+        else:
+            assert text.endswith("nothing is sent: the group has one rank")
 
     unknown = weft.explain((torch.arange(many), torch.ones(many, 40)))
     if wire.size > 1:
         reasons = {line.algorithm: line.verdict for line in unknown.lines}
         assert "of the time" in reasons["dense_tail"]  # all below the highest
-        assert reasons["hierarchical"] == "all ranks are on one host"
+        assert reasons["hierarchical"] == "ruled out: all ranks are on one host"
 
 
 @spmd(2, on=("threads", "processes"))

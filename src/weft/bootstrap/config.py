@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from .. import kernels
+from .. import kernels, notebook
 from ..errors import WeftError
 from ..wire import process_group
 from ..wire.base import Wire
@@ -83,6 +83,11 @@ class Config:
         return "\n".join(
             f"{each.name:{names}}  {each.value:{values}}  {each.source}" for each in self.settings
         )
+
+    def _repr_html_(self) -> str:
+        """The same in a notebook."""
+        rows = [(each.name, each.value, each.source) for each in self.settings]
+        return notebook.table(("", "in force", "from"), rows, left=range(3))
 
 
 def unknown_variables(env: Mapping[str, str]) -> dict[str, str | None]:

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .. import grid
+from .. import grid, notebook
 from ..errors import WeftError, entry
 from ..grid import Box, Shape
 from ..wire import default
@@ -326,6 +326,14 @@ class Partition:
     def __repr__(self) -> str:
         """The ranks, as they stand in the grid."""
         return f"Partition({self.brief})\n{self._array}"
+
+    def _repr_html_(self) -> str:
+        """The same in a notebook: a cell for each rank, up to two dimensions."""
+        if self._array.ndim > 2:
+            return notebook.preformatted(repr(self))
+        rows = self._array.reshape(-1, self._array.shape[-1] if self._array.ndim else 1).tolist()
+        head = notebook.paragraphs([f"Partition({self.brief})"])
+        return f"{head}\n{notebook.table((), rows, left=())}"
 
     @property
     def brief(self) -> str:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from .. import notebook
 from ..agree import DIRECT
 from ..errors import WeftError
 from ..wire.base import Link, Wire, hosts_of
@@ -38,6 +39,10 @@ _GAPS_PAY = 8  # bytes that a core merges in the time in which packing saves one
 _CHUNKS = (1 << 16, 1 << 20)  # bytes of the smallest and the largest chunk
 _WHOLE = 1 << 48  # bytes of a chunk where messages are not cut
 _NEAR = 1 << 24  # bytes of one chunk of every rank together, at most, if all share a host
+
+
+_CHOSEN = "chosen"
+_RULED_OUT = "ruled out"
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +89,10 @@ class Explanation:
         chosen: name of the algorithm that would run; several, of a list, joined by " and ".
         load: the sizes it was chosen by.
         lines: for each algorithm: algorithm, messages (sent), bytes (received), milliseconds
-            (predicted), of_bound (bytes, as a multiple of the bound), verdict ("chosen", or
-            why not). Empty in a group of one.
+            (predicted), of_bound (bytes, as a multiple of the bound), verdict ("chosen", how
+            much longer it would take, or "ruled out" and why). The chosen one comes first, then
+            those that could be chosen, quickest first, then those that are ruled out. Empty in a
+            group of one.
         groups: of a list, the tables that are reduced together; those without rows are in none.
         calls: of a list that takes several calls, what each would do; `lines` is empty then.
         device: where the rows are, and for an accelerator how they travel: "cuda (nccl)".
@@ -103,7 +110,9 @@ class Explanation:
         """The network's figures; None where they were not needed."""
         return self.load.link
 
-    def __str__(self) -> str:
+    @property
+    def _head(self) -> list[str]:
+        """The lines above the table."""
         load = self.load
         text = [
             f"{load.ranks} ranks, {load.total} rows in all (most {load.most}, fewest "
@@ -115,10 +124,46 @@ class Explanation:
         if self.device != "cpu":
             text.append(f"rows on {self.device}")
         if self.calls:
-            calls = f"{len(self.calls)} calls, one after the other:"
-            return "\n".join([*text, calls, *map(str, self.calls)])
-        heads = f"{'algorithm':12}  {'messages':>8}  {'bytes':>10}  {'ms':>8}  of bound"
-        return "\n".join([*text, *map(str, self.groups), heads, *map(str, self.lines)])
+            return [*text, f"{len(self.calls)} calls, one after the other:"]
+        text += map(str, self.groups)
+        if not self.lines:
+            text.append("nothing is sent: the group has one rank")
+        return text
+
+    def __str__(self) -> str:
+        if self.calls:
+            return "\n".join([*self._head, *map(str, self.calls)])
+        if not self.lines:
+            return "\n".join(self._head)
+        titles = f"{'algorithm':12}  {'messages':>8}  {'bytes':>10}  {'ms':>8}  of bound"
+        return "\n".join([*self._head, titles, *map(str, self.lines)])
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        """The same in a notebook."""
+        head = notebook.paragraphs(self._head)
+        if self.calls:
+            return "\n".join([head, *(call._repr_html_() for call in self.calls)])
+        if not self.lines:
+            return head
+        rows = [
+            (
+                line.algorithm,
+                line.messages,
+                f"{line.bytes:.0f}",
+                f"{line.milliseconds:.2f}",
+                f"{line.of_bound:.2f}",
+                line.verdict,
+            )
+            for line in self.lines
+        ]
+        titles = "algorithm", "messages", "bytes", "ms", "of bound", ""
+        bold = [place for place, line in enumerate(self.lines) if line.verdict == _CHOSEN]
+        faint = [
+            place for place, line in enumerate(self.lines) if line.verdict.startswith(_RULED_OUT)
+        ]
+        return f"{head}\n{notebook.table(titles, rows, left=(0, 5), bold=bold, faint=faint)}"
 
 
 def with_link(wire: Wire, load: Load, *, staying: bool = False) -> Load:
@@ -214,15 +259,23 @@ def explained(load: Load, algorithm: str, index: torch.dtype) -> Explanation:
     else:
         chosen = choose(load, algorithm)
     best = next(line for line in lines if line.algorithm == chosen)
-    slower = (
-        "predicted {:.2f}x of the time" if algorithm == "auto" else f"{algorithm} was asked for"
-    )
+    serving = [line for line in lines if line is not best and not line.verdict]
+    ruled_out = [line for line in lines if line is not best and line.verdict]
+    told = [replace(best, verdict=_CHOSEN)]
+    for line in serving:
+        told.append(replace(line, verdict=_why_not(line, best, algorithm)))
+    for line in ruled_out:
+        told.append(replace(line, verdict=f"{_RULED_OUT}: {line.verdict}"))
+    return Explanation(chosen, load, tuple(told))
 
-    def verdict(line: _Line) -> str:
-        times = line.milliseconds / max(best.milliseconds, 1e-9)
-        return "chosen" if line is best else line.verdict or slower.format(times)
 
-    return Explanation(chosen, load, tuple(replace(line, verdict=verdict(line)) for line in lines))
+def _why_not(line: _Line, best: _Line, algorithm: str) -> str:
+    """Why an algorithm that can serve was not chosen."""
+    if algorithm != "auto":
+        return f"{algorithm} was asked for"
+    if best.algorithm == EAGER and line.milliseconds < best.milliseconds:
+        return "not needed: the rows fit into the opening exchange, which every call has"
+    return f"predicted {line.milliseconds / max(best.milliseconds, 1e-9):.2f}x of the time"
 
 
 def together(calls: Sequence[Explanation]) -> Explanation:
