@@ -82,9 +82,10 @@ def test_workers_are_matched_as_in_distdl(small, large, turn_small, turn_large):
             for a in range(P_s.size)
         }
         found = copies(*paired(P_s, P_l, turn_small, turn_large))
-        assert {rank: sorted(each) for rank, each in found.items()} == {
-            rank: sorted(each) for rank, each in expected.items()
-        }
+        if P_s.active or P_l.active:  # others neither know nor need it
+            assert {rank: sorted(each) for rank, each in found.items()} == {
+                rank: sorted(each) for rank, each in expected.items()
+            }
         turned = (turn_small, turn_large)
         for P, Q, teams in (
             (P_s, P_l, P_s.create_broadcast_partition_to(P_l, *turned)),

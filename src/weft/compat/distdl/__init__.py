@@ -1,23 +1,36 @@
 """DistDL's partitions and data movement layers, under their names.
 
-A script that was written for DistDL runs if it changes its imports. Every name is here, whatever
-module of DistDL's it comes from. `nn`, `slicing`, `tensor_decomposition` and `mixins` are modules,
-for scripts that name those. Neither MPI nor mpi4py is needed. The first partition starts weft,
-which finds the ranks by the launcher's environment (torchrun, mpirun, srun).
+A script that was written for DistDL runs if it imports `weft.compat.distdl` in place of `distdl`:
+the modules have the names that they have there. Every name is here, too. Neither MPI nor mpi4py is
+needed. The first partition starts weft, which finds the ranks by the launcher's environment
+(torchrun, mpirun, srun).
 
 Sources: DistDL's manual, versions 0.5 and 0.6; Hewett and Grady, "A linear algebraic approach to
 model parallelism in deep learning" (arXiv 2006.03108); and what DistDL's layers do when they run.
 """
 
 from . import backend as backend
+from . import backends as backends
+from . import config as config
+from . import functional as functional
+from . import mixins as mixins
 from . import nn as nn
 from . import slicing as slicing
 from . import tensor_decomposition as tensor_decomposition
+from . import utilities as utilities
 from .backend import BufferManager as BufferManager
 from .backend import ExpandableBuffer as ExpandableBuffer
+from .backend import get_device as get_device
+from .backend import set_device as set_device
 from .communicator import MPI as MPI
 from .communicator import PROC_NULL as PROC_NULL
 from .communicator import Communicator as Communicator
+from .communicator import Group as Group
+from .communicator import Request as Request
+from .communicator import print_sequential as print_sequential
+from .config import get_default_array as get_default_array
+from .config import get_default_comm as get_default_comm
+from .config import set_backend as set_backend
 from .nn import AllGather as AllGather
 from .nn import AllSumReduce as AllSumReduce
 from .nn import Broadcast as Broadcast
@@ -27,11 +40,10 @@ from .nn import Module as Module
 from .nn import ReduceScatter as ReduceScatter
 from .nn import Repartition as Repartition
 from .nn import SumReduce as SumReduce
-from .nn import mixins as mixins
 from .nn.mixins import ConvMixin as ConvMixin
 from .nn.mixins import HaloMixin as HaloMixin
+from .nn.mixins import InterpolateMixin as InterpolateMixin
 from .nn.mixins import PoolingMixin as PoolingMixin
-from .nn.module import set_backend as set_backend
 from .partition import MPICartesianPartition as MPICartesianPartition
 from .partition import MPIPartition as MPIPartition
 from .slicing import assemble_index_filter as assemble_index_filter
@@ -50,6 +62,10 @@ from .slicing import filtered_range_index as filtered_range_index
 from .slicing import get_rearrange_ordering as get_rearrange_ordering
 from .slicing import range_index as range_index
 from .slicing import worker_layout as worker_layout
+from .tensor_comm import assemble_global_tensor_structure as assemble_global_tensor_structure
+from .tensor_comm import (
+    assemble_global_tensor_structure_along_axis as assemble_global_tensor_structure_along_axis,
+)
 from .tensor_decomposition import (
     compute_subtensor_intersection_slice as compute_subtensor_intersection_slice,
 )
@@ -65,3 +81,6 @@ from .tensors import TensorStructure as TensorStructure
 from .tensors import ZeroVolumeCorrectorFunction as ZeroVolumeCorrectorFunction
 from .tensors import distdl_padding_to_torch_padding as distdl_padding_to_torch_padding
 from .tensors import zero_volume_tensor as zero_volume_tensor
+from .utilities.misc import Bunch as Bunch
+from .utilities.misc import DummyContext as DummyContext
+from .utilities.misc import stream_barrier as stream_barrier

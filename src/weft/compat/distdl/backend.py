@@ -10,12 +10,53 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import DTypeLike, NDArray
 
+from . import tensor_decomposition as tensor_decomposition
 from .partition import MPICartesianPartition as CartesianPartition
-from .partition import MPIPartition as Partition
+from .partition import MPIPartition
+from .tensor_comm import assemble_global_tensor_structure as assemble_global_tensor_structure
+from .tensor_comm import (
+    assemble_global_tensor_structure_along_axis as assemble_global_tensor_structure_along_axis,
+)
 
-__all__ = ["BufferManager", "CartesianPartition", "ExpandableBuffer", "Partition"]
+__all__ = [
+    "BufferManager",
+    "CartesianPartition",
+    "ExpandableBuffer",
+    "Partition",
+    "assemble_global_tensor_structure",
+    "assemble_global_tensor_structure_along_axis",
+    "get_device",
+    "set_device",
+    "tensor_decomposition",
+]
+
+
+class Partition(MPIPartition):
+    """The partition of nobody, with which DistDL's layers begin; with arguments, an MPIPartition.
+
+    Example:
+        >>> Partition().active, Partition().size
+        (False, 0)
+    """
+
+    def __init__(self, comm: Any = None, *arguments: Any, **options: Any) -> None:
+        if comm is None:
+            self._set(None, (0,), options.get("device"))
+        else:
+            super().__init__(comm, *arguments, **options)
+
+
+def get_device() -> str:
+    """The device for a script's own tensors, unless it chooses another one: "cpu"."""
+    return "cpu"
+
+
+def set_device(rank: int = 0) -> str:
+    """The same; DistDL's other backends choose a device by the worker's rank."""
+    return get_device()
 
 
 class ExpandableBuffer:
@@ -96,3 +137,24 @@ class BufferManager:
         held = self.buffers_map.setdefault(dtype, [])
         held += [ExpandableBuffer(dtype, **options) for _ in range(n_buffers - len(held))]
         return held[:n_buffers]
+
+    def reserve(self, shapes: Sequence[Sequence[int]], dtype: torch.dtype) -> None:
+        """Make a buffer and a view in it for each of these shapes; they hold nothing.
+
+        Args:
+            shapes: the shapes of the views.
+            dtype: of a tensor. That of the buffers is NumPy's of that name; one of the same size
+                for a dtype that NumPy does not have.
+        """
+        found = _dtype_of(dtype)
+        buffers = self.request_buffers(len(shapes), found)
+        for buffer, shape in zip(buffers, shapes, strict=True):
+            buffer.allocate_view(shape)
+
+
+def _dtype_of(dtype: torch.dtype) -> Any:
+    empty = torch.empty(0, dtype=dtype, device="cpu")
+    try:
+        return empty.numpy().dtype.type
+    except TypeError:  # such as bfloat16
+        return np.dtype(f"u{dtype.itemsize}").type

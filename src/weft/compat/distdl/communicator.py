@@ -8,6 +8,9 @@ communicator of mpi4py can be used, too: `line_of` finds which ranks its process
 from __future__ import annotations
 
 import functools
+import io
+import operator
+import pickle
 import secrets
 import time
 from collections.abc import Callable, Sequence
@@ -17,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 import weft
 from weft import Partition, WeftError, Wire, nn
@@ -29,6 +33,14 @@ PROC_NULL = -1
 
 Op = Callable[[Any, Any], Any]
 
+_OF_OBJECTS: dict[Op, Op] = {
+    np.add: operator.add,
+    np.multiply: operator.mul,
+    np.minimum: min,
+    np.maximum: max,
+}
+"""What an operation of `MPI` does with two objects: `MPI.SUM` joins two lists, as in mpi4py."""
+
 
 @dataclass(frozen=True, slots=True)
 class Communicator:
@@ -37,9 +49,11 @@ class Communicator:
     A buffer is a NumPy array, a tensor on the CPU, or a list whose first element is one, such as
     `[array, MPI.DOUBLE]`. A wait lasts at most the group's timeout.
 
-    `Barrier`, `Split`, `Allreduce`, `Reduce`, `Bcast`, `gathered` and `reduced` are collective
-    among the workers. They raise WeftError if the workers' arrays do not fit together, and
-    WireError if a peer or a link failed.
+    `Barrier`, `Split`, `Allreduce`, `Iallreduce`, `Reduce`, `Bcast`, `gathered` and `reduced` are
+    collective among the workers. They raise WeftError if the workers' arrays do not fit together,
+    and WireError if a peer or a link failed. So are the methods in lower case: `gather`,
+    `allgather`, `bcast` and `allreduce` take any object that can be pickled, and raise WeftError on
+    all workers if one's cannot.
 
     Attributes:
         line: the workers, in order, as a 1-D `weft.Partition`; None: all ranks of the default
@@ -92,19 +106,38 @@ class Communicator:
         chosen = [(at, place) for place, (each, at) in enumerate(told) if each == color]
         return Communicator(self._line.subset([place for _, place in sorted(chosen)]))
 
+    def Dup(self) -> Communicator:
+        """A communicator of the same workers. It shares the connections of this one."""
+        return Communicator(self.line)
+
+    def Free(self) -> None:
+        """Do nothing: a communicator holds nothing that must be freed."""
+
+    def Get_group(self) -> Group:
+        """The workers, without a way to communicate."""
+        return Group(self._line)
+
     def Allreduce(self, sendbuf: Any, recvbuf: Any, op: Op = np.add) -> None:
         """Reduce arrays over the workers, in rank order, into a buffer on every worker.
 
         Args:
             sendbuf, recvbuf: of the same number of elements; `sendbuf` has the same shape and dtype
-                on all workers.
+                on all workers. `MPI.IN_PLACE` as `sendbuf`: what `recvbuf` holds.
             op: of `MPI` or mpi4py, or a function of two numbers.
         """
-        _fill(recvbuf, self.reduced(_array(sendbuf), op))
+        _fill(recvbuf, self.reduced(_sent(sendbuf, recvbuf), op))
+
+    def Iallreduce(self, sendbuf: Any, recvbuf: Any, op: Op = np.add) -> Request:
+        """The same, with a request for the result. It is complete when this returns.
+
+        So a worker that has calls on two communicators makes them in the order of the others.
+        """
+        self.Allreduce(sendbuf, recvbuf, op)
+        return Request()
 
     def Reduce(self, sendbuf: Any, recvbuf: Any, op: Op = np.add, root: int = 0) -> None:
         """The same, but only the root's `recvbuf` is filled; the others' may be None."""
-        found = self.reduced(_array(sendbuf), op)
+        found = self.reduced(_sent(sendbuf, recvbuf), op)
         if self.rank == root:
             _fill(recvbuf, found)
 
@@ -120,6 +153,44 @@ class Communicator:
         """Fill a buffer with the array that one worker sends. Tags have no effect."""
         _fill(buf, self._moved(buf, source, [self.rank]))
 
+    def gather(self, sendobj: Any, root: int = 0) -> list[Any] | None:
+        """The objects of all workers, in rank order, on the root; None on the others.
+
+        Raises:
+            WeftError: the workers name different roots, or there is no such worker.
+        """
+        found = self._rooted(sendobj, root)
+        return found if self.rank == root else None
+
+    def allgather(self, sendobj: Any) -> list[Any]:
+        """The objects of all workers, in rank order.
+
+        Example:
+            >>> from weft.testing import run
+            >>> run(2, lambda wire: MPI.COMM_WORLD.allgather("ab"[wire.rank]))
+            [['a', 'b'], ['a', 'b']]
+        """
+        return _unpacked(nn.AllGather(self._line, 0)(_packed(sendobj)), self._line)
+
+    def bcast(self, obj: Any, root: int = 0) -> Any:
+        """The root's object; those of the others are not read.
+
+        Raises:
+            WeftError: the workers name different roots, or there is no such worker.
+        """
+        return self._rooted(obj if self.rank == root else None, root)[root]
+
+    def allreduce(self, sendobj: Any, op: Op = np.add) -> Any:
+        """The objects of all workers, reduced in rank order by the operation of Python.
+
+        Example:
+            >>> from weft.testing import run
+            >>> run(2, lambda wire: MPI.COMM_WORLD.allreduce([wire.rank], op=MPI.SUM))
+            [[0, 1], [0, 1]]
+        """
+        each = _OF_OBJECTS.get(op, op)
+        return functools.reduce(each, self.allgather(sendobj))
+
     def gathered(self, array: NDArray[Any]) -> NDArray[Any]:
         """The arrays of all workers, which have one shape and dtype, in rank order: [size, ...]."""
         found: NDArray[Any] = nn.AllGather(self._line, 0)(torch.from_numpy(array[None])).numpy()
@@ -130,6 +201,17 @@ class Communicator:
         each = op if isinstance(op, np.ufunc) else np.frompyfunc(op, 2, 1)
         found: NDArray[Any] = functools.reduce(each, [*self.gathered(array)])
         return found.astype(array.dtype)
+
+    def _rooted(self, sendobj: Any, root: int) -> list[Any]:
+        """The objects of all workers, which must name the same root."""
+        told = self.allgather((root, sendobj))
+        roots = [each for each, _ in told]
+        if roots.count(root) < self.size or root not in range(self.size):
+            raise WeftError(
+                f"the workers name the roots {roots}, in rank order: pass the same one on all, "
+                f"from 0 to {self.size - 1}"
+            )
+        return [each for _, each in told]
 
     def _moved(self, buf: Any, source: int, targets: Sequence[int]) -> NDArray[Any]:
         """The array of one worker, on other workers, whose own `buf` is not read."""
@@ -144,12 +226,65 @@ class Communicator:
         return self.line or line_of(None)
 
 
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The workers of a communicator, without a way to communicate; `Communicator.Get_group`.
+
+    Attributes:
+        line: the workers, in order, as a 1-D `weft.Partition`.
+    """
+
+    line: Partition
+
+    @property
+    def rank(self) -> int:
+        """This worker's number among them; PROC_NULL if this process is none of them."""
+        return Communicator(self.line).rank
+
+    @property
+    def size(self) -> int:
+        """The number of workers."""
+        return self.line.size
+
+    def Get_rank(self) -> int:
+        """`rank`, as MPI spells it."""
+        return self.rank
+
+    def Get_size(self) -> int:
+        """`size`, as MPI spells it."""
+        return self.size
+
+    def Free(self) -> None:
+        """Do nothing: a group holds nothing that must be freed."""
+
+
+class Request:
+    """What `Iallreduce` returns: a call that is complete."""
+
+    def Wait(self) -> bool:
+        """Return True at once."""
+        return True
+
+    def Test(self) -> bool:
+        """Return True: it is complete."""
+        return True
+
+    @staticmethod
+    def Waitall(requests: Sequence[Any]) -> bool:
+        """Wait for each of several requests, mpi4py's among them."""
+        for each in requests:
+            each.Wait()
+        return True
+
+
 class MPI:
     """The parts of mpi4py's module `MPI` that scripts use, without MPI.
 
     Attributes:
         COMM_WORLD: all ranks of weft's default group, which is started if there is none.
         PROC_NULL: -1, the rank of no worker.
+        IN_PLACE: in place of the buffer to send: what the other buffer holds is sent.
+        Request: the class of what `Iallreduce` returns.
         SUM, PROD, MIN, MAX: NumPy's functions.
 
     Example:
@@ -159,6 +294,8 @@ class MPI:
 
     COMM_WORLD = Communicator()
     PROC_NULL = PROC_NULL
+    IN_PLACE = "MPI.IN_PLACE"
+    Request = Request
     SUM, PROD, MIN, MAX = np.add, np.multiply, np.minimum, np.maximum
 
     @staticmethod
@@ -172,9 +309,56 @@ def _array(buf: Any) -> NDArray[Any]:
     return np.asarray(buf[0] if isinstance(buf, list | tuple) else buf)
 
 
+def _sent(sendbuf: Any, recvbuf: Any) -> NDArray[Any]:
+    """The array to send of a call with two buffers; mpi4py's IN_PLACE is as good as ours."""
+    in_place = sendbuf is MPI.IN_PLACE or type(sendbuf).__name__ == "InPlaceType"
+    return _array(recvbuf if in_place else sendbuf)
+
+
+def _packed(value: Any) -> Tensor:
+    """An object as bytes, uint8 [length]; one that cannot be pickled as the reason why."""
+    try:
+        found = pickle.dumps((True, value))
+    except Exception as error:
+        found = pickle.dumps((False, f"{type(error).__name__}: {error}"))
+    return torch.frombuffer(bytearray(found), dtype=torch.uint8)
+
+
+def _unpacked(found: Tensor, line: Partition) -> list[Any]:
+    """The objects of a line of workers, from their bytes, one after the other.
+
+    Raises:
+        WeftError: one of them could not be pickled.
+    """
+    stream = io.BytesIO(found.numpy().tobytes())
+    told = [pickle.load(stream) for _ in line.ranks]
+    for rank, (good, value) in zip(line.ranks, told, strict=True):
+        if not good:
+            raise WeftError(f"rank {rank}: its object cannot be pickled: {value}")
+    return [value for _, value in told]
+
+
 def _fill(buf: Any, found: NDArray[Any]) -> None:
     place = _array(buf)
     place[...] = found.reshape(place.shape)
+
+
+def print_sequential(comm: Any, val: object) -> None:
+    """Print `val` of all workers, in rank order, on the first worker. Collective.
+
+    Args:
+        comm: a communicator of weft's `MPI` or of mpi4py.
+        val: the value, which this worker makes into text.
+
+    Example:
+        >>> from weft.testing import run
+        >>> _ = run(2, lambda wire: print_sequential(MPI.COMM_WORLD, 5 + wire.rank))
+        5
+        6
+    """
+    texts = comm.gather(f"{val}", root=0)
+    if texts is not None:
+        print("\n".join(texts), flush=True)
 
 
 def line_of(comm: Any) -> Partition:
@@ -204,6 +388,8 @@ def line_of(comm: Any) -> Partition:
 
 def is_mpi(comm: Any) -> bool:
     """Whether this is a communicator of mpi4py, or behaves like one."""
+    if isinstance(comm, Communicator):
+        return False
     return hasattr(comm, "Get_rank") and hasattr(comm, "allgather")
 
 

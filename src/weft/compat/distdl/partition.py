@@ -1,15 +1,17 @@
 """DistDL's partitions, made of `weft.Partition`.
 
 A partition is a set of workers, in a line or in a Cartesian grid; a worker is a rank. Every rank
-knows the workers of a partition, whether it is one of them or not. Making a partition from another
-one communicates nothing. Making the first one may: `MPIPartition()` starts weft if it was not
-started, and a communicator of mpi4py is asked for its ranks.
+knows the workers of a partition, whether it is one of them or not; the extents of a grid are known
+to its workers, since the others may pass any (`grids_of`). Making a partition from another one
+communicates nothing. Making the first one may: `MPIPartition()` starts weft if it was not started,
+and a communicator of mpi4py is asked for its ranks.
 
 Source: DistDL's manual, "Partitions".
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
@@ -19,9 +21,11 @@ from numpy.typing import NDArray
 
 from weft import Partition, WeftError, nn
 
-from .communicator import MPI, PROC_NULL, Communicator, is_mpi, line_of
+from .communicator import MPI, PROC_NULL, Communicator, is_mpi, line_of, print_sequential
 
 T = TypeVar("T", bound="MPIPartition")
+
+_OUTSIDE = -1  # is sent in place of the number of extents by a worker that is not in the grid
 
 _OPERATIONS = {"sum": MPI.SUM, "prod": MPI.PROD, "min": MPI.MIN, "max": MPI.MAX}
 
@@ -33,7 +37,7 @@ class MPIPartition:
         comm: None or `MPI.COMM_WORLD`: all ranks; weft is started if it was not. Or what `group=`
             of weft's calls takes; or a communicator of mpi4py.
         group, root: have no effect: they follow from `comm`.
-        device: the value of the attribute `device`; None: the CPU.
+        device: the value of the attribute `device`.
         requested_device, initialize_backend_comm: DistDL's, for CuPy and NCCL; have no effect.
 
     Attributes:
@@ -43,7 +47,8 @@ class MPIPartition:
         shape: the extents of the partition, an int64 array of shape [dim]; here [size].
         dim: the number of dimensions; here 1.
         index: the same as `rank`; None if this process is not active.
-        device: for a script's own tensors. Layers take tensors on any device.
+        device: for a script's own tensors: what was given, else "cpu", which DistDL's own layers
+            compare it with. Layers take tensors on any device.
 
     Raises:
         WeftError: `comm` is no such group, or this rank is not in it.
@@ -68,45 +73,57 @@ class MPIPartition:
         requested_device: object = None,
         initialize_backend_comm: bool = False,
     ) -> None:
-        self._set(line_of(comm), device)
+        line = line_of(comm)
+        self._set(line, line.shape, device)
         self._mpi = comm if is_mpi(comm) else None
 
-    def _set(self, grid: Partition, device: torch.device | str | None) -> None:
-        self._grid, self._released, self._mpi = grid, False, None
-        self.device = torch.device("cpu") if device is None else torch.device(device)
+    def _set(
+        self,
+        workers: Partition | None,
+        extents: tuple[int, ...],
+        device: torch.device | str | None,
+    ) -> None:
+        self._workers = workers  # in a line; None: there are none
+        self._extents = extents  # as this worker was told them
+        self._released = False
+        self._mpi = None
+        self.device = "cpu" if device is None else device
 
     @property
     def grid(self) -> Partition:
         """The same partition as a `weft.Partition`.
 
         Raises:
-            WeftError: it was deactivated.
+            WeftError: it was deactivated; or this worker is not in it, and does not know its shape.
         """
-        if self._released:
-            raise WeftError(f"this partition, {self._grid.brief}, was deactivated: make another")
-        return self._grid
+        line = self._line
+        fits = math.prod(self._extents) == line.size and min(self._extents, default=1) > 0
+        if not fits:
+            raise WeftError(
+                f"rank {line.rank} does not know the grid of {line.brief}: it is none of these "
+                f"workers, and passed the shape {self._extents}: pass the right one on all workers"
+            )
+        return line.reshape(self._extents)
 
     @property
     def active(self) -> bool:
-        return not self._released and self._grid.active
+        return not self._released and self._workers is not None and self._workers.active
 
     @property
     def rank(self) -> int:
-        if not self.active:
-            return PROC_NULL
-        return self._grid.ranks.index(self._grid.rank)
+        return Communicator(self._workers).rank if self.active else PROC_NULL
 
     @property
     def size(self) -> int:
-        return self._grid.size
+        return 0 if self._workers is None else self._workers.size
 
     @property
     def shape(self) -> NDArray[np.int64]:
-        return np.array(self._grid.shape, dtype=np.int64)
+        return np.array(self._extents, dtype=np.int64)
 
     @property
     def dim(self) -> int:
-        return self._grid.dim
+        return len(self._extents)
 
     @property
     def index(self) -> Any:
@@ -123,7 +140,23 @@ class MPIPartition:
 
     @property
     def _line(self) -> Partition:
-        return self.grid.reshape((self.size,))
+        """The workers in a line, for those who communicate."""
+        if self._workers is None:
+            raise WeftError("nobody is in this partition: make one by MPIPartition")
+        if self._released:
+            raise WeftError(f"this partition, {self._brief}, was deactivated: make another")
+        return self._workers
+
+    @property
+    def _brief(self) -> str:
+        if self._workers is None:
+            return "of nobody"
+        ranks = self._workers.brief.partition(" of ")[2]
+        return f"{'x'.join(map(str, self._extents)) or '1'} of {ranks}"
+
+    def set_device(self) -> None:
+        """Set the attribute `device` to "cpu", which is DistDL's choice without CuPy."""
+        self.device = "cpu"
 
     def deactivate(self) -> None:
         """Make this partition inactive on this worker. Layers that were made of it still work."""
@@ -154,9 +187,11 @@ class MPIPartition:
             >>> run(2, lambda wire: MPIPartition().broadcast_data([wire.rank + 5], root=1).tolist())
             [[6], [6]]
         """
+        if self._workers is None:
+            return None
         source = (self if P_data is None else P_data)._line.subset([root])
-        if not set(source.ranks) <= set(self.grid.ranks):
-            raise WeftError(f"the root, {source.brief}, is not in {self.grid.brief}")
+        if not set(source.ranks) <= set(self._line.ranks):
+            raise WeftError(f"the root, {source.brief}, is not in {self._brief}")
         if not self.active:
             return None
         x = torch.from_numpy(np.atleast_1d(data)) if source.active else nn.zero_volume_tensor()
@@ -204,9 +239,7 @@ class MPIPartition:
     def print_sequential(self, val: object) -> None:
         """Print `val` of all workers, in rank order, on the first worker. Collective."""
         if self.active:
-            said = torch.frombuffer(bytearray(f"{val}\n".encode()), dtype=torch.uint8)
-            text = bytes(nn.Gather(self._line, 0)(said).tolist()).decode()
-            print(text, end="", flush=True)
+            print_sequential(Communicator(self._line), val)
 
     def __eq__(self, other: object) -> bool:
         """Whether this worker is active in both partitions, and they are the same grid."""
@@ -215,14 +248,17 @@ class MPIPartition:
         return self.active and other.active and self.grid == other.grid
 
     def __hash__(self) -> int:
-        return hash(self._grid)
+        return hash(self._workers)
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self._grid.brief}{', deactivated' * self._released})"
+        state = ", deactivated" if self._released else ""
+        return f"{type(self).__name__}({self._brief}{state})"
 
-    def _made(self, kind: type[T], grid: Partition) -> T:
+    def _made(self, kind: type[T], workers: Partition, extents: tuple[int, ...] | None = None) -> T:
+        """A partition of workers, which are in a grid of these extents; None: as they stand."""
         other = object.__new__(kind)
-        other._set(grid, self.device)
+        line = workers.reshape((workers.size,))
+        other._set(line, workers.shape if extents is None else extents, self.device)
         return other
 
     def create_partition_inclusive(self, ranks: Sequence[int]) -> MPIPartition:
@@ -231,7 +267,7 @@ class MPIPartition:
         Raises:
             WeftError: a rank is not in this partition, or is there twice.
         """
-        return self._made(MPIPartition, self.grid.subset([int(rank) for rank in np.ravel(ranks)]))
+        return self._made(MPIPartition, self._line.subset([int(rank) for rank in np.ravel(ranks)]))
 
     def create_partition_union(
         self, other: MPIPartition, initialize_backend_comm: bool = False
@@ -249,7 +285,7 @@ class MPIPartition:
             >>> run(3, program)
             [1, -1, 0]
         """
-        return self._made(MPIPartition, self.grid.union(other.grid))
+        return self._made(MPIPartition, self._line.union(other._line))
 
     def create_cartesian_topology_partition(
         self, shape: Sequence[int], **options: Any
@@ -257,11 +293,12 @@ class MPIPartition:
         """Make the Cartesian grid of all workers of this partition, in row-major order.
 
         Args:
-            shape: the extents of the grid.
+            shape: the extents of the grid. Those who are not in this partition may pass anything.
             options: those of MPI_Cart_create; have no effect.
 
         Raises:
-            WeftError: the product of the extents is not the number of workers.
+            WeftError: on a worker of this partition, if the product of the extents is not the
+                number of workers.
 
         Example:
             >>> from weft.testing import run
@@ -271,13 +308,14 @@ class MPIPartition:
             >>> run(4, program)
             [[0, 0], [0, 1], [1, 0], [1, 1]]
         """
-        extents = [int(extent) for extent in np.ravel(shape)]
-        if int(np.prod(extents)) != self.size:
+        extents = _extents(shape)
+        wrong = extents is None or math.prod(extents) != self.size or min(extents, default=1) < 1
+        if wrong and self.active:
             raise WeftError(
-                f"a grid of {tuple(extents)} does not take the {self.size} workers of this "
-                "partition: make one of as many by create_partition_inclusive first"
+                f"a grid of {shape if extents is None else extents} does not take the {self.size} "
+                "workers of this partition: make one of as many by create_partition_inclusive first"
             )
-        return self._made(MPICartesianPartition, self.grid.reshape(extents))
+        return self._made(MPICartesianPartition, self._line, extents or ())
 
     def create_broadcast_partition_to(
         self,
@@ -288,8 +326,8 @@ class MPIPartition:
     ) -> tuple[MPIPartition, MPIPartition]:
         """Make the partitions in which this worker sends and receives when this grid broadcasts.
 
-        Such a partition has a worker of this grid, followed by the workers of the other grid to
-        which it sends.
+        It is collective among the workers of both grids, as making a Broadcast is. Such a partition
+        has a worker of this grid, followed by the workers of the other grid to which it sends.
 
         Args:
             P_dest: the other grid.
@@ -317,7 +355,7 @@ class MPIPartition:
             [(True, True, 2), (False, True, 2)]
         """
         grids = paired(self, P_dest, transpose_src, transpose_dest)
-        return self._teams(*grids, self.grid.union(P_dest.grid))
+        return self._teams(*grids, self._line.union(P_dest._line))
 
     def create_reduction_partition_to(
         self,
@@ -332,7 +370,28 @@ class MPIPartition:
         sums. Arguments, results and errors are those of `create_broadcast_partition_to`.
         """
         grids = paired(P_dest, self, transpose_dest, transpose_src)
-        return self._teams(*grids, self.grid.union(P_dest.grid))[::-1]
+        return self._teams(*grids, self._line.union(P_dest._line))[::-1]
+
+    def create_allreduction_partition(
+        self, axes_reduce: Sequence[int], initialize_backend_comm: bool = False
+    ) -> MPICartesianPartition:
+        """The sub-grid through this worker along `axes_reduce`; its other extents are 1.
+
+        On a worker that is not active it is not active either.
+
+        Example:
+            >>> from weft.testing import run
+            >>> def program(wire):
+            ...     P_x = MPIPartition().create_cartesian_topology_partition([2, 2])
+            ...     return P_x.create_allreduction_partition([1]).shape.tolist()
+            >>> run(4, program)[0]
+            [1, 2]
+        """
+        if not self.active:
+            return self._made(MPICartesianPartition, self._line, ())
+        axes = sorted(int(axis) % self.dim for axis in np.ravel(axes_reduce))
+        shape = tuple(extent if dim in axes else 1 for dim, extent in enumerate(self._extents))
+        return self._made(MPICartesianPartition, self.grid.keep(axes), shape)
 
     def _teams(
         self, small: Partition, large: Partition, union: Partition
@@ -410,6 +469,8 @@ class MPICartesianPartition(MPIPartition):
     ) -> MPICartesianPartition:
         """The sub-grid through this worker along the dimensions where `remain_shape` is true.
 
+        On a worker that is not active it is not active either.
+
         Example:
             >>> from weft.testing import run
             >>> def program(wire):
@@ -419,25 +480,62 @@ class MPICartesianPartition(MPIPartition):
             >>> run(4, program)
             [([2], 0), ([2], 1), ([2], 0), ([2], 1)]
         """
+        if not self.active:
+            return self._made(MPICartesianPartition, self._line, ())
         dims = [dim for dim, remains in enumerate(remain_shape) if remains]
         return self._made(MPICartesianPartition, self.grid.keep(dims))
 
-    def create_allreduction_partition(
-        self, axes_reduce: Sequence[int], initialize_backend_comm: bool = False
-    ) -> MPICartesianPartition:
-        """The sub-grid through this worker along `axes_reduce`; its other extents are 1.
 
-        Example:
-            >>> from weft.testing import run
-            >>> def program(wire):
-            ...     P_x = MPIPartition().create_cartesian_topology_partition([2, 2])
-            ...     return P_x.create_allreduction_partition([1]).shape.tolist()
-            >>> run(4, program)[0]
-            [1, 2]
-        """
-        axes = sorted(int(axis) % self.dim for axis in np.ravel(axes_reduce))
-        shape = [extent if dim in axes else 1 for dim, extent in enumerate(self.grid.shape)]
-        return self._made(MPICartesianPartition, self.grid.keep(axes).reshape(shape))
+def _extents(shape: Any) -> tuple[int, ...] | None:
+    """A shape as integers; None if it is none."""
+    try:
+        return tuple(int(extent) for extent in np.ravel(shape))
+    except (TypeError, ValueError):
+        return None
+
+
+def nobody(P: MPIPartition) -> Partition:
+    """A grid that this worker, which is not in P, is not in either: a layer of it moves nothing."""
+    return P._line.subset([0])
+
+
+def grids_of(one: MPIPartition, other: MPIPartition) -> tuple[Partition, Partition] | None:
+    """The grids of two partitions, as their workers know them; None on a worker of neither.
+
+    Collective among the workers of both, unless these are the same: who is not in a partition may
+    have passed any shape for it.
+
+    Raises:
+        WeftError: the workers of a partition passed different shapes.
+    """
+    both = one, other
+    lines = [each._line for each in both]
+    union = lines[0].union(lines[1])
+    if not union.active:
+        return None
+    if set(lines[0].ranks) == set(lines[1].ranks):
+        return one.grid, other.grid
+    told: list[int] = []
+    for each in both:
+        told += [each.dim, *each.shape.tolist()] if each.active else [_OUTSIDE]
+    found = iter(nn.AllGather(union, 0)(torch.tensor(told, device="cpu")).tolist())
+    shapes: list[dict[int, tuple[int, ...]]] = [{}, {}]
+    for rank in union.ranks:
+        for known in shapes:
+            count = next(found)
+            if count != _OUTSIDE:
+                known[rank] = tuple(next(found) for _ in range(count))
+    grids = []
+    for line, known in zip(lines, shapes, strict=True):
+        first = known[line.ranks[0]]
+        for rank, shape in known.items():
+            if shape != first:
+                raise WeftError(
+                    f"rank {line.ranks[0]} made a grid of {first} of the workers {line.brief}, and "
+                    f"rank {rank} one of {shape}: pass the same shape on all workers of a grid"
+                )
+        grids.append(line.reshape(first))
+    return grids[0], grids[1]
 
 
 def paired(
@@ -451,9 +549,12 @@ def paired(
     transposed. So, if several such dimensions are cut, ranks are matched in the order of their
     numbers, and not cell by transposed cell.
     """
+    grids = grids_of(small, large)
+    if grids is None:
+        return nobody(small), nobody(small)
     shapes = [
         grid.shape[::-1] if turned else grid.shape
-        for grid, turned in ((small.grid, transpose_small), (large.grid, transpose_large))
+        for grid, turned in zip(grids, (transpose_small, transpose_large), strict=True)
     ]
     agree = [
         dim
@@ -461,8 +562,8 @@ def paired(
         if a == b
     ]  # counted from the last, since the smaller grid is padded on the left
     return (
-        _turned(small.grid, agree) if transpose_small else small.grid,
-        _turned(large.grid, agree) if transpose_large else large.grid,
+        _turned(grids[0], agree) if transpose_small else grids[0],
+        _turned(grids[1], agree) if transpose_large else grids[1],
     )
 
 

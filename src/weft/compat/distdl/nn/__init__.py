@@ -16,6 +16,4 @@ from .layers import ReduceScatter as ReduceScatter
 from .layers import Repartition as Repartition
 from .layers import SumReduce as SumReduce
 from .module import Module as Module
-
-DistributedTranspose = Repartition
-"""DistDL's older name of `Repartition`."""
+from .transpose import DistributedTranspose as DistributedTranspose

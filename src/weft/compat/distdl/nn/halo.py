@@ -7,6 +7,7 @@ caller: the layer keeps what they hold.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,8 @@ from torch import Tensor
 
 from weft import WeftError, nn
 
-from ..partition import MPICartesianPartition
+from ..backend import BufferManager
+from ..partition import MPICartesianPartition, nobody
 from .module import Module
 
 _UNKNOWN, _WRONG = -1, -2  # are sent in place of a width
@@ -34,7 +36,8 @@ class HaloExchange(Module, nn.HaloExchange):
             halo beyond the edges of the grid keeps what the caller put there.
         send_buffer_shape: the widths that the neighbours receive from this worker, [dim, 2]; None:
             not checked.
-        buffer_manager: has no effect.
+        buffer_manager: gets, from each call, the four buffers that DistDL would use. weft does not
+            use them: they hold nothing.
 
     Raises:
         WeftError: the widths are no such array, or negative, or a worker's `send_buffer_shape` is
@@ -60,21 +63,53 @@ class HaloExchange(Module, nn.HaloExchange):
         halo_shape: Any,
         recv_buffer_shape: Any = None,
         send_buffer_shape: Any = None,
-        buffer_manager: object = None,
+        buffer_manager: BufferManager | None = None,
     ) -> None:
         recv = halo_shape if recv_buffer_shape is None else recv_buffer_shape
-        widths = _told(P_x, recv, send_buffer_shape)
-        super().__init__(P_x.grid, lambda cell: widths.get(cell, 0), padded=True)
-        self.P_x, self.halo_shape = P_x, halo_shape
-        self.recv_buffer_shape, self.send_buffer_shape = recv, send_buffer_shape
+        if P_x.active:
+            widths = _told(P_x, recv, send_buffer_shape)
+            super().__init__(P_x.grid, widths.__getitem__, padded=True)
+        else:
+            super().__init__(nobody(P_x), 0, padded=True)
+        self.P_x = P_x
+        self.halo_shape = halo_shape
+        self.recv_buffer_shape = recv
+        self.send_buffer_shape = send_buffer_shape
+        self.buffer_manager = buffer_manager
+
+    def forward(self, input: Tensor) -> Tensor:
+        y = super().forward(input)
+        manager = self.buffer_manager
+        if manager is not None and self.P_x.active and not torch.compiler.is_compiling():
+            for shapes in self._buffer_shapes(input.shape):
+                manager.reserve(shapes, input.dtype)
+        return y
+
+    def _buffer_shapes(self, shape: Sequence[int]) -> list[list[tuple[int, ...]]]:
+        """For each dimension the shapes of DistDL's four buffers; (0,) where it needs none.
+
+        It exchanges one dimension after the other, with the halos of those before it: the elements
+        to send and the halo to fill before this worker's part, then those after it.
+        """
+        received = np.asarray(self.recv_buffer_shape, dtype=np.int64)
+        sent = received if self.send_buffer_shape is None else self.send_buffer_shape
+        sent = np.asarray(sent, dtype=np.int64)
+        found = []
+        for dim in range(self.P_x.dim):
+            across = list(shape)
+            for later in range(dim + 1, self.P_x.dim):
+                across[later] -= int(received[later].sum())
+            widths = [sent[dim, 0], received[dim, 0], sent[dim, 1], received[dim, 1]]
+            found.append(
+                [(*across[:dim], int(w), *across[dim + 1 :]) if w else (0,) for w in widths]
+            )
+        return found
 
 
 def _told(
     P_x: MPICartesianPartition, recv: Any, send: Any
 ) -> dict[tuple[int, ...], list[list[int]]]:
     """The widths of all workers' halos, by cell. Collective; all workers raise the same errors."""
-    if not P_x.active:
-        return {}
     line = P_x.grid.reshape((P_x.size,))
     received = _widths(recv, P_x.dim)
     sent = torch.full_like(received, _UNKNOWN) if send is None else _widths(send, P_x.dim)

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from weft import Partition, WeftError, nn
 
-from ..partition import MPIPartition, paired
+from ..backend import BufferManager
+from ..partition import MPIPartition, grids_of, nobody, paired
 from .module import Module
 
 if TYPE_CHECKING:
@@ -95,8 +96,13 @@ class AllGather(_Layer, nn.AllGather):
         shape: Sequence[int] | None = None,
     ) -> None:
         axes, kept = _axes_of("AllGather", P_x, axes_all_gather, axes_keep)
-        super().__init__(P_x.grid, axes, shape=shape)
-        self.P_x, self.axes_all_gather, self.axes_keep = P_x, axes, kept
+        if P_x.active:
+            super().__init__(P_x.grid, axes, shape=shape)
+        else:
+            super().__init__(nobody(P_x), ())
+        self.P_x = P_x
+        self.axes_all_gather = axes
+        self.axes_keep = kept
         self._scale(P_x, scale_backward)
 
 
@@ -124,8 +130,13 @@ class ReduceScatter(_Layer, nn.ReduceScatter):
         scale_backward: Any = None,
     ) -> None:
         axes, kept = _axes_of("ReduceScatter", P_x, axes_reduce_scatter, axes_keep)
-        super().__init__(P_x.grid, axes)
-        self.P_x, self.axes_reduce_scatter, self.axes_keep = P_x, axes, kept
+        if P_x.active:
+            super().__init__(P_x.grid, axes)
+        else:
+            super().__init__(nobody(P_x), ())
+        self.P_x = P_x
+        self.axes_reduce_scatter = axes
+        self.axes_keep = kept
         self._scale(P_x, scale_backward)
 
 
@@ -153,15 +164,21 @@ class AllSumReduce(_Layer, nn.AllSumReduce):
         scale_backward: Any = None,
     ) -> None:
         axes, kept = _axes_of("AllSumReduce", P_x, axes_reduce, axes_keep)
-        super().__init__(P_x.grid, axes)
-        self.P_x, self.axes_reduce, self.axes_keep = P_x, axes, kept
+        if P_x.active:
+            super().__init__(P_x.grid, axes)
+        else:
+            super().__init__(nobody(P_x), ())
+        self.P_x = P_x
+        self.axes_reduce = axes
+        self.axes_keep = kept
         self._scale(P_x, scale_backward)
 
 
 class Broadcast(_Layer, nn.Broadcast):
     """Copies each tensor of one grid to the matching workers of another. Collective.
 
-    Its adjoint is SumReduce.
+    Its adjoint is SumReduce. Making the layer is collective among the workers of both grids, unless
+    these are the same workers: they tell each other the shapes of the grids.
 
     Args:
         P_x: the grid of the input. In each dimension its extent is that of `P_y`, or 1. It may have
@@ -248,13 +265,14 @@ class SumReduce(_Layer, nn.SumReduce):
 class Repartition(_Layer, nn.Repartition):
     """Moves a tensor from one grid to another, where it is cut in the balanced way. Collective.
 
-    Its adjoint is the Repartition back.
+    Its adjoint is the Repartition back. Making the layer is collective as that of Broadcast.
 
     Args:
         P_x, P_y: the grids, with as many dimensions as the tensor. If they are the same grid, the
             layer balances the parts.
         preserve_batch: as for Broadcast.
-        buffer_manager: has no effect.
+        buffer_manager: gets, from each call, the buffers that DistDL would use, one for each part
+            that this worker sends or receives. weft does not use them: they hold nothing.
         shape: of the whole tensor, if its input is cut in the balanced way. torch.compile needs it.
 
     Attributes:
@@ -291,17 +309,29 @@ class Repartition(_Layer, nn.Repartition):
         P_x: MPIPartition,
         P_y: MPIPartition,
         preserve_batch: bool = True,
-        buffer_manager: object = None,
+        buffer_manager: BufferManager | None = None,
         *,
         shape: Sequence[int] | None = None,
     ) -> None:
-        if P_x.dim != P_y.dim:
+        x, y = grids_of(P_x, P_y) or (nobody(P_x), nobody(P_y))
+        if x.dim != y.dim:
             raise WeftError(
-                f"Repartition: P_x has {P_x.dim} dimensions and P_y {P_y.dim}: make both of as "
+                f"Repartition: P_x has {x.dim} dimensions and P_y {y.dim}: make both of as "
                 "many, of extent 1 where nothing is cut"
             )
-        super().__init__(P_x.grid, P_y.grid, shape=shape)
-        self.P_x, self.P_y, self.preserve_batch = P_x, P_y, preserve_batch
+        super().__init__(x, y, shape=shape)
+        self.P_x = P_x
+        self.P_y = P_y
+        self.preserve_batch = preserve_batch
+        self.buffer_manager = buffer_manager
+
+    def forward(self, input: Tensor) -> Tensor:
+        y = super().forward(input)
+        if self.buffer_manager is not None and not torch.compiler.is_compiling():
+            overlaps = [*self.P_x_to_y_overlaps, *self.P_y_to_x_overlaps]
+            shapes = [shape for _, shape, peer in overlaps if shape is not None and peer != "self"]
+            self.buffer_manager.reserve(shapes, input.dtype)
+        return y
 
     @property
     def P_x_to_y_overlaps(self) -> list[Overlap]:
@@ -330,6 +360,8 @@ def _axes_of(
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The axes that a layer works along and those that it keeps, given one of the two.
 
+    A worker that is not in the grid does not know the others.
+
     Raises:
         WeftError: both are given, or neither; or an axis is out of range, or there twice.
     """
@@ -339,6 +371,8 @@ def _axes_of(
         )
     chosen: Any = axes_keep if axes is None else axes
     named = np.ravel(chosen).tolist()
+    if not P_x.active:
+        return ((), tuple(named)) if axes is None else (tuple(named), ())
     P_x.grid.keep(named)  # raises if one is no axis
     given = tuple(axis % P_x.dim for axis in named)
     others = tuple(dim for dim in range(P_x.dim) if dim not in given)

@@ -1,4 +1,4 @@
-"""DistDL's `Module`, whose subclasses prepare themselves for their input; and `set_backend`."""
+"""DistDL's `Module`, whose subclasses prepare themselves for their input."""
 
 from __future__ import annotations
 
@@ -9,6 +9,11 @@ from typing import Any, ClassVar
 import torch
 
 from .. import backend
+
+
+def checks_by_default() -> bool:
+    """Whether modules check every input for a change, by the environment."""
+    return os.environ.get("DISTDL_CHECK_INPUT_CHANGED") != "0"
 
 
 class Module(torch.nn.Module):
@@ -28,7 +33,7 @@ class Module(torch.nn.Module):
     """
 
     _distdl_backend: ClassVar[ModuleType] = backend
-    _distdl_checks: ClassVar[bool] = os.environ.get("DISTDL_CHECK_INPUT_CHANGED") != "0"
+    _distdl_checks: ClassVar[bool] = checks_by_default()
     _distdl_is_setup = False
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -59,25 +64,3 @@ class Module(torch.nn.Module):
         return not self._distdl_is_setup or (
             self._distdl_checks and self._distdl_input_changed(input)
         )
-
-
-def set_backend(
-    backend_comm: object = None,
-    backend_array: object = None,
-    check_input_changed: bool | None = None,
-) -> None:
-    """Set whether modules check every input for a change. It has no other effect.
-
-    weft has one backend, for all devices.
-
-    Args:
-        backend_comm, backend_array: DistDL's choices of MPI or NCCL, NumPy or CuPy; no effect.
-        check_input_changed: False: a module that was prepared stays so, whatever its inputs. None:
-            False if the environment has DISTDL_CHECK_INPUT_CHANGED=0, else True.
-
-    Example:
-        >>> set_backend()
-    """
-    if check_input_changed is None:
-        check_input_changed = os.environ.get("DISTDL_CHECK_INPUT_CHANGED") != "0"
-    Module._distdl_checks = check_input_changed

@@ -1,4 +1,4 @@
-"""`distdl.nn.mixins`: the widths of the halo that a kernel needs on each worker. Integers only.
+"""`distdl.nn.mixins.halo_mixin`: the widths of the halo that a kernel needs. Integers only.
 
 A convolution or pooling layer slides a kernel over a tensor that is cut along a grid, its input and
 its output. A worker needs from its neighbours the elements that its part of the output depends on
@@ -9,48 +9,22 @@ Source: Hewett and Grady (arXiv 2006.03108), which derives the widths of halos f
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from ...arguments import Integers, integers
-from ..slicing import compute_start_index, compute_stop_index, compute_subshape
-from ..tensor_decomposition import compute_subtensor_start_indices
-
-
-class ConvMixin:
-    """The range of input indices on which an output index of a convolution depends.
-
-    Example:
-        >>> kernel = {"kernel_size": 3, "stride": 1, "padding": 1, "dilation": 1}
-        >>> ConvMixin()._compute_min_input_range(2, **kernel)
-        1
-        >>> ConvMixin()._compute_max_input_range(2, **kernel)
-        3
-    """
-
-    def _compute_min_input_range(
-        self, idx: Any, kernel_size: Any, stride: Any, padding: Any, dilation: Any
-    ) -> Any:
-        """The first index of the input on which the output at `idx` depends."""
-        return stride * idx - padding
-
-    def _compute_max_input_range(
-        self, idx: Any, kernel_size: Any, stride: Any, padding: Any, dilation: Any
-    ) -> Any:
-        """The last index of the input on which the output at `idx` depends."""
-        return stride * idx - padding + dilation * (kernel_size - 1)
-
-
-class PoolingMixin(ConvMixin):
-    """The same for pooling, which depends on the same range."""
+from ....arguments import Integers, integers
+from ...slicing import compute_start_index, compute_stop_index, compute_subshape
+from ...tensor_decomposition import compute_subtensor_start_indices
 
 
 class HaloMixin:
     """Computes the widths of halos; for a class that is also a ConvMixin or a PoolingMixin.
 
     Example:
+        >>> from weft.compat.distdl import ConvMixin
         >>> class Convolution(HaloMixin, ConvMixin): pass
         >>> kernel, grid, index = (3, 1, 1, 1), [1, 1, 2], [0, 0, 0]
         >>> found = Convolution()._compute_exchange_info([1, 1, 10], *kernel, True, grid, index)
@@ -98,17 +72,7 @@ class HaloMixin:
             found: Integers = np.stack([start - low, high - (start + length - 1)], axis=1)
             return found
 
-        signed = beyond(index)
-        halo, send = np.maximum(signed, 0), np.zeros_like(signed)
-        for dim in range(len(grid)):
-            for side, step in enumerate((-1, 1)):
-                place = index.copy()
-                place[dim] += step
-                if 0 <= place[dim] < grid[dim]:
-                    send[dim, side] = max(0, beyond(place)[dim, 1 - side])
-        length = _cut(grid, index, extents, subtensor_shapes)[1]
-        first = np.maximum(0, -signed[:, 0])
-        return halo, halo.copy(), send, np.stack([first, length + halo.sum(1)], axis=1)
+        return exchange_info(beyond, grid, index, _cut(grid, index, extents, subtensor_shapes)[1])
 
     def _needed(
         self, grid: Integers, place: Integers, extents: Integers, *sizes: Integers
@@ -124,6 +88,34 @@ class HaloMixin:
         last = compute_stop_index(grid, place, outputs) - 1
         low = np.maximum(0, looks._compute_min_input_range(first, *sizes))
         return low, np.minimum(extents - 1, looks._compute_max_input_range(last, *sizes))
+
+
+def exchange_info(
+    beyond: Callable[[Integers], Integers], grid: Integers, index: Integers, length: Integers
+) -> tuple[Integers, Integers, Integers, Integers]:
+    """The arguments of HaloExchange for a worker, and the range of its input that it uses.
+
+    Args:
+        beyond: the widths that the worker in a cell needs beyond its part, [dim, 2]; negative where
+            it has more than it needs.
+        grid: the extents of the grid.
+        index: this worker's cell.
+        length: the shape of its part.
+
+    Returns:
+        halo_shape, recv_buffer_shape, send_buffer_shape, and the range: as `HaloMixin` has them.
+    """
+    signed = beyond(index)
+    halo = np.maximum(signed, 0)
+    send = np.zeros_like(signed)
+    for dim in range(len(grid)):
+        for side, step in enumerate((-1, 1)):
+            place = index.copy()
+            place[dim] += step
+            if 0 <= place[dim] < grid[dim]:
+                send[dim, side] = max(0, beyond(place)[dim, 1 - side])
+    first = np.maximum(0, -signed[:, 0])
+    return halo, halo.copy(), send, np.stack([first, length + halo.sum(1)], axis=1)
 
 
 def _padded(given: ArrayLike, dim: int, fill: int) -> Integers:

@@ -1,0 +1,3 @@
+"""`distdl.nn.all_gather`."""
+
+from .layers import AllGather as AllGather

@@ -1,0 +1,3 @@
+"""`distdl.nn.all_sum_reduce`."""
+
+from .layers import AllSumReduce as AllSumReduce

@@ -1,0 +1,3 @@
+"""`distdl.nn.broadcast`."""
+
+from .layers import Broadcast as Broadcast

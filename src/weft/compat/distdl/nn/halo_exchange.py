@@ -1,0 +1,3 @@
+"""`distdl.nn.halo_exchange`."""
+
+from .halo import HaloExchange as HaloExchange

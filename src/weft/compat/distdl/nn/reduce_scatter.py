@@ -1,0 +1,3 @@
+"""`distdl.nn.reduce_scatter`."""
+
+from .layers import ReduceScatter as ReduceScatter

@@ -1,0 +1,3 @@
+"""`distdl.nn.repartition`."""
+
+from .layers import Repartition as Repartition

@@ -1,0 +1,3 @@
+"""`distdl.nn.sum_reduce`."""
+
+from .layers import SumReduce as SumReduce

@@ -1,0 +1,6 @@
+"""`distdl.nn.transpose`: the older name of `Repartition`."""
+
+from .layers import Repartition
+
+DistributedTranspose = Repartition
+"""DistDL's older name of `Repartition`."""

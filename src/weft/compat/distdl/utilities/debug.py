@@ -1,0 +1,3 @@
+"""`distdl.utilities.debug`."""
+
+from ..communicator import print_sequential as print_sequential
