@@ -8,6 +8,7 @@ order, in one namespace, in a group of one. A fence that cannot run here is prec
 from __future__ import annotations
 
 import doctest
+import importlib
 import importlib.util
 import re
 import shlex
@@ -134,6 +135,23 @@ def test_every_environment_variable_is_described():
     read = {found for file in sources for found in quoted.findall(file.read_text("utf-8"))}
     table = (ROOT / "docs/sharp-bits.md").read_text(encoding="utf-8")
     assert read == set(re.findall(r"^\| `(WEFT_[A-Z_]+)` \|", table, re.MULTILINE))
+
+
+@pytest.mark.parametrize(
+    "module, pages",
+    [
+        ("sar", ["coming-from-sar.md"]),
+        ("oneccl.request", ["coming-from-oneccl.md", "api/oneccl.md"]),
+        ("oneccl.callback", ["coming-from-oneccl.md", "api/oneccl.md"]),
+        ("oneccl.event", ["coming-from-oneccl.md", "api/oneccl.md"]),
+    ],
+)
+def test_public_names_of_a_face_are_described(module, pages):
+    face = importlib.import_module(f"weft.compat.{module}")
+    exported = getattr(face, "__all__", vars(face))
+    names = {each for each in exported if each[0] != "_" and each not in {"comm", "tasks"}}
+    text = "".join((ROOT / "docs" / page).read_text(encoding="utf-8") for page in pages)
+    assert {each for each in names if not re.search(rf"\b{each}\b", text)} == set()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)

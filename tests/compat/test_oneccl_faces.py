@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from concurrent.futures import Future
 
 import numpy as np
 import pytest
@@ -58,6 +59,61 @@ def test_buffers_of_a_rank_without_rows_may_be_none(wire, face):
     sent = (None, 0, None, 0) if wire.rank == 1 else (torch.tensor([3]), 1, torch.ones(2), 2)
     assert reduced(face, sent) == ([3], [2.0, 2.0])
     assert reduced(face, (None, 0, None, 0)) == ([], [])
+
+
+@spmd(2, on=("threads",))
+def test_attributes_are_set_one_by_one_and_read_when_they_are_used(wire):
+    kept = {"first": [], "second": []}
+
+    def complete(indices, index_count, index_dtype, values, value_count, value_dtype, *context):
+        kept[context[-1]].append((indices.tolist(), values.tolist()))
+
+    sent = (torch.tensor([3]), 1, torch.ones(1), 1, *UNUSED)
+    gate = Future()
+    attr = event.create_sparse_allreduce_attr()
+    attr.completion_fn = complete
+    attr.fn_ctx = "first"
+    made = event.sparse_allreduce(*sent, "sum", wire, attr=attr, deps=[gate])
+    attr.completion_fn = attr.fn_ctx = None  # of what was started nothing changes
+    gate.set_result(None)
+    made.wait()
+    attributes = callback.Attributes()
+    attributes.sparse_allreduce_completion_fn = complete
+    attributes.sparse_allreduce_completion_ctx = "second"
+    attributes.match_id = "table"
+    started = callback.sparse_allreduce(
+        *sent, torch.int64, torch.float32, "sum", attributes, comm=wire
+    )
+    attributes.sparse_allreduce_completion_fn = print
+    started.wait()
+    assert kept == {"first": [([3], [2.0])], "second": [([3], [2.0])]}
+    for name, value, text in (
+        ("match_id", 3, "match_id is 3: pass a str"),
+        ("epilogue_fn", 3, "epilogue_fn is a int: pass a function"),
+    ):
+        asked = request.Attributes()
+        setattr(asked, name, value if wire.rank else getattr(asked, name))
+        with pytest.raises(weft.WeftError, match=text):
+            reduced("request", sent[:4], attributes=asked, comm=wire)
+    with pytest.raises(AttributeError, match="matchid"):
+        attributes.matchid = "a name that there is not"
+
+
+@pytest.mark.parametrize("deps", [None, {}, [], ()])
+@spmd(2, on=("threads",))
+def test_no_dependencies_are_spelled_in_any_way(wire, deps):
+    sent = torch.tensor([3]), 1, torch.ones(1), 1
+    assert reduced("event", sent, deps=deps) == ([3], [2.0])
+    with pytest.raises(weft.WeftError, match="deps is a dict: pass a list"):
+        reduced("event", sent, deps={"first": event.Event()})
+
+
+def test_names_of_the_documents():
+    assert callback.ccl_status_success is callback.Status.success
+    assert isinstance(callback.ccl_status_success, callback.ccl_status_t)
+    assert callback.ccl_fn_context_t is callback.FnContext
+    assert isinstance(torch.int64, callback.ccl_datatype_t)
+    assert event.default_sparse_allreduce_attr == event.create_sparse_allreduce_attr()
 
 
 OPS = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import inspect
+import logging
 import threading
 from datetime import timedelta
 
@@ -218,11 +219,19 @@ def test_attributes(wire):
     assert seen[-1] == (torch.float64, torch.float32, "embedding")
 
 
-def test_priority_says_that_it_has_no_effect(caplog):
-    request.Attributes(priority=0)
-    assert not caplog.records
-    request.Attributes(priority=3)
-    assert "priority=3 has no effect" in caplog.text
+@spmd(1, on=("threads",))
+def test_priority_says_once_that_it_has_no_effect(wire):
+    """Whoever sets it sets it for all calls."""
+    attributes, logged = request.Attributes(), []
+    handler = logging.Handler()
+    handler.emit = lambda record: logged.append(record.getMessage())
+    logging.getLogger("weft").addHandler(handler)
+    try:
+        for attributes.priority in (0, 41, 41):
+            started(arguments(0, attributes=attributes)).wait()
+    finally:
+        logging.getLogger("weft").removeHandler(handler)
+    assert [text.partition(":")[0] for text in logged] == ["priority=41 has no effect"]
 
 
 def fails(*_):

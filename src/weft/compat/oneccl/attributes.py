@@ -8,6 +8,7 @@ the buffer.
 from __future__ import annotations
 
 import enum
+import functools
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -56,9 +57,11 @@ class FnContext:
     offset: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Attributes:
-    """Settings of a call. All of them are optional.
+    """Settings of a call. All of them are optional, and each may be set after they were made.
+
+    A call checks them, and keeps those that it found: a change after the call does not affect it.
 
     Buffers in callbacks are 1-D tensors, counts are numbers of elements, dtypes are torch's.
     `out_count` is a tensor of one integer. It holds `in_count`, which the function must leave there
@@ -76,7 +79,7 @@ class Attributes:
             the reduction "custom": it combines `inout_buf`, which has the lower rank's values, with
             `in_buf`, and leaves the result in `inout_buf`. It must be associative.
         priority: has no effect, as under oneCCL's default CCL_PRIORITY=none: the calls of a group
-            run in the order in which they were made. A value other than 0 is logged.
+            run in the order in which they were made. A call logs a value other than 0, once.
         synchronous: whether the call waits until it is done.
         to_cache: has no effect: weft caches no schedules.
         match_id: the name of this operation, at most 128 bytes in UTF-8. It must be the same on
@@ -84,7 +87,9 @@ class Attributes:
             does not reorder calls by their names.
 
     Example:
-        >>> Attributes(match_id="embedding", synchronous=True).context
+        >>> attributes = Attributes(synchronous=True)
+        >>> attributes.match_id = "embedding"
+        >>> attributes.context
         FnContext(match_id='embedding', offset=0)
     """
 
@@ -95,13 +100,6 @@ class Attributes:
     synchronous: bool = False
     to_cache: bool = False
     match_id: str = ""
-
-    def __post_init__(self) -> None:
-        if self.priority:
-            _log.warning(
-                "priority=%s has no effect: the calls of a group run in the order they were made",
-                self.priority,
-            )
 
     @property
     def context(self) -> FnContext:
@@ -120,6 +118,8 @@ class Attributes:
             )
         names = "prologue_fn", "epilogue_fn", "reduction_fn"
         check_functions({name: getattr(self, name) for name in names})
+        if self.priority:
+            _log_priority(self.priority)
 
     def op(self, reduction: Any) -> Any:
         """The `op=` of weft's call for a reduction.
@@ -167,6 +167,14 @@ class Attributes:
         status = self.epilogue_fn(result, count, result.dtype, out, written, dtype, self.context)
         _check_made(status, written, count, "epilogue_fn")
         return out
+
+
+@functools.cache
+def _log_priority(priority: int) -> None:
+    """Log that a priority has no effect, once for each: a program passes it with every call."""
+    _log.warning(
+        "priority=%s has no effect: the calls of a group run in the order they were made", priority
+    )
 
 
 def check_functions(given: Mapping[str, object]) -> None:

@@ -8,10 +8,12 @@ Use it for code that was written for those releases. New code should call
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from weft import WeftError
@@ -21,12 +23,34 @@ from .attributes import FnContext, Status, check_results, check_status
 from .operation import Operation, allocated, checked, described, start
 from .progress import Event
 
-__all__ = ["Attributes", "FnContext", "Status", "sparse_allreduce"]
+__all__ = [
+    "Attributes",
+    "FnContext",
+    "Status",
+    "ccl_datatype_t",
+    "ccl_fn_context_t",
+    "ccl_status_success",
+    "ccl_status_t",
+    "sparse_allreduce",
+]
 
 _NOT_GIVEN = object()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+ccl_status_t = Status
+"""The document's name of `Status`."""
+
+ccl_status_success = Status.success
+"""The document's name of `Status.success`."""
+
+ccl_fn_context_t = FnContext
+"""The document's name of `FnContext`."""
+
+ccl_datatype_t = torch.dtype
+"""The document's name of the type of what a callback gets as a dtype."""
+
+
+@dataclass(slots=True, kw_only=True)
 class Attributes(common.Attributes):
     """Collective call attributes: the common ones, and those of `sparse_allreduce`.
 
@@ -135,14 +159,15 @@ def sparse_allreduce(
         if not isinstance(attributes, Attributes):
             what = "None" if attributes is None else f"a {type(attributes).__name__}"
             raise WeftError(f"attributes is {what}: pass callback.Attributes with a completion_fn")
+        asked = copy.copy(attributes)
         names = "sparse_allreduce_completion_fn", "sparse_allreduce_alloc_fn"
-        callbacks = {name: getattr(attributes, name) for name in names}
-        check_results("attributes", attributes.sparse_coalesce_mode, callbacks)
+        callbacks = {name: getattr(asked, name) for name in names}
+        check_results("attributes", asked.sparse_coalesce_mode, callbacks)
         complete, allocate = callbacks.values()
 
         def finish(indices: Tensor, values: Tensor) -> None:
             if complete is not None:
-                status = complete(*described(indices, values), *attributes.contexts)
+                status = complete(*described(indices, values), *asked.contexts)
                 check_status(status, names[0])
 
         sent = checked(
@@ -150,8 +175,7 @@ def sparse_allreduce(
             index_dtype=index_dtype,
             value_dtype=value_dtype,
         )
-        place = allocated(allocate, sent, attributes.contexts[0])
-        mode = attributes.sparse_coalesce_mode
-        return Operation(sent, reduction, finish, attributes, place, mode)
+        place = allocated(allocate, sent, asked.contexts[0])
+        return Operation(sent, reduction, finish, asked, place, asked.sparse_coalesce_mode)
 
     return Event(start(comm, prepare))

@@ -9,6 +9,7 @@ memory for it, so no buffer is too small. In weft's own call that is `out=`.
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -39,9 +40,12 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class SparseAllreduceAttr:
     """Attributes of a call. Exactly one of the two callbacks must be set; the call checks that.
+
+    Each may be set after they were made. A call keeps those that it found: a change after the call
+    does not affect it.
 
     weft runs the callback on a thread of its own, before `wait()` returns. It must not call weft on
     the same group.
@@ -58,7 +62,9 @@ class SparseAllreduceAttr:
             as "regular", but half precision is sent in float32 and rounded once, in the result.
 
     Example:
-        >>> SparseAllreduceAttr(completion_fn=print).coalesce_mode
+        >>> attr = create_sparse_allreduce_attr()
+        >>> attr.completion_fn = print
+        >>> attr.coalesce_mode
         'regular'
     """
 
@@ -69,7 +75,10 @@ class SparseAllreduceAttr:
 
 
 create_sparse_allreduce_attr = SparseAllreduceAttr
-default_sparse_allreduce_attr = SparseAllreduceAttr()  # has no callback, so every call refuses it
+"""oneCCL's function that makes attributes."""
+
+default_sparse_allreduce_attr = SparseAllreduceAttr()
+"""The document's default of `attr`. It has no callback, so a call without `attr` is refused."""
 
 
 _BUFFERS = 8  # arguments that all overloads begin with
@@ -122,7 +131,7 @@ def sparse_allreduce(
     comm: Any = None,
     stream: Any = None,
     attr: SparseAllreduceAttr = default_sparse_allreduce_attr,
-    deps: Sequence[Any] = (),
+    deps: Sequence[Any] | dict[Any, Any] | None = None,
 ) -> Event:
     """Reduce the rows of all ranks and pass the result to a callback; return at once. Collective.
 
@@ -147,9 +156,10 @@ def sparse_allreduce(
         stream: None, or a stream of an accelerator. weft reads the buffers when the work that is
             queued there is done. It always waits for the work in the caller's current stream.
         attr: the callback, its context, the coalesce mode; required, although it has a default.
-        deps: events, or other objects with `wait()`, `synchronize()` or `result()`. weft reads the
-            buffers when all of them are done. If that takes more than three quarters of the group's
-            timeout, every rank raises an error.
+        deps: a list of events, or of other objects with `wait()`, `synchronize()` or `result()`;
+            None, `{}` (the document's default) or `[]`: none. weft reads the buffers when all of
+            them are done. If that takes more than three quarters of the group's timeout, every rank
+            raises an error.
 
     Returns:
         An `Event`, with `wait()` and `test()`.
@@ -180,11 +190,14 @@ def sparse_allreduce(
             raise WeftError(
                 f"attr is a {type(attr).__name__}: make it by create_sparse_allreduce_attr"
             )
-        callbacks = {"completion_fn": attr.completion_fn, "alloc_fn": attr.alloc_fn}
-        check_results("attr", attr.coalesce_mode, callbacks)
+        asked = copy.copy(attr)
+        callbacks = {"completion_fn": asked.completion_fn, "alloc_fn": asked.alloc_fn}
+        check_results("attr", asked.coalesce_mode, callbacks)
         if stream is not None and not hasattr(stream, "synchronize"):
             raise WeftError(f"stream is a {type(stream).__name__}: pass a torch.Stream, or None")
-        if not isinstance(deps, list | tuple):
+        none = deps is None or (isinstance(deps, dict) and not deps)
+        events = () if none else deps
+        if not isinstance(events, list | tuple):
             raise WeftError(f"deps is a {type(deps).__name__}: pass a list of events")
         index = dtype_in(send_ind_buf, "send_ind_buf") if ind_dtype is None else ind_dtype
         value = dtype_in(send_val_buf, "send_val_buf") if val_dtype is None else val_dtype
@@ -193,19 +206,19 @@ def sparse_allreduce(
             ind_dtype=index,
             val_dtype=value,
         )
-        awaited = [(f"deps[{number}]", event) for number, event in enumerate(deps)]
+        awaited = [(f"deps[{number}]", event) for number, event in enumerate(events)]
         awaited += [] if stream is None else [("stream", stream)]
 
         def finish(idx: Tensor, val: Tensor) -> None:
-            if attr.completion_fn is not None:
-                attr.completion_fn(*described(idx, val), attr.fn_ctx)
+            if asked.completion_fn is not None:
+                asked.completion_fn(*described(idx, val), asked.fn_ctx)
 
         return Operation(
             sent,
             rtype,
             finish,
-            place=allocated(attr.alloc_fn, sent, attr.fn_ctx),
-            mode=attr.coalesce_mode,
+            place=allocated(asked.alloc_fn, sent, asked.fn_ctx),
+            mode=asked.coalesce_mode,
             after=awaited,
         )
 

@@ -21,7 +21,7 @@ import functools
 import math
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -38,7 +38,6 @@ from .buffers import counted, distinct, dtype_of, index_dtype_of, seen, widened
 from .communicator import Communicator
 from .progress import await_all
 
-_PLAIN = Attributes()
 _SOONER = 0.75  # fraction of the group's timeout: after a longer wait others would time out first
 _HALF = torch.iinfo(torch.int64)
 
@@ -76,7 +75,7 @@ class Operation:
     sent: Result
     reduction: Any
     finish: Finish
-    attributes: Attributes = _PLAIN
+    attributes: Attributes = field(default_factory=Attributes)
     place: Place | None = None
     mode: str = "regular"
     after: Sequence[tuple[str, Any]] = ()

@@ -10,6 +10,7 @@ of the send buffers; here they may be larger. In `event` an allocation callback 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -120,7 +121,7 @@ def sparse_allreduce(
     """
 
     def prepare() -> Operation:
-        asked = Attributes() if attributes is None else attributes
+        asked = Attributes() if attributes is None else copy.copy(attributes)
         if not isinstance(asked, Attributes):
             raise WeftError(
                 f"attributes is a {type(asked).__name__}: pass request.Attributes, or None"

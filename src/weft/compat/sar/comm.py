@@ -60,7 +60,12 @@ _TIMEOUT = 300.0  # seconds to wait for the file
 
 
 class SocketInfo(NamedTuple):
-    """A network interface: its name, and its numeric address."""
+    """A network interface; `get_socket` returns it.
+
+    Attributes:
+        name: of the interface, such as "eth0".
+        ip_addr: its numeric address.
+    """
 
     name: str
     ip_addr: str
