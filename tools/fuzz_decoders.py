@@ -95,7 +95,8 @@ def spoilt(raw, rng):
 
 # Decoders: each gives valid bytes, and what reads them ------------------------------------------
 
-MESSAGE, ROOM, SEGMENT = Guarded(1 << 18), Guarded(1 << 18), Guarded(1 << 12)
+MESSAGE, SEGMENT = Guarded(1 << 18), Guarded(1 << 12)
+ROOM = Guarded(64 * MESSAGE.nbytes)  # a bit of a message may be an index of eight bytes
 
 
 def lists(dtype):
@@ -331,6 +332,8 @@ def replay(rng):
     with Replayed(rank, size, recorded(name, size), rng) as wire:
         try:
             result = call(name, wire)
+        except MemoryError:
+            pass  # a rank may say that it has a tensor for which there is no memory here
         except weft.WireError as error:
             assert error.culprit not in (None, rank), f"rank {rank} hears: {error}"
         else:

@@ -8,7 +8,9 @@ import pytest
 import torch
 
 import weft
-from weft.sparse import ALGORITHMS
+from weft import kernels
+from weft.sparse import ALGORITHMS, tables
+from weft.sparse import run as sparse_run
 from weft.sparse.header import Header
 from weft.testing import run, spmd
 
@@ -296,3 +298,35 @@ def test_an_index_that_no_table_has_is_refused_if_it_comes_from_a_peer(monkeypat
                 weft.sparse_all_reduce(rows)
 
     run(2, program)
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_a_combined_statement_that_leaves_a_rank_out_is_refused(several, monkeypatch):
+    """Else its rows would lie outside of what is allocated for all."""
+    monkeypatch.setattr(tables, "_combined", first)
+    monkeypatch.setattr(sparse_run, "combined", first)
+
+    def program(wire):
+        rows = weft.Rows(torch.tensor([wire.rank]), torch.ones(1), 99)
+        with pytest.raises(weft.WireError, match="sent a statement that cannot be read"):
+            weft.sparse_all_reduce([rows, rows] if several else rows)
+
+    run(18, program)
+
+
+def first(lower, upper):
+    return lower
+
+
+def test_a_bitmap_says_of_no_place_that_is_none(monkeypatch):
+    """What a peer sends beyond the last place would be an index that no rank has."""
+    make = kernels.bitmap
+    monkeypatch.setattr(
+        kernels, "bitmap", lambda indices, places: make(indices, places).bitwise_or_(1 << 40)
+    )
+
+    def program(wire):
+        rows = weft.Rows(torch.arange(36 - wire.rank), torch.ones(36 - wire.rank), 36)
+        return weft.sparse_all_reduce(rows, algorithm="mask").indices.tolist()
+
+    assert run(2, program) == [[*range(36)]] * 2

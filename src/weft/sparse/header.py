@@ -155,6 +155,7 @@ class Header(NamedTuple):
         *,
         moves: bool = False,
         height: int | None = None,
+        counted: Header | None = None,
     ) -> Header:
         """Read and check a header. Rows in it, of that shape and dtype, are views of `body`.
 
@@ -163,6 +164,7 @@ class Header(NamedTuple):
             row_shape, dtype: of the rows, if the header has rows.
             moves: whether the rows' indices may be in any order.
             height: that all indices are below; None: it is unknown.
+            counted: one of those that a combined header is made of; None: it is not combined.
 
         Raises:
             ValueError, struct.error: the bytes are no valid header.
@@ -174,6 +176,8 @@ class Header(NamedTuple):
             raise ValueError(f"it says {said}")
         if height is not None and header.highest >= height:
             raise ValueError(f"it says that an index is {header.highest}, of {height} rows")
+        if counted is not None and not header._counts(counted):
+            raise ValueError(f"it says {said}, and leaves out this rank's rows")
         if sampled < 0:
             index = torch.int32 if points == 4 else torch.int64
             start = _FIXED.size + -(-total * index.itemsize // _GRAIN) * _GRAIN
@@ -234,6 +238,11 @@ class Header(NamedTuple):
             points=points,
             weights=weights,
         )
+
+    def _counts(self, one: Header) -> bool:
+        """Whether `one` may be among those that this header is combined of."""
+        rows = self.most >= one.most and self.fewest <= one.fewest and self.total >= one.total
+        return rows and self.highest >= one.highest and self.capacity <= one.capacity
 
     @property
     def identical(self) -> bool:

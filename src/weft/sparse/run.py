@@ -122,13 +122,16 @@ def opened(
     eager = eager and (moves or request.algorithm == "auto")
     agreement = None
     try:
-        agreement = _agreement(wire, request, name, call, own, eager=eager, moves=moves)
+        header = _header(wire, request, call, own, eager=eager, moves=moves)
+        agreement = agree(wire, name, request.fields, request.error, header.pack(), combined)
+        request.agreed = agreement.fields
         _learn(agreement, request, call, moves=moves)
         if request.fields["device"] is None:
-            call.given = _nothing_on(agreement.fields["device"].split()[0])
+            call.given = _nothing_on(agreement.field("device", _kind_in))
             over = call.wire = wire_for(wire, call.given.values)
         own.row_shape = call.row_shape
-        unpack = partial(Header.unpack, moves=moves, height=call.height)
+        counted = None if is_direct(wire) else header
+        unpack = partial(Header.unpack, moves=moves, height=call.height, counted=counted)
         said = agreement.read(unpack, call.row_shape, call.dtype)
         call.header = Header.together(said)
         call.load = _load(call, moves=moves)
@@ -148,13 +151,13 @@ def opened(
             agreement.release()
 
 
-def _agreement(
-    wire: Wire, request: Request, name: str, call: Call, own: LocalRows, *, eager: bool, moves: bool
-) -> Agreement:
-    """Exchange headers; with `eager` this rank sends its rows instead if they fit. Collective."""
+def _header(
+    wire: Wire, request: Request, call: Call, own: LocalRows, *, eager: bool, moves: bool
+) -> Header:
+    """This rank's header; with `eager` it has the rows themselves, if they fit."""
     row = row_bytes(call.row_shape, call.dtype)
     carries = eager and Header.fits(len(own), own.indices.element_size(), row)
-    header = Header.of(
+    return Header.of(
         own.indices,
         wire.rank,
         capacity=request.capacity,
@@ -163,9 +166,6 @@ def _agreement(
         values=own.values if carries else None,
         survey=request.survey,
     )
-    agreement = agree(wire, name, request.fields, request.error, header.pack(), combined)
-    request.agreed = agreement.fields
-    return agreement
 
 
 def _learn(agreement: Agreement, request: Request, call: Call, *, moves: bool) -> None:
@@ -178,6 +178,12 @@ def _learn(agreement: Agreement, request: Request, call: Call, *, moves: bool) -
         call.wide = None if call.dtype == own else own
         height = agreement.fields["height"]
         call.height = agreement.field("height", int) if height.isdigit() else None
+
+
+def _kind_in(text: str) -> str:
+    """The kind of device in a field. Raises ValueError or RuntimeError if it is none."""
+    kind, *_ = text.split()
+    return torch.device(kind).type
 
 
 def _nothing_on(kind: str) -> Rows:

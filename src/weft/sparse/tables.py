@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from .. import kernels
-from ..agree import BODY, agree, confess
+from ..agree import BODY, agree, confess, is_direct
 from ..devices import on_host
 from ..errors import WeftError
 from ..rows import Rows
@@ -359,7 +359,9 @@ def _stated(wire: Wire, requests: Sequence[Request], error: str | None, name: st
     for start in range(0, len(requests), _MOST):
         body = torch.from_numpy(mine[start : start + _MOST].view(np.uint8))
         agreement = agree(wire, name, fields, error, body, _combined)
-        found.append(_together(agreement.read(_read, body.nbytes)))
+        # a combined statement counts this rank's own rows
+        least = None if is_direct(wire) else mine[start : start + _MOST]["highest"]
+        found.append(_together(agreement.read(_read, body.nbytes, least)))
         agreement.release()
     stated = np.concatenate(found)
     if stated["odd"].any():
@@ -387,13 +389,19 @@ def _said(request: Request, rank: int) -> tuple[object, ...]:
     return what, shape, request.highest, room, rank, callable(request.out), False
 
 
-def _read(body: memoryview, nbytes: int) -> _Tables:
-    """Read and check a statement. Raises ValueError if it is invalid."""
+def _read(body: memoryview, nbytes: int, least: NDArray[np.int64] | None = None) -> _Tables:
+    """Read and check a statement; no table's highest index is below `least`.
+
+    Raises:
+        ValueError: the statement is invalid.
+    """
     said: _Tables = np.frombuffer(body, _TABLE)
     for text in set(said["shape"].tolist()):
         shape_in(text.decode())
     if len(body) != nbytes or (said["highest"] < -1).any():
         raise ValueError(f"{len(said)} tables, of which some are none")
+    if least is not None and (said["highest"] < least).any():
+        raise ValueError("a table ends before this rank's rows")
     return said
 
 

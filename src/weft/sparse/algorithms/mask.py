@@ -95,6 +95,8 @@ def _union(indices: Tensor, call: Call) -> tuple[Tensor, Tensor | None]:
     if _by_bitmap(call.load):
         bits = kernels.bitmap(indices, call.load.places)
         call.wire.dense_all_reduce(bits, "bor").wait()
+        if spare := -call.load.places % 64:
+            bits[-1] &= (1 << (64 - spare)) - 1  # a peer may have set bits where no place is
         union = kernels.unite_bitmap(bits, indices)
         return union.indices, union.slots[0]
     runs, lists = all_lists(call, indices)
