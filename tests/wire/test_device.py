@@ -285,10 +285,16 @@ def until(done):
 
 
 @pytest.fixture
-def watched(clock):
+def timeout():
+    """Of the wires: no test comes near it."""
+    return patient(300.0)
+
+
+@pytest.fixture
+def watched(clock, timeout):
     """An exchange that is not through: the wires, whether it was aborted, its memory, its event."""
     clock.first.query.return_value = False
-    wires, aborted, memory = group(2, timeout=patient(0.5)), threading.Event(), torch.ones(2)
+    wires, aborted, memory = group(2, timeout=timeout), threading.Event(), torch.ones(2)
     watcher = device._Watcher(wires[0], SimpleNamespace(name="nccl", abort=aborted.set))
     watcher.watch(memory)
     assert clock.mock_calls[0] == call.first.record()
@@ -307,7 +313,7 @@ def test_an_exchange_keeps_its_memory_until_it_is_through(watched):
     assert until(lambda: held() is None) and not aborted.is_set()
 
 
-@pytest.mark.parametrize("broken", [False, True])
+@pytest.mark.parametrize(("broken", "timeout"), [(False, 0.5), (True, 300.0)])
 def test_the_group_is_aborted_once_the_wire_beside_it_breaks_or_at_the_deadline(watched, broken):
     wires, aborted, *_ = watched
     why = "rank 1 gave up: no memory left"

@@ -18,9 +18,12 @@ from weft.testing.pace import patient
 from weft.wire import recorder
 
 RANK = """
-import faulthandler, os, signal, sys, time, torch, weft
+import faulthandler, os, pathlib, signal, sys, time, torch, weft
 place, how = sys.argv[1:]
-def load_batch(*files):
+loads = pathlib.Path(place + ".loads")
+def load_batch(file):
+    while loads.touch() or not os.path.exists(file): time.sleep(0.02)
+def wait_for(*files):
     while not all(map(os.path.exists, files)): time.sleep(0.02)
 if how == "handler":
     faulthandler.register(signal.SIGUSR1, open(os.devnull, "w"))
@@ -32,7 +35,9 @@ with weft.init(rendezvous=f"file://{place}", timeout=60.0, watch=0.5) as wire:
     does = {"sleep": sleep, "other": weft.barrier}.get(how, lambda: kill(how))
     try:
         if wire.rank == 2 and how not in ("same", "handler"):
-            load_batch(place + ".0", place + ".1"); does()  # the others are out of the barrier
+            wait_for(place + ".0", place + ".1"); does()  # the others are out of the barrier
+        if wire.rank < 2 and how in ("sleep", "SIGSTOP"):
+            wait_for(place + ".late")  # which the test says, once rank 2 is
         print(weft.all_reduce(torch.ones(2)).tolist())
     except weft.Error as error:
         print(type(error).__name__)
@@ -58,9 +63,20 @@ class Job:
         self.place, given = place, (RANK, str(place / "place"), how)
         self.ranks = [programs(*given, env={**env, "RANK": str(rank)}) for rank in range(3)]
 
-    def line(self, rank):
-        """What a rank writes first on its standard error."""
-        return soon(lambda: Path(f"/proc/{self.ranks[rank].pid}/fd/2").read_text()).strip()
+    def are_late(self, seen):
+        """Let the others go on to the call in which they wait, once that of the last is seen."""
+        assert soon(seen)
+        Path(f"{self.place}/place.late").touch()
+
+    def line(self, rank, said):
+        """The line on a rank's standard error that says this.
+
+        There may be others before: on a busy machine ranks wait for each other at the start.
+        """
+        path = Path(f"/proc/{self.ranks[rank].pid}/fd/2")
+        return soon(
+            lambda: next((line for line in path.read_text().splitlines() if said in line), "")
+        )
 
     def records(self, ranks):
         """What these recorded, once they have."""
@@ -103,11 +119,14 @@ def test_a_rank_that_has_not_come_is_told_of_once(programs, tmp_path, late, plac
 
 @pytest.mark.parametrize("transport", ["tcp", "torch"])
 def test_a_slow_rank_is_told_of_once_with_its_line_and_what_all_recorded_says_so(job, transport):
-    three = job("sleep", WEFT_TRANSPORT=transport)
+    three, late = (
+        job("sleep", WEFT_TRANSPORT=transport),
+        "rank 2 has not entered call 2 (all_reduce)",
+    )
+    three.are_late(Path(f"{three.place}/place.loads").exists)
     for rank in (0, 1):
-        line = three.line(rank)
-        assert line.startswith(f"weft: rank {rank} has waited for ")
-        assert "rank 2 has not entered call 2 (all_reduce)" in line and line.endswith(HERE)
+        line = three.line(rank, late)
+        assert line.startswith(f"weft: rank {rank} has waited for ") and line.endswith(HERE)
     for rank in three.ranks:
         os.kill(rank.pid, signal.SIGUSR1)
     said = first_difference(three.records(range(3)))
@@ -118,14 +137,15 @@ def test_a_slow_rank_is_told_of_once_with_its_line_and_what_all_recorded_says_so
     time.sleep(1.5)  # in which it would be told of again
     Path(f"{three.place}/place.go").touch()
     assert three.ends() == ["[3.0, 3.0]"] * 3
-    assert [rank.communicate()[1].count("weft: ") for rank in three.ranks] == [1, 1, 0]
+    assert [rank.communicate()[1].count(late) for rank in three.ranks] == [1, 1, 0]
 
 
 def test_a_frozen_rank_is_told_of_as_silent(job):
     three = job("SIGSTOP")
+    state = Path(f"/proc/{three.ranks[2].pid}/stat")
+    three.are_late(lambda: state.read_text().rpartition(")")[2].split()[0] == "T")
     for rank in (0, 1):
-        said = "in call 2 (all_reduce): rank 2 does not answer (stopped, cut off"
-        assert said in three.line(rank)
+        assert three.line(rank, "in call 2 (all_reduce): rank 2 does not answer (stopped, cut off")
     os.kill(three.ranks[2].pid, signal.SIGCONT)
     assert three.ends() == ["[3.0, 3.0]"] * 3
 
