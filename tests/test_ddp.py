@@ -551,6 +551,41 @@ def test_a_model_that_is_not_wrapped_is_left_alone_without_a_group(monkeypatch, 
         ddp.register(table)
 
 
+def said_in_steps(caplog: pytest.LogCaptureFixture, late: bool) -> list[str]:
+    """What the log says of two steps of a model, which is registered before them, or in between."""
+    with init():
+        model = DistributedDataParallel(Model())
+        with caplog.at_level("INFO", "weft"):
+            for step in range(3):
+                if step == late:
+                    ddp.register(model)
+                model(words(step)).sum().backward()
+    return [record.message for record in caplog.records if "ddp" in record.message]
+
+
+def test_the_log_says_what_the_first_step_carried(caplog: pytest.LogCaptureFixture) -> None:
+    (said,) = said_in_steps(caplog, late=False)
+    assert said == "ddp: 3 tables and 1 dense bucket a step, 0 KB sent by rank 0 in the first"
+
+
+def test_the_log_says_that_a_model_was_registered_late(caplog: pytest.LogCaptureFixture) -> None:
+    warned, said = said_in_steps(caplog, late=True)
+    assert "the model has run already" in warned and "3 tables" in said
+
+
+@trained(2)
+def test_a_model_that_has_a_hook_already_is_refused_on_every_rank() -> None:
+    twice, other = (DistributedDataParallel(nn.Linear(2, 2)) for _ in range(2))
+    ddp.register(twice)
+    if dist.get_rank() == 1:
+        other.register_comm_hook(None, fp16_compress_hook)
+    for model, rank in ((twice, 0), (other, 1)):
+        with pytest.raises(WeftError, match=f"rank {rank}: this model has a communication hook"):
+            ddp.register(model)
+    twice(torch.ones(1, 2)).sum().backward()
+    assert twice.module.bias.grad.eq(1).all()
+
+
 @trained(2)
 def test_a_state_made_by_hand_compares_the_wire_dtype_in_backward() -> None:
     ours = DistributedDataParallel(nn.Linear(70, 300))

@@ -34,6 +34,22 @@ OPTIONS: tuple[dict[str, Any], ...] = (
 )
 
 
+def test_that_everything_is_sent_whole_is_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    with weft.init():
+        for density, numel in ((0.5, 100), (1.0, 100), (0.5, 9000)):
+            state = TopK(density)
+            for _ in range(2):
+                weft.sync_sparsified([torch.ones(numel), torch.ones(3)], state)
+        model = DistributedDataParallel(nn.Linear(9, 9))
+        model.register_comm_hook(TopK(0.1), topk_hook)
+        for _ in range(2):
+            model(torch.ones(1, 9)).sum().backward()
+    assert [record.message.partition(", and")[0] for record in caplog.records] == [
+        "TopK sends everything whole: the largest tensor has 100 entries",
+        "TopK sends everything whole: the largest tensor has 81 entries",
+    ]
+
+
 def everywhere(wire: Wire, tensor: Tensor) -> list[Tensor]:
     """A tensor of each rank."""
     return list(weft.all_to_all([tensor] * wire.size, group=wire))

@@ -255,6 +255,15 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
     cast(Any, _engine).queue_callback(callback)
 
 
+def has_run(ddp_model: torch.nn.Module) -> bool:
+    """Whether a forward of a DistributedDataParallel model was run.
+
+    Without the private name: whether it has gradients by now.
+    """
+    ran = getattr(ddp_model, "_lazy_init_ran", None)
+    return any(p.grad is not None for p in ddp_model.parameters()) if ran is None else bool(ran)
+
+
 # DTensor -------------------------------------------------------------------------------------
 
 

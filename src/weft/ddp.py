@@ -45,7 +45,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from . import kernels
-from ._torch import at_end_of_backward, backward_id
+from ._torch import at_end_of_backward, backward_id, has_run
 from .comm.buckets import reduce_dense
 from .comm.gradients import without_rows
 from .comm.opening import opened
@@ -66,7 +66,21 @@ _END = "ddp end of backward"
 
 
 # of a State: what a copy does not have
-_NOT_COPIED = ("_group", "_wire", "_backward", "_pending", "_tables", "_bucket")
+_NOT_COPIED = ("_group", "_wire", "_backward", "_pending", "_tables", "_bucket", "_first")
+
+
+@dataclasses.dataclass
+class _FirstStep:
+    """What weft carries of a model, counted in its first step.
+
+    Attributes:
+        before: bytes that this rank had sent before.
+        tables, dense: how many sparse tables and dense buckets there are.
+    """
+
+    before: int
+    tables: int = 0
+    dense: int = 0
 
 
 class State:
@@ -106,6 +120,8 @@ class State:
         self._pending: list[Work[Any] | Exception] = []  # its calls
         self._tables: _Tables | None = None  # that wait for the next bucket
         self._bucket = -1  # the last bucket's number in this backward
+        self._first: _FirstStep | None = None  # while the first backward runs
+        self._is_told_of = False  # what the first backward was
 
     def __getstate__(self) -> dict[str, Any]:
         if self._group not in (None, dist.group.WORLD):
@@ -137,6 +153,30 @@ class State:
             _tell(wire, fields | {"kind of state": type(self).__name__}, error)
             self._wire = wire
         return self._wire
+
+    def _count(self, gradient: Tensor) -> None:
+        """Count a bucket of the first backward."""
+        if self._first is None:
+            return
+        if gradient.is_sparse:
+            self._first.tables += 1
+        else:
+            self._first.dense += 1
+
+    def _tell_first(self) -> None:
+        """Log what weft carries of the model, once: at the end of the first backward."""
+        first, self._first = self._first, None
+        if first is None:
+            return
+        self._is_told_of = True
+        sent = self.wire.traffic.bytes - first.before
+        _log.info(
+            "ddp: %s and %s a step, %.0f KB sent by rank %d in the first",
+            _counted(first.tables, "table"),
+            _counted(first.dense, "dense bucket"),
+            sent / 1e3,
+            self.wire.rank,
+        )
 
     def _asked(self) -> tuple[dict[str, str], str | None]:
         """What must be the same on every rank, and what is wrong with it."""
@@ -268,6 +308,11 @@ class TopK(State):
         """
         self.sparsifier.load_state_dict(state)
 
+    def _tell_first(self) -> None:
+        if self._first is not None and self.wire.rank == 0:
+            self.sparsifier.tell_if_whole()
+        super()._tell_first()
+
     def _asked(self) -> tuple[dict[str, str], str | None]:
         wrong, (settings, error) = super()._asked()[1], self.sparsifier.settings()
         return settings, wrong or error
@@ -312,10 +357,11 @@ def register(
         The hook's state; `state.calls` has the records of the last calls.
 
     Raises:
-        WeftError: `ddp_model` is not a DistributedDataParallel, and there are several ranks;
-            `wire_dtype` is wrong or differs between ranks; or a `SyncBatchNorm` on an accelerator
-            has the same group; the same text on every rank. Later, from `backward()`: the errors of
-            the calls. Then `.grad` holds this rank's own values; the next step works.
+        WeftError: `ddp_model` is not a DistributedDataParallel, and there are several ranks; it has
+            a communication hook already; `wire_dtype` is wrong or differs between ranks; or a
+            `SyncBatchNorm` on an accelerator has the same group; the same text on every rank.
+            Later, from `backward()`: the errors of the calls. Then `.grad` holds this rank's own
+            values; the next step works.
         WireError: from `backward()`: a peer or a link failed.
 
     Example:
@@ -345,12 +391,40 @@ def register(
     state = State(ddp_model.process_group, algorithm, wire_dtype)
     state._error = _interferes(ddp_model)
     state._unused = ddp_model.find_unused_parameters
-    state.wire  # noqa: B018  # connects here, where all ranks are, and not in the first backward
-    ddp_model.register_comm_hook(state, hook)
+    wire = state.wire  # connects here, where all ranks are, and not in the first backward
+    _set_hook(wire, ddp_model, state)
+    if has_run(ddp_model) and wire.rank == 0:
+        _log.warning(
+            "ddp.register: the model has run already, and weft did not carry the gradients of "
+            "those steps: call it right after DistributedDataParallel()"
+        )
     keep_tables_used(ddp_model.module)
     # torch's forward hooks do not see what a forward raises
     ddp_model.forward = _Forward(state, ddp_model)  # type: ignore[method-assign]
     return state
+
+
+def _set_hook(wire: Wire, ddp_model: DistributedDataParallel, state: State) -> None:
+    """Set weft's hook; collective.
+
+    Raises:
+        WeftError: a model has a hook already, on some rank; the same text on every rank.
+    """
+    error = None
+    try:
+        ddp_model.register_comm_hook(state, hook)
+    except RuntimeError as refused:
+        error = f"DistributedDataParallel takes no hook of weft's ({refused})"
+        if "only be called once" in str(refused):
+            error = (
+                "this model has a communication hook already, and DistributedDataParallel takes "
+                "one: call weft.ddp.register once for each model, and register no other hook"
+            )
+    _tell(wire, {}, error)
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}{'s' * (number != 1)}"
 
 
 def _runs_alone() -> bool:
@@ -537,6 +611,7 @@ def _future(state: State, bucket: dist.GradBucket) -> Future[Tensor]:
     for the next dense bucket, or for the last of all, and are reduced by one call.
     """
     gradient, may_wait = bucket.buffer(), _may_wait(state, bucket)
+    state._count(gradient)
     dense = gradient.layout != torch.sparse_coo
     if dense or (state._tables is not None and state._tables.device != gradient.device):
         _reduce_tables(state)
@@ -611,6 +686,9 @@ def _watch_for_errors(state: State, backward: int) -> None:
     if backward == state._backward and (state._pending or state._tables):
         return
     state._backward, state._pending, state._tables, state._bucket = backward, [], None, -1
+    state._first = None
+    if not state._is_told_of and state._wire is not None:
+        state._first = _FirstStep(state._wire.traffic.bytes)
     at_end_of_backward(functools.partial(_raise_error, state, before=True))
 
 
@@ -632,6 +710,8 @@ def _raise_error(state: State, before: bool = False) -> None:
         except WireError as error:
             errors = [error]
     state._pending = []
+    if not errors:
+        state._tell_first()
     for first in errors[:1]:
         note = "raised in backward(): .grad now holds this rank's own values, so zero_grad() them"
         if note not in getattr(first, "__notes__", ()):

@@ -18,6 +18,7 @@ SparseLoCo" (2025, arXiv 2508.15706), has selection in chunks.
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 import weakref
 from collections.abc import Mapping, Sequence
@@ -41,6 +42,7 @@ from .sparse.request import Request, travelling
 from .wire import default, process_group
 from .wire.base import Wire, flattened, plain
 
+_log = logging.getLogger("weft")
 _NAME = "sync_sparsified"
 _WARMUP = 0.25  # the density that warm-up begins with
 _SPELLED = 500  # characters of what all ranks compare of tensors; above, a digest
@@ -114,6 +116,8 @@ def sync_sparsified(
             for name, tensor in given.items():
                 if flat[name].data_ptr() != tensor.data_ptr():
                     tensor.copy_(flat[name].view(tensor.shape))
+        if wire.rank == 0 and (density is None or density < 1):
+            state.sparsifier.tell_if_whole()
 
     with torch.no_grad():
         wire.worker.call(_NAME, job)
@@ -223,6 +227,9 @@ class Sparsifier:
     wire_dtype: torch.dtype | None
     _kept: dict[str, _Kept] = field(default_factory=dict, init=False)
     _names: dict[int, tuple[weakref.ref[Tensor], str]] = field(default_factory=dict, init=False)
+    _partly: bool = field(default=False, init=False)  # whether a tensor was sent in part
+    _largest: int = field(default=0, init=False)  # entries of a tensor, so far
+    _is_told: bool = field(default=False, init=False)
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"_names": {}}  # these are of the parameters of this process
@@ -325,6 +332,8 @@ class Sparsifier:
         error = error or _wrong_density(asked)
         parts = {name: flat for name, flat in tensors.items() if flat.numel()} if not error else {}
         few = [name for name, flat in parts.items() if self._is_sparsified(flat, asked)]
+        self._partly |= bool(few)
+        self._largest = max([self._largest, *(flat.numel() for flat in parts.values())])
         starts = [0, *accumulate(parts[name].numel() for name in few)]
         picked = [] if error else [self._picked(name, parts[name], density) for name in few]
         # the sparse call takes place even if no tensor is sparsified: it compares the ranks
@@ -370,6 +379,18 @@ class Sparsifier:
         It depends on dtype, shape and settings alone, which are equal on all ranks.
         """
         return flat.is_floating_point() and flat.numel() >= self.min_numel and density < 1
+
+    def tell_if_whole(self) -> None:
+        """Log it, once, if no tensor so far had enough entries to be sent in part."""
+        if self._partly or self._is_told or not self._largest or self.density >= 1:
+            return
+        self._is_told = True
+        _log.warning(
+            "TopK sends everything whole: the largest tensor has %d entries, and min_numel is %d: "
+            "pass a smaller min_numel, if these are to be sparsified",
+            self._largest,
+            self.min_numel,
+        )
 
     def wrong(self, tensors: Mapping[str, Tensor]) -> str | None:
         """What is wrong with what is kept of these tensors, or None: it may have been loaded."""

@@ -54,6 +54,24 @@ def rows_of(wire: weft.Wire | None = None) -> list[int]:
 # Alone.
 
 
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [(None, ""), ("MASTER_ADDR", "node1"), ("SLURM_NTASKS", "8"), ("SLURM_NTASKS", "1")],
+)
+def test_a_group_of_one_is_told_of_and_warned_of_where_more_is_meant(
+    variable, value, monkeypatch, caplog
+) -> None:
+    if variable is not None:
+        monkeypatch.setenv(variable, value)
+    with caplog.at_level("INFO", "weft"), init():
+        pass
+    (said,) = (record for record in caplog.records if "a group of one" in record.message)
+    assert "start it with torchrun --nproc-per-node N, mpirun or srun" in said.message
+    warns = variable is not None and value != "1"
+    assert (said.levelname == "WARNING") == warns
+    assert (f"though the environment has {variable}={value};" in said.message) == warns
+
+
 def test_alone_it_is_a_group_of_one() -> None:
     with init() as wire:
         assert (wire.rank, wire.size) == (0, 1)

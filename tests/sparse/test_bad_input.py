@@ -275,6 +275,15 @@ def test_different_calls_are_told_apart(wire):
     assert total.values[total.indices == 5].eq(wire.size).all()
 
 
+@pytest.mark.parametrize("values", [torch.ones(2), torch.ones(2, 3)])
+def test_a_pair_in_the_wrong_order_is_told_of(values):
+    with (
+        weft.init(),
+        pytest.raises(weft.WeftError, match=r"pass \(indices, values\), in this order"),
+    ):
+        weft.sparse_all_reduce((values, torch.tensor([3, 1])))
+
+
 def test_outside_of_a_group_nothing_is_sent():
     with pytest.raises(weft.WeftError, match=r"call weft.init\(\)"):
         weft.sparse_all_reduce((torch.tensor([1]), torch.ones(1)))

@@ -256,6 +256,7 @@ def _set_up(asked: _Asked, env: Mapping[str, str]) -> str | None:
         raise
     kernels.prepare()
     if place is None:
+        _tell_alone(launch, env)
         backend = asked.backend or backends.best([backends.able()])
         _alone(backends.spec(backend), asked.limit)
         return None
@@ -297,6 +298,23 @@ def _check_backend(backend: str | None) -> None:
             f"backend={backend!r} was asked for, but torch.distributed is initialised already "
             f"with {there}: leave backend= out to use that"
         )
+
+
+def _tell_alone(launch: launchers.Launch, env: Mapping[str, str]) -> None:
+    """Log that this is a group of one; as a warning, if more seem to be meant."""
+    if launch.kind != "alone":
+        _log.info("a group of one: %s has started one rank", launch.kind)
+        return
+    several = [name for name in ("SLURM_NTASKS", "SLURM_NNODES") if env.get(name, "1") != "1"]
+    place = [name for name in ("MASTER_ADDR", "MASTER_PORT", "LOCAL_WORLD_SIZE") if env.get(name)]
+    meant = several + place
+    hint = f", though the environment has {meant[0]}={env[meant[0]]}" if meant else ""
+    _log.log(
+        logging.WARNING if meant else logging.INFO,
+        "a group of one: no launcher has started this process%s; for more ranks start it with "
+        "torchrun --nproc-per-node N, mpirun or srun",
+        hint,
+    )
 
 
 def _alone(spec: str, timeout: float) -> None:

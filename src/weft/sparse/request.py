@@ -327,10 +327,13 @@ def readable(given: Rows) -> Rows:
     for name, tensor in (("indices", indices), ("values", values)):
         if not has_elements(tensor):
             raise WeftError(f"the tensor of {name} is {lacking(tensor)}: pass one with data")
+    swapped = ""
+    if values.dim() == 1 and values.dtype in (torch.int32, torch.int64):
+        swapped = ", and the values look like indices: pass (indices, values), in this order"
     if indices.dim() != 1:
-        raise WeftError(f"indices have shape {tuple(indices.shape)}: they must be 1-D")
+        raise WeftError(f"indices have shape {tuple(indices.shape)}: they must be 1-D{swapped}")
     if indices.dtype not in (torch.int32, torch.int64):
-        raise WeftError(f"indices are {indices.dtype}: they must be int32 or int64")
+        raise WeftError(f"indices are {indices.dtype}: they must be int32 or int64{swapped}")
     if values.dim() == 0 or values.shape[0] != indices.numel():
         raise WeftError(
             f"{indices.numel()} indices come with values of shape {tuple(values.shape)}: "
