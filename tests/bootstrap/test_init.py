@@ -143,17 +143,18 @@ def test_a_group_without_gloo_is_not_one_with_it() -> None:
 
 
 def test_a_group_that_is_there_is_adopted_and_left_alone() -> None:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    own = timedelta(seconds=1234)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=own)
     try:
         for timeout in (None, 6.0, None):
             with init(timeout=timeout) as wire:
                 assert wire is process_group.of_group(None)
-                assert wire.timeout == (1800.0 if timeout is None else timeout)
+                assert wire.timeout == (1234.0 if timeout is None else timeout)
             assert dist.is_initialized()
             assert total(1.0) == 1.0
         with pytest.raises(WeftError, match="leave rendezvous= out"):
             init(rendezvous="env://")
-        with init("gloo"), pytest.raises(WeftError, match="running already, with timeout=1800"):
+        with init("gloo"), pytest.raises(WeftError, match="running already, with timeout=1234"):
             init(timeout=6.0)
     finally:
         dist.destroy_process_group()

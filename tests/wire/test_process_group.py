@@ -151,6 +151,28 @@ def test_who_did_not_join_is_named():
     assert time.monotonic() - began < 5.0
 
 
+def test_a_wait_for_a_late_rank_counts_against_the_timeout_of_joining(monkeypatch):
+    left = {}
+
+    def join(store, rank, size, timeout):
+        left[rank] = timeout
+        raise RuntimeError("it is enough to know that")
+
+    def joining(rank):
+        with pytest.raises(WireError, match="it is enough"):
+            connect(store, rank, 2, 60.0)
+
+    store, way = dist.HashStore(), process_group.Transport("tcp", join)
+    monkeypatch.setitem(process_group.TRANSPORTS, "tcp", way)
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(joining, 0)
+        time.sleep(1.0)
+        second = pool.submit(joining, 1)
+        first.result()
+        second.result()
+    assert left[0] <= 59.5 and left[0] < left[1]
+
+
 def test_who_joined_and_said_no_more_is_named():
     """It ended, or was stopped, before it said where it listens."""
     store = dist.HashStore()

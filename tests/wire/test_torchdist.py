@@ -164,9 +164,11 @@ def test_threads_make_groups_at_once_over_one_store():
             wire.dense_all_reduce(total, "sum").wait()
             return total.item()
 
-    orders = [["a", "b", "c"], ["c", "a", "b"]]
     with ThreadPoolExecutor(6) as pool:
-        calls = [pool.submit(joined, rank, name) for rank in (0, 1) for name in orders[rank]]
+        calls = [pool.submit(joined, *first) for first in ((0, "a"), (1, "b"))]
+        time.sleep(1.0)  # until each waits for the other rank
+        rest = ((0, "b"), (1, "a"), (0, "c"), (1, "c"))
+        calls += [pool.submit(joined, *each) for each in rest]
         assert [call.result() for call in calls] == [3.0] * 6
 
 
