@@ -11,8 +11,17 @@ from pathlib import Path
 import weft
 
 SOURCE = Path(weft.__file__).parent
-# cli/ and testing/: peers, and launching; nn/dtensor: a DTensor is made of its placements
-CALLERS = ("wire/", "backend/", "bootstrap/", "nn/dtensor.py", "nn/mesh.py", "_torch.py")
+# cli/ and testing/: peers, and launching; nn/dtensor: a DTensor is made of its placements;
+# sharded/checkpoints: states of a model and its optimizers are read, and nothing is sent
+CALLERS = (
+    "wire/",
+    "backend/",
+    "bootstrap/",
+    "nn/dtensor.py",
+    "nn/mesh.py",
+    "sharded/checkpoints.py",
+    "_torch.py",
+)
 
 
 def calls(tree):
