@@ -151,7 +151,9 @@ def several(me, size):
         mine = [torch.full((n, 2), float(me)) for n in range(count)]
         outs = [[torch.empty(n, 2) for n in range(count)] for _ in range(size)]
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "`torch.distributed.all_gather_coalesced` will be deprecated")
+            warnings.filterwarnings(
+                "ignore", "`torch.distributed.all_gather_coalesced` will be deprecated"
+            )
             dist.all_gather_coalesced(outs, mine)
         for rank, received in enumerate(outs):
             assert all(map(torch.equal, received, [torch.full_like(m, rank) for m in mine]))
