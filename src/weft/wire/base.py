@@ -496,15 +496,6 @@ def memory_of(tensor: Tensor) -> memoryview:
     return as_bytes(alias).numpy().data
 
 
-def held(tensor: Tensor) -> Tensor:
-    """The same memory of a plain tensor of the host, in a tensor that nobody else has.
-
-    It is held as that of `memory_of` is.
-    """
-    memory_of(tensor)
-    return tensor.detach()
-
-
 def flattened(tensor: Tensor) -> Tensor:
     """The elements of a contiguous tensor, 1-D, in the same memory."""
     # not view(-1): what expand() makes of one element is contiguous, too, with a stride of 0

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from .. import _torch
 from . import base
-from .base import Recv, as_bytes, memory_of
+from .base import Recv
 from .memory import Pool, fresh
 from .processes import Engine, Lost
 from .tcp.address import gloo_interfaces
@@ -145,7 +145,7 @@ class Links(Engine):
             if len(message) > receive.limit:
                 self._refuse(peer, f"{len(message)} bytes for a receive of {receive.limit}")
                 return
-            memory_of(receive.place())[: len(message)] = message.numpy().data
+            receive.place()[: len(message)] = message.numpy().data
             receive.done = True
 
     def _lose(self, peer: int, why: str) -> None:
@@ -187,8 +187,8 @@ class Links(Engine):
     def _send(self, peer: int) -> None:
         while (item := self._outgoing[peer].get()) is not None:
             channel, send = item
-            assert send.tensor is not None
-            self._put(peer, _MESSAGES, channel, as_bytes(send.tensor))
+            data = torch.frombuffer(send.memory, dtype=torch.uint8) if send.nbytes else _NOTHING
+            self._put(peer, _MESSAGES, channel, data)
             with self._changed:
                 send.done = True
                 self._changed.notify_all()

@@ -31,8 +31,10 @@ import torch
 from torch import Tensor
 
 from .. import shm
-from ..base import held, memory_of
+from ..base import memory_of
 from ..memory import Lease, Pool, fresh
+
+_START = ctypes.c_char * 0  # where memory begins
 
 EAGER = 1 << 17
 """Bytes of a message up to which it is sent whether or not it is awaited."""
@@ -66,16 +68,16 @@ class Send:
 
     Attributes:
         nbytes: its length.
-        tensor: contiguous, and held; None if the message was copied.
+        memory: its bytes, which are held; None if the message was copied.
         offset: its place in the segment; -1: it is not there.
         block: the copy in the segment, if it was copied.
     """
 
-    __slots__ = ("block", "done", "nbytes", "number", "offset", "tensor")
+    __slots__ = ("block", "done", "memory", "nbytes", "number", "offset")
 
     def __init__(self, tensor: Tensor, offset: int = -1, block: Block | None = None) -> None:
         self.nbytes, self.offset, self.block = tensor.nbytes, offset, block
-        self.tensor = held(tensor) if block is None else None
+        self.memory = memory_of(tensor) if block is None else None
         self.done, self.number = block is not None, 0
 
 
@@ -91,18 +93,18 @@ class Receive:
 
     def __init__(self, want: Tensor | int, pool: Pool) -> None:
         self.tensor = None if isinstance(want, int) else want
-        self._place = None if self.tensor is None else held(self.tensor)
+        self._place = None if self.tensor is None else memory_of(self.tensor)
         self.limit = want if isinstance(want, int) else want.nbytes
         self._pool = pool
         self._release: Callable[[], object] | None = None
         self.done = False
 
-    def place(self) -> Tensor:
+    def place(self) -> memoryview:
         """Where it goes: memory that is held."""
         if self._place is None:
             lease: Lease = self._pool.lease(self.limit)
-            self._release = lease.release
-            self.tensor = self._place = lease.tensor
+            self.tensor, self._release = lease.tensor, lease.release
+            self._place = memory_of(lease.tensor)
         return self._place
 
     def look(self, view: Tensor, release: Callable[[], object]) -> None:
@@ -255,8 +257,8 @@ class Connection:
                 parts.append(_FRAME.pack(kind, channel, send.nbytes, send.offset))
                 continue
             parts.append(_FRAME.pack(_DATA, channel, send.nbytes, 0))
-            if send.nbytes and send.tensor is not None:
-                parts.append(memory_of(send.tensor))
+            if send.nbytes and send.memory is not None:
+                parts.append(send.memory)
                 size += send.nbytes
             self._leaving.append(send)
 
@@ -365,7 +367,7 @@ class Connection:
             if not self._fits(length, receive):
                 return None
             self._coming = receive
-            return memory_of(receive.place())[:length] if length else memoryview(b"")
+            return receive.place()[:length] if length else memoryview(b"")
         try:
             if length > EAGER and self.segment is None:
                 raise MemoryError
@@ -422,14 +424,15 @@ class Connection:
         """Give a complete message to its receive."""
         length, offset, number = message.length, message.offset, message.number
         if message.data is not None:
-            memory_of(receive.place())[:length] = message.data
+            receive.place()[:length] = message.data
         else:
             assert self.segment is not None
             if receive.tensor is None and not message.lent and self._holds(offset, receive.limit):
                 view = self.segment.memory[offset : offset + receive.limit]
                 receive.look(view, lambda: self.was_read(number, length, awaited=False))
                 return
-            ctypes.memmove(receive.place().data_ptr(), self.segment.address + offset, length)
+            place = ctypes.addressof(_START.from_buffer(receive.place()))
+            ctypes.memmove(place, self.segment.address + offset, length)
             self.was_read(number, length, awaited=message.lent)
         receive.done = True
 
