@@ -47,7 +47,7 @@ def in_one_process(text: TensorDataset, words: int, ranks: int) -> NextWord:
 
 
 def main() -> None:
-    accelerator = Accelerator(cpu=True)
+    accelerator = weft.trainers.accelerate(Accelerator(cpu=True))
     ranks = accelerator.num_processes
     corpus = read([Path(asyncio.__file__).parent], min_count=1, ranks=1)
     windows = torch.from_numpy(corpus.tokens).long().unfold(0, BEFORE + 1, 1)
@@ -57,20 +57,18 @@ def main() -> None:
     model = NextWord(len(corpus.words), sparse=True)
     update = torch.optim.SGD(model.parameters(), lr=RATE)
     model, update, batches = accelerator.prepare(model, update, DataLoader(text, BATCH))
-    state = weft.ddp.register(model)  # which alone does nothing, and says so
     norms = []
     for before, word in batches:  # each rank gets other batches
         update.zero_grad()
         accelerator.backward(functional.cross_entropy(model(before), word))
         if accelerator.sync_gradients:
-            accelerator.unscale_gradients()  # in fp16
-            norms.append(float(weft.clip_grad_norm_(model.parameters(), MOST)))
+            norms.append(float(accelerator.clip_grad_norm_(model.parameters(), MOST)))
         update.step()
 
     other = in_one_process(text, len(corpus.words), ranks)
     ours, its = (parameters_to_vector(each.parameters()).detach() for each in (model, other))
     apart = float((ours - its).abs().max())
-    clipped, calls = sum(norm > MOST for norm in norms), len(state.calls)
+    clipped, calls = sum(norm > MOST for norm in norms), len(accelerator.weft_state.calls)
     if accelerator.is_main_process:
         print(
             f"{ranks} ranks, {calls} sparse sums, clipped in {clipped} of {len(norms)} steps; "

@@ -7,13 +7,14 @@ one process that has all the data, dense gradients and no weft.
 
 from __future__ import annotations
 
+import argparse
 import asyncio
+import importlib
+from math import inf
 from pathlib import Path
 from typing import Any
 
 import torch
-from lightning import LightningModule, Trainer
-from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils import clip_grad_norm_, parameters_to_vector
@@ -22,19 +23,15 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 import weft
 from weft.cli.demo.text import read
 
+parser = argparse.ArgumentParser(description="train by Lightning over weft")
+parser.add_argument("--package", default="lightning.pytorch", help="or pytorch_lightning")
+pl: Any = importlib.import_module(parser.parse_args().package)
+
 RANKS, STEPS, BATCH, BEFORE, DIM = 2, 40, 64, 8, 32
 RATE, MOST = 1.0, 0.25  # of learning; norm of the gradients
 
 
-class WeftStrategy(DDPStrategy):
-    """DistributedDataParallel over weft, also on the CPU, where `ddp_comm_hook` does nothing."""
-
-    def configure_ddp(self) -> None:
-        super().configure_ddp()
-        self.weft = weft.ddp.register(self.model)
-
-
-class NextWord(LightningModule):
+class NextWord(pl.LightningModule):
     def __init__(self, words: int, sparse: bool = True) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -49,12 +46,8 @@ class NextWord(LightningModule):
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=RATE)
 
-    def configure_gradient_clipping(
-        self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None
-    ) -> None:
-        """Clip with weft: the Trainer's own way fails on sparse gradients, in torch."""
-        if gradient_clip_val is not None:
-            self.norms.append(float(weft.clip_grad_norm_(self.parameters(), gradient_clip_val)))
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.norms.append(float(weft.clip_grad_norm_(self.parameters(), inf)))  # before it clips
 
 
 def in_one_process(text: TensorDataset, words: int) -> NextWord:
@@ -75,8 +68,8 @@ def main() -> None:
     windows = windows[: STEPS * BATCH * RANKS]
     text = TensorDataset(windows[:, :-1], windows[:, -1])
 
-    model, strategy = NextWord(len(corpus.words)), WeftStrategy()
-    trainer = Trainer(
+    model, strategy = NextWord(len(corpus.words)), weft.trainers.lightning()
+    trainer = pl.Trainer(
         accelerator="cpu",
         devices=RANKS,
         strategy=strategy,
@@ -93,7 +86,7 @@ def main() -> None:
     ours, its = (parameters_to_vector(each.parameters()).detach() for each in (model, other))
     apart = strategy.reduce((ours - its).abs().max(), reduce_op="max")
     clipped = sum(norm > MOST for norm in model.norms)
-    calls = len(strategy.weft.calls)
+    calls = len(strategy.weft_state.calls)
     if trainer.is_global_zero:
         print(
             f"{trainer.world_size} ranks, {calls} sparse sums, clipped in {clipped} of "

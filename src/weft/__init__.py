@@ -10,7 +10,7 @@ import typing as _typing
 from . import backend as _backend
 
 if _typing.TYPE_CHECKING:
-    from . import ddp, kernels, nn, sparse
+    from . import ddp, kernels, nn, sparse, trainers
     from .bootstrap.init import config, init, shutdown
     from .comm.all_reduce import all_reduce
     from .comm.all_to_all import all_to_all
@@ -75,9 +75,10 @@ __all__ = [
     "sync_grads",
     "sync_params",
     "sync_sparsified",
+    "trainers",
 ]
 
-_MODULES = ("ddp", "kernels", "nn", "sparse")
+_MODULES = ("ddp", "kernels", "nn", "sparse", "trainers")
 _HOMES = {
     "Partition": "nn.partition",
     "Rows": "rows",

@@ -1,0 +1,125 @@
+"""weft under Accelerate: models that an Accelerator prepares, and gradients that it clips."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import weft
+
+from .clipping import clip
+from .frameworks import check_kind
+
+A = TypeVar("A")
+
+
+def accelerate(accelerator: A, algorithm: str = "auto", wire_dtype: torch.dtype | None = None) -> A:
+    """Let weft carry the gradients of what an Accelerator prepares. Call it before `prepare`.
+
+    Afterwards `accelerator.prepare` registers weft for each model that it wraps in
+    DistributedDataParallel (`weft.ddp.register`), and `accelerator.clip_grad_norm_` takes sparse
+    gradients, too. `accelerator.weft_state` is the `weft.ddp.State` of the model that was prepared
+    last, or None. In a group of one gradients stay as they are.
+
+    Args:
+        accelerator: an `accelerate.Accelerator` for one process, or for several under
+            DistributedDataParallel.
+        algorithm, wire_dtype: as for `weft.ddp.register`.
+
+    Returns:
+        The accelerator.
+
+    Raises:
+        WeftError: it is no Accelerator, its models are not wrapped in DistributedDataParallel, it
+            is over weft already, or Accelerate is too old; raised on this rank alone. Later, from
+            `prepare`, what `weft.ddp.register` raises. From the first `accelerator.backward`, if
+            its gradients did not go over weft: the model was prepared before, or by nobody.
+
+    Example:
+        >>> import accelerate, torch, weft
+        >>> accelerator = weft.trainers.accelerate(accelerate.Accelerator(cpu=True))
+        >>> table = torch.nn.EmbeddingBag(10, 2, sparse=True)
+        >>> optimizer = torch.optim.SGD(table.parameters(), lr=0.1)
+        >>> model, optimizer = accelerator.prepare(table, optimizer)
+        >>> accelerator.backward(model(torch.tensor([[3, 3, 7]])).sum())
+        >>> accelerator.clip_grad_norm_(model.parameters(), max_norm=0.5)
+        tensor(1.0541)
+        >>> optimizer.step()
+    """
+    check_kind(accelerator, "accelerate", "accelerate", "Accelerator")
+    given: Any = accelerator
+    kind = given.distributed_type.value  # of accelerate.DistributedType
+    if kind != "NO" and not kind.startswith("MULTI_"):
+        raise weft.WeftError(
+            f"this Accelerator trains under {kind}: weft.trainers.accelerate is for models in "
+            "DistributedDataParallel"
+        )
+    if hasattr(given, "weft_state"):
+        raise weft.WeftError("this Accelerator is over weft already: call it once")
+    over = _OverWeft(given, algorithm, wire_dtype)
+    given.weft_state = None
+    given.prepare_model = over.prepare_model
+    given.backward = over.backward
+    given.clip_grad_norm_ = over.clip_grad_norm_
+    return accelerator
+
+
+class _OverWeft:
+    """Methods of an Accelerator, in place of its own, which they call."""
+
+    def __init__(self, accelerator: Any, algorithm: str, wire_dtype: torch.dtype | None) -> None:
+        self._accelerator = accelerator
+        self._prepare_model = accelerator.prepare_model
+        self._backward = accelerator.backward
+        self._options: dict[str, Any] = {"algorithm": algorithm, "wire_dtype": wire_dtype}
+        self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # which weft carries
+        self._checked = False  # whether a backward has shown that it does
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
+        prepared: nn.Module = self._prepare_model(
+            model, device_placement=device_placement, evaluation_mode=evaluation_mode
+        )
+        wrapped: Any = getattr(prepared, "_orig_mod", prepared)  # torch.compile's is outside
+        trains = any(each.requires_grad for each in prepared.parameters())
+        if trains and not evaluation_mode and wrapped not in self._models:
+            self._accelerator.weft_state = weft.ddp.register(wrapped, **self._options)
+            self._models.add(wrapped)
+        return prepared
+
+    def backward(self, loss: Tensor, **options: Any) -> None:
+        state = self._accelerator.weft_state
+        if self._accelerator.num_processes == 1 or self._checked:
+            self._backward(loss, **options)
+            return
+        if state is None:
+            raise weft.WeftError(
+                "no model was prepared since weft.trainers.accelerate: call it before "
+                "accelerator.prepare, and before the trainer that prepares begins"
+            )
+        before = state.wire.worker.made
+        self._backward(loss, **options)
+        if all(_synchronises(model) for model in self._models):
+            self._checked = True
+            if state.wire.worker.made == before:
+                raise weft.WeftError(
+                    "weft is not in use: accelerator.backward sent no gradient over it. The loss "
+                    "must come from the model that accelerator.prepare returned"
+                )
+
+    def clip_grad_norm_(
+        self, parameters: Iterable[Tensor], max_norm: float, norm_type: Any = 2
+    ) -> Tensor:
+        self._accelerator.unscale_gradients()
+        return clip(parameters, self._models, max_norm, norm_type)
+
+
+def _synchronises(model: nn.Module) -> bool:
+    """Whether the last backward of a model was not one of those that only accumulate."""
+    return isinstance(model, DistributedDataParallel) and model.require_backward_grad_sync
