@@ -85,6 +85,7 @@ def test_the_chosen_one_is_above_and_what_is_ruled_out_below(explanations):
 
 
 def test_a_group_of_one_is_told_that_nothing_is_sent(alone):
+    assert str(alone).startswith("1 rank, 3 rows in all")
     assert "the group has one rank" in alone._repr_html_()
     assert Parsed(alone._repr_html_()).rows == []
 

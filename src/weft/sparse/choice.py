@@ -115,9 +115,9 @@ class Explanation:
         """The lines above the table."""
         load = self.load
         text = [
-            f"{load.ranks} ranks, {load.total} rows in all (most {load.most}, fewest "
-            f"{load.fewest}), about {load.union} in the result, {load.row} bytes each; "
-            f"bound {load.bound:.0f} bytes a rank"
+            f"{load.ranks} rank{'s' * (load.ranks > 1)}, {load.total} rows in all "
+            f"(most {load.most}, fewest {load.fewest}), about {load.union} in the result, "
+            f"{load.row} bytes each; bound {load.bound:.0f} bytes a rank"
         ]
         if self.link:
             text.append(f"link: {self.link}")
