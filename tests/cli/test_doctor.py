@@ -28,7 +28,8 @@ def test_alone_all_is_well():
     done = CliRunner().invoke(app, ["doctor"])
     assert done.exit_code == 0, done.output
     ok = "versions: weft ", "interface lo: 127.0.0.1", "backend gloo: gloo", "of 1 rank "
-    for text in (*ok, "launched by: no launcher, rank 0 of 1"):
+    group = "rank 0 of 1, timeout"  # while it stood
+    for text in (*ok, "launched by: no launcher, rank 0 of 1", group):
         assert text in done.output
     assert "wrong" not in done.output
     for line in done.output.splitlines():  # what is not here is not called ok
@@ -96,7 +97,8 @@ def test_more_ranks_than_cores_are_told_of():
 
 
 def test_under_a_launcher_the_ranks_meet_and_are_measured():
-    findings, pairs = launch(2, network, [None, 20.0, 10_000])[1]
+    findings, pairs, in_force = launch(2, network, [None, 20.0, 10_000])[1]
+    assert "rank 1 of 2, timeout" in in_force
     assert [finding.level for finding in findings[:2]] == ["ok", "ok"]
     assert findings[1].text == "host 0: ranks [0, 1]"
     assert findings[2].what == "cores" and "the 2 ranks of this host" in findings[2].text

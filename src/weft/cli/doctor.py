@@ -86,14 +86,15 @@ def doctor(
         doctor_merge.merge(merge)
         return
     ahead = look_ahead(rendezvous)
-    findings, pairs = [*look(ahead)], list[Pair]()
+    findings, pairs, in_force = [*look(ahead)], list[Pair](), ""
     if "launch" not in ahead.errors:  # weft.init would raise the same
-        met, pairs = network(rendezvous, timeout, int(mib * 2**20))
+        met, pairs, in_force = network(rendezvous, timeout, int(mib * 2**20))
         findings += met
     wrong = [finding for finding in findings if finding.level == "wrong"]
     if ahead.rank == 0:  # the others say only what is wrong with them
         _print(findings, pairs)
-        show.console().print(f"\nin force (weft.config()):\n{weft.config()}", soft_wrap=True)
+        in_force = in_force or str(weft.config())
+        show.console().print(f"\nin force (weft.config()):\n{in_force}", soft_wrap=True)
         show.console().print(f"\n{_next(findings, pairs)}", soft_wrap=True)
     else:
         _print(wrong, [])
@@ -182,16 +183,25 @@ def _address(ahead: Preview) -> Finding:
 
 def network(
     rendezvous: str | None, timeout: float, nbytes: int
-) -> tuple[list[Finding], list[Pair]]:
-    """Start weft, and measure if there is somebody to measure with."""
+) -> tuple[list[Finding], list[Pair], str]:
+    """Start weft, and measure if there is somebody to measure with.
+
+    Args:
+        rendezvous, timeout: as for `weft.init`.
+        nbytes: of a message, for bandwidth.
+
+    Returns:
+        What was found, the pairs, and what `weft.config` says while the group stands.
+    """
     began = time.perf_counter()
     try:
         with weft.init(rendezvous=rendezvous, timeout=timeout) as wire:
             took = time.perf_counter() - began
+            in_force = str(weft.config())
             size = f"{wire.size} rank{'s' * (wire.size > 1)}"
             findings = [Finding("ok", "start", f"weft.init of {size} took {took:.1f} s")]
             if wire.size == 1:
-                return findings, []
+                return findings, [], in_force
             hosts = hosts_of(wire)
             each = enumerate(hosts.ranks)
             text = "; ".join(f"host {number}: ranks {[*here]}" for number, here in each)
@@ -201,9 +211,9 @@ def network(
                 pair._replace(near=hosts.of[pair.low] == hosts.of[pair.high])
                 for pair in measure(wire, nbytes)
             ]
-            return [*findings, *slow(pairs)], pairs
+            return [*findings, *slow(pairs)], pairs, in_force
     except (weft.Error, OSError) as error:
-        return [Finding.of("wrong", "start", error)], []
+        return [Finding.of("wrong", "start", error)], [], ""
 
 
 def measure(wire: Wire, nbytes: int) -> list[Pair]:
