@@ -2,7 +2,23 @@
 # Both need Python 3.11+, make and a network to the package registry.
 
 PYTHON ?= python3
-BIN := .venv/bin
+
+# Which PyTorch: pinned, newest or nightly. Each has an environment and a file of constraints.
+TORCH ?= pinned
+SUFFIX := $(if $(filter-out pinned,$(TORCH)),-$(TORCH))
+VENV := .venv$(SUFFIX)
+EXAMPLES_VENV := .venv-examples$(SUFFIX)
+CONSTRAINTS := constraints$(SUFFIX).txt
+
+# PyTorch's index of builds for the CPU. The package registry's build for Linux on x86-64 brings
+# gigabytes of CUDA; it is taken where this index does not answer, or where this is set to nothing.
+TORCH_INDEX ?= https://download.pytorch.org/whl/$(if $(filter nightly,$(TORCH)),nightly/)cpu
+INSTALL_TORCH = tools/install-torch '$(TORCH_INDEX)' --constraint $(CONSTRAINTS)
+
+# Tests to run in place of all: files, folders, options of pytest.
+TESTS ?=
+
+BIN := $(VENV)/bin
 PIP = @$(PYTHON) tools/one-line $(BIN)/python -m pip install
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
@@ -11,89 +27,89 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test examples soak lint types layers docs check package clean
 
-demo: .venv/report
+demo: $(VENV)/report
 	$(BIN)/weft demo
 
 # Tests mostly wait, for processes that start and for deadlines: three at once fill two cores.
-test: .venv/test
-	$(BIN)/python -m pytest -q -n 3 --dist worksteal
+test: $(VENV)/test
+	$(BIN)/python -m pytest -q -n 3 --dist worksteal $(TESTS)
 
 # All examples, or EXAMPLES, by the commands that their READMEs name, with weft installed as users
 # install it.
-examples .venv-examples/made: BIN := .venv-examples/bin
-examples: .venv-examples/made
+examples $(EXAMPLES_VENV)/made: BIN := $(EXAMPLES_VENV)/bin
+examples: $(EXAMPLES_VENV)/made
 	$(PIP) --quiet --no-deps .
 	$(BIN)/python tools/examples $(EXAMPLES)
 
 # Ten thousand random programs on every wire, which takes a while.
-soak: .venv/test
+soak: $(VENV)/test
 	$(BIN)/python benchmarks/soak.py
 
-lint: .venv/lint
+lint: $(VENV)/lint
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-types: .venv/lint
+types: $(VENV)/lint
 	$(BIN)/mypy
 
-layers: .venv/lint
+layers: $(VENV)/lint
 	$(BIN)/lint-imports
 
-docs: .venv/docs
+docs: $(VENV)/docs
 	$(BIN)/mkdocs build --strict --quiet
 
 check: lint types layers docs test
 
 # What a release uploads: the wheel and the source archive, in dist/. The wheel is installed into an
 # empty environment, and has to serve there.
-package: .venv/package
+package: $(VENV)/package
 	rm -rf dist .venv-package
 	$(BIN)/python -m build --outdir dist .
 	$(BIN)/twine check --strict dist/*
 	$(PYTHON) -m venv .venv-package
-	.venv-package/bin/python -m pip install --quiet --constraint constraints.txt torch
-	.venv-package/bin/python -m pip install --quiet --constraint constraints.txt dist/*.whl
+	$(PYTHON) tools/one-line .venv-package/bin/python $(INSTALL_TORCH)
+	.venv-package/bin/python -m pip install --quiet --constraint $(CONSTRAINTS) dist/*.whl
 	cd dist && ../.venv-package/bin/python -c "import weft; weft.init(); weft.barrier(); weft.shutdown()"
 	rm -rf .venv-package
 
-# The pinned torch comes first and alone: a range would bring the registry's newest build, with
-# gigabytes of CUDA. The versions of tools stand in pyproject.toml, in the dependency groups.
-.venv/base: pyproject.toml constraints.txt
-	@echo "making .venv and installing PyTorch and weft there: once, some minutes"
-	$(PYTHON) -m venv .venv
+# PyTorch comes first and alone, so that nothing else chooses its build. The versions of tools stand
+# in pyproject.toml, in the dependency groups.
+$(VENV)/base: pyproject.toml $(CONSTRAINTS)
+	@echo "making $(VENV) and installing PyTorch and weft there: once, some minutes"
+	$(PYTHON) -m venv $(VENV)
 	$(PIP) --quiet --upgrade 'pip>=25.1'
-	$(PIP) --constraint constraints.txt torch
-	$(PIP) --constraint constraints.txt --editable .
+	@$(PYTHON) tools/one-line $(BIN)/python $(INSTALL_TORCH)
+	$(PIP) --constraint $(CONSTRAINTS) --editable .
 	@touch $@
 
-.venv/report: .venv/base
-	$(PIP) --constraint constraints.txt --editable '.[report]'
+$(VENV)/report: $(VENV)/base
+	$(PIP) --constraint $(CONSTRAINTS) --editable '.[report]'
 	@touch $@
 
-.venv/test: .venv/report
-	$(PIP) --quiet --constraint constraints.txt --group test
+$(VENV)/test: $(VENV)/report
+	$(PIP) --quiet --constraint $(CONSTRAINTS) --group test
 	@touch $@
 
-.venv/lint: .venv/test
-	$(PIP) --quiet --constraint constraints.txt --group lint
+$(VENV)/lint: $(VENV)/test
+	$(PIP) --quiet --constraint $(CONSTRAINTS) --group lint
 	@touch $@
 
-.venv/package: .venv/base
+$(VENV)/package: $(VENV)/base
 	$(PIP) --quiet --group package
 	@touch $@
 
-.venv/docs: .venv/base
-	$(PIP) --quiet --constraint constraints.txt --group docs
+$(VENV)/docs: $(VENV)/base
+	$(PIP) --quiet --constraint $(CONSTRAINTS) --group docs
 	@touch $@
 
 # The frameworks that examples train under, which the other tests do without.
-.venv-examples/made: pyproject.toml constraints.txt
-	@echo "making .venv-examples and installing PyTorch and other frameworks there: once, some minutes"
-	$(PYTHON) -m venv .venv-examples
+$(EXAMPLES_VENV)/made: pyproject.toml $(CONSTRAINTS)
+	@echo "making $(EXAMPLES_VENV) and installing PyTorch and other frameworks there: once, some minutes"
+	$(PYTHON) -m venv $(EXAMPLES_VENV)
 	$(PIP) --quiet --upgrade 'pip>=25.1'
-	$(PIP) --constraint constraints.txt torch
-	$(PIP) --constraint constraints.txt '.[report]' --group examples
+	@$(PYTHON) tools/one-line $(BIN)/python $(INSTALL_TORCH)
+	$(PIP) --constraint $(CONSTRAINTS) '.[report]' --group examples
 	@touch $@
 
 clean:
-	rm -rf .venv .venv-examples .venv-package dist site weft-demo
+	rm -rf .venv .venv-newest .venv-nightly .venv-examples* .venv-package dist site weft-demo

@@ -21,7 +21,6 @@ import argparse
 import os
 import statistics
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -240,7 +239,7 @@ def cases(rank: int, ranks: int, elements: int, row: dist.ProcessGroup) -> list[
                 "nn.functional": lambda x: dnn.reduce_scatter(
                     torch.empty(shape), list(x.chunk(ranks)), group=group
                 ),
-                "funcol": lambda x: funcol.reduce_scatter_tensor_autograd(x, "sum", 0, group),
+                "funcol": lambda x: funcol.reduce_scatter_single_autograd(x, "sum", 0, group),
             },
             lambda xs: sum_of([x[at : at + shape[0]] for x in xs]),
             lambda gs: torch.cat(list(gs)),
@@ -382,7 +381,6 @@ Result = list[tuple[Case, int, dict[str, Figures]]]
 def rank(options: argparse.Namespace) -> list[list[list[str]]]:
     """One rank's program: the rows of both tables."""
     torch.set_num_threads(1)
-    warnings.simplefilter("ignore")  # torch's, on functions that are about to be renamed
     with weft.init(timeout=120) as wire:
         me, ranks = wire.rank, wire.size
         rows = [dist.new_group([at, at + 1]) for at in range(0, ranks, 2)]

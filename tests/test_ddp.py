@@ -13,7 +13,6 @@ import os
 import signal
 import threading
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -106,15 +105,13 @@ def trained(*sizes: int) -> Callable[[Callable[[], None]], Callable[..., None]]:
     def decorate(body: Callable[[], None]) -> Callable[..., None]:
         @functools.wraps(body)
         def inside(wire: Wire, tmp_path: Path) -> None:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # DistributedDataParallel's, of what is tested here
-                meeting = f"file://{tmp_path}/meeting"
-                dist.init_process_group("gloo", meeting, rank=wire.rank, world_size=wire.size)
-                try:
-                    with init(timeout=20):
-                        body()
-                finally:
-                    dist.destroy_process_group()
+            meeting = f"file://{tmp_path}/meeting"
+            dist.init_process_group("gloo", meeting, rank=wire.rank, world_size=wire.size)
+            try:
+                with init(timeout=20):
+                    body()
+            finally:
+                dist.destroy_process_group()
 
         parameters = inspect.signature(inside, follow_wrapped=False)
         inside.__dict__["__signature__"] = parameters

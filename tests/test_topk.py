@@ -25,8 +25,6 @@ from weft.sparsify import _largest, _selected
 from weft.testing import spmd
 from weft.wire.base import Wire
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # DistributedDataParallel's
-
 OPTIONS: tuple[dict[str, Any], ...] = (
     {"bucket_cap_mb": 1e-5, "gradient_as_bucket_view": True},
     {"static_graph": True},

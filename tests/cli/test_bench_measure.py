@@ -6,7 +6,6 @@ import math
 import sys
 import tempfile
 import time
-import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -38,9 +37,7 @@ def _within(wire: Wire, meeting: str, body: str, args: tuple[Any, ...]) -> Any:
     """By its name, since a process of the pool has this module, and need not find it by import."""
     dist.init_process_group("gloo", meeting, rank=wire.rank, world_size=wire.size)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # sparse tensors of torch are in beta
-            return globals()[body](*args)
+        return globals()[body](*args)
     finally:
         dist.destroy_process_group()
 

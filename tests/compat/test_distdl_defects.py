@@ -106,7 +106,8 @@ def test_scaling_under_torch_func_and_in_forward_mode(wire):
     torch.func.vmap(layer, in_dims=1)(leaf).square().sum().backward()
     torch.testing.assert_close(leaf.grad, right)
     with warnings.catch_warnings(), torch.autograd.forward_ad.dual_level():
-        warnings.simplefilter("ignore")  # torch's own, when forward mode is used first
+        # torch's own, when forward mode is used first
+        warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated")
         torch.autograd.forward_ad.make_dual(x, x)
     value, tangent = torch.func.jvp(layer, (x,), (x,))  # which is not divided: it goes forward
     torch.testing.assert_close(tangent, value)

@@ -119,7 +119,8 @@ def test_forward_mode(wire):
     layer = nn.AllGather(weft.Partition(2), 0)
     x, t = data(wire, 3), data(wire, 3) * 2
     with warnings.catch_warnings(), forward_ad.dual_level():
-        warnings.simplefilter("ignore")  # torch uses what it calls deprecated
+        # torch uses what it calls deprecated
+        warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated")
         dual = forward_ad.make_dual(x, t) if wire.rank else x  # rank 0 has no tangent
         y, tangent = forward_ad.unpack_dual(layer(dual))
     assert torch.equal(y, layer(x))

@@ -23,7 +23,7 @@ def ones(*shape, dtype=torch.float32):
 
 def nested():
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch calls it a prototype
+        warnings.filterwarnings("ignore", "The PyTorch API of nested tensors is in prototype")
         return torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
 
 

@@ -44,8 +44,8 @@ def one(*indices, values=None, height=10, dtype=torch.int64):
 
 
 def nested():
-    with warnings.catch_warnings():  # torch calls them a prototype
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The PyTorch API of nested tensors is in prototype")
         return torch.nested.nested_tensor([torch.ones(2), torch.ones(1)])  # its layout is strided
 
 

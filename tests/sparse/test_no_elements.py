@@ -17,7 +17,7 @@ import weft
 from weft.testing import spmd
 
 # torch's own, where jvp takes an operation apart
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is dep:DeprecationWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
 
 
 class Wrapper(Tensor):
@@ -49,8 +49,8 @@ def lazy(tensor):
 
 
 def nested(tensor):
-    with warnings.catch_warnings():  # torch calls them a prototype
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The PyTorch API of nested tensors is in prototype")
         return torch.nested.nested_tensor([tensor[0], tensor[1]])  # its layout is strided
 
 

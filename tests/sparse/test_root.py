@@ -51,7 +51,7 @@ def test_any_integer_is_a_rank(wire, name):
 
 def quantized(values):
     with warnings.catch_warnings():  # torch says that they will go
-        warnings.simplefilter("ignore")
+        warnings.filterwarnings("ignore", "torch.quantize_per_tensor")
         return torch.quantize_per_tensor(values, 0.1, 0, torch.qint8)
 
 

@@ -182,7 +182,8 @@ class Peer:
             raise OSError(f"a descriptor came that is no sealed segment of {nbytes} bytes")
         pages = mmap.mmap(fd, nbytes, prot=mmap.PROT_READ)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of torch, that nobody may write there
+            # of torch, that nobody may write there
+            warnings.filterwarnings("ignore", "The given buffer is not writable")
             self.memory = torch.frombuffer(pages, dtype=torch.uint8)
         self.nbytes, self.address = nbytes, self.memory.data_ptr()
 

@@ -119,10 +119,9 @@ def _torch(coo: Tensor) -> Tensor:
 
 
 def _horovod(coo: Tensor) -> Tensor:
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     size = dist.get_world_size()
     lengths = torch.empty(size, dtype=torch.int64)
-    gather(lengths, torch.tensor([coo._nnz()]))
+    dist.all_gather_single(lengths, torch.tensor([coo._nnz()]))
     counts: list[int] = lengths.tolist()
     longest = max(counts)
 
@@ -131,7 +130,7 @@ def _horovod(coo: Tensor) -> Tensor:
             padding = (0, 0) * (tensor.dim() - 1) + (0, longest - len(tensor))
             tensor = torch.nn.functional.pad(tensor, padding)
         out = tensor.new_empty((size * longest, *tensor.shape[1:]))
-        gather(out, tensor.contiguous())
+        dist.all_gather_single(out, tensor.contiguous())
         if min(counts) == longest:
             return out
         return torch.cat([out[r * longest :][:count] for r, count in enumerate(counts)])
