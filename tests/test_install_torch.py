@@ -1,4 +1,4 @@
-"""Where `make` gets PyTorch from: an index of its own where that serves, else the package registry."""
+"""Where `make` gets PyTorch: from an index of its own where that serves, else the registry."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def wheel(name: str, version: str, needs: str = "") -> bytes:
 
 
 class Index:
-    """A simple index at a port of the loopback: pages of links, files, and what it was asked for."""
+    """A simple index at a port of the loopback: its pages, its files, what it was asked for."""
 
     def __init__(self) -> None:
         self.pages: dict[str, bytes] = {}
@@ -90,7 +90,9 @@ def index() -> Iterator[Index]:
     found.close()
 
 
-def installed(url: str, registry: Index, folder: Path, constraint: str = "torch==2.13.0") -> set[str]:
+def installed(
+    url: str, registry: Index, folder: Path, constraint: str = "torch==2.13.0"
+) -> set[str]:
     """What the tool installs into a folder, on a machine whose package registry is `registry`."""
     (folder / "constraints.txt").write_text(f"{constraint}\n")
     env = {name: value for name, value in os.environ.items() if not name.startswith("PIP_")}

@@ -76,8 +76,8 @@ def groups(wire, path):
         with pytest.raises(WeftError, match=r"shape \(3, 1\) has 2 dimensions"):
             of(DeviceMesh("cpu", torch.arange(wire.size).view(-1, 1)))
 
-        # Made by their members alone; last, since torch 2.15 counts them in the names of groups that
-        # all ranks make later, which then have different names.
+        # Made by their members alone; last, since torch 2.15 counts them in the names of groups
+        # that all ranks make later, which then have different names.
         if wire.rank < 2:
             twins = [dist.new_group([0, 1], use_local_synchronization=True) for _ in range(2)]
             for twin in twins:
