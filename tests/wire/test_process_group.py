@@ -76,12 +76,24 @@ def groups(wire, path):
         with pytest.raises(WeftError, match=r"shape \(3, 1\) has 2 dimensions"):
             of(DeviceMesh("cpu", torch.arange(wire.size).view(-1, 1)))
 
-        # Made by their members alone; last, since torch 2.15 counts them in the names of groups
-        # that all ranks make later, which then have different names.
+
+def twins(wire, path):
+    """Groups that their members make alone.
+
+    There are no others: torch 2.15 counts them in the names of groups that all ranks make later,
+    which then have different names; and torch 2.13 waits for ever for one that is made after others
+    of the same ranks.
+    """
+    with default_group(wire, path, timeout=timedelta(seconds=17)):
         if wire.rank < 2:
-            twins = [dist.new_group([0, 1], use_local_synchronization=True) for _ in range(2)]
-            for twin in twins:
-                talk(of_group(twin))
+            made = [dist.new_group([0, 1], use_local_synchronization=True) for _ in range(2)]
+            for group in made:
+                talk(of_group(group))
+        talk(of_group(None))  # nobody leaves before all are through
+
+
+def test_groups_that_their_members_make_alone_have_wires(tmp_path):
+    on_processes(3, twins, str(tmp_path / "store"))
 
 
 def test_groups_of_every_kind_have_a_wire(tmp_path):
