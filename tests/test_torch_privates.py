@@ -15,6 +15,8 @@ import weft
 from weft import _torch
 from weft._torch import (
     at_end_of_backward,
+    backend_base,
+    backend_of,
     backward_id,
     gloo_group,
     group_named,
@@ -203,6 +205,23 @@ def test_no_other_module_names_them() -> None:
         if path.name != "_torch.py" and any(name in path.read_text() for name in private)
     ]
     assert naming == []
+
+
+def test_backends_may_be_written_in_python() -> None:
+    base = backend_base()
+    major, minor = map(int, torch.__version__.split(".")[:2])
+    assert (base is not None) == ((major, minor) >= (2, 14))
+    if base is not None:
+        assert base(0, 1).rank() == 0
+
+
+def test_who_serves_a_device() -> None:
+    group = dist.ProcessGroup(0, 1)
+    assert backend_of(group, torch.device("cpu")) is None
+    gloo = gloo_group(dist.HashStore(), 0, 1, 7.0, ["lo"])
+    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
+    assert backend_of(group, torch.device("cpu")) is gloo
+    assert backend_of(group, torch.device("meta")) is None
 
 
 @pytest.mark.parametrize("missing", [(), ("_Options",), ("create_device",)])

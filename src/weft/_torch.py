@@ -332,6 +332,27 @@ def timeout_of(group: dist.ProcessGroup) -> float:
     return float(distributed_c10d.default_pg_timeout.total_seconds())
 
 
+def backend_base() -> Any:
+    """The class of which a backend that is written in Python is a subclass.
+
+    None where torch has none, up to 2.13: then such a backend is a whole ProcessGroup.
+    """
+    base = getattr(dist, "BackendBase", None) or _private("_C._distributed_c10d.Backend")
+    try:
+        base(0, 1)
+    except TypeError:  # of a class without a constructor for Python
+        return None
+    return base
+
+
+def backend_of(group: dist.ProcessGroup, device: torch.device) -> Any:
+    """What serves the tensors of a device in a group; None if nothing does, or torch hides it."""
+    try:
+        return cast(Any, group)._get_backend(device)
+    except (RuntimeError, AttributeError):
+        return None
+
+
 def gloo_group(
     store: dist.Store, rank: int, size: int, timeout: float, interfaces: Sequence[str]
 ) -> Any:

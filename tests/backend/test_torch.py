@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import functools
+import subprocess
+import sys
 import warnings
 from datetime import timedelta
+from importlib.metadata import entry_points
 
 import pytest
 import torch
@@ -14,10 +17,15 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import weft
+from weft import _torch
+from weft.backend import register
 from weft.testing import run
 from weft.wire import process_group
 
 BACKENDS = ["cpu:weft", "weft_mpi"]
+SHARED = "cpu:weft,cuda:gloo"  # a group with another backend for another device
+if _torch.backend_base() is not None:  # up to 2.13 torch keeps weft's alone
+    BACKENDS.append(SHARED)
 
 
 @pytest.fixture(params=BACKENDS)
@@ -42,11 +50,21 @@ def in_group(wire, body, backend, meetings):
             # it returns first: gloo's threads may need the lock that a model holds which ends
             # after its group, and torch then waits for them (pytorch issue 56297)
             result = globals()[body](wire.rank, wire.size)
-            inside = dist.group.WORLD.wire
+            inside = serving().wire
         finally:
             dist.destroy_process_group()
         assert inside.closed
     return result
+
+
+def serving():
+    """What serves the CPU in the default group: the group itself, or a backend of it."""
+    world = dist.group.WORLD
+    return world if hasattr(world, "wire") else world._get_backend(torch.device("cpu"))
+
+
+def shared():
+    return type(dist.group.WORLD) is dist.ProcessGroup
 
 
 def table(*indices: int, height: int = 10) -> Tensor:
@@ -62,13 +80,14 @@ def sparse(me, size):
             if later:
                 assert work.get_future().wait()[0] is mine
                 work.wait()
-                assert work.is_completed() and work.exception() is None
+                # C++ hands out an envelope of a backend's work that only waits
+                assert work.is_completed() is not shared() and work.exception() is None
             assert mine.is_coalesced() and mine.indices().tolist() == [[*range(size), 4]]
             every = [table(rank, 4, 4).to_dense() for rank in range(size)]
             right = combine(torch.stack(every), 0)
             assert torch.equal(mine.to_dense(), right), op
     # the wire is the one that weft's own calls on this group use
-    assert dist.group.WORLD.wire is process_group.of_group(None)
+    assert serving().wire is process_group.of_group(None)
     indices, _ = weft.sparse_all_reduce((torch.tensor([me]), torch.ones(1)), group=None)
     assert indices.tolist() == list(range(size))
 
@@ -125,12 +144,12 @@ def everything(me, size):
         dist.P2POp(dist.isend, torch.full((2, 4), float(me)), after),
         dist.P2POp(dist.irecv, got, before),
     ]
-    if dist.get_backend() != BACKENDS[1]:  # gloo takes contiguous ones only
+    if dist.get_backend() != "weft_mpi":  # gloo takes contiguous ones only
         messages[1] = dist.P2POp(dist.irecv, got := torch.empty(2, 4), before)
     for work in dist.batch_isend_irecv(messages):
         work.wait()
     assert set(got.flatten().tolist()) == {float(before)}
-    if dist.get_backend() != BACKENDS[1]:  # and receives from whoever sends
+    if dist.get_backend() == "cpu:weft":  # and receives from whoever sends
         if me == 0:
             assert dist.recv(got, tag=5) == 1 and got.eq(7).all()
         elif me == 1:
@@ -196,6 +215,20 @@ def late(me, size):
     total = torch.ones(1)
     dist.all_reduce(total)
     assert total.item() == size
+
+
+def sooner(me, size):
+    """The time of a wait may be changed, before the ranks have joined and after."""
+    if hasattr(dist, "set_timeout"):  # torch 2.15
+        for joined in (False, True):
+            group = dist.new_group(timeout=timedelta(seconds=60))
+            if joined:
+                dist.all_reduce(torch.ones(1), group=group)
+            dist.set_timeout(timedelta(seconds=0.5), group)
+            if me == 0:
+                with pytest.raises(weft.WireError, match=r" the timeout of 0\.5 s; "):
+                    dist.all_reduce(torch.ones(1), group=group)
+            dist.all_reduce(torch.ones(1))  # until when the others wait
 
 
 def functionally(me, size):
@@ -282,6 +315,7 @@ BODIES = [
     (3, everything),
     (3, several),
     (2, late),
+    (2, sooner),
     (2, functionally),
     (2, ddp),
 ]
@@ -314,7 +348,44 @@ def test_no_method_that_c_asks_for_is_left_to_torch():
     asked = (
         "all_gather_single_coalesced all_to_all_single allgather allreduce allreduce_coalesced "
         "barrier broadcast recv reduce_scatter reduce_scatter_single_coalesced send "
-        "allgather_into_tensor_coalesced alltoall_base reduce_scatter_tensor_coalesced"
+        "allgather_into_tensor_coalesced alltoall_base reduce_scatter_tensor_coalesced "
+        "allgather_coalesced gather_single recv_anysource"
     )
     for kind in (WeftGroup, MpiGroup):
-        assert set(asked.split()) <= {name for each in kind.__mro__[:2] for name in vars(each)}
+        own = [each for each in kind.__mro__ if each.__module__.startswith("weft.")]
+        assert set(asked.split()) <= {name for each in own for name in vars(each)}
+
+
+WITHOUT_WEFT = """
+import sys
+import torch
+import torch.distributed as dist
+for name in ("weft", "cpu:weft"):
+    dist.init_process_group(name, store=dist.HashStore(), rank=0, world_size=1)
+    rows = torch.sparse_coo_tensor([[1, 1]], [1.0, 2.0], (3,), check_invariants=True)
+    dist.all_reduce(rows, op=dist.ReduceOp.MAX)
+    print(type(dist.group.WORLD).__module__, rows.to_dense().tolist())
+    dist.destroy_process_group()
+"""
+
+
+def test_torch_finds_the_backends_by_their_names():
+    found = entry_points(group="torch.distributed.backends")
+    mine = {each.name: each for each in found if each.value.startswith("weft")}
+    assert sorted(mine) == ["weft", "weft_mpi"]
+    assert all(each.load() is register for each in mine.values())
+    if not hasattr(dist.Backend, "_ensure_backend_registered"):
+        return  # torch 2.13 does not look for any
+    line = [sys.executable, "-W", "error", "-c", WITHOUT_WEFT]
+    run = subprocess.run(line, capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.splitlines() == ["weft.backend.gloo [0.0, 3.0, 0.0]"] * 2
+    assert run.stderr == ""
+
+
+def test_mpi_serves_alone():
+    if _torch.backend_base() is None:
+        return  # torch 2.13 does not say that there are others
+    one = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    with pytest.raises(weft.WeftError, match="rank 0: backend 'weft_mpi' takes no other beside"):
+        dist.init_process_group("cpu:weft_mpi,cuda:gloo", **one)

@@ -7,7 +7,7 @@ torch.distributed waits for.
 
 from __future__ import annotations
 
-from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 
@@ -29,16 +29,35 @@ def register() -> None:
 
     for name, create in ((WEFT, _weft), (MPI, _mpi)):
         if name not in dist.Backend.backend_list:
-            dist.Backend.register_backend(name, create, devices=["cpu"])
+            dist.Backend.register_backend(name, create, extended_api=True, devices=["cpu"])
 
 
-def _weft(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
-    from .gloo import WeftGroup
+def _weft(asked: Any, options: object) -> Any:
+    from .gloo import WeftBackend, WeftGroup
 
-    return WeftGroup(store, rank, size, timeout)
+    rank = asked.group_rank
+    if _shared(asked):
+        group = asked.process_group
+        return WeftBackend(group, asked.store, rank, asked.group_size, asked.timeout)
+    return WeftGroup(asked.store, rank, asked.group_size, asked.timeout)
 
 
-def _mpi(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
+def _mpi(asked: Any, options: object) -> Any:
+    from ..errors import WeftError
     from .mpi import MpiGroup
 
-    return MpiGroup(store, rank, size, timeout)
+    if _shared(asked):
+        raise WeftError(
+            f"rank {asked.group_rank}: backend {MPI!r} takes no other beside it: use "
+            f"'cpu:{WEFT},cuda:nccl', or groups of their own"
+        )
+    return MpiGroup(asked.store, asked.group_rank, asked.group_size, asked.timeout)
+
+
+def _shared(asked: Any) -> bool:
+    """Whether the group has a backend of torch's, too: `cpu:weft,cuda:nccl`.
+
+    torch 2.13 does not say, and keeps a group that is written in Python alone.
+    """
+    group = getattr(asked, "process_group", None)
+    return group is not None and group.name() != "custom"

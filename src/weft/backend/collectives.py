@@ -151,6 +151,17 @@ def all_gather_single(wire: Wire, out: Tensor, mine: Tensor) -> list[Tensor]:
     return [out]
 
 
+def gather_single(wire: Wire, out: Tensor, mine: Tensor, root: int) -> list[Tensor]:
+    """Send every rank's tensor to one rank, where they follow one another in one tensor."""
+    if wire.rank != root:
+        gather(wire, [], mine, root)
+        return [out]
+    place = _place(out)
+    gather(wire, _split(place, [], wire.size), mine, root)
+    _put(place, out)
+    return [out]
+
+
 def reduce_scatter_single(wire: Wire, out: Tensor, mine: Tensor, op: str) -> list[Tensor]:
     """Cut the ranks' tensors into equal parts, and reduce part p on rank p."""
     return reduce_scatter(wire, out, _split(_flat(mine), [], wire.size), op)

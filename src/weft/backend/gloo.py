@@ -15,30 +15,22 @@ import torch.distributed as dist
 
 from .. import _torch
 from ..wire.tcp.address import gloo_interfaces
-from .group import PythonGroup
+from .group import PythonBackend, PythonGroup
 from .space import unused
 
 
-class WeftGroup(PythonGroup):
-    """A group of backend "weft", on one rank.
+class _Messages:
+    """Messages over a gloo group, of ranks that meet where no earlier group has met.
 
     Attributes:
-        space: the part of the store in which its ranks meet; no earlier group has used it.
+        space: the part of the store in which its ranks meet.
     """
 
-    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
-        super().__init__(rank, size)
+    def _join(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
         seconds = timeout.total_seconds()
         self.space = unused(store, rank, size, seconds)
         interfaces = gloo_interfaces(store)
         self._gloo: Any = _torch.gloo_group(self.space, rank, size, seconds, interfaces)
-        self._gloo._set_sequence_number_for_group()
-        kind = dist.ProcessGroup.BackendType.GLOO
-        self._register_backend(torch.device("cpu"), kind, self._gloo)
-        self._set_default_backend(kind)  # which serves all that is not overridden here
-
-    def getBackendName(self) -> str:  # C++ asks by this name
-        return "weft"
 
     # C++ could call gloo by itself, but would hold the GIL while it starts the call. gloo's threads
     # take the GIL while they hold a lock that starting needs: a deadlock, now and then.
@@ -48,6 +40,53 @@ class WeftGroup(PythonGroup):
 
     def recv(self, *args: Any) -> Any:
         return self._gloo.recv(*args)
+
+    def recv_anysource(self, *args: Any) -> Any:
+        return self._gloo.recv_anysource(*args)
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        super().set_timeout(timeout)  # type: ignore[misc]  # of the class that this is mixed into
+        self._gloo.set_timeout(timeout)
+
+
+class WeftGroup(_Messages, PythonGroup):
+    """A group of backend "weft", on one rank."""
+
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+        super().__init__(rank, size)
+        self._join(store, rank, size, timeout)
+        kind = dist.ProcessGroup.BackendType.GLOO
+        self._register_backend(torch.device("cpu"), kind, self._gloo)
+        self._set_default_backend(kind)  # which serves all that is not overridden here
+
+    def getBackendName(self) -> str:  # C++ asks by this name
+        return "weft"
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        self._gloo.shutdown()
+
+
+class WeftBackend(_Messages, PythonBackend):
+    """The CPU's part of a group that has other backends for other devices, on one rank."""
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        store: dist.Store,
+        rank: int,
+        size: int,
+        timeout: timedelta,
+    ) -> None:
+        super().__init__("weft", group, rank, size, timeout)
+        self._join(store, rank, size, timeout)
+
+    def monitored_barrier(self, opts: Any, wait_all_ranks: bool = False) -> None:
+        self._gloo.monitored_barrier(opts.timeout, wait_all_ranks)
+
+    def _get_sequence_number_for_group(self) -> int:
+        number: int = self._gloo._get_sequence_number_for_group()
+        return number
 
     def shutdown(self) -> None:
         super().shutdown()

@@ -1,39 +1,45 @@
-"""A process group written in Python, whose collectives go over a wire of weft's.
+"""A process group written in Python, and a backend of one, whose collectives go over weft's wires.
 
 C++ and torch.distributed's functions pass lists and an options object to its methods. A direct
 caller may pass one tensor and a ReduceOp, as to the overloads of `torch.distributed.ProcessGroup`.
 The group's wire runs collectives one after the other: on its worker's thread, or on the caller's
 thread if the call is synchronous.
+
+What torch asks a backend for is a `PythonGroup`, which becomes the group; or, where the group has
+another backend for other devices, a `PythonBackend`, by which it serves the CPU's tensors. Both
+have the same collectives. A group alone is better: of a backend's works, C++ hands out an envelope
+that only waits (tools/upstream/python_backend.py).
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .. import kernels
+from .. import _torch, kernels
 from ..comm.barrier import barrier, enter
+from ..errors import WeftError
 from ..sparse.request import op_name
 from ..wire import process_group
 from ..wire.base import Wire
 from . import collectives
 from .work import NO_LIMIT, Collective
 
-# Any for mypy: the stubs are of the C++ class. One Python method serves several overloads there,
-# and the constructor of a Python group takes no store.
-_ProcessGroup: Any = dist.ProcessGroup
 
+class Collectives:
+    """Every collective of torch.distributed, over the wire of one group."""
 
-class PythonGroup(_ProcessGroup):  # type: ignore[misc]  # as said above
-    """A group, on one rank, with every collective. Subclasses have `send` and `recv`."""
+    _wire: Any = None
 
-    def __init__(self, rank: int, size: int) -> None:
-        super().__init__(rank, size)
-        self._wire: Any = None
+    def _group(self) -> dist.ProcessGroup:
+        """The group that these collectives are of."""
+        raise NotImplementedError
 
     @property
     def wire(self) -> Wire:
@@ -42,9 +48,14 @@ class PythonGroup(_ProcessGroup):  # type: ignore[misc]  # as said above
         The first call that needs it makes it. That is collective.
         """
         if self._wire is None or self._wire.closed:
-            self._wire = process_group.of_group(self)
+            self._wire = process_group.of_group(self._group())
         wire: Wire = self._wire
         return wire
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Change what any one wait may last, from now on: torch 2.15's `dist.set_timeout`."""
+        if self._wire is not None:
+            self._wire.set_timeout(timeout.total_seconds())
 
     def allreduce(self, tensors: Any, opts: Any = None) -> Any:
         given, op = listed(tensors), op_of(opts)
@@ -95,6 +106,10 @@ class PythonGroup(_ProcessGroup):  # type: ignore[misc]  # as said above
         call = _nested(outs)[0], listed(ins)[0], _root_of(opts)
         return self._start(opts, collectives.gather, call)
 
+    def gather_single(self, out: Tensor, mine: Tensor, opts: Any) -> Any:
+        call = out.detach(), mine.detach(), _root_of(opts)
+        return self._start(opts, collectives.gather_single, call)
+
     def scatter(self, outs: Any, ins: Any, opts: Any) -> Any:
         call = listed(outs)[0], _nested(ins)[0], _root_of(opts)
         return self._start(opts, collectives.scatter, call)
@@ -116,6 +131,7 @@ class PythonGroup(_ProcessGroup):  # type: ignore[misc]  # as said above
     _allgather_base = allgather_into_tensor_coalesced = all_gather_single
     _reduce_scatter_base = reduce_scatter_tensor_coalesced = reduce_scatter_single
     alltoall_base = all_to_all_single
+    gather_into_tensor = gather_single
 
     def shutdown(self) -> None:
         """Close the wire, so that the peers know that this rank did not die. Twice is fine."""
@@ -139,6 +155,84 @@ class PythonGroup(_ProcessGroup):  # type: ignore[misc]  # as said above
         if getattr(opts, "asyncOp", True):
             return Collective(wire.worker.submit(collective.__name__, job))
         return Collective(None, wire.worker.call(collective.__name__, job))
+
+
+# Any for mypy: the stubs are of the C++ classes. One Python method serves several overloads there,
+# and the constructors take other arguments.
+_ProcessGroup: Any = dist.ProcessGroup
+_Backend: Any = _torch.backend_base() or object
+
+
+class PythonGroup(Collectives, _ProcessGroup):  # type: ignore[misc]  # as said above
+    """A group, on one rank, with every collective. Subclasses have `send` and `recv`."""
+
+    timeout: float | None = None
+    """Seconds that a wait of the wire may last; None: as long as a message may."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        super().__init__(rank, size)
+
+    def _group(self) -> dist.ProcessGroup:
+        return self
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        super().set_timeout(timeout)
+        self.timeout = timeout.total_seconds()
+
+
+class Answers(_Backend):  # type: ignore[misc]  # as said above
+    """What a backend says of itself where torch asks it: it has none of torch's extras.
+
+    It serves alone where a group has every operation itself, and torch wants to find a backend
+    inside.
+    """
+
+    def __init__(self, name: str, rank: int, size: int) -> None:
+        super().__init__(rank, size)
+        self._name = name
+
+    def getBackendName(self) -> str:  # C++ asks by this name
+        return self._name
+
+    # torch's own properties ask the subclass for their answer, which would be these again
+    supports_coalescing = False
+    supports_splitting = False
+    supports_shrinking = False
+    supports_reconfigure = False
+    supports_window = False
+    supports_abort_hooks = False
+    supports_completion_hooks = False
+    _supports_time_estimate = False
+
+
+class PythonBackend(Collectives, Answers):
+    """What serves the CPU's tensors of a group that has other backends for other devices.
+
+    Only where `_torch.backend_base` has a class. Subclasses have `send` and `recv`.
+    """
+
+    def __init__(
+        self, name: str, group: dist.ProcessGroup, rank: int, size: int, timeout: timedelta
+    ) -> None:
+        super().__init__(name, rank, size)
+        self._of = weakref.ref(group)  # which has this
+        self._options = _Backend.Options(name, timeout)
+
+    def _group(self) -> dist.ProcessGroup:
+        group = self._of()
+        if group is None:
+            raise WeftError("this process group was destroyed: make another")
+        return group
+
+    @property
+    def options(self) -> Any:
+        return self._options
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        super().set_timeout(timeout)
+        self._options._timeout = timeout  # which the group's wire, if it is yet to come, will have
+
+    allreduce_sparse = Collectives.allreduce
 
 
 def listed(tensors: Any) -> list[Tensor]:

@@ -12,10 +12,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from .. import _torch
 from ..errors import WeftError
 from ..wire import mpi, process_group
 from ..wire.base import is_plain, plain
-from .group import PythonGroup, listed
+from .group import Answers, PythonGroup, listed
 from .work import Posted
 
 TRANSPORT = process_group.Transport("mpi", mpi.join)
@@ -34,6 +35,11 @@ class MpiGroup(PythonGroup):
         super().__init__(rank, size)
         self.timeout = timeout.total_seconds()
         self._name = ""
+        if _torch.backend_base() is not None:  # there C++ wants to find a backend, if not to use it
+            kind = dist.ProcessGroup.BackendType.CUSTOM
+            self._inside = Answers("weft_mpi", rank, size)
+            self._register_backend(torch.device("cpu"), kind, self._inside)
+            self._set_default_backend(kind)
         # made here, where all ranks take part: later messages concern two of them only
         self._messages = process_group.connect(
             store, rank, size, self.timeout, name="messages", transport=TRANSPORT

@@ -15,6 +15,7 @@ import weakref
 from collections.abc import Callable
 from typing import NamedTuple, cast
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -264,5 +265,7 @@ def store_of(group: dist.ProcessGroup) -> dist.Store | None:
     store = _torch.store_of(group)
     if store is None:
         return None
-    # torch's may have been that of a group of this name that is gone; one of weft's knows better
-    return getattr(group, "space", store)
+    # torch's may have been that of a group of this name that is gone; one of weft's knows better,
+    # or its backend for the CPU, where there are others for other devices
+    here: dist.Store | None = getattr(group, "space", None)
+    return here or getattr(_torch.backend_of(group, torch.device("cpu")), "space", store)

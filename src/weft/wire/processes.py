@@ -181,6 +181,12 @@ class ProcessWire(Wire):
         if self._broken is not None:
             raise self._error(self._broken) from None
 
+    def set_timeout(self, seconds: float) -> None:
+        """Change what any one wait may last, of those that begin from now on."""
+        self.timeout = seconds
+        if self._detector is not None:
+            self._detector.timeout = seconds
+
     def _wait(self, exchange: _Exchange) -> None:
         detector = self._detector
         assert detector is not None
