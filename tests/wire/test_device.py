@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 import weft
-from weft import devices, kernels
+from weft import _torch, devices, kernels
 from weft.bootstrap.outcome import results
 from weft.devices import Aside, as_device, is_capturing
 from weft.kernels import reference
@@ -150,12 +150,13 @@ def test_else_they_go_through_the_host_which_is_logged_once(monkeypatch, caplog,
     wire.close()
 
 
-def test_of_a_group_for_two_devices_torch_keeps_what_is_written_in_python_alone():
+def test_of_a_group_for_two_devices_torch_before_2_14_keeps_what_is_written_in_python_alone():
     meeting = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-    dist.init_process_group("cpu:weft,cuda:nccl", **meeting)  # NCCL is never asked for
+    dist.init_process_group("cpu:weft,cuda:gloo", **meeting)
     try:
         way = device.way_for(process_group.of_group(None), torch.device("cuda:0"))
-        assert type(way) is device.Staged
+        is_kept = _torch.backend_base() is not None  # the group has weft's backend and gloo's
+        assert type(way) is (device.BetweenPairs if is_kept else device.Staged)
     finally:
         dist.destroy_process_group()
 
