@@ -97,7 +97,7 @@ class Registry(Mapping[str, Algorithm]):
         """Enter an algorithm, in place of another of its name."""
         with self._lock:
             self._registered[added.name] = added
-            _spelled.cache_clear()
+            spelled.cache_clear()
 
     def remove(self, name: str) -> None:
         """Remove the algorithm of this name, and enter again what it had replaced."""
@@ -105,7 +105,7 @@ class Registry(Mapping[str, Algorithm]):
             before = self._registered.pop(name).replaced
             if before is not None:
                 self._registered[name] = before
-            _spelled.cache_clear()
+            spelled.cache_clear()
 
     def loaded(self) -> dict[str, Algorithm]:
         """Those that are here already: no package is imported."""
@@ -289,16 +289,12 @@ def find(name: str, where: str = "") -> Algorithm:
     raise WeftError(f"{where}algorithm {name!r} is unknown: use auto or one of {known}")
 
 
+@functools.cache
 def spelled() -> str:
     """The algorithms beside weft's own, for the fingerprint of a call.
 
     `auto` chooses among all that are registered, so all ranks must have the same.
     """
-    return _spelled()
-
-
-@functools.cache
-def _spelled() -> str:
     own = [found for found in ALGORITHMS.values() if not found.builtin]
     if not own:
         return "weft's own"

@@ -70,6 +70,11 @@ class _Trial:
         """One number of ranks, for clauses with many cases: 3 where that is among the sizes."""
         return 3 if 3 in self.sizes else self.sizes[-1]
 
+    @functools.cached_property
+    def spent(self) -> list[tuple[str, list[_Spent]]]:
+        """The cases in which costs are compared: a name, and what the ranks spent. Run once."""
+        return list(_each(self))
+
     def serves(self, wire: Wire, rows: Any, op: Op = "sum", **options: Any) -> bool:
         """Whether the algorithm takes such a call; collective."""
         load = weft.explain(rows, op, group=wire, **options).load
@@ -212,6 +217,12 @@ def _compare(case: str, found: Rows, wanted: Rows, *, units: float = 0.0) -> Non
             f"{case}: row {int(found.indices[row])} is {found.values[row].tolist()} and should be "
             f"{wanted.values[row].tolist()}"
         )
+
+
+def _allocated(count: int, shape: tuple[int, ...], dtypes: Any) -> tuple[Tensor, Tensor]:
+    """Memory for a result, as a caller's `out` makes it."""
+    index, value = dtypes
+    return torch.empty(count, dtype=index), torch.empty(count, *shape, dtype=value)
 
 
 def _is_same(one: Tensor, other: Tensor) -> bool:
@@ -414,8 +425,7 @@ def outs(trial: _Trial) -> None:
         made: list[tuple[Tensor, Tensor]] = []
 
         def allocate(count: int, shape: tuple[int, ...], dtypes: Any) -> tuple[Tensor, Tensor]:
-            index, value = dtypes
-            made.append((torch.empty(count, dtype=index), torch.empty(count, *shape, dtype=value)))
+            made.append(_allocated(count, shape, dtypes))
             return made[-1]
 
         found = trial.reduce(rows, out=allocate)
@@ -481,8 +491,7 @@ def aborts(trial: _Trial) -> None:
         def allocate(count: int, shape: tuple[int, ...], dtypes: Any) -> tuple[Tensor, Tensor]:
             if wire.rank == 1:
                 wire.abort("tried by check_algorithm")
-            index, value = dtypes
-            return torch.empty(count, dtype=index), torch.empty(count, *shape, dtype=value)
+            return _allocated(count, shape, dtypes)
 
         try:
             trial.reduce(rows, out=allocate)
@@ -548,7 +557,7 @@ def _each(trial: _Trial) -> Iterable[tuple[str, list[_Spent]]]:
 @_clause
 def costs(trial: _Trial) -> None:
     """`cost` says how many messages and bytes the average rank sends."""
-    for case, spent in _each(trial):
+    for case, spent in trial.spent:
         cost = spent[0].cost
         messages = sum(one.messages for one in spent) / len(spent)
         nbytes = sum(sum(one.to.values()) for one in spent) / len(spent)
@@ -562,7 +571,7 @@ def costs(trial: _Trial) -> None:
 @_clause
 def busiest(trial: _Trial) -> None:
     """`cost` says what the busiest rank does, if that is much more than the average."""
-    for case, spent in _each(trial):
+    for case, spent in trial.spent:
         cost = spent[0].cost
         said = cost.bytes
         if cost.slowest is not None:
@@ -582,7 +591,7 @@ def busiest(trial: _Trial) -> None:
 @_clause
 def workspaces(trial: _Trial) -> None:
     """`cost` says how much workspace is leased, and all of it is given back."""
-    for case, spent in _each(trial):
+    for case, spent in trial.spent:
         # A receive of unknown length is leased for the most that may come, which is much more than
         # comes where all have the same rows. No page is touched that nothing comes into.
         if case.startswith("identical"):
