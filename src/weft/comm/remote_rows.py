@@ -19,7 +19,7 @@ from torch import Tensor
 
 from .. import kernels
 from ..errors import entry
-from ..sparse.request import wrong_wire_dtype
+from ..sparse.request import outside, wrong_wire_dtype
 from ..wire import default
 from ..wire.base import Wire
 from .all_to_all import Scatter
@@ -206,8 +206,7 @@ def _outside(distinct: Tensor, total: int) -> str | None:
     if distinct.numel() == 0:
         return None
     low, high = kernels.read(torch.stack([distinct[0], distinct[-1]]).long())
-    if low < 0:
-        return f"index {low} is negative: indices count from 0"
-    if high >= total:
-        return f"index {high} is outside of the {total} rows that all ranks have: count from 0"
-    return None
+    error = outside(low, high, None)
+    if error is None and high >= total:
+        error = f"index {high} is outside of the {total} rows that all ranks have: count from 0"
+    return error
