@@ -1,0 +1,39 @@
+"""How bytes get from rank to rank: what a wire is, and how one is registered.
+
+For a network of your own write a `Wire`, as the manual's page "To write a wire" does, and try it by
+`weft.testing.check_wire`. `interface` says what a wire promises, `registry` how a group makes one.
+"""
+
+from .interface import (
+    CHANNELS,
+    Failure,
+    Features,
+    Lease,
+    LinkFigures,
+    Pending,
+    Recv,
+    Reducing,
+    Rounds,
+    Send,
+    Wire,
+    WireFailed,
+)
+from .registry import Start, register_wire, unregister_wire
+
+__all__ = [
+    "CHANNELS",
+    "Failure",
+    "Features",
+    "Lease",
+    "LinkFigures",
+    "Pending",
+    "Recv",
+    "Reducing",
+    "Rounds",
+    "Send",
+    "Start",
+    "Wire",
+    "WireFailed",
+    "register_wire",
+    "unregister_wire",
+]

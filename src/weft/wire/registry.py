@@ -1,0 +1,349 @@
+"""The wires by name: what `weft.init(wire=)` and `WEFT_WIRE` may say, and how one is made.
+
+A wire of one's own is registered by a program, or offered by an installed package:
+
+```toml
+[project.entry-points."weft.wires"]
+streams = "my_package:make_wire"
+```
+
+What stands there is the factory itself. It is imported when a program asks for this wire, and not
+before, for a package may need a library or a device that few programs have.
+
+A factory runs on every rank at once, `factory(start) -> Wire`. `make_wire` runs it, and has the
+ranks vote on what came of it, so that all of them have a wire, or all raise the same error.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import EntryPoint, entry_points
+from typing import NoReturn
+
+import torch
+import torch.distributed as dist
+
+from ..errors import WeftError
+from .interface import Features, Reducing, Rounds, Wire
+from .memory import Pool
+
+ENTRY_POINTS = "weft.wires"
+"""The group of entry points by which installed packages offer wires."""
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """What the factory of a wire is given, on each rank.
+
+    Attributes:
+        rank: this rank's number.
+        size: how many ranks there are.
+        device: whose tensors the wire is to carry.
+        timeout: seconds after which the group gives up a wait; also for what the factory waits for.
+        host: the name of this rank's machine; ranks with equal names share one.
+        exchange: `exchange(data)` sends bytes to all ranks, and returns every rank's, in rank
+            order. All ranks call it equally often. It raises WeftError on all of them if one has
+            raised in its factory, and WireError if one died.
+        memory: where to lease memory for what is received by size.
+        process_group: torch's, if the caller's group was made over one.
+        cpu_wire: the group's wire for tensors of the CPU, for a wire of another device.
+        store: a store that all ranks share, for libraries that need one, where there is one.
+    """
+
+    rank: int
+    size: int
+    device: torch.device
+    timeout: float
+    host: str
+    exchange: Callable[[bytes], list[bytes]]
+    memory: Pool
+    process_group: dist.ProcessGroup | None = None
+    cpu_wire: Wire | None = None
+    store: dist.Store | None = None
+
+
+Factory = Callable[[Start], Wire]
+"""Makes this rank's end of a wire. Every rank runs it at the same time."""
+
+
+class _Registry:
+    """The factories by name; any thread may use it.
+
+    A registered factory comes before one that a package offers under the same name.
+    """
+
+    def __init__(self) -> None:
+        self._registered: dict[str, list[Factory]] = {}  # by name; the last one holds
+        self._lock = threading.RLock()  # again by the same thread: a package registers when loaded
+
+    def names(self) -> list[str]:
+        with self._lock:
+            return sorted({*self._registered, *_offers()})
+
+    def add(self, name: str, factory: Factory, *, replace: bool) -> None:
+        with self._lock:
+            before = self._registered.setdefault(name, [])
+            if before and not replace:
+                raise WeftError(
+                    f"wire {name!r} is registered already, {_whose(before[-1])}: use another name, "
+                    "or replace=True to take its place"
+                )
+            before.append(factory)
+
+    def remove(self, name: str) -> None:
+        with self._lock:
+            factories = self._registered.get(name)
+            if factories is None:
+                raise _unknown(name, sorted(self._registered))
+            if _is_own(factories[-1]):
+                raise WeftError(f"wire {name!r} is one of weft's own, which stay")
+            factories.pop()
+            if not factories:
+                del self._registered[name]
+
+    def find(self, name: str) -> Factory:
+        with self._lock:
+            if name not in self._registered:
+                offers = _offers().get(name, [])
+                if not offers:
+                    raise _unknown(name, self.names())
+                self._registered[name] = [_loaded(name, offers)]
+            return self._registered[name][-1]
+
+
+def _offers() -> dict[str, list[EntryPoint]]:
+    """What installed packages offer, by name; no package is imported."""
+    offers: dict[str, list[EntryPoint]] = {}
+    for offer in entry_points(group=ENTRY_POINTS):
+        offers.setdefault(offer.name, []).append(offer)
+    return offers
+
+
+def _loaded(name: str, offers: list[EntryPoint]) -> Factory:
+    """Import the factory that a package offers."""
+    values = sorted({offer.value for offer in offers})
+    if len(values) > 1:
+        raise WeftError(
+            f"wire {name!r} is offered by several installed packages, as {' and '.join(values)}: "
+            "uninstall all but one"
+        )
+    try:
+        factory = offers[0].load()
+    except Exception as error:
+        raise WeftError(
+            f"wire {name!r} of an installed package is missing: {values[0]} raised "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    if not callable(factory):
+        raise WeftError(
+            f"wire {name!r} of an installed package is missing: {values[0]} is "
+            f"{type(factory).__name__}, not a function that makes a wire"
+        )
+    found: Factory = factory
+    return found
+
+
+def _is_own(factory: Factory) -> bool:
+    module = getattr(factory, "__module__", None) or ""
+    is_an_example = module == __name__  # in a docstring below
+    return module.partition(".")[0] == "weft" and not is_an_example
+
+
+def _whose(factory: Factory) -> str:
+    if _is_own(factory):
+        return "one of weft's own"
+    return f"that of {getattr(factory, '__module__', type(factory).__module__)}"
+
+
+def _unknown(name: str, names: list[str]) -> WeftError:
+    return WeftError(
+        f"wire {name!r} is unknown: use one of {', '.join(names) or '(there is none)'}"
+    )
+
+
+_WIRES = _Registry()
+
+
+def register_wire(name: str, factory: Factory, *, replace: bool = False) -> None:
+    """Register a wire, for `weft.init(wire=name)` and `WEFT_WIRE=name`.
+
+    All ranks register the same, before the group starts. `weft.testing.check_wire` tries whether
+    the wire keeps what `weft.wire.interface` says.
+
+    Args:
+        name: of the wire.
+        factory: makes this rank's end of it, `factory(start) -> Wire`; every rank runs it at the
+            same time. A rank that cannot have the wire raises in it, and then all ranks raise.
+        replace: take the place of a wire that has this name already.
+
+    Raises:
+        WeftError: a wire of this name is registered, and `replace` is not set.
+
+    Example:
+        >>> def make_mine(start):
+        ...     raise OSError("the network of this example is out of order")
+        >>> register_wire("mine", make_mine)
+        >>> wire_named("mine") is make_mine
+        True
+        >>> unregister_wire("mine")
+    """
+    _WIRES.add(name, factory, replace=replace)
+
+
+def unregister_wire(name: str) -> None:
+    """Remove a wire that `register_wire` registered; one that it had replaced is back.
+
+    Raises:
+        WeftError: none of this name is registered, or it is one of weft's own.
+    """
+    _WIRES.remove(name)
+
+
+def wire_named(name: str) -> Factory:
+    """The factory of the wire of this name.
+
+    Raises:
+        WeftError: there is none, and the text lists the names there are; or an installed package
+            offers it, and cannot be imported.
+    """
+    return _WIRES.find(name)
+
+
+def wire_names() -> list[str]:
+    """The names of all wires, those included that installed packages offer."""
+    return _WIRES.names()
+
+
+# Making one on every rank -----------------------------------------------------------------------
+
+
+def make_wire(name: str, factory: Factory, start: Start) -> Wire:
+    """Run a factory on every rank at once, and return this rank's wire once all have theirs.
+
+    If one rank has none, the wires of the others are closed.
+
+    Args:
+        name: of the wire, for errors.
+        factory: makes the wire.
+        start: what it is given. What `start.exchange` raises leaves here as it is.
+
+    Raises:
+        WeftError: on every rank, naming the first rank that is to blame: its factory raised, or
+            returned something else than a wire of this group, or one with other features than rank
+            0's, or did not exchange as often as the others'.
+    """
+    ballot = _Ballot(name, start.exchange)
+    made: object = None
+    cause: Exception | None = None
+    try:
+        made = factory(dataclasses.replace(start, exchange=ballot.exchange))
+        fault = _fault(made, start)
+    except Exception as error:
+        fault = f"its factory raised {type(error).__name__}: {error}"
+        cause = error
+    try:
+        if isinstance(made, Wire) and not fault:
+            ballot.vote_for(made.features)
+            return made
+        ballot.vote_against(fault)
+    except BaseException as error:
+        close = getattr(made, "close", None)
+        if callable(close):
+            close()
+        if cause is not None:
+            raise error from cause
+        raise
+
+
+class _Ballot:
+    """The messages of one making of a wire: what factories exchange, and then the votes.
+
+    A rank whose factory has raised votes at once, while the factories of others still exchange. So
+    a message begins with what it is. Every rank sees the same messages in the same round, hence all
+    of them come to the same end, without another round.
+    """
+
+    _DATA, _MADE, _FAULT = b"d", b"m", b"f"
+
+    def __init__(self, name: str, exchange: Callable[[bytes], list[bytes]]) -> None:
+        self._name = name
+        self._exchange = exchange
+        self._error: Exception | None = None
+
+    def exchange(self, data: bytes) -> list[bytes]:
+        """What a factory calls."""
+        return self._round(self._DATA + data)
+
+    def vote_for(self, features: Features) -> None:
+        """A wire with these features was made here; raise if one cannot be used anywhere."""
+        everyones = [json.loads(each) for each in self._round(self._MADE + _spelled(features))]
+        for rank, found in enumerate(everyones):
+            for what, first in everyones[0].items():
+                if found[what] != first:
+                    raise WeftError(
+                        f"wire {self._name!r} cannot be used: on rank {rank} its features have "
+                        f"{what} {found[what]}, on rank 0 {first}; all ranks need the same"
+                    )
+
+    def vote_against(self, fault: str) -> NoReturn:
+        """None was made here; raise what all ranks raise."""
+        self._round(self._FAULT + fault.encode())
+        raise AssertionError("a round with a fault has raised")
+
+    def _round(self, message: bytes) -> list[bytes]:
+        """Exchange a message; what the ranks said, if all of them did the same."""
+        if self._error is not None:  # a factory went on after its exchange had raised
+            raise self._error
+        try:
+            messages = self._exchange(message)
+            self._check(messages)
+        except Exception as error:
+            self._error = error
+            raise
+        return [each[1:] for each in messages]
+
+    def _check(self, messages: list[bytes]) -> None:
+        kinds = [each[:1] for each in messages]
+        if self._FAULT in kinds:
+            rank = kinds.index(self._FAULT)
+            text = messages[rank][1:].decode()
+            raise WeftError(f"wire {self._name!r} cannot be used: on rank {rank} {text}")
+        if self._MADE in kinds and self._DATA in kinds:
+            early = kinds.index(self._MADE)
+            late = kinds.index(self._DATA)
+            raise WeftError(
+                f"wire {self._name!r} cannot be used: the factory on rank {early} has returned, "
+                f"while that on rank {late} still exchanges; all call `exchange` equally often"
+            )
+
+
+def _fault(wire: object, start: Start) -> str:
+    """What is wrong with what a factory returned; empty: nothing."""
+    if not isinstance(wire, Wire):
+        return f"its factory returned {type(wire).__name__}, which is no Wire"
+    if not isinstance(wire.features, Features):
+        return f"the wire's features are {type(wire.features).__name__}, not Features"
+    found = wire.rank, wire.size, wire.device
+    wanted = start.rank, start.size, start.device
+    for what, has, needs in zip(("rank", "size", "device"), found, wanted, strict=True):
+        if has != needs:
+            return f"the wire has {what} {has}, and the group has {needs}"
+    if wire.features.lockstep and not isinstance(wire, Rounds):
+        return "the wire says lockstep, and has no `among`"
+    if wire.features.reduces and not isinstance(wire, Reducing):
+        return "the wire says what it reduces, and has no `all_reduce`"
+    failure = wire.failure()
+    if failure is not None:
+        return f"the wire has failed already: {failure.text}"
+    return ""
+
+
+def _spelled(features: Features) -> bytes:
+    """The features as JSON, the same on ranks that have the same."""
+    values = dataclasses.asdict(features)
+    values["reduces"] = sorted(f"{op} of {dtype}" for op, dtype in features.reduces)
+    return json.dumps(values).encode()
