@@ -61,7 +61,7 @@ docs: $(VENV)/docs
 check: lint types layers docs test
 
 # What a release uploads: the wheel and the source archive, in dist/. The wheel is installed into an
-# empty environment, and has to serve there.
+# empty environment, and has to serve there: first the library alone, then the command line, too.
 package: $(VENV)/package
 	rm -rf dist .venv-package
 	$(BIN)/python -m build --outdir dist .
@@ -70,6 +70,9 @@ package: $(VENV)/package
 	$(PYTHON) tools/one-line .venv-package/bin/python $(INSTALL_TORCH)
 	.venv-package/bin/python -m pip install --quiet --constraint $(CONSTRAINTS) dist/*.whl
 	cd dist && ../.venv-package/bin/python -c "import weft; weft.init(); weft.barrier(); weft.shutdown()"
+	! .venv-package/bin/weft --version
+	.venv-package/bin/python -m pip install --quiet --constraint $(CONSTRAINTS) "$$(echo dist/*.whl)[cli]"
+	.venv-package/bin/weft --version
 	rm -rf .venv-package
 
 # PyTorch comes first and alone, so that nothing else chooses its build. The versions of tools stand

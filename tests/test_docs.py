@@ -20,7 +20,7 @@ import torch.distributed as dist
 import typer.main
 
 import weft
-from weft.cli import app
+from weft.cli.commands import app
 from weft.sparse import ALGORITHMS, unregister
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import weft
+from weft import cli
 
 ROOT = Path(__file__).resolve().parent.parent
 WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
@@ -28,6 +29,10 @@ def test_all_files_name_the_same_repository_and_site(file):
     assert sites <= {PROJECT["urls"]["Documentation"]}
 
 
+def packages_of(requirements):
+    return {re.match(r"[\w-]+", each)[0] for each in requirements}
+
+
 def test_the_citation_has_the_version():
     citation = (ROOT / "CITATION.cff").read_text("utf-8")
     assert f"\nversion: {weft.__version__}\n" in citation
@@ -39,6 +44,20 @@ def test_the_classifiers_are_the_versions_that_the_workflow_runs():
     said = {each.rpartition(" ")[2] for each in PROJECT["classifiers"] if ":: 3." in each}
     assert run == said
     assert PROJECT["requires-python"] == f">={min(said, key=lambda v: int(v[2:]))}"
+
+
+def test_only_the_command_line_needs_typer_and_rich():
+    """What hides the two from the library is tests/cli/test_without_extra.py."""
+    extras = PROJECT["optional-dependencies"]
+    assert packages_of(PROJECT["dependencies"]).isdisjoint({"typer", "rich"})
+    assert packages_of(extras["cli"]) == set(cli.EXTRA)
+    assert "weft[cli]" in extras["report"]
+
+
+@pytest.mark.parametrize("page", ["README.md", "RELEASING.md", "docs/start.md", "docs/launch.md"])
+def test_pages_that_install_for_the_command_line_name_its_extra(page):
+    text = (ROOT / page).read_text("utf-8")
+    assert re.search(r"pip install '(\.|weft)\[cli\]", text)
 
 
 @pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.stem)

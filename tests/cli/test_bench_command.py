@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from weft.cli import app
 from weft.cli.bench import command
 from weft.cli.bench.cases import CASES, Case
 from weft.cli.bench.measure import Job
+from weft.cli.commands import app
 from weft.testing import launch
 
 

@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from weft.bootstrap import look_ahead
-from weft.cli import app
+from weft.cli.commands import app
 from weft.cli.doctor import Pair, crowded, look, measure, network, slow
 from weft.testing import launch, run
 

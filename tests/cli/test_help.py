@@ -6,7 +6,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from weft.cli import app
+from weft.cli.commands import app
 
 COMMANDS = typer.main.get_command(app).commands
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
-from weft.cli import app
 from weft.cli.bench.cases import Case
+from weft.cli.commands import app
 from weft.cli.pictures import ON_DARK
 from weft.cli.plan.predict import Sizes, drawn, recorded
 from weft.sparse import ALGORITHMS

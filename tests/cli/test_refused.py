@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from weft.cli import app
+from weft.cli.commands import app
 
 
 @pytest.mark.parametrize(

@@ -1,49 +1,25 @@
-"""The command `weft`: one folder or file for each command, collected here.
+"""The command `weft`: `commands` collects one folder or file for each command.
 
-Commands use what any user can import, and of that nothing heavy before they run.
+Only commands need typer and rich, the extra `weft[cli]`. Importing this package needs neither.
 """
 
 from __future__ import annotations
 
-from typing import Annotated
+import sys
 
-import typer
+__all__ = ["EXTRA", "main"]
 
-from . import show
-from .bench.command import bench
-from .demo.command import demo
-from .doctor import doctor
-from .plan.command import plan
-
-__all__ = ["app", "main"]
-
-app = typer.Typer(
-    name="weft",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    help="Sparse and partitioned collectives for PyTorch.",
-)
-for command in (demo, bench, plan, doctor):
-    app.command()(command)
-
-
-def _version(wanted: bool) -> None:
-    if wanted:
-        typer.echo(show.listed(show.versions()))
-        raise typer.Exit
-
-
-@app.callback()
-def _options(
-    version: Annotated[
-        bool,
-        typer.Option("--version", callback=_version, is_eager=True, help="Show versions and exit."),
-    ] = False,
-) -> None:
-    pass
+EXTRA = ("typer", "rich")
+"""What `weft[cli]` installs beside the library."""
 
 
 def main() -> None:
-    """Run the command line."""
+    """Run the command line; without typer or rich say how to install them, with exit status 1."""
+    try:
+        from .commands import app
+    except ModuleNotFoundError as error:
+        package = str(error.name).partition(".")[0]
+        if package not in EXTRA:
+            raise
+        sys.exit(f"weft: the command line needs {package}: pip install 'weft[cli]'")
     app()

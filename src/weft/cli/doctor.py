@@ -27,7 +27,7 @@ import weft
 from weft.bootstrap import Preview, look_ahead
 from weft.wire.base import Wire, hosts_of
 
-from . import doctor_merge, options, show
+from . import doctor_merge, options, show, wording
 
 _SMALL = 8  # bytes of a message that shows latency
 _ROUNDS = 20  # how often it goes there and back
@@ -117,8 +117,8 @@ def _next(findings: list[Finding], pairs: list[Pair]) -> str:
 
 def look(ahead: Preview) -> Iterator[Finding]:
     """What can be seen without the other ranks."""
-    versions = show.versions()
-    yield Finding("ok", "versions", show.listed(versions))
+    versions = wording.versions()
+    yield Finding("ok", "versions", wording.listed(versions))
     if "numba" not in versions["kernels"].lower():
         remedy = "pip install numba: machine code is several times quicker"
         yield Finding("note", "arithmetic", versions["kernels"], remedy)
@@ -289,7 +289,7 @@ def _slower(pairs: list[Pair], remedy: str) -> Iterator[Finding]:
 
 
 def _rate(bandwidth: float) -> str:
-    return f"{show.number(bandwidth, 8e-9)} Gbit/s"
+    return f"{wording.number(bandwidth, 8e-9)} Gbit/s"
 
 
 def _print(findings: list[Finding], pairs: list[Pair]) -> None:
@@ -302,7 +302,7 @@ def _print(findings: list[Finding], pairs: list[Pair]) -> None:
             [
                 f"{pair.low} - {pair.high}",
                 "one host" if pair.near else "two hosts",
-                f"{show.number(pair.round_trip, 1e6)} µs",
+                f"{wording.number(pair.round_trip, 1e6)} µs",
                 _rate(pair.bandwidth),
             ]
             for pair in pairs

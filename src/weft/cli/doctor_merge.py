@@ -14,7 +14,7 @@ from typing import Any
 
 from weft.wire.base import names
 
-from . import options, show
+from . import options, show, wording
 
 _TITLES = ("rank", "host", "calls", "the last", "its program is at", "why it wrote")
 
@@ -99,7 +99,7 @@ def _unlike(calls: Mapping[int, Call]) -> str:
     made: dict[str, list[int]] = {}
     for rank, fields in stated.items():
         told = fields if "call" in unlike else {n: f for n, f in fields.items() if n in unlike}
-        made.setdefault(show.listed(told), []).append(rank)
+        made.setdefault(wording.listed(told), []).append(rank)
     who = "; ".join(f"{names(ranks)}: {what}" for what, ranks in made.items() if what)
     number = next(iter(calls.values()))["number"]
     return f"call {number} is not the same on all ranks: {who}" if unlike else ""

@@ -43,7 +43,7 @@ from torch import Tensor
 import weft
 from weft.wire.base import Wire, hosts_of
 
-from ..show import mib, versions
+from ..wording import mib, versions
 from .cases import Answer, Case, answer, differs, digest, indices, sizes, values
 from .results import OWN, Found, Status, compared, summary
 

@@ -23,7 +23,7 @@ from rich.text import Text
 
 import weft
 
-from ..show import listed, number
+from ..wording import listed, number
 from .cases import Case
 
 OWN = "weft:"

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from ..show import mib, ms, number
+from ..wording import mib, ms, number
 
 Floats = npt.NDArray[np.float64]
 

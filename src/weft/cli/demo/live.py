@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from ..show import mib, ms
+from ..wording import mib, ms
 from .figures import Run
 
 _LATELY = 20  # steps that the loss of the moment is a mean of

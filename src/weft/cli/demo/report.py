@@ -18,7 +18,7 @@ from markupsafe import Markup
 from matplotlib.figure import Figure
 
 from .. import pictures
-from ..show import listed, mib, ms, number, versions
+from ..wording import listed, mib, ms, number, versions
 from .figures import (
     COLUMNS,
     COMPUTING,

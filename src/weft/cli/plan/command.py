@@ -12,7 +12,7 @@ from typer import Option
 
 import weft
 
-from .. import options, show
+from .. import options, show, wording
 from .predict import Named, Prediction, drawn, predict, recorded
 
 _MOST = 1 << 16  # ranks that a prediction is made for
@@ -139,13 +139,19 @@ def _show(groups: list[list[Prediction]]) -> None:
 
 
 def _chosen(one: Prediction) -> list[str]:
-    """What was chosen, and its figures."""
+    """A line of the first table, below `titles` of `_show`."""
     best = next(line for line in one.answer.lines if line.algorithm == one.answer.chosen)
-    figures = show.number(best.milliseconds), show.number(best.bytes, 1e-6), str(best.messages)
-    union, chosen = str(one.answer.load.union), f"[bold]{best.algorithm}[/]"
-    return [str(one.ranks), union, chosen, *figures, show.number(best.of_bound)]
+    return [
+        str(one.ranks),
+        str(one.answer.load.union),
+        f"[bold]{best.algorithm}[/]",
+        wording.number(best.milliseconds),
+        wording.number(best.bytes, 1e-6),
+        str(best.messages),
+        wording.number(best.of_bound),
+    ]
 
 
 def _time(one: Prediction, name: str) -> str:
-    figure = show.number(one.times.get(name))
+    figure = wording.number(one.times.get(name))
     return f"[bold]{figure}[/]" if name == one.answer.chosen else figure
