@@ -10,6 +10,8 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from hatchling.metadata.core import ProjectMetadata
+from hatchling.plugin.manager import PluginManager
 
 import weft
 from weft import cli
@@ -17,13 +19,21 @@ from weft import cli
 ROOT = Path(__file__).resolve().parent.parent
 WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
-ADDRESSES = ("README.md", "SECURITY.md", "CITATION.cff", "mkdocs.yml", "RELEASING.md")
+ADDRESSES = (
+    "README.md",
+    "SECURITY.md",
+    "CITATION.cff",
+    "mkdocs.yml",
+    "RELEASING.md",
+    "pyproject.toml",
+)
 
 
 @pytest.mark.parametrize("file", ADDRESSES)
 def test_all_files_name_the_same_repository_and_site(file):
     text = (ROOT / file).read_text("utf-8")
-    repositories = set(re.findall(r"https://github\.com/[\w-]+/weft\b", text))
+    places = r"https://(?:raw\.githubusercontent|github)\.com/([\w-]+/weft)\b"
+    repositories = {f"https://github.com/{name}" for name in re.findall(places, text)}
     sites = set(re.findall(r"https://weft\.[\w.]+", text))
     assert repositories <= {PROJECT["urls"]["Repository"]}
     assert sites <= {PROJECT["urls"]["Documentation"]}
@@ -44,6 +54,36 @@ def test_the_classifiers_are_the_versions_that_the_workflow_runs():
     said = {each.rpartition(" ")[2] for each in PROJECT["classifiers"] if ":: 3." in each}
     assert run == said
     assert PROJECT["requires-python"] == f">={min(said, key=lambda v: int(v[2:]))}"
+
+
+def readme_of_the_package_index():
+    """As the build writes it into the metadata."""
+    metadata = ProjectMetadata(str(ROOT), PluginManager())
+    assert metadata.core.readme_content_type == "text/markdown"
+    return metadata.core.readme
+
+
+def test_links_of_the_package_index_are_absolute():
+    text = readme_of_the_package_index()
+    links = set(re.findall(r"\]\(([^)]*)\)", text))
+    assert not {each for each in links if not each.startswith("https://")}
+    urls, tag = PROJECT["urls"], f"v{weft.__version__}"
+    files = urls["Repository"].replace("github.com", "raw.githubusercontent.com")
+    anchor = "why-plain-distributeddataparallel-may-crash-on-a-cpu"
+    assert links >= {
+        f"{urls['Documentation']}/en/latest/ddp.html#{anchor}",
+        f"{urls['Documentation']}/en/latest/start.html",
+        f"{urls['Repository']}/blob/{tag}/CONTRIBUTING.md",
+        f"{files}/{tag}/docs/images/speed.svg",
+    }
+
+
+def test_the_package_index_shows_the_readme_but_for_its_links():
+    def without_links(text):
+        return re.sub(r"\]\([^)]*\)", "]", text)
+
+    repository = (ROOT / "README.md").read_text("utf-8")
+    assert without_links(readme_of_the_package_index()) == without_links(repository)
 
 
 def test_only_the_command_line_needs_typer_and_rich():
