@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from weft.errors import WeftError
-from weft.testing.wires import ranks_as_threads
+from weft.testing import ranks_as_threads
 from weft.wire.interface import WireFailed
 from weft.wire.rooms import room
 

@@ -98,7 +98,7 @@ def launch(
     if size < 1:
         raise WeftError(f"a launch needs at least 1 rank, not {size}")
     store, port = host_store(LOOPBACK)
-    body = _folder_of(target.__module__), pickle.dumps((target, tuple(args)))
+    body = folder_of(target.__module__), pickle.dumps((target, tuple(args)))
     ranks: list[Rank] = []
     deadline = None if timeout is None else time.monotonic() + timeout
     listen = on_message or _ignore
@@ -315,7 +315,7 @@ def _start_server(context: multiprocessing.context.ForkServerContext) -> None:
             del os.environ[name]
 
 
-def _folder_of(module: str) -> str:
+def folder_of(module: str) -> str:
     """What a process must have on its path to import a module by its name.
 
     Some loaders (pytest's) import files that are on no path: then it is the folder that the dotted

@@ -12,6 +12,7 @@ from typing import Any
 
 from .._torch import is_of_group
 from ..errors import WeftError, WireError
+from ..wire.interface import WireFailed
 
 
 class RankFailure(WireError, AssertionError):
@@ -80,7 +81,7 @@ class _Remote(Exception):
 
 def _is_echo(error: BaseException | None) -> bool:
     """Whether a rank raised this because another rank failed."""
-    return isinstance(error, WireError) or is_of_group(error)
+    return isinstance(error, (WireError, WireFailed)) or is_of_group(error)
 
 
 def results(outcomes: Sequence[Outcome], where: str) -> list[Any]:

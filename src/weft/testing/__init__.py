@@ -14,8 +14,11 @@ def test_sum_of_ranks(wire):
 to the caller while they run, by `send`. `expected` computes the result of a sparse all-reduce in
 one process. `gloo_of_one_thread` is a backend of torch.distributed to compare with, which does not
 corrupt memory where torch's own may. `check_algorithm` tries whether an algorithm of your own keeps
-what every algorithm promises. `WireContract` has the tests that a wire of your own must
-pass; it alone needs pytest to be imported. All but `spmd` and `WireContract` work without pytest.
+what every algorithm promises. `check_wire` tries whether a wire of your own does what
+`weft.wire.Wire` says, on ranks that `ranks_as_processes` or `ranks_as_threads` starts; `make_wires`
+makes all wires of a group in one process. `WireContract` has the tests of the groups that programs
+hold so far (`weft.wire.base`); it alone needs pytest to be imported. All but `spmd` and
+`WireContract` work without pytest.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -27,6 +30,8 @@ from .oracle import expected
 from .processes import processes
 from .reference import gloo_of_one_thread
 from .spmd import run, spmd
+from .wire_processes import ranks_as_processes
+from .wires import check_wire, make_wires, ranks_as_threads
 
 if TYPE_CHECKING:
     from .contract import WireContract
@@ -35,10 +40,14 @@ __all__ = [
     "RankFailure",
     "WireContract",
     "check_algorithm",
+    "check_wire",
     "expected",
     "gloo_of_one_thread",
     "launch",
+    "make_wires",
     "processes",
+    "ranks_as_processes",
+    "ranks_as_threads",
     "run",
     "send",
     "spmd",

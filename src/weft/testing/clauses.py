@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import sys
+import traceback
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class Outcome(NamedTuple):
@@ -46,6 +49,28 @@ def tried(number: int, title: str, check: Callable[[], object]) -> Outcome:
         kind = "" if isinstance(failure, AssertionError) else f"{type(failure).__name__}: "
         error = f"{kind}{failure}{notes}"
     return Outcome(number, title, error)
+
+
+def stated(body: Callable[..., Any], *args: Any) -> Any:
+    """Run the body of a clause; what it raises says in which line of it, if it has no words."""
+    try:
+        return body(*args)
+    except Exception as error:
+        line = _line_of(body, error)
+        if not isinstance(error, AssertionError):
+            error.add_note(f"in: {line}")
+        elif not error.args:
+            error.args = (line,)
+        raise
+
+
+def _line_of(body: Callable[..., Any], error: Exception) -> str | None:
+    """The line of the body's module that the error comes from."""
+    function = body.func if isinstance(body, functools.partial) else body
+    module = sys.modules[function.__module__]
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame.line for frame in frames if frame.filename == module.__file__]
+    return own[-1] if own else frames[-1].line
 
 
 def raise_if_broken(subject: str, outcomes: Sequence[Outcome]) -> None:

@@ -93,8 +93,11 @@ class WireFailed(ConnectionError):
     """
 
     def __init__(self, failure: Failure) -> None:
-        super().__init__(failure.text)
+        super().__init__(failure)  # not its text: what is raised can be pickled
         self.failure = failure
+
+    def __str__(self) -> str:
+        return self.failure.text
 
 
 class Lease(Protocol):

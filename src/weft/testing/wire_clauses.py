@@ -1,0 +1,820 @@
+"""The clauses of the contract of a wire (`wires.check_wire`): what a rank does in each.
+
+A clause is the program of one rank, `clause(wire, soon)`, in plain asserts. Its number is its place
+below; new ones come last. A process loads it by its name, so all of them are at the top of this
+module.
+
+Bodies wait for a time where they must not meet: a message that is late, a rank that does not come.
+These times are short, and no clause depends on one being kept; limits on waits are long.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import random
+import select
+import signal
+import socket
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from ..wire.interface import (
+    CHANNELS,
+    Failure,
+    Features,
+    Pending,
+    Reducing,
+    Rounds,
+    Wire,
+    WireFailed,
+)
+from .pace import patient
+
+HUGE = (1 << 31) + 4096
+"""Bytes of a message whose length does not fit into a signed number of 32 bits."""
+
+_BIG = 4 << 20  # bytes of a message that is longer than any buffer of a connection
+_MEDIUM = 90_000  # bytes of a message that is longer than what is sent unasked
+_MOMENT = 0.2  # seconds in which a message that nobody may wait for would have come
+_ABORT = 1.0  # seconds that a wait may take to end after an abort
+_HANDLED = 0.1  # seconds that the handler of a signal may have to wait for its turn
+_SIGNALS = 5  # the median of so many delays is looked at
+_CONNECT = 5.0  # seconds that a stranger waits for its connection
+_AFTER_FORK = 60.0  # seconds that a forked child lives, unless its parent's launcher ends it
+
+
+class Body(Protocol):
+    """One rank's program; `soon` is the seconds in which what must come soon comes."""
+
+    __name__: str
+
+    def __call__(self, wire: Wire, soon: float) -> None: ...
+
+
+class Clause(NamedTuple):
+    """One clause.
+
+    Attributes:
+        sizes: numbers of ranks to run it on.
+        body: the program of a rank.
+        unless: features of a wire that need not keep it.
+        needs: the feature that a wire has if it is for it; empty: it is for all.
+        is_for_processes: it needs ranks that are processes.
+        dies: ranks that end their processes.
+        memory: bytes that all ranks take together; above 0 it is tried if asked for.
+    """
+
+    sizes: tuple[int, ...]
+    body: Body
+    unless: tuple[str, ...] = ()
+    needs: str = ""
+    is_for_processes: bool = False
+    dies: tuple[int, ...] = ()
+    memory: int = 0
+
+
+CLAUSES: list[Clause] = []
+"""All of them; the first one has number 1."""
+
+
+def _clause(
+    *sizes: int,
+    unless: tuple[str, ...] = (),
+    needs: str = "",
+    processes: bool = False,
+    dies: tuple[int, ...] = (),
+    memory: int = 0,
+) -> Callable[[Body], Body]:
+    """Register the program of a rank as a clause, whose title is its docstring's first line."""
+
+    def register(body: Body) -> Body:
+        CLAUSES.append(Clause(sizes, body, unless, needs, processes or bool(dies), dies, memory))
+        return body
+
+    return register
+
+
+# What clauses are made of -----------------------------------------------------------------------
+
+
+def _others(wire: Wire) -> list[int]:
+    """All other ranks, beginning with the next one."""
+    return [*range(wire.rank + 1, wire.size), *range(wire.rank)]
+
+
+def _number(value: int = 0) -> Tensor:
+    return torch.tensor([value])
+
+
+def _bytes(count: int, value: int = 1) -> Tensor:
+    return torch.full((count,), value, dtype=torch.uint8)
+
+
+def _swap(wire: Wire, peer: int, soon: float) -> None:
+    """Send a number to a peer, and receive the same from it."""
+    got = wire.post([(peer, _number(1))], [(peer, _number())]).wait(soon)
+    assert got[0].item() == 1, f"{got[0].item()} came for 1"
+
+
+def _failure_of(use: Callable[[], object], kind: str, peer: int | None, soon: float) -> Failure:
+    """The failure that a use raises soon, which has to be of this kind and about this peer."""
+    began = time.monotonic()
+    try:
+        use()
+    except WireFailed as error:
+        failure = error.failure
+    else:
+        raise AssertionError(f"nothing was raised, where {kind!r} about rank {peer} should be")
+    found = failure.kind, failure.peer
+    assert found == (kind, peer), (
+        f"{failure} was raised, where {kind!r} about rank {peer} should be"
+    )
+    taken = time.monotonic() - began
+    assert taken < soon, f"{failure} was raised after {taken:.1f} s"
+    return failure
+
+
+def _is_not_over(pending: Pending, seconds: float) -> None:
+    """A wait of so many seconds runs out."""
+    try:
+        pending.wait(seconds)
+    except TimeoutError:
+        return
+    raise AssertionError("a wait for what had not come did not raise TimeoutError")
+
+
+def _swap_with_all(wire: Wire, length: int, soon: float) -> None:
+    """Send a message to all others at once, and receive one of each."""
+    sends = [(peer, _bytes(length, wire.rank)) for peer in _others(wire)]
+    places = [(peer, _bytes(length, 0xFF)) for peer in _others(wire)]
+    for peer, each in zip(_others(wire), wire.post(sends, places).wait(soon), strict=True):
+        assert bool((each == peer).all()), f"rank {peer}'s bytes are others"
+
+
+class _Handled(Exception):
+    """What the handler of a signal raises."""
+
+
+def _delay_of_a_handler(pending: Pending, soon: float) -> float:
+    """Seconds after which a signal is handled that comes during a wait, and ends it."""
+    times: list[float] = []
+
+    def handle(*_: object) -> None:
+        times.append(time.monotonic())
+        raise _Handled
+
+    def interrupt() -> None:
+        times.append(time.monotonic())
+        os.kill(os.getpid(), signal.SIGUSR1)
+
+    before = signal.signal(signal.SIGUSR1, handle)
+    timer = threading.Timer(_MOMENT / 4, interrupt)
+    try:
+        timer.start()
+        pending.wait(soon)
+    except _Handled:
+        return times[1] - times[0]
+    except TimeoutError:
+        raise AssertionError("a signal was not handled during a wait") from None
+    finally:
+        timer.join()
+        signal.signal(signal.SIGUSR1, before)
+    raise AssertionError("a wait for what had not come returned, or kept what a handler raised")
+
+
+def _close_in_a_child(wire: Wire, soon: float) -> None:
+    """Fork, and close the wire in the child, which lives on."""
+    reads, writes = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # this process has threads, as programs
+        child = os.fork()
+    if child == 0:
+        try:
+            wire.close()
+            os.write(writes, b"closed")
+            time.sleep(_AFTER_FORK)
+        except BaseException as error:
+            os.write(writes, repr(error).encode())
+        finally:
+            os._exit(0)
+    os.close(writes)
+    has_ended, _, _ = select.select([reads], [], [], soon)
+    result = os.read(reads, 1000).decode() if has_ended else "it hangs"
+    os.close(reads)
+    assert result == "closed", f"a close in a forked child: {result}"
+
+
+def _strangers() -> list[socket.socket]:
+    """Connections to wherever this process listens; most of them have sent garbage."""
+    connections = []
+    noise = random.Random(0).randbytes(1000)
+    for family, address in _addresses():
+        for data in (noise, noise[:1], b"GET / HTTP/1.1\r\n\r\n", b""):
+            connection = socket.socket(family)
+            connection.settimeout(_CONNECT)
+            connection.connect(address)
+            with contextlib.suppress(ConnectionError):  # it was shown the door already
+                connection.sendall(data)
+            connections.append(connection)
+    return connections
+
+
+def _addresses() -> list[tuple[socket.AddressFamily, Any]]:
+    """Where this process listens, by the descriptors that it has open."""
+    addresses = []
+    for name in os.listdir("/dev/fd"):
+        try:
+            copy = os.dup(int(name))
+        except OSError:  # the descriptor of the folder itself, which is closed again
+            continue
+        try:
+            sock = socket.socket(fileno=copy)
+        except OSError:  # it is no socket
+            os.close(copy)
+            continue
+        with sock:
+            if sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                addresses.append((sock.family, sock.getsockname()))
+    return addresses
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(torch.uint8)
+
+
+_COMBINE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "sum": torch.add,
+    "min": torch.minimum,
+    "max": torch.maximum,
+    "prod": torch.mul,
+    "band": torch.bitwise_and,
+    "bor": torch.bitwise_or,
+    "bxor": torch.bitwise_xor,
+}
+
+
+# The clauses -----------------------------------------------------------------------------------
+
+
+@_clause(1, 2, 8)
+def sizes(wire: Wire, soon: float) -> None:
+    """a wire knows its rank, size, device and features; alone it has nobody to send to."""
+    assert 0 <= wire.rank < wire.size
+    assert isinstance(wire.device, torch.device) and isinstance(wire.features, Features)
+    assert isinstance(wire, Wire)
+    assert wire.post().wait() == []
+    for _ in range(3):
+        numbers = [(peer, _number()) for peer in _others(wire)]
+        got = wire.post([(peer, _number(wire.rank)) for peer in _others(wire)], numbers).wait()
+        assert [each.item() for each in got] == _others(wire)
+    assert wire.failure() is None
+
+
+@_clause(4)
+def dtypes(wire: Wire, soon: float) -> None:
+    """tensors of every dtype and shape arrive as they were sent, from each to each."""
+    floats = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64)
+    for dtype in (*floats, torch.int64, torch.int8, torch.uint8, torch.bool):
+
+        def made(source: int, target: int, dtype: torch.dtype = dtype) -> Tensor:
+            return ((torch.arange(3 * (source + 1)).view(3, -1) + target) % 2).to(dtype)
+
+        places = [torch.empty_like(made(peer, wire.rank)) for peer in _others(wire)]
+        sends = [(peer, made(wire.rank, peer)) for peer in _others(wire)]
+        pending = wire.post(sends, list(zip(_others(wire), places, strict=True)))
+        got = pending.wait()
+        assert all(one is place for one, place in zip(got, places, strict=True))
+        for peer, one in zip(_others(wire), got, strict=True):
+            assert torch.equal(one, made(peer, wire.rank)), f"{dtype} from rank {peer} is {one}"
+        again = pending.wait()
+        assert all(one is other for one, other in zip(got, again, strict=True))
+
+
+@_clause(3)
+def order(wire: Wire, soon: float) -> None:
+    """the n-th send meets the n-th receive of a pair and channel, in whatever order one waits."""
+    posts = []
+    for i in range(10):
+        sends = [(peer, _number(100 * wire.rank + i)) for peer in _others(wire)]
+        posts.append(wire.post(sends, [(peer, 8) for peer in _others(wire)]))
+    for i in reversed(range(10)):
+        got = [view.view(torch.int64).item() for view in posts[i].wait()]
+        assert got == [100 * peer + i for peer in _others(wire)], f"post {i} received {got}"
+        posts[i].release()
+
+
+@_clause(2, unless=("lockstep",))
+def channels(wire: Wire, soon: float) -> None:
+    """a channel waits for no other, whatever lies there."""
+    peer, last = 1 - wire.rank, CHANNELS - 1
+    if wire.rank == 0:
+        posts = [wire.post([(peer, _bytes(_BIG, 3))], channel=last)]
+        posts += [wire.post([(peer, _bytes(_MEDIUM, i))], channel=i) for i in (0, 1)]
+    else:
+        for i in (1, 0):
+            pending = wire.post((), [(peer, _MEDIUM)], i)
+            assert int(pending.wait(soon)[0][-1]) == i
+            pending.release()
+        posts = [wire.post((), [(peer, _bytes(_BIG))], last)]
+    for each in posts:
+        each.wait(soon)
+
+
+@_clause(3, unless=("lockstep",))
+def pairs(wire: Wire, soon: float) -> None:
+    """a pair of ranks waits for no other pair."""
+    if wire.rank == 2:  # comes when the others have done without it
+        wire.post((), [(1, _number())]).wait(soon)
+        wire.post([(0, _number(9))]).wait(soon)
+        return
+    early = wire.post((), [(2, _number())]) if wire.rank == 0 else None
+    for _ in range(20):
+        _swap(wire, 1 - wire.rank, soon)
+    if early is None:
+        wire.post([(2, _number())]).wait(soon)
+    else:
+        assert early.wait(soon)[0].item() == 9
+
+
+@_clause(2)
+def empty(wire: Wire, soon: float) -> None:
+    """messages without bytes arrive, and keep their place."""
+    peer = 1 - wire.rank
+    recvs: list[tuple[int, Tensor | int]] = [(peer, torch.empty(0, 3)), (peer, 8), (peer, 0)]
+    sends = [(peer, torch.empty(0, 3)), (peer, _number(5)), (peer, torch.empty(0))]
+    pending = wire.post(sends, recvs)
+    assert [each.numel() for each in pending.wait()] == [0, 8, 0]
+    pending.release()
+
+
+@_clause(2, unless=("exact",))
+def sized(wire: Wire, soon: float) -> None:
+    """a receive by size returns as many bytes as came: none, some, or all that it takes."""
+    peer, most = 1 - wire.rank, 200_000
+    lengths = (0, 1, 4095, 65_536, most)
+    data = torch.arange(most).to(torch.uint8)
+    pending = wire.post([(peer, data[:length]) for length in lengths], [(peer, most)] * 5)
+    views = pending.wait()
+    assert [view.numel() for view in views] == list(lengths)
+    for view in views:
+        assert (view.dtype, view.dim()) == (torch.uint8, 1), f"{view.dtype} of {view.shape}"
+        assert torch.equal(view, data[: len(view)])
+        assert view.data_ptr() % 16 == 0, "a view is not aligned to 16 bytes"
+    pending.release()
+    pending.release()
+
+
+@_clause(2, unless=("exact", "lockstep"))
+def wrong_length(wire: Wire, soon: float) -> None:
+    """a message of another length than its tensor fails the wire, and names the sender."""
+    if wire.rank == 0:
+        wire.post([(1, _bytes(10))])
+        time.sleep(_MOMENT)
+        return
+    _failure_of(wire.post((), [(0, _bytes(12))]).wait, "garbled", 0, soon)
+    failure = wire.failure()
+    assert failure is not None and failure.peer == 0
+
+
+@_clause(2, unless=("exact", "lockstep"))
+def too_long(wire: Wire, soon: float) -> None:
+    """so does a message that is longer than a receive by size."""
+    if wire.rank == 0:
+        wire.post([(1, _bytes(300))])
+        time.sleep(_MOMENT)
+        return
+    _failure_of(wire.post((), [(0, 299)]).wait, "garbled", 0, soon)
+
+
+@_clause(2, unless=("exact", "lockstep"))
+def short(wire: Wire, soon: float) -> None:
+    """a short message in a long receive leaves nothing behind: a long one after it may be early."""
+    if wire.rank == 0:
+        for lengths in ((10, 10), (_BIG, 10)):  # the short ones have arrived before the long one
+            for each in [wire.post([(1, _bytes(length))]) for length in lengths]:
+                each.wait(soon)
+        return
+    posts = [wire.post((), [(0, 200_000)]) for _ in range(2)]
+    for each in posts:
+        each.wait(soon)
+    time.sleep(_MOMENT)
+    posts += [wire.post((), [(0, _BIG)]) for _ in range(2)]
+    assert [len(each.wait(soon)[0]) for each in posts] == [10, 10, _BIG, 10]
+
+
+@_clause(2)
+def many(wire: Wire, soon: float) -> None:
+    """thousands of posts may be under way."""
+    peer, count = 1 - wire.rank, 2000
+    posts = [wire.post([(peer, _number(i))], [(peer, _number())]) for i in range(count)]
+    assert [each.wait()[0].item() for each in posts] == list(range(count))
+
+
+@_clause(3)
+def large(wire: Wire, soon: float) -> None:
+    """all ranks may send long messages to all others at once."""
+    mine = torch.arange(_BIG // 4, dtype=torch.float32) + wire.rank
+    places = [(peer, torch.empty_like(mine)) for peer in _others(wire)]
+    got = wire.post([(peer, mine) for peer in _others(wire)], places).wait(soon)
+    for peer, each in zip(_others(wire), got, strict=True):
+        assert torch.equal(each - peer, mine - wire.rank), f"rank {peer}'s bytes are others"
+
+
+@_clause(2, unless=("lockstep",))
+def late(wire: Wire, soon: float) -> None:
+    """a receive may be posted long after its message was sent."""
+    lengths = (8, _MEDIUM, _BIG)
+    if wire.rank == 0:
+        for each in [wire.post([(1, _bytes(length))]) for length in lengths]:
+            each.wait(soon)
+        return
+    time.sleep(_MOMENT)
+    for length in lengths:
+        assert wire.post((), [(0, _bytes(length, 0))]).wait(soon)[0].all()
+
+
+@_clause(2, unless=("lockstep",))
+def sent(wire: Wire, soon: float) -> None:
+    """a tensor that was sent may change once it was waited for, also if it is received later."""
+    for length in (100, _BIG):
+        if wire.rank == 0:
+            data = _bytes(length)
+            wire.post([(1, data)]).wait(soon)
+            data.zero_()
+        else:
+            time.sleep(_MOMENT)
+            pending = wire.post((), [(0, length)])
+            assert pending.wait(soon)[0].all(), "what came is what the tensor held later"
+            pending.release()
+
+
+@_clause(2, unless=("lockstep",))
+def storages(wire: Wire, soon: float) -> None:
+    """memory of a post is kept, though the caller gives its tensors other memory."""
+    if wire.rank == 0:
+        data = _bytes(_BIG)
+        pending = wire.post([(1, data)])
+        data.data = torch.zeros(1, dtype=torch.uint8)
+        filled = [_bytes(_BIG, 0) for _ in range(4)]  # in the freed memory, if it was freed
+        pending.wait(soon)
+        del filled
+    else:
+        time.sleep(_MOMENT)
+        assert wire.post((), [(0, _bytes(_BIG, 0))]).wait(soon)[0].all()
+
+
+@_clause(2)
+def views(wire: Wire, soon: float) -> None:
+    """what was received by size stays as it is until it is released, and can be sent on."""
+    peer, kept = 1 - wire.rank, list[Pending]()
+    for i in range(4):
+        kept.append(wire.post([(peer, _bytes(_MEDIUM, i))], [(peer, _MEDIUM)]))
+        kept[-1].wait(soon)
+    for i, pending in enumerate(kept):
+        (view,) = pending.wait()
+        back = wire.post([(peer, view)], [(peer, _MEDIUM)])
+        values = set(back.wait(soon)[0].tolist())
+        assert values == {i}, f"message {i} came back as {sorted(values)}"
+        back.release()
+        pending.release()
+
+
+@_clause(2, unless=("lockstep",))
+def timeouts(wire: Wire, soon: float) -> None:
+    """a wait that ran out raises TimeoutError and changes nothing: it can be waited for again."""
+    peer = 1 - wire.rank
+    pending = wire.post((), [(peer, _number()), (peer, _MEDIUM)])
+    answer = [(peer, _number(7)), (peer, _bytes(_MEDIUM))]
+    if wire.rank == 0:
+        began = time.monotonic()
+        _is_not_over(pending, _MOMENT)
+        assert time.monotonic() - began >= 0.9 * _MOMENT, "it ran out early"
+        _is_not_over(pending, 0)
+        assert wire.failure() is None and not pending.done()
+        wire.post(answer).wait(soon)
+    else:
+        pending.wait(soon)
+        wire.post(answer).wait(soon)
+    got = pending.wait(soon)
+    assert got[0].item() == 7 and got[1].all() and pending.done()
+    pending.release()
+
+
+@_clause(3)
+def aborts(wire: Wire, soon: float) -> None:
+    """an abort in another thread ends a wait, and every later use, with the first failure."""
+    if wire.rank == 2:  # who does not come
+        time.sleep(3 * _MOMENT)
+        return
+    given = Failure("aborted", 2, "rank 2 died")
+    pending = wire.post((), [(2, _bytes(_BIG))])
+    threading.Timer(_MOMENT, wire.abort, [given]).start()
+    began = time.monotonic()
+    assert _failure_of(pending.wait, "aborted", 2, soon) is given, (
+        "another failure than the abort's"
+    )
+    taken = time.monotonic() - began - _MOMENT
+    assert taken < patient(_ABORT), f"the wait ended {taken:.1f} s after the abort"
+    wire.abort(Failure("aborted", 0, "later"))
+    assert wire.failure() is given and pending.done(), "the first failure does not stay"
+    _failure_of(pending.wait, "aborted", 2, soon)
+    _failure_of(lambda: wire.post([(1 - wire.rank, _number(1))]), "aborted", 2, soon)
+    time.sleep(2 * _MOMENT)  # the others of this group still abort
+
+
+@_clause(2, unless=("lockstep",))
+def memory(wire: Wire, soon: float) -> None:
+    """once a use has raised WireFailed, no memory of any post is written to."""
+    place, other = _bytes(_BIG, 0), _bytes(1000, 0)
+    if wire.rank == 1:
+        time.sleep(_MOMENT)
+        wire.post([(0, place)])
+        wire.post([(0, other)], (), 1)
+        time.sleep(2 * _MOMENT)
+        return
+    posts = [wire.post((), [(1, place)]), wire.post((), [(1, other)], 1)]
+    threading.Timer(_MOMENT / 2, wire.abort, [Failure("aborted", None, "enough")]).start()
+    try:
+        posts[1].wait(soon)
+    except WireFailed:
+        place.fill_(7)
+        other.fill_(7)
+    time.sleep(2 * _MOMENT)
+    for tensor in (place, other):
+        assert bool((tensor == 7).all()), "memory was written to after the failure"
+
+
+@_clause(3, unless=("lockstep",))
+def leaves(wire: Wire, soon: float) -> None:
+    """what was sent before a close arrives; waits for who closed end; the others go on."""
+    if wire.rank == 2:
+        wire.post([(0, _bytes(_BIG))]).wait(soon)
+        wire.post([(0, _number(5))]).wait(soon)
+        wire.close()
+        return
+    peer = 1 - wire.rank
+    if wire.rank == 0:
+        early = wire.post((), [(2, _bytes(_BIG, 0)), (2, _number())])
+        time.sleep(_MOMENT)
+        got = early.wait(soon)
+        assert got[0].all() and got[1].item() == 5
+    time.sleep(_MOMENT)
+    for _ in range(20):
+        _swap(wire, peer, soon)
+    assert wire.failure() is None, f"{wire.failure()}, though nothing was awaited of rank 2"
+    _failure_of(lambda: wire.post((), [(2, 8)]).wait(soon), "lost", 2, soon)
+    _failure_of(lambda: wire.post((), [(peer, 8)]).wait(soon), "lost", 2, soon)
+
+
+@_clause(2)
+def closes(wire: Wire, soon: float) -> None:
+    """a close ends a wait in another thread, can be repeated, and every later use raises."""
+    if wire.rank == 1:
+        time.sleep(3 * _MOMENT)
+        return
+    pending = wire.post((), [(1, 8)])
+    threading.Timer(_MOMENT, wire.close).start()
+    try:
+        pending.wait(soon)
+    except WireFailed:
+        pass
+    else:
+        raise AssertionError("the wait did not end")
+    wire.close()
+    wire.close()
+    try:
+        wire.post([(1, _number(1))]).wait(soon)
+    except WireFailed:
+        return
+    raise AssertionError("a closed wire can be used")
+
+
+@_clause(2, unless=("lockstep",))
+def moves(wire: Wire, soon: float) -> None:
+    """messages move while nobody waits, and `done` tells."""
+    peer = 1 - wire.rank
+    pending = wire.post([(peer, _bytes(_BIG))], [(peer, _bytes(_BIG, 0))])
+    until = time.monotonic() + soon
+    while time.monotonic() < until and not pending.done():
+        time.sleep(_MOMENT)  # no other call
+    assert pending.done(), "nothing came while nobody waited"
+    assert pending.wait(0)[0].all()
+
+
+@_clause(2, unless=("lockstep",))
+def polls(wire: Wire, soon: float) -> None:
+    """to ask `done` again and again is as good as to wait."""
+    peer, until = 1 - wire.rank, time.monotonic() + soon
+    for length in (8, _BIG):
+        pending = wire.post([(peer, _bytes(length))], [(peer, length)])
+        while not pending.done():
+            assert time.monotonic() < until, f"{length} bytes did not come"
+        assert len(pending.wait(0)[0]) == length
+        pending.release()
+
+
+@_clause(3, unless=("lockstep",))
+def names(wire: Wire, soon: float) -> None:
+    """`waiting_for` names the peers of what is not complete, in another thread, too."""
+    if wire.rank:
+        if wire.rank == 2:
+            time.sleep(4 * _MOMENT)
+        wire.post([(0, _number(1))]).wait(soon)
+        return
+    pending, heard = wire.post((), [(1, 8), (2, 8)]), list[list[int]]()
+    asks = threading.Timer(2 * _MOMENT, lambda: heard.append(pending.waiting_for()))
+    asks.start()
+    pending.wait(soon)
+    asks.join()
+    assert heard == [[2]], f"it waited for {heard}"
+    assert pending.waiting_for() == []
+    pending.release()
+
+
+@_clause(2)
+def leases(wire: Wire, soon: float) -> None:
+    """leased memory can be sent from, to several at once, and is whole when it is leased again."""
+    peer = 1 - wire.rank
+    for i in range(20):
+        lease = wire.lease(100_000)
+        if lease is None:
+            return
+        with lease:
+            assert lease.tensor.nbytes == 100_000 and lease.tensor.data_ptr() % 64 == 0
+            lease.tensor.fill_(i)
+            sends = [(peer, lease.tensor), (peer, lease.tensor[:50])]
+            pending = wire.post(sends, [(peer, 100_000), (peer, 50)])
+            values = [set(each.tolist()) for each in pending.wait(soon)]
+            assert values == [{i}, {i}], f"lease {i} came as {values}"
+            pending.release()
+        lease.release()
+
+
+@_clause(3)
+def rounds(wire: Wire, soon: float) -> None:
+    """of three thousand rounds no wake-up gets lost."""
+    places = [(peer, _number()) for peer in _others(wire)]
+    for i in range(3000):
+        pending = wire.post([(peer, _number(i)) for peer in _others(wire)], places)
+        assert all(each.item() == i for each in pending.wait(soon)), f"round {i}"
+
+
+@_clause(2, unless=("lockstep",))
+def dropped(wire: Wire, soon: float) -> None:
+    """a post whose pending nobody keeps arrives all the same."""
+    if wire.rank == 0:
+        wire.post([(1, _bytes(_BIG))])
+        gc.collect()
+        wire.post((), [(1, _number())]).wait(soon)
+        return
+    time.sleep(_MOMENT)
+    assert wire.post((), [(0, _bytes(_BIG, 0))]).wait(soon)[0].all()
+    wire.post([(0, _number(1))]).wait(soon)
+
+
+@_clause(2, unless=("streams",))
+def on_the_host(wire: Wire, soon: float) -> None:
+    """`wait_stream` of a wire without streams is a wait."""
+    peer = 1 - wire.rank
+    for length in (8, _BIG):
+        pending = wire.post([(peer, _bytes(length, 3))], [(peer, _bytes(length, 0))])
+        (got,) = pending.wait_stream()
+        assert pending.done(), "the host did not wait"
+        assert int(got[-1]) == 3
+
+
+@_clause(3, unless=("lockstep",), dies=(1,))
+def dies(wire: Wire, soon: float) -> None:
+    """a wait for a rank whose process was killed ends as lost; the others go on until they wait."""
+    if wire.rank == 1:
+        wire.post([(peer, _bytes(4 * _BIG)) for peer in _others(wire)])
+        time.sleep(_MOMENT)  # so that a part of it is under way
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(2 * _MOMENT)
+    for _ in range(20):
+        _swap(wire, 2 - wire.rank, soon)
+    assert wire.failure() is None, f"{wire.failure()}, though nothing was awaited of rank 1"
+    if wire.rank == 0:
+        _failure_of(lambda: wire.post((), [(1, 8)], 1).wait(soon), "lost", 1, soon)
+    else:
+        # the first may have come whole, for a wire may keep what came unasked
+        recvs: list[tuple[int, Tensor | int]] = [(1, _bytes(4 * _BIG)), (1, 8)]
+        _failure_of(lambda: wire.post((), recvs).wait(soon), "lost", 1, soon)
+
+
+@_clause(3, unless=("lockstep",), dies=(1,))
+def forks(wire: Wire, soon: float) -> None:
+    """a close in a forked child changes nothing, and the parent's death is seen though it lives."""
+    _swap_with_all(wire, 8, soon)
+    if wire.rank == 1:
+        _close_in_a_child(wire, soon)
+    for length in (8, _BIG):
+        _swap_with_all(wire, length, soon)
+    if wire.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    _failure_of(lambda: wire.post((), [(1, 8)]).wait(soon), "lost", 1, soon)
+
+
+@_clause(2, unless=("lockstep",), processes=True)
+def signals(wire: Wire, soon: float) -> None:
+    """signals are handled during a wait; what a handler raises leaves it, and changes nothing."""
+    if wire.rank == 1:
+        wire.post((), [(0, _number())]).wait(2 * _SIGNALS * soon)  # until all were handled
+        wire.post([(0, _number(7))]).wait(soon)
+        return
+    pending = wire.post((), [(1, _number())])
+    delays = sorted(_delay_of_a_handler(pending, soon) for _ in range(_SIGNALS))
+    median = delays[_SIGNALS // 2]
+    assert median < patient(_HANDLED), f"a handler ran {median:.2f} s after its signal"
+    assert wire.failure() is None, f"a handler that raised left the wire with {wire.failure()}"
+    wire.post([(1, _number())]).wait(soon)
+    assert pending.wait(soon)[0].item() == 7
+
+
+@_clause(3, processes=True)
+def strangers(wire: Wire, soon: float) -> None:
+    """who connects to a port where the wire listens, and is no rank, changes nothing."""
+    strange = _strangers()
+    _swap_with_all(wire, 8, soon)
+    strange += _strangers()
+    for connection in strange[::2]:
+        connection.close()
+    for length in (8, _BIG):
+        _swap_with_all(wire, length, soon)
+    assert wire.failure() is None, f"{wire.failure()}, after a stranger came"
+    for connection in strange:
+        connection.close()
+
+
+@_clause(4, needs="lockstep")
+def among(wire: Wire, soon: float) -> None:
+    """`among` some ranks they are numbered as given, need no others, and fail with the wire."""
+    assert isinstance(wire, Rounds)
+    ranks = [2, 0]
+    if wire.rank in ranks:
+        part = wire.among(ranks)
+        assert (part.rank, part.size) == (ranks.index(wire.rank), 2)
+        assert (part.device, part.features) == (wire.device, wire.features)
+        peer = 1 - part.rank
+        for _ in range(3):
+            got = part.post([(peer, _number(wire.rank))], [(peer, _number())]).wait(soon)
+            assert got[0].item() == ranks[peer], f"{got[0].item()} came from rank {ranks[peer]}"
+    _swap_with_all(wire, 8, soon)
+    if wire.rank in ranks:
+        wire.abort(Failure("aborted", 1, "rank 1 gave up"))
+        assert part.failure() == wire.failure(), "a part goes on after its wire has failed"
+        _failure_of(lambda: part.post([(peer, _number())]), "aborted", 1, soon)
+
+
+@_clause(1, 3, needs="reduces")
+def reduces(wire: Wire, soon: float) -> None:
+    """`all_reduce` leaves the same bits on every rank, in place."""
+    assert isinstance(wire, Reducing)
+    generator = torch.Generator().manual_seed(wire.rank)
+    for op, dtype in sorted(wire.features.reduces, key=str):
+        parts = [(torch.arange(100) * (rank + 1) % 3 + 1).to(dtype) for rank in range(wire.size)]
+        total = parts[wire.rank].clone().to(wire.device)
+        wire.all_reduce(total, op).wait(soon)
+        if op in _COMBINE:
+            right = parts[0]
+            for part in parts[1:]:
+                right = _COMBINE[op](right, part)
+            assert torch.equal(total.cpu(), right.to(dtype)), f"{op} of {dtype} is wrong"
+        total = (torch.rand(1000, generator=generator) * 9).to(dtype).to(wire.device)
+        wire.all_reduce(total, op).wait(soon)
+        sends = [(peer, total) for peer in _others(wire)]
+        places = [(peer, torch.empty_like(total)) for peer in _others(wire)]
+        for peer, other in zip(_others(wire), wire.post(sends, places).wait(soon), strict=True):
+            assert torch.equal(_bits(total), _bits(other)), (
+                f"{op} of {dtype} differs on rank {peer}"
+            )
+
+
+@_clause(2, memory=5 * HUGE)
+def huge(wire: Wire, soon: float) -> None:
+    """a message may be longer than 2 GiB, into a tensor and by size."""
+    places = (0, HUGE // 2, HUGE - 4097, HUGE - 4096, HUGE - 1)  # bytes that are looked at
+    limit = HUGE if wire.features.exact else HUGE + 1
+    for is_sized in (False, True):
+        if wire.rank == 0:
+            data = _bytes(HUGE, 3)
+            for value, place in enumerate(places, 100):
+                data[place] = value
+            wire.post([(1, data)]).wait(20 * soon)
+            continue
+        pending = wire.post((), [(0, limit if is_sized else _bytes(HUGE, 0))])
+        (got,) = pending.wait(20 * soon)
+        assert len(got) == HUGE, f"{len(got)} bytes came for {HUGE}"
+        for value, place in enumerate(places, 100):
+            assert int(got[place]) == value, f"byte {place} is wrong"
+        assert int(got[1]) == int(got[-2]) == 3
+        del got  # before the next tensor takes as much memory
+        pending.release()

@@ -1,0 +1,150 @@
+"""`weft.testing.ranks_as_processes`: how ranks end, and what is said of those that fail."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import weft
+from weft.testing import RankFailure, ranks_as_processes
+from weft.wire.interface import WireFailed
+from weft.wire.registry import register_wire, unregister_wire
+
+sys.path.append(str(Path(__file__).parents[2] / "examples/wire_streams"))
+
+import weft_streams  # of the folder above
+
+RUN = ranks_as_processes(weft_streams.make_wire)
+
+
+def rank_and_size(wire):
+    return wire.rank, wire.size
+
+
+def process(wire):
+    return os.getpid()
+
+
+def test_ranks_are_new_processes_and_results_are_in_order(gone):
+    assert RUN(3, rank_and_size) == [(0, 3), (1, 3), (2, 3)]
+    processes = RUN(2, process) + RUN(2, process)
+    assert len({os.getpid(), *processes}) == 5
+    assert gone(processes)
+
+
+@pytest.fixture
+def registered():
+    register_wire("of this test", weft_streams.make_wire)
+    yield "of this test"
+    unregister_wire("of this test")
+
+
+def test_a_wire_is_run_by_its_name(registered):
+    assert ranks_as_processes(registered)(2, rank_and_size) == [(0, 2), (1, 2)]
+    with pytest.raises(weft.WeftError, match=r"wire 'other' is unknown: use one of .*this test"):
+        ranks_as_processes("other")
+
+
+def ends(wire):
+    if wire.rank == 1:
+        os._exit(7)
+    return "here"
+
+
+def test_a_rank_dies_as_it_was_to_or_it_is_an_error():
+    assert RUN(2, ends, dies=(1,)) == ["here", None]
+    with pytest.raises(RankFailure, match="rank 1 of 2 exited with status 7"):
+        RUN(2, ends)
+
+
+def raises(wire):
+    if wire.rank == 1:
+        raise KeyError("mine")
+    wire.post((), [(1, 8)]).wait()
+
+
+def test_what_a_rank_raises_comes_before_what_others_raise_because_of_it():
+    with pytest.raises(KeyError, match="mine") as caught:
+        RUN(2, raises)
+    notes = "\n".join(caught.value.__notes__)
+    assert "on rank 1 of 2" in notes
+    assert "rank 0 of 2 raised WireFailed: the connection to rank 1 ended" in notes
+
+
+def sleeps(wire):
+    if wire.rank == 1:
+        time.sleep(600)
+
+
+def test_a_rank_that_hangs_is_told_of_by_where_it_is(gone):
+    run = ranks_as_processes(weft_streams.make_wire, limit=1.0)
+    with pytest.raises(RankFailure, match=r"(?s)rank 1 of 2 gave no answer.*in sleeps.*sleep\(600"):
+        run(2, sleeps)
+
+
+def leaves_a_thread(wire):
+    threading.Thread(target=time.sleep, args=[600]).start()
+
+
+def test_a_process_that_does_not_end_is_told_of():
+    with pytest.raises(RankFailure, match="rank 0 of 1 has ended its program, but its process"):
+        RUN(1, leaves_a_thread)
+
+
+def raising_factory(start):
+    if start.rank == 1:
+        raise OSError("no device")
+    return weft_streams.make_wire(start)
+
+
+def test_a_factory_that_raises_on_one_rank_ends_the_run():
+    with pytest.raises(weft.WeftError, match="on rank 1 its factory raised OSError: no device"):
+        ranks_as_processes(raising_factory)(3, rank_and_size)
+
+
+def dying_factory(start):
+    if start.rank == 1:
+        os._exit(7)
+    return weft_streams.make_wire(start)
+
+
+def test_a_rank_that_dies_in_its_factory_ends_the_run():
+    with pytest.raises(RankFailure, match="rank 1 of 3 exited with status 7") as caught:
+        ranks_as_processes(dying_factory)(3, rank_and_size)
+    assert "rank 0: rank 1 has ended, and the others exchange" in "\n".join(caught.value.__notes__)
+
+
+def met_at_the_store(start):
+    start.store.set(f"rank {start.rank}", str(start.rank))
+    others = [start.store.get(f"rank {rank}").decode() for rank in range(start.size)]
+    assert others == [str(rank) for rank in range(start.size)]
+    assert start.process_group is start.cpu_wire is None
+    assert start.device == torch.device("cpu")
+    assert start.exchange(start.host.encode()) == [start.host.encode()] * start.size
+    return weft_streams.make_wire(start)
+
+
+def test_a_factory_has_a_store():
+    assert ranks_as_processes(met_at_the_store)(2, rank_and_size) == [(0, 2), (1, 2)]
+
+
+def test_what_a_process_cannot_load_is_refused():
+    with pytest.raises(weft.WeftError, match="make them functions at the top of a module"):
+        RUN(2, lambda wire: None)
+
+
+def fails(wire):
+    if wire.rank == 0:
+        wire.post((), [(1, 8)]).wait()
+
+
+def test_what_a_wire_raises_travels_whole():
+    with pytest.raises(WireFailed, match="the connection to rank 1 ended") as caught:
+        RUN(2, fails)
+    assert (caught.value.failure.kind, caught.value.failure.peer) == ("lost", 1)
