@@ -1,4 +1,4 @@
-"""The wires by name: what `weft.init(wire=)` and `WEFT_WIRE` may say, and how one is made.
+"""The wires by name: what `weft.init(wire=)` and WEFT_WIRE may say, and how one is made.
 
 A wire of one's own is registered by a program, or offered by an installed package:
 
@@ -169,7 +169,7 @@ _WIRES = _Registry()
 
 
 def register_wire(name: str, factory: Factory, *, replace: bool = False) -> None:
-    """Register a wire, for `weft.init(wire=name)` and `WEFT_WIRE=name`.
+    """Register a wire, for `weft.init(wire=name)` and WEFT_WIRE.
 
     All ranks register the same, before the group starts. `weft.testing.check_wire` tries whether
     the wire keeps what `weft.wire.interface` says.
