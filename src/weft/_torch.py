@@ -386,6 +386,18 @@ def gloo_group(
     return gloo(store, rank, size, options)
 
 
+def process_group_of(backend: Any, store: dist.Store, rank: int, size: int) -> dist.ProcessGroup:
+    """A process group that `torch.distributed`'s functions take, for CPU tensors, over a backend.
+
+    It has no name, and torch keeps no list of such groups: it goes when nobody refers to it.
+    """
+    kind = dist.ProcessGroup.BackendType.GLOO
+    group: Any = dist.ProcessGroup(store, rank, size)
+    group._set_default_backend(kind)
+    group._register_backend(torch.device("cpu"), kind, backend)
+    return cast("dist.ProcessGroup", group)
+
+
 # Forked children ------------------------------------------------------------------------------
 
 _inherited: list[Any] = []

@@ -1,0 +1,45 @@
+"""A wire in rounds for tensors of the CPU: what devices run can be tried without a device.
+
+NCCL and its like carry messages in rounds, and in no other way (`weft.wire.torch_rounds`). So does
+this wire, by the same code, over a process group of gloo: a schedule that is wrong there is wrong
+here.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+from .. import _torch
+from ..bootstrap import rendezvous
+from ..wire.registry import Start
+from ..wire.tcp.address import free_address, gloo_interfaces
+from ..wire.torch_rounds import TorchRounds, rounds_over
+
+_FOREVER = timedelta(days=1000)  # of an operation: the limits are those of the waits
+
+
+def round_wire(start: Start) -> TorchRounds:
+    """A wire in rounds over gloo, `lockstep` and `exact`; a factory.
+
+    In such a wire every rank is in every round: it posts the other ends of the messages that others
+    post before it waits, and waits, if for nothing.
+
+    Raises:
+        RuntimeError: from gloo; somebody did not come in time.
+
+    ```python
+    weft.wire.registry.register_wire("rounds", round_wire)
+    ```
+    """
+    if start.rank == 0:  # gloo wants a store, and the group may have none
+        address = free_address()
+        store, port = rendezvous.host(address)
+        start.exchange(f"{address} {port}".encode())
+    else:
+        address, _, number = start.exchange(b"")[0].decode().partition(" ")
+        store = rendezvous.connect(address, int(number), start.timeout)
+    interfaces = gloo_interfaces(store)
+    gloo = _torch.gloo_group(store, start.rank, start.size, start.timeout, interfaces)
+    group = _torch.process_group_of(gloo, store, start.rank, start.size)
+    group.set_timeout(_FOREVER)
+    return rounds_over(lambda: group, start.rank, start.size, start.device)

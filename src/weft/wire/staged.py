@@ -1,0 +1,168 @@
+"""A device's tensors over the group's wire for the CPU, through page-locked memory of the host.
+
+It serves where no process group takes tensors of the device. A message is copied to the host when
+it is posted, which waits for the work that makes it. It travels as every message of the CPU does,
+and is copied to the device at the wait.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..errors import WeftError
+from .interface import Failure, Features, Pending, Recv, Send, Wire, WireFailed
+from .registry import Start
+
+_log = logging.getLogger("weft")
+
+_APART = 1 << 30  # exchanges channels that the CPU's own messages do not use for those they do
+_LOOK = 0.05  # seconds between two looks at whether this wire was aborted
+
+
+def staged(start: Start) -> Staged:
+    """The wire over `start.cpu_wire`; a factory. The log says that tensors go through the host.
+
+    Raises:
+        WeftError: there is no wire of the CPU.
+    """
+    if start.cpu_wire is None:
+        raise WeftError(f"rank {start.rank}: there is no wire of the CPU to copy tensors to")
+    _log.warning(
+        "rank %d: tensors on %s are copied through the host: no process group carries them",
+        start.rank,
+        start.device.type,
+    )
+    return Staged(start.cpu_wire, start.device)
+
+
+class Staged:
+    """One rank's end; a `weft.wire.interface.Wire`.
+
+    It fails with the wire of the CPU, which does not fail with it.
+    """
+
+    def __init__(self, cpu_wire: Wire, device: torch.device) -> None:
+        self.rank = cpu_wire.rank
+        self.size = cpu_wire.size
+        self.device = device
+        self.features = Features(exact=cpu_wire.features.exact)
+        self._cpu_wire = cpu_wire
+        self._failure: Failure | None = None
+
+    def post(
+        self, sends: Sequence[Send] = (), recvs: Sequence[Recv] = (), channel: int = 0
+    ) -> StagedPending:
+        self.check()
+        copies = self._on_host([tensor for _, tensor in sends])
+        peers = [peer for peer, _ in sends]
+        rooms = [
+            (peer, into if isinstance(into, int) else _locked(into.nbytes, self.device))
+            for peer, into in recvs
+        ]
+        posted = self._cpu_wire.post(list(zip(peers, copies, strict=True)), rooms, channel ^ _APART)
+        return StagedPending(self, posted, [into for _, into in recvs])
+
+    def lease(self, nbytes: int) -> None:
+        """Any memory is as good: None."""
+        return None
+
+    def abort(self, failure: Failure) -> None:
+        self._failure = self._failure or failure
+
+    def failure(self) -> Failure | None:
+        return self._failure or self._cpu_wire.failure()
+
+    def close(self) -> None:
+        self.abort(Failure("aborted", None, f"rank {self.rank} has closed its wire"))
+
+    def check(self) -> None:
+        """Raise WireFailed if the wire has failed."""
+        failure = self.failure()
+        if failure is not None:
+            raise WireFailed(failure)
+
+    def _on_host(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Copies of the bytes of tensors, once these are there."""
+        copies = []
+        for tensor in tensors:
+            copy = _locked(tensor.nbytes, self.device)
+            copies.append(copy.copy_(_bytes_of(tensor), non_blocking=True))
+        if copies and self.device.type != "cpu":
+            torch.accelerator.current_stream(self.device).synchronize()
+        return copies
+
+
+class StagedPending:
+    """The messages of one post; a `weft.wire.interface.Pending`."""
+
+    def __init__(self, wire: Staged, posted: Pending, intos: Sequence[Tensor | int]) -> None:
+        """
+        Args:
+            wire: whose post it is.
+            posted: the same messages on the wire of the CPU.
+            intos: for each receive the tensor to fill, or the most bytes that may come.
+        """
+        self._wire = wire
+        self._posted = posted
+        self._intos = intos
+        self._places = [None if isinstance(into, int) else _bytes_of(into) for into in intos]
+        self._received: list[Tensor] | None = None
+
+    def wait(self, timeout: float | None = None) -> list[Tensor]:
+        if self._received is None:
+            self._received = self._on_device(self._arrived(timeout))
+        return self._received
+
+    def wait_stream(self) -> list[Tensor]:
+        return self.wait()
+
+    def done(self) -> bool:
+        return self._posted.done() or self._wire.failure() is not None
+
+    def waiting_for(self) -> list[int]:
+        return self._posted.waiting_for()
+
+    def release(self) -> None:
+        self._received = []
+
+    def _arrived(self, timeout: float | None) -> list[Tensor]:
+        """What came, on the host. An abort of this wire ends it, too, though not the CPU's."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while True:
+            self._wire.check()
+            left = _LOOK if deadline is None else min(_LOOK, deadline - time.monotonic())
+            try:
+                return self._posted.wait(max(0.0, left))
+            except TimeoutError:
+                if left < _LOOK:
+                    raise
+
+    def _on_device(self, arrived: Sequence[Tensor]) -> list[Tensor]:
+        """What came, copied to the tensors that are to be filled, or to new memory."""
+        received = []
+        for message, into, place in zip(arrived, self._intos, self._places, strict=True):
+            if isinstance(into, int):
+                received.append(message.to(self._wire.device, copy=True))
+            else:
+                assert place is not None
+                place.copy_(message, non_blocking=True)
+                received.append(into)
+        self._posted.release()
+        return received
+
+
+def _locked(nbytes: int, device: torch.device) -> Tensor:
+    """Memory of the host for copies from or to a device: page-locked where that means anything."""
+    is_locked = device.type != "cpu"
+    return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=is_locked)
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    """The bytes of a contiguous tensor; they hold its storage, whatever becomes of the tensor."""
+    # not view(-1): what expand() makes of one element is contiguous, too, with a stride of 0
+    return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)

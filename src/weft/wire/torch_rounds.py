@@ -1,0 +1,732 @@
+"""A device's tensors over a process group of torch's, in rounds: NCCL, XCCL, UCC; gloo in tests.
+
+A send over such a group blocks until its receive comes, so ranks that wait for each other in a
+circle hang. Therefore posts are collected until one of them is waited for. Then one round carries
+all of them: an operation of the group in which every rank takes part. It is `all_to_all_single`;
+among some of the ranks it is a send and a receive of each pair.
+
+A round takes three steps:
+
+1. The current stream copies the messages into one piece of memory, those for a peer one after the
+   other, in the order of channels and posts. Each begins at a multiple of 16 bytes.
+2. The wire's own stream waits for the current one. The operation is queued there, then an event.
+3. At the wait the current stream (`wait_stream`) or the host (`wait`) waits for the event. Then
+   what came is copied to the tensors that it is to fill.
+
+So an operation reads and writes memory of the wire's alone, which is held until the event is
+through: once a wait has raised, nothing writes to the memory of any post.
+
+Each wire has a stream of its own. What is queued there waits for other ranks, and two groups whose
+operations shared a stream would wait for each other, where ranks use the groups in another order.
+
+Tensors of the CPU have no streams. Their operations are waited for by a thread, since a wait of
+gloo's can neither be polled nor ended.
+"""
+
+from __future__ import annotations
+
+import abc
+import logging
+import os
+import queue
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .._torch import serves
+from ..errors import WeftError
+from .interface import Failure, Features, Recv, Send, WireFailed
+from .registry import Start
+
+_log = logging.getLogger("weft")
+
+_GRAIN = 16  # bytes: messages begin at a multiple, enough for any dtype
+_HOST_ONLY = ("gloo", "weft", "mpi", "fake", "undefined")  # backends that take CPU tensors only
+_PAUSES = (1e-4, 0.01)  # seconds between two looks at an event: the first, and the longest
+_FOREVER = timedelta(days=1000)  # the limits are the caller's
+_LAST = 5.0  # seconds that a close may take
+
+_SUMMED = (
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.int32,
+    torch.int64,
+)
+
+_FEATURES = Features(
+    exact=True,
+    lockstep=True,
+    # backends reduce each element in one place, and tell all ranks from there: equal bits
+    reduces=frozenset(("sum", dtype) for dtype in _SUMMED),
+)
+
+
+def torch_rounds(start: Start) -> TorchRounds:
+    """The wire over the caller's process group, which it does not keep alive; a factory.
+
+    Raises:
+        WeftError: there is no group, or its backend does not take tensors of this device.
+    """
+    group = start.process_group
+    if group is None:
+        raise WeftError(f"rank {start.rank}: there is no process group to carry tensors")
+    if backend_for(group, start.device) is None:
+        raise WeftError(
+            f"rank {start.rank}: the process group takes no tensors on {start.device.type}: its "
+            f"backends are {dist.get_backend_config(group)}"
+        )
+    return rounds_over(weakref.ref(group), start.rank, start.size, start.device)
+
+
+def rounds_over(
+    group: Callable[[], Any], rank: int, size: int, device: torch.device
+) -> TorchRounds:
+    """The wire over a process group.
+
+    Args:
+        group: returns the group, or None once it is gone.
+        rank, size: of the group.
+        device: whose tensors it is to carry.
+    """
+    kind = _InStream if has_streams(device) else _OnThread
+    return TorchRounds(kind(group, size, device), range(size), rank)
+
+
+def backend_for(group: dist.ProcessGroup, device: torch.device) -> str | None:
+    """The name of a group's backend for tensors of a device; None if none takes them."""
+    pairs = (pair.partition(":") for pair in dist.get_backend_config(group).split(","))
+    backends = {kind: name for kind, _, name in pairs}
+    backend = backends.get(device.type, "undefined")
+    takes = backend not in _HOST_ONLY or (backend == "gloo" and device.type == "cpu")
+    # if one of several backends is written in Python, torch keeps only that one: ask the group
+    is_there = len(set(backends.values())) == 1 or serves(group, device)
+    return backend if takes and is_there else None
+
+
+def has_streams(device: torch.device) -> bool:
+    """Whether work on a device is queued in streams."""
+    return device.type != "cpu"
+
+
+class TorchRounds:
+    """One rank's end of a process group, or of some of its ranks (`among`).
+
+    A `weft.wire.interface.Wire` that is a `Rounds` and, but for some ranks alone, a `Reducing`.
+    """
+
+    def __init__(self, operations: _Operations, ranks: Sequence[int], rank: int) -> None:
+        """
+        Args:
+            operations: of the group.
+            ranks: of the group, in the order in which this wire numbers them.
+            rank: this rank's number in the wire.
+        """
+        self.rank = rank
+        self.size = len(ranks)
+        self.device = operations.device
+        self._operations = operations
+        self._ranks = tuple(ranks)
+        self._is_whole = self._ranks == tuple(range(operations.size))
+        self._owns_operations = True
+        self._closed: Failure | None = None
+        self._queued: list[RoundPending] = []  # posted since the last round
+        self.features = replace(
+            _FEATURES,
+            streams=has_streams(self.device),
+            reduces=_FEATURES.reduces if self._is_whole else frozenset(),
+        )
+
+    def post(
+        self, sends: Sequence[Send] = (), recvs: Sequence[Recv] = (), channel: int = 0
+    ) -> RoundPending:
+        self.check()
+        pending = RoundPending(self, sends, recvs, channel)
+        self._queued.append(pending)
+        return pending
+
+    def all_reduce(self, tensor: Tensor, op: str) -> RoundPending:
+        """As `Reducing` has it. It begins at once, and belongs to no round."""
+        self.check()
+        assert (op, tensor.dtype) in self.features.reduces
+        pending = RoundPending(self, (), [(self.rank, tensor)], 0)
+        total = _bytes_of(tensor).clone()
+        reduction = partial(_sum, total.view(tensor.dtype))
+        pending.operation = self._operations.begin(reduction, total)
+        pending.receives[0].part = total
+        return pending
+
+    def lease(self, nbytes: int) -> None:
+        """Any memory is as good: None."""
+        return None
+
+    def among(self, ranks: Sequence[int]) -> TorchRounds:
+        of_group = [self._ranks[rank] for rank in ranks]
+        part = TorchRounds(self._operations, of_group, list(ranks).index(self.rank))
+        part._owns_operations = False
+        return part
+
+    def abort(self, failure: Failure) -> None:
+        self._operations.fail(failure)
+
+    def failure(self) -> Failure | None:
+        return self._operations.failure or self._closed
+
+    def close(self) -> None:
+        self._closed = Failure("aborted", None, f"rank {self.rank} has closed its wire")
+        if self._owns_operations:
+            self._operations.close(self._closed)
+
+    def carry(self, pending: RoundPending) -> _Operation:
+        """The operation that carries a post; it begins here if the post is in no round yet.
+
+        Raises:
+            WireFailed: the wire has failed, or fails here.
+        """
+        if pending.operation is None:
+            self.check()
+            self._begin_round()
+        assert pending.operation is not None
+        return pending.operation
+
+    def check(self) -> None:
+        """Raise WireFailed if the wire has failed."""
+        failure = self.failure()
+        if failure is not None:
+            raise WireFailed(failure)
+
+    def _begin_round(self) -> None:
+        """Carry all that was posted since the last round."""
+        # both ends of a pair sort alike, so the n-th message of a channel meets its receive
+        posts = sorted(self._queued, key=lambda post: post.channel)
+        self._queued = []
+        sent, outgoing = self._packed(posts)
+        received, incoming = self._laid_out(posts)
+        if self._is_whole:
+            exchange = partial(_all_to_all, received, sent, incoming, outgoing)
+        else:
+            parts = zip(
+                self._ranks,
+                torch.split(sent, outgoing),
+                torch.split(received, incoming),
+                strict=True,
+            )
+            exchange = partial(_between_pairs, list(parts))
+        operation = self._operations.begin(exchange, sent, received)
+        for post in posts:
+            post.operation = operation
+            post.sends.clear()  # they have been copied
+
+    def _packed(self, posts: Sequence[RoundPending]) -> tuple[Tensor, list[int]]:
+        """Copy what posts send into one piece of memory; it, and its bytes for each rank."""
+        messages: list[list[Tensor]] = [[] for _ in range(self.size)]
+        for post in posts:
+            for peer, message in post.sends:
+                messages[peer].append(message)
+        sizes = [sum(_filled(message.numel()) for message in each) for each in messages]
+        memory = torch.empty(sum(sizes), dtype=torch.uint8, device=self.device)
+        at = 0
+        for each in messages:
+            for message in each:
+                memory[at : at + message.numel()] = message
+                at += _filled(message.numel())
+        return memory, sizes
+
+    def _laid_out(self, posts: Sequence[RoundPending]) -> tuple[Tensor, list[int]]:
+        """Make the memory that posts receive into; it, and its bytes for each rank."""
+        receives: list[list[_Receive]] = [[] for _ in range(self.size)]
+        for post in posts:
+            for receive in post.receives:
+                receives[receive.peer].append(receive)
+        sizes = [sum(_filled(receive.nbytes) for receive in each) for each in receives]
+        memory = torch.empty(sum(sizes), dtype=torch.uint8, device=self.device)
+        at = 0
+        for each in receives:
+            for receive in each:
+                receive.part = memory[at : at + receive.nbytes]
+                at += _filled(receive.nbytes)
+        return memory, sizes
+
+
+@dataclass(eq=False)
+class _Receive:
+    """A receive of a post.
+
+    Attributes:
+        peer: who sends.
+        into: the tensor to fill, or how many bytes come.
+        place: the bytes of that tensor; they hold its storage.
+        nbytes: how many come.
+        part: what came, in the memory of the round, until it is given back.
+    """
+
+    peer: int
+    into: Tensor | int
+    place: Tensor | None
+    nbytes: int
+    part: Tensor | None = None
+
+    @classmethod
+    def of(cls, peer: int, into: Tensor | int) -> _Receive:
+        if isinstance(into, int):
+            return cls(peer, into, None, into)
+        return cls(peer, into, _bytes_of(into), into.nbytes)
+
+
+class RoundPending:
+    """The messages of one post; a `weft.wire.interface.Pending`.
+
+    Attributes:
+        channel: of the post.
+        sends: (peer, bytes) of the messages, until a round carries them; they hold their storages.
+        receives: in the order asked for.
+        operation: what carries them; None: no round yet.
+    """
+
+    def __init__(
+        self, wire: TorchRounds, sends: Sequence[Send], recvs: Sequence[Recv], channel: int
+    ) -> None:
+        self.channel = channel
+        self.sends = [(peer, _bytes_of(tensor)) for peer, tensor in sends]
+        self.receives = [_Receive.of(peer, into) for peer, into in recvs]
+        self.operation: _Operation | None = None
+        self._wire = wire
+        self._peers = sorted({peer for peer, _ in (*sends, *recvs)})
+        self._received: list[Tensor] | None = None
+
+    def wait(self, timeout: float | None = None) -> list[Tensor]:
+        operation = self._wire.carry(self)
+        if not operation.wait(timeout):
+            raise TimeoutError
+        if not operation.is_through():
+            self._wire.check()
+        return self._taken(operation)
+
+    def wait_stream(self) -> list[Tensor]:
+        if not self._wire.features.streams:
+            return self.wait()
+        operation = self._wire.carry(self)
+        if not operation.is_through():  # else a failure comes too late for it
+            self._wire.check()
+        operation.wait_stream()
+        return self._taken(operation)
+
+    def done(self) -> bool:
+        is_through = self.operation is not None and self.operation.is_through()
+        return is_through or self._wire.failure() is not None
+
+    def waiting_for(self) -> list[int]:
+        is_through = self.operation is not None and self.operation.is_through()
+        return [] if is_through else self._peers
+
+    def release(self) -> None:
+        self._received = []
+        if self.operation is not None:
+            self._give_back(self.operation)
+
+    def _taken(self, operation: _Operation) -> list[Tensor]:
+        """What was received; the first time, it is copied to the tensors that are to be filled."""
+        if self._received is None:
+            self._received = []
+            for receive in self.receives:
+                assert receive.part is not None
+                if isinstance(receive.into, Tensor):
+                    assert receive.place is not None
+                    receive.place.copy_(receive.part)
+                    self._received.append(receive.into)
+                else:
+                    self._received.append(receive.part)
+            if all(receive.place is not None for receive in self.receives):
+                self._give_back(operation)
+        return self._received
+
+    def _give_back(self, operation: _Operation) -> None:
+        """Let go of the memory of the round, which other posts may still use."""
+        operation.follow_current_stream()
+        for receive in self.receives:
+            receive.part = None
+
+
+# Operations of the group ------------------------------------------------------------------------
+
+_Begin = Callable[[Any, bool], Iterable[dist.Work]]
+"""Begins an operation of the group that it is given, in the current stream; returns what is to be
+waited for yet. The second argument says that there are no streams: then it returns at once."""
+
+
+class _Operation(Protocol):
+    """An operation of the group, under way or through."""
+
+    def is_through(self) -> bool:
+        """Whether it has ended well; any thread. It never blocks."""
+
+    def wait(self, timeout: float | None) -> bool:
+        """Wait on the host until it is through, or the wire has failed; False: not in time."""
+
+    def wait_stream(self) -> None:
+        """Have the current stream wait."""
+
+    def follow_current_stream(self) -> None:
+        """Have its memory used again only behind what is in the current stream by now."""
+
+
+class _Operations(abc.ABC):
+    """The operations of a process group on one device.
+
+    Attributes:
+        size: of the group.
+        device: of the tensors.
+        failure: the first one.
+        changed: notified when an operation is through, and at a failure.
+    """
+
+    def __init__(self, group: Callable[[], Any], size: int, device: torch.device) -> None:
+        self.size = size
+        self.device = device
+        self.failure: Failure | None = None
+        self.changed = threading.Condition()
+        self._group = group
+        self._process = os.getpid()
+
+    def begin(self, start: _Begin, *memory: Tensor) -> _Operation:
+        """Begin an operation; its memory is held until it is through.
+
+        Raises:
+            WireFailed: the group is gone, or has failed.
+        """
+        try:
+            group = self._group()
+            if group is None:
+                raise RuntimeError("it was destroyed")
+            return self._begin(start, group, memory)
+        except RuntimeError as error:  # no backend says which rank it is about
+            failure = self.fail(Failure("lost", None, f"the process group failed: {error}"))
+            raise WireFailed(failure) from error
+
+    def fail(self, failure: Failure) -> Failure:
+        """Fail with this, unless there is a failure already; the one that counts."""
+        with self.changed:
+            if self.failure is None:
+                self.failure = failure
+                self.changed.notify_all()
+                self._abort()
+            return self.failure
+
+    def close(self, failure: Failure) -> None:
+        """End all waits, and let go of everything."""
+        if os.getpid() != self._process:  # forked, where another thread may have held the lock
+            self.failure = self.failure or failure
+            return
+        with self.changed:
+            self.failure = self.failure or failure
+            self.changed.notify_all()
+        self._end()
+
+    @abc.abstractmethod
+    def _begin(self, start: _Begin, group: Any, memory: tuple[Tensor, ...]) -> _Operation:
+        """Begin an operation. Raises RuntimeError if the group has failed."""
+
+    @abc.abstractmethod
+    def _abort(self) -> None:
+        """End what is under way, after a failure. Returns at once."""
+
+    @abc.abstractmethod
+    def _end(self) -> None:
+        """Let go of everything. Twice is fine."""
+
+
+class _OnThread(_Operations):
+    """Operations on tensors of the CPU, which a thread waits for.
+
+    A group of gloo is not aborted: that ends no wait of its (measured, torch 2.13). What is under
+    way then goes on in memory that nobody reads.
+    """
+
+    def __init__(self, group: Callable[[], Any], size: int, device: torch.device) -> None:
+        super().__init__(group, size, device)
+        self._under_way: queue.SimpleQueue[_Awaited | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        weakref.finalize(self, self._under_way.put, None).atexit = False
+
+    def _begin(self, start: _Begin, group: Any, memory: tuple[Tensor, ...]) -> _Operation:
+        if self._thread is None:
+            self._thread = threading.Thread(
+                target=_wait_for_all, args=[self._under_way], name="weft rounds", daemon=True
+            )
+            self._thread.start()
+        operation = _Awaited(self, list(start(group, True)), memory)
+        self._under_way.put(operation)
+        return operation
+
+    def _abort(self) -> None:
+        pass
+
+    def _end(self) -> None:
+        self._under_way.put(None)
+
+
+def _wait_for_all(under_way: queue.SimpleQueue[_Awaited | None]) -> None:
+    """Wait for operations in their order, until there is None."""
+    while (operation := under_way.get()) is not None:
+        operation.finish()
+        del operation  # its memory is not this idle thread's
+
+
+class _Awaited:
+    """An operation on tensors of the CPU; an `_Operation`."""
+
+    def __init__(
+        self, operations: _OnThread, works: list[dist.Work], memory: tuple[Tensor, ...]
+    ) -> None:
+        self._operations = operations
+        self._works = works
+        self._memory = memory
+        self._is_through = False
+
+    def finish(self) -> None:
+        """Wait for it, however long it takes."""
+        try:
+            for work in self._works:
+                work.wait(_FOREVER)
+        except RuntimeError as error:
+            self._operations.fail(Failure("lost", None, f"the process group failed: {error}"))
+            return
+        operations = self._operations
+        with operations.changed:
+            self._is_through = operations.failure is None
+            self._works.clear()
+            self._memory = ()
+            operations.changed.notify_all()
+
+    def is_through(self) -> bool:
+        return self._is_through
+
+    def wait(self, timeout: float | None) -> bool:
+        operations = self._operations
+        with operations.changed:
+            return operations.changed.wait_for(
+                lambda: self._is_through or operations.failure is not None, timeout
+            )
+
+    def wait_stream(self) -> None:
+        self.wait(None)
+
+    def follow_current_stream(self) -> None:
+        pass
+
+
+class _InStream(_Operations):
+    """Operations on tensors of a device, in a stream of the wire's own."""
+
+    def __init__(self, group: Callable[[], Any], size: int, device: torch.device) -> None:
+        super().__init__(group, size, device)
+        # of a pool that programs do not draw from: their streams are used again in turn
+        self._stream = torch.Stream(device, priority=-1)
+        self._under_way: deque[_Queued] = deque()
+        weakref.finalize(self, _hold, self._under_way).atexit = False
+
+    def _begin(self, start: _Begin, group: Any, memory: tuple[Tensor, ...]) -> _Operation:
+        while self._under_way and self._under_way[0].has_ended():
+            self._under_way.popleft()
+        current = torch.accelerator.current_stream(self.device)
+        before = torch.Event(self.device)
+        before.record(current)
+        with self._entered() as stream:
+            stream.wait_event(before)
+            for work in start(group, False):
+                work.wait()  # the stream does, not the host
+            behind = torch.Event(self.device)
+            behind.record(stream)
+        operation = _Queued(self, behind, current, memory)
+        self._under_way.append(operation)
+        return operation
+
+    def _entered(self) -> torch.Stream:
+        """The stream, as an object that nobody else has.
+
+        Entered, an object remembers what was current before: with one object, one thread would
+        leave to the stream of another.
+        """
+        own = self._stream
+        return torch.Stream(own.stream_id, own.device_index, own.device_type)
+
+    def _abort(self) -> None:
+        group = self._group()
+        if group is not None:  # it may take its time, and the one who fails has none
+            abort = threading.Thread(
+                target=_abort, args=[group, self.device], name="weft abort", daemon=True
+            )
+            abort.start()
+
+    def _end(self) -> None:
+        """Wait for what is under way: a peer may wait for it."""
+        deadline = time.monotonic() + _LAST
+        while self._under_way and time.monotonic() < deadline:
+            if self._under_way[0].has_ended():
+                self._under_way.popleft()
+            else:
+                time.sleep(_PAUSES[0])
+
+
+def _abort(group: Any, device: torch.device) -> None:
+    """Abort a group, in a thread of its own."""
+    try:
+        torch.accelerator.set_device_index(device)  # else this thread is one of device 0
+        group.abort()
+    except RuntimeError as error:
+        _log.warning("a process group could not be aborted: %s", error)
+
+
+_held: list[_Queued] = []  # operations that may still write to their memory
+
+
+def _hold(under_way: Iterable[_Queued]) -> None:
+    """Hold the memory of operations whose wire is gone until they have ended."""
+    _held[:] = [operation for operation in (*_held, *under_way) if not operation.has_ended()]
+
+
+class _Queued:
+    """An operation in a stream; an `_Operation`."""
+
+    def __init__(
+        self,
+        operations: _InStream,
+        behind: torch.Event,
+        stream: torch.Stream,
+        memory: tuple[Tensor, ...],
+    ) -> None:
+        """
+        Args:
+            operations: those of its group.
+            behind: an event behind it.
+            stream: whose allocator the memory is of.
+            memory: what it reads and writes.
+        """
+        self._operations = weakref.ref(operations)  # which it may outlive
+        self._device = operations.device
+        self._behind = behind
+        self._stream = stream
+        self._memory = memory
+        self._has_ended = False
+        self._is_through = False
+
+    def has_ended(self) -> bool:
+        """Whether it touches its memory no more, be it well or aborted."""
+        if self._has_ended:
+            return True
+        try:
+            self._has_ended = self._behind.query()
+        except RuntimeError as error:
+            if "captur" in str(error):  # some stream records a graph, and forbids to ask
+                return False
+            self._has_ended = True
+            operations = self._operations()
+            if operations is not None:
+                operations.fail(Failure("broken", None, f"the device failed: {error}"))
+        if self._has_ended:
+            self._memory = ()
+        return self._has_ended
+
+    def is_through(self) -> bool:
+        # asked in this order, since it may have ended by the abort that follows a failure
+        if not self._is_through and self.has_ended() and not self._has_failed():
+            self._is_through = True
+        return self._is_through
+
+    def _has_failed(self) -> bool:
+        operations = self._operations()
+        return operations is not None and operations.failure is not None
+
+    def wait(self, timeout: float | None) -> bool:
+        deadline = None if timeout is None else time.monotonic() + timeout
+        pause, longest = _PAUSES
+        while not self.is_through() and not self._has_failed():
+            if deadline is not None and time.monotonic() >= deadline:
+                return False
+            time.sleep(pause)
+            pause = min(2 * pause, longest)
+        return True
+
+    def wait_stream(self) -> None:
+        torch.accelerator.current_stream(self._device).wait_event(self._behind)
+
+    def follow_current_stream(self) -> None:
+        current = torch.accelerator.current_stream(self._device)
+        if current != self._stream:
+            event = torch.Event(self._device)
+            event.record(current)
+            self._stream.wait_event(event)
+
+
+def _all_to_all(
+    received: Tensor,
+    sent: Tensor,
+    incoming: list[int],
+    outgoing: list[int],
+    group: Any,
+    is_awaited: bool,
+) -> Iterable[dist.Work]:
+    if len(outgoing) == 1:
+        return []
+    work = dist.all_to_all_single(
+        received, sent, incoming, outgoing, group=group, async_op=is_awaited
+    )
+    return [] if work is None else [work]
+
+
+def _sum(tensor: Tensor, group: Any, is_awaited: bool) -> Iterable[dist.Work]:
+    work = dist.all_reduce(tensor, group=group, async_op=is_awaited)
+    return [] if work is None else [work]
+
+
+def _between_pairs(
+    parts: Sequence[tuple[int, Tensor, Tensor]], group: Any, is_awaited: bool
+) -> Iterable[dist.Work]:
+    """Send and receive between the pairs of some ranks.
+
+    If the group was made with `init_process_group(device_id=...)`, NCCL has a communicator for it,
+    and carries all messages at once. Else torch makes a communicator for each pair of ranks, and
+    the two wait for each other there. So each rank serves lower peers first, and of a pair the
+    lower rank sends first.
+
+    Args:
+        parts: for each peer its rank in the group, what goes there, and what comes from there.
+    """
+    messages: list[tuple[bool, int, Tensor]] = []  # whether it is sent, the peer, and its memory
+    for peer, outgoing, incoming in sorted(parts, key=lambda part: part[0]):
+        both = [(True, peer, outgoing), (False, peer, incoming)]
+        if group.rank() > peer:
+            both.reverse()
+        messages += [message for message in both if message[2].numel()]
+    if group.bound_device_id is None:
+        return [
+            (group.send if sends else group.recv)([tensor], peer, 0)
+            for sends, peer, tensor in messages
+        ]
+    operations = [
+        dist.P2POp(dist.isend if sends else dist.irecv, tensor, group=group, group_peer=peer)
+        for sends, peer, tensor in messages
+    ]
+    return dist.batch_isend_irecv(operations) if operations else []
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    """The bytes of a contiguous tensor; they hold its storage, whatever becomes of the tensor."""
+    # not view(-1): what expand() makes of one element is contiguous, too, with a stride of 0
+    return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
+def _filled(nbytes: int) -> int:
+    """Bytes of a message, rounded up to where the next may begin."""
+    return -(-nbytes // _GRAIN) * _GRAIN

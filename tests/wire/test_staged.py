@@ -1,0 +1,120 @@
+"""Tensors of a device over the wire of the CPU; the CPU stands in for the device."""
+
+from __future__ import annotations
+
+import platform
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from weft.errors import WeftError
+from weft.testing.wires import check_wire, ranks_as_threads
+from weft.wire import staged as module
+from weft.wire.interface import Failure, Features, WireFailed
+from weft.wire.memory import Pool
+from weft.wire.registry import Start
+from weft.wire.rooms import room
+from weft.wire.staged import Staged, staged
+
+CPU = torch.device("cpu")
+
+
+class Both(Staged):
+    """Closes the wire of the CPU, too, which a group closes itself."""
+
+    def close(self):
+        super().close()
+        self._cpu_wire.close()
+
+
+def wires_of(size):
+    return [Both(wire, CPU) for wire in room(size)]
+
+
+def failure_of(use):
+    with pytest.raises(WireFailed) as caught:
+        use()
+    return caught.value.failure
+
+
+def test_it_keeps_the_contract():
+    outcomes = check_wire(ranks_as_threads(wires_of))
+    assert not any(outcome.error for outcome in outcomes)
+
+
+def test_the_wire_of_the_cpu_outlives_it():
+    first, second = room(2)
+    above = Staged(first, CPU)
+    pending = above.post((), [(1, 8)])
+    above.abort(Failure("aborted", 1, "rank 1 died"))
+    assert failure_of(lambda: pending.wait(10.0)) == Failure("aborted", 1, "rank 1 died")
+    above.close()
+    sent = first.post([(1, torch.ones(2))])
+    assert second.post((), [(0, torch.zeros(2))]).wait(10.0)[0].tolist() == [1, 1]
+    sent.wait(10.0)
+
+
+def test_it_fails_with_the_wire_of_the_cpu():
+    first, _ = room(2)
+    above = Staged(first, CPU)
+    first.abort(Failure("lost", 1, "the connection to rank 1 was reset"))
+    assert above.failure() == first.failure()
+    assert failure_of(above.post) == first.failure()
+
+
+def test_its_messages_keep_apart_from_those_of_the_cpu():
+    first, second = room(2)
+    apart = Staged(first, CPU).post([(1, torch.tensor([1.0]))])
+    own = first.post([(1, torch.tensor([2.0]))])
+    assert second.post((), [(0, torch.zeros(1))]).wait(10.0)[0].item() == 2
+    assert Staged(second, CPU).post((), [(0, torch.zeros(1))]).wait(10.0)[0].item() == 1
+    own.wait(10.0)
+    apart.wait(10.0)
+
+
+def test_what_is_sent_is_there_before_it_is_posted(monkeypatch):
+    asked = []
+    stream = SimpleNamespace(synchronize=lambda: asked.append("waits"))
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: stream)
+    monkeypatch.setattr(module, "_locked", lambda nbytes, _: torch.zeros(nbytes, dtype=torch.uint8))
+    first, second = room(2)
+    post = first.post
+    monkeypatch.setattr(first, "post", lambda *given: asked.append("posts") or post(*given))
+    above = Staged(first, torch.device("cuda", 0))
+    pending = above.post([(1, torch.ones(2))])
+    assert asked == ["waits", "posts"]
+    above.post()  # nothing is sent, and nothing waited for
+    assert asked == ["waits", "posts", "posts"]
+    Staged(second, CPU).post((), [(0, torch.zeros(2))]).wait(10.0)
+    pending.wait(10.0)
+
+
+def start_of(rank, device, cpu_wire):
+    return Start(
+        rank, 2, device, 1.0, platform.node(), lambda data: [data] * 2, Pool(), cpu_wire=cpu_wire
+    )
+
+
+def test_the_log_says_that_tensors_go_through_the_host(caplog):
+    first, _ = room(2)
+    wire = staged(start_of(0, torch.device("cuda", 0), first))
+    assert (wire.device, wire.features) == (torch.device("cuda", 0), Features())
+    why = "are copied through the host: no process group carries them"
+    assert caplog.messages == [f"rank 0: tensors on cuda {why}"]
+    with pytest.raises(WeftError, match="rank 1: there is no wire of the CPU"):
+        staged(start_of(1, torch.device("cuda", 0), None))
+
+
+def test_memory_is_page_locked_for_a_device_alone(monkeypatch):
+    asked = []
+    real = torch.empty
+
+    def empty(*args, pin_memory=False, **kwargs):
+        asked.append(pin_memory)
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(torch, "empty", empty)
+    module._locked(4, CPU)
+    module._locked(4, torch.device("cuda", 0))
+    assert asked == [False, True]

@@ -1,0 +1,499 @@
+"""Tensors in rounds over a process group: the contract, over gloo, and what devices alone have.
+
+No device is needed: stand-ins for streams and events note what is asked of them.
+"""
+
+from __future__ import annotations
+
+import gc
+import platform
+import threading
+import time
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from weft.errors import WeftError
+from weft.testing.pace import patient
+from weft.testing.rounds import round_wire
+from weft.testing.wires import check_wire, ranks_as_threads
+from weft.wire import torch_rounds
+from weft.wire.interface import Failure, Features, Reducing, Rounds, WireFailed
+from weft.wire.memory import Pool
+from weft.wire.registry import Start
+from weft.wire.torch_rounds import backend_for, rounds_over
+
+CPU = torch.device("cpu")
+ROUNDS = Features(lockstep=True, exact=True)
+SOON = 20.0  # seconds of waits that end by what the test does
+
+
+def start_of(rank, size, exchange=None, **more):
+    return Start(rank, size, CPU, 60.0, platform.node(), exchange, Pool(), **more)
+
+
+def wires_of(size):
+    """The wires of ranks that are threads: a group of gloo for each."""
+    meeting = threading.Barrier(size, timeout=60)
+    messages = [b""] * size
+
+    def make(rank):
+        def exchange(data):
+            messages[rank] = data
+            meeting.wait()
+            return [*messages]
+
+        return round_wire(start_of(rank, size, exchange))
+
+    with ThreadPoolExecutor(size) as ranks:
+        return list(ranks.map(make, range(size)))
+
+
+RUN = ranks_as_threads(wires_of)
+
+
+def failure_of(use):
+    with pytest.raises(WireFailed) as caught:
+        use()
+    return caught.value.failure
+
+
+def test_ranks_that_are_threads_keep_the_contract():
+    outcomes = check_wire(RUN, ROUNDS)
+    assert sum(not outcome.skipped for outcome in outcomes) >= 10
+
+
+# rounds over gloo
+
+
+def test_a_round_carries_all_posts_by_channel_whatever_is_waited_for_first():
+    def swaps(wire):
+        peer = 1 - wire.rank
+        channels = (
+            [5, 3, 5, 0] if wire.rank == 0 else [0, 5, 3, 5]
+        )  # each side in an order of its own
+        posts = {}
+        for channel in channels:
+            number = torch.tensor([10 * channel + len(posts.get(channel, []))])
+            post = wire.post([(peer, number)], [(peer, 8)], channel)
+            posts.setdefault(channel, []).append(post)
+        last = posts[5][1].wait(SOON)
+        assert last[0].view(torch.int64).item() == 51
+        for channel, some in posts.items():
+            for index, post in enumerate(some):
+                assert post.done()
+                assert post.wait(0)[0].view(torch.int64).item() == 10 * channel + index
+
+    RUN(2, swaps)
+
+
+def test_a_wait_that_runs_out_can_be_repeated():
+    def waits(wire):
+        if wire.rank == 1:
+            time.sleep(0.3)
+        pending = wire.post([(1 - wire.rank, torch.ones(3))], [(1 - wire.rank, torch.zeros(3))])
+        if wire.rank == 0:
+            with pytest.raises(TimeoutError):
+                pending.wait(0.05)
+            assert not pending.done() and pending.waiting_for() == [1]
+        assert pending.wait(SOON)[0].tolist() == [1, 1, 1]
+        assert pending.done() and pending.waiting_for() == []
+
+    RUN(2, waits)
+
+
+def test_memory_of_a_post_is_kept_though_the_caller_gives_its_tensors_other_memory():
+    def gives(wire):
+        peer = 1 - wire.rank
+        sent, place = torch.full((1000,), 7), torch.zeros(1000, dtype=torch.int64)
+        memory = place.detach()
+        pending = wire.post([(peer, sent)], [(peer, place)])
+        sent.data = torch.zeros(1000, dtype=torch.int64)
+        place.data = torch.zeros(1000, dtype=torch.int64)
+        pending.wait(SOON)
+        assert bool((memory == 7).all()) and bool((place == 0).all())
+
+    RUN(2, gives)
+
+
+@pytest.mark.parametrize("sums", [False, True], ids=["post", "all_reduce"])
+def test_after_an_abort_nothing_is_written_though_the_operation_comes_through(sums):
+    def begun(wire, place):
+        if sums:
+            return wire.all_reduce(place, "sum")
+        peer = 1 - wire.rank
+        return wire.post([(peer, torch.ones(1000))], [(peer, place)])
+
+    def aborts(wire):
+        place = torch.ones(1000)
+        if wire.rank == 0:
+            pending = begun(wire, place)
+            with pytest.raises(TimeoutError):
+                pending.wait(0.05)
+            wire.abort(Failure("aborted", None, "enough"))
+            failure = failure_of(lambda: pending.wait(SOON))
+            assert failure == Failure("aborted", None, "enough") == wire.failure()
+            assert pending.done()
+            place.fill_(7)
+            meeting.wait(SOON)  # now the other rank joins in
+            meeting.wait(SOON)
+            wire._operations._thread.join(0.2)  # which waits for the operation
+            assert failure_of(lambda: pending.wait(SOON)) == failure
+            assert bool((place == 7).all())
+        else:
+            meeting.wait(SOON)
+            begun(wire, place).wait(SOON)
+            meeting.wait(SOON)
+
+    meeting = threading.Barrier(2)
+    RUN(2, aborts)
+
+
+def test_some_ranks_have_rounds_of_their_own():
+    def body(wire):
+        if wire.rank == 1:
+            return  # it knows nothing of them
+        some = wire.among([3, 0, 2])
+        assert isinstance(some, Rounds) and not some.features.reduces
+        assert (some.rank, some.size) == ({3: 0, 0: 1, 2: 2}[wire.rank], 3)
+        for count in (0, 1, 50_000):
+            others = [peer for peer in range(3) if peer != some.rank]
+            sends = [(peer, torch.full((count,), 10 * some.rank + peer)) for peer in others]
+            pending = some.post(sends, [(peer, 8 * count) for peer in others])
+            for peer, part in zip(others, pending.wait(SOON), strict=True):
+                assert part.view(torch.int64).tolist() == [10 * peer + some.rank] * count
+        some.close()
+        failure_of(some.post)
+        assert wire.failure() is None  # which has its own end
+        again = wire.among([0, 2, 3])
+        again.post().wait(SOON)  # nobody sends anything
+        if again.rank < 2:
+            first = again.among([1, 0])  # of those: ranks 2 and 0
+            got = first.post([(1 - first.rank, torch.tensor([wire.rank]))], [(1 - first.rank, 8)])
+            assert got.wait(SOON)[0].view(torch.int64).item() == 2 - wire.rank
+
+    RUN(4, body)
+
+
+def test_pairs_that_wait_for_each_other_go_in_one_order_and_the_lower_rank_sends_first():
+    def asked(rank):
+        log = []
+
+        def noting(what):
+            return lambda tensors, peer, tag: log.append((what, peer)) or SimpleNamespace()
+
+        group = SimpleNamespace(
+            bound_device_id=None, rank=lambda: rank, send=noting("to"), recv=noting("from")
+        )
+        others = [peer for peer in (3, 0, 2) if peer != rank]
+        parts = [(peer, torch.ones(2), torch.ones(2)) for peer in others]
+        torch_rounds._between_pairs(parts, group, False)
+        return log
+
+    assert asked(0) == [("to", 2), ("from", 2), ("to", 3), ("from", 3)]
+    assert asked(2) == [("from", 0), ("to", 0), ("to", 3), ("from", 3)]
+    assert asked(3) == [("from", 0), ("to", 0), ("from", 2), ("to", 2)]
+
+
+def test_it_sums_over_all_ranks_with_equal_bits():
+    def body(wire):
+        assert isinstance(wire, Reducing)
+        draw = torch.Generator().manual_seed(wire.rank)
+        found = []
+        for op, dtype in sorted(wire.features.reduces, key=str):
+            x = (torch.randn(1000, generator=draw) * 10).to(dtype)
+            pending = wire.all_reduce(x, op)
+            assert pending.wait(SOON)[0] is x
+            found.append(x)
+        return found
+
+    first, *others = RUN(3, body)
+    for other in others:
+        assert all(torch.equal(one, two) for one, two in zip(first, other, strict=True))
+    assert len(first) == len(torch_rounds._SUMMED)
+
+
+def test_the_first_failure_stays_and_a_group_that_is_gone_is_lost():
+    group = threading.Thread()  # can be referred to weakly
+    reference = weakref.ref(group)
+    wire = rounds_over(reference, 0, 2, CPU)
+    del group
+    failure = failure_of(wire.post((), [(1, 8)]).wait)
+    assert (failure.kind, failure.peer) == ("lost", None) and "it was destroyed" in failure.text
+    wire.abort(Failure("aborted", 1, "later"))
+    assert wire.failure() == failure
+    assert failure_of(wire.post) == failure
+    wire.close()
+
+
+# which group
+
+
+CARRIED = [("cpu:gloo,cuda:nccl", "cuda", "nccl"), ("cuda:nccl", "cuda", "nccl")]
+CARRIED += [("cpu:gloo,xpu:xccl", "xpu", "xccl"), ("cpu:gloo", "cpu", "gloo")]
+REFUSED = [("cpu:gloo", "cuda"), ("cpu:gloo,cuda:gloo", "cuda"), ("cpu:gloo,cuda:nccl", "xpu")]
+
+
+@pytest.mark.parametrize(("config", "kind", "name"), CARRIED)
+def test_a_group_whose_backend_takes_tensors_of_the_device(monkeypatch, config, kind, name):
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: config)
+    assert backend_for(threading.Thread(), torch.device(kind)) == name
+
+
+@pytest.mark.parametrize(("config", "kind"), REFUSED)
+def test_a_group_whose_backend_does_not(monkeypatch, config, kind):
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: config)
+    device, group = torch.device(kind), threading.Thread()
+    assert backend_for(group, device) is None
+    start = Start(1, 2, device, 1.0, "here", None, Pool(), process_group=group)
+    with pytest.raises(WeftError, match=f"takes no tensors on {kind}: its backends are {config}"):
+        torch_rounds.torch_rounds(start)
+    with pytest.raises(WeftError, match="rank 0: there is no process group"):
+        torch_rounds.torch_rounds(start_of(0, 2))
+
+
+# streams: who waits for whom, and how long memory is held
+
+
+class Streams:
+    """Stand-ins: each thing that streams and events are asked for, in its order."""
+
+    def __init__(self):
+        self.log = []
+        self.made = 0
+        self.current = self.stream()
+        self.threads = {}
+
+    def stream(self, *_, priority=0):
+        self.made += 1
+        return FakeStream(self, self.made, priority)
+
+    def event(self, device):
+        return FakeEvent(self)
+
+
+class FakeStream:
+    def __init__(self, streams, number, priority):
+        self.streams, self.number, self.priority = streams, number, priority
+        self.stream_id, self.device_index, self.device_type = self, 0, 0
+
+    def __enter__(self):
+        self.before, self.streams.current = self.streams.current, self
+        return self
+
+    def __exit__(self, *_):
+        self.streams.current = self.before
+
+    def wait_event(self, event):
+        self.streams.log.append((self.number, "waits for", event.of))
+
+
+class FakeEvent:
+    def __init__(self, streams):
+        self.streams, self.of, self.answers, self.thread = streams, None, [], None
+
+    def record(self, stream):
+        self.of = stream.number
+        self.streams.log.append((stream.number, "records"))
+        if stream.number != 1:
+            self.streams.behind = self
+
+    def query(self):
+        answer = self.answers.pop(0) if self.answers else False
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+class Group:
+    """A process group of two ranks, which fills what is received with ones."""
+
+    bound_device_id = None
+
+    def __init__(self, streams):
+        self.streams, self.aborted, self.memory = streams, threading.Event(), []
+
+    def abort(self):
+        self.streams.threads["abort"] = threading.current_thread()
+        self.aborted.set()
+
+
+@pytest.fixture
+def streams(monkeypatch):
+    streams = Streams()
+
+    def clone(stream_id, *_):
+        return stream_id
+
+    def made(*given, **named):
+        return clone(*given) if isinstance(given[0], FakeStream) else streams.stream(**named)
+
+    def all_to_all(out, data, incoming, outgoing, *, group, async_op):
+        assert not async_op  # in the stream that is current
+        streams.log.append((streams.current.number, "exchanges", outgoing, incoming))
+        out.fill_(1)
+        group.memory += [weakref.ref(out), weakref.ref(data)]
+
+    monkeypatch.setattr(torch_rounds, "has_streams", lambda device: True)
+    monkeypatch.setattr(torch, "Stream", made)
+    monkeypatch.setattr(torch, "Event", streams.event)
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: streams.current)
+    monkeypatch.setattr(torch.accelerator, "set_device_index", lambda device: None)
+    monkeypatch.setattr(dist, "all_to_all_single", all_to_all)
+    streams.group = Group(streams)
+    streams.wire = rounds_over(lambda: streams.group, 0, 2, CPU)
+    return streams
+
+
+def begun(streams, place):
+    """A post whose round is queued, and the event behind it."""
+    pending = streams.wire.post([(1, torch.zeros(3))], [(1, place)])
+    with pytest.raises(TimeoutError):
+        pending.wait(0.0)
+    return pending, streams.behind
+
+
+def test_a_round_comes_behind_the_caller_who_goes_on_behind_it(streams):
+    assert streams.wire.features == Features(
+        exact=True, lockstep=True, streams=True, reduces=streams.wire.features.reduces
+    )
+    place = torch.zeros(5, dtype=torch.uint8)
+    (found,) = streams.wire.post([(1, torch.zeros(3))], [(1, place)]).wait_stream()
+    assert found is place and place.tolist() == [1] * 5
+    assert streams.log == [
+        (1, "records"),
+        (2, "waits for", 1),
+        (2, "exchanges", [0, 16], [0, 16]),
+        (2, "records"),
+        (1, "waits for", 2),
+    ]
+
+
+def test_each_wire_has_a_stream_of_its_own_of_another_pool_than_those_of_programs(streams):
+    other = rounds_over(lambda: streams.group, 0, 2, CPU)
+    own = {each._operations._stream for each in (streams.wire, other)}
+    assert len(own) == 2 and {each.priority for each in own} == {-1}
+    part = streams.wire.among([1, 0])
+    assert part._operations is streams.wire._operations
+
+
+def test_memory_is_held_until_the_event_is_through_and_no_longer(streams):
+    pending, behind = begun(streams, 5)
+    assert not pending.done() and pending.waiting_for() == [1]
+    pending.release()
+    del pending
+    gc.collect()
+    received, sent = streams.group.memory
+    assert received() is not None and sent() is not None
+    behind.answers = [True]
+    streams.wire.post([(1, torch.zeros(3))]).wait_stream()  # the next round looks
+    assert received() is None and sent() is None
+
+
+def test_done_lets_go_of_the_memory_too(streams):
+    pending, behind = begun(streams, torch.zeros(2))
+    behind.answers = [True]
+    assert pending.done()
+    received, sent = streams.group.memory
+    assert sent() is None and received() is not None  # which the wait has yet to copy
+    assert pending.wait(SOON)[0].view(torch.uint8).tolist() == [1] * 8
+    assert received() is None
+
+
+def test_a_released_message_is_read_to_the_end_in_whatever_stream(streams):
+    pending, behind = begun(streams, 5)
+    behind.answers = [True]
+    pending.wait(SOON)
+    with streams.stream():
+        streams.log.clear()
+        pending.release()
+    assert streams.log == [(3, "records"), (1, "waits for", 3)]
+    streams.log.clear()
+    pending.release()
+    assert streams.log == []  # in the stream that the memory is of
+
+
+def test_an_event_that_may_not_be_asked_is_asked_again(streams):
+    """While a stream of the program's records a graph."""
+    pending, behind = begun(streams, torch.zeros(2))
+    refused = "CUDA error: operation not permitted when stream is capturing"
+    behind.answers = [RuntimeError(refused), RuntimeError(refused), True]
+    assert not pending.done()
+    pending.wait(SOON)
+    assert streams.wire.failure() is None
+
+
+def test_a_device_that_fails_breaks_the_wire_and_holds_no_memory(streams):
+    pending, behind = begun(streams, torch.zeros(2))
+    behind.answers = [RuntimeError("CUDA error: an illegal memory access was encountered")]
+    assert pending.done()
+    failure = failure_of(lambda: pending.wait(SOON))
+    assert failure.kind == "broken" and "illegal memory access" in failure.text
+    assert streams.group.memory[1]() is None
+    assert streams.group.aborted.wait(SOON)
+
+
+def test_an_abort_ends_waits_and_aborts_the_group_in_a_thread_of_its_own(streams):
+    place = torch.zeros(2)
+    pending, behind = begun(streams, place)
+    failure = Failure("aborted", 1, "rank 1 died")
+    threading.Timer(0.1, streams.wire.abort, [failure]).start()
+    assert failure_of(lambda: pending.wait(SOON)) == failure
+    assert streams.group.aborted.wait(SOON)
+    assert streams.threads["abort"].name == "weft abort"
+    behind.answers = [True] * 3  # the kernel ends: what it wrote is garbage
+    assert failure_of(lambda: pending.wait(SOON)) == failure
+    assert failure_of(pending.wait_stream) == failure
+    assert place.tolist() == [0, 0] and streams.group.memory[0]() is not None
+    pending.release()
+    assert streams.group.memory[0]() is None
+
+
+def test_what_was_through_before_a_failure_stays_good(streams):
+    pending, behind = begun(streams, torch.zeros(2))
+    behind.answers = [True]
+    assert pending.done()
+    streams.wire.abort(Failure("aborted", 1, "rank 1 died"))
+    assert pending.wait(SOON)[0].view(torch.uint8).tolist() == [1] * 8
+
+
+def test_a_group_that_cannot_be_aborted_is_told_of(streams, caplog, monkeypatch):
+    def fails():
+        streams.group.aborted.set()
+        raise RuntimeError("abort timed out")
+
+    monkeypatch.setattr(streams.group, "abort", fails, raising=False)
+    streams.wire.abort(Failure("aborted", 1, "rank 1 died"))
+    assert streams.group.aborted.wait(SOON)
+    until = time.monotonic() + patient(SOON)
+    while not caplog.messages and time.monotonic() < until:
+        time.sleep(0.01)
+    assert caplog.messages == ["a process group could not be aborted: abort timed out"]
+
+
+def test_a_close_waits_for_what_is_under_way_and_does_not_abort_the_group(streams, monkeypatch):
+    pending, behind = begun(streams, torch.zeros(2))
+    behind.answers = [False, False, True]
+    streams.wire.close()
+    assert behind.answers == [] and not streams.group.aborted.is_set()
+    failure = failure_of(lambda: pending.wait(SOON))
+    assert failure == Failure("aborted", None, "rank 0 has closed its wire")
+    streams.wire.close()
+
+
+def test_memory_of_what_never_ends_outlives_its_wire(streams, monkeypatch):
+    monkeypatch.setattr(torch_rounds, "_LAST", 0.01)
+    pending, behind = begun(streams, torch.zeros(2))
+    received, sent = streams.group.memory
+    streams.wire.close()
+    streams.wire = None
+    del pending
+    gc.collect()
+    assert received() is not None and sent() is not None
+    behind.answers = [True]
+    torch_rounds._hold([])
+    assert received() is None and sent() is None
