@@ -32,7 +32,8 @@ def ends():
         ((9, 0, 0, 0), "a frame of kind 9 .* where none may be"),
         ((DATA, 0, TOP, 0), f"a message of {TOP} bytes that nobody awaits"),
         ((DATA, 0, EAGER + 1, 0), "that nobody awaits"),
-        ((DATA, 7, 9, 0), "9 bytes for a receive of 8"),
+        ((DATA, 7, 9, 0), "9 bytes for a receive of exactly 8"),
+        ((DATA, 7, 7, 0), "7 bytes for a receive of exactly 8"),
         ((LENT, 7, 8, 0), "a frame of kind 2 for 8 bytes at 0"),  # no segment
         ((COPIED, 7, 8, TOP), "where none may be"),
         ((READ, 0, 0, 1), "a frame of kind 4 .* at 1"),  # nothing was sent
@@ -76,4 +77,4 @@ def test_frames_may_come_byte_by_byte(ends):
     for receive in receives[1:]:
         connection.expect(3, receive)
     assert all(receive.done for receive in receives) and not connection.lost
-    assert [receive.place().tolist() for receive in receives] == [[n] * 5 for n in range(3)]
+    assert [receive.place(5).tolist() for receive in receives] == [[n] * 5 for n in range(3)]

@@ -15,6 +15,7 @@ import pytest
 from weft.wire.failure import detector as module
 from weft.wire.failure.detector import Detector
 from weft.wire.failure.verdict import Verdict
+from weft.wire.interface import Failure
 
 
 class Wait:
@@ -25,6 +26,9 @@ class Wait:
 
     def peer(self) -> int:
         return self._peer
+
+
+LOST = Failure("lost", 1, "reset")
 
 
 def running() -> tuple[int, str]:
@@ -48,7 +52,7 @@ class Peers:
             0,
             timeout,
             mesh,
-            lambda: self.cuts.append(time.monotonic()),
+            lambda verdict: self.cuts.append(time.monotonic()),
             lambda: lambda: (7, "barrier"),
         )
         stack.callback(self.watch.close)
@@ -99,7 +103,7 @@ def test_a_reset_is_a_death(peers):
         near, _ = listener.accept()
         near.setblocking(False)
         with ExitStack() as stack:
-            watch = Detector(0, 20.0, {1: near}, lambda: None, lambda: None)
+            watch = Detector(0, 20.0, {1: near}, lambda verdict: None, lambda: None)
             stack.callback(watch.close)
             far.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, bytes([1, 0, 0, 0, 0, 0, 0, 0]))
             far.close()
@@ -132,16 +136,6 @@ def test_nonsense_breaks_the_wire_and_names_who_says_it(peers, line):
     three.ends[1].sendall(line + b"\n")
     assert three.settled().culprit == 1
     assert three.hear(2)["verdict"][0] == 1
-
-
-def test_garbage_of_a_peer_is_told_and_not_the_end_that_follows_it(peers, monkeypatch):
-    """Both come at once where the detector's thread is slow to wake up."""
-    three = peers()
-    monkeypatch.setattr(three.watch, "_rouse", lambda: None)
-    three.watch.accuse(1, "no frame")
-    three.ends[1].close()
-    assert three.settled() == Verdict(1, "rank 1 sent no frame")
-    assert three.hear(2) == {"verdict": [1, "rank 1 sent no frame"]}
 
 
 def test_it_tells_where_it_is(peers):
@@ -230,7 +224,7 @@ def test_a_failed_wait_is_explained_by_what_is_found_out(peers, overdue):
     three.watch.begin(wait)
     three.watch.began -= 25.0 * overdue
     found = []
-    thread = threading.Thread(target=lambda: found.append(three.watch.explain(wait, "reset")))
+    thread = threading.Thread(target=lambda: found.append(three.watch.explain(LOST, wait)))
     thread.start()
     for peer, place in ((1, [7, "barrier", 2, 9.0, "", ""]), (2, [6, "", None, 9.0, "", ""])):
         three.say(peer, here=place, to=three.hear(peer)["ask"])
@@ -245,9 +239,23 @@ def test_a_failed_wait_for_one_that_left_says_so(peers):
     three = peers()
     three.say(1, bye="KeyError: 7")
     wait = Wait(1)
-    assert three.watch.explain(wait, "closed by peer") == Verdict(
+    assert three.watch.explain(LOST, wait) == Verdict(
         1, "rank 1 left, after it raised (KeyError: 7)"
     )
+
+
+@pytest.mark.parametrize(
+    ("failure", "verdict"),
+    [
+        (Failure("garbled", 2, "rank 2 sent no frame"), Verdict(2, "rank 2 sent no frame")),
+        (Failure("broken", 0, "no memory"), Verdict(0, "rank 0: no memory")),
+        (Failure("stuck", None, "all wait"), Verdict(None, "all wait")),
+    ],
+)
+def test_what_a_wire_is_sure_of_is_the_verdict_at_once(peers, failure, verdict):
+    three = peers()
+    assert three.watch.explain(failure, None) == verdict
+    assert three.hear(1) == {"verdict": [verdict.culprit, verdict.text]}
 
 
 def test_closing_lets_go_of_a_wait_that_was_looked_into(peers):

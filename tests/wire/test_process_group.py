@@ -168,7 +168,7 @@ def test_who_did_not_join_is_named():
 def test_a_wait_for_a_late_rank_counts_against_the_timeout_of_joining(monkeypatch):
     left = {}
 
-    def join(store, rank, size, timeout):
+    def join(store, rank, size, timeout, memory):
         left[rank] = timeout
         raise RuntimeError("it is enough to know that")
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from .. import _torch
 from ..errors import WeftError
 from ..wire import mpi, process_group
-from ..wire.base import is_plain, plain
+from ..wire.base import plain
 from .group import Answers, PythonGroup, listed
 from .work import Posted
 
@@ -71,13 +71,13 @@ class MpiGroup(PythonGroup):
     def send(self, tensors: Any, target: int, tag: int = 0) -> Any:
         given = [plain(each.detach()) for each in listed(tensors)]
         pending = self._messages.post([(target, each) for each in given], (), tag)
-        return Posted(pending, self.rank(), [(each, each) for each in given])
+        return Posted(pending, self.rank())
 
     def recv(self, tensors: Any, source: int, tag: int = 0) -> Any:
-        given = [each.detach() for each in listed(tensors)]
-        places = [each if is_plain(each) else torch.empty_like(each).contiguous() for each in given]
-        pending = self._messages.post((), [(source, place) for place in places], tag)
-        return Posted(pending, source, list(zip(given, places, strict=True)))
+        places = [each.detach() for each in listed(tensors)]
+        # by size, since what is sent may be shorter
+        pending = self._messages.post((), [(source, place.nbytes) for place in places], tag)
+        return Posted(pending, source, places)
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> Any:
         raise WeftError(

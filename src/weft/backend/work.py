@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..wire.base import Pending, Work
+from ..wire.base import Pending, Work, as_bytes, is_plain, plain
 
 NO_LIMIT = timedelta(0)
 
@@ -74,14 +74,14 @@ class Collective(_Work):
 
 
 class Posted(_Work):
-    """A message of `send` or `recv`. It counts as completed when `wait` has returned."""
+    """Messages of `send` or `recv`. They count as completed when `wait` has returned."""
 
-    def __init__(
-        self, pending: Pending, source: int, tensors: Sequence[tuple[Tensor, Tensor]]
-    ) -> None:
-        """`tensors` are the caller's, each with the contiguous one that is received into."""
+    def __init__(self, pending: Pending, source: int, tensors: Sequence[Tensor] = ()) -> None:
+        """`tensors` are the caller's, to be filled with what `pending` receives by size."""
         super().__init__()
-        self._pending, self._source, self._tensors = pending, source, tensors
+        self._pending = pending
+        self._source = source
+        self._tensors = tensors
         self._done = False
 
     def wait(self, timeout: timedelta = NO_LIMIT) -> bool:
@@ -91,10 +91,9 @@ class Posted(_Work):
             WireError: the deadline passed, or a peer or a link failed.
         """
         if not self._done:
-            self._pending.wait()
-            for given, contiguous in self._tensors:
-                if given is not contiguous:
-                    given.copy_(contiguous)
+            for tensor, message in zip(self._tensors, self._pending.wait(), strict=True):
+                _fill(tensor, message)
+            self._pending.release()
             self._done = True
         return True
 
@@ -105,3 +104,11 @@ class Posted(_Work):
         return self._source
 
     _source_rank = source_rank
+
+
+def _fill(tensor: Tensor, message: Tensor) -> None:
+    """Write the bytes that came to a caller's tensor; what lies beyond them stays as it is."""
+    whole = tensor if is_plain(tensor) else plain(tensor)
+    as_bytes(whole)[: len(message)].copy_(message)
+    if whole is not tensor:
+        tensor.copy_(whole)

@@ -10,9 +10,8 @@ The rules, for every wire:
 * Posts between the same two ranks on the same channel match in the order they were made; different
   pairs of ranks, and different channels, are independent. A send may complete only when it is
   received.
-* A receive is a tensor to fill, or a maximum number of bytes. What arrives may be shorter than the
-  receive, never longer; the bytes beyond it are undefined, and the wire does not tell how many
-  came: messages whose length varies say so themselves.
+* A receive is a tensor, which its message fills exactly, or the most bytes that may come, of which
+  as many are returned as came.
 * Nobody sends to itself.
 * Every wait ends: with what was awaited, or within `timeout` seconds with a `WireError` that says
   which rank waited for what, from which peer, for how long, and which rank is to blame. After
@@ -40,8 +39,9 @@ from ..errors import Error, WeftError, WireError, entry
 from ..tensors import has_elements, lacking
 from .failure.verdict import NAMED, Verdict, differing, names
 from .hosts import Hosts, hosts_of
+from .interface import Lease
 from .link import MERGE, Link
-from .memory import Lease, Pool, fresh, typed
+from .memory import Pool, fresh, typed
 from .store import has, pauses
 from .worker import Work, Worker
 
@@ -85,8 +85,8 @@ class Pending(abc.ABC):
     def wait(self) -> list[Tensor]:
         """Wait until all of them are done; return what was received, in the order asked for.
 
-        Where the receive was a tensor, that tensor; where it was a maximum, a uint8 view of that
-        many bytes, which is leased: valid until `release()`. Waiting again returns the same.
+        Where the receive was a tensor, that tensor; where it was a maximum, a uint8 view of the
+        bytes that came, to be read only, and until `release()`. Waiting again returns the same.
 
         Raises:
             WireError: the deadline passed, or a peer or a link failed.
@@ -301,8 +301,7 @@ class Wire(abc.ABC):
     def small_all_gather(self, message: Tensor, cap: int) -> Pending:
         """Start sending a small message (uint8, 1-D, at most `cap` bytes) from each to all.
 
-        `wait()` returns one uint8 tensor for each rank, in rank order; each but the own is `cap`
-        bytes long, so messages say their length themselves.
+        `wait()` returns one uint8 tensor for each rank, in rank order: the bytes that it sent.
         """
         recvs = [(peer, cap) for peer in range(self.size) if peer != self.rank]
         pending = self.post([(peer, message) for peer in peers(self)], recvs, SMALL)

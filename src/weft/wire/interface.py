@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol, Self, runtime_checkable
+from typing import Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -101,7 +101,7 @@ class WireFailed(ConnectionError):
 
 
 class Lease(Protocol):
-    """Memory for a while, the caller's until it is released; a context manager.
+    """Memory for a while, the caller's until it is released; a context manager that gives `tensor`.
 
     Attributes:
         tensor: uint8, 1-D, on the wire's device, 64-byte aligned.
@@ -113,7 +113,7 @@ class Lease(Protocol):
         """Give it back; any thread. Twice does nothing. On a device the memory is used again when
         the stream that is current now is through."""
 
-    def __enter__(self) -> Self: ...
+    def __enter__(self) -> Tensor: ...
 
     def __exit__(self, *_: object) -> None: ...
 

@@ -16,6 +16,7 @@ import importlib
 import itertools
 import math
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -28,8 +29,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import WeftError, WireError
+from .interface import Failure
+from .memory import Pool
 from .store import told
-from .torchdist import Links
+from .torchdist import TorchWire
 
 _YIELDS = 30  # polls with only a yield between them, before a wait sleeps
 _NAP = (2e-5, 5e-4)  # seconds of the shortest sleep of a wait, and of the longest at its start
@@ -247,20 +250,32 @@ class _Messages:
         return self._world.post(self._world.comm.Irecv, tensors[0], source, self._context + tag)
 
 
-class _MpiLinks(Links):
-    """What joins one rank to all others through MPI."""
+class MpiWire(TorchWire):
+    """One rank's end of a group whose messages go through MPI."""
 
-    def __init__(self, group: _Messages, rank: int, size: int, timeout: float) -> None:
-        super().__init__(group, rank, size)
-        self._world, self._timeout = group._world, timeout
+    def __init__(self, messages: _Messages, rank: int, size: int, timeout: float) -> None:
+        super().__init__(messages, rank, size)
+        self._world = messages._world
+        self._timeout = timeout
+        self._is_closing = False
 
-    def cut(self) -> None:
-        super().cut()
-        self._world.patience = self._timeout  # not all ranks may come to the end of MPI any more
+    def abort(self, failure: Failure) -> None:
+        super().abort(failure)
+        if not self._is_closing:
+            self._world.patience = self._timeout  # not all ranks may come to the end of MPI
+
+    def close(self) -> None:
+        self._is_closing = True
+        super().close()
 
 
-def join(store: dist.Store, rank: int, size: int, timeout: float) -> Links:
+def join(
+    store: dist.Store, rank: int, size: int, timeout: float, memory: Pool
+) -> tuple[MpiWire, dict[int, socket.socket]]:
     """Join the ranks that meet at a store; collective. For `process_group.connect`.
+
+    Returns:
+        The wire, and the control link to each peer.
 
     Raises:
         RuntimeError: from the store.
@@ -282,4 +297,6 @@ def join(store: dist.Store, rank: int, size: int, timeout: float) -> Links:
             f"the {size} ranks have the numbers {numbers} in MPI, which does not see that they "
             "belong together: start them with the mpirun of the MPI that mpi4py finds"
         )
-    return _MpiLinks(_Messages(world, context, places), rank, size, timeout)
+    wire = MpiWire(_Messages(world, context, places), rank, size, timeout)
+    wire.start()
+    return wire, wire.links

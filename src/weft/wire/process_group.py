@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import os
+import socket
 import threading
 import time
 import weakref
@@ -21,13 +22,16 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .. import _torch
 from ..errors import WeftError, WireError
-from . import recorder
+from . import interface, recorder, torchdist
 from .failure import watch
-from .processes import Engine, ProcessWire
+from .memory import Pool
+from .processes import ProcessWire
 from .store import AbsentError, told
 from .tcp.endpoint import connect as tcp_connect
-from .tcp.engine import Engine as TcpEngine
-from .torchdist import Links
+from .tcp.wire import TcpWire
+
+Joined = tuple[interface.Wire, dict[int, socket.socket]]
+"""The wire of this rank, and its control link to each peer."""
 
 
 class Transport(NamedTuple):
@@ -35,17 +39,17 @@ class Transport(NamedTuple):
 
     Attributes:
         name: by which a person asks for it.
-        join: given a store, a rank, a size and a timeout: the engine that joins this rank to all
-            others; collective.
+        join: given a store, a rank, a size, a timeout, and memory for receives by size; joins this
+            rank to all others; collective.
     """
 
     name: str
-    join: Callable[[dist.Store, int, int, float], Engine]
+    join: Callable[[dist.Store, int, int, float, Pool], Joined]
 
 
 TRANSPORTS = {
     "tcp": Transport("tcp", tcp_connect),
-    "torch": Transport("torch", Links.over_gloo),
+    "torch": Transport("torch", torchdist.join),
 }
 
 _MOMENT = 0.1  # seconds
@@ -126,7 +130,9 @@ def connect(
         raise WeftError(f"rank {rank} is none of {size} ranks")
     way = transport or chosen()
     deadline = time.monotonic() + timeout
-    engine: Engine = TcpEngine({}, {})  # which opens nothing
+    memory = Pool()
+    wire: interface.Wire = TcpWire(rank, size, {}, memory)  # which opens nothing
+    links: dict[int, socket.socket] = {}
     space = store
     if size > 1:
         try:
@@ -136,7 +142,7 @@ def connect(
                 _agree_on(way, space, rank, size, timeout)
             # at least a moment: then who is missing says so, and not that no time was left
             left = max(deadline - time.monotonic(), _MOMENT)
-            engine = way.join(space, rank, size, left)
+            wire, links = way.join(space, rank, size, left, memory)
         except (RuntimeError, OSError) as error:  # of the store, of the sockets
             late = error.ranks if isinstance(error, AbsentError) else []
             who = str(error) if late else f"it was not joined: {error}"
@@ -147,7 +153,7 @@ def connect(
                 culprit=late[0] if late else None,
             ) from error
     part = functools.partial(connect, space, timeout=timeout, transport=way)
-    return ProcessWire(rank, size, timeout, engine, part)
+    return ProcessWire(timeout, wire, links, memory, part)
 
 
 def _agree_on(way: Transport, store: dist.Store, rank: int, size: int, timeout: float) -> None:

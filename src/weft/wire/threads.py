@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .exchanges import check_exchanges
 from .in_process import Bytes, Crew, End, Exchange, InProcessWire, bytes_of, woken
-from .memory import Lease
+from .interface import Lease
 
 _GARBAGE = 0xA5  # what undefined bytes hold: not 0 or -1; in floating point small, and no NaN
 

@@ -29,6 +29,7 @@ from dataclasses import astuple, replace
 from typing import Any, Protocol
 
 from .. import recorder
+from ..interface import Failure
 from . import last_error, watch
 from .verdict import Place, Verdict, judge, left
 
@@ -70,7 +71,7 @@ class Detector:
         rank: int,
         timeout: float,
         mesh: Mapping[int, socket.socket],
-        cut: Callable[[], None],
+        end_waits: Callable[[Verdict], None],
         call: Callable[[], Callable[[], tuple[int, str]] | None],
         slow: float = math.inf,
     ) -> None:
@@ -80,7 +81,7 @@ class Detector:
             rank: this rank.
             timeout: seconds that any one wait may last.
             mesh: the side socket to each peer, non-blocking.
-            cut: ends this rank's waits; any thread may call it.
+            end_waits: ends this rank's waits, on account of a verdict; any thread may call it.
             call: a weak reference to a function that returns how many calls were started, and the
                 name of the one that runs.
             slow: seconds of a wait after which a line about it is printed, once.
@@ -92,7 +93,8 @@ class Detector:
         self.left: dict[int, str] = {}
         self.waiting: Wait | None = None
         self.since = self.began = time.monotonic()
-        self._cut, self._call = cut, call
+        self._end_waits = end_waits
+        self._call = call
         self._mesh = dict(mesh)
         self._read: dict[int, bytes] = dict.fromkeys(mesh, b"")
         self._lock = threading.RLock()
@@ -100,7 +102,6 @@ class Detector:
         self._closed = False
         # a failed wait, and the likely reason; (None, None): a call of another library failed
         self._suspect: tuple[Wait | None, Verdict | None] | None = None
-        self._accused: Verdict | None = None
         self._inquiry: _Inquiry | None = None
         self._inquiries = 0
         self._woken, self._wake = socket.socketpair()
@@ -136,22 +137,32 @@ class Detector:
         recorder.write(verdict.text)  # before a wait that ends now raises, and writes it, too
         self._settled.set()
         _log.error("rank %d: %s", self.rank, verdict.text)
-        self._cut()
+        self._end_waits(verdict)
         return verdict
 
-    def accuse(self, peer: int, what: str) -> None:
-        """Have the detector's thread break the wire because a peer sent `what`; returns at once."""
-        self._accused = self._accused or Verdict(peer, f"rank {peer} sent {what}")
-        self._rouse()
+    def explain(self, failure: Failure, wait: Wait | None) -> Verdict:
+        """The verdict behind what a wire raised here, which this may take about a second to find.
 
-    def explain(self, wait: Wait, error: str) -> Verdict:
-        """Find, within about a second, why a wait failed with an error of its connection."""
-        peer = wait.peer()
+        Args:
+            failure: the wire's.
+            wait: the wait that raised it, or None.
+        """
+        if failure.kind == "aborted" and self.verdict is not None:
+            return self.verdict
+        if failure.kind == "broken":
+            return self.settle(Verdict(self.rank, f"rank {self.rank}: {failure.text}"))
+        if failure.kind != "lost":  # nothing that happened elsewhere makes that
+            return self.settle(Verdict(failure.peer, failure.text))
+        return self._find_out(failure, wait)
+
+    def _find_out(self, failure: Failure, wait: Wait | None) -> Verdict:
+        """The verdict behind a lost peer: it died, or left, or raised because of another."""
+        peer = failure.peer
         failed = Verdict(
-            peer, f"the link between rank {self.rank} and rank {peer} failed ({error})"
+            peer, f"the link between rank {self.rank} and rank {peer} failed ({failure.text})"
         )
         if not self._settled.wait(_NEWS):
-            if peer in self.left:
+            if peer is not None and peer in self.left:
                 return self.settle(left(peer, self.left[peer]))
             self._suspect = (wait, failed)
             self._rouse()
@@ -246,8 +257,6 @@ class Detector:
             self._inquiry = None
             if self.waiting is not None:  # that wait begins anew
                 self.since = time.monotonic()
-        if self._accused is not None:  # before the end of that peer's socket, which may follow it
-            self.settle(self._accused)
         for key, _ in events:
             if key.data is None:
                 with contextlib.suppress(BlockingIOError):

@@ -1,6 +1,6 @@
 """One connection between two ranks: its frames and its messages.
 
-Nothing here waits: `flush` sends what the socket takes, `receive` reads what is there. `engine`
+Nothing here waits: `flush` sends what the socket takes, `receive` reads what is there. The wire
 calls them.
 
 A frame has a kind, a channel, a length and a number. The n-th message that a rank sends on a
@@ -14,12 +14,13 @@ channel belongs to the n-th receive of its peer there. A message is sent in one 
   message is. A tensor outside the segment is copied into it, so its owner may change it at once. A
   tensor in the segment is lent: its owner may change it when the peer has copied it and said so.
 
-A receive without a tensor of its own does not copy a message that was copied into the segment. It
-gives a view of the segment, and acknowledges the message when the view is released.
+A receive by size does not copy a message that was copied into the segment. It gives a view of the
+segment, and acknowledges the message when the view is released.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import select
 import socket
@@ -82,34 +83,52 @@ class Send:
 
 
 class Receive:
-    """A message to be received, into a given tensor or into other memory; `done` when it is there.
+    """A message to be received: into a given tensor or, by size, into memory for what comes.
 
     Attributes:
         tensor: where it is; None while that is not known.
-        limit: the most bytes that it may have.
+        limit: the bytes of the tensor or, by size, the most that may come.
+        done: whether it is there.
     """
 
-    __slots__ = ("_place", "_pool", "_release", "done", "limit", "tensor")
+    __slots__ = ("_is_sized", "_place", "_pool", "_release", "done", "limit", "tensor")
 
     def __init__(self, want: Tensor | int, pool: Pool) -> None:
-        self.tensor = None if isinstance(want, int) else want
-        self._place = None if self.tensor is None else memory_of(self.tensor)
-        self.limit = want if isinstance(want, int) else want.nbytes
+        self.tensor: Tensor | None = None
+        self._place: memoryview | None = None
+        self._is_sized = isinstance(want, int)
+        if isinstance(want, int):
+            self.limit = want
+        else:
+            self.limit = want.nbytes
+            self.tensor = want
+            self._place = memory_of(want)
         self._pool = pool
         self._release: Callable[[], object] | None = None
         self.done = False
 
-    def place(self) -> memoryview:
-        """Where it goes: memory that is held."""
+    def fault_of(self, length: int) -> str:
+        """What is wrong with a message of that length, or ""."""
+        if self._is_sized:
+            return f"{length} bytes for a receive of {self.limit}" if length > self.limit else ""
+        if length != self.limit:
+            return f"{length} bytes for a receive of exactly {self.limit}"
+        return ""
+
+    def place(self, length: int) -> memoryview:
+        """Where a message of that length goes: memory that is held."""
         if self._place is None:
-            lease: Lease = self._pool.lease(self.limit)
-            self.tensor, self._release = lease.tensor, lease.release
+            lease: Lease = self._pool.lease(length)
+            self.tensor = lease.tensor
+            self._release = lease.release
             self._place = memory_of(lease.tensor)
         return self._place
 
     def look(self, view: Tensor, release: Callable[[], object]) -> None:
         """Set the view in which the message is, and what to call when it is released."""
-        self.tensor, self._release, self.done = view, release, True
+        self.tensor = view
+        self._release = release
+        self.done = True
 
     def release(self) -> None:
         """Give back leased memory, if there is any. Twice is fine."""
@@ -187,6 +206,11 @@ class Connection:
         sending = self._parts or self._ready or any(self._sends.values())
         coming = self._into is not None or any(self._receives.values())
         return bool(sending or coming) and not self.lost
+
+    @property
+    def unsent(self) -> bool:
+        """Whether something waits for the socket to take it."""
+        return bool(self._parts or self._ready) and not self.lost
 
     @property
     def wanted(self) -> int:
@@ -287,9 +311,10 @@ class Connection:
             self.due = True
 
     def _fits(self, length: int, receive: Receive) -> bool:
-        if length > receive.limit:
-            self._refuse(f"{length} bytes for a receive of {receive.limit}")
-        return length <= receive.limit
+        fault = receive.fault_of(length)
+        if fault:
+            self._refuse(fault)
+        return not fault
 
     def receive(self) -> bool:
         """Read what is there, up to `_TURN` bytes; whether there was anything."""
@@ -367,7 +392,7 @@ class Connection:
             if not self._fits(length, receive):
                 return None
             self._coming = receive
-            return receive.place()[:length] if length else memoryview(b"")
+            return receive.place(length)
         try:
             if length > EAGER and self.segment is None:
                 raise MemoryError
@@ -382,7 +407,6 @@ class Connection:
         """Complete the message whose last byte has come."""
         message, self._coming, self._into = self._coming, None, None
         if isinstance(message, Receive):
-            message.place()
             message.done = True
         elif message is not None:
             message.whole = True
@@ -424,14 +448,14 @@ class Connection:
         """Give a complete message to its receive."""
         length, offset, number = message.length, message.offset, message.number
         if message.data is not None:
-            receive.place()[:length] = message.data
+            receive.place(length)[:] = message.data
         else:
             assert self.segment is not None
-            if receive.tensor is None and not message.lent and self._holds(offset, receive.limit):
-                view = self.segment.memory[offset : offset + receive.limit]
+            if receive.tensor is None and not message.lent:
+                view = self.segment.memory[offset : offset + length]
                 receive.look(view, lambda: self.was_read(number, length, awaited=False))
                 return
-            place = ctypes.addressof(_START.from_buffer(receive.place()))
+            place = ctypes.addressof(_START.from_buffer(receive.place(length)))
             ctypes.memmove(place, self.segment.address + offset, length)
             self.was_read(number, length, awaited=message.lent)
         receive.done = True
@@ -449,6 +473,14 @@ class Connection:
                 if send.block is not None:
                     send.block.read()
             self._unread.clear()
+
+    def discard(self) -> None:
+        """Read what is there, and drop it: to close with unread bytes would reset the connection,
+        and with it what the peer has not read yet."""
+        dropped = 0
+        with contextlib.suppress(OSError):
+            while dropped < _TURN and (count := self.sock.recv_into(self._ahead)):
+                dropped += count
 
     def close(self) -> None:
         """Close the socket, and let go of the memory of all messages under way.

@@ -46,9 +46,10 @@ import torch.distributed as dist
 from ...errors import WeftError
 from .. import shm
 from ..hosts import digest_of, host_name
+from ..memory import Pool
 from ..store import AbsentError, told
 from .address import own_address
-from .engine import Engine
+from .wire import TcpWire
 
 _LANES = 2  # for messages, and for the detector
 _TOKEN = _NONCE = 16  # bytes
@@ -69,8 +70,13 @@ _SPARE = 128  # files for the rest of the program, if the hard limit allows
 _log = logging.getLogger("weft")
 
 
-def connect(store: dist.Store, rank: int, size: int, timeout: float) -> Engine:
+def connect(
+    store: dist.Store, rank: int, size: int, timeout: float, memory: Pool
+) -> tuple[TcpWire, dict[int, socket.socket]]:
     """Connect to all; collective.
+
+    Returns:
+        The wire, and a socket to each peer for the failure detector.
 
     Raises:
         WeftError: some rank may not open as many files, or cannot listen; the same on every rank.
@@ -106,7 +112,7 @@ def connect(store: dist.Store, rank: int, size: int, timeout: float) -> Engine:
         raise
     for sock in side.values():
         sock.setblocking(False)
-    return Engine(sockets, side, segment, *seen)
+    return TcpWire(rank, size, sockets, memory, segment, *seen), side
 
 
 def _check(met: Sequence[Sequence[Any]], store: dist.Store, rank: int) -> None:

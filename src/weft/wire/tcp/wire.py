@@ -1,0 +1,440 @@
+"""The wire over TCP and, between ranks of one host, over the memory that they share.
+
+The thread that waits for a message moves all messages meanwhile, so no message passes from thread
+to thread. A wait sleeps in `poll` until a socket has something. While nobody waits and long
+messages are under way, as in the arithmetic between two waits, a thread moves them every few
+milliseconds; in between the kernel buffers what comes. Otherwise that thread sleeps. It is started
+when it is needed first; messages in a segment do not need it.
+
+weft moves its bytes itself since a wait has to end at once where a rank dies: gloo never fails a
+receive that has got a part of its message, whatever happens to the socket. gloo also announces and
+answers each message, and passes it between threads, which costs about 50 system calls and a
+millisecond of a core for a small exchange of four ranks on two cores. Here it takes three system
+calls.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import select
+import socket
+import threading
+import time
+from collections.abc import Mapping, Sequence, Set
+
+import torch
+from torch import Tensor
+
+from .. import shm
+from ..interface import Failure, Features, Recv, Send, WireFailed
+from ..memory import Lease, Pool
+from . import connection
+from .connection import Block, Connection, Receive
+
+INLINE = 1 << 16
+"""Bytes of a message up to which it goes through the socket, also to whoever maps the segment."""
+
+_TICK = 0.004  # seconds between two looks of the thread
+_LEFT = 0.1  # seconds that a close waits for whoever moves something
+_FAREWELL = 5.0  # seconds in which a close sends what is left
+_AWAKE = 50e-6  # seconds that a wait looks by itself before it sleeps until it is woken
+_LONGEST = 3600.0  # seconds of one sleep; a wait without a limit sleeps again
+
+_Received = tuple[Connection, Receive]
+_Message = tuple[Connection, Receive | connection.Send]
+"""A message and the connection that it is on."""
+
+
+class TcpWire:
+    """One rank's end of a group; a `weft.wire.interface.Wire`.
+
+    Attributes:
+        connections: to all other ranks, by rank.
+        segment: the memory of this rank that peers of its host map, or None.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        sockets: Mapping[int, socket.socket],
+        memory: Pool,
+        segment: shm.Segment | None = None,
+        seen: Mapping[int, shm.Peer] | None = None,
+        seen_by: Set[int] = frozenset(),
+    ) -> None:
+        """
+        Args:
+            rank, size: this rank, and how many there are.
+            sockets: connected, by peer; the wire closes them.
+            memory: where receives by size get their memory.
+            segment: of this rank.
+            seen: the segments of peers, mapped here.
+            seen_by: the peers that have mapped this rank's segment.
+        """
+        self.rank = rank
+        self.size = size
+        self.device = torch.device("cpu")
+        self.features = Features()
+        self.segment = segment
+        self._memory = memory
+        memory.segment = segment
+        self._process = os.getpid()
+
+        self.connections: dict[int, Connection] = {}
+        self._poll = select.poll()
+        self._polled: dict[int, int] = {}  # the events that each socket is polled for
+        self._by_fd: dict[int, Connection] = {}
+        # a byte there ends the sleep of whoever waits
+        self._alarm: tuple[socket.socket, ...] = socket.socketpair() if sockets else ()
+        for end in self._alarm:
+            end.setblocking(False)
+        if self._alarm:
+            self._poll.register(self._alarm[0], select.POLLIN)
+        for peer, sock in sockets.items():
+            sock.setblocking(False)
+            made = Connection(peer, sock, (seen or {}).get(peer), mapped=peer in seen_by)
+            self.connections[peer] = made
+            self._by_fd[made.fd] = made
+            self._watch(made)
+
+        # Who moves messages holds it. Reentrant, since a collection of garbage may close a wire in
+        # the middle of anything.
+        self._turn = threading.RLock()
+        self._thread: threading.Thread | None = None
+        self._stir = threading.Event()
+        self._failure: Failure | None = None
+        self._failing = threading.RLock()  # held while `_failure` is set
+        self._is_closed = False
+
+    def post(
+        self, sends: Sequence[Send] = (), recvs: Sequence[Recv] = (), channel: int = 0
+    ) -> TcpPending:
+        with self._turn:
+            self._check()
+            try:
+                receives, messages = self._begin(sends, recvs, channel)
+            except BaseException as error:  # some of it may be under way
+                kind = type(error).__name__
+                self._fail(Failure("broken", self.rank, f"{kind} was raised in a post"))
+                raise
+        return TcpPending(self, receives, messages)
+
+    def _begin(
+        self, sends: Sequence[Send], recvs: Sequence[Recv], channel: int
+    ) -> tuple[list[_Received], list[_Message]]:
+        """Post receives, then sends, and send what the sockets take.
+
+        Returns:
+            The receives, and all messages.
+        """
+        receives: list[_Received] = []
+        places: dict[int, tuple[int, Block | None]] = {}  # in the segment, by id of the tensor
+        needs_thread = False
+        for peer, want in recvs:
+            link = self.connections[peer]
+            receive = Receive(want, self._memory)
+            link.expect(channel, receive)
+            needs_thread |= link.segment is None and receive.limit > INLINE
+            receives.append((link, receive))
+        messages: list[_Message] = [*receives]
+        for peer, tensor in sends:
+            link = self.connections[peer]
+            if link.mapped and tensor.nbytes > INLINE:
+                send = self._in_segment(tensor, places)
+            else:
+                send = connection.Send(tensor)
+                needs_thread |= send.nbytes > INLINE
+            link.send(channel, send)
+            messages.append((link, send))
+        for link, _ in messages:
+            if link.due:
+                link.flush()
+                self._watch(link)
+        if needs_thread:
+            self._rouse()
+        return receives, messages
+
+    def _in_segment(
+        self, tensor: Tensor, places: dict[int, tuple[int, Block | None]]
+    ) -> connection.Send:
+        """A message that the peer reads in the segment, if there is room for it."""
+        if id(tensor) not in places:
+            assert self.segment is not None
+            offset = self.segment.offset_of(tensor)
+            block = None
+            if offset is None:
+                offset = self.segment.stage(tensor)
+                block = None if offset is None else Block(self.segment, offset)
+            places[id(tensor)] = (-1 if offset is None else offset, block)
+        offset, block = places[id(tensor)]
+        if block is not None:
+            block.readers += 1
+        return connection.Send(tensor, offset, block)
+
+    def lease(self, nbytes: int) -> Lease | None:
+        """Memory in the segment, which peers of this host read where it lies."""
+        return None if self.segment is None else self._memory.lease(nbytes, shared=True)
+
+    def abort(self, failure: Failure) -> None:
+        self._fail(failure)
+        for end in self._alarm[1:]:
+            with contextlib.suppress(OSError):  # full: it is awake; closed: nobody waits
+                end.send(b"\0")
+
+    def failure(self) -> Failure | None:
+        return self._failure
+
+    def close(self) -> None:
+        if os.getpid() != self._process:
+            self._close_in_child()
+            return
+        if self._turn.acquire(timeout=_LEFT):  # else somebody waits, and for nothing any more
+            try:
+                self._send_rest()
+            finally:
+                self._turn.release()
+        self.abort(Failure("aborted", None, "this end was closed"))
+        with self._turn:
+            try:
+                for link in () if self._is_closed else self.connections.values():
+                    link.discard()
+            finally:
+                self._let_go()
+                self._stir.set()  # with `_turn` held: the thread clears it only with `_turn` held
+        thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join()
+
+    def _send_rest(self) -> None:
+        """Send what sockets have not taken yet: of that, something may have been waited for."""
+        until = time.monotonic() + _FAREWELL
+        while self._failure is None and any(link.unsent for link in self.connections.values()):
+            seconds = until - time.monotonic()
+            if seconds <= 0:
+                break
+            self._step(seconds)
+
+    def _close_in_child(self) -> None:
+        """In a forked child, which has no thread; one of the parent's may have had the turn."""
+        self._turn = threading.RLock()
+        self._failing = threading.RLock()
+        self._thread = None
+        self._stir = threading.Event()
+        self._failure = self._failure or Failure("broken", self.rank, "this process was forked")
+        self._let_go()
+
+    def _let_go(self) -> None:
+        self._is_closed = True
+        if self.segment is not None:
+            self.segment.close()
+        for link in self.connections.values():
+            link.close()
+        for end in self._alarm:
+            end.close()
+
+    # failing
+
+    def _fail(self, failure: Failure) -> Failure:
+        """Fail with this, unless the wire has failed already; any thread. The failure that counts.
+
+        Nothing is closed, so that peers do not take this rank for dead: the group tells them.
+        """
+        with self._failing:
+            if self._failure is None:
+                self._failure = failure
+            return self._failure
+
+    def _check(self) -> None:
+        """Raise WireFailed if the wire has failed; with `_turn` held, so that nothing moves."""
+        if self._failure is not None:
+            raise WireFailed(self._failure)
+
+    # moving messages
+
+    def is_lost(self, messages: Sequence[_Message]) -> bool:
+        """Whether a message can come no more."""
+        return any(link.lost and not message.done for link, message in messages)
+
+    def finish(self, messages: Sequence[_Message], timeout: float | None) -> None:
+        """Move messages until all of these are through.
+
+        Raises:
+            TimeoutError: they are not within so many seconds.
+            WireFailed: the wire has failed, or the connection of one of them has ended.
+        """
+        until = math.inf if timeout is None else time.monotonic() + timeout
+        with self._turn:
+            for link, message in messages:
+                while not message.done:
+                    self._check()
+                    if link.lost:
+                        raise WireFailed(self._fail(Failure("lost", link.peer, link.lost)))
+                    seconds = until - time.monotonic()
+                    self._step(max(0.0, seconds))
+                    if seconds <= 0 and not message.done:
+                        raise TimeoutError("the messages of a post are not complete")
+
+    def move(self) -> None:
+        """Move what can be moved now, unless another thread does."""
+        if self._turn.acquire(blocking=False):
+            try:
+                if self._failure is None:
+                    self._step(0.0)
+            finally:
+                self._turn.release()
+
+    def release(self, receives: Sequence[_Received]) -> None:
+        """Release the memory of messages that were received by size."""
+        with self._turn:
+            for link, receive in receives:
+                receive.release()
+                if link.due and self._failure is None:
+                    link.flush()
+                    self._watch(link)
+
+    def _step(self, seconds: float) -> None:
+        """Wait until something can be moved, at most so many seconds, and move it."""
+        events = self._ready(seconds)
+        try:
+            for fd, event in events:
+                link = self._by_fd.get(fd)
+                if link is None:
+                    self._hush()
+                elif self._failure is None:  # else nothing may write to anybody's memory
+                    if event & ~select.POLLOUT:
+                        link.receive()
+                    if link.due or event & select.POLLOUT:
+                        link.flush()
+                    self._watch(link)
+        except BaseException as error:  # of a handler of a signal: a message may be half moved
+            kind = type(error).__name__
+            self._fail(Failure("broken", self.rank, f"{kind} was raised while messages moved"))
+            raise
+
+    def _ready(self, seconds: float) -> list[tuple[int, int]]:
+        """Wait until something can be moved: by polling at first, then asleep.
+
+        The ranks of a collective call arrive at nearly the same time, and waking a process costs
+        more than many polls. Between two polls other processes may have the core.
+        """
+        ready = self._poll.poll(0)
+        if ready or seconds <= 0:
+            return ready
+        now = time.monotonic()
+        until = now + min(seconds, _AWAKE)
+        while not ready and now < until:
+            os.sched_yield()
+            ready = self._poll.poll(0)
+            now = time.monotonic()
+        return ready or self._poll.poll(min(seconds, _LONGEST) * 1e3)
+
+    def _hush(self) -> None:
+        """Read the bytes that woke whoever waits."""
+        with contextlib.suppress(BlockingIOError):
+            self._alarm[0].recv(256)
+
+    def _watch(self, link: Connection) -> None:
+        """Poll for what the connection wants now; nothing, if it is lost."""
+        wanted = link.wanted
+        if wanted == self._polled.get(link.fd, 0):
+            return
+        if link.garbled:
+            text = f"rank {link.peer} sent {link.garbled}"
+            self._fail(Failure("garbled", link.peer, text))
+        if wanted:
+            self._poll.register(link.fd, wanted)
+        else:
+            self._poll.unregister(link.fd)
+        self._polled[link.fd] = wanted
+        if wanted & select.POLLOUT:
+            self._rouse()
+
+    # the thread that moves messages while nobody waits
+
+    def _rouse(self) -> None:
+        """Wake the thread up, or start it; with `_turn` held."""
+        if not self._stir.is_set():
+            self._stir.set()
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=self._look_in, name=f"weft tcp {self.rank}", daemon=True
+                )
+                self._thread.start()
+
+    def _look_in(self) -> None:
+        try:
+            while True:
+                self._stir.wait()
+                if self._is_closed:
+                    return
+                time.sleep(_TICK)
+                if not self._turn.acquire(blocking=False):
+                    continue  # another thread waits, and moves everything
+                try:
+                    if self._failure is None:
+                        self._step(0.0)
+                        # the garbage collector may have closed this wire, in this very thread
+                        is_busy = any(link.busy for link in self.connections.values())
+                    else:
+                        is_busy = False
+                    if not (self._is_closed or is_busy):
+                        self._stir.clear()
+                finally:
+                    self._turn.release()
+        except BaseException as error:  # the next wait raises it
+            text = f"the thread that moves its bytes failed: {error!r}"
+            self.abort(Failure("broken", self.rank, text))
+            raise
+
+
+class TcpPending:
+    """The messages of one post; a `weft.wire.interface.Pending`."""
+
+    __slots__ = ("_messages", "_received", "_receives", "_wire")
+
+    def __init__(self, wire: TcpWire, receives: list[_Received], messages: list[_Message]) -> None:
+        """`messages` are the receives and the sends."""
+        self._wire = wire
+        self._receives = receives
+        self._messages = messages
+        self._received: list[Tensor] | None = None
+
+    def wait(self, timeout: float | None = None) -> list[Tensor]:
+        if self._received is None:
+            if not self._is_complete():
+                self._wire.finish(self._messages, timeout)
+            received = [receive.tensor for _, receive in self._receives]
+            self._received = [tensor for tensor in received if tensor is not None]
+        return self._received
+
+    def wait_stream(self) -> list[Tensor]:
+        return self.wait()
+
+    def done(self) -> bool:
+        if self._is_over():
+            return True
+        self._wire.move()
+        return self._is_over()
+
+    def waiting_for(self) -> list[int]:
+        return sorted({link.peer for link, message in self._messages if not message.done})
+
+    def release(self) -> None:
+        receives = self._receives
+        self._receives = []
+        self._messages = []
+        if receives:
+            self._wire.release(receives)
+
+    def _is_complete(self) -> bool:
+        return all(message.done for _, message in self._messages)
+
+    def _is_over(self) -> bool:
+        return (
+            self._is_complete()
+            or self._wire.failure() is not None
+            or self._wire.is_lost(self._messages)
+        )
