@@ -16,6 +16,7 @@ from weft.sparse import ALGORITHMS
 from weft.testing import WireContract, expected
 from weft.testing.pace import patient
 from weft.wire import mpi
+from weft.wire.interface import Failure
 
 
 class TestMpi(WireContract):
@@ -106,7 +107,8 @@ def test_the_end_does_not_wait_for_a_rank_that_died(monkeypatch, broken):
     comm = types.SimpleNamespace(rank=0, size=1, Get_attr=lambda key: 99)
     world = mpi.World(library, comm)
     if broken:
-        mpi._MpiLinks(mpi._Messages(world, 0, []), 0, 1, 20.0).cut()
+        wire = mpi.MpiWire(mpi._Messages(world, 0, []), 0, 1, 20.0)
+        wire.abort(Failure("aborted", None, "rank 1 died"))
     world.end()
     assert bool(done) != broken
     assert (20.0 if broken else 50.0) < clock[0] < 60.0
