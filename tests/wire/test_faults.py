@@ -211,8 +211,8 @@ def test_errors_say_what_was_awaited_and_for_how_long(record: Record, victim: in
     told = [e["text"] for rank, e in record.errors.items() if rank != victim]
     awaited = [text for text in told if " awaited " in text or " was sending " in text]
     assert awaited, told  # those whose wait it ended; others were just about to post
-    for text in awaited:  # around a ring a rank may be three calls behind
-        assert re.search(r" bytes .* s in sparse_all_reduce \(call (18|19|20|21)\)", text), text
+    for text in awaited:  # around a ring a rank may be three calls behind, or ahead
+        assert re.search(r" bytes .* s in sparse_all_reduce \(call (1[89]|2[0-4])\)", text), text
 
 
 @scenario("kill", "stop", "cut", "sleep", "abort", "leave")
