@@ -6,11 +6,11 @@ No device is needed: stand-ins for streams and events note what is asked of them
 from __future__ import annotations
 
 import gc
-import platform
 import threading
 import time
 import weakref
-from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -18,9 +18,15 @@ import torch
 import torch.distributed as dist
 
 from weft.errors import WeftError
+from weft.testing import (
+    check_wire,
+    make_wires,
+    ranks_as_processes,
+    ranks_as_threads,
+    round_wire,
+)
 from weft.testing.pace import patient
-from weft.testing.rounds import round_wire
-from weft.testing.wires import check_wire, ranks_as_threads
+from weft.testing.wires import NUMBERS
 from weft.wire import torch_rounds
 from weft.wire.interface import Failure, Features, Reducing, Rounds, WireFailed
 from weft.wire.memory import Pool
@@ -28,32 +34,10 @@ from weft.wire.registry import Start
 from weft.wire.torch_rounds import backend_for, rounds_over
 
 CPU = torch.device("cpu")
-ROUNDS = Features(lockstep=True, exact=True)
 SOON = 20.0  # seconds of waits that end by what the test does
 
 
-def start_of(rank, size, exchange=None, **more):
-    return Start(rank, size, CPU, 60.0, platform.node(), exchange, Pool(), **more)
-
-
-def wires_of(size):
-    """The wires of ranks that are threads: a group of gloo for each."""
-    meeting = threading.Barrier(size, timeout=60)
-    messages = [b""] * size
-
-    def make(rank):
-        def exchange(data):
-            messages[rank] = data
-            meeting.wait()
-            return [*messages]
-
-        return round_wire(start_of(rank, size, exchange))
-
-    with ThreadPoolExecutor(size) as ranks:
-        return list(ranks.map(make, range(size)))
-
-
-RUN = ranks_as_threads(wires_of)
+RUN = ranks_as_threads(partial(make_wires, round_wire))
 
 
 def failure_of(use):
@@ -62,9 +46,14 @@ def failure_of(use):
     return caught.value.failure
 
 
-def test_ranks_that_are_threads_keep_the_contract():
-    outcomes = check_wire(RUN, ROUNDS)
-    assert sum(not outcome.skipped for outcome in outcomes) >= 10
+@pytest.mark.parametrize(
+    ("run", "some"),
+    [(RUN, {"among", "reduces", "rounds"}), (ranks_as_processes(round_wire), {"strangers"})],
+    ids=["threads", "processes"],
+)
+def test_it_keeps_the_contract(run, some):
+    tried = {outcome.number for outcome in check_wire(run) if not outcome.skipped}
+    assert tried >= {NUMBERS[name] for name in some}
 
 
 # rounds over gloo
@@ -252,8 +241,8 @@ def test_a_group_whose_backend_does_not(monkeypatch, config, kind):
     start = Start(1, 2, device, 1.0, "here", None, Pool(), process_group=group)
     with pytest.raises(WeftError, match=f"takes no tensors on {kind}: its backends are {config}"):
         torch_rounds.torch_rounds(start)
-    with pytest.raises(WeftError, match="rank 0: there is no process group"):
-        torch_rounds.torch_rounds(start_of(0, 2))
+    with pytest.raises(WeftError, match="rank 1: there is no process group"):
+        torch_rounds.torch_rounds(replace(start, process_group=None))
 
 
 # streams: who waits for whom, and how long memory is held

@@ -16,9 +16,10 @@ one process. `gloo_of_one_thread` is a backend of torch.distributed to compare w
 corrupt memory where torch's own may. `check_algorithm` tries whether an algorithm of your own keeps
 what every algorithm promises. `check_wire` tries whether a wire of your own does what
 `weft.wire.Wire` says, on ranks that `ranks_as_processes` or `ranks_as_threads` starts; `make_wires`
-makes all wires of a group in one process. `WireContract` has the tests of the groups that programs
-hold so far (`weft.wire.base`); it alone needs pytest to be imported. All but `spmd` and
-`WireContract` work without pytest.
+makes all wires of a group in one process. `round_wire` is a wire that carries messages of the CPU
+in rounds, as an accelerator's group does, so that what runs there can be tried. `WireContract` has
+the tests of the groups that programs hold so far (`weft.wire.base`); it alone needs pytest to be
+imported. All but `spmd` and `WireContract` work without pytest.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -29,6 +30,7 @@ from .algorithms import check_algorithm
 from .oracle import expected
 from .processes import processes
 from .reference import gloo_of_one_thread
+from .rounds import round_wire
 from .spmd import run, spmd
 from .wire_processes import ranks_as_processes
 from .wires import check_wire, make_wires, ranks_as_threads
@@ -48,6 +50,7 @@ __all__ = [
     "processes",
     "ranks_as_processes",
     "ranks_as_threads",
+    "round_wire",
     "run",
     "send",
     "spmd",

@@ -28,7 +28,7 @@ def round_wire(start: Start) -> TorchRounds:
         RuntimeError: from gloo; somebody did not come in time.
 
     ```python
-    weft.wire.registry.register_wire("rounds", round_wire)
+    weft.testing.check_wire(weft.testing.ranks_as_processes(weft.testing.round_wire))
     ```
     """
     if start.rank == 0:  # gloo wants a store, and the group may have none

@@ -21,6 +21,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -762,7 +763,8 @@ def among(wire: Wire, soon: float) -> None:
     if wire.rank in ranks:
         part = wire.among(ranks)
         assert (part.rank, part.size) == (ranks.index(wire.rank), 2)
-        assert (part.device, part.features) == (wire.device, wire.features)
+        features = replace(wire.features, reduces=part.features.reduces)
+        assert (part.device, part.features) == (wire.device, features)
         peer = 1 - part.rank
         for _ in range(3):
             got = part.post([(peer, _number(wire.rank))], [(peer, _number())]).wait(soon)

@@ -236,5 +236,6 @@ class Rounds(Protocol):
     def among(self, ranks: Sequence[int]) -> Wire:
         """A wire for rounds of these ranks alone, numbered in the order given.
 
-        It sets nothing up: only these ranks call it, and it fails with this wire.
+        It sets nothing up: only these ranks call it, and it fails with this wire. Its features are
+        the same, but that it need not reduce.
         """
