@@ -106,7 +106,7 @@ def attacked(wire, way, what):
             if wire.rank == CULPRIT and change is not None:
                 changed(wire, which, change)
             elif wire.rank == CULPRIT and what == "of a detector":
-                wire._detector._send(0, {"bye": ["nobody"]})
+                wire._detector._send([0], {"bye": ["nobody"]})
             elif wire.rank == CULPRIT and way == "torch":
                 framed(patch, torchdist, "_HEAD", lambda channel, length: (channel, -length))
             elif wire.rank == CULPRIT:

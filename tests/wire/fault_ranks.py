@@ -180,7 +180,7 @@ def rank(scenario: int, fault: str, victim: int, timeout: float) -> None:
     wire = connect(store, RANK, SIZE, 30.0)  # a busy machine takes its time to start
     assert wire._detector is not None
     wire.timeout = wire._detector.timeout = timeout
-    wire._detector._rouse()  # it would sleep for the timeout that it had
+    wire._detector.links.wake()  # it would sleep for the timeout that it had
 
     def call(number: int) -> None:
         if inside and number == FAULT and victim == RANK:

@@ -13,7 +13,9 @@ from contextlib import ExitStack
 import pytest
 
 from weft.wire.failure import detector as module
+from weft.wire.failure import links
 from weft.wire.failure.detector import Detector
+from weft.wire.failure.links import SocketLinks
 from weft.wire.failure.verdict import Verdict
 from weft.wire.interface import Failure
 
@@ -48,10 +50,11 @@ class Peers:
             stack.callback(self.ends[peer].close)
         self.cuts: list[float] = []
         self.unread = {1: b"", 2: b""}
+        self.links = SocketLinks(mesh)
         self.watch = Detector(
             0,
             timeout,
-            mesh,
+            self.links,
             lambda verdict: self.cuts.append(time.monotonic()),
             lambda: lambda: (7, "barrier"),
         )
@@ -103,7 +106,7 @@ def test_a_reset_is_a_death(peers):
         near, _ = listener.accept()
         near.setblocking(False)
         with ExitStack() as stack:
-            watch = Detector(0, 20.0, {1: near}, lambda verdict: None, lambda: None)
+            watch = Detector(0, 20.0, SocketLinks({1: near}), lambda verdict: None, lambda: None)
             stack.callback(watch.close)
             far.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, bytes([1, 0, 0, 0, 0, 0, 0, 0]))
             far.close()
@@ -196,7 +199,7 @@ def test_a_wait_has_its_whole_time_however_late_it_begins(peers):
 
 def test_a_rank_that_was_paused_itself_forgets_what_it_missed(peers):
     three = peers(0.3)
-    select = three.watch._selector.select
+    select = three.links._selector.select
     paused = threading.Event()
 
     def pause(timeout):  # as if the process had been stopped meanwhile
@@ -206,8 +209,8 @@ def test_a_rank_that_was_paused_itself_forgets_what_it_missed(peers):
             time.sleep(1.0)
         return ready
 
-    three.watch._selector.select = pause
-    three.watch._rouse()
+    three.links._selector.select = pause
+    three.links.wake()
     three.watch.begin(Wait(1))
     assert paused.wait(10.0)
     began = time.monotonic()
@@ -312,7 +315,7 @@ def test_closing_says_goodbye_and_leaves_nothing(peers, nothing_left):
 
 def test_closing_waits_for_no_thread_that_waits_for_whoever_closes(peers, monkeypatch):
     """As where a collection of garbage drops a wire in the middle of a handler of the log."""
-    monkeypatch.setattr(module, "_PATIENCE", 0.1)
+    monkeypatch.setattr(links, "_PATIENCE", 0.1)
     three, handler = peers(), logging.NullHandler()
     handler.handle = lambda record: held.wait(30)
     held = threading.Event()
@@ -327,13 +330,15 @@ def test_closing_waits_for_no_thread_that_waits_for_whoever_closes(peers, monkey
     finally:
         held.set()
         module._log.removeHandler(handler)
-    three.watch._thread.join(10.0)
-    assert three.watch._wake.fileno() < 0, "nobody closed the sockets"
+    until = time.monotonic() + 10.0
+    while three.links.peers():
+        assert time.monotonic() < until, "nobody closed the sockets"
+        time.sleep(0.001)
 
 
 def test_a_peer_that_reads_nothing_holds_nobody_up(peers):
     three = peers()
     for _ in range(20_000):
-        three.watch._send(2, {"ask": 1})
+        three.watch._send([2], {"ask": 1})
     three.say(1, ask=1)
     assert "here" in three.hear(1)

@@ -24,6 +24,7 @@ from .. import _torch
 from ..errors import WeftError, WireError
 from . import interface, recorder, torchdist
 from .failure import watch
+from .failure.links import SocketLinks
 from .memory import Pool
 from .processes import ProcessWire
 from .store import AbsentError, told
@@ -132,7 +133,7 @@ def connect(
     deadline = time.monotonic() + timeout
     memory = Pool()
     wire: interface.Wire = TcpWire(rank, size, {}, memory)  # which opens nothing
-    links: dict[int, socket.socket] = {}
+    links: SocketLinks | None = None
     space = store
     if size > 1:
         try:
@@ -142,7 +143,8 @@ def connect(
                 _agree_on(way, space, rank, size, timeout)
             # at least a moment: then who is missing says so, and not that no time was left
             left = max(deadline - time.monotonic(), _MOMENT)
-            wire, links = way.join(space, rank, size, left, memory)
+            wire, sockets = way.join(space, rank, size, left, memory)
+            links = SocketLinks(sockets, f"weft detector {rank}")
         except (RuntimeError, OSError) as error:  # of the store, of the sockets
             late = error.ranks if isinstance(error, AbsentError) else []
             who = str(error) if late else f"it was not joined: {error}"

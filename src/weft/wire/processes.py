@@ -9,10 +9,9 @@ Ctrl-C does, the group breaks, since a message may be half transferred.
 from __future__ import annotations
 
 import contextlib
-import socket
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing.util import Finalize
 from typing import NoReturn
 
@@ -23,6 +22,7 @@ from . import interface
 from .base import Pending, Recv, Send, Wire, chosen
 from .failure import watch
 from .failure.detector import Detector
+from .failure.links import ControlLinks
 from .failure.verdict import Verdict
 from .hosts import host_name
 from .interface import Failure, WireFailed
@@ -39,7 +39,7 @@ class ProcessWire(Wire):
         self,
         timeout: float,
         wire: interface.Wire,
-        links: Mapping[int, socket.socket],
+        links: ControlLinks | None,
         memory: Pool,
         part: Callable[..., Wire],
     ) -> None:
@@ -47,7 +47,7 @@ class ProcessWire(Wire):
         Args:
             timeout: seconds that any one wait may last.
             wire: of the same ranks; the group closes it.
-            links: the control link to each peer, non-blocking; the group closes them.
+            links: the control links to the peers, which the group closes; None: it has no peers.
             memory: where workspaces are leased from, if not from the wire.
             part: makes the group of some ranks: given rank, size, `name`.
         """
@@ -59,7 +59,7 @@ class ProcessWire(Wire):
         self.closed = False
         self._broken: Verdict | None = None  # what every use raises
         self._detector: Detector | None = None
-        if self.size > 1:
+        if links is not None:
             self._detector = Detector(
                 self.rank,
                 timeout,

@@ -1,11 +1,11 @@
-"""The failure detector: one thread for each wire, which notices failures and names the culprit.
+"""The failure detector: it notices failures of a wire's ranks and names the culprit.
 
-The thread sleeps on the side sockets. End-of-file without a "bye" means that the peer died. There
-are no heartbeats: a rank that is paused, or in foreign code, is not suspected until a wait is late.
-When a wait reaches its deadline, the detector asks all ranks where they are. It blames a rank that
-does not answer, or that is not in the call in which the others wait for it. The first verdict
-counts: it goes to all ranks and to the log (a launcher may be about to end this process), and the
-connections are shut down, which ends this rank's waits.
+The thread of the control links (`links`) sleeps on them and calls the detector. The end of a link
+without a "bye" means that the peer died. There are no heartbeats: a rank that is paused, or in
+foreign code, is not suspected until a wait is late. When a wait reaches its deadline, the detector
+asks all ranks where they are. It blames a rank that does not answer, or that is not in the call in
+which the others wait for it. The first verdict counts: it goes to all ranks and to the log (a
+launcher may be about to end this process), and the wire is cut, which ends this rank's waits.
 
 The thread costs nothing while all is well. All waits of a wire have the same timeout, so it wakes
 up once in that time, and checks whether a wait has lasted that long. After the seconds of
@@ -14,32 +14,27 @@ up once in that time, and checks whether a wait has lasted that long. After the 
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import json
 import logging
 import math
-import selectors
-import socket
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import astuple, replace
 from typing import Any, Protocol
 
 from .. import recorder
 from ..interface import Failure
 from . import last_error, watch
+from .links import ControlLinks, News
 from .verdict import Place, Verdict, judge, left
 
 _ANSWER = 0.7  # seconds in which ranks must say where they are
 _LATE = 0.5  # a thread that wakes up so many seconds late concludes that its process was paused
 _NEWS = 0.25  # seconds to wait for a verdict of another rank, before this rank asks
-_PATIENCE = 5.0  # seconds in which the thread must end
 _NAMED = 4  # reasons that are printed for one slow wait
 _LONGEST = 1 << 16  # bytes of a message between detectors
-_LINK = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN}
 
 _log = logging.getLogger("weft")
 
@@ -55,9 +50,10 @@ class Wait(Protocol):
 
 
 class Detector:
-    """The failure detector of one rank on one wire.
+    """The failure detector of one rank on one wire; it is the reader of its links.
 
     Attributes:
+        links: to the detectors of the peers.
         verdict: what broke the wire, or None.
         left: the ranks that said bye, each with the error that it raised before, or "".
         waiting: the current wait, or None.
@@ -70,21 +66,23 @@ class Detector:
         self,
         rank: int,
         timeout: float,
-        mesh: Mapping[int, socket.socket],
+        links: ControlLinks,
         end_waits: Callable[[Verdict], None],
         call: Callable[[], Callable[[], tuple[int, str]] | None],
         slow: float = math.inf,
+        standing: Callable[[], str] = watch.standing,
     ) -> None:
-        """Start the thread.
+        """Start reading the links.
 
         Args:
             rank: this rank.
             timeout: seconds that any one wait may last.
-            mesh: the side socket to each peer, non-blocking.
+            links: to the peers; the detector closes them.
             end_waits: ends this rank's waits, on account of a verdict; any thread may call it.
             call: a weak reference to a function that returns how many calls were started, and the
                 name of the one that runs.
             slow: seconds of a wait after which a line about it is printed, once.
+            standing: where the rank's program is, as "file:line in function", or "".
         """
         self.rank, self.timeout = rank, timeout
         self._slow = slow
@@ -93,10 +91,11 @@ class Detector:
         self.left: dict[int, str] = {}
         self.waiting: Wait | None = None
         self.since = self.began = time.monotonic()
+        self.links = links
         self._end_waits = end_waits
         self._call = call
-        self._mesh = dict(mesh)
-        self._read: dict[int, bytes] = dict.fromkeys(mesh, b"")
+        self._standing = standing
+        self._read: dict[int, bytes] = dict.fromkeys(links.peers(), b"")  # of lines not complete
         self._lock = threading.RLock()
         self._settled = threading.Event()
         self._closed = False
@@ -104,15 +103,7 @@ class Detector:
         self._suspect: tuple[Wait | None, Verdict | None] | None = None
         self._inquiry: _Inquiry | None = None
         self._inquiries = 0
-        self._woken, self._wake = socket.socketpair()
-        self._woken.setblocking(False)
-        self._wake.setblocking(False)
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(self._woken, selectors.EVENT_READ, None)
-        for peer, sock in self._mesh.items():
-            self._selector.register(sock, selectors.EVENT_READ, peer)
-        self._thread = threading.Thread(target=self._run, name=f"weft detector {rank}", daemon=True)
-        self._thread.start()
+        links.start(self)
 
     def begin(self, wait: Wait) -> None:
         """Note that the thread that uses the wire begins to wait."""
@@ -132,8 +123,7 @@ class Detector:
             self.verdict = verdict
             if self._closed:
                 return verdict
-            for peer in list(self._mesh):
-                self._send(peer, {"verdict": [verdict.culprit, verdict.text]})
+            self._send(self.links.peers(), {"verdict": [verdict.culprit, verdict.text]})
         recorder.write(verdict.text)  # before a wait that ends now raises, and writes it, too
         self._settled.set()
         _log.error("rank %d: %s", self.rank, verdict.text)
@@ -165,7 +155,7 @@ class Detector:
             if peer is not None and peer in self.left:
                 return self.settle(left(peer, self.left[peer]))
             self._suspect = (wait, failed)
-            self._rouse()
+            self.links.wake()
             self._settled.wait(_ANSWER + _NEWS)
         return self.verdict or self.settle(failed)
 
@@ -175,7 +165,7 @@ class Detector:
         None: no rank died, left, or is silent. Then the wire still works.
         """
         self._suspect = (None, None)
-        self._rouse()
+        self.links.wake()
         if not self._settled.wait(_NEWS):
             for peer, raised in list(self.left.items())[:1]:  # the first to leave
                 return self.settle(left(peer, raised))
@@ -183,91 +173,56 @@ class Detector:
         return self.verdict
 
     def close(self) -> None:
-        """Say bye to all, end the thread, close the sockets. Twice is fine.
+        """Say bye to all and end the links. Twice is fine.
 
         A collection of garbage may bring a thread here in the middle of anything: even of what the
-        detector's own thread does, or waits for (such as a handler of the log). Then that thread
-        closes the sockets as it ends.
+        thread of the links does, or waits for (such as a handler of the log).
         """
         with self._lock:
             if self._closed:
                 return
             self._closed = True
             if self.verdict is None:
-                why = last_error.since(self.since, handled=True)
-                for peer in list(self._mesh):
-                    self._send(peer, {"bye": why})
-            self._rouse()  # before the thread, which may be awake, has closed what that takes
-        if self._thread is threading.current_thread():
-            return
-        self._thread.join(_PATIENCE)
-        if not self._thread.is_alive():
-            self._let_go()
-
-    def _let_go(self) -> None:
+                bye = last_error.since(self.since, handled=True)
+                self._send(self.links.peers(), {"bye": bye})
+        self.links.close()
         # these may hold a wait, with messages that lie in memory of peers
         self._inquiry = self._suspect = None
-        self._selector.close()
-        for sock in (*self._mesh.values(), self._woken, self._wake):
-            sock.close()
-        self._mesh.clear()
 
     def abandon(self) -> None:
-        """In a forked child: close this copy of the sockets, without a word to anybody.
+        """In a forked child: close this copy of the links, without a word to anybody.
 
         The peers see a death when the parent dies, not when its last child does.
         """
-        self._closed, self._lock = True, threading.RLock()  # its thread may have had that one
+        self._closed = True
+        self._lock = threading.RLock()  # the thread of the links may have had that one
         self.verdict = Verdict(None, "a forked process cannot use its parent's group")
-        self._let_go()
+        self.links.abandon()
+        self._inquiry = self._suspect = None
 
-    def _rouse(self) -> None:
-        """Wake the thread up."""
-        with contextlib.suppress(OSError):  # it has enough to read as it is, or is gone
-            self._wake.send(b"\0")
-
-    def _send(self, peer: int, message: Mapping[str, object]) -> None:
+    def _send(self, peers: Sequence[int], message: dict[str, object]) -> None:
         """Send without waiting: a peer that cannot take a few bytes is not listening."""
         data = json.dumps(message).encode() + b"\n"
-        with self._lock:
-            sock = self._mesh.get(peer)
-            try:
-                if sock is None or sock.send(data) == len(data):
-                    return
-                sock.shutdown(socket.SHUT_WR)  # half a message: nothing may follow it
-            except OSError:
-                return  # the reading side will tell
+        for peer in peers:
+            self.links.send(peer, data)
 
-    def _run(self) -> None:
-        try:
-            while not self._closed:
-                self._turn()
-        except Exception as error:  # whatever it is, nobody watches any more
-            _log.exception("rank %d: the detector failed", self.rank)
-            self.settle(Verdict(self.rank, f"the detector of rank {self.rank} failed: {error!r}"))
-        with self._lock:
-            if self._closed:
-                self._let_go()
+    def fail(self, error: Exception) -> None:
+        _log.error("rank %d: the detector failed", self.rank, exc_info=error)
+        self.settle(Verdict(self.rank, f"the detector of rank {self.rank} failed: {error!r}"))
 
-    def _turn(self) -> None:
-        """Sleep until a message comes or a deadline passes, and handle it."""
-        due = self._due()
-        events = self._selector.select(max(0.0, due - time.monotonic()))
-        if time.monotonic() - due > _LATE:  # this rank was paused, and perhaps all were
+    def handle(self, news: Sequence[News], late: float) -> None:
+        if self._closed:
+            return
+        if late > _LATE:  # this rank was paused, and perhaps all were
             self._inquiry = None
             if self.waiting is not None:  # that wait begins anew
                 self.since = time.monotonic()
-        for key, _ in events:
-            if key.data is None:
-                with contextlib.suppress(BlockingIOError):
-                    self._woken.recv(256)
-            else:
-                self._on_readable(key.data)
+        for each in news:
+            self._read_news(each)
         if self.verdict is None:
             self._look_at_the_clock()
 
-    def _due(self) -> float:
-        """When to wake up at the latest."""
+    def due(self) -> float:
         if self.verdict is not None:
             return time.monotonic() + 3600.0
         if self._inquiry is not None:
@@ -297,10 +252,9 @@ class Detector:
     def _ask(self, about: Wait | None) -> None:
         """Ask all where they are."""
         self._inquiries += 1
-        asked = set(self._mesh) - set(self.left)
+        asked = set(self.links.peers()) - set(self.left)
         self._inquiry = _Inquiry(self._inquiries, about, time.monotonic() + _ANSWER, asked)
-        for peer in asked:
-            self._send(peer, {"ask": self._inquiries})
+        self._send(sorted(asked), {"ask": self._inquiries})
 
     def _judge(self, inquiry: _Inquiry) -> None:
         silent = inquiry.asked - inquiry.places.keys() - self.left.keys()
@@ -334,24 +288,15 @@ class Detector:
         awaits = None if waiting is None else waiting.peer()
         outside = waiting is None and not doing
         told = last_error.since(since) if outside else ""
-        return Place(calls, doing, awaits, time.monotonic() - since, told, watch.standing())
+        return Place(calls, doing, awaits, time.monotonic() - since, told, self._standing())
 
-    def _on_readable(self, peer: int) -> None:
-        lost = ""
-        try:
-            data = self._mesh[peer].recv(_LONGEST)
-        except BlockingIOError:
-            return
-        except OSError as error:
-            data = b""
-            if error.errno in _LINK:
-                lost = f"the link between rank {self.rank} and rank {peer} is lost ({error})"
-        if not data:
-            self._forget(peer)
+    def _read_news(self, news: News) -> None:
+        peer = news.peer
+        if not news.data:
             if peer not in self.left:
-                self.settle(Verdict(peer, lost or f"rank {peer} died"))
+                self.settle(Verdict(peer, self._death_of(peer, news.error)))
             return
-        *lines, rest = (self._read[peer] + data).split(b"\n")
+        *lines, rest = (self._read[peer] + news.data).split(b"\n")
         self._read[peer] = rest[:_LONGEST]
         for line in lines:
             try:
@@ -361,11 +306,11 @@ class Detector:
                 return
             self._on_message(peer, message)
 
-    def _forget(self, peer: int) -> None:
-        with self._lock:
-            sock = self._mesh.pop(peer)
-        self._selector.unregister(sock)
-        sock.close()
+    def _death_of(self, peer: int, error: str) -> str:
+        """What the end of a link means, without a bye."""
+        if error:
+            return f"the link between rank {self.rank} and rank {peer} is lost ({error})"
+        return f"rank {peer} died"
 
     def _on_message(self, peer: int, message: dict[str, Any]) -> None:
         if "verdict" in message:
@@ -375,7 +320,7 @@ class Detector:
             self.left[peer] = str(message["bye"])
         elif "ask" in message:
             place = self._place()
-            self._send(peer, {"here": astuple(place), "to": message["ask"]})
+            self._send([peer], {"here": astuple(place), "to": message["ask"]})
         elif "here" in message and self._inquiry and self._inquiry.number == message["to"]:
             self._inquiry.places[peer] = Place(*message["here"])
 
