@@ -280,8 +280,9 @@ def ddp(me, size):
         assert torch.equal(model.module.dense.weight.grad, alone.dense.weight.grad)
 
 
-def test_errors_reach_the_caller_and_the_next_call_works(ranks):
-    texts = ranks(3, erring)
+@pytest.mark.parametrize("body", ["erring", "unequal"])
+def test_errors_reach_the_caller_and_the_next_call_works(ranks, body):
+    texts = ranks(3, globals()[body])
     assert len({tuple(each) for each in texts}) == 1
 
 
@@ -306,6 +307,29 @@ def erring(me, size):
     right = table(me)
     dist.all_reduce(right)
     assert right.indices().tolist() == [[0, 1, 2]]
+    return said
+
+
+def unequal(me, size):
+    """One rank gives the group itself other numbers of outputs and of inputs."""
+    group, tensor, whole = serving(), torch.ones(2), torch.empty(2 * size)
+    parts = list(whole.chunk(size))
+    at_root = parts if me == 0 else []
+    calls = [
+        lambda lists: group.allgather([parts] * lists, [tensor]),
+        lambda lists: group.all_gather_single([whole] * lists, [tensor]),
+        lambda lists: group.reduce_scatter([tensor], [parts] * lists),
+        lambda lists: group.reduce_scatter_single([tensor], [whole] * lists),
+        lambda lists: group.gather([at_root] * lists, [tensor], 0),
+        lambda lists: group.scatter([tensor], [at_root] * lists, 0),
+    ]
+    said = []
+    for call in calls:
+        call(1).wait()
+        with pytest.raises(weft.WeftError, match=r"rank 1: . outputs and . inputs") as caught:
+            call(2 if me == 1 else 1).wait()
+        said.append(str(caught.value))
+        call(1).wait()
     return said
 
 

@@ -143,6 +143,18 @@ def all_to_all(wire: Wire, outs: list[Tensor], ins: list[Tensor]) -> list[Tensor
     return outs
 
 
+def refuse(wire: Wire, call: str, error: str) -> list[Tensor]:
+    """Take part in a call with nothing but the error of this rank's arguments: all ranks raise it.
+
+    Args:
+        wire: the ranks that make the call.
+        call: its name.
+        error: what is wrong, in a sentence without the rank.
+    """
+    _open(wire, call, {}, error)
+    raise AssertionError("the opening exchange raises a rank's error on every rank")
+
+
 def all_gather_single(wire: Wire, out: Tensor, mine: Tensor) -> list[Tensor]:
     """Send every rank's tensor to every rank, where they follow one another in one tensor."""
     place = _place(out)

@@ -14,7 +14,7 @@ that only waits (tools/upstream/python_backend.py).
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -73,8 +73,7 @@ class Collectives:
         return self._start(opts, collectives.reduce, *calls)
 
     def allgather(self, outs: Any, ins: Any, opts: Any = None) -> Any:
-        calls = zip(_nested(outs), listed(ins), strict=True)
-        return self._start(opts, collectives.all_gather, *calls)
+        return self._start_each(opts, collectives.all_gather, _nested(outs), listed(ins))
 
     def allgather_coalesced(self, outs: Any, ins: Any, opts: Any = None) -> Any:
         """`outs[p]` are the tensors of rank p, where in `allgather` they are one input's."""
@@ -82,16 +81,15 @@ class Collectives:
         return self._start(opts, collectives.all_gather_coalesced, call)
 
     def all_gather_single(self, outs: Any, ins: Any, opts: Any = None) -> Any:
-        calls = zip(listed(outs), listed(ins), strict=True)
-        return self._start(opts, collectives.all_gather_single, *calls)
+        return self._start_each(opts, collectives.all_gather_single, listed(outs), listed(ins))
 
     def reduce_scatter(self, outs: Any, ins: Any, opts: Any = None) -> Any:
-        pairs = zip(listed(outs), _nested(ins), strict=True)
-        return self._start(opts, collectives.reduce_scatter, *((*p, op_of(opts)) for p in pairs))
+        op = op_of(opts)
+        return self._start_each(opts, collectives.reduce_scatter, listed(outs), _nested(ins), op)
 
     def reduce_scatter_single(self, outs: Any, ins: Any, opts: Any = None) -> Any:
-        calls = [(*pair, op_of(opts)) for pair in zip(listed(outs), listed(ins), strict=True)]
-        return self._start(opts, collectives.reduce_scatter_single, *calls)
+        collective, op = collectives.reduce_scatter_single, op_of(opts)
+        return self._start_each(opts, collective, listed(outs), listed(ins), op)
 
     def all_to_all_single(
         self, out: Tensor, mine: Tensor, out_sizes: Any, in_sizes: Any, opts: Any = None
@@ -103,16 +101,16 @@ class Collectives:
         return self._start(opts, collectives.all_to_all, (listed(outs), listed(ins)))
 
     def gather(self, outs: Any, ins: Any, opts: Any) -> Any:
-        call = _nested(outs)[0], listed(ins)[0], _root_of(opts)
-        return self._start(opts, collectives.gather, call)
+        root = _root_of(opts)
+        return self._start_each(opts, collectives.gather, _nested(outs), listed(ins), root)
 
     def gather_single(self, out: Tensor, mine: Tensor, opts: Any) -> Any:
         call = out.detach(), mine.detach(), _root_of(opts)
         return self._start(opts, collectives.gather_single, call)
 
     def scatter(self, outs: Any, ins: Any, opts: Any) -> Any:
-        call = listed(outs)[0], _nested(ins)[0], _root_of(opts)
-        return self._start(opts, collectives.scatter, call)
+        root = _root_of(opts)
+        return self._start_each(opts, collectives.scatter, listed(outs), _nested(ins), root)
 
     def barrier(self, opts: Any = None) -> Any:
         """Wait for all ranks, for `timeout` of the options at most, as `weft.barrier` does."""
@@ -138,6 +136,24 @@ class Collectives:
         wire, self._wire = self._wire, None
         if wire is not None:
             wire.close()
+
+    def _start_each(
+        self,
+        opts: Any,
+        collective: Callable[..., list[Tensor]],
+        outs: Sequence[Any],
+        ins: Sequence[Any],
+        *others: Any,
+    ) -> Collective:
+        """Run a collective once for each output and its input, and with these other arguments.
+
+        If they are not as many, the collective does not run, and every rank is told why.
+        """
+        if len(outs) != len(ins):
+            error = f"{len(outs)} outputs and {len(ins)} inputs were given: pass as many of both"
+            return self._start(opts, collectives.refuse, (collective.__name__, error))
+        calls = [(out, given, *others) for out, given in zip(outs, ins, strict=True)]
+        return self._start(opts, collective, *calls)
 
     def _start(
         self, opts: Any, collective: Callable[..., list[Tensor]], *calls: tuple[Any, ...]
