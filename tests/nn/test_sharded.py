@@ -159,14 +159,14 @@ def test_clipping_takes_the_norm_of_all_ranks_rows(ranks, p):
 @pytest.mark.parametrize("on", ["threads", "device"])
 def test_many_tables_take_the_exchanges_of_one_and_each_row_once(on, monkeypatch):
     sent = []  # numbers that rank 0 sends, by exchange
-    real = sharded_tables.applied
+    real = sharded_tables.apply
 
     def spy(scatter, tensors):
         if scatter.wire.rank == 0:
             sent.append([each.numel() for each in tensors])
         return real(scatter, tensors)
 
-    monkeypatch.setattr(sharded_tables, "applied", spy)
+    monkeypatch.setattr(sharded_tables, "apply", spy)
     ids, offsets = torch.tensor([[8, 1, 1], [8, 8, 0]]), torch.tensor([0, 2])
 
     def program(wire):

@@ -25,7 +25,7 @@ def test_no_framework_is_imported_before_it_is_asked_for():
 def test_a_framework_that_is_not_installed_is_named(monkeypatch):
     monkeypatch.setitem(frameworks.OLDEST, "no-such", "1.0")
     with pytest.raises(weft.WeftError, match="no-such is not installed here: pip install no-such"):
-        frameworks.imported("no_such.strategies", "no-such")
+        frameworks.import_framework("no_such.strategies", "no-such")
 
 
 def test_what_a_framework_itself_lacks_is_not_hidden(monkeypatch):
@@ -34,7 +34,7 @@ def test_what_a_framework_itself_lacks_is_not_hidden(monkeypatch):
 
     monkeypatch.setattr(frameworks.importlib, "import_module", lacks)
     with pytest.raises(ModuleNotFoundError, match="other"):
-        frameworks.imported("lightning.pytorch", "lightning")
+        frameworks.import_framework("lightning.pytorch", "lightning")
 
 
 @pytest.mark.parametrize("version", ["1.0.9", "0.34", "1.0rc1"])

@@ -20,13 +20,14 @@ from .space import unused
 
 
 class _Messages:
-    """Messages over a gloo group, of ranks that meet where no earlier group has met.
+    """Messages over a gloo group inside.
 
     Attributes:
-        space: the part of the store in which its ranks meet.
+        space: the part of the store in which its ranks meet, where no earlier group has met.
     """
 
-    def _join(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+    def _join_gloo(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+        """Make the gloo group. Collective."""
         seconds = timeout.total_seconds()
         self.space = unused(store, rank, size, seconds)
         interfaces = gloo_interfaces(store)
@@ -54,7 +55,7 @@ class WeftGroup(_Messages, PythonGroup):
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)
-        self._join(store, rank, size, timeout)
+        self._join_gloo(store, rank, size, timeout)
         kind = dist.ProcessGroup.BackendType.GLOO
         self._register_backend(torch.device("cpu"), kind, self._gloo)
         self._set_default_backend(kind)  # which serves all that is not overridden here
@@ -79,7 +80,7 @@ class WeftBackend(_Messages, PythonBackend):
         timeout: timedelta,
     ) -> None:
         super().__init__("weft", group, rank, size, timeout)
-        self._join(store, rank, size, timeout)
+        self._join_gloo(store, rank, size, timeout)
 
     def monitored_barrier(self, opts: Any, wait_all_ranks: bool = False) -> None:
         self._gloo.monitored_barrier(opts.timeout, wait_all_ranks)

@@ -25,7 +25,7 @@ from ..sparse.request import op_name, travelling, wrong_wire_dtype
 from ..tensors import has_elements, lacking
 from ..wire import default, dense
 from ..wire.base import fresh, memory_of, wire_for
-from .differentiable import Linear, applied
+from .differentiable import Linear, apply
 from .opening import Mode, opened
 from .rounding import narrowed
 from .staging import IN_A_GRAPH
@@ -77,7 +77,7 @@ def all_reduce(
     # all that follows, backward too, is of a tensor of the dtype that travels
     given = narrowed(tensor, travelling(tensor.dtype, wire_dtype))
     reduction = _Reduction(wire, _NAME, error, op=str(name), said=said)
-    return applied(reduction, [given])[0].to(tensor.dtype)
+    return apply(reduction, [given])[0].to(tensor.dtype)
 
 
 def _wrong(tensor: object, op: object, wire_dtype: object) -> str | None:
@@ -115,12 +115,12 @@ class _Reduction(Linear):
         op = self.op if self.attains is None else "sum"
         return _Reduction(self.wire, name, op=op, said=self.said)
 
-    def undone(self, gradients: Sequence[Tensor]) -> Sequence[Tensor]:
-        totals = super().undone(gradients)
+    def apply_adjoint(self, gradients: Sequence[Tensor]) -> Sequence[Tensor]:
+        totals = super().apply_adjoint(gradients)
         if self.attains is None:
             return totals
         attains = self.attains.to(totals[0].dtype)
-        (ranks,) = super().undone([attains])
+        (ranks,) = super().apply_adjoint([attains])
         return [totals[0] * attains / ranks.clamp(min=1)]
 
     def run(self, tensors: Sequence[Tensor], mode: Mode) -> tuple[list[Tensor], bool]:

@@ -23,7 +23,7 @@ from ..devices import on_host
 from ..errors import entry
 from ..wire import default
 from ..wire.base import SMALL, Wire, decoded, fresh, memory_of, peers, wire_for
-from .differentiable import Linear, applied
+from .differentiable import Linear, apply
 from .opening import NO_LIMIT, Mode, opened
 from .staging import moved, unsendable, wrong_bytes
 
@@ -71,7 +71,7 @@ def all_to_all(
     error = _wrong(inputs, wire.size) or check_round(round_bytes)
     tensors = [torch.empty(0)] * wire.size if error else list(inputs)
     scatter = Scatter(wire, "all_to_all", error, limit=NO_LIMIT if error else round_bytes)
-    return applied(scatter, tensors)
+    return apply(scatter, tensors)
 
 
 def _wrong(inputs: object, size: int) -> str | None:

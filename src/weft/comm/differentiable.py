@@ -14,7 +14,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -54,29 +54,37 @@ class Linear(ABC):
     def adjoint(self, name: str) -> Linear:
         """The collective, of this name, that makes the tensors' gradients from the results'."""
 
-    def undone(self, gradients: Sequence[Tensor]) -> Sequence[Tensor]:
-        """The tensors' gradients, from the results' gradients; differentiable. After `run`."""
+    def apply_adjoint(self, gradients: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Make the tensors' gradients from the results'; differentiable. Only after `run`.
+
+        Args:
+            gradients: of the results, one for each.
+        """
         kind = self.name.partition(" ")[0]
         adjoint = self.adjoint(f"{kind} backward of call {self.number}")
         for gradient in gradients:
             if not has_elements(gradient):
                 adjoint.error = f"a gradient is {lacking(gradient)}: differentiate one at a time"
-                return applied(adjoint, [torch.empty(0)] * len(gradients))
-        return applied(adjoint, gradients)
+                return apply(adjoint, [torch.empty(0)] * len(gradients))
+        return apply(adjoint, gradients)
 
 
-def applied(collective: Linear, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The results of a collective, differentiable any number of times."""
+def apply(collective: Linear, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Run a collective and return its results, which are differentiable any number of times."""
     job = _job(collective, tensors)
     with torch.no_grad():
-        outcome = collective.wire.worker.call(collective.name, job)
-    return _recorded(collective, tensors, *outcome)
+        results, is_recorded = collective.wire.worker.call(collective.name, job)
+    return _record(collective, tensors, results) if is_recorded else results
 
 
-def started(
+def start(
     collective: Linear, tensors: Sequence[Tensor], finish: Callable[[list[Tensor]], Any]
 ) -> Work[Any]:
-    """Run a collective on the worker's thread.
+    """Start a collective on the worker's thread.
+
+    Args:
+        collective, tensors: as for `apply`.
+        finish: makes the caller's result of the collective's; differentiable.
 
     Returns:
         The work, whose result is what `finish` makes of the results. It is as differentiable as
@@ -93,17 +101,12 @@ def _job(collective: Linear, tensors: Sequence[Tensor]) -> Callable[[], tuple[li
     return lambda: collective.run([plain(tensor.detach()) for tensor in tensors], mode)
 
 
-def _recorded(
-    collective: Linear, tensors: Sequence[Tensor], results: list[Tensor], recorded: bool
-) -> list[Tensor]:
-    """The results of a collective that has run, as autograd is to see them."""
-    if not recorded:
-        return results
+def _record(collective: Linear, tensors: Sequence[Tensor], results: list[Tensor]) -> list[Tensor]:
+    """Put a collective that has run into autograd's graph; returns its results as parts of that."""
     # makes autograd record the call where no tensor of this rank would
     anchor = torch.empty(0, requires_grad=True)
-    return list(
-        cast(tuple[Tensor, ...], _Applied.apply(collective, results, anchor, *tensors))  # type: ignore[no-untyped-call]  # torch's
-    )
+    recorded: Any = _Node.apply(collective, results, anchor, *tensors)  # type: ignore[no-untyped-call]  # torch's
+    return list(recorded)
 
 
 class _Background(Aside[Any]):
@@ -120,22 +123,25 @@ class _Background(Aside[Any]):
         self._tensors = tensors
         self._finish = finish
         self._lock = threading.Lock()
-        self._made: list[Any] = []  # the finished result, once there is one: all waits get the same
+        self._is_finished = False
+        self._finished: Any = None  # the caller's result: every wait returns the same
 
     def joined(self, result: Any) -> Any:
         with self._lock:
-            results, recorded = super().joined(result)
-            if not self._made:
+            results, is_recorded = super().joined(result)
+            if not self._is_finished:
                 # whoever waits may be in another mode; that of the call decides
-                with torch.inference_mode(False), torch.set_grad_enabled(recorded):
-                    outcome = _recorded(self._collective, self._tensors, results, recorded)
-                    self._made.append(self._finish(outcome))
+                with torch.inference_mode(False), torch.set_grad_enabled(is_recorded):
+                    if is_recorded:
+                        results = _record(self._collective, self._tensors, results)
+                    self._finished = self._finish(results)
+                self._is_finished = True
                 if self.accelerators:  # who asks next waits for this stream, too
                     self._behind.record(torch.accelerator.current_stream(self._device))
-            return self._made[0]
+            return self._finished
 
 
-class _Applied(torch.autograd.Function):
+class _Node(torch.autograd.Function):
     """The node in autograd's graph of a collective that has run already."""
 
     @staticmethod
@@ -148,4 +154,4 @@ class _Applied(torch.autograd.Function):
     @staticmethod
     @entry
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return (None, None, None, *ctx.collective.undone(gradients))
+        return (None, None, None, *ctx.collective.apply_adjoint(gradients))

@@ -18,7 +18,7 @@ from ..sparse.request import travelling, wrong_wire_dtype
 from ..wire import default
 from ..wire.base import Wire
 from .all_to_all import Scatter, check_round
-from .differentiable import applied, started
+from .differentiable import apply, start
 from .opening import NO_LIMIT
 from .rounding import narrowed
 from .staging import serves, unsendable
@@ -164,8 +164,8 @@ def given_out(
         return finish(outgoing.widened(received))
 
     if async_op:
-        return started(scatter, parts, finished)
-    return finished(applied(scatter, parts))
+        return start(scatter, parts, finished)
+    return finished(apply(scatter, parts))
 
 
 def _first(rows: Tensor) -> Tensor:

@@ -9,7 +9,6 @@ way round.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,11 +18,11 @@ from torch import Tensor
 
 from .. import kernels
 from ..errors import entry
-from ..sparse.request import outside, wrong_wire_dtype
+from ..sparse.request import as_integer, outside, wrong_wire_dtype
 from ..wire import default
 from ..wire.base import Wire
 from .all_to_all import Scatter
-from .differentiable import applied
+from .differentiable import apply
 from .exchange import Outgoing, given_out, wrong_rows
 from .staging import unsendable
 
@@ -73,12 +72,13 @@ def remote_rows(indices: Tensor, count: int, group: Any = None) -> RemoteRows:
     """
     wire = default.resolve(group)
     error = _wrong(indices, count)
-    count = 0 if error else _integer(count)
+    count = 0 if error else as_integer(count)
     # each rank tells the others how many rows it has
     own = torch.tensor([count])
-    counts = torch.cat(applied(Scatter(wire, f"{_NAME} (counts)", error), [own] * wire.size))
+    counts = torch.cat(apply(Scatter(wire, f"{_NAME} (counts)", error), [own] * wire.size))
     bounds = [0, *counts.cumsum(0).tolist()]
-    first, end = bounds[wire.rank], bounds[wire.rank + 1]
+    first = bounds[wire.rank]
+    end = bounds[wire.rank + 1]
 
     indices = indices.contiguous()  # such as a column of edges, which torch searches slowly
     distinct = torch.unique(indices)  # sorted, so those of one owner are together
@@ -86,17 +86,18 @@ def remote_rows(indices: Tensor, count: int, group: Any = None) -> RemoteRows:
     remote = distinct[(distinct < first) | (distinct >= end)].long()
     if error is None and count + remote.numel() > torch.iinfo(indices.dtype).max:
         error = f"{count + remote.numel()} rows are more than {indices.dtype} counts: pass int64"
-    # each rank tells the owners which of their rows it needs
+    # each rank tells the owners which of their rows it needs, as they count them
     cuts = kernels.read(torch.searchsorted(remote, remote.new_tensor(bounds)))
-    wanted = [remote[cuts[owner] : cuts[owner + 1]] - bounds[owner] for owner in range(wire.size)]
-    asked = applied(Scatter(wire, f"{_NAME} (indices)", error), wanted)
+    needs = [remote[cuts[owner] : cuts[owner + 1]] - bounds[owner] for owner in range(wire.size)]
+    picks = apply(Scatter(wire, f"{_NAME} (indices)", error), needs)  # what each needs of this one
 
     is_own = (indices >= first) & (indices < end)
-    behind = count + torch.searchsorted(remote, indices.long())
-    places = torch.where(is_own, indices.long() - first, behind).to(indices.dtype)
-    received = [some.numel() for some in wanted]
-    sent = [some.numel() for some in asked]
-    return RemoteRows(first, count, remote, places, received, sent, wire, torch.cat(asked))
+    place_of_own = indices.long() - first
+    place_of_remote = count + torch.searchsorted(remote, indices.long())
+    places = torch.where(is_own, place_of_own, place_of_remote).to(indices.dtype)
+    received = [some.numel() for some in needs]
+    sent = [some.numel() for some in picks]
+    return RemoteRows(first, count, remote, places, received, sent, wire, torch.cat(picks))
 
 
 @dataclass(frozen=True, eq=False)
@@ -186,19 +187,9 @@ def _wrong(indices: object, count: object) -> str | None:
     assert isinstance(indices, Tensor)  # else it was not sendable
     if indices.dtype not in (torch.int32, torch.int64):
         return f"indices is {indices.dtype}: indices must be int32 or int64"
-    if not 0 <= _integer(count) <= _MOST:
+    if not 0 <= as_integer(count) <= _MOST:
         return f"count is {count!r}: pass the number of rows of this rank, 0 or more"
     return None
-
-
-def _integer(given: Any) -> int:
-    """A caller's argument as an integer, also one of numpy's; -1 if it is none."""
-    if isinstance(given, bool):
-        return -1
-    try:
-        return operator.index(given)
-    except Exception:  # an object of the caller's may raise anything
-        return -1
 
 
 def _outside(distinct: Tensor, total: int) -> str | None:

@@ -37,7 +37,7 @@ from .. import kernels
 from .._torch import profiled
 from ..agree import summed_up
 from ..comm.all_to_all import Scatter
-from ..comm.differentiable import applied
+from ..comm.differentiable import apply
 from ..comm.named import Cut
 from ..comm.staging import unsendable
 from ..errors import WeftError, entry
@@ -257,7 +257,7 @@ class ShardedTable(Cut):
         """
         wire = self._wire()
         scatter = Scatter(wire, "to_dense", fields={"tables": _described([self])})
-        return torch.cat(applied(scatter, [self.weight.detach()] * wire.size))
+        return torch.cat(apply(scatter, [self.weight.detach()] * wire.size))
 
     def _distinct(self, given: Tensor) -> tuple[Tensor, Tensor]:
         """The distinct indices that a caller gave, sorted; and for each given one its place there.
@@ -566,7 +566,7 @@ def _fetched(
     if error is None:
         messages, counts = _questions(wire, tables, wanted)
     scatter = Scatter(wire, f"{_NAME} (indices)", error, fields=fields)
-    heard = applied(scatter, messages)
+    heard = apply(scatter, messages)
     # how many rows each rank needs of each table that are here, by rank and table
     given = kernels.read(torch.cat([each[: len(tables)] for each in heard]).long())
     runs = []
@@ -574,7 +574,7 @@ def _fetched(
         sizes = given[rank * len(tables) : (rank + 1) * len(tables)]
         runs.append(list(torch.split(message[len(tables) :], sizes)))
     parts = _Owned.apply(tables, runs, *(table.weight for table in tables))  # type: ignore[no-untyped-call]  # torch's
-    came = applied(Scatter(wire, f"{_NAME} (rows)", fields=fields), cast(list[Tensor], parts))
+    came = apply(Scatter(wire, f"{_NAME} (rows)", fields=fields), cast(list[Tensor], parts))
     dims = [table.embedding_dim for table in tables]
     pieces = [
         torch.split(each, [count * dim for count, dim in zip(some, dims, strict=True)])

@@ -383,13 +383,20 @@ def outside(low: int, high: int, height: int | None) -> str | None:
     return None
 
 
-def root_in(given: Any, size: int) -> int:
-    """A caller's argument as a rank; -1 if it is none of `size` ranks."""
+def as_integer(given: Any) -> int:
+    """A caller's argument as an integer, also one of numpy's; -1 if it is none."""
+    if isinstance(given, bool):
+        return -1
     try:
-        root = operator.index(given)
+        return operator.index(given)
     except Exception:  # an object of the caller's may raise anything
         return -1
-    return root if 0 <= root < size and not isinstance(given, bool) else -1
+
+
+def root_in(given: Any, size: int) -> int:
+    """A caller's argument as a rank; -1 if it is none of `size` ranks."""
+    root = as_integer(given)
+    return root if 0 <= root < size else -1
 
 
 def wrong_root(name: str, root: int, given: object, size: int) -> str | None:

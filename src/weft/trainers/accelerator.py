@@ -61,24 +61,24 @@ def accelerate(accelerator: A, algorithm: str = "auto", wire_dtype: torch.dtype 
         )
     if hasattr(given, "weft_state"):
         raise weft.WeftError("this Accelerator is over weft already: call it once")
-    over = _OverWeft(given, algorithm, wire_dtype)
+    methods = _Methods(given, algorithm, wire_dtype)
     given.weft_state = None
-    given.prepare_model = over.prepare_model
-    given.backward = over.backward
-    given.clip_grad_norm_ = over.clip_grad_norm_
+    given.prepare_model = methods.prepare_model
+    given.backward = methods.backward
+    given.clip_grad_norm_ = methods.clip_grad_norm_
     return accelerator
 
 
-class _OverWeft:
-    """Methods of an Accelerator, in place of its own, which they call."""
+class _Methods:
+    """Methods of an Accelerator over weft, in place of its own, which they call."""
 
     def __init__(self, accelerator: Any, algorithm: str, wire_dtype: torch.dtype | None) -> None:
         self._accelerator = accelerator
         self._prepare_model = accelerator.prepare_model
         self._backward = accelerator.backward
         self._options: dict[str, Any] = {"algorithm": algorithm, "wire_dtype": wire_dtype}
-        self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # which weft carries
-        self._checked = False  # whether a backward has shown that it does
+        self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # whose gradients weft carries
+        self._is_checked = False  # whether a backward has shown that weft does
 
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
@@ -87,15 +87,15 @@ class _OverWeft:
             model, device_placement=device_placement, evaluation_mode=evaluation_mode
         )
         wrapped: Any = getattr(prepared, "_orig_mod", prepared)  # torch.compile's is outside
-        trains = any(each.requires_grad for each in prepared.parameters())
-        if trains and not evaluation_mode and wrapped not in self._models:
+        has_gradients = any(each.requires_grad for each in prepared.parameters())
+        if has_gradients and not evaluation_mode and wrapped not in self._models:
             self._accelerator.weft_state = weft.ddp.register(wrapped, **self._options)
             self._models.add(wrapped)
         return prepared
 
     def backward(self, loss: Tensor, **options: Any) -> None:
         state = self._accelerator.weft_state
-        if self._accelerator.num_processes == 1 or self._checked:
+        if self._accelerator.num_processes == 1 or self._is_checked:
             self._backward(loss, **options)
             return
         if state is None:
@@ -103,11 +103,11 @@ class _OverWeft:
                 "no model was prepared since weft.trainers.accelerate: call it before "
                 "accelerator.prepare, and before the trainer that prepares begins"
             )
-        before = state.wire.worker.made
+        calls_before = state.wire.worker.made
         self._backward(loss, **options)
         if all(_synchronises(model) for model in self._models):
-            self._checked = True
-            if state.wire.worker.made == before:
+            self._is_checked = True
+            if state.wire.worker.made == calls_before:
                 raise weft.WeftError(
                     "weft is not in use: accelerator.backward sent no gradient over it. The loss "
                     "must come from the model that accelerator.prepare returned"

@@ -20,7 +20,7 @@ OLDEST = {
 """The oldest version of each that has been tried."""
 
 
-def imported(module: str, package: str) -> ModuleType:
+def import_framework(module: str, package: str) -> ModuleType:
     """A module of a framework.
 
     Args:
@@ -31,13 +31,13 @@ def imported(module: str, package: str) -> ModuleType:
         WeftError: it is not installed, or too old; raised on this rank alone.
     """
     try:
-        found = importlib.import_module(module)
+        framework = importlib.import_module(module)
     except ModuleNotFoundError as error:
         if error.name is None or not module.startswith(error.name.partition(".")[0]):
             raise  # something that the framework itself lacks
         raise weft.WeftError(f"{package} is not installed here: pip install {package}") from None
     check_version(package)
-    return found
+    return framework
 
 
 def check_kind(given: object, module: str, package: str, name: str) -> None:
@@ -58,10 +58,11 @@ def check_kind(given: object, module: str, package: str, name: str) -> None:
 
 def check_version(package: str) -> None:
     """Raise WeftError if a package is older than what has been tried."""
-    found, oldest = importlib.metadata.version(package), OLDEST[package]
-    if _numbers(found) < _numbers(oldest):
+    version = importlib.metadata.version(package)
+    oldest = OLDEST[package]
+    if _numbers(version) < _numbers(oldest):
         raise weft.WeftError(
-            f"{package} {found} is too old for weft.trainers: pip install '{package}>={oldest}'"
+            f"{package} {version} is too old for weft.trainers: pip install '{package}>={oldest}'"
         )
 
 

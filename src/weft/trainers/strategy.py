@@ -11,13 +11,14 @@ import torch
 import weft
 
 from .clipping import clip
-from .frameworks import imported
+from .frameworks import import_framework
 
 _PACKAGES = {
     "LightningStrategy": ("lightning.pytorch", "lightning"),
     "PyTorchLightningStrategy": ("pytorch_lightning", "pytorch-lightning"),
 }
-"""The classes; of each the module of Lightning that it is for, and what that is installed as."""
+"""By the name of a class of weft's: the package of Lightning that it is for, as it is imported and
+as it is installed."""
 
 
 def lightning(
@@ -47,8 +48,8 @@ def lightning(
         trainer.fit(model, batches)
         ```
     """
-    older = "pytorch_lightning" in sys.modules and "lightning.pytorch" not in sys.modules
-    name = "PyTorchLightningStrategy" if older else "LightningStrategy"
+    is_older_package = "pytorch_lightning" in sys.modules and "lightning.pytorch" not in sys.modules
+    name = "PyTorchLightningStrategy" if is_older_package else "LightningStrategy"
     strategy: Any = class_named(name)
     return strategy(algorithm, wire_dtype, options)
 
@@ -59,10 +60,12 @@ def class_named(name: str) -> type:
     if name not in _PACKAGES:
         raise AttributeError(f"module 'weft.trainers' has no attribute {name!r}")
     module, package = _PACKAGES[name]
-    base = imported(f"{module}.strategies", package).DDPStrategy
-    return type(name, (_OverWeft, base), {"__module__": __package__, "__doc__": _OverWeft.__doc__})
+    ddp_strategy = import_framework(f"{module}.strategies", package).DDPStrategy
+    bases = (_OverWeft, ddp_strategy)
+    return type(name, bases, {"__module__": __package__, "__doc__": _OverWeft.__doc__})
 
 
+# It stands before Lightning's class among the bases, so that its methods come first and call those.
 class _OverWeft:
     """A DDPStrategy of Lightning's over weft.
 
@@ -80,21 +83,21 @@ class _OverWeft:
     ) -> None:
         super().__init__(**options)
         self._weft_options: dict[str, Any] = {"algorithm": algorithm, "wire_dtype": wire_dtype}
-        self._weft_calls = 0  # that were made before the first step
-        self._weft_checked = False
+        self._weft_calls = 0  # calls of the group before the first step
+        self._weft_checked = False  # whether a step has shown that weft carries gradients
         self.weft_state: weft.ddp.State | None = None
 
     def configure_ddp(self) -> None:
-        above: Any = super()
-        above.configure_ddp()
+        lightnings: Any = super()
+        lightnings.configure_ddp()
         self.weft_state = weft.ddp.register(self.model, **self._weft_options)
         self._weft_calls = self.weft_state.wire.worker.made
         self._weft_checked = False
         self.precision_plugin.clip_grad_by_norm = self._clip
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
-        above: Any = super()
-        result = above.optimizer_step(*args, **kwargs)
+        lightnings: Any = super()
+        result = lightnings.optimizer_step(*args, **kwargs)
         if not self._weft_checked and self.world_size > 1:
             state = self.weft_state
             if state is None or state.wire.worker.made == self._weft_calls:

@@ -9,7 +9,7 @@ import torch
 import weft
 
 from .accelerator import accelerate
-from .frameworks import check_kind, imported
+from .frameworks import check_kind, import_framework
 
 T = TypeVar("T")
 
@@ -46,16 +46,16 @@ def huggingface(trainer: T, algorithm: str = "auto", wire_dtype: torch.dtype | N
     check_kind(trainer, "transformers", "transformers", "Trainer")
     given: Any = trainer
     accelerate(given.accelerator, algorithm, wire_dtype)
-    given.add_callback(_check(given))
+    given.add_callback(_check_of_accelerator(given))
     return trainer
 
 
-def _check(trainer: Any) -> object:
-    """A callback that raises WeftError where the Trainer has got another Accelerator since.
+def _check_of_accelerator(trainer: Any) -> object:
+    """A callback that raises WeftError if the Trainer has got another Accelerator since.
 
-    The Accelerator itself looks after the first backward whether gradients went over weft.
+    (Whether gradients went over weft, the Accelerator itself checks, after the first backward.)
     """
-    transformers: Any = imported("transformers", "transformers")
+    transformers: Any = import_framework("transformers", "transformers")
 
     class Check(transformers.TrainerCallback):  # type: ignore[misc]  # of no type here
         def on_train_begin(self, *_: object, **__: object) -> None:
