@@ -87,6 +87,14 @@ def test_what_a_page_shows_runs(page, undone):
         assert not said, "".join(said)
 
 
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_code_is_no_wider_than_a_page(page):
+    """docs/style.css makes room for lines of 100 characters; what programs print is folded."""
+    for _, code, line, _ in fences(page, "python", "pycon", "yaml"):
+        for number, text in enumerate(code.splitlines(), start=line + 1):
+            assert len(text) <= 100, f"{name(page)}:{number}"
+
+
 @pytest.mark.parametrize("start", ["README.md", "docs/index.md", "docs/start.md", "docs/ddp.md"])
 def test_what_a_person_meets_first_is_run(start):
     assert any(runs for *_, runs in fences(ROOT / start, "python", "pycon"))

@@ -232,9 +232,11 @@ def union(runs: Sequence[Tensor], below: Sequence[int] = (), highest: int | None
             an accelerator an index is negative or above `highest`.
 
     Example:
-        >>> union([torch.tensor([2, 5]), torch.tensor([1, 5])])
-        Union(indices=tensor([1, 2, 5]), slots=[tensor([-2, -3], dtype=torch.int32), \
-tensor([-1,  2], dtype=torch.int32)], below=())
+        >>> found = union([torch.tensor([2, 5]), torch.tensor([1, 5])])
+        >>> found.indices
+        tensor([1, 2, 5])
+        >>> found.slots
+        [tensor([-2, -3], dtype=torch.int32), tensor([-1,  2], dtype=torch.int32)]
     """
     runs = [run.contiguous() for run in runs]
     meter.spend(meter.PLACE * sum(run.numel() for run in runs))
