@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from weft.errors import WeftError
 from weft.testing import check_wire, ranks_as_processes, ranks_as_threads
 from weft.testing.wires import NUMBERS
 from weft.wire.interface import Failure, Features, WireFailed
@@ -685,6 +686,11 @@ def test_what_each_clause_found_is_reported_at_once():
     outcomes = check_wire(ranks_as_threads(room), clauses=[2, 1], report=heard.append)
     assert heard == outcomes
     assert [outcome.number for outcome in heard] == [1, 2]
+
+
+def test_a_number_that_no_clause_has_is_refused():
+    with pytest.raises(WeftError, match=f"numbers from 1 to {len(NUMBERS)}, not 0"):
+        check_wire(ranks_as_threads(room), clauses=[0, 1])
 
 
 def test_ranks_that_hang_are_told_of():

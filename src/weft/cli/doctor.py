@@ -27,7 +27,7 @@ import weft
 from weft.bootstrap import Preview, look_ahead
 from weft.wire.base import Wire, hosts_of
 
-from . import doctor_merge, options, show, wording
+from . import doctor_merge, doctor_wire, options, show, wording
 
 _SMALL = 8  # bytes of a message that shows latency
 _ROUNDS = 20  # how often it goes there and back
@@ -76,6 +76,16 @@ def doctor(
     rendezvous: Annotated[str | None, Option(help="As in weft.init(rendezvous=).")] = None,
     timeout: Annotated[float, Option(help="Seconds to wait for the other ranks.")] = 30.0,
     merge: Annotated[Path | None, Option(help="Compare the records in this folder.")] = None,
+    wire: Annotated[
+        str | None, Option(metavar="NAME", help="Try the contract of wires on this one.")
+    ] = None,
+    clauses: Annotated[
+        str | None,
+        Option(metavar="NUMBERS", help="With --wire: those alone, divided by commas."),
+    ] = None,
+    thorough: Annotated[
+        bool, Option("--thorough", help="With --wire: also what takes gigabytes of memory.")
+    ] = False,
 ) -> None:
     """Check this machine, launch and network, and say what to type if something is wrong.
 
@@ -85,6 +95,9 @@ def doctor(
     if merge is not None:
         doctor_merge.merge(merge)
         return
+    if wire is not None:
+        is_kept = doctor_wire.contract(wire, clauses, thorough=thorough)
+        raise typer.Exit(0 if is_kept else 1)
     ahead = look_ahead(rendezvous)
     findings, pairs, in_force = [*look(ahead)], list[Pair](), ""
     if "launch" not in ahead.errors:  # weft.init would raise the same

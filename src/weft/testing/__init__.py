@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 from ..bootstrap.local import launch, send
 from ..bootstrap.outcome import RankFailure
 from .algorithms import check_algorithm
+from .clauses import Outcome
 from .oracle import expected
 from .processes import processes
 from .reference import gloo_of_one_thread
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from .contract import WireContract
 
 __all__ = [
+    "Outcome",
     "RankFailure",
     "WireContract",
     "check_algorithm",

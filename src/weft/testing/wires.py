@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import psutil
 import torch
 
+from ..errors import WeftError
 from ..wire.interface import Failure, Features, Wire
 from ..wire.memory import Pool
 from ..wire.registry import Factory, Start, make_wire, wire_named
@@ -75,6 +76,7 @@ def check_wire(
 
     Raises:
         AssertionError: some clauses are broken; the text lists each with what is wrong.
+        WeftError: no clause has one of these numbers; or the wire cannot be made.
 
     Example:
         >>> from weft.wire.rooms import room
@@ -83,11 +85,14 @@ def check_wire(
          2  tensors of every dtype and shape arrive as they were sent, from each to each  ok
          4  a channel waits for no other, whatever lies there  ok
     """
+    asked = set(clauses) or set(NUMBERS.values())
+    unknown = asked - set(NUMBERS.values())
+    if unknown:
+        raise WeftError(f"clauses have numbers from 1 to {len(CLAUSES)}, not {min(unknown)}")
     kept = _features(run) if features is None else features
-    asked = set(clauses)
     outcomes = []
     for number, clause in enumerate(CLAUSES, 1):
-        if asked and number not in asked:
+        if number not in asked:
             continue
         outcome = _outcome(number, clause, run, kept, patient(soon), thorough)
         if report is not None:
