@@ -22,6 +22,8 @@ import typer.main
 import weft
 from weft.cli.commands import app
 from weft.sparse import ALGORITHMS, unregister
+from weft.testing.clauses import title_of
+from weft.testing.wire_clauses import CLAUSES
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
@@ -135,6 +137,44 @@ def test_every_algorithm_is_described(algorithm):
     section = text.split(f"\n## {algorithm}\n")[1].split("\n## ")[0]
     for part in ("Idea", "Steps", "Workspace", "Order of addition", "Serves", "Source"):
         assert f"**{part}" in section, part
+
+
+WIRE_PAGE = ROOT / "docs/to-write-a-wire.md"
+
+
+def test_the_manual_walks_through_the_whole_example_of_a_wire():
+    example = (ROOT / "examples/wire_streams/weft_streams.py").read_text(encoding="utf-8")
+    code = example[example.index("from __future__") :]
+    page = WIRE_PAGE.read_text(encoding="utf-8")
+    # pieces of a class: Python that cannot be run, nor formatted, by itself
+    pieces = re.findall(r"^``` \{ \.python \.wire \}\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    shown = "".join(pieces)
+
+    def lines(text):
+        return [line for line in text.splitlines() if line]
+
+    assert lines(shown) == lines(code)
+
+
+def test_every_clause_of_the_contract_of_wires_is_described():
+    text = WIRE_PAGE.read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (\d+) \| (.+) \| ([\d, ]+) \| (.*) \|$", text, re.MULTILINE)
+    assert rows == [clause_row(number, clause) for number, clause in enumerate(CLAUSES, 1)]
+    assert f"the contract: {len(CLAUSES)} clauses" in text
+    assert f"range(1, {len(CLAUSES) + 1})" in text
+
+
+def clause_row(number, clause):
+    """What the table says of a clause: number, title, sizes, and the wires that it is for."""
+    wires = [f"`{clause.needs}`"] if clause.needs else []
+    if clause.unless:
+        wires.append("not " + ", ".join(f"`{name}`" for name in clause.unless))
+    if clause.is_for_processes:
+        wires.append("processes")
+    if clause.copies:
+        wires.append("thorough")
+    sizes = ", ".join(map(str, clause.sizes))
+    return str(number), title_of(clause.body), sizes, "; ".join(wires)
 
 
 def test_every_environment_variable_is_described():

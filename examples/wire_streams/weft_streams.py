@@ -1,20 +1,22 @@
-"""A wire for weft over asyncio streams: the one that the manual walks through, "To write a wire".
+"""A wire for weft over asyncio streams: the one of the manual's page "To write a wire".
 
-One thread runs an event loop with a TCP connection to each peer. A frame is a channel, a length and
-the message. What comes is read at once and kept until it is asked for, so no channel stands in
-another's way, and a peer that writes is never held up.
+Each rank opens a TCP connection to every other one, on which it sends, and receives on those that
+the others have opened. A thread with an event loop reads whatever comes, and keeps it until it is
+asked for.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
 import os
 import secrets
 import struct
 import threading
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
+from typing import Any
 
 import numpy
 import torch
@@ -23,17 +25,17 @@ from torch import Tensor
 from weft.wire import Failure, Features, Recv, Send, Start, WireFailed
 
 HOST = os.environ.get("STREAMS_HOST", "127.0.0.1")  # where this rank listens
-FRAME = struct.Struct("!IQ")  # channel, and how many bytes of a message follow
-GREETING = struct.Struct("!16sI")  # the listener's token, and the rank that connects
-LINGER = 5.0  # seconds in which a close waits for peers to read what was sent to them
+GREETING = struct.Struct("!16sI")  # the token of who listens, the rank of who connects
+FRAME = struct.Struct("!IQ")  # a channel, and how many bytes of a message follow
+LINGER = 5.0  # seconds in which a close waits until peers have read what was sent to them
 
 
 def make_wire(start: Start) -> StreamsWire:
-    """The factory: every rank of the group runs it at the same time."""
-    wire = StreamsWire(start)
+    """The factory: all ranks of a group run it at the same time."""
+    wire = StreamsWire(start.rank, start.size)
+    wire.listen()
     try:
-        addresses = start.exchange(wire.listen())
-        wire.connect(addresses, start.timeout)
+        wire.connect(start.exchange(wire.address), start.timeout)
     except BaseException:
         wire.close()
         raise
@@ -45,64 +47,108 @@ class Receive:
 
     def __init__(self, peer: int, into: Tensor | int) -> None:
         self.peer = peer
-        self.limit = into if isinstance(into, int) else None
-        self.result = None if isinstance(into, int) else into
-        self.memory = None if isinstance(into, int) else bytes_of(into)
         self.is_complete = False
+        if isinstance(into, int):
+            self.limit = into
+            self.result = None
+        else:
+            self.limit = into.nbytes
+            self.result = into
+            self.memory = bytes_of(into)
 
-    def fill(self, data: bytes) -> str:
-        """Take the message; what is wrong with its length, or nothing."""
-        if self.limit is not None and len(data) > self.limit:
-            return f"{len(data)} bytes, where at most {self.limit} were asked for"
-        if self.memory is not None and len(data) != self.memory.numel():
-            return f"{len(data)} bytes, where {self.memory.numel()} were asked for"
-        if self.memory is None:
-            self.memory = self.result = torch.empty(len(data), dtype=torch.uint8)
-        self.memory.numpy()[:] = numpy.frombuffer(data, numpy.uint8)
+    def fill(self, message: bytes) -> bool:
+        """Take a message; whether it has a length that was asked for."""
+        length = len(message)
+        if self.result is None:
+            if length > self.limit:
+                return False
+            self.result = self.memory = torch.empty(length, dtype=torch.uint8)
+        elif length != self.limit:
+            return False
+        self.memory.numpy()[:] = numpy.frombuffer(message, numpy.uint8)
         self.is_complete = True
-        return ""
+        return True
+
+
+def bytes_of(tensor: Tensor) -> Tensor:
+    """The bytes of a contiguous tensor, where they are."""
+    return tensor.detach().reshape(-1).view(torch.uint8)
 
 
 class StreamsWire:
-    """One rank's end. `changed` guards all that the caller's thread and the loop's share."""
+    """One rank's end of a group.
 
-    def __init__(self, start: Start) -> None:
-        self.rank = start.rank
-        self.size = start.size
+    The caller's threads and that of the event loop share what is here, with `changed` held.
+    """
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank = rank
+        self.size = size
         self.device = torch.device("cpu")
         self.features = Features()
+
         self.changed = threading.Condition()
-        self.failed: Failure | None = None
-        self.lost: set[int] = set()
-        self.asked: dict[tuple[int, int], deque[Receive]] = defaultdict(deque)
-        self.arrived: dict[tuple[int, int], deque[bytes]] = defaultdict(deque)
+        self.reason: Failure | None = None
         self.is_closed = False
+        self.lost: set[int] = set()  # peers of whom nothing more comes
+        # by peer and channel: messages that nobody has asked for, or receives that nothing came for
+        self.arrived: dict[tuple[int, int], deque[bytes]] = defaultdict(deque)
+        self.asked: dict[tuple[int, int], deque[Receive]] = defaultdict(deque)
+
         self.process = os.getpid()
-        self.token = secrets.token_bytes(16)
-        self.writers: dict[int, asyncio.StreamWriter] = {}
-        self.readers: list[asyncio.Task[None]] = []
-        self.all_are_here = asyncio.Event()
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self.loop.run_forever, name="streams", daemon=True)
-        self.thread.start()
-
-    # what a Wire does
+        self.outgoing: dict[int, tuple[asyncio.StreamReader, asyncio.StreamWriter]] = {}
+        self.incoming: set[asyncio.StreamWriter] = set()
 
     def post(
         self, sends: Sequence[Send] = (), recvs: Sequence[Recv] = (), channel: int = 0
     ) -> StreamsPending:
         receives = [Receive(peer, into) for peer, into in recvs]
         with self.changed:
-            if self.failed is not None:
-                raise WireFailed(self.failed)
+            if self.reason is not None:
+                raise WireFailed(self.reason)
             for receive in receives:
                 self.asked[receive.peer, channel].append(receive)
                 self.match(receive.peer, channel)
             for peer, tensor in sends:
-                message = bytes_of(tensor).numpy().tobytes()  # a copy, so the send is complete
-                frame = FRAME.pack(channel, len(message))
-                self.loop.call_soon_threadsafe(self.write, peer, frame, message)
+                message = bytes_of(tensor).numpy().tobytes()  # a copy: the tensor may change
+                self.loop.call_soon_threadsafe(self.write, peer, channel, message)
         return StreamsPending(self, receives)
+
+    def match(self, peer: int, channel: int) -> None:
+        """Give what has come to who asked for it, in order; with `changed` held."""
+        arrived = self.arrived[peer, channel]
+        asked = self.asked[peer, channel]
+        while arrived and asked:
+            message = arrived.popleft()
+            receive = asked.popleft()
+            if not receive.fill(message):
+                text = f"rank {peer} sent {len(message)} bytes to a receive of {receive.limit}"
+                self.fail(Failure("garbled", peer, text))
+        self.changed.notify_all()
+
+    def write(self, peer: int, channel: int, message: bytes) -> None:
+        """Send a message, in the thread of the loop."""
+        _, writer = self.outgoing[peer]
+        writer.write(FRAME.pack(channel, len(message)))
+        writer.write(message)
+
+    async def read(self, peer: int, reader: asyncio.StreamReader) -> None:
+        """Read what a peer sends, until it leaves or dies."""
+        try:
+            while True:
+                channel, length = FRAME.unpack(await reader.readexactly(FRAME.size))
+                message = await reader.readexactly(length)
+                with self.changed:
+                    self.arrived[peer, channel].append(message)
+                    self.match(peer, channel)
+        except (EOFError, OSError):
+            with self.changed:
+                self.lost.add(peer)
+                self.changed.notify_all()
+        except Exception as error:
+            self.abort(Failure("broken", None, f"reading failed: {error!r}"))
 
     def lease(self, nbytes: int) -> None:
         return None
@@ -111,136 +157,99 @@ class StreamsWire:
         with self.changed:
             self.fail(failure)
 
+    def fail(self, failure: Failure) -> None:
+        """Fail with this, unless the wire has failed; with `changed` held."""
+        if self.reason is None:
+            self.reason = failure
+            self.asked.clear()  # nobody writes to memory of a post from here on
+        self.changed.notify_all()
+
     def failure(self) -> Failure | None:
-        return self.failed
+        return self.reason
+
+    def listen(self) -> None:
+        """Start the thread, and open a port."""
+        self.thread.start()
+        self.server = self.run(asyncio.start_server(self.greet, HOST, 0))
+        self.token = secrets.token_bytes(16)
+        port = self.server.sockets[0].getsockname()[1]
+        self.address = self.token + f"{HOST} {port}".encode()
+
+    def connect(self, addresses: list[bytes], timeout: float) -> None:
+        """Open a connection to all other ranks."""
+
+        async def open_all() -> None:
+            async with asyncio.timeout(timeout):
+                for peer, address in enumerate(addresses):
+                    if peer != self.rank:
+                        token = address[:16]
+                        host, port = address[16:].decode().split()
+                        reader, writer = await asyncio.open_connection(host, int(port))
+                        writer.write(GREETING.pack(token, self.rank))
+                        self.outgoing[peer] = reader, writer
+
+        self.run(open_all())
+
+    async def greet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Somebody has connected: a rank, if it knows the token."""
+        self.incoming.add(writer)
+        with contextlib.suppress(EOFError, OSError):
+            token, peer = GREETING.unpack(await reader.readexactly(GREETING.size))
+            if hmac.compare_digest(token, self.token):
+                await self.read(peer, reader)
+        writer.close()
+        self.incoming.remove(writer)
+
+    def run(self, work: Coroutine[Any, Any, Any]) -> Any:
+        """Run something in the thread of the loop, and wait for it."""
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result()
 
     def close(self) -> None:
-        if os.getpid() != self.process:  # a forked child: its parent goes on
-            self.let_go()
+        if os.getpid() != self.process:
+            self.forget()
             return
         with self.changed:
             if self.is_closed:
                 return
             self.is_closed = True
-            linger = LINGER if self.failed is None else 0.0
+            linger = 0.0 if self.reason is not None else LINGER
             self.fail(Failure("aborted", None, "the wire is closed"))
-        asyncio.run_coroutine_threadsafe(self.leave(linger), self.loop).result()
+        self.run(self.leave(linger))
         self.loop.call_soon_threadsafe(self.loop.stop)
         self.thread.join()
         self.loop.close()
 
-    # the state, with `changed` held
-
-    def fail(self, failure: Failure) -> None:
-        if self.failed is None:
-            self.failed = failure
-            self.asked.clear()  # from here on nothing is written to memory of any post
-        self.changed.notify_all()
-
-    def match(self, peer: int, channel: int) -> None:
-        """Give messages that have come to those that were asked for, in order."""
-        arrived = self.arrived[peer, channel]
-        asked = self.asked[peer, channel]
-        while arrived and asked:
-            fault = asked.popleft().fill(arrived.popleft())
-            if fault:
-                self.fail(Failure("garbled", peer, f"rank {peer} sent {fault}"))
-
-    # connecting
-
-    def listen(self) -> bytes:
-        """Open a port; what other ranks need to know of it."""
-
-        async def serve() -> int:
-            self.server = await asyncio.start_server(self.greet, HOST, 0)
-            return self.server.sockets[0].getsockname()[1]
-
-        port = asyncio.run_coroutine_threadsafe(serve(), self.loop).result()
-        return self.token + f"{HOST} {port}".encode()
-
-    def connect(self, addresses: list[bytes], timeout: float) -> None:
-        """Connect to the ranks below this one, and wait for those above it."""
-
-        async def meet() -> None:
-            for peer, address in enumerate(addresses[: self.rank]):
-                host, port = address[16:].decode().split()
-                reader, writer = await asyncio.open_connection(host, int(port))
-                writer.write(GREETING.pack(address[:16], self.rank))
-                self.add(peer, reader, writer)
-            if self.size > 1:
-                await asyncio.wait_for(self.all_are_here.wait(), timeout)
-
-        asyncio.run_coroutine_threadsafe(meet(), self.loop).result()
-
-    async def greet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Somebody has connected: a rank above this one, if it knows the token."""
-        try:
-            token, peer = GREETING.unpack(await reader.readexactly(GREETING.size))
-        except (EOFError, OSError, asyncio.CancelledError):  # or it says nothing until the close
-            token, peer = b"", -1
-        is_rank = self.rank < peer < self.size and peer not in self.writers
-        if is_rank and hmac.compare_digest(token, self.token):
-            self.add(peer, reader, writer)
-        else:
-            writer.close()
-
-    def add(self, peer: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.writers[peer] = writer
-        self.readers.append(self.loop.create_task(self.read(peer, reader)))
-        if len(self.writers) == self.size - 1:
-            self.all_are_here.set()
-
-    # in the thread of the loop
-
-    def write(self, peer: int, frame: bytes, message: bytes) -> None:
-        self.writers[peer].write(frame)  # if the peer is gone this does nothing
-        self.writers[peer].write(message)
-
-    async def read(self, peer: int, reader: asyncio.StreamReader) -> None:
-        """Read what a peer sends until it ends."""
-        try:
-            while True:
-                frame = await reader.readexactly(FRAME.size)
-                channel, length = FRAME.unpack(frame)
-                message = await reader.readexactly(length)
-                with self.changed:
-                    self.arrived[peer, channel].append(message)
-                    self.match(peer, channel)
-                    self.changed.notify_all()
-        except (EOFError, OSError):
-            with self.changed:
-                self.lost.add(peer)
-                self.changed.notify_all()
-        except Exception as error:
-            self.abort(Failure("broken", None, f"reading failed: {error!r}"))
-        self.writers[peer].close()  # so that the peer's close need not wait
-
     async def leave(self, linger: float) -> None:
-        """Let peers read to the end of what was sent, then close the connections."""
+        """Have peers read to the end of what was sent, then end all connections."""
         self.server.close()
-        for writer in self.writers.values():
-            if writer.can_write_eof() and not writer.is_closing():
+        for _, writer in self.outgoing.values():
+            with contextlib.suppress(OSError):
                 writer.write_eof()  # after what is still to be written
-        if self.readers:
-            await asyncio.wait(self.readers, timeout=linger)
-        for writer in self.writers.values():
+        # a peer that has read to the end closes its side, and so ends the read here
+        ends = [reader.read() for reader, _ in self.outgoing.values()]
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(linger):
+                await asyncio.gather(*ends, return_exceptions=True)
+        for writer in self.writers():
             writer.transport.abort()
-        others = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in others:
-            task.cancel()
-        await asyncio.gather(*others, return_exceptions=True)
+        while self.incoming:  # each `greet` sees that, and returns
+            await asyncio.sleep(0)
 
-    def let_go(self) -> None:
-        """Close this process's descriptors: no lock, no thread, and nobody is told."""
-        sockets = [writer.get_extra_info("socket") for writer in self.writers.values()]
+    def forget(self) -> None:
+        """In a forked child: let go of the parent's sockets, and do nothing to them."""
+        sockets = [writer.get_extra_info("socket") for writer in self.writers()]
+        nothing = os.open(os.devnull, os.O_RDWR)
         for sock in [*sockets, *self.server.sockets]:
             if sock.fileno() >= 0:
-                os.close(sock.fileno())
-        self.writers.clear()
+                os.dup2(nothing, sock.fileno())  # the number stays taken: asyncio closes it, too
+        os.close(nothing)
+
+    def writers(self) -> list[asyncio.StreamWriter]:
+        return [*self.incoming, *(writer for _, writer in self.outgoing.values())]
 
 
 class StreamsPending:
-    """The messages of one post. Sends are complete at once, since `post` copies."""
+    """The messages of one post; its sends are complete, since they were copied."""
 
     def __init__(self, wire: StreamsWire, receives: list[Receive]) -> None:
         self.wire = wire
@@ -249,15 +258,24 @@ class StreamsPending:
     def wait(self, timeout: float | None = None) -> list[Tensor]:
         wire = self.wire
         with wire.changed:
-            # ends with the last message, with a failure, or when a peer that it needs is gone
+            # ended by `match` and `read` when something comes, by `fail`, or by the timeout
             if not wire.changed.wait_for(self.is_over, timeout):
                 raise TimeoutError
-            for peer in self.open():
+            missing = self.missing()
+            for peer in missing:
                 if peer in wire.lost:
                     wire.fail(Failure("lost", peer, f"the connection to rank {peer} ended"))
-            if self.open():
-                raise WireFailed(wire.failed)
+            if missing:
+                raise WireFailed(wire.reason)
         return [receive.result for receive in self.receives]
+
+    def is_over(self) -> bool:
+        missing = self.missing()
+        return not missing or self.wire.reason is not None or bool(self.wire.lost & missing)
+
+    def missing(self) -> set[int]:
+        """The peers of messages that have not come."""
+        return {receive.peer for receive in self.receives if not receive.is_complete}
 
     def wait_stream(self) -> list[Tensor]:
         return self.wait()
@@ -268,20 +286,7 @@ class StreamsPending:
 
     def waiting_for(self) -> list[int]:
         with self.wire.changed:
-            return self.open()
+            return sorted(self.missing())
 
     def release(self) -> None:
         pass  # what came by size has memory of its own
-
-    def open(self) -> list[int]:
-        """The peers of messages that have not come."""
-        return sorted({receive.peer for receive in self.receives if not receive.is_complete})
-
-    def is_over(self) -> bool:
-        peers = self.open()
-        return not peers or self.wire.failed is not None or not self.wire.lost.isdisjoint(peers)
-
-
-def bytes_of(tensor: Tensor) -> Tensor:
-    """The bytes of a contiguous tensor, in its memory."""
-    return tensor.detach().reshape(-1).view(torch.uint8)

@@ -519,7 +519,7 @@ class ClosesForAll(Between):
     """A close in a forked child ends the connections of the parent."""
 
     def close(self):
-        for writer in self.inner.writers.values():
+        for writer in self.inner.writers():
             if os.getpid() != self.inner.process:
                 sock = socket.socket(fileno=os.dup(writer.get_extra_info("socket").fileno()))
                 sock.shutdown(socket.SHUT_RDWR)
@@ -686,6 +686,12 @@ def test_what_each_clause_found_is_reported_at_once():
     outcomes = check_wire(ranks_as_threads(room), clauses=[2, 1], report=heard.append)
     assert heard == outcomes
     assert [outcome.number for outcome in heard] == [1, 2]
+
+
+def test_a_function_of_ones_own_may_start_the_ranks():
+    run = ranks_as_threads(room)
+    outcomes = check_wire(lambda size, body: run(size, body), clauses=[NUMBERS["dies"], 2])
+    assert [outcome.skipped for outcome in outcomes] == ["", "it needs ranks that are processes"]
 
 
 def test_a_number_that_no_clause_has_is_refused():

@@ -70,7 +70,8 @@ class Clause(NamedTuple):
         needs: the feature that a wire has if it is for it; empty: it is for all.
         is_for_processes: it needs ranks that are processes.
         dies: ranks that end their processes.
-        memory: bytes that all ranks take together; above 0 it is tried if asked for.
+        copies: how many messages of `HUGE` bytes there are at once; with any, it is tried if asked
+            for.
     """
 
     sizes: tuple[int, ...]
@@ -79,7 +80,11 @@ class Clause(NamedTuple):
     needs: str = ""
     is_for_processes: bool = False
     dies: tuple[int, ...] = ()
-    memory: int = 0
+    copies: int = 0
+
+    def memory(self) -> int:
+        """Bytes that all ranks take together."""
+        return self.copies * HUGE
 
 
 CLAUSES: list[Clause] = []
@@ -92,12 +97,12 @@ def _clause(
     needs: str = "",
     processes: bool = False,
     dies: tuple[int, ...] = (),
-    memory: int = 0,
+    copies: int = 0,
 ) -> Callable[[Body], Body]:
     """Register the program of a rank as a clause, whose title is its docstring's first line."""
 
     def register(body: Body) -> Body:
-        CLAUSES.append(Clause(sizes, body, unless, needs, processes or bool(dies), dies, memory))
+        CLAUSES.append(Clause(sizes, body, unless, needs, processes or bool(dies), dies, copies))
         return body
 
     return register
@@ -800,7 +805,7 @@ def reduces(wire: Wire, soon: float) -> None:
             )
 
 
-@_clause(2, memory=5 * HUGE)
+@_clause(2, copies=6)
 def huge(wire: Wire, soon: float) -> None:
     """a message may be longer than 2 GiB, into a tensor and by size."""
     places = (0, HUGE // 2, HUGE - 4097, HUGE - 4096, HUGE - 1)  # bytes that are looked at

@@ -30,8 +30,8 @@ from .wire_clauses import CLAUSES, Clause
 class Run(Protocol):
     """Starts ranks: `run(size, body)` runs `body(wire)` on each of `size` new ranks.
 
-    It may have an attribute `are_processes`, true where the ranks are processes of their own: some
-    clauses need that.
+    It may have an attribute `are_processes`, true where the ranks are processes of their own, which
+    some clauses need. Only then is `dies` given.
     """
 
     def __call__(
@@ -124,7 +124,10 @@ def _outcome(
     def check() -> None:
         body = functools.partial(clause.body, soon=soon)
         for size in clause.sizes:
-            run(size, body, dies=clause.dies)
+            if clause.dies:
+                run(size, body, dies=clause.dies)
+            else:
+                run(size, body)
 
     return tried(number, title, check)
 
@@ -138,10 +141,11 @@ def _why_not(clause: Clause, run: Run, features: Features, thorough: bool) -> st
         return f"its features have no {clause.needs}"
     if clause.is_for_processes and not getattr(run, "are_processes", False):
         return "it needs ranks that are processes"
-    if clause.memory and not thorough:
-        return f"it takes {clause.memory / 2**30:.0f} GiB of memory, and is tried if asked for"
-    if clause.memory > psutil.virtual_memory().available:
-        return f"it takes {clause.memory / 2**30:.0f} GiB of memory, which are not free here"
+    memory = clause.memory()
+    if memory and not thorough:
+        return f"it takes {memory / 2**30:.0f} GiB of memory, and is tried if asked for"
+    if memory > psutil.virtual_memory().available:
+        return f"it takes {memory / 2**30:.0f} GiB of memory, which are not free here"
     return ""
 
 
