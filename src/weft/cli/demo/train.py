@@ -201,7 +201,7 @@ class _Sum(NamedTuple):
 def _starter(way: str, wire: Wire, tables: list[Tensor]) -> Callable[[Tensor], _Sum]:
     """What starts the sum of a table's gradient, by one way; collective."""
     # the sums of both tables are under way at once: torch's own gloo would corrupt memory
-    plain = dist.new_group(backend=gloo_of_one_thread()) if way == "torch" else None
+    plain: Any = dist.new_group(backend=gloo_of_one_thread()) if way == "torch" else None
     # kept from step to step: fresh pages would make this way slower
     buffers = {table: torch.zeros_like(table) for table in tables if way == "dense"}
 
@@ -217,6 +217,7 @@ def _starter(way: str, wire: Wire, tables: list[Tensor]) -> Callable[[Tensor], _
             rows, values = gradient._indices()[0], gradient._values()
             gradient = buffers[table].zero_().index_add_(0, rows, values)
         pending = dist.all_reduce(gradient, group=plain, async_op=True)
+        assert pending is not None  # as it is on a rank that is not in the group
 
         def mean() -> Tensor:
             pending.wait()
