@@ -79,8 +79,8 @@ class Listener:
 def on_call(listener: Callable[[CallStats], object]) -> Listener:
     """Have a function called after every call of weft's in this process, to count, log, or export.
 
-    It costs nothing where it is not used. A call that weft makes as a part of another one is
-    counted there.
+    Where it is not used, calls keep these figures all the same, for the flight recorder: that takes
+    0.2 µs for each wait. A call that weft makes as a part of another one is counted there.
 
     Args:
         listener: called with the `CallStats` of each call, in the thread that ran the call, which
