@@ -16,7 +16,7 @@ import torch
 import weft
 from weft.sparse.link import set_link
 from weft.testing import run
-from weft.wire import torchdist
+from weft.wire import framed as gloo_frames
 from weft.wire.link import Link
 from weft.wire.part import Part
 from weft.wire.tcp import connection
@@ -108,7 +108,7 @@ def attacked(wire, way, what):
             elif wire.rank == CULPRIT and what == "of a detector":
                 wire._detector._send([0], {"bye": ["nobody"]})
             elif wire.rank == CULPRIT and way == "torch":
-                framed(patch, torchdist, "_HEAD", lambda channel, length: (channel, -length))
+                framed(patch, gloo_frames, "_HEAD", lambda channel, length: (channel, -length))
             elif wire.rank == CULPRIT:
                 framed(patch, connection, "_FRAME", FRAMES[what])
             for _ in range(100):

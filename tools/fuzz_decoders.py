@@ -40,7 +40,7 @@ from weft import kernels
 from weft.sparse import codec
 from weft.sparse.link import set_link
 from weft.testing import run
-from weft.wire import base, torchdist
+from weft.wire import base, framed
 from weft.wire.failure import detector
 from weft.wire.link import Link
 from weft.wire.memory import Pool
@@ -190,9 +190,8 @@ class Group:
 
 def gloo():
     def read(message):
-        wire = torchdist.TorchWire(Group(message.numpy().tobytes()), 0, 2)
-        with contextlib.suppress(torchdist._NoFrameError):
-            wire._get(1, 0)
+        with contextlib.suppress(framed.NoFrameError):
+            framed._Frames(Group(message.numpy().tobytes()), 1).get()
 
     return [
         struct.pack("<qq", 3, n).ljust(1024, b"\0") + bytes(max(0, n - 1008)) for n in (0, 9, 3000)

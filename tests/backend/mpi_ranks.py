@@ -19,7 +19,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from weft.backend.mpi import TRANSPORT
 from weft.bootstrap.outcome import Outcome
 from weft.testing.pool import _loaded
 from weft.wire import default, mpi
@@ -32,9 +31,7 @@ def run(job: dict[str, Any], store: dist.Store, rank: int) -> Outcome:
     try:
         module, file, name = job["body"]
         body = getattr(_loaded(module, file), name)
-        wire = connect(
-            store, rank, job["size"], job["timeout"], name=job["name"], transport=TRANSPORT
-        )
+        wire = connect(store, rank, job["size"], job["timeout"], name=job["name"], wire="mpi")
         default.set(wire)
         return Outcome(rank, body(wire, *job["args"], **job["kwargs"]))
     except BaseException as error:
@@ -49,7 +46,7 @@ def run(job: dict[str, Any], store: dist.Store, rank: int) -> Outcome:
 def main() -> None:
     warnings.simplefilter("error")
     torch.set_num_threads(1)
-    rank = mpi.start(60.0).rank
+    rank = mpi.start_mpi(60.0).rank
     host, port = sys.argv[1].rsplit(":", 1)
     with Client((host, int(port)), authkey=bytes.fromhex(sys.argv[2])) as parent:
         parent.send(rank)

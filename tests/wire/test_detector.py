@@ -12,6 +12,7 @@ from contextlib import ExitStack
 
 import pytest
 
+from weft import WeftError, WireError
 from weft.wire.failure import detector as module
 from weft.wire.failure import links
 from weft.wire.failure.detector import Detector
@@ -51,14 +52,14 @@ class Peers:
         self.cuts: list[float] = []
         self.unread = {1: b"", 2: b""}
         self.links = SocketLinks(mesh)
-        self.watch = Detector(
-            0,
-            timeout,
-            self.links,
-            lambda verdict: self.cuts.append(time.monotonic()),
-            lambda: lambda: (7, "barrier"),
-        )
+        self.watch = Detector(0, timeout, self.links)
+        self.watch.call = lambda: lambda: (7, "barrier")
+        self.watch.guard(self)
         stack.callback(self.watch.close)
+
+    def abort(self, failure: Failure) -> None:
+        """As the wire that the detector guards."""
+        self.cuts.append(time.monotonic())
 
     def say(self, peer: int, **message: object) -> None:
         self.ends[peer].sendall(json.dumps(message).encode() + b"\n")
@@ -106,7 +107,7 @@ def test_a_reset_is_a_death(peers):
         near, _ = listener.accept()
         near.setblocking(False)
         with ExitStack() as stack:
-            watch = Detector(0, 20.0, SocketLinks({1: near}), lambda verdict: None, lambda: None)
+            watch = Detector(0, 20.0, SocketLinks({1: near}))
             stack.callback(watch.close)
             far.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, bytes([1, 0, 0, 0, 0, 0, 0, 0]))
             far.close()
@@ -139,6 +140,62 @@ def test_nonsense_breaks_the_wire_and_names_who_says_it(peers, line):
     three.ends[1].sendall(line + b"\n")
     assert three.settled().culprit == 1
     assert three.hear(2)["verdict"][0] == 1
+
+
+def exchanging(three: Peers, data: bytes) -> tuple[threading.Thread, list[object]]:
+    """Rank 0 exchanges in a thread; what it gets, or what it raises."""
+    results: list[object] = []
+
+    def exchange() -> None:
+        try:
+            results.append(three.watch.exchange(data))
+        except WireError as error:
+            results.append(error)
+
+    thread = threading.Thread(target=exchange)
+    thread.start()
+    return thread, results
+
+
+def test_ranks_exchange_bytes_in_rank_order(peers):
+    three = peers()
+    for number in (1, 2):
+        thread, results = exchanging(three, b"zero")
+        assert three.hear(1) == three.hear(2) == {"data": "emVybw==", "of": number}
+        three.say(2, data="dHdv", of=number)
+        three.say(1, data="b25l", of=number)
+        thread.join(10.0)
+        assert results == [[b"zero", b"one", b"two"]]
+
+
+@pytest.mark.parametrize(
+    ("fault", "culprit", "text"),
+    [
+        ("death", 2, "rank 2 died"),
+        ("leave", 2, "rank 2 left, after it raised (KeyError: 7)"),
+        ("silence", 2, "rank 2 did not come to make the wire within 1 s"),
+        ("nonsense", 2, "rank 2 sent what no detector says"),
+    ],
+)
+def test_an_exchange_ends_with_who_is_to_blame(peers, fault, culprit, text):
+    three = peers(1.0)
+    thread, results = exchanging(three, b"zero")
+    three.say(1, data="b25l", of=1)
+    if fault == "death":
+        three.ends[2].close()
+    elif fault == "leave":
+        three.say(2, bye="KeyError: 7")
+    elif fault == "nonsense":
+        three.say(2, data="no base64", of=1)
+    thread.join(10.0)
+    (error,) = results
+    assert isinstance(error, WireError) and error.culprit == culprit
+    assert text in str(error)
+
+
+def test_an_exchange_has_a_limit(peers):
+    with pytest.raises(WeftError, match=r"16385 bytes are too many .* which take 16384"):
+        peers().watch.exchange(bytes(module.EXCHANGED + 1))
 
 
 def test_it_tells_where_it_is(peers):

@@ -24,6 +24,7 @@ from weft import WeftError, WireError
 from weft.testing import processes, run
 from weft.wire import process_group
 from weft.wire.process_group import connect, of, of_group
+from weft.wire.registry import register_wire, unregister_wire
 
 on_processes = functools.partial(run, on="processes")
 
@@ -160,39 +161,41 @@ def test_what_is_no_group_is_refused():
 
 def test_who_did_not_join_is_named():
     began = time.monotonic()
-    with pytest.raises(WireError, match="rank 0: wire 'x' of 3 ranks: ranks 1 and 2 did not join"):
+    with pytest.raises(WireError, match="rank 0: group 'x' of 3 ranks: ranks 1 and 2 did not join"):
         connect(dist.HashStore(), 0, 3, 0.5, name="x")
     assert time.monotonic() - began < 5.0
 
 
-def test_a_wait_for_a_late_rank_counts_against_the_timeout_of_joining(monkeypatch):
+def test_a_wait_for_a_late_rank_counts_against_the_timeout_of_joining():
     left = {}
 
-    def join(store, rank, size, timeout, memory):
-        left[rank] = timeout
+    def make(start):
+        left[start.rank] = start.timeout
         raise RuntimeError("it is enough to know that")
 
     def joining(rank):
-        with pytest.raises(WireError, match="it is enough"):
-            connect(store, rank, 2, 60.0)
+        with pytest.raises(WeftError, match="it is enough"):
+            connect(store, rank, 2, 60.0, wire="late")
 
-    store, way = dist.HashStore(), process_group.Transport("tcp", join)
-    monkeypatch.setitem(process_group.TRANSPORTS, "tcp", way)
-    with ThreadPoolExecutor(2) as pool:
-        first = pool.submit(joining, 0)
-        time.sleep(1.0)
-        second = pool.submit(joining, 1)
-        first.result()
-        second.result()
+    store = dist.HashStore()
+    register_wire("late", make)
+    try:
+        with ThreadPoolExecutor(2) as pool:
+            first = pool.submit(joining, 0)
+            time.sleep(1.0)
+            second = pool.submit(joining, 1)
+            first.result()
+            second.result()
+    finally:
+        unregister_wire("late")
     assert left[0] <= 59.5 and left[0] < left[1]
 
 
-def test_who_joined_and_said_no_more_is_named():
-    """It ended, or was stopped, before it said where it listens."""
+def test_who_did_not_say_where_it_listens_is_named():
+    """It ended, or was stopped, before that."""
     store = dist.HashStore()
-    for key in ("transport/1", "transport/2", "endpoint/2"):
-        store.set(f"weft/x/1/{key}", '"tcp"')
-    with pytest.raises(WireError, match="ranks: rank 1 did not say where") as caught:
+    store.set("weft/x/1/statement/2", "{}")
+    with pytest.raises(WireError, match="ranks: rank 1 did not join") as caught:
         connect(store, 0, 3, 0.5, name="x")
     assert caught.value.culprit == 1
 

@@ -14,12 +14,10 @@ import torch.distributed as dist
 
 from .. import _torch
 from ..errors import WeftError
-from ..wire import mpi, process_group
+from ..wire import process_group
 from ..wire.base import plain
 from .group import Answers, PythonGroup, listed
 from .work import Posted
-
-TRANSPORT = process_group.Transport("mpi", mpi.join)
 
 
 class MpiGroup(PythonGroup):
@@ -29,7 +27,7 @@ class MpiGroup(PythonGroup):
         timeout: seconds that any one wait may last.
     """
 
-    transport = TRANSPORT  # how `process_group.of_group` joins the ranks
+    wire_name = "mpi"  # by which `process_group.of_group` joins the ranks
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)
@@ -42,7 +40,7 @@ class MpiGroup(PythonGroup):
             self._set_default_backend(kind)
         # made here, where all ranks take part: later messages concern two of them only
         self._messages = process_group.connect(
-            store, rank, size, self.timeout, name="messages", transport=TRANSPORT
+            store, rank, size, self.timeout, name="messages", wire=self.wire_name
         )
 
     def getBackendName(self) -> str:  # C++ asks by this name

@@ -155,7 +155,7 @@ def _group(wire: Wire | None) -> Setting:
 
 def _transport() -> Setting:
     try:
-        return Setting("transport", process_group.chosen().name, process_group.chosen_by())
+        return Setting("transport", process_group.chosen(), process_group.chosen_by())
     except WeftError as error:
         return Setting("transport", f"wrong: {error}", process_group.chosen_by())
 

@@ -267,7 +267,7 @@ def _set_up(asked: _Asked, env: Mapping[str, str]) -> str | None:
 def _check_same(wire: Wire, url: str | None, asked: _Asked) -> None:
     """Raise WeftError if the program asks for something else than what runs already."""
     _check_backend(asked.backend)
-    there = url, wire.timeout, process_group.chosen().name, slow.chosen()
+    there = url, wire.timeout, process_group.chosen(), slow.chosen()
     for name, wanted, found in zip(asked._fields[1:], asked[1:], there, strict=True):
         if wanted is not None and wanted != found:
             raise WeftError(

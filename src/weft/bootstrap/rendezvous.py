@@ -305,7 +305,7 @@ class Mpi:
 
     def open(self, launch: Launch, deadline: float) -> Rendezvous:
         try:
-            world = mpi.start(_left(deadline))
+            world = mpi.start_mpi(_left(deadline))
         except WeftError as error:
             raise WeftError(
                 f"rank {launch.rank}: mpirun started ranks on several hosts and does not tell "

@@ -32,7 +32,7 @@ from ..bootstrap.local import Rank, end, pump, receive, send
 from ..bootstrap.outcome import Outcome, place, results
 from ..errors import Error, WeftError
 from ..wire.base import Wire
-from ..wire.process_group import TRANSPORTS, connect
+from ..wire.process_group import connect
 from .pace import patient
 from .threads import outcome_on
 
@@ -303,8 +303,7 @@ def _connected(job: _Job, store: dist.Store, wires: dict[_Key, tuple[str, Wire]]
         wire = None
     if wire is None:
         transport, size, timeout = job.key
-        way = TRANSPORTS[transport]
-        wire = connect(store, job.rank, size, timeout, name=job.wire, transport=way)
+        wire = connect(store, job.rank, size, timeout, name=job.wire, wire=transport)
     wires[job.key] = job.wire, wire
     return wire
 

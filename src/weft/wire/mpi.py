@@ -1,11 +1,11 @@
-"""Messages through MPI, by mpi4py, for the wire over a process group (`torchdist`).
+"""The wire over MPI, by mpi4py; how messages travel is told in `framed`.
 
 Use it if MPI has a faster way between ranks than TCP, such as a fabric between hosts. Only `Isend`,
 `Irecv` and `Testsome` are used, on one duplicate of `COMM_WORLD`, so no call of MPI blocks. One
-thread polls for complete messages, and sleeps in between instead of keeping a core busy. Groups
-differ by tags: each rank gives each of its wires two numbers, `context` and the next one, and peers
-use them as tags of messages to this rank. MPI matches by receiver, sender and tag. So ranks need
-not agree on tags, and making a group is no collective of MPI.
+thread polls for complete messages, and sleeps in between instead of keeping a core busy. Wires, and
+the control links of groups, differ by tags: each rank gives each of them a number, its `context`,
+and peers use it as the tag of messages to this rank. MPI matches by receiver, sender and tag. So
+ranks need not agree on tags, and making a group is no collective of MPI.
 
 Source: MPI: A Message-Passing Interface Standard, version 3.1, chapters 3 and 12.
 """
@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import importlib
 import itertools
+import json
 import math
 import os
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -29,10 +29,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import WeftError, WireError
+from .framed import Carrier, FramedWire
 from .interface import Failure
-from .memory import Pool
+from .registry import Start
 from .store import told
-from .torchdist import TorchWire
 
 _YIELDS = 30  # polls with only a yield between them, before a wait sleeps
 _NAP = (2e-5, 5e-4)  # seconds of the shortest sleep of a wait, and of the longest at its start
@@ -50,7 +50,7 @@ class World:
         mpi: the module `mpi4py.MPI`.
         comm: weft's own duplicate of `COMM_WORLD`.
         rank, size: this rank and how many there are.
-        contexts: numbers for the wires of this rank, of which each has two.
+        contexts: numbers for the wires and control links of this rank.
         limit: the first number that does not fit into a tag.
         process: the one that MPI was started in.
         patience: seconds that the end of MPI waits for all ranks.
@@ -59,7 +59,7 @@ class World:
     def __init__(self, mpi: Any, comm: Any) -> None:
         self.mpi, self.comm = mpi, comm
         self.rank, self.size = comm.rank, comm.size
-        self.contexts = itertools.count(0, 2)
+        self.contexts = itertools.count()
         self.limit = 1 + (comm.Get_attr(mpi.TAG_UB) or 32767)  # what the standard promises
         self.process, self.patience = os.getpid(), math.inf
         self._posted: list[_Request] = []
@@ -146,7 +146,7 @@ class _Request(Future[None]):
 _world: World | None = None
 
 
-def start(timeout: float) -> World:
+def start_mpi(timeout: float) -> World:
     """Start MPI, unless it runs already; collective among all processes of `mpirun`.
 
     If it is started here, it ends when the process does, once all ranks have come that far.
@@ -235,22 +235,24 @@ def _naps() -> Iterator[float]:
 
 
 class _Messages:
-    """The `send` and `recv` of a process group, of one uint8 tensor with a tag of 0 or 1."""
+    """What carries frames: `send` and `recv` of one uint8 tensor, as a process group has them."""
 
     def __init__(self, world: World, context: int, peers: Sequence[Sequence[int]]) -> None:
         """`peers`: of each its rank in the world, and its context."""
-        self._world, self._context, self._peers = world, context, peers
+        self._world = world
+        self._context = context
+        self._peers = peers
 
     def send(self, tensors: list[Tensor], peer: int, tag: int) -> _Request:
         target, context = self._peers[peer]
-        return self._world.post(self._world.comm.Isend, tensors[0], target, context + tag)
+        return self._world.post(self._world.comm.Isend, tensors[0], target, context)
 
     def recv(self, tensors: list[Tensor], peer: int, tag: int) -> _Request:
         source, _ = self._peers[peer]
-        return self._world.post(self._world.comm.Irecv, tensors[0], source, self._context + tag)
+        return self._world.post(self._world.comm.Irecv, tensors[0], source, self._context)
 
 
-class MpiWire(TorchWire):
+class MpiWire(FramedWire):
     """One rank's end of a group whose messages go through MPI."""
 
     def __init__(self, messages: _Messages, rank: int, size: int, timeout: float) -> None:
@@ -269,26 +271,30 @@ class MpiWire(TorchWire):
         super().close()
 
 
-def join(
-    store: dist.Store, rank: int, size: int, timeout: float, memory: Pool
-) -> tuple[MpiWire, dict[int, socket.socket]]:
-    """Join the ranks that meet at a store; collective. For `process_group.connect`.
+def make(start: Start) -> MpiWire:
+    """Make this rank's end of the wire; for the registry.
 
-    Returns:
-        The wire, and the control link to each peer.
+    Raises:
+        WeftError: as `carrier_at`.
+    """
+    world = start_mpi(start.timeout)
+    own = [world.rank, _context(world, start.rank)]
+    places = [json.loads(each) for each in start.exchange(json.dumps(own).encode())]
+    wire = MpiWire(_Messages(world, own[1], places), start.rank, start.size, start.timeout)
+    wire.start()
+    return wire
+
+
+def carrier_at(store: dist.Store, rank: int, size: int, timeout: float) -> Carrier:
+    """What carries the control links of the ranks that meet at a store; collective.
 
     Raises:
         RuntimeError: from the store.
-        WeftError: MPI cannot be had, or this process has had more wires than tags can tell apart.
+        WeftError: MPI cannot be had, or this process has had more groups than tags can tell apart.
     """
     deadline = time.monotonic() + timeout
-    world = start(timeout)
-    context = next(world.contexts)
-    if context + 1 >= world.limit:
-        raise WeftError(
-            f"rank {rank}: this MPI's tags tell {world.limit // 2} wires apart, and there were as "
-            "many: make fewer groups"
-        )
+    world = start_mpi(timeout)
+    context = _context(world, rank)
     missing, left = "came, and then did not say its number in MPI", deadline - time.monotonic()
     places = told(store, "mpi", [world.rank, context], rank, size, left, missing)
     numbers = [number for number, _ in places]
@@ -297,6 +303,15 @@ def join(
             f"the {size} ranks have the numbers {numbers} in MPI, which does not see that they "
             "belong together: start them with the mpirun of the MPI that mpi4py finds"
         )
-    wire = MpiWire(_Messages(world, context, places), rank, size, timeout)
-    wire.start()
-    return wire, wire.links
+    return _Messages(world, context, places)
+
+
+def _context(world: World, rank: int) -> int:
+    """A number for what carries messages to this rank."""
+    context = next(world.contexts)
+    if context >= world.limit:
+        raise WeftError(
+            f"rank {rank}: this MPI's tags tell {world.limit // 2} groups apart, and there were as "
+            "many: make fewer groups"
+        )
+    return context

@@ -1,20 +1,18 @@
 """Wires between processes: from a store, from a process group, from a device mesh.
 
-weft's traffic never mixes with the caller's: a wire has sockets of its own (transport "tcp") or a
-process group of its own (transport "torch"), made from the store alone (never `new_group`, whose
-names and order the caller would have to keep). To add a transport, name it in `TRANSPORTS`.
+weft's traffic never mixes with the caller's: a group has sockets of its own (wire "tcp") or a
+process group of its own (wire "torch"), made from the store alone (never `new_group`, whose names
+and order the caller would have to keep). To add a wire, register it (`registry`).
 """
 
 from __future__ import annotations
 
 import functools
 import os
-import socket
 import threading
 import time
 import weakref
-from collections.abc import Callable
-from typing import NamedTuple, cast
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -22,36 +20,20 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .. import _torch
 from ..errors import WeftError, WireError
-from . import interface, recorder, torchdist
+from . import mpi, recorder, torch_gloo
+from .control import join_links
 from .failure import watch
-from .failure.links import SocketLinks
+from .failure.detector import Detector
+from .hosts import host_name
 from .memory import Pool
 from .processes import ProcessWire
-from .store import AbsentError, told
-from .tcp.endpoint import connect as tcp_connect
-from .tcp.wire import TcpWire
+from .registry import Start, make_wire, register_wire, wire_named, wire_names
+from .store import AbsentError
+from .tcp import wire as tcp
 
-Joined = tuple[interface.Wire, dict[int, socket.socket]]
-"""The wire of this rank, and its control link to each peer."""
-
-
-class Transport(NamedTuple):
-    """A way to join ranks.
-
-    Attributes:
-        name: by which a person asks for it.
-        join: given a store, a rank, a size, a timeout, and memory for receives by size; joins this
-            rank to all others; collective.
-    """
-
-    name: str
-    join: Callable[[dist.Store, int, int, float, Pool], Joined]
-
-
-TRANSPORTS = {
-    "tcp": Transport("tcp", tcp_connect),
-    "torch": Transport("torch", torchdist.join),
-}
+register_wire("tcp", tcp.make)
+register_wire("torch", torch_gloo.make)
+register_wire("mpi", mpi.make)
 
 _MOMENT = 0.1  # seconds
 
@@ -61,27 +43,27 @@ _locks: weakref.WeakKeyDictionary[dist.ProcessGroup, threading.Lock] = weakref.W
 _wires: weakref.WeakKeyDictionary[dist.ProcessGroup, ProcessWire] = weakref.WeakKeyDictionary()
 
 
-def choose(transport: str | None, slow: float | None = None) -> None:
-    """Set the transport of wires that are made from now on, and `slow`, their seconds of a wait
-    until a line about it is printed. None: the environment's."""
+def choose(wire: str | None, slow: float | None = None) -> None:
+    """Set the wire of groups that are made from now on, and `slow`, their seconds of a wait until a
+    line about it is printed. None: the environment's."""
     global _asked
-    _asked = transport
+    _asked = wire
     watch.choose(slow)
 
 
-def chosen() -> Transport:
-    """The transport that `choose` set, else WEFT_TRANSPORT's, else WEFT_SAFE's.
+def chosen() -> str:
+    """The name of the wire that `choose` set, else WEFT_TRANSPORT's, else WEFT_SAFE's.
 
     Raises:
-        WeftError: there is no such transport.
+        WeftError: there is no such wire.
     """
     safe = "torch" if os.environ.get("WEFT_SAFE") == "1" else "tcp"
     name = _asked or os.environ.get("WEFT_TRANSPORT") or safe
-    if name not in TRANSPORTS:
-        known = " or ".join(map(repr, TRANSPORTS))
+    if name not in wire_names():
+        known = ", ".join(map(repr, wire_names()))
         where = "" if _asked else " (of WEFT_TRANSPORT)"
-        raise WeftError(f"{_me()}transport {name!r}{where} is unknown: use {known}")
-    return TRANSPORTS[name]
+        raise WeftError(f"{_me()}wire {name!r}{where} is unknown: use one of {known}")
+    return name
 
 
 def chosen_by() -> str:
@@ -100,78 +82,84 @@ def connect(
     timeout: float,
     *,
     name: str = "world",
-    transport: Transport | None = None,
+    wire: str | None = None,
+    process_group: dist.ProcessGroup | None = None,
 ) -> ProcessWire:
-    """Join the ranks of a group into a wire; collective, all with the same name.
+    """Join ranks that share a store into a group; collective, all with the same name.
 
-    Only this function and `sub` use the store, so it may end with its host afterwards. Wires of one
-    name may be made at one store, one after the other.
+    Only this function and `sub` use the store, so it may end with its host afterwards. Groups of
+    one name may be made at one store, one after the other.
 
     Args:
         store: any store that all ranks share; all keys begin with `weft/{name}`.
         rank: this rank, from 0.
         size: how many ranks there are; one alone opens nothing.
         timeout: seconds that joining as a whole, and then any one wait, may last.
-        name: tells wires that are made at the same time apart.
-        transport: how, for this wire and its parts; the same on every rank. None: the chosen one.
+        name: tells groups that are made at the same time apart.
+        wire: the name of what carries bytes, in this group and in those that are split off; the
+            same on every rank. None: the chosen one.
+        process_group: torch's, that the group is made for; for wires that use it.
 
     Raises:
-        WeftError: the rank is none of them; or the ranks use different transports, or some rank
-            may not open as many files as its connections are, which every rank is told.
-        WireError: somebody did not come in time.
+        WeftError: the rank is none of them; or, on every rank: the ranks were asked for different
+            wires, or some rank cannot have its end of the wire, or may not open as many files as
+            its connections are.
+        WireError: somebody did not come in time, or died.
 
     Example:
         >>> import torch
-        >>> wire = connect(dist.HashStore(), 0, 1, timeout=5.0)
-        >>> wire.dense_all_reduce(torch.ones(2), "sum").wait()
+        >>> group = connect(dist.HashStore(), 0, 1, timeout=5.0)
+        >>> group.dense_all_reduce(torch.ones(2), "sum").wait()
         [tensor([1., 1.])]
-        >>> wire.close()
+        >>> group.close()
     """
     if not 0 <= rank < size:
         raise WeftError(f"rank {rank} is none of {size} ranks")
-    way = transport or chosen()
+    chosen_wire = wire or chosen()
     deadline = time.monotonic() + timeout
     memory = Pool()
-    wire: interface.Wire = TcpWire(rank, size, {}, memory)  # which opens nothing
-    links: SocketLinks | None = None
-    space = store
-    if size > 1:
-        try:
-            generation = store.add(f"weft/{name}/{rank}", 1)
-            space = dist.PrefixStore(f"weft/{name}/{generation}", store)
-            if transport is None:
-                _agree_on(way, space, rank, size, timeout)
-            # at least a moment: then who is missing says so, and not that no time was left
-            left = max(deadline - time.monotonic(), _MOMENT)
-            wire, sockets = way.join(space, rank, size, left, memory)
-            links = SocketLinks(sockets, f"weft detector {rank}")
-        except (RuntimeError, OSError) as error:  # of the store, of the sockets
-            late = error.ranks if isinstance(error, AbsentError) else []
-            who = str(error) if late else f"it was not joined: {error}"
-            raise WireError(
-                f"rank {rank}: wire {name!r} of {size} ranks: {who} before the timeout of "
-                f"{timeout:g} s; see that all ranks were started and reach each other",
-                rank=rank,
-                culprit=late[0] if late else None,
-            ) from error
-    part = functools.partial(connect, space, timeout=timeout, transport=way)
-    return ProcessWire(timeout, wire, links, memory, part)
+    if size == 1:
+        part = functools.partial(connect, store, timeout=timeout, wire=chosen_wire)
+        return ProcessWire(timeout, tcp.TcpWire(rank, size, {}, memory), None, memory, part)
+    try:
+        generation = store.add(f"weft/{name}/{rank}", 1)
+        space = dist.PrefixStore(f"weft/{name}/{generation}", store)
+        links = join_links(space, rank, size, timeout, chosen_wire)
+    except (RuntimeError, OSError) as error:  # of the store, of the sockets
+        raise _not_joined(error, rank, size, name, timeout) from error
+    detector = Detector(rank, timeout, links, watch.chosen())
+    start = Start(
+        rank=rank,
+        size=size,
+        device=torch.device("cpu"),
+        # at least a moment: then who is missing says so, and not that no time was left
+        timeout=max(deadline - time.monotonic(), _MOMENT),
+        host=host_name(),
+        exchange=detector.exchange,
+        memory=memory,
+        process_group=process_group,
+        store=dist.PrefixStore("wire", space),
+    )
+    try:
+        made = make_wire(chosen_wire, wire_named(chosen_wire), start)
+    except BaseException:
+        detector.close()
+        raise
+    detector.guard(made)
+    part = functools.partial(connect, space, timeout=timeout, wire=chosen_wire)
+    return ProcessWire(timeout, made, detector, memory, part)
 
 
-def _agree_on(way: Transport, store: dist.Store, rank: int, size: int, timeout: float) -> None:
-    """See that all ranks use one transport: they come from the ranks' environments.
-
-    Raises:
-        WeftError: they do not; the same on every rank.
-        RuntimeError: from the store.
-    """
-    said = told(store, "transport", way.name, rank, size, timeout, "did not join")
-    if len(set(said)) > 1:
-        other = next(peer for peer, its in enumerate(said) if its != said[0])
-        raise WeftError(
-            f"rank 0 uses transport {said[0]!r}, and rank {other} {said[other]!r}: give all ranks "
-            "the same WEFT_TRANSPORT, WEFT_SAFE and weft.init(transport=)"
-        )
+def _not_joined(error: Exception, rank: int, size: int, name: str, timeout: float) -> WireError:
+    """The error where the store or the sockets failed."""
+    late = error.ranks if isinstance(error, AbsentError) else []
+    who = str(error) if late else f"it was not joined: {error}"
+    return WireError(
+        f"rank {rank}: group {name!r} of {size} ranks: {who} before the timeout of {timeout:g} s; "
+        "see that all ranks were started and reach each other",
+        rank=rank,
+        culprit=late[0] if late else None,
+    )
 
 
 def of(group: object) -> ProcessWire:
@@ -236,8 +224,10 @@ def of_group(group: dist.ProcessGroup | None, *, timeout: float | None = None) -
             own = getattr(group, "timeout", None)  # of a backend of weft's
             limit = timeout or own or _torch.timeout_of(group)
             # a backend of weft's says itself how its ranks are joined
-            way: Transport | None = getattr(group, "transport", None)
-            wire = connect(store, group.rank(), group.size(), limit, transport=way)
+            asked: str | None = getattr(group, "wire_name", None)
+            wire = connect(
+                store, group.rank(), group.size(), limit, wire=asked, process_group=group
+            )
             name = "world" if group is dist.group.WORLD else group.group_name
             wire._label = recorder.begin(dist.get_rank(), dist.get_world_size(), name)
             wire.global_ranks = tuple(dist.get_process_group_ranks(group))

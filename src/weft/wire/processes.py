@@ -20,9 +20,7 @@ from torch import Tensor
 from ..errors import WireError
 from . import interface
 from .base import Pending, Recv, Send, Wire, chosen
-from .failure import watch
 from .failure.detector import Detector
-from .failure.links import ControlLinks
 from .failure.verdict import Verdict
 from .hosts import host_name
 from .interface import Failure, WireFailed
@@ -39,7 +37,7 @@ class ProcessWire(Wire):
         self,
         timeout: float,
         wire: interface.Wire,
-        links: ControlLinks | None,
+        detector: Detector | None,
         memory: Pool,
         part: Callable[..., Wire],
     ) -> None:
@@ -47,7 +45,7 @@ class ProcessWire(Wire):
         Args:
             timeout: seconds that any one wait may last.
             wire: of the same ranks; the group closes it.
-            links: the control links to the peers, which the group closes; None: it has no peers.
+            detector: beside the wire; the group closes it. None: there are no peers.
             memory: where workspaces are leased from, if not from the wire.
             part: makes the group of some ranks: given rank, size, `name`.
         """
@@ -58,18 +56,11 @@ class ProcessWire(Wire):
         self._parts_made = 0
         self.closed = False
         self._broken: Verdict | None = None  # what every use raises
-        self._detector: Detector | None = None
-        if links is not None:
-            self._detector = Detector(
-                self.rank,
-                timeout,
-                links,
-                lambda verdict: wire.abort(Failure("aborted", verdict.culprit, verdict.text)),
-                weakref.WeakMethod(self._call),
-                watch.chosen(),
-            )
+        self._detector = detector
+        if detector is not None:
+            detector.call = weakref.WeakMethod(self._call)
         # bye when the group is dropped, and at exit: of multiprocessing's processes, too
-        self._leave = Finalize(self, _leave, (self._detector, wire), exitpriority=0)
+        self._leave = Finalize(self, _leave, (detector, wire), exitpriority=0)
 
     def _post(self, sends: Sequence[Send], recvs: Sequence[Recv], channel: int) -> Pending:
         self._check()

@@ -14,6 +14,7 @@ up once in that time, and checks whether a wait has lasted that long. After the 
 
 from __future__ import annotations
 
+import base64
 import json
 import logging
 import math
@@ -24,11 +25,15 @@ from collections.abc import Callable, Sequence, Set
 from dataclasses import astuple, replace
 from typing import Any, Protocol
 
+from ...errors import WeftError, WireError
 from .. import recorder
-from ..interface import Failure
+from ..interface import Failure, Wire
 from . import last_error, watch
 from .links import ControlLinks, News
-from .verdict import Place, Verdict, judge, left
+from .verdict import Place, Verdict, judge, left, names
+
+EXCHANGED = 1 << 14
+"""Bytes that may be exchanged at once over control links."""
 
 _ANSWER = 0.7  # seconds in which ranks must say where they are
 _LATE = 0.5  # a thread that wakes up so many seconds late concludes that its process was paused
@@ -60,6 +65,8 @@ class Detector:
         since: when the current wait began or, without one, when the last ended; by
             `time.monotonic`. If this rank was paused in a wait, it is when the pause ended.
         began: when the last wait began, without regard to pauses.
+        call: a weak reference to a function that returns how many calls were started, and the name
+            of the one that runs.
     """
 
     def __init__(
@@ -67,8 +74,6 @@ class Detector:
         rank: int,
         timeout: float,
         links: ControlLinks,
-        end_waits: Callable[[Verdict], None],
-        call: Callable[[], Callable[[], tuple[int, str]] | None],
         slow: float = math.inf,
         standing: Callable[[], str] = watch.standing,
     ) -> None:
@@ -78,9 +83,6 @@ class Detector:
             rank: this rank.
             timeout: seconds that any one wait may last.
             links: to the peers; the detector closes them.
-            end_waits: ends this rank's waits, on account of a verdict; any thread may call it.
-            call: a weak reference to a function that returns how many calls were started, and the
-                name of the one that runs.
             slow: seconds of a wait after which a line about it is printed, once.
             standing: where the rank's program is, as "file:line in function", or "".
         """
@@ -92,8 +94,8 @@ class Detector:
         self.waiting: Wait | None = None
         self.since = self.began = time.monotonic()
         self.links = links
-        self._end_waits = end_waits
-        self._call = call
+        self.call: Callable[[], Callable[[], tuple[int, str]] | None] = lambda: None
+        self._wires: list[Wire] = []
         self._standing = standing
         self._read: dict[int, bytes] = dict.fromkeys(links.peers(), b"")  # of lines not complete
         self._lock = threading.RLock()
@@ -103,7 +105,18 @@ class Detector:
         self._suspect: tuple[Wait | None, Verdict | None] | None = None
         self._inquiry: _Inquiry | None = None
         self._inquiries = 0
+        self._exchanges = 0
+        self._exchanged: dict[tuple[int, int], bytes] = {}  # by peer and number of the exchange
+        self._heard = threading.Condition()  # notified when something came that `exchange` awaits
         links.start(self)
+
+    def guard(self, wire: Wire) -> None:
+        """Abort a wire of these ranks as soon as there is a verdict."""
+        with self._lock:
+            self._wires.append(wire)
+            verdict = self.verdict
+        if verdict is not None:
+            wire.abort(Failure("aborted", verdict.culprit, verdict.text))
 
     def begin(self, wait: Wait) -> None:
         """Note that the thread that uses the wire begins to wait."""
@@ -126,9 +139,54 @@ class Detector:
             self._send(self.links.peers(), {"verdict": [verdict.culprit, verdict.text]})
         recorder.write(verdict.text)  # before a wait that ends now raises, and writes it, too
         self._settled.set()
+        self._notify()
         _log.error("rank %d: %s", self.rank, verdict.text)
-        self._end_waits(verdict)
+        for wire in self._wires:
+            wire.abort(Failure("aborted", verdict.culprit, verdict.text))
         return verdict
+
+    def exchange(self, data: bytes) -> list[bytes]:
+        """Send bytes to all ranks; every rank's bytes, in rank order. Collective.
+
+        Raises:
+            WeftError: these are more than `EXCHANGED` bytes.
+            WireError: a rank died, or left, or did not come within the timeout.
+        """
+        if len(data) > EXCHANGED:
+            raise WeftError(
+                f"rank {self.rank}: {len(data)} bytes are too many to exchange over control links, "
+                f"which take {EXCHANGED}"
+            )
+        self._exchanges += 1
+        number = self._exchanges
+        peers = self.links.peers()
+        self._send(peers, {"data": base64.b64encode(data).decode(), "of": number})
+
+        def missing() -> list[int]:
+            return [peer for peer in self._read if (peer, number) not in self._exchanged]
+
+        def is_over() -> bool:
+            late = missing()
+            return not late or self.verdict is not None or not self.left.keys().isdisjoint(late)
+
+        with self._heard:
+            self._heard.wait_for(is_over, self.timeout)
+        if late := missing():
+            raise self._not_exchanged(late)
+        everyones = {peer: self._exchanged.pop((peer, number)) for peer in self._read}
+        everyones[self.rank] = data
+        return [everyones[rank] for rank in sorted(everyones)]
+
+    def _not_exchanged(self, late: Sequence[int]) -> WireError:
+        """The error where these ranks' bytes did not come."""
+        gone = next((peer for peer in late if peer in self.left), None)
+        if gone is not None:
+            verdict = self.settle(left(gone, self.left[gone]))
+        else:
+            text = f"{names(late)} did not come to make the wire within {self.timeout:g} s"
+            verdict = self.settle(Verdict(late[0], text))
+        text = f"rank {self.rank}: {verdict.text}; start the group again"
+        return WireError(text, rank=self.rank, culprit=verdict.culprit)
 
     def explain(self, failure: Failure, wait: Wait | None) -> Verdict:
         """The verdict behind what a wire raised here, which this may take about a second to find.
@@ -282,7 +340,7 @@ class Detector:
             watch.tell(self.rank, mine.seconds, (mine.calls, mine.doing), "; ".join(why))
 
     def _place(self) -> Place:
-        call = self._call()
+        call = self.call()
         calls, doing = call() if call is not None else (0, "")
         waiting, since = self.waiting, self.since
         awaits = None if waiting is None else waiting.peer()
@@ -306,6 +364,10 @@ class Detector:
                 return
             self._on_message(peer, message)
 
+    def _notify(self) -> None:
+        with self._heard:
+            self._heard.notify_all()
+
     def _death_of(self, peer: int, error: str) -> str:
         """What the end of a link means, without a bye."""
         if error:
@@ -318,6 +380,10 @@ class Detector:
             self.settle(Verdict(culprit, text))
         elif "bye" in message:
             self.left[peer] = str(message["bye"])
+            self._notify()
+        elif "data" in message:
+            self._exchanged[peer, message["of"]] = base64.b64decode(message["data"])
+            self._notify()
         elif "ask" in message:
             place = self._place()
             self._send([peer], {"here": astuple(place), "to": message["ask"]})
@@ -336,6 +402,9 @@ def _parsed(line: bytes, ranks: Set[int]) -> dict[str, Any]:
         case (({"verdict": [None, str()]} | {"bye": str()} | {"ask": int()}), 1):
             return message
         case {"verdict": [int() as culprit, str()]}, 1 if culprit in ranks:
+            return message
+        case {"data": str() as data, "of": int()}, 2:
+            base64.b64decode(data, validate=True)
             return message
         case {
             "here": [int(), str(), None | int(), int() | float() as s, str(), str()],

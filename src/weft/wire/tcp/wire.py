@@ -16,6 +16,7 @@ calls.
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import os
 import select
@@ -23,15 +24,20 @@ import socket
 import threading
 import time
 from collections.abc import Mapping, Sequence, Set
+from dataclasses import astuple
 
 import torch
 from torch import Tensor
 
 from .. import shm
+from ..hosts import digest_of
 from ..interface import Failure, Features, Recv, Send, WireFailed
 from ..memory import Lease, Pool
+from ..registry import Start
 from . import connection
+from .address import own_address
 from .connection import Block, Connection, Receive
+from .listener import MESSAGES, STRANGERS, Endpoint, Listener
 
 INLINE = 1 << 16
 """Bytes of a message up to which it goes through the socket, also to whoever maps the segment."""
@@ -41,6 +47,8 @@ _LEFT = 0.1  # seconds that a close waits for whoever moves something
 _FAREWELL = 5.0  # seconds in which a close sends what is left
 _AWAKE = 50e-6  # seconds that a wait looks by itself before it sleeps until it is woken
 _LONGEST = 3600.0  # seconds of one sleep; a wait without a limit sleeps again
+_BUFFER = 4 << 20  # bytes of a Unix socket's buffers; with the small default it is 4 times slower
+_SHORTEST = 0.1  # seconds that peers have at least to pass their segments
 
 _Received = tuple[Connection, Receive]
 _Message = tuple[Connection, Receive | connection.Send]
@@ -438,3 +446,36 @@ class TcpPending:
             or self._wire.failure() is not None
             or self._wire.is_lost(self._messages)
         )
+
+
+def make(start: Start) -> TcpWire:
+    """Connect this rank to all others, and map the memory of those of its host; for the registry.
+
+    Raises:
+        OSError: from the sockets.
+    """
+    deadline = time.monotonic() + start.timeout
+    address = own_address(start.store)
+    with Listener(address, start.size + STRANGERS, digest_of(start.host).hex()) as listener:
+        peers = _exchange_endpoints(start, listener.endpoint)
+        sockets = listener.connect(start.rank, peers, MESSAGES, deadline)
+    try:
+        near = {peer: sock for peer, sock in sockets.items() if sock.family == socket.AF_UNIX}
+        for sock in near.values():
+            sock.settimeout(max(deadline - time.monotonic(), _SHORTEST))
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _BUFFER)
+        segment = shm.Segment.make() if near else None
+        seen, seen_by = shm.exchange(segment, near)
+    except BaseException:
+        for sock in sockets.values():
+            sock.close()
+        raise
+    return TcpWire(start.rank, start.size, sockets, start.memory, segment, seen, seen_by)
+
+
+def _exchange_endpoints(start: Start, own: Endpoint) -> dict[int, Endpoint]:
+    """Where each other rank listens."""
+    messages = start.exchange(json.dumps(astuple(own)).encode())
+    endpoints = [Endpoint(*json.loads(message)) for message in messages]
+    return {peer: each for peer, each in enumerate(endpoints) if peer != start.rank}

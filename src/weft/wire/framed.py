@@ -1,16 +1,11 @@
-"""The wire over a ProcessGroup of torch.distributed: the plain, slow way, and the one to trust.
+"""Messages in frames: a wire, and control links, over what sends and receives whole tensors.
 
-All bytes, those of the control links too, go by `send` and `recv` of uint8 tensors on a group of
-weft's own: no memory is shared, and only torch opens sockets. Use it to compare when a result looks
-wrong (`WEFT_SAFE=1`), or if a process may not open sockets of its own.
-
-A send of torch must meet a receive of the same size, and a wait of gloo can neither be polled nor
-ended. So each peer has two lanes, by torch's tags: one for messages, one for its control link. Each
-lane has a thread that only receives, and one that only sends. A frame has a first part of fixed
-size, which says the length; the rest follows in pieces, so that what control links say can come in
-between. Messages are received into memory of the wire's own. So one that comes before its receive
-is posted can be kept, no rank waits in a send for what another rank does first, and after a failure
-nothing is written to memory of others.
+That is a ProcessGroup of torch's (`torch_gloo`), or MPI (`mpi`). There a send must meet a receive
+of the same size, and a wait of gloo can neither be polled nor ended. So each peer has a thread that
+only receives, and one that only sends. A frame has a first part of fixed size, which says the
+length; the rest follows in pieces. Messages are received into memory of the wire's own. So one that
+comes before its receive is posted can be kept, no rank waits in a send for what another rank does
+first, and after a failure nothing is written to memory of others.
 """
 
 from __future__ import annotations
@@ -29,27 +24,23 @@ from datetime import timedelta
 from typing import Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from .. import _torch
 from .base import memory_of
 from .interface import Failure, Features, Recv, Send, WireFailed
-from .memory import Pool, fresh
-from .tcp.address import gloo_interfaces
+from .memory import fresh
 
-_MESSAGES, _CONTROL = range(2)  # lanes
 _HEAD = struct.Struct("<qq")  # of a frame: its channel and its bytes
 _FIRST = 1024  # bytes of the first part of a frame, head and all
 _INLINE = _FIRST - _HEAD.size
 _PIECE = 1 << 20  # bytes of the rest that are sent at a time
-_END = -1  # a channel: nothing more comes on this lane
+_END = -1  # a channel: nothing more comes
 _NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
 _FOREVER = timedelta(days=1000)  # the group has the deadlines
 _PATIENCE = 5.0  # seconds in which peers that are alive answer a farewell
 
 
-class _NoFrameError(Exception):
+class NoFrameError(Exception):
     """A peer sent what is no frame."""
 
 
@@ -66,6 +57,73 @@ class Carrier(Protocol):
     def send(self, tensors: list[Tensor], peer: int, tag: int) -> Waitable: ...
 
     def recv(self, tensors: list[Tensor], peer: int, tag: int) -> Waitable: ...
+
+
+class _Frames:
+    """The frames between this rank and one peer; one thread puts, another gets."""
+
+    def __init__(self, carrier: Carrier, peer: int) -> None:
+        self._carrier = carrier
+        self._peer = peer
+
+    def put(self, channel: int, data: Tensor) -> None:
+        """Send one frame.
+
+        Raises:
+            RuntimeError: it will not go.
+        """
+        first = torch.zeros(_FIRST, dtype=torch.uint8, device="cpu")
+        _HEAD.pack_into(first.numpy().data, 0, channel, len(data))
+        first[_HEAD.size :][: len(data)] = data[:_INLINE]
+        self._carrier.send([first], self._peer, 0).wait(_FOREVER)
+        for start in range(_INLINE, len(data), _PIECE):
+            self._carrier.send([data[start : start + _PIECE]], self._peer, 0).wait(_FOREVER)
+
+    def end(self) -> None:
+        """Say that nothing more comes."""
+        self.put(_END, _NOTHING)
+
+    def get(self) -> tuple[int, Tensor] | None:
+        """The next frame's channel and bytes; None: it was the last.
+
+        Raises:
+            RuntimeError: nothing more comes.
+            NoFrameError: what came makes no sense.
+        """
+        first = torch.empty(_FIRST, dtype=torch.uint8, device="cpu")
+        self._carrier.recv([first], self._peer, 0).wait(_FOREVER)
+        channel, count = _HEAD.unpack_from(first.numpy().data)
+        try:
+            data = fresh((count,), torch.uint8) if channel >= _END else None
+        except (RuntimeError, MemoryError, OverflowError):  # fewer than none, or too many
+            data = None
+        if data is None:
+            raise NoFrameError(f"a frame of {count} bytes for channel {channel}")
+        data[:_INLINE] = first[_HEAD.size :][:count]
+        for start in range(_INLINE, count, _PIECE):
+            self._carrier.recv([data[start : start + _PIECE]], self._peer, 0).wait(_FOREVER)
+        return None if channel == _END else (channel, data)
+
+
+class _Threads:
+    """The threads of all peers; each runs a loop until a farewell, or an error of the carrier."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._threads: list[threading.Thread] = []
+
+    def start(self, body: Callable[[int], None], peer: int) -> None:
+        name = f"weft {body.__name__.strip('_')} {self._rank}-{peer}"
+        thread = threading.Thread(target=body, args=[peer], name=name, daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def join(self) -> None:
+        """Wait until they have ended, as they soon do where the peers are alive."""
+        until = time.monotonic() + _PATIENCE
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(max(0.0, until - time.monotonic()))
 
 
 class _Incoming:
@@ -121,12 +179,8 @@ _Message = tuple[int, _Incoming | _Outgoing]
 """A message under way, and its peer."""
 
 
-class TorchWire:
-    """One rank's end of a group; a `weft.wire.interface.Wire`.
-
-    Attributes:
-        links: a socket to each peer for the control links, whose bytes the group carries.
-    """
+class FramedWire:
+    """One rank's end of a group; a `weft.wire.interface.Wire`."""
 
     def __init__(self, carrier: Carrier, rank: int, size: int) -> None:
         """Nobody else uses the carrier."""
@@ -134,8 +188,8 @@ class TorchWire:
         self.size = size
         self.device = torch.device("cpu")
         self.features = Features()
-        self.links: dict[int, socket.socket] = {}
-        self._carrier: Carrier | None = carrier
+        self._frames = {peer: _Frames(carrier, peer) for peer in range(size) if peer != rank}
+        self._threads = _Threads(rank)
         self._process = os.getpid()
         self._changed = threading.Condition()  # with its lock held these are read and written:
         self._asked: dict[tuple[int, int], deque[_Incoming]] = defaultdict(deque)  # peer, channel
@@ -144,28 +198,18 @@ class TorchWire:
         self._left: set[int] = set()  # peers that said that nothing more comes
         self._failure: Failure | None = None
         self._outgoing: dict[int, queue.SimpleQueue[tuple[int, _Outgoing] | None]] = {}
-        self._far_ends: dict[int, socket.socket] = {}  # the other ends of `links`
-        self._threads: list[threading.Thread] = []
+        for peer in self._frames:
+            self._outgoing[peer] = queue.SimpleQueue()
 
     def start(self) -> None:
         """Start the threads of each peer."""
-        for peer in range(self.size):
-            if peer == self.rank:
-                continue
-            self._outgoing[peer] = queue.SimpleQueue()
-            self.links[peer], self._far_ends[peer] = socket.socketpair()
-            self.links[peer].setblocking(False)
-            for body in (self._receive, self._send, self._hear, self._say):
-                name = f"weft {body.__name__.strip('_')} {self.rank}-{peer}"
-                thread = threading.Thread(
-                    target=self._run, args=(body, peer), name=name, daemon=True
-                )
-                self._threads.append(thread)
-                thread.start()
+        for peer in self._frames:
+            self._threads.start(self._receive, peer)
+            self._threads.start(self._send, peer)
 
     def post(
         self, sends: Sequence[Send] = (), recvs: Sequence[Recv] = (), channel: int = 0
-    ) -> TorchPending:
+    ) -> FramedPending:
         messages: list[_Message] = []
         with self._changed:
             if self._failure is not None:
@@ -179,7 +223,7 @@ class TorchWire:
             send = _Outgoing(tensor)
             self._outgoing[peer].put((channel, send))
             messages.append((peer, send))
-        return TorchPending(self, messages, len(recvs))
+        return FramedPending(self, messages, len(recvs))
 
     def lease(self, nbytes: int) -> None:
         """Any memory is as good: None."""
@@ -195,20 +239,13 @@ class TorchWire:
         return self._failure
 
     def close(self) -> None:
-        if os.getpid() != self._process:  # the parent's threads carry on there
-            for sock in self._far_ends.values():
-                sock.close()
-            return
+        if os.getpid() != self._process:
+            return  # the threads are the parent's
         self.abort(Failure("aborted", None, "this end was closed"))
         for outgoing in self._outgoing.values():
             outgoing.put(None)  # behind what was sent
-        until = time.monotonic() + _PATIENCE
-        for thread in self._threads:
-            if thread is not threading.current_thread():
-                thread.join(max(0.0, until - time.monotonic()))
-        self._carrier = None
-        for sock in self._far_ends.values():
-            sock.close()
+        self._threads.join()
+        self._frames.clear()  # the carrier goes with them
 
     def is_lost(self, peer: int, message: _Incoming | _Outgoing) -> bool:
         """Whether a message can come no more, or not go; with the lock held."""
@@ -263,116 +300,53 @@ class TorchWire:
             self._lost.setdefault(peer, why)
             self._changed.notify_all()
 
-    def _refuse(self, peer: int, what: str, body: Callable[[int], None] | None = None) -> None:
-        """Fail, because a peer sent an invalid message; `body` is of the thread that received it.
-
-        What came for the control link is told to the detector, which finds that it is nonsense:
-        else it would take the end of the link, which follows, for the peer's death.
-        """
+    def _refuse(self, peer: int, what: str) -> None:
+        """Fail, because a peer sent an invalid message."""
         self.abort(Failure("garbled", peer, f"rank {peer} sent {what}"))
-        if body == self._hear:
-            self._far_ends[peer].sendall(what.encode() + b"\n")
 
     # the threads of one peer
 
-    def _run(self, body: Callable[[int], None], peer: int) -> None:
-        """Run one thread's loop until a farewell, an error of the group, or a closed socket."""
-        with contextlib.suppress(OSError):
-            try:
-                body(peer)
-            except _NoFrameError as error:
-                self._refuse(peer, str(error), body)
-            except RuntimeError:
-                self._lose(peer, "nothing more comes")
-            finally:
-                if body in (self._hear, self._say):
-                    self._far_ends[peer].shutdown(socket.SHUT_RDWR)  # the end of the link
-
     def _receive(self, peer: int) -> None:
-        while (frame := self._get(peer, _MESSAGES)) is not None:
-            channel, message = frame
+        frames = self._frames[peer]
+        try:
+            while (frame := frames.get()) is not None:
+                channel, message = frame
+                with self._changed:
+                    self._came[peer, channel].append(message)
+                    self._deliver(peer, channel)
+                    self._changed.notify_all()
+        except NoFrameError as error:
+            self._refuse(peer, str(error))
+        except RuntimeError:
+            self._lose(peer, "nothing more comes")
+        else:
             with self._changed:
-                self._came[peer, channel].append(message)
-                self._deliver(peer, channel)
+                self._left.add(peer)
                 self._changed.notify_all()
-        with self._changed:
-            self._left.add(peer)
-            self._changed.notify_all()
         self._outgoing[peer].put(None)  # so that its thread ends, too
 
     def _send(self, peer: int) -> None:
-        while (item := self._outgoing[peer].get()) is not None:
-            channel, send = item
-            nbytes = len(send.memory)
-            data = torch.frombuffer(send.memory, dtype=torch.uint8) if nbytes else _NOTHING
-            self._put(peer, _MESSAGES, channel, data)
-            with self._changed:
-                send.done = True
-                self._changed.notify_all()
-            del item, send  # the caller's: not this idle thread's
-        self._put(peer, _MESSAGES, _END, _NOTHING)
+        frames = self._frames[peer]
+        try:
+            while (item := self._outgoing[peer].get()) is not None:
+                channel, send = item
+                nbytes = len(send.memory)
+                data = torch.frombuffer(send.memory, dtype=torch.uint8) if nbytes else _NOTHING
+                frames.put(channel, data)
+                with self._changed:
+                    send.done = True
+                    self._changed.notify_all()
+                del item, send  # the caller's: not this idle thread's
+            frames.end()
+        except RuntimeError:
+            pass
         self._lose(peer, "nothing more goes there")
 
-    def _hear(self, peer: int) -> None:
-        while (frame := self._get(peer, _CONTROL)) is not None:  # all, else a peer's send hangs
-            with contextlib.suppress(OSError):  # the detector has closed its end
-                self._far_ends[peer].sendall(frame[1].numpy().data)
 
-    def _say(self, peer: int) -> None:
-        while words := self._words(peer):
-            self._put(peer, _CONTROL, 0, torch.frombuffer(bytearray(words), dtype=torch.uint8))
-        self._put(peer, _CONTROL, _END, _NOTHING)
-
-    def _words(self, peer: int) -> bytes:
-        """The next bytes of the control link; none once the detector has closed its end."""
-        try:
-            return self._far_ends[peer].recv(_INLINE)
-        except ConnectionResetError:  # it closed without reading all; its last bytes follow
-            return self._far_ends[peer].recv(_INLINE)
-
-    def _put(self, peer: int, lane: int, channel: int, data: Tensor) -> None:
-        """Send one frame."""
-        carrier = self._open_carrier()
-        first = torch.zeros(_FIRST, dtype=torch.uint8, device="cpu")
-        _HEAD.pack_into(first.numpy().data, 0, channel, len(data))
-        first[_HEAD.size :][: len(data)] = data[:_INLINE]
-        carrier.send([first], peer, lane).wait(_FOREVER)
-        for start in range(_INLINE, len(data), _PIECE):
-            carrier.send([data[start : start + _PIECE]], peer, lane).wait(_FOREVER)
-
-    def _get(self, peer: int, lane: int) -> tuple[int, Tensor] | None:
-        """The next frame's channel and bytes; None: it was the last.
-
-        Raises:
-            RuntimeError: nothing more comes.
-            _NoFrameError: what came makes no sense.
-        """
-        carrier = self._open_carrier()
-        first = torch.empty(_FIRST, dtype=torch.uint8, device="cpu")
-        carrier.recv([first], peer, lane).wait(_FOREVER)
-        channel, count = _HEAD.unpack_from(first.numpy().data)
-        try:
-            data = fresh((count,), torch.uint8) if channel >= _END else None
-        except (RuntimeError, MemoryError, OverflowError):  # fewer than none, or too many
-            data = None
-        if data is None:
-            raise _NoFrameError(f"a frame of {count} bytes for channel {channel}")
-        data[:_INLINE] = first[_HEAD.size :][:count]
-        for start in range(_INLINE, count, _PIECE):
-            carrier.recv([data[start : start + _PIECE]], peer, lane).wait(_FOREVER)
-        return None if channel == _END else (channel, data)
-
-    def _open_carrier(self) -> Carrier:
-        carrier = self._carrier
-        if carrier is None:
-            raise RuntimeError("this end was closed")
-        return carrier
-
-
-class TorchPending:
+class FramedPending:
     """The messages of one post; a `weft.wire.interface.Pending`."""
 
-    def __init__(self, wire: TorchWire, messages: list[_Message], count: int) -> None:
+    def __init__(self, wire: FramedWire, messages: list[_Message], count: int) -> None:
         """Of the messages, the first `count` are receives."""
         self._wire = wire
         self._messages = messages
@@ -403,18 +377,70 @@ class TorchPending:
         self._messages = []
 
 
-def join(
-    store: dist.Store, rank: int, size: int, timeout: float, memory: Pool
-) -> tuple[TorchWire, dict[int, socket.socket]]:
-    """Join the ranks that meet at a store by a gloo group of their own; collective.
+class CarriedSockets:
+    """A socket to each peer, for control links, whose bytes a carrier carries.
 
-    Returns:
-        The wire, and the control link to each peer.
-
-    Raises:
-        RuntimeError: from gloo or the store.
+    Attributes:
+        sockets: this rank's ends, non-blocking, by peer; who uses them closes them.
     """
-    group = _torch.gloo_group(store, rank, size, timeout, gloo_interfaces(store))
-    wire = TorchWire(group, rank, size)
-    wire.start()
-    return wire, wire.links
+
+    def __init__(self, carrier: Carrier, rank: int, size: int) -> None:
+        """Nobody else uses the carrier."""
+        self._frames = {peer: _Frames(carrier, peer) for peer in range(size) if peer != rank}
+        self._threads = _Threads(rank)
+        self._process = os.getpid()
+        self._far_ends: dict[int, socket.socket] = {}
+        self.sockets: dict[int, socket.socket] = {}
+        for peer in self._frames:
+            self.sockets[peer], self._far_ends[peer] = socket.socketpair()
+            self.sockets[peer].setblocking(False)
+
+    def start(self) -> None:
+        """Start the threads of each peer."""
+        for peer in self._frames:
+            self._threads.start(self._hear, peer)
+            self._threads.start(self._say, peer)
+
+    def close(self) -> None:
+        """End the threads, once `sockets` are closed."""
+        if os.getpid() == self._process:
+            self._threads.join()
+            self._frames.clear()  # the carrier goes with them
+        for sock in self._far_ends.values():
+            sock.close()
+
+    def _hear(self, peer: int) -> None:
+        frames = self._frames[peer]
+        sock = self._far_ends[peer]
+        with contextlib.suppress(OSError):  # it is closed
+            try:
+                while (frame := frames.get()) is not None:  # all, else a peer's send hangs
+                    with contextlib.suppress(OSError):  # this rank has closed its end
+                        sock.sendall(frame[1].numpy().data)
+            except NoFrameError as error:
+                # nonsense, for which the reader blames the peer; else it would take the end of the
+                # link, which follows, for the peer's death
+                sock.sendall(f"{error}\n".encode())
+            except RuntimeError:
+                pass  # nothing more comes
+            finally:
+                sock.shutdown(socket.SHUT_RDWR)
+
+    def _say(self, peer: int) -> None:
+        frames = self._frames[peer]
+        with contextlib.suppress(OSError):
+            try:
+                while words := self._words(peer):
+                    frames.put(0, torch.frombuffer(bytearray(words), dtype=torch.uint8))
+                frames.end()
+            except RuntimeError:
+                pass  # nothing more goes there
+            finally:
+                self._far_ends[peer].shutdown(socket.SHUT_RDWR)
+
+    def _words(self, peer: int) -> bytes:
+        """The next bytes of the control link; none once its end is closed here."""
+        try:
+            return self._far_ends[peer].recv(_INLINE)
+        except ConnectionResetError:  # it closed without reading all; its last bytes follow
+            return self._far_ends[peer].recv(_INLINE)

@@ -1,4 +1,4 @@
-"""`weft.wire.tcp.endpoint`: every two ranks are joined, and nobody else."""
+"""`weft.wire.tcp.listener`: every two ranks are joined, and nobody else."""
 
 from __future__ import annotations
 
@@ -12,21 +12,18 @@ from dataclasses import replace
 
 import pytest
 
-from weft.wire.tcp.endpoint import AbsentError, Endpoint, Listener
-
-LANES = 2
+from weft.wire.tcp.listener import CONTROL, MESSAGES, AbsentError, Endpoint, Listener
 
 
 def joined(listeners, deadline, stack):
-    """The sockets of each rank, by lane and peer, made at the same time; the stack closes them."""
+    """The sockets of each rank, by peer, made at the same time; the stack closes them."""
     endpoints = [each.endpoint for each in listeners]
 
     def make(rank):
         peers = {peer: each for peer, each in enumerate(endpoints) if peer != rank}
-        made = listeners[rank].connect(rank, peers, deadline)
-        for lane in made:
-            for sock in lane.values():
-                stack.callback(sock.close)
+        made = listeners[rank].connect(rank, peers, MESSAGES, deadline)
+        for sock in made.values():
+            stack.callback(sock.close)
         return made
 
     with ThreadPoolExecutor(len(listeners)) as pool:
@@ -47,16 +44,26 @@ def test_every_two_ranks_are_joined_whoever_else_knocks(listeners):
             stack.callback(stranger.close)
             stranger.sendall(words)  # nothing, something else, a rank without the token
         made = joined(listeners, time.monotonic() + 10.0, stack)
-        for number in range(LANES):
-            assert [sorted(lanes[number]) for lanes in made] == [[1, 2], [0, 2], [0, 1]]
-            for rank, lanes in enumerate(made):
-                for peer, sock in lanes[number].items():
-                    sock.setblocking(True)
-                    sock.sendall(bytes([rank, peer, number]))
-        for number in range(LANES):
-            for rank, lanes in enumerate(made):
-                for peer, sock in lanes[number].items():
-                    assert sock.recv(3) == bytes([peer, rank, number])
+        assert [sorted(sockets) for sockets in made] == [[1, 2], [0, 2], [0, 1]]
+        for rank, sockets in enumerate(made):
+            for peer, sock in sockets.items():
+                sock.setblocking(True)
+                sock.sendall(bytes([rank, peer]))
+        for rank, sockets in enumerate(made):
+            for peer, sock in sockets.items():
+                assert sock.recv(2) == bytes([peer, rank])
+
+
+def test_who_comes_for_another_purpose_is_refused(listeners):
+    """A control link is not taken for the socket of messages."""
+    ends = [each.endpoint for each in listeners[:2]]
+    until = time.monotonic() + 1.0
+    with ThreadPoolExecutor(2) as pool:
+        waits = pool.submit(listeners[0].connect, 0, {1: ends[1]}, MESSAGES, until)
+        comes = pool.submit(listeners[1].connect, 1, {0: ends[0]}, CONTROL, until)
+        for each in (waits, comes):
+            with pytest.raises(AbsentError):
+                each.result()
 
 
 def test_who_reads_along_cannot_come_in_a_rank_s_place(listeners):
@@ -68,17 +75,16 @@ def test_who_reads_along_cannot_come_in_a_rank_s_place(listeners):
     def between():
         with door:
             door.accept()[0].close()  # as if there were a crowd: the rank comes again
-            for _ in range(LANES):
-                near, far, own = door.accept()[0], *map(socket.create_connection, [at, at])
-                with near, far, own:
-                    near.sendall(nonce := far.recv(16))
-                    said.append(near.recv(56))
-                    own.recv(16)
-                    own.sendall(said[-1])
-                    answers.append(own.recv(32))
-                    far.sendall(said[-1])
-                    near.sendall(proof := far.recv(32))
-                    said.extend((nonce, proof))
+            near, far, own = door.accept()[0], *map(socket.create_connection, [at, at])
+            with near, far, own:
+                near.sendall(nonce := far.recv(16))
+                said.append(near.recv(56))
+                own.recv(16)
+                own.sendall(said[-1])
+                answers.append(own.recv(32))
+                far.sendall(said[-1])
+                near.sendall(proof := far.recv(32))
+                said.extend((nonce, proof))
 
     with ExitStack() as stack:
         door = socket.create_server(("127.0.0.1", 0))
@@ -88,8 +94,8 @@ def test_who_reads_along_cannot_come_in_a_rank_s_place(listeners):
         listener.endpoint = replace(listener.endpoint, port=door.getsockname()[1])
         made = joined([listener, other], time.monotonic() + 10.0, stack)
         thread.join()
-    assert [sorted(lanes) for lanes in made[1]] == [[0], [0]]
-    assert answers == [b""] * LANES and len(set(said)) == 3 * LANES
+    assert sorted(made[1]) == [0]
+    assert answers == [b""] and len(set(said)) == 3
     token = listener.endpoint.token
     assert token.encode() not in b"".join(said) and bytes.fromhex(token) not in b"".join(said)
 
@@ -106,7 +112,7 @@ def test_who_listens_in_a_rank_s_place_is_found_out(listeners):
         thread = threading.Thread(target=listen)
         thread.start()
         with pytest.raises(AbsentError, match=r"rank 0 cannot .* does not know the token of that"):
-            listeners[1].connect(1, {0: endpoint}, time.monotonic() + 10.0)
+            listeners[1].connect(1, {0: endpoint}, MESSAGES, time.monotonic() + 10.0)
         thread.join()
 
 
@@ -117,8 +123,8 @@ def test_ranks_of_one_host_have_unix_sockets():
         made = joined(listeners, time.monotonic() + 10.0, stack)
         unix = {
             (rank, peer)
-            for rank, lanes in enumerate(made)
-            for peer, sock in lanes[0].items()
+            for rank, sockets in enumerate(made)
+            for peer, sock in sockets.items()
             if sock.family == socket.AF_UNIX
         }
     assert unix == {(1, 2), (2, 1)}
@@ -129,7 +135,7 @@ def test_who_does_not_come_is_named(listeners):
     endpoints = {rank: each.endpoint for rank, each in enumerate(others, start=1)}
     began = time.monotonic()
     with pytest.raises(TimeoutError, match="ranks 1 and 2 did not connect"):
-        listener.connect(0, endpoints, time.monotonic() + 0.3)
+        listener.connect(0, endpoints, MESSAGES, time.monotonic() + 0.3)
     assert time.monotonic() - began < 5.0
 
 
@@ -138,13 +144,13 @@ def test_who_cannot_be_reached_is_named(listeners):
     with socket.create_server(("127.0.0.1", 0)) as closed:
         endpoint = Endpoint("127.0.0.1", closed.getsockname()[1], "0" * 32)
     with pytest.raises(AbsentError, match=r"^rank 0 cannot be reached at 127.0.0.1 port .*refused"):
-        other.connect(1, {0: endpoint}, time.monotonic() + 5.0)
+        other.connect(1, {0: endpoint}, MESSAGES, time.monotonic() + 5.0)
 
 
 def test_no_time_left_is_said(listeners):
     endpoints = {0: listeners[0].endpoint}
     with pytest.raises(TimeoutError, match="no time was left"):
-        listeners[1].connect(1, endpoints, time.monotonic() - 1.0)
+        listeners[1].connect(1, endpoints, MESSAGES, time.monotonic() - 1.0)
 
 
 def test_an_endpoint_that_is_shut_leaves_nothing_open(listeners, nothing_left):
@@ -152,7 +158,7 @@ def test_an_endpoint_that_is_shut_leaves_nothing_open(listeners, nothing_left):
         shut = gone.endpoint
     endpoints = {0: listeners[0].endpoint, 1: replace(shut, token="0" * 32)}
     with nothing_left(), pytest.raises(AbsentError):
-        listeners[2].connect(2, endpoints, time.monotonic() + 5.0)
+        listeners[2].connect(2, endpoints, MESSAGES, time.monotonic() + 5.0)
 
 
 def test_a_link_that_is_not_up_yet_is_waited_for(listeners, monkeypatch):
@@ -167,7 +173,7 @@ def test_a_link_that_is_not_up_yet_is_waited_for(listeners, monkeypatch):
     monkeypatch.setattr(socket, "create_connection", failing)
     with ExitStack() as stack:
         made = joined(listeners[:2], time.monotonic() + 10.0, stack)
-        assert not failures and [sorted(lanes[1]) for lanes in made] == [[1], [0]]
+        assert not failures and [sorted(sockets) for sockets in made] == [[1], [0]]
 
 
 def test_an_address_of_another_machine_is_refused():

@@ -1,12 +1,12 @@
-"""How a rank connects to all others.
+"""Sockets between ranks, each of which has proved who it is.
 
-Each rank listens on a port of its own and writes its address to a store. It connects to the ranks
-below it, and accepts those above. Two ranks have two sockets: one for messages, one for the failure
-detector. Between ranks of one host these are Unix sockets if possible: a rank also listens under an
-abstract name (no file) that is made of its token; if a peer finds nobody under that name, it
-connects by TCP. Over a Unix socket ranks exchange their segments (`wire.shm`).
+Each rank listens on a port of its own and tells the others its address. It connects to the ranks
+below it, and accepts those above. There is a socket for each lane: one for messages, one for the
+control link. Between ranks of one host these are Unix sockets if possible: a rank also listens
+under an abstract name (no file) that is made of its token; if a peer finds nobody under that name,
+it connects by TCP.
 
-Each listener has a random token, made for this wire and known to its ranks from the store. Both
+Each listener has a random token, known to its ranks from the store or from the control links. Both
 ends of a connection prove that they know it, without sending it, in three messages:
 
 * the listener sends a nonce: random bytes, new for each connection;
@@ -36,93 +36,33 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from hmac import compare_digest, digest
 from typing import Any
 
 import psutil
-import torch.distributed as dist
 
-from ...errors import WeftError
-from .. import shm
-from ..hosts import digest_of, host_name
-from ..memory import Pool
-from ..store import AbsentError, told
-from .address import own_address
-from .wire import TcpWire
+from ..store import AbsentError
 
-_LANES = 2  # for messages, and for the detector
+MESSAGES, CONTROL = LANES = range(2)
+"""What a socket is for."""
+
+STRANGERS = 128
+"""Open connections, beyond the ranks', that have not proved who they are."""
+
 _TOKEN = _NONCE = 16  # bytes
 _PROOF = 32  # bytes of an HMAC
 # the first two pass when a link has just come up; the others, if the listener had too many guests
 _PASSING = {errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ECONNRESET, errno.EPIPE}
 _AGAIN = 0.1  # seconds after which to try again
-_PATIENCE = 5.0  # seconds in which the others can read at the store why no wire is made
 _NAMES = sys.platform.startswith("linux")  # abstract names of Unix sockets exist
 _WHO = struct.Struct(f"!II{_NONCE}s")  # rank, lane, and nonce of the end that connects
 _CONNECTS, _LISTENS = b"weft connects", b"weft listens"  # prefixes: which end sends the HMAC
-_BUFFER = 4 << 20  # bytes of a Unix socket's buffers; with the small default it is 4 times slower
-_STRANGERS = 128  # open connections, beyond the ranks', that have not proved who they are
-_OWN = 16  # files that a wire opens besides its connections: listener, selectors, wake-up
+_OWN = 16  # files that a group opens besides its connections: listener, selectors, wake-up
 _UNKNOWN = 32  # assumed number of open files, if it cannot be found
 _SPARE = 128  # files for the rest of the program, if the hard limit allows
 
 _log = logging.getLogger("weft")
-
-
-def connect(
-    store: dist.Store, rank: int, size: int, timeout: float, memory: Pool
-) -> tuple[TcpWire, dict[int, socket.socket]]:
-    """Connect to all; collective.
-
-    Returns:
-        The wire, and a socket to each peer for the failure detector.
-
-    Raises:
-        WeftError: some rank may not open as many files, or cannot listen; the same on every rank.
-        RuntimeError: from the store.
-        OSError: from the sockets.
-    """
-    deadline = time.monotonic() + timeout
-    trouble = make_room(size - 1)
-    host, endpoint = digest_of(host_name()).hex(), Endpoint("", 0, "")
-    with contextlib.ExitStack() as stack:
-        try:
-            listener = Listener(own_address(store), _LANES * size + _STRANGERS, host)
-            endpoint = stack.enter_context(listener).endpoint
-        except OSError as error:
-            trouble = trouble or f"it cannot listen: {error}"
-        said = [trouble, *astuple(endpoint)]
-        where = "did not say where to connect"
-        met = told(store, "endpoint", said, rank, size, deadline - time.monotonic(), where)
-        _check(met, store, rank)
-        peers = {peer: Endpoint(*said) for peer, (_, *said) in enumerate(met) if peer != rank}
-        sockets, side = listener.connect(rank, peers, deadline)
-    near = {peer: sock for peer, sock in sockets.items() if sock.family == socket.AF_UNIX}
-    segment = shm.Segment.make() if near else None
-    try:
-        for sock in near.values():
-            sock.settimeout(max(deadline - time.monotonic(), _AGAIN))
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER)
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _BUFFER)
-        seen = shm.exchange(segment, near)
-    except BaseException:
-        for sock in (*sockets.values(), *side.values()):
-            sock.close()
-        raise
-    for sock in side.values():
-        sock.setblocking(False)
-    return TcpWire(rank, size, sockets, memory, segment, *seen), side
-
-
-def _check(met: Sequence[Sequence[Any]], store: dist.Store, rank: int) -> None:
-    """Raise the trouble of the first rank that has any, on every rank."""
-    for one, (trouble, *_) in enumerate(met):
-        if trouble:
-            # the store may end with this program: wait until all ranks have read from it
-            with contextlib.suppress(RuntimeError):
-                told(store, "read", None, rank, len(met), _PATIENCE, "")
-            raise WeftError(f"rank {one}: {trouble}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +76,7 @@ class Endpoint:
 
 
 class Listener:
-    """Makes the sockets of one rank; use it as a context manager.
+    """Makes the sockets of one rank for one lane; use it as a context manager.
 
     Attributes:
         endpoint: what the other ranks must know to connect.
@@ -173,30 +113,30 @@ class Listener:
             self._unix.close()
 
     def connect(
-        self, rank: int, peers: Mapping[int, Endpoint], deadline: float
-    ) -> list[dict[int, socket.socket]]:
+        self, rank: int, peers: Mapping[int, Endpoint], lane: int, deadline: float
+    ) -> dict[int, socket.socket]:
         """Connect to lower ranks, and accept higher ones.
 
         Args:
             rank: this rank.
             peers: where each other rank listens.
+            lane: what the sockets are for.
             deadline: as `time.monotonic` tells it.
 
         Returns:
-            The sockets of each lane, by peer: for messages, and for the failure detector.
+            The sockets, by peer.
 
         Raises:
             AbsentError: somebody could not be reached, or did not come in time.
             OSError: the connection to somebody broke.
         """
-        made: dict[tuple[int, int], socket.socket] = {}
+        made: dict[int, socket.socket] = {}
         try:
             for peer, endpoint in peers.items():
-                for lane in range(_LANES if peer < rank else 0):
+                if peer < rank:
                     who = _WHO.pack(rank, lane, secrets.token_bytes(_NONCE))
-                    made[peer, lane] = self._connect(who, peer, endpoint, deadline)
-            above = {(peer, lane) for peer in peers if peer > rank for lane in range(_LANES)}
-            self._accept(rank, made, above, deadline)
+                    made[peer] = self._connect(who, peer, endpoint, deadline)
+            self._accept(rank, made, {peer for peer in peers if peer > rank}, lane, deadline)
         except BaseException:
             for sock in made.values():
                 sock.close()
@@ -204,7 +144,7 @@ class Listener:
         for sock in made.values():
             if sock.family != socket.AF_UNIX:
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        return [{peer: made[peer, lane] for peer in peers} for lane in range(_LANES)]
+        return made
 
     def _connect(self, who: bytes, peer: int, endpoint: Endpoint, deadline: float) -> socket.socket:
         """Connect to a peer, and check its proof."""
@@ -235,26 +175,27 @@ class Listener:
     def _accept(
         self,
         rank: int,
-        made: dict[tuple[int, int], socket.socket],
-        missing: set[tuple[int, int]],
+        made: dict[int, socket.socket],
+        missing: set[int],
+        lane: int,
         deadline: float,
     ) -> None:
         """Accept connections with a valid proof; strangers are refused, and delay nobody."""
         listening = [self._sock] if self._unix is None else [self._sock, self._unix]
-        door = _Door(rank, listening, self.endpoint.token, len(missing) + _STRANGERS)
+        door = _Door(rank, listening, self.endpoint.token, len(missing) + STRANGERS)
         with contextlib.closing(door):
             while missing:
                 left = deadline - time.monotonic()
-                for guest, who in door.introduced(max(0.0, left)):
-                    if who in missing:
-                        made[who] = guest.sock
-                        missing.discard(who)
+                for guest, (peer, its_lane) in door.introduced(max(0.0, left)):
+                    if peer in missing and its_lane == lane:
+                        made[peer] = guest.sock
+                        missing.discard(peer)
                         with contextlib.suppress(OSError):  # the other end is gone
                             guest.sock.send(_proof(self.endpoint.token, _LISTENS, guest.asked))
                     else:
-                        door.refuse(guest, f"it knows the token, but rank {who[0]} is not awaited")
+                        door.refuse(guest, f"it knows the token, but rank {peer} is not awaited")
                 if missing and left <= 0:  # also where strangers never stop coming
-                    raise AbsentError(sorted({peer for peer, _ in missing}), "did not connect")
+                    raise AbsentError(sorted(missing), "did not connect")
 
 
 @dataclass(slots=True, eq=False)
@@ -419,7 +360,7 @@ def make_room(peers: int) -> str | None:
         opened = psutil.Process().num_fds()
     except psutil.Error:  # /proc is hidden from this process
         opened = _UNKNOWN
-    needed = opened + (_LANES + 1) * peers + _OWN
+    needed = opened + (len(LANES) + 1) * peers + _OWN
     if soft == resource.RLIM_INFINITY or needed <= soft:
         return None
     wanted, most = needed + _SPARE, math.inf if hard == resource.RLIM_INFINITY else hard
@@ -429,7 +370,7 @@ def make_room(peers: int) -> str | None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (int(min(wanted, most)), hard))
     except (OSError, ValueError) as error:  # macOS has a limit above the hard one's infinity
         return (
-            f"{_LANES * peers} connections need {needed} open files with the {opened} that "
+            f"{len(LANES) * peers} connections need {needed} open files with the {opened} that "
             f"are open, and {error}: raise it (ulimit -Hn {wanted}, or LimitNOFILE of the service "
             "that starts the ranks)"
         )

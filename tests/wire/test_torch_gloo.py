@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 import weft
 from weft.testing import processes, run
-from weft.wire.process_group import TRANSPORTS, connect
+from weft.wire.process_group import connect
 
 
 def transport_of(wire):
@@ -50,7 +50,7 @@ def test_a_transport_is_chosen(body, env):
 SAFE = """
 import weft, weft.wire.process_group
 weft.init()
-print(weft.wire.process_group.chosen().name, weft.kernels.describe())
+print(weft.wire.process_group.chosen(), weft.kernels.describe())
 """
 
 
@@ -72,8 +72,11 @@ def refusal(transport):
 @pytest.mark.parametrize(
     ("transport", "text"),
     [
-        ("torch", "rank 0 uses transport 'tcp', and rank 1 'torch': give all ranks the same"),
-        ("smoke", "transport 'smoke' is unknown: use 'tcp' or 'torch'"),
+        (
+            "torch",
+            "rank 0 was asked for wire 'tcp', and rank 1 for 'torch': give all ranks the same",
+        ),
+        ("smoke", "wire 'smoke' is unknown: use one of 'mpi', 'tcp', 'torch'"),
     ],
 )
 def test_ranks_that_differ_are_told_alike(transport, text):
@@ -147,7 +150,7 @@ def test_who_leaves_waits_for_nobody():
 
 
 def test_one_rank_alone_opens_nothing():
-    with connect(dist.HashStore(), 0, 1, 5.0, transport=TRANSPORTS["torch"]) as wire:
+    with connect(dist.HashStore(), 0, 1, 5.0, wire="torch") as wire:
         assert wire.post().wait() == []
         assert wire.sub([0]).size == 1
 
@@ -158,8 +161,7 @@ def test_threads_make_groups_at_once_over_one_store():
     clients = [dist.TCPStore("127.0.0.1", server.port), dist.TCPStore("127.0.0.1", server.port)]
 
     def joined(rank, name):
-        torch_way = TRANSPORTS["torch"]
-        with connect(clients[rank], rank, 2, 20, name=name, transport=torch_way) as wire:
+        with connect(clients[rank], rank, 2, 20, name=name, wire="torch") as wire:
             total = torch.tensor([rank + 1.0])
             wire.dense_all_reduce(total, "sum").wait()
             return total.item()
@@ -175,7 +177,8 @@ def test_threads_make_groups_at_once_over_one_store():
 def test_a_group_of_wefts_own_has_one_thread():
     """Two of gloo's threads corrupt memory where a sparse all-reduce is under way (docs/ddp.md)."""
     of_torch = 2  # those of the default group
-    of_weft = 1 + 1 + 1  # its wire; the group inside the backend, and its wire
+    # a wire, and control links; the group inside the backend, and its wire and links
+    of_weft = 2 + 1 + 2
     counts = processes(2, threads_of_gloo, env={"WEFT_TRANSPORT": "torch"})
     assert counts == [of_torch + of_weft] * 2
 

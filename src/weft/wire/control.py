@@ -1,0 +1,156 @@
+"""How the control links of a group are made: before any wire, which is then made over them.
+
+At the store each rank says which wire it was asked for, what is to carry its control links, and
+where it listens. If the wires differ, or a rank is in trouble, every rank raises the same. Then a
+socket joins every two ranks (`tcp.listener`). Where a rank may open no sockets of its own, what
+torch or MPI open carries the bytes of all links.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+
+import torch.distributed as dist
+
+from ..errors import WeftError
+from . import mpi, torch_gloo
+from .failure.links import ControlLinks, SocketLinks
+from .framed import CarriedSockets, Carrier
+from .hosts import digest_of, host_name
+from .store import told
+from .tcp.address import own_address
+from .tcp.listener import CONTROL, STRANGERS, Endpoint, Listener, make_room
+
+CARRIERS: dict[str, Callable[[dist.Store, int, int, float], Carrier]] = {
+    "torch": torch_gloo.carrier_at,
+    "mpi": mpi.carrier_at,
+}
+"""What carries control links in place of sockets, by the name of the wire that says so."""
+
+_BUFFER = 1 << 17  # bytes that a link takes at once, whatever its peer does
+_PATIENCE = 5.0  # seconds in which the others can read at the store why there is no group
+
+
+@dataclass(frozen=True, slots=True)
+class _Statement:
+    """What a rank says at the store.
+
+    Attributes:
+        wire: the name of the wire that it was asked for.
+        carrier: what carries its links; "": sockets.
+        trouble: why it cannot be joined, or "".
+        endpoint: where it listens, as the values of an `Endpoint`; empty: nowhere.
+    """
+
+    wire: str
+    carrier: str
+    trouble: str
+    endpoint: dict[str, object]
+
+
+def join_links(store: dist.Store, rank: int, size: int, timeout: float, wire: str) -> ControlLinks:
+    """Join this rank to all others by control links; collective.
+
+    Args:
+        store: that all ranks share.
+        rank, size: this rank, and how many there are.
+        timeout: seconds in which all must have come.
+        wire: the name of the wire that is to be made over the links.
+
+    Raises:
+        WeftError: the ranks were asked for different wires; or a rank may not open as many files,
+            or cannot listen. The same on every rank.
+        RuntimeError: from the store, or from gloo.
+        OSError: from the sockets.
+    """
+    deadline = time.monotonic() + timeout
+    carrier = wire if wire in CARRIERS else ""
+    if os.environ.get("WEFT_SAFE") == "1" and not carrier:
+        carrier = "torch"
+    with contextlib.ExitStack() as stack:
+        listener = None
+        trouble = ""
+        if not carrier:
+            try:
+                trouble = make_room(size - 1) or ""
+                listener = stack.enter_context(_listener(store, size))
+            except OSError as error:
+                trouble = trouble or f"it cannot listen: {error}"
+        endpoint = {} if listener is None else asdict(listener.endpoint)
+        own = asdict(_Statement(wire, carrier, trouble, endpoint))
+        said = told(store, "statement", own, rank, size, timeout, "did not join")
+        statements = [_Statement(**each) for each in said]
+        _raise_if_they_differ(statements, store, rank)
+        carriers = [each.carrier for each in statements if each.carrier]
+        if not carriers:
+            assert listener is not None
+            return _over_sockets(listener, statements, rank, deadline)
+    left = max(0.1, deadline - time.monotonic())
+    carrier_at = CARRIERS[carriers[0]]
+    return _carried(carrier_at(dist.PrefixStore("links", store), rank, size, left), rank, size)
+
+
+def _listener(store: dist.Store, size: int) -> Listener:
+    host = digest_of(host_name()).hex()
+    return Listener(own_address(store), size + STRANGERS, host)
+
+
+def _raise_if_they_differ(statements: Sequence[_Statement], store: dist.Store, rank: int) -> None:
+    """Raise the trouble of the first rank that has any, on every rank."""
+    fault = ""
+    for peer, each in enumerate(statements):
+        if each.wire != statements[0].wire:
+            fault = (
+                f"rank 0 was asked for wire {statements[0].wire!r}, and rank {peer} for "
+                f"{each.wire!r}: give all ranks the same weft.init(wire=), WEFT_WIRE and WEFT_SAFE"
+            )
+        elif each.trouble:
+            fault = f"rank {peer}: {each.trouble}"
+        if fault:
+            break
+    if fault:
+        # the store may end with this program: wait until all ranks have read from it
+        with contextlib.suppress(RuntimeError):
+            told(store, "read", None, rank, len(statements), _PATIENCE, "")
+        raise WeftError(fault)
+
+
+def _over_sockets(
+    listener: Listener, statements: Sequence[_Statement], rank: int, deadline: float
+) -> ControlLinks:
+    peers = {}
+    for peer, each in enumerate(statements):
+        if peer != rank:
+            peers[peer] = Endpoint(**each.endpoint)  # type: ignore[arg-type]  # JSON's values
+    sockets = listener.connect(rank, peers, CONTROL, deadline)
+    for sock in sockets.values():
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER)
+        sock.setblocking(False)
+    return SocketLinks(sockets)
+
+
+def _carried(carrier: Carrier, rank: int, size: int) -> ControlLinks:
+    sockets = CarriedSockets(carrier, rank, size)
+    sockets.start()
+    return _CarriedLinks(sockets)
+
+
+class _CarriedLinks(SocketLinks):
+    """Links over sockets within this process, whose bytes a carrier carries."""
+
+    def __init__(self, carried: CarriedSockets) -> None:
+        super().__init__(carried.sockets)
+        self._carried = carried
+
+    def close(self) -> None:
+        super().close()
+        self._carried.close()
+
+    def abandon(self) -> None:
+        super().abandon()
+        self._carried.close()
