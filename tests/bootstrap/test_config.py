@@ -28,7 +28,7 @@ def test_it_knows_the_variables_that_the_manual_describes():
     [
         ("WEFT_TRANSPORT", "torch", "transport", "torch"),
         ("WEFT_SAFE", "1", "transport", "torch"),
-        ("WEFT_TRANSPORT", "tpc", "transport", "wrong: .*transport 'tpc'"),
+        ("WEFT_TRANSPORT", "tpc", "transport", "wrong: .*wire 'tpc'"),
         ("WEFT_WATCH", "30", "watch", "after 30 s"),
         ("WEFT_WATCH", "soon", "watch", "wrong: .*'soon'"),
         ("WEFT_INTERFACE", "lo", "listens at", r"127\.0\.0\.1 \(lo\)"),

@@ -180,7 +180,7 @@ def adopting() -> list[int]:
     with pytest.raises(WeftError, match=r"differ in weft version: .*0, rank 1 has .*1; install"):
         init(timeout=60)
     weft.__version__ = version
-    with pytest.raises(WeftError, match=r"^rank 1 \(.*transport 'pigeon' is unknown"):
+    with pytest.raises(WeftError, match=r"^rank 1 \(.*wire 'pigeon' is unknown"):
         init(timeout=60, transport="pigeon" if dist.get_rank() else None)
     for _ in range(2):  # its wire is closed in between, and made again
         with init(timeout=60):

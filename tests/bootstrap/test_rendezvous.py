@@ -191,7 +191,7 @@ def test_an_interface_that_is_not_there_keeps_nobody_from_meeting(
             said.append(text)
             return said[0]
 
-    monkeypatch.setattr(mpi, "start", lambda timeout: World())
+    monkeypatch.setattr(mpi, "start_mpi", lambda timeout: World())
     monkeypatch.setenv("WEFT_INTERFACE", "nothing7")
     host, guest = (Mpi().open(launch, soon(5)) for launch in (ZERO, ONE))
     host.store.set("there", "yes")
