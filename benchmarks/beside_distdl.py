@@ -102,46 +102,46 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     theirs = original(options.distdl)
-    with weft.init() as wire:
-        slower = measure(wire, theirs, options)
+    with weft.init() as group:
+        slower = measure(group, theirs, options)
     sys.exit(1 if slower else 0)
 
 
-def measure(wire: Any, theirs: Any, options: argparse.Namespace) -> bool:
+def measure(group: Any, theirs: Any, options: argparse.Namespace) -> bool:
     table = Table("layer", "a rank", "DistDL ms", "weft ms", "DistDL / weft")
-    table.title = f"forward and backward, {wire.size} ranks, load {os.getloadavg()[0]:.1f}"
+    table.title = f"forward and backward, {group.size} ranks, load {os.getloadavg()[0]:.1f}"
     slower = False
     sizes = ((f"{options.mib:g} MiB", int(options.mib * (1 << 18)), 1), ("256 B", 64, 20))
     for size, elements, calls in sizes:
-        columns = 4 * wire.size if elements > 64 * wire.size else elements // 4
+        columns = 4 * group.size if elements > 64 * group.size else elements // 4
         shape = (elements // columns, columns)
         pairs = zip(
-            layers(theirs, wire.size, wire.rank),
-            layers(ours, wire.size, wire.rank),
+            layers(theirs, group.size, group.rank),
+            layers(ours, group.size, group.rank),
             strict=True,
         )
         for (name, other, only_root), (_, mine, _) in pairs:
             if not any(word in name for word in options.only.split(",")):
                 continue
-            own = torch.Generator().manual_seed(wire.rank)
+            own = torch.Generator().manual_seed(group.rank)
             x = torch.randint(-8, 8, shape, generator=own).float()  # sums are exact in any order
-            if only_root and wire.rank:
+            if only_root and group.rank:
                 x = ours.zero_volume_tensor()
             first, second = program(other), program(mine)
             right = torch.tensor([same(first(x), second(x))], dtype=torch.int64)
-            wire.dense_all_reduce(right, "min").wait()
+            group.dense_all_reduce(right, "min").wait()
             if not right.item():
                 sys.exit(f"{name}: the two differ; nothing is timed")
             contenders = {
                 "distdl": functools.partial(first, x),
                 "weft": functools.partial(second, x),
             }
-            times = turns(wire, options.rounds, contenders, calls=calls)
+            times = turns(group, options.rounds, contenders, calls=calls)
             distdl, mine_took = (statistics.median(times[who]) for who in ("distdl", "weft"))
             slower |= mine_took > distdl
             figures = (f"{distdl * 1e3:.3g}", f"{mine_took * 1e3:.3g}", f"{distdl / mine_took:.2f}")
             table.add_row(name, size, *figures)
-    if wire.rank == 0:
+    if group.rank == 0:
         Console(width=100).print(table)
     return slower
 

@@ -34,7 +34,7 @@ from torch import nn
 
 import weft
 from turns import on_ranks, turns
-from weft.wire.base import Wire
+from weft.wire.base import Group
 
 SMALL = 1000  # elements of a small tensor
 SIZES = (8, *(1 << power for power in range(10, 26, 2)))  # bytes that each sends to each
@@ -48,10 +48,10 @@ Rows = list[list[str]]
 
 
 def measure(
-    wire: Wire, rounds: int, contenders: dict[str, Callable[[], object]], calls: int = 1
+    group: Group, rounds: int, contenders: dict[str, Callable[[], object]], calls: int = 1
 ) -> Rows:
     """Median milliseconds of each contender, of the slowest rank, and as multiples of the first."""
-    times = turns(wire, rounds, contenders, calls=calls)
+    times = turns(group, rounds, contenders, calls=calls)
     medians = {name: statistics.median(each) for name, each in times.items()}
     first = next(iter(medians.values()))
     return [
@@ -70,34 +70,34 @@ def model(count: int, elements: int, rank: int) -> nn.ParameterList:
     return made
 
 
-def sar_params(module: nn.Module, group: dist.ProcessGroup) -> None:
+def sar_params(module: nn.Module, gloo: dist.ProcessGroup) -> None:
     for tensor in module.state_dict().values():
-        if group.rank():
+        if gloo.rank():
             tensor.zero_()
-        dist.all_reduce(tensor, group=group)
+        dist.all_reduce(tensor, group=gloo)
 
 
-def gloo_params(module: nn.Module, group: dist.ProcessGroup) -> None:
+def gloo_params(module: nn.Module, gloo: dist.ProcessGroup) -> None:
     tensors = [tensor.detach() for tensor in module.parameters()]
     flat = torch.cat([tensor.view(-1) for tensor in tensors])
-    dist.broadcast(flat, group_src=0, group=group)
+    dist.broadcast(flat, group_src=0, group=gloo)
     at = 0
     for tensor in tensors:
         tensor.copy_(flat[at : at + tensor.numel()].view(tensor.shape))
         at += tensor.numel()
 
 
-def sar_grads(module: nn.Module, group: dist.ProcessGroup) -> None:
+def sar_grads(module: nn.Module, gloo: dist.ProcessGroup) -> None:
     for parameter in module.parameters():
-        dist.all_reduce(parameter.grad, group=group)
+        dist.all_reduce(parameter.grad, group=gloo)
 
 
 def gloo_grads(
-    module: nn.Module, group: dist.ProcessGroup, dtype: torch.dtype = torch.float32
+    module: nn.Module, gloo: dist.ProcessGroup, dtype: torch.dtype = torch.float32
 ) -> None:
     gradients = [parameter.grad for parameter in module.parameters()]
     flat = torch.cat([gradient.view(-1) for gradient in gradients]).to(dtype)
-    dist.all_reduce(flat, group=group)
+    dist.all_reduce(flat, group=gloo)
     at = 0
     for gradient in gradients:
         gradient.copy_(flat[at : at + gradient.numel()].view(gradient.shape))
@@ -105,8 +105,8 @@ def gloo_grads(
 
 
 def synchronise(
-    wire: Wire,
-    group: dist.ProcessGroup,
+    group: Group,
+    gloo: dist.ProcessGroup,
     rounds: int,
     names: Sequence[str],
     count: int,
@@ -116,66 +116,66 @@ def synchronise(
     ways: dict[str, dict[str, Callable[[nn.ParameterList], object]]] = {
         "sync_params": {
             "weft": weft.sync_params,
-            "one all_reduce each (SAR)": lambda m: sar_params(m, group),
-            "flat broadcast (gloo)": lambda m: gloo_params(m, group),
+            "one all_reduce each (SAR)": lambda m: sar_params(m, gloo),
+            "flat broadcast (gloo)": lambda m: gloo_params(m, gloo),
         },
         "sync_grads": {
             "weft": lambda m: weft.sync_grads(m, average=False),
-            "one all_reduce each (SAR)": lambda m: sar_grads(m, group),
-            "flat all_reduce (gloo)": lambda m: gloo_grads(m, group),
+            "one all_reduce each (SAR)": lambda m: sar_grads(m, gloo),
+            "flat all_reduce (gloo)": lambda m: gloo_grads(m, gloo),
             "weft, bfloat16": lambda m: weft.sync_grads(
                 m, average=False, wire_dtype=torch.bfloat16
             ),
-            "flat all_reduce, bfloat16 (gloo)": lambda m: gloo_grads(m, group, torch.bfloat16),
+            "flat all_reduce, bfloat16 (gloo)": lambda m: gloo_grads(m, gloo, torch.bfloat16),
         },
     }
     shown: Rows = []
     for name in names:
         contenders = ways[name]
         for way, contender in contenders.items():
-            mine = model(count, elements, wire.rank)
+            mine = model(count, elements, group.rank)
             contender(mine)
-            everyone = [model(count, elements, rank) for rank in range(wire.size)]
+            everyone = [model(count, elements, rank) for rank in range(group.size)]
             for number, parameter in enumerate(mine):
                 found = parameter.detach() if name == "sync_params" else parameter.grad
                 want = everyone[0][number].detach()
                 if name == "sync_grads":
                     want = torch.stack([each[number].grad for each in everyone]).sum(0)
                 assert torch.equal(found, want), (name, way)
-        mine = model(count, elements, wire.rank)
+        mine = model(count, elements, group.rank)
         # numbers as a model has them: zeros would travel in fewer bytes. Sums grow from round to
         # round, and would slow down when they overflow
         for parameter in mine:
             parameter.data.normal_()
             parameter.grad.normal_().mul_(1e-12)
         bound = {way: functools.partial(contender, mine) for way, contender in contenders.items()}
-        shown += [[name, f"{count} x {elements}", *row] for row in measure(wire, rounds, bound)]
+        shown += [[name, f"{count} x {elements}", *row] for row in measure(group, rounds, bound)]
     return shown
 
 
 def tensors(
-    wire: Wire, group: dist.ProcessGroup, rounds: int, names: Sequence[str], sizes: Sequence[int]
+    group: Group, gloo: dist.ProcessGroup, rounds: int, names: Sequence[str], sizes: Sequence[int]
 ) -> Rows:
     """The calls that move one tensor, or one for each rank, of so many bytes each."""
     ways = {"all_to_all": exchange, "all_reduce": reduce}
     shown: Rows = []
     for nbytes in sizes:
         for name in names:
-            contenders = ways[name](wire, group, nbytes)
+            contenders = ways[name](group, gloo, nbytes)
             # a short call often enough for its time to be steady; one of a few milliseconds takes
             # up to four times as long where ranks share a core, so few rounds have a chance median
             often = OFTEN if QUICK < nbytes <= SHORT else 1
-            timed = measure(wire, rounds * often, contenders, 20 if nbytes <= QUICK else 1)
+            timed = measure(group, rounds * often, contenders, 20 if nbytes <= QUICK else 1)
             shown += [[name, f"{nbytes} B", *row] for row in timed]
     return shown
 
 
-def exchange(wire: Wire, group: dist.ProcessGroup, nbytes: int) -> dict[str, Callable[[], object]]:
+def exchange(group: Group, gloo: dist.ProcessGroup, nbytes: int) -> dict[str, Callable[[], object]]:
     """Ways of `all_to_all`, checked. All send the same memory, as warm for one as for another."""
     source = torch.cat(
         [
-            torch.full((nbytes,), wire.rank * wire.size + to, dtype=torch.uint8)
-            for to in range(wire.size)
+            torch.full((nbytes,), group.rank * group.size + to, dtype=torch.uint8)
+            for to in range(group.size)
         ]
     )
     inputs = list(source.split(nbytes))
@@ -183,23 +183,23 @@ def exchange(wire: Wire, group: dist.ProcessGroup, nbytes: int) -> dict[str, Cal
     sizes = torch.tensor([tensor.numel() for tensor in inputs])
 
     def known() -> None:
-        dist.all_to_all_single(result, source, group=group)
+        dist.all_to_all_single(result, source, group=gloo)
 
     def fresh() -> None:
-        dist.all_to_all_single(torch.empty_like(source), source, group=group)
+        dist.all_to_all_single(torch.empty_like(source), source, group=gloo)
 
     def unknown() -> torch.Tensor:
         coming = torch.empty_like(sizes)
-        dist.all_to_all_single(coming, sizes, group=group)
+        dist.all_to_all_single(coming, sizes, group=gloo)
         result = source.new_empty(int(coming.sum()))
-        dist.all_to_all_single(result, source, coming.tolist(), sizes.tolist(), group=group)
+        dist.all_to_all_single(result, source, coming.tolist(), sizes.tolist(), group=gloo)
         return result
 
     found = weft.all_to_all(inputs)
     known()
     assert torch.equal(torch.cat(found), result) and torch.equal(unknown(), result)
     for rank, tensor in enumerate(found):
-        assert tensor.eq(rank * wire.size + wire.rank).all()
+        assert tensor.eq(rank * group.size + group.rank).all()
     return {
         "weft": lambda: weft.all_to_all(inputs),
         "gloo, sizes discovered": unknown,
@@ -208,15 +208,15 @@ def exchange(wire: Wire, group: dist.ProcessGroup, nbytes: int) -> dict[str, Cal
     }
 
 
-def reduce(wire: Wire, group: dist.ProcessGroup, nbytes: int) -> dict[str, Callable[[], object]]:
+def reduce(group: Group, gloo: dist.ProcessGroup, nbytes: int) -> dict[str, Callable[[], object]]:
     """Ways of `all_reduce`, checked. Gloo's is in place; summing zeros leaves them so."""
     tensor = torch.ones(max(1, nbytes // 4))
-    assert weft.all_reduce(tensor).eq(wire.size).all()
+    assert weft.all_reduce(tensor).eq(group.size).all()
     place = torch.zeros_like(tensor)
     return {
         "weft": lambda: weft.all_reduce(tensor),
-        "gloo": lambda: dist.all_reduce(tensor.clone(), group=group),
-        "gloo, in place": lambda: dist.all_reduce(place, group=group),
+        "gloo": lambda: dist.all_reduce(tensor.clone(), group=gloo),
+        "gloo, in place": lambda: dist.all_reduce(place, group=gloo),
     }
 
 
@@ -224,17 +224,17 @@ def rank(arguments: argparse.Namespace) -> Rows:
     """One rank's program."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=120))
-    group = dist.group.WORLD
-    assert group is not None
-    with weft.init() as wire:
+    gloo = dist.group.WORLD
+    assert gloo is not None
+    with weft.init() as group:
         rows: Rows = []
         chosen = arguments.call or [*MODELS, *CALLS]
         models = [name for name in MODELS if name in chosen]
         for each in (SMALL, arguments.elements // arguments.tensors) if models else ():
-            rows += synchronise(wire, group, arguments.rounds, models, arguments.tensors, each)
+            rows += synchronise(group, gloo, arguments.rounds, models, arguments.tensors, each)
         sizes = arguments.bytes or [size for size in SIZES if size <= arguments.largest]
         calls = [name for name in CALLS if name in chosen]
-        rows += tensors(wire, group, arguments.rounds, calls, sizes)
+        rows += tensors(group, gloo, arguments.rounds, calls, sizes)
     dist.destroy_process_group()
     return rows
 

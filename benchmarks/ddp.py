@@ -34,7 +34,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import weft
 from turns import on_ranks, turns
-from weft.wire.base import Wire
+from weft.wire.base import Group
 
 BATCH = 4  # small: what is measured is not arithmetic
 UNIT = 2.0**-8  # unit roundoff of bfloat16
@@ -82,9 +82,9 @@ def far(found: Tensor, own: Tensor, bound: float) -> float:
     return float(off.div_(most.clamp_(min=1e-12)).max())
 
 
-def measure(wire: Wire, rounds: int, layers: int, width: int) -> Rows:
+def measure(group: Group, rounds: int, layers: int, width: int) -> Rows:
     model = perceptron(layers, width)
-    batch = torch.randn(BATCH, width, generator=torch.Generator().manual_seed(wire.rank))
+    batch = torch.randn(BATCH, width, generator=torch.Generator().manual_seed(group.rank))
 
     def step(wrapped: nn.Module) -> None:
         wrapped.zero_grad()
@@ -100,10 +100,10 @@ def measure(wire: Wire, rounds: int, layers: int, width: int) -> Rows:
         step(models[name])
         rounded = name.startswith("the same")
         # what gloo's hook does is rounded once more for each rank that is added
-        bound = UNIT * (1 if "wire_dtype" in name else wire.size) if rounded else 2.0**-22
+        bound = UNIT * (1 if "wire_dtype" in name else group.size) if rounded else 2.0**-22
         offs[name] = far(flat(models[name]), own, bound)
     times = turns(
-        wire, rounds, {name: functools.partial(step, each) for name, each in models.items()}
+        group, rounds, {name: functools.partial(step, each) for name, each in models.items()}
     )
     medians = {name: statistics.median(each) for name, each in times.items()}
     first = next(iter(medians.values()))
@@ -123,8 +123,8 @@ def rank(arguments: argparse.Namespace) -> Rows:
     """One rank's program."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=120))
-    with weft.init() as wire:
-        rows = measure(wire, arguments.rounds, arguments.layers, arguments.width)
+    with weft.init() as group:
+        rows = measure(group, arguments.rounds, arguments.layers, arguments.width)
     dist.destroy_process_group()
     return rows
 

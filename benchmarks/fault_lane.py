@@ -311,7 +311,7 @@ class Lane:
             "WEFT_LINK": "50,10",
         }
         if cell.wire == "torch":
-            os.environ["WEFT_TRANSPORT"] = "torch"
+            os.environ["WEFT_WIRE"] = "torch"
         if cell.wire == "tcp":
             os.environ["WEFT_HOST"] = str(rank)
 

@@ -29,7 +29,7 @@ from weft.sparse import codec
 from weft.sparse.link import set_link
 from weft.sparse.stream import SUMS, VALUES
 from weft.testing import run
-from weft.wire.base import Pending, Recv, Send, Wire
+from weft.wire.base import Group, Pending, Recv, Send
 from weft.wire.link import MERGE, Link
 from weft.wire.memory import Lease, Pool
 
@@ -80,10 +80,10 @@ def packed_lists() -> Iterator[Counter[int]]:
         yield found
 
 
-def moved(wire: Wire, indices: Tensor) -> tuple[int, int, int]:
+def moved(group: Group, indices: Tensor) -> tuple[int, int, int]:
     """Bytes of values that this rank sent, and received; what `packed_lists` has of it."""
-    set_link(wire, GIGABIT)
-    values, post = [0, 0], wire._post
+    set_link(group, GIGABIT)
+    values, post = [0, 0], group._post
 
     def posted(sends: Sequence[Send], recvs: Sequence[Recv], channel: int) -> Pending:
         if channel in (SUMS, VALUES):
@@ -92,9 +92,9 @@ def moved(wire: Wire, indices: Tensor) -> tuple[int, int, int]:
         return post(sends, recvs, channel)
 
     rows = weft.Rows(indices, torch.ones(len(indices), WIDTH), HEIGHT)
-    with mock.patch.object(wire, "_post", posted):
+    with mock.patch.object(group, "_post", posted):
         weft.sparse_all_reduce(rows, algorithm="holders")
-    return values[0], values[1], id(wire.memory)
+    return values[0], values[1], id(group.memory)
 
 
 def line(case: str, ranks: int) -> str:
@@ -102,11 +102,11 @@ def line(case: str, ranks: int) -> str:
     total, union = sum(map(len, sets)), len(torch.cat(sets).unique())
     bound = (total + (ranks - 2) * union) / ranks * WIDTH * 4
     with packed_lists() as lists:
-        done = run(ranks, lambda wire: moved(wire, sets[wire.rank]))
+        done = run(ranks, lambda group: moved(group, sets[group.rank]))
     sent, received, memory = zip(*done, strict=True)
     algorithm = importlib.import_module("weft.sparse.algorithms.holders")
     with mock.patch.object(algorithm, "weights", lambda slots, union: [1] * len(slots)):
-        equally = run(ranks, lambda wire: max(moved(wire, sets[wire.rank])[:2]))
+        equally = run(ranks, lambda group: max(moved(group, sets[group.rank])[:2]))
     elsewhere = [
         len(torch.cat([one for rank, one in enumerate(sets) if rank != me]).unique())
         for me in range(ranks)

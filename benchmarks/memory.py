@@ -80,8 +80,8 @@ def growth(call: Callable[[], object]) -> int:
 
 def rank_of(case: Case, algorithm: str) -> Growth:
     """One rank's program."""
-    with weft.init(timeout=120) as wire:
-        rows = Rows(indices(case, wire.rank, 0), values(case, wire.rank, 0), case.height)
+    with weft.init(timeout=120) as group:
+        rows = Rows(indices(case, group.rank, 0), values(case, group.rank, 0), case.height)
         result = 0
 
         def call() -> None:
@@ -91,7 +91,7 @@ def rank_of(case: Case, algorithm: str) -> Growth:
 
         before = resident("VmRSS")
         cold = growth(call)
-        wire.memory.drain()
+        group.memory.drain()
         warm = growth(call)
         again = growth(call)
         ctypes.CDLL(None).malloc_trim(0)
@@ -104,8 +104,8 @@ def rank_of(case: Case, algorithm: str) -> Growth:
 
 def eligible(case: Case) -> tuple[list[str], str]:
     """The algorithms that `auto` may choose for a case, and the one it does; collective."""
-    with weft.init(timeout=120) as wire:
-        rows = Rows(indices(case, wire.rank, 0), values(case, wire.rank, 0), case.height)
+    with weft.init(timeout=120) as group:
+        rows = Rows(indices(case, group.rank, 0), values(case, group.rank, 0), case.height)
         said = weft.explain(rows, case.op)
     chosen = [line for line in said.lines if line.verdict.startswith(("chosen", "predicted"))]
     return [line.algorithm for line in chosen if line.algorithm in ALGORITHMS], said.chosen

@@ -35,7 +35,7 @@ from torch import Tensor
 
 import weft
 from weft.testing import processes
-from weft.wire.base import Wire
+from weft.wire.base import Group
 
 TINY_REPEAT = 20  # calls that are timed together
 TINY_GOAL = 1e-3  # seconds of one, forward and backward
@@ -342,27 +342,27 @@ def _there(tensor: Tensor | None) -> Tensor | None:
     return tensor
 
 
-def measure(wire: Wire, case: Case, rounds: int, repeat: int) -> dict[str, Figures]:
+def measure(group: Group, case: Case, rounds: int, repeat: int) -> dict[str, Figures]:
     """Seconds a call of each contender; they take turns."""
     ways = {"weft": case.weft, **case.peers}
     figures = {name: Figures() for name in ways}
-    brought = data(case.shape, wire.rank)
+    brought = data(case.shape, group.rank)
     inputs = [brought.requires_grad_() for _ in range(repeat)]
 
     def slowest(since: float) -> float:
         took = torch.tensor([time.perf_counter() - since], dtype=torch.float64)
-        wire.dense_all_reduce(took, "max").wait()
+        group.dense_all_reduce(took, "max").wait()
         return took.item() / repeat
 
     for number in range(rounds + 1):
         for name, way in ways.items():
             brought.grad = None
-            wire.dense_all_reduce(torch.zeros(1), "sum").wait()
+            group.dense_all_reduce(torch.zeros(1), "sum").wait()
             start = time.perf_counter()
             made = [_there(way(x)) for x in inputs]
             forward = slowest(start)
             grads = torch.ones_like(made[0])
-            wire.dense_all_reduce(torch.zeros(1), "sum").wait()
+            group.dense_all_reduce(torch.zeros(1), "sum").wait()
             start = time.perf_counter()
             for y in made:
                 y.backward(grads)
@@ -381,8 +381,8 @@ Result = list[tuple[Case, int, dict[str, Figures]]]
 def rank(options: argparse.Namespace) -> list[list[list[str]]]:
     """One rank's program: the rows of both tables."""
     torch.set_num_threads(1)
-    with weft.init(timeout=120) as wire:
-        me, ranks = wire.rank, wire.size
+    with weft.init(timeout=120) as group:
+        me, ranks = group.rank, group.size
         rows = [dist.new_group([at, at + 1]) for at in range(0, ranks, 2)]
         tables = []
         for elements, repeat in ((options.mib << 18, 1), (256, TINY_REPEAT)):
@@ -395,7 +395,7 @@ def rank(options: argparse.Namespace) -> list[list[list[str]]]:
                     continue
                 for name, way in {"weft": case.weft, **case.peers}.items():
                     check(case, name, way, me, ranks)
-                figures = measure(wire, case, options.rounds, repeat)
+                figures = measure(group, case, options.rounds, repeat)
                 table += lines(case, figures, options.link, tiny=repeat > 1)
             tables.append(table)
     return tables

@@ -88,19 +88,19 @@ class State:
     threads: int
 
     @classmethod
-    def now(cls, wires: Sequence[weft.Wire]) -> State:
-        """While nobody has results, and these wires are at rest."""
-        weft.barrier(group=wires[0])
-        for wire in wires:
-            wire.memory.drain()
+    def now(cls, groups: Sequence[weft.Group]) -> State:
+        """While nobody has results, and these groups are at rest."""
+        weft.barrier(group=groups[0])
+        for group in groups:
+            group.memory.drain()
         gc.collect()  # it returns at once where another thread collects
-        weft.barrier(group=wires[0])  # ranks may be threads of one process
+        weft.barrier(group=groups[0])  # ranks may be threads of one process
         ctypes.CDLL(None).malloc_trim(0)
         with LOOKING:
             pages = int(Path("/proc/self/statm").read_text().split()[1])
             counts = [len(os.listdir(f"/proc/self/{what}")) for what in ("fd", "task")]
         state = cls(pages * os.sysconf("SC_PAGE_SIZE"), *counts)
-        weft.barrier(group=wires[0])
+        weft.barrier(group=groups[0])
         return state
 
 
@@ -141,14 +141,14 @@ class Program:
     """One rank's side of one program.
 
     Attributes:
-        wire: of all ranks.
+        group: of all ranks.
         groups: what a call is given as its group, by the ranks that are in it.
         kept: results, and what they were.
     """
 
-    def __init__(self, wire: weft.Wire, groups: Mapping[tuple[int, ...], Any], seed: int) -> None:
-        self.wire, self.rank, self.size, self.groups = wire, wire.rank, wire.size, groups
-        self.own = random.Random(f"{seed}, rank {wire.rank}")
+    def __init__(self, group: weft.Group, groups: Mapping[tuple[int, ...], Any], seed: int) -> None:
+        self.group, self.rank, self.size, self.groups = group, group.rank, group.size, groups
+        self.own = random.Random(f"{seed}, rank {group.rank}")
         self.later: list[tuple[Any, Check]] = []
         self.kept: list[tuple[Tensor, Tensor]] = []
         self.calls = 0
@@ -542,22 +542,24 @@ Kept = list[tuple[Tensor, Tensor]]
 
 @contextlib.contextmanager
 def groups_on(
-    wire: weft.Wire, group: weft.Wire | None = None
+    whole: weft.Group, default: weft.Group | None = None
 ) -> Iterator[dict[tuple[int, ...], Any]]:
-    """What calls are given as their groups; the wire is the default group, or is given as one."""
-    first, *others = groups_of(wire.size)
+    """What calls are given as their groups; the whole is the default group, or is given as one."""
+    first, *others = groups_of(whole.size)
     with contextlib.ExitStack() as after:
-        groups: dict[tuple[int, ...], Any] = {first: group}
+        groups: dict[tuple[int, ...], Any] = {first: default}
         for ranks in others:
-            groups[ranks] = wire.sub(ranks)
+            groups[ranks] = whole.sub(ranks)
             if groups[ranks] is not None:
                 after.callback(groups[ranks].close)
         yield groups
 
 
-def ran(wire: weft.Wire, groups: Mapping[tuple[int, ...], Any], name: str, drawn: Drawn) -> Program:
+def ran(
+    group: weft.Group, groups: Mapping[tuple[int, ...], Any], name: str, drawn: Drawn
+) -> Program:
     """A program that has run, as of a world."""
-    program = Program(wire, groups, drawn[0])
+    program = Program(group, groups, drawn[0])
     try:
         program.run(drawn[1])
     except Exception as error:
@@ -567,16 +569,16 @@ def ran(wire: weft.Wire, groups: Mapping[tuple[int, ...], Any], name: str, drawn
     return program
 
 
-def programs(wire: weft.Wire, name: str, several: Sequence[Drawn]) -> tuple[Told, Kept]:
+def programs(group: weft.Group, name: str, several: Sequence[Drawn]) -> tuple[Told, Kept]:
     """Run programs on one rank; what the last three kept comes along."""
     calls, states = 0, []
     held: deque[Program] = deque()  # the last ones, oldest first; no variable has what they kept
-    with groups_on(wire) as groups:
+    with groups_on(group) as groups:
         for number, each in enumerate(several):
             if number in (len(several) // 4, len(several) - 3):
                 held.clear()
-                states.append(State.now([wire, *filter(None, groups.values())]))
-            held.append(ran(wire, groups, name, each))
+                states.append(State.now([group, *filter(None, groups.values())]))
+            held.append(ran(group, groups, name, each))
             calls += held[-1].calls
             if len(held) > HELD:
                 held.popleft().look()
@@ -595,15 +597,15 @@ def whole(name: str, several: Sequence[Drawn]) -> Told:
     return told
 
 
-def alone(wire: weft.Wire, name: str, program: Drawn) -> None:
-    """Run one program on a wire that is kept for others; results outlive its groups."""
+def alone(group: weft.Group, name: str, program: Drawn) -> None:
+    """Run one program on a group that is kept for others; results outlive its groups."""
     with contextlib.ExitStack() as after:
         own = None
         if name.startswith("tcp"):
-            os.environ["WEFT_HOST"] = str(wire.rank)
-            own = after.enter_context(cast(weft.Wire, wire.sub(range(wire.size))))
-        with groups_on(own or wire, own) as groups:
-            kept = ran(own or wire, groups, name, program).kept
+            os.environ["WEFT_HOST"] = str(group.rank)
+            own = after.enter_context(cast(weft.Group, group.sub(range(group.size))))
+        with groups_on(own or group, own) as groups:
+            kept = ran(own or group, groups, name, program).kept
     for result, was in kept:
         same(result, was)
 
@@ -651,7 +653,7 @@ def world(name: str, first: int, count: int, limit: float) -> list[Told]:
         # One heap: else each thread has its own, and keeps its gaps when their results are gone.
         ctypes.CDLL(None).mallopt(M_ARENA_MAX, 1)
         return [told for told, _ in run(int(size), programs, name, several, limit=limit)]
-    env = {"WEFT_TRANSPORT": "torch"} if wire == "torch" else {}
+    env = {"WEFT_WIRE": "torch"} if wire == "torch" else {}
     return processes(int(size), whole, name, several, env=env, timeout=limit)
 
 

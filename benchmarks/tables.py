@@ -70,9 +70,9 @@ def rank(rounds: int, width: int) -> tuple[dict[str, list[float]], dict[str, str
     """One rank's program: times, algorithms, and bytes that a call must move, by contender."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=120))
-    with weft.init() as wire:
-        many = [table(wire.rank, number, TOKENS, width) for number in range(TABLES)]
-        tall = table(wire.rank, TABLES, TABLES * TOKENS, width)
+    with weft.init() as group:
+        many = [table(group.rank, number, TOKENS, width) for number in range(TABLES)]
+        tall = table(group.rank, TABLES, TABLES * TOKENS, width)
         stacked = (
             torch.cat([rows[0] + number * HEIGHT for number, rows in enumerate(many)]),
             torch.cat([rows[1] for rows in many]),
@@ -111,7 +111,7 @@ def rank(rounds: int, width: int) -> tuple[dict[str, list[float]], dict[str, str
                     float(result + record.bound_bytes),
                 )
                 contenders |= {f"copy {name}": copy(round(max(moved[name])))}
-        times = turns(wire, rounds, contenders, warmup=2)
+        times = turns(group, rounds, contenders, warmup=2)
     dist.destroy_process_group()
     return times, ran, moved
 

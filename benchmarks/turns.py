@@ -1,4 +1,4 @@
-"""What benchmarks share: they start ranks, and time contenders in turns on a wire."""
+"""What benchmarks share: they start ranks, and time contenders in turns on a group."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TypeVar
 import torch
 
 from weft.testing import processes
-from weft.wire.base import Wire
+from weft.wire.base import Group
 
 T = TypeVar("T")
 
@@ -38,7 +38,7 @@ def on_ranks(
 
 
 def turns(
-    wire: Wire,
+    group: Group,
     rounds: int,
     contenders: Mapping[str, Callable[[], object]],
     *,
@@ -50,7 +50,7 @@ def turns(
     A time is that of the slowest rank. Before each turn there is a barrier.
 
     Args:
-        wire: of the ranks that take part. Every rank calls this function.
+        group: of the ranks that take part. Every rank calls this function.
         rounds: the number of rounds that count.
         contenders: what is called, by name; the same names on every rank.
         warmup: the number of rounds before those, which do not count.
@@ -61,11 +61,11 @@ def turns(
         # in random order, the same on all ranks: a contender pays for the caches of the one before
         for name in random.Random(number).sample(list(contenders), len(contenders)):
             contender = contenders[name]
-            wire.dense_all_reduce(torch.zeros(1), "sum").wait()
+            group.dense_all_reduce(torch.zeros(1), "sum").wait()
             start = time.perf_counter()
             for _ in range(calls):
                 contender()
             took = torch.tensor([(time.perf_counter() - start) / calls], dtype=torch.float64)
-            wire.dense_all_reduce(took, "max").wait()
+            group.dense_all_reduce(took, "max").wait()
             times[name].append(took.item())
     return {name: each[warmup:] for name, each in times.items()}

@@ -1,4 +1,4 @@
-"""Time the wire of a process group, and torch.distributed's calls for the same.
+"""Time weft's group of a process group, and torch.distributed's calls for the same.
 
     python benchmarks/wire.py [--ranks 4] [--rounds 20]     # ranks on this machine
     tools/netlab -n 4 --rate 1gbit -- python benchmarks/wire.py
@@ -27,7 +27,7 @@ from rich.table import Table
 
 from turns import turns
 from weft.testing import processes
-from weft.wire.base import Wire
+from weft.wire.base import Group
 from weft.wire.process_group import connect
 
 MESSAGES = (8, 256, 4096)
@@ -39,30 +39,32 @@ DENSE = (4, 1 << 10, 16 << 10, 64 << 10, 1 << 20, 16 << 20, 64 << 20)
 Rows = list[list[str]]
 
 
-def measure(wire: Wire, rounds: int, contenders: dict[str, Callable[[], None]]) -> dict[str, float]:
+def measure(
+    group: Group, rounds: int, contenders: dict[str, Callable[[], None]]
+) -> dict[str, float]:
     """Median seconds of each contender, of the slowest rank; they take turns."""
-    times = turns(wire, rounds, contenders)
+    times = turns(group, rounds, contenders)
     return {name: statistics.median(each) for name, each in times.items()}
 
 
-def small(wire: Wire, rounds: int) -> Rows:
+def small(group: Group, rounds: int) -> Rows:
     rows = []
     for nbytes in MESSAGES:
-        message = torch.full((nbytes,), wire.rank, dtype=torch.uint8)
-        places = [torch.empty_like(message) for _ in range(wire.size)]
+        message = torch.full((nbytes,), group.rank, dtype=torch.uint8)
+        places = [torch.empty_like(message) for _ in range(group.size)]
 
         def ours(message: torch.Tensor = message) -> None:
             for _ in range(REPEAT):
-                pending = wire.small_all_gather(message, 4096)
+                pending = group.small_all_gather(message, 4096)
                 heard = pending.wait()
-                assert [int(each[0]) for each in heard] == list(range(wire.size))
+                assert [int(each[0]) for each in heard] == list(range(group.size))
                 pending.release()
 
         def theirs(message: torch.Tensor = message, places: list[torch.Tensor] = places) -> None:
             for _ in range(REPEAT):
                 dist.all_gather(places, message)
 
-        took = measure(wire, rounds, {"weft": ours, "torch": theirs})
+        took = measure(group, rounds, {"weft": ours, "torch": theirs})
         rows.append(
             [
                 f"{nbytes}",
@@ -74,21 +76,21 @@ def small(wire: Wire, rounds: int) -> Rows:
     return rows
 
 
-def exchange(wire: Wire, rounds: int) -> Rows:
-    after, before = (wire.rank + 1) % wire.size, (wire.rank - 1) % wire.size
-    data = torch.full((EXCHANGE,), wire.rank, dtype=torch.uint8)
+def exchange(group: Group, rounds: int) -> Rows:
+    after, before = (group.rank + 1) % group.size, (group.rank - 1) % group.size
+    data = torch.full((EXCHANGE,), group.rank, dtype=torch.uint8)
     place = torch.empty_like(data)
 
     def swap(chunk: int) -> None:
         posts = [
-            wire.post([(after, out)], [(before, into)])
+            group.post([(after, out)], [(before, into)])
             for out, into in zip(data.split(chunk), place.split(chunk), strict=True)
         ]
         for posted in posts:
             posted.wait()
         assert int(place[0]) == int(place[-1]) == before
 
-    took = measure(wire, rounds, {str(chunk): lambda chunk=chunk: swap(chunk) for chunk in CHUNKS})
+    took = measure(group, rounds, {str(chunk): lambda chunk=chunk: swap(chunk) for chunk in CHUNKS})
     whole = took[str(EXCHANGE)]
     return [
         [
@@ -101,20 +103,20 @@ def exchange(wire: Wire, rounds: int) -> Rows:
     ]
 
 
-def dense(wire: Wire, rounds: int) -> Rows:
+def dense(group: Group, rounds: int) -> Rows:
     rows = []
     for nbytes in DENSE:
         data = torch.ones(nbytes // 4)
 
         def ours(data: torch.Tensor = data) -> None:
-            wire.dense_all_reduce(data.fill_(1), "sum").wait()
-            assert int(data[-1]) == wire.size
+            group.dense_all_reduce(data.fill_(1), "sum").wait()
+            assert int(data[-1]) == group.size
 
         def theirs(data: torch.Tensor = data) -> None:
             dist.all_reduce(data.fill_(1))
-            assert int(data[-1]) == wire.size
+            assert int(data[-1]) == group.size
 
-        took = measure(wire, min(rounds, 10), {"weft": ours, "torch": theirs})
+        took = measure(group, min(rounds, 10), {"weft": ours, "torch": theirs})
         rows.append(
             [
                 f"{nbytes / 1024:g} KiB",
@@ -131,8 +133,8 @@ def rank(rounds: int) -> list[Rows]:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=120))
     store = dist.PrefixStore("wire", dist.distributed_c10d._get_default_store())
-    with connect(store, dist.get_rank(), dist.get_world_size(), 120.0) as wire:
-        tables = [small(wire, rounds), exchange(wire, rounds), dense(wire, rounds)]
+    with connect(store, dist.get_rank(), dist.get_world_size(), 120.0) as group:
+        tables = [small(group, rounds), exchange(group, rounds), dense(group, rounds)]
     dist.destroy_process_group()
     return tables
 

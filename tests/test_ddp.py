@@ -33,7 +33,7 @@ from weft.devices import as_device
 from weft.errors import Error, WeftError, WireError
 from weft.testing import gloo_of_one_thread, spmd
 from weft.wire import dense, process_group
-from weft.wire.base import Wire
+from weft.wire.base import Group
 
 VOCABULARY, WIDTH = 40, 4
 
@@ -104,9 +104,9 @@ def trained(*sizes: int) -> Callable[[Callable[[], None]], Callable[..., None]]:
 
     def decorate(body: Callable[[], None]) -> Callable[..., None]:
         @functools.wraps(body)
-        def inside(wire: Wire, tmp_path: Path) -> None:
+        def inside(group: Group, tmp_path: Path) -> None:
             meeting = f"file://{tmp_path}/meeting"
-            dist.init_process_group("gloo", meeting, rank=wire.rank, world_size=wire.size)
+            dist.init_process_group("gloo", meeting, rank=group.rank, world_size=group.size)
             try:
                 with init(timeout=20):
                     body()
@@ -257,7 +257,7 @@ def test_any_group_and_number_of_ranks() -> None:
         ours = DistributedDataParallel(copy.deepcopy(model), process_group=ranks)
         plain = DistributedDataParallel(model, process_group=oracle)
         state = ddp.register(ours)
-        assert state.wire is process_group.of_group(ranks)
+        assert state.group is process_group.of_group(ranks)
         for wrapped in (ours, plain):
             wrapped(words(0)).exp().sum().backward()
         wanted = gradients(plain)
@@ -317,7 +317,7 @@ def test_backward_goes_on_while_gradients_travel() -> None:
 
     state = ddp.State()
     model.register_comm_hook(state, hook)
-    held = state.wire.worker.submit("something long", lambda: free.wait(20))
+    held = state.group.worker.submit("something long", lambda: free.wait(20))
     model(words(0)).sum().backward()
     assert held.wait() is True  # so nothing was waited for before the last bucket had come
     assert len(seen) > 2 and not any(seen)
@@ -388,7 +388,7 @@ def test_an_error_of_a_dense_bucket_too() -> None:
 @trained(1)
 def test_a_closed_wire_is_an_error_as_itself() -> None:
     model = DistributedDataParallel(Model())
-    ddp.register(model).wire.close()
+    ddp.register(model).group.close()
     for _ in range(2):  # the model is as good as before
         with pytest.raises(Error, match="closed"):
             model(words(0)).sum().backward()
@@ -484,11 +484,11 @@ def test_dense_buckets_travel_in_the_wire_dtype_as_those_of_sync_grads_do() -> N
         state = ddp.register(ours, wire_dtype=narrow)
         batch = torch.randn(4, 70, generator=torch.Generator().manual_seed(me)).to(dtype)
         for step in range(3):
-            before = state.wire.traffic.bytes
+            before = state.group.traffic.bytes
             for wrapped in (ours, synced):
                 wrapped.zero_grad()
                 wrapped(batch + step).exp().sum().backward()
-            sent = state.wire.traffic.bytes - before
+            sent = state.group.traffic.bytes - before
             in_full = sum(each.grad.nbytes for each in synced.parameters()) * (size - 1)
             assert sent <= in_full * narrow.itemsize / dtype.itemsize * 1.05, (sent, in_full, cap)
             sync_grads(synced, wire_dtype=narrow)

@@ -27,7 +27,7 @@ def kept(_context, _operation, *_args, **_kwargs):
 
 
 @spmd(2)
-def test_selective_checkpoints_do_not_look_into_layers(wire):
+def test_selective_checkpoints_do_not_look_into_layers(group):
     layer = nn.AllGather(weft.Partition(2), 0)
     contexts = functools.partial(create_selective_checkpoint_contexts, kept)
     x = torch.arange(3.0).requires_grad_()
@@ -37,8 +37,8 @@ def test_selective_checkpoints_do_not_look_into_layers(wire):
 
 
 @spmd(2)
-def test_a_rank_with_fake_tensors_is_told_so(wire):
-    with FakeTensorMode(allow_non_fake_inputs=True) if wire.rank else nullcontext():
+def test_a_rank_with_fake_tensors_is_told_so(group):
+    with FakeTensorMode(allow_non_fake_inputs=True) if group.rank else nullcontext():
         rows = torch.tensor([1]), ones(1)
         with pytest.raises(weft.WeftError, match="rank 1: the tensor of indices is a FakeTensor"):
             weft.sparse_all_reduce(rows)
@@ -51,7 +51,7 @@ def ones(*shape):
 
 @pytest.mark.parametrize("rows", [2, 3000])
 @spmd(3)
-def test_layers(wire, rows):
+def test_layers(group, rows):
     grid = weft.Partition(3)
     layers = [
         nn.AllGather(grid, 0),
@@ -72,8 +72,8 @@ def test_layers(wire, rows):
 
 
 @spmd(3)
-def test_calls(wire):
-    indices = torch.tensor([wire.rank, 7])
+def test_calls(group):
+    indices = torch.tensor([group.rank, 7])
     unsorted = indices.repeat(200).flip(0), ones(400, 3)
     with torch.device("meta"):
         for call in (weft.sparse_all_reduce, weft.sparse_reduce_scatter):
@@ -94,8 +94,8 @@ def test_calls(wire):
 
 def program():
     torch.set_default_device("meta")
-    with weft.init() as wire:
-        found, _ = weft.sparse_all_reduce((torch.tensor([wire.rank], device="cpu"), ones(1)))
+    with weft.init() as group:
+        found, _ = weft.sparse_all_reduce((torch.tensor([group.rank], device="cpu"), ones(1)))
         return found.tolist()
 
 

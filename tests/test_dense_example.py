@@ -35,8 +35,8 @@ def rows_of(rank, dtype):
 def test_it_gives_what_any_algorithm_gives(ranks, dtype, op):
     want = expected([rows_of(rank, dtype) for rank in range(ranks)], op)
 
-    def program(wire):
-        total = weft.sparse_all_reduce(rows_of(wire.rank, dtype), op, algorithm="dense")
+    def program(group):
+        total = weft.sparse_all_reduce(rows_of(group.rank, dtype), op, algorithm="dense")
         return total, last_call().algorithm
 
     for total, name in run(ranks, program):
@@ -46,8 +46,8 @@ def test_it_gives_what_any_algorithm_gives(ranks, dtype, op):
 
 
 def test_it_says_what_it_cannot_serve():
-    def program(wire):
-        rows = rows_of(wire.rank, torch.float32)
+    def program(group):
+        rows = rows_of(group.rank, torch.float32)
         with pytest.raises(weft.WeftError, match="no neutral element"):
             weft.sparse_all_reduce(rows, lambda a, b: a + b, algorithm="dense")
         lines = {line.algorithm: line for line in weft.explain(rows).lines}

@@ -16,12 +16,12 @@ from weft.wire import threads
 
 mine, other = threads.group(2, timeout=60.0)
 
-def reduced(wire, index, **how):
-    return weft.sparse_all_reduce((torch.tensor([index]), torch.ones(1)), group=wire, **how)
+def reduced(group, index, **how):
+    return weft.sparse_all_reduce((torch.tensor([index]), torch.ones(1)), group=group, **how)
 
-def gathered(wire, width):
+def gathered(group, width):
     x = torch.ones(2, width, requires_grad=True)
-    return weft.nn.AllGather(weft.Partition((2,), group=wire), 0)(x)
+    return weft.nn.AllGather(weft.Partition((2,), group=group), 0)(x)
 
 def fails():
     raise KeyError("lost")
@@ -84,19 +84,19 @@ FUNCTIONS = [
 
 @pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt])
 @spmd(2, 3)
-def test_an_exit_in_a_function_is_its_ranks_own_and_the_others_error(wire, kind):
+def test_an_exit_in_a_function_is_its_ranks_own_and_the_others_error(group, kind):
     def exits():
         raise kind(3)
 
-    last = wire.size - 1
+    last = group.size - 1
     expected, text = weft.WeftError, f"rank {last}: {kind.__name__}: 3"
-    if wire.rank == last:
+    if group.rank == last:
         expected, text = kind, "3"
     for call in FUNCTIONS:
         with pytest.raises(expected) as caught:
-            call(exits if wire.rank == last else int)
+            call(exits if group.rank == last else int)
         assert str(caught.value) == text
-        assert weft.all_reduce(torch.ones(1)).item() == wire.size
+        assert weft.all_reduce(torch.ones(1)).item() == group.size
 
 
 def test_who_fails_is_named_in_the_table_of_faults(script):

@@ -1,4 +1,4 @@
-"""Ranks whose peer sends garbage over a real wire: all raise at once, and name that peer."""
+"""Ranks whose peer sends garbage over a real group: all raise at once, and name that peer."""
 
 from __future__ import annotations
 
@@ -60,9 +60,9 @@ SHARED = {
 }
 
 
-def changed(wire, which, change):
-    """The wire, on which one message to each goes out changed."""
-    post, count = wire._post, itertools.count()
+def changed(group, which, change):
+    """The group, on which one message to each goes out changed."""
+    post, count = group._post, itertools.count()
 
     def changing(sends, recvs, channel):
         if sends and next(count) == which:
@@ -71,7 +71,7 @@ def changed(wire, which, change):
                 sends = [*sends[:place], (peer, message), *sends[place + 1 :]]
         return post(sends, recvs, channel)
 
-    wire._post = changing
+    group._post = changing
 
 
 def framed(patch, module, name, change):
@@ -90,29 +90,29 @@ def framed(patch, module, name, change):
     patch.setattr(module, name, Frame())
 
 
-def attacked(wire, way, what):
+def attacked(group, way, what):
     """Whom this rank blames, how, and how many seconds that took."""
     with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as after:
         if way == "tcp":  # as between hosts
-            patch.setenv("WEFT_HOST", str(wire.rank))
-        wire = after.enter_context(wire.sub(range(3)))
+            patch.setenv("WEFT_HOST", str(group.rank))
+        group = after.enter_context(group.sub(range(3)))
         which, lists, change = MESSAGES.get(what, (None, "plain", None))
-        group = Part(wire, [0, 2, 1]) if what == "a negative count" else wire
-        set_link(group, LINKS[lists])
-        rows = weft.Rows(torch.arange(60_000) * 3 + wire.rank, torch.ones(60_000, 2), 200_000)
+        given = Part(group, [0, 2, 1]) if what == "a negative count" else group
+        set_link(given, LINKS[lists])
+        rows = weft.Rows(torch.arange(60_000) * 3 + group.rank, torch.ones(60_000, 2), 200_000)
         began = time.monotonic()
         with pytest.raises(weft.WireError) as caught:
-            weft.sparse_all_reduce(rows, algorithm="gather", group=group)
-            if wire.rank == CULPRIT and change is not None:
-                changed(wire, which, change)
-            elif wire.rank == CULPRIT and what == "of a detector":
-                wire._detector._send([0], {"bye": ["nobody"]})
-            elif wire.rank == CULPRIT and way == "torch":
+            weft.sparse_all_reduce(rows, algorithm="gather", group=given)
+            if group.rank == CULPRIT and change is not None:
+                changed(group, which, change)
+            elif group.rank == CULPRIT and what == "of a detector":
+                group._detector._send([0], {"bye": ["nobody"]})
+            elif group.rank == CULPRIT and way == "torch":
                 framed(patch, gloo_frames, "_HEAD", lambda channel, length: (channel, -length))
-            elif wire.rank == CULPRIT:
+            elif group.rank == CULPRIT:
                 framed(patch, connection, "_FRAME", FRAMES[what])
             for _ in range(100):
-                weft.sparse_all_reduce(rows, algorithm="gather", group=group)
+                weft.sparse_all_reduce(rows, algorithm="gather", group=given)
     return caught.value.culprit, str(caught.value), time.monotonic() - began
 
 

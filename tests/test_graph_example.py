@@ -35,7 +35,7 @@ def test_the_losses_are_those_of_one_process(load, monkeypatch, ranks):
     train, graph = load("train"), small(load("graphs"))
     monkeypatch.setattr(train, "STEPS", 6)
     data = train.Data.of(graph, ranks)
-    found, *others = run(ranks, lambda wire: train.compare(data, wire), on="threads")
+    found, *others = run(ranks, lambda group: train.compare(data, group), on="threads")
     assert found["last"] < found["first"] and found["apart"] < 1e-5
     assert found["right"] == found["right alone"] > 0
     sent = np.array(found["sent"])
@@ -51,12 +51,12 @@ def test_it_sees_what_is_wrong(load, monkeypatch):
     fetch = train.weft.RemoteRows.fetch
     monkeypatch.setattr(train.weft.RemoteRows, "fetch", lambda plan, own: 2 * fetch(plan, own))
 
-    def program(wire):
-        if wire.rank:
-            train.compare(train.Data.of(graph, 2), wire)
+    def program(group):
+        if group.rank:
+            train.compare(train.Data.of(graph, 2), group)
         else:
             with pytest.raises(SystemExit, match="FAILED: losses differ by"):
-                train.compare(train.Data.of(graph, 2), wire)
+                train.compare(train.Data.of(graph, 2), group)
 
     run(2, program)
 

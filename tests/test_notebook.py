@@ -38,7 +38,7 @@ class Parsed(HTMLParser):
             self.rows[-1][-1] += data
 
 
-def explained(wire):
+def explained(group):
     rows = torch.arange(4000), torch.ones(4000, 40)
     tables = [rows, (torch.arange(3000), torch.ones(3000, 8, dtype=torch.float64))]
     return weft.explain(rows), weft.explain(tables)
@@ -94,7 +94,7 @@ def test_a_grid_shows_its_ranks():
     with weft.init():
         assert Parsed(weft.Partition((1, 1))._repr_html_()).rows == [["0"]]
 
-    def grids(wire):
+    def grids(group):
         two = weft.Partition((2, 2), ranks=[3, 1, 0, 2])
         return [each._repr_html_() for each in (two, weft.Partition(4), weft.Partition((2, 1, 2)))]
 

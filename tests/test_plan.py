@@ -75,13 +75,13 @@ def test_any_plan_is_carried_out(have, want, floats):
     expected = applied(plan, xs, torch.float64 if floats else dtype)
     nothing = torch.empty(0, dtype=dtype)
 
-    def program(wire):
-        if wire.rank not in plan.ranks:
+    def program(group):
+        if group.rank not in plan.ranks:
             return
-        x = xs.get(wire.rank, nothing)
-        wanted = expected.get(wire.rank, nothing).to(dtype)
-        assert torch.equal(execute(plan, x, wire), wanted)
-        assert torch.equal(assemble(plan, xs, wire.rank, dtype), wanted)
+        x = xs.get(group.rank, nothing)
+        wanted = expected.get(group.rank, nothing).to(dtype)
+        assert torch.equal(execute(plan, x, group), wanted)
+        assert torch.equal(assemble(plan, xs, group.rank, dtype), wanted)
 
     run(RANKS, program)
 
@@ -113,20 +113,20 @@ def small_chunks(monkeypatch):
 @pytest.mark.filterwarnings("ignore:ComplexHalf")
 @pytest.mark.parametrize("hint", HINTED)
 @spmd(2, 4, on=("threads",))
-def test_a_hint_does_what_the_moves_do(wire, hint, dtype, small_chunks):
-    have, want = HINTED[hint](wire.size)
+def test_a_hint_does_what_the_moves_do(group, hint, dtype, small_chunks):
+    have, want = HINTED[hint](group.size)
     plan = between(have, want)
     back = {"all_gather": "reduce_scatter", "broadcast": "sum_reduce", "all_reduce": "all_reduce"}
     back |= {b: a for a, b in back.items()}
-    if wire.size > 2:
+    if group.size > 2:
         assert plan.hint == hint and plan.T.hint == back[hint]
     nothing = torch.empty(0, dtype=dtype)
     xs = {rank: x.abs().to(dtype) for rank, x in inputs(plan).items()}
-    x = xs.get(wire.rank, nothing)
-    y = execute(plan, x, wire)
-    if wire.rank in want:
+    x = xs.get(group.rank, nothing)
+    y = execute(plan, x, group)
+    if group.rank in want:
         total = applied(plan, {r: x.to(torch.complex128) for r, x in xs.items()}, torch.complex128)
-        assert torch.equal(y.to(torch.complex128), total[wire.rank])
+        assert torch.equal(y.to(torch.complex128), total[group.rank])
         assert y.dtype == dtype
 
 
@@ -146,9 +146,9 @@ def test_halves_are_summed_in_a_wider_type():
     plan = between({r: whole((1,)) for r in range(3)}, {2: whole((1,))})
     values = [256.0, 1.0, 1.0]
 
-    def program(wire):
-        x = torch.tensor([values[wire.rank]], dtype=torch.bfloat16)
-        return execute(plan, x, wire)
+    def program(group):
+        x = torch.tensor([values[group.rank]], dtype=torch.bfloat16)
+        return execute(plan, x, group)
 
     assert run(3, program)[2].item() == 258.0
     xs = {r: torch.tensor([v], dtype=torch.bfloat16) for r, v in enumerate(values)}

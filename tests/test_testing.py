@@ -29,16 +29,16 @@ both = pytest.mark.parametrize("on", ["threads", "processes"])
 
 @pytest.mark.parametrize("factor", [2, 3])
 @spmd(1, 2, 3, 4, 7, 8)
-def test_a_body_is_one_ranks_program(wire, factor, tmp_path):
-    assert default.current() is wire
+def test_a_body_is_one_ranks_program(group, factor, tmp_path):
+    assert default.current() is group
     assert tmp_path.is_dir()  # a fixture, the same on every rank
-    mine = torch.tensor([wire.rank * factor])
-    wire.dense_all_reduce(mine, "sum").wait()
-    assert mine.item() == factor * sum(range(wire.size))
+    mine = torch.tensor([group.rank * factor])
+    group.dense_all_reduce(mine, "sum").wait()
+    assert mine.item() == factor * sum(range(group.size))
 
 
-def rank_and_base(wire, base, *, step=1):
-    return base + step * wire.rank, torch.full((2,), wire.rank)
+def rank_and_base(group, base, *, step=1):
+    return base + step * group.rank, torch.full((2,), group.rank)
 
 
 @both
@@ -48,11 +48,11 @@ def test_results_come_in_rank_order(on):
     assert [values.tolist() for _, values in got] == [[0, 0], [1, 1], [2, 2]]
 
 
-def uneven(wire, sends, awaits, times):
-    """An exchange with the other rank, over the wire of a device."""
-    over, other = wire_for(wire, torch.ones(1)), 1 - wire.rank
-    assert over is not wire
-    for _ in range(times[wire.rank]):
+def uneven(group, sends, awaits, times):
+    """An exchange with the other rank, over the group of a device."""
+    over, other = wire_for(group, torch.ones(1)), 1 - group.rank
+    assert over is not group
+    for _ in range(times[group.rank]):
         post = over.post([(other, torch.ones(sends, dtype=torch.uint8))], [(other, awaits)])
         assert post.wait()[0].tolist() == [1] * awaits
 
@@ -65,7 +65,7 @@ def test_exchanges_of_an_accelerator_meet_or_raise():
         run(2, uneven, 32, 32, (2, 1), on="device")
 
 
-def process_ids(wire):
+def process_ids(group):
     return os.getpid(), threading.current_thread().name
 
 
@@ -79,13 +79,13 @@ def test_processes_are_kept():
     assert run(2, process_ids, on="processes") == run(4, process_ids, on="processes")[:2]
 
 
-def wire_id(wire):
-    return id(wire)
+def wire_id(group):
+    return id(group)
 
 
-def break_the_wire(wire):
-    if wire.rank == 0:
-        wire.abort("on purpose")
+def break_the_wire(group):
+    if group.rank == 0:
+        group.abort("on purpose")
 
 
 def test_a_broken_wire_is_replaced_and_a_sound_one_kept():
@@ -95,16 +95,16 @@ def test_a_broken_wire_is_replaced_and_a_sound_one_kept():
     run(2, reduce_after, on="processes")
 
 
-def reduce_after(wire):
+def reduce_after(group):
     mine = torch.ones(1)
-    wire.dense_all_reduce(mine, "sum").wait()
-    assert mine.item() == wire.size
+    group.dense_all_reduce(mine, "sum").wait()
+    assert mine.item() == group.size
 
 
-def wrong_on_rank_1(wire):
-    if wire.rank == 1:
+def wrong_on_rank_1(group):
+    if group.rank == 1:
         raise KeyError("the cause")
-    wire.dense_all_reduce(torch.ones(1), "sum").wait()
+    group.dense_all_reduce(torch.ones(1), "sum").wait()
 
 
 @both
@@ -122,9 +122,9 @@ def test_the_causing_rank_is_raised(on):
 def test_the_other_ranks_are_told_why():
     told = []
 
-    def body(wire):
+    def body(group):
         try:
-            wrong_on_rank_1(wire)
+            wrong_on_rank_1(group)
         except WireError as error:
             told.append(str(error))
             raise
@@ -139,11 +139,11 @@ class Unpicklable(Exception):
         super().__init__(f"{first} and {second}")
 
 
-def raise_unpicklable(wire):
+def raise_unpicklable(group):
     raise Unpicklable("this", "that")
 
 
-def return_unpicklable(wire):
+def return_unpicklable(group):
     return threading.Lock()
 
 
@@ -154,7 +154,7 @@ def test_what_cannot_be_pickled_is_reported():
         run(2, return_unpicklable, on="processes")
 
 
-def warn(wire):
+def warn(group):
     warnings.warn("something is old", DeprecationWarning, stacklevel=1)
 
 
@@ -167,7 +167,7 @@ def test_warnings_are_what_they_are_here(on):
         run(2, warn, on=on)
 
 
-def environment(wire, name):
+def environment(group, name):
     return os.environ.get(name)
 
 
@@ -180,10 +180,10 @@ def test_the_environment_is_what_it_is_here(on, monkeypatch):
         run(2, environment, threading.Lock(), on="processes")
 
 
-def hang_on_rank_2(wire):
-    if wire.rank == 2:
-        time.sleep(20 if wire.host != "threads" else 3)  # a thread cannot be ended
-    wire.dense_all_reduce(torch.ones(1), "sum").wait()
+def hang_on_rank_2(group):
+    if group.rank == 2:
+        time.sleep(20 if group.host != "threads" else 3)  # a thread cannot be ended
+    group.dense_all_reduce(torch.ones(1), "sum").wait()
 
 
 @both
@@ -198,10 +198,10 @@ def test_a_rank_that_hangs_is_reported_with_the_place(on):
     run(3, reduce_after, on=on)
 
 
-def die_on_rank_1(wire):
-    if wire.rank == 1:
+def die_on_rank_1(group):
+    if group.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    wire.dense_all_reduce(torch.ones(1), "sum").wait()
+    group.dense_all_reduce(torch.ones(1), "sum").wait()
 
 
 def test_a_rank_that_dies_is_reported():
@@ -212,16 +212,16 @@ def test_a_rank_that_dies_is_reported():
 
 def test_a_body_that_other_processes_cannot_find_is_refused():
     with pytest.raises(WeftError, match="make it a function at the top of a module"):
-        run(2, lambda wire: None, on="processes")
+        run(2, lambda group: None, on="processes")
     with pytest.raises(WeftError, match="threads or device or processes or torch, not on 'mpi'"):
         run(2, process_ids, on="mpi")
 
 
 def test_a_body_takes_a_wire_first():
-    with pytest.raises(WeftError, match=r"takes \(values, wire\)"):
+    with pytest.raises(WeftError, match=r"takes \(values, group\)"):
 
         @spmd(2)
-        def body(values, wire):
+        def body(values, group):
             pass
 
 
@@ -250,7 +250,7 @@ def test_the_processes_end_when_the_caller_dies(tmp_path, gone):
         print(*weft.testing.run(2, body.pid, on="processes"), flush=True)
         os._exit(3)
     """
-    (tmp_path / "body.py").write_text("import os\ndef pid(wire):\n    return os.getpid()\n")
+    (tmp_path / "body.py").write_text("import os\ndef pid(group):\n    return os.getpid()\n")
     (tmp_path / "program.py").write_text(textwrap.dedent(program))
     done = subprocess.run(
         [sys.executable, "-W", "error", str(tmp_path / "program.py")],

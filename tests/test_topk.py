@@ -23,7 +23,7 @@ from weft.ddp import TopK, topk_hook
 from weft.errors import WeftError
 from weft.sparsify import _largest, _selected
 from weft.testing import spmd
-from weft.wire.base import Wire
+from weft.wire.base import Group
 
 OPTIONS: tuple[dict[str, Any], ...] = (
     {"bucket_cap_mb": 1e-5, "gradient_as_bucket_view": True},
@@ -48,14 +48,14 @@ def test_that_everything_is_sent_whole_is_told_of_once(caplog: pytest.LogCapture
     ]
 
 
-def everywhere(wire: Wire, tensor: Tensor) -> list[Tensor]:
+def everywhere(group: Group, tensor: Tensor) -> list[Tensor]:
     """A tensor of each rank."""
-    return list(weft.all_to_all([tensor] * wire.size, group=wire))
+    return list(weft.all_to_all([tensor] * group.size, group=group))
 
 
-def drawn(wire: Wire, step: int, *shape: int) -> Tensor:
+def drawn(group: Group, step: int, *shape: int) -> Tensor:
     """Numbers of this rank, a few of them large."""
-    generator = torch.Generator().manual_seed(100 * step + wire.rank)
+    generator = torch.Generator().manual_seed(100 * step + group.rank)
     return torch.randn(shape, generator=generator) ** 3
 
 
@@ -67,12 +67,12 @@ def trained(body: Callable[..., None]) -> Callable[..., None]:
     """
 
     @functools.wraps(body)
-    def inside(wire: Wire, tmp_path: Path, **given: Any) -> None:
+    def inside(group: Group, tmp_path: Path, **given: Any) -> None:
         meeting = f"file://{tmp_path}/meeting"
-        dist.init_process_group("gloo", meeting, rank=wire.rank, world_size=wire.size)
+        dist.init_process_group("gloo", meeting, rank=group.rank, world_size=group.size)
         try:
             with weft.init(timeout=20):
-                body(wire, tmp_path, **given)
+                body(group, tmp_path, **given)
         finally:
             dist.destroy_process_group()
 
@@ -151,88 +151,90 @@ def test_chunks_have_equal_shares() -> None:
 @pytest.mark.parametrize("settings", [{}, {"chunk": 100}, {"error_feedback": False}])
 @spmd(1, 2, 4, on=("threads",))
 def test_what_is_not_sent_is_kept(
-    wire: Wire, settings: dict[str, Any], wire_dtype: torch.dtype | None
+    group: Group, settings: dict[str, Any], wire_dtype: torch.dtype | None
 ) -> None:
     """The means of all steps, and that of what is left: together the mean of all that was given."""
-    state = TopK(0.05, min_numel=100, wire_dtype=wire_dtype, group=wire, **settings)
+    state = TopK(0.05, min_numel=100, wire_dtype=wire_dtype, group=group, **settings)
     shapes = {"wide": (40, 50), "narrow": (99,), "last": (7, 70)}
     given, got = ({n: torch.zeros(shape) for n, shape in shapes.items()} for _ in "ab")
     for step in range(5):
-        tensors = {name: drawn(wire, step, *shape) for name, shape in shapes.items()}
+        tensors = {name: drawn(group, step, *shape) for name, shape in shapes.items()}
         for name, each in tensors.items():
             given[name] += each
         weft.sync_sparsified(tensors, state)
         for name, each in tensors.items():
             got[name] += each
-            assert all(torch.equal(each, other) for other in everywhere(wire, each))
-        assert 0 < tensors["wide"].count_nonzero() <= 100 * wire.size
+            assert all(torch.equal(each, other) for other in everywhere(group, each))
+        assert 0 < tensors["wide"].count_nonzero() <= 100 * group.size
     residual, feedback = state.state_dict()["residual"], settings.get("error_feedback", True)
     assert ("wide" in residual) == feedback
     assert ("narrow" in residual) == (feedback and wire_dtype is not None)
     for name, shape in shapes.items() if feedback else ():
         left = residual.get(name, torch.zeros(math.prod(shape))).view(shape)
-        wanted = sum(everywhere(wire, given[name] - left)) / wire.size
+        wanted = sum(everywhere(group, given[name] - left)) / group.size
         # a mean of several ranks is rounded once more, which is not kept
-        off = 0.0 if wire_dtype is None or wire.size == 1 else 2.0**-8 * 5 * drawn(wire, 0, 9).max()
+        off = (
+            0.0 if wire_dtype is None or group.size == 1 else 2.0**-8 * 5 * drawn(group, 0, 9).max()
+        )
         torch.testing.assert_close(got[name], wanted, rtol=1e-5, atol=1e-4 + 40 * off)
 
 
 @spmd(4, on=("threads", "device", "processes"))
-def test_the_largest_of_each_rank_are_averaged(wire: Wire) -> None:
-    tensors = [drawn(wire, 1, 1000), drawn(wire, 2, 30, 30).t(), drawn(wire, 3, 64).bfloat16()]
+def test_the_largest_of_each_rank_are_averaged(group: Group) -> None:
+    tensors = [drawn(group, 1, 1000), drawn(group, 2, 30, 30).t(), drawn(group, 3, 64).bfloat16()]
     before = [each.clone() for each in tensors]
-    weft.sync_sparsified(tensors, TopK(0.02, min_numel=50, group=wire))
+    weft.sync_sparsified(tensors, TopK(0.02, min_numel=50, group=group))
     for found, own in zip(tensors, before, strict=True):
         flat = own.contiguous().flatten()
         where = flat.float().abs().topk(math.ceil(0.02 * len(flat))).indices
         mine = torch.zeros(len(flat)).index_copy_(0, where, flat[where].float())
-        wanted = (sum(everywhere(wire, mine)) / wire.size).to(own.dtype)
+        wanted = (sum(everywhere(group, mine)) / group.size).to(own.dtype)
         torch.testing.assert_close(found.contiguous().flatten(), wanted)
     given = [torch.ones(100)]
-    weft.sync_sparsified(given, TopK(0.02, min_numel=50, group=wire), density=0.5)
+    weft.sync_sparsified(given, TopK(0.02, min_numel=50, group=group), density=0.5)
     assert given[0].count_nonzero() == 50
 
 
 @spmd(2, on=("threads",))
-def test_numbers_that_are_none_are_sent_and_not_kept(wire: Wire) -> None:
+def test_numbers_that_are_none_are_sent_and_not_kept(group: Group) -> None:
     """However many: the next step is as if they had not been."""
-    state = TopK(0.01, min_numel=1, momentum=0.5, group=wire)
+    state = TopK(0.01, min_numel=1, momentum=0.5, group=group)
     bad = torch.ones(1000)
-    bad[100:400] = math.nan if wire.rank else 1
+    bad[100:400] = math.nan if group.rank else 1
     weft.sync_sparsified([bad], state)
     assert not bad.isfinite().all()
-    later = drawn(wire, 1, 1000)
+    later = drawn(group, 1, 1000)
     weft.sync_sparsified([later], state)
     assert later.isfinite().all() and later.any()
     assert all(each.isfinite().all() for each in state.state_dict()["residual"].values())
     small = torch.tensor([1.0, math.nan])  # sent whole, with a velocity
-    weft.sync_sparsified([small], TopK(momentum=0.5, group=wire))
+    weft.sync_sparsified([small], TopK(momentum=0.5, group=group))
     assert small[0] == 1 and small[1].isnan()
-    zeros, nothing = TopK(0.01, min_numel=1, group=wire), torch.zeros(1000)
+    zeros, nothing = TopK(0.01, min_numel=1, group=group), torch.zeros(1000)
     weft.sync_sparsified([nothing], zeros)
     assert not nothing.any() and zeros.calls[-1].rows == 0
 
 
 @spmd(2, on=("threads",))
-def test_momentum_and_warm_up_are_those_of_the_paper(wire: Wire) -> None:
-    state = TopK(0.01, momentum=0.9, warmup_steps=4, min_numel=1, group=wire)
+def test_momentum_and_warm_up_are_those_of_the_paper(group: Group) -> None:
+    state = TopK(0.01, momentum=0.9, warmup_steps=4, min_numel=1, group=group)
     velocity, residual = torch.zeros(1000), torch.zeros(1000)
     for step, count in enumerate((250, 112, 50, 23, 10, 10)):
-        tensor = drawn(wire, step, 1000)
+        tensor = drawn(group, step, 1000)
         velocity = 0.9 * velocity + tensor
         residual = residual + velocity
         where = residual.abs().topk(count).indices
         sent = torch.zeros(1000).index_copy_(0, where, residual[where])
         velocity[where] = residual[where] = 0
         weft.sync_sparsified([tensor], state)
-        torch.testing.assert_close(tensor, sum(everywhere(wire, sent)) / 2)
+        torch.testing.assert_close(tensor, sum(everywhere(group, sent)) / 2)
 
 
-def distance(wire: Wire, density: float, feedback: bool = True) -> float:
+def distance(group: Group, density: float, feedback: bool = True) -> float:
     """How far from the best weights a training ends in which each rank pulls to its own."""
-    wanted = drawn(wire, 0, 400)
-    best = torch.stack(everywhere(wire, wanted)).mean(0)
-    state = TopK(density, error_feedback=feedback, min_numel=1, group=wire)
+    wanted = drawn(group, 0, 400)
+    best = torch.stack(everywhere(group, wanted)).mean(0)
+    state = TopK(density, error_feedback=feedback, min_numel=1, group=group)
     weights = torch.zeros(400)
     for step in range(100):
         gradient = weights - wanted
@@ -242,24 +244,24 @@ def distance(wire: Wire, density: float, feedback: bool = True) -> float:
 
 
 @spmd(4, on=("threads",))
-def test_training_needs_what_was_not_sent(wire: Wire) -> None:
+def test_training_needs_what_was_not_sent(group: Group) -> None:
     """The largest entries of a rank stay large: without feedback it never sends the others."""
-    assert distance(wire, 1.0) < 1e-3
-    assert distance(wire, 0.1) < 0.05
-    assert distance(wire, 0.1, feedback=False) > 0.3
+    assert distance(group, 1.0) < 1e-3
+    assert distance(group, 0.1) < 0.05
+    assert distance(group, 0.1, feedback=False) > 0.3
 
 
-def refused(wire: Wire, text: str, *given: Any) -> None:
+def refused(group: Group, text: str, *given: Any) -> None:
     """`sync_sparsified` raises the same on every rank, and changes nothing."""
     with pytest.raises(WeftError, match=text) as caught:
         weft.sync_sparsified(*given)
     said = torch.tensor([*str(caught.value).encode()], dtype=torch.uint8)
-    assert all(torch.equal(said, other) for other in everywhere(wire, said))
+    assert all(torch.equal(said, other) for other in everywhere(group, said))
 
 
 @spmd(3, on=("threads",))
-def test_who_is_wrong_is_named_on_every_rank(wire: Wire) -> None:
-    me, good = wire.rank == 1, {"min_numel": 1, "group": wire}
+def test_who_is_wrong_is_named_on_every_rank(group: Group) -> None:
+    me, good = group.rank == 1, {"min_numel": 1, "group": group}
     settings: dict[str, dict[str, Any]] = {
         r"^rank 1: density is 0: pass the share": {"density": 0},
         r"differ in density: .*rank 1 has 0.5": {"density": 0.5},
@@ -269,9 +271,9 @@ def test_who_is_wrong_is_named_on_every_rank(wire: Wire) -> None:
         r"^rank 1: wire_dtype is torch.int8": {"wire_dtype": torch.int8},
     }
     for text, wrong in settings.items():
-        refused(wire, text, [torch.ones(9)], TopK(**(good | (wrong if me else {}))))
+        refused(group, text, [torch.ones(9)], TopK(**(good | (wrong if me else {}))))
     state = TopK(0.2, momentum=0.5, **good)
-    weft.sync_sparsified([drawn(wire, 0, 9)], state)
+    weft.sync_sparsified([drawn(group, 0, 9)], state)
     kept = copy.deepcopy(state.state_dict())
     for tensors, density, text in (
         ([torch.ones(8)], None, r"^rank 1: 9 numbers are kept of tensor '0', which has 8"),
@@ -287,7 +289,7 @@ def test_who_is_wrong_is_named_on_every_rank(wire: Wire) -> None:
         ([torch.ones(9)], 2, r"^rank 1: density is 2"),
     ):
         usual = torch.arange(9.0)
-        refused(wire, text, *((tensors, state, density) if me else ([usual], state)))
+        refused(group, text, *((tensors, state, density) if me else ([usual], state)))
         assert usual.tolist() == [*range(9)]
         for kind in ("residual", "velocity"):
             torch.testing.assert_close(state.state_dict()[kind], kept[kind], rtol=0, atol=1e-5)
@@ -296,20 +298,22 @@ def test_who_is_wrong_is_named_on_every_rank(wire: Wire) -> None:
     other.load_state_dict(
         {"residual": {"1": torch.ones(9 + me)}, "velocity": {}, "steps": {"1": 1}}
     )
-    refused(wire, r"^rank 1: 10 numbers are kept of tensor '1'", pair, other)
+    refused(group, r"^rank 1: 10 numbers are kept of tensor '1'", pair, other)
     assert [each.tolist() for each in pair] == [[*range(9)]] * 2
     one = {"residual": {"0": torch.ones(9)}, "velocity": {}, "steps": {"0": 1}}
     for wrong in ({"residual": 3}, {"velocity": {"0": 3}}, {"steps": {"0": "x"}}, {"steps": {}}):
         with pytest.raises(WeftError, match="takes what state_dict"):
             state.load_state_dict({**one, **wrong})
     for other in state, TopK(**good):  # not connected yet
-        refused(wire, r"^rank 1: state is a dict: pass a", [torch.ones(9)], {} if me else other)
+        refused(group, r"^rank 1: state is a dict: pass a", [torch.ones(9)], {} if me else other)
 
 
 @pytest.mark.parametrize("density", [1, 0.1])
 @spmd(1, 2, 4, on=("processes",))
 @trained
-def test_each_parameter_is_sparsified_by_itself(wire: Wire, tmp_path: Path, density: float) -> None:
+def test_each_parameter_is_sparsified_by_itself(
+    group: Group, tmp_path: Path, density: float
+) -> None:
     """However they are packed, in steps that accumulate, too; a sparse one is not."""
     for options in OPTIONS:
         sparse = "gradient_as_bucket_view" in options
@@ -334,15 +338,15 @@ def test_each_parameter_is_sparsified_by_itself(wire: Wire, tmp_path: Path, dens
                 sent.view(-1)[order[:count]] = residual.view(-1)[order[:count]]
                 residual -= sent
                 dist.all_reduce(sent)
-                torch.testing.assert_close(found, sent / wire.size)
+                torch.testing.assert_close(found, sent / group.size)
 
 
 @spmd(2, on=("processes",))
 @trained
 def test_complex_parameters_are_sparsified_as_their_real_numbers(
-    wire: Wire, tmp_path: Path
+    group: Group, tmp_path: Path
 ) -> None:
-    torch.manual_seed(1 + wire.rank)
+    torch.manual_seed(1 + group.rank)
     given = torch.randn(3, 4, dtype=torch.complex64)
     plain = nn.Linear(4, 100, bias=False, dtype=torch.complex64)
     for density, most in ((1, 800), (0.1, 160)):
@@ -355,12 +359,12 @@ def test_complex_parameters_are_sparsified_as_their_real_numbers(
             same.zero_grad()
             same(given).abs().pow(2).mean().backward()
             dist.all_reduce(same.weight.grad)
-            torch.testing.assert_close(found, same.weight.grad / wire.size)
+            torch.testing.assert_close(found, same.weight.grad / group.size)
 
 
 @spmd(2, on=("processes",))
 @trained
-def test_a_compiled_model_has_the_same_losses(wire: Wire, tmp_path: Path) -> None:
+def test_a_compiled_model_has_the_same_losses(group: Group, tmp_path: Path) -> None:
     """Its graph is cut where buckets end."""
     plain = nn.Sequential(model_of(), nn.Linear(4, 600), nn.Linear(600, 600), nn.Linear(600, 4))
     wanted, model = (wrapped(plain, TopK(0.05, min_numel=9), bucket_cap_mb=1.1) for _ in "ab")
@@ -376,7 +380,7 @@ def copies(it: Any) -> tuple[Any, Any]:
 
 @spmd(2, on=("processes",))
 @trained
-def test_a_copy_of_a_model_has_its_own_weights(wire: Wire, tmp_path: Path) -> None:
+def test_a_copy_of_a_model_has_its_own_weights(group: Group, tmp_path: Path) -> None:
     """And no hook, as with any of torch's; it can be registered."""
     for sparsified in (False, True):
         model = wrapped(model_of(sparse=True), TopK(0.1) if sparsified else None)
@@ -399,7 +403,7 @@ def test_a_copy_of_a_model_has_its_own_weights(wire: Wire, tmp_path: Path) -> No
 
 @spmd(2, on=("processes",))
 @trained
-def test_a_job_that_restarts_goes_on_to_the_same_losses(wire: Wire, tmp_path: Path) -> None:
+def test_a_job_that_restarts_goes_on_to_the_same_losses(group: Group, tmp_path: Path) -> None:
     """Also with other buckets than it had."""
     settings: dict[str, Any] = {"momentum": 0.5, "min_numel": 100, "warmup_steps": 5}
     state = TopK(0.05, **settings)
@@ -417,7 +421,9 @@ def test_a_job_that_restarts_goes_on_to_the_same_losses(wire: Wire, tmp_path: Pa
 
 @spmd(2, on=("processes",))
 @trained
-def test_errors_are_raised_in_backward_and_the_next_step_works(wire: Wire, tmp_path: Path) -> None:
+def test_errors_are_raised_in_backward_and_the_next_step_works(
+    group: Group, tmp_path: Path
+) -> None:
     state = TopK(0.1, algorithm=["gather", "split"][dist.get_rank()], min_numel=100)
     model = wrapped(model_of(), state)
     with pytest.raises(WeftError, match=r"algorithm: .*gather.*split"):

@@ -181,7 +181,7 @@ for owner, names in {
         delattr(owner, name)
 del Variable._execution_engine
 import weft
-with weft.init() as wire:
+with weft.init() as group:
     x = torch.sparse_coo_tensor([[1, 1]], [1.0, 2.0], (3,))
     print(weft.sparse_all_reduce(x).to_dense().tolist())
 """

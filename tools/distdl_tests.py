@@ -90,10 +90,10 @@ def pytest_pyfunc_call(pyfuncitem: Any) -> bool | None:
     parameters = pyfuncitem.callspec.params if hasattr(pyfuncitem, "callspec") else {}
     names = inspect.signature(pyfuncitem.obj).parameters
 
-    def program(wire: weft.Wire) -> None:
+    def program(group: weft.Group) -> None:
         given = {name: parameters.get(name) for name in names}
         if "comm_split_fixture" in given:
-            active = wire.rank < parameters["comm_split_fixture"]
+            active = group.rank < parameters["comm_split_fixture"]
             comm = weft.compat.distdl.MPI.COMM_WORLD.Split(int(not active))
             given["comm_split_fixture"] = (comm, active)
         pyfuncitem.obj(**given)

@@ -171,7 +171,7 @@ def frames():
     return [b"".join(some), b"".join(some[3:]), *some], read
 
 
-class Group:
+class Crew:
     """A group of torch's over which these bytes come; as gloo, it refuses those of another size."""
 
     def __init__(self, raw):
@@ -191,7 +191,7 @@ class Group:
 def gloo():
     def read(message):
         with contextlib.suppress(framed.NoFrameError):
-            framed._Frames(Group(message.numpy().tobytes()), 1).get()
+            framed._Frames(Crew(message.numpy().tobytes()), 1).get()
 
     return [
         struct.pack("<qq", 3, n).ljust(1024, b"\0") + bytes(max(0, n - 1008)) for n in (0, 9, 3000)
@@ -220,39 +220,41 @@ DECODERS = {
 ROWS = (torch.arange(40) * 3, torch.arange(3, 90, 2), torch.tensor([0, 3, 95]))
 
 
-def rows(wire, times=60):
-    indices = torch.cat([ROWS[wire.rank % 3] + 200 * time for time in range(times)])
+def rows(group, times=60):
+    indices = torch.cat([ROWS[group.rank % 3] + 200 * time for time in range(times)])
     return weft.Rows(indices, torch.ones(len(indices), 2), 200 * times)
 
 
-def reduced(algorithm, wire):
-    return weft.sparse_all_reduce(rows(wire), group=wire, algorithm=algorithm)
+def reduced(algorithm, group):
+    return weft.sparse_all_reduce(rows(group), group=group, algorithm=algorithm)
 
 
 ALGORITHMS = "gather", "split", "ring", "doubling", "holders", "mask", "dense_tail", "hierarchical"
 CALLS = {
     **{name: functools.partial(reduced, name) for name in ALGORITHMS},
-    "eager": lambda wire: weft.sparse_all_reduce(rows(wire, 1), group=wire),
-    "list": lambda wire: weft.sparse_all_reduce([rows(wire), rows(wire, 2)], group=wire)[0],
-    "reduce": lambda wire: weft.sparse_reduce(rows(wire), group=wire),
-    "reduce_scatter": lambda wire: weft.sparse_reduce_scatter(rows(wire), group=wire),
-    "all_gather": lambda wire: [weft.sparse_all_gather(rows(wire), group=wire)],
-    "broadcast": lambda wire: [weft.sparse_broadcast(rows(wire) if wire.rank else None, 1, wire)],
-    "all_to_all": lambda wire: weft.all_to_all([torch.ones(wire.rank, 9)] * wire.size, wire),
-    "all_reduce": lambda wire: weft.all_reduce(torch.ones(5), group=wire),
-    "barrier": lambda wire: weft.barrier(group=wire),
-    "attempt": lambda wire: weft.attempt(int, wire),
-    "layer": lambda wire: weft.nn.AllGather(weft.Partition(wire.size, group=wire), 0)(
+    "eager": lambda group: weft.sparse_all_reduce(rows(group, 1), group=group),
+    "list": lambda group: weft.sparse_all_reduce([rows(group), rows(group, 2)], group=group)[0],
+    "reduce": lambda group: weft.sparse_reduce(rows(group), group=group),
+    "reduce_scatter": lambda group: weft.sparse_reduce_scatter(rows(group), group=group),
+    "all_gather": lambda group: [weft.sparse_all_gather(rows(group), group=group)],
+    "broadcast": lambda group: [
+        weft.sparse_broadcast(rows(group) if group.rank else None, 1, group)
+    ],
+    "all_to_all": lambda group: weft.all_to_all([torch.ones(group.rank, 9)] * group.size, group),
+    "all_reduce": lambda group: weft.all_reduce(torch.ones(5), group=group),
+    "barrier": lambda group: weft.barrier(group=group),
+    "attempt": lambda group: weft.attempt(int, group),
+    "layer": lambda group: weft.nn.AllGather(weft.Partition(group.size, group=group), 0)(
         torch.ones(2)
     ),
-    "modules": lambda wire: weft.sync_params(torch.nn.Linear(2, 2 + wire.rank % 2), group=wire),
+    "modules": lambda group: weft.sync_params(torch.nn.Linear(2, 2 + group.rank % 2), group=group),
 }
 
 
-def call(name, wire):
-    set_link(wire, Link(50e-6, 8e-9, 0.35e-9, 50e-6))
+def call(name, group):
+    set_link(group, Link(50e-6, 8e-9, 0.35e-9, 50e-6))
     try:
-        return CALLS[name](wire)
+        return CALLS[name](group)
     except weft.WeftError:
         return None  # what was said is well-formed, and of another call
 
@@ -262,21 +264,21 @@ def recorded(name, size):
     """What ranks send each other: the messages by sender, receiver and channel."""
     said = collections.defaultdict(list)
 
-    def program(wire):
-        def post(sends, recvs, channel, inner=wire._post):
+    def program(group):
+        def post(sends, recvs, channel, inner=group._post):
             for peer, message in sends:
-                said[wire.rank, peer, channel].append(base.as_bytes(message).numpy().tobytes())
+                said[group.rank, peer, channel].append(base.as_bytes(message).numpy().tobytes())
             return inner(sends, recvs, channel)
 
-        wire._post = post
-        call(name, wire)
+        group._post = post
+        call(name, group)
 
     run(size, program)
     return said
 
 
-class Replayed(base.Wire):
-    """A wire on which recorded messages come, some of them spoilt."""
+class Replayed(base.Group):
+    """A group on which recorded messages come, some of them spoilt."""
 
     def __init__(self, rank, size, said, rng):
         super().__init__(rank, size, 5.0, "host")
@@ -308,7 +310,7 @@ class Coming(base.Pending):
         for (peer, want), raw in self.heard[len(self.places) :]:
             most = want if isinstance(want, int) else want.nbytes
             if raw is None or len(raw) > most or most > 1 << 24:
-                raise weft.WireError("as a wire does where less comes, or more", culprit=peer)
+                raise weft.WireError("as a group does where less comes, or more", culprit=peer)
             self.places.append(tensor(bytearray(want)) if isinstance(want, int) else want)
             base.memory_of(self.places[-1])[: len(raw)] = raw
         return self.places
@@ -322,9 +324,9 @@ def replay(rng):
     name = rng.choice([*CALLS])
     size = rng.choice((2, 3, 2 if name in ALGORITHMS else 18))
     rank = rng.randrange(size)
-    with Replayed(rank, size, recorded(name, size), rng) as wire:
+    with Replayed(rank, size, recorded(name, size), rng) as group:
         try:
-            result = call(name, wire)
+            result = call(name, group)
         except MemoryError:
             pass  # a rank may say that it has a tensor for which there is no memory here
         except weft.WireError as error:

@@ -40,17 +40,17 @@ def applies(load):
 @weft.algorithm(cost=cost, applies=applies)
 def dense(rows, call):
     """One rank's program: it takes this rank's canonical rows and returns the canonical sum."""
-    wire, height, indices = call.wire, call.load.height, rows.indices.long()
+    group, height, indices = call.group, call.load.height, rows.indices.long()
 
     there = torch.zeros(height, dtype=torch.uint8)
     there[indices] = 1
-    wire.dense_all_reduce(there, "bor").wait()
+    group.dense_all_reduce(there, "bor").wait()
     union = there.nonzero().view(-1)
 
     table = torch.full((height, *call.row_shape), call.op.neutral(call.partial), dtype=call.partial)
     table[indices] = rows.values.to(call.partial)
     if table.numel():
-        wire.dense_all_reduce(table, "sum" if call.op.mean else call.op.name).wait()
+        group.dense_all_reduce(table, "sum" if call.op.mean else call.op.name).wait()
 
     result = call.result(len(union))  # where the caller wants it
     result.indices.copy_(union)
@@ -59,13 +59,13 @@ def dense(rows, call):
 
 
 def main():
-    with weft.init() as wire:
-        mine = weft.Rows(torch.tensor([wire.rank, 9]), torch.ones(2, 4), height=10)
+    with weft.init() as group:
+        mine = weft.Rows(torch.tensor([group.rank, 9]), torch.ones(2, 4), height=10)
         total = weft.sparse_all_reduce(mine, algorithm="dense")
         other = weft.sparse_all_reduce(mine, algorithm="gather")
         if not (total.indices.equal(other.indices) and total.values.equal(other.values)):
-            raise SystemExit(f"FAILED: rank {wire.rank}: {total} is not {other}")
-        if wire.rank == 0:
+            raise SystemExit(f"FAILED: rank {group.rank}: {total} is not {other}")
+        if group.rank == 0:
             print(f"{len(total)} rows, the last is {total.values[-1].tolist()}")
             print(weft.explain(mine))
         else:

@@ -83,11 +83,11 @@ class Training:
         return weft.all_reduce(found, "avg", group=self.mesh) if ranks > 1 else found
 
 
-def compare(wire: weft.Wire, folder: Path) -> None:
+def compare(group: weft.Group, folder: Path) -> None:
     tokens = text()
     words = int(tokens.max()) + 1
-    world = DeviceMesh("cpu", list(range(wire.size)))
-    half = DeviceMesh("cpu", list(range(max(1, wire.size // 2))))
+    world = DeviceMesh("cpu", list(range(group.size)))
+    half = DeviceMesh("cpu", list(range(max(1, group.size // 2))))
     want = Training(words, "whole", None).train(tokens, 0, STEPS)
 
     cut = Training(words, "cut", world)
@@ -104,24 +104,24 @@ def compare(wire: weft.Wire, folder: Path) -> None:
 
     for way, losses in found.items():
         apart = float((losses - want).abs().max())
-        if wire.rank == 0:
-            ranks = half.size() if way == "resumed" else wire.size
+        if group.rank == 0:
+            ranks = half.size() if way == "resumed" else group.size
             print(
                 f"{way:>10}: {ranks} ranks, loss {losses[0]:.4f} -> {losses[-1]:.4f}, "
                 f"{apart:.1e} from those of one process"
             )
         if not apart < 1e-5:
-            raise SystemExit(f"FAILED: rank {wire.rank}: the losses of {way} differ by {apart:g}")
+            raise SystemExit(f"FAILED: rank {group.rank}: the losses of {way} differ by {apart:g}")
 
 
 def main() -> None:
     torch.set_num_threads(1)
-    with torch.sparse.check_sparse_tensor_invariants(False), weft.init() as wire:
+    with torch.sparse.check_sparse_tensor_invariants(False), weft.init() as group:
         folder = [tempfile.mkdtemp()]
         dist.broadcast_object_list(folder)
-        compare(wire, Path(folder[0]))
+        compare(group, Path(folder[0]))
         weft.barrier()
-        if wire.rank == 0:
+        if group.rank == 0:
             shutil.rmtree(folder[0])
             print("PASSED")
 

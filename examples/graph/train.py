@@ -144,7 +144,7 @@ def train(part: Part, classes: int) -> tuple[list[float], int, float]:
     return losses, int(right[~part.trained].sum()), float(np.median(seconds))
 
 
-def compare(data: Data, wire: weft.Wire) -> dict[str, Any]:
+def compare(data: Data, group: weft.Group) -> dict[str, Any]:
     """Train on all ranks, then on rank 0 alone; return the results on rank 0.
 
     Raises:
@@ -152,15 +152,15 @@ def compare(data: Data, wire: weft.Wire) -> dict[str, Any]:
     """
     torch.set_num_threads(1)
     classes = int(data.labels.max()) + 1
-    part = Part(data, data.bounds, wire.rank)
-    wire.traffic.reset()
+    part = Part(data, data.bounds, group.rank)
+    group.traffic.reset()
     losses, right, seconds = train(part, classes)
-    sent = torch.zeros(wire.size, wire.size, dtype=torch.float64)
-    for peer, nbytes in wire.traffic.to.items():
-        sent[wire.rank, peer] = nbytes / STEPS
+    sent = torch.zeros(group.size, group.size, dtype=torch.float64)
+    for peer, nbytes in group.traffic.to.items():
+        sent[group.rank, peer] = nbytes / STEPS
     found = weft.all_reduce(torch.tensor([*losses, right], dtype=torch.float64)).numpy()
     sent = weft.all_reduce(sent)
-    if wire.rank:
+    if group.rank:
         return {}
     whole = Part(data, [0, data.bounds[-1]], 0)
     expected, right_alone, seconds_alone = train(whole, classes)
@@ -211,20 +211,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="a graph network on a graph that is cut")
     parser.add_argument("--picture", metavar="FILE", help="draw the cut")
     options = parser.parse_args()
-    with weft.init() as wire:
+    with weft.init() as group:
         made: list[Any] = [None]
-        if wire.rank == 0:  # one rank reads and cuts: files may change meanwhile
+        if group.rank == 0:  # one rank reads and cuts: files may change meanwhile
             graph = imports()
-            made = [Data.of(graph, wire.size)]
+            made = [Data.of(graph, group.size)]
             print(f"{graph.source}: {len(graph.names):,} nodes, {len(graph.edges):,} edges")
         dist.broadcast_object_list(made, 0)
         data: Data = made[0]
-        found = compare(data, wire)
-        if wire.rank:
+        found = compare(data, group)
+        if group.rank:
             return
         if options.picture:
             picture(data, options.picture)
-        print(f"cut into {wire.size}: {data.crossing().mean():.1%} of the edges cross")
+        print(f"cut into {group.size}: {data.crossing().mean():.1%} of the edges cross")
         for rank, row in enumerate(found["sent"]):
             print(f"rank {rank} sends in a step:", *(f"{n / 1024:8,.0f} KiB" for n in row))
         print(

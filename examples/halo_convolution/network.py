@@ -172,8 +172,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="a convolution network on images in parts")
     parser.add_argument("--picture", metavar="FILE", help="draw who holds what")
     options = parser.parse_args()
-    with weft.init() as wire:
-        grid = grid_of(wire.size)
+    with weft.init() as group:
+        grid = grid_of(group.size)
         if not grid.active:
             return
         found = compare(grid)

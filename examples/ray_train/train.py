@@ -67,12 +67,12 @@ def train(model: nn.Module, tokens: Tensor, rank: int, ranks: int) -> list[float
 
 def worker() -> dict[str, Any]:
     """The program that Ray runs in each worker."""
-    with weft.init() as wire:  # the group that Ray has set up
+    with weft.init() as group:  # the group that Ray has set up
         tokens = text()
         model = DistributedDataParallel(network(tokens))
         state = weft.ddp.register(model)
-        losses = train(model, tokens, wire.rank, wire.size)
-        return {"losses": losses, "ranks": wire.size, "sparse": len(state.calls)}
+        losses = train(model, tokens, group.rank, group.size)
+        return {"losses": losses, "ranks": group.size, "sparse": len(state.calls)}
 
 
 def main() -> None:

@@ -76,36 +76,36 @@ class Training:
         state = weft.nn.sharded_state(self.model, self.optimizer)
         return state | {"losses": self.losses, "step": self.step}
 
-    def save(self, folder: Path, wire: weft.Wire) -> None:
+    def save(self, folder: Path, group: weft.Group) -> None:
         begun = folder / "begun"
         dcp.save(self.state(), checkpoint_id=begun)
-        torch.save(self.unsent.state_dict(), begun / f"unsent-{wire.rank}.pt")
+        torch.save(self.unsent.state_dict(), begun / f"unsent-{group.rank}.pt")
         weft.barrier()  # all have written
-        if wire.rank == 0:
+        if group.rank == 0:
             begun.rename(folder / f"step-{self.step:06d}")
         weft.barrier()
 
-    def load(self, folder: Path, wire: weft.Wire) -> None:
+    def load(self, folder: Path, group: weft.Group) -> None:
         last = max(folder.glob("step-*"))
         state = self.state()
         dcp.load(state, checkpoint_id=last)
         weft.nn.load_sharded_state(self.model, self.optimizer, state)
-        self.unsent.load_state_dict(torch.load(last / f"unsent-{wire.rank}.pt"))
+        self.unsent.load_state_dict(torch.load(last / f"unsent-{group.rank}.pt"))
 
 
-def train(wire: weft.Wire, tokens: Tensor, folder: Path | None) -> Training:
+def train(group: weft.Group, tokens: Tensor, folder: Path | None) -> Training:
     """Train all steps; return the training, which has their losses.
 
     With a folder it continues from the last checkpoint there; the first attempt has the fault.
     """
     job = Training(int(tokens.max()) + 1)
     if folder is not None and ATTEMPT > 0:
-        job.load(folder, wire)
-        print(f"rank {wire.rank}: attempt {ATTEMPT} goes on at step {job.step}", flush=True)
+        job.load(folder, group)
+        print(f"rank {group.rank}: attempt {ATTEMPT} goes on at step {job.step}", flush=True)
     while job.step < STEPS:
-        if folder is not None and (ATTEMPT, wire.rank, int(job.step)) == (0, DIES, AT):
+        if folder is not None and (ATTEMPT, group.rank, int(job.step)) == (0, DIES, AT):
             os.kill(os.getpid(), signal.SIGKILL)
-        words, following = batch(tokens, int(job.step), wire.rank, wire.size)
+        words, following = batch(tokens, int(job.step), group.rank, group.size)
         loss = functional.cross_entropy(job.wrapped(words), following)
         job.optimizer.zero_grad()
         loss.backward()
@@ -113,7 +113,7 @@ def train(wire: weft.Wire, tokens: Tensor, folder: Path | None) -> Training:
         job.losses[job.step] = weft.all_reduce(loss.detach(), "avg")
         job.step += 1
         if folder is not None and job.step % SAVED == 0:
-            job.save(folder, wire)
+            job.save(folder, group)
     return job
 
 
@@ -127,25 +127,25 @@ def main() -> None:
     # torchrun sends this to all when one has died; here, to check what weft tells them, they
     # come to an end by themselves
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    with torch.sparse.check_sparse_tensor_invariants(False), weft.init() as wire:
+    with torch.sparse.check_sparse_tensor_invariants(False), weft.init() as group:
         tokens = text()
         try:
-            found = train(wire, tokens, folder).losses
+            found = train(group, tokens, folder).losses
         except weft.WireError as error:
-            (folder / f"told-{wire.rank}").write_text(f"{error.culprit} {error}")
+            (folder / f"told-{group.rank}").write_text(f"{error.culprit} {error}")
             raise
         told = {path.name: path.read_text() for path in folder.glob("told-*")}
-        want = train(wire, tokens, None).losses
-        if wire.rank == 0:
+        want = train(group, tokens, None).losses
+        if group.rank == 0:
             shutil.rmtree(folder)
             for name, line in sorted(told.items()):
                 print(f"{name}: {line}")
             print(f"loss {found[0]:.4f} -> {found[-1]:.4f}; without a fault {want[-1]:.4f}")
         named = [line.split()[0] for line in told.values()]
-        if ATTEMPT != 1 or named != [str(DIES)] * (wire.size - 1) or not torch.equal(found, want):
-            raise SystemExit(f"FAILED: rank {wire.rank}")
+        if ATTEMPT != 1 or named != [str(DIES)] * (group.size - 1) or not torch.equal(found, want):
+            raise SystemExit(f"FAILED: rank {group.rank}")
         weft.barrier()
-        if wire.rank == 0:
+        if group.rank == 0:
             print("PASSED")
 
 

@@ -154,14 +154,14 @@ def main() -> None:
     parser.add_argument("--regather", action="store_true", help="gather again for backward")
     parser.add_argument("--picture", metavar="FILE", help="draw who holds what")
     options = parser.parse_args()
-    with weft.init() as wire:
-        partition = weft.Partition(wire.size)
+    with weft.init() as group:
+        partition = weft.Partition(group.size)
         found = compare(partition, regather=options.regather)
-        if wire.rank == 0:
+        if group.rank == 0:
             if options.picture:
                 picture(partition, options.picture)
             print(
-                f"{wire.size} ranks, each keeps {found['kept']:.1%} of the weights: "
+                f"{group.size} ranks, each keeps {found['kept']:.1%} of the weights: "
                 f"loss {found['first']:.3f} -> {found['last']:.3f} in {STEPS} steps, "
                 f"{found['apart']:.1e} from one process"
             )

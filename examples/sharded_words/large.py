@@ -30,7 +30,7 @@ def batch(rows: int, bags: int, rank: int, step: int) -> tuple[Tensor, Tensor]:
     return common * 2_654_435_761 % rows, (common[:, 0] % 2).float()
 
 
-def train(wire: weft.Wire, rows: int, bags: int, steps: int) -> dict[str, Any]:
+def train(group: weft.Group, rows: int, bags: int, steps: int) -> dict[str, Any]:
     """Train; return this rank's losses, and bytes and time of a step.
 
     Returns:
@@ -43,12 +43,12 @@ def train(wire: weft.Wire, rows: int, bags: int, steps: int) -> dict[str, Any]:
     rows_here = torch.frombuffer(pages, dtype=torch.bfloat16).view(-1, DIM)
     table.weight = torch.nn.Parameter(rows_here)
     update = torch.optim.SGD(table.parameters(), lr=0.1)
-    losses, needed, height = [], 0, -(-rows // wire.size)
+    losses, needed, height = [], 0, -(-rows // group.size)
     for step in range(-2, steps):  # two to warm up
         weft.barrier()
         if step == 0:
-            began, before = time.perf_counter(), wire.traffic.bytes
-        ids, labels = batch(rows, bags, wire.rank, step + 2)
+            began, before = time.perf_counter(), group.traffic.bytes
+        ids, labels = batch(rows, bags, group.rank, step + 2)
         scores = table(ids).sum(1, dtype=torch.float32)
         loss = functional.binary_cross_entropy_with_logits(scores, labels, reduction="sum") / bags
         update.zero_grad()
@@ -56,17 +56,17 @@ def train(wire: weft.Wire, rows: int, bags: int, steps: int) -> dict[str, Any]:
         update.step()
         losses.append(loss.item())
         if step >= 0:
-            owners = torch.bincount(ids.unique() // height, minlength=wire.size)
-            needed += int(owners.sum() - owners[wire.rank])
-    seconds, sent = time.perf_counter() - began, wire.traffic.bytes - before
+            owners = torch.bincount(ids.unique() // height, minlength=group.size)
+            needed += int(owners.sum() - owners[group.rank])
+    seconds, sent = time.perf_counter() - began, group.traffic.bytes - before
     wanted = int(weft.all_reduce(torch.tensor(needed)))  # each of them: an index, a row, a gradient
     sums = weft.all_reduce(torch.tensor([sent, resident()]))
     return {
         "losses": losses,
         "shard": table.weight.nbytes,
-        "sent": int(sums[0]) / wire.size / steps,
-        "computed": wanted * (4 + 2 * 2 * DIM) / wire.size / steps,
-        "resident": int(sums[1]) / wire.size,
+        "sent": int(sums[0]) / group.size / steps,
+        "computed": wanted * (4 + 2 * 2 * DIM) / group.size / steps,
+        "resident": int(sums[1]) / group.size,
         "ms": seconds / steps * 1000,
     }
 
@@ -86,12 +86,12 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     rows = int(options.gib * 2**30) // (2 * DIM)
-    with torch.sparse.check_sparse_tensor_invariants(False), weft.init() as wire:
-        found = train(wire, rows, options.bags, options.steps)
-        if wire.rank == 0:
+    with torch.sparse.check_sparse_tensor_invariants(False), weft.init() as group:
+        found = train(group, rows, options.bags, options.steps)
+        if group.rank == 0:
             mib = {name: found[name] / 2**20 for name in ("shard", "sent", "computed", "resident")}
             print(
-                f"{rows:,} rows of {DIM} in bfloat16, {wire.size} ranks: a shard of "
+                f"{rows:,} rows of {DIM} in bfloat16, {group.size} ranks: a shard of "
                 f"{mib['shard']:,.0f} MiB, {mib['resident']:,.0f} MiB resident a rank; "
                 f"{mib['sent']:.2f} MiB sent a step and rank, of which rows and indices are "
                 f"{mib['computed']:.2f}, in {found['ms']:.1f} ms; "

@@ -77,7 +77,7 @@ class _Rows(torch.autograd.Function):
         return *[None] * 4, torch.sparse_coo_tensor(indices[None], came, size, **flags)
 
 
-def train(wire: weft.Wire, way: str, text: dict[str, Any]) -> dict[str, Any]:
+def train(group: weft.Group, way: str, text: dict[str, Any]) -> dict[str, Any]:
     """Train one way; return losses (means over the ranks), memory, bytes sent and time.
 
     Returns:
@@ -100,8 +100,8 @@ def train(wire: weft.Wire, way: str, text: dict[str, Any]) -> dict[str, Any]:
     for step in range(-2, STEPS):  # two to warm up
         weft.barrier()
         if step == 0:
-            began, sent = time.perf_counter(), wire.traffic.bytes
-        now = batch(text["part"], text["noise"], BATCH, 0, wire.rank, step + 2)
+            began, sent = time.perf_counter(), group.traffic.bytes
+        now = batch(text["part"], text["noise"], BATCH, 0, group.rank, step + 2)
         loss = model(*(numbers[ids] for ids in now))
         update.zero_grad()
         loss.backward()
@@ -110,7 +110,7 @@ def train(wire: weft.Wire, way: str, text: dict[str, Any]) -> dict[str, Any]:
         update.step()
         losses.append(loss.detach())
     seconds = time.perf_counter() - began
-    sent = wire.traffic.bytes - sent
+    sent = group.traffic.bytes - sent
     if way == "by hand":
         sent = sum(table.sent for table in model.children()) * STEPS // (STEPS + 2)
     kept = [each for one in update.state.values() for each in one.values()]
@@ -118,14 +118,14 @@ def train(wire: weft.Wire, way: str, text: dict[str, Any]) -> dict[str, Any]:
     return {
         "losses": weft.all_reduce(torch.stack(losses), "avg"),
         "kept": sum(each.nbytes for each in kept) / 2**20,
-        "sent": int(weft.all_reduce(torch.tensor(sent))) / wire.size / STEPS / 2**20,
+        "sent": int(weft.all_reduce(torch.tensor(sent))) / group.size / STEPS / 2**20,
         "most": int(weft.all_reduce(torch.tensor(sent), "max")) / STEPS / 2**20,
         "ms": seconds / STEPS * 1000,
     }
 
 
 def compare(
-    wire: weft.Wire, paths: Sequence[Path] = (), ways: Sequence[str] = WAYS
+    group: weft.Group, paths: Sequence[Path] = (), ways: Sequence[str] = WAYS
 ) -> dict[str, dict[str, Any]]:
     """Train in each way; return the results by way.
 
@@ -133,15 +133,15 @@ def compare(
         SystemExit: their losses differ by more than rounding.
     """
     torch.set_num_threads(1)
-    corpus = read(paths, min_count=1, ranks=wire.size)
-    tokens = subsample(corpus, seed=0, at_least=wire.size * 1000)
+    corpus = read(paths, min_count=1, ranks=group.size)
+    tokens = subsample(corpus, seed=0, at_least=group.size * 1000)
     text = {"words": len(corpus.words), "noise": noise(corpus.counts)}
-    text["part"] = np.array_split(tokens, wire.size)[wire.rank]
-    found = {way: train(wire, way, text) for way in ways}
+    text["part"] = np.array_split(tokens, group.size)[group.rank]
+    found = {way: train(group, way, text) for way in ways}
     for way, one in found.items():
         apart = float((one["losses"] - found[ways[0]]["losses"]).abs().max())
         if not apart < 1e-3:
-            raise SystemExit(f"FAILED: rank {wire.rank}: the losses of {way} differ by {apart:g}")
+            raise SystemExit(f"FAILED: rank {group.rank}: the losses of {way} differ by {apart:g}")
         one |= {"apart": apart, "words": text["words"]}
     return found
 
@@ -150,10 +150,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="word vectors whose tables are cut")
     parser.add_argument("text", nargs="*", type=Path, help="files or folders; else Python's own")
     options = parser.parse_args()
-    with torch.sparse.check_sparse_tensor_invariants(False), weft.init() as wire:
-        found = compare(wire, options.text)
-        if wire.rank == 0:
-            print(f"{found['sharded']['words']:,} words, {wire.size} ranks")
+    with torch.sparse.check_sparse_tensor_invariants(False), weft.init() as group:
+        found = compare(group, options.text)
+        if group.rank == 0:
+            print(f"{found['sharded']['words']:,} words, {group.size} ranks")
             for way, one in found.items():
                 losses = f"loss {one['losses'][0]:.4f} -> {one['losses'][-1]:.4f}"
                 print(

@@ -35,13 +35,15 @@ if _typing.TYPE_CHECKING:
         sparse_reduce_scatter,
     )
     from .sparsify import sync_sparsified
-    from .wire.base import Wire
+    from .wire.base import Group
+    from .wire.interface import Wire
     from .wire.listeners import on_call
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Error",
+    "Group",
     "Partition",
     "RemoteRows",
     "Rows",
@@ -82,7 +84,8 @@ _MODULES = ("ddp", "kernels", "nn", "sparse", "trainers")
 _HOMES = {
     "Partition": "nn.partition",
     "Rows": "rows",
-    "Wire": "wire.base",
+    "Group": "wire.base",
+    "Wire": "wire.interface",
     "sync_sparsified": "sparsify",
     **dict.fromkeys(("Error", "StillRunning", "WeftError", "WireError"), "errors"),
     **dict.fromkeys(("config", "init", "shutdown"), "bootstrap.init"),

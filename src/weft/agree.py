@@ -12,7 +12,7 @@ statements are combined pairwise, in log2 P rounds of recursive doubling (if P i
 those of the next lower one and two more), the lower ranks always on the left, so that all ranks end
 with the same bytes.
 
-What arrives is checked before it is used: bytes that are no statement end the wire with an error
+What arrives is checked before it is used: bytes that are no statement end the group with an error
 that names the rank that sent them.
 """
 
@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from .errors import WeftError
-from .wire.base import NAMED, SMALL, Pending, Wire, decoded, differing, peers
+from .wire.base import NAMED, SMALL, Group, Pending, decoded, differing, peers
 
 T = TypeVar("T")
 
@@ -45,14 +45,14 @@ _FINGERPRINT = 1024  # bytes that a rank's may have
 # of a call that agree come in three forms at most, by the fields that ranks do not know: so there
 # is room for one that differs.
 _TEXT = 4608
-# magic, bytes of: groups, error, body, what is said in private; whose error; whether it is watched
+# magic, bytes of: cohorts, error, body, what is said in private; whose error; whether it is watched
 _HEAD = struct.Struct("<4sIIIII?")
 _MAGIC = b"weft"
 _ALIGNED = 16  # bytes, to a multiple of which a body begins: enough for any dtype
 CAP = _HEAD.size + 2 * _TEXT + 2 * _ALIGNED + BODY
 """Bytes that a statement may have."""
 
-_FIELD, _VALUE, _GROUP = "\x1d", "\x1e", "\x1f"
+_FIELD, _VALUE, _COHORT = "\x1d", "\x1e", "\x1f"
 _UNKNOWN = "?"  # a field with this value agrees with every other
 _SPELLED = 1 << 10  # fingerprints that are kept as they travel: training makes the same calls
 
@@ -82,7 +82,7 @@ class Agreement:
     """The result of an opening exchange.
 
     Attributes:
-        number: of the call, among those that the ranks of the wire agreed on.
+        number: of the call, among those that the ranks of the group agreed on.
         fields: the agreed fingerprint; a field that some ranks did not know has the others' value.
         private: what each rank said to this one alone, in rank order, its own not
             included; valid until `release()`.
@@ -92,7 +92,7 @@ class Agreement:
     number: int
     fields: dict[str, str]
     private: list[memoryview]
-    _wire: Wire
+    _group: Group
     _heard: list[tuple[int, _Statement]]
     release: Callable[[], None]
 
@@ -106,7 +106,7 @@ class Agreement:
             WireError: as `decoded`.
         """
         return [
-            decoded(self._wire, peer, "a statement", decode, each.body, *given)
+            decoded(self._group, peer, "a statement", decode, each.body, *given)
             for peer, each in self._heard
         ]
 
@@ -120,15 +120,15 @@ class Agreement:
         value = self.fields[name]
         if value == _UNKNOWN:
             raise WeftError(f"no rank says what the {name} is")
-        told = (p for p, each in self._heard for g in each.groups if (name, value) in g.fields)
-        return decoded(self._wire, next(told), f"the field {name!r}", decode, value)
+        told = (p for p, each in self._heard for g in each.cohorts if (name, value) in g.fields)
+        return decoded(self._group, next(told), f"the field {name!r}", decode, value)
 
 
 _Fields = tuple[tuple[str, str], ...]
 """A fingerprint: name and value of each field, the name of the call first."""
 
 
-class _Group(NamedTuple):
+class _Cohort(NamedTuple):
     """Ranks that state the same fingerprint; the first few are named, all are counted. It is the
     call of that number on the rank that has made most."""
 
@@ -154,30 +154,30 @@ def _fields_in(text: str) -> _Fields:
     return tuple(pairs)
 
 
-def _groups_in(raw: bytes, among: Collection[int]) -> tuple[_Group, ...]:
+def _cohorts_in(raw: bytes, among: Collection[int]) -> tuple[_Cohort, ...]:
     """What `spelled` made that of, for some of these ranks; raises ValueError if it was not."""
-    groups = []
-    for text in raw.decode().split(_GROUP):
+    cohorts = []
+    for text in raw.decode().split(_COHORT):
         fields, ranks, count, number = text.rsplit(_FIELD, 3)
-        group = _Group(
+        cohort = _Cohort(
             _fields_in(fields), tuple(map(int, ranks.split(","))), int(count), int(number)
         )
-        known = group.ranks == among or set(group.ranks) <= set(among)
-        if not known or not len(group.ranks) <= group.total <= len(among):
+        known = cohort.ranks == among or set(cohort.ranks) <= set(among)
+        if not known or not len(cohort.ranks) <= cohort.total <= len(among):
             raise ValueError(f"it is of {count} ranks, {ranks}")
-        if group.number < 0 or group.fields[0][0] != "call":
+        if cohort.number < 0 or cohort.fields[0][0] != "call":
             raise ValueError(f"it is of call {number}")
-        groups.append(group)
-    return tuple(groups)
+        cohorts.append(cohort)
+    return tuple(cohorts)
 
 
-def _written(groups: Sequence[_Group]) -> bytes:
-    return _GROUP.join(group.spelled() for group in groups).encode()
+def _written(cohorts: Sequence[_Cohort]) -> bytes:
+    return _COHORT.join(cohort.spelled() for cohort in cohorts).encode()
 
 
 @dataclass(frozen=True, slots=True)
 class _Statement:
-    groups: tuple[_Group, ...]
+    cohorts: tuple[_Cohort, ...]
     error: bytes
     error_rank: int
     body: memoryview
@@ -186,11 +186,14 @@ class _Statement:
 
     def pack(self, private: Private = ()) -> Tensor:
         """The message to a rank, with what is said to it in private."""
-        groups, size = _written(self.groups), sum(map(len, private))
-        gap = bytes(-(_HEAD.size + len(groups) + len(self.error)) % _ALIGNED)
-        rest, lengths = bytes(-len(self.body) % _ALIGNED), map(len, (groups, self.error, self.body))
+        cohorts, size = _written(self.cohorts), sum(map(len, private))
+        gap = bytes(-(_HEAD.size + len(cohorts) + len(self.error)) % _ALIGNED)
+        rest, lengths = (
+            bytes(-len(self.body) % _ALIGNED),
+            map(len, (cohorts, self.error, self.body)),
+        )
         head = _HEAD.pack(_MAGIC, *lengths, size, self.error_rank, self.watched)
-        parts = [head, groups, self.error, gap, self.body, rest, *private]
+        parts = [head, cohorts, self.error, gap, self.body, rest, *private]
         return torch.frombuffer(bytearray().join(parts), dtype=torch.uint8)
 
     @classmethod
@@ -200,14 +203,14 @@ class _Statement:
         Raises:
             ValueError, struct.error: there is none.
         """
-        magic, groups, error, body, private, rank, watched = _HEAD.unpack_from(raw)
-        middle, end = _HEAD.size + groups, _HEAD.size + groups + error
+        magic, cohorts, error, body, private, rank, watched = _HEAD.unpack_from(raw)
+        middle, end = _HEAD.size + cohorts, _HEAD.size + cohorts + error
         start = end + -end % _ALIGNED
         after = start + body + -body % _ALIGNED
         if magic != _MAGIC or after + private > len(raw) or rank not in among:
             raise ValueError(f"{bytes(raw[: _HEAD.size]).hex()}, of {len(raw)} bytes")
         return cls(
-            _groups_in(bytes(raw[_HEAD.size : middle]), among),
+            _cohorts_in(bytes(raw[_HEAD.size : middle]), among),
             bytes(raw[middle:end]),
             rank,
             raw[start : start + body],
@@ -220,13 +223,13 @@ def _tensor(raw: memoryview) -> Tensor:
     return torch.frombuffer(raw, dtype=torch.uint8) if raw else torch.empty(0, dtype=torch.uint8)
 
 
-def is_direct(wire: Wire) -> bool:
+def is_direct(group: Group) -> bool:
     """Whether every rank hears every rank's own statement."""
-    return wire.size <= DIRECT
+    return group.size <= DIRECT
 
 
 def agree(
-    wire: Wire,
+    group: Group,
     call: str,
     fields: Mapping[str, object],
     error: str | None,
@@ -239,7 +242,7 @@ def agree(
     """Exchange statements; collective.
 
     Args:
-        wire: among whom.
+        group: among whom.
         call: name of the call; ranks in different calls are told so.
         fields: what must be equal on all ranks, by name; None says that this rank does not know.
         error: what this rank's caller did wrong, in a sentence without the rank.
@@ -256,47 +259,47 @@ def agree(
         WireError: as every wait does; also where a peer sent something else than a statement.
         RuntimeError: the fields or the body are larger than a statement may be.
     """
-    name = wire.rank_in_errors(wire.rank)
+    name = group.rank_in_errors(group.rank)
     values = ((name, _UNKNOWN if value is None else str(value)) for name, value in fields.items())
     mine = _Statement(
-        (_Group((("call", call), *values), (name,), 1, wire.worker.calls),),
+        (_Cohort((("call", call), *values), (name,), 1, group.worker.calls),),
         b"" if error is None else f"rank {name}: {error}".encode()[:_TEXT],
         name,
         body.numpy().data if isinstance(body, Tensor) else memoryview(body),
         watched=watch is not None,
     )
-    wire.worker.enter(wire.global_ranks, mine.groups[0].fields)
-    fingerprint = len(_written(mine.groups))
+    group.worker.enter(group.global_ranks, mine.cohorts[0].fields)
+    fingerprint = len(_written(mine.cohorts))
     longest = len(mine.body) + max((sum(map(len, said)) for said in private or ()), default=0)
     if fingerprint > _FINGERPRINT or longest > BODY:
         raise RuntimeError(f"a statement of {fingerprint} + {longest} bytes")
-    if wire.size == 1:
-        return _agreed(wire, [(0, mine)])
-    if not is_direct(wire):
-        agreement = _agreed(wire, [_combined_and_watched(wire, mine, combine, watch)])
-        for known, _ in mine.groups[0].fields:  # whose names the last that came may not have
+    if group.size == 1:
+        return _agreed(group, [(0, mine)])
+    if not is_direct(group):
+        agreement = _agreed(group, [_combined_and_watched(group, mine, combine, watch)])
+        for known, _ in mine.cohorts[0].fields:  # whose names the last that came may not have
             agreement.fields.setdefault(known, _UNKNOWN)
         return agreement
-    messages = [mine.pack()] * wire.size if private is None else [*map(mine.pack, private)]
-    sends = [(peer, messages[peer]) for peer in peers(wire)]
-    others = [rank for rank in range(wire.size) if rank != wire.rank]
+    messages = [mine.pack()] * group.size if private is None else [*map(mine.pack, private)]
+    sends = [(peer, messages[peer]) for peer in peers(group)]
+    others = [rank for rank in range(group.size) if rank != group.rank]
     # what is received comes in rank order, without this rank's own
-    pending = wire.post(sends, [(peer, CAP) for peer in others], SMALL)
+    pending = group.post(sends, [(peer, CAP) for peer in others], SMALL)
     if watch is not None:
         watch(pending)
     heard = zip(others, pending.wait(), strict=True)
-    said = [(p, _heard(wire, p, message, (wire.rank_in_errors(p),))) for p, message in heard]
-    said.insert(wire.rank, (wire.rank, mine))
-    return _agreed(wire, said, pending.release)
+    said = [(p, _heard(group, p, message, (group.rank_in_errors(p),))) for p, message in heard]
+    said.insert(group.rank, (group.rank, mine))
+    return _agreed(group, said, pending.release)
 
 
 def confess(
-    wire: Wire, call: str, trouble: BaseException | None, lacking: str | None = None
+    group: Group, call: str, trouble: BaseException | None, lacking: str | None = None
 ) -> None:
     """Tell each other what went wrong on this rank, if anything did; collective.
 
     Args:
-        wire: the ranks that take part.
+        group: the ranks that take part.
         call: name of the call.
         trouble: what was raised here.
         lacking: what else is wrong here.
@@ -305,43 +308,43 @@ def confess(
         WeftError: something went wrong on some rank; the same text on every rank.
     """
     if isinstance(trouble, WeftError):
-        name = wire.rank_in_errors(wire.rank)
+        name = group.rank_in_errors(group.rank)
         lacking = str(trouble).removeprefix(f"rank {name}: ")  # which is said for all
     elif trouble is not None:
         lacking = f"{type(trouble).__name__}: {trouble}".removesuffix(": ")
     nothing = torch.empty(0, dtype=torch.uint8)
     try:
-        agree(wire, call, {}, lacking, nothing, lambda lower, upper: lower).release()
+        agree(group, call, {}, lacking, nothing, lambda lower, upper: lower).release()
     except WeftError as error:
         raise error from trouble
 
 
-def _heard(wire: Wire, peer: int, message: Tensor, among: Collection[int]) -> _Statement:
+def _heard(group: Group, peer: int, message: Tensor, among: Collection[int]) -> _Statement:
     """What a peer stated for some of these ranks."""
-    return decoded(wire, peer, "a statement", _Statement.unpack, message.numpy().data, among)
+    return decoded(group, peer, "a statement", _Statement.unpack, message.numpy().data, among)
 
 
 def _agreed(
-    wire: Wire, heard: list[tuple[int, _Statement]], release: Callable[[], None] = lambda: None
+    group: Group, heard: list[tuple[int, _Statement]], release: Callable[[], None] = lambda: None
 ) -> Agreement:
     """The conclusion from statements and who sent them; raises what every rank raises."""
     said = [statement for _, statement in heard]
-    groups = [group for each in said for group in each.groups]
+    cohorts = [cohort for each in said for cohort in each.cohorts]
     # a rank that calls of some of the ranks left out goes on from the others' number
-    wire.worker.calls = number = max(group.number for group in groups)
+    group.worker.calls = number = max(cohort.number for cohort in cohorts)
     try:
-        if len({group.fields for group in groups}) == 1 and not any(each.error for each in said):
-            agreed = dict(groups[0].fields)
+        if len({cohort.fields for cohort in cohorts}) == 1 and not any(each.error for each in said):
+            agreed = dict(cohorts[0].fields)
         else:
             agreed = _conclude(said)
     except WeftError:
         release()
         raise
-    return Agreement(number, agreed, [each.private for each in said], wire, heard, release)
+    return Agreement(number, agreed, [each.private for each in said], group, heard, release)
 
 
 def _combined_and_watched(
-    wire: Wire,
+    group: Group,
     mine: _Statement,
     combine: Combine,
     watch: Callable[[Pending], object] | None,
@@ -353,42 +356,42 @@ def _combined_and_watched(
     """
     notices = None
     if watch is not None:
-        notices = _notices(wire)
+        notices = _notices(group)
         watch(notices)
-    peer, said = _combining(wire, mine, combine)
+    peer, said = _combining(group, mine, combine)
     if said.watched:
-        notices = notices or _notices(wire)
+        notices = notices or _notices(group)
         notices.wait()
         notices.release()
     return peer, said
 
 
-def _notices(wire: Wire) -> Pending:
+def _notices(group: Group) -> Pending:
     """Start to tell every rank that this one has come, and to hear it of every rank."""
     nothing = torch.empty(0, dtype=torch.uint8)
-    sends = [(peer, nothing) for peer in peers(wire)]
-    return wire.post(sends, [(peer, 0) for peer in sorted(peers(wire))], SMALL)
+    sends = [(peer, nothing) for peer in peers(group)]
+    return group.post(sends, [(peer, 0) for peer in sorted(peers(group))], SMALL)
 
 
-def _combining(wire: Wire, mine: _Statement, combine: Combine) -> tuple[int, _Statement]:
+def _combining(group: Group, mine: _Statement, combine: Combine) -> tuple[int, _Statement]:
     """Recursive doubling over neighbouring blocks of ranks, so that left is always lower.
 
     Returns:
         What all stated, and who sent the last of it.
     """
-    core = 1 << (wire.size.bit_length() - 1)
-    paired = 2 * (wire.size - core)  # the first ranks, two by two, speak with one voice
-    rank, among = wire.rank, frozenset(map(wire.rank_in_errors, range(wire.size)))
+    core = 1 << (group.size.bit_length() - 1)
+    paired = 2 * (group.size - core)  # the first ranks, two by two, speak with one voice
+    rank, among = group.rank, frozenset(map(group.rank_in_errors, range(group.size)))
 
     def swap(peer: int, *, send: bool = True, receive: bool = True) -> _Statement:
-        pending = wire.post([(peer, mine.pack())] * send, [(peer, CAP)] * receive)
+        pending = group.post([(peer, mine.pack())] * send, [(peer, CAP)] * receive)
         got = pending.wait()
-        other = _heard(wire, peer, got[0].clone(), among) if receive else mine
+        other = _heard(group, peer, got[0].clone(), among) if receive else mine
         pending.release()
         return other
 
     def united(peer: int, lower: _Statement, upper: _Statement) -> _Statement:
-        return decoded(wire, peer, "a statement", _combined, lower, upper, combine)
+        return decoded(group, peer, "a statement", _combined, lower, upper, combine)
 
     if rank < paired and rank % 2:
         swap(rank - 1, receive=False)
@@ -410,58 +413,58 @@ def _combining(wire: Wire, mine: _Statement, combine: Combine) -> tuple[int, _St
 
 def _combined(lower: _Statement, upper: _Statement, combine: Combine) -> _Statement:
     first = lower if lower.error else upper
-    groups = _join([lower, upper])
+    cohorts = _join([lower, upper])
     # bodies of an erring rank, or of different calls, need not be what `combine` expects
     body = lower.body
-    if not first.error and len({group.fields[0] for group in groups}) == 1:
+    if not first.error and len({cohort.fields[0] for cohort in cohorts}) == 1:
         body = combine(_tensor(lower.body), _tensor(upper.body)).numpy().data
     watched = lower.watched or upper.watched
-    return _Statement(groups, first.error, first.error_rank, body, watched=watched)
+    return _Statement(cohorts, first.error, first.error_rank, body, watched=watched)
 
 
-def _join(said: Sequence[_Statement]) -> tuple[_Group, ...]:
+def _join(said: Sequence[_Statement]) -> tuple[_Cohort, ...]:
     """Who said which fingerprint, with equal fingerprints brought together."""
-    found: dict[_Fields, _Group] = {}
-    for group in (group for statement in said for group in statement.groups):
-        found[group.fields] = _united(found.get(group.fields), group)
+    found: dict[_Fields, _Cohort] = {}
+    for cohort in (cohort for statement in said for cohort in statement.cohorts):
+        found[cohort.fields] = _united(found.get(cohort.fields), cohort)
     kept = tuple(found.values())
     while len(kept) > 1 and len(_written(kept)) > _TEXT:
         kept = kept[:-1]
     return kept
 
 
-def _united(some: _Group | None, more: _Group) -> _Group:
-    """Two groups as one, with the fields of the second."""
+def _united(some: _Cohort | None, more: _Cohort) -> _Cohort:
+    """Two cohorts as one, with the fields of the second."""
     if some is None:
         return more
     ranks, number = some.ranks + more.ranks, max(some.number, more.number)
-    return _Group(more.fields, ranks, some.total + more.total, number)
+    return _Cohort(more.fields, ranks, some.total + more.total, number)
 
 
 def _conclude(said: Sequence[_Statement]) -> dict[str, str]:
     """The agreed fields; raises what every rank raises."""
-    groups = _join(said)
-    differing = _differences(groups)
+    cohorts = _join(said)
+    differing = _differences(cohorts)
     error = min((each for each in said if each.error), key=lambda s: s.error_rank, default=None)
     if error is not None:
         raise WeftError(error.error.decode(errors="replace"))
     if differing:
         raise WeftError("; ".join(differing))
     agreed: dict[str, str] = {}
-    for name, value in (pair for group in groups for pair in group.fields):
+    for name, value in (pair for cohort in cohorts for pair in cohort.fields):
         if agreed.get(name, _UNKNOWN) == _UNKNOWN:
             agreed[name] = value
     return agreed
 
 
-def _differences(groups: Sequence[_Group]) -> list[str]:
+def _differences(cohorts: Sequence[_Cohort]) -> list[str]:
     """A sentence for each field in which ranks differ, up to one that others follow from."""
-    holders: dict[str, dict[str, _Group]] = {}  # by field and value, those that state it
-    for group in groups:
-        for name, value in group.fields:
+    holders: dict[str, dict[str, _Cohort]] = {}  # by field and value, those that state it
+    for cohort in cohorts:
+        for name, value in cohort.fields:
             if value != _UNKNOWN:
                 held = holders.setdefault(name, {})
-                held[value] = _united(held.get(value), group)
+                held[value] = _united(held.get(value), cohort)
     texts = []
     for name, values in holders.items():
         if len(values) > 1:
@@ -472,8 +475,8 @@ def _differences(groups: Sequence[_Group]) -> list[str]:
                 then = "make the same calls in the same order on every rank"
                 if any("backward of call" in call for call in values):
                     then += ", and add 0 * output.sum() to the loss of a rank that uses no output"
-                ordered = [(f"{call} (call {group.number})", group) for call, group in ordered]
-            said = [(value, group.ranks, group.total) for value, group in ordered]
+                ordered = [(f"{call} (call {cohort.number})", cohort) for call, cohort in ordered]
+            said = [(value, cohort.ranks, cohort.total) for value, cohort in ordered]
             texts.append(differing(how, said, then))
             if name in ("call", "tensors"):  # from which other fields follow
                 break

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .wire.base import Pending, Wire
+from .wire.base import Group, Pending
 
 _CHANNEL = 4  # that no other room uses
 _CHUNKS = (128 << 10, 512 << 10)  # bytes of the smallest (but for the last) and the largest chunk
@@ -26,7 +26,7 @@ class Chain(Pending):
     Several may be under way at once, if all ranks made them in the same order.
 
     Args:
-        wire: the wire of these ranks.
+        group: the group of these ranks.
         ranks: the chain, the same on each of them, this one included.
         memory: 1-D, of the same length and dtype on all; sent by the first, filled on the others.
         own: of the length and dtype of `memory`: the first rank copies it there before it sends,
@@ -34,19 +34,19 @@ class Chain(Pending):
     """
 
     def __init__(
-        self, wire: Wire, ranks: Sequence[int], memory: Tensor, own: Tensor | None = None
+        self, group: Group, ranks: Sequence[int], memory: Tensor, own: Tensor | None = None
     ) -> None:
-        at, (least, most) = ranks.index(wire.rank), _CHUNKS
+        at, (least, most) = ranks.index(group.rank), _CHUNKS
         nbytes = max(least, min(most, memory.nbytes // (4 * len(ranks))))
         step = max(1, nbytes // memory.itemsize)
-        self._wire, self._memory = wire, memory
+        self._group, self._memory = group, memory
         self._chunks = torch.split(memory, step)
         self._own = () if own is None else torch.split(own, step)
         self._next = ranks[at + 1 : at + 2]
         self._coming: list[Pending] = []
         self._going: list[Pending] = []
         if at:
-            self._coming = [wire.post((), [(ranks[at - 1], c)], _CHANNEL) for c in self._chunks]
+            self._coming = [group.post((), [(ranks[at - 1], c)], _CHANNEL) for c in self._chunks]
         else:
             for number in range(len(self._chunks)):
                 self._pass_on(number)
@@ -55,7 +55,7 @@ class Chain(Pending):
         chunk = self._chunks[number]
         if self._own:
             (chunk.add_ if self._coming else chunk.copy_)(self._own[number])
-        self._going += [self._wire.post([(rank, chunk)], (), _CHANNEL) for rank in self._next]
+        self._going += [self._group.post([(rank, chunk)], (), _CHANNEL) for rank in self._next]
 
     def wait(self) -> list[Tensor]:
         for number, pending in enumerate(self._coming):

@@ -1,14 +1,14 @@
 """Gradients of a DistributedDataParallel model over weft: communication hooks.
 
 `register(ddp_model)` is all that a training loop needs. `weft.sparse_all_reduce` averages sparse
-gradients. The wire averages dense ones; on an accelerator the group's own all-reduce does. Both
+gradients. The group averages dense ones; on an accelerator the group's own all-reduce does. Both
 happen while backward is still running. `.grad` then has what DistributedDataParallel itself would
 compute. Trainers that take a communication hook and its state get `weft.ddp.hook` and a
 `weft.ddp.State`. `TopK` and `topk_hook` send a part of each gradient only.
 
 On an accelerator everything uses the model's own group. NCCL demands that all ranks start the same
 collectives of a group in the same order. Buckets come in the same order on all ranks, and the
-worker of the wire starts their collectives, sparse and dense ones, in that order. The collectives
+worker of the group starts their collectives, sparse and dense ones, in that order. The collectives
 that DistributedDataParallel itself starts on the group come before the first bucket or, since the
 hook of the last bucket waits for the worker, after the last one. Collectives that the model's own
 backward starts there would come in between, in no fixed order: `register` refuses a `SyncBatchNorm`
@@ -56,7 +56,7 @@ from .sparse.api import job_of
 from .sparse.request import travelling, wrong_wire_dtype
 from .sparsify import Sparsifier
 from .wire import process_group
-from .wire.base import Wire, Work, blame, wire_for
+from .wire.base import Group, Work, blame, wire_for
 
 _log = logging.getLogger("weft")
 
@@ -66,7 +66,7 @@ _END = "ddp end of backward"
 
 
 # of a State: what a copy does not have
-_NOT_COPIED = ("_group", "_wire", "_backward", "_pending", "_tables", "_bucket", "_first")
+_NOT_COPIED = ("_handle", "_group", "_backward", "_pending", "_tables", "_bucket", "_first")
 
 
 @dataclasses.dataclass
@@ -96,7 +96,7 @@ class State:
 
     def __init__(
         self,
-        group: Wire | dist.ProcessGroup | None = None,
+        group: Group | dist.ProcessGroup | None = None,
         algorithm: str = "auto",
         wire_dtype: torch.dtype | None = None,
     ) -> None:
@@ -108,8 +108,8 @@ class State:
                 and sparse; None: their own. It must be the same on every rank; weft compares it
                 once.
         """
-        self._group = group
-        self._wire: Wire | None = None
+        self._handle = group
+        self._group: Group | None = None
         self.algorithm = algorithm
         self._wire_dtype = wire_dtype
         self._error: str | None = None  # what is wrong with the model
@@ -124,7 +124,7 @@ class State:
         self._is_told_of = False  # what the first backward was
 
     def __getstate__(self) -> dict[str, Any]:
-        if self._group not in (None, dist.group.WORLD):
+        if self._handle not in (None, dist.group.WORLD):
             _log.warning("a copy of a %s is of the default group", type(self).__name__)
         return {name: each for name, each in vars(self).items() if name not in _NOT_COPIED}
 
@@ -138,21 +138,21 @@ class State:
         return self._wire_dtype
 
     @property
-    def wire(self) -> Wire:
-        """The wire of the group. The first access makes it, which is collective.
+    def group(self) -> Group:
+        """The group as weft's. The first access makes it, which is collective.
 
         Raises:
             WeftError: the ranks' states differ, or one is wrong; the same text on every rank.
         """
-        if self._wire is None:
+        if self._group is None:
             kernels.prepare()
-            group = self._group
-            wire = group if isinstance(group, Wire) else process_group.of_group(group)
+            given = self._handle
+            group = given if isinstance(given, Group) else process_group.of_group(given)
             # dense buckets are not compared one by one
             fields, error = self._asked()
-            _tell(wire, fields | {"kind of state": type(self).__name__}, error)
-            self._wire = wire
-        return self._wire
+            _tell(group, fields | {"kind of state": type(self).__name__}, error)
+            self._group = group
+        return self._group
 
     def _count(self, gradient: Tensor) -> None:
         """Count a bucket of the first backward."""
@@ -169,13 +169,13 @@ class State:
         if first is None:
             return
         self._is_told_of = True
-        sent = self.wire.traffic.bytes - first.before
+        sent = self.group.traffic.bytes - first.before
         _log.info(
             "ddp: %s and %s a step, %.0f KB sent by rank %d in the first",
             _counted(first.tables, "table"),
             _counted(first.dense, "dense bucket"),
             sent / 1e3,
-            self.wire.rank,
+            self.group.rank,
         )
 
     def _asked(self) -> tuple[dict[str, str], str | None]:
@@ -183,16 +183,16 @@ class State:
         error = self._error or wrong_wire_dtype(self._wire_dtype)
         return {"wire_dtype": str(self._wire_dtype)}, error
 
-    def _reduction(self, bucket: dist.GradBucket) -> Callable[[Wire, Tensor], None]:
+    def _reduction(self, bucket: dist.GradBucket) -> Callable[[Group, Tensor], None]:
         """What reduces a dense bucket, in place, in a call whose turn it is."""
 
-        def reduction(wire: Wire, gradient: Tensor) -> None:
+        def reduction(group: Group, gradient: Tensor) -> None:
             if on_host(gradient):
-                reduce_dense(wire, [gradient], "avg", self.wire_dtype)
+                reduce_dense(group, [gradient], "avg", self.wire_dtype)
                 return
             # divided first: a sum may overflow
-            sent = gradient.div_(wire.size).to(travelling(gradient.dtype, self.wire_dtype))
-            wire_for(wire, gradient)._sum(sent)
+            sent = gradient.div_(group.size).to(travelling(gradient.dtype, self.wire_dtype))
+            wire_for(group, gradient)._sum(sent)
             gradient.copy_(sent)  # which is nothing where it is the same tensor
 
         return reduction
@@ -241,7 +241,7 @@ class TopK(State):
         min_numel: int = 8192,
         chunk: int | None = None,
         wire_dtype: torch.dtype | None = None,
-        group: Wire | dist.ProcessGroup | None = None,
+        group: Group | dist.ProcessGroup | None = None,
         algorithm: str = "auto",
     ) -> None:
         """All but `group` must be the same on every rank; weft compares it.
@@ -266,7 +266,7 @@ class TopK(State):
             wire_dtype: None, or `torch.bfloat16`, `torch.float16` or `torch.float32`: entries of
                 wider dtypes are sent in this dtype. The residual keeps the rounding error of what
                 this rank sends, but not that of the mean, which is rounded, too.
-            group: the model's process group, or a Wire; None: torch.distributed's default group.
+            group: the model's process group, or a Group; None: torch.distributed's default group.
             algorithm: of `weft.sparse_all_reduce`: "auto" or a registered name.
         """
         super().__init__(group, algorithm, wire_dtype)
@@ -309,7 +309,7 @@ class TopK(State):
         self.sparsifier.load_state_dict(state)
 
     def _tell_first(self) -> None:
-        if self._first is not None and self.wire.rank == 0:
+        if self._first is not None and self.group.rank == 0:
             self.sparsifier.tell_if_whole()
         super()._tell_first()
 
@@ -317,16 +317,16 @@ class TopK(State):
         wrong, (settings, error) = super()._asked()[1], self.sparsifier.settings()
         return settings, wrong or error
 
-    def _reduction(self, bucket: dist.GradBucket) -> Callable[[Wire, Tensor], None]:
+    def _reduction(self, bucket: dist.GradBucket) -> Callable[[Group, Tensor], None]:
         parameters = bucket.parameters()
         names = self.sparsifier.names_of(parameters)
         # complex numbers come as two real ones
         sizes = [p.numel() * (2 if p.is_complex() else 1) for p in parameters]
 
-        def reduction(wire: Wire, flat: Tensor) -> None:
+        def reduction(group: Group, flat: Tensor) -> None:
             parts = dict(zip(names, flat.split_with_sizes(sizes), strict=True))
             error = self.sparsifier.wrong(parts)
-            record = self.sparsifier.reduce(wire, parts, self.algorithm, error=error)
+            record = self.sparsifier.reduce(group, parts, self.algorithm, error=error)
             if record is not None:
                 self.calls.append(record)
 
@@ -391,9 +391,9 @@ def register(
     state = State(ddp_model.process_group, algorithm, wire_dtype)
     state._error = _interferes(ddp_model)
     state._unused = ddp_model.find_unused_parameters
-    wire = state.wire  # connects here, where all ranks are, and not in the first backward
-    _set_hook(wire, ddp_model, state)
-    if has_run(ddp_model) and wire.rank == 0:
+    group = state.group  # connects here, where all ranks are, and not in the first backward
+    _set_hook(group, ddp_model, state)
+    if has_run(ddp_model) and group.rank == 0:
         _log.warning(
             "ddp.register: the model has run already, and weft did not carry the gradients of "
             "those steps: call it right after DistributedDataParallel()"
@@ -404,7 +404,7 @@ def register(
     return state
 
 
-def _set_hook(wire: Wire, ddp_model: DistributedDataParallel, state: State) -> None:
+def _set_hook(group: Group, ddp_model: DistributedDataParallel, state: State) -> None:
     """Set weft's hook; collective.
 
     Raises:
@@ -420,7 +420,7 @@ def _set_hook(wire: Wire, ddp_model: DistributedDataParallel, state: State) -> N
                 "this model has a communication hook already, and DistributedDataParallel takes "
                 "one: call weft.ddp.register once for each model, and register no other hook"
             )
-    _tell(wire, {}, error)
+    _tell(group, {}, error)
 
 
 def _counted(number: int, what: str) -> str:
@@ -447,8 +447,8 @@ def _interferes(ddp_model: DistributedDataParallel) -> str | None:
     if on_host(next(ddp_model.parameters())):
         return None
     for name, part in ddp_model.module.named_modules():
-        group = getattr(part, "process_group", None) or dist.group.WORLD
-        if isinstance(part, nn.SyncBatchNorm) and group is ddp_model.process_group:
+        used = getattr(part, "process_group", None) or dist.group.WORLD
+        if isinstance(part, nn.SyncBatchNorm) and used is ddp_model.process_group:
             return (
                 f"{name or 'the module'} is a SyncBatchNorm, whose backward uses the group while "
                 "gradients do: give DistributedDataParallel one of its own, "
@@ -472,9 +472,9 @@ class _Forward:
         try:
             return type(model).forward(model, *args, **kwargs)
         except RuntimeError as error:
-            wire = self.state._wire  # a copy has none
+            group = self.state._group  # a copy has none
             where = "DistributedDataParallel's forward"
-            lost = None if wire is None else blame(wire, error, where)
+            lost = None if group is None else blame(group, error, where)
             if lost is None:
                 raise
             raise lost from None
@@ -483,14 +483,14 @@ class _Forward:
         return _Forward, (self.state, self.model())
 
 
-def _tell(wire: Wire, fields: dict[str, str], error: str | None) -> None:
+def _tell(group: Group, fields: dict[str, str], error: str | None) -> None:
     """Have all ranks say what they were given; raises, on all, what is wrong with it."""
 
     def job() -> None:
-        with opened(wire, _NAME, fields, error):
+        with opened(group, _NAME, fields, error):
             return
 
-    wire.worker.call(_NAME, job)
+    group.worker.call(_NAME, job)
 
 
 def hook(state: State, bucket: dist.GradBucket) -> Future[Tensor]:
@@ -518,7 +518,7 @@ def hook(state: State, bucket: dist.GradBucket) -> Future[Tensor]:
             state._pending = []  # those of the step before
         future = _future(state, bucket)
         if bucket.is_last() and state._unused:
-            state.wire.worker.submit(_END, functools.partial(_meet, state.wire))
+            state.group.worker.submit(_END, functools.partial(_meet, state.group))
         return future
     _watch_for_errors(state, backward)
     # made here, behind the stream of backward
@@ -627,7 +627,7 @@ def _future(state: State, bucket: dist.GradBucket) -> Future[Tensor]:
     if bucket.is_last() and not on_host(gradient):
         # Behind this hook DistributedDataParallel may begin to reduce which parameters were used,
         # over the same group. So the worker begins all that waits first; no stream is waited for.
-        state.wire.worker.call("ddp last bucket", lambda: None)
+        state.group.worker.call("ddp last bucket", lambda: None)
     return future
 
 
@@ -648,14 +648,14 @@ def _reduce_tables(state: State) -> None:
 
 
 def _start(state: State, tables: _Tables) -> Work[list[Tensor]]:
-    wire, given = state.wire, [before for _, before in tables.given]
+    group, given = state.group, [before for _, before in tables.given]
     like = state.algorithm, state.wire_dtype
 
     def job() -> list[Tensor]:
         alone = len(given) == 1
         # in the stream of the Aside around it
-        done = job_of(wire, given[0] if alone else given, "avg", *like)()
-        record = last_call(wire)
+        done = job_of(group, given[0] if alone else given, "avg", *like)()
+        record = last_call(group)
         if record is not None:
             state.calls.append(record)
         results = [done] if alone else done
@@ -665,20 +665,20 @@ def _start(state: State, tables: _Tables) -> Work[list[Tensor]]:
             gradient.data = result
         return results
 
-    return wire.worker.submit("ddp sparse bucket", Aside(tables.device, job))
+    return group.worker.submit("ddp sparse bucket", Aside(tables.device, job))
 
 
 def _reduce_dense(
-    state: State, gradient: Tensor, reduction: Callable[[Wire, Tensor], None]
+    state: State, gradient: Tensor, reduction: Callable[[Group, Tensor], None]
 ) -> Work[Tensor]:
     """Queue the reduction of a dense bucket."""
-    wire = state.wire
+    group = state.group
 
     def job() -> Tensor:
-        reduction(wire, gradient)
+        reduction(group, gradient)
         return gradient
 
-    return wire.worker.submit("ddp dense bucket", Aside(gradient.device, job))
+    return group.worker.submit("ddp dense bucket", Aside(gradient.device, job))
 
 
 def _watch_for_errors(state: State, backward: int) -> None:
@@ -687,8 +687,8 @@ def _watch_for_errors(state: State, backward: int) -> None:
         return
     state._backward, state._pending, state._tables, state._bucket = backward, [], None, -1
     state._first = None
-    if not state._is_told_of and state._wire is not None:
-        state._first = _FirstStep(state._wire.traffic.bytes)
+    if not state._is_told_of and state._group is not None:
+        state._first = _FirstStep(state._group.traffic.bytes)
     at_end_of_backward(functools.partial(_raise_error, state, before=True))
 
 
@@ -704,7 +704,7 @@ def _raise_error(state: State, before: bool = False) -> None:
     if before and not any(isinstance(error, WireError) for error in errors):
         try:
             if state._unused:
-                state.wire.worker.call(_END, functools.partial(_meet, state.wire))
+                state.group.worker.call(_END, functools.partial(_meet, state.group))
             at_end_of_backward(functools.partial(_raise_error, state))
             return
         except WireError as error:
@@ -719,12 +719,12 @@ def _raise_error(state: State, before: bool = False) -> None:
         raise first
 
 
-def _meet(wire: Wire) -> None:
+def _meet(group: Group) -> None:
     """Wait until DistributedDataParallel reduces on every rank which parameters were used.
 
     That goes on meanwhile. Who fails before it is named here, and in its place.
     """
-    with opened(wire, _END, {}, None):
+    with opened(group, _END, {}, None):
         return
 
 
@@ -735,7 +735,7 @@ def _error_of(work: Work[Any] | Exception) -> Exception | None:
             raise work
         work.wait()
     except Exception as error:
-        # its frames hold the work, whose Future holds the error: a cycle that would keep the wire
+        # its frames hold the work, whose Future holds the error: a cycle that would keep the group
         return error.with_traceback(None)
     return None
 

@@ -5,7 +5,7 @@ Error                    whatever weft raises on purpose
 ├── WeftError            the caller erred: every rank of the group raises the same text,
 │                        nothing was lost, and the next call works
 │   └── StillRunning     a wait for asynchronous work timed out: it goes on, wait again
-└── WireError            a peer or a link failed: the wire is broken for good and says so;
+└── WireError            a peer or a link failed: the group is broken for good and says so;
                          start the group again (under torchrun: let it restart the job)
 ```
 
@@ -43,10 +43,10 @@ class StillRunning(WeftError, TimeoutError):
 
 
 class WireError(Error, ConnectionError):
-    """A peer or a link failed; the wire can no longer be used.
+    """A peer or a link failed; the group can no longer be used.
 
     Attributes:
-        rank: the rank that raises, in the wire's numbering.
+        rank: the rank that raises, in the group's numbering.
         culprit: the rank that is to blame, or None if nobody could be named.
     """
 

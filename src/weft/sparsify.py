@@ -40,7 +40,7 @@ from .sparse import Record, last_call
 from .sparse.api import job_of_one
 from .sparse.request import Request, travelling
 from .wire import default, process_group
-from .wire.base import Wire, flattened, plain
+from .wire.base import Group, flattened, plain
 
 _log = logging.getLogger("weft")
 _NAME = "sync_sparsified"
@@ -83,8 +83,8 @@ def sync_sparsified(
     Example:
         >>> import torch, weft
         >>> from weft.testing import run
-        >>> def program(wire):
-        ...     state = weft.ddp.TopK(0.25, min_numel=1, group=wire)
+        >>> def program(group):
+        ...     state = weft.ddp.TopK(0.25, min_numel=1, group=group)
         ...     change = torch.tensor([1.0, 8.0, 2.0, 4.0])
         ...     weft.sync_sparsified([change], state)
         ...     later = torch.zeros(4)
@@ -94,11 +94,11 @@ def sync_sparsified(
         ([0.0, 8.0, 0.0, 0.0], [0.0, 0.0, 0.0, 4.0])
     """
     named, error = _named(tensors)
-    wire: Wire
+    group: Group
     if isinstance(getattr(state, "sparsifier", None), Sparsifier):
-        wire, error = state.wire, error or state.sparsifier.wrong(named)
+        group, error = state.group, error or state.sparsifier.wrong(named)
     else:  # ranks that have one are likely of this group, and would wait
-        wire = process_group.of_group(None) if process_group.has_default() else default.current()
+        group = process_group.of_group(None) if process_group.has_default() else default.current()
         error = f"state is a {type(state).__name__}: pass a weft.ddp.TopK"
     kinds: dict[tuple[torch.dtype, str], dict[str, Tensor]] = {}
     for name, tensor in named.items():
@@ -107,20 +107,20 @@ def sync_sparsified(
 
     def job() -> None:
         if error is not None:  # of any of the tensors, before one is reduced
-            confess(wire, _NAME, None, error)
+            confess(group, _NAME, None, error)
         for given in list(kinds.values()) or [{}]:
             flat = {name: flattened(plain(tensor)) for name, tensor in given.items()}
-            record = state.sparsifier.reduce(wire, flat, state.algorithm, density, said=said)
+            record = state.sparsifier.reduce(group, flat, state.algorithm, density, said=said)
             if record is not None:
                 state.calls.append(record)
             for name, tensor in given.items():
                 if flat[name].data_ptr() != tensor.data_ptr():
                     tensor.copy_(flat[name].view(tensor.shape))
-        if wire.rank == 0 and (density is None or density < 1):
+        if group.rank == 0 and (density is None or density < 1):
             state.sparsifier.tell_if_whole()
 
     with torch.no_grad():
-        wire.worker.call(_NAME, job)
+        group.worker.call(_NAME, job)
 
 
 def _named(tensors: object) -> tuple[dict[str, Tensor], str | None]:
@@ -305,7 +305,7 @@ class Sparsifier:
     @torch.no_grad()
     def reduce(
         self,
-        wire: Wire,
+        group: Group,
         tensors: Mapping[str, Tensor],
         algorithm: str,
         density: float | None = None,
@@ -315,7 +315,7 @@ class Sparsifier:
         """Replace tensors by the mean of what the ranks send. Collective; runs on the worker.
 
         Args:
-            wire: of the ranks that take part.
+            group: of the ranks that take part.
             tensors: by name; 1-D, contiguous, of one dtype, on one device.
             algorithm: of `weft.sparse_all_reduce`.
             density: used in place of the setting.
@@ -351,7 +351,7 @@ class Sparsifier:
         asked_for = {"tensors": said or _described(tensors), "density": str(density)}
         request.fields = asked_for | request.fields
         try:
-            total = job_of_one(wire, request).run()
+            total = job_of_one(group, request).run()
         except WeftError:
             for name in few[: len(picked)]:
                 self._kept[name].undone(parts[name], self.momentum)
@@ -370,8 +370,8 @@ class Sparsifier:
             # copied before sent(), which takes NaN out of the velocity: it may be the same memory
             parts[name].copy_(all_of_it[2])
             self._kept[name].sent(*all_of_it)
-        reduce_dense(wire, [parts[name] for name in whole], "avg", self.wire_dtype)
-        return last_call(wire)
+        reduce_dense(group, [parts[name] for name in whole], "avg", self.wire_dtype)
+        return last_call(group)
 
     def _is_sparsified(self, flat: Tensor, density: float) -> bool:
         """Whether only a part of a tensor is sent.

@@ -26,21 +26,21 @@ from weft.wire.process_group import connect
 
 
 def run(job: dict[str, Any], store: dist.Store, rank: int) -> Outcome:
-    """One body on a wire of its own."""
-    wire = None
+    """One body on a group of its own."""
+    group = None
     try:
         module, file, name = job["body"]
         body = getattr(_loaded(module, file), name)
-        wire = connect(store, rank, job["size"], job["timeout"], name=job["name"], wire="mpi")
-        default.set(wire)
-        return Outcome(rank, body(wire, *job["args"], **job["kwargs"]))
+        group = connect(store, rank, job["size"], job["timeout"], name=job["name"], wire="mpi")
+        default.set(group)
+        return Outcome(rank, body(group, *job["args"], **job["kwargs"]))
     except BaseException as error:
-        if wire is not None:
-            wire.abort(f"{type(error).__name__}: {error}")
+        if group is not None:
+            group.abort(f"{type(error).__name__}: {error}")
         return Outcome(rank, error=error, trace=traceback.format_exc())
     finally:
-        if wire is not None:
-            wire.close()
+        if group is not None:
+            group.close()
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""The collectives over a wire: uneven, of every dtype, small and large, and their errors."""
+"""The collectives over a group: uneven, of every dtype, small and large, and their errors."""
 
 from __future__ import annotations
 
@@ -25,72 +25,76 @@ def strided(count: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 @spmd(1, 2, 3, 5, on=["threads"])
-def test_all_gather_of_any_sizes(wire):
+def test_all_gather_of_any_sizes(group):
     for count in SIZES:
         for dtype in DTYPES:
-            counts = [count + 2 * rank for rank in range(wire.size)]
+            counts = [count + 2 * rank for rank in range(group.size)]
             outs = [strided(each, dtype) for each in counts]
-            mine = part(wire.rank, counts[wire.rank], dtype)
-            assert collectives.all_gather(wire, outs, mine) is outs
+            mine = part(group.rank, counts[group.rank], dtype)
+            assert collectives.all_gather(group, outs, mine) is outs
             for rank, out in enumerate(outs):
                 assert torch.equal(out, part(rank, counts[rank], dtype)), (dtype, count, rank)
 
 
 @pytest.mark.parametrize("op", ["sum", "avg", "max", "prod"])
 @spmd(1, 2, 3, 5, on=["threads"])
-def test_reduce_scatter_of_any_sizes(wire, op):
+def test_reduce_scatter_of_any_sizes(group, op):
     for count in SIZES:
         for dtype in (torch.float32, torch.bfloat16, torch.int16):
-            counts = [(count + 3 * rank) * (rank != 1) for rank in range(wire.size)]
-            ins = [part(wire.rank, n, dtype, to) for to, n in enumerate(counts)]
+            counts = [(count + 3 * rank) * (rank != 1) for rank in range(group.size)]
+            ins = [part(group.rank, n, dtype, to) for to, n in enumerate(counts)]
             before = [each.clone() for each in ins]
-            out = strided(counts[wire.rank], dtype)
-            collectives.reduce_scatter(wire, out, ins, op)
-            assert torch.equal(out, reduced(wire, op, counts[wire.rank], dtype)), (dtype, count)
+            out = strided(counts[group.rank], dtype)
+            collectives.reduce_scatter(group, out, ins, op)
+            assert torch.equal(out, reduced(group, op, counts[group.rank], dtype)), (dtype, count)
             assert all(map(torch.equal, ins, before)), "the inputs changed"
 
 
 @spmd(1, 2, 3, 4, 7, 17, on=["threads"])
-def test_each_rank_has_several_tensors_for_all(wire):
+def test_each_rank_has_several_tensors_for_all(group):
     """As many as ranks, too: what is gathered comes as one list for each rank, and not for each
     tensor."""
-    for tensors in (0, 1, 3, wire.size):
+    for tensors in (0, 1, 3, group.size):
         for dtype in (torch.float32, torch.complex64, torch.int16):
             # of different sizes, some empty, and rank 1 has one tensor more
             def given(rank, tensors=tensors, dtype=dtype):
                 return [part(rank, 5 * to, dtype, to) for to in range(tensors + (rank == 1))]
 
-            outs = [[strided(len(each), dtype) for each in given(p)] for p in range(wire.size)]
-            collectives.all_gather_coalesced(wire, outs, given(wire.rank))
+            outs = [[strided(len(each), dtype) for each in given(p)] for p in range(group.size)]
+            collectives.all_gather_coalesced(group, outs, given(group.rank))
             for rank, received in enumerate(outs):
                 assert all(map(torch.equal, received, given(rank))), (tensors, dtype, rank)
 
 
 @spmd(1, 3, on=["threads"])
-def test_lists_that_do_not_fit(wire):
+def test_lists_that_do_not_fit(group):
     def gather(lists, sizes, own):
         outs = [[torch.zeros(count) for count in sizes] for _ in range(lists)]
-        collectives.all_gather_coalesced(wire, outs, [torch.ones(count) for count in own])
+        collectives.all_gather_coalesced(group, outs, [torch.ones(count) for count in own])
 
-    last, fine = wire.rank == wire.size - 1, ([2, 3], [2, 3])
-    text = f"rank {wire.size - 1}: the inputs have 2 elements, and the outputs in the list of this "
+    last, fine = group.rank == group.size - 1, ([2, 3], [2, 3])
+    text = (
+        f"rank {group.size - 1}: the inputs have 2 elements, and the outputs in the list of this "
+    )
     with pytest.raises(weft.WeftError, match=text + "rank 2, 3: they must be as many"):
-        gather(wire.size, *(([2, 3], [2]) if last else fine))
+        gather(group.size, *(([2, 3], [2]) if last else fine))
     with pytest.raises(weft.WeftError, match=r"4 lists of outputs were given: pass one for each"):
-        gather(4 if last else wire.size, *fine)
-    if wire.size > 1:
+        gather(4 if last else group.size, *fine)
+    if group.size > 1:
         with pytest.raises(weft.WeftError, match="the ranks differ in tensors"):
-            gather(wire.size, *(([4], [4]) if last else fine))
-    gather(wire.size, *fine)
+            gather(group.size, *(([4], [4]) if last else fine))
+    gather(group.size, *fine)
     nothing: list[Tensor] = []
-    collectives.all_reduce(wire, nothing, "avg")
+    collectives.all_reduce(group, nothing, "avg")
 
 
-def reduced(wire: weft.Wire, op: str, count: int, dtype: torch.dtype) -> Tensor:
-    parts = torch.stack([part(rank, count, dtype, wire.rank).double() for rank in range(wire.size)])
+def reduced(group: weft.Group, op: str, count: int, dtype: torch.dtype) -> Tensor:
+    parts = torch.stack(
+        [part(rank, count, dtype, group.rank).double() for rank in range(group.size)]
+    )
     right = {
         "sum": lambda: parts.sum(0),
-        "avg": lambda: parts.sum(0) / wire.size,
+        "avg": lambda: parts.sum(0) / group.size,
         "max": lambda: parts.amax(0),
         "prod": lambda: parts.prod(0),
     }[op]()
@@ -98,12 +102,12 @@ def reduced(wire: weft.Wire, op: str, count: int, dtype: torch.dtype) -> Tensor:
 
 
 @spmd(2, on=["threads"])
-def test_conjugations_that_memory_does_not_say(wire):
+def test_conjugations_that_memory_does_not_say(group):
     for count in (3, 40_000):
         turned = torch.full((count,), 1 + 2j).conj()
         outs = [torch.zeros(count, dtype=turned.dtype).conj() for _ in range(2)]
-        collectives.all_gather(wire, outs, turned)
-        collectives.all_reduce(wire, [turned], "sum")
+        collectives.all_gather(group, outs, turned)
+        collectives.all_reduce(group, [turned], "sum")
         assert all(out.eq(1 - 2j).all() for out in outs) and turned.eq(2 - 4j).all()
 
 
@@ -113,73 +117,73 @@ def test_reduce_scatter_in_many_chunks(monkeypatch):
 
 
 @spmd(3, on=["threads"])
-def in_chunks(wire):
-    ins = [part(wire.rank, 100 + 60 * to, torch.float32, to) for to in range(3)]
-    out = torch.empty(100 + 60 * wire.rank)
-    collectives.reduce_scatter(wire, out, ins, "sum")
-    assert torch.equal(out, reduced(wire, "sum", len(out), torch.float32))
+def in_chunks(group):
+    ins = [part(group.rank, 100 + 60 * to, torch.float32, to) for to in range(3)]
+    out = torch.empty(100 + 60 * group.rank)
+    collectives.reduce_scatter(group, out, ins, "sum")
+    assert torch.equal(out, reduced(group, "sum", len(out), torch.float32))
 
 
 @spmd(2, 3, 5, 17, on=["threads"])
-def test_one_rank_gives_or_takes(wire):
+def test_one_rank_gives_or_takes(group):
     """At 17 ranks the opening exchange is not direct."""
-    root, everyone = wire.size - 1, range(wire.size)
+    root, everyone = group.size - 1, range(group.size)
     for count in SIZES:
         for dtype in DTYPES:
-            tensor = part(wire.rank, count, dtype)
-            collectives.broadcast(wire, tensor, root)
+            tensor = part(group.rank, count, dtype)
+            collectives.broadcast(group, tensor, root)
             assert torch.equal(tensor, part(root, count, dtype)), (dtype, count)
-        mine, here = part(wire.rank, count), wire.rank == root
+        mine, here = part(group.rank, count), group.rank == root
         outs = [torch.zeros(count) for _ in everyone] if here else []
-        collectives.gather(wire, outs, mine, root)
+        collectives.gather(group, outs, mine, root)
         assert all(torch.equal(out, part(rank, count)) for rank, out in enumerate(outs))
         out = strided(count)
-        collectives.scatter(wire, out, [part(to, count) for to in everyone] if here else [], root)
-        assert torch.equal(out, part(wire.rank, count))
-        total = part(wire.rank, count)
-        collectives.reduce(wire, total, root, "sum")
+        collectives.scatter(group, out, [part(to, count) for to in everyone] if here else [], root)
+        assert torch.equal(out, part(group.rank, count))
+        total = part(group.rank, count)
+        collectives.reduce(group, total, root, "sum")
         right = sum(part(rank, count) for rank in everyone)
-        assert torch.equal(total, right if here else part(wire.rank, count))
+        assert torch.equal(total, right if here else part(group.rank, count))
 
 
 @spmd(1, 2, 5, 17, on=["threads"])
-def test_all_reduce_and_single_tensors(wire):
-    everyone = range(wire.size)
+def test_all_reduce_and_single_tensors(group):
+    everyone = range(group.size)
     for count in SIZES:
         for dtype in (torch.float32, torch.float16, torch.int16, torch.complex64):
-            tensor = strided(count, dtype).copy_(part(wire.rank, count, dtype))
-            collectives.all_reduce(wire, [tensor], "sum")
+            tensor = strided(count, dtype).copy_(part(group.rank, count, dtype))
+            collectives.all_reduce(group, [tensor], "sum")
             right = sum(part(rank, count, torch.complex128) for rank in everyone)
             right = right if dtype.is_complex else right.real
             assert torch.equal(tensor, right.to(dtype)), (dtype, count)
-        out = torch.empty(wire.size, count)
-        collectives.all_gather_single(wire, out, part(wire.rank, count))
+        out = torch.empty(group.size, count)
+        collectives.all_gather_single(group, out, part(group.rank, count))
         assert torch.equal(out, torch.stack([part(rank, count) for rank in everyone]))
-        mine = torch.cat([part(wire.rank, count, seed=to) for to in everyone])
+        mine = torch.cat([part(group.rank, count, seed=to) for to in everyone])
         out = torch.empty(count)
-        collectives.reduce_scatter_single(wire, out, mine, "sum")
-        assert torch.equal(out, reduced(wire, "sum", count, torch.float32))
-    weft.barrier(group=wire)
+        collectives.reduce_scatter_single(group, out, mine, "sum")
+        assert torch.equal(out, reduced(group, "sum", count, torch.float32))
+    weft.barrier(group=group)
 
 
 @spmd(1, 2, 3, 17, on=["threads"])
-def test_all_to_all_of_any_sizes(wire):
-    me, everyone = wire.rank, range(wire.size)
+def test_all_to_all_of_any_sizes(group):
+    me, everyone = group.rank, range(group.size)
 
     def sent(source: int, target: int) -> Tensor:
         return part(source, 3 * (source + 2 * target) % 7 * 400, seed=target).view(-1, 2)
 
     gives, takes = [sent(me, to) for to in everyone], [sent(rank, me) for rank in everyone]
     outs = [torch.empty_like(each) for each in takes]
-    collectives.all_to_all(wire, outs, gives)
+    collectives.all_to_all(group, outs, gives)
     assert all(map(torch.equal, outs, takes))
     out = torch.empty(sum(map(len, takes)), 2)
     collectives.all_to_all_single(
-        wire, out, torch.cat(gives), [len(each) for each in takes], [len(each) for each in gives]
+        group, out, torch.cat(gives), [len(each) for each in takes], [len(each) for each in gives]
     )
     assert torch.equal(out, torch.cat(takes))
-    out = torch.empty(2 * wire.size)
-    collectives.all_to_all_single(wire, out, torch.arange(2.0 * wire.size) + me, [], [])
+    out = torch.empty(2 * group.size)
+    collectives.all_to_all_single(group, out, torch.arange(2.0 * group.size) + me, [], [])
     assert out.tolist() == [2 * me + k + rank for rank in everyone for k in range(2)]
 
 
@@ -187,30 +191,32 @@ C = collectives
 WRONG = {
     # what all are told, and the call, in which 1 stands on the rank that errs, and 0 elsewhere
     "rank 1: output 1 has 3 elements, and the tensor that goes with it 4": (
-        lambda wire, odd: C.all_gather(wire, [torch.empty(3)] * 3, torch.ones(3 + odd))
+        lambda group, odd: C.all_gather(group, [torch.empty(3)] * 3, torch.ones(3 + odd))
     ),
     "the ranks differ in dtype: ranks 0, 2 have torch.float32, rank 1 has": (
-        lambda wire, odd: C.all_reduce(wire, [torch.ones(3).to(FLOATS[odd])], "sum")
+        lambda group, odd: C.all_reduce(group, [torch.ones(3).to(FLOATS[odd])], "sum")
     ),
     "the ranks differ in sizes: ranks 0, 2 have 3, rank 1 has 40000": (
-        lambda wire, odd: C.all_reduce(wire, [torch.ones(40_000 if odd else 3)], "sum")
+        lambda group, odd: C.all_reduce(group, [torch.ones(40_000 if odd else 3)], "sum")
     ),
     "the ranks differ in op: ranks 0, 2 have sum, rank 1 has max": (
-        lambda wire, odd: C.all_reduce(wire, [torch.ones(3)], "max" if odd else "sum")
+        lambda group, odd: C.all_reduce(group, [torch.ones(3)], "max" if odd else "sum")
     ),
     "rank 0: op band does not apply to torch.float32": (
-        lambda wire, odd: C.reduce_scatter(wire, torch.empty(2), [torch.ones(2)] * 3, "band")
+        lambda group, odd: C.reduce_scatter(group, torch.empty(2), [torch.ones(2)] * 3, "band")
     ),
     "rank 1: 2 inputs were given, and 3 are wanted: pass one for each rank": (
-        lambda wire, odd: C.all_to_all(wire, [torch.empty(2)] * 3, [torch.ones(2)] * (3 - odd))
+        lambda group, odd: C.all_to_all(group, [torch.empty(2)] * 3, [torch.ones(2)] * (3 - odd))
     ),
     "rank 1 has 1 elements for rank 1, which has room for 2 from it": (
-        lambda wire, odd: C.all_to_all_single(
-            wire, torch.empty(6), torch.ones(6), [2, 2, 2], [2, 2 - odd, 2 + odd]
+        lambda group, odd: C.all_to_all_single(
+            group, torch.empty(6), torch.ones(6), [2, 2, 2], [2, 2 - odd, 2 + odd]
         )
     ),
     "the ranks are in different calls": (
-        lambda wire, odd: weft.barrier(group=wire) if odd else C.broadcast(wire, torch.ones(3), 0)
+        lambda group, odd: (
+            weft.barrier(group=group) if odd else C.broadcast(group, torch.ones(3), 0)
+        )
     ),
 }
 FLOATS = torch.float32, torch.float64
@@ -218,13 +224,13 @@ FLOATS = torch.float32, torch.float64
 
 @pytest.mark.parametrize("said", WRONG)
 @spmd(3, on=["threads"])
-def test_errors_are_the_same_on_every_rank(wire, said):
+def test_errors_are_the_same_on_every_rank(group, said):
     with pytest.raises(weft.WeftError) as caught:
-        WRONG[said](wire, int(wire.rank == 1))
+        WRONG[said](group, int(group.rank == 1))
     text = str(caught.value)
     assert text.startswith(said), text
     heard: list[Tensor] = [torch.empty(len(text), dtype=torch.uint8) for _ in range(3)]
     mine = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
-    collectives.all_gather(wire, heard, mine)
+    collectives.all_gather(group, heard, mine)
     assert all(bytes(each.tolist()) == text.encode() for each in heard)
-    weft.barrier(group=wire)  # the next call works
+    weft.barrier(group=group)  # the next call works

@@ -22,18 +22,18 @@ from weft.wire.interface import Failure
 class TestMpi(WireContract):
     @pytest.fixture
     def ranks(self, mpi_job):
-        # what is tried at sizes above is the schedules, and those the other wires prove
+        # what is tried at sizes above is the schedules, and those the other groups prove
         return lambda size, *args, **options: mpi_job(min(size, 4), *args, **options)
 
 
-def unwatched(wire):
+def unwatched(group):
     """Rank 0 is in its own code; its message gets through all the same."""
-    data = torch.full((4_000_000,), float(wire.rank))
-    if wire.rank == 1:
-        assert wire.post((), [(0, data)]).wait()[0][-1] == 0.0
+    data = torch.full((4_000_000,), float(group.rank))
+    if group.rank == 1:
+        assert group.post((), [(0, data)]).wait()[0][-1] == 0.0
         return True
-    sent = wire.post([(1, data)])
-    until = time.monotonic() + wire.timeout
+    sent = group.post([(1, data)])
+    until = time.monotonic() + group.timeout
     while not sent.is_through() and time.monotonic() < until:
         time.sleep(0.01)
     return sent.is_through()
@@ -43,14 +43,14 @@ def test_messages_move_while_nobody_waits(mpi_job):
     assert mpi_job(2, unwatched) == [True, True]
 
 
-def with_every_algorithm(wire):
+def with_every_algorithm(group):
     """Of more than one chunk, and than the opening exchange takes."""
     draw = torch.Generator().manual_seed(5)
-    indices = torch.randint(3000, (wire.size, 500), generator=draw)
+    indices = torch.randint(3000, (group.size, 500), generator=draw)
     rows = [weft.Rows(each, torch.ones(500, 512), 3000) for each in indices]
     want = expected(rows)
     for name in ALGORITHMS:
-        total = weft.sparse_all_reduce(rows[wire.rank], algorithm=name)
+        total = weft.sparse_all_reduce(rows[group.rank], algorithm=name)
         assert torch.equal(total.indices, want.indices), name
         assert torch.equal(total.values, want.values), name
 
@@ -59,10 +59,10 @@ def test_every_algorithm(mpi_job):
     mpi_job(4, with_every_algorithm)
 
 
-def late(wire):
+def late(group):
     """Rank 1 keeps the others waiting; who waits is told so, though rank 2 comes after it."""
     said = []
-    if wire.rank == 1:
+    if group.rank == 1:
         time.sleep(1)
     while True:
         try:
@@ -107,8 +107,8 @@ def test_the_end_does_not_wait_for_a_rank_that_died(monkeypatch, broken):
     comm = types.SimpleNamespace(rank=0, size=1, Get_attr=lambda key: 99)
     world = mpi.World(library, comm)
     if broken:
-        wire = mpi.MpiWire(mpi._Messages(world, 0, []), 0, 1, 20.0)
-        wire.abort(Failure("aborted", None, "rank 1 died"))
+        group = mpi.MpiWire(mpi._Messages(world, 0, []), 0, 1, 20.0)
+        group.abort(Failure("aborted", None, "rank 1 died"))
     world.end()
     assert bool(done) != broken
     assert (20.0 if broken else 50.0) < clock[0] < 60.0
@@ -126,13 +126,13 @@ PROGRAM = """
 import sys, torch, torch.distributed as dist, weft
 
 for number in range(2):  # MPI goes on; the group is made anew
-    with weft.init("mpi", timeout=30) as wire:
-        assert dist.get_backend() == "cpu:weft_mpi" and weft.init("mpi") is wire
-        total = torch.tensor([wire.rank + 1.0])
+    with weft.init("mpi", timeout=30) as group:
+        assert dist.get_backend() == "cpu:weft_mpi" and weft.init("mpi") is group
+        total = torch.tensor([group.rank + 1.0])
         dist.all_reduce(total)
-        indices, _ = weft.sparse_all_reduce((torch.tensor([wire.rank, 9]), torch.ones(2)))
+        indices, _ = weft.sparse_all_reduce((torch.tensor([group.rank, 9]), torch.ones(2)))
         # in one write: ranks share the pipe
-        sys.stdout.write(f"{wire.rank} {wire.size} {total.item()} {indices.tolist()}\\n")
+        sys.stdout.write(f"{group.rank} {group.size} {total.item()} {indices.tolist()}\\n")
 """
 
 

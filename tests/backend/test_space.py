@@ -21,12 +21,12 @@ def test_what_a_process_that_is_gone_has_left_is_not_taken():
     store = dist.HashStore()
     store.set("weft/space/1", "a token that nobody has")  # of a rank 1 that was killed
 
-    def program(wire):
-        space = unused(store, wire.rank, wire.size, 20.0)
-        fresh = not space.check([f"address {wire.rank}"])
-        space.set(f"address {wire.rank}", "there")
-        wire.small_all_gather(torch.zeros(1, dtype=torch.uint8), 1).wait()
-        return fresh, [space.check([f"address {rank}"]) for rank in range(wire.size)]
+    def program(group):
+        space = unused(store, group.rank, group.size, 20.0)
+        fresh = not space.check([f"address {group.rank}"])
+        space.set(f"address {group.rank}", "there")
+        group.small_all_gather(torch.zeros(1, dtype=torch.uint8), 1).wait()
+        return fresh, [space.check([f"address {rank}"]) for rank in range(group.size)]
 
     for _ in range(2):  # the second time there is what the first has left
         assert run(3, program) == [(True, [True] * 3)] * 3
@@ -36,11 +36,11 @@ def test_what_a_process_that_is_gone_has_left_is_not_taken():
 def test_a_rank_that_does_not_come_is_named_by_all(absent):
     store = dist.HashStore()
 
-    def program(wire):
-        if wire.rank == absent:
+    def program(group):
+        if group.rank == absent:
             return absent
         with pytest.raises(weft.WireError, match=f"rank {absent} did not come within 1 s") as told:
-            unused(store, wire.rank, wire.size, 1.0)
+            unused(store, group.rank, group.size, 1.0)
         return told.value.culprit
 
     assert run(3, program) == [absent] * 3

@@ -41,16 +41,16 @@ def ranks(request, tmp_path):
     )
 
 
-def in_group(wire, body, backend, meetings):
+def in_group(group, body, backend, meetings):
     """What a body returns in a group; in each that is made, one after the other."""
-    me = {"rank": wire.rank, "world_size": wire.size}
+    me = {"rank": group.rank, "world_size": group.size}
     for meeting in meetings:
         dist.init_process_group(backend, init_method=f"file://{meeting}", **me)
         try:
             # it returns first: gloo's threads may need the lock that a model holds which ends
             # after its group, and torch then waits for them (pytorch issue 56297)
-            result = globals()[body](wire.rank, wire.size)
-            inside = serving().wire
+            result = globals()[body](group.rank, group.size)
+            inside = serving().weft_group
         finally:
             dist.destroy_process_group()
         assert inside.closed
@@ -60,7 +60,7 @@ def in_group(wire, body, backend, meetings):
 def serving():
     """What serves the CPU in the default group: the group itself, or a backend of it."""
     world = dist.group.WORLD
-    return world if hasattr(world, "wire") else world._get_backend(torch.device("cpu"))
+    return world if hasattr(world, "weft_group") else world._get_backend(torch.device("cpu"))
 
 
 def shared():
@@ -86,8 +86,8 @@ def sparse(me, size):
             every = [table(rank, 4, 4).to_dense() for rank in range(size)]
             right = combine(torch.stack(every), 0)
             assert torch.equal(mine.to_dense(), right), op
-    # the wire is the one that weft's own calls on this group use
-    assert serving().wire is process_group.of_group(None)
+    # the group is the one that weft's own calls on this group use
+    assert serving().weft_group is process_group.of_group(None)
     indices, _ = weft.sparse_all_reduce((torch.tensor([me]), torch.ones(1)), group=None)
     assert indices.tolist() == list(range(size))
 

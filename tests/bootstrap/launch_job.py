@@ -19,22 +19,22 @@ def main(folder: str, *rendezvous: str) -> None:
     logging.basicConfig(format="%(message)s", level=logging.INFO, stream=sys.stdout)
     failed = Path(folder) / "failed"  # not torchrun's count of restarts: hosts may differ in it
     if "TORCHELASTIC_RUN_ID" in os.environ and not failed.exists():
-        with weft.init(timeout=60) as wire:
-            if wire.rank == 1:
+        with weft.init(timeout=60) as group:
+            if group.rank == 1:
                 failed.touch()
                 sys.exit("this attempt fails, after all have met")
-            wire.small_all_gather(torch.zeros(1, dtype=torch.uint8), 1).wait()
+            group.small_all_gather(torch.zeros(1, dtype=torch.uint8), 1).wait()
     for url in rendezvous or (None,):
-        with weft.init(rendezvous=None if url == "-" else url, timeout=60) as wire:
-            mine = torch.tensor([wire.rank, 5]), torch.ones(2)
+        with weft.init(rendezvous=None if url == "-" else url, timeout=60) as group:
+            mine = torch.tensor([group.rank, 5]), torch.ones(2)
             indices, _ = weft.sparse_all_reduce(mine)
             untouched = "GLOO_SOCKET_IFNAME" not in os.environ
             if LATER_GROUPS in os.environ:
                 os.environ["GLOO_SOCKET_IFNAME"] = os.environ[LATER_GROUPS]
-            group = dist.new_group()
+            other = dist.new_group()
             ones = torch.ones(1)
-            dist.all_reduce(ones, group=group)
-            found = f"rank {wire.rank} of {wire.size} {indices.tolist()} {ones.item()}"
+            dist.all_reduce(ones, group=other)
+            found = f"rank {group.rank} of {group.size} {indices.tolist()} {ones.item()}"
             sys.stdout.write(f"{found} {untouched}\n")
             os.environ.pop("GLOO_SOCKET_IFNAME", None)
 

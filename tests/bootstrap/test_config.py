@@ -26,9 +26,9 @@ def test_it_knows_the_variables_that_the_manual_describes():
 @pytest.mark.parametrize(
     ("variable", "said", "name", "value"),
     [
-        ("WEFT_TRANSPORT", "torch", "transport", "torch"),
-        ("WEFT_SAFE", "1", "transport", "torch"),
-        ("WEFT_TRANSPORT", "tpc", "transport", "wrong: .*wire 'tpc'"),
+        ("WEFT_WIRE", "torch", "wire", "torch"),
+        ("WEFT_SAFE", "1", "wire", "torch"),
+        ("WEFT_WIRE", "tpc", "wire", "wrong: .*wire 'tpc'"),
         ("WEFT_WATCH", "30", "watch", "after 30 s"),
         ("WEFT_WATCH", "soon", "watch", "wrong: .*'soon'"),
         ("WEFT_INTERFACE", "lo", "listens at", r"127\.0\.0\.1 \(lo\)"),
@@ -50,24 +50,24 @@ def test_a_value_comes_from_its_variable(variable, said, name, value, monkeypatc
 
 def test_a_value_comes_from_an_argument_and_the_group_from_init():
     assert weft.config()["group"] == "none"
-    with weft.init(timeout=7, transport="torch", watch=30):
+    with weft.init(timeout=7, wire="torch", watch=30):
         found = weft.config()
         assert found["group"].startswith("rank 0 of 1, timeout 7 s, backend ")
-        assert (found["transport"], found["watch"]) == ("torch", "after 30 s")
-        assert sources()["transport"] == "weft.init(transport=)"
+        assert (found["wire"], found["watch"]) == ("torch", "after 30 s")
+        assert sources()["wire"] == "weft.init(wire=)"
         assert sources()["watch"] == "weft.init(watch=)"
-    assert weft.config()["transport"] == "tcp"
-    assert "transport " in str(weft.config())
+    assert weft.config()["wire"] == "tcp"
+    assert "wire " in str(weft.config())
 
 
 @pytest.mark.parametrize("local_rank", ["0", "1"])
 def test_a_mistyped_variable_is_told_of_by_one_rank_of_a_host(local_rank, monkeypatch, caplog):
-    monkeypatch.setenv("WEFT_TRANSPROT", "torch")
+    monkeypatch.setenv("WEFT_WRIE", "torch")
     monkeypatch.setenv("LOCAL_RANK", local_rank)
     with weft.init():
-        assert sources()["WEFT_TRANSPROT"] == "unknown to weft: WEFT_TRANSPORT was meant?"
+        assert sources()["WEFT_WRIE"] == "unknown to weft: WEFT_WIRE was meant?"
     told = [each.message for each in caplog.records if each.levelno >= logging.WARNING]
-    expected = "weft reads no variable WEFT_TRANSPROT: WEFT_TRANSPORT was meant?"
+    expected = "weft reads no variable WEFT_WRIE: WEFT_WIRE was meant?"
     assert told == ([expected] if local_rank == "0" else [])
 
 

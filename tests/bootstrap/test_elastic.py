@@ -13,30 +13,30 @@ import os, signal, sys, torch, weft
 kept = sys.argv[1]
 dies = dict(tuple(map(int, each.split(":"))) for each in sys.argv[2:])  # in attempt: this rank
 attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-with weft.init(timeout=150) as wire:
-    torch.manual_seed(wire.rank)  # sync_params brings them together
+with weft.init(timeout=150) as group:
+    torch.manual_seed(group.rank)  # sync_params brings them together
     table = torch.nn.EmbeddingBag(50, 4, sparse=True)
     step = 0
-    if wire.rank == 0 and os.path.exists(kept):
+    if group.rank == 0 and os.path.exists(kept):
         step, state = torch.load(kept)
         table.load_state_dict(state)
     step = int(weft.all_reduce(torch.tensor(step), "max"))
     weft.sync_params(table)
     for step in range(step, 6):
-        if step == 2 * attempt + 1 and dies.get(attempt) == wire.rank:
+        if step == 2 * attempt + 1 and dies.get(attempt) == group.rank:
             os.kill(os.getpid(), signal.SIGKILL)
-        generator = torch.Generator().manual_seed(10 * step + wire.rank)
+        generator = torch.Generator().manual_seed(10 * step + group.rank)
         table.zero_grad()
         table(torch.randint(50, (8, 3), generator=generator)).sum().backward()
         weft.sync_grads(table)
         with torch.no_grad():
             table.weight.add_(table.weight.grad.to_dense(), alpha=-0.1)
-        if wire.rank == 0:
+        if group.rank == 0:
             torch.save((step + 1, table.state_dict()), kept + ".new")
             os.replace(kept + ".new", kept)
         weft.barrier()
     total = table.weight.double().sum().item()
-    sys.stdout.write(f"attempt {attempt} rank {wire.rank} of {wire.size}: {total}\\n")
+    sys.stdout.write(f"attempt {attempt} rank {group.rank} of {group.size}: {total}\\n")
 """
 
 

@@ -43,10 +43,10 @@ def total(value: float) -> float:
     return tensor.item()
 
 
-def rows_of(wire: weft.Wire | None = None) -> list[int]:
+def rows_of(group: weft.Group | None = None) -> list[int]:
     rank = dist.get_rank()
     indices, _ = weft.sparse_all_reduce(
-        (torch.tensor([rank, 9]), torch.ones(2)), group=wire, algorithm="gather"
+        (torch.tensor([rank, 9]), torch.ones(2)), group=group, algorithm="gather"
     )
     return indices.tolist()
 
@@ -73,9 +73,9 @@ def test_a_group_of_one_is_told_of_and_warned_of_where_more_is_meant(
 
 
 def test_alone_it_is_a_group_of_one() -> None:
-    with init() as wire:
-        assert (wire.rank, wire.size) == (0, 1)
-        assert default.current() is wire
+    with init() as group:
+        assert (group.rank, group.size) == (0, 1)
+        assert default.current() is group
         assert total(3.0) == 3.0
         assert rows_of() == [0, 9]
     assert not dist.is_initialized()
@@ -102,9 +102,9 @@ def test_again_and_again_leaves_nothing_behind(nothing_left) -> None:
         rows_of()
     with nothing_left():
         for _ in range(3):
-            with init() as wire:
-                rows_of(wire)
-                wire.worker.submit("nothing", lambda: None).wait()
+            with init() as group:
+                rows_of(group)
+                group.worker.submit("nothing", lambda: None).wait()
 
 
 def test_the_first_init_counts_until_shutdown() -> None:
@@ -112,14 +112,14 @@ def test_the_first_init_counts_until_shutdown() -> None:
     assert init().timeout == 300
     shutdown()
     shutdown()
-    wire = init(timeout=9)
-    assert init() is init("gloo", timeout=9) is default.current() is wire
-    assert wire.timeout == 9
+    group = init(timeout=9)
+    assert init() is init("gloo", timeout=9) is default.current() is group
+    assert group.timeout == 9
     with pytest.raises(WeftError, match="timeout=9, and cannot change to 8"):
         init(timeout=8)
     with pytest.raises(WeftError, match="rendezvous=None, and cannot change to 'env://'"):
         init(rendezvous="env://")
-    assert default.current() is wire
+    assert default.current() is group
 
 
 def test_an_error_in_the_block_shuts_down_too() -> None:
@@ -147,9 +147,9 @@ def test_a_group_that_is_there_is_adopted_and_left_alone() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=own)
     try:
         for timeout in (None, 6.0, None):
-            with init(timeout=timeout) as wire:
-                assert wire is process_group.of_group(None)
-                assert wire.timeout == (1234.0 if timeout is None else timeout)
+            with init(timeout=timeout) as group:
+                assert group is process_group.of_group(None)
+                assert group.timeout == (1234.0 if timeout is None else timeout)
             assert dist.is_initialized()
             assert total(1.0) == 1.0
         with pytest.raises(WeftError, match="leave rendezvous= out"):
@@ -181,8 +181,8 @@ def adopting() -> list[int]:
         init(timeout=60)
     weft.__version__ = version
     with pytest.raises(WeftError, match=r"^rank 1 \(.*wire 'pigeon' is unknown"):
-        init(timeout=60, transport="pigeon" if dist.get_rank() else None)
-    for _ in range(2):  # its wire is closed in between, and made again
+        init(timeout=60, wire="pigeon" if dist.get_rank() else None)
+    for _ in range(2):  # its group is closed in between, and made again
         with init(timeout=60):
             found = rows_of()
     assert total(1.0) == 2.0
@@ -327,10 +327,22 @@ def test_wrong_arguments(
         init(**arguments)
 
 
-@pytest.mark.parametrize("name", ["KERNELS", "SAFE", "TRANSPORT", "WATCH"])
+@pytest.mark.parametrize("name", ["KERNELS", "SAFE", "WIRE", "WATCH"])
 def test_a_variable_whose_value_means_nothing_is_named(name, monkeypatch):
     monkeypatch.setenv(f"WEFT_{name}", "foo")
     with pytest.raises(WeftError, match=f"WEFT_{name}.*foo|foo.*WEFT_{name}"):
+        init()
+
+
+def test_what_was_called_transport_is_called_wire(monkeypatch):
+    with pytest.raises(TypeError, match="'transport': it is called wire= now"):
+        init(transport="tcp")
+    with pytest.raises(TypeError, match=r"unexpected keyword argument 'colour'$"):
+        init(colour="red")
+    monkeypatch.setenv("WEFT_TRANSPORT", "tcp")
+    with pytest.raises(
+        WeftError, match="WEFT_TRANSPORT is called WEFT_WIRE now: set WEFT_WIRE=tcp"
+    ):
         init()
 
 
@@ -370,8 +382,8 @@ def test_a_program_may_end_without_shutdown() -> None:
     out = in_python(
         "import threading, weft\n"
         "from weft.bootstrap.init import init\n"
-        "wire = init()\n"
-        "wire.worker.submit('nothing', lambda: None).wait()\n"
+        "group = init()\n"
+        "group.worker.submit('nothing', lambda: None).wait()\n"
         "print('done')\n"
     )
     assert out == "done\n"

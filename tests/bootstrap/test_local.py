@@ -288,9 +288,9 @@ def test_an_open_init_is_shut_down_for_a_rank() -> None:
 
 
 def initialised() -> None:
-    wire = init(timeout=60)  # and never shut down
-    close = wire.close
-    wire.close = lambda: (close(), local.send("closed"))
+    group = init(timeout=60)  # and never shut down
+    close = group.close
+    group.close = lambda: (close(), local.send("closed"))
 
 
 LAUNCHER = """

@@ -94,7 +94,7 @@ def test_who_cannot_tell_its_machine_is_where_its_host_is() -> None:
 HIDDEN = """
 import sys, torch, weft
 
-with weft.init(rendezvous=f"file://{sys.argv[1]}", timeout=180) as wire:
+with weft.init(rendezvous=f"file://{sys.argv[1]}", timeout=180) as group:
     sys.stdout.write(f"{weft.all_reduce(torch.ones(1)).item()}\\n")
 """
 

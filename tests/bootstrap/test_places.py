@@ -15,15 +15,15 @@ import pytest
 
 JOB = """
 import sys, torch, weft
-with weft.init(rendezvous=sys.argv[1], timeout=100) as wire:
-    few = torch.tensor([wire.rank]), torch.ones(1, 4)
+with weft.init(rendezvous=sys.argv[1], timeout=100) as group:
+    few = torch.tensor([group.rank]), torch.ones(1, 4)
     many = torch.arange(8000), torch.ones(8000, 64)
     torch.empty(1 << 26)  # the program needs something, too
     for each in (few, many):
         weft.sparse_all_reduce(each)
     (rows, _), (_, sums) = weft.sparse_all_reduce([few, many])
     ones = torch.ones(2, requires_grad=True)
-    weft.nn.AllGather(weft.Partition((wire.size,)), (0,))(ones).sum().backward()
+    weft.nn.AllGather(weft.Partition((group.size,)), (0,))(ones).sum().backward()
     weft.barrier()
     print(len(rows), sums.mean().item(), ones.grad.mean().item())
 """

@@ -27,7 +27,7 @@ membership._LINGER = 60.0  # until all have heard it, however busy it is
 membership._GRACE = 1.0  # no torchrun begins another round
 url, timeout = sys.argv[1:]
 try:
-    with weft.init(timeout=float(timeout), rendezvous=url or None) as wire:
+    with weft.init(timeout=float(timeout), rendezvous=url or None) as group:
         weft.barrier()
         print("ready")
 except weft.Error as error:

@@ -85,7 +85,7 @@ def test_only_the_ranks_of_the_job_get_in(
         ):
             stranger = stack.enter_context(socket.create_connection(("127.0.0.1", at)))
             stranger.sendall(said)
-        for key, who in ((old, 1), (token, 7)):  # as rank 1 of the wire before; as a rank too many
+        for key, who in ((old, 1), (token, 7)):  # as rank 1 of the group before; as a rank too many
             with socket.create_connection(("127.0.0.1", at)) as stranger:
                 asked = stranger.recv(16) + struct.pack("!II16s", who, 0, b"")
                 proof = hmac.digest(key.encode(), b"weft connects" + asked, "sha256")

@@ -20,7 +20,7 @@ from weft.cli.bench.measure import DENSE_LIMIT, Job, contender, fault, parts, ru
 from weft.cli.bench.results import Found, Row
 from weft.testing import processes
 from weft.testing import run as in_pool
-from weft.wire.base import Wire
+from weft.wire.base import Group
 
 PEERS = ("torch", "horovod", "dense")
 TINY = Case("tiny", 60, 200, width=5, distribution="zipf")
@@ -33,9 +33,9 @@ def on(size: int, body: Callable[..., Any], *args: Any) -> list[Any]:
         return in_pool(size, _within, meeting, body.__name__, args, on="processes")
 
 
-def _within(wire: Wire, meeting: str, body: str, args: tuple[Any, ...]) -> Any:
+def _within(group: Group, meeting: str, body: str, args: tuple[Any, ...]) -> Any:
     """By its name, since a process of the pool has this module, and need not find it by import."""
-    dist.init_process_group("gloo", meeting, rank=wire.rank, world_size=wire.size)
+    dist.init_process_group("gloo", meeting, rank=group.rank, world_size=group.size)
     try:
         return globals()[body](*args)
     finally:

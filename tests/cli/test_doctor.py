@@ -55,7 +55,7 @@ def test_what_is_wrong_ends_with_what_to_type(monkeypatch):
 
 
 def test_every_pair_is_measured_and_all_know_it():
-    everywhere = run(3, lambda wire: measure(wire, 10_000))
+    everywhere = run(3, lambda group: measure(group, 10_000))
     assert everywhere[0] == everywhere[1] == everywhere[2]
     assert [(pair.low, pair.high) for pair in everywhere[0]] == [(0, 1), (0, 2), (1, 2)]
     assert all(pair.round_trip > 0 and pair.bandwidth > 0 for pair in everywhere[0])

@@ -30,7 +30,7 @@ def wanted(size, count, op, dtype):
 
 @pytest.mark.parametrize("count", [1, 5000])
 @spmd(1, 2, 3, 8, on=EVERYWHERE)
-def test_sums_of_every_kind(wire, count):
+def test_sums_of_every_kind(group, count):
     cases = [
         ("sum", torch.float32),
         ("avg", torch.float64),
@@ -42,74 +42,74 @@ def test_sums_of_every_kind(wire, count):
         ("avg", torch.float16),
     ]
     for op, dtype in cases:
-        tensor = mine(wire.rank, count, dtype)
+        tensor = mine(group.rank, count, dtype)
         copy = tensor.clone()
         result = weft.all_reduce(tensor, op)
         name = "max" if isinstance(op, dist.ReduceOp.RedOpType) else op
-        torch.testing.assert_close(result, wanted(wire.size, count, name, dtype))
+        torch.testing.assert_close(result, wanted(group.size, count, name, dtype))
         assert torch.equal(tensor, copy)
 
 
 @pytest.mark.parametrize("count", [1, 50_000])
 @spmd(1, 3, 4, on=EVERYWHERE)
-def test_float8_is_combined_wide_and_rounded_once(wire, count):
+def test_float8_is_combined_wide_and_rounded_once(group, count):
     for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
         for op in ("sum", "avg", "min", "max", "prod"):
-            result = weft.all_reduce(mine(wire.rank, count, dtype), op)
+            result = weft.all_reduce(mine(group.rank, count, dtype), op)
             assert result.dtype == dtype
-            total = wanted(wire.size, count, op, torch.float32).to(dtype)
+            total = wanted(group.size, count, op, torch.float32).to(dtype)
             assert torch.equal(result.float(), total.float()), (op, dtype)
 
 
 @spmd(20, on=("threads",))
-def test_more_ranks_than_state_directly(wire):
+def test_more_ranks_than_state_directly(group):
     for count in (3, 5000):
-        result = weft.all_reduce(mine(wire.rank, count))
-        assert torch.equal(result, wanted(wire.size, count, "sum", torch.float32))
+        result = weft.all_reduce(mine(group.rank, count))
+        assert torch.equal(result, wanted(group.size, count, "sum", torch.float32))
 
 
 @spmd(3, on=EVERYWHERE)
-def test_bits_and_shapes(wire):
-    tensor = torch.tensor([[1 << wire.rank, 7], [wire.rank, 5]], dtype=torch.int32).t()
+def test_bits_and_shapes(group):
+    tensor = torch.tensor([[1 << group.rank, 7], [group.rank, 5]], dtype=torch.int32).t()
     assert weft.all_reduce(tensor, "bor").tolist() == [[7, 3], [7, 5]]
-    assert weft.all_reduce(torch.tensor(wire.rank == 1), "bor").item() is True
+    assert weft.all_reduce(torch.tensor(group.rank == 1), "bor").item() is True
     assert weft.all_reduce(torch.empty(0, 3)).shape == (0, 3)
 
 
 @pytest.mark.parametrize("op", ["sum", "avg"])
 @spmd(1, 3, on=EVERYWHERE)
-def test_gradients_of_sums(wire, op):
-    part = 1 / wire.size if op == "avg" else 1.0
-    tensor = torch.tensor([1.0, 2.0 + wire.rank], dtype=torch.float64, requires_grad=True)
+def test_gradients_of_sums(group, op):
+    part = 1 / group.size if op == "avg" else 1.0
+    tensor = torch.tensor([1.0, 2.0 + group.rank], dtype=torch.float64, requires_grad=True)
     result = weft.all_reduce(tensor, op)
-    weight = wire.rank + 1
-    total = wire.size * (wire.size + 1) // 2
+    weight = group.rank + 1
+    total = group.size * (group.size + 1) // 2
     (grad,) = torch.autograd.grad((weight * result.pow(3)).sum(), tensor, create_graph=True)
     torch.testing.assert_close(grad, part * total * 3 * result.pow(2))
     # d/dx of the sum over all ranks of grad: each of them depends on the result
     (second,) = torch.autograd.grad(grad.sum(), tensor)
-    torch.testing.assert_close(second, part * part * total * wire.size * 6 * result.detach())
+    torch.testing.assert_close(second, part * part * total * group.size * 6 * result.detach())
 
 
 @pytest.mark.parametrize("op", ["min", "max"])
 @spmd(1, 2, 4, on=EVERYWHERE)
-def test_the_gradient_of_an_extremum_is_shared_by_those_that_attain_it(wire, op):
-    values = torch.tensor([wire.rank, 1.0, wire.rank // 2])  # one rank, all, some
+def test_the_gradient_of_an_extremum_is_shared_by_those_that_attain_it(group, op):
+    values = torch.tensor([group.rank, 1.0, group.rank // 2])  # one rank, all, some
     tensor = values.clone().requires_grad_()
-    (weft.all_reduce(tensor, op) * (wire.rank + 1)).sum().backward()
-    everyone = torch.tensor([[r, 1.0, r // 2] for r in range(wire.size)])
+    (weft.all_reduce(tensor, op) * (group.rank + 1)).sum().backward()
+    everyone = torch.tensor([[r, 1.0, r // 2] for r in range(group.size)])
     best = everyone.amax(0) if op == "max" else everyone.amin(0)
     share = values.eq(best) / everyone.eq(best).sum(0)
-    torch.testing.assert_close(tensor.grad, share * (wire.size * (wire.size + 1) // 2))
+    torch.testing.assert_close(tensor.grad, share * (group.size * (group.size + 1) // 2))
 
 
 @spmd(2, on=EVERYWHERE)
-def test_a_rank_without_gradients_takes_part_in_backward(wire):
+def test_a_rank_without_gradients_takes_part_in_backward(group):
     for op in ("sum", "max"):
-        tensor = torch.full((2,), float(wire.rank), requires_grad=wire.rank == 1)
+        tensor = torch.full((2,), float(group.rank), requires_grad=group.rank == 1)
         result = weft.all_reduce(tensor, op)
         result.sum().backward()
-        if wire.rank == 1:
+        if group.rank == 1:
             assert tensor.grad.eq(2).all()
         with torch.no_grad():
             assert not weft.all_reduce(tensor, op).requires_grad

@@ -36,36 +36,36 @@ def same(found, wanted):
 
 @pytest.mark.parametrize("most", [None, 100_000])
 @spmd(1, 2, 4, 7, on=EVERYWHERE)
-def test_uneven_tensors_of_every_dtype(wire, most):
+def test_uneven_tensors_of_every_dtype(group, most):
     """Inputs may be written at once, and results are the caller's own."""
     kept = []
     cases = [*((dtype, None) for dtype in DTYPES), (torch.float32, 20_000), (torch.float32, 70_000)]
     for dtype, rows in cases:  # in the opening, and on their own
-        inputs = [sent(wire.rank, to, dtype, rows) for to in range(wire.size)]
-        results = weft.all_to_all(inputs, round_bytes=most if wire.rank == 0 else None)
+        inputs = [sent(group.rank, to, dtype, rows) for to in range(group.size)]
+        results = weft.all_to_all(inputs, round_bytes=most if group.rank == 0 else None)
         for to, tensor in enumerate(inputs):
-            same(tensor, sent(wire.rank, to, dtype, rows))
+            same(tensor, sent(group.rank, to, dtype, rows))
             tensor.zero_()
-        wanted = [sent(source, wire.rank, dtype, rows) for source in range(wire.size)]
+        wanted = [sent(source, group.rank, dtype, rows) for source in range(group.size)]
         kept += zip(results, wanted, strict=True)
     for result, wanted in kept:
         same(result, wanted)
 
 
 @spmd(20, on=("threads",))
-def test_more_ranks_than_state_directly(wire):
+def test_more_ranks_than_state_directly(group):
     for limit in (None, 64):
-        inputs = [sent(wire.rank, to) for to in range(wire.size)]
+        inputs = [sent(group.rank, to) for to in range(group.size)]
         for source, result in enumerate(weft.all_to_all(inputs, round_bytes=limit)):
-            same(result, sent(source, wire.rank))
+            same(result, sent(source, group.rank))
 
 
 @spmd(2)
-def test_dtypes_that_torch_does_not_copy_are_refused(wire):
+def test_dtypes_that_torch_does_not_copy_are_refused(group):
     """Its shells of dtypes, whose tensors only other libraries fill."""
     shell = torch.zeros(3, dtype=torch.uint8).view(torch.uint4)
     module = torch.nn.Module()
-    module.register_buffer("shell", shell if wire.rank else torch.zeros(3))
+    module.register_buffer("shell", shell if group.rank else torch.zeros(3))
     calls = [
         lambda given: weft.all_to_all([given] * 2),
         lambda given: weft.exchange(given, [torch.tensor([0])] * 2),
@@ -74,23 +74,23 @@ def test_dtypes_that_torch_does_not_copy_are_refused(wire):
     for call in calls:
         for wrong in (shell, shell.view(torch.int2)):
             with pytest.raises(weft.WeftError, match=r"rank 1: .*, which torch does not copy"):
-                call(wrong if wire.rank else torch.zeros(3))
+                call(wrong if group.rank else torch.zeros(3))
     assert len(weft.all_to_all([shell.view(torch.uint8)] * 2)) == 2
 
 
 @spmd(3, on=EVERYWHERE)
-def test_shapes_need_not_agree(wire):
+def test_shapes_need_not_agree(group):
     shapes = [(), (0, 5), (40_000, 2)]  # one goes on its own, the others in the opening
-    order = [shapes[(wire.rank + to) % 3] for to in range(3)]
-    results = weft.all_to_all([torch.full(shape, wire.rank) for shape in order])
+    order = [shapes[(group.rank + to) % 3] for to in range(3)]
+    results = weft.all_to_all([torch.full(shape, group.rank) for shape in order])
     for source, result in enumerate(results):
-        same(result, torch.full(shapes[(source + wire.rank) % 3], source))
+        same(result, torch.full(shapes[(source + group.rank) % 3], source))
 
 
 @pytest.mark.parametrize("most", [1, 1000, 100_000])
 @spmd(4, on=("threads", "device"))
-def test_no_round_moves_more_than_it_may(wire, most):
-    over = wire_for(wire, torch.empty(0))
+def test_no_round_moves_more_than_it_may(group, most):
+    over = wire_for(group, torch.empty(0))
     seen, post = [], over.post
 
     def watched(sends=(), recvs=(), channel=0):
@@ -101,44 +101,44 @@ def test_no_round_moves_more_than_it_may(wire, most):
 
     over.post = watched
     count = 40 if most == 1 else 5000
-    inputs = [sent(wire.rank, to, size=count + 7 * to) for to in range(4)]
-    results = weft.all_to_all(inputs, round_bytes=most if wire.rank else None)
+    inputs = [sent(group.rank, to, size=count + 7 * to) for to in range(4)]
+    results = weft.all_to_all(inputs, round_bytes=most if group.rank else None)
     for source, result in enumerate(results):
-        same(result, sent(source, wire.rank, size=count + 7 * wire.rank))
+        same(result, sent(source, group.rank, size=count + 7 * group.rank))
     assert len(seen) > 1
     assert all(nbytes <= most + 4 * tensors for nbytes, tensors in seen)
 
 
 @spmd(1, 2, 3, on=EVERYWHERE)
-def test_gradients_of_gradients(wire):
+def test_gradients_of_gradients(group):
     inputs = [
-        sent(wire.rank, to, torch.float64, (wire.rank + 2 * to) % 4).requires_grad_()
-        for to in range(wire.size)
+        sent(group.rank, to, torch.float64, (group.rank + 2 * to) % 4).requires_grad_()
+        for to in range(group.size)
     ]
     # what the receiver multiplies by; cubed, so that there is a second derivative
-    weights = [1 + source + 10 * wire.rank for source in range(wire.size)]
+    weights = [1 + source + 10 * group.rank for source in range(group.size)]
     results = weft.all_to_all(inputs)
     loss = sum((w * r.pow(3)).sum() for w, r in zip(weights, results, strict=True))
     grads = torch.autograd.grad(loss, inputs, create_graph=True)
     for to, (tensor, grad) in enumerate(zip(inputs, grads, strict=True)):
-        torch.testing.assert_close(grad, 3 * (1 + wire.rank + 10 * to) * tensor.pow(2))
+        torch.testing.assert_close(grad, 3 * (1 + group.rank + 10 * to) * tensor.pow(2))
     second = torch.autograd.grad(sum(grad.sum() for grad in grads), inputs)
     for to, (tensor, grad) in enumerate(zip(inputs, second, strict=True)):
-        torch.testing.assert_close(grad, 6 * (1 + wire.rank + 10 * to) * tensor)
+        torch.testing.assert_close(grad, 6 * (1 + group.rank + 10 * to) * tensor)
 
 
 @spmd(3, on=EVERYWHERE)
-def test_a_rank_without_gradients_takes_part_in_backward(wire):
+def test_a_rank_without_gradients_takes_part_in_backward(group):
     inputs = [torch.ones(2) for _ in range(3)]
-    if wire.rank == 1:
+    if group.rank == 1:
         inputs[2].requires_grad_()
     results = weft.all_to_all(inputs)
     assert all(result.requires_grad for result in results)
     # an expanded gradient, and results that no loss uses
     results[1].sum().backward()
     for rank, tensor in enumerate(inputs):
-        assert (tensor.grad is None) == ((wire.rank, rank) != (1, 2))
-    if wire.rank == 1:
+        assert (tensor.grad is None) == ((group.rank, rank) != (1, 2))
+    if group.rank == 1:
         assert inputs[2].grad.eq(1).all()
     with torch.no_grad():
         assert not any(result.requires_grad for result in weft.all_to_all(inputs))
@@ -146,21 +146,21 @@ def test_a_rank_without_gradients_takes_part_in_backward(wire):
 
 
 @spmd(2, on=EVERYWHERE)
-def test_ranks_that_differ_in_gradient_mode_are_told(wire):
+def test_ranks_that_differ_in_gradient_mode_are_told(group):
     inputs = [torch.ones(2, requires_grad=True)] * 2
     with (
-        torch.set_grad_enabled(wire.rank == 0),
+        torch.set_grad_enabled(group.rank == 0),
         pytest.raises(weft.WeftError, match=r"rank 0 records gradients .* rank 1 is under"),
     ):
         weft.all_to_all(inputs)
 
 
 @spmd(2, on=EVERYWHERE)
-def test_backward_in_another_order_is_told(wire):
+def test_backward_in_another_order_is_told(group):
     calls = [weft.all_to_all([torch.ones(2, requires_grad=True)] * 2) for _ in "ab"]
-    first = wire.worker.calls - 1
+    first = group.worker.calls - 1
     with pytest.raises(weft.WeftError, match=rf"backward of call {first} .* of call {first + 1} "):
-        calls[wire.rank][0].sum().backward()
+        calls[group.rank][0].sum().backward()
 
 
 def choice(source, to, count):
@@ -170,33 +170,33 @@ def choice(source, to, count):
 
 
 @spmd(1, 2, on=EVERYWHERE)
-def test_exchange_takes_rows_of_every_dtype(wire):
+def test_exchange_takes_rows_of_every_dtype(group):
     """Torch itself picks no single elements of uint16, for one."""
-    bits = torch.arange(48, dtype=torch.uint8).reshape(3, 16) + wire.rank
+    bits = torch.arange(48, dtype=torch.uint8).reshape(3, 16) + group.rank
     more = [torch.uint32, torch.uint64, torch.bits16, torch.float4_e2m1fn_x2]
     for dtype in [*(d for d in DTYPES if d is not torch.bool), *more]:
         for rows in (bits, bits[:, : dtype.itemsize].contiguous()):
             typed = rows.view(dtype) if rows is bits else rows.view(dtype).view(3)
-            results = weft.exchange(typed, [torch.tensor([2, 0])] * wire.size)
+            results = weft.exchange(typed, [torch.tensor([2, 0])] * group.size)
             for source, result in enumerate(results):
                 assert result.dtype == dtype and result.shape[1:] == typed.shape[1:]
                 found = result.contiguous().view(torch.uint8).view(2, -1)
-                assert torch.equal(found, (rows - wire.rank + source)[[2, 0]])
+                assert torch.equal(found, (rows - group.rank + source)[[2, 0]])
 
 
 @spmd(1, 2, 4, on=EVERYWHERE)
-def test_exchange_picks_rows_and_adds_up_gradients(wire):
-    counts = [4 + rank for rank in range(wire.size)]
+def test_exchange_picks_rows_and_adds_up_gradients(group):
+    counts = [4 + rank for rank in range(group.size)]
     tables = [torch.arange(c * 3.0).reshape(c, 3).double() + 100 * r for r, c in enumerate(counts)]
-    rows = tables[wire.rank].clone().requires_grad_()
-    to = [choice(wire.rank, rank, counts[wire.rank]) for rank in range(wire.size)]
+    rows = tables[group.rank].clone().requires_grad_()
+    to = [choice(group.rank, rank, counts[group.rank]) for rank in range(group.size)]
     if not to[0].numel():
         to[0] = None
     results = weft.exchange(rows, to)
     for source, result in enumerate(results):
-        picked = choice(source, wire.rank, counts[source])
+        picked = choice(source, group.rank, counts[source])
         assert torch.equal(result.detach(), tables[source][picked])
-    loss = sum((result * (wire.rank + 1)).pow(2).sum() for result in results)
+    loss = sum((result * (group.rank + 1)).pow(2).sum() for result in results)
     (grad,) = torch.autograd.grad(loss, rows, create_graph=True)
     wanted = torch.zeros_like(rows)
     for rank, some in enumerate(to):
@@ -209,7 +209,7 @@ def test_exchange_picks_rows_and_adds_up_gradients(wire):
 
 
 @spmd(3, on=EVERYWHERE)
-def test_exchange_rounds_rows_and_each_gradient_but_no_sum(wire):
+def test_exchange_rounds_rows_and_each_gradient_but_no_sum(group):
     """So a gradient of half precision that went to several ranks is added up in float32."""
     rows = torch.full((2, 3), 1 + 2**-12, requires_grad=True)
     to = [torch.tensor([0, 0, 1], dtype=torch.int32)] * 3
@@ -218,7 +218,7 @@ def test_exchange_rounds_rows_and_each_gradient_but_no_sum(wire):
         assert all(result.dtype == torch.float32 and result.eq(sent).all() for result in results)
         weights = [256.0, 1.0, 1.0]
         (gradient,) = torch.autograd.grad(
-            sum(weights[wire.rank] * result.sum() for result in results), rows
+            sum(weights[group.rank] * result.sum() for result in results), rows
         )
         assert gradient[0].eq(516).all() and gradient[1].eq(258).all()  # bfloat16 has no 258
     half = weft.exchange(rows.detach().half(), to, wire_dtype=torch.float32)
@@ -227,43 +227,43 @@ def test_exchange_rounds_rows_and_each_gradient_but_no_sum(wire):
     (rounded, *_) = weft.exchange(double, to, wire_dtype=torch.bfloat16)
     assert rounded.eq(1 + 2**-7).all() and rounded.dtype == torch.float64
     wide = torch.ones(50_000)
-    before = sum(wire.traffic.to.values())
+    before = sum(group.traffic.to.values())
     weft.exchange(wide, [torch.arange(50_000)] * 3, wire_dtype=torch.bfloat16)
-    assert sum(wire.traffic.to.values()) - before < 2 * 2 * 50_000 + 10_000
+    assert sum(group.traffic.to.values()) - before < 2 * 2 * 50_000 + 10_000
 
 
 @spmd(2, on=EVERYWHERE)
-def test_exchange_in_the_background(wire):
+def test_exchange_in_the_background(group):
     """Rows may be written at once; backward is that of a call that is waited for at once."""
-    rows = torch.tensor([1.0, 2.0]) + 10 * wire.rank
+    rows = torch.tensor([1.0, 2.0]) + 10 * group.rank
     to = [torch.tensor([1, 1]), torch.tensor([0])]
     leaf = rows.clone().requires_grad_()
     works = [weft.exchange(rows, to, async_op=True), weft.exchange(leaf * 1, to, None, True)]
     rows.zero_()
     found = [[part.tolist() for part in work.wait()] for work in works]
-    assert found == [[[2, 2], [12, 12]], [[1], [11]]][wire.rank : wire.rank + 1] * 2
+    assert found == [[[2, 2], [12, 12]], [[1], [11]]][group.rank : group.rank + 1] * 2
     assert not works[0].wait()[0].requires_grad
-    sum((1 + wire.rank) * part.sum() for part in works[1].wait()).backward()
+    sum((1 + group.rank) * part.sum() for part in works[1].wait()).backward()
     assert leaf.grad.tolist() == [2, 2]
-    wrong = weft.exchange(leaf, to[: 2 - wire.rank], async_op=True)
+    wrong = weft.exchange(leaf, to[: 2 - group.rank], async_op=True)
     with pytest.raises(weft.WeftError, match="rank 1: to is 1 entries for 2 ranks"):
         wrong.wait()
     with (
-        torch.set_grad_enabled(wire.rank == 0),
+        torch.set_grad_enabled(group.rank == 0),
         pytest.raises(weft.WeftError, match=r"rank 0 records gradients .* rank 1 is under"),
     ):
         weft.exchange(leaf, to, async_op=True).wait()
 
 
 @spmd(2, on=EVERYWHERE)
-def test_tensors_that_are_not_what_their_memory_says(wire):
+def test_tensors_that_are_not_what_their_memory_says(group):
     """An element of stride 0 (the gradient of a sum), a conjugation and a sign not yet applied."""
     parameter = torch.ones(2, requires_grad=True)
     results = weft.all_to_all([parameter[:1] * 2, parameter[1:] * 3])
-    ((1 + wire.rank) * sum(result.sum() for result in results)).backward()
+    ((1 + group.rank) * sum(result.sum() for result in results)).backward()
     assert parameter.grad.tolist() == [2, 6]
     for count in (3, 40_000):  # with the statement, and in a round of their own
-        turned = torch.full((count,), 1 + 2j * (1 + wire.rank)).conj()
+        turned = torch.full((count,), 1 + 2j * (1 + group.rank)).conj()
         for tensor in (turned, turned.imag):
             for source, result in enumerate(weft.all_to_all([tensor] * 2)):
                 wanted = 1 - 2j * (1 + source)

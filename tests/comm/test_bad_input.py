@@ -83,7 +83,7 @@ CALLS: dict[str, tuple[Callable[[Any], object], Any, str]] = {
 
 @pytest.mark.parametrize("name", CALLS)
 @spmd(3)
-def test_what_is_no_such_argument_is_an_error_on_every_rank(wire, name):
+def test_what_is_no_such_argument_is_an_error_on_every_rank(group, name):
     call, good, text = CALLS[name]
     for wrong in WRONG:
         fine = {"barrier": float, "sparse op": type}.get(name, ())
@@ -91,7 +91,7 @@ def test_what_is_no_such_argument_is_an_error_on_every_rank(wire, name):
             continue  # seconds, and a function that ranks may have
         right = good() if callable(good) else good
         with pytest.raises(weft.WeftError, match=text) as caught:
-            call(wrong if wire.rank == 1 else right)
+            call(wrong if group.rank == 1 else right)
         said = str(caught.value).encode()[:999].ljust(999)
         said = torch.frombuffer(bytearray(said), dtype=torch.uint8)
         assert weft.all_reduce(said, "min").equal(weft.all_reduce(said, "max")), wrong
@@ -119,22 +119,22 @@ WRAPPED: dict[str, Callable[[Callable[[torch.Tensor], Any]], object]] = {
 
 @pytest.mark.parametrize("name", SENDS)
 @spmd(2)
-def test_what_only_stands_for_values_is_an_error_on_every_rank(wire, name):
+def test_what_only_stands_for_values_is_an_error_on_every_rank(group, name):
     """Which it has not where the call is made; the group goes on."""
     send = SENDS[name]
     for text, wrapped in WRAPPED.items():
         with pytest.raises(weft.WeftError, match=f"^rank 1: .* is {text}"):
-            wrapped(send) if wire.rank else send(torch.ones(2))
+            wrapped(send) if group.rank else send(torch.ones(2))
         weft.barrier()
 
 
 @pytest.mark.parametrize("name", SENDS)
 @spmd(2)
-def test_batches_of_gradients_are_an_error_on_every_rank(wire, name):
+def test_batches_of_gradients_are_an_error_on_every_rank(group, name):
     rows = torch.ones(2, requires_grad=True)
     result = SENDS[name](rows)
     with pytest.raises(weft.WeftError, match=r"^rank 1: a gradient is in a transform"):
-        if wire.rank:
+        if group.rank:
             seeds = torch.ones(3, *result.shape)
             torch.autograd.grad(result, rows, seeds, is_grads_batched=True)
         else:
@@ -194,9 +194,9 @@ TOLD: dict[str, dict[str, Callable[..., tuple[Any, ...]]]] = {
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 @pytest.mark.parametrize(("name", "text"), [(name, text) for name in TOLD for text in TOLD[name]])
 @spmd(3, on=("threads",))
-def test_one_rank_errs_and_all_are_told(wire, name, text):
+def test_one_rank_errs_and_all_are_told(group, name, text):
     call, change, good = getattr(weft, name), TOLD[name][text], GOOD[name]
     with pytest.raises(weft.WeftError, match=text) as caught:
-        call(*(change(*good) if wire.rank == 1 else good))
+        call(*(change(*good) if group.rank == 1 else good))
     assert "rank 1" in str(caught.value)
     call(*good)

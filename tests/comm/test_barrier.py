@@ -12,18 +12,18 @@ from weft.testing import run, spmd
 
 
 @spmd(1, 2, 4)
-def test_all_pass(wire):
+def test_all_pass(group):
     for timeout in (None, 15.0):
         weft.barrier(timeout)
-    assert weft.all_reduce(torch.ones(1)).item() == wire.size
+    assert weft.all_reduce(torch.ones(1)).item() == group.size
 
 
 def test_nobody_passes_before_all_have_come():
     came = []
 
-    def program(wire):
-        time.sleep(0.02 * wire.rank)
-        came.append(wire.rank)
+    def program(group):
+        time.sleep(0.02 * group.rank)
+        came.append(group.rank)
         weft.barrier()
         return len(came)
 
@@ -37,19 +37,19 @@ def test_the_late_are_named_and_may_still_come(ranks):
     names = "ranks 1 and 2 have" if ranks == 3 else "rank 19 has"
     told = []
 
-    def program(wire):
-        if wire.rank in late:
+    def program(group):
+        if group.rank in late:
             while len(told) < ranks - len(late):
                 time.sleep(0.002)
         else:
             for _ in range(2):
                 with pytest.raises(weft.StillRunning) as caught:
                     weft.barrier(timeout=patience)
-                text = f"rank {wire.rank}: {names} not come to the barrier after {patience} s"
+                text = f"rank {group.rank}: {names} not come to the barrier after {patience} s"
                 assert str(caught.value).startswith(text)
-            told.append(wire.rank)
+            told.append(group.rank)
         weft.barrier()  # the same one
-        assert wire.worker.calls == 1
+        assert group.worker.calls == 1
         assert weft.all_reduce(torch.ones(1)).item() == ranks
 
     run(ranks, program)
@@ -59,17 +59,17 @@ def test_who_comes_in_the_last_moment_is_not_called_absent():
     """Between the end of the wait and the look at who is late."""
     said = []
 
-    def program(wire, awaited):
-        if wire.rank == 0:
+    def program(group, awaited):
+        if group.rank == 0:
             with pytest.raises(weft.StillRunning) as caught, pytest.MonkeyPatch.context() as patch:
-                post = wire.post
+                post = group.post
 
                 def posted(*messages):
                     pending = post(*messages)
                     patch.setattr(type(pending), "awaited", lambda self: awaited)
                     return pending
 
-                patch.setattr(wire, "post", posted)
+                patch.setattr(group, "post", posted)
                 weft.barrier(timeout=0.05)
             said.append(str(caught.value))
         else:
@@ -87,9 +87,9 @@ def test_who_comes_in_the_last_moment_is_not_called_absent():
 
 
 @spmd(2)
-def test_a_rank_may_go_on_to_its_next_call(wire):
+def test_a_rank_may_go_on_to_its_next_call(group):
     """Which waits behind the barrier; a barrier after it is another one."""
-    if wire.rank == 0:
+    if group.rank == 0:
         with pytest.raises(weft.StillRunning, match="rank 1 has not come"):
             weft.barrier(timeout=0.3)  # the worker's thread must have had its turn
     else:
@@ -101,28 +101,28 @@ def test_a_rank_may_go_on_to_its_next_call(wire):
 
 
 @spmd(3)
-def test_one_in_another_call_and_wrong_timeouts_are_told(wire):
-    errors_are_told(wire)
+def test_one_in_another_call_and_wrong_timeouts_are_told(group):
+    errors_are_told(group)
 
 
 @spmd(20, on=("threads",))
-def test_they_are_told_to_many_ranks(wire):
-    errors_are_told(wire)
+def test_they_are_told_to_many_ranks(group):
+    errors_are_told(group)
 
 
-def errors_are_told(wire):
+def errors_are_told(group):
     for others in (lambda: weft.barrier(timeout=60), weft.barrier):
         with pytest.raises(weft.WeftError, match=r"different calls.*barrier"):
-            weft.all_reduce(torch.ones(1)) if wire.rank == 1 else others()
+            weft.all_reduce(torch.ones(1)) if group.rank == 1 else others()
     for wrong in (-1, float("nan"), "soon", True):
         with pytest.raises(weft.WeftError, match=r"rank 2: timeout is .*: pass a positive number"):
-            weft.barrier(wrong if wire.rank == 2 else 10)
+            weft.barrier(wrong if group.rank == 2 else 10)
     weft.barrier()
 
 
 def test_past_the_deadline_of_the_wire_it_is_broken_and_the_culprit_named():
-    def program(wire):
-        if wire.rank == 1:
+    def program(group):
+        if group.rank == 1:
             time.sleep(3)
             return None
         with pytest.raises(weft.WireError) as caught:

@@ -21,7 +21,7 @@ CALLS = {
 
 @pytest.mark.parametrize("name", CALLS)
 @spmd(2, on=("processes",))
-def test_collectives(wire, name):
+def test_collectives(group, name):
     compiled = torch.compile(CALLS[name], backend="eager")
     with torch.no_grad():
         for _ in range(2):
@@ -30,7 +30,7 @@ def test_collectives(wire, name):
 
 
 @spmd(2, on=("processes",))
-def test_gradients(wire):
+def test_gradients(group):
     compiled = torch.compile(CALLS["all_reduce"], backend="eager")
     x = torch.ones(2, requires_grad=True)
     with warnings.catch_warnings():  # torch's own, of a graph that breaks behind a gradient
@@ -40,7 +40,7 @@ def test_gradients(wire):
 
 
 @spmd(2, on=("processes",))
-def test_a_whole_step(wire):
+def test_a_whole_step(group):
     module = nn.Linear(2, 1)
 
     def step(x):

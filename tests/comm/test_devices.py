@@ -76,27 +76,27 @@ CALLS = {
 @pytest.mark.parametrize("rows", [2, 30_000])
 @pytest.mark.parametrize("name", CALLS)
 @spmd(1, 2, 4, on=("device",))
-def test_no_value_goes_over_the_cpu_wire(wire, name, rows):
-    seen, post = [], wire._post
+def test_no_value_goes_over_the_cpu_wire(group, name, rows):
+    seen, post = [], group._post
 
     def watched(sends, recvs, channel):
         seen.extend(MARK in as_bytes(tensor.detach()).numpy().tobytes() for _, tensor in sends)
         return post(sends, recvs, channel)
 
-    apart = wire.sub(range(wire.size))  # which values go over
-    wire._devices[CPU] = DeviceWire(wire, CPU, Staged(apart))
-    wire._post = watched
-    CALLS[name](wire.size, rows)
-    assert bool(seen) == (wire.size > 1) and not any(seen)
+    apart = group.sub(range(group.size))  # which values go over
+    group._devices[CPU] = DeviceWire(group, CPU, Staged(apart))
+    group._post = watched
+    CALLS[name](group.size, rows)
+    assert bool(seen) == (group.size > 1) and not any(seen)
 
 
-def sums(wire):
-    draw = torch.Generator().manual_seed(wire.rank)
+def sums(group):
+    draw = torch.Generator().manual_seed(group.rank)
     found = []
     for dtype in (torch.float32, torch.bfloat16, torch.complex64):
         for count in (5, 50_000):
             x = torch.randn(count, generator=draw).to(dtype)
-            found += [weft.all_reduce(x, "avg"), nn.AllSumReduce(weft.Partition(wire.size), 0)(x)]
+            found += [weft.all_reduce(x, "avg"), nn.AllSumReduce(weft.Partition(group.size), 0)(x)]
     return found
 
 
@@ -113,9 +113,9 @@ def same(found, wanted):
 
 
 @spmd(3, on=("device",))
-def test_one_rank_has_its_tensors_elsewhere(wire):
-    if wire.rank == 1:
-        wire._devices[CPU].route = "xpu (xccl)"
+def test_one_rank_has_its_tensors_elsewhere(group):
+    if group.rank == 1:
+        group._devices[CPU].route = "xpu (xccl)"
     for name in ("all_to_all", "all_reduce", "exchange", "nn"):
         with pytest.raises(weft.WeftError, match=r"device: .*checked.* rank 1 has xpu \(xccl\)"):
             CALLS[name](3, 4)
@@ -128,7 +128,7 @@ def test_a_manifest_says_what_is_on_an_accelerator():
 
 
 @spmd(2, on=("threads",))
-def test_the_capture_of_a_graph_is_refused(wire, monkeypatch):
+def test_the_capture_of_a_graph_is_refused(group, monkeypatch):
     for place in (staging, sys.modules["weft.comm.all_reduce"], autograd):
         monkeypatch.setattr(place, "is_capturing", lambda device: True)
     for name in ("all_to_all", "all_reduce", "exchange", "sync", "nn"):
@@ -136,21 +136,21 @@ def test_the_capture_of_a_graph_is_refused(wire, monkeypatch):
             CALLS[name](2, 4)
 
 
-def over_gloo(wire, path):
-    group = {"init_method": f"file://{path}", "rank": wire.rank, "world_size": wire.size}
-    dist.init_process_group("gloo", **group)
+def over_gloo(group, path):
+    start = {"init_method": f"file://{path}", "rank": group.rank, "world_size": group.size}
+    dist.init_process_group("gloo", **start)
     try:
         with weft.init(), as_device():
             over = wire_for(default.resolve(None), torch.empty(0))
             assert type(over.way) is OverGroup and "gloo" in over.route
             for name in CALLS:
-                CALLS[name](wire.size, 30_000)
+                CALLS[name](group.size, 30_000)
             assert type(over._among_some().way) is BetweenPairs
             dist.group.WORLD.bound_device_id = torch.device(
                 "cpu:0"
             )  # as if its communicator had been made with it
             layers(2)
-            return sums(wire)
+            return sums(group)
     finally:
         dist.destroy_process_group()
 

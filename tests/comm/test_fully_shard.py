@@ -95,11 +95,11 @@ def of_words(rank):
 
 def beside(most):
     """The norm, and the gradients after it was clipped, of a model whose table FSDP2 ignores."""
-    with weft.init() as wire:
+    with weft.init() as group:
         trained = words()
         table = trained[0]
         fully_shard(trained, ignored_params={table.weight})
-        trained(of_words(wire.rank)).square().sum().backward()
+        trained(of_words(group.rank)).square().sum().backward()
         with pytest.raises(weft.WeftError, match=r"modules differ: .* of a DTensor on rank 0"):
             weft.sync_grads(trained)  # FSDP2 has reduced the others
         weft.sync_grads(table)

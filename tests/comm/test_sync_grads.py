@@ -83,36 +83,36 @@ def check(module, expected):
 
 @pytest.mark.parametrize("average", [True, False])
 @spmd(1, 2, 4, 20, on=("threads",))
-def test_gradients_are_summed_by_name(wire, average):
-    module = Model(other_order=wire.rank % 2 == 1)
-    module(words(wire.rank), USES[wire.rank % 4]).backward()
+def test_gradients_are_summed_by_name(group, average):
+    module = Model(other_order=group.rank % 2 == 1)
+    module(words(group.rank), USES[group.rank % 4]).backward()
     weft.sync_grads(module, average)
-    check(module, wanted(wire.size, average))
+    check(module, wanted(group.size, average))
     assert module.table.weight.grad.is_coalesced()
 
 
 @spmd(3, on=EVERYWHERE)
-def test_ranks_may_have_different_parameters(wire):
+def test_ranks_may_have_different_parameters(group):
     module = nn.ParameterDict({"all": nn.Parameter(torch.ones(2))})
-    module[f"of {wire.rank}"] = nn.Parameter(torch.ones(1 + wire.rank))
-    if wire.rank != 1:
+    module[f"of {group.rank}"] = nn.Parameter(torch.ones(1 + group.rank))
+    if group.rank != 1:
         module["table"] = nn.Embedding(5, 2, sparse=True).weight
         module["table"].grad = torch.eye(5, 2).to_sparse(1)
     for name in list(module)[:2]:
-        module[name].grad = torch.full_like(module[name], 1.0 + wire.rank)
+        module[name].grad = torch.full_like(module[name], 1.0 + group.rank)
     weft.sync_grads(module, average=False)
     assert module["all"].grad.tolist() == [6, 6]
-    assert module[f"of {wire.rank}"].grad.eq(1 + wire.rank).all()
-    if wire.rank != 1:
+    assert module[f"of {group.rank}"].grad.eq(1 + group.rank).all()
+    if group.rank != 1:
         assert module["table"].grad.to_dense().equal(2 * torch.eye(5, 2))
 
 
 @spmd(3, on=EVERYWHERE)
-def test_sparse_here_and_dense_there(wire):
+def test_sparse_here_and_dense_there(group):
     module = nn.Embedding(4, 1)
-    if wire.rank == 0:
+    if group.rank == 0:
         module.weight.grad = torch.ones(4, 1).to_sparse(1)
-    elif wire.rank == 1:
+    elif group.rank == 1:
         module.weight.grad = torch.ones(1, 1).expand(4, 1)  # which cannot be written
     weft.sync_grads(module, average=False)
     assert module.weight.grad.layout == torch.strided
@@ -127,12 +127,12 @@ def picked(*cells):
 
 
 @spmd(3, on=EVERYWHERE)
-def test_gradients_that_are_sparse_in_every_dimension(wire):
+def test_gradients_that_are_sparse_in_every_dimension(group):
     module = nn.ParameterDict({name: torch.zeros(4, 3) for name in ("all", "some", "mixed")})
-    module["all"].grad = picked((0, 1), (3, wire.rank))
-    if wire.rank == 1:  # the others count as zero
+    module["all"].grad = picked((0, 1), (3, group.rank))
+    if group.rank == 1:  # the others count as zero
         module["some"].grad = picked((2, 2))
-    module["mixed"].grad = picked((1, 0)) if wire.rank else torch.eye(4, 3).to_sparse(1)
+    module["mixed"].grad = picked((1, 0)) if group.rank else torch.eye(4, 3).to_sparse(1)
     weft.sync_grads(module, average=False)
     found = {name: module[name].grad for name in module}
     assert found["all"].sparse_dim() == found["some"].sparse_dim() == 2
@@ -142,7 +142,7 @@ def test_gradients_that_are_sparse_in_every_dimension(wire):
 
 
 @spmd(2, on=EVERYWHERE)
-def test_gradients_that_are_not_what_their_memory_says(wire):
+def test_gradients_that_are_not_what_their_memory_says(group):
     """An element of stride 0, and conjugations and signs that torch has not yet applied."""
     module = nn.Module()
     module.one = nn.Parameter(torch.ones(1, 1))
@@ -153,7 +153,7 @@ def test_gradients_that_are_not_what_their_memory_says(wire):
         module = nn.Module()
         module.turned = nn.Parameter(torch.ones(count, dtype=torch.complex64))
         module.sign = nn.Parameter(torch.ones(count))
-        module.turned.grad = torch.full((count,), 1 + 2j * (1 + wire.rank)).conj()
+        module.turned.grad = torch.full((count,), 1 + 2j * (1 + group.rank)).conj()
         module.sign.grad = module.turned.grad.imag if number else None
         weft.sync_grads(module, average=False)
         assert module.turned.grad.eq(2 - 6j).all()
@@ -161,11 +161,11 @@ def test_gradients_that_are_not_what_their_memory_says(wire):
 
 
 @spmd(2, on=("threads", "device"))
-def test_gradients_in_steps(wire, monkeypatch):
+def test_gradients_in_steps(group, monkeypatch):
     monkeypatch.setattr(buckets, "_ALONE", 100)
     monkeypatch.setattr(buckets, "_BUCKET", 600)
     module = Model()
-    module(words(wire.rank), USES[wire.rank]).backward()
+    module(words(group.rank), USES[group.rank]).backward()
     turned = torch.empty(300, 300).t()
     if module.second.weight.grad is not None:
         module.second.weight.grad = turned.copy_(module.second.weight.grad)
@@ -174,7 +174,7 @@ def test_gradients_in_steps(wire, monkeypatch):
 
 
 @spmd(3, on=EVERYWHERE)
-def test_nothing_to_do(wire):
+def test_nothing_to_do(group):
     weft.sync_grads(nn.Linear(2, 2))
     weft.sync_grads(nn.Identity())
     module = nn.Linear(2, 2)
@@ -183,20 +183,20 @@ def test_nothing_to_do(wire):
 
 
 @spmd(4, on=("threads",))
-def test_few_messages(wire):
+def test_few_messages(group):
     module = nn.ParameterList(nn.Parameter(torch.ones(10)) for _ in range(200))
     for parameter in module:
         parameter.grad = torch.ones(10)
-    before = wire.traffic.messages
+    before = group.traffic.messages
     weft.sync_grads(module)
-    assert wire.traffic.messages - before <= 3 + 3  # the statements, and one reduction
+    assert group.traffic.messages - before <= 3 + 3  # the statements, and one reduction
 
 
 @spmd(3, on=("threads",))
-def test_where_a_shape_differs_nothing_is_changed(wire):
+def test_where_a_shape_differs_nothing_is_changed(group):
     module = Model()
-    module(words(wire.rank)).backward()
-    if wire.rank == 1:
+    module(words(group.rank)).backward()
+    if group.rank == 1:
         module.first.bias = nn.Parameter(torch.ones(7))
     before = {name: gradient.clone() for name, gradient in dense(module).items()}
     text = (
@@ -207,28 +207,28 @@ def test_where_a_shape_differs_nothing_is_changed(wire):
     found = dense(module)
     assert all(torch.equal(found[name], gradient) for name, gradient in before.items())
     with pytest.raises(weft.WeftError, match="differ in average"):
-        weft.sync_grads(Model(), average=wire.rank == 0)
+        weft.sync_grads(Model(), average=group.rank == 0)
 
 
 @spmd(2, on=EVERYWHERE)
-def test_parameters_of_one_memory_are_reduced_once_as_they_are_now(wire):
+def test_parameters_of_one_memory_are_reduced_once_as_they_are_now(group):
     module = nn.Module()
     module.one, module.two = (nn.Parameter(torch.zeros(3)) for _ in range(2))
     for shared in (False, True):
         if shared:
             module.two.data = module.one.data
-        module.one.grad, module.two.grad = torch.ones(3), torch.full((3,), 1.0 + wire.rank)
+        module.one.grad, module.two.grad = torch.ones(3), torch.full((3,), 1.0 + group.rank)
         weft.sync_grads(module, average=False)
         assert module.one.grad.eq(2).all()
-        assert module.two.grad.eq(1 + wire.rank if shared else 3).all()
+        assert module.two.grad.eq(1 + group.rank if shared else 3).all()
 
 
 @spmd(3, on=("threads", "device"))
-def test_a_sparse_gradient_that_is_none_is_called_by_its_name(wire):
+def test_a_sparse_gradient_that_is_none_is_called_by_its_name(group):
     module = Model()
-    module(words(wire.rank)).backward()
+    module(words(group.rank)).backward()
     table = module.table.weight
-    if wire.rank == 1:
+    if group.rank == 1:
         values, size = table.grad._values()[:1], table.grad.shape
         table.grad = torch.sparse_coo_tensor([[-2]], values, size, check_invariants=False)
     name = next(name for name, each in module.named_parameters() if each is table)
@@ -239,19 +239,19 @@ def test_a_sparse_gradient_that_is_none_is_called_by_its_name(wire):
 
 @pytest.mark.parametrize("bucket_bytes", [1, 5000, 1 << 30])
 @spmd(1, 2, 4, on=EVERYWHERE)
-def test_overlapped_gradients_are_the_same(wire, bucket_bytes):
-    module = Model(other_order=wire.rank % 2 == 1)
+def test_overlapped_gradients_are_the_same(group, bucket_bytes):
+    module = Model(other_order=group.rank % 2 == 1)
     overlap = weft.overlap_grads(module, False, bucket_bytes=bucket_bytes)
     for step in range(3):  # what a rank uses differs from step to step
         uses = USES[step:] + USES[:step]
         module.zero_grad()
-        module(words(wire.rank), uses[wire.rank]).backward()
+        module(words(group.rank), uses[group.rank]).backward()
         weft.sync_grads(module, False)
-        check(module, wanted(wire.size, False, uses))
+        check(module, wanted(group.size, False, uses))
     overlap.remove()
-    calls = wire.worker.made
+    calls = group.worker.made
     module.zero_grad()
-    module(words(wire.rank), USES[wire.rank]).backward()
-    assert wire.worker.made == calls  # nobody started anything
+    module(words(group.rank), USES[group.rank]).backward()
+    assert group.worker.made == calls  # nobody started anything
     weft.sync_grads(module, False)
-    check(module, wanted(wire.size, False))
+    check(module, wanted(group.size, False))

@@ -67,10 +67,10 @@ def check_equal(found, wanted):
 
 @pytest.mark.parametrize("chunk", [1 << 17, 1000])
 @spmd(1, 2, 4, on=EVERYWHERE)
-def test_everything_becomes_what_it_is_on_one_rank(wire, chunk, monkeypatch):
+def test_everything_becomes_what_it_is_on_one_rank(group, chunk, monkeypatch):
     monkeypatch.setattr(chain, "_CHUNKS", (chunk, chunk))
-    for source in {0, wire.size - 1}:
-        module = Model(wire.rank, other_order=wire.rank == 1)
+    for source in {0, group.size - 1}:
+        module = Model(group.rank, other_order=group.rank == 1)
         places = {name: tensor.data_ptr() for name, tensor in module.named_parameters()}
         version = module.first._version
         weft.sync_params(module, source)
@@ -78,17 +78,17 @@ def test_everything_becomes_what_it_is_on_one_rank(wire, chunk, monkeypatch):
         assert module.head.weight is module.table.weight
         assert {name: tensor.data_ptr() for name, tensor in module.named_parameters()} == places
         assert module.first.requires_grad
-        assert (module.first._version > version) == (wire.rank != source)
+        assert (module.first._version > version) == (group.rank != source)
 
 
 @spmd(2, on=EVERYWHERE)
-def test_buffers_that_are_not_what_their_memory_says(wire):
+def test_buffers_that_are_not_what_their_memory_says(group):
     """Tensors without memory, which are not one another, and a conjugation not yet applied."""
     module = nn.Module()
     for name, shape in {"a": (0, 3), "b": (2,), "c": (0, 5), "d": (0, 3)}.items():
-        module.register_buffer(name, torch.full(shape, 1.0 + wire.rank))
-    module.register_buffer("turned", torch.full((3,), 1 + 2j * (1 + wire.rank)).conj())
-    module.register_buffer("one", torch.full((1, 3), 1.0 + wire.rank).expand(5, 3))
+        module.register_buffer(name, torch.full(shape, 1.0 + group.rank))
+    module.register_buffer("turned", torch.full((3,), 1 + 2j * (1 + group.rank)).conj())
+    module.register_buffer("one", torch.full((1, 3), 1.0 + group.rank).expand(5, 3))
     _, manifest, _ = of_module(module, buffers=True)
     assert not any("the same as" in said for said in manifest.values())
     weft.sync_params(module)
@@ -97,8 +97,8 @@ def test_buffers_that_are_not_what_their_memory_says(wire):
 
 
 @spmd(2, on=EVERYWHERE)
-def test_views_of_one_memory_stay_that(wire):
-    module, memory = nn.Module(), torch.arange(8.0) + 10 * wire.rank
+def test_views_of_one_memory_stay_that(group):
+    module, memory = nn.Module(), torch.arange(8.0) + 10 * group.rank
     for name, place in {"all": memory, "low": memory[:5], "high": memory[3:]}.items():
         module.register_buffer(name, place)
     weft.sync_params(module)
@@ -107,25 +107,25 @@ def test_views_of_one_memory_stay_that(wire):
 
 
 @spmd(20, on=("threads",))
-def test_many_ranks(wire):
+def test_many_ranks(group):
     with pytest.raises(weft.WeftError, match=r"differ in group_src: .* rank 3 has 1"):
-        weft.sync_params(nn.Linear(1, 1), int(wire.rank == 3))
+        weft.sync_params(nn.Linear(1, 1), int(group.rank == 3))
     module = nn.Linear(3, 3)
-    nn.init.constant_(module.weight, wire.rank)
+    nn.init.constant_(module.weight, group.rank)
     weft.sync_params(module, 19)
     assert module.weight.eq(19).all()
-    if wire.rank == 7:
+    if group.rank == 7:
         module.weight = nn.Parameter(torch.ones(3, 4))
     with pytest.raises(weft.WeftError, match=r"'weight' is .*\(3, 3\) on rank 0, .* on rank 7"):
         weft.sync_params(module)
 
 
 @spmd(4, on=("threads",))
-def test_few_messages(wire):
+def test_few_messages(group):
     module = nn.ParameterList(nn.Parameter(torch.ones(10)) for _ in range(200))
-    before = wire.traffic.messages
+    before = group.traffic.messages
     weft.sync_params(module)
-    assert wire.traffic.messages - before <= 3 + 1  # the statements, and one message of all
+    assert group.traffic.messages - before <= 3 + 1  # the statements, and one message of all
 
 
 def untied(module):
@@ -159,10 +159,10 @@ WRONG = {
 
 @pytest.mark.parametrize("what", WRONG)
 @spmd(3, on=("threads",))
-def test_what_differs_is_named_and_nothing_overwritten(wire, what):
+def test_what_differs_is_named_and_nothing_overwritten(group, what):
     change, text = WRONG[what]
-    module = Model(wire.rank)
-    if wire.rank == 1:
+    module = Model(group.rank)
+    if group.rank == 1:
         change(module)
     before = {} if what == "meta" else values(module) if what != "lazy" else {}
     with pytest.raises(weft.WeftError, match=text) as caught:
@@ -170,6 +170,6 @@ def test_what_differs_is_named_and_nothing_overwritten(wire, what):
     assert "rank 1" in str(caught.value)
     if before and what != "sparse":
         check_equal(values(module), before)
-    fine = Model(wire.rank)
+    fine = Model(group.rank)
     weft.sync_params(fine, 2)
     check_equal(values(fine), values(Model(2)))

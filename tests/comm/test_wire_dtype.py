@@ -95,10 +95,10 @@ def _reduced(name, size, wire_dtype, op):
 
 @pytest.mark.parametrize("overlaps", [False, True], ids=["after", "while backward runs"])
 @spmd(1, 2, 3, 4, 7, 8)
-def test_dense_gradients_are_rounded_twice_and_added_wide(wire, overlaps):
+def test_dense_gradients_are_rounded_twice_and_added_wide(group, overlaps):
     for wire_dtype in WIRE_DTYPES:
         for average in (True, False):
-            module = dense_model(wire.rank)
+            module = dense_model(group.rank)
             if overlaps:
                 overlap = weft.overlap_grads(
                     module, average, bucket_bytes=99, wire_dtype=wire_dtype
@@ -109,8 +109,8 @@ def test_dense_gradients_are_rounded_twice_and_added_wide(wire, overlaps):
                         (parameter * gradient).sum().backward()
             weft.sync_grads(module, average, wire_dtype=wire_dtype)
             for name in SHAPES:
-                found, want = module[name].grad, right(name, wire.size, wire_dtype, average)
-                if name == "absent" and wire.size == 1:
+                found, want = module[name].grad, right(name, group.size, wire_dtype, average)
+                if name == "absent" and group.size == 1:
                     assert found is None
                     continue
                 assert found.dtype == module[name].dtype
@@ -121,7 +121,7 @@ def test_dense_gradients_are_rounded_twice_and_added_wide(wire, overlaps):
 
 
 @spmd(1, 2, 3, 4, 7, 8)
-def test_sparse_gradients_beside_dense_ones(wire):
+def test_sparse_gradients_beside_dense_ones(group):
     """Rows as `sparse_all_reduce` rounds them, on some ranks none; what is half stays as it is."""
 
     def rows(rank, dtype):
@@ -133,30 +133,30 @@ def test_sparse_gradients_beside_dense_ones(wire):
     kinds = {"table": torch.float32, "doubles": torch.float64, "halves": torch.float16}
     for wire_dtype in WIRE_DTYPES:
         module = nn.ParameterDict({"dense": torch.zeros(300)})
-        module["dense"].grad = torch.full((300,), 0.1 * (1 + wire.rank))
+        module["dense"].grad = torch.full((300,), 0.1 * (1 + group.rank))
         module["unused"] = torch.zeros(20, 3)
         for name, dtype in kinds.items():
             module[name] = torch.zeros(20, 3, dtype=dtype)
-            mine = rows(wire.rank, dtype)
-            if wire.rank != 2:
+            mine = rows(group.rank, dtype)
+            if group.rank != 2:
                 module[name].grad = torch.sparse_coo_tensor(
                     mine.indices[None], mine.values, (20, 3), check_invariants=True
                 )
         weft.sync_grads(module, wire_dtype=wire_dtype)
         for name, dtype in kinds.items():
-            parts = [rows(rank, dtype) for rank in range(wire.size) if rank != 2]
+            parts = [rows(rank, dtype) for rank in range(group.size) if rank != 2]
             # the mean is over all ranks, those without a gradient too
-            parts += [Rows(rows(1, dtype).indices, rows(1, dtype).values, 20)] * (wire.size > 2)
+            parts += [Rows(rows(1, dtype).indices, rows(1, dtype).values, 20)] * (group.size > 2)
             want, found = expected(parts, "avg", wire_dtype), module[name].grad
             assert torch.equal(found._indices()[0], want.indices), name
             assert torch.equal(found._values(), want.values), name
         assert module["unused"].grad is None
-        total = sum(torch.tensor(0.1 * (1 + r)).to(wire_dtype).float() for r in range(wire.size))
-        assert module["dense"].grad.eq((total / wire.size).to(wire_dtype).float()).all()
+        total = sum(torch.tensor(0.1 * (1 + r)).to(wire_dtype).float() for r in range(group.size))
+        assert module["dense"].grad.eq((total / group.size).to(wire_dtype).float()).all()
 
 
 @spmd(2, 3, on=EVERYWHERE)
-def test_integers_and_complex_gradients_travel_as_they_are(wire):
+def test_integers_and_complex_gradients_travel_as_they_are(group):
     module = nn.Module()
     dtypes = {"whole": torch.int64, "turned": torch.complex64, "rows": torch.int32}
     for name, dtype in dtypes.items():
@@ -170,15 +170,15 @@ def test_integers_and_complex_gradients_travel_as_they_are(wire):
     )
     module.real.grad = torch.tensor([1.001])
     weft.sync_grads(module, average=False, wire_dtype=torch.bfloat16)
-    assert module.whole.grad.eq(1_000_001 * wire.size).all()
-    wanted = sum(torch.tensor(1.001 + 0.001j, dtype=torch.complex64) for _ in range(wire.size))
+    assert module.whole.grad.eq(1_000_001 * group.size).all()
+    wanted = sum(torch.tensor(1.001 + 0.001j, dtype=torch.complex64) for _ in range(group.size))
     assert module.turned.grad.eq(wanted).all()
-    assert module.rows.grad.to_dense().flatten().tolist() == [0, 70_002 * wire.size, 0, 0]
-    assert module.real.grad.item() == wire.size
+    assert module.rows.grad.to_dense().flatten().tolist() == [0, 70_002 * group.size, 0, 0]
+    assert module.real.grad.item() == group.size
 
 
 @spmd(3, on=EVERYWHERE)
-def test_doubles_are_rounded_once(wire):
+def test_doubles_are_rounded_once(group):
     """By way of float32 the first would be a tie, and go down."""
     module = nn.ParameterDict({"weight": torch.zeros(3, dtype=torch.float64)})
     above = [1 + 2**-8 + 2**-40, 1 + 2**-8 - 2**-40, 1e300]
@@ -193,7 +193,7 @@ def test_doubles_are_rounded_once(wire):
 
 
 @spmd(2, on=EVERYWHERE)
-def test_float16_means_of_what_would_overflow_in_a_sum(wire):
+def test_float16_means_of_what_would_overflow_in_a_sum(group):
     module = nn.Linear(3, 1, bias=False)
     module.weight.grad = torch.full((1, 3), 60000.0)
     weft.sync_grads(module, wire_dtype=torch.float16)
@@ -203,28 +203,28 @@ def test_float16_means_of_what_would_overflow_in_a_sum(wire):
 
 
 @spmd(4, on=("threads", "device"))
-def test_half_the_bytes(wire):
-    part, sent = Part(wire, range(4)), {}  # which reduces in posts, which are counted
+def test_half_the_bytes(group):
+    part, sent = Part(group, range(4)), {}  # which reduces in posts, which are counted
     for wire_dtype in (None, *WIRE_DTYPES):
         module = nn.ParameterDict({str(n): torch.zeros(20_000 * (n + 1)) for n in range(4)})
         for parameter in module.values():
             parameter.grad = torch.ones_like(parameter)
-        wire.traffic.reset()
+        group.traffic.reset()
         weft.sync_grads(module, group=part, wire_dtype=wire_dtype)
-        sent[wire_dtype] = wire.traffic.bytes
+        sent[wire_dtype] = group.traffic.bytes
     assert sent[torch.bfloat16] == sent[torch.float16]
     assert 0.49 < sent[torch.float16] / sent[None] < 0.51
 
 
 @spmd(3, on=EVERYWHERE)
-def test_who_disagrees_is_named_and_nothing_changes(wire):
+def test_who_disagrees_is_named_and_nothing_changes(group):
     module = nn.Linear(3, 2)
     module(torch.ones(1, 3)).sum().backward()
     table = nn.Embedding(4, 2, sparse=True)
     table(torch.tensor([1])).sum().backward()
     module.table = table
     before = module.weight.grad.clone()
-    mine = torch.bfloat16 if wire.rank == 1 else None
+    mine = torch.bfloat16 if group.rank == 1 else None
     with pytest.raises(weft.WeftError, match="differ in wire_dtype") as caught:
         weft.sync_grads(module, wire_dtype=mine)
     assert "torch.bfloat16" in str(caught.value) and "rank 1" in str(caught.value)
@@ -233,39 +233,39 @@ def test_who_disagrees_is_named_and_nothing_changes(wire):
     with pytest.raises(weft.WeftError, match=r"differ in dtype.* sent as torch.bfloat16") as caught:
         weft.all_reduce(torch.ones(2), wire_dtype=mine)
     assert "rank 1" in str(caught.value)
-    given = torch.ones(2, dtype=torch.bfloat16 if wire.rank else torch.float32)
+    given = torch.ones(2, dtype=torch.bfloat16 if group.rank else torch.float32)
     with pytest.raises(weft.WeftError, match="differ in dtype"):  # the same bytes, though
-        weft.all_reduce(given, wire_dtype=None if wire.rank else torch.bfloat16)
+        weft.all_reduce(given, wire_dtype=None if group.rank else torch.bfloat16)
     with pytest.raises(
         weft.WeftError, match=r"rank 0: wire_dtype is .* and the values are torch.i"
     ):
-        weft.all_reduce(torch.ones(2).int(), wire_dtype=None if wire.rank else torch.float16)
+        weft.all_reduce(torch.ones(2).int(), wire_dtype=None if group.rank else torch.float16)
     assert torch.equal(module.weight.grad, before)
     weft.sync_grads(module, wire_dtype=torch.bfloat16)
     assert torch.equal(module.weight.grad, before)
 
 
 @spmd(1, 2, 3, 4, 7, 8)
-def test_all_reduce_rounds_the_same_way(wire):
+def test_all_reduce_rounds_the_same_way(group):
     for name in ("small", "large", "empty", "scalar"):
         for wire_dtype in WIRE_DTYPES:
             for op in ("sum", "avg", "min", "max", "prod"):
                 with LOCK:
-                    want = _reduced(name, wire.size, wire_dtype, op)
-                mine = numbers(wire.rank, name)
+                    want = _reduced(name, group.size, wire_dtype, op)
+                mine = numbers(group.rank, name)
                 found = weft.all_reduce(mine, op, wire_dtype=wire_dtype)
                 assert found.dtype is torch.float32 and found.shape == want.shape
                 assert torch.equal(found, want), (name, wire_dtype, op)
-                assert torch.equal(mine, numbers(wire.rank, name))
+                assert torch.equal(mine, numbers(group.rank, name))
 
 
 @spmd(2, 3, on=EVERYWHERE)
-def test_gradients_of_all_reduce_travel_rounded_too(wire):
-    for op, share in (("sum", wire.size), ("avg", 1.0)):
-        tensor = torch.full((3,), 1.0, requires_grad=wire.rank == 0)
+def test_gradients_of_all_reduce_travel_rounded_too(group):
+    for op, share in (("sum", group.size), ("avg", 1.0)):
+        tensor = torch.full((3,), 1.0, requires_grad=group.rank == 0)
         result = weft.all_reduce(tensor, op, wire_dtype=torch.bfloat16)
         assert result.requires_grad
         (result * 0.1).sum().backward()
-        if wire.rank == 0:
+        if group.rank == 0:
             once = torch.tensor(0.1).bfloat16().float()
             assert tensor.grad.eq((once * share).bfloat16().float()).all()

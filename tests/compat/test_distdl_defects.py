@@ -33,15 +33,15 @@ def draw(rank, *shape, **options):
 
 
 @spmd(4, on=("threads",))
-def test_several_axes_at_once(wire):
+def test_several_axes_at_once(group):
     shards = [draw(rank, 2 + rank // 2, 3 - rank % 2) for rank in range(4)]
     expected = torch.cat([torch.cat(shards[:2], 1), torch.cat(shards[2:], 1)])
-    assert torch.equal(AllGather(grid(2, 2), (0, 1))(shards[wire.rank]), expected)
+    assert torch.equal(AllGather(grid(2, 2), (0, 1))(shards[group.rank]), expected)
 
 
 @spmd(4, on=("threads",))
-def test_axes_to_keep_and_negative_axes(wire):
-    P_x, x = grid(2, 2), draw(wire.rank, 2, 2)
+def test_axes_to_keep_and_negative_axes(group):
+    P_x, x = grid(2, 2), draw(group.rank, 2, 2)
     for layer, kind in (
         (AllGather, "axes_all_gather"),
         (ReduceScatter, "axes_reduce_scatter"),
@@ -56,12 +56,12 @@ def test_axes_to_keep_and_negative_axes(wire):
 
 @pytest.mark.parametrize("scale", [None, 4])
 @spmd(2, on=("threads",))
-def test_second_gradients(wire, scale):
+def test_second_gradients(group, scale):
     """Of y³ with y the gathered or summed x; each way through the layer is scaled."""
     xs = [draw(rank, 2, dtype=torch.float64) for rank in range(2)]
     s = scale or 1
-    for layer, y, factor in ((AllGather, xs[wire.rank], 1), (AllSumReduce, xs[0] + xs[1], 2)):
-        x = xs[wire.rank].clone().requires_grad_()
+    for layer, y, factor in ((AllGather, xs[group.rank], 1), (AllSumReduce, xs[0] + xs[1], 2)):
+        x = xs[group.rank].clone().requires_grad_()
         z = layer(grid(2), (0,), scale_backward=scale)(x) ** 3
         (first,) = torch.autograd.grad(z.sum(), x, create_graph=True)
         torch.testing.assert_close(first, 2 * 3 * y**2 / s)
@@ -71,8 +71,8 @@ def test_second_gradients(wire, scale):
 
 @pytest.mark.parametrize("layer", [AllGather, ReduceScatter, AllSumReduce])
 @spmd(2, on=("threads",))
-def test_scaling_leaves_the_callers_gradient_alone(wire, layer):
-    P_x, x = grid(2, 1), draw(wire.rank, 2, 3).requires_grad_()
+def test_scaling_leaves_the_callers_gradient_alone(group, layer):
+    P_x, x = grid(2, 1), draw(group.rank, 2, 3).requires_grad_()
     y = layer(P_x, (0,))(x)
     y.backward(draw(9, *y.shape))
     expected, x.grad = x.grad / 2, None
@@ -90,10 +90,10 @@ def test_scaling_leaves_the_callers_gradient_alone(wire, layer):
 
 
 @spmd(2, on=("processes",))  # forward mode has one level for all threads of a process
-def test_scaling_under_torch_func_and_in_forward_mode(wire):
+def test_scaling_under_torch_func_and_in_forward_mode(group):
     layer = AllGather(grid(2), (0,), scale_backward=4)
     plain = AllGather(grid(2), (0,))
-    x = draw(wire.rank, 3, 2, dtype=torch.float64)
+    x = draw(group.rank, 3, 2, dtype=torch.float64)
 
     def loss_of(layer):
         return lambda x: layer(x).square().sum()
@@ -117,18 +117,18 @@ def test_scaling_under_torch_func_and_in_forward_mode(wire):
 
 
 @spmd(2, on=("threads",))
-def test_scaling_of_a_broadcast(wire):
-    x = torch.ones(1, 2, requires_grad=True) if wire.rank == 0 else zero_volume_tensor()
+def test_scaling_of_a_broadcast(group):
+    x = torch.ones(1, 2, requires_grad=True) if group.rank == 0 else zero_volume_tensor()
     P_0, P_x = grid(1), grid(2)
     y = Broadcast(P_0, P_x, scale_backward=4)(x)
     y.backward(dy := torch.full((1, 2), 6.0))
     assert dy.tolist() == [[6.0, 6.0]]
-    if wire.rank == 0:
+    if group.rank == 0:
         assert x.grad.tolist() == [[3.0, 3.0]]
 
 
 @spmd(3, on=("threads",))
-def test_no_grad_is_heard(wire):
+def test_no_grad_is_heard(group):
     P_x, P_y = grid(2), MPIPartition().create_partition_inclusive([1, 2])
     x = (torch.ones(2) if P_x.active else zero_volume_tensor()).requires_grad_()
     with torch.no_grad():
@@ -137,7 +137,7 @@ def test_no_grad_is_heard(wire):
 
 
 @spmd(3, on=("threads",))
-def test_nothing_is_returned_as_it_came(wire):
+def test_nothing_is_returned_as_it_came(group):
     P_x, P_one = grid(2), grid(1)
     x = torch.ones(2) if P_x.active else zero_volume_tensor()
     for layer in (
@@ -157,7 +157,7 @@ def test_nothing_is_returned_as_it_came(wire):
 
 
 @spmd(2, on=("processes",), timeout=40.0)
-def test_it_compiles(wire):
+def test_it_compiles(group):
     P_x, P_0 = grid(2), grid(1)
     gather = AllGather(P_x, (0,), scale_backward=2, shape=(4, 3))
     move = Repartition(P_x, P_0, shape=(4, 3))
@@ -165,14 +165,14 @@ def test_it_compiles(wire):
     def model(x):
         return move(gather(x)[:2] * 3).square().sum()
 
-    x = draw(wire.rank, 2, 3).requires_grad_()
+    x = draw(group.rank, 2, 3).requires_grad_()
     (expected,) = torch.autograd.grad(model(x), x)
     with warnings.catch_warnings():  # Dynamo's own, of how it looks at any autograd.Function
         warnings.filterwarnings("ignore", "<class 'torch.autograd.function.Function'>")
         y = torch.compile(model, fullgraph=True, backend="aot_eager")(x)
     assert torch.equal(y, model(x))
     assert torch.equal(torch.autograd.grad(y, x)[0], expected)
-    assert expected.any() == (wire.rank == 0)
+    assert expected.any() == (group.rank == 0)
 
 
 # "A shape that changes on one rank" is, in tests/nn/test_bad_input.py,

@@ -37,7 +37,7 @@ y = layer(x)
 
 
 def test_the_example_of_the_document():
-    def program(wire):
+    def program(group):
         space = {
             "np": np,
             "torch": torch,
@@ -70,14 +70,14 @@ script = _script()  # here: ranks that are threads would load it at the same tim
 
 
 @spmd(5)
-def test_a_program_gives_what_one_process_gives(wire):
+def test_a_program_gives_what_one_process_gives(group):
     loss, index, found = script.main()
     expected, grads = script.sequential()
-    if wire.rank == 0:
+    if group.rank == 0:
         assert loss == pytest.approx(expected)
         torch.testing.assert_close(found["weight"], grads["conv"])
         torch.testing.assert_close(found["images"], grads["images"])
-    if wire.rank == 4:
+    if group.rank == 4:
         assert index is None and loss == 0
         return
     shape = grads["linear"].shape

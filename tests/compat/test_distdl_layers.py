@@ -66,7 +66,7 @@ GRIDS = [
 
 @pytest.mark.parametrize("small, large, turn_small, turn_large", GRIDS)
 def test_workers_are_matched_as_in_distdl(small, large, turn_small, turn_large):
-    def program(wire):
+    def program(group):
         P_s, P_l = grid(small, 1), grid(large)
         s = small[::-1] if turn_small else small
         s = (1,) * (len(large) - len(small)) + s
@@ -93,10 +93,10 @@ def test_workers_are_matched_as_in_distdl(small, large, turn_small, turn_large):
         ):
             order = P.grid.union(Q.grid).ranks.index
             right = {a: (a, *sorted({*each} - {a}, key=order)) for a, each in expected.items()}
-            mine = [right[a] for a, each in expected.items() if wire.rank in each]
-            for team, wanted in zip(teams, (right.get(wire.rank), *mine, None), strict=False):
+            mine = [right[a] for a, each in expected.items() if group.rank in each]
+            for team, wanted in zip(teams, (right.get(group.rank), *mine, None), strict=False):
                 assert (team.grid.ranks if team.active else None) == wanted
-        x = torch.tensor([[float(wire.rank)]]) if P_s.active else zero_volume_tensor(1)
+        x = torch.tensor([[float(group.rank)]]) if P_s.active else zero_volume_tensor(1)
         y = Broadcast(P_s, P_l, turn_small, turn_large)(x)
         z = SumReduce(P_l, P_s, turn_large, turn_small)(y)
         return (y.tolist() if P_l.active else None), (z.tolist() if P_s.active else None), expected
@@ -108,7 +108,7 @@ def test_workers_are_matched_as_in_distdl(small, large, turn_small, turn_large):
 
 
 @spmd(2, on=("threads",))
-def test_grids_that_do_not_match(wire):
+def test_grids_that_do_not_match(group):
     with pytest.raises(weft.WeftError, match="does not broadcast"):
         Broadcast(grid((1, 2)), grid((2, 1)))
     Broadcast(grid((1, 2)), grid((2, 1)), transpose_dest=True)
@@ -121,37 +121,37 @@ def test_grids_that_do_not_match(wire):
 
 
 @spmd(4, on=("threads",))
-def test_batches_are_kept(wire):
+def test_batches_are_kept(group):
     P_x, P_y = grid((1, 2)), grid((1, 2), 1)  # ranks 0, 1 and 1, 2; rank 3 is in neither
     x = torch.ones(3, 2) if P_x.active else zero_volume_tensor(3)
     for make in (Repartition, Broadcast, SumReduce, DistributedTranspose):
         y = make(P_x, P_y)(x)
         assert y.shape == ((3, 2) if P_y.active else (3, 0))
         y = make(P_x, P_y, preserve_batch=False)(x)
-        assert y.shape == ((3, 2) if P_y.active else (3, 0) if wire.rank == 3 else (0,))
+        assert y.shape == ((3, 2) if P_y.active else (3, 0) if group.rank == 3 else (0,))
     x.requires_grad_()
     y = Repartition(P_x, P_y)(x)
-    assert y.requires_grad == (wire.rank != 3) or wire.rank == 3
+    assert y.requires_grad == (group.rank != 3) or group.rank == 3
     loss = y.sum() if P_y.active else ZeroVolumeCorrectorFunction.apply(y)
     loss.backward()
     assert x.grad.shape == x.shape and bool((x.grad == 1).all())
 
 
 @spmd(3, on=("threads",))
-def test_the_same_grid_evens_uneven_shards_out(wire):
+def test_the_same_grid_evens_uneven_shards_out(group):
     layer = Repartition(grid((2,)), grid((2,)))
     assert layer.P_x_to_y_overlaps == layer.P_y_to_x_overlaps == []
-    y = layer([torch.arange(3), torch.tensor([3]), zero_volume_tensor()][wire.rank])
+    y = layer([torch.arange(3), torch.tensor([3]), zero_volume_tensor()][group.rank])
     nothing = (None, None, None)
     place, sent, found = [
         ([0, 1], [(slice(0, 2), 2, "self"), (slice(2, 3), 1, 1)], [(slice(0, 2), 2, "self")]),
         ([2, 3], [(slice(0, 1), 1, "self")], [(slice(0, 1), 1, 0), (slice(1, 2), 1, "self")]),
         ([], [], []),
-    ][wire.rank]
+    ][group.rank]
     assert y.tolist() == place
     boxes = [[((at,), (count,), who) for at, count, who in each] for each in (sent, found)]
-    assert layer.P_x_to_y_overlaps == ([nothing] if wire.rank == 1 else []) + boxes[0]
-    assert layer.P_y_to_x_overlaps == boxes[1] + ([nothing] if wire.rank == 0 else [])
+    assert layer.P_x_to_y_overlaps == ([nothing] if group.rank == 1 else []) + boxes[0]
+    assert layer.P_y_to_x_overlaps == boxes[1] + ([nothing] if group.rank == 0 else [])
     with pytest.raises(ValueError, match="P_x has 1 dimensions and P_y 2"):
         Repartition(grid((3,)), grid((3, 1)))
 
@@ -175,7 +175,7 @@ CONVOLUTIONS = [
 
 @pytest.mark.parametrize("extents, cells, kernel, stride, dilation", CONVOLUTIONS)
 @spmd(4, on=("threads",))
-def test_halos_make_a_convolution(wire, extents, cells, kernel, stride, dilation):
+def test_halos_make_a_convolution(group, extents, cells, kernel, stride, dilation):
     conv = {1: F.conv1d, 2: F.conv2d}[len(extents)]
     seed = torch.Generator().manual_seed(3)
     whole = torch.randn((2, 1, *extents), generator=seed, dtype=torch.float64).requires_grad_()
@@ -201,8 +201,8 @@ def test_halos_make_a_convolution(wire, extents, cells, kernel, stride, dilation
 
 
 @spmd(3, on=("threads",))
-def test_halos_that_are_none(wire):
-    P_x, last = grid((3,)), wire.rank == 2
+def test_halos_that_are_none(group):
+    P_x, last = grid((3,)), group.rank == 2
     for bad in (None, [[1]], [[-1, 0]], [[0.5, 0]], "ab", [[float("nan"), 0]]):
         with pytest.raises(weft.WeftError, match=r"rank 2 of a grid of .* has halos that are no"):
             HaloExchange(P_x, bad if last else [[0, 0]])
@@ -221,20 +221,20 @@ def test_halos_that_are_none(wire):
 
 
 @spmd(3, on=("threads",))
-def test_padding_at_the_edge_is_kept(wire):
+def test_padding_at_the_edge_is_kept(group):
     P_x = grid((2,))
     if not P_x.active:
         assert HaloExchange(P_x, None)(zero_volume_tensor()).shape == (0,)
         return
-    x = torch.tensor([9.0, 1, 0] if wire.rank == 0 else [0.0, 2, 8]).requires_grad_()
+    x = torch.tensor([9.0, 1, 0] if group.rank == 0 else [0.0, 2, 8]).requires_grad_()
     y = HaloExchange(P_x, [[1, 1]])(x)
-    assert y.tolist() == ([9, 1, 2] if wire.rank == 0 else [1, 2, 8])
+    assert y.tolist() == ([9, 1, 2] if group.rank == 0 else [1, 2, 8])
     y.sum().backward()
-    assert x.grad.tolist() == ([1, 2, 0] if wire.rank == 0 else [0, 2, 1])
+    assert x.grad.tolist() == ([1, 2, 0] if group.rank == 0 else [0, 2, 1])
 
 
 @spmd(2, on=("processes",))
-def test_layers_are_modules(wire):
+def test_layers_are_modules(group):
     P_x = grid((2,))
     layers = [AllGather(P_x, (0,)), Repartition(P_x, grid((2,), 0)), HaloExchange(P_x, [[0, 0]])]
     model = pickle.loads(pickle.dumps(torch.nn.Sequential(*layers[:1]))).to(torch.float64)

@@ -15,14 +15,14 @@ from weft.testing import run, spmd
 
 
 @spmd(6, on=("threads",))
-def test_attributes(wire):
+def test_attributes(group):
     P_world = MPIPartition(MPI.COMM_WORLD)
-    assert (P_world.rank, P_world.size, P_world.index) == (wire.rank, 6, wire.rank)
+    assert (P_world.rank, P_world.size, P_world.index) == (group.rank, 6, group.rank)
     assert P_world.active and P_world.dim == 1 and P_world.shape.tolist() == [6]
     P_base = P_world.create_partition_inclusive(np.array([5, 3, 1, 0]))
     P_x = P_base.create_cartesian_topology_partition(np.array([2, 2]), periods=[False, False])
-    if wire.rank in (5, 3, 1, 0):
-        place = [5, 3, 1, 0].index(wire.rank)
+    if group.rank in (5, 3, 1, 0):
+        place = [5, 3, 1, 0].index(group.rank)
         assert P_base.active and P_x.active
         assert P_base.rank == P_base.index == P_x.rank == place
         assert P_x.index.tolist() == [place // 2, place % 2]
@@ -40,12 +40,12 @@ def test_attributes(wire):
         P_x.cartesian_index(4)
     P_world.comm.Barrier()
     MPI.COMM_WORLD.Barrier()
-    assert MPI.COMM_WORLD.Get_size() == 6 and MPI.COMM_WORLD.Get_rank() == wire.rank
+    assert MPI.COMM_WORLD.Get_size() == 6 and MPI.COMM_WORLD.Get_rank() == group.rank
     assert MPI.Wtime() <= MPI.Wtime()
 
 
 @spmd(6, on=("threads",))
-def test_partitions_of_partitions(wire):
+def test_partitions_of_partitions(group):
     P_world = MPIPartition()
     P_a, P_b = (P_world.create_partition_inclusive(ranks) for ranks in ([4, 1], [1, 0, 2]))
     assert P_a.create_partition_union(P_b).grid.ranks == (4, 1, 0, 2)
@@ -55,10 +55,12 @@ def test_partitions_of_partitions(wire):
     P_x = P_world.create_cartesian_topology_partition([2, 3])
     row = P_x.create_cartesian_subtopology_partition([False, True])
     assert isinstance(row, MPICartesianPartition)
-    assert row.shape.tolist() == [3] and row.rank == wire.rank % 3
-    assert row.grid.ranks == tuple(range(wire.rank - wire.rank % 3, wire.rank - wire.rank % 3 + 3))
+    assert row.shape.tolist() == [3] and row.rank == group.rank % 3
+    assert row.grid.ranks == tuple(
+        range(group.rank - group.rank % 3, group.rank - group.rank % 3 + 3)
+    )
     column = P_x.create_allreduction_partition((-2,))
-    assert column.shape.tolist() == [2, 1] and column.rank == wire.rank // 3
+    assert column.shape.tolist() == [2, 1] and column.rank == group.rank // 3
     with pytest.raises(weft.WeftError, match=r"a grid of \(2, 2\) does not take the 6 workers"):
         P_world.create_cartesian_topology_partition([2, 2])
     with pytest.raises(weft.WeftError, match="not distinct cells"):
@@ -75,10 +77,10 @@ def test_partitions_of_partitions(wire):
 
 
 @spmd(3, on=("threads",))
-def test_a_partition_of_a_group(wire):
-    assert MPIPartition(wire, device="cpu").grid.group is wire
-    part = MPIPartition(MPIPartition().create_partition_inclusive([2, 0])._comm or wire)
-    assert part.size == (3 if wire.rank == 1 else 2)
+def test_a_partition_of_a_group(group):
+    assert MPIPartition(group, device="cpu").grid.group is group
+    part = MPIPartition(MPIPartition().create_partition_inclusive([2, 0])._comm or group)
+    assert part.size == (3 if group.rank == 1 else 2)
     with pytest.raises(weft.WeftError):
         MPIPartition("world")
 
@@ -104,10 +106,10 @@ def test_a_partition_of_an_mpi4py_communicator():
             meet.wait(20)
             return found
 
-    def program(wire):
-        P = MPIPartition(Comm((wire.rank + 1) % 3))
+    def program(group):
+        P = MPIPartition(Comm((group.rank + 1) % 3))
         with pytest.raises(weft.WeftError, match=r"are ranks \[0, 0, 0\] of weft's group: start"):
-            MPIPartition(Comm(wire.rank, same=True))
+            MPIPartition(Comm(group.rank, same=True))
         with pytest.raises(weft.WeftError, match=r"MPI.COMM_NULL tells nothing"):
             MPIPartition(Comm(-1))
         assert P._comm.rank == P.rank  # mpi4py's own
@@ -117,29 +119,29 @@ def test_a_partition_of_an_mpi4py_communicator():
 
 
 @spmd(4)
-def test_data_of_scripts(wire):
+def test_data_of_scripts(group):
     P_world = MPIPartition()
     P_a, P_b = (P_world.create_partition_inclusive(ranks) for ranks in ([3, 1], [0, 1, 3]))
-    data = np.array([[1.5, 2.5]]) * wire.rank
-    found = P_b.broadcast_data(data if wire.rank == 3 else None, P_data=P_a)
-    assert (found is None) == (wire.rank == 2)
+    data = np.array([[1.5, 2.5]]) * group.rank
+    found = P_b.broadcast_data(data if group.rank == 3 else None, P_data=P_a)
+    assert (found is None) == (group.rank == 2)
     assert found is None or found.tolist() == [[4.5, 7.5]]
-    assert P_world.broadcast_data(7 if wire.rank == 1 else None, root=1).tolist() == [7]
+    assert P_world.broadcast_data(7 if group.rank == 1 else None, root=1).tolist() == [7]
     with pytest.raises(weft.WeftError, match=r"the root, .* is not in"):
         P_a.broadcast_data(data, P_data=P_b)
-    gathered = P_world.allgather_data(np.array([wire.rank, 5], dtype=np.int16))
+    gathered = P_world.allgather_data(np.array([group.rank, 5], dtype=np.int16))
     assert gathered.tolist() == [[rank, 5] for rank in range(4)] and gathered.dtype == np.int16
     for op, value in (("sum", 6), ("prod", 0), ("min", 0), ("max", 3)):
-        assert P_world.allreduce_data(np.array([[wire.rank]]), op).tolist() == [[value]]
+        assert P_world.allreduce_data(np.array([[group.rank]]), op).tolist() == [[value]]
     with pytest.raises(weft.WeftError, match="op is 'mean': use sum, prod, min, max"):
         P_world.allreduce_data(data, "mean")
 
     P_x = P_world.create_partition_inclusive([0, 1]).create_cartesian_topology_partition([2, 1])
-    local = TensorStructure(torch.empty(3 + wire.rank, 2))
+    local = TensorStructure(torch.empty(3 + group.rank, 2))
     shapes = distdl.compute_subtensor_shapes_unbalanced(local, P_x, P_world)
     assert shapes.tolist() == [[[3, 2]], [[4, 2]]]
     alone = distdl.compute_subtensor_shapes_unbalanced(local, P_x)
-    assert (alone is None) == (wire.rank > 1)
+    assert (alone is None) == (group.rank > 1)
 
 
 def test_ranks_that_have_no_place_to_meet_all_hear_why(monkeypatch):
@@ -163,8 +165,8 @@ def test_ranks_that_have_no_place_to_meet_all_hear_why(monkeypatch):
 
 
 @spmd(3)
-def test_a_communicator_without_mpi(wire):
-    comm, rank = MPI.COMM_WORLD, wire.rank
+def test_a_communicator_without_mpi(group):
+    comm, rank = MPI.COMM_WORLD, group.rank
     sent, found = np.array([rank, 5], np.int16), np.zeros((1, 2), np.int16)
     for op, right in ((MPI.SUM, [3, 15]), (MPI.MAX, [2, 5]), (max, [2, 5]), (MPI.PROD, [0, 125])):
         comm.Allreduce([sent, "MPI.SHORT"], found, op=op)
@@ -241,9 +243,9 @@ def test_buffers_grow_and_are_shared():
 
 
 def test_printing_in_order(capsys):
-    def program(wire):
+    def program(group):
         P = MPIPartition().create_partition_inclusive([2, 0])
-        P.print_sequential(f"rank {wire.rank}, ü" if wire.rank else "two\nlines")
+        P.print_sequential(f"rank {group.rank}, ü" if group.rank else "two\nlines")
 
     run(3, program)
     assert capsys.readouterr().out == "rank 2, ü\ntwo\nlines\n"

@@ -85,7 +85,7 @@ def cut(P_world, ranks, shape):
 
 @pytest.mark.parametrize("outsiders", [[], [2], [1, 6], [-1, -2], None])
 @spmd(6, on=("threads",))
-def test_who_is_not_in_a_grid_may_pass_any_shape_for_it(wire, outsiders):
+def test_who_is_not_in_a_grid_may_pass_any_shape_for_it(group, outsiders):
     P_world = MPIPartition()
 
     def grid(ranks, shape):
@@ -93,18 +93,18 @@ def test_who_is_not_in_a_grid_may_pass_any_shape_for_it(wire, outsiders):
         return P.create_cartesian_topology_partition(shape if P.active else outsiders)
 
     P_x, P_w, P_y = grid([1, 2], [1, 2]), grid([4, 3, 2, 1], [2, 2]), grid([3, 0], [2, 1])
-    x = torch.full((1, 2), float(wire.rank)) if P_x.active else zero_volume_tensor(1)
+    x = torch.full((1, 2), float(group.rank)) if P_x.active else zero_volume_tensor(1)
     x.requires_grad = True
     w = Broadcast(P_x, P_w)(x)
     if P_w.active:
-        assert w.tolist() == [[[1.0, 2.0][wire.rank % 2]] * 2]
+        assert w.tolist() == [[[1.0, 2.0][group.rank % 2]] * 2]
     y = SumReduce(P_w, P_y)(w * 2)
     assert y.tolist() == ([[6.0, 6.0]] if P_y.active else [[]])
     y.backward(torch.ones_like(y))
     if P_x.active:
         assert x.grad.tolist() == [[4.0, 4.0]]
     z = Repartition(P_x, P_y)(x.detach())
-    assert z.numel() == (4 if wire.rank == 3 else 0)
+    assert z.numel() == (4 if group.rank == 3 else 0)
     send, receive = P_x.create_broadcast_partition_to(P_w)
     assert (send.active, receive.active) == (P_x.active, P_w.active)
     for layer in (
@@ -118,19 +118,19 @@ def test_who_is_not_in_a_grid_may_pass_any_shape_for_it(wire, outsiders):
         )
     assert P_x.create_cartesian_subtopology_partition([False, True]).active == P_x.active
     assert P_x.create_allreduction_partition((1,)).active == P_x.active
-    if wire.rank == 5 and outsiders == [2]:
+    if group.rank == 5 and outsiders == [2]:
         with pytest.raises(weft.WeftError, match=r"^rank 5 does not know the grid of 4 of ranks"):
             P_w.grid  # noqa: B018
 
 
 @spmd(4, on=("threads",))
-def test_workers_of_a_grid_that_pass_different_shapes_all_hear_so(wire):
+def test_workers_of_a_grid_that_pass_different_shapes_all_hear_so(group):
     P_world = MPIPartition()
     base = P_world.create_partition_inclusive([1, 2])
-    P_x = base.create_cartesian_topology_partition([1, 2] if wire.rank != 2 else [2, 1])
+    P_x = base.create_cartesian_topology_partition([1, 2] if group.rank != 2 else [2, 1])
     P_y = cut(P_world, [0, 1], [2, 1])
     text = r"^rank 1 made a grid of \(1, 2\) of the workers .*, and rank 2 one of \(2, 1\): pass"
-    if wire.rank < 3:
+    if group.rank < 3:
         for make in (Broadcast, Repartition):
             with pytest.raises(weft.WeftError, match=text):
                 make(P_x, P_y)
@@ -146,10 +146,10 @@ def test_workers_of_a_grid_that_pass_different_shapes_all_hear_so(wire):
 
 
 @spmd(4, on=("threads",))
-def test_the_structure_of_a_whole_tensor(wire):
+def test_the_structure_of_a_whole_tensor(group):
     P_world = MPIPartition()
     P_x = cut(P_world, [2, 1], [2, 1])
-    x = torch.empty(wire.rank + 1, 4, 3, dtype=torch.float16, requires_grad=True)
+    x = torch.empty(group.rank + 1, 4, 3, dtype=torch.float16, requires_grad=True)
     whole = assemble_global_tensor_structure(x, P_x)
     if not P_x.active:
         assert whole == TensorStructure()
@@ -165,8 +165,8 @@ def test_the_structure_of_a_whole_tensor(wire):
 
 
 @spmd(3)
-def test_a_communicator_takes_objects(wire):
-    comm, rank = MPI.COMM_WORLD, wire.rank
+def test_a_communicator_takes_objects(group):
+    comm, rank = MPI.COMM_WORLD, group.rank
     assert comm.allgather({"rank": rank}) == [{"rank": each} for each in range(3)]
     assert comm.gather("x" * rank, root=1) == (["", "x", "xx"] if rank == 1 else None)
     assert comm.bcast([7] if rank == 2 else "unread", root=2) == [7]
@@ -181,17 +181,17 @@ def test_a_communicator_takes_objects(wire):
     request = comm.Iallreduce(MPI.IN_PLACE, array)
     assert request.Test() and MPI.Request.Waitall([request])
     assert array.tolist() == [3, 3]
-    group = comm.Get_group()
-    assert (group.Get_rank(), group.Get_size()) == (group.rank, group.size) == (rank, 3)
+    mine = comm.Get_group()
+    assert (mine.Get_rank(), mine.Get_size()) == (mine.rank, mine.size) == (rank, 3)
     other = comm.Dup()
     assert other.allgather(rank) == [0, 1, 2]
-    for each in (group, other):
+    for each in (mine, other):
         each.Free()
     assert MPIPartition(other)._comm.gather(rank, root=2) == ([0, 1, 2] if rank == 2 else None)
 
 
 @spmd(2, on=("threads",))
-def test_partitions_of_nobody_and_of_a_line(wire):
+def test_partitions_of_nobody_and_of_a_line(group):
     P = distdl.backend.Partition()  # as DistDL's layers begin
     assert (P.active, P.size, P.rank, P.index) == (False, 0, -1, None)
     assert P.broadcast_data(3) is None and "nobody" in repr(P)
@@ -209,7 +209,7 @@ def test_partitions_of_nobody_and_of_a_line(wire):
 
 
 @spmd(4, on=("threads",))
-def test_buffer_managers_get_the_buffers_that_distdl_would_use(wire):
+def test_buffer_managers_get_the_buffers_that_distdl_would_use(group):
     """Of a network on grids of 1, 4 and 3 workers: DistDL's own test has these numbers."""
     P_world, manager = MPIPartition(), BufferManager()
     P_1, P_4, P_3 = (
@@ -223,14 +223,14 @@ def test_buffer_managers_get_the_buffers_that_distdl_would_use(wire):
         (P_3, P_1, (3, 2, 2, 1)),
     ):
         x = Repartition(source, target, buffer_manager=manager)(x)
-        assert len(manager.buffers_map[np.float32]) == counts[wire.rank]
+        assert len(manager.buffers_map[np.float32]) == counts[group.rank]
     halos = BufferManager()
     layer = HaloExchange(
-        P_4, [[0, 0], [int(wire.rank > 0), 2 * (wire.rank < 3)]], buffer_manager=halos
+        P_4, [[0, 0], [int(group.rank > 0), 2 * (group.rank < 3)]], buffer_manager=halos
     )
     layer(torch.zeros(2, 7, dtype=torch.bfloat16))
     (buffers,) = halos.buffers_map.values()
-    widths = [1 if wire.rank else 0, 2 if wire.rank < 3 else 0]
+    widths = [1 if group.rank else 0, 2 if group.rank < 3 else 0]
     assert len(buffers) == 4
     assert {(2, width) for width in widths if width} <= {*buffers[1].views, *buffers[3].views}
 
@@ -284,7 +284,7 @@ def test_the_halo_of_an_interpolation_has_what_torch_reads(mode, x_extent, y_ext
 
 
 @spmd(3, on=("threads",))
-def test_an_interpolation_in_parts_is_that_of_the_whole(wire):
+def test_an_interpolation_in_parts_is_that_of_the_whole(group):
     P_x = MPIPartition().create_cartesian_topology_partition([1, 1, 3])
     x, y = TensorStructure(torch.empty(1, 2, 10)), TensorStructure(torch.empty(1, 2, 23))
     halo, received, sent, used = InterpolateMixin()._compute_exchange_info(

@@ -34,10 +34,10 @@ def kept():
     )
 
 
-def through_event(wire, **changed):
+def through_event(group, **changed):
     """One call as the document writes it; its values."""
     sent = torch.tensor([5, 2, 5]), 3, torch.arange(6.0), 6
-    arguments = [*sent, *[None] * 4, torch.int64, torch.float32, "sum", wire, None, kept(), []]
+    arguments = [*sent, *[None] * 4, torch.int64, torch.float32, "sum", group, None, kept(), []]
     names = inspect.signature(event.sparse_allreduce).parameters
     given = dict(zip(names, arguments, strict=True)) | changed
     event.sparse_allreduce(*given.values()).wait()
@@ -130,33 +130,33 @@ EVENT = {
 
 @pytest.mark.parametrize("what", EVENT)
 @spmd(3, on=("threads",))
-def test_one_rank_errs_and_all_are_told(wire, what):
+def test_one_rank_errs_and_all_are_told(group, what):
     changed, text = EVENT[what]
     with pytest.raises(weft.WeftError, match=text) as caught:
-        through_event(wire, **(changed if wire.rank == 1 else {}))
+        through_event(group, **(changed if group.rank == 1 else {}))
     assert str(caught.value).startswith("rank 1: ")
-    assert through_event(wire) == [6.0, 9.0, 12.0, 18.0]
+    assert through_event(group) == [6.0, 9.0, 12.0, 18.0]
 
 
 @spmd(2, on=("threads",))
-def test_wrong_dtypes_are_not_taken_for_a_reduction_and_a_group(wire):
+def test_wrong_dtypes_are_not_taken_for_a_reduction_and_a_group(group):
     """Of the short overloads, too: a group that is none could not be told."""
-    dtypes = ("long", "real") if wire.rank else ("int64", "float")
+    dtypes = ("long", "real") if group.rank else ("int64", "float")
     sent = torch.tensor([5]), 1, torch.ones(1), 1, *[None] * 4
     with pytest.raises(weft.WeftError, match="rank 1: ind_dtype is 'long': pass a torch dtype"):
-        event.sparse_allreduce(*sent, *dtypes, "sum", wire, attr=kept()).wait()
-    assert through_event(wire) == [4.0, 6.0, 8.0, 12.0]
+        event.sparse_allreduce(*sent, *dtypes, "sum", group, attr=kept()).wait()
+    assert through_event(group) == [4.0, 6.0, 8.0, 12.0]
 
 
 @spmd(1, 2, on=("threads",))
-def test_types_of_numpy_and_typed_pointers_serve(wire):
+def test_types_of_numpy_and_typed_pointers_serve(group):
     pointer = ctypes.cast(VALUES, ctypes.POINTER(ctypes.c_float))
     for dtypes in (np.int64, np.float32), (np.dtype("i8"), np.dtype("f4")):
         named = dict(zip(("ind_dtype", "val_dtype"), dtypes, strict=True))
-        found = through_event(wire, send_val_buf=pointer, **named)
-        assert found == [2.0 * wire.size, 3.0 * wire.size, 4.0 * wire.size, 6.0 * wire.size]
+        found = through_event(group, send_val_buf=pointer, **named)
+        assert found == [2.0 * group.size, 3.0 * group.size, 4.0 * group.size, 6.0 * group.size]
     attr, indices = kept(), torch.tensor([5, 2, 5])  # the pointer's own dtype
-    event.sparse_allreduce(indices, 3, pointer, 6, *[None] * 4, "sum", wire, attr=attr).wait()
+    event.sparse_allreduce(indices, 3, pointer, 6, *[None] * 4, "sum", group, attr=attr).wait()
     assert attr.fn_ctx == [found]
 
 
@@ -165,20 +165,20 @@ FOREVER = {"a future of torch": torch.futures.Future(), "what has a wait": threa
 
 @pytest.mark.parametrize("what", FOREVER)
 @spmd(3, on=("threads",), timeout=4.0)
-def test_what_never_ends_is_told_to_all(wire, what):
+def test_what_never_ends_is_told_to_all(group, what):
     text = r"rank 1: deps\[0\], a \w+, has not ended within 3 s"
-    through_event(wire)  # all begin at the same moment
+    through_event(group)  # all begin at the same moment
     with pytest.raises(weft.WeftError, match=text):
-        through_event(wire, deps=[FOREVER[what]] if wire.rank == 1 else [])
-    assert through_event(wire) == [6.0, 9.0, 12.0, 18.0]
+        through_event(group, deps=[FOREVER[what]] if group.rank == 1 else [])
+    assert through_event(group) == [6.0, 9.0, 12.0, 18.0]
 
 
 @spmd(2, on=("threads",), timeout=4.0)
-def test_calls_that_wait_for_each_other_end(wire):
+def test_calls_that_wait_for_each_other_end(group):
     """Each rank's call on one group waits for its call on the other, in opposite orders."""
-    with event.Communicator(wire).split(0) as other:
-        through_event(wire, comm=other)
-        first, second = (wire, other) if wire.rank else (other, wire)
+    with event.Communicator(group).split(0) as other:
+        through_event(group, comm=other)
+        first, second = (group, other) if group.rank else (other, group)
         indices, ones = torch.tensor([1]), torch.ones(1)
         arguments = (indices, 1, ones, 1, *[None] * 4, "sum")
         gate = concurrent.futures.Future()
@@ -187,7 +187,7 @@ def test_calls_that_wait_for_each_other_end(wire):
         for made in (begun, after):
             with pytest.raises(weft.Error, match=r"has not ended within|failed"):
                 made.wait()
-    assert through_event(wire) == [4.0, 6.0, 8.0, 12.0]
+    assert through_event(group) == [4.0, 6.0, 8.0, 12.0]
 
 
 BARE = {
@@ -198,7 +198,7 @@ BARE = {
 
 
 @spmd(2, on=("threads",))
-def test_a_buffer_without_dtype_needs_the_dtypes_named(wire):
+def test_a_buffer_without_dtype_needs_the_dtypes_named(group):
     """The typed overload cannot know what None or an address is of."""
     indices, count = (ctypes.c_int64 * 3)(5, 2, 5), 3
     for buffers, what in (
@@ -207,28 +207,28 @@ def test_a_buffer_without_dtype_needs_the_dtypes_named(wire):
         ((BARE["int"](indices), count, VALUES, 6), "send_ind_buf is an address"),
         ((indices, count, BARE["void"](VALUES), 6), "send_val_buf is an address"),
     ):
-        sent = buffers if wire.rank else (indices, count, VALUES, 6)
+        sent = buffers if group.rank else (indices, count, VALUES, 6)
         text = f"rank 1: {what}, which has no dtype: name the dtypes in the call"
         with pytest.raises(weft.WeftError, match=text):
-            event.sparse_allreduce(*sent, *[None] * 4, "sum", wire, attr=kept()).wait()
+            event.sparse_allreduce(*sent, *[None] * 4, "sum", group, attr=kept()).wait()
 
 
 @pytest.mark.parametrize("kind", BARE)
 @spmd(3, on=("threads",))
-def test_an_address_for_results_holds_as_much_as_is_sent(wire, kind):
+def test_an_address_for_results_holds_as_much_as_is_sent(group, kind):
     """The other ranks have room, and nothing is written there either."""
     room = (ctypes.c_int64 * 9)(*[-7] * 9), (ctypes.c_float * 9)(*[-7] * 9)
-    to = [BARE[kind](held) for held in room] if wire.rank == 1 else room
+    to = [BARE[kind](held) for held in room] if group.rank == 1 else room
 
     def call(indices):
         request.sparse_allreduce(
             *(indices, 3, torch.ones(3), 3, to[0], None, to[1], None, "int64", "float", "sum"),
-            comm=wire,
+            comm=group,
         ).wait()
 
     text = "rank 1: recv_ind_buf holds 3 elements and recv_val_buf 3, the result has 9 indices and"
     with pytest.raises(weft.WeftError, match=text):
-        call(torch.arange(3) + 10 * wire.rank)
+        call(torch.arange(3) + 10 * group.rank)
     assert list(room[0]) == [-7] * 9 and list(room[1]) == [-7.0] * 9
     call(torch.tensor([5, 8, 2]))
     assert list(room[0]) == [2, 5, 8] + [-7] * 6 and list(room[1]) == [3.0] * 3 + [-7.0] * 6

@@ -85,7 +85,7 @@ def test_the_memory_is_shared(kind):
 
 @pytest.mark.parametrize("kind", [*KINDS, "read-only", "address", "void", "pointer", "Address"])
 @spmd(2, on=("threads",))
-def test_whatever_has_memory_is_sent_and_received_to(wire, kind):
+def test_whatever_has_memory_is_sent_and_received_to(group, kind):
     held = (ctypes.c_float * 4)(*FLOATS), (ctypes.c_float * 4)()
     addresses = {
         "address": lambda to: ctypes.addressof(held[to]),
@@ -102,7 +102,7 @@ def test_whatever_has_memory_is_sent_and_received_to(wire, kind):
         source.flags.writeable = False
     indices, found = (ctypes.c_uint16 * 4)(9, 3, 9, 60000), np.zeros(4, np.uint16)
     request.sparse_allreduce(
-        *(indices, 4, source, 4, found, None, target, None, "uint16", "float", "sum"), comm=wire
+        *(indices, 4, source, 4, found, None, target, None, "uint16", "float", "sum"), comm=group
     ).wait()
     assert found[:3].tolist() == [3, 9, 60000]
     reached = held[1] if kind in addresses else target

@@ -26,46 +26,46 @@ def total(comm, value):
 
 
 @spmd(1, 3)
-def test_the_default_group(wire):
+def test_the_default_group(group):
     comm = event.create_communicator()
-    assert (comm.rank(), comm.size()) == (wire.rank, wire.size)
-    assert total(comm, wire.rank) == sum(range(wire.size))
+    assert (comm.rank(), comm.size()) == (group.rank, group.size)
+    assert total(comm, group.rank) == sum(range(group.size))
     comm.close()  # which leaves the group as it was
-    assert total(event.create_communicator(), 1) == wire.size
-    assert total(None, 1) == wire.size
-    assert repr(comm) == f"<Communicator rank {wire.rank} of {wire.size}>"
+    assert total(event.create_communicator(), 1) == group.size
+    assert total(None, 1) == group.size
+    assert repr(comm) == f"<Communicator rank {group.rank} of {group.size}>"
 
 
 @spmd(4)
-def test_split_by_color(wire):
+def test_split_by_color(group):
     comm = event.create_communicator()
-    with comm.split(wire.rank % 2) as half:
-        assert (half.rank(), half.size()) == (wire.rank // 2, 2)
-        assert total(half, wire.rank) == (2 if wire.rank % 2 == 0 else 4)
+    with comm.split(group.rank % 2) as half:
+        assert (half.rank(), half.size()) == (group.rank // 2, 2)
+        assert total(half, group.rank) == (2 if group.rank % 2 == 0 else 4)
     with pytest.raises(weft.Error, match="closed"):
         total(half, 1)
     with comm.split(-7) as same:
-        assert (same.rank(), same.size()) == (wire.rank, 4)
-    with comm.split(wire.rank) as alone:
-        assert total(alone, wire.rank) == wire.rank
+        assert (same.rank(), same.size()) == (group.rank, 4)
+    with comm.split(group.rank) as alone:
+        assert total(alone, group.rank) == group.rank
 
 
 @spmd(20, on=("threads",))
-def test_many_ranks_split(wire):
+def test_many_ranks_split(group):
     """Above 16 ranks colors travel by way of others."""
-    with event.create_communicator().split(wire.rank // 7) as part:
-        assert (part.rank(), part.size()) == (wire.rank % 7, 7 if wire.rank < 14 else 6)
+    with event.create_communicator().split(group.rank // 7) as part:
+        assert (part.rank(), part.size()) == (group.rank % 7, 7 if group.rank < 14 else 6)
 
 
 @spmd(3, on=("threads",))
-def test_a_color_is_an_integer(wire):
+def test_a_color_is_an_integer(group):
     for bad, said in (("red", "'red'"), (2**63, str(2**63)), (None, "None"), (1.0, r"1\.0")):
         with pytest.raises(weft.WeftError, match=f"rank 1: color is {said}: pass an integer"):
-            event.create_communicator().split(bad if wire.rank == 1 else 2)
-    with event.create_communicator().split(wire.rank == 1) as part:  # a bool is an integer, too
-        assert (part.rank(), part.size()) == (wire.rank // 2, 2 - wire.rank % 2)
-    with event.create_communicator().split(np.int64(wire.rank // 2)) as part:
-        assert part.size() == 2 - wire.rank // 2
+            event.create_communicator().split(bad if group.rank == 1 else 2)
+    with event.create_communicator().split(group.rank == 1) as part:  # a bool is an integer, too
+        assert (part.rank(), part.size()) == (group.rank // 2, 2 - group.rank % 2)
+    with event.create_communicator().split(np.int64(group.rank // 2)) as part:
+        assert part.size() == 2 - group.rank // 2
 
 
 def meet(rank, size, address):
@@ -98,8 +98,8 @@ def test_processes_meet_at_a_store():
 def test_any_store_of_torch_serves():
     store = dist.HashStore()
 
-    def program(wire):
-        with event.create_communicator(2, np.int64(wire.rank), store, timeout=10.0) as comm:
+    def program(group):
+        with event.create_communicator(2, np.int64(group.rank), store, timeout=10.0) as comm:
             return total(comm, 1)
 
     assert run(2, program) == [2.0, 2.0]
@@ -108,7 +108,7 @@ def test_any_store_of_torch_serves():
 def test_who_does_not_come_is_named():
     """Nobody waits for longer than was said."""
 
-    def program(wire, rank, store):
+    def program(group, rank, store):
         with pytest.raises(
             weft.WireError, match=r"rank 1 did not join before the timeout of 0\.5 s"
         ):

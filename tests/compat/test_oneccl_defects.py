@@ -29,13 +29,13 @@ def reduced(indices, values, rtype="sum", mode="regular"):
 
 @pytest.mark.parametrize("mode", ["regular", "disable", "keep_precision"])
 @spmd(2, on=("threads",))
-def test_negative_indices_are_refused(wire, mode):
+def test_negative_indices_are_refused(group, mode):
     """They were taken, and came out last."""
     for dtype in (torch.int8, torch.int64):
-        indices = torch.tensor([3, -2 if wire.rank else 2], dtype=dtype)
+        indices = torch.tensor([3, -2 if group.rank else 2], dtype=dtype)
         with pytest.raises(weft.WeftError, match="rank 1: index -2 is negative"):
             reduced(indices, torch.ones(2), mode=mode)
-    high = torch.tensor([2**64 - 2 if wire.rank else 2], dtype=torch.uint64)  # which is not
+    high = torch.tensor([2**64 - 2 if group.rank else 2], dtype=torch.uint64)  # which is not
     assert reduced(high, torch.ones(1), mode=mode)[0].tolist() == [2, 2**64 - 2]
 
 

@@ -146,8 +146,8 @@ def by_allocation(sent):
 
 @pytest.mark.parametrize("face", [by_request, by_completion, by_allocation])
 @spmd(2, on=("threads",))
-def test_the_accelerator_is_waited_for_on_the_way_in_and_out(wire, accelerator, face):
-    assert face(queued(wire.rank)) == ([2, 3, 5], [2.0, 2.0, 10.0])
+def test_the_accelerator_is_waited_for_on_the_way_in_and_out(group, accelerator, face):
+    assert face(queued(group.rank)) == ([2, 3, 5], [2.0, 2.0, 10.0])
 
 
 def test_narrow_indices_are_widened_where_the_callers_are():

@@ -79,10 +79,10 @@ def test_parameters_are_those_of_the_document():
 
 
 @spmd(1, 2, 3, 4, 7, 8)
-def test_either_callback_with_every_parameter(wire):
-    comm, rows = event.create_communicator(), part(wire.rank)
-    assert (comm.rank(), comm.size()) == (wire.rank, wire.size)
-    want = expected(parts(wire.size))
+def test_either_callback_with_every_parameter(group):
+    comm, rows = event.create_communicator(), part(group.rank)
+    assert (comm.rank(), comm.size()) == (group.rank, group.size)
+    want = expected(parts(group.size))
     for how in ("complete", "allocate"):
         kept = Kept()
         attr = kept.attr(how, ctx="mine")
@@ -102,9 +102,9 @@ def test_either_callback_with_every_parameter(wire):
 
 
 @spmd(1, 2, on=("threads",))
-def test_overloads(wire):
+def test_overloads(group):
     """Without dtypes, without a stream, by name: all are the same call."""
-    rows, comm = part(wire.rank), event.create_communicator()
+    rows, comm = part(group.rank), event.create_communicator()
     dtypes = [torch.int64, "float"]
     before = event.Event()
     for make in (
@@ -116,14 +116,14 @@ def test_overloads(wire):
         lambda attr: event.sparse_allreduce(*sent(rows), *dtypes, "sum", comm, attr, [before]),
         lambda attr: event.sparse_allreduce(*sent(rows), *dtypes, "sum", comm, attr=attr),
         lambda attr: event.sparse_allreduce(*sent(rows), None, None, "sum", comm, attr=attr),
-        lambda attr: event.sparse_allreduce(*sent(rows), rtype="sum", comm=wire, attr=attr),
+        lambda attr: event.sparse_allreduce(*sent(rows), rtype="sum", comm=group, attr=attr),
         lambda attr: event.sparse_allreduce(
             *sent(rows), ind_dtype="int64", val_dtype="float", rtype="sum", comm=comm, attr=attr
         ),
     ):
         kept = Kept()
         make(kept.attr()).wait()
-        assert kept.result() == flat(expected(parts(wire.size)))
+        assert kept.result() == flat(expected(parts(group.size)))
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.uint64, torch.int8])
@@ -137,14 +137,14 @@ def test_the_result_is_written_straight_to_what_alloc_fn_gives(monkeypatch, algo
         written.append(tuple(part.data_ptr() for part in result))
         return fill(memory, result, index)
 
-    def program(wire):
-        kept, rows = Kept(), part(wire.rank)
+    def program(group):
+        kept, rows = Kept(), part(group.rank)
         rows = weft.Rows(rows.indices.to(dtype), rows.values)
         attr = kept.attr("allocate", mode=mode)
-        event.sparse_allreduce(*sent(rows), "sum", wire, attr=attr).wait()
+        event.sparse_allreduce(*sent(rows), "sum", group, attr=attr).wait()
         if mode == "regular":
-            assert kept.result() == flat(expected(parts(wire.size)))
-            assert wire.size == 1 or algorithm in ("auto", last_call().algorithm)
+            assert kept.result() == flat(expected(parts(group.size)))
+            assert group.size == 1 or algorithm in ("auto", last_call().algorithm)
         return tuple(buffer.data_ptr() for buffer in kept.buffers)
 
     monkeypatch.setattr(operation._Memory, "fill", watched)
@@ -170,17 +170,17 @@ GIVEN = {
 
 @pytest.mark.parametrize("what", GIVEN)
 def test_what_alloc_fn_may_give(what):
-    def program(wire):
+    def program(group):
         made = []
 
         def allocate(n, _, m, *rest):
-            made.extend(GIVEN[what if wire.rank else "numpy"](n, m))
+            made.extend(GIVEN[what if group.rank else "numpy"](n, m))
             return made
 
         attr = event.create_sparse_allreduce_attr(alloc_fn=allocate)
-        event.sparse_allreduce(*sent(part(wire.rank)), "sum", wire, attr=attr).wait()
-        want = flat(expected(parts(wire.size)))
-        where = ROOMY if wire.rank and what == "addresses" else made
+        event.sparse_allreduce(*sent(part(group.rank)), "sum", group, attr=attr).wait()
+        want = flat(expected(parts(group.size)))
+        where = ROOMY if group.rank and what == "addresses" else made
         for buffer, dtype, numbers in zip(where, (np.int64, np.float32), want, strict=True):
             held = np.frombuffer(np.asarray(buffer), dtype)
             assert held[: len(numbers)].tolist() == numbers
@@ -198,13 +198,13 @@ TYPES = [*zip([*DTYPES, torch.uint64], INDICES * 2, strict=False)]
 @pytest.mark.parametrize("dtype, index", TYPES, ids=str)
 @pytest.mark.parametrize("how", ["complete", "allocate"])
 @spmd(1, 3, on=("threads",))
-def test_disable_gives_all_rows_in_rank_order(wire, how, dtype, index):
+def test_disable_gives_all_rows_in_rank_order(group, how, dtype, index):
     """Whatever the reduction: nothing is reduced, not even a rank's own repeated indices."""
-    kept, rows = Kept(), part(wire.rank, dtype)
+    kept, rows = Kept(), part(group.rank, dtype)
     attr = kept.attr(how, mode="disable")
     rows = weft.Rows(rows.indices.to(index), rows.values)
-    event.sparse_allreduce(*sent(rows), "max", wire, attr=attr).wait()
-    everyone = parts(wire.size, dtype)
+    event.sparse_allreduce(*sent(rows), "max", group, attr=attr).wait()
+    everyone = parts(group.size, dtype)
     assert kept.result() == (
         torch.cat([each.indices for each in everyone]).tolist(),
         torch.cat([each.values for each in everyone]).view(-1).tolist(),
@@ -212,8 +212,8 @@ def test_disable_gives_all_rows_in_rank_order(wire, how, dtype, index):
 
 
 @spmd(2, on=("threads",))
-def test_disable_has_the_same_checks(wire):
-    odd = wire.rank == 1
+def test_disable_has_the_same_checks(group):
+    odd = group.rank == 1
     one, ones = torch.tensor([-4 if odd else 4]), torch.ones(1)
     for arguments, mode, text in (
         ([one, 1, ones, 1], "disable", "rank 1: index -4 is negative"),
@@ -230,40 +230,40 @@ def test_disable_has_the_same_checks(wire):
     ):
         with pytest.raises(weft.WeftError, match=text):
             event.sparse_allreduce(
-                *arguments, *UNUSED, "sum", wire, attr=Kept().attr(mode=mode)
+                *arguments, *UNUSED, "sum", group, attr=Kept().attr(mode=mode)
             ).wait()
 
 
 @spmd(2, on=("threads",))
-def test_repeats_keep_their_precision(wire):
+def test_repeats_keep_their_precision(group):
     """256 + 1 on rank 0, and 1 on rank 1; 257 is a tie that bfloat16 rounds to 256."""
-    values = torch.tensor([1.0] if wire.rank else [256.0, 1.0]).bfloat16()
+    values = torch.tensor([1.0] if group.rank else [256.0, 1.0]).bfloat16()
     rows = weft.Rows(torch.zeros(len(values), dtype=torch.int64), values)
     for mode, total in (("keep_precision", 258.0), ("regular", 256.0)):
         kept = Kept()
-        event.sparse_allreduce(*sent(rows), "sum", wire, attr=kept.attr(mode=mode)).wait()
+        event.sparse_allreduce(*sent(rows), "sum", group, attr=kept.attr(mode=mode)).wait()
         assert kept.result() == ([0], [total])
 
 
 @pytest.mark.parametrize("mode", ["keep_precision", "regular"])
 @spmd(4, on=("threads",))
-def test_half_precision_adds_in_float32(wire, mode):
+def test_half_precision_adds_in_float32(group, mode):
     """256 + 1 + 1 + 1 is 259, a tie that bfloat16 rounds to 260; added one by one in bfloat16, 256
     would stay 256."""
-    kept, values = Kept(), torch.tensor([1.0 if wire.rank else 256.0], dtype=torch.bfloat16)
+    kept, values = Kept(), torch.tensor([1.0 if group.rank else 256.0], dtype=torch.bfloat16)
     rows, attr = weft.Rows(torch.tensor([3]), values), kept.attr(mode=mode)
-    event.sparse_allreduce(*sent(rows), "sum", wire, attr=attr).wait()
+    event.sparse_allreduce(*sent(rows), "sum", group, attr=attr).wait()
     assert kept.result() == ([3], [260.0])
 
 
 @spmd(2, on=("threads",))
-def test_deps_are_waited_for(wire):
+def test_deps_are_waited_for(group):
     """Buffers are read when what they depend on is done, not before."""
-    rows, kept = part(wire.rank), Kept()
+    rows, kept = part(group.rank), Kept()
     values, written = torch.full_like(rows.values, float("nan")), Future()
     work = weft.sparse_all_reduce((rows.indices, rows.values), async_op=True)
     made = event.sparse_allreduce(
-        rows.indices, len(rows), values, values.numel(), *UNUSED, "sum", wire,
+        rows.indices, len(rows), values, values.numel(), *UNUSED, "sum", group,
         attr=kept.attr(), deps=[work, work.get_future(), event.Event(), written],
     )  # fmt: skip
     time.sleep(0.05)  # for whoever does not wait
@@ -271,16 +271,16 @@ def test_deps_are_waited_for(wire):
     values.copy_(rows.values)
     written.set_result(None)
     made.wait()
-    assert kept.result() == flat(expected(parts(wire.size)))
+    assert kept.result() == flat(expected(parts(group.size)))
 
 
 @spmd(2, on=("threads",))
-def test_events_are_composed(wire):
+def test_events_are_composed(group):
     kept, gate = [Kept(), Kept()], Future()
-    rows = part(wire.rank)
-    first = event.sparse_allreduce(*sent(rows), "sum", wire, attr=kept[0].attr())
+    rows = part(group.rank)
+    first = event.sparse_allreduce(*sent(rows), "sum", group, attr=kept[0].attr())
     second = event.sparse_allreduce(
-        *sent(rows), "max", wire, attr=kept[1].attr(), deps=[first, gate]
+        *sent(rows), "max", group, attr=kept[1].attr(), deps=[first, gate]
     )
     both = event.compose(first, second)
     assert not both.test()
@@ -289,12 +289,12 @@ def test_events_are_composed(wire):
     gate.set_result(None)
     both.wait()
     assert both.test() and both and not both.cancel()
-    assert kept[1].result() == flat(expected(parts(wire.size), "max"))
+    assert kept[1].result() == flat(expected(parts(group.size), "max"))
     assert event.compose().test()
 
-    bad, attr, gate = torch.tensor([-1 if wire.rank else 1]), Kept().attr(), Future()
-    failing = event.sparse_allreduce(bad, 1, bad, 1, *UNUSED, "sum", wire, attr=attr)
-    worse = event.sparse_allreduce(*sent(rows), "sum", wire, attr=attr, deps=[gate])
+    bad, attr, gate = torch.tensor([-1 if group.rank else 1]), Kept().attr(), Future()
+    failing = event.sparse_allreduce(bad, 1, bad, 1, *UNUSED, "sum", group, attr=attr)
+    worse = event.sparse_allreduce(*sent(rows), "sum", group, attr=attr, deps=[gate])
     threading.Timer(0.05, gate.set_exception, [KeyError("lost")]).start()
     for _ in range(2):
         with pytest.raises(weft.WeftError, match="rank 1: index -1 is negative"):  # the first
@@ -303,28 +303,28 @@ def test_events_are_composed(wire):
 
 
 @spmd(2, on=("threads",))
-def test_a_stream_is_brought_to_its_end(wire):
+def test_a_stream_is_brought_to_its_end(group):
     """Before the buffers are read, which its work writes."""
 
     class Stream:
         def synchronize(self):
             values.copy_(rows.values)
 
-    kept, rows = Kept(), part(wire.rank)
+    kept, rows = Kept(), part(group.rank)
     values = torch.full_like(rows.values, float("nan"))
     given = sent(weft.Rows(rows.indices, values))
-    event.sparse_allreduce(*given, "sum", wire, Stream(), kept.attr()).wait()
-    assert kept.result() == flat(expected(parts(wire.size)))
+    event.sparse_allreduce(*given, "sum", group, Stream(), kept.attr()).wait()
+    assert kept.result() == flat(expected(parts(group.size)))
 
 
 def test_what_a_rank_can_see_for_itself_is_raised_by_the_call():
-    def program(wire):
-        attr = event.SparseAllreduceAttr() if wire.rank else Kept().attr()
-        if wire.rank:
+    def program(group):
+        attr = event.SparseAllreduceAttr() if group.rank else Kept().attr()
+        if group.rank:
             with pytest.raises(weft.WeftError, match="rank 1: attr has neither"):
-                event.sparse_allreduce(*sent(part(1)), "sum", wire, attr=attr)
+                event.sparse_allreduce(*sent(part(1)), "sum", group, attr=attr)
         else:
-            made = event.sparse_allreduce(*sent(part(0)), "sum", wire, attr=attr)
+            made = event.sparse_allreduce(*sent(part(0)), "sum", group, attr=attr)
             with pytest.raises(weft.WeftError, match="rank 1: attr has neither"):
                 made.wait()
 

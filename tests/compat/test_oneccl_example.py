@@ -27,13 +27,13 @@ def test_it_passes_alone(example, capsys):
 
 
 def test_it_passes_on_several_ranks(example):
-    assert run(3, lambda wire: example.test_all(event.create_communicator())) == [10] * 3
+    assert run(3, lambda group: example.test_all(event.create_communicator())) == [10] * 3
 
 
 def test_it_sees_what_is_wrong(example):
-    def program(wire):
+    def program(group):
         data = example.prep_data(event.create_communicator(), "int64", "int64", "sum")
-        data.send_vbuf[5, 3] += wire.rank
+        data.send_vbuf[5, 3] += group.rank
         with pytest.raises(SystemExit, match=r"FAILED: request: row \d+ is"):
             example.run_request(data, "int64", "int64", "sum")
 

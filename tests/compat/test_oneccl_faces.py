@@ -45,7 +45,7 @@ def reduced(face, sent, op="sum", dtype=torch.float32, **named):
 
 @pytest.mark.parametrize("face", FACES)
 @spmd(2, on=("threads",))
-def test_counts_say_how_much_of_a_buffer_is_sent(wire, face):
+def test_counts_say_how_much_of_a_buffer_is_sent(group, face):
     indices, values = torch.tensor([5, 2, 5, -9, 99]), torch.arange(10.0)
     values[6:] = 1e9
     assert reduced(face, (indices, 3, values, 6)) == ([2, 5], [4.0, 6.0, 8.0, 12.0])
@@ -55,14 +55,14 @@ def test_counts_say_how_much_of_a_buffer_is_sent(wire, face):
 
 @pytest.mark.parametrize("face", FACES)
 @spmd(3, on=("threads",))
-def test_buffers_of_a_rank_without_rows_may_be_none(wire, face):
-    sent = (None, 0, None, 0) if wire.rank == 1 else (torch.tensor([3]), 1, torch.ones(2), 2)
+def test_buffers_of_a_rank_without_rows_may_be_none(group, face):
+    sent = (None, 0, None, 0) if group.rank == 1 else (torch.tensor([3]), 1, torch.ones(2), 2)
     assert reduced(face, sent) == ([3], [2.0, 2.0])
     assert reduced(face, (None, 0, None, 0)) == ([], [])
 
 
 @spmd(2, on=("threads",))
-def test_attributes_are_set_one_by_one_and_read_when_they_are_used(wire):
+def test_attributes_are_set_one_by_one_and_read_when_they_are_used(group):
     kept = {"first": [], "second": []}
 
     def complete(indices, index_count, index_dtype, values, value_count, value_dtype, *context):
@@ -73,7 +73,7 @@ def test_attributes_are_set_one_by_one_and_read_when_they_are_used(wire):
     attr = event.create_sparse_allreduce_attr()
     attr.completion_fn = complete
     attr.fn_ctx = "first"
-    made = event.sparse_allreduce(*sent, "sum", wire, attr=attr, deps=[gate])
+    made = event.sparse_allreduce(*sent, "sum", group, attr=attr, deps=[gate])
     attr.completion_fn = attr.fn_ctx = None  # of what was started nothing changes
     gate.set_result(None)
     made.wait()
@@ -82,7 +82,7 @@ def test_attributes_are_set_one_by_one_and_read_when_they_are_used(wire):
     attributes.sparse_allreduce_completion_ctx = "second"
     attributes.match_id = "table"
     started = callback.sparse_allreduce(
-        *sent, torch.int64, torch.float32, "sum", attributes, comm=wire
+        *sent, torch.int64, torch.float32, "sum", attributes, comm=group
     )
     attributes.sparse_allreduce_completion_fn = print
     started.wait()
@@ -92,16 +92,16 @@ def test_attributes_are_set_one_by_one_and_read_when_they_are_used(wire):
         ("epilogue_fn", 3, "epilogue_fn is a int: pass a function"),
     ):
         asked = request.Attributes()
-        setattr(asked, name, value if wire.rank else getattr(asked, name))
+        setattr(asked, name, value if group.rank else getattr(asked, name))
         with pytest.raises(weft.WeftError, match=text):
-            reduced("request", sent[:4], attributes=asked, comm=wire)
+            reduced("request", sent[:4], attributes=asked, comm=group)
     with pytest.raises(AttributeError, match="matchid"):
         attributes.matchid = "a name that there is not"
 
 
 @pytest.mark.parametrize("deps", [None, {}, [], ()])
 @spmd(2, on=("threads",))
-def test_no_dependencies_are_spelled_in_any_way(wire, deps):
+def test_no_dependencies_are_spelled_in_any_way(group, deps):
     sent = torch.tensor([3]), 1, torch.ones(1), 1
     assert reduced("event", sent, deps=deps) == ([3], [2.0])
     with pytest.raises(weft.WeftError, match="deps is a dict: pass a list"):
@@ -132,11 +132,11 @@ OPS = {
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("face", FACES)
 @spmd(2, on=("threads",))
-def test_every_reduction_of_wefts_and_its_reduce_op(wire, face, op):
+def test_every_reduction_of_wefts_and_its_reduce_op(group, face, op):
     same, both = OPS[op]
     dtype = torch.float32 if op == "avg" else torch.int32
-    indices = torch.tensor([3, 4 + wire.rank])
-    values = torch.tensor([3 if wire.rank else 6, 8], dtype=dtype)
+    indices = torch.tensor([3, 4 + group.rank])
+    values = torch.tensor([3 if group.rank else 6, 8], dtype=dtype)
     alone = 4 if op == "avg" else 8  # a mean is over all ranks
     for name in (op, same):
         found = reduced(face, (indices, 2, values, 2), name, dtype)
@@ -164,23 +164,23 @@ UNSIGNED = {
 @pytest.mark.parametrize("op", UNSIGNED)
 @pytest.mark.parametrize("face", FACES)
 @spmd(2, on=("threads",))
-def test_values_of_uint64(wire, face, op):
-    values = torch.tensor([[HALF + 5, 7], [3, LAST]][wire.rank] + [LAST], dtype=torch.uint64)
-    sent = torch.tensor([1, 2, 3 + wire.rank]), 3, values, 3
+def test_values_of_uint64(group, face, op):
+    values = torch.tensor([[HALF + 5, 7], [3, LAST]][group.rank] + [LAST], dtype=torch.uint64)
+    sent = torch.tensor([1, 2, 3 + group.rank]), 3, values, 3
     found = reduced(face, sent, op, torch.uint64)
     assert found == ([1, 2, 3, 4], [*UNSIGNED[op], LAST, LAST])
     assert values[2] == LAST
-    signed = torch.int64 if wire.rank else torch.uint64
+    signed = torch.int64 if group.rank else torch.uint64
     with pytest.raises(weft.WeftError, match=r"different calls: .* of torch.uint64 values"):
         reduced(face, (*sent[:2], values.view(signed), 3), op, signed)
 
 
 @pytest.mark.parametrize("face", FACES)
 @spmd(3, on=("threads",))
-def test_a_call_is_among_the_ranks_of_a_group(wire, face):
-    with event.Communicator(wire).split(wire.rank == 1) as part:
-        for group in (part, part.wire):
-            found = reduced(face, (torch.tensor([3]), 1, torch.ones(1), 1), comm=group)
+def test_a_call_is_among_the_ranks_of_a_group(group, face):
+    with event.Communicator(group).split(group.rank == 1) as part:
+        for comm in (part, part.group):
+            found = reduced(face, (torch.tensor([3]), 1, torch.ones(1), 1), comm=comm)
             assert found == ([3], [part.size()])
 
 
@@ -196,8 +196,8 @@ def test_a_function_with_an_algorithm_that_cannot_serve_it(monkeypatch, face, na
     """Where rows do not meet in rank order, or a row that is missing would take part."""
     monkeypatch.setenv("CCL_SPARSE_ALLREDUCE", name)
 
-    def program(wire):
-        sent = torch.tensor([1, 1 + wire.rank]), 2, torch.ones(2), 2
+    def program(group):
+        sent = torch.tensor([1, 1 + group.rank]), 2, torch.ones(2), 2
         text = f"algorithm {name} cannot serve this call: {REFUSED[name]}"
         with pytest.raises(weft.WeftError, match=text):
             reduced(face, sent, torch.add)
@@ -224,7 +224,7 @@ def double(values, count, dtype, out, *_):
 @pytest.mark.parametrize("ctx", [None, "mine"])
 @pytest.mark.parametrize("mode", ["regular", "disable", "keep_precision"])
 @spmd(2, on=("threads",))
-def test_attributes_of_beta07(wire, mode, ctx):
+def test_attributes_of_beta07(group, mode, ctx):
     """One context for either callback, an allocation, a mode."""
     calls, kept = [], []
 
@@ -253,13 +253,13 @@ def test_attributes_of_beta07(wire, mode, ctx):
 
 
 @spmd(1, 3)
-def test_a_completion_callback_is_told_all_there_is(wire):
+def test_a_completion_callback_is_told_all_there_is(group):
     calls = []
     made = by_callback(lambda *arguments: calls.append(arguments), "table")
     made.wait()
     assert made.test()
     ((indices, count, index_dtype, values, value_count, value_dtype, fn_ctx, user_ctx),) = calls
-    assert (indices.tolist(), values.tolist()) == ([2, 7], [2.0 * wire.size, 5.0 * wire.size])
+    assert (indices.tolist(), values.tolist()) == ([2, 7], [2.0 * group.size, 5.0 * group.size])
     assert (count, value_count) == (2, 2)
     assert (index_dtype, value_dtype) == (torch.int64, torch.float32)
     assert fn_ctx == callback.FnContext(match_id="table", offset=0)
@@ -310,13 +310,13 @@ CALLBACK = {
 
 @pytest.mark.parametrize("what", CALLBACK)
 @spmd(1, 3, on=("threads",))
-def test_a_completion_callback_that_fails_on_one_rank_is_told_to_all(wire, what):
+def test_a_completion_callback_that_fails_on_one_rank_is_told_to_all(group, what):
     changed, text = CALLBACK[what]
-    last = wire.size - 1
+    last = group.size - 1
     with pytest.raises(weft.WeftError, match=text) as caught:
-        by_callback(lambda *_: 0, **(changed if wire.rank == last else {})).wait()
+        by_callback(lambda *_: 0, **(changed if group.rank == last else {})).wait()
     assert str(caught.value).startswith(f"rank {last}: ")
-    if what == "an exception" and wire.rank == last:
+    if what == "an exception" and group.rank == last:
         assert isinstance(caught.value.__cause__, MemoryError)  # with the place where it was raised
     result = []
     by_callback(lambda *all: result.append(all)).wait()
@@ -324,9 +324,9 @@ def test_a_completion_callback_that_fails_on_one_rank_is_told_to_all(wire, what)
 
 
 @spmd(2, on=("threads",))
-def test_the_callback_must_not_call_the_group(wire):
+def test_the_callback_must_not_call_the_group(group):
     def again(*_):
-        weft.sparse_all_reduce((torch.tensor([1]), torch.ones(1)), group=wire)
+        weft.sparse_all_reduce((torch.tensor([1]), torch.ones(1)), group=group)
 
     with pytest.raises(weft.WeftError, match=r"^rank 0: sparse_all_reduce was called from inside"):
         by_callback(again).wait()

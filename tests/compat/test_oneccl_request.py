@@ -53,8 +53,8 @@ def started(given):
     return request.sparse_allreduce(*given.values())  # by position, in the document's order
 
 
-def check(wire, made, given, op="sum", scale=1):
-    want = expected([part(rank) for rank in range(wire.size)], op)
+def check(group, made, given, op="sum", scale=1):
+    want = expected([part(rank) for rank in range(group.size)], op)
     made.wait()
     assert made.test()
     assert (made.recv_ind_count, made.recv_val_count) == (len(want), want.values.numel())
@@ -70,9 +70,9 @@ def check(wire, made, given, op="sum", scale=1):
 
 
 @spmd(1, 2, 3, 4, 7, 8)
-def test_buffers_and_counts_are_filled(wire):
-    given = arguments(wire.rank)
-    check(wire, started(given), given)
+def test_buffers_and_counts_are_filled(group):
+    given = arguments(group.rank)
+    check(group, started(given), given)
 
 
 INDICES = [getattr(torch, f"{sign}int{bits}") for sign in ("", "u") for bits in (8, 16, 32, 64)]
@@ -81,12 +81,12 @@ INDICES = [getattr(torch, f"{sign}int{bits}") for sign in ("", "u") for bits in 
 @pytest.mark.parametrize("values", DTYPES, ids=str)
 @pytest.mark.parametrize("index", INDICES, ids=str)
 @spmd(2, on=("threads",))
-def test_every_type_of_indices_and_values(wire, index, values):
+def test_every_type_of_indices_and_values(group, index, values):
     highest = torch.iinfo(index).max
-    there = [highest, 5, highest - 1 - wire.rank]
+    there = [highest, 5, highest - 1 - group.rank]
     sent = torch.tensor([[1, 0], [1, 1], [0, 1]]).to(values)
     given = arguments(
-        wire.rank,
+        group.rank,
         send_ind_buf=torch.tensor(there, dtype=index),
         send_ind_count=3,
         send_val_buf=sent,
@@ -105,9 +105,9 @@ def test_every_type_of_indices_and_values(wire, index, values):
 
 
 @spmd(2, on=("threads",))
-def test_the_request_tracks_the_call(wire):
-    given = arguments(wire.rank)
-    if wire.rank == 0:
+def test_the_request_tracks_the_call(group):
+    given = arguments(group.rank)
+    if group.rank == 0:
         made = started(given)
         assert not made.test()  # the other rank has not called yet
         assert not made
@@ -120,18 +120,18 @@ def test_the_request_tracks_the_call(wire):
     else:
         turn.wait(10)
         made = started(given)
-    check(wire, made, given)
+    check(group, made, given)
 
 
 turn = threading.Event()
 
 
 @spmd(1, 2, on=("threads",))
-def test_in_place_where_it_fits(wire):
+def test_in_place_where_it_fits(group):
     """The document's own case: buffers of the dimension of what is sent."""
     indices, values = torch.tensor([5, 2, 5, 1]), torch.arange(4.0)
     given = arguments(
-        wire.rank,
+        group.rank,
         send_ind_buf=indices,
         send_ind_count=4,
         send_val_buf=values,
@@ -143,7 +143,7 @@ def test_in_place_where_it_fits(wire):
     made.wait()
     assert made.recv_ind_count == made.recv_val_count == 3
     assert indices.tolist() == [1, 2, 5, 1]
-    assert values.tolist() == [3.0 * wire.size, 1.0 * wire.size, 2.0 * wire.size, 3.0]
+    assert values.tolist() == [3.0 * group.size, 1.0 * group.size, 2.0 * group.size, 3.0]
 
 
 RESULT = "the result has {} indices and {} values: pass buffers of that size"
@@ -156,18 +156,18 @@ TIGHT = {
 
 @pytest.mark.parametrize("name", TIGHT)
 @spmd(1, 3, on=("threads",))
-def test_what_does_not_fit_is_told_to_all_and_nothing_is_written(wire, name):
+def test_what_does_not_fit_is_told_to_all_and_nothing_is_written(group, name):
     small, text = TIGHT[name]
-    values = part(wire.rank).values.repeat(1, 60)  # so many that an int8 cannot count them
+    values = part(group.rank).values.repeat(1, 60)  # so many that an int8 cannot count them
     given = arguments(
-        wire.rank,
+        group.rank,
         send_val_buf=values,
         send_val_count=values.numel(),
         recv_val_buf=torch.full((20 * WIDTH * 60,), -7.0),
     )
-    tight = wire.size - 1
-    given |= {name: small.clone()} if wire.rank == tight else {}
-    want = expected([part(rank) for rank in range(wire.size)])
+    tight = group.size - 1
+    given |= {name: small.clone()} if group.rank == tight else {}
+    want = expected([part(rank) for rank in range(group.size)])
     made = started(given)
     told = text.format(len(want), want.values.numel() * 60)
     with pytest.raises(weft.WeftError, match=f"^rank {tight}: .*{told}"):
@@ -176,12 +176,12 @@ def test_what_does_not_fit_is_told_to_all_and_nothing_is_written(wire, name):
     assert made.recv_ind_count is made.recv_val_count is None
     assert all(given[end].eq(-7).all() for end in ("recv_ind_buf", "recv_val_buf"))
     assert given["recv_ind_count"].tolist() == [-1]
-    given = arguments(wire.rank)
-    check(wire, started(given), given)
+    given = arguments(group.rank)
+    check(group, started(given), given)
 
 
 @spmd(1, 2, on=("threads",))
-def test_attributes(wire):
+def test_attributes(group):
     seen = []
 
     def half(in_buf, in_count, in_dtype, context):
@@ -208,11 +208,11 @@ def test_attributes(wire):
         priority=3,
         match_id="embedding",
     )
-    given = arguments(wire.rank, reduction="custom", attributes=attributes)
+    given = arguments(group.rank, reduction="custom", attributes=attributes)
     made = started(given)
     assert made.test()  # synchronous
-    check(wire, made, given, scale=2)
-    count = part(wire.rank).values.numel()
+    check(group, made, given, scale=2)
+    count = part(group.rank).values.numel()
     context = request.FnContext("embedding", 0)
     assert seen[0] == (count, count, torch.float32, context)
     assert (torch.float64, context) in seen
@@ -220,7 +220,7 @@ def test_attributes(wire):
 
 
 @spmd(1, on=("threads",))
-def test_priority_says_once_that_it_has_no_effect(wire):
+def test_priority_says_once_that_it_has_no_effect(group):
     """Whoever sets it sets it for all calls."""
     attributes, logged = request.Attributes(), []
     handler = logging.Handler()
@@ -346,22 +346,22 @@ WRONG = {
 
 @pytest.mark.parametrize("what", WRONG)
 @spmd(3, on=("threads",))
-def test_one_rank_errs_and_all_are_told(wire, what):
+def test_one_rank_errs_and_all_are_told(group, what):
     changed, text = WRONG[what]
-    given = arguments(wire.rank) | (changed if wire.rank == 2 else {})
+    given = arguments(group.rank) | (changed if group.rank == 2 else {})
     with pytest.raises(weft.WeftError, match=text) as caught:
         started(given).wait()
     assert "rank 2" in str(caught.value)
-    if what == "a prologue" and wire.rank == 2:
+    if what == "a prologue" and group.rank == 2:
         assert isinstance(caught.value.__cause__, KeyError)  # with the place where it was raised
     assert given["recv_ind_count"] is None or given["recv_ind_count"].max() <= 0
-    given = arguments(wire.rank)
-    check(wire, started(given), given)
+    given = arguments(group.rank)
+    check(group, started(given), given)
 
 
 @pytest.mark.parametrize("keep", ["in_buf", "inout_buf"])
 @spmd(3, on=("threads",))
-def test_a_reduction_has_what_came_first_in_inout(wire, keep):
+def test_a_reduction_has_what_came_first_in_inout(group, keep):
     """A rank's own rows in the order they were sent, then rank by rank."""
 
     def one_of_both(in_buf, in_count, inout_buf, out_count, dtype, context):
@@ -369,21 +369,21 @@ def test_a_reduction_has_what_came_first_in_inout(wire, keep):
             inout_buf.copy_(in_buf)
 
     given = arguments(
-        wire.rank,
+        group.rank,
         send_ind_buf=torch.tensor([4, 4]),
         send_ind_count=2,
-        send_val_buf=torch.tensor([1.0, 2.0]) + 10 * wire.rank,
+        send_val_buf=torch.tensor([1.0, 2.0]) + 10 * group.rank,
         send_val_count=2,
         reduction="custom",
         attributes=request.Attributes(reduction_fn=one_of_both),
     )
     started(given).wait()
     assert given["recv_val_buf"][0, 0] == (22.0 if keep == "in_buf" else 1.0)
-    assert given["send_val_buf"].tolist() == [1.0 + 10 * wire.rank, 2.0 + 10 * wire.rank]
+    assert given["send_val_buf"].tolist() == [1.0 + 10 * group.rank, 2.0 + 10 * group.rank]
 
 
 @spmd(3, on=("threads",))
-def test_a_reduction_that_fails_is_told_to_all(wire):
+def test_a_reduction_that_fails_is_told_to_all(group):
     for function, text in (
         (fails, "reduction_fn returned status <Status.runtime_error: 4>"),
         (lambda *_: 77, "reduction_fn returned status 77"),
@@ -392,14 +392,14 @@ def test_a_reduction_that_fails_is_told_to_all(wire):
         (raises, "no such thing"),
     ):
         attributes = request.Attributes(reduction_fn=function)
-        given = arguments(wire.rank, reduction="custom", attributes=attributes)
+        given = arguments(group.rank, reduction="custom", attributes=attributes)
         with pytest.raises(weft.WeftError, match=text):
             started(given).wait()
 
 
 @spmd(3, on=("threads",))
-def test_what_differs_is_told_to_all(wire):
-    odd = wire.rank == 1
+def test_what_differs_is_told_to_all(group):
+    odd = group.rank == 1
     function = request.Attributes(reduction_fn=miscounts if odd else returns_rows)
     for changed, text in (
         (
@@ -412,12 +412,12 @@ def test_what_differs_is_told_to_all(wire):
         ),
     ):
         with pytest.raises(weft.WeftError, match=text):
-            started(arguments(wire.rank, **changed)).wait()
-    small = part(wire.rank).indices.to(torch.int8 if odd else torch.int64)
+            started(arguments(group.rank, **changed)).wait()
+    small = part(group.rank).indices.to(torch.int8 if odd else torch.int64)
     changed = {"send_ind_buf": small, "index_dtype": small.dtype}
     changed["recv_ind_buf"] = torch.zeros(20, dtype=small.dtype)
     with pytest.raises(weft.WeftError, match=r"rank 1 has sparse_allreduce of torch.int8 indices"):
-        started(arguments(wire.rank, **changed)).wait()
+        started(arguments(group.rank, **changed)).wait()
 
 
 CHOICES = {
@@ -440,9 +440,9 @@ def test_every_name_of_oneccls_is_a_choice():
 def test_the_environment_chooses_an_algorithm(monkeypatch, name, ours):
     monkeypatch.setenv("CCL_SPARSE_ALLREDUCE", name)
 
-    def program(wire):
-        given = arguments(wire.rank)
-        check(wire, started(given), given)
+    def program(group):
+        given = arguments(group.rank)
+        check(group, started(given), given)
         return last_call().algorithm
 
     assert run(3, program) == [ours] * 3
@@ -457,14 +457,14 @@ ENVIRONMENTS = {
 
 @pytest.mark.parametrize("what", ENVIRONMENTS)
 @spmd(3, on=("processes",))
-def test_one_rank_of_another_environment(wire, what):
+def test_one_rank_of_another_environment(group, what):
     """Each process has its own."""
     said, odd, text = ENVIRONMENTS[what]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("CCL_SPARSE_ALLREDUCE", odd if wire.rank == 1 else said)
+        patch.setenv("CCL_SPARSE_ALLREDUCE", odd if group.rank == 1 else said)
         with pytest.raises(weft.WeftError, match=text):
-            started(arguments(wire.rank)).wait()
+            started(arguments(group.rank)).wait()
         patch.setenv("CCL_SPARSE_ALLREDUCE", said)
-        given = arguments(wire.rank)
-        check(wire, started(given), given)
+        given = arguments(group.rank)
+        check(group, started(given), given)
         assert last_call().algorithm == said

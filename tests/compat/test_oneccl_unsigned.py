@@ -100,8 +100,8 @@ def by_event(rows, op="sum", *, how="completion_fn", mode="regular", group=None)
 
 @pytest.mark.parametrize("case", CASES)
 @spmd(1, 2, 3, 5, 8)
-def test_every_face(wire, case):
-    parts, rows = everyone(case, wire.size), part(case, wire.rank, wire.size)
+def test_every_face(group, case):
+    parts, rows = everyone(case, group.size), part(case, group.rank, group.size)
     want = reduced(parts)
     assert by_request(rows)() == by_event(rows)() == want
     assert by_event(rows, how="alloc_fn")() == want
@@ -112,9 +112,9 @@ def test_every_face(wire, case):
 
 
 @spmd(18, on=("threads",))
-def test_more_ranks_than_speak_directly(wire):
+def test_more_ranks_than_speak_directly(group):
     for case in ("one rank alone", "one rank has them, another is empty", "nobody"):
-        parts, rows = everyone(case, wire.size), part(case, wire.rank, wire.size)
+        parts, rows = everyone(case, group.size), part(case, group.rank, group.size)
         assert by_event(rows, how="alloc_fn")() == reduced(parts)
         assert by_event(rows, mode="disable")() == concatenated(parts)
 
@@ -125,13 +125,13 @@ def test_every_algorithm(monkeypatch, algorithm, case):
     monkeypatch.setenv("CCL_SPARSE_ALLREDUCE", algorithm)
     tall = algorithm in TALL and case not in ("near the ends of the halves", "nobody has a row")
 
-    def program(wire):
-        rows = part(case, wire.rank, wire.size)
+    def program(group):
+        rows = part(case, group.rank, group.size)
         if tall:
             with pytest.raises(weft.WeftError, match=f"{algorithm} cannot serve this call"):
                 by_event(rows, how="alloc_fn")()
             return None
-        assert by_event(rows, how="alloc_fn")() == reduced(everyone(case, wire.size))
+        assert by_event(rows, how="alloc_fn")() == reduced(everyone(case, group.size))
         return last_call().algorithm
 
     assert run(3, program) == [None if tall else "eager" if algorithm == "auto" else algorithm] * 3
@@ -139,25 +139,25 @@ def test_every_algorithm(monkeypatch, algorithm, case):
 
 @pytest.mark.parametrize("algorithm", ["auto", "split"])
 @spmd(3, on=("processes",))  # each has its own environment
-def test_rows_that_do_not_fit_in_the_opening(wire, algorithm):
+def test_rows_that_do_not_fit_in_the_opening(group, algorithm):
     pool, shape = np.arange(9000, dtype=np.uint64) * np.uint64(2**64 // 9000), (20_000, WIDTH)
-    draws = [np.random.default_rng(rank) for rank in range(wire.size)]
+    draws = [np.random.default_rng(rank) for rank in range(group.size)]
     parts = [(d.choice(pool, 20_000), d.integers(-4, 5, shape).astype("f4")) for d in draws]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CCL_SPARSE_ALLREDUCE", algorithm)
-        assert by_event(parts[wire.rank], how="alloc_fn")() == reduced(parts)
-        assert by_event(parts[wire.rank], mode="disable")() == concatenated(parts)
+        assert by_event(parts[group.rank], how="alloc_fn")() == reduced(parts)
+        assert by_event(parts[group.rank], mode="disable")() == concatenated(parts)
 
 
 @spmd(3, on=("threads",))
-def test_custom_reductions_keep_order_in_both_halves(wire):
+def test_custom_reductions_keep_order_in_both_halves(group):
     def later(a, b):  # associative, not commutative
         return b
 
     def add(in_buf, in_count, inout_buf, out_count, dtype, context):
         inout_buf += in_buf
 
-    parts, rows = everyone("hashed", wire.size), part("hashed", wire.rank, wire.size)
+    parts, rows = everyone("hashed", group.size), part("hashed", group.rank, group.size)
     indices, values = (np.concatenate(each).tolist() for each in zip(*parts, strict=True))
     last = dict(zip(indices, values, strict=True))
     want = [number for index in sorted(last) for number in last[index]]
@@ -167,7 +167,7 @@ def test_custom_reductions_keep_order_in_both_halves(wire):
 
 
 @spmd(2, on=("threads",))
-def test_a_prologue_and_an_epilogue_see_all_rows_at_once(wire):
+def test_a_prologue_and_an_epilogue_see_all_rows_at_once(group):
     seen = []
 
     def half(in_buf, in_count, in_dtype, context):
@@ -178,7 +178,7 @@ def test_a_prologue_and_an_epilogue_see_all_rows_at_once(wire):
         seen.append(in_count)
         out_buf.copy_(in_buf * 2)
 
-    parts, rows = everyone("ends", wire.size), part("ends", wire.rank, wire.size)
+    parts, rows = everyone("ends", group.size), part("ends", group.rank, group.size)
     want = reduced(parts)
     attributes = request.Attributes(prologue_fn=half, epilogue_fn=back)
     assert by_request(rows, attributes=attributes)() == want
@@ -209,26 +209,26 @@ WRONG = {
 
 @pytest.mark.parametrize("what", WRONG)
 @spmd(3, on=("threads",))
-def test_one_rank_errs_beside_indices_from_2_63_on(wire, what):
+def test_one_rank_errs_beside_indices_from_2_63_on(group, what):
     erring, text = WRONG[what]
-    rows = part("ends", wire.rank, wire.size)
+    rows = part("ends", group.rank, group.size)
     with pytest.raises(weft.WeftError, match=text):
-        (erring if wire.rank == 1 else lambda: by_event(rows))()()
-    assert by_event(rows)() == reduced(everyone("ends", wire.size))
+        (erring if group.rank == 1 else lambda: by_event(rows))()()
+    assert by_event(rows)() == reduced(everyone("ends", group.size))
 
 
 @spmd(3, on=("threads",))
-def test_rows_of_two_widths_of_which_each_is_in_one_half(wire):
+def test_rows_of_two_widths_of_which_each_is_in_one_half(group):
     """Neither call alone could tell."""
-    width = 5 if wire.rank == 1 else WIDTH
-    rows = np.array([LAST if wire.rank == 1 else 3], np.uint64), np.ones((1, width), np.float32)
+    width = 5 if group.rank == 1 else WIDTH
+    rows = np.array([LAST if group.rank == 1 else 3], np.uint64), np.ones((1, width), np.float32)
     with pytest.raises(weft.WeftError, match="rank 1: rows have 5 values each, those of other"):
         by_event(rows)()
 
 
 @pytest.mark.parametrize("where", [3, LAST])
 @spmd(3, on=("threads",))
-def test_a_function_that_raises_in_either_half_is_told_to_all(wire, where):
+def test_a_function_that_raises_in_either_half_is_told_to_all(group, where):
     rows = np.array([3, LAST], np.uint64), np.ones((2, WIDTH), np.float32)
     rows[1][rows[0] == where] = 99
     with pytest.raises(weft.WeftError, match="ArithmeticError: too much"):
@@ -241,37 +241,37 @@ def unreached(*_):
 
 
 @spmd(3, on=("threads",))
-def test_an_allocation_that_fails_is_told_to_all(wire):
-    rows = part("ends", wire.rank, wire.size)
-    size = len(reduced(everyone("ends", wire.size))[0])
+def test_an_allocation_that_fails_is_told_to_all(group):
+    rows = part("ends", group.rank, group.size)
+    size = len(reduced(everyone("ends", group.size))[0])
 
     def few(count, dtype, values, *rest):
         assert (count, values) == (size, size * WIDTH)  # told at once how much there is in all
         return np.zeros(count - 1, np.uint64), np.zeros(values, np.float32)
 
     for function, text in ((few, "alloc_fn's idx_buf holds 6 elements"), (raises, "no room")):
-        callback = {"alloc_fn": function} if wire.rank == 1 else {"completion_fn": unreached}
+        callback = {"alloc_fn": function} if group.rank == 1 else {"completion_fn": unreached}
         attr = event.create_sparse_allreduce_attr(**callback)
         made = event.sparse_allreduce(*sent(rows), *UNUSED, "uint64", "float", "sum", attr=attr)
         with pytest.raises(weft.WeftError, match=f"^rank 1: .*{text}"):
             made.wait()
-    assert by_event(rows, how="alloc_fn")() == reduced(everyone("ends", wire.size))
+    assert by_event(rows, how="alloc_fn")() == reduced(everyone("ends", group.size))
 
 
 @spmd(2, 3)
-def test_calls_that_are_queued_take_their_turns(wire):
+def test_calls_that_are_queued_take_their_turns(group):
     """The second call of the first comes before all that was made after it."""
     cases = ["one rank alone", "nobody", "hashed", "one rank alone"]
     made = []
     for number, case in enumerate(cases):
-        rows = part(case, wire.rank, wire.size)
+        rows = part(case, group.rank, group.size)
         mode = "disable" if number == 3 else "regular"
         made.append(by_event(rows, how=["alloc_fn", "completion_fn"][number % 2], mode=mode))
     own = weft.sparse_all_reduce((torch.tensor([1]), torch.ones(1)), async_op=True)
     total = weft.all_reduce(torch.ones(3))
-    parts = [everyone(case, wire.size) for case in cases]
+    parts = [everyone(case, group.size) for case in cases]
     assert made[3]() == concatenated(parts[3])
     for each, mine in zip(made[:3], parts[:3], strict=True):
         assert each() == reduced(mine)
-    assert own.wait()[1].tolist() == [wire.size]
-    assert total.tolist() == [wire.size] * 3
+    assert own.wait()[1].tolist() == [group.size]
+    assert total.tolist() == [group.size] * 3

@@ -30,44 +30,44 @@ def sent(source, to, size, dtype=torch.float32):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int16, torch.bool])
 @spmd(1, 2, 3, 4)
-def test_all_to_all_fills_what_it_is_given(wire, dtype):
-    size = wire.size
-    send = [sent(wire.rank, to, size, dtype) for to in range(size)]
-    recv = [torch.empty_like(sent(source, wire.rank, size, dtype)) for source in range(size)]
+def test_all_to_all_fills_what_it_is_given(group, dtype):
+    size = group.size
+    send = [sent(group.rank, to, size, dtype) for to in range(size)]
+    recv = [torch.empty_like(sent(source, group.rank, size, dtype)) for source in range(size)]
     places = [tensor.data_ptr() for tensor in recv]
     sar.comm.all_to_all(recv, send, move_to_comm_device=True)
     for source, tensor in enumerate(recv):
-        assert torch.equal(tensor, sent(source, wire.rank, size, dtype))
+        assert torch.equal(tensor, sent(source, group.rank, size, dtype))
     assert [tensor.data_ptr() for tensor in recv] == places
 
 
 @spmd(3, on=["threads"])
-def test_a_buffer_may_be_part_of_another_tensor(wire):
-    whole = torch.zeros(wire.size, 2, 3)
-    columns = [whole[source].T for source in range(wire.size)]  # not contiguous
-    sar.all_to_all(columns, [torch.arange(6.0) + 10 * wire.rank] * wire.size)
-    for source in range(wire.size):
+def test_a_buffer_may_be_part_of_another_tensor(group):
+    whole = torch.zeros(group.size, 2, 3)
+    columns = [whole[source].T for source in range(group.size)]  # not contiguous
+    sar.all_to_all(columns, [torch.arange(6.0) + 10 * group.rank] * group.size)
+    for source in range(group.size):
         assert torch.equal(whole[source].T.reshape(-1), torch.arange(6.0) + 10 * source)
 
 
 @pytest.mark.parametrize("largest", [1, 7, 10**6])
 @spmd(3, on=["threads"])
-def test_rounds_are_of_bounded_size(wire, largest):
+def test_rounds_are_of_bounded_size(group, largest):
     elements, width = 40_000, 8  # more than travels in the opening
     sar.Config.max_collective_size = largest * 1000
-    send = [torch.arange(elements) * 10 + wire.rank + to for to in range(3)]
+    send = [torch.arange(elements) * 10 + group.rank + to for to in range(3)]
     recv = [torch.empty(elements, dtype=torch.int64) for _ in range(3)]
-    before = wire.traffic.messages
+    before = group.traffic.messages
     sar.comm.all_to_all_rounds(recv, send)
     for source, tensor in enumerate(recv):
-        assert torch.equal(tensor, torch.arange(elements) * 10 + source + wire.rank)
+        assert torch.equal(tensor, torch.arange(elements) * 10 + source + group.rank)
     rounds = -(-2 * 2 * elements * width // (largest * 1000 * width))  # two peers, both ways
-    assert wire.traffic.messages - before >= 2 * rounds
-    assert (wire.traffic.messages - before >= 2 * 100) == (largest == 1)
+    assert group.traffic.messages - before >= 2 * rounds
+    assert (group.traffic.messages - before >= 2 * 100) == (largest == 1)
 
 
 @spmd(2, on=["processes"])  # whose default group their threads have, too
-def test_the_communication_thread_runs_tasks_in_order(wire):
+def test_the_communication_thread_runs_tasks_in_order(group):
     """As SAR's layers prefetch; each in one round, whatever Config says."""
     assert (sar.Config.disable_sr, sar.Config.pipeline_depth) == (False, 1)
     sar.Config.max_collective_size = 1
@@ -75,17 +75,19 @@ def test_the_communication_thread_runs_tasks_in_order(wire):
 
     def exchange(number):
         recv = [torch.empty(5000) for _ in range(2)]
-        before = wire.traffic.messages
-        sar.comm.all_to_all_gloo_support(recv, [torch.full((5000,), 10.0 * number + wire.rank)] * 2)
-        assert wire.traffic.messages - before < 20
-        return number, recv[1 - wire.rank][0].item()
+        before = group.traffic.messages
+        sar.comm.all_to_all_gloo_support(
+            recv, [torch.full((5000,), 10.0 * number + group.rank)] * 2
+        )
+        assert group.traffic.messages - before < 20
+        return number, recv[1 - group.rank][0].item()
 
     for number in range(4):
         thread.submit_task(f"fetch {number}", functools.partial(exchange, number))
         thread.submit_task("no result", lambda: kept.append(len(kept)))
     thread.submit_task("fails", lambda: kept[9])
     assert [thread.get_result() for _ in range(4)] == [
-        (number, 10.0 * number + 1 - wire.rank) for number in range(4)
+        (number, 10.0 * number + 1 - group.rank) for number in range(4)
     ]
     with pytest.raises(IndexError):
         thread.get_result()
@@ -95,56 +97,56 @@ def test_the_communication_thread_runs_tasks_in_order(wire):
 
 
 @spmd(1, 2, 3, 4)
-def test_exchange_tensors_needs_no_sizes_and_takes_them(wire):
-    send = [sent(wire.rank, to, wire.size) for to in range(wire.size)]
-    want = [sent(source, wire.rank, wire.size) for source in range(wire.size)]
+def test_exchange_tensors_needs_no_sizes_and_takes_them(group):
+    send = [sent(group.rank, to, group.size) for to in range(group.size)]
+    want = [sent(source, group.rank, group.size) for source in range(group.size)]
     for sizes in (None, [len(tensor) for tensor in want]):
         found = sar.comm.exchange_tensors(send, sizes)
-        assert len(found) == wire.size
+        assert len(found) == group.size
         for tensor, right in zip(found, want, strict=True):
             assert tensor.shape == right.shape and torch.equal(tensor, right)
 
 
 @spmd(1, 2, 4)
-def test_exchange_single_tensor_goes_round(wire):
-    for shift in range(wire.size):  # with 0 each sends to itself
-        to, source = (wire.rank + shift) % wire.size, (wire.rank - shift) % wire.size
-        recv = torch.empty_like(sent(source, wire.rank, wire.size))
-        sar.comm.exchange_single_tensor(source, to, recv, sent(wire.rank, to, wire.size))
-        assert torch.equal(recv, sent(source, wire.rank, wire.size))
+def test_exchange_single_tensor_goes_round(group):
+    for shift in range(group.size):  # with 0 each sends to itself
+        to, source = (group.rank + shift) % group.size, (group.rank - shift) % group.size
+        recv = torch.empty_like(sent(source, group.rank, group.size))
+        sar.comm.exchange_single_tensor(source, to, recv, sent(group.rank, to, group.size))
+        assert torch.equal(recv, sent(source, group.rank, group.size))
 
 
 @spmd(2, on=["threads"])
-def test_whole_numbers_of_any_kind_are_ranks(wire):
+def test_whole_numbers_of_any_kind_are_ranks(group):
     for kind in (np.int64, torch.tensor):
-        recv, other = torch.empty(1), kind(1 - wire.rank)
-        sar.exchange_single_tensor(other, other, recv, torch.tensor([float(wire.rank)]))
-        assert recv.item() == 1 - wire.rank
+        recv, other = torch.empty(1), kind(1 - group.rank)
+        sar.exchange_single_tensor(other, other, recv, torch.tensor([float(group.rank)]))
+        assert recv.item() == 1 - group.rank
 
 
 @spmd(3, on=["threads"])
-def test_a_rank_may_exchange_with_itself_while_others_do_with_each_other(wire):
-    other = [1, 0, 2][wire.rank]
+def test_a_rank_may_exchange_with_itself_while_others_do_with_each_other(group):
+    other = [1, 0, 2][group.rank]
     recv = torch.empty(())
-    sar.exchange_single_tensor(other, other, recv, torch.tensor(float(wire.rank)))
+    sar.exchange_single_tensor(other, other, recv, torch.tensor(float(group.rank)))
     assert recv.item() == other
 
 
 @spmd(2, 3)
-def test_all_reduce_is_in_place(wire):
-    numbers = torch.tensor([wire.rank + 1, 7])
+def test_all_reduce_is_in_place(group):
+    numbers = torch.tensor([group.rank + 1, 7])
     whole = torch.zeros(2, 2, dtype=torch.int64)
     part = whole[:, 0]
     part.copy_(numbers)
     sar.comm.all_reduce(numbers, torch.distributed.ReduceOp.MAX, move_to_comm_device=True)
-    assert numbers.tolist() == [wire.size, 7]
+    assert numbers.tolist() == [group.size, 7]
     assert sar.comm.all_reduce(part, op=torch.distributed.ReduceOp.SUM) is None
-    assert whole[:, 0].tolist() == [sum(range(1, wire.size + 1)), 7 * wire.size]
+    assert whole[:, 0].tolist() == [sum(range(1, group.size + 1)), 7 * group.size]
 
 
 @spmd(2, on=["threads"])
-def test_autograd_sees_nothing_of_it(wire):
-    parameter = nn.Parameter(torch.ones(2) * wire.rank)
+def test_autograd_sees_nothing_of_it(group):
+    parameter = nn.Parameter(torch.ones(2) * group.rank)
     sar.all_reduce(parameter, "sum")
     assert parameter.tolist() == [1.0, 1.0] and parameter.is_leaf
     found = sar.exchange_tensors([parameter] * 2)
@@ -160,23 +162,23 @@ class Tables(nn.Module):
 
 
 @spmd(2, 3)
-def test_sync_params_gives_rank_0_s_model(wire):
-    model = Tables(wire.rank)
+def test_sync_params_gives_rank_0_s_model(group):
+    model = Tables(group.rank)
     sar.sync_params(model)
     assert (model.first.weight.item(), model.kept.item()) == (0.0, 0)
-    assert model.second.weight.item() == of_rank_0(wire, model.second.weight.item())
+    assert model.second.weight.item() == of_rank_0(group, model.second.weight.item())
 
 
-def of_rank_0(wire, value):
+def of_rank_0(group, value):
     """Rank 0's value."""
-    return weft.all_to_all([torch.tensor(value, dtype=torch.float64)] * wire.size)[0].item()
+    return weft.all_to_all([torch.tensor(value, dtype=torch.float64)] * group.size)[0].item()
 
 
 @spmd(2)
-def test_gradients_meet_by_name_and_not_by_order(wire):
+def test_gradients_meet_by_name_and_not_by_order(group):
     """SAR pairs the n-th gradient of each rank: here that would give 44 and 44."""
     model = Tables(0)
-    table, scale = (model.first, 4.0) if wire.rank == 0 else (model.second, 40.0)
+    table, scale = (model.first, 4.0) if group.rank == 0 else (model.second, 40.0)
     (table(torch.tensor([0])) * scale).sum().backward()
     sar.gather_grads(model)
     assert (model.first.weight.grad.item(), model.second.weight.grad.item()) == (4.0, 40.0)
@@ -255,11 +257,11 @@ WRONG = {
 
 @pytest.mark.parametrize("text", WRONG)
 def test_every_rank_raises_the_same_and_nothing_was_written(text):
-    def program(wire):
-        send = [torch.ones(2)] * wire.size
+    def program(group):
+        send = [torch.ones(2)] * group.size
         with pytest.raises(weft.WeftError) as raised:
-            WRONG[text](wire.rank, send)
-        found = recv_of(*[(2,)] * wire.size)
+            WRONG[text](group.rank, send)
+        found = recv_of(*[(2,)] * group.size)
         sar.all_to_all(found, send)  # the next call works
         assert all(tensor.tolist() == [1.0, 1.0] for tensor in found)
         return str(raised.value)
@@ -269,9 +271,9 @@ def test_every_rank_raises_the_same_and_nothing_was_written(text):
 
 @pytest.mark.parametrize("most", [-3, True, 2.5, "8"])
 def test_a_collective_size_that_is_none_is_named_as_the_user_does(most):
-    def program(wire):
+    def program(group):
         with pytest.raises(weft.WeftError) as raised:
-            sar.exchange_tensors([torch.ones(2)] * wire.size)
+            sar.exchange_tensors([torch.ones(2)] * group.size)
         return str(raised.value)
 
     sar.Config.max_collective_size = most  # of all ranks, which are threads of this process
@@ -282,8 +284,8 @@ def test_a_collective_size_that_is_none_is_named_as_the_user_does(most):
 
 
 def test_nothing_is_written_where_another_rank_s_buffer_is_wrong():
-    def program(wire):
-        recv = recv_of((2,), (1 if wire.rank else 2,))
+    def program(group):
+        recv = recv_of((2,), (1 if group.rank else 2,))
         with pytest.raises(weft.WeftError, match=r"rank 1: recv_tensors\[1\] has shape"):
             sar.all_to_all(recv, [torch.ones(2)] * 2)
         return [tensor.tolist() for tensor in recv]
@@ -292,9 +294,9 @@ def test_nothing_is_written_where_another_rank_s_buffer_is_wrong():
 
 
 def test_what_the_group_is(monkeypatch):
-    def program(wire):
+    def program(group):
         assert sar.is_initialized()
-        with pytest.raises(weft.WeftError, match=f"rank {wire.rank}: .* initialize_comms"):
+        with pytest.raises(weft.WeftError, match=f"rank {group.rank}: .* initialize_comms"):
             sar.comm.backend()
         return sar.rank(), sar.world_size(), sar.comm_device()
 

@@ -190,22 +190,22 @@ def way(request):
 
 @pytest.mark.parametrize("name", CASES)
 @spmd(5, on=("threads", "device"))
-def test_values_and_gradients(wire, name, way):
-    check(wire, name)
+def test_values_and_gradients(group, name, way):
+    check(group, name)
 
 
 @pytest.mark.parametrize(
     "name", ["all_gather two dims", "sum_reduce to another grid", "repartition"]
 )
 @spmd(5, on=("processes",))
-def test_on_processes(wire, name):
+def test_on_processes(group, name):
     with travelling("schedules"):
-        check(wire, name)
+        check(group, name)
 
 
-def check(wire, name):
+def check(group, name):
     make, shapes, reference = CASES[name]
-    layer, me = make(), wire.rank
+    layer, me = make(), group.rank
 
     everything = [x.requires_grad_() for x in tensors(shapes, 1)]
     expected = filled(reference(everything))

@@ -17,42 +17,42 @@ from weft.testing import spmd
 THREADS = ("threads", "device")
 
 
-def data(wire, *shape, dtype=torch.float64, requires_grad=False):
-    generator = torch.Generator().manual_seed(wire.rank)
+def data(group, *shape, dtype=torch.float64, requires_grad=False):
+    generator = torch.Generator().manual_seed(group.rank)
     return torch.randn(*shape, generator=generator, dtype=dtype, requires_grad=requires_grad)
 
 
 @spmd(3, on=(*THREADS, "processes", "torch"))
-def test_one_rank_needs_a_gradient_and_all_take_part(wire):
+def test_one_rank_needs_a_gradient_and_all_take_part(group):
     layer = nn.AllGather(weft.Partition(3), 0)
-    x = data(wire, 2, requires_grad=wire.rank == 1)
+    x = data(group, 2, requires_grad=group.rank == 1)
     y = layer(x)
     assert y.requires_grad
     y.square().sum().backward()
-    if wire.rank == 1:
+    if group.rank == 1:
         assert torch.allclose(x.grad, 6 * x)
     else:
         assert x.grad is None
 
 
 @spmd(3, on=THREADS)
-def test_nobody_needs_a_gradient(wire):
+def test_nobody_needs_a_gradient(group):
     layer = nn.AllSumReduce(weft.Partition(3), 0)
-    assert not layer(data(wire, 2)).requires_grad
+    assert not layer(data(group, 2)).requires_grad
     with torch.no_grad():
-        y = layer(data(wire, 2, requires_grad=True))
+        y = layer(data(group, 2, requires_grad=True))
     assert not y.requires_grad and y.grad_fn is None
     with torch.inference_mode():
-        assert not layer(data(wire, 2)).requires_grad
+        assert not layer(data(group, 2)).requires_grad
 
 
 @spmd(3, on=THREADS)
-def test_one_rank_without_gradients_is_named(wire):
+def test_one_rank_without_gradients_is_named(group):
     layer = nn.AllSumReduce(weft.Partition(3), 0)
-    x = data(wire, 2, requires_grad=True)
+    x = data(group, 2, requires_grad=True)
     with (
         pytest.raises(weft.WeftError, match="rank 0 needs a gradient, and rank 2 does not record"),
-        torch.set_grad_enabled(wire.rank != 2),
+        torch.set_grad_enabled(group.rank != 2),
     ):
         layer(x)
     assert layer(x).requires_grad
@@ -70,10 +70,10 @@ LAYERS = {
 
 @pytest.mark.parametrize("name", LAYERS)
 @spmd(3, on=THREADS)
-def test_an_identity_is_a_copy(wire, name):
+def test_an_identity_is_a_copy(group, name):
     layer = LAYERS[name]()
-    for x in (data(wire, 4, 2), data(wire, 600, 2), data(wire, 2, 4).t()):
-        if wire.rank == 2:
+    for x in (data(group, 4, 2), data(group, 600, 2), data(group, 2, 4).t()):
+        if group.rank == 2:
             x = nn.zero_volume_tensor(dtype=x.dtype)
         y = layer(x)
         assert torch.equal(x, y) and y is not x
@@ -84,25 +84,25 @@ def test_an_identity_is_a_copy(wire, name):
 
 
 @spmd(2, on=THREADS)
-def test_inputs_and_gradients_of_any_layout(wire):
+def test_inputs_and_gradients_of_any_layout(group):
     layer = nn.AllGather(weft.Partition((1, 2)), 1)
-    plain = data(wire, 4, 3)
-    wide = data(wire, 4, 9)
+    plain = data(group, 4, 3)
+    wide = data(group, 4, 9)
     wide[:, 3:6] = plain
     for x in (plain, plain.t().contiguous().t(), wide[:, 3:6], plain[:1].expand(4, 3)):
         x = x.detach().requires_grad_()
         y = layer(x)
-        assert torch.equal(y[:, 3 * wire.rank : 3 * wire.rank + 3], x)
+        assert torch.equal(y[:, 3 * group.rank : 3 * group.rank + 3], x)
         y.sum().backward()  # whose gradient is expanded
         assert torch.equal(x.grad, torch.full((4, 3), 2.0, dtype=torch.float64))
         (grad,) = torch.autograd.grad((layer(x).t() * torch.arange(4.0)).sum(), x)
         assert torch.equal(grad, 2 * torch.arange(4.0)[:, None].expand(4, 3).double())
-    z = data(wire, 2, 2, dtype=torch.complex128)
-    assert torch.equal(layer(z.conj())[:, 2 * wire.rank : 2 * wire.rank + 2], z.conj())
+    z = data(group, 2, 2, dtype=torch.complex128)
+    assert torch.equal(layer(z.conj())[:, 2 * group.rank : 2 * group.rank + 2], z.conj())
 
 
 @spmd(2, on=THREADS)
-def test_gradcheck_of_torch(wire):
+def test_gradcheck_of_torch(group):
     """Where ranks have the same data, they perturb alike."""
     partition = weft.Partition(2)
     x = torch.randn(2, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -115,27 +115,27 @@ def test_gradcheck_of_torch(wire):
 @spmd(
     2, on=("processes",)
 )  # a process has one level of forward-mode differentiation for all threads
-def test_forward_mode(wire):
+def test_forward_mode(group):
     layer = nn.AllGather(weft.Partition(2), 0)
-    x, t = data(wire, 3), data(wire, 3) * 2
+    x, t = data(group, 3), data(group, 3) * 2
     with warnings.catch_warnings(), forward_ad.dual_level():
         # torch uses what it calls deprecated
         warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated")
-        dual = forward_ad.make_dual(x, t) if wire.rank else x  # rank 0 has no tangent
+        dual = forward_ad.make_dual(x, t) if group.rank else x  # rank 0 has no tangent
         y, tangent = forward_ad.unpack_dual(layer(dual))
     assert torch.equal(y, layer(x))
-    assert torch.equal(tangent, layer(t * wire.rank))
+    assert torch.equal(tangent, layer(t * group.rank))
     y, tangent = torch.func.jvp(layer, (x,), (t,))
     assert torch.equal(y, layer(x)) and torch.equal(tangent, layer(t))
 
 
 @spmd(2, on=THREADS)
-def test_transforms(wire):
+def test_transforms(group):
     layer = nn.AllGather(weft.Partition(2), 0)
-    x = data(wire, 3)
+    x = data(group, 3)
     grad = torch.func.grad(lambda x: layer(x).square().sum())(x)
     assert torch.allclose(grad, 4 * x)
-    many = data(wire, 5, 3)
+    many = data(group, 5, 3)
     y = torch.func.vmap(layer)(many)
     assert torch.equal(y, torch.stack([layer(each) for each in many]))
     y = torch.func.vmap(layer, in_dims=1, out_dims=1)(many.t())
@@ -143,70 +143,70 @@ def test_transforms(wire):
     grads = torch.func.vmap(torch.func.grad(lambda x: layer(x).square().sum()))(many)
     assert torch.allclose(grads, 4 * many)
     jacobian = torch.func.jacrev(lambda x: layer(x) ** 2)(x)
-    mine = jacobian[3 * wire.rank : 3 * wire.rank + 3]
+    mine = jacobian[3 * group.rank : 3 * group.rank + 3]
     assert jacobian.shape == (6, 3) and torch.allclose(mine.diagonal(), 4 * x)
 
 
 @spmd(2, on=THREADS)
 @pytest.mark.parametrize("shape", [None, (4, 6)])
-def test_vmap_along_dimensions_counted_from_the_last(wire, shape):
+def test_vmap_along_dimensions_counted_from_the_last(group, shape):
     layer = nn.AllToAll(weft.Partition(2), (-2, -1), along=0, shape=shape)
-    x = data(wire, 5, 2, 6)
+    x = data(group, 5, 2, 6)
     assert torch.equal(torch.func.vmap(layer)(x), torch.stack([layer(each) for each in x]))
 
 
 @spmd(2, on=THREADS)
-def test_vmap_on_one_rank_alone_is_an_error_on_all(wire):
+def test_vmap_on_one_rank_alone_is_an_error_on_all(group):
     """Though the tensors would fit together: the other rank's has the shape that vmap makes."""
-    layer, many = nn.AllSumReduce(weft.Partition(2), 0), data(wire, 5, 3)
+    layer, many = nn.AllSumReduce(weft.Partition(2), 0), data(group, 5, 3)
     one = many.t().contiguous()
     for alone in (0, 1):
         for _ in range(2):  # as news, and as what was expected from the call before
             assert torch.equal(layer(one), torch.func.vmap(layer)(many).t())
         text = "AllSumReduce under vmap"
         with pytest.raises(weft.WeftError, match=f"rank {alone} (calls|has|is in).* {text}"):
-            torch.func.vmap(layer)(many) if wire.rank == alone else layer(one)
+            torch.func.vmap(layer)(many) if group.rank == alone else layer(one)
 
 
 @spmd(3, on=THREADS)
-def test_vmap_where_ranks_have_nothing(wire):
+def test_vmap_where_ranks_have_nothing(group):
     scatter = nn.Scatter(weft.Partition(2), 0, shape=(4,))
-    if wire.rank == 2:
+    if group.rank == 2:
         return
-    x = data(wire, 5, 4 if wire.rank == 0 else 0)
+    x = data(group, 5, 4 if group.rank == 0 else 0)
     y = torch.func.vmap(scatter)(x)
     whole = torch.randn(5, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    assert torch.equal(y, whole[:, 2 * wire.rank : 2 * wire.rank + 2])
+    assert torch.equal(y, whole[:, 2 * group.rank : 2 * group.rank + 2])
     back = torch.func.vmap(nn.Gather(weft.Partition(2), 0))(y)
     assert torch.equal(back, x)
 
 
 @spmd(3, on=THREADS)
-def test_every_rank_has_a_loss(wire):
+def test_every_rank_has_a_loss(group):
     layer, corrector = nn.SumReduce(weft.Partition(2), 0), nn.ZeroVolumeCorrector()
     for value in (1.0, 2.0):
-        x = torch.full((3,), value, requires_grad=wire.rank < 2)
-        y = layer(x if wire.rank < 2 else nn.zero_volume_tensor())
+        x = torch.full((3,), value, requires_grad=group.rank < 2)
+        y = layer(x if group.rank < 2 else nn.zero_volume_tensor())
         loss = corrector(y.square().sum() if y.numel() else y)
         assert loss.shape == ()
         loss.backward()
-        if wire.rank < 2:
+        if group.rank < 2:
             assert torch.equal(x.grad, torch.full((3,), 4 * value))
 
 
 @spmd(2)
-def test_layers_travel(wire):
+def test_layers_travel(group):
     partition = weft.Partition((1, 2))
     layers = torch.nn.Sequential(nn.HaloExchange(partition, 1), nn.AllGather(partition, -1))
     assert not layers.state_dict() and not list(layers.parameters())
-    x = data(wire, 2, 2)
+    x = data(group, 2, 2)
     for other in (pickle.loads(pickle.dumps(layers)), copy.deepcopy(layers), layers.to("cpu")):
         assert torch.equal(other(x), layers(x))
     assert pickle.loads(pickle.dumps(partition)) == partition
 
 
 @spmd(1, on=("threads",))  # a process has one profiler
-def test_a_profile_names_what_moves(wire):
+def test_a_profile_names_what_moves(group):
     layer = weft.nn.AllGather(weft.Partition(1), 0)
     with torch.profiler.profile() as profile:
         layer(torch.ones(2, requires_grad=True)).sum().backward()
@@ -216,12 +216,12 @@ def test_a_profile_names_what_moves(wire):
 
 @spmd(2, on=("processes",))
 @pytest.mark.parametrize("extent", [2, 100_000])
-def test_a_call_of_a_layer_is_one_range_however_large_its_tensor_is(wire, extent):
+def test_a_call_of_a_layer_is_one_range_however_large_its_tensor_is(group, extent):
     layer = weft.nn.AllGather(weft.Partition(2), 0)
     x = torch.ones(extent, requires_grad=True)
-    before = wire.worker.calls
+    before = group.worker.calls
     with torch.profiler.profile() as profile:
         layer(x).sum().backward()
     counts = {event.key: event.count for event in profile.key_averages()}
     assert counts["weft::AllGather"] == counts["weft::AllGather backward"] == 1
-    assert wire.worker.calls == before + 2
+    assert group.worker.calls == before + 2

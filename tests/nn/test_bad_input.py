@@ -100,10 +100,10 @@ WRONG = [
 def test_everybody_who_takes_part_is_told(case):
     text, make, last, others = (*case, ones(2, 2))[:4]
 
-    def program(wire):
+    def program(group):
         layer, told = make(), ""
         try:
-            layer(last if wire.rank == 3 else others)
+            layer(last if group.rank == 3 else others)
         except weft.WeftError as error:
             told = str(error)
         weft.nn.AllSumReduce(P(4), 0)(ones(2))
@@ -118,15 +118,15 @@ def test_everybody_who_takes_part_is_told(case):
 
 
 @spmd(3)
-def test_the_same_on_processes(wire):
+def test_the_same_on_processes(group):
     layer = nn.AllGather(P(3), 0)
     with pytest.raises(weft.WeftError, match="in dimension 1 rank 1 has 5, and rank 0 has 4"):
-        layer(ones(2, 5 if wire.rank == 1 else 4))
+        layer(ones(2, 5 if group.rank == 1 else 4))
     assert layer(ones(1, 2)).shape == (3, 2)
 
 
 @spmd(3, on=("threads",))
-def test_grids_and_shapes_that_are_none(wire):
+def test_grids_and_shapes_that_are_none(group):
     gather, halo = nn.AllGather(P(3), 0), nn.HaloExchange(P(3), 1)
     assert P(3).rank_at(1) == 1 and P(3).lengths(5) == [(2, 2, 1)]
     for make, text in (
@@ -181,27 +181,27 @@ def test_grids_and_shapes_that_are_none(wire):
 
 
 @spmd(3, on=("threads",))
-def test_an_inactive_rank_brings_nothing(wire):
+def test_an_inactive_rank_brings_nothing(group):
     """It talks to nobody, so it alone is told."""
     layer = nn.AllGather(P(2), 0)
-    if wire.rank == 2:
-        before = wire.traffic.messages
+    if group.rank == 2:
+        before = group.traffic.messages
         with pytest.raises(weft.WeftError, match=r"rank 2: AllGather does not concern this rank"):
             layer(ones(2))
         x = torch.empty(0, 3, requires_grad=True)
         y = layer(x)
         assert y is not x and y.shape == (0, 3) and y.requires_grad
-        assert wire.traffic.messages == before
+        assert group.traffic.messages == before
     else:
         assert layer(ones(2)).shape == (4,)
 
 
 @spmd(2, on=("threads",))
-def test_a_shape_that_changes_on_one_rank_is_right_or_an_error(wire):
+def test_a_shape_that_changes_on_one_rank_is_right_or_an_error(group):
     for told in (None, (4,)):
         layer = nn.AllGather(P(2), 0, shape=told)
         assert layer(ones(2)).shape == (4,)
-        x = ones(3 if wire.rank else 2)
+        x = ones(3 if group.rank else 2)
         if told is None:
             assert layer(x).shape == (5,)
         else:
@@ -219,7 +219,7 @@ def test_a_statement_in_which_a_rank_is_missing_is_refused(monkeypatch):
         lambda self, rank: bytearray() if rank == 13 else pack(self, rank),
     )
 
-    def program(wire):
+    def program(group):
         with pytest.raises(weft.WireError, match="sent a statement that cannot be read"):
             nn.AllGather(P(18), 0)(ones(2))
 

@@ -13,19 +13,19 @@ from weft.devices import as_device
 from weft.testing import spmd
 
 
-def data(wire, *shape):
-    generator = torch.Generator().manual_seed(wire.rank)
+def data(group, *shape):
+    generator = torch.Generator().manual_seed(group.rank)
     return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
 
 @pytest.mark.parametrize("staying", [False, True], ids=["host", "device"])
 @spmd(2, on=("processes",), timeout=40.0)
-def test_a_compiled_model_does_what_it_does_eagerly(wire, staying):
+def test_a_compiled_model_does_what_it_does_eagerly(group, staying):
     with as_device() if staying else nullcontext():
-        does_what_it_does_eagerly(wire)
+        does_what_it_does_eagerly(group)
 
 
-def does_what_it_does_eagerly(wire):
+def does_what_it_does_eagerly(group):
     partition = weft.Partition(2)
     layer = weft.nn.AllGather(partition, 0, shape=(4, 3))
     reduced = weft.nn.ReduceScatter(partition, 0)
@@ -35,17 +35,17 @@ def does_what_it_does_eagerly(wire):
         layer(x * 2)  # whose result nobody uses: dropped on one rank, it would hang the other
         return halo(reduced(torch.tanh(layer(x)) * 2)).square()
 
-    x = data(wire, 2, 3).requires_grad_()
+    x = data(group, 2, 3).requires_grad_()
     eager = model(x)
     (expected,) = torch.autograd.grad(eager.sum(), x)
     code = torch.compile(model, fullgraph=True, backend="aot_eager")
     for _ in range(2):
-        before = wire.worker.calls
+        before = group.worker.calls
         y = code(x)
         assert torch.equal(y, eager)
         (found,) = torch.autograd.grad(y.sum(), x)
         assert torch.equal(found, expected)
-        assert wire.worker.calls - before >= 4 + 3
+        assert group.worker.calls - before >= 4 + 3
 
     y = code(x)
     with pytest.raises(RuntimeError, match=r"double backward|create_graph=False"):
@@ -54,7 +54,7 @@ def does_what_it_does_eagerly(wire):
 
 
 @spmd(2, on=("processes",), timeout=40.0)
-def test_a_length_that_changes_is_compiled_as_any(wire):
+def test_a_length_that_changes_is_compiled_as_any(group):
     """The second time torch.compile sees another length, it compiles for all at once."""
     partition = weft.Partition(2)
     layers = torch.nn.Sequential(
@@ -65,7 +65,7 @@ def test_a_length_that_changes_is_compiled_as_any(wire):
     seen = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
     code = torch.compile(layers, fullgraph=True, backend=seen)
     for length in (5, 6, 7, 12):
-        x = data(wire, length, 2).requires_grad_()
+        x = data(group, length, 2).requires_grad_()
         y = code(x)
         assert torch.equal(y, layers(x))
         (found,) = torch.autograd.grad(y.square().sum(), x)
@@ -74,7 +74,7 @@ def test_a_length_that_changes_is_compiled_as_any(wire):
 
 
 @spmd(2, on=("processes",), timeout=40.0)
-def test_functions_and_losses_that_not_every_rank_has(wire):
+def test_functions_and_losses_that_not_every_rank_has(group):
     partition = weft.Partition(2)
 
     def model(x):
@@ -82,14 +82,14 @@ def test_functions_and_losses_that_not_every_rank_has(wire):
         return weft.nn.functional.zero_volume_corrector(total.sum() if total.numel() else total)
 
     code = torch.compile(model, fullgraph=True, backend="aot_eager")
-    x = data(wire, 3).requires_grad_()
+    x = data(group, 3).requires_grad_()
     for _ in range(2):
-        before = wire.worker.calls
+        before = group.worker.calls
         loss = code(x)
         assert loss.shape == () and torch.equal(loss, model(x))
         (grad,) = torch.autograd.grad(loss, x)
         torch.testing.assert_close(grad, x.cos())
-        assert wire.worker.calls - before >= 3
+        assert group.worker.calls - before >= 3
     nothing = torch.compile(weft.nn.ZeroVolumeCorrector(), fullgraph=True, backend="aot_eager")(
         weft.nn.zero_volume_tensor()
     )
@@ -98,16 +98,16 @@ def test_functions_and_losses_that_not_every_rank_has(wire):
 
 
 @spmd(2, on=("processes",), timeout=40.0)
-def test_what_compiled_code_cannot_know(wire):
+def test_what_compiled_code_cannot_know(group):
     partition = weft.Partition(2)
     with pytest.raises(Exception, match=r"AllGather under torch.compile needs shape="):
         torch.compile(weft.nn.AllGather(partition, 0), fullgraph=True, backend="aot_eager")(
-            data(wire, 2)
+            data(group, 2)
         )
     layer = weft.nn.AllSumReduce(partition, 0)
     code = torch.compile(layer, fullgraph=True, backend="aot_eager")
     with pytest.raises(weft.WeftError, match="rank 1 needs a gradient, and rank 0 does not record"):
-        code(data(wire, 2).requires_grad_(wire.rank == 1))
+        code(data(group, 2).requires_grad_(group.rank == 1))
     with pytest.raises(weft.WeftError, match="the ranks differ in mode"):
-        (layer if wire.rank else code)(data(wire, 2))
-    assert torch.equal(code(data(wire, 2)), layer(data(wire, 2)))
+        (layer if group.rank else code)(data(group, 2))
+    assert torch.equal(code(data(group, 2)), layer(data(group, 2)))

@@ -18,7 +18,7 @@ HALVES = {0: Box((0, 0), (3, 4)), 2: Box((3, 0), (5, 4))}
 
 def plan_of(size, layer, shapes):
     """The plan of a layer, for the shapes of its ranks."""
-    return run(size, lambda wire: layer().spec.plan(shapes))[0]
+    return run(size, lambda group: layer().spec.plan(shapes))[0]
 
 
 def points(cells):

@@ -24,14 +24,14 @@ from weft.testing import run
 STRIDED = _StridedShard(0, split_factor=2)
 
 
-def started(wire, program, path, staying):
+def started(group, program, path, staying):
     """A program in torch's default group and weft's, of the ranks of a test."""
     dist.init_process_group(
-        "gloo", init_method=f"file://{path}", rank=wire.rank, world_size=wire.size
+        "gloo", init_method=f"file://{path}", rank=group.rank, world_size=group.size
     )
     try:
         with weft.init(), as_device() if staying else nullcontext():
-            globals()[program](wire, DeviceMesh("cpu", torch.arange(wire.size).view(2, -1)))
+            globals()[program](group, DeviceMesh("cpu", torch.arange(group.size).view(2, -1)))
     finally:
         dist.destroy_process_group()
 
@@ -70,7 +70,7 @@ def numbers(shape, seed=0):
     return torch.randint(-50, 50, shape, generator=generator).double() * 4  # halves are exact
 
 
-def everything(wire, mesh):
+def everything(group, mesh):
     """Each pair of placements: values, the DTensor again, gradients and what they are placed as."""
     plain = (Shard(0), Shard(1), Replicate(), Partial(), Partial("avg"))
     pairs = [pair for pair in product(plain, plain) if {*pair} != {Partial(), Partial("avg")}]
@@ -101,7 +101,7 @@ def everything(wire, mesh):
         assert torch.equal(y.grad, part(grid, weight)), pair
 
 
-def derivatives(wire, mesh):
+def derivatives(group, mesh):
     grid = weft.Partition((2, 2))
     whole = numbers((5, 3)) / 100
     x = made(mesh, whole, (Shard(0), Partial()))
@@ -113,12 +113,12 @@ def derivatives(wire, mesh):
     assert torch.allclose(second.to_local(), held(mesh, 6 * whole, (Shard(0), Replicate())))
 
     # between two layers, one rank alone needs a gradient, and all take part
-    y = part(grid, whole).clone().requires_grad_(wire.rank == 2)
+    y = part(grid, whole).clone().requires_grad_(group.rank == 2)
     z = nn.to_dtensor(nn.AllSumReduce(grid, ())(y), grid, mesh, (Replicate(), Shard(1)))
     assert z.requires_grad
     (z * z).sum().backward()
-    assert (y.grad is None) == (wire.rank != 2)
-    assert wire.rank != 2 or torch.allclose(y.grad, 2 * y)
+    assert (y.grad is None) == (group.rank != 2)
+    assert group.rank != 2 or torch.allclose(y.grad, 2 * y)
 
     with torch.no_grad():
         assert not nn.from_dtensor(x, grid).requires_grad
@@ -133,32 +133,32 @@ def derivatives(wire, mesh):
         weft.Partition(4),
         lengths=[(3, 2, 3, 2)],
     )
-    assert kept.shape == (3 - wire.rank % 2,)
+    assert kept.shape == (3 - group.rank % 2,)
     half = made(mesh, whole, (Partial(), Shard(1))).detach().to(torch.bfloat16)
     assert nn.from_dtensor(half, grid).dtype == torch.bfloat16
 
 
-def some_ranks(wire, mesh):
+def some_ranks(group, mesh):
     mesh = DeviceMesh("cpu", torch.tensor([1, 3]))
     grid = weft.Partition(2, ranks=[2, 1])
     whole = numbers((7, 2))
     x = distribute_tensor(whole.clone(), mesh, [Shard(0)])
     x = x.detach().requires_grad_()
-    y = nn.from_dtensor(x if wire.rank else torch.empty(0), grid)
+    y = nn.from_dtensor(x if group.rank else torch.empty(0), grid)
     assert torch.equal(y, part(grid, whole)) if grid.active else not y.numel()
-    if wire.rank:
+    if group.rank:
         (y * y).sum().backward()
-    if wire.rank in (1, 3):
+    if group.rank in (1, 3):
         assert torch.equal(x.grad.to_local(), 2 * x.to_local())
     y = y.detach().requires_grad_()
     z = nn.to_dtensor(y, grid, mesh, [Shard(-1)])
-    if wire.rank == 0:
+    if group.rank == 0:
         assert type(z) is torch.Tensor and not z.numel()
         DeviceMesh("cpu", torch.tensor([3, 1]))  # which is collective
         return
     assert z.shape == (7, 2) and z.placements == (Shard(1),)
-    if wire.rank != 2:
-        assert torch.equal(z.to_local(), whole[:, :1] if wire.rank == 1 else whole[:, 1:])
+    if group.rank != 2:
+        assert torch.equal(z.to_local(), whole[:, :1] if group.rank == 1 else whole[:, 1:])
     z.backward(torch.ones_like(z) * 3)
     assert torch.equal(y.grad, torch.full_like(y, 3))
 
@@ -173,16 +173,16 @@ def some_ranks(wire, mesh):
     assert torch.equal(nn.from_dtensor(z, grid), y)
 
 
-def faults(wire, mesh):
+def faults(group, mesh):
     """What PyTorch computes wrong values of is an error, on every rank, and the next call works."""
     line, grid = DeviceMesh("cpu", torch.arange(4)), weft.Partition(4)
-    uneven = torch.ones([1, 4, 3, 2][wire.rank], 2)
+    uneven = torch.ones([1, 4, 3, 2][group.rank], 2)
 
     def fails(match, program, *args, **kwargs):
         with pytest.raises(weft.WeftError, match=match):
             program(*args, **kwargs)
         x = distribute_tensor(torch.arange(4), line, [Shard(0)])
-        assert torch.equal(nn.from_dtensor(x, grid), torch.tensor([wire.rank]))
+        assert torch.equal(nn.from_dtensor(x, grid), torch.tensor([group.rank]))
 
     x = DTensor.from_local(uneven, line, [Shard(0)])  # each rank believes in another shape
     text = "rank 0 has a DTensor of shape .4, 2.* rank 1 has a DTensor of shape .16, 2."
@@ -198,10 +198,10 @@ def faults(wire, mesh):
     fails(r"rank 1 holds \(2,\) of", nn.from_dtensor, x, grid)  # as on the flattened mesh
 
     x = distribute_tensor(torch.arange(4), line, [Shard(0)])
-    some = x if wire.rank != 1 else x.to_local()
+    some = x if group.rank != 1 else x.to_local()
     fails("rank 1: from_dtensor takes a DTensor, not a Te", nn.from_dtensor, some, grid)
     text = "rank 1: AllGather takes .* this one is a DTensor: pass the shard that weft.nn.from_dt"
-    fails(text, nn.AllGather(grid, 0), x if wire.rank == 1 else x.to_local())
+    fails(text, nn.AllGather(grid, 0), x if group.rank == 1 else x.to_local())
     text = "dimension 0 has 4 and is cut into 4 parts, which lengths"
     fails(text, nn.from_dtensor, x, grid, lengths=[(1, 1, 1, 2)])
     for reduction, dtype, text in (
@@ -212,8 +212,8 @@ def faults(wire, mesh):
         x = DTensor.from_local(torch.ones(2, dtype=dtype), line, [Partial(reduction)])
         fails(text, nn.from_dtensor, x, grid)
 
-    one, wide = torch.ones(1), torch.ones(1, 2 + (wire.rank == 2))
-    other = [Shard(0) if wire.rank < 3 else Replicate()]
+    one, wide = torch.ones(1), torch.ones(1, 2 + (group.rank == 2))
+    other = [Shard(0) if group.rank < 3 else Replicate()]
     for shard, placements, text in (
         (one, [Shard(1)], "Shard.1. of a tensor of 1 dimensions"),
         (one, [Shard(0), Shard(0)], "2 placements for a mesh of 1"),
@@ -225,17 +225,17 @@ def faults(wire, mesh):
     assert (nn.to_dtensor(one, grid, line, [Partial("max")]).to_local() == 1).all()
 
 
-def group_of_its_own(wire, mesh):
-    group = dist.new_group([1, 3])
-    if wire.rank not in (1, 3):
+def group_of_its_own(group, mesh):
+    pair = dist.new_group([1, 3])
+    if group.rank not in (1, 3):
         return
-    grid = weft.Partition(2, group=group)
+    grid = weft.Partition(2, group=pair)
     x = torch.arange(2) + 2 * grid.rank
-    column = DeviceMesh.from_group(group, "cpu", torch.tensor([1, 3]))
+    column = DeviceMesh.from_group(pair, "cpu", torch.tensor([1, 3]))
     y = nn.to_dtensor(x, grid, column, [Replicate()])
     assert torch.equal(y.to_local(), torch.arange(4))
     assert torch.equal(nn.from_dtensor(y, grid), x)
-    awaited = all_reduce(x, "sum", group)  # a subclass that can be read
+    awaited = all_reduce(x, "sum", pair)  # a subclass that can be read
     assert nn.AllGather(grid, 0)(awaited).tolist() == [2, 4, 2, 4]
     with pytest.raises(weft.WeftError, match="ranks 0 and 2 of the default group"):
         nn.to_dtensor(x, grid, mesh, [Replicate(), Replicate()])
@@ -309,7 +309,7 @@ def test_what_a_rank_has_it_does_not_ask_for():
         plan = FromDTensorSpec(mesh, layout, (8,), grid).plan(shapes)
         return {rank: {m.source for m in plan.moves if m.destination == rank} for rank in ranks}
 
-    def program(wire):
+    def program(group):
         assert sources(Layout((2, 2)), (0, 1, 2, 3)) == {rank: {rank} for rank in range(4)}
         rows = Layout((2, 2), (Cut(0, 1),))  # rows 0 1 and 2 3 are replicas
         assert sources(rows, (1, 2)) == {1: {0}, 2: {3}}

@@ -31,7 +31,7 @@ def test_it_passes_alone_and_draws(load, monkeypatch, tmp_path, capsys, program)
 def test_sharded_training_is_that_of_one_process(load, monkeypatch, regather):
     example = load("sharded_linear/train.py")
     monkeypatch.setattr(example, "STEPS", 3)
-    found = run(4, lambda wire: example.compare(weft.Partition(4), regather=regather))
+    found = run(4, lambda group: example.compare(weft.Partition(4), regather=regather))
     assert found[0]["last"] < found[0]["first"]
     assert [each["kept"] < 0.3 for each in found] == [True] * 4
 
@@ -49,7 +49,7 @@ def test_sharded_training_sees_what_is_wrong(load, monkeypatch, part):
 
     monkeypatch.setattr(example, "whole", changed)
 
-    def program(wire):
+    def program(group):
         with pytest.raises(SystemExit, match=r"FAILED: rank \d: weights or losses differ by"):
             example.compare(weft.Partition(2))
 
@@ -58,7 +58,7 @@ def test_sharded_training_sees_what_is_wrong(load, monkeypatch, part):
 
 def test_the_halo_network_is_the_whole_one(load):
     example = load("halo_convolution/network.py")
-    found = run(4, lambda wire: example.compare(example.grid_of(wire.size)))
+    found = run(4, lambda group: example.compare(example.grid_of(group.size)))
     assert found[0]["compared"] == 8 and found[1:] == [{}] * 3
 
 
@@ -67,9 +67,9 @@ def test_the_halo_network_sees_what_is_wrong(load, monkeypatch):
     halo = weft.nn.HaloExchange
     monkeypatch.setattr(weft.nn, "HaloExchange", lambda *args: halo(*args, "periodic"))
 
-    def program(wire):
-        grid = example.grid_of(wire.size)
-        if wire.rank:
+    def program(group):
+        grid = example.grid_of(group.size)
+        if group.rank:
             example.compare(grid)
             return
         with pytest.raises(SystemExit, match="FAILED: logits or its gradient differs"):
@@ -89,7 +89,7 @@ def words(load, monkeypatch):
 
 def test_cut_word_vectors_learn_what_whole_ones_do(words):
     ways, text = words.WAYS[:3], [Path(words.argparse.__file__)]
-    found = run(4, lambda wire: words.compare(wire, text, ways))[0]
+    found = run(4, lambda group: words.compare(group, text, ways))[0]
     whole, cut, shuffled = (found[way] for way in ways)
     assert shuffled["most"] < 0.9 * cut["most"]
     assert cut["losses"][-1] < cut["losses"][0] == pytest.approx(6 * 0.6931, rel=1e-3)
@@ -104,9 +104,9 @@ def test_cut_word_vectors_see_what_is_wrong(words, monkeypatch):
 
     monkeypatch.setattr(weft.nn, "shard_embeddings", wrong)
 
-    def program(wire):
+    def program(group):
         with pytest.raises(SystemExit, match=r"FAILED: rank \d: the losses of sharded differ"):
-            words.compare(wire, [Path(words.argparse.__file__)], words.WAYS[:2])
+            words.compare(group, [Path(words.argparse.__file__)], words.WAYS[:2])
 
     run(2, program)
 
@@ -131,7 +131,7 @@ def test_a_table_of_pages_that_are_not_written_trains(load, monkeypatch, capsys)
         update.step()
         alone.append(loss.item())
     with torch.sparse.check_sparse_tensor_invariants(False):
-        found = run(2, lambda wire: example.train(wire, rows=1001, bags=64, steps=3))
+        found = run(2, lambda group: example.train(group, rows=1001, bags=64, steps=3))
         monkeypatch.setattr(sys, "argv", ["large.py", "--gib", "0.001", "--steps", "1"])
         example.main()
     losses = torch.tensor([each["losses"] for each in found]).mean(0)

@@ -74,22 +74,22 @@ def test_margins_differ_from_rank_to_rank(case, eager):
     }
     sum((right[rank] * grads[rank]).sum() for rank in ranks).backward()
 
-    def program(wire):
+    def program(group):
         layer = nn.HaloExchange(
             weft.Partition(grid, ranks=ranks), widths.__getitem__, boundary, padded=padded
         )
-        if wire.rank not in by_rank:
+        if group.rank not in by_rank:
             return
-        own = inner(case, by_rank[wire.rank])
-        mine = seen[wire.rank][own]
+        own = inner(case, by_rank[group.rank])
+        mine = seen[group.rank][own]
         x = whole.detach()[mine]
         if padded:
-            x = torch.full(right[wire.rank].shape, math.nan, dtype=x.dtype)
+            x = torch.full(right[group.rank].shape, math.nan, dtype=x.dtype)
             x[own] = whole.detach()[mine]
         x.requires_grad_()
         y = layer(x)
-        assert torch.equal(y, right[wire.rank])
-        y.backward(grads[wire.rank])
+        assert torch.equal(y, right[group.rank])
+        y.backward(grads[group.rank])
         found = x.grad[own] if padded else x.grad
         torch.testing.assert_close(found, whole.grad[mine], rtol=1e-12, atol=1e-12)
         assert not padded or x.grad.count_nonzero() <= found.numel()
@@ -99,18 +99,18 @@ def test_margins_differ_from_rank_to_rank(case, eager):
 
 
 @spmd(2, on=("threads", "device"))
-def test_a_padded_tensor_of_a_shape_that_was_told(wire):
+def test_a_padded_tensor_of_a_shape_that_was_told(group):
     layer = nn.HaloExchange(weft.Partition(2), 1, shape=(5,), padded=True)
-    assert layer(torch.ones(5 - wire.rank)).tolist() == ([0, 1, 1, 1, 1], [1, 1, 1, 0])[wire.rank]
+    assert layer(torch.ones(5 - group.rank)).tolist() == ([0, 1, 1, 1, 1], [1, 1, 1, 0])[group.rank]
     with pytest.raises(weft.WeftError, match=r"rank 0: .* of which this rank has \(5,\)"):
         layer(torch.ones(3))
     assert layer.plan((5,)).want.shapes == {0: (5,), 1: (4,)}
 
 
 def test_widths_by_cell_under_vmap():
-    def program(wire):
+    def program(group):
         layer = nn.HaloExchange(weft.Partition(2), lambda cell: [(2 * cell[0], 0)])
-        return torch.func.vmap(layer, in_dims=1, out_dims=1)(torch.eye(2) + wire.rank)
+        return torch.func.vmap(layer, in_dims=1, out_dims=1)(torch.eye(2) + group.rank)
 
     first, second = run(2, program)
     assert first.tolist() == [[1, 0], [0, 1]]
@@ -118,7 +118,7 @@ def test_widths_by_cell_under_vmap():
 
 
 @spmd(2, on=("threads", "device"))
-def test_widths_may_be_an_array(wire):
+def test_widths_may_be_an_array(group):
     grid = weft.Partition((2, 1))
     expected = nn.HaloExchange(grid, [(1, 2), (0, 1)]).spec
     for kind in (np.array, torch.tensor):

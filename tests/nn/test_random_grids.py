@@ -70,15 +70,15 @@ def numbers(rank, shape, seed):
 def test_the_adjoint(case, on):
     name, (shape, ranks), argument, shapes = case
 
-    def program(wire):
+    def program(group):
         grid = weft.Partition(shape, ranks=ranks)
         if name == "Repartition":
             layer = nn.Repartition(grid, weft.Partition(argument[0], ranks=argument[1]))
         else:
             layer = getattr(nn, name)(grid, argument)
-        x = numbers(wire.rank, shapes.get(wire.rank, (0,)), 1).requires_grad_()
+        x = numbers(group.rank, shapes.get(group.rank, (0,)), 1).requires_grad_()
         y = layer(x)
-        w = numbers(wire.rank, tuple(y.shape), 2)
+        w = numbers(group.rank, tuple(y.shape), 2)
         (grad,) = torch.autograd.grad(y, x, w)
         assert grad.shape == x.shape
         return (y * w).sum().item(), (x * grad).sum().item(), y.detach().sum().item()

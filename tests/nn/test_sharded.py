@@ -87,9 +87,9 @@ def test_it_gives_what_a_replicated_table_gives(case, sizes, on):
     ranks, height = len(sizes), sum(sizes)
     whole = drawn(0, height, DIM)
 
-    def program(wire):
+    def program(group):
         table = KINDS[kind].from_pretrained(whole, freeze=False, **options)
-        found = used(table, wire.rank, inputs(wire.rank, height))
+        found = used(table, group.rank, inputs(group.rank, height))
         assert (table.weight.grad._indices()[0].diff() > 0).all()
         return *found, table.weight.grad.to_dense(), table.weight.detach(), table.to_dense()
 
@@ -129,7 +129,7 @@ def test_optimizers_work_on_the_shard(optimizer, average):
 
     alone = trained(nn.Embedding, [0, 1, 2]).weight.detach()
     cut = KINDS[nn.Embedding]
-    for each in run(3, lambda wire: trained(cut, [wire.rank], average=average).to_dense()):
+    for each in run(3, lambda group: trained(cut, [group.rank], average=average).to_dense()):
         torch.testing.assert_close(each, alone)
 
 
@@ -139,8 +139,8 @@ def test_clipping_takes_the_norm_of_all_ranks_rows(ranks, p):
     whole = nn.Sequential(nn.Embedding(10, DIM), nn.Linear(DIM, 1))
     places = torch.tensor([9, 0, 3, 9])  # rows of some ranks alone
 
-    def program(wire):
-        model = weft.nn.shard_embeddings(copy.deepcopy(whole), min_rows=1, group=wire)
+    def program(group):
+        model = weft.nn.shard_embeddings(copy.deepcopy(whole), min_rows=1, group=group)
         model(places).square().sum().backward()
         norm = weft.clip_grad_norm_(model, 0.1, p)
         rows = torch.zeros(10, DIM)
@@ -162,21 +162,21 @@ def test_many_tables_take_the_exchanges_of_one_and_each_row_once(on, monkeypatch
     real = sharded_tables.apply
 
     def spy(scatter, tensors):
-        if scatter.wire.rank == 0:
+        if scatter.group.rank == 0:
             sent.append([each.numel() for each in tensors])
         return real(scatter, tensors)
 
     monkeypatch.setattr(sharded_tables, "apply", spy)
     ids, offsets = torch.tensor([[8, 1, 1], [8, 8, 0]]), torch.tensor([0, 2])
 
-    def program(wire):
+    def program(group):
         one = weft.nn.ShardedEmbedding.from_pretrained(drawn(1, 9, 2), freeze=False)
         other = weft.nn.ShardedEmbeddingBag.from_pretrained(drawn(2, 4, 5), freeze=False)
         frozen = weft.nn.ShardedEmbedding.from_pretrained(drawn(3, 4, 1))
         given = [ids, (ids[1] // 4, offsets), ids[:, :0], ids[0] % 2]
         rows = weft.nn.sharded_lookup([one, other, frozen, one], given)
         # of rank 1 some are not used
-        sum(each.sum() for each in rows[: 2 if wire.rank else None]).backward()
+        sum(each.sum() for each in rows[: 2 if group.rank else None]).backward()
         assert [tuple(each.shape) for each in rows] == [(2, 3, 2), (2, 5), (2, 0, 1), (3, 2)]
         return [table.weight.grad.to_dense() for table in (one, other)]
 
@@ -204,11 +204,11 @@ WRONG = {
 
 @pytest.mark.parametrize("text", WRONG)
 def test_a_wrong_input_of_one_rank_is_an_error_on_all(text):
-    def program(wire):
+    def program(group):
         table = weft.nn.ShardedEmbeddingBag(10, DIM, mode="sum")
         right = (torch.tensor([[4]]),)
         with pytest.raises(weft.WeftError, match=text) as caught:
-            weft.nn.sharded_lookup([table], [WRONG[text] if wire.rank == 1 else right])
+            weft.nn.sharded_lookup([table], [WRONG[text] if group.rank == 1 else right])
         assert torch.equal(table(*right)[0], table.to_dense()[4])
         return str(caught.value)
 
@@ -217,12 +217,12 @@ def test_a_wrong_input_of_one_rank_is_an_error_on_all(text):
 
 
 def test_rows_of_no_numbers():
-    def program(wire):
+    def program(group):
         table = weft.nn.ShardedEmbedding(10, 0)
         wrong = weft.nn.ShardedEmbedding(10, 0, max_norm=1.0, norm_type=float("inf"))
         with pytest.raises(weft.WeftError, match="rank 0: table 1: RuntimeError"):  # torch's
-            weft.nn.sharded_lookup([table, wrong], [torch.tensor([3] * wire.rank).long()] * 2)
-        table(torch.tensor([[4, wire.rank]])).sum().backward()
+            weft.nn.sharded_lookup([table, wrong], [torch.tensor([3] * group.rank).long()] * 2)
+        table(torch.tensor([[4, group.rank]])).sum().backward()
         return table(torch.tensor([[4, 1]])).shape, table.weight.grad.shape
 
     assert run(2, program) == [((1, 2, 0), (5, 0))] * 2
@@ -235,24 +235,24 @@ def test_what_are_no_tables_is_said():
 
 
 def test_ranks_that_differ_are_told_so():
-    def program(wire):
+    def program(group):
         def raised(call, *args):
             with pytest.raises(weft.WeftError) as caught:
                 call(*args)
             return str(caught.value)
 
         table = weft.nn.ShardedEmbedding(10, DIM)
-        other = weft.nn.ShardedEmbedding(10 + wire.rank, DIM)
+        other = weft.nn.ShardedEmbedding(10 + group.rank, DIM)
         double = weft.nn.ShardedEmbedding(10, DIM, dtype=torch.float64)
         ids = torch.tensor([1])
         said = [raised(other, ids), raised(other.to_dense)]
         said.append(raised(weft.nn.sharded_lookup, [table, double], [ids, ids]))
         said.append(raised(weft.nn.sharded_lookup, [table], [ids, ids]))
-        with torch.set_grad_enabled(wire.rank == 0):
+        with torch.set_grad_enabled(group.rank == 0):
             said.append(raised(table, ids))
         # rank 1 does not use the rows, and calls again while rank 0 is in backward
         rows = table(ids)
-        said.append(raised(rows.sum().backward) if wire.rank == 0 else raised(table, ids))
+        said.append(raised(rows.sum().backward) if group.rank == 0 else raised(table, ids))
         assert torch.equal(table(ids), table.to_dense()[1:2])
         return said
 
@@ -267,7 +267,7 @@ def test_ranks_that_differ_are_told_so():
 def test_a_rank_holds_its_part_alone():
     whole = drawn(0, 1000, 8)
 
-    def program(wire):
+    def program(group):
         torch.manual_seed(5)  # alike on all ranks, as is usual
         table = weft.nn.ShardedEmbedding(1000, 8, padding_idx=-1)
         given = weft.nn.ShardedEmbedding.from_pretrained(whole)
@@ -299,14 +299,14 @@ class Model(nn.Module):
 def test_the_large_tables_of_a_model_are_cut():
     made = [(Model(), Model()) for _ in range(2)]  # here: threads have one default generator
 
-    def program(wire):
-        model, alone = made[wire.rank]
+    def program(group):
+        model, alone = made[group.rank]
         assert weft.nn.shard_embeddings(model, min_rows=9) is model
         assert type(model.small) is nn.Embedding and model.same is model.table
         assert model.table.sparse and not model.bags["one"].sparse
         ignored = {"table.weight", "same.weight", "bags.one.weight"}
         assert ignored >= set(model._ddp_params_and_buffers_to_ignore) >= ignored - {"same.weight"}
-        ids = indices(2 * wire.rank, 10, 5, 2)
+        ids = indices(2 * group.rank, 10, 5, 2)
         assert torch.equal(model(ids), alone(ids))
         assert str(model.bags["one"]).startswith("ShardedEmbeddingBag(9, 3, mode='sum'")
         model.load_state_dict({k: 2 * v for k, v in alone.state_dict().items()})  # whole tables
@@ -377,10 +377,10 @@ def test_a_checkpoint_of_four_ranks_is_loaded_by_others(tmp_path, ranks):
 
 
 def test_a_weight_of_other_rows_is_an_error_on_all():
-    def program(wire):
+    def program(group):
         table = weft.nn.ShardedEmbedding(9, DIM)
         rows = table.weight.data
-        if wire.rank == 1:
+        if group.rank == 1:
             table.weight.data = torch.zeros(9, DIM)
         with pytest.raises(weft.WeftError) as caught:
             table(ONE)
@@ -393,12 +393,12 @@ def test_a_weight_of_other_rows_is_an_error_on_all():
 
 
 def test_recomputed_rows_are_fetched_by_ranks_without_input_too():
-    def program(wire):
+    def program(group):
         table = weft.nn.ShardedEmbedding.from_pretrained(drawn(0, 9, DIM), freeze=False)
         dense = torch.ones(2, DIM, requires_grad=True)
         sums = checkpoint(
             lambda ids, dense: dense.square().sum() + table(ids).sum(),
-            torch.tensor([1, 8, 1])[: 0 if wire.rank else None],
+            torch.tensor([1, 8, 1])[: 0 if group.rank else None],
             dense,
             use_reentrant=False,
         )

@@ -86,17 +86,17 @@ def train(model, updates, steps, group=None):
 
 def go_on_with_other_numbers_of_ranks(folder, savers):
     """Saved by the first ranks, so many, and loaded by fewer, as many, and more."""
-    with weft.init() as wire:
+    with weft.init() as group:
         groups = {size: dist.new_group(range(size)) for size in (2, 3, 4)}
         for rows, kind in itertools.product(ROWS, OPTIMIZERS):
             place = f"{folder}/{rows} {kind}"
             wanted = [None]
-            if wire.rank < savers:
+            if group.rank < savers:
                 wanted = [save_and_go_on(place, rows, kind, groups[savers])]
             dist.broadcast_object_list(wanted)
-            for size, group in groups.items():
-                if wire.rank < size:
-                    load_and_go_on(place, rows, kind, group, *wanted[0])
+            for size, members in groups.items():
+                if group.rank < size:
+                    load_and_go_on(place, rows, kind, members, *wanted[0])
             weft.barrier()
 
 

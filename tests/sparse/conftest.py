@@ -22,8 +22,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if _HERE not in item.path.parents:  # the hook is given those of all folders
             return True
         given = getattr(item, "callspec", None)
-        transport, size = given.params.get("world", ("", 0)) if given else ("", 0)
-        if transport != "device":
+        on, size = given.params.get("world", ("", 0)) if given else ("", 0)
+        if on != "device":
             return True
         names = [given.params.get(each, "auto") for each in ("name", "algorithm")]
         most = 7 if item.path.stem in _SEVEN or "holders" in names else _MOST

@@ -1,7 +1,7 @@
 """Every algorithm, every world: the documented result, bit for bit, the same on every rank.
 
 A new algorithm is under these tests as soon as it is registered. When one fails, its name, the
-transport and the number of ranks are in the test's name; the data come from the rank alone, so a
+group and the number of ranks are in the test's name; the data come from the rank alone, so a
 failing rank can be run by itself.
 """
 
@@ -93,40 +93,40 @@ def right(left, right):
     return right
 
 
-def same_everywhere(wire, rows):
+def same_everywhere(group, rows):
     """Every rank gives its result to its neighbour, who compares bits."""
-    after, before = (wire.rank + 1) % wire.size, (wire.rank - 1) % wire.size
-    if wire.size == 1:
+    after, before = (group.rank + 1) % group.size, (group.rank - 1) % group.size
+    if group.size == 1:
         return
     for mine in (rows.indices, rows.values):
         mine = mine.contiguous().view(-1).view(torch.uint8)
         size = torch.tensor([mine.numel()])
         theirs = torch.zeros(1, dtype=torch.int64)
-        wire.post([(after, size)], [(before, theirs)]).wait()
+        group.post([(after, size)], [(before, theirs)]).wait()
         assert theirs.item() == mine.numel()
         theirs = torch.empty_like(mine)
-        wire.post([(after, mine)], [(before, theirs)]).wait()
+        group.post([(after, mine)], [(before, theirs)]).wait()
         assert torch.equal(theirs, mine)
 
 
 @pytest.mark.parametrize("name", NAMES)
 @spmd(*SIZES, on=EVERYWHERE)
-def test_equals_the_definition(wire, name):
+def test_equals_the_definition(group, name):
     for kind in KINDS:
-        parts, want = world(wire.size, kind)
-        total = weft.sparse_all_reduce(parts[wire.rank], algorithm=name)
+        parts, want = world(group.size, kind)
+        total = weft.sparse_all_reduce(parts[group.rank], algorithm=name)
 
         assert torch.equal(total.indices, want.indices), kind
         assert torch.equal(total.values, want.values), kind
         assert total.height == want.height, kind
-        same_everywhere(wire, total)
+        same_everywhere(group, total)
 
 
-def over_a_group(wire):
+def over_a_group(group):
     with as_device():
         for name, kind in product(["auto", "gather", "split", "holders", "mask"], KINDS):
-            parts, want = world(wire.size, kind)
-            rows = parts[wire.rank]
+            parts, want = world(group.size, kind)
+            rows = parts[group.rank]
             for total in weft.sparse_all_reduce([rows, rows], algorithm=name):
                 assert torch.equal(total.indices, want.indices), (name, kind)
                 assert torch.equal(total.values, want.values), (name, kind)
@@ -143,10 +143,10 @@ def test_tensors_of_an_accelerator_go_over_the_group():
 
 @pytest.mark.parametrize("name", NAMES)
 @spmd(1, 2, 3, 4, 7, on=THREADS)
-def test_nobody_needs_to_say_how_high_a_tensor_is(wire, name):
+def test_nobody_needs_to_say_how_high_a_tensor_is(group, name):
     for kind in KINDS:
-        parts, want = world(wire.size, kind)
-        rows = parts[wire.rank]
+        parts, want = world(group.size, kind)
+        rows = parts[group.rank]
         indices, values = weft.sparse_all_reduce((rows.indices, rows.values), algorithm=name)
         assert torch.equal(indices, want.indices), kind
         assert torch.equal(values, want.values), kind
@@ -155,12 +155,12 @@ def test_nobody_needs_to_say_how_high_a_tensor_is(wire, name):
 @pytest.mark.parametrize("index", [torch.int32, torch.int64])
 @pytest.mark.parametrize("name", ANY_HEIGHT)
 @spmd(1, 3, 8, on=THREADS)
-def test_the_largest_index_there_is(wire, name, index):
+def test_the_largest_index_there_is(group, name, index):
     """No bound beyond it is of its dtype."""
     for count in (1, 2500):
         with LOCK:
-            parts, want = _highest(wire.size, index, count)
-        total = weft.sparse_all_reduce(parts[wire.rank], algorithm=name)
+            parts, want = _highest(group.size, index, count)
+        total = weft.sparse_all_reduce(parts[group.rank], algorithm=name)
         assert torch.equal(total.indices, want.indices)
         assert torch.equal(total.values, want.values)
 
@@ -174,10 +174,10 @@ def test_on_a_slow_link_indices_are_packed(monkeypatch, name, size):
         packed.append(indices.numel())
         return pack(indices, code, memory)
 
-    def program(wire, kind):
-        set_link(wire, Link(1e-4, 8e-9, MERGE, 1e-5))
-        parts, want = world(wire.size, kind, dtype=torch.float64)
-        total = weft.sparse_all_reduce(parts[wire.rank], algorithm=name)
+    def program(group, kind):
+        set_link(group, Link(1e-4, 8e-9, MERGE, 1e-5))
+        parts, want = world(group.size, kind, dtype=torch.float64)
+        total = weft.sparse_all_reduce(parts[group.rank], algorithm=name)
         assert torch.equal(total.indices, want.indices), kind
         assert torch.equal(total.values, want.values), kind
 
@@ -191,23 +191,23 @@ def test_on_a_slow_link_indices_are_packed(monkeypatch, name, size):
 
 @pytest.mark.parametrize("name", NAMES)
 @spmd(2, 3, 4, on=THREADS)
-def test_rows_of_many_chunks(wire, name):
-    set_link(wire, Link(1e-4, 8e-9, MERGE, 1e-5))
+def test_rows_of_many_chunks(group, name):
+    set_link(group, Link(1e-4, 8e-9, MERGE, 1e-5))
     for dtype in (torch.float32, torch.bfloat16):
-        parts, want = world(wire.size, "wide", shape=(512,), dtype=dtype)
-        total = weft.sparse_all_reduce(parts[wire.rank], algorithm=name)
+        parts, want = world(group.size, "wide", shape=(512,), dtype=dtype)
+        total = weft.sparse_all_reduce(parts[group.rank], algorithm=name)
         assert torch.equal(total.indices, want.indices) and torch.equal(total.values, want.values)
 
 
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("name", NAMES)
 @spmd(3, on=THREADS)  # no power of two: rows are combined twice, once of them as partial sums
-def test_every_op_and_dtype(wire, name, op):
+def test_every_op_and_dtype(group, name, op):
     for dtype in DTYPES:
         if OPS[op].refuses(dtype):
             continue
-        parts, want = world(wire.size, "duplicates", op, dtype=dtype)
-        total = weft.sparse_all_reduce(parts[wire.rank], op, algorithm=name)
+        parts, want = world(group.size, "duplicates", op, dtype=dtype)
+        total = weft.sparse_all_reduce(parts[group.rank], op, algorithm=name)
         assert torch.equal(total.indices, want.indices), dtype
         assert total.values.dtype is dtype
         # an average of integers is not exact: rounded once, so within one unit in the last place
@@ -218,19 +218,19 @@ def test_every_op_and_dtype(wire, name, op):
 
 @pytest.mark.parametrize("name", NAMES)
 @spmd(3, on=THREADS)
-def test_half_precision_rounds_what_a_rank_repeats_and_the_result(wire, name):
+def test_half_precision_rounds_what_a_rank_repeats_and_the_result(group, name):
     """And nothing between: 257 is 256 in bfloat16, and 256 + 1 + 1 of three ranks is 258."""
-    indices, values = [([0, 0, 1], [256, 1, 256]), ([0, 1], [1, 1]), ([1], [1])][wire.rank]
+    indices, values = [([0, 0, 1], [256, 1, 256]), ([0, 1], [1, 1]), ([1], [1])][group.rank]
     rows = weft.Rows(torch.tensor(indices), torch.tensor(values).bfloat16(), 2)
     assert weft.sparse_all_reduce(rows, algorithm=name).values.tolist() == [256.0, 258.0]
 
 
 @pytest.mark.parametrize("name", NAMES)
 @spmd(1, 4, on=THREADS)
-def test_every_row_shape_and_index_dtype(wire, name):
+def test_every_row_shape_and_index_dtype(group, name):
     for shape, index in product([(), (1,), (2, 3), (0,), (300,)], [torch.int32, torch.int64]):
-        parts, want = world(wire.size, "few", shape=shape, index=index)
-        total = weft.sparse_all_reduce(parts[wire.rank], algorithm=name)
+        parts, want = world(group.size, "few", shape=shape, index=index)
+        total = weft.sparse_all_reduce(parts[group.rank], algorithm=name)
         assert total.indices.dtype is index
         assert torch.equal(total.indices, want.indices), (shape, index)
         assert total.values.shape == want.values.shape
@@ -239,37 +239,37 @@ def test_every_row_shape_and_index_dtype(wire, name):
 
 @pytest.mark.parametrize("name", ANY_HEIGHT)
 @spmd(4, on=EVERYWHERE)
-def test_indices_beyond_32_bits(wire, name):
-    parts, want = world(wire.size, "far apart")
-    total = weft.sparse_all_reduce(parts[wire.rank], algorithm=name)
+def test_indices_beyond_32_bits(group, name):
+    parts, want = world(group.size, "far apart")
+    total = weft.sparse_all_reduce(parts[group.rank], algorithm=name)
     assert torch.equal(total.indices, want.indices)
     assert torch.equal(total.values, want.values)
 
 
 @pytest.mark.parametrize("name", ["gather", "split", "holders", "dense_tail", "auto"])
 @spmd(3, 7, 8, on=EVERYWHERE)
-def test_real_numbers_add_in_rank_order(wire, name):
-    parts, want = world(wire.size, "real")
-    total = weft.sparse_all_reduce(parts[wire.rank], algorithm=name)
+def test_real_numbers_add_in_rank_order(group, name):
+    parts, want = world(group.size, "real")
+    total = weft.sparse_all_reduce(parts[group.rank], algorithm=name)
     assert torch.equal(total.values, want.values)
-    same_everywhere(wire, total)
+    same_everywhere(group, total)
 
 
 @pytest.mark.parametrize("name", ["doubling", "mask", "ring"])
 @spmd(3, 7, 8, on=EVERYWHERE)
-def test_real_numbers_are_the_same_bits_everywhere(wire, name):
-    rows = rows_of(wire.rank, "real")
+def test_real_numbers_are_the_same_bits_everywhere(group, name):
+    rows = rows_of(group.rank, "real")
     first = weft.sparse_all_reduce(rows, algorithm=name)
     again = weft.sparse_all_reduce(rows, algorithm=name)
-    same_everywhere(wire, first)
+    same_everywhere(group, first)
     assert torch.equal(first.values, again.values)
 
 
 @pytest.mark.parametrize("name", NAMES)
 @spmd(4, on=THREADS)
-def test_nan_and_infinity_pass_through(wire, name):
+def test_nan_and_infinity_pass_through(group, name):
     values = torch.tensor([float("nan"), float("inf"), -float("inf"), -0.0])[:, None]
-    rows = weft.Rows(torch.arange(4) + 4 * wire.rank, values, 16)
+    rows = weft.Rows(torch.arange(4) + 4 * group.rank, values, 16)
     total = weft.sparse_all_reduce(rows, algorithm=name)
     bits = total.values.view(torch.int32).view(4, 4)
     assert torch.equal(bits[:, 1:], values[1:].view(torch.int32).view(1, 3).expand(4, 3))
@@ -278,8 +278,8 @@ def test_nan_and_infinity_pass_through(wire, name):
 
 @pytest.mark.parametrize("name", NAMES)
 @spmd(4, on=EVERYWHERE)
-def test_minus_zero_is_less_than_zero(wire, name):
-    negative = torch.arange(1600).view(100, 16) >> wire.rank & 1
+def test_minus_zero_is_less_than_zero(group, name):
+    negative = torch.arange(1600).view(100, 16) >> group.rank & 1
     rows = weft.Rows(torch.arange(100), torch.where(negative == 1, -0.0, 0.0), 100)
     for op, pattern in (("min", negative.new_tensor(0)), ("max", negative.new_tensor(15))):
         total = weft.sparse_all_reduce(rows, op, algorithm=name)
@@ -290,17 +290,17 @@ def test_minus_zero_is_less_than_zero(wire, name):
 
 @pytest.mark.parametrize("name", IN_ORDER)
 @spmd(1, 2, 3, 4, 7, on=EVERYWHERE)
-def test_a_function_gets_its_operands_in_rank_order(wire, name):
-    parts, want = world(wire.size, "duplicates", right)
-    total = weft.sparse_all_reduce(parts[wire.rank], right, algorithm=name)
+def test_a_function_gets_its_operands_in_rank_order(group, name):
+    parts, want = world(group.size, "duplicates", right)
+    total = weft.sparse_all_reduce(parts[group.rank], right, algorithm=name)
     assert torch.equal(total.values, want.values)
-    same_everywhere(wire, total)
+    same_everywhere(group, total)
 
 
 @pytest.mark.parametrize("name", NAMES)
 @spmd(1, 3, on=THREADS)
-def test_the_input_is_left_alone(wire, name):
-    rows = rows_of(wire.rank, "duplicates")
+def test_the_input_is_left_alone(group, name):
+    rows = rows_of(group.rank, "duplicates")
     before = rows.indices.clone(), rows.values.clone()
     total = weft.sparse_all_reduce(rows, algorithm=name)
     total.values.fill_(99)
@@ -330,8 +330,8 @@ def worlds(draw):
 def test_whatever_hypothesis_makes(name, parts, op):
     want = expected(parts, op)
 
-    def body(wire):
-        return weft.sparse_all_reduce(parts[wire.rank], op, algorithm=name)
+    def body(group):
+        return weft.sparse_all_reduce(parts[group.rank], op, algorithm=name)
 
     for total in run(len(parts), body):
         assert torch.equal(total.indices, want.indices)

@@ -23,8 +23,8 @@ def part(rank, height=30):
 
 
 @spmd(1, 4, on=("threads", "device", "processes", "torch"))
-def test_what_you_give_is_what_you_get(wire):
-    rows, want = part(wire.rank), expected([part(rank) for rank in range(wire.size)])
+def test_what_you_give_is_what_you_get(group):
+    rows, want = part(group.rank), expected([part(rank) for rank in range(group.size)])
 
     pair = weft.sparse_all_reduce((rows.indices, rows.values))
     assert isinstance(pair, tuple)
@@ -43,8 +43,8 @@ def test_what_you_give_is_what_you_get(wire):
 
 
 @spmd(1, 3, on=("threads", "device", "processes", "torch"))
-def test_several_sparse_dimensions_are_restored(wire):
-    draw = torch.Generator().manual_seed(wire.rank)
+def test_several_sparse_dimensions_are_restored(group):
+    draw = torch.Generator().manual_seed(group.rank)
     indices = torch.stack([torch.randint(3, (9,), generator=draw) for _ in range(2)])
     for values in (torch.ones(9), torch.ones(9, 2)):
         coo = torch.sparse_coo_tensor(
@@ -52,27 +52,27 @@ def test_several_sparse_dimensions_are_restored(wire):
         )
         total = weft.sparse_all_reduce(coo)
         dense = coo.to_dense()
-        if wire.size > 1:
-            wire.dense_all_reduce(dense, "sum").wait()
+        if group.size > 1:
+            group.dense_all_reduce(dense, "sum").wait()
         assert total.sparse_dim() == 2
         assert torch.equal(total.to_dense(), dense)
 
 
 @spmd(1, 3, on=("threads", "device", "processes", "torch"))
-def test_values_that_are_not_what_their_memory_says(wire):
+def test_values_that_are_not_what_their_memory_says(group):
     """A sign that torch has not yet applied, and a row of stride 0."""
     turned = torch.full((2, 3), 1 + 2j).conj()
     _, total = weft.sparse_all_reduce((torch.tensor([4, 2]), turned.imag))
-    assert total.eq(-2 * wire.size).all()
+    assert total.eq(-2 * group.size).all()
     with pytest.raises(weft.WeftError, match="complex64 are not supported"):
         weft.sparse_all_reduce((torch.tensor([4, 2]), turned))
     _, total = weft.sparse_all_reduce((torch.tensor([4]), torch.tensor(2.0).expand(1, 1)))
-    assert total.tolist() == [[2.0 * wire.size]]
+    assert total.tolist() == [[2.0 * group.size]]
 
 
 @spmd(1, 2, on=("threads", "device", "processes", "torch"))
-def test_torch_names_of_operations(wire):
-    rows = part(wire.rank)
+def test_torch_names_of_operations(group):
+    rows = part(group.rank)
     for theirs, ours in (
         (dist.ReduceOp.SUM, "sum"),
         (dist.ReduceOp.AVG, "avg"),
@@ -87,8 +87,8 @@ def test_torch_names_of_operations(wire):
 
 @pytest.mark.parametrize("algorithm", [*sorted(ALGORITHMS), "auto"])
 @spmd(1, 4, on=("threads", "device", "processes", "torch"))
-def test_out_is_filled(wire, algorithm):
-    rows, want = part(wire.rank), expected([part(rank) for rank in range(wire.size)])
+def test_out_is_filled(group, algorithm):
+    rows, want = part(group.rank), expected([part(rank) for rank in range(group.size)])
 
     out = torch.full((40,), -1), torch.full((40, 2), 7.0)
     indices, values = weft.sparse_all_reduce(
@@ -127,15 +127,15 @@ def _sorted(size, count):
 @pytest.mark.parametrize("count", [30, 4000])
 @pytest.mark.parametrize("algorithm", [*sorted(ALGORITHMS), "auto"])
 @spmd(1, 3, on=("threads", "device", "processes", "torch"))
-def test_the_result_may_go_where_the_rows_are(wire, algorithm, count):
+def test_the_result_may_go_where_the_rows_are(group, algorithm, count):
     """Peers still read the rows when the first of the result is written."""
     with LOCK:  # ranks that are threads would each make them
-        parts, want = _sorted(wire.size, count)
+        parts, want = _sorted(group.size, count)
     for of_function in (False, True):
         space = torch.full((2 * count,), -1), torch.full((2 * count, 16), -1.0)
         mine = weft.Rows(space[0][:count], space[1][:count], 2 * count)
-        mine.indices.copy_(parts[wire.rank].indices)
-        mine.values.copy_(parts[wire.rank].values)
+        mine.indices.copy_(parts[group.rank].indices)
+        mine.values.copy_(parts[group.rank].values)
 
         def allocate(count, row_shape, dtypes, space=space):
             return space[0][:count], space[1][:count]
@@ -149,18 +149,18 @@ def test_the_result_may_go_where_the_rows_are(wire, algorithm, count):
 
 
 @spmd(4, on=("processes",))
-def test_a_link_of_nonsense_is_told_to_all(wire):
-    weft.sparse_all_reduce(part(wire.rank))  # the environment is read in every call
+def test_a_link_of_nonsense_is_told_to_all(group):
+    weft.sparse_all_reduce(part(group.rank))  # the environment is read in every call
     with pytest.MonkeyPatch.context() as patch:
-        if wire.rank == 2:
+        if group.rank == 2:
             patch.setenv("WEFT_LINK", 2000 * "fast")  # longer than what a rank can say of itself
         with pytest.raises(weft.WeftError, match="rank 2: WEFT_LINK='fastfast"):
-            weft.sparse_all_reduce(part(wire.rank))
-    weft.sparse_all_reduce(part(wire.rank))
+            weft.sparse_all_reduce(part(group.rank))
+    weft.sparse_all_reduce(part(group.rank))
 
 
 @spmd(1, 2, 4, on=("threads", "device", "processes", "torch"))
-def test_asynchronous_calls_keep_their_order(wire):
+def test_asynchronous_calls_keep_their_order(group):
     works = [
         weft.sparse_all_reduce(
             (torch.tensor([number, 9]), torch.tensor([1.0, float(number)])), async_op=True
@@ -168,18 +168,18 @@ def test_asynchronous_calls_keep_their_order(wire):
         for number in range(5)
     ]
     between = weft.sparse_all_reduce((torch.tensor([3]), torch.tensor([2.0])))
-    assert between[1].item() == 2.0 * wire.size
+    assert between[1].item() == 2.0 * group.size
     for number, work in enumerate(works):
         indices, values = work.wait()
         assert work.is_completed()
         assert indices.tolist() == [number, 9]
-        assert values.tolist() == [wire.size, number * wire.size]
+        assert values.tolist() == [group.size, number * group.size]
         assert work.get_future().wait()[1].tolist() == values.tolist()
 
 
 @spmd(2, on=("threads", "device", "processes", "torch"))
-def test_asynchronous_errors_come_out_of_wait(wire):
-    bad = torch.tensor([-1 if wire.rank else 1])
+def test_asynchronous_errors_come_out_of_wait(group):
+    bad = torch.tensor([-1 if group.rank else 1])
     work = weft.sparse_all_reduce((bad, torch.ones(1)), async_op=True)
     with pytest.raises(weft.WeftError, match="rank 1: index -1 is negative"):
         work.wait()
@@ -187,12 +187,12 @@ def test_asynchronous_errors_come_out_of_wait(wire):
 
 
 @spmd(4, on=("processes",))  # threads share one environment
-def test_the_environment_may_choose(wire):
-    rows = part(wire.rank)
+def test_the_environment_may_choose(group):
+    rows = part(group.rank)
     weft.sparse_all_reduce(rows)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("WEFT_ALGORITHM", "doubling")
-        wire.small_all_gather(torch.zeros(1, dtype=torch.uint8), 1).wait()  # all have set it
+        group.small_all_gather(torch.zeros(1, dtype=torch.uint8), 1).wait()  # all have set it
         weft.sparse_all_reduce(rows)
         assert last_call().algorithm == "doubling"
         weft.sparse_all_reduce(rows, algorithm="split")
@@ -200,35 +200,35 @@ def test_the_environment_may_choose(wire):
         patch.setenv("WEFT_ALGORITHM", "foo")
         with pytest.raises(weft.WeftError, match="WEFT_ALGORITHM=foo: algorithm 'foo' is unknown"):
             weft.sparse_all_reduce(rows)
-        wire.small_all_gather(torch.zeros(1, dtype=torch.uint8), 1).wait()  # before it is unset
+        group.small_all_gather(torch.zeros(1, dtype=torch.uint8), 1).wait()  # before it is unset
 
 
 @spmd(1, 2, 3, 4, 7, 8)
-def test_a_call_is_recorded(wire):
-    rows = part(wire.rank)
-    want = expected([part(rank) for rank in range(wire.size)])
+def test_a_call_is_recorded(group):
+    rows = part(group.rank)
+    want = expected([part(rank) for rank in range(group.size)])
     weft.sparse_all_reduce(rows)
     record = last_call()
-    assert record.algorithm == ("eager" if wire.size > 1 else "alone")
+    assert record.algorithm == ("eager" if group.size > 1 else "alone")
     assert record.rows == rows.indices.unique().numel()
     assert record.union == len(want)
-    assert record.messages == wire.size - 1
-    total = sum(part(rank).indices.unique().numel() for rank in range(wire.size))
+    assert record.messages == group.size - 1
+    total = sum(part(rank).indices.unique().numel() for rank in range(group.size))
     assert record.total == total
-    bound = (total + (wire.size - 2) * len(want)) / wire.size * (2 * 4 + 4)
+    bound = (total + (group.size - 2) * len(want)) / group.size * (2 * 4 + 4)
     assert record.bound_bytes == round(bound)
 
 
 def test_measuring_the_link_is_not_in_the_first_record(monkeypatch):
     monkeypatch.delenv("WEFT_LINK")
 
-    def body(wire):
+    def body(group):
         rows = weft.Rows(torch.arange(4000), torch.ones(4000, 40), 4000)
         records = []
         for _ in range(3):  # the first two measure
             weft.sparse_all_reduce(rows, algorithm="split")
             records.append(last_call())
-        return [(record.messages, record.sent_bytes) for record in records], wire.traffic.messages
+        return [(record.messages, record.sent_bytes) for record in records], group.traffic.messages
 
     for (first, second, third), messages in run(3, body):
         assert second == third
@@ -236,9 +236,9 @@ def test_measuring_the_link_is_not_in_the_first_record(monkeypatch):
 
 
 @spmd(1, 3, 4)
-def test_explain_says_what_will_run(wire):
-    few, many = part(wire.rank), 4000
-    assert weft.explain(few).chosen == ("eager" if wire.size > 1 else "alone")
+def test_explain_says_what_will_run(group):
+    few, many = part(group.rank), 4000
+    assert weft.explain(few).chosen == ("eager" if group.size > 1 else "alone")
 
     big = weft.Rows(torch.arange(many), torch.ones(many, 40), many)
     for algorithm in ("auto", "doubling"):
@@ -246,7 +246,7 @@ def test_explain_says_what_will_run(wire):
         weft.sparse_all_reduce(big, algorithm=algorithm)
         assert said.chosen == last_call().algorithm
         text = str(said)
-        if wire.size > 1:
+        if group.size > 1:
             assert all(name in text for name in ALGORITHMS)
             assert text.count("chosen") == 1
             assert said.lines[0].verdict == "chosen"  # a reader finds no quicker one above it
@@ -254,14 +254,14 @@ def test_explain_says_what_will_run(wire):
             assert text.endswith("nothing is sent: the group has one rank")
 
     unknown = weft.explain((torch.arange(many), torch.ones(many, 40)))
-    if wire.size > 1:
+    if group.size > 1:
         reasons = {line.algorithm: line.verdict for line in unknown.lines}
         assert "of the time" in reasons["dense_tail"]  # all below the highest
         assert reasons["hierarchical"] == "ruled out: all ranks are on one host"
 
 
 @spmd(2, on=("threads", "processes"))
-def test_tensors_of_a_call_under_way_may_get_other_memory(wire):
+def test_tensors_of_a_call_under_way_may_get_other_memory(group):
     indices, values = torch.arange(1000), torch.ones(1000, 64)
     weft.barrier()
     work = weft.sparse_all_reduce((indices, values), async_op=True)

@@ -15,8 +15,8 @@ from weft.sparse.header import Header
 from weft.testing import run, spmd
 
 
-def good(wire, width=4):
-    return weft.Rows(torch.tensor([1, 5, wire.rank % 4]), torch.ones(3, width), 10)
+def good(group, width=4):
+    return weft.Rows(torch.tensor([1, 5, group.rank % 4]), torch.ones(3, width), 10)
 
 
 def in_inference_mode(*shape):
@@ -186,36 +186,36 @@ WRONG = {
 
 @pytest.mark.parametrize("what", WRONG)
 @spmd(2, 3, 8, on=("threads", "device", "processes", "torch"))
-def test_one_rank_errs_and_all_are_told(wire, what):
+def test_one_rank_errs_and_all_are_told(group, what):
     make, text = WRONG[what]
-    culprit = wire.size - 1
-    arguments = {"rows": good(wire), **(make() if wire.rank == culprit else {})}
+    culprit = group.size - 1
+    arguments = {"rows": good(group), **(make() if group.rank == culprit else {})}
 
     with pytest.raises(weft.WeftError, match=text) as caught:
         weft.sparse_all_reduce(**arguments)
     assert f"rank {culprit}" in str(caught.value)
-    alike(wire, str(caught.value))
+    alike(group, str(caught.value))
 
-    total = weft.sparse_all_reduce(good(wire))
-    assert total.values[total.indices == 5].eq(wire.size).all()
+    total = weft.sparse_all_reduce(good(group))
+    assert total.values[total.indices == 5].eq(group.size).all()
 
 
 @spmd(20, on=("threads", "device"))
-def test_many_ranks_are_told_too(wire):
+def test_many_ranks_are_told_too(group):
     for what in ("op", "negative", "row shape", "height", "out is small"):
         make, text = WRONG[what]
-        arguments = {"rows": good(wire), **(make() if wire.rank == 13 else {})}
+        arguments = {"rows": good(group), **(make() if group.rank == 13 else {})}
         with pytest.raises(weft.WeftError, match=text) as caught:
             weft.sparse_all_reduce(**arguments)
         assert "rank 13" in str(caught.value)
-        alike(wire, str(caught.value))
-    total = weft.sparse_all_reduce(good(wire, width=4))
-    assert total.values[total.indices == 5].eq(wire.size).all()
+        alike(group, str(caught.value))
+    total = weft.sparse_all_reduce(good(group, width=4))
+    assert total.values[total.indices == 5].eq(group.size).all()
 
 
-def alike(wire, text):
+def alike(group, text):
     message = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
-    pending = wire.small_all_gather(message, 4096)
+    pending = group.small_all_gather(message, 4096)
     assert all(torch.equal(other[: len(message)], message) for other in pending.wait())
     pending.release()
 
@@ -223,33 +223,33 @@ def alike(wire, text):
 @pytest.mark.parametrize("algorithm", ["gather", "split", "doubling"])
 @pytest.mark.parametrize("count", [3, 9000])
 @spmd(1, 4, on=("threads", "device", "processes", "torch"))
-def test_a_function_that_raises(wire, count, algorithm):
+def test_a_function_that_raises(group, count, algorithm):
     rows = weft.Rows(torch.arange(count), torch.ones(count, 4), count)
 
     def fails(left, right):
-        if wire.rank == wire.size - 1:
+        if group.rank == group.size - 1:
             raise KeyError("no such thing")
         return left + right
 
     both = weft.Rows(rows.indices.repeat(2), rows.values.repeat(2, 1), count)
-    with pytest.raises(weft.WeftError, match=rf"rank {wire.size - 1}: KeyError: 'no such thing'"):
+    with pytest.raises(weft.WeftError, match=rf"rank {group.size - 1}: KeyError: 'no such thing'"):
         weft.sparse_all_reduce(both, fails, algorithm=algorithm)
     with pytest.raises(weft.WeftError, match="op returned"):
         weft.sparse_all_reduce(
             both, lambda left, right: left[:, :1] + right[:, :1], algorithm=algorithm
         )
     assert torch.equal(
-        weft.sparse_all_reduce(rows, algorithm=algorithm).values, rows.values * wire.size
+        weft.sparse_all_reduce(rows, algorithm=algorithm).values, rows.values * group.size
     )
 
 
 @pytest.mark.parametrize("algorithm", [*sorted(ALGORITHMS), "auto"])
 @spmd(1, 4, on=("threads", "device", "processes", "torch"))
-def test_an_allocator_that_raises(wire, algorithm):
-    rows = good(wire)
+def test_an_allocator_that_raises(group, algorithm):
+    rows = good(group)
 
     def allocate(count, row_shape, dtypes):
-        if wire.rank == 0:
+        if group.rank == 0:
             raise MemoryError(f"{count} rows are too many")
         return torch.empty(count, dtype=dtypes[0]), torch.empty(count, *row_shape, dtype=dtypes[1])
 
@@ -264,15 +264,15 @@ def test_an_allocator_that_raises(wire, algorithm):
 
 
 @spmd(3, on=("threads", "device", "processes", "torch"))
-def test_different_calls_are_told_apart(wire):
-    if wire.rank == 1:  # this rank has already made one call more: it explained, then reduces
+def test_different_calls_are_told_apart(group):
+    if group.rank == 1:  # this rank has already made one call more: it explained, then reduces
         with pytest.raises(weft.WeftError, match=r"different calls.*explain"):
-            weft.explain(good(wire))
+            weft.explain(good(group))
     else:
         with pytest.raises(weft.WeftError, match=r"different calls.*sparse_all_reduce"):
-            weft.sparse_all_reduce(good(wire))
-    total = weft.sparse_all_reduce(good(wire))
-    assert total.values[total.indices == 5].eq(wire.size).all()
+            weft.sparse_all_reduce(good(group))
+    total = weft.sparse_all_reduce(good(group))
+    assert total.values[total.indices == 5].eq(group.size).all()
 
 
 @pytest.mark.parametrize("values", [torch.ones(2), torch.ones(2, 3)])
@@ -297,9 +297,9 @@ def test_an_index_that_no_table_has_is_refused_if_it_comes_from_a_peer(monkeypat
         Header, "pack", lambda self: pack(self._replace(highest=99) if self.total == 2 else self)
     )
 
-    def program(wire):
-        rows = weft.Rows(torch.arange(2 + wire.rank), torch.ones(2 + wire.rank), 10)
-        if wire.rank == 0:  # the one with two rows
+    def program(group):
+        rows = weft.Rows(torch.arange(2 + group.rank), torch.ones(2 + group.rank), 10)
+        if group.rank == 0:  # the one with two rows
             with pytest.raises(weft.WireError):
                 weft.sparse_all_reduce(rows)
         else:
@@ -315,8 +315,8 @@ def test_a_combined_statement_that_leaves_a_rank_out_is_refused(several, monkeyp
     monkeypatch.setattr(tables, "_combined", first)
     monkeypatch.setattr(sparse_run, "combined", first)
 
-    def program(wire):
-        rows = weft.Rows(torch.tensor([wire.rank]), torch.ones(1), 99)
+    def program(group):
+        rows = weft.Rows(torch.tensor([group.rank]), torch.ones(1), 99)
         with pytest.raises(weft.WireError, match="sent a statement that cannot be read"):
             weft.sparse_all_reduce([rows, rows] if several else rows)
 
@@ -334,8 +334,8 @@ def test_a_bitmap_says_of_no_place_that_is_none(monkeypatch):
         kernels, "bitmap", lambda indices, places: make(indices, places).bitwise_or_(1 << 40)
     )
 
-    def program(wire):
-        rows = weft.Rows(torch.arange(36 - wire.rank), torch.ones(36 - wire.rank), 36)
+    def program(group):
+        rows = weft.Rows(torch.arange(36 - group.rank), torch.ones(36 - group.rank), 36)
         return weft.sparse_all_reduce(rows, algorithm="mask").indices.tolist()
 
     assert run(2, program) == [[*range(36)]] * 2

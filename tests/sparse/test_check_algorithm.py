@@ -19,7 +19,7 @@ CLAUSES = 16
 
 def direct(rows, call, fault=""):
     """Every rank sends its rows to every other, and all merge them in rank order."""
-    group = call.wire
+    group = call.group
     indices, values = rows.indices.to(call.wire_index), rows.values
     if fault == "loses long lists":
         indices, values = indices[:4096], values[:4096]
@@ -81,7 +81,7 @@ def exchanged(group, indices, values):
 
 def rooted(rows, call):
     """Every rank sends its rows to rank 0, which sends the result to all."""
-    group = call.wire
+    group = call.group
     own = rows.indices.to(call.wire_index), rows.values
     counts = torch.zeros(group.size, dtype=torch.int64)
     counts[group.rank] = len(rows)

@@ -77,9 +77,9 @@ def test_no_index_takes_more_than_a_plain_one():
 
 
 @spmd(2, on=("threads",))
-def test_indices_that_fit_travel_as_int32(wire):
+def test_indices_that_fit_travel_as_int32(group):
     """Whatever the caller's are of, on a link so quick that they are not packed."""
-    set_link(wire, Link(50e-6, 8e-11, 0.35e-9, 50e-6))
+    set_link(group, Link(50e-6, 8e-11, 0.35e-9, 50e-6))
     near = torch.arange(40_000) * 3
     near[-1] = 2**31 - 1
     sent = {}
@@ -94,15 +94,15 @@ def test_indices_that_fit_travel_as_int32(wire):
 @pytest.mark.parametrize("name", ["gather", "split"])
 @pytest.mark.parametrize("gbit", [1, 100])
 @spmd(3, on=("threads",))
-def test_long_lists_come_in_two_messages(wire, name, gbit):
+def test_long_lists_come_in_two_messages(group, name, gbit):
     """Beside short ones; packed on the slow link, where they are still longer than the first."""
-    set_link(wire, Link(50e-6, 8e-9 / gbit, 0.35e-9, 50e-6))
+    set_link(group, Link(50e-6, 8e-9 / gbit, 0.35e-9, 50e-6))
     total = torch.zeros(3_000_000)
     for rank, count in enumerate((900_000, 40, 600_000)):
         draw = torch.Generator().manual_seed(rank)
         indices = torch.randint(len(total), (count,), generator=draw)
         total.index_add_(0, indices, torch.full((count,), rank + 1.0))
-        if rank == wire.rank:
+        if rank == group.rank:
             rows = weft.Rows(indices, torch.full((count,), rank + 1.0), len(total))
     assert weft.explain(rows, algorithm=name).load.gaps == (gbit == 1)
     found = weft.sparse_all_reduce(rows, algorithm=name)

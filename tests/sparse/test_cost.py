@@ -28,32 +28,32 @@ def rows_of(rank, kind, size):
 @pytest.mark.parametrize("kind", ["identical", "half", "disjoint"])
 @pytest.mark.parametrize("name", sorted(ALGORITHMS))
 @spmd(2, 4, 8, on=("threads",))
-def test_what_is_sent_is_what_was_predicted(wire, name, kind):
+def test_what_is_sent_is_what_was_predicted(group, name, kind):
     # chunks of 1 MiB, which rows for a peer can fill
-    set_link(wire, Link(50e-6, 2e-9, 1e-9, 20e-6))
-    check(wire, name, kind)
+    set_link(group, Link(50e-6, 2e-9, 1e-9, 20e-6))
+    check(group, name, kind)
 
 
 @pytest.mark.parametrize("kind", ["identical", "half"])
 @pytest.mark.parametrize("hosts", ["aaaabbbb", "abababab", "aabbccdd"])
 @spmd(8, on=("threads",))
-def test_what_is_sent_within_and_between_hosts(wire, hosts, kind):
-    set_hosts(wire, Hosts.named(hosts))
-    check(wire, "hierarchical", kind)
+def test_what_is_sent_within_and_between_hosts(group, hosts, kind):
+    set_hosts(group, Hosts.named(hosts))
+    check(group, "hierarchical", kind)
 
 
-def check(wire, name, kind):
-    if kind == "disjoint" and wire.size > 4:
+def check(group, name, kind):
+    if kind == "disjoint" and group.size > 4:
         kind = "half"  # four places between two rows: no more than four ranks can be disjoint
-    rows = rows_of(wire.rank, kind, wire.size)
+    rows = rows_of(group.rank, kind, group.size)
     said = {line.algorithm: line for line in weft.explain(rows, algorithm=name).lines}[name]
     weft.sparse_all_reduce(rows, algorithm=name)
     record = last_call()
 
     header = 8192  # bytes; the opening exchange, which costs leave out
-    average = torch.tensor([record.messages, record.sent_bytes], dtype=torch.float64) / wire.size
-    wire.dense_all_reduce(average, "sum").wait()
-    messages, sent = (average - torch.tensor([1, header]) * (wire.size - 1)).tolist()
+    average = torch.tensor([record.messages, record.sent_bytes], dtype=torch.float64) / group.size
+    group.dense_all_reduce(average, "sum").wait()
+    messages, sent = (average - torch.tensor([1, header]) * (group.size - 1)).tolist()
     load = weft.explain(rows, algorithm=name).load
     exact = dataclasses.replace(load, union=record.union)
     cost = ALGORITHMS[name].cost(exact)
@@ -62,29 +62,29 @@ def check(wire, name, kind):
     assert messages == pytest.approx(cost.messages, rel=0.1 if partners else 0.2, abs=1)
     # what some ranks' rows add up to is modelled as if ranks were alike, which odd and even are not
     exactly = name not in ("doubling", "ring", "hierarchical") or kind == "identical"
-    assert sent == pytest.approx(cost.bytes, rel=0.03 if exactly else 0.25, abs=header * wire.size)
+    assert sent == pytest.approx(cost.bytes, rel=0.03 if exactly else 0.25, abs=header * group.size)
     assert said.bytes == pytest.approx(cost.bytes, rel=0.2)  # the union was a guess
 
 
 @pytest.mark.parametrize("wire_dtype", [None, torch.bfloat16])
 @pytest.mark.parametrize("name", sorted(ALGORITHMS))
 @spmd(4, on=("threads",))
-def test_on_a_slow_link_too_where_indices_are_packed(wire, name, wire_dtype):
-    set_link(wire, Link(50e-6, 8e-9, 0.35e-9, 50e-6))
-    draw = torch.Generator().manual_seed(wire.rank)
+def test_on_a_slow_link_too_where_indices_are_packed(group, name, wire_dtype):
+    set_link(group, Link(50e-6, 8e-9, 0.35e-9, 50e-6))
+    draw = torch.Generator().manual_seed(group.rank)
     indices = torch.randint(200_000, (20_000,), generator=draw)
     rows = weft.Rows(indices, torch.ones(20_000), 200_000)
-    before = wire.traffic.bytes
+    before = group.traffic.bytes
     load = weft.explain(rows, algorithm=name, wire_dtype=wire_dtype).load
-    opening = wire.traffic.bytes - before
+    opening = group.traffic.bytes - before
     assert load.gaps
     assert load.row == (4 if wire_dtype is None else 2)
     weft.sparse_all_reduce(rows, algorithm=name, wire_dtype=wire_dtype)
     record = last_call()
     cost = ALGORITHMS[name].cost(dataclasses.replace(load, union=record.union))
     sent = torch.tensor([record.sent_bytes - opening])
-    wire.dense_all_reduce(sent, "sum").wait()
-    assert sent.item() / wire.size == pytest.approx(cost.bytes, rel=0.02)
+    group.dense_all_reduce(sent, "sum").wait()
+    assert sent.item() / group.size == pytest.approx(cost.bytes, rel=0.02)
 
 
 def test_a_stream_of_chunks_takes_longer_than_a_message_where_cores_limit():
@@ -132,21 +132,21 @@ def test_the_bound():
 
 @pytest.mark.parametrize("name", ["mask", "ring"])
 @spmd(3, on=("threads",))
-def test_the_same_rows_are_known_from_the_headers_and_nearly_the_same_are_not(wire, name):
+def test_the_same_rows_are_known_from_the_headers_and_nearly_the_same_are_not(group, name):
     count, height = 5000, 20_000
-    values = torch.full((count, 8), float(wire.rank + 1))
+    values = torch.full((count, 8), float(group.rank + 1))
     sent = []
     for different in (False, True):
         indices = torch.arange(count) * 2
-        if different and wire.rank == 1:
+        if different and group.rank == 1:
             indices[2500] += 1  # same count, same ends, and most likely the same sketch
-        before = wire.traffic.bytes
+        before = group.traffic.bytes
         weft.explain(weft.Rows(indices, values, height))
-        opening = wire.traffic.bytes - before
+        opening = group.traffic.bytes - before
         result = weft.sparse_all_reduce(weft.Rows(indices, values, height), algorithm=name)
         sent.append(last_call().sent_bytes - opening)
         dense = torch.zeros(height, 8).index_add_(0, indices, values)
-        wire.dense_all_reduce(dense, "sum").wait()
+        group.dense_all_reduce(dense, "sum").wait()
         assert len(result) == count + different
         assert torch.equal(dense[result.indices], result.values)
     assert sent[0] == pytest.approx(2 * 2 / 3 * count * 32, rel=0.02)

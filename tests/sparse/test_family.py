@@ -62,10 +62,10 @@ def even(height, size):
 
 @pytest.mark.parametrize("kind", ["few", "many", "empty on some", "empty", "skew"])
 @spmd(*SIZES, on=EVERYWHERE)
-def test_each_rank_gets_what_it_owns(wire, kind):
-    mine, want = part(wire.rank, kind), total_of(wire.size, kind)
-    given = even(mine.height, wire.size)
-    unequal = [0, *[mine.height // 3] * (wire.size - 1), mine.height]  # some own nothing
+def test_each_rank_gets_what_it_owns(group, kind):
+    mine, want = part(group.rank, kind), total_of(group.size, kind)
+    given = even(mine.height, group.size)
+    unequal = [0, *[mine.height // 3] * (group.size - 1), mine.height]  # some own nothing
     for ranges in (None, given, unequal):
         got = weft.sparse_reduce_scatter(mine, ranges=ranges)
         record = last_call()
@@ -74,7 +74,7 @@ def test_each_rank_gets_what_it_owns(wire, kind):
         assert record.ranges[0] == 0
         assert record.ranges[-1] == mine.height
         assert record.union == len(got)
-        indices, values = between(want, *record.ranges[wire.rank : wire.rank + 2])
+        indices, values = between(want, *record.ranges[group.rank : group.rank + 2])
         assert torch.equal(got.indices, indices)
         assert torch.equal(got.values, values)
         assert got.height == mine.height
@@ -82,75 +82,75 @@ def test_each_rank_gets_what_it_owns(wire, kind):
 
 @pytest.mark.parametrize("index", [torch.int32, torch.int64])
 @spmd(1, 3, on=THREADS)
-def test_the_largest_index_there_is(wire, index):
+def test_the_largest_index_there_is(group, index):
     last = torch.iinfo(index).max
     for count in (2, 2500):
         parts = [
             weft.Rows(last - torch.arange(count).to(index) - rank, torch.ones(count, 4))
-            for rank in range(wire.size)
+            for rank in range(group.size)
         ]
-        want, mine = expected(parts), parts[wire.rank]
-        whole = [0] * wire.size + [2**64]  # all of it is the last rank's
+        want, mine = expected(parts), parts[group.rank]
+        whole = [0] * group.size + [2**64]  # all of it is the last rank's
         for ranges in (None, whole):
             got = weft.sparse_reduce_scatter(mine, ranges=ranges)
-            low, high = weft.sparse.last_call().ranges[wire.rank : wire.rank + 2]
+            low, high = weft.sparse.last_call().ranges[group.rank : group.rank + 2]
             there = [low <= each < high for each in want.indices.tolist()]
             assert torch.equal(got.indices, want.indices[torch.tensor(there)])
             assert torch.equal(got.values, want.values[torch.tensor(there)])
-        assert torch.equal(got.indices, want.indices[: len(want) * (wire.rank == wire.size - 1)])
-        total = weft.sparse_reduce(mine, group_dst=wire.size - 1)
+        assert torch.equal(got.indices, want.indices[: len(want) * (group.rank == group.size - 1)])
+        total = weft.sparse_reduce(mine, group_dst=group.size - 1)
         assert total is None or torch.equal(total.values, want.values)
         gathered = weft.sparse_all_gather(mine)
         assert torch.equal(gathered.indices, torch.cat([part.indices for part in parts]))
 
 
 @spmd(4, on=THREADS)
-def test_balanced_ranges_are_balanced(wire):
-    draw = torch.Generator().manual_seed(wire.rank)
+def test_balanced_ranges_are_balanced(group):
+    draw = torch.Generator().manual_seed(group.rank)
     indices = (torch.rand(20_000, generator=draw) ** 4 * 100_000).long()  # crowded at the low end
     rows = weft.Rows(indices, torch.ones(20_000, 2), 100_000)
     got = weft.sparse_reduce_scatter(rows)
     assert last_call().algorithm == "reduce_scatter"
-    share = len(weft.sparse_all_reduce(rows)) / wire.size
+    share = len(weft.sparse_all_reduce(rows)) / group.size
     assert 0.7 * share < len(got) < 1.3 * share
-    even_part = len(weft.sparse_reduce_scatter(rows, ranges=even(100_000, wire.size)))
-    assert not 0.7 * share < even_part < 1.3 * share or wire.rank in (1, 2)
+    even_part = len(weft.sparse_reduce_scatter(rows, ranges=even(100_000, group.size)))
+    assert not 0.7 * share < even_part < 1.3 * share or group.rank in (1, 2)
 
 
 @pytest.mark.parametrize("op", ["avg", "max", "last"])
 @spmd(1, 3, on=THREADS)
-def test_operations(wire, op):
+def test_operations(group, op):
     chosen = last if op == "last" else op
     for kind in ("few", "many"):
-        mine = part(wire.rank, kind, dtype=torch.bfloat16)
-        want = total_of(wire.size, kind, chosen, torch.bfloat16)
-        ranges = even(want.height, wire.size)
+        mine = part(group.rank, kind, dtype=torch.bfloat16)
+        want = total_of(group.size, kind, chosen, torch.bfloat16)
+        ranges = even(want.height, group.size)
         got = weft.sparse_reduce_scatter(mine, chosen, ranges=ranges)
-        indices, values = between(want, *ranges[wire.rank : wire.rank + 2])
+        indices, values = between(want, *ranges[group.rank : group.rank + 2])
         assert torch.equal(got.indices, indices)
         assert torch.equal(got.values, values)
         total = weft.sparse_reduce(mine, chosen)
-        if wire.rank == 0:
+        if group.rank == 0:
             assert torch.equal(total.values, want.values)
 
 
 @pytest.mark.parametrize("kind", ["few", "many", "empty on some", "empty", "skew", "one"])
 @pytest.mark.parametrize("link", ["fast", "slow"])
 @spmd(*SIZES, on=EVERYWHERE)
-def test_one_rank_gets_the_sum(wire, kind, link):
-    set_link(wire, Link(1e-5, 1e-10 if link == "fast" else 1e-7, 1e-10, 1e-5))
-    want, dst = total_of(wire.size, kind), wire.size // 2
-    total = weft.sparse_reduce(part(wire.rank, kind), group_dst=dst)
-    if wire.rank != dst:
+def test_one_rank_gets_the_sum(group, kind, link):
+    set_link(group, Link(1e-5, 1e-10 if link == "fast" else 1e-7, 1e-10, 1e-5))
+    want, dst = total_of(group.size, kind), group.size // 2
+    total = weft.sparse_reduce(part(group.rank, kind), group_dst=dst)
+    if group.rank != dst:
         assert total is None
         return
     assert torch.equal(total.indices, want.indices)
     assert torch.equal(total.values, want.values)
     ran = last_call().algorithm
-    if wire.size == 1:
+    if group.size == 1:
         assert ran == "alone"
     elif kind in ("many", "one") and link == "slow":  # nearly half of all rows on each rank
-        assert ran == ("owners" if wire.size > 2 else "direct")
+        assert ran == ("owners" if group.size > 2 else "direct")
     elif kind not in ("many", "skew", "one"):
         assert (ran == "eager") == on_host(want.values)
 
@@ -158,31 +158,31 @@ def test_one_rank_gets_the_sum(wire, kind, link):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bool, torch.complex128])
 @pytest.mark.parametrize("kind", ["few", "many", "empty on some", "empty"])
 @spmd(*SIZES, on=EVERYWHERE)
-def test_rows_of_all_in_rank_order(wire, kind, dtype):
-    parts = [part(rank, kind, dtype=dtype) for rank in range(wire.size)]
-    got, counts = weft.sparse_all_gather(parts[wire.rank], return_counts=True)
+def test_rows_of_all_in_rank_order(group, kind, dtype):
+    parts = [part(rank, kind, dtype=dtype) for rank in range(group.size)]
+    got, counts = weft.sparse_all_gather(parts[group.rank], return_counts=True)
     assert torch.equal(got.indices, torch.cat([rows.indices for rows in parts]))
     assert torch.equal(got.values, torch.cat([rows.values for rows in parts]))
     assert counts.tolist() == [len(rows) for rows in parts]
     record = last_call()
     assert record.algorithm == (
         "alone"
-        if wire.size == 1
+        if group.size == 1
         else "ring"
         if (kind == "many" and dtype is not torch.bool) or not on_host(got.values)
         else "eager"
     )
     if record.algorithm == "ring" and kind == "many":
-        spare = 512 * wire.size  # statements
+        spare = 512 * group.size  # statements
         assert record.sent_bytes == pytest.approx(record.bound_bytes, abs=spare)
 
 
 @pytest.mark.parametrize("kind", ["few", "many", "empty"])
 @spmd(*SIZES, on=EVERYWHERE)
-def test_the_rows_of_one_on_all(wire, kind):
-    src = wire.size - 1
+def test_the_rows_of_one_on_all(group, kind):
+    src = group.size - 1
     rows = part(src, kind)
-    here = wire.rank == src
+    here = group.rank == src
     got = weft.sparse_broadcast(rows if here else None, src)
     assert isinstance(got, weft.Rows)
     assert torch.equal(got.indices, rows.indices)
@@ -210,7 +210,7 @@ def test_duplicates_are_moved_though_another_thread_has_torch_check_tensors(monk
     monkeypatch.setattr(torch, "sparse_coo_tensor", checked)
     coo = torch.sparse_coo_tensor([[3, 3, 1]], torch.ones(3, 2), (5, 2))
 
-    def program(wire):
+    def program(group):
         return weft.sparse_all_gather(coo), weft.sparse_broadcast(coo, 0)
 
     for gathered, sent in run(2, program):
@@ -219,63 +219,63 @@ def test_duplicates_are_moved_though_another_thread_has_torch_check_tensors(monk
 
 
 @spmd(20, on=THREADS)
-def test_above_sixteen_ranks(wire):
-    parts = [part(rank, "few") for rank in range(wire.size)]
-    mine, want = parts[wire.rank], expected(parts)
+def test_above_sixteen_ranks(group):
+    parts = [part(rank, "few") for rank in range(group.size)]
+    mine, want = parts[group.rank], expected(parts)
     got = weft.sparse_all_gather(mine)
     assert torch.equal(got.values, torch.cat([rows.values for rows in parts]))
-    ranges = even(40, wire.size)
+    ranges = even(40, group.size)
     scattered = weft.sparse_reduce_scatter(mine, ranges=ranges)
-    assert torch.equal(scattered.values, between(want, *ranges[wire.rank : wire.rank + 2])[1])
+    assert torch.equal(scattered.values, between(want, *ranges[group.rank : group.rank + 2])[1])
     assert torch.equal(
-        weft.sparse_broadcast(mine if wire.rank == 3 else None, 3).values, parts[3].values
+        weft.sparse_broadcast(mine if group.rank == 3 else None, 3).values, parts[3].values
     )
     total = weft.sparse_reduce(mine, group_dst=19)
     assert total is None or torch.equal(total.values, want.values)
     with pytest.raises(weft.WeftError, match=r"ranges: .*digest .* rank 7 has .*digest"):
-        ranges[1] += wire.rank == 7
+        ranges[1] += group.rank == 7
         weft.sparse_reduce_scatter(mine, ranges=ranges)
 
 
 @spmd(1, 4, on=EVERYWHERE)
-def test_forms_and_devices_stay(wire):
-    draw = torch.Generator().manual_seed(wire.rank)
+def test_forms_and_devices_stay(group):
+    draw = torch.Generator().manual_seed(group.rank)
     places = torch.stack([torch.randint(3, (9,), generator=draw) for _ in range(2)])
     coo = torch.sparse_coo_tensor(places, torch.ones(9, 2), (3, 3, 2), check_invariants=True)
     dense = coo.to_dense()
-    wire.dense_all_reduce(dense, "sum").wait()
+    group.dense_all_reduce(dense, "sum").wait()
     total = weft.sparse_reduce(coo)
     assert total is None or torch.equal(total.to_dense(), dense)
     gathered = weft.sparse_all_gather(coo)
     assert not gathered.is_coalesced()
-    assert gathered._nnz() == 9 * wire.size
+    assert gathered._nnz() == 9 * group.size
     assert torch.equal(gathered.to_dense(), dense)
-    scattered = weft.sparse_reduce_scatter(coo, ranges=even(9, wire.size))
+    scattered = weft.sparse_reduce_scatter(coo, ranges=even(9, group.size))
     assert scattered.is_coalesced()
     whole = scattered.to_dense()
-    wire.dense_all_reduce(whole, "sum").wait()
+    group.dense_all_reduce(whole, "sum").wait()
     assert torch.equal(whole, dense)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("kind", ["few", "many", "empty on some"])
 @spmd(1, 2, 3, on=THREADS)
-def test_rounded_on_the_wire(wire, kind, dtype):
+def test_rounded_on_the_wire(group, kind, dtype):
     """Reductions as the all-reduce rounds; what is only moved once, on its own rank too."""
     for narrow in (torch.bfloat16, torch.float16):
-        parts = [part(rank, kind, dtype=dtype) for rank in range(wire.size)]
-        mine = parts[wire.rank]
+        parts = [part(rank, kind, dtype=dtype) for rank in range(group.size)]
+        mine = parts[group.rank]
         for op in ("sum", "max"):
             want = weft.sparse_all_reduce(mine, op, wire_dtype=narrow, algorithm="split")
-            ranges = even(want.height, wire.size)
+            ranges = even(want.height, group.size)
             got = weft.sparse_reduce_scatter(mine, op, ranges=ranges, wire_dtype=narrow)
-            _, values = between(want, *ranges[wire.rank : wire.rank + 2])
+            _, values = between(want, *ranges[group.rank : group.rank + 2])
             assert got.values.dtype is dtype
             assert torch.equal(got.values, values)
             for rate in (1e-10, 1e-7):  # directly, through owners
-                set_link(wire, Link(1e-5, rate, 1e-10, 1e-5))
-                total = weft.sparse_reduce(mine, op, group_dst=wire.size - 1, wire_dtype=narrow)
-                assert (total is None) == (wire.rank < wire.size - 1)
+                set_link(group, Link(1e-5, rate, 1e-10, 1e-5))
+                total = weft.sparse_reduce(mine, op, group_dst=group.size - 1, wire_dtype=narrow)
+                assert (total is None) == (group.rank < group.size - 1)
                 assert total is None or torch.equal(total.values, want.values)
 
         def rounded(values, narrow=narrow):
@@ -284,22 +284,22 @@ def test_rounded_on_the_wire(wire, kind, dtype):
         gathered = weft.sparse_all_gather(mine, wire_dtype=narrow)
         assert gathered.values.dtype is dtype
         assert torch.equal(gathered.values, torch.cat([rounded(each.values) for each in parts]))
-        src = wire.size - 1
-        one = weft.sparse_broadcast(mine if wire.rank == src else None, src, wire_dtype=narrow)
+        src = group.size - 1
+        one = weft.sparse_broadcast(mine if group.rank == src else None, src, wire_dtype=narrow)
         assert one.values.dtype is dtype
         assert torch.equal(one.values, rounded(parts[src].values))
 
 
 @spmd(3, on=THREADS)
-def test_rounded_values_are_half_the_bytes_and_go_where_they_are_wanted(wire):
-    set_link(wire, Link(1e-5, 1e-7, 1e-10, 1e-5))
+def test_rounded_values_are_half_the_bytes_and_go_where_they_are_wanted(group):
+    set_link(group, Link(1e-5, 1e-7, 1e-10, 1e-5))
     rows = weft.Rows(torch.arange(4000), torch.randn(4000, 100), 4000)
     sent = {}
     for narrow in (None, torch.bfloat16):
         for name, call in calls(rows, wire_dtype=narrow).items():
             call()
             sent[name, narrow] = torch.tensor([last_call().sent_bytes])
-            wire.dense_all_reduce(sent[name, narrow], "sum").wait()
+            group.dense_all_reduce(sent[name, narrow], "sum").wait()
     for name in calls(rows):
         plain, rounded = sent[name, None].item(), sent[name, torch.bfloat16].item()
         assert rounded == pytest.approx(plain / 2, rel=0.03), name
@@ -325,8 +325,8 @@ def calls(rows, *, out=None, async_op=False, wire_dtype=None):
 
 @pytest.mark.parametrize("kind", ["few", "many"])
 @spmd(1, 3, on=EVERYWHERE)
-def test_out_is_filled(wire, kind):
-    rows = part(wire.rank, kind)
+def test_out_is_filled(group, kind):
+    rows = part(group.rank, kind)
     room, width = 3 * len(rows), rows.values.shape[1]
     for name, call in calls(rows).items():
         plain = call()
@@ -352,8 +352,8 @@ def test_out_is_filled(wire, kind):
 
 @pytest.mark.parametrize("count", [20, 3000])
 @spmd(1, 3, on=EVERYWHERE)
-def test_the_result_may_go_where_the_rows_are(wire, count):
-    draw = torch.Generator().manual_seed(wire.rank)
+def test_the_result_may_go_where_the_rows_are(group, count):
+    draw = torch.Generator().manual_seed(group.rank)
     indices = torch.randperm(2 * count, generator=draw)[:count].sort().values
     values = torch.randint(9, (count, 16), generator=draw).float()
     plain = {name: call() for name, call in calls(weft.Rows(indices, values)).items()}
@@ -403,10 +403,10 @@ WRONG = {
 
 @pytest.mark.parametrize("what", WRONG)
 @spmd(1, 3, on=EVERYWHERE)
-def test_one_rank_errs_and_all_are_told(wire, what):
-    rows = part(wire.rank, "few")
+def test_one_rank_errs_and_all_are_told(group, what):
+    rows = part(group.rank, "few")
     make, text = WRONG[what]
-    wrong = make(rows) if wire.rank == 0 else calls(rows)
+    wrong = make(rows) if group.rank == 0 else calls(rows)
     for name in wrong:
         with pytest.raises(weft.WeftError, match=text):
             wrong[name]()
@@ -462,9 +462,9 @@ def disagreeing(rows, odd):
 
 
 @spmd(3, on=EVERYWHERE)
-def test_what_must_be_the_same(wire):
-    rows = part(wire.rank, "few")
-    for text, call in disagreeing(rows, wire.rank == 2).items():
+def test_what_must_be_the_same(group):
+    rows = part(group.rank, "few")
+    for text, call in disagreeing(rows, group.rank == 2).items():
         with pytest.raises(weft.WeftError, match=text):
             call()
     assert len(weft.sparse_all_gather(rows)) == 36

@@ -32,23 +32,23 @@ def world(size, op, dtype):
     return parts, expected(parts, op)
 
 
-def reduced(wire, names, parts, op="sum", **options):
+def reduced(group, names, parts, op="sum", **options):
     """By hosts of these names; the group is given back as it was."""
-    before = hosts_of(wire)
-    set_hosts(wire, Hosts.named(names))
+    before = hosts_of(group)
+    set_hosts(group, Hosts.named(names))
     try:
-        return weft.sparse_all_reduce(parts[wire.rank], op, algorithm="hierarchical", **options)
+        return weft.sparse_all_reduce(parts[group.rank], op, algorithm="hierarchical", **options)
     finally:
-        set_hosts(wire, before)
+        set_hosts(group, before)
 
 
 @spmd(3, 4, 8)
-def test_it_equals_the_definition(wire):
-    for names in HOSTS[wire.size]:
+def test_it_equals_the_definition(group):
+    for names in HOSTS[group.size]:
         for op, dtype in (("sum", torch.float32), ("avg", torch.bfloat16), ("max", torch.int8)):
             with LOCK:  # ranks that are threads would each make them
-                parts, want = world(wire.size, op, dtype)
-            total = reduced(wire, names, parts, op)
+                parts, want = world(group.size, op, dtype)
+            total = reduced(group, names, parts, op)
             assert torch.equal(total.indices, want.indices), names
             torch.testing.assert_close(total.values, want.values)
             assert last_call().algorithm == "hierarchical"
@@ -66,36 +66,36 @@ def test_leaders_may_use_any_algorithm(flat, monkeypatch):
 
 
 @spmd(4, on=("threads",))
-def test_out_is_filled_where_the_caller_wants_it(wire):
+def test_out_is_filled_where_the_caller_wants_it(group):
     for dtype in (torch.float32, torch.bfloat16):
-        parts = [rows_of(rank, dtype) for rank in range(wire.size)]
+        parts = [rows_of(rank, dtype) for rank in range(group.size)]
         want = expected(parts, "avg")
         out = torch.full((200,), -1), torch.full((200, 3), 7.0, dtype=dtype)
-        total = reduced(wire, "aabb", parts, "avg", out=out)
+        total = reduced(group, "aabb", parts, "avg", out=out)
         assert total.values.data_ptr() == out[1].data_ptr()
         assert torch.equal(out[0][: len(want)], want.indices)
         assert torch.equal(out[1][: len(want)], want.values)
 
 
 @spmd(4, on=("threads",))
-def test_a_function_needs_the_ranks_of_a_host_to_be_neighbours(wire):
+def test_a_function_needs_the_ranks_of_a_host_to_be_neighbours(group):
     def last(left, right):
         return right
 
-    parts = [rows_of(rank) for rank in range(wire.size)]
+    parts = [rows_of(rank) for rank in range(group.size)]
     for names in ("aabb", "abbb"):
-        total = reduced(wire, names, parts, last)
+        total = reduced(group, names, parts, last)
         assert torch.equal(total.values, expected(parts, last).values)
     # where the leaders would take mask, if it kept the order of ranks
-    set_link(wire, Link(1e-6, 1e-3, 1e-12, 1e-9))
+    set_link(group, Link(1e-6, 1e-3, 1e-12, 1e-9))
     alike = [weft.Rows(parts[0].indices, part.values, 200) for part in parts]
-    total = reduced(wire, "aabb", alike, last)
+    total = reduced(group, "aabb", alike, last)
     assert torch.equal(total.values, expected(alike, last).values)
     with pytest.raises(weft.WeftError, match="the ranks of a host are not neighbours"):
-        reduced(wire, "abab", parts, last)
+        reduced(group, "abab", parts, last)
     with pytest.raises(weft.WeftError, match=r"rank 2: KeyError: 'no'"):
-        reduced(wire, "aabb", parts, last if wire.rank != 2 else fails)
-    reduced(wire, "aabb", parts)
+        reduced(group, "aabb", parts, last if group.rank != 2 else fails)
+    reduced(group, "aabb", parts)
 
 
 def fails(left, right):
@@ -109,19 +109,19 @@ fails.__module__, fails.__qualname__ = (
 
 
 @spmd(8, on=("threads",))
-def test_only_sums_of_hosts_leave_them(wire):
+def test_only_sums_of_hosts_leave_them(group):
     """The same rows everywhere: what leaves a host is that of one rank, whatever ranks it has."""
     rows = weft.Rows(torch.arange(4000), torch.ones(4000, 8), 4000)
     names = "aaaabbbb"
-    reduced(wire, names, [rows] * wire.size)  # the link is measured
-    wire.traffic.reset()
-    reduced(wire, names, [rows] * wire.size)
+    reduced(group, names, [rows] * group.size)  # the link is measured
+    group.traffic.reset()
+    reduced(group, names, [rows] * group.size)
     leaves = sum(
-        wire.traffic.to.get(peer, 0) for peer in range(8) if names[peer] != names[wire.rank]
+        group.traffic.to.get(peer, 0) for peer in range(8) if names[peer] != names[group.rank]
     )
     opening = 4 * 8192  # to all ranks of the other host
     one_rank = 4000 * (8 * 4 + 4)
-    assert leaves <= opening + (1.1 * one_rank if wire.rank in (0, 4) else 0)
+    assert leaves <= opening + (1.1 * one_rank if group.rank in (0, 4) else 0)
 
 
 def test_auto_takes_it_where_ranks_of_a_host_share_their_rows():
@@ -144,11 +144,11 @@ def test_auto_takes_it_where_ranks_of_a_host_share_their_rows():
 
 
 @spmd(4, on=("threads",))
-def test_a_rank_that_dies_is_everybodys_error(wire):
+def test_a_rank_that_dies_is_everybodys_error(group):
     def allocate(count, row_shape, dtypes):
-        if wire.rank == 2:  # a leader, when the other leader awaits it
-            wire.abort("gone")
+        if group.rank == 2:  # a leader, when the other leader awaits it
+            group.abort("gone")
         return torch.empty(count, dtype=dtypes[0]), torch.empty(count, *row_shape)
 
     with pytest.raises(weft.WireError, match="rank 2 gave up: gone"):
-        reduced(wire, "aabb", [rows_of(rank) for rank in range(4)], out=allocate)
+        reduced(group, "aabb", [rows_of(rank) for rank in range(4)], out=allocate)

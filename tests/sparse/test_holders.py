@@ -63,9 +63,9 @@ def rows_of(indices):
     return weft.Rows(indices, torch.ones(len(indices), WIDTH), 1_000_000)
 
 
-def values_moved(wire, rows, **arguments):
+def values_moved(group, rows, **arguments):
     """The result, and the rows of values that this rank sent and received."""
-    moved, post = [0, 0], wire._post
+    moved, post = [0, 0], group._post
 
     def counting(sends, recvs, channel):
         if channel in (VALUES, SUMS):
@@ -75,9 +75,9 @@ def values_moved(wire, rows, **arguments):
                 )
         return post(sends, recvs, channel)
 
-    wire._post = counting
+    group._post = counting
     total = weft.sparse_all_reduce(rows, algorithm="holders", **arguments)
-    wire._post = post
+    group._post = post
     row = WIDTH * 4
     assert all(nbytes % row == 0 for nbytes in moved)  # whole rows, and nothing else
     return total, *(nbytes // row for nbytes in moved)
@@ -86,7 +86,7 @@ def values_moved(wire, rows, **arguments):
 def against_the_bound(kind, ranks):
     """What was sent in all, and sent and received at the worst rank, as multiples of the bound."""
     sets = parts_of(kind, ranks)
-    done = run(ranks, lambda wire: values_moved(wire, rows_of(sets[wire.rank])))
+    done = run(ranks, lambda group: values_moved(group, rows_of(sets[group.rank])))
     union = torch.cat(sets).unique()
     assert all(torch.equal(total.indices, union) for total, *_ in done)
     bound = (sum(map(len, sets)) + (ranks - 2) * len(union)) / ranks
@@ -143,9 +143,9 @@ def test_weights_are_in_range(lists):
 
 
 @spmd(3, on=("threads",))
-def test_the_result_is_asked_for_before_a_value_moves(wire):
-    rows, moved_before = rows_of(parts_of("zipf", 3)[wire.rank]), []
-    post = wire._post
+def test_the_result_is_asked_for_before_a_value_moves(group):
+    rows, moved_before = rows_of(parts_of("zipf", 3)[group.rank]), []
+    post = group._post
 
     def watched(sends, recvs, channel):
         moved_before.append(channel in (VALUES, SUMS))
@@ -155,9 +155,9 @@ def test_the_result_is_asked_for_before_a_value_moves(wire):
         assert not any(moved_before)
         return torch.empty(count, dtype=dtypes[0]), torch.empty(count, *row_shape, dtype=dtypes[1])
 
-    wire._post = watched
+    group._post = watched
     total = weft.sparse_all_reduce(rows, algorithm="holders", out=allocate)
-    wire._post = post
+    group._post = post
     assert any(moved_before)
     assert len(total) == torch.cat(parts_of("zipf", 3)).unique().numel()
 
@@ -165,23 +165,23 @@ def test_the_result_is_asked_for_before_a_value_moves(wire):
 def test_what_nobody_else_has_goes_before_any_sum_is_ready():
     started = threading.Event()
 
-    def body(wire):
-        set_link(wire, SLOW)
-        post = wire._post
+    def body(group):
+        set_link(group, SLOW)
+        post = group._post
 
         def ordered(sends, recvs, channel):
-            if channel == VALUES and sends and wire.rank == 1:  # what rank 0 needs for a sum
+            if channel == VALUES and sends and group.rank == 1:  # what rank 0 needs for a sum
                 assert started.wait(20), "rank 0 does nothing until it comes"
-            if channel == SUMS and sends and wire.rank == 0:
+            if channel == SUMS and sends and group.rank == 0:
                 started.set()
             return post(sends, recvs, channel)
 
-        wire._post = ordered
-        shared = torch.arange(3 if wire.rank < 2 else 0)
-        own = torch.arange(100, 300) + 200 * wire.rank
+        group._post = ordered
+        shared = torch.arange(3 if group.rank < 2 else 0)
+        own = torch.arange(100, 300) + 200 * group.rank
         rows = weft.Rows(torch.cat([shared, own]), torch.ones(len(own) + len(shared), 1024), 2000)
         mine = weft.sparse_all_reduce(rows, algorithm="holders")
-        wire._post = post
+        group._post = post
         return mine
 
     for total in run(3, body):
@@ -216,9 +216,9 @@ def test_duplicates_are_combined_on_the_way_out(monkeypatch):
     """Not all of them before anything is sent; so they are not copied twice."""
     monkeypatch.setattr(LocalRows, "values", property(lambda own: pytest.fail("combined all rows")))
 
-    def body(wire):
-        set_link(wire, SLOW)
-        return weft.sparse_all_reduce(repeated(wire.rank, 3), algorithm="holders")
+    def body(group):
+        set_link(group, SLOW)
+        return weft.sparse_all_reduce(repeated(group.rank, 3), algorithm="holders")
 
     want = expected([repeated(rank, 3) for rank in range(3)])
     for total in run(3, body):
@@ -229,9 +229,9 @@ def test_duplicates_are_combined_on_the_way_out(monkeypatch):
 def test_memory_is_what_the_cost_says_and_not_the_rows_of_all(kind):
     ranks, count, width = 4, 8000, 128
 
-    def body(wire):
-        set_link(wire, SLOW)
-        leases, lease, peak = [], wire.lease, 0
+    def body(group):
+        set_link(group, SLOW)
+        leases, lease, peak = [], group.lease, 0
 
         def counted(nbytes):
             nonlocal peak
@@ -241,11 +241,11 @@ def test_memory_is_what_the_cost_says_and_not_the_rows_of_all(kind):
             return leases[-1][0]
 
         step = ranks if kind == "disjoint" else 2
-        rows = weft.Rows(torch.arange(count) * step + wire.rank % step, torch.ones(count, width))
+        rows = weft.Rows(torch.arange(count) * step + group.rank % step, torch.ones(count, width))
         load = weft.explain(rows, algorithm="holders").load
-        wire.lease = counted
+        group.lease = counted
         total = weft.sparse_all_reduce(rows, algorithm="holders")
-        wire.lease = lease
+        group.lease = lease
         return peak, load.but(union=len(total))
 
     for peak, load in run(ranks, body):
@@ -263,8 +263,8 @@ def test_many_ranks_get_smaller_chunks():
 
 @pytest.mark.parametrize("op, dtype", [("sum", torch.float32), ("avg", torch.bfloat16)])
 @spmd(3, 5)
-def test_more_rows_than_the_relay_has_slots(wire, op, dtype):
-    set_link(wire, SLOW)
+def test_more_rows_than_the_relay_has_slots(group, op, dtype):
+    set_link(group, SLOW)
 
     def part(rank):
         draw = torch.Generator().manual_seed(rank)
@@ -272,8 +272,8 @@ def test_more_rows_than_the_relay_has_slots(wire, op, dtype):
         indices = torch.randperm(900, generator=draw)[:many]
         return weft.Rows(indices, torch.randn(many, 1024, generator=draw).to(dtype), 900)
 
-    parts = [part(rank) for rank in range(wire.size)]
-    total = weft.sparse_all_reduce(parts[wire.rank], op, algorithm="holders")
+    parts = [part(rank) for rank in range(group.size)]
+    total = weft.sparse_all_reduce(parts[group.rank], op, algorithm="holders")
     want = expected(parts, op)
     assert torch.equal(total.indices, want.indices)
     assert torch.equal(total.values, want.values)

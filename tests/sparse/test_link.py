@@ -15,12 +15,12 @@ from weft.wire.link import Link
 
 
 @spmd(1, 2, 4, 8)
-def test_all_ranks_measure_the_same_figures(wire):
-    found = measure(wire)
+def test_all_ranks_measure_the_same_figures(group):
+    found = measure(group)
     assert isinstance(found, Link)
     figures = [found.alpha, found.beta, found.gamma, found.work]
     mine = torch.tensor(figures, dtype=torch.float64).view(torch.uint8)
-    pending = wire.small_all_gather(mine, 32)
+    pending = group.small_all_gather(mine, 32)
     assert all(torch.equal(other, mine) for other in pending.wait())
     pending.release()
     assert min(figures) > 0
@@ -31,12 +31,12 @@ def test_a_busy_moment_is_no_link(monkeypatch):
     monkeypatch.delenv("WEFT_LINK", raising=False)
     monkeypatch.setenv("WEFT_CACHE_DIR", "/nonexistent")
 
-    def program(wire):
+    def program(group):
         seen = iter([1e-4, 1e-9, 1e-3])
         monkeypatch.setitem(RATES, threading.current_thread(), seen)
-        first, second = link_of(wire), link_of(wire)
-        before = wire.traffic.messages
-        assert link_of(wire) == second and wire.traffic.messages == before
+        first, second = link_of(group), link_of(group)
+        before = group.traffic.messages
+        assert link_of(group) == second and group.traffic.messages == before
         assert next(seen) == 1e-3  # nobody measured a third time
         return first.beta, second.beta
 
@@ -61,7 +61,7 @@ def test_a_first_burst_is_no_rate(monkeypatch, burst, latency):
 @pytest.mark.parametrize("cores", [1, 2, 16])
 def test_what_bytes_cost_the_cores_of_a_host(monkeypatch, cores):
     monkeypatch.setattr(link.os, "cpu_count", lambda: cores)
-    monkeypatch.setattr(link, "_round", lambda wire, size: (size * 4e-9, size * wire.rank * 1e-9))
+    monkeypatch.setattr(link, "_round", lambda group, size: (size * 4e-9, size * group.rank * 1e-9))
     for found in run(4, measure):
         assert found.carry == pytest.approx(3e-9 * 4 / cores, rel=0.15)  # that of the last rank
         assert found.share == max(1, 4 / cores)

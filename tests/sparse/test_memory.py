@@ -1,6 +1,6 @@
 """A call takes no more memory than its algorithm's cost says, and `auto` keeps what is promised.
 
-Counted in bytes leased from the wire's pool: facts, the same in every run. What the process as a
+Counted in bytes leased from the group's pool: facts, the same in every run. What the process as a
 whole takes is measured by benchmarks/memory.py.
 """
 
@@ -43,17 +43,17 @@ def rows_of(rank, kind, size):
     ],
 )
 @spmd(4, 7, on=("threads",))
-def test_workspace_is_what_was_predicted(wire, name, kind):
-    rows = rows_of(wire.rank, kind, wire.size)
+def test_workspace_is_what_was_predicted(group, name, kind):
+    rows = rows_of(group.rank, kind, group.size)
     load = weft.explain(rows, algorithm=name).load
-    pool = wire.memory
+    pool = group.memory
     pool.peak = pool.lent
     total = weft.sparse_all_reduce(rows, algorithm=name)
     assert pool.lent == 0, "a lease was not given back"
 
     cost = ALGORITHMS[name].cost(dataclasses.replace(load, union=len(total)))
     own = COUNT * load.row
-    assert pool.peak <= cost.memory + own + OPENING * (wire.size - 1)
+    assert pool.peak <= cost.memory + own + OPENING * (group.size - 1)
 
 
 def promised(load):

@@ -123,23 +123,23 @@ KINDS = {
 }
 
 
-def root(wire):
+def root(group):
     """Who errs, and the root of the calls that have one: the others' arguments may be anything."""
-    return wire.size - 1
+    return group.size - 1
 
 
 CALLS = {
-    "all_reduce": lambda wire, rows: weft.sparse_all_reduce(rows),
-    "max": lambda wire, rows: weft.sparse_all_reduce(rows, "max"),
-    "work": lambda wire, rows: weft.sparse_all_reduce(rows, async_op=True).wait(),
-    "list": lambda wire, rows: weft.sparse_all_reduce([ROWS, rows, ROWS]),
-    "reduce_scatter": lambda wire, rows: weft.sparse_reduce_scatter(rows),
-    "ranges": lambda wire, rows: weft.sparse_reduce_scatter(rows, ranges=[0, *wire.size * [9]]),
-    "reduce": lambda wire, rows: weft.sparse_reduce(rows, group_dst=root(wire)),
-    "all_gather": lambda wire, rows: weft.sparse_all_gather(rows),
-    "broadcast": lambda wire, rows: weft.sparse_broadcast(rows, group_src=root(wire)),
-    "explain": lambda wire, rows: weft.explain(rows),
-    "explain list": lambda wire, rows: weft.explain([ROWS, rows]),
+    "all_reduce": lambda group, rows: weft.sparse_all_reduce(rows),
+    "max": lambda group, rows: weft.sparse_all_reduce(rows, "max"),
+    "work": lambda group, rows: weft.sparse_all_reduce(rows, async_op=True).wait(),
+    "list": lambda group, rows: weft.sparse_all_reduce([ROWS, rows, ROWS]),
+    "reduce_scatter": lambda group, rows: weft.sparse_reduce_scatter(rows),
+    "ranges": lambda group, rows: weft.sparse_reduce_scatter(rows, ranges=[0, *group.size * [9]]),
+    "reduce": lambda group, rows: weft.sparse_reduce(rows, group_dst=root(group)),
+    "all_gather": lambda group, rows: weft.sparse_all_gather(rows),
+    "broadcast": lambda group, rows: weft.sparse_broadcast(rows, group_src=root(group)),
+    "explain": lambda group, rows: weft.explain(rows),
+    "explain list": lambda group, rows: weft.explain([ROWS, rows]),
 }
 
 
@@ -162,17 +162,17 @@ PARTS = {
 }
 
 
-def told(wire, text, wrong, right):
+def told(group, text, wrong, right):
     """What is wrong on one rank is raised, the same on every rank; the next call works."""
-    with pytest.raises(weft.WeftError, match=rf"^rank {root(wire)}: .*{text}") as caught:
-        (wrong if wire.rank == root(wire) else right)()
-    alike(wire, str(caught.value))
+    with pytest.raises(weft.WeftError, match=rf"^rank {root(group)}: .*{text}") as caught:
+        (wrong if group.rank == root(group) else right)()
+    alike(group, str(caught.value))
     for _ in range(2):
         indices, values = weft.sparse_all_reduce(good())
-        assert indices.tolist() == [1, 2, 5] and values.eq(wire.size).all()
+        assert indices.tolist() == [1, 2, 5] and values.eq(group.size).all()
 
 
-def alike(wire, text):
+def alike(group, text):
     said = torch.frombuffer(bytearray(text.encode()[:999].ljust(999)), dtype=torch.uint8)
     assert weft.all_reduce(said, "min").equal(weft.all_reduce(said, "max")), text
 
@@ -184,17 +184,17 @@ def alike(wire, text):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", CALLS)
 @spmd(3, on=("threads",))
-def test_rows_that_only_stand_for_some(wire, name, kind):
+def test_rows_that_only_stand_for_some(group, name, kind):
     call, (made, text) = CALLS[name], KINDS[kind]
-    call(wire, good())  # so that what came of the checks is known
+    call(group, good())  # so that what came of the checks is known
     for part, (number, of) in PARTS.items():
         pair = good()  # made here: in a transform it would be of that, too
 
         def use(tensor, of=of, other=pair[1 - number]):
-            return call(wire, of(tensor, other))
+            return call(group, of(tensor, other))
 
-        wrong, right = partial(made, use, pair[number]), partial(call, wire, good())
-        told(wire, f"the tensor of {part.split()[0]} is {text}", wrong, right)
+        wrong, right = partial(made, use, pair[number]), partial(call, group, good())
+        told(group, f"the tensor of {part.split()[0]} is {text}", wrong, right)
 
 
 COO = {
@@ -210,22 +210,22 @@ COO = {
 @pytest.mark.parametrize("kind", COO)
 @pytest.mark.parametrize("name", [name for name in CALLS if "list" not in name])
 @spmd(2, 3, on=("threads",))
-def test_sparse_tensors_that_only_stand_for_some(wire, name, kind):
+def test_sparse_tensors_that_only_stand_for_some(group, name, kind):
     call, (made, text) = CALLS[name], COO[kind]
-    call(wire, coo(*good()))
-    use = partial(call, wire)
-    told(wire, text, lambda: made(use), lambda: use(coo(*good())))
+    call(group, coo(*good()))
+    use = partial(call, group)
+    told(group, text, lambda: made(use), lambda: use(coo(*good())))
 
 
 OUTS = {
-    "all_reduce": lambda wire, out: weft.sparse_all_reduce(ROWS, out=out),
-    "work": lambda wire, out: weft.sparse_all_reduce(ROWS, out=out, async_op=True).wait(),
-    "list": lambda wire, out: weft.sparse_all_reduce([ROWS] * 2, out=[MEMORY, out]),
-    "reduce_scatter": lambda wire, out: weft.sparse_reduce_scatter(ROWS, out=out),
-    "reduce": lambda wire, out: weft.sparse_reduce(ROWS, group_dst=root(wire), out=out),
-    "all_gather": lambda wire, out: weft.sparse_all_gather(ROWS, out=out),
-    "broadcast": lambda wire, out: weft.sparse_broadcast(ROWS, root(wire), out=out),
-    "listener": lambda wire, out: weft.sparse_broadcast(ROWS, out=out),
+    "all_reduce": lambda group, out: weft.sparse_all_reduce(ROWS, out=out),
+    "work": lambda group, out: weft.sparse_all_reduce(ROWS, out=out, async_op=True).wait(),
+    "list": lambda group, out: weft.sparse_all_reduce([ROWS] * 2, out=[MEMORY, out]),
+    "reduce_scatter": lambda group, out: weft.sparse_reduce_scatter(ROWS, out=out),
+    "reduce": lambda group, out: weft.sparse_reduce(ROWS, group_dst=root(group), out=out),
+    "all_gather": lambda group, out: weft.sparse_all_gather(ROWS, out=out),
+    "broadcast": lambda group, out: weft.sparse_broadcast(ROWS, root(group), out=out),
+    "listener": lambda group, out: weft.sparse_broadcast(ROWS, out=out),
 }
 
 
@@ -239,32 +239,32 @@ MEMORY = memory()
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", OUTS)
 @spmd(2, on=("threads",))
-def test_buffers_that_only_stand_for_some(wire, name, kind):
+def test_buffers_that_only_stand_for_some(group, name, kind):
     call, (made, text) = OUTS[name], KINDS[kind]
     for number, part in enumerate(("indices", "values")):
         out = memory()
 
         def use(tensor, other=out[1 - number], number=number):
-            return call(wire, (tensor, other) if number == 0 else (other, tensor))
+            return call(group, (tensor, other) if number == 0 else (other, tensor))
 
-        wrong, right = partial(made, use, out[number]), partial(call, wire, memory())
-        told(wire, f"the {part} of out are {text}", wrong, right)
+        wrong, right = partial(made, use, out[number]), partial(call, group, memory())
+        told(group, f"the {part} of out are {text}", wrong, right)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @spmd(2, 3, on=("threads",))
-def test_functions_that_return_what_only_stands_for_some(wire, kind):
+def test_functions_that_return_what_only_stands_for_some(group, kind):
     made, text = KINDS[kind]
 
     def allocate(count, row_shape, dtypes):
         found = [torch.ones(count, *row_shape, dtype=dtypes[1])]
-        if wire.rank == root(wire):
+        if group.rank == root(group):
             made(found.append, found[0])
         return torch.ones(count, dtype=dtypes[0]), found[-1]
 
     def add(left, right):
         found = [left + right]
-        if wire.rank == root(wire):
+        if group.rank == root(group):
             made(found.append, left + right)
         return found[-1]
 
@@ -273,12 +273,12 @@ def test_functions_that_return_what_only_stands_for_some(wire, kind):
         lambda: weft.sparse_all_reduce(good(), out=allocate),
         lambda: weft.sparse_all_reduce(duplicates, add),
     ):
-        told(wire, text, call, call)
+        told(group, text, call, call)
 
 
 WHERE = torch.tensor([[1, 5, 2], [1, 8, 0]])
 TWO_DIMS = torch.sparse_coo_tensor(WHERE, torch.ones(3, 4), (9, 9, 4), check_invariants=True)
-RIGHT = {**CALLS, "two dims": lambda wire, rows: weft.sparse_all_reduce(TWO_DIMS)}
+RIGHT = {**CALLS, "two dims": lambda group, rows: weft.sparse_all_reduce(TWO_DIMS)}
 
 
 def shown(found):
@@ -290,16 +290,16 @@ def shown(found):
 
 @pytest.mark.parametrize("name", RIGHT)
 @spmd(2, 3, on=("threads",))
-def test_plain_rows_are_reduced_inside_of_a_transform_too(wire, name):
+def test_plain_rows_are_reduced_inside_of_a_transform_too(group, name):
     """What is from outside of it is what it is."""
-    want = shown(RIGHT[name](wire, good()))
+    want = shown(RIGHT[name](group, good()))
     for transform in (grad, batched, forward):
         found = []
 
         def use(x, found=found):
-            found.append(RIGHT[name](wire, ROWS))
+            found.append(RIGHT[name](group, ROWS))
 
-        if wire.rank == root(wire):
+        if group.rank == root(group):
             transform(use)(torch.ones(2))
         else:
             use(None)

@@ -68,11 +68,11 @@ def test_what_was_replaced_comes_back():
     try:
         assert ALGORITHMS["split"].run is split
         with pytest.raises(NotImplementedError):
-            run(2, lambda wire: weft.sparse_all_reduce(rows, algorithm="split"))
+            run(2, lambda group: weft.sparse_all_reduce(rows, algorithm="split"))
     finally:
         unregister("split")
     assert ALGORITHMS["split"] is own
-    indices, values = run(2, lambda wire: weft.sparse_all_reduce(rows, algorithm="split"))[1]
+    indices, values = run(2, lambda group: weft.sparse_all_reduce(rows, algorithm="split"))[1]
     assert indices.tolist() == [0, 1, 2] and values.tolist() == [2, 2, 2]
 
 
@@ -97,12 +97,12 @@ def test_ranks_with_different_algorithms_raise_alike():
 
 def register_on_one():
     rows = torch.arange(2), torch.ones(2)
-    with weft.init() as wire:
-        if wire.rank == 1:
+    with weft.init() as group:
+        if group.rank == 1:
             weft.algorithm(cost=cost)(mine)
         with pytest.raises(weft.WeftError) as caught:
             weft.sparse_all_reduce(rows)
-        if wire.rank == 1:
+        if group.rank == 1:
             unregister("mine")
         return str(caught.value), weft.sparse_all_reduce(rows)[1].tolist()
 
@@ -131,7 +131,7 @@ logging.basicConfig(stream=sys.stderr, format="%(message)s")
 from weft.sparse import ALGORITHMS
 early = sys.argv[2] in sys.modules
 said = ""
-with weft.init() as wire:
+with weft.init() as group:
     import torch
     try:
         weft.sparse_all_reduce((torch.arange(2), torch.ones(2)), algorithm="offered")

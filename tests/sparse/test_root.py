@@ -31,22 +31,22 @@ CALLS = {
 
 @pytest.mark.parametrize("name", CALLS)
 @spmd(1, 3, on=("threads", "device", "processes", "torch"))
-def test_what_is_no_rank_is_named_to_all(wire, name):
+def test_what_is_no_rank_is_named_to_all(group, name):
     for wrong, said in ((Mute(), "a Mute"), (-1, "-1"), (99, "99"), (0.0, "0.0"), (None, "None")):
-        odd = wire.rank == wire.size - 1
-        with pytest.raises(weft.WeftError, match=f"^rank {wire.size - 1}: {name} is {said}: pass"):
-            CALLS[name](rows_of(wire.rank), wrong if odd else 0)
-        CALLS[name](rows_of(wire.rank), 0)  # the next call works
+        odd = group.rank == group.size - 1
+        with pytest.raises(weft.WeftError, match=f"^rank {group.size - 1}: {name} is {said}: pass"):
+            CALLS[name](rows_of(group.rank), wrong if odd else 0)
+        CALLS[name](rows_of(group.rank), 0)  # the next call works
 
 
 @pytest.mark.parametrize("name", CALLS)
 @spmd(3, on=("threads", "device", "processes", "torch"))
-def test_any_integer_is_a_rank(wire, name):
+def test_any_integer_is_a_rank(group, name):
     for root in (np.int32(2), torch.tensor(2), 2):
-        result = CALLS[name](rows_of(wire.rank), root if wire.rank == 1 else 2)
+        result = CALLS[name](rows_of(group.rank), root if group.rank == 1 else 2)
         if result is not None:
             assert result[0].tolist() == ([0, 1, 2, 9] if name == "group_dst" else [2, 9])
-        assert (result is None) == (name == "group_dst" and wire.rank != 2)
+        assert (result is None) == (name == "group_dst" and group.rank != 2)
 
 
 def quantized(values):
@@ -56,7 +56,7 @@ def quantized(values):
 
 
 @spmd(1, 3, on=("threads", "device", "processes", "torch"))
-def test_quantized_values_are_refused_by_all(wire):
+def test_quantized_values_are_refused_by_all(group):
     calls = (
         weft.sparse_all_reduce,
         weft.sparse_reduce_scatter,
@@ -65,7 +65,7 @@ def test_quantized_values_are_refused_by_all(wire):
         weft.sparse_broadcast,
     )
     for call in calls:
-        indices, values = rows_of(wire.rank)
+        indices, values = rows_of(group.rank)
         with pytest.raises(weft.WeftError, match="rank 0: indices or values are quantized"):
-            call((indices, values if wire.rank else quantized(values)))
+            call((indices, values if group.rank else quantized(values)))
         call((indices, values))

@@ -68,8 +68,8 @@ def test_headers_combine_and_the_sums_are_right():
     parts = [spread(rank, count=20, height=300) for rank in range(24)]
     right = expected(parts)
 
-    def program(wire):
-        rows = weft.sparse_all_reduce(parts[wire.rank])
+    def program(group):
+        rows = weft.sparse_all_reduce(parts[group.rank])
         return torch.equal(rows.indices, right.indices) and torch.equal(rows.values, right.values)
 
     assert all(simulated.run(24, SLOW, program))

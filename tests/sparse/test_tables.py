@@ -63,9 +63,9 @@ def _wants(size, kinds, count, op, missing):
     return [expected(parts, op) for parts in zip(*everyone, strict=True)]
 
 
-def check(wire, got, kinds, count, op="sum", missing=()):
+def check(group, got, kinds, count, op="sum", missing=()):
     with LOCK:  # made once: ranks that are threads, and all algorithms, want the same
-        wants = _wants(wire.size, tuple(kinds), count, op, tuple(missing))
+        wants = _wants(group.size, tuple(kinds), count, op, tuple(missing))
     for number, (result, want) in enumerate(zip(got, wants, strict=True)):
         assert result.indices.dtype == want.indices.dtype
         assert torch.equal(result.indices, want.indices), number
@@ -74,27 +74,27 @@ def check(wire, got, kinds, count, op="sum", missing=()):
         assert result.height == want.height
 
 
-def mine(wire, kinds, count, missing=()):
-    return tables_of(wire.rank, kinds, count, missing=missing)
+def mine(group, kinds, count, missing=()):
+    return tables_of(group.rank, kinds, count, missing=missing)
 
 
 @pytest.mark.parametrize("kinds", [ALIKE, KINDS, KINDS[1:2]], ids=["alike", "mixed", "one"])
 @pytest.mark.parametrize("name", ["auto", *sorted(ALGORITHMS)])
 @spmd(1, 2, 3, 7, on=EVERYWHERE)
-def test_each_table_as_if_alone(wire, name, kinds):
+def test_each_table_as_if_alone(group, name, kinds):
     if name == "dense_tail":  # would make tables of 2**40 rows
         kinds = [(shape, dtype, torch.int64, 50) for shape, dtype, *_ in kinds]
     missing = [(0, 2), (1, 0), (2, 6), *((rank, 4) for rank in range(7))]
-    got = weft.sparse_all_reduce(mine(wire, kinds, 20, missing), algorithm=name)
-    check(wire, got, kinds, 20, missing=missing)
+    got = weft.sparse_all_reduce(mine(group, kinds, 20, missing), algorithm=name)
+    check(group, got, kinds, 20, missing=missing)
     record = last_call()
     assert record.union == sum(map(len, got))
     few = ("eager",) if on_host(got[0].values) else ("gather", "mask")
-    wanted = ("alone",) if wire.size == 1 else few if name == "auto" else (name,)
+    wanted = ("alone",) if group.size == 1 else few if name == "auto" else (name,)
     assert record.algorithm in wanted
 
 
-def check_against_single_calls(wire, rows, algorithm="auto", **options):
+def check_against_single_calls(group, rows, algorithm="auto", **options):
     """For larger tables: the definition takes too long, and a call for each is tested elsewhere."""
     got = weft.sparse_all_reduce(rows, algorithm=algorithm, **options)
     record = last_call()
@@ -119,12 +119,12 @@ LARGE = [
 @pytest.mark.parametrize("kinds", [[LARGE[0], LARGE[3], LARGE[0]], LARGE], ids=["alike", "mixed"])
 @pytest.mark.parametrize("rate", [1e-10, 1e-8])
 @spmd(2, 3, 7, on=EVERYWHERE)
-def test_more_than_fits_in_the_opening(wire, kinds, rate):
-    set_link(wire, Link(1e-4, rate, 1e-10, 1e-5))
+def test_more_than_fits_in_the_opening(group, kinds, rate):
+    set_link(group, Link(1e-4, rate, 1e-10, 1e-5))
     few = {(rank, number) for rank in range(2, 7) for number in (0, 2, 4)}
     for missing in ((), few):  # the latter: rows that fit on some ranks, headers on the others
-        rows = mine(wire, kinds, 600, missing)
-        assert check_against_single_calls(wire, rows) != "eager"
+        rows = mine(group, kinds, 600, missing)
+        assert check_against_single_calls(group, rows) != "eager"
 
 
 FLOATS = [kind for kind in LARGE if kind[1].is_floating_point]
@@ -132,9 +132,9 @@ FLOATS = [kind for kind in LARGE if kind[1].is_floating_point]
 
 @pytest.mark.parametrize("kinds", [[LARGE[0], LARGE[3]], FLOATS], ids=["alike", "mixed"])
 @spmd(1, 2, 3, on=THREADS)
-def test_operations_and_rounding(wire, kinds):
+def test_operations_and_rounding(group, kinds):
     """The bits of a call for each table; tables that are as narrow already are not rounded."""
-    set_link(wire, Link(1e-4, 1e-8, 1e-10, 1e-5))
+    set_link(group, Link(1e-4, 1e-8, 1e-10, 1e-5))
     seen = set()
 
     def last(left, right):  # gets rounded values in the tables' own dtypes
@@ -142,29 +142,29 @@ def test_operations_and_rounding(wire, kinds):
         return right
 
     for count, narrow in ((9, torch.bfloat16), (1100, torch.float16), (30, None)):
-        rows = mine(wire, kinds, count, missing={(1, 1)})
+        rows = mine(group, kinds, count, missing={(1, 1)})
         for each in rows:  # what must be rounded
             each.values.add_(torch.linspace(0, 1, each.values.numel()).view(each.values.shape))
         for op in ("sum", "avg", "max", last):
             for name in serving("auto", "gather", "split", "doubling"):
                 seen.clear()
-                ran = check_against_single_calls(wire, rows, name, op=op, wire_dtype=narrow)
+                ran = check_against_single_calls(group, rows, name, op=op, wire_dtype=narrow)
                 if op is last:
                     assert seen <= {kind[1] for kind in kinds} and (seen or count < 1000), name
-                if wire.size > 1 and name == "auto" and on_host(rows[0].values):
+                if group.size > 1 and name == "auto" and on_host(rows[0].values):
                     assert (ran == "eager") == (count < 1000), op
 
 
 @spmd(3, on=THREADS)
-def test_ranks_agree_on_what_a_list_is_rounded_to(wire):
-    rows = mine(wire, [((40,), *LARGE[0][1:]), ((80,), *LARGE[0][1:])], 3000)
+def test_ranks_agree_on_what_a_list_is_rounded_to(group):
+    rows = mine(group, [((40,), *LARGE[0][1:]), ((80,), *LARGE[0][1:])], 3000)
     room = torch.empty(9999, dtype=torch.int64), torch.empty(9999, 80)
     plain = weft.sparse_all_reduce(rows, wire_dtype=torch.bfloat16)
     got = weft.sparse_all_reduce(rows, wire_dtype=torch.bfloat16, out=[None, room])
     assert got[1].values.data_ptr() == room[1].data_ptr()
     assert torch.equal(got[1].values, plain[1].values)
     with pytest.raises(weft.WeftError, match=r"wire dtype: ranks 0, 1 have .*16, rank 2 has"):
-        narrow = torch.bfloat16 if wire.rank < 2 else torch.float16
+        narrow = torch.bfloat16 if group.rank < 2 else torch.float16
         weft.sparse_all_reduce(rows, wire_dtype=narrow)
     with pytest.raises(weft.WeftError, match=r"rank 0: table 1: wire_dtype is .*16, which"):
         whole = weft.Rows(torch.arange(2), torch.arange(2))
@@ -172,82 +172,82 @@ def test_ranks_agree_on_what_a_list_is_rounded_to(wire):
 
 
 @spmd(1, 3, on=THREADS)
-def test_what_a_list_would_do_is_explained(wire):
-    set_link(wire, Link(1e-4, 1e-8, 1e-10, 1e-5))
+def test_what_a_list_would_do_is_explained(group):
+    set_link(group, Link(1e-4, 1e-8, 1e-10, 1e-5))
     for kinds, count in ((ALIKE, 5), (KINDS, 5), (LARGE, 600), ([LARGE[0], LARGE[3]] * 2, 600)):
-        rows = mine(wire, kinds, count, missing={(rank, 1) for rank in range(3)})
+        rows = mine(group, kinds, count, missing={(rank, 1) for rank in range(3)})
         for name in serving("auto", "split", "doubling"):
             said = weft.explain(rows, algorithm=name)
             weft.sparse_all_reduce(rows, algorithm=name)
             record = last_call()
             assert said.chosen == record.algorithm
             assert said.load.total == record.total
-            whose = sorted(table for group in said.groups for table in group.tables)
+            whose = sorted(table for each in said.groups for table in each.tables)
             assert whose == [number for number in range(len(kinds)) if number != 1]
-            for group in said.groups:
-                assert {kinds[n][:2] for n in group.tables} == {(group.row_shape, group.dtype)}
+            for each in said.groups:
+                assert {kinds[n][:2] for n in each.tables} == {(each.row_shape, each.dtype)}
             assert len(said.calls) == (len(said.groups) if len(said.groups) > 1 else 0)
             assert str(said.groups[0]) in str(said)
-            if wire.size > 1 and not said.calls:
+            if group.size > 1 and not said.calls:
                 lines = {line.algorithm: line for line in said.lines}
                 assert lines[said.chosen].verdict == "chosen"
                 if said.chosen == name:
                     sent = torch.tensor([record.sent_bytes])
-                    wire.dense_all_reduce(sent, "sum").wait()
-                    opening = 9000 * (wire.size - 1)
-                    average = sent.item() / wire.size
+                    group.dense_all_reduce(sent, "sum").wait()
+                    opening = 9000 * (group.size - 1)
+                    average = sent.item() / group.size
                     assert lines[name].bytes == pytest.approx(average, rel=0.25, abs=opening)
     many = weft.explain([(torch.tensor([4]), torch.ones(1))] * 600)
-    assert [len(group.tables) for group in many.groups] == [600]
+    assert [len(each.tables) for each in many.groups] == [600]
     assert not weft.explain([]).groups
     with pytest.raises(weft.WeftError, match="rank 0: table 1: index -1 is negative"):
-        bad = (torch.tensor([-1 if wire.rank == 0 else 1]), torch.ones(1))
+        bad = (torch.tensor([-1 if group.rank == 0 else 1]), torch.ones(1))
         weft.explain([rows[0], bad])
 
 
-def spread(wire, count, shape, dtype):
-    indices = torch.arange(count) * 7 + wire.rank % 2
+def spread(group, count, shape, dtype):
+    indices = torch.arange(count) * 7 + group.rank % 2
     return weft.Rows(indices, torch.ones(count, *shape, dtype=dtype), 7 * count)
 
 
 @pytest.mark.parametrize("kinds", [ALIKE, KINDS], ids=["alike", "mixed"])
 @spmd(4, on=("threads",))
-def test_a_list_takes_a_call_for_each_kind(wire, kinds):
+def test_a_list_takes_a_call_for_each_kind(group, kinds):
     """Behind one exchange that says what the tables are."""
     shapes = [kinds[number % len(kinds)][:2] for number in range(26)]
     calls = len(set(shapes))
-    weft.sparse_all_reduce([spread(wire, 20, *kind) for kind in shapes])
+    weft.sparse_all_reduce([spread(group, 20, *kind) for kind in shapes])
     assert last_call().algorithm == "eager"
-    assert last_call().messages == (1 + calls) * (wire.size - 1)
+    assert last_call().messages == (1 + calls) * (group.size - 1)
 
-    many = [spread(wire, 500, *kind) for kind in shapes]
-    one = spread(wire, 26 * 500, *shapes[0])
+    many = [spread(group, 500, *kind) for kind in shapes]
+    one = spread(group, 26 * 500, *shapes[0])
     for name in ("gather", "split"):
         weft.sparse_all_reduce(many, algorithm=name)
         messages = last_call().messages
         weft.sparse_all_reduce(one, algorithm=name)
         if calls == 1:
-            assert messages == last_call().messages + wire.size - 1
+            assert messages == last_call().messages + group.size - 1
 
 
 @spmd(1, 3, on=THREADS)
-def test_indices_that_do_not_fit_in_one_key_space(wire):
+def test_indices_that_do_not_fit_in_one_key_space(group):
     """All ranks are told, also those whose own would fit; alone such a table is no trouble."""
-    far = torch.tensor([2**62 if wire.rank == 0 else 7])
+    far = torch.tensor([2**62 if group.rank == 0 else 7])
     huge, other = (far, torch.ones(1, 3)), (torch.tensor([2**62]), torch.ones(1, 3))
     with pytest.raises(weft.WeftError, match=rf"table \d: index {2**62} is too large"):
         weft.sparse_all_reduce([other, huge])
     far = far.clamp(max=2**60)  # on an accelerator the number of the table is above
     for result in weft.sparse_all_reduce([(far, huge[1]), (far, torch.ones(1))]):
-        assert result[0].tolist() == ([2**60] if wire.size == 1 else [7, 2**60])
+        assert result[0].tolist() == ([2**60] if group.size == 1 else [7, 2**60])
 
 
 @pytest.mark.parametrize("kinds", [ALIKE, KINDS], ids=["alike", "mixed"])
 @pytest.mark.parametrize("count", [50, 2000])
 @spmd(2, on=EVERYWHERE)
-def test_results_are_saved_alone_and_together(wire, kinds, count):
+def test_results_are_saved_alone_and_together(group, kinds, count):
     """Each has memory of its own: what is saved of one holds nothing of the others."""
-    results = weft.sparse_all_reduce(mine(wire, kinds, count))
+    results = weft.sparse_all_reduce(mine(group, kinds, count))
     parts = [part for result in results for part in (result.indices, result.values)]
     places = [part.untyped_storage().data_ptr() for part in parts if part.numel()]
     assert len(set(places)) == len(places)
@@ -261,43 +261,43 @@ def test_results_are_saved_alone_and_together(wire, kinds, count):
 
 
 @spmd(20, on=THREADS)
-def test_above_sixteen_ranks(wire):
+def test_above_sixteen_ranks(group):
     missing = [(rank, rank % 7) for rank in range(20)]
     for name in ("auto", "split"):
-        got = weft.sparse_all_reduce(mine(wire, KINDS, 9, missing), algorithm=name)
-        check(wire, got, KINDS, 9, missing=missing)
+        got = weft.sparse_all_reduce(mine(group, KINDS, 9, missing), algorithm=name)
+        check(group, got, KINDS, 9, missing=missing)
     kinds = list(KINDS)
-    if wire.rank == 13:
+    if group.rank == 13:
         kinds[3] = ((4,), *kinds[3][1:])
     with pytest.raises(weft.WeftError, match=r"row shape of table 3: .* \(3,\), rank 13 has \(4"):
-        weft.sparse_all_reduce(mine(wire, kinds, 9))
+        weft.sparse_all_reduce(mine(group, kinds, 9))
     with pytest.raises(weft.WeftError, match="different calls"):
-        both = mine(wire, KINDS, 9)
-        weft.sparse_all_reduce(both if wire.rank % 2 else both[0])
-    weft.sparse_all_reduce(mine(wire, KINDS, 9))
+        both = mine(group, KINDS, 9)
+        weft.sparse_all_reduce(both if group.rank % 2 else both[0])
+    weft.sparse_all_reduce(mine(group, KINDS, 9))
 
 
 @spmd(1, 2, on=THREADS)
-def test_hundreds_of_tables_and_none(wire):
+def test_hundreds_of_tables_and_none(group):
     for op in ("sum", "avg", "bxor"):
         assert weft.sparse_all_reduce([], op) == []
     with pytest.raises(weft.WeftError, match=r"^rank 0: op 'xor' is unknown"):
         weft.sparse_all_reduce([], "xor")
-    many = [(torch.tensor([wire.rank, 7]), torch.full((2,), float(n))) for n in range(600)]
+    many = [(torch.tensor([group.rank, 7]), torch.full((2,), float(n))) for n in range(600)]
     got = weft.sparse_all_reduce(many)
     assert len(got) == 600
     for number, (indices, values) in enumerate(got):
-        assert indices.tolist() == [*range(wire.size), 7]
-        assert values.tolist() == [number] * wire.size + [number * wire.size]
-    assert last_call().messages == 3 * (wire.size - 1) or not on_host(values)
+        assert indices.tolist() == [*range(group.size), 7]
+        assert values.tolist() == [number] * group.size + [number * group.size]
+    assert last_call().messages == 3 * (group.size - 1) or not on_host(values)
     bad = (torch.tensor([-1]), torch.ones(1))
     with pytest.raises(weft.WeftError, match="rank 0: table 599: index -1 is negative"):
-        weft.sparse_all_reduce([*many[:599], bad if wire.rank == 0 else many[0]])
+        weft.sparse_all_reduce([*many[:599], bad if group.rank == 0 else many[0]])
 
 
 @spmd(1, 3, on=EVERYWHERE)
-def test_forms_and_outs(wire):
-    rows = mine(wire, KINDS[:3], 20)
+def test_forms_and_outs(group):
+    rows = mine(group, KINDS[:3], 20)
     plain = weft.sparse_all_reduce(rows)
     out = torch.full((99,), -1, dtype=torch.int32), torch.empty(99, dtype=torch.bfloat16)
 
@@ -320,8 +320,8 @@ def test_forms_and_outs(wire):
 
 
 @spmd(1, 3, on=EVERYWHERE)
-def test_results_are_the_callers(wire):
-    rows = mine(wire, KINDS, 20)
+def test_results_are_the_callers(group):
+    rows = mine(group, KINDS, 20)
     before = [(each.indices.clone(), each.values.clone()) for each in rows]
     got = weft.sparse_all_reduce(rows)
     for result in got:
@@ -338,13 +338,13 @@ def room(count, *row_shape):
     return torch.empty(count, dtype=torch.int64), torch.empty(count, *row_shape)
 
 
-def one_hot(wire, number, *row_shape):
+def one_hot(group, number, *row_shape):
     """A row that all ranks have and one of this rank's."""
-    return torch.tensor([wire.rank, 70]), torch.full((2, *row_shape), float(number))
+    return torch.tensor([group.rank, 70]), torch.full((2, *row_shape), float(number))
 
 
 @spmd(1, 2, 3, on=EVERYWHERE)
-def test_a_table_of_which_nobody_has_rows_has_the_row_shape_of_out(wire):
+def test_a_table_of_which_nobody_has_rows_has_the_row_shape_of_out(group):
     nothing, asked = (torch.empty(0, dtype=torch.int64), torch.empty(0)), []
 
     def allocate(*of):
@@ -352,12 +352,12 @@ def test_a_table_of_which_nobody_has_rows_has_the_row_shape_of_out(wire):
         return room(of[0], *of[1])
 
     for name in serving("auto", "split", "doubling"):
-        for others in ([], [one_hot(wire, 1)], [one_hot(wire, 1), one_hot(wire, 2, 3)]):
+        for others in ([], [one_hot(group, 1)], [one_hot(group, 1), one_hot(group, 2, 3)]):
             first = len(others)
             # others have no buffer, and get the same shape
-            out = [None] * first + [room(9, 4) if wire.rank == wire.size - 1 else None, allocate]
+            out = [None] * first + [room(9, 4) if group.rank == group.size - 1 else None, allocate]
             got = weft.sparse_all_reduce([*others, nothing, nothing], out=out, algorithm=name)
-            shapes = [(wire.size + 1, *values.shape[1:]) for _, values in others]
+            shapes = [(group.size + 1, *values.shape[1:]) for _, values in others]
             assert [values.shape for _, values in got] == [*shapes, (0, 4), (0,)]
             assert asked.pop() == (0, (), (torch.int64, torch.float32))
     assert not asked
@@ -370,10 +370,10 @@ def numbers(results):
 @pytest.mark.parametrize("allocated", [False, True], ids=["buffers", "allocator"])
 @pytest.mark.parametrize("name", ["auto", "split", "doubling"])
 @spmd(1, 2, 3, on=THREADS)
-def test_a_result_in_the_memory_of_another_tables_rows(wire, name, allocated):
+def test_a_result_in_the_memory_of_another_tables_rows(group, name, allocated):
     """Also where a list takes several calls: for each row shape."""
     for shapes in ([(2,), (1,)], [(1,)] * 300):
-        tables = [one_hot(wire, number, *shape) for number, shape in enumerate(shapes)]
+        tables = [one_hot(group, number, *shape) for number, shape in enumerate(shapes)]
         plain = numbers(weft.sparse_all_reduce(tables, algorithm=name))
         for reader, writer in ((0, -1), (-1, 0)):
             place, memory = room(9, shapes[writer][0])
@@ -389,19 +389,19 @@ def test_a_result_in_the_memory_of_another_tables_rows(wire, name, allocated):
 
 
 @spmd(1, 2, on=THREADS)
-def test_errors_name_the_table_of_the_list(wire):
-    many = [one_hot(wire, number) for number in range(600)]
-    two = [one_hot(wire, 1, 3), one_hot(wire, 2, 4)]
+def test_errors_name_the_table_of_the_list(group):
+    many = [one_hot(group, number) for number in range(600)]
+    two = [one_hot(group, 1, 3), one_hot(group, 2, 4)]
     other = serving("doubling", "holders")[0]
     for rows, table, name in ((many, 599, "auto"), (two, 1, other), (two, 1, "split")):
         out = [None] * len(rows)
         out[table] = room(1, *rows[table][1].shape[1:])
-        text = f"rank 0: table {table}: out holds 1 rows, the result has {wire.size + 1}: pass"
+        text = f"rank 0: table {table}: out holds 1 rows, the result has {group.size + 1}: pass"
         with pytest.raises(weft.WeftError, match=text):
             weft.sparse_all_reduce(rows, algorithm=name, out=out)
-    if wire.rank == 1:
-        many[598] = one_hot(wire, 598, 5)
-    if wire.size > 1:
+    if group.rank == 1:
+        many[598] = one_hot(group, 598, 5)
+    if group.size > 1:
         text = r"row shape of table 598: rank 0 has \(\), rank 1 has \(5,\); pass"
         for call in (weft.sparse_all_reduce, weft.explain):
             with pytest.raises(weft.WeftError, match=text):
@@ -465,13 +465,13 @@ WRONG = {
 
 @pytest.mark.parametrize("what", WRONG)
 @spmd(2, 3, on=EVERYWHERE)
-def test_one_rank_errs_and_all_are_told(wire, what):
-    rows = mine(wire, BOTH, 4)
+def test_one_rank_errs_and_all_are_told(group, what):
+    rows = mine(group, BOTH, 4)
     make, text = WRONG[what]
-    arguments = {"rows": rows, **(make(rows) if wire.rank == 1 else {})}
+    arguments = {"rows": rows, **(make(rows) if group.rank == 1 else {})}
     with pytest.raises(weft.WeftError, match=text):
         weft.sparse_all_reduce(**arguments)
-    check(wire, weft.sparse_all_reduce(rows), BOTH, 4)
+    check(group, weft.sparse_all_reduce(rows), BOTH, 4)
 
 
 @pytest.mark.parametrize("height", [None, 50])
@@ -486,12 +486,12 @@ def test_a_host_waits_for_an_accelerator_as_often_for_a_list_as_for_a_table(
         seen.append(numbers)
         return read(numbers)
 
-    def body(wire):
+    def body(group):
         kinds = [((3,), torch.float32, torch.int64, height)] * 9
         kinds += [((), torch.float32, torch.int64, height)] * others
         missing = [(0, 2), (1, 0), (1, 9), (2, 4)]  # one rank has none of the other kind
-        got = weft.sparse_all_reduce(mine(wire, kinds, 20, missing), algorithm=name)
-        check(wire, got, kinds, 20, missing=missing)
+        got = weft.sparse_all_reduce(mine(group, kinds, 20, missing), algorithm=name)
+        check(group, got, kinds, 20, missing=missing)
 
     for module in (kernels, reference):
         monkeypatch.setattr(module, "read", counted)
@@ -503,9 +503,9 @@ def test_a_host_waits_for_an_accelerator_as_often_for_a_list_as_for_a_table(
 
 @pytest.mark.parametrize("index", [-1, 50, 2**40])
 @spmd(2, on=THREADS)
-def test_an_index_outside_of_its_own_table_is_found(wire, index):
+def test_an_index_outside_of_its_own_table_is_found(group, index):
     good = weft.Rows(torch.tensor([3]), torch.ones(1), 50)
-    bad = weft.Rows(torch.tensor([index if wire.rank else 7]), torch.ones(1), 50)
+    bad = weft.Rows(torch.tensor([index if group.rank else 7]), torch.ones(1), 50)
     with pytest.raises(weft.WeftError, match=f"rank 1: table 1: index {index} is "):
         weft.sparse_all_reduce([good, bad, good])
     wide = weft.Rows(good.indices, torch.ones(1, 2), 50)  # each is alone in its call
@@ -514,11 +514,11 @@ def test_an_index_outside_of_its_own_table_is_found(wire, index):
     assert weft.sparse_all_reduce([good, good])[1].values.tolist() == [2]
 
 
-def apart(wire):
+def apart(group):
     """Tensors of one rank are taken to lie on an accelerator, those of the others are not."""
     rows = weft.Rows(torch.tensor([3]), torch.ones(1), 50)
     text = r"device: rank 0 has cpu \(.*\), ranks? 1.* ha(s|ve) cpu;"
-    with as_device() if wire.rank == 0 else nullcontext():
+    with as_device() if group.rank == 0 else nullcontext():
         for call in (
             lambda: weft.sparse_all_reduce(rows),
             lambda: weft.sparse_all_reduce([rows, rows]),
@@ -528,7 +528,7 @@ def apart(wire):
         ):
             with pytest.raises(weft.WeftError, match=text):
                 call()
-    assert weft.sparse_all_reduce(rows).values.tolist() == [wire.size]
+    assert weft.sparse_all_reduce(rows).values.tolist() == [group.size]
 
 
 @pytest.mark.parametrize("on", ["processes", "torch"])

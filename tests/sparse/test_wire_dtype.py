@@ -42,31 +42,31 @@ def world(ranks, op, wire_dtype, *options):
         return _world(ranks, op, wire_dtype, options)
 
 
-def alike(wire, values):
+def alike(group, values):
     """All ranks have the bits of rank 0."""
     bits = values.contiguous().view(-1).view(torch.uint8)
     other = bits.clone()
-    if wire.rank:
-        wire.post((), [(0, other)]).wait()
+    if group.rank:
+        group.post((), [(0, other)]).wait()
     else:
-        wire.post([(peer, bits) for peer in peers(wire)]).wait()
+        group.post([(peer, bits) for peer in peers(group)]).wait()
     assert torch.equal(bits, other)
 
 
 @pytest.mark.parametrize("wire_dtype", WIRE)
 @pytest.mark.parametrize("name", NAMES)
 @spmd(1, 3, 4, on=("threads", "device"))
-def test_every_algorithm_rounds_once_and_once(wire, name, wire_dtype):
+def test_every_algorithm_rounds_once_and_once(group, name, wire_dtype):
     for dtype in (torch.float32, torch.float64):
         for op in ("sum", "avg", "min", "max", "prod"):
-            parts, want = world(wire.size, op, wire_dtype, dtype)
+            parts, want = world(group.size, op, wire_dtype, dtype)
             total = weft.sparse_all_reduce(
-                parts[wire.rank], op, algorithm=name, wire_dtype=wire_dtype
+                parts[group.rank], op, algorithm=name, wire_dtype=wire_dtype
             )
             assert torch.equal(total.indices, want.indices)
             assert total.values.dtype is dtype
             assert torch.equal(total.values, total.values.to(wire_dtype).to(dtype))
-            alike(wire, total.values)
+            alike(group, total.values)
             if name in IN_RANK_ORDER:
                 assert torch.equal(total.values, want.values), (dtype, op)
             else:  # another order of additions may end on the other side of a tie
@@ -76,12 +76,12 @@ def test_every_algorithm_rounds_once_and_once(wire, name, wire_dtype):
 
 @pytest.mark.parametrize("name", NAMES)
 @spmd(2, 4, on=("processes",))
-def test_between_processes(wire, name):
-    parts, want = world(wire.size, "avg", torch.bfloat16, torch.float32, 3000, 4000)
+def test_between_processes(group, name):
+    parts, want = world(group.size, "avg", torch.bfloat16, torch.float32, 3000, 4000)
     total = weft.sparse_all_reduce(
-        parts[wire.rank], "avg", algorithm=name, wire_dtype=torch.bfloat16
+        parts[group.rank], "avg", algorithm=name, wire_dtype=torch.bfloat16
     )
-    alike(wire, total.values)
+    alike(group, total.values)
     torch.testing.assert_close(total.values, want.values, rtol=2**-7, atol=0)
 
 
@@ -111,8 +111,8 @@ def test_the_error_is_within_the_bound(name, wire_dtype, seed, ranks, exponents,
     if op == "avg":
         exact, size = exact / ranks, size / ranks
 
-    def body(wire):
-        return weft.sparse_all_reduce(parts[wire.rank], op, algorithm=name, wire_dtype=wire_dtype)
+    def body(group):
+        return weft.sparse_all_reduce(parts[group.rank], op, algorithm=name, wire_dtype=wire_dtype)
 
     unit, tiny = UNIT[wire_dtype], TINY[wire_dtype]
     for total in run(ranks, body):
@@ -124,7 +124,7 @@ def test_the_error_is_within_the_bound(name, wire_dtype, seed, ranks, exponents,
 
 @pytest.mark.parametrize("name", [n for n in NAMES if n not in ("mask", "ring")])
 @spmd(1, 3, on=("threads", "device"))
-def test_a_function_sees_rounded_values_in_their_own_dtype(wire, name):
+def test_a_function_sees_rounded_values_in_their_own_dtype(group, name):
     seen = []
 
     def widest(left, right):
@@ -132,10 +132,10 @@ def test_a_function_sees_rounded_values_in_their_own_dtype(wire, name):
         return torch.where(right.abs() >= left.abs(), right, left)
 
     for dtype in (torch.float32, torch.float64):
-        parts = [part(rank, dtype) for rank in range(wire.size)]
+        parts = [part(rank, dtype) for rank in range(group.size)]
         seen.clear()
         total = weft.sparse_all_reduce(
-            parts[wire.rank], widest, algorithm=name, wire_dtype=torch.float16
+            parts[group.rank], widest, algorithm=name, wire_dtype=torch.float16
         )
         assert set(seen) == {(dtype, dtype)}
         assert torch.equal(total.values, expected(parts, widest, torch.float16).values)
@@ -143,11 +143,11 @@ def test_a_function_sees_rounded_values_in_their_own_dtype(wire, name):
 
 @pytest.mark.parametrize("dtype", WIRE)
 @spmd(3, on=("threads", "device"))
-def test_halves_travel_as_they_are(wire, dtype):
-    parts = [part(rank, dtype) for rank in range(wire.size)]
+def test_halves_travel_as_they_are(group, dtype):
+    parts = [part(rank, dtype) for rank in range(group.size)]
     want = expected(parts)
     for wire_dtype in WIRE:
-        total = weft.sparse_all_reduce(parts[wire.rank], wire_dtype=wire_dtype)
+        total = weft.sparse_all_reduce(parts[group.rank], wire_dtype=wire_dtype)
         assert torch.equal(total.values, want.values)
         nothing = weft.Rows(torch.empty(0, dtype=torch.int64), torch.empty(0, 2), 9)
         assert len(weft.sparse_all_reduce(nothing, wire_dtype=wire_dtype)) == 0
@@ -155,7 +155,7 @@ def test_halves_travel_as_they_are(wire, dtype):
 
 @pytest.mark.parametrize("name", NAMES)
 @spmd(1, 3, on=("threads", "device"))
-def test_the_result_is_where_it_was_wanted(wire, name):
+def test_the_result_is_where_it_was_wanted(group, name):
     count = 9000  # more than are copied at once
     rows = weft.Rows(torch.arange(count), torch.randn(count, 3), count)
     want = weft.sparse_all_reduce(rows, algorithm=name, wire_dtype=torch.bfloat16).values
@@ -182,9 +182,9 @@ def test_the_result_is_where_it_was_wanted(wire, name):
 
 @pytest.mark.parametrize("name", NAMES)
 @spmd(4, on=("threads", "device"))
-def test_nan_infinity_and_overflow(wire, name):
+def test_nan_infinity_and_overflow(group, name):
     values = torch.tensor([float("nan"), float("inf"), -float("inf"), -0.0, 65519.0, 65520.0, 4e-9])
-    rows = weft.Rows(torch.arange(7) + 7 * wire.rank, values[:, None], 28)
+    rows = weft.Rows(torch.arange(7) + 7 * group.rank, values[:, None], 28)
     total = weft.sparse_all_reduce(rows, algorithm=name, wire_dtype=torch.float16).values
     got = total.view(4, 7)
     assert got[:, 0].isnan().all()
@@ -195,7 +195,7 @@ def test_nan_infinity_and_overflow(wire, name):
 
 
 @spmd(1, 4, on=("threads",))
-def test_an_average_overflows_only_if_it_is_too_large_itself(wire):
+def test_an_average_overflows_only_if_it_is_too_large_itself(group):
     rows = weft.Rows(torch.arange(3), torch.full((3, 1), 60000.0), 3)
     for name in NAMES:
         total = weft.sparse_all_reduce(rows, "avg", algorithm=name, wire_dtype=torch.float16)
@@ -203,8 +203,8 @@ def test_an_average_overflows_only_if_it_is_too_large_itself(wire):
 
 
 @spmd(2, 3, on=("threads",))
-def test_what_is_sent_is_half(wire):
-    rows = part(wire.rank, count=4000, height=100_000)
+def test_what_is_sent_is_half(group):
+    rows = part(group.rank, count=4000, height=100_000)
     wide = weft.Rows(rows.indices, rows.values.repeat(1, 100), rows.height)
     for name in ("gather", "split"):
         sent = []
@@ -226,13 +226,13 @@ def test_what_is_sent_is_half(wire):
 
 @pytest.mark.parametrize("name", NAMES)
 @spmd(2, 3, on=("threads",))
-def test_float64_travels_as_float32(wire, name):
-    rows = weft.Rows(torch.tensor([wire.rank, 5]), torch.tensor([0.1, 0.1]).double(), 6)
+def test_float64_travels_as_float32(group, name):
+    rows = weft.Rows(torch.tensor([group.rank, 5]), torch.tensor([0.1, 0.1]).double(), 6)
     total = weft.sparse_all_reduce(rows, algorithm=name, wire_dtype=torch.float32)
     tenth = torch.tensor(0.1)  # rounded
     assert total.values.dtype is torch.float64
     assert total.values[0] == tenth.double()
-    assert total.values[-1] == (wire.size * tenth.double()).float().double()
+    assert total.values[-1] == (group.size * tenth.double()).float().double()
 
 
 # half precision with wire_dtype=torch.float32: rounded once, in the result
@@ -261,10 +261,10 @@ def rounded_once(parts, dtype, mean=False):
 @pytest.mark.parametrize("dtype", WIRE)
 @pytest.mark.parametrize("name", NAMES)
 @spmd(1, 2, 3, 4, 7, 8, on=("threads",))
-def test_half_precision_is_rounded_once_if_asked(wire, name, dtype):
-    parts = [halves(rank, dtype) for rank in range(wire.size)]
+def test_half_precision_is_rounded_once_if_asked(group, name, dtype):
+    parts = [halves(rank, dtype) for rank in range(group.size)]
     want = rounded_once(parts, dtype)
-    mine = parts[wire.rank]
+    mine = parts[group.rank]
     total = weft.sparse_all_reduce(mine, algorithm=name, wire_dtype=torch.float32)
     assert torch.equal(total.indices, want.indices)
     assert total.values.dtype is dtype and torch.equal(total.values, want.values)
@@ -275,18 +275,18 @@ def test_half_precision_is_rounded_once_if_asked(wire, name, dtype):
 
 
 @spmd(2, on=("device",))
-def test_half_precision_of_an_accelerator_is_rounded_once_if_asked(wire):
+def test_half_precision_of_an_accelerator_is_rounded_once_if_asked(group):
     dtype = torch.bfloat16
     parts = [halves(rank, dtype) for rank in (0, 2)]
-    total = weft.sparse_all_reduce(parts[wire.rank], wire_dtype=torch.float32)
+    total = weft.sparse_all_reduce(parts[group.rank], wire_dtype=torch.float32)
     assert torch.equal(total.values, rounded_once(parts, dtype).values)
 
 
 @spmd(2, on=("processes",))
-def test_258_is_no_longer_256(wire):
+def test_258_is_no_longer_256(group):
     """Of 256, 1 on one rank and 1 on the other; the default rounds 257 before it is sent."""
-    ones = torch.ones(2 - wire.rank)
-    if wire.rank == 0:
+    ones = torch.ones(2 - group.rank)
+    if group.rank == 0:
         ones[0] = 256.0
     rows = torch.zeros(len(ones), dtype=torch.int64), ones.bfloat16()
     assert weft.sparse_all_reduce(rows)[1].item() == 256.0
@@ -295,9 +295,9 @@ def test_258_is_no_longer_256(wire):
 
 @pytest.mark.parametrize("dtype", WIRE)
 @spmd(1, 2, 3, 4, on=("threads",))
-def test_all_that_reduces_rounds_once_if_asked(wire, dtype):
-    parts = [halves(rank, dtype) for rank in range(wire.size)]
-    mine, want = parts[wire.rank], rounded_once(parts, dtype)
+def test_all_that_reduces_rounds_once_if_asked(group, dtype):
+    parts = [halves(rank, dtype) for rank in range(group.size)]
+    mine, want = parts[group.rank], rounded_once(parts, dtype)
     wide = {"wire_dtype": torch.float32}
 
     mean = weft.sparse_all_reduce(mine, "avg", **wide)
@@ -308,7 +308,7 @@ def test_all_that_reduces_rounds_once_if_asked(wire, dtype):
     assert torch.equal(part.values, want.values[there])
 
     total = weft.sparse_reduce(mine, group_dst=0, **wide)
-    if wire.rank == 0:
+    if group.rank == 0:
         assert torch.equal(total.values, want.values)
 
     floats = weft.Rows(mine.indices, mine.values.float(), mine.height)
@@ -326,9 +326,9 @@ def test_all_that_reduces_rounds_once_if_asked(wire, dtype):
 
 @pytest.mark.parametrize("dtype", WIRE)
 @spmd(1, 3, on=("threads", "device"))
-def test_a_result_that_is_rounded_once_is_where_it_was_wanted(wire, dtype):
-    parts = [halves(rank, dtype) for rank in range(wire.size)]
-    mine, want = parts[wire.rank], rounded_once(parts, dtype)
+def test_a_result_that_is_rounded_once_is_where_it_was_wanted(group, dtype):
+    parts = [halves(rank, dtype) for rank in range(group.size)]
+    mine, want = parts[group.rank], rounded_once(parts, dtype)
     count = len(want)
     asked = []
 
@@ -348,19 +348,19 @@ def test_a_result_that_is_rounded_once_is_where_it_was_wanted(wire, dtype):
 
 
 @spmd(2, on=("threads",))
-def test_a_function_gets_float32_if_asked(wire):
+def test_a_function_gets_float32_if_asked(group):
     def total(left, right):
         assert left.dtype is right.dtype is torch.float32
         return left + right
 
     parts = [halves(rank, torch.bfloat16) for rank in (0, 2)]
-    mine = weft.sparse_all_reduce(parts[wire.rank], total, wire_dtype=torch.float32)
+    mine = weft.sparse_all_reduce(parts[group.rank], total, wire_dtype=torch.float32)
     assert torch.equal(mine.values, rounded_once(parts, torch.bfloat16).values)
 
 
 @spmd(2, on=("threads",))
-def test_ranks_differ_in_half_precision(wire):
-    mine = halves(0, WIRE[wire.rank])
+def test_ranks_differ_in_half_precision(group):
+    mine = halves(0, WIRE[group.rank])
     with pytest.raises(weft.WeftError, match=r"value dtype: rank 0 has torch.bfloat16, rank 1"):
         weft.sparse_all_reduce(mine, wire_dtype=torch.float32)
     with pytest.raises(weft.WeftError, match=r"table 0: .*bfloat16 values as float32"):

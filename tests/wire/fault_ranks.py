@@ -2,7 +2,7 @@
 
     fault_ranks.py '[["kill", 2, 20.0], ["stop", 0, 2.0]]'
 
-For each scenario (what happens, to which rank, the wire's timeout) the host forks a process that
+For each scenario (what happens, to which rank, the group's timeout) the host forks a process that
 is one rank, sees to it from outside where that is needed, and prints how it ended. Everything it
 prints is a line of JSON, with times on the clock that all hosts of a netlab share.
 """
@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from weft import WireError
-from weft.wire.base import Wire
+from weft.wire.base import Group
 from weft.wire.process_group import connect
 
 PAUSE = 1.0  # seconds that a paused rank is stopped
@@ -43,90 +43,90 @@ def say(scenario: int, what: str, **more: object) -> None:
     os.write(1, f"{json.dumps(line)}\n".encode())  # whole, though others write at the same time
 
 
-def ring(wire: Wire) -> None:
+def ring(group: Group) -> None:
     """Most ranks await an innocent when one fails."""
     message = torch.zeros(BYTES, dtype=torch.uint8)
-    after, before = (wire.rank + 1) % wire.size, (wire.rank - 1) % wire.size
-    pending = wire.post([(after, message)], [(before, BYTES)])
+    after, before = (group.rank + 1) % group.size, (group.rank - 1) % group.size
+    pending = group.post([(after, message)], [(before, BYTES)])
     pending.wait()
     pending.release()
 
 
-def dense(wire: Wire) -> None:
-    wire.dense_all_reduce(torch.ones(300_000), "sum").wait()
+def dense(group: Group) -> None:
+    group.dense_all_reduce(torch.ones(300_000), "sum").wait()
 
 
-def stream(wire: Wire) -> None:
+def stream(group: Group) -> None:
     """Large messages all the time: whoever fails does so in the middle of some."""
-    after, before = (wire.rank + 1) % wire.size, (wire.rank - 1) % wire.size
+    after, before = (group.rank + 1) % group.size, (group.rank - 1) % group.size
     own, other = (torch.zeros(LARGE, dtype=torch.uint8) for _ in range(2))
     step = LARGE // 8
     posted = [
-        wire.post([(after, own[at : at + step])], [(before, other[at : at + step])])
+        group.post([(after, own[at : at + step])], [(before, other[at : at + step])])
         for at in range(0, LARGE, step)
     ]
     for pending in posted:
         pending.wait()
 
 
-def idle(wire: Wire) -> None:
+def idle(group: Group) -> None:
     """The last rank takes no part, and the one before it keeps the others waiting."""
-    if wire.rank < wire.size - 2:
-        wire.post((), [(wire.rank + 1, BYTES)]).wait()
+    if group.rank < group.size - 2:
+        group.post((), [(group.rank + 1, BYTES)]).wait()
     else:
         time.sleep(1.0)
-        wire.post()
+        group.post()
 
 
-def kill(wire: Wire) -> None:
+def kill(group: Group) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def kill_parent(wire: Wire) -> None:
+def kill_parent(group: Group) -> None:
     """A child, such as a loader of data, outlives its parent and keeps its sockets open."""
     if os.fork() == 0:
         time.sleep(4.0)
         os._exit(0)
     time.sleep(0.1)  # the child closes what it shall close
-    kill(wire)
+    kill(group)
 
 
-def kill_soon(wire: Wire) -> None:
-    threading.Timer(0.02, kill, (wire,)).start()
+def kill_soon(group: Group) -> None:
+    threading.Timer(0.02, kill, (group,)).start()
 
 
-def stop(wire: Wire) -> None:
+def stop(group: Group) -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def stop_soon(wire: Wire) -> None:
-    threading.Timer(0.02, stop, (wire,)).start()
+def stop_soon(group: Group) -> None:
+    threading.Timer(0.02, stop, (group,)).start()
 
 
-def sleep(wire: Wire) -> None:
-    time.sleep(wire.timeout + 1.5)
+def sleep(group: Group) -> None:
+    time.sleep(group.timeout + 1.5)
 
 
-def abort(wire: Wire) -> None:
-    wire.abort("no memory left")
+def abort(group: Group) -> None:
+    group.abort("no memory left")
 
 
-def fail(wire: Wire) -> None:
+def fail(group: Group) -> None:
     raise MemoryError("no memory left")
 
 
-def leave(wire: Wire) -> None:
+def leave(group: Group) -> None:
     sys.exit(0)
 
 
-def interrupt(wire: Wire) -> None:
+def interrupt(group: Group) -> None:
     """Ctrl-C in a wait that would last to the deadline."""
     threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
-    wire.post((), [((wire.rank + 1) % wire.size, BYTES)]).wait()
+    group.post((), [((group.rank + 1) % group.size, BYTES)]).wait()
 
 
-def cut(wire: Wire) -> None:
-    link(wire.rank, "down")
+def cut(group: Group) -> None:
+    link(group.rank, "down")
 
 
 def link(rank: int, state: str) -> None:
@@ -139,7 +139,7 @@ def link(rank: int, state: str) -> None:
 
 
 # what the ranks do, what happens to one of them, and whether it happens inside a call
-FAULTS: dict[str, tuple[Callable[[Wire], None], Callable[[Wire], None], bool]] = {
+FAULTS: dict[str, tuple[Callable[[Group], None], Callable[[Group], None], bool]] = {
     "kill": (ring, kill, True),
     "kill parent": (ring, kill_parent, True),
     "kill idle": (idle, kill, False),
@@ -177,24 +177,24 @@ def rank(scenario: int, fault: str, victim: int, timeout: float) -> None:
         is_master=RANK == 0,
         timeout=timedelta(seconds=30),
     )
-    wire = connect(store, RANK, SIZE, 30.0)  # a busy machine takes its time to start
-    assert wire._detector is not None
-    wire.timeout = wire._detector.timeout = timeout
-    wire._detector.links.wake()  # it would sleep for the timeout that it had
+    group = connect(store, RANK, SIZE, 30.0)  # a busy machine takes its time to start
+    assert group._detector is not None
+    group.timeout = group._detector.timeout = timeout
+    group._detector.links.wake()  # it would sleep for the timeout that it had
 
     def call(number: int) -> None:
         if inside and number == FAULT and victim == RANK:
             say(scenario, "fault")
-            happen(wire)
-        body(wire)
+            happen(group)
+        body(group)
 
     try:
         for number in range(STEPS):
             if not inside and number == FAULT and victim == RANK:
                 say(scenario, "fault")
-                happen(wire)
+                happen(group)
             if body is not idle or number == FAULT:
-                wire.worker.call("sparse_all_reduce", functools.partial(call, number))
+                group.worker.call("sparse_all_reduce", functools.partial(call, number))
     except (WireError, MemoryError, KeyboardInterrupt) as error:
         say(
             scenario,
@@ -204,10 +204,10 @@ def rank(scenario: int, fault: str, victim: int, timeout: float) -> None:
             culprit=getattr(error, "culprit", None),
         )
         try:
-            wire.post()
+            group.post()
         except WireError as again:
             say(scenario, "again", text=str(again))
-    wire.close()
+    group.close()
     say(scenario, "end", open=len(os.listdir("/proc/self/fd")))
 
 

@@ -1,4 +1,4 @@
-"""The wires of this project keep the contract that they share."""
+"""The groups of this project keep the contract that they share."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from weft.bootstrap.outcome import results
 from weft.testing import WireContract, run
-from weft.testing.threads import on_wires
+from weft.testing.threads import on_groups
 from weft.wire import simulated
 from weft.wire.link import Link
 
@@ -28,7 +28,7 @@ class TestProcessGroup(WireContract):
 class TestTorch(WireContract):
     @pytest.fixture
     def ranks(self):
-        # more ranks than that prove nothing of a wire whose pairs know nothing of each other
+        # more ranks than that prove nothing of a group whose pairs know nothing of each other
         return lambda size, *args, **options: run(min(size, 4), *args, on="torch", **options)
 
 
@@ -36,7 +36,7 @@ class TestSimulated(WireContract):
     @pytest.fixture
     def ranks(self):
         def ranks(size, body, *args, timeout=20.0):
-            wires = simulated.group(size, Link(1e-4, 1e-9, 1e-9, 1e-5), timeout)
-            return results(on_wires(wires, body, args), "simulated")
+            groups = simulated.group(size, Link(1e-4, 1e-9, 1e-9, 1e-5), timeout)
+            return results(on_groups(groups, body, args), "simulated")
 
         return ranks

@@ -51,11 +51,11 @@ def exact(op: str, numbers: list[int], dtype: torch.dtype) -> int:
     return (first - limits.min) % 2**limits.bits + limits.min
 
 
-def reduce_integers(wire, dtype, op, count):
-    mine = integers(wire.rank, dtype, count)
-    assert dense.all_reduce(wire, mine, op).wait()[0] is mine
+def reduce_integers(group, dtype, op, count):
+    mine = integers(group.rank, dtype, count)
+    assert dense.all_reduce(group, mine, op).wait()[0] is mine
     contributions = zip(
-        *(integers(r, dtype, count).tolist() for r in range(wire.size)), strict=True
+        *(integers(r, dtype, count).tolist() for r in range(group.size)), strict=True
     )
     assert mine.tolist() == [exact(op, list(each), dtype) for each in contributions]
 
@@ -72,13 +72,13 @@ def test_any_count_among_any_number_of_ranks(form, size, count):
     run(size, reduce_integers, torch.int32, "sum", count)
 
 
-def reduce_floats(wire, dtype):
+def reduce_floats(group, dtype):
     parts = [
         torch.randn(1001, generator=torch.Generator().manual_seed(rank)).to(dtype)
-        for rank in range(wire.size)
+        for rank in range(group.size)
     ]
-    mine = parts[wire.rank].clone()
-    dense.all_reduce(wire, mine, "sum").wait()
+    mine = parts[group.rank].clone()
+    dense.all_reduce(group, mine, "sum").wait()
     wide = torch.float32 if dtype.itemsize == 2 else dtype
     expected = parts[0].to(wide)
     for part in parts[1:]:
@@ -91,8 +91,8 @@ def test_floats_add_in_rank_order_and_round_once(form, dtype):
     run(5, reduce_floats, dtype)
 
 
-def reduce_bools(wire):
-    mine = torch.tensor([False, wire.rank == 1, True])
+def reduce_bools(group):
+    mine = torch.tensor([False, group.rank == 1, True])
     for op, expected in {
         "sum": [False, True, True],
         "max": [False, True, True],
@@ -102,7 +102,7 @@ def reduce_bools(wire):
         "band": [False, False, True],
     }.items():
         value = mine.clone()
-        dense.all_reduce(wire, value, op).wait()
+        dense.all_reduce(group, value, op).wait()
         assert value.tolist() == expected, op
 
 
@@ -110,9 +110,9 @@ def test_bools_are_or_and_and(form):
     run(3, reduce_bools)
 
 
-def reduce_nan(wire, op):
-    mine = torch.tensor([1.0, torch.nan if wire.rank == 0 else 2.0, -torch.inf] * 50)
-    dense.all_reduce(wire, mine, op).wait()
+def reduce_nan(group, op):
+    mine = torch.tensor([1.0, torch.nan if group.rank == 0 else 2.0, -torch.inf] * 50)
+    dense.all_reduce(group, mine, op).wait()
     assert mine.isnan().tolist() == [False, True, False] * 50
     assert (mine[2] == -torch.inf).item() or op == "prod"
 
@@ -122,11 +122,11 @@ def test_nan_wins(form, op):
     run(3, reduce_nan, op)
 
 
-def reduce_zeros(wire, op, dtype):
-    ranks, signs = range(wire.size), torch.arange(500)[:, None] >> torch.arange(wire.size) & 1
+def reduce_zeros(group, op, dtype):
+    ranks, signs = range(group.size), torch.arange(500)[:, None] >> torch.arange(group.size) & 1
     zeros = torch.where(signs == 1, -0.0, 0.0).to(dtype)
-    mine = zeros[:, wire.rank].contiguous()
-    dense.all_reduce(wire, mine, op).wait()
+    mine = zeros[:, group.rank].contiguous()
+    dense.all_reduce(group, mine, op).wait()
     negative = [zeros[:, rank].signbit() for rank in ranks]
     expected = functools.reduce(torch.logical_or if op == "min" else torch.logical_and, negative)
     assert torch.equal(mine.signbit(), expected)
@@ -138,16 +138,16 @@ def test_minus_zero_is_less_than_zero_wherever_a_tensor_is_cut(form, op):
         run(3, reduce_zeros, op, dtype)
 
 
-def reduce_two(wire):
-    pauses = random.Random(wire.rank)
+def reduce_two(group):
+    pauses = random.Random(group.rank)
     for number in range(4):
-        mine = [integers(10 * wire.rank + each, torch.int32, 2049) for each in range(2)]
-        under_way = [dense.all_reduce(wire, each, "sum") for each in mine]
+        mine = [integers(10 * group.rank + each, torch.int32, 2049) for each in range(2)]
+        under_way = [dense.all_reduce(group, each, "sum") for each in mine]
         for each in under_way:
             time.sleep(pauses.choice([0, 0, 1e-4]))
             each.wait()
         for each, found in enumerate(mine):
-            parts = [integers(10 * r + each, torch.int32, 2049).tolist() for r in range(wire.size)]
+            parts = [integers(10 * r + each, torch.int32, 2049).tolist() for r in range(group.size)]
             columns = zip(*parts, strict=True)
             assert found.tolist() == [exact("sum", list(c), torch.int32) for c in columns], number
 
@@ -157,9 +157,9 @@ def test_two_may_be_under_way(form, size):
     run(size, reduce_two)
 
 
-def refuse(wire, op, dtype, text):
+def refuse(group, op, dtype, text):
     with pytest.raises(WeftError, match=text):
-        dense.all_reduce(wire, torch.ones(3, dtype=dtype), op)
+        dense.all_reduce(group, torch.ones(3, dtype=dtype), op)
 
 
 @pytest.mark.parametrize(
@@ -174,13 +174,13 @@ def test_what_cannot_be_reduced_is_refused_before_anything_is_sent(op, dtype, te
     run(1, functools.partial(refuse, op=op, dtype=dtype, text=text))
 
 
-def count_bytes(wire):
-    tensor = torch.ones(64 * 1024 * wire.size)
-    wire.traffic.reset()
-    dense.all_reduce(wire, tensor, "sum").wait()
-    assert wire.traffic.to == dict.fromkeys(peers(wire), 2 * tensor.nbytes // wire.size)
-    assert wire.traffic.messages == dense.messages(wire.size, tensor.nbytes)
-    assert wire.traffic.bytes == dense.received_bytes(wire.size, tensor.nbytes)
+def count_bytes(group):
+    tensor = torch.ones(64 * 1024 * group.size)
+    group.traffic.reset()
+    dense.all_reduce(group, tensor, "sum").wait()
+    assert group.traffic.to == dict.fromkeys(peers(group), 2 * tensor.nbytes // group.size)
+    assert group.traffic.messages == dense.messages(group.size, tensor.nbytes)
+    assert group.traffic.bytes == dense.received_bytes(group.size, tensor.nbytes)
 
 
 @pytest.mark.parametrize("size", [2, 3, 8])

@@ -58,7 +58,7 @@ class Peers:
         stack.callback(self.watch.close)
 
     def abort(self, failure: Failure) -> None:
-        """As the wire that the detector guards."""
+        """As the group that the detector guards."""
         self.cuts.append(time.monotonic())
 
     def say(self, peer: int, **message: object) -> None:
@@ -173,7 +173,7 @@ def test_ranks_exchange_bytes_in_rank_order(peers):
     [
         ("death", 2, "rank 2 died"),
         ("leave", 2, "rank 2 left, after it raised (KeyError: 7)"),
-        ("silence", 2, "rank 2 did not come to make the wire within 1 s"),
+        ("silence", 2, "rank 2 did not come to make the group within 1 s"),
         ("nonsense", 2, "rank 2 sent what no detector says"),
     ],
 )
@@ -371,7 +371,7 @@ def test_closing_says_goodbye_and_leaves_nothing(peers, nothing_left):
 
 
 def test_closing_waits_for_no_thread_that_waits_for_whoever_closes(peers, monkeypatch):
-    """As where a collection of garbage drops a wire in the middle of a handler of the log."""
+    """As where a collection of garbage drops a group in the middle of a handler of the log."""
     monkeypatch.setattr(links, "_PATIENCE", 0.1)
     three, handler = peers(), logging.NullHandler()
     handler.handle = lambda record: held.wait(30)

@@ -34,10 +34,9 @@ from weft.sparse import run as opening
 from weft.sparse.cost import Load
 from weft.testing import processes, run
 from weft.testing.pace import patient
-from weft.testing.threads import on_wires
-from weft.wire import device, process_group
+from weft.testing.threads import on_groups
+from weft.wire import device, process_group, threads
 from weft.wire.base import wire_for
-from weft.wire.threads import group
 
 STAYING = Load(2, 8, 4, 4, 6, 9, 4, 4, 4, staying=True)
 NAMES = sorted(name for name, found in ALGORITHMS.items() if found.applies(STAYING) is None)
@@ -71,13 +70,13 @@ class StandIn(dist.ProcessGroup):
 ROWS, WIDTH, HEIGHT, SIZE = 1000, 32, 3000, 4
 
 
-def counted(wire, path, name):
+def counted(group, path, name):
     """What the group was asked for in one call, and what went over the CPU wire meanwhile."""
     if "standin" not in dist.Backend.backend_list:
         dist.Backend.register_backend("standin", StandIn, devices=["cpu"])
-    me = {"rank": wire.rank, "world_size": wire.size, "init_method": f"file://{path}"}
+    me = {"rank": group.rank, "world_size": group.size, "init_method": f"file://{path}"}
     dist.init_process_group("cpu:standin", **me)
-    mine = torch.randperm(HEIGHT, generator=torch.Generator().manual_seed(wire.rank))[:ROWS]
+    mine = torch.randperm(HEIGHT, generator=torch.Generator().manual_seed(group.rank))[:ROWS]
     rows, hosts = weft.Rows(mine, torch.ones(ROWS, WIDTH), HEIGHT), []
     with as_device():
         assert weft.explain(rows, group=dist.group.WORLD).device == "cpu (standin)"
@@ -121,11 +120,11 @@ def test_the_group_is_asked_for_exchanges_alone_that_meet_and_carry_all(name, tm
 
 
 def beside(monkeypatch, config):
-    """A wire of a group with these backends."""
+    """A group of a group with these backends."""
     monkeypatch.setattr(dist, "get_backend_config", lambda group: config)
-    wire, there = group(1)[0], threading.Thread()  # can be referred to weakly
-    wire.process_group = lambda: there
-    return wire
+    group, there = threads.group(1)[0], threading.Thread()  # can be referred to weakly
+    group.process_group = lambda: there
+    return group
 
 
 WAYS = [("cpu:gloo,cuda:nccl", "cuda", "nccl"), ("cuda:nccl", "cuda", "nccl")]
@@ -141,13 +140,13 @@ def test_tensors_go_over_the_group_that_takes_them(monkeypatch, caplog, config, 
 
 @pytest.mark.parametrize(("config", "kind"), STAGED)
 def test_else_they_go_through_the_host_which_is_logged_once(monkeypatch, caplog, config, kind):
-    wire, there = beside(monkeypatch, config), SimpleNamespace(device=torch.device(kind))
+    group, there = beside(monkeypatch, config), SimpleNamespace(device=torch.device(kind))
     there.is_cpu = False
-    over = [wire_for(wire, there) for _ in range(3)][-1]
+    over = [wire_for(group, there) for _ in range(3)][-1]
     assert type(over.way) is device.Staged and over.route == f"{kind} (staged through the host)"
     through = "are copied through the host: the group's backends are"
     assert caplog.messages == [f"rank 0: tensors on {kind} {through} {config}"]
-    wire.close()
+    group.close()
 
 
 def test_of_a_group_for_two_devices_torch_before_2_14_keeps_what_is_written_in_python_alone():
@@ -175,11 +174,11 @@ RANK = """
 import json, os, signal, sys, time, torch, weft
 from weft.wire.device import OverGroup
 place, how, timeout, victim = sys.argv[1:]
-wire = weft.init(rendezvous=f"file://{place}", timeout=float(timeout))
+group = weft.init(rendezvous=f"file://{place}", timeout=float(timeout))
 exchange, done, rows = OverGroup.exchange, [], (torch.arange(50_000), torch.ones(50_000, 8))
 def until(*given):
     done.append(given)
-    if len(done) == 8 and wire.rank == int(victim):
+    if len(done) == 8 and group.rank == int(victim):
         print(json.dumps({"at": time.monotonic()}), flush=True)
         os.kill(os.getpid(), getattr(signal, how))
     exchange(*given)
@@ -243,10 +242,10 @@ class Noted(torch.Tensor):
 @pytest.mark.parametrize("later", [False, True])
 def test_a_call_comes_behind_its_caller_who_goes_on_behind_it(clock, later):
     one, two, three = (torch.full((1,), number).as_subclass(Noted) for number in range(3))
-    wire, result = group(1)[0], [weft.Rows(one, two), (three, "no tensor")]
+    group, result = threads.group(1)[0], [weft.Rows(one, two), (three, "no tensor")]
     job = Aside(torch.device("cuda"), lambda: clock.job() and result)
     clock.caller_goes_on()
-    found = wire.worker.submit("call", job).wait() if later else job.run()
+    found = group.worker.submit("call", job).wait() if later else job.run()
     assert found is result and clock.mock_calls == [
         call.first.record(clock.callers),
         call.caller_goes_on(),
@@ -259,19 +258,19 @@ def test_a_call_comes_behind_its_caller_who_goes_on_behind_it(clock, later):
         call.callers.wait_event(clock.second),
         *(call.callers.uses([number]) for number in range(3)),
     ]
-    wire.close()
+    group.close()
 
 
 def test_who_has_no_rows_learns_where_they_are(monkeypatch):
     """Its own, which are none, lie on the host."""
 
-    def of_what_is_there(wire, like):
-        return wire if like is request.NOTHING.values else wire_for(wire, like)
+    def of_what_is_there(group, like):
+        return group if like is request.NOTHING.values else wire_for(group, like)
 
-    def body(wire):
+    def body(group):
         rows = torch.tensor([7, 2]), torch.ones(2, 3)
         for options in ({}, {"wire_dtype": torch.bfloat16}):
-            found = weft.sparse_broadcast(rows if wire.rank == 1 else None, 1, wire, **options)
+            found = weft.sparse_broadcast(rows if group.rank == 1 else None, 1, group, **options)
             assert all(map(torch.equal, found, rows))
 
     monkeypatch.setattr(opening, "wire_for", of_what_is_there)
@@ -295,21 +294,21 @@ def until(done):
 
 @pytest.fixture
 def timeout():
-    """Of the wires: no test comes near it."""
+    """Of the groups: no test comes near it."""
     return patient(300.0)
 
 
 @pytest.fixture
 def watched(clock, timeout):
-    """An exchange that is not through: the wires, whether it was aborted, its memory, its event."""
+    """An exchange that is not through: the ranks, whether it was aborted, its memory, its event."""
     clock.first.query.return_value = False
-    wires, aborted, memory = group(2, timeout=timeout), threading.Event(), torch.ones(2)
-    watcher = device._Watcher(wires[0], SimpleNamespace(name="nccl", abort=aborted.set))
+    groups, aborted, memory = threads.group(2, timeout=timeout), threading.Event(), torch.ones(2)
+    watcher = device._Watcher(groups[0], SimpleNamespace(name="nccl", abort=aborted.set))
     watcher.watch(memory)
     assert clock.mock_calls[0] == call.first.record()
     held = weakref.ref(memory)
     del memory
-    yield wires, aborted, held, clock.first
+    yield groups, aborted, held, clock.first
     watcher.end()
     assert until(lambda: held() is None and not watcher._thread.is_alive())
 
@@ -324,14 +323,14 @@ def test_an_exchange_keeps_its_memory_until_it_is_through(watched):
 
 @pytest.mark.parametrize(("broken", "timeout"), [(False, 0.5), (True, 300.0)])
 def test_the_group_is_aborted_once_the_wire_beside_it_breaks_or_at_the_deadline(watched, broken):
-    wires, aborted, *_ = watched
+    groups, aborted, *_ = watched
     why = "rank 1 gave up: no memory left"
     if broken:
-        wires[1].abort("no memory left")
+        groups[1].abort("no memory left")
     assert aborted.wait(patient(20.0))
-    for wire in wires:  # every rank is told
+    for group in groups:  # every rank is told
         with pytest.raises(weft.WireError, match=why if broken else "over nccl was not through"):
-            wire.post()
+            group.post()
 
 
 # what every rank is told
@@ -345,13 +344,16 @@ def test_who_sends_wrong_indices_is_named(name, number, index):
     """In the exchange of that number; of an owner's sums these come in the second."""
     bad = torch.tensor([index], dtype=torch.int32).view(torch.uint8)
 
-    def body(wire):
-        way, done = wire._devices[torch.device("cpu")].way, []
-        exchange, rows = way.exchange, weft.Rows(some(wire.rank, "cpu")[0], torch.ones(400, 8), 900)
+    def body(group):
+        way, done = group._devices[torch.device("cpu")].way, []
+        exchange, rows = (
+            way.exchange,
+            weft.Rows(some(group.rank, "cpu")[0], torch.ones(400, 8), 900),
+        )
 
         def garbled(out, data, came, goes):
             at = 0
-            for size in filter(None, goes if wire.rank == 1 and len(done) == number else ()):
+            for size in filter(None, goes if group.rank == 1 and len(done) == number else ()):
                 data[at : at + 4] = bad
                 at += size
             done.append(at)
@@ -370,11 +372,11 @@ def test_who_sends_wrong_indices_is_named(name, number, index):
     run(3, body, on="device")
 
 
-def refused(wire, wrongly):
+def refused(group, wrongly):
     rows = (torch.arange(3), torch.ones(3))
     with wrongly, pytest.raises(weft.WeftError) as caught:
-        weft.sparse_all_reduce(rows, group=wire)
-    assert weft.sparse_all_reduce(rows, group=wire)[1].tolist() == [3.0] * 3
+        weft.sparse_all_reduce(rows, group=group)
+    assert weft.sparse_all_reduce(rows, group=group)[1].tolist() == [3.0] * 3
     return str(caught.value)
 
 
@@ -390,12 +392,12 @@ def test_a_graph_that_is_recorded_is_refused_on_every_rank(monkeypatch):
         yield
         recording.graph = False
 
-    first, *others = run(3, lambda wire: refused(wire, graph(wire.rank == 1)), on="device")
+    first, *others = run(3, lambda group: refused(group, graph(group.rank == 1)), on="device")
     assert "rank 1: the stream records a CUDA graph" in first and others == [first] * 2
 
 
-def mixed(wire):
-    return refused(wire, contextlib.nullcontext() if wire.rank == 2 else as_device())
+def mixed(group):
+    return refused(group, contextlib.nullcontext() if group.rank == 2 else as_device())
 
 
 def test_ranks_whose_rows_are_elsewhere_are_told_alike():
@@ -442,25 +444,25 @@ def test_a_host_waits_twice_in_a_call(monkeypatch, on):
     for module in (reference, kernels):
         monkeypatch.setattr(module, "read", counted)
 
-    def body(wire):
-        ids, values = some(wire.rank, on)
-        wire._devices[ids.device] = device.DeviceWire(wire, ids.device, Across(wire.rank))
+    def body(group):
+        ids, values = some(group.rank, on)
+        group._devices[ids.device] = device.DeviceWire(group, ids.device, Across(group.rank))
         coo = torch.sparse_coo_tensor(ids[None], values, (900, 8), check_invariants=False)
         out = torch.empty_like(ids).repeat(3), values.repeat(3, 1)
         rows, half = weft.Rows(ids, values, 900), weft.Rows(ids, values.bfloat16(), 900)
         calls = [((ids, values), {}), (coo, {"op": "avg"}), (rows, {"op": "prod", "out": out})]
         calls += [(half, {"op": "max"}), (rows, {"wire_dtype": torch.bfloat16})]
-        listener = rows if wire.rank == 1 else None
+        listener = rows if group.rank == 1 else None
         table = torch.nn.Embedding(900, 8, sparse=True, device=on)
         table(ids).sum().backward()
         others = {
-            "list": lambda: weft.sparse_all_reduce([rows, (ids, values), coo], group=wire),
-            "scatter": lambda: weft.sparse_reduce_scatter(rows, group=wire),
-            "ranges": lambda: weft.sparse_reduce_scatter(rows, group=wire, ranges=[0, 9, 99, 900]),
-            "reduce": lambda: weft.sparse_reduce(coo, group=wire),
-            "all_gather": lambda: weft.sparse_all_gather(rows, wire, return_counts=True),
-            "broadcast": lambda: weft.sparse_broadcast(listener, 1, wire),
-            "gradients": lambda: weft.sync_grads(table, group=wire),
+            "list": lambda: weft.sparse_all_reduce([rows, (ids, values), coo], group=group),
+            "scatter": lambda: weft.sparse_reduce_scatter(rows, group=group),
+            "ranges": lambda: weft.sparse_reduce_scatter(rows, group=group, ranges=[0, 9, 99, 900]),
+            "reduce": lambda: weft.sparse_reduce(coo, group=group),
+            "all_gather": lambda: weft.sparse_all_gather(rows, group, return_counts=True),
+            "broadcast": lambda: weft.sparse_broadcast(listener, 1, group),
+            "gradients": lambda: weft.sync_grads(table, group=group),
         }
         found = {}
 
@@ -475,7 +477,7 @@ def test_a_host_waits_twice_in_a_call(monkeypatch, on):
                 torch.cuda.set_sync_debug_mode(mode)
             Across.meet.wait()
             for name, (given, options) in product(["auto", *NAMES], calls * (mode == "warn")):
-                options |= {"group": wire, "algorithm": name}
+                options |= {"group": group, "algorithm": name}
                 noted(name, partial(weft.sparse_all_reduce, given, **options))
             for name, each in others.items() if mode == "warn" else ():
                 noted(name, each)
@@ -483,7 +485,7 @@ def test_a_host_waits_twice_in_a_call(monkeypatch, on):
 
     with warnings.catch_warnings(record=True) as said, as_device():
         warnings.simplefilter("always")
-        counts = results(on_wires(group(3, 60.0), body), on)
+        counts = results(on_groups(threads.group(3, 60.0), body), on)
     moved = {"all_gather": [1], "broadcast": [1]}
     wanted = {name: [2] * (5 if name in ("auto", *NAMES) else 1) for name in counts[0]} | moved
     listens = wanted | {"broadcast": [0]}
@@ -492,13 +494,13 @@ def test_a_host_waits_twice_in_a_call(monkeypatch, on):
     assert len(waits) == (len(reads) if on == "cuda" else 0), waits
 
 
-def summed(wire, on):
+def summed(group, on):
     """Whether results on a device are those on the CPU; and their bits."""
-    ids, values = some(wire.rank, on)
-    expected = weft.sparse_all_reduce((ids.cpu(), values.cpu()), group=wire)
+    ids, values = some(group.rank, on)
+    expected = weft.sparse_all_reduce((ids.cpu(), values.cpu()), group=group)
     with as_device() if on == "cpu" else contextlib.nullcontext():
         for name in ["auto", *NAMES] * 2:
-            found = weft.sparse_all_reduce((ids, values), group=wire, algorithm=name)
+            found = weft.sparse_all_reduce((ids, values), group=group, algorithm=name)
             assert {each.device.type for each in found} == {on}
             assert all(map(torch.equal, (each.cpu() for each in found), expected))
 
@@ -511,9 +513,9 @@ def test_results_through_the_host_are_those_of_the_cpu(on):
 def one_rank():
     """An exchange of NCCL's with itself, in weft's stream; and a call."""
     dist.init_process_group("cpu:gloo,cuda:nccl")
-    with weft.init(timeout=60) as wire:
+    with weft.init(timeout=60) as group:
         ids, values = some(0, "cuda")
-        data, over = values.view(torch.uint8).flatten(), wire_for(wire, values)
+        data, over = values.view(torch.uint8).flatten(), wire_for(group, values)
         out, size = torch.empty_like(data), [data.numel()]
         Aside(data.device, lambda: over.way.exchange(out, data, size, size)).run()
         over._watcher.watch(data, out)

@@ -1,4 +1,4 @@
-"""What survivors say when a rank of a process-group wire fails, on four hosts of a netlab.
+"""What survivors say when a rank of a process-group group fails, on four hosts of a netlab.
 
 All scenarios run in one netlab, since starting hosts takes longer than most of them;
 `fault_ranks.py` is the program of each host. Every test then reads what its scenario left.

@@ -4,34 +4,34 @@ from __future__ import annotations
 
 from weft.bootstrap.outcome import results
 from weft.testing import spmd
-from weft.testing.threads import on_wires
+from weft.testing.threads import on_groups
+from weft.wire import threads
 from weft.wire.hosts import Hosts, hosts_of
-from weft.wire.threads import group
 
 
-def found(wire):
-    hosts = hosts_of(wire)
-    sent = wire.traffic.messages
-    assert hosts_of(wire) is hosts  # who asks again sends nothing
-    assert wire.traffic.messages == sent
+def found(group):
+    hosts = hosts_of(group)
+    sent = group.traffic.messages
+    assert hosts_of(group) is hosts  # who asks again sends nothing
+    assert group.traffic.messages == sent
     return hosts
 
 
 def test_ranks_are_told_apart_by_the_names_of_their_hosts():
-    wires = group(5, hosts=["red", "blue", "red", "green", "blue"])
-    for hosts in results(on_wires(wires, found), "threads"):
+    groups = threads.group(5, hosts=["red", "blue", "red", "green", "blue"])
+    for hosts in results(on_groups(groups, found), "threads"):
         assert hosts == Hosts((0, 1, 0, 2, 1))
         assert hosts.ranks == ((0, 2), (1, 4), (3,))
         assert not hosts.in_order
 
 
 @spmd(1, 3)
-def test_ranks_of_one_machine_are_on_one_host(wire):
-    hosts = found(wire)
-    assert hosts == Hosts((0,) * wire.size) and hosts.in_order
+def test_ranks_of_one_machine_are_on_one_host(group):
+    hosts = found(group)
+    assert hosts == Hosts((0,) * group.size) and hosts.in_order
 
 
 def test_the_environment_names_a_host(monkeypatch):
     monkeypatch.setenv("WEFT_HOST", "everywhere")
-    wires = group(2, hosts=["red", "blue"])
-    assert results(on_wires(wires, found), "threads") == [Hosts((0, 0))] * 2
+    groups = threads.group(2, hosts=["red", "blue"])
+    assert results(on_groups(groups, found), "threads") == [Hosts((0, 0))] * 2

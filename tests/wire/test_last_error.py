@@ -21,15 +21,15 @@ import os, signal, sys, threading, time
 import torch, weft
 
 place, how, timeout = sys.argv[1:]
-wire = weft.init(rendezvous=f"file://{place}", timeout=float(timeout))
+group = weft.init(rendezvous=f"file://{place}", timeout=float(timeout))
 weft.barrier()
 one = torch.ones(2)
-if wire.rank == 0:
+if group.rank == 0:
     if how == "interrupted wait":
         time.sleep(1.0)  # the other waits
         sys.exit(weft.all_reduce(one).tolist() != [2.0, 2.0])
     elif how == "killed":  # and this one does not expect it
-        work = wire.worker.submit("barrier", weft.barrier, several=True)
+        work = group.worker.submit("barrier", weft.barrier, several=True)
         slow = work.get_future().then(lambda done: time.sleep(1000.0))
         work.wait()
     try:
@@ -42,9 +42,9 @@ elif how == "exit":
     weft.attempt(lambda: sys.exit(3))
 elif how == "interrupt":
     threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
-    wire.post((), [(0, 4)]).wait()
+    group.post((), [(0, 4)]).wait()
 elif how == "interrupted wait":
-    work = wire.worker.submit("all_reduce", lambda: weft.all_reduce(one), several=True)
+    work = group.worker.submit("all_reduce", lambda: weft.all_reduce(one), several=True)
     threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
     try:
         work.wait()
@@ -63,7 +63,7 @@ elif how == "late":  # as above, and used since
     except weft.WeftError:
         weft.all_reduce(one)
 elif how == "block":
-    with wire:
+    with group:
         raise KeyError("what the program meant to look up")
 elif how == "program":
     one.view(3)
@@ -92,7 +92,7 @@ def told(programs, tmp_path):
 @pytest.mark.parametrize(
     ("how", "why"),
     [
-        ("group", ", after it raised (WeftError: rank 1: str is no group: pass None, a weft wire"),
+        ("group", ", after it raised (WeftError: rank 1: str is no group: pass None, a weft.Group"),
         ("block", ", after it raised (KeyError: 'what the program meant to look up')"),
         ("program", ", after it raised (RuntimeError: shape '[3]' is invalid"),
         ("nothing", " while rank 0 awaited"),

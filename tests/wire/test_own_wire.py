@@ -72,7 +72,7 @@ def summed(**options):
 
 def over_mine():
     register_wire("mine", make_mine)
-    return summed(timeout=30, transport="mine")
+    return summed(timeout=30, wire="mine")
 
 
 def expected(size):
@@ -87,7 +87,7 @@ def test_a_group_runs_over_a_registered_wire(size):
 def after_a_broken(factory):
     register_wire("mine", factory)
     with pytest.raises(weft.Error) as caught:
-        weft.init(timeout=30, transport="mine")
+        weft.init(timeout=30, wire="mine")
     return str(caught.value), summed(timeout=30)
 
 
@@ -108,7 +108,7 @@ def during_a_death(factory):
     register_wire("mine", factory)
     began = time.monotonic()
     with pytest.raises(weft.WireError) as caught:
-        weft.init(timeout=2 if factory is silent else 30, transport="mine")
+        weft.init(timeout=2 if factory is silent else 30, wire="mine")
     return caught.value.culprit, str(caught.value), time.monotonic() - began < 20.0
 
 
@@ -129,7 +129,7 @@ def test_who_says_nothing_in_a_factory_is_named_by_all():
 def differing():
     register_wire("mine", make_mine)
     with pytest.raises(weft.WeftError) as caught:
-        weft.init(timeout=30, transport="mine" if os.environ["RANK"] == "2" else "tcp")
+        weft.init(timeout=30, wire="mine" if os.environ["RANK"] == "2" else "tcp")
     return str(caught.value), summed(timeout=30)
 
 
@@ -142,7 +142,7 @@ def test_ranks_that_ask_for_different_wires_are_told_alike():
 def unknown():
     register_wire("mine", make_mine)
     with pytest.raises(weft.WeftError) as caught:
-        weft.init(timeout=30, transport="yours")
+        weft.init(timeout=30, wire="yours")
     return str(caught.value)
 
 

@@ -1,4 +1,4 @@
-"""Some of a wire's ranks, as a wire."""
+"""Some of a group's ranks, as a group."""
 
 from __future__ import annotations
 
@@ -21,58 +21,58 @@ ANY = (
 
 
 @spmd(3, 5)
-def test_a_part_does_what_wires_do(wire):
+def test_a_part_does_what_wires_do(group):
     """Backwards, while a rank that has no part in it looks on."""
-    ranks = list(range(wire.size - 2, -1, -1))
-    if wire.rank in ranks:
-        part = Part(wire, ranks)
-        assert (part.rank, part.size) == (ranks.index(wire.rank), len(ranks))
+    ranks = list(range(group.size - 2, -1, -1))
+    if group.rank in ranks:
+        part = Part(group, ranks)
+        assert (part.rank, part.size) == (ranks.index(group.rank), len(ranks))
         for body in (*ANY, *(PAIRS if part.size == 2 else ())):
             body(part)
         part.close()
-    contract.exchange(wire)
+    contract.exchange(group)
 
 
 @spmd(5, on=("threads",))
-def test_the_wire_counts_what_its_parts_send(wire):
-    before = wire.traffic.messages, wire.traffic.bytes
-    if wire.rank in (2, 4):
-        part = Part(wire, [4, 2])
+def test_the_wire_counts_what_its_parts_send(group):
+    before = group.traffic.messages, group.traffic.bytes
+    if group.rank in (2, 4):
+        part = Part(group, [4, 2])
         peer = 1 - part.rank
         part.post([(peer, torch.zeros(4))], [(peer, 16)]).wait()
         part.post([(peer, torch.zeros(2))], [(peer, 8)], 1).wait()
-        assert part.traffic is wire.traffic
-        assert wire.traffic.messages == before[0] + 2
-        assert wire.traffic.bytes == before[1] + 24
-        assert wire.traffic.to[6 - wire.rank] == 24
+        assert part.traffic is group.traffic
+        assert group.traffic.messages == before[0] + 2
+        assert group.traffic.bytes == before[1] + 24
+        assert group.traffic.to[6 - group.rank] == 24
     else:
-        assert (wire.traffic.messages, wire.traffic.bytes) == before
+        assert (group.traffic.messages, group.traffic.bytes) == before
 
 
 @spmd(4, on=("threads",))
-def test_a_failure_in_a_part_is_everybodys(wire):
-    if wire.rank == 3:
-        Part(wire, [3, 1]).abort("out of memory")
+def test_a_failure_in_a_part_is_everybodys(group):
+    if group.rank == 3:
+        Part(group, [3, 1]).abort("out of memory")
         return
     with pytest.raises(weft.WireError, match="rank 3 gave up: out of memory") as caught:
-        if wire.rank == 1:
-            Part(wire, [3, 1]).post((), [(0, 8)]).wait()
+        if group.rank == 1:
+            Part(group, [3, 1]).post((), [(0, 8)]).wait()
         else:
-            wire.post((), [(2 - wire.rank, 8)]).wait()
+            group.post((), [(2 - group.rank, 8)]).wait()
     assert caught.value.culprit == 3
 
 
 @spmd(5, on=("threads",))
-def test_a_part_of_a_part(wire):
-    if wire.rank == 0:
+def test_a_part_of_a_part(group):
+    if group.rank == 0:
         with pytest.raises(weft.WeftError, match=r"rank 0 is none of the ranks \[4, 2\]"):
-            Part(wire, [4, 2])
+            Part(group, [4, 2])
         for wrong in ([0, 0], [0, 5]):
             with pytest.raises(weft.WeftError, match="are not distinct ranks of 5"):
-                Part(wire, wrong)
+                Part(group, wrong)
         return
-    inner = Part(wire, [4, 3, 2, 1]).sub([2, 0])
-    assert (inner is None) == (wire.rank in (1, 3))
+    inner = Part(group, [4, 3, 2, 1]).sub([2, 0])
+    assert (inner is None) == (group.rank in (1, 3))
     if inner is not None:
-        assert inner.rank == (2, 4).index(wire.rank)
+        assert inner.rank == (2, 4).index(group.rank)
         contract.exchange(inner)

@@ -1,4 +1,4 @@
-"""The process-group wire beyond the contract: groups of the caller's, leaks, forks, signals."""
+"""The process-group group beyond the contract: groups of the caller's, leaks, forks, signals."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ from weft.wire.registry import register_wire, unregister_wire
 on_processes = functools.partial(run, on="processes")
 
 
-def talk(wire):
+def talk(group):
     """Everybody hears everybody."""
-    own = torch.tensor([wire.rank + 1], dtype=torch.uint8)
-    pending = wire.small_all_gather(own, 1)
-    assert [int(each) for each in pending.wait()] == list(range(1, wire.size + 1))
+    own = torch.tensor([group.rank + 1], dtype=torch.uint8)
+    pending = group.small_all_gather(own, 1)
+    assert [int(each) for each in pending.wait()] == list(range(1, group.size + 1))
     pending.release()
 
 
 @contextmanager
-def default_group(wire, path, **options):
-    """A default group of torch's among the ranks of `wire`."""
+def default_group(group, path, **options):
+    """A default group of torch's among the ranks of `group`."""
     dist.init_process_group(
-        "gloo", init_method=f"file://{path}", rank=wire.rank, world_size=wire.size, **options
+        "gloo", init_method=f"file://{path}", rank=group.rank, world_size=group.size, **options
     )
     try:
         yield dist.group.WORLD
@@ -52,44 +52,44 @@ def default_group(wire, path, **options):
 # groups of the caller's
 
 
-def groups(wire, path):
-    with default_group(wire, path, timeout=timedelta(seconds=17)):
+def groups(group, path):
+    with default_group(group, path, timeout=timedelta(seconds=17)):
         world = of_group(None)
-        assert (world.rank, world.size, world.timeout) == (wire.rank, wire.size, 17.0)
+        assert (world.rank, world.size, world.timeout) == (group.rank, group.size, 17.0)
         assert of_group(None) is world and of(dist.group.WORLD) is world
         talk(world)
 
         pairs = [[0, 1], [1, 2], [0, 1]]  # overlapping, and one of them twice
         made = [dist.new_group(pair) for pair in pairs]
-        for pair, group in zip(pairs, made, strict=True):
-            if wire.rank in pair:
-                assert of_group(group).size == 2
-                talk(of_group(group))
+        for pair, each in zip(pairs, made, strict=True):
+            if group.rank in pair:
+                assert of_group(each).size == 2
+                talk(of_group(each))
             else:
-                with pytest.raises(WeftError, match=f"rank {wire.rank}: .*not in this group"):
-                    of(group)
-        if wire.rank < 2:
+                with pytest.raises(WeftError, match=f"rank {group.rank}: .*not in this group"):
+                    of(each)
+        if group.rank < 2:
             assert of_group(made[0]) is not of_group(made[2])
 
-        mesh = DeviceMesh("cpu", torch.arange(wire.size))
+        mesh = DeviceMesh("cpu", torch.arange(group.size))
         talk(of(mesh))
         assert of(mesh) is of(mesh)
         with pytest.raises(WeftError, match=r"shape \(3, 1\) has 2 dimensions"):
-            of(DeviceMesh("cpu", torch.arange(wire.size).view(-1, 1)))
+            of(DeviceMesh("cpu", torch.arange(group.size).view(-1, 1)))
 
 
-def twins(wire, path):
+def twins(group, path):
     """Groups that their members make alone.
 
     There are no others: torch 2.15 counts them in the names of groups that all ranks make later,
     which then have different names; and torch 2.13 waits for ever for one that is made after others
     of the same ranks.
     """
-    with default_group(wire, path, timeout=timedelta(seconds=17)):
-        if wire.rank < 2:
+    with default_group(group, path, timeout=timedelta(seconds=17)):
+        if group.rank < 2:
             made = [dist.new_group([0, 1], use_local_synchronization=True) for _ in range(2)]
-            for group in made:
-                talk(of_group(group))
+            for each in made:
+                talk(of_group(each))
         talk(of_group(None))  # nobody leaves before all are through
 
 
@@ -101,12 +101,12 @@ def test_groups_of_every_kind_have_a_wire(tmp_path):
     on_processes(3, groups, str(tmp_path / "store"))
 
 
-def reverse(wire, path):
+def reverse(group, path):
     """Ranks of a group are numbered as the group numbers them."""
-    with default_group(wire, path):
-        group = dist.new_group([2, 0, 1])
-        part = of_group(group)
-        assert part.rank == dist.get_group_rank(group, wire.rank)
+    with default_group(group, path):
+        turned = dist.new_group([2, 0, 1])
+        part = of_group(turned)
+        assert part.rank == dist.get_group_rank(turned, group.rank)
         talk(part)
 
 
@@ -114,45 +114,45 @@ def test_ranks_are_those_of_the_group(tmp_path):
     on_processes(3, reverse, str(tmp_path / "store"))
 
 
-def destroy(wire, path):
-    with default_group(wire, path):
-        group = dist.new_group([0, 1])
-        kept, world = of_group(group), of_group(None)
-        dist.destroy_process_group(group)
+def destroy(group, path):
+    with default_group(group, path):
+        pair = dist.new_group([0, 1])
+        kept, world = of_group(pair), of_group(None)
+        dist.destroy_process_group(pair)
         with pytest.raises(WeftError, match="was destroyed"):
-            of_group(group)
+            of_group(pair)
         with pytest.raises(WireError, match="closed"):
             kept.post()
         world.close()  # as weft.shutdown does
         again = of_group(None)  # and weft.init, later
         assert again is not world
         talk(again)
-        del again, world, kept, group
+        del again, world, kept, pair
     gc.collect()
-    assert not process_group._wires, "the wire outlives its group"
+    assert not process_group._groups, "the group outlives its group"
     with pytest.raises(WeftError, match=r"call weft.init\(\) first"):
         of_group(None)
 
 
-def test_a_wire_goes_with_its_group(tmp_path):
+def test_a_group_goes_with_its_group(tmp_path):
     on_processes(2, destroy, str(tmp_path / "store"))
 
 
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
-def test_a_wire_cannot_be_copied(copied):
-    """A second wire over the same connections would mix up the messages of both."""
+def test_a_group_cannot_be_copied(copied):
+    """A second group over the same connections would mix up the messages of both."""
     on_processes(2, copying, copied)
 
 
-def copying(wire, copied):
-    for each in (wire, wire.sub([0, 1])):
-        with pytest.raises(WeftError, match=rf"^rank {wire.rank}: a wire cannot be copied"):
+def copying(group, copied):
+    for each in (group, group.sub([0, 1])):
+        with pytest.raises(WeftError, match=rf"^rank {group.rank}: a group cannot be copied"):
             copied(each)
-    talk(wire)
+    talk(group)
 
 
 def test_what_is_no_group_is_refused():
-    with pytest.raises(WeftError, match="str is no group: pass None, a weft wire, a torch"):
+    with pytest.raises(WeftError, match=r"str is no group: pass None, a weft\.Group, a torch"):
         of("world")
 
 
@@ -210,8 +210,8 @@ def with_few_files(path):
     opened, allowed = len(os.listdir("/proc/self/fd")), resource.getrlimit(resource.RLIMIT_NOFILE)
     few = opened + 5
     resource.setrlimit(resource.RLIMIT_NOFILE, (few, allowed[1]))
-    with connect(store, rank, 2, 20.0) as wire:
-        talk(wire)
+    with connect(store, rank, 2, 20.0) as group:
+        talk(group)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     assert few < soft <= hard == allowed[1]
     if rank == 1:
@@ -238,20 +238,20 @@ def resources():
     return len(os.listdir("/proc/self/fd")), threading.active_count()
 
 
-def many(wire, path):
-    store = dist.FileStore(path, wire.size)
-    connect(store, wire.rank, wire.size, 20.0).close()  # torch's own threads, made once
-    talk(wire)
+def many(group, path):
+    store = dist.FileStore(path, group.size)
+    connect(store, group.rank, group.size, 20.0).close()  # torch's own threads, made once
+    talk(group)
     before = resources()
     for number in range(50):
-        other = connect(store, wire.rank, wire.size, 20.0)  # all of one name
+        other = connect(store, group.rank, group.size, 20.0)  # all of one name
         if number % 2:
             talk(other)
         if number % 3:
             other.close()
         del other  # closes too
     assert resources() == before
-    talk(wire)
+    talk(group)
 
 
 def test_fifty_wires_in_a_row_leave_nothing(tmp_path):
@@ -286,18 +286,18 @@ def end_by_abort():
     """What a socket still holds of a message is not written to the caller's memory afterwards."""
     os.environ["WEFT_HOST"] = os.environ["RANK"]  # so it comes by a socket
     dist.init_process_group("gloo")
-    with of_group(None) as wire:
-        message = torch.full((1 << 27,), 1 - wire.rank, dtype=torch.uint8)
-        if wire.rank == 1:
-            wire.post((), [(0, message)])
+    with of_group(None) as group:
+        message = torch.full((1 << 27,), 1 - group.rank, dtype=torch.uint8)
+        if group.rank == 1:
+            group.post((), [(0, message)])
             while not message[1 << 24]:
                 time.sleep(0.0003)
-            wire.abort("enough")
+            group.abort("enough")
             came = bisect.bisect(range(len(message)), 0, key=lambda at: 1 - int(message[at]))
             time.sleep(0.1)
             assert not message[came:].any()
         with pytest.raises(WireError, match="rank 1 gave up: enough"):
-            wire.post([(1 - wire.rank, message)]).wait()
+            group.post([(1 - group.rank, message)]).wait()
     dist.destroy_process_group()
 
 
@@ -310,22 +310,22 @@ def test_ipv6():
     processes(2, end_by_abort, env={"WEFT_INTERFACE": "::1"})
 
 
-def fork(wire):
-    """A child cannot use the wire, does not disturb it, and ends."""
+def fork(group):
+    """A child cannot use the group, does not disturb it, and ends."""
     child = os.fork()
     if child == 0:
         status = 1
         try:
-            wire.post([(1 - wire.rank, torch.zeros(1))])
+            group.post([(1 - group.rank, torch.zeros(1))])
         except WireError as error:
             status = 0 if "forked process" in str(error) else 2
-        wire.close()
-        del wire
+        group.close()
+        del group
         gc.collect()
         os._exit(status)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     time.sleep(0.2)  # a goodbye would have come by now
-    talk(wire)
+    talk(group)
 
 
 def test_a_forked_child_leaves_the_wire_alone():
@@ -334,13 +334,13 @@ def test_a_forked_child_leaves_the_wire_alone():
 
 def exit_without_close():
     dist.init_process_group("gloo")
-    wire = of_group(None)
-    talk(wire)
-    if wire.rank == 0:
+    group = of_group(None)
+    talk(group)
+    if group.rank == 0:
         with pytest.raises(WireError, match="rank 1 left") as caught:
-            wire.post((), [(1, 8)]).wait()
+            group.post((), [(1, 8)]).wait()
         assert caught.value.culprit == 1
-    return wire.rank  # rank 1 just ends: no death, since it says goodbye at exit
+    return group.rank  # rank 1 just ends: no death, since it says goodbye at exit
 
 
 def test_a_rank_that_ends_without_closing_has_left():
@@ -350,25 +350,25 @@ def test_a_rank_that_ends_without_closing_has_left():
 # signals
 
 
-def handled(wire):
+def handled(group):
     """A handler of the program's own runs during the wait, which is not disturbed."""
     store = dist.distributed_c10d._get_default_store()
     before = signal.signal(signal.SIGINT, lambda *_: store.set("handled", ""))
     try:
-        if wire.rank == 0:
+        if group.rank == 0:
             threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
-            wire.post((), [(1, 8)]).wait()
+            group.post((), [(1, 8)]).wait()
         else:
             store.wait(["handled"], timedelta(seconds=20))  # so not only when the wait is over
-            wire.post([(0, torch.zeros(1))]).wait()
+            group.post([(0, torch.zeros(1))]).wait()
     finally:
         signal.signal(signal.SIGINT, before)
-    talk(wire)
+    talk(group)
 
 
-def raised(wire):
-    """An exception of a handler ends the wait, and breaks the wire for all."""
-    if wire.rank == 0:
+def raised(group):
+    """An exception of a handler ends the wait, and breaks the group for all."""
+    if group.rank == 0:
 
         def late(*_):
             raise TimeoutError("enough")
@@ -376,17 +376,17 @@ def raised(wire):
         before = signal.signal(signal.SIGUSR1, late)
         threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGUSR1)).start()
         with pytest.raises(TimeoutError, match="enough"):
-            wire.post((), [(1, 8)]).wait()
+            group.post((), [(1, 8)]).wait()
         signal.signal(signal.SIGUSR1, before)
     with pytest.raises(WireError, match=r"rank 0 was interrupted \(TimeoutError\)") as caught:
-        wire.post((), [(1 - wire.rank, 8)]).wait()
+        group.post((), [(1 - group.rank, 8)]).wait()
     assert caught.value.culprit == 0
 
 
 def in_main_thread(body):
     dist.init_process_group("gloo")
-    with of_group(None) as wire:
-        body(wire)
+    with of_group(None) as group:
+        body(group)
     dist.destroy_process_group()
 
 
@@ -401,13 +401,13 @@ def test_a_signal_whose_handler_raises_is_told_to_all():
 # closing
 
 
-def close_elsewhere(wire, path):
-    other = connect(dist.FileStore(path, wire.size), wire.rank, wire.size, 20.0)
+def close_elsewhere(group, path):
+    other = connect(dist.FileStore(path, group.size), group.rank, group.size, 20.0)
     talk(other)
-    if wire.rank == 0:
+    if group.rank == 0:
         threading.Timer(0.3, other.close).start()
         began = time.monotonic()
-        with pytest.raises(WireError, match="this wire was closed while rank 0 awaited"):
+        with pytest.raises(WireError, match="this group was closed while rank 0 awaited"):
             other.post((), [(1, 8)]).wait()
         assert time.monotonic() - began < 10.0
     else:
@@ -421,12 +421,12 @@ def test_closing_ends_a_wait_in_another_thread(tmp_path):
     on_processes(2, close_elsewhere, str(tmp_path / "store"))
 
 
-def last_words(wire, path):
+def last_words(group, path):
     """What was sent before a rank closed arrives, however late it is asked for."""
-    other = connect(dist.FileStore(path, wire.size), wire.rank, wire.size, 20.0)
+    other = connect(dist.FileStore(path, group.size), group.rank, group.size, 20.0)
     count = 200_000
     place = torch.zeros(count, dtype=torch.int64)
-    if wire.rank == 0:
+    if group.rank == 0:
         other.post([(1, torch.arange(count))]).wait()
         other.close()
     else:
@@ -434,20 +434,20 @@ def last_words(wire, path):
         time.sleep(0.5)
         assert torch.equal(pending.wait()[0], torch.arange(count))
         other.close()
-    talk(wire)
+    talk(group)
 
 
 def test_closing_loses_nothing(tmp_path):
     on_processes(2, last_words, str(tmp_path / "store"))
 
 
-def peers_are_checked(wire):
-    for peer in (wire.rank, -1, wire.size):
-        with pytest.raises(WeftError, match=f"rank {peer} is no peer among {wire.size} ranks"):
-            wire.post([(peer, torch.zeros(1))])
+def peers_are_checked(group):
+    for peer in (group.rank, -1, group.size):
+        with pytest.raises(WeftError, match=f"rank {peer} is no peer among {group.size} ranks"):
+            group.post([(peer, torch.zeros(1))])
         with pytest.raises(WeftError, match=f"rank {peer} is no peer"):
-            wire.post((), [(peer, 8)])
-    talk(wire)
+            group.post((), [(peer, 8)])
+    talk(group)
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -457,14 +457,14 @@ def test_messages_to_nobody_are_refused(size):
 
 def test_alone_nothing_is_opened():
     before = resources()
-    wire = connect(dist.HashStore(), 0, 1, 5.0)
+    group = connect(dist.HashStore(), 0, 1, 5.0)
     assert resources() == before
-    assert wire.sub([0]).size == 1 and wire.sub([]) is None
-    wire.abort("no memory left")
+    assert group.sub([0]).size == 1 and group.sub([]) is None
+    group.abort("no memory left")
     for _ in range(2):
         with pytest.raises(WireError, match="rank 0: rank 0 gave up: no memory left; start") as bad:
-            wire.post()
+            group.post()
         assert bad.value.culprit == 0
-    wire.close()
-    with pytest.raises(WireError, match="rank 0: this wire is closed"):
-        wire.dense_all_reduce(torch.zeros(1), "sum")
+    group.close()
+    with pytest.raises(WireError, match="rank 0: this group is closed"):
+        group.dense_all_reduce(torch.zeros(1), "sum")

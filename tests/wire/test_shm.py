@@ -123,26 +123,26 @@ def content(rank, peer, nbytes):
     return torch.arange(nbytes, dtype=torch.int64).add(17 * rank + 3 * peer).to(torch.uint8)
 
 
-def every_way(wire):
+def every_way(group):
     """Of all sizes, from leased memory and from private, into tensors and anywhere."""
     for nbytes in SIZES:
         for leased in (False, True):
             for anywhere in (False, True):
-                lease = wire.lease(nbytes * wire.size)
-                mine = [content(wire.rank, peer, nbytes) for peer in range(wire.size)]
+                lease = group.lease(nbytes * group.size)
+                mine = [content(group.rank, peer, nbytes) for peer in range(group.size)]
                 if leased:
-                    for peer, memory in enumerate(lease.tensor.view(wire.size, nbytes)):
+                    for peer, memory in enumerate(lease.tensor.view(group.size, nbytes)):
                         mine[peer] = memory.copy_(mine[peer])
-                sends = [(peer, mine[peer]) for peer in peers(wire)]
+                sends = [(peer, mine[peer]) for peer in peers(group)]
                 recvs = [
                     (peer, nbytes + 9 if anywhere else torch.empty(nbytes, dtype=torch.uint8))
-                    for peer in peers(wire)
+                    for peer in peers(group)
                 ]
-                pending = wire.post(sends, recvs)
+                pending = group.post(sends, recvs)
                 got = pending.wait()
                 lease.release()
-                for peer, each in zip(peers(wire), got, strict=True):
-                    right = content(peer, wire.rank, nbytes)
+                for peer, each in zip(peers(group), got, strict=True):
+                    right = content(peer, group.rank, nbytes)
                     assert torch.equal(each[:nbytes], right), (nbytes, leased, anywhere)
                 pending.release()
 
@@ -152,27 +152,27 @@ def test_messages_arrive_whatever_room_there_is(room):
     run(3, with_room, room, on="processes")
 
 
-def with_room(wire, room):
+def with_room(group, room):
     if room is None:
-        every_way(wire)
+        every_way(group)
         return
     make = Segment.make
     shm.Segment.make = classmethod(lambda cls: make(room))
-    part = wire.sub(range(wire.size))
+    part = group.sub(range(group.size))
     shm.Segment.make = make
     every_way(part)
     part.close()
 
 
-def late(wire):
+def late(group):
     """What is not asked for yet waits, and its sender may change it meanwhile."""
-    peer, count = 1 - wire.rank, 300_000
+    peer, count = 1 - group.rank, 300_000
     for channel in (0, 1):
-        mine = torch.full((count,), 10 * channel + wire.rank, dtype=torch.uint8)
-        wire.post([(peer, mine)], channel=channel).wait()
+        mine = torch.full((count,), 10 * channel + group.rank, dtype=torch.uint8)
+        group.post([(peer, mine)], channel=channel).wait()
         mine.fill_(99)
     for channel in (1, 0):
-        pending = wire.post((), [(peer, count)], channel)
+        pending = group.post((), [(peer, count)], channel)
         assert set(pending.wait()[0].tolist()) == {10 * channel + peer}
         pending.release()
 
@@ -181,14 +181,14 @@ def test_what_is_not_asked_for_yet_waits():
     run(2, late, on="processes")
 
 
-def more_than_a_socket_takes(wire):
+def more_than_a_socket_takes(group):
     """Frames that the socket does not take leave without another call of their sender's."""
-    count, mine = 12_000, wire.lease(70_000).tensor
-    for _ in range(count if wire.rank else 0):
-        wire.post([(0, mine)])
-    aside = wire.sub([0, 1])
-    for _ in range(0 if wire.rank else count):
-        wire.post((), [(1, mine)]).wait()
+    count, mine = 12_000, group.lease(70_000).tensor
+    for _ in range(count if group.rank else 0):
+        group.post([(0, mine)])
+    aside = group.sub([0, 1])
+    for _ in range(0 if group.rank else count):
+        group.post((), [(1, mine)]).wait()
     aside.small_all_gather(torch.zeros(1, dtype=torch.uint8), 1).wait()
     aside.close()
 
@@ -197,18 +197,18 @@ def test_frames_leave_by_themselves():
     run(2, more_than_a_socket_takes, on="processes")
 
 
-def same_to_all(wire):
+def same_to_all(group):
     """A tensor that goes to several is copied once, and its copy makes room for the next."""
-    wire.memory.drain()
-    nbytes, descriptor = 5 << 20, wire.memory.segment.fd  # more than is acknowledged late
-    mine = torch.full((nbytes,), wire.rank, dtype=torch.uint8)
+    group.memory.drain()
+    nbytes, descriptor = 5 << 20, group.memory.segment.fd  # more than is acknowledged late
+    mine = torch.full((nbytes,), group.rank, dtype=torch.uint8)
     for _ in range(10):
-        pending = wire.post(
-            [(peer, mine) for peer in peers(wire)], [(peer, nbytes) for peer in peers(wire)]
+        pending = group.post(
+            [(peer, mine) for peer in peers(group)], [(peer, nbytes) for peer in peers(group)]
         )
-        assert [int(each[-1]) for each in pending.wait()] == peers(wire)
+        assert [int(each[-1]) for each in pending.wait()] == peers(group)
         pending.release()
-        wire.small_all_gather(torch.zeros(1, dtype=torch.uint8), 1).wait()
+        group.small_all_gather(torch.zeros(1, dtype=torch.uint8), 1).wait()
     assert os.fstat(descriptor).st_blocks * 512 == nbytes
 
 
@@ -217,8 +217,8 @@ def test_a_tensor_for_several_is_copied_once():
 
 
 def closes_while_it_waits():
-    with weft.init() as wire:
-        wire.post((), [(1 - wire.rank, wire.lease(100_000).tensor)])
+    with weft.init() as group:
+        group.post((), [(1 - group.rank, group.lease(100_000).tensor)])
     return [each for each in open("/proc/self/maps") if "/memfd:weft" in each]
 
 
@@ -230,17 +230,19 @@ def sums_while_pages_are_locked(when):
     """The last rank has all its memory locked from those calls on, until the next but one."""
     libc, kept = ctypes.CDLL(None, use_errno=True), []
     shm.ROOM = 64 << 20  # which is taken when it is locked, on all ranks
-    with weft.init() as wire:
+    with weft.init() as group:
         for call in range(8):
-            if wire.rank == wire.size - 1 and call in when and libc.mlockall(1 | 2):  # with future
+            if (
+                group.rank == group.size - 1 and call in when and libc.mlockall(1 | 2)
+            ):  # with future
                 return os.strerror(ctypes.get_errno())
-            if wire.rank == wire.size - 1 and call - 2 in when:
+            if group.rank == group.size - 1 and call - 2 in when:
                 libc.munlockall()
-            rows = torch.arange(20_000) * (call + 1), torch.full((20_000, 64), wire.rank + call)
+            rows = torch.arange(20_000) * (call + 1), torch.full((20_000, 64), group.rank + call)
             kept.append(weft.sparse_all_reduce(rows, algorithm=("split", "gather")[call % 2]))
             for number, (indices, values) in enumerate(kept):
                 assert indices.equal(torch.arange(20_000) * (number + 1))
-                assert values.unique().tolist() == [sum(range(wire.size)) + wire.size * number]
+                assert values.unique().tolist() == [sum(range(group.size)) + group.size * number]
     return ""
 
 

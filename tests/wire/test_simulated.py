@@ -7,17 +7,18 @@ import torch
 
 import weft
 from weft.sparse.link import set_link
+from weft.wire import simulated
 from weft.wire.base import peers
 from weft.wire.link import Link
-from weft.wire.simulated import group, run
+from weft.wire.simulated import run
 
 LINK = Link(alpha=1e-3, beta=1e-6, gamma=1e-7, work=2e-4)
 
 
-def swap(wire, nbytes=1000):
-    peer = 1 - wire.rank
-    wire.post([(peer, torch.zeros(nbytes, dtype=torch.uint8))], [(peer, nbytes)]).wait()
-    return wire.clock
+def swap(group, nbytes=1000):
+    peer = 1 - group.rank
+    group.post([(peer, torch.zeros(nbytes, dtype=torch.uint8))], [(peer, nbytes)]).wait()
+    return group.clock
 
 
 def test_a_message_takes_work_latency_and_bytes():
@@ -26,21 +27,21 @@ def test_a_message_takes_work_latency_and_bytes():
 
 
 def test_arithmetic_takes_time_and_a_late_rank_keeps_the_other_waiting():
-    def program(wire):
-        if wire.rank:
-            wire.compute(50_000)
-        return swap(wire)
+    def program(group):
+        if group.rank:
+            group.compute(50_000)
+        return swap(group)
 
     assert run(2, LINK, program) == pytest.approx([5e-3 + 2.2e-3] * 2)
 
 
 def test_one_way_into_a_rank_carries_one_message_after_another():
-    def program(wire):
-        if wire.rank == 0:
-            wire.post((), [(peer, 1000) for peer in (1, 2, 3)]).wait()
+    def program(group):
+        if group.rank == 0:
+            group.post((), [(peer, 1000) for peer in (1, 2, 3)]).wait()
         else:
-            wire.post([(0, torch.zeros(1000, dtype=torch.uint8))]).wait()
-        return wire.clock
+            group.post([(0, torch.zeros(1000, dtype=torch.uint8))]).wait()
+        return group.clock
 
     first, *others = run(4, LINK, program)
     assert first == pytest.approx(1e-4 + 1e-3 + 3e-3 + 3 * 1e-4)
@@ -48,13 +49,13 @@ def test_one_way_into_a_rank_carries_one_message_after_another():
 
 
 def test_ranks_of_one_host_share_its_ways_out():
-    def program(wire):
-        peer = (wire.rank + 2) % 4
-        wire.post([(peer, torch.zeros(1000, dtype=torch.uint8))], [(peer, 1000)]).wait()
-        far = wire.clock
-        peer = wire.rank ^ 1
-        wire.post([(peer, torch.zeros(1000, dtype=torch.uint8))], [(peer, 1000)]).wait()
-        return far, wire.clock - far
+    def program(group):
+        peer = (group.rank + 2) % 4
+        group.post([(peer, torch.zeros(1000, dtype=torch.uint8))], [(peer, 1000)]).wait()
+        far = group.clock
+        peer = group.rank ^ 1
+        group.post([(peer, torch.zeros(1000, dtype=torch.uint8))], [(peer, 1000)]).wait()
+        return far, group.clock - far
 
     within = Link(alpha=1e-5, beta=1e-9, gamma=1e-7, work=2e-4)
     seen = run(4, LINK, program, hosts=["a", "a", "b", "b"], within=within)
@@ -63,9 +64,9 @@ def test_ranks_of_one_host_share_its_ways_out():
 
 
 def test_a_rank_may_receive_more_than_memory_could_hold_at_the_maximum():
-    def program(wire):
-        sends = [(peer, torch.tensor([wire.rank])) for peer in peers(wire)]
-        pending = wire.post(sends, [(peer, 1 << 30) for peer in peers(wire)])
+    def program(group):
+        sends = [(peer, torch.tensor([group.rank])) for peer in peers(group)]
+        pending = group.post(sends, [(peer, 1 << 30) for peer in peers(group)])
         return [int(view[:8].view(torch.int64)) for view in pending.wait()]
 
     for rank, got in enumerate(run(8, LINK, program)):
@@ -73,12 +74,12 @@ def test_a_rank_may_receive_more_than_memory_could_hold_at_the_maximum():
 
 
 def test_the_same_time_again():
-    def program(wire):
-        generator = torch.Generator().manual_seed(wire.rank)
+    def program(group):
+        generator = torch.Generator().manual_seed(group.rank)
         rows = torch.randint(500, (60,), generator=generator), torch.ones(60, 8)
-        set_link(wire, LINK)
+        set_link(group, LINK)
         weft.sparse_all_reduce(rows, algorithm="split")
-        return wire.clock
+        return group.clock
 
     first = run(20, LINK, program)
     assert run(20, LINK, program) == first
@@ -86,18 +87,18 @@ def test_the_same_time_again():
 
 
 def test_a_deadlock_is_told_at_once():
-    def program(wire):
-        wire.post((), [(1 - wire.rank, 8)]).wait()
+    def program(group):
+        group.post((), [(1 - group.rank, 8)]).wait()
 
     with pytest.raises(weft.WireError, match="all ranks wait for each other"):
         run(2, LINK, program)
 
 
 def test_what_a_rank_raises_is_raised():
-    def program(wire):
-        if wire.rank == 1:
+    def program(group):
+        if group.rank == 1:
             raise KeyError("here")
-        wire.post((), [(1, 8)]).wait()
+        group.post((), [(1, 8)]).wait()
 
     with pytest.raises(KeyError, match="here"):
         run(3, LINK, program)
@@ -105,4 +106,4 @@ def test_what_a_rank_raises_is_raised():
 
 def test_hosts_are_one_for_each_rank():
     with pytest.raises(weft.WeftError, match="1 hosts for 2 ranks"):
-        group(2, LINK, hosts=["a"])
+        simulated.group(2, LINK, hosts=["a"])

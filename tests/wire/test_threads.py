@@ -18,10 +18,10 @@ from weft.wire import threads
 
 @pytest.fixture
 def pair():
-    wires = threads.group(2, timeout=2.0)
-    yield wires
-    for wire in wires:
-        wire.close()
+    groups = threads.group(2, timeout=2.0)
+    yield groups
+    for group in groups:
+        group.close()
 
 
 def test_memory_is_freed_with_its_last_reference(pair):
@@ -71,10 +71,10 @@ def test_a_send_longer_than_its_receive_breaks_the_wire(pair):
     assert caught.value.culprit == 0
 
 
-def ring_of_receives(wire):
+def ring_of_receives(group):
     began = time.monotonic()
     with pytest.raises(WireError) as caught:
-        wire.post((), [((wire.rank + 1) % wire.size, 4)]).wait()
+        group.post((), [((group.rank + 1) % group.size, 4)]).wait()
     return caught.value.culprit, str(caught.value), time.monotonic() - began
 
 
@@ -85,27 +85,27 @@ def test_ranks_that_all_wait_for_each_other_are_told_at_once():
         assert took < 15
 
 
-def sends_nobody_takes(wire):
+def sends_nobody_takes(group):
     with pytest.raises(WireError, match="rank 1 to take 12 bytes"):
-        wire.post([(1 - wire.rank, torch.zeros(3))]).wait()
+        group.post([(1 - group.rank, torch.zeros(3))]).wait()
 
 
 def test_a_send_waits_for_its_receive():
-    def body(wire):
-        if wire.rank == 0:
-            sends_nobody_takes(wire)
+    def body(group):
+        if group.rank == 0:
+            sends_nobody_takes(group)
 
     run(2, body)
 
 
 def test_the_chain_of_waits_leads_to_the_one_who_is_late():
-    def body(wire):
-        if wire.rank == 2:
-            wire.worker.doing = "thinking"
+    def body(group):
+        if group.rank == 2:
+            group.worker.doing = "thinking"
             time.sleep(3)
             return ""
         with pytest.raises(WireError) as caught:
-            wire.post((), [(wire.rank + 1, 4)]).wait()
+            group.post((), [(group.rank + 1, 4)]).wait()
         assert caught.value.culprit == 2
         return str(caught.value)
 
@@ -115,17 +115,17 @@ def test_the_chain_of_waits_leads_to_the_one_who_is_late():
 
 
 def test_reductions_that_differ_are_told_apart():
-    def body(wire):
-        values = torch.zeros(3 + wire.rank)
+    def body(group):
+        values = torch.zeros(3 + group.rank)
         with pytest.raises(WireError, match=r"rank 1 sent 16 bytes to rank 0, .* at most 12"):
-            wire.dense_all_reduce(values, "sum").wait()
+            group.dense_all_reduce(values, "sum").wait()
 
     run(2, body)
 
 
 def test_hosts_have_names():
-    wires = threads.group(3, hosts=["a", "b", "a"])
-    assert [wire.host for wire in wires] == ["a", "b", "a"]
+    groups = threads.group(3, hosts=["a", "b", "a"])
+    assert [group.host for group in groups] == ["a", "b", "a"]
     with pytest.raises(WeftError, match="2 hosts for 3 ranks"):
         threads.group(3, hosts=["a", "b"])
     with pytest.raises(WeftError, match="at least one rank, not 0"):
@@ -133,55 +133,55 @@ def test_hosts_have_names():
 
 
 def test_parts_have_the_hosts_of_their_ranks():
-    wires = threads.group(3, hosts=["a", "b", "c"])
-    parts = [wire.sub([2, 0]) for wire in wires]
+    groups = threads.group(3, hosts=["a", "b", "c"])
+    parts = [group.sub([2, 0]) for group in groups]
     assert parts[1] is None
     assert (parts[2].rank, parts[2].host, parts[0].rank, parts[0].host) == (0, "c", 1, "a")
 
 
 def test_parts_that_differ_are_noticed():
-    wires = threads.group(3)
-    wires[0].sub([0, 1])
+    groups = threads.group(3)
+    groups[0].sub([0, 1])
     with pytest.raises(WireError, match=r"rank 1 makes a part of ranks \[1, 2\]") as caught:
-        wires[1].sub([1, 2])
+        groups[1].sub([1, 2])
     assert caught.value.culprit == 1
     with pytest.raises(WeftError, match=r"\[0, 0\] are not distinct ranks of 3"):
         threads.group(3)[0].sub([0, 0])
 
 
-def test_a_wire_breaks_with_all_its_parts():
-    wires = threads.group(3)
-    parts = [wire.sub([2, 0]) for wire in wires]
-    wires[2].abort("no memory")
-    with pytest.raises(WireError, match=r"rank 1: the wire .* broke: rank 2 gave up") as caught:
+def test_a_group_breaks_with_all_its_parts():
+    groups = threads.group(3)
+    parts = [group.sub([2, 0]) for group in groups]
+    groups[2].abort("no memory")
+    with pytest.raises(WireError, match=r"rank 1: the group .* broke: rank 2 gave up") as caught:
         parts[0].post((), [(0, 4)]).wait()
     assert caught.value.culprit == 0  # rank 2 of the whole
 
 
 def test_a_part_that_breaks_leaves_the_whole():
-    wires = threads.group(2)
-    parts = [wire.sub([1, 0]) for wire in wires]
+    groups = threads.group(2)
+    parts = [group.sub([1, 0]) for group in groups]
     parts[0].abort("on purpose")
-    wires[0].post()
+    groups[0].post()
     with pytest.raises(WireError):
         parts[1].post()
 
 
 def test_a_closed_wire_lets_go_of_its_memory():
-    wire = threads.group(1)[0]
-    wire.lease(10_000).release()
-    wire.worker.submit("nothing", lambda: None).wait()
+    group = threads.group(1)[0]
+    group.lease(10_000).release()
+    group.worker.submit("nothing", lambda: None).wait()
     before = threading.active_count()
-    wire.close()
+    group.close()
     assert threading.active_count() == before - 1
-    assert not wire.memory._free
+    assert not group.memory._free
 
 
-def scribbles(wire):
-    peer = 1 - wire.rank
-    pending = wire.post([(peer, torch.zeros(4))], [(peer, 16)])
+def scribbles(group):
+    peer = 1 - group.rank
+    pending = group.post([(peer, torch.zeros(4))], [(peer, 16)])
     view = pending.wait()[0]
-    if wire.rank == 1:
+    if group.rank == 1:
         view.fill_(1)
         with pytest.raises(WireError, match="rank 1 wrote to bytes that it had received") as caught:
             pending.release()

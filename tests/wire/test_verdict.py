@@ -68,7 +68,7 @@ def outside(calls: int = 4, raised: str = "") -> Place:
             1,
             "rank 1 is past call 5 (sparse_all_reduce) already: it has been outside weft",
         ),
-        # without calls, the wire is used by itself
+        # without calls, the group is used by itself
         (
             {0: waits(1, 0, ""), 1: outside(0)},
             set(),

@@ -31,15 +31,15 @@ def wait_for(*files):
 if how == "handler":
     faulthandler.register(signal.SIGUSR1, open(os.devnull, "w"))
 kill = lambda name: os.kill(os.getpid(), signal.Signals[name])
-with weft.init(rendezvous=f"file://{place}", timeout=300.0, watch=0.5) as wire:
+with weft.init(rendezvous=f"file://{place}", timeout=300.0, watch=0.5) as group:
     weft.barrier()
-    open(f"{place}.{wire.rank}", "w")
+    open(f"{place}.{group.rank}", "w")
     sleep = lambda: load_batch(place + ".go")
     does = {"sleep": sleep, "other": weft.barrier}.get(how, lambda: kill(how))
     try:
-        if wire.rank == 2 and how not in ("same", "handler"):
+        if group.rank == 2 and how not in ("same", "handler"):
             wait_for(place + ".0", place + ".1"); does()  # the others are out of the barrier
-        if wire.rank < 2 and how in ("sleep", "SIGSTOP"):
+        if group.rank < 2 and how in ("sleep", "SIGSTOP"):
             wait_for(place + ".late")  # which the test says, once rank 2 is
         print(weft.all_reduce(torch.ones(2)).tolist())
     except weft.Error as error:
@@ -120,10 +120,10 @@ def test_a_rank_that_has_not_come_is_told_of_once(programs, tmp_path, late, plac
     assert told == [1, 1, 0] and [program.returncode for program in ranks] == [0, 0, 0]
 
 
-@pytest.mark.parametrize("transport", ["tcp", "torch"])
-def test_a_slow_rank_is_told_of_once_with_its_line_and_what_all_recorded_says_so(job, transport):
+@pytest.mark.parametrize("wire", ["tcp", "torch"])
+def test_a_slow_rank_is_told_of_once_with_its_line_and_what_all_recorded_says_so(job, wire):
     three, late = (
-        job("sleep", WEFT_TRANSPORT=transport),
+        job("sleep", WEFT_WIRE=wire),
         "rank 2 has not entered call 2 (all_reduce)",
     )
     three.are_late(Path(f"{three.place}/place.loads").exists)
@@ -156,9 +156,9 @@ def test_a_frozen_rank_is_told_of_as_silent(job):
 def test_a_wait_of_threads_is_told_of_with_the_line_of_the_other(monkeypatch, capsys):
     monkeypatch.setenv("WEFT_WATCH", "0.2")
 
-    def program(wire):
+    def program(group):
         weft.barrier()
-        if wire.rank == 1:
+        if group.rank == 1:
             time.sleep(1.0)
         weft.barrier()
 

@@ -23,30 +23,30 @@ from weft.wire import threads
 
 
 @pytest.fixture
-def wire():
+def group():
     only = threads.group(1)[0]
     yield only
     only.close()
 
 
-def test_a_call_runs_in_the_callers_thread_and_starts_none(wire, nothing_left):
+def test_a_call_runs_in_the_callers_thread_and_starts_none(group, nothing_left):
     with nothing_left():
-        assert wire.worker.call("ident", threading.get_ident) == threading.get_ident()
+        assert group.worker.call("ident", threading.get_ident) == threading.get_ident()
 
 
-def test_calls_run_in_the_order_they_were_made(wire):
+def test_calls_run_in_the_order_they_were_made(group):
     order, gate = [], threading.Event()
-    works = [wire.worker.submit("wait", gate.wait)]
-    works += [wire.worker.submit("note", lambda i=i: order.append(i)) for i in range(3)]
+    works = [group.worker.submit("wait", gate.wait)]
+    works += [group.worker.submit("note", lambda i=i: order.append(i)) for i in range(3)]
     threading.Timer(0.1, gate.set).start()
-    wire.worker.call("note", lambda: order.append("call"))
-    works.append(wire.worker.submit("note", lambda: order.append("last")))
+    group.worker.call("note", lambda: order.append("call"))
+    works.append(group.worker.submit("note", lambda: order.append("last")))
     for work in works:
         work.wait()
     assert order == [0, 1, 2, "call", "last"]
 
 
-def test_a_call_for_which_no_thread_can_be_started_has_no_turn(wire, monkeypatch):
+def test_a_call_for_which_no_thread_can_be_started_has_no_turn(group, monkeypatch):
     def fails(thread):
         raise RuntimeError("can't start new thread")
 
@@ -55,27 +55,27 @@ def test_a_call_for_which_no_thread_can_be_started_has_no_turn(wire, monkeypatch
     with monkeypatch.context() as patched:
         patched.setattr(threading.Thread, "start", fails)
         with pytest.raises(RuntimeError, match="can't start"):
-            wire.worker.submit("early", lambda: 1)
+            group.worker.submit("early", lambda: 1)
         for _ in range(2):  # nor can anything complete a Future
             with pytest.raises(RuntimeError, match="can't start"):
                 started.get_future()
     assert started.get_future().wait() == 0
-    assert wire.worker.submit("next", lambda: 2).wait(10.0) == 2
+    assert group.worker.submit("next", lambda: 2).wait(10.0) == 2
 
 
-def test_errors_of_weft_leave_the_wire_as_it_is(wire):
+def test_errors_of_weft_leave_the_wire_as_it_is(group):
     def job():
         raise WeftError("rank 0: wrong")
 
     for _ in range(2):
         with pytest.raises(WeftError, match="rank 0: wrong"):
-            wire.worker.call("job", job)
-        work = wire.worker.submit("job", job)
+            group.worker.call("job", job)
+        work = group.worker.submit("job", job)
         with pytest.raises(WeftError, match="rank 0: wrong"):
             work.wait()
         assert isinstance(work.exception(), WeftError)
-    assert wire.worker.call("job", lambda: 5) == 5
-    wire.post()
+    assert group.worker.call("job", lambda: 5) == 5
+    group.post()
 
 
 @pytest.mark.parametrize("error", [MemoryError("8 GiB"), KeyboardInterrupt()])
@@ -84,34 +84,34 @@ def test_any_other_error_frees_the_peers(error, asynchronous):
     def job():
         raise error
 
-    def body(wire):
-        if wire.rank == 1:
+    def body(group):
+        if group.rank == 1:
             with pytest.raises(type(error)):
                 if asynchronous:
-                    wire.worker.submit("job", job).wait()
+                    group.worker.submit("job", job).wait()
                 else:
-                    wire.worker.call("job", job)
+                    group.worker.call("job", job)
         else:
             with pytest.raises(WireError, match=f"rank 1 gave up: {type(error).__name__}"):
-                wire.worker.call("job", wire.post((), [(1, 4)]).wait)
+                group.worker.call("job", group.post((), [(1, 4)]).wait)
 
     run(2, body)
 
 
-def test_a_call_from_inside_a_call_is_refused(wire):
+def test_a_call_from_inside_a_call_is_refused(group):
     def nested():
-        return wire.worker.call("inner", lambda: None)
+        return group.worker.call("inner", lambda: None)
 
-    for use in (wire.worker.call, lambda *a: wire.worker.submit(*a).wait()):
+    for use in (group.worker.call, lambda *a: group.worker.submit(*a).wait()):
         with pytest.raises(WeftError, match="rank 0: inner was called from inside outer"):
             use("outer", nested)
     with pytest.raises(WeftError, match="inner was called from inside outer"):
-        wire.worker.call("outer", lambda: wire.worker.submit("inner", lambda: None))
-    wire.post()
+        group.worker.call("outer", lambda: group.worker.submit("inner", lambda: None))
+    group.post()
 
 
-def test_a_job_of_several_calls_has_one_turn(wire):
-    worker, order = wire.worker, []
+def test_a_job_of_several_calls_has_one_turn(group):
+    worker, order = group.worker, []
 
     def several():
         for number in range(2):
@@ -132,7 +132,7 @@ def test_a_job_of_several_calls_has_one_turn(wire):
     assert worker.doing == ""
 
 
-def test_waiting_for_work_behind_oneself_is_refused(wire):
+def test_waiting_for_work_behind_oneself_is_refused(group):
     work = []
 
     def outer():
@@ -140,28 +140,28 @@ def test_waiting_for_work_behind_oneself_is_refused(wire):
         return work[0].wait()
 
     started = threading.Event()
-    first = wire.worker.submit("outer", outer)
-    work.append(wire.worker.submit("inner", lambda: None))
+    first = group.worker.submit("outer", outer)
+    work.append(group.worker.submit("inner", lambda: None))
     started.set()
     with pytest.raises(WeftError, match="inner waits for its turn behind outer"):
         first.wait()
     work[0].wait()
 
 
-def test_the_context_goes_along(wire):
+def test_the_context_goes_along(group):
     variable = contextvars.ContextVar("variable", default="unset")
     variable.set("mine")
-    assert wire.worker.submit("job", variable.get).wait() == "mine"
+    assert group.worker.submit("job", variable.get).wait() == "mine"
     with torch.no_grad():
-        assert wire.worker.submit("job", torch.is_grad_enabled).wait() is False
-    assert wire.worker.submit("job", torch.is_grad_enabled).wait() is True
+        assert group.worker.submit("job", torch.is_grad_enabled).wait() is False
+    assert group.worker.submit("job", torch.is_grad_enabled).wait() is True
     with torch.inference_mode():
-        assert wire.worker.submit("job", torch.is_inference_mode_enabled).wait() is True
+        assert group.worker.submit("job", torch.is_inference_mode_enabled).wait() is True
 
 
-def test_a_wait_that_times_out_breaks_nothing(wire):
+def test_a_wait_that_times_out_breaks_nothing(group):
     gate = threading.Event()
-    work = wire.worker.submit("slow", lambda: gate.wait() and 7)
+    work = group.worker.submit("slow", lambda: gate.wait() and 7)
     for timeout in (0.05, timedelta(milliseconds=50), 0):
         with pytest.raises(StillRunning, match="rank 0: slow is still under way") as caught:
             work.wait(timeout)
@@ -179,9 +179,9 @@ def test_a_wait_that_times_out_breaks_nothing(wire):
 
 
 @pytest.mark.parametrize("early", [True, False], ids=["early", "late"])
-def test_a_future_gets_the_result(wire, early):
+def test_a_future_gets_the_result(group, early):
     gate = threading.Event()
-    work = wire.worker.submit("job", lambda: gate.wait() and torch.ones(3))
+    work = group.worker.submit("job", lambda: gate.wait() and torch.ones(3))
     if not early:
         gate.set()
         work.wait()
@@ -193,14 +193,14 @@ def test_a_future_gets_the_result(wire, early):
 
 
 @pytest.mark.parametrize("early", [True, False], ids=["early", "late"])
-def test_a_future_of_a_failure_carries_its_text(wire, early):
+def test_a_future_of_a_failure_carries_its_text(group, early):
     gate = threading.Event()
 
     def job():
         gate.wait()
         raise WeftError("rank 0: wrong rows")
 
-    work = wire.worker.submit("job", job)
+    work = group.worker.submit("job", job)
     if not early:
         gate.set()
         with pytest.raises(WeftError):
@@ -214,21 +214,21 @@ def test_a_future_of_a_failure_carries_its_text(wire, early):
         work.wait()
 
 
-def test_an_exit_in_a_callback_is_an_error_of_its_future(wire):
-    exiting = wire.worker.submit("job", lambda: 1).get_future().then(lambda done: sys.exit(3))
+def test_an_exit_in_a_callback_is_an_error_of_its_future(group):
+    exiting = group.worker.submit("job", lambda: 1).get_future().then(lambda done: sys.exit(3))
     with pytest.raises(RuntimeError, match="SystemExit: 3"):
         exiting.wait()
-    assert wire.worker.submit("next", lambda: 2).get_future().wait() == 2
+    assert group.worker.submit("next", lambda: 2).get_future().wait() == 2
 
 
-def test_callbacks_may_wait_for_the_worker(wire):
+def test_callbacks_may_wait_for_the_worker(group):
     gate, seen = threading.Event(), []
-    work = wire.worker.submit("first", gate.wait)
-    other = wire.worker.submit("second", threading.current_thread)
+    work = group.worker.submit("first", gate.wait)
+    other = group.worker.submit("second", threading.current_thread)
 
     def callback(done):
         seen.append((threading.current_thread(), other.wait(10)))
-        seen.append(wire.worker.call("third", lambda: 3))
+        seen.append(group.worker.call("third", lambda: 3))
         return done.value()
 
     chained = work.get_future().then(callback)
@@ -238,50 +238,50 @@ def test_callbacks_may_wait_for_the_worker(wire):
     assert seen[1] == 3
 
 
-def test_after_stop_calls_are_refused(wire):
-    wire.worker.stop()
-    for use in (wire.worker.call, wire.worker.submit):
-        with pytest.raises(WeftError, match="rank 0: late was called after the wire was closed"):
+def test_after_stop_calls_are_refused(group):
+    group.worker.stop()
+    for use in (group.worker.call, group.worker.submit):
+        with pytest.raises(WeftError, match="rank 0: late was called after the group was closed"):
             use("late", lambda: None)
-    wire.worker.stop()
+    group.worker.stop()
 
 
 def test_closing_ends_what_is_under_way():
-    wires = threads.group(2, timeout=30.0)
-    work = wires[0].worker.submit("job", lambda: wires[0].post((), [(1, 4)]).wait())
+    groups = threads.group(2, timeout=30.0)
+    work = groups[0].worker.submit("job", lambda: groups[0].post((), [(1, 4)]).wait())
     began = time.monotonic()
-    wires[0].close()
-    with pytest.raises(WireError, match="rank 0: this wire is closed"):
+    groups[0].close()
+    with pytest.raises(WireError, match="rank 0: this group is closed"):
         work.wait()
     assert time.monotonic() - began < 15
-    wires[1].close()
+    groups[1].close()
 
 
-def test_a_job_may_close_its_own_wire(wire):
-    wire.worker.submit("shutdown", wire.close).wait()
+def test_a_job_may_close_its_own_wire(group):
+    group.worker.submit("shutdown", group.close).wait()
     with pytest.raises(WireError):
-        wire.post()
+        group.post()
 
 
 def test_an_interrupted_caller_gives_up_its_turn_and_frees_the_peers():
-    def body(wire):
-        if wire.rank == 1:
+    def body(group):
+        if group.rank == 1:
             with pytest.raises(WireError, match="rank 0 gave up: KeyboardInterrupt"):
-                wire.post((), [(0, 4)]).wait()
+                group.post((), [(0, 4)]).wait()
             return
         gate, failed, ident = threading.Event(), [], []
 
         def caller():
             ident.append(threading.get_ident())
             try:
-                wire.worker.call("second", lambda: failed.append("it ran"))
+                group.worker.call("second", lambda: failed.append("it ran"))
             except KeyboardInterrupt:
                 failed.append("interrupted")
 
-        first = wire.worker.submit("first", gate.wait)
+        first = group.worker.submit("first", gate.wait)
         thread = threading.Thread(target=caller)
         thread.start()
-        while wire.worker.made < 2:
+        while group.worker.made < 2:
             time.sleep(0.001)
         raise_in = ctypes.pythonapi.PyThreadState_SetAsyncExc
         raise_in(ctypes.c_ulong(ident[0]), ctypes.py_object(KeyboardInterrupt))
@@ -289,33 +289,33 @@ def test_an_interrupted_caller_gives_up_its_turn_and_frees_the_peers():
         thread.join()
         first.wait()
         assert failed == ["interrupted"]
-        assert wire.worker.submit("third", lambda: 3).wait() == 3
+        assert group.worker.submit("third", lambda: 3).wait() == 3
 
     run(2, body)
 
 
 @spmd(1, 2, 3)
-def test_ranks_meet_in_the_same_calls(wire):
+def test_ranks_meet_in_the_same_calls(group):
     """Synchronous and asynchronous calls mixed: all ranks run them in the same order."""
-    totals, works = [torch.full((4,), float(wire.rank + i)) for i in range(8)], []
+    totals, works = [torch.full((4,), float(group.rank + i)) for i in range(8)], []
     for i, total in enumerate(totals):
 
         def job(total=total):
-            return wire.dense_all_reduce(total, "sum").wait()[0]
+            return group.dense_all_reduce(total, "sum").wait()[0]
 
         if i % 3 == 2:
-            wire.worker.call("reduce", job)
+            group.worker.call("reduce", job)
         else:
-            works.append(wire.worker.submit("reduce", job))
+            works.append(group.worker.submit("reduce", job))
     for work in works:
         work.wait()
-    expected = sum(range(wire.size))
+    expected = sum(range(group.size))
     for i, total in enumerate(totals):
-        assert total.tolist() == [expected + i * wire.size] * 4
+        assert total.tolist() == [expected + i * group.size] * 4
 
 
 ENDINGS = {
-    "a job under way": "worker.submit('job', lambda: wires[0].post((), [(1, 4)]).wait())",
+    "a job under way": "worker.submit('job', lambda: groups[0].post((), [(1, 4)]).wait())",
     "jobs queued": "[worker.submit('job', lambda: time.sleep(0.05)) for _ in range(4)]",
     "a future waited for": """
         future = worker.submit('job', lambda: time.sleep(0.3)).get_future()
@@ -336,8 +336,8 @@ def test_the_interpreter_exits_cleanly(programs, ending):
     program = f"""
 import threading, time
 from weft.wire import threads, worker as module
-wires = threads.group(2, timeout=300.0)
-worker = wires[0].worker
+groups = threads.group(2, timeout=300.0)
+worker = groups[0].worker
 if {"never" in ending}:  # what cannot be ended is left behind, soon
     module._LAST = 0.2
 {textwrap.dedent(ENDINGS[ending])}
@@ -351,13 +351,13 @@ def test_peers_are_told_of_a_process_that_ends_with_a_call_under_way():
         import atexit
         def tell():  # after what weft does at exit, since that is registered later
             try:
-                wires[1].post()
+                groups[1].post()
             except Exception as error:
                 print(error, end="")
         atexit.register(tell)
         from weft.wire import threads, worker
-        wires = threads.group(2, timeout=300.0)
-        wires[0].worker.submit("reduce", lambda: wires[0].post((), [(1, 4)]).wait())
+        groups = threads.group(2, timeout=300.0)
+        groups[0].worker.submit("reduce", lambda: groups[0].post((), [(1, 4)]).wait())
     """
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, timeout=50
@@ -366,8 +366,8 @@ def test_peers_are_told_of_a_process_that_ends_with_a_call_under_way():
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_a_child_forked_in_the_middle_of_calls_is_told_so(wire):
-    calls, entered, go = wire.worker, threading.Event(), threading.Event()
+def test_a_child_forked_in_the_middle_of_calls_is_told_so(group):
+    calls, entered, go = group.worker, threading.Event(), threading.Event()
     work = calls.submit("held", lambda: (entered.set(), go.wait(30)))
     assert entered.wait(10)
     with calls._lock:  # as any thread may hold it at that moment
@@ -387,10 +387,10 @@ def test_a_child_forked_in_the_middle_of_calls_is_told_so(wire):
 def test_calls_in_the_workers_thread_are_ranges_of_the_profiler():
     """Which records the thread that it was started in: so a range begins there."""
 
-    def program(wire):
+    def program(group):
         with torch.profiler.profile() as profile:
-            first = wire.worker.submit("first", lambda: torch.ones(1))
-            failing = wire.worker.submit("failing", lambda: [][1])
+            first = group.worker.submit("first", lambda: torch.ones(1))
+            failing = group.worker.submit("failing", lambda: [][1])
             with pytest.raises(IndexError):
                 failing.wait()
             first.wait()
@@ -404,11 +404,11 @@ def test_calls_in_the_workers_thread_are_ranges_of_the_profiler():
 def test_listeners_are_told_what_each_call_did():
     seen = []
 
-    def program(wire):
+    def program(group):
         weft.all_reduce(torch.ones(3))
-        weft.sparse_all_reduce((torch.tensor([wire.rank]), torch.ones(1)), async_op=True).wait()
+        weft.sparse_all_reduce((torch.tensor([group.rank]), torch.ones(1)), async_op=True).wait()
         with pytest.raises(WeftError):
-            weft.all_reduce(torch.ones(2 + wire.rank))
+            weft.all_reduce(torch.ones(2 + group.rank))
 
     with weft.on_call(seen.append) as handle:
         run(2, program)
@@ -428,20 +428,20 @@ def test_listeners_are_told_what_each_call_did():
 
 
 @spmd(2, on=("threads", "processes"))
-def test_a_wait_for_a_late_rank_is_counted(wire):
+def test_a_wait_for_a_late_rank_is_counted(group):
     seen = []
-    with weft.on_call(lambda stats: seen.append(stats) if stats.rank == wire.rank else None):
-        if wire.rank == 1:
+    with weft.on_call(lambda stats: seen.append(stats) if stats.rank == group.rank else None):
+        if group.rank == 1:
             time.sleep(0.3)
         weft.barrier()
     (stats,) = seen
     assert stats.name == "barrier"
-    if wire.rank == 0:
+    if group.rank == 0:
         assert stats.waited >= 0.2
 
 
 def test_a_listener_that_fails_is_removed_and_harms_no_call(caplog):
-    def program(wire):
+    def program(group):
         return [weft.all_reduce(torch.ones(1)).item() for _ in range(2)]
 
     told = []
@@ -460,11 +460,11 @@ def test_a_listener_that_fails_is_removed_and_harms_no_call(caplog):
 def test_a_call_within_a_call_is_counted_there():
     seen = []
 
-    def program(wire):
+    def program(group):
         def several():
-            wire.worker.call("inner", lambda: None)
+            group.worker.call("inner", lambda: None)
 
-        wire.worker.submit("outer", several, several=True).wait()
+        group.worker.submit("outer", several, several=True).wait()
 
     with weft.on_call(seen.append):
         run(1, program)

@@ -1,7 +1,7 @@
 """weft and MPI as backends of torch.distributed.
 
 `import weft` registers both, which starts nothing. The first group of a backend imports its module,
-`gloo` or `mpi`. `collectives` has the collectives over a wire, `work` the objects that
+`gloo` or `mpi`. `collectives` has the collectives over a group, `work` the objects that
 torch.distributed waits for.
 """
 
@@ -14,7 +14,7 @@ import torch.distributed as dist
 __all__ = ["MPI", "WEFT", "register"]
 
 WEFT = "weft"
-"""The name of the backend with all collectives over a wire of weft's, also sparse and uneven ones,
+"""The name of the backend with all collectives over a group of weft's, also sparse and uneven ones,
 and messages over gloo."""
 
 MPI = "weft_mpi"

@@ -1,4 +1,4 @@
-"""The collectives of torch.distributed over a wire, on CPU tensors, also of different sizes.
+"""The collectives of torch.distributed over a group, on CPU tensors, also of different sizes.
 
 They take any dtype; a reduction must be defined for it. Each begins with an opening exchange
 (`agree`), in which every rank learns what every other rank was asked for. So wrong or differing
@@ -23,7 +23,7 @@ from ..comm.staging import moved
 from ..errors import WeftError
 from ..sparse.api import job_of
 from ..wire import dense
-from ..wire.base import Wire, flattened, is_plain, plain, typed
+from ..wire.base import Group, flattened, is_plain, plain, typed
 
 _SAID = 200  # characters of sizes that ranks compare as text; longer texts by a digest
 
@@ -33,18 +33,18 @@ Parts = Sequence[Tensor | None]
 """A tensor, or nothing, for each rank."""
 
 
-def all_reduce(wire: Wire, tensors: list[Tensor], op: str) -> list[Tensor]:
+def all_reduce(group: Group, tensors: list[Tensor], op: str) -> list[Tensor]:
     """Reduce each tensor over all ranks, in place."""
-    _open(wire, "all_reduce", {"op": op, **_said(tensors)}, _reason(tensors, op))
+    _open(group, "all_reduce", {"op": op, **_said(tensors)}, _reason(tensors, op))
     for tensor in tensors:
         flat = _flat(tensor)
-        wire.dense_all_reduce(flat, _sum(op)).wait()
-        _mean(flat, op, wire.size)
+        group.dense_all_reduce(flat, _sum(op)).wait()
+        _mean(flat, op, group.size)
         _put(flat, tensor)
     return tensors
 
 
-def sparse_all_reduce(wire: Wire, tensors: list[Tensor], op: str) -> list[Tensor]:
+def sparse_all_reduce(group: Group, tensors: list[Tensor], op: str) -> list[Tensor]:
     """Reduce sparse tensors over all ranks, each in place: it becomes the coalesced result."""
     # entries of one index are its summands, which only a sum may take one by one
     given = [
@@ -52,138 +52,140 @@ def sparse_all_reduce(wire: Wire, tensors: list[Tensor], op: str) -> list[Tensor
         for tensor in tensors
     ]
     alone = len(given) == 1  # a list would need one more exchange
-    done = job_of(wire, given[0] if alone else given, op, "auto", None).run()
+    done = job_of(group, given[0] if alone else given, op, "auto", None).run()
     for tensor, result in zip(tensors, [done] if alone else done, strict=True):
         tensor.data = result  # the caller's tensor now has the memory of the result
     return tensors
 
 
-def all_gather(wire: Wire, outs: list[Tensor], mine: Tensor) -> list[Tensor]:
+def all_gather(group: Group, outs: list[Tensor], mine: Tensor) -> list[Tensor]:
     """Send every rank's tensor to every rank. `outs` may differ in size, but not between ranks."""
-    error = _reason([mine, *outs]) or _misfit("output", outs, _own(wire, mine))
-    _open(wire, "all_gather", _said(outs), error)
-    _exchange(wire, [mine] * wire.size, outs)
+    error = _reason([mine, *outs]) or _misfit("output", outs, _own(group, mine))
+    _open(group, "all_gather", _said(outs), error)
+    _exchange(group, [mine] * group.size, outs)
     return outs
 
 
-def all_gather_coalesced(wire: Wire, outs: list[list[Tensor]], mine: list[Tensor]) -> list[Tensor]:
+def all_gather_coalesced(
+    group: Group, outs: list[list[Tensor]], mine: list[Tensor]
+) -> list[Tensor]:
     """Send every rank's tensors to every rank: `outs[p]` receives those of rank p, in their order.
 
     Ranks may have tensors of different sizes, and another number of them.
     """
     received = [tensor for each in outs for tensor in each]
-    error = _reason([*mine, *received]) or _misfits(wire, outs, mine)
+    error = _reason([*mine, *received]) or _misfits(group, outs, mine)
     shapes = {"tensors": _text([len(each) for each in outs]), **_said(received)}
-    _open(wire, "all_gather_coalesced", shapes, error)
+    _open(group, "all_gather_coalesced", shapes, error)
     for number in range(max(len(each) for each in outs)):
         given = mine[number] if number < len(mine) else None
         places = [each[number] if number < len(each) else None for each in outs]
-        _exchange(wire, [given] * wire.size, places)
+        _exchange(group, [given] * group.size, places)
     return received
 
 
-def reduce_scatter(wire: Wire, out: Tensor, ins: list[Tensor], op: str) -> list[Tensor]:
+def reduce_scatter(group: Group, out: Tensor, ins: list[Tensor], op: str) -> list[Tensor]:
     """Reduce the ranks' `ins[p]` on rank p. They may differ in size, but not between ranks."""
-    error = _reason([out, *ins], op) or _misfit("input", ins, _own(wire, out))
-    _open(wire, "reduce_scatter", {"op": op, **_said(ins)}, error)
-    _reduce_parts(wire, out, ins, op)
+    error = _reason([out, *ins], op) or _misfit("input", ins, _own(group, out))
+    _open(group, "reduce_scatter", {"op": op, **_said(ins)}, error)
+    _reduce_parts(group, out, ins, op)
     return [out]
 
 
-def reduce(wire: Wire, tensor: Tensor, root: int, op: str) -> list[Tensor]:
+def reduce(group: Group, tensor: Tensor, root: int, op: str) -> list[Tensor]:
     """Reduce a tensor on one rank, in place there; the others' stay as they are."""
-    _open(wire, "reduce", {"root": root, "op": op, **_said([tensor])}, _reason([tensor], op))
-    parts = [tensor.new_empty(0)] * wire.size
+    _open(group, "reduce", {"root": root, "op": op, **_said([tensor])}, _reason([tensor], op))
+    parts = [tensor.new_empty(0)] * group.size
     parts[root] = tensor
-    _reduce_parts(wire, parts[wire.rank], parts, op)
+    _reduce_parts(group, parts[group.rank], parts, op)
     return [tensor]
 
 
-def broadcast(wire: Wire, tensor: Tensor, root: int) -> list[Tensor]:
+def broadcast(group: Group, tensor: Tensor, root: int) -> list[Tensor]:
     """Send one rank's tensor to all ranks, in place."""
-    _open(wire, "broadcast", {"root": root, **_said([tensor])}, _reason([tensor]))
+    _open(group, "broadcast", {"root": root, **_said([tensor])}, _reason([tensor]))
     flat = _flat(tensor)
-    ScatterAllGather(wire, root, flat).wait()
+    ScatterAllGather(group, root, flat).wait()
     _put(flat, tensor)
     return [tensor]
 
 
-def gather(wire: Wire, outs: list[Tensor], mine: Tensor, root: int) -> list[Tensor]:
+def gather(group: Group, outs: list[Tensor], mine: Tensor, root: int) -> list[Tensor]:
     """Send every rank's tensor to one rank; `outs` is empty on the others."""
-    error = _reason([mine, *outs]) or _misfit("output", outs, _all(wire, root, mine))
-    _open(wire, "gather", {"root": root, **_said([mine])}, error)
-    _exchange(wire, _at(root, mine, wire.size), outs)
+    error = _reason([mine, *outs]) or _misfit("output", outs, _all(group, root, mine))
+    _open(group, "gather", {"root": root, **_said([mine])}, error)
+    _exchange(group, _at(root, mine, group.size), outs)
     return outs
 
 
-def scatter(wire: Wire, out: Tensor, ins: list[Tensor], root: int) -> list[Tensor]:
+def scatter(group: Group, out: Tensor, ins: list[Tensor], root: int) -> list[Tensor]:
     """Send a tensor from one rank to each rank; `ins` is empty on the others."""
-    error = _reason([out, *ins]) or _misfit("input", ins, _all(wire, root, out))
-    _open(wire, "scatter", {"root": root, **_said([out])}, error)
-    _exchange(wire, ins, _at(root, out, wire.size))
+    error = _reason([out, *ins]) or _misfit("input", ins, _all(group, root, out))
+    _open(group, "scatter", {"root": root, **_said([out])}, error)
+    _exchange(group, ins, _at(root, out, group.size))
     return [out]
 
 
-def all_to_all(wire: Wire, outs: list[Tensor], ins: list[Tensor]) -> list[Tensor]:
+def all_to_all(group: Group, outs: list[Tensor], ins: list[Tensor]) -> list[Tensor]:
     """Send every rank's `ins[p]` to rank p, which receives it in `outs[q]` from rank q.
 
     Tensors may have any sizes. If there are at most 16 ranks, they check that each output has the
     size of its input.
     """
-    any_size: list[int | None] = [None] * wire.size
+    any_size: list[int | None] = [None] * group.size
     error = _reason([*ins, *outs])
     error = error or _misfit("input", ins, any_size) or _misfit("output", outs, any_size)
     dtypes = sorted({str(tensor.dtype) for tensor in (*ins, *outs)})
     counts = struct.pack(f"<{len(ins) + len(outs)}q", *(each.numel() for each in (*ins, *outs)))
-    shown = counts if is_direct(wire) and error is None else b""
-    said = _open(wire, "all_to_all", {"dtype": ", ".join(dtypes)}, error, shown)
-    if shown and (wrong := _unequal(wire.size, said)):  # every rank finds the same
+    shown = counts if is_direct(group) and error is None else b""
+    said = _open(group, "all_to_all", {"dtype": ", ".join(dtypes)}, error, shown)
+    if shown and (wrong := _unequal(group.size, said)):  # every rank finds the same
         raise WeftError(wrong)
-    _exchange(wire, ins, outs)
+    _exchange(group, ins, outs)
     return outs
 
 
-def refuse(wire: Wire, call: str, error: str) -> list[Tensor]:
+def refuse(group: Group, call: str, error: str) -> list[Tensor]:
     """Take part in a call with nothing but the error of this rank's arguments: all ranks raise it.
 
     Args:
-        wire: the ranks that make the call.
+        group: the ranks that make the call.
         call: its name.
         error: what is wrong, in a sentence without the rank.
     """
-    _open(wire, call, {}, error)
+    _open(group, call, {}, error)
     raise AssertionError("the opening exchange raises a rank's error on every rank")
 
 
-def all_gather_single(wire: Wire, out: Tensor, mine: Tensor) -> list[Tensor]:
+def all_gather_single(group: Group, out: Tensor, mine: Tensor) -> list[Tensor]:
     """Send every rank's tensor to every rank, where they follow one another in one tensor."""
     place = _place(out)
-    all_gather(wire, _split(place, [], wire.size), mine)
+    all_gather(group, _split(place, [], group.size), mine)
     _put(place, out)
     return [out]
 
 
-def gather_single(wire: Wire, out: Tensor, mine: Tensor, root: int) -> list[Tensor]:
+def gather_single(group: Group, out: Tensor, mine: Tensor, root: int) -> list[Tensor]:
     """Send every rank's tensor to one rank, where they follow one another in one tensor."""
-    if wire.rank != root:
-        gather(wire, [], mine, root)
+    if group.rank != root:
+        gather(group, [], mine, root)
         return [out]
     place = _place(out)
-    gather(wire, _split(place, [], wire.size), mine, root)
+    gather(group, _split(place, [], group.size), mine, root)
     _put(place, out)
     return [out]
 
 
-def reduce_scatter_single(wire: Wire, out: Tensor, mine: Tensor, op: str) -> list[Tensor]:
+def reduce_scatter_single(group: Group, out: Tensor, mine: Tensor, op: str) -> list[Tensor]:
     """Cut the ranks' tensors into equal parts, and reduce part p on rank p."""
-    return reduce_scatter(wire, out, _split(_flat(mine), [], wire.size), op)
+    return reduce_scatter(group, out, _split(_flat(mine), [], group.size), op)
 
 
 def all_to_all_single(
-    wire: Wire, out: Tensor, mine: Tensor, out_sizes: list[int], in_sizes: list[int]
+    group: Group, out: Tensor, mine: Tensor, out_sizes: list[int], in_sizes: list[int]
 ) -> list[Tensor]:
     """Send a part of one tensor to each rank, cut along dimension 0; no sizes: equal parts."""
-    all_to_all(wire, _split(out, out_sizes, wire.size), _split(mine, in_sizes, wire.size))
+    all_to_all(group, _split(out, out_sizes, group.size), _split(mine, in_sizes, group.size))
     return [out]
 
 
@@ -199,21 +201,21 @@ def _split(tensor: Tensor, sizes: list[int], ranks: int) -> list[Tensor]:
 
 
 def _open(
-    wire: Wire, call: str, fields: Mapping[str, object], error: str | None, own: bytes = b""
+    group: Group, call: str, fields: Mapping[str, object], error: str | None, own: bytes = b""
 ) -> list[bytes]:
     """The opening exchange; if statements are direct, the call's own bytes of each rank."""
-    with opened(wire, call, fields, error, own=own) as said:
+    with opened(group, call, fields, error, own=own) as said:
         return [bytes(each) for each in said.own(len(own))]
 
 
-def _own(wire: Wire, tensor: Tensor) -> list[int | None]:
+def _own(group: Group, tensor: Tensor) -> list[int | None]:
     """The required sizes of a tensor for each rank: this rank's only."""
-    return [tensor.numel() if rank == wire.rank else None for rank in range(wire.size)]
+    return [tensor.numel() if rank == group.rank else None for rank in range(group.size)]
 
 
-def _all(wire: Wire, root: int, tensor: Tensor) -> list[int | None]:
+def _all(group: Group, root: int, tensor: Tensor) -> list[int | None]:
     """The required sizes of the tensors for each rank, which only the root has."""
-    return [tensor.numel()] * wire.size if wire.rank == root else []
+    return [tensor.numel()] * group.size if group.rank == root else []
 
 
 def _misfit(what: str, parts: Sequence[Tensor], counts: Sequence[int | None]) -> str | None:
@@ -232,11 +234,11 @@ def _misfit(what: str, parts: Sequence[Tensor], counts: Sequence[int | None]) ->
     return None
 
 
-def _misfits(wire: Wire, outs: Sequence[Sequence[Tensor]], mine: Sequence[Tensor]) -> str | None:
+def _misfits(group: Group, outs: Sequence[Sequence[Tensor]], mine: Sequence[Tensor]) -> str | None:
     """The error if there is not one list for each rank, or this rank's does not fit; or None."""
-    if len(outs) != wire.size:
-        return f"{len(outs)} lists of outputs were given: pass one for each of {wire.size} ranks"
-    own = outs[wire.rank]
+    if len(outs) != group.size:
+        return f"{len(outs)} lists of outputs were given: pass one for each of {group.size} ranks"
+    own = outs[group.rank]
     if [each.numel() for each in own] == [each.numel() for each in mine]:
         return None
     return (
@@ -255,32 +257,32 @@ def _at(root: int, tensor: Tensor, size: int) -> Parts:
     return [tensor if rank == root else None for rank in range(size)]
 
 
-def _exchange(wire: Wire, gives: Parts, takes: Parts) -> None:
+def _exchange(group: Group, gives: Parts, takes: Parts) -> None:
     """Send `gives[p]` to each rank p, and receive `takes[p]` from it; nothing for empty tensors."""
     flats = {id(each): _flat(each) for each in gives if each is not None and each.numel()}
     outgoing = {p: flats[id(each)] for p, each in enumerate(gives) if id(each) in flats}
     wanted = {p: each for p, each in enumerate(takes) if each is not None and each.numel()}
     incoming = {p: _place(each) for p, each in wanted.items()}
-    moved(wire, outgoing, incoming)
-    if wire.rank in incoming and wire.rank in outgoing:
-        incoming[wire.rank].copy_(outgoing[wire.rank])
+    moved(group, outgoing, incoming)
+    if group.rank in incoming and group.rank in outgoing:
+        incoming[group.rank].copy_(outgoing[group.rank])
     for peer, place in incoming.items():
         _put(place, wanted[peer])
 
 
-def _reduce_parts(wire: Wire, out: Tensor, parts: Sequence[Tensor], op: str) -> None:
+def _reduce_parts(group: Group, out: Tensor, parts: Sequence[Tensor], op: str) -> None:
     """Reduce every rank's `parts[p]` on rank p, into its `out`, chunk by chunk."""
     flats, place = [_flat(part) for part in parts], _place(out)
-    step = max(1, dense.SCRATCH // wire.size // max(1, out.element_size()))
+    step = max(1, dense.SCRATCH // group.size // max(1, out.element_size()))
     for start in range(0, max(map(len, flats)), step):
         chunks = [flat[start : start + step] for flat in flats]
-        mine = len(chunks[wire.rank])
-        with wire.lease(wire.size * chunks[wire.rank].nbytes) as memory:
-            slots = list(typed(memory, (wire.size, mine), out.dtype))
-            _exchange(wire, chunks, slots)
+        mine = len(chunks[group.rank])
+        with group.lease(group.size * chunks[group.rank].nbytes) as memory:
+            slots = list(typed(memory, (group.size, mine), out.dtype))
+            _exchange(group, chunks, slots)
             if mine:
                 dense.reduce(slots, _sum(op), place[start : start + step])
-    _mean(place, op, wire.size)
+    _mean(place, op, group.size)
     _put(place, out)
 
 

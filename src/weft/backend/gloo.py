@@ -1,4 +1,4 @@
-"""Backend "weft": every collective over a wire of weft's, messages over gloo.
+"""Backend "weft": every collective over a group of weft's, messages over gloo.
 
 Collectives take sparse tensors (`all_reduce`) and tensors of different sizes, and raise the same
 errors on every rank: see `collectives`. `send` and `recv` use a gloo group that this group has; so

@@ -1,8 +1,8 @@
-"""A process group written in Python, and a backend of one, whose collectives go over weft's wires.
+"""A process group written in Python, and a backend of one, whose collectives are weft's.
 
 C++ and torch.distributed's functions pass lists and an options object to its methods. A direct
 caller may pass one tensor and a ReduceOp, as to the overloads of `torch.distributed.ProcessGroup`.
-The group's wire runs collectives one after the other: on its worker's thread, or on the caller's
+Weft's group runs collectives one after the other: on its worker's thread, or on the caller's
 thread if the call is synchronous.
 
 What torch asks a backend for is a `PythonGroup`, which becomes the group; or, where the group has
@@ -27,35 +27,35 @@ from ..comm.barrier import barrier, enter
 from ..errors import WeftError
 from ..sparse.request import op_name
 from ..wire import process_group
-from ..wire.base import Wire
+from ..wire.base import Group
 from . import collectives
 from .work import NO_LIMIT, Collective
 
 
 class Collectives:
-    """Every collective of torch.distributed, over the wire of one group."""
+    """Every collective of torch.distributed, over one of weft's groups."""
 
-    _wire: Any = None
+    _weft_group: Any = None
 
     def _group(self) -> dist.ProcessGroup:
         """The group that these collectives are of."""
         raise NotImplementedError
 
     @property
-    def wire(self) -> Wire:
-        """The group's wire, which `group=` of weft's calls uses, too.
+    def weft_group(self) -> Group:
+        """The group as weft's own, which `group=` of weft's calls takes, too.
 
         The first call that needs it makes it. That is collective.
         """
-        if self._wire is None or self._wire.closed:
-            self._wire = process_group.of_group(self._group())
-        wire: Wire = self._wire
-        return wire
+        if self._weft_group is None or self._weft_group.closed:
+            self._weft_group = process_group.of_group(self._group())
+        found: Group = self._weft_group
+        return found
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Change what any one wait may last, from now on: torch 2.15's `dist.set_timeout`."""
-        if self._wire is not None:
-            self._wire.set_timeout(timeout.total_seconds())
+        if self._weft_group is not None:
+            self._weft_group.set_timeout(timeout.total_seconds())
 
     def allreduce(self, tensors: Any, opts: Any = None) -> Any:
         given, op = listed(tensors), op_of(opts)
@@ -117,8 +117,8 @@ class Collectives:
         limit = getattr(opts, "timeout", NO_LIMIT)  # below none, if the caller gave none
         seconds = limit.total_seconds() if limit > NO_LIMIT else None
         if getattr(opts, "asyncOp", True):
-            return Collective(enter(self.wire, seconds).work, limit=limit)
-        barrier(seconds, self.wire)
+            return Collective(enter(self.weft_group, seconds).work, limit=limit)
+        barrier(seconds, self.weft_group)
         return Collective(None)
 
     allreduce_coalesced = allreduce
@@ -132,10 +132,10 @@ class Collectives:
     gather_into_tensor = gather_single
 
     def shutdown(self) -> None:
-        """Close the wire, so that the peers know that this rank did not die. Twice is fine."""
-        wire, self._wire = self._wire, None
-        if wire is not None:
-            wire.close()
+        """Close the group, so that the peers know that this rank did not die. Twice is fine."""
+        group, self._weft_group = self._weft_group, None
+        if group is not None:
+            group.close()
 
     def _start_each(
         self,
@@ -163,14 +163,14 @@ class Collectives:
         If the call is synchronous (`asyncOp` of the options is False), the caller's thread runs it.
         This saves two switches between threads. Errors are then raised here.
         """
-        wire = self.wire
+        group = self.weft_group
 
         def job() -> list[Tensor]:
-            return [tensor for call in calls for tensor in collective(wire, *call)]
+            return [tensor for call in calls for tensor in collective(group, *call)]
 
         if getattr(opts, "asyncOp", True):
-            return Collective(wire.worker.submit(collective.__name__, job))
-        return Collective(None, wire.worker.call(collective.__name__, job))
+            return Collective(group.worker.submit(collective.__name__, job))
+        return Collective(None, group.worker.call(collective.__name__, job))
 
 
 # Any for mypy: the stubs are of the C++ classes. One Python method serves several overloads there,
@@ -183,7 +183,7 @@ class PythonGroup(Collectives, _ProcessGroup):  # type: ignore[misc]  # as said 
     """A group, on one rank, with every collective. Subclasses have `send` and `recv`."""
 
     timeout: float | None = None
-    """Seconds that a wait of the wire may last; None: as long as a message may."""
+    """Seconds that a wait of the group may last; None: as long as a message may."""
 
     def __init__(self, rank: int, size: int) -> None:
         super().__init__(rank, size)
@@ -246,7 +246,7 @@ class PythonBackend(Collectives, Answers):
 
     def set_timeout(self, timeout: timedelta) -> None:
         super().set_timeout(timeout)
-        self._options._timeout = timeout  # which the group's wire, if it is yet to come, will have
+        self._options._timeout = timeout  # which weft's group, if it is yet to come, will have
 
     allreduce_sparse = Collectives.allreduce
 

@@ -1,6 +1,6 @@
 """Backend "weft_mpi": every collective of torch.distributed over MPI, on CPU tensors of any dtype.
 
-`weft.init(backend="mpi")` uses it. `send` and `recv` have a wire of their own, on which many
+`weft.init(backend="mpi")` uses it. `send` and `recv` have a group of their own, on which many
 messages may be pending.
 """
 
@@ -84,9 +84,9 @@ class MpiGroup(PythonGroup):
 
     def abort(self) -> None:
         """Break the group: all waits of every rank end with an error."""
-        for wire in (self._wire, self._messages):
-            if wire is not None:
-                wire.abort("its process group was aborted")
+        for group in (self._weft_group, self._messages):
+            if group is not None:
+                group.abort("its process group was aborted")
 
     def shutdown(self) -> None:
         super().shutdown()

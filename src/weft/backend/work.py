@@ -30,7 +30,7 @@ class _Work(dist.Work):
 
 
 class Collective(_Work):
-    """A collective in the queue of a wire's worker; or one that is done, if `work` is None."""
+    """A collective in the queue of a group's worker; or one that is done, if `work` is None."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class Posted(_Work):
         self._done = False
 
     def wait(self, timeout: timedelta = NO_LIMIT) -> bool:
-        """Wait until it is done, at most until the wire's deadline; `timeout` has no effect.
+        """Wait until it is done, at most until the group's deadline; `timeout` has no effect.
 
         Raises:
             WireError: the deadline passed, or a peer or a link failed.

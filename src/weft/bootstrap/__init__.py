@@ -1,8 +1,8 @@
-"""Start-up: from processes that something launched to a wire between them.
+"""Start-up: from processes that something launched to a group between them.
 
 `init` starts weft, `look_ahead` tells what it would go by, `launchers` who launched this process,
 `local` launches ranks itself. For libraries whose programs bring rank and place themselves there
-are `init_as`, `publish`, stores to meet at, and `join`, which makes a wire of whoever has a store.
+are `init_as`, `publish`, stores to meet at, and `join`, which makes a group of whoever has a store.
 """
 
 from ..wire.process_group import connect as join

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from .. import kernels, notebook
 from ..errors import WeftError
 from ..wire import process_group
-from ..wire.base import Wire
+from ..wire.base import Group
 from ..wire.failure import watch
 from ..wire.tcp.address import VARIABLES as OF_INTERFACES
 from ..wire.tcp.address import interface_of, own_address
@@ -39,7 +39,8 @@ _WITHOUT = {
 """Variables whose value is in force as it is: what each sets, and what applies without it."""
 
 VARIABLES = frozenset(
-    {*_WITHOUT, "WEFT_INTERFACE", "WEFT_KERNELS", "WEFT_SAFE", "WEFT_TRANSPORT", "WEFT_WATCH"}
+    {*_WITHOUT, "WEFT_INTERFACE", "WEFT_KERNELS", "WEFT_SAFE", "WEFT_WIRE", "WEFT_WATCH"}
+    | {"WEFT_TRANSPORT"}  # which is an error
 )
 """All variables of the environment that are weft's own."""
 
@@ -63,7 +64,7 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """What is in force. It prints as a table; `config["transport"]` is a value.
+    """What is in force. It prints as a table; `config["wire"]` is a value.
 
     Attributes:
         settings: one after the other.
@@ -94,8 +95,8 @@ def unknown_variables(env: Mapping[str, str]) -> dict[str, str | None]:
     """The variables in an environment that look like weft's and are not: each with what was meant.
 
     Example:
-        >>> next(iter(unknown_variables(dict(WEFT_TRANSPROT="torch")).values()))
-        'WEFT_TRANSPORT'
+        >>> next(iter(unknown_variables(dict(WEFT_WRIE="torch")).values()))
+        'WEFT_WIRE'
     """
     found: dict[str, str | None] = {}
     for name in env:
@@ -105,20 +106,20 @@ def unknown_variables(env: Mapping[str, str]) -> dict[str, str | None]:
     return found
 
 
-def config(wire: Wire | None) -> Config:
-    """What is in force, with this wire as the default one."""
-    return Config(tuple(_settings(wire)))
+def config(group: Group | None) -> Config:
+    """What is in force, with this group as the default one."""
+    return Config(tuple(_settings(group)))
 
 
-def _settings(wire: Wire | None) -> Iterator[Setting]:
+def _settings(group: Group | None) -> Iterator[Setting]:
     from .. import __version__  # here, since `weft` itself imports this
 
     yield Setting("weft", __version__, "installed")
     yield Setting("torch", str(torch.version.__version__), "installed")
     yield Setting("python", platform.python_version(), "installed")
     yield _launched()
-    yield _group(wire)
-    yield _transport()
+    yield _group(group)
+    yield _wire()
     yield _kernels()
     yield _address()
     yield _watching()
@@ -144,20 +145,20 @@ def _launched() -> Setting:
     return Setting("launched by", value, "environment")
 
 
-def _group(wire: Wire | None) -> Setting:
-    if wire is None:
+def _group(group: Group | None) -> Setting:
+    if group is None:
         return Setting("group", "none", "weft.init was not called")
-    value = f"rank {wire.rank} of {wire.size}, timeout {wire.timeout:g} s"
+    value = f"rank {group.rank} of {group.size}, timeout {group.timeout:g} s"
     if process_group.has_default():
         value += f", backend {dist.get_backend_config()}"
     return Setting("group", value, "weft.init")
 
 
-def _transport() -> Setting:
+def _wire() -> Setting:
     try:
-        return Setting("transport", process_group.chosen(), process_group.chosen_by())
+        return Setting("wire", process_group.chosen(), process_group.chosen_by())
     except WeftError as error:
-        return Setting("transport", f"wrong: {error}", process_group.chosen_by())
+        return Setting("wire", f"wrong: {error}", process_group.chosen_by())
 
 
 def _kernels() -> Setting:

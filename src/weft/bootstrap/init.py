@@ -1,6 +1,6 @@
-"""`weft.init` and `weft.shutdown`: from a started process to the default wire, and back.
+"""`weft.init` and `weft.shutdown`: from a started process to the default group, and back.
 
-One process has one default group of torch.distributed, and weft's default wire is that group's.
+One process has one default group of torch.distributed, and weft's default group is that one's.
 If the program has set one up, weft adopts it and leaves it as it was; else weft sets it up.
 """
 
@@ -17,7 +17,7 @@ import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
-from typing import NamedTuple
+from typing import NamedTuple, Never
 
 import torch.distributed as dist
 
@@ -25,7 +25,7 @@ from .. import kernels
 from ..errors import WeftError, WireError, entry
 from ..sparse import registry
 from ..wire import default, process_group
-from ..wire.base import Wire, end_with, is_duration
+from ..wire.base import Group, end_with, is_duration
 from ..wire.failure import last_error
 from ..wire.failure import watch as slow
 from ..wire.tcp.address import (
@@ -52,8 +52,8 @@ _log = logging.getLogger("weft")
 class _Running:
     """What `init` started and `shutdown` ends."""
 
-    wire: Wire
-    group: dist.ProcessGroup
+    group: Group
+    process_group: dist.ProcessGroup
     made: bool  # the group is weft's own
     url: str | None  # where its ranks met, if weft knows
     process: int
@@ -65,7 +65,7 @@ class _Asked(NamedTuple):
     backend: str | None = None
     rendezvous: str | None = None
     timeout: float | None = None
-    transport: str | None = None
+    wire: str | None = None
     watch: float | None = None
 
     @property
@@ -85,10 +85,11 @@ def init(
     *,
     rendezvous: str | None = None,
     timeout: float | None = None,
-    transport: str | None = None,
+    wire: str | None = None,
     watch: float | None = None,
-) -> Wire:
-    """Start weft in this process, and return the default wire, which connects all ranks.
+    **unknown: Never,
+) -> Group:
+    """Start weft in this process, and return the default group, of all ranks.
 
     Collective: every rank calls it. Each rank compiles or loads the kernels before it waits for
     others. If the program has torch.distributed's default group, weft uses that group, and does not
@@ -108,9 +109,9 @@ def init(
             "file:///path" of a file or folder that all ranks see. None: "env://", and if the
             environment names no place, one that follows from the launcher.
         timeout: the longest wait, in seconds. None: that of the group that weft uses, else 300.
-        transport: what CPU tensors and weft's own messages go over. "tcp": weft's own sockets, and
+        wire: what CPU tensors and weft's own messages go over. "tcp": weft's own sockets, and
             shared memory between ranks of one host. "torch": a gloo group that weft makes, which is
-            slower. None: the value of WEFT_TRANSPORT, else "tcp" ("torch" with WEFT_SAFE=1).
+            slower. None: the value of WEFT_WIRE, else "tcp" ("torch" with WEFT_SAFE=1).
         watch: seconds after which a waiting rank prints a line on standard error, once for each
             wait, also at start-up: what it awaits, which rank is late, and where that rank's
             program is. None: the value of WEFT_WATCH, else never.
@@ -120,17 +121,22 @@ def init(
             fit together (a rank given twice, different world sizes or versions): the same text on
             every rank that comes. Or weft is already running with other arguments.
         WireError: not all ranks came within `timeout`; it names the missing ranks.
+        TypeError: there is no such argument.
 
     Example:
         >>> import weft
-        >>> with weft.init() as wire:
-        ...     wire.rank, wire.size
+        >>> with weft.init() as group:
+        ...     group.rank, group.size
         (0, 1)
     """
-    return _start(_Asked(backend, rendezvous, timeout, transport, watch), os.environ)
+    if unknown:
+        name = next(iter(unknown))
+        hint = ": it is called wire= now" if name == "transport" else ""
+        raise TypeError(f"weft.init() got an unexpected keyword argument {name!r}{hint}")
+    return _start(_Asked(backend, rendezvous, timeout, wire, watch), os.environ)
 
 
-def init_as(rank: int, size: int, backend: str, host: str, port: int) -> Wire:
+def init_as(rank: int, size: int, backend: str, host: str, port: int) -> Group:
     """`init` with this rank and size, instead of those of the environment; collective.
 
     For libraries whose programs pass these themselves. If torch.distributed is initialised
@@ -140,8 +146,8 @@ def init_as(rank: int, size: int, backend: str, host: str, port: int) -> Wire:
         WeftError: as `init`; or torch.distributed is initialised with another rank or size.
         WireError: as `init`.
     """
-    if (group := dist.group.WORLD) is not None:
-        process_group.store_of(group)  # raises in a forked child
+    if (world := dist.group.WORLD) is not None:
+        process_group.store_of(world)  # raises in a forked child
         there = dist.get_rank(), dist.get_world_size()
         if (rank, size) != there:
             raise WeftError(
@@ -161,7 +167,7 @@ def init_as(rank: int, size: int, backend: str, host: str, port: int) -> Wire:
 def config() -> Config:
     """Say what is in force in this process, and where each value comes from; it sends nothing.
 
-    Versions, the launcher, the group, the transport, the kernels (which are loaded for it), the
+    Versions, the launcher, the group, the wire, the kernels (which are loaded for it), the
     address where this rank listens, and what the variables of the environment set: `WEFT_...` that
     weft does not know are there, too.
 
@@ -176,11 +182,11 @@ def config() -> Config:
         ('rank 0 of 1, timeout 60 s, backend cpu:weft', 'auto')
     """
     running = _running if _running is not None and _running.process == os.getpid() else None
-    return in_force(None if running is None else running.wire)
+    return in_force(None if running is None else running.group)
 
 
 def shutdown() -> None:
-    """End what `init` started: the wire, its threads and sockets, and the group if weft made it.
+    """End what `init` started: the group, its threads and sockets, and torch's if weft made it.
 
     It tells the other ranks that this rank leaves, and waits for none of them: an asynchronous call
     that is under way raises a WireError. If weft is not running it does nothing. It runs by itself
@@ -192,9 +198,9 @@ def shutdown() -> None:
         return  # a forked child must not say goodbye in its parent's name
     default.clear("weft.shutdown() was called; call weft.init() again")
     process_group.choose(None)
-    end_with(running.wire, None)
-    running.wire.close()
-    if running.made and dist.is_initialized() and dist.group.WORLD is running.group:
+    end_with(running.group, None)
+    running.group.close()
+    if running.made and dist.is_initialized() and dist.group.WORLD is running.process_group:
         dist.destroy_process_group()
 
 
@@ -206,40 +212,40 @@ def leave() -> None:
     places.forget()
 
 
-def _start(asked: _Asked, env: Mapping[str, str]) -> Wire:
+def _start(asked: _Asked, env: Mapping[str, str]) -> Group:
     """`init`, with rank and size from this environment."""
     global _running
     if asked.timeout is not None and not is_duration(asked.timeout):
         raise WeftError(f"timeout is {asked.timeout!r}: pass a number of seconds above 0, or None")
     if _running is not None and _running.process == os.getpid():
-        if dist.is_initialized() and dist.group.WORLD is _running.group:
-            _check_same(_running.wire, _running.url, asked)
-            default.set(_running.wire)  # another thread may have started it, for itself alone
-            return _running.wire
+        if dist.is_initialized() and dist.group.WORLD is _running.process_group:
+            _check_same(_running.group, _running.url, asked)
+            default.set(_running.group)  # another thread may have started it, for itself alone
+            return _running.group
         shutdown()  # the program destroyed the group: what is left of it is of no use
     made, url = not dist.is_initialized(), asked.rendezvous
-    process_group.choose(asked.transport, asked.watch)
+    process_group.choose(asked.wire, asked.watch)
     try:
         if made:
             url = _set_up(asked, env)
         else:
             kernels.prepare()
             _adopt(asked)
-        group = dist.group.WORLD
-        assert group is not None  # it was there, or was started
-        wire = process_group.of_group(None, timeout=asked.timeout)
-        # an adopted group may have had a wire before, with another timeout
-        _check_same(wire, url, _Asked(timeout=asked.timeout))
+        world = dist.group.WORLD
+        assert world is not None  # it was there, or was started
+        group = process_group.of_group(None, timeout=asked.timeout)
+        # an adopted one may have been used before, with another timeout
+        _check_same(group, url, _Asked(timeout=asked.timeout))
     except BaseException:
         process_group.choose(None)
         if made and dist.is_initialized():
             dist.destroy_process_group()
         raise
-    end_with(wire, shutdown)
-    default.set(wire)
-    _running = _Running(wire, group, made, url, os.getpid())
-    _log.info("rank %d of %d is ready", wire.rank, wire.size)
-    return wire
+    end_with(group, shutdown)
+    default.set(group)
+    _running = _Running(group, world, made, url, os.getpid())
+    _log.info("rank %d of %d is ready", group.rank, group.size)
+    return group
 
 
 def _set_up(asked: _Asked, env: Mapping[str, str]) -> str | None:
@@ -264,10 +270,10 @@ def _set_up(asked: _Asked, env: Mapping[str, str]) -> str | None:
     return asked.rendezvous or "env://"
 
 
-def _check_same(wire: Wire, url: str | None, asked: _Asked) -> None:
+def _check_same(group: Group, url: str | None, asked: _Asked) -> None:
     """Raise WeftError if the program asks for something else than what runs already."""
     _check_backend(asked.backend)
-    there = url, wire.timeout, process_group.chosen(), slow.chosen()
+    there = url, group.timeout, process_group.chosen(), slow.chosen()
     for name, wanted, found in zip(asked._fields[1:], asked[1:], there, strict=True):
         if wanted is not None and wanted != found:
             raise WeftError(
@@ -452,10 +458,10 @@ def _tell(
 
 def _adopt(asked: _Asked) -> None:
     """Check with all ranks that weft can use the default group, which the program has set up."""
-    group, error = dist.group.WORLD, ""
-    assert group is not None
-    store = process_group.store_of(group)
-    rank, size = group.rank(), group.size()
+    world, error = dist.group.WORLD, ""
+    assert world is not None
+    store = process_group.store_of(world)
+    rank, size = world.rank(), world.size()
     try:
         _check_backend(asked.backend)
         if asked.rendezvous is not None:

@@ -25,7 +25,7 @@ from typer import Option
 
 import weft
 from weft.bootstrap import Preview, look_ahead
-from weft.wire.base import Wire, hosts_of
+from weft.wire.base import Group, hosts_of
 
 from . import doctor_merge, doctor_wire, options, show, wording
 
@@ -208,46 +208,46 @@ def network(
     """
     began = time.perf_counter()
     try:
-        with weft.init(rendezvous=rendezvous, timeout=timeout) as wire:
+        with weft.init(rendezvous=rendezvous, timeout=timeout) as group:
             took = time.perf_counter() - began
             in_force = str(weft.config())
-            size = f"{wire.size} rank{'s' * (wire.size > 1)}"
+            size = f"{group.size} rank{'s' * (group.size > 1)}"
             findings = [Finding("ok", "start", f"weft.init of {size} took {took:.1f} s")]
-            if wire.size == 1:
+            if group.size == 1:
                 return findings, [], in_force
-            hosts = hosts_of(wire)
+            hosts = hosts_of(group)
             each = enumerate(hosts.ranks)
             text = "; ".join(f"host {number}: ranks {[*here]}" for number, here in each)
             findings.append(Finding("ok", "hosts", text))
-            findings += crowded(len(hosts.ranks[hosts.of[wire.rank]]))
+            findings += crowded(len(hosts.ranks[hosts.of[group.rank]]))
             pairs = [
                 pair._replace(near=hosts.of[pair.low] == hosts.of[pair.high])
-                for pair in measure(wire, nbytes)
+                for pair in measure(group, nbytes)
             ]
             return [*findings, *slow(pairs)], pairs, in_force
     except (weft.Error, OSError) as error:
         return [Finding.of("wrong", "start", error)], [], ""
 
 
-def measure(wire: Wire, nbytes: int) -> list[Pair]:
+def measure(group: Group, nbytes: int) -> list[Pair]:
     """Round trip and bandwidth of every two ranks, one pair after the other; the same on all.
 
     Collective. Takes about `nbytes` divided by the bandwidth, thrice, for each pair.
     """
-    pairs = [(low, high) for high in range(wire.size) for low in range(high)]
+    pairs = [(low, high) for high in range(group.size) for low in range(high)]
     mine = torch.zeros(len(pairs), 2, dtype=torch.float64)
     turn = torch.zeros(1, dtype=torch.uint8)
     for number, (low, high) in enumerate(pairs):
-        wire.small_all_gather(turn, 1).wait()  # the others stand still meanwhile
-        if wire.rank == low:
-            mine[number] = torch.tensor(_talk(wire, high, nbytes, first=True))
-        elif wire.rank == high:
-            _talk(wire, low, nbytes, first=False)
-    (found,) = wire.dense_all_reduce(mine, "sum").wait()
+        group.small_all_gather(turn, 1).wait()  # the others stand still meanwhile
+        if group.rank == low:
+            mine[number] = torch.tensor(_talk(group, high, nbytes, first=True))
+        elif group.rank == high:
+            _talk(group, low, nbytes, first=False)
+    (found,) = group.dense_all_reduce(mine, "sum").wait()
     return [Pair(*pair, *figures) for pair, figures in zip(pairs, found.tolist(), strict=True)]
 
 
-def _talk(wire: Wire, peer: int, nbytes: int, *, first: bool) -> tuple[float, float]:
+def _talk(group: Group, peer: int, nbytes: int, *, first: bool) -> tuple[float, float]:
     """Round trip and bandwidth to a peer, which calls this at the same time."""
 
     def seconds(size: int) -> float:
@@ -255,7 +255,7 @@ def _talk(wire: Wire, peer: int, nbytes: int, *, first: bool) -> tuple[float, fl
         began = time.perf_counter()
         for sending in (first, not first):
             end = [(peer, message)]
-            (wire.post(end) if sending else wire.post([], end)).wait()
+            (group.post(end) if sending else group.post([], end)).wait()
         return time.perf_counter() - began
 
     trips = sorted(seconds(_SMALL) for _ in range(_ROUNDS))

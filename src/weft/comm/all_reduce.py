@@ -1,7 +1,7 @@
 """`all_reduce`: a tensor combined over all ranks, element by element; every rank gets the same.
 
 A small tensor of the host travels in the opening exchange, where statements are direct; then that
-is the one round there is. Others are reduced by the wire. Contributions combine in rank order, so
+is the one round there is. Others are reduced by a schedule. Contributions combine in rank order, so
 that all ranks get the same bits.
 
 The gradient of a sum is the sum of the gradients, that of an average their average: each rank has
@@ -36,7 +36,7 @@ _EAGER = 8 << 10  # bytes of the largest tensor that travels in the opening exch
 
 @entry
 def all_reduce(
-    tensor: Tensor, op: Any = "sum", group: Any = None, *, wire_dtype: torch.dtype | None = None
+    tensor: Tensor, op: Any = "sum", group: object = None, *, wire_dtype: torch.dtype | None = None
 ) -> Tensor:
     """Combine a tensor over all ranks; every rank gets the same bits. Differentiable.
 
@@ -44,7 +44,7 @@ def all_reduce(
         tensor: of the same shape and dtype on every rank; it is not changed.
         op: "sum", "avg" (divides by the size of the group; floating point and complex), "min",
             "max", "prod", "band", "bor", "bxor", or a `torch.distributed.ReduceOp`.
-        group: None (the default group), a Wire, a ProcessGroup, or a 1-D DeviceMesh.
+        group: None (the default group), a Group, a ProcessGroup, or a 1-D DeviceMesh.
         wire_dtype: None, or `torch.bfloat16`, `torch.float16` or `torch.float32`: wider
             floating-point numbers are sent in this dtype. Each rank's tensor is rounded, and so is
             the result, once each, to nearest even; sums are made in float32. Gradients are sent so,
@@ -66,17 +66,17 @@ def all_reduce(
     Example:
         >>> import torch, weft
         >>> from weft.testing import run
-        >>> run(3, lambda wire: weft.all_reduce(torch.tensor([1.0, wire.rank])).tolist())
+        >>> run(3, lambda group: weft.all_reduce(torch.tensor([1.0, group.rank])).tolist())
         [[3.0, 3.0], [3.0, 3.0], [3.0, 3.0]]
     """
-    wire, name = default.resolve(group), op_name(op)
+    group, name = default.resolve(group), op_name(op)
     error = _wrong(tensor, name, wire_dtype)
     if error:
         tensor, wire_dtype = torch.empty(0), None
     said = f"{tensor.dtype}" + (f", sent as {wire_dtype}" if wire_dtype else "")
     # all that follows, backward too, is of a tensor of the dtype that travels
     given = narrowed(tensor, travelling(tensor.dtype, wire_dtype))
-    reduction = _Reduction(wire, _NAME, error, op=str(name), said=said)
+    reduction = _Reduction(group, _NAME, error, op=str(name), said=said)
     return apply(reduction, [given])[0].to(tensor.dtype)
 
 
@@ -113,7 +113,7 @@ class _Reduction(Linear):
 
     def adjoint(self, name: str) -> _Reduction:
         op = self.op if self.attains is None else "sum"
-        return _Reduction(self.wire, name, op=op, said=self.said)
+        return _Reduction(self.group, name, op=op, said=self.said)
 
     def apply_adjoint(self, gradients: Sequence[Tensor]) -> Sequence[Tensor]:
         totals = super().apply_adjoint(gradients)
@@ -124,16 +124,16 @@ class _Reduction(Linear):
         return [totals[0] * attains / ranks.clamp(min=1)]
 
     def run(self, tensors: Sequence[Tensor], mode: Mode) -> tuple[list[Tensor], bool]:
-        wire, given = self.wire, tensors[0]
-        over = wire_for(wire, given)
-        eager = is_direct(wire) and self.error is None and given.nbytes <= _EAGER
+        group, given = self.group, tensors[0]
+        over = wire_for(group, given)
+        eager = is_direct(group) and self.error is None and given.nbytes <= _EAGER
         eager = eager and on_host(given)
         fields: dict[str, object] = {"op": self.op}
         if self.error is None:
             fields |= {"dtype": self.said, "shape": tuple(given.shape), "device": over.route}
         own = memory_of(given) if eager else b""
         place = fresh(tuple(given.shape), given.dtype, given.device)
-        with opened(wire, self.name, fields, self.error, mode=mode, own=own) as said:
+        with opened(group, self.name, fields, self.error, mode=mode, own=own) as said:
             self.number = said.agreement.number
             if eager:
                 heard = [

@@ -13,7 +13,6 @@ import math
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +21,7 @@ from ..agree import is_direct
 from ..devices import on_host
 from ..errors import entry
 from ..wire import default
-from ..wire.base import SMALL, Wire, decoded, fresh, memory_of, peers, wire_for
+from ..wire.base import SMALL, Group, decoded, fresh, memory_of, peers, wire_for
 from .differentiable import Linear, apply
 from .opening import NO_LIMIT, Mode, opened
 from .staging import moved, unsendable, wrong_bytes
@@ -35,14 +34,14 @@ _ALIGNED = 16  # bytes: a shape is padded to a multiple, so that any dtype may f
 
 @entry
 def all_to_all(
-    inputs: Sequence[Tensor], group: Any = None, *, round_bytes: int | None = None
+    inputs: Sequence[Tensor], group: object = None, *, round_bytes: int | None = None
 ) -> list[Tensor]:
     """Send a tensor to each rank and receive one from each. Differentiable.
 
     Args:
         inputs: a tensor for each rank of the group, in rank order, also for this rank. They have
             one dtype, any, and one device; each may have another shape, also without elements.
-        group: None (the default group), a Wire, a ProcessGroup, or a 1-D DeviceMesh.
+        group: None (the default group), a Group, a ProcessGroup, or a 1-D DeviceMesh.
         round_bytes: None, or a number of bytes: the call then works in rounds, in each of which a
             rank sends and receives at most so many bytes together, give or take one element of each
             tensor. If ranks differ, the smallest number applies, but a rank with None may send
@@ -61,16 +60,16 @@ def all_to_all(
     Example:
         >>> import torch, weft
         >>> from weft.testing import run
-        >>> def program(wire):
-        ...     inputs = [torch.full((wire.rank + to,), wire.rank) for to in range(wire.size)]
+        >>> def program(group):
+        ...     inputs = [torch.full((group.rank + to,), group.rank) for to in range(group.size)]
         ...     return [tensor.tolist() for tensor in weft.all_to_all(inputs)]
         >>> run(2, program)
         [[[], [1]], [[0], [1, 1]]]
     """
-    wire = default.resolve(group)
-    error = _wrong(inputs, wire.size) or check_round(round_bytes)
-    tensors = [torch.empty(0)] * wire.size if error else list(inputs)
-    scatter = Scatter(wire, "all_to_all", error, limit=NO_LIMIT if error else round_bytes)
+    group = default.resolve(group)
+    error = _wrong(inputs, group.size) or check_round(round_bytes)
+    tensors = [torch.empty(0)] * group.size if error else list(inputs)
+    scatter = Scatter(group, "all_to_all", error, limit=NO_LIMIT if error else round_bytes)
     return apply(scatter, tensors)
 
 
@@ -108,32 +107,32 @@ class Scatter(Linear):
     limit: int | None = None
 
     def adjoint(self, name: str) -> Scatter:
-        return Scatter(self.wire, name, limit=self.limit)
+        return Scatter(self.group, name, limit=self.limit)
 
     def run(self, tensors: Sequence[Tensor], mode: Mode) -> tuple[list[Tensor], bool]:
-        wire, like, limit = self.wire, tensors[self.wire.rank], self.limit or NO_LIMIT
-        over = wire_for(wire, like)
+        group, like, limit = self.group, tensors[self.group.rank], self.limit or NO_LIMIT
+        over = wire_for(group, like)
         fields = dict(self.fields)
         if self.error is None:
             fields |= {"dtype": like.dtype, "device": over.route}
         # the tensors of all others that are sent along fit in a round, too
-        eager = _EAGER if limit == NO_LIMIT else min(_EAGER, limit // (2 * wire.size))
+        eager = _EAGER if limit == NO_LIMIT else min(_EAGER, limit // (2 * group.size))
         if not on_host(like):
             eager = -1  # nothing is sent along, not even empty tensors: all ranks must exchange
-        told = [b""] * wire.size if self.error else [_stated(each, eager) for each in tensors]
-        told[wire.rank] = b""
-        private = [[each] for each in told] if is_direct(wire) else None
+        told = [b""] * group.size if self.error else [_stated(each, eager) for each in tensors]
+        told[group.rank] = b""
+        private = [[each] for each in told] if is_direct(group) else None
         with opened(
-            wire, self.name, fields, self.error, mode=mode, limit=limit, private=private
+            group, self.name, fields, self.error, mode=mode, limit=limit, private=private
         ) as said:
             self.number = said.agreement.number
-            heard = said.agreement.private if private else _told(wire, told)
+            heard = said.agreement.private if private else _told(group, told)
             results = list(tensors)
-            results[wire.rank] = fresh(tuple(like.shape), like.dtype, like.device).copy_(like)
+            results[group.rank] = fresh(tuple(like.shape), like.dtype, like.device).copy_(like)
             outgoing: dict[int, Tensor] = {}
             incoming: dict[int, Tensor] = {}
-            for peer in peers(wire):
-                results[peer], came = decoded(wire, peer, "a tensor", _read, heard[peer], like)
+            for peer in peers(group):
+                results[peer], came = decoded(group, peer, "a tensor", _read, heard[peer], like)
                 if not came:
                     incoming[peer] = results[peer]
                 if tensors[peer].nbytes > eager:
@@ -142,7 +141,7 @@ class Scatter(Linear):
             if said.limit != NO_LIMIT:
                 mine = sum(each.nbytes for each in (*outgoing.values(), *incoming.values()))
                 most = torch.tensor([mine])
-                wire.dense_all_reduce(most, "max").wait()
+                group.dense_all_reduce(most, "max").wait()
                 rounds = max(1, -(-int(most) // max(1, said.limit)))
             moved(over, outgoing, incoming, rounds)
             return results, said.records
@@ -175,12 +174,12 @@ def _read(raw: memoryview, like: Tensor) -> tuple[Tensor, bool]:
     return result, along
 
 
-def _told(wire: Wire, told: Sequence[bytes]) -> list[memoryview]:
+def _told(group: Group, told: Sequence[bytes]) -> list[memoryview]:
     """Exchange shapes and small tensors, if they did not fit in direct statements."""
-    sends = [(p, torch.frombuffer(bytearray(told[p]), dtype=torch.uint8)) for p in peers(wire)]
-    pending = wire.post(sends, [(peer, _CAP) for peer in peers(wire)], SMALL)
+    sends = [(p, torch.frombuffer(bytearray(told[p]), dtype=torch.uint8)) for p in peers(group)]
+    pending = group.post(sends, [(peer, _CAP) for peer in peers(group)], SMALL)
     heard = [memoryview(each) for each in told]
-    for peer, message in zip(peers(wire), pending.wait(), strict=True):
+    for peer, message in zip(peers(group), pending.wait(), strict=True):
         heard[peer] = memoryview(bytearray(message.numpy()))
     pending.release()
     return heard

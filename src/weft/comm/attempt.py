@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import TypeVar, cast
 
 from ..agree import confess
 from ..errors import entry
@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 @entry
-def attempt(function: Callable[[], T], group: Any = None, *, name: str = "attempt") -> T:
+def attempt(function: Callable[[], T], group: object = None, *, name: str = "attempt") -> T:
     """Call a function on every rank; if it raises on one of them, every rank raises.
 
     Use it for local work between two calls, such as reading a file: if only one rank raised there,
@@ -24,7 +24,7 @@ def attempt(function: Callable[[], T], group: Any = None, *, name: str = "attemp
     Args:
         function: of no arguments; it must not call weft on the same group, and end within the
             group's timeout.
-        group: None (the default group), a Wire, a ProcessGroup, or a 1-D DeviceMesh.
+        group: None (the default group), a Group, a ProcessGroup, or a 1-D DeviceMesh.
         name: what errors call the attempt; the same on every rank, at most 700 bytes.
 
     Returns:
@@ -39,15 +39,15 @@ def attempt(function: Callable[[], T], group: Any = None, *, name: str = "attemp
     Example:
         >>> import weft
         >>> from weft.testing import run
-        >>> def program(wire):
+        >>> def program(group):
         ...     try:
-        ...         weft.attempt(lambda: 1 // wire.rank)
+        ...         weft.attempt(lambda: 1 // group.rank)
         ...     except weft.WeftError as error:
         ...         return str(error)
         >>> run(2, program)[1]
         'rank 0: ZeroDivisionError: integer division or modulo by zero'
     """
-    wire = default.resolve(group)
+    group = default.resolve(group)
 
     def job() -> T:
         made, trouble = None, None
@@ -55,10 +55,10 @@ def attempt(function: Callable[[], T], group: Any = None, *, name: str = "attemp
             made = function()
         except BaseException as error:
             trouble = error
-        confess(wire, name.encode()[:_LONGEST].decode(errors="ignore"), trouble)
+        confess(group, name.encode()[:_LONGEST].decode(errors="ignore"), trouble)
         return cast(T, made)
 
-    return wire.worker.call(name, job)
+    return group.worker.call(name, job)
 
 
 _LONGEST = 700  # bytes of a name: it travels in the fingerprint

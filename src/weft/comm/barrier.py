@@ -8,36 +8,35 @@ takes its turn after the barrier.
 from __future__ import annotations
 
 import weakref
-from typing import Any
 
 from ..errors import StillRunning, entry
 from ..wire import default
-from ..wire.base import Pending, Wire, Work, is_duration, names
+from ..wire.base import Group, Pending, Work, is_duration, names
 from .opening import opened
 
 
 @entry
-def barrier(timeout: float | None = None, group: Any = None) -> None:
+def barrier(timeout: float | None = None, group: object = None) -> None:
     """Wait until every rank of the group has come here.
 
     Args:
-        timeout: the longest wait of this rank, in seconds. None, or more than the wire's own
-            deadline: that deadline, after which the wire is broken.
-        group: None (the default group), a Wire, a ProcessGroup, or a 1-D DeviceMesh.
+        timeout: the longest wait of this rank, in seconds. None, or more than the group's own
+            deadline: that deadline, after which the group is broken.
+        group: None (the default group), a Group, a ProcessGroup, or a 1-D DeviceMesh.
 
     Raises:
-        StillRunning: `timeout` passed; names the ranks that have not come. The wire is intact, and
+        StillRunning: `timeout` passed; names the ranks that have not come. The group is intact, and
             this rank is still in the barrier: if its next call on this group is `barrier`, that
             waits for the same barrier.
         WeftError: a rank is in another call, or its timeout is not a positive number of seconds;
             every rank raises it.
-        WireError: a peer failed, or did not come before the wire's deadline; names the culprit.
+        WireError: a peer failed, or did not come before the group's deadline; names the culprit.
 
     Example:
         >>> import weft
         >>> from weft.testing import run
-        >>> def program(wire):
-        ...     if wire.rank == 1:
+        >>> def program(group):
+        ...     if group.rank == 1:
         ...         while not waited_in_vain:
         ...             pass
         ...         return weft.barrier()
@@ -52,31 +51,32 @@ def barrier(timeout: float | None = None, group: Any = None) -> None:
         >>> print(waited_in_vain[0])
         rank 0: rank 1 has not come to the barrier after 0.1 s: call barrier again to wait on
     """
-    wire = default.resolve(group)
-    if timeout is None and wire not in _left:
-        wire.worker.call("barrier", Entered(wire, None).run)
+    group = default.resolve(group)
+    if timeout is None and group not in _left:
+        group.worker.call("barrier", Entered(group, None).run)
         return
-    entered = enter(wire, timeout)
+    entered = enter(group, timeout)
     try:
         entered.work.wait(timeout if is_duration(timeout) else None)
     except StillRunning:
-        _left[wire] = entered
+        _left[group] = entered
         raise StillRunning(
-            f"rank {wire.rank}: {entered.late()} after {timeout:g} s: call barrier again to wait on"
+            f"rank {group.rank}: {entered.late()} after {timeout:g} s: call barrier again to wait "
+            "on"
         ) from None
 
 
-def enter(wire: Wire, timeout: float | None = None) -> Entered:
+def enter(group: Group, timeout: float | None = None) -> Entered:
     """The barrier of this call: a new one, or the one that this rank's last call has not left."""
-    entered = _left.pop(wire, None)
-    if entered is None or entered.calls != wire.worker.made:
-        entered = Entered(wire, timeout)
-        entered.work = wire.worker.submit("barrier", entered.run)
-        entered.calls = wire.worker.made
+    entered = _left.pop(group, None)
+    if entered is None or entered.calls != group.worker.made:
+        entered = Entered(group, timeout)
+        entered.work = group.worker.submit("barrier", entered.run)
+        entered.calls = group.worker.made
     return entered
 
 
-_left: weakref.WeakKeyDictionary[Wire, Entered] = weakref.WeakKeyDictionary()
+_left: weakref.WeakKeyDictionary[Group, Entered] = weakref.WeakKeyDictionary()
 # = barriers that this rank has entered, and whose wait timed out
 
 
@@ -85,14 +85,14 @@ class Entered:
 
     Attributes:
         work: the call.
-        calls: how many calls this rank had made on the wire, this one included.
+        calls: how many calls this rank had made on the group, this one included.
     """
 
     work: Work[None]
     calls: int
 
-    def __init__(self, wire: Wire, timeout: object) -> None:
-        self._wire = wire
+    def __init__(self, group: Group, timeout: object) -> None:
+        self._group = group
         self._error = None
         if timeout is not None and not is_duration(timeout):
             self._error = f"timeout is {timeout!r}: pass a positive number of seconds, or None"
@@ -100,7 +100,7 @@ class Entered:
 
     def run(self) -> None:
         """Wait for all ranks; run in the call's turn."""
-        with opened(self._wire, "barrier", {}, self._error, watch=self._watch):
+        with opened(self._group, "barrier", {}, self._error, watch=self._watch):
             pass
 
     def _watch(self, pending: Pending) -> None:
@@ -108,9 +108,9 @@ class Entered:
 
     def late(self) -> str:
         """Who has not come, as a clause."""
-        wire, awaited = self._wire, self._awaited
+        group, awaited = self._group, self._awaited
         if awaited is None:
-            first = wire.worker.doing or "earlier calls"
+            first = group.worker.doing or "earlier calls"
             return f"the barrier still waits for its turn behind {first}"
         missing = awaited.awaited()
         if missing is None:

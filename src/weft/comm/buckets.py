@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ..sparse.request import travelling
-from ..wire.base import Lease, Pending, Wire, flattened, is_plain, plain, typed, wire_for
+from ..wire.base import Group, Lease, Pending, flattened, is_plain, plain, typed, wire_for
 from .rounding import narrow
 
 _ALONE = 1 << 20  # bytes of a tensor that is sent from its own memory
@@ -28,23 +28,23 @@ _UNDER_WAY = 2  # buckets at once: the next begins while the last chunks of one 
 
 
 def reduce_dense(
-    wire: Wire, gradients: Iterable[Tensor], op: str, wire_dtype: torch.dtype | None
+    group: Group, gradients: Iterable[Tensor], op: str, wire_dtype: torch.dtype | None
 ) -> None:
     """Reduce gradients over all ranks, in place; collective.
 
     Args:
-        wire: the ranks that take part.
+        group: the ranks that take part.
         gradients: of the same shapes and dtypes on every rank; they are written.
         op: "sum" or "avg".
         wire_dtype: the dtype that wider floating-point numbers, and their sums, are rounded to.
     """
-    in_buckets(wire, gradients, lambda over, flat: over.dense_all_reduce(flat, op), wire_dtype)
+    in_buckets(group, gradients, lambda over, flat: over.dense_all_reduce(flat, op), wire_dtype)
 
 
 def in_buckets(
-    wire: Wire,
+    group: Group,
     tensors: Iterable[Tensor],
-    start: Callable[[Wire, Tensor], Pending],
+    start: Callable[[Group, Tensor], Pending],
     wire_dtype: torch.dtype | None = None,
     *,
     given: bool = True,
@@ -53,16 +53,16 @@ def in_buckets(
     """Run a collective on tensors, in place, bucket by bucket; collective.
 
     Args:
-        wire: the ranks that take part.
+        group: the ranks that take part.
         tensors: of the same shapes and dtypes on every rank; they are written.
-        start: starts the collective, given a wire and the 1-D memory of a bucket.
+        start: starts the collective, given a group and the 1-D memory of a bucket.
         wire_dtype: the dtype that wider floating-point numbers are rounded to.
         given: whether the collective reads this rank's tensors.
         taken: whether the result is copied to this rank's tensors.
     """
     under_way: deque[_UnderWay] = deque()
     for bucket in _planned(tensors, wire_dtype):
-        under_way.append(_UnderWay(wire, bucket, start, given))
+        under_way.append(_UnderWay(group, bucket, start, given))
         if len(under_way) == _UNDER_WAY:
             under_way.popleft().end(taken)
     for each in under_way:
@@ -120,10 +120,10 @@ class _UnderWay:
     _lease: Lease | None = None
 
     def __init__(
-        self, wire: Wire, bucket: _Bucket, start: Callable[[Wire, Tensor], Pending], given: bool
+        self, group: Group, bucket: _Bucket, start: Callable[[Group, Tensor], Pending], given: bool
     ) -> None:
         self._bucket, first = bucket, bucket.pieces[0]
-        over = wire_for(wire, first)
+        over = wire_for(group, first)
         if len(bucket.pieces) == 1 and first.dtype == bucket.dtype:
             self._flat = first
         else:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import WeftError
-from ..wire.base import Wire
+from ..wire.base import Group
 from .all_reduce import all_reduce
 from .named import Cut, local
 
@@ -76,7 +76,7 @@ def clip_grad_norm_(
         )
     values: list[Tensor] = []
     shards = _shards(parameters)
-    over: dict[Wire, list[Tensor]] = {wire: [] for wire in shards.values()}
+    over: dict[Group, list[Tensor]] = {group: [] for group in shards.values()}
     norms: list[Tensor] = []
     for parameter in dict.fromkeys(_given(parameters)):
         gradient = parameter.grad
@@ -90,9 +90,9 @@ def clip_grad_norm_(
         else:
             raise WeftError(f"a gradient has layout {gradient.layout}: use strided or sparse COO")
         if values[-1].numel():
-            wire = shards.get(parameter)
-            (norms if wire is None else over[wire]).append(_norm(values[-1], p))
-    norms += [_norm_over(wire, some, p) for wire, some in over.items()]
+            group = shards.get(parameter)
+            (norms if group is None else over[group]).append(_norm(values[-1], p))
+    norms += [_norm_over(group, some, p) for group, some in over.items()]
     if not norms:
         return torch.tensor(0.0)
     device = norms[0].device
@@ -126,19 +126,19 @@ def _given(parameters: object) -> list[Tensor]:
     return found
 
 
-def _shards(parameters: object) -> dict[Tensor, Wire]:
+def _shards(parameters: object) -> dict[Tensor, Group]:
     """The parameters of a module of which each rank has a part, and among which ranks."""
     parts = parameters.modules() if isinstance(parameters, nn.Module) else ()
-    return {part.weight: part._wire() for part in parts if isinstance(part, Cut)}
+    return {part.weight: part._group() for part in parts if isinstance(part, Cut)}
 
 
-def _norm_over(wire: Wire, norms: Sequence[Tensor], p: float) -> Tensor:
+def _norm_over(group: Group, norms: Sequence[Tensor], p: float) -> Tensor:
     """The p-norm of what the ranks have the norms of; collective."""
     here = [norm.to(norms[0].device) for norm in norms] or [torch.zeros(())]
     own = torch.stack(here).cpu().double()  # all in one copy
     if math.isinf(p):
-        return all_reduce(own.amax(), "max", wire).float()
-    return all_reduce((own**p).sum(), "sum", wire).pow(1 / p).float()
+        return all_reduce(own.amax(), "max", group).float()
+    return all_reduce((own**p).sum(), "sum", group).pow(1 / p).float()
 
 
 def _norm(values: Tensor, p: float) -> Tensor:

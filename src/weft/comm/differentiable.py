@@ -22,7 +22,7 @@ from torch import Tensor
 from ..devices import Aside
 from ..errors import entry
 from ..tensors import has_elements, lacking
-from ..wire.base import Wire, Work, plain
+from ..wire.base import Group, Work, plain
 from .opening import Mode
 
 
@@ -31,13 +31,13 @@ class Linear(ABC):
     """A collective that is linear in its tensors.
 
     Attributes:
-        wire: among whom.
+        group: among whom.
         name: of the call.
         error: what is wrong with its tensors on this rank, or None.
         number: of the call, among those of the group; known once it has run.
     """
 
-    wire: Wire
+    group: Group
     name: str
     error: str | None = None
     number: int = 0
@@ -73,7 +73,7 @@ def apply(collective: Linear, tensors: Sequence[Tensor]) -> list[Tensor]:
     """Run a collective and return its results, which are differentiable any number of times."""
     job = _job(collective, tensors)
     with torch.no_grad():
-        results, is_recorded = collective.wire.worker.call(collective.name, job)
+        results, is_recorded = collective.group.worker.call(collective.name, job)
     return _record(collective, tensors, results) if is_recorded else results
 
 
@@ -92,7 +92,7 @@ def start(
     """
     job = _Background(collective, tensors, finish)
     with torch.no_grad():
-        return collective.wire.worker.submit(collective.name, job)
+        return collective.group.worker.submit(collective.name, job)
 
 
 def _job(collective: Linear, tensors: Sequence[Tensor]) -> Callable[[], tuple[list[Tensor], bool]]:

@@ -16,7 +16,7 @@ from torch import Tensor
 from ..errors import entry
 from ..sparse.request import travelling, wrong_wire_dtype
 from ..wire import default
-from ..wire.base import Wire
+from ..wire.base import Group
 from .all_to_all import Scatter, check_round
 from .differentiable import apply, start
 from .opening import NO_LIMIT
@@ -31,7 +31,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def exchange(
     rows: Tensor,
     to: Sequence[Tensor | None],
-    group: Any = None,
+    group: object = None,
     async_op: bool = False,
     *,
     round_bytes: int | None = None,
@@ -47,7 +47,7 @@ def exchange(
             rank, n may differ.
         to: for each rank of the group, in rank order, also for this rank, the rows to send to it:
             int32 or int64 indices into `rows`, `[k]`, in any order, also repeated; or None.
-        group: None (the default group), a Wire, a ProcessGroup, or a 1-D DeviceMesh.
+        group: None (the default group), a Group, a ProcessGroup, or a 1-D DeviceMesh.
         async_op: return a `Work` at once; its `wait()` returns what the call returns without, as
             differentiable. `rows` and `to` may change meanwhile. Backward is not in the background.
         round_bytes: as for `weft.all_to_all`.
@@ -72,9 +72,9 @@ def exchange(
 
         >>> import torch, weft
         >>> from weft.testing import run
-        >>> def program(wire):
-        ...     features = 10.0 * wire.rank + torch.arange(3.0)
-        ...     other = 1 - wire.rank
+        >>> def program(group):
+        ...     features = 10.0 * group.rank + torch.arange(3.0)
+        ...     other = 1 - group.rank
         ...     wanted = [torch.empty(0, dtype=torch.int64)] * 2
         ...     wanted[other] = torch.tensor([2, 0])
         ...     to = weft.all_to_all(wanted)  # once: what each rank wants of this one
@@ -82,16 +82,16 @@ def exchange(
         >>> run(2, program)
         [[12.0, 10.0], [2.0, 0.0]]
     """
-    wire = default.resolve(group)
-    error = _wrong(rows, to, wire.size) or check_round(round_bytes)
+    group = default.resolve(group)
+    error = _wrong(rows, to, group.size) or check_round(round_bytes)
     error = error or wrong_wire_dtype(wire_dtype, rows.dtype)
     if error:
-        return given_out(Outgoing(wire, "exchange", error), async_op)
+        return given_out(Outgoing(group, "exchange", error), async_op)
     nothing = torch.empty(0, dtype=torch.int64, device=rows.device)
     picks = [nothing if some is None else some for some in to]
     counts = [some.numel() for some in picks]
     limit = round_bytes or NO_LIMIT
-    outgoing = Outgoing(wire, "exchange", None, rows, torch.cat(picks), counts, wire_dtype, limit)
+    outgoing = Outgoing(group, "exchange", None, rows, torch.cat(picks), counts, wire_dtype, limit)
     return given_out(outgoing, async_op)
 
 
@@ -100,7 +100,7 @@ class Outgoing:
     """Rows of this rank that go to each rank.
 
     Attributes:
-        wire: among whom.
+        group: among whom.
         name: of the call.
         error: what is wrong with the caller's arguments, or None; with an error the rest is unused.
         rows: `[n, *row_shape]`.
@@ -110,7 +110,7 @@ class Outgoing:
         limit: bytes of a round.
     """
 
-    wire: Wire
+    group: Group
     name: str
     error: str | None = None
     rows: Tensor = field(default_factory=lambda: torch.empty(0))
@@ -122,16 +122,16 @@ class Outgoing:
     def scatter(self) -> Scatter:
         """The collective that sends the parts."""
         if self.error:
-            return Scatter(self.wire, self.name, self.error)
+            return Scatter(self.group, self.name, self.error)
         travels = f"{self.rows.dtype} as {self.wire_dtype}" if self.wire_dtype else "None"
         fields: dict[str, object] = {"row shape": tuple(self.rows.shape[1:]), "wire_dtype": travels}
-        return Scatter(self.wire, self.name, fields=fields, limit=self.limit)
+        return Scatter(self.group, self.name, fields=fields, limit=self.limit)
 
     def parts(self) -> list[Tensor]:
         """What each rank gets, in the dtype in which it travels; differentiable."""
         rows = self.rows
         if self.error:
-            return [rows] * self.wire.size
+            return [rows] * self.group.size
         # of dtypes that torch only copies, such as uint16, their bits are picked
         source = rows if serves(_first, rows.dtype) else rows.view(_BITS[rows.element_size()])
         picked = source.index_select(0, self.picks)  # once for all ranks, and so is its backward

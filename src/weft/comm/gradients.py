@@ -24,7 +24,7 @@ from ..sparse.api import job_of
 from ..sparse.call import shape_in
 from ..sparse.request import wrong_wire_dtype
 from ..wire import default, dense
-from ..wire.base import Wire
+from ..wire.base import Group
 from .buckets import reduce_dense
 from .named import Manifest, digest, expanded_dims, local, of_module, shard_of, told_by_all
 from .opening import NO_LIMIT, ROOM, opened
@@ -43,7 +43,7 @@ _DESCRIBED = r"a (?:(\w+) )?parameter of torch\.(\w+) of shape (\([\d, ]*\))"
 def sync_grads(
     module: torch.nn.Module,
     average: bool = True,
-    group: Any = None,
+    group: object = None,
     *,
     wire_dtype: torch.dtype | None = None,
 ) -> None:
@@ -57,7 +57,7 @@ def sync_grads(
             is dense. For a DTensor every rank must have the same shard: pass the group of a mesh
             dimension along which it is replicated.
         average: divide by the size of the group; else the sum.
-        group: None (the default group), a Wire, a ProcessGroup, or a 1-D DeviceMesh.
+        group: None (the default group), a Group, a ProcessGroup, or a 1-D DeviceMesh.
         wire_dtype: None, or `torch.bfloat16`, `torch.float16` or `torch.float32`: dense and sparse
             gradients of wider floating-point dtypes are sent in this dtype. Each rank's gradient is
             rounded, and so is the result, once each, to nearest even; sums are made in float32 (of
@@ -78,9 +78,9 @@ def sync_grads(
     Example:
         >>> import torch, weft
         >>> from weft.testing import run
-        >>> def program(wire):
+        >>> def program(group):
         ...     model = torch.nn.Embedding(4, 1, sparse=True)
-        ...     model(torch.tensor([wire.rank, 3])).sum().backward()
+        ...     model(torch.tensor([group.rank, 3])).sum().backward()
         ...     weft.sync_grads(model, average=False)
         ...     return model.weight.grad.to_dense().flatten().tolist()
         >>> run(2, program)
@@ -88,7 +88,7 @@ def sync_grads(
 
         In half the bytes, to about three digits:
 
-        >>> def rounded(wire):
+        >>> def rounded(group):
         ...     model = torch.nn.Linear(1, 1, bias=False)
         ...     model(torch.tensor([[0.1]])).backward()
         ...     weft.sync_grads(model, wire_dtype=torch.bfloat16)
@@ -96,18 +96,18 @@ def sync_grads(
         >>> run(2, rounded)
         [0.10009765625, 0.10009765625]
     """
-    wire = default.resolve(group)
+    group = default.resolve(group)
     finish = finish_of(module) if isinstance(module, torch.nn.Module) else None
     if finish is not None:
-        finish(wire, average, wire_dtype)
+        finish(group, average, wire_dtype)
         return
-    synchronised = Synchronised(wire, module, average, wire_dtype)
-    wire.worker.call(NAME, lambda: synchronised.reduce(list(synchronised.of)))
+    synchronised = Synchronised(group, module, average, wire_dtype)
+    group.worker.call(NAME, lambda: synchronised.reduce(list(synchronised.of)))
 
 
 overlapping: WeakKeyDictionary[torch.nn.Module, Callable[..., None]] = WeakKeyDictionary()
 """The modules of `overlap_grads`, each with the function that `sync_grads` calls for it: it takes
-the wire, `average`, `wire_dtype`, and `error`, which is what else is wrong, or None."""
+the group, `average`, `wire_dtype`, and `error`, which is what else is wrong, or None."""
 
 
 def finish_of(module: torch.nn.Module) -> Callable[..., None] | None:
@@ -133,14 +133,14 @@ class Synchronised:
     """The parameters of one module, as one rank knows them.
 
     Attributes:
-        wire, average, wire_dtype: as they were given.
+        group, average, wire_dtype: as they were given.
         of: the parameters by name, sorted; a shared one comes once, under its first name.
         manifest: their descriptions.
         error: what is wrong with the arguments, or None.
     """
 
-    def __init__(self, wire: Wire, module: Any, average: object, wire_dtype: Any) -> None:
-        self.wire, self.average, self.wire_dtype = wire, average, wire_dtype
+    def __init__(self, group: Group, module: Any, average: object, wire_dtype: Any) -> None:
+        self.group, self.average, self.wire_dtype = group, average, wire_dtype
         self._op = "sum" if average is False else "avg"
         self.of, self.manifest, self.error = of_module(module, buffers=False)
         if self.error is None and not isinstance(average, bool):
@@ -168,7 +168,7 @@ class Synchronised:
         if len(names) >= ROOM:
             error = error or f"{len(names)} parameters are too many for one call: below {ROOM}"
         with opened(
-            self.wire,
+            self.group,
             NAME,
             {"average": self._op == "avg", "wire_dtype": str(self.wire_dtype)},
             error,
@@ -189,7 +189,7 @@ class Synchronised:
         self._reduce_sparse(sparse, described)
         others = [name for name, state in states.items() if state and name not in sparse]
         gradients = [self._dense(name, described) for name in others]
-        reduce_dense(self.wire, gradients, self._op, self.wire_dtype)
+        reduce_dense(self.group, gradients, self._op, self.wire_dtype)
         return some_ready
 
     def _told(self) -> tuple[Manifest, dict[str, int]]:
@@ -199,7 +199,7 @@ class Synchronised:
             WeftError: one of them is not the same on all ranks that have it.
         """
         mine, kept = self._states(list(self.of))[0], "; gradients are as they were"
-        said = told_by_all(self.wire, NAME, self.manifest, mine, missing=False, kept=kept)
+        said = told_by_all(self.group, NAME, self.manifest, mine, missing=False, kept=kept)
         described = {name: text for manifest, _ in said for name, text in manifest.items()}
         # a parameter that is the same as another, on all ranks that have it, is left out
         states = {n: 0 for n in sorted(described) if ", the same as " not in described[n]}
@@ -233,7 +233,7 @@ class Synchronised:
         for (wire_dtype, _), tables in calls.items():
             given = list(tables.values())
             try:
-                results = job_of(self.wire, given, self._op, "auto", wire_dtype).run()
+                results = job_of(self.group, given, self._op, "auto", wire_dtype).run()
             except WeftError as error:
                 raise WeftError(_named(str(error), list(tables))) from error
             for name, result in zip(tables, results, strict=True):

@@ -20,7 +20,7 @@ from torch.nn.parameter import is_lazy
 from ..devices import on_host
 from ..errors import WeftError
 from ..tensors import extent
-from ..wire.base import Wire, decoded
+from ..wire.base import Group, decoded
 from .all_to_all import Scatter
 from .opening import Mode
 from .staging import unsendable
@@ -71,7 +71,7 @@ class Cut(nn.Module, ABC):
     weight: nn.Parameter
 
     @abstractmethod
-    def _wire(self) -> Wire:
+    def _group(self) -> Group:
         """Of the ranks that have the rows."""
 
 
@@ -151,7 +151,7 @@ def digest(manifest: Manifest) -> int:
 
 
 def told_by_all(
-    wire: Wire,
+    group: Group,
     name: str,
     manifest: Manifest,
     states: Mapping[str, int] | None = None,
@@ -162,7 +162,7 @@ def told_by_all(
     """Exchange manifests, and a number for some of their names; collective, inside a call's turn.
 
     Args:
-        wire, name: of the call.
+        group, name: of the call.
         manifest, states: this rank's.
         missing: whether it is a difference if a rank lacks a name.
         kept: the end of the error, which says that nothing was changed.
@@ -172,8 +172,8 @@ def told_by_all(
     """
     text = json.dumps([manifest, states or {}]).encode()
     mine = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    texts, _ = Scatter(wire, f"{name} (what differs)").run([mine] * wire.size, Mode())
-    said = [decoded(wire, peer, "a manifest", _read, each) for peer, each in enumerate(texts)]
+    texts, _ = Scatter(group, f"{name} (what differs)").run([mine] * group.size, Mode())
+    said = [decoded(group, peer, "a manifest", _read, each) for peer, each in enumerate(texts)]
     if how := _difference([theirs for theirs, _ in said], missing):
         raise WeftError(f"the modules differ: {how}{kept}")
     return said

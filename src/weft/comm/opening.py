@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ..agree import BODY, Agreement, Private, agree
 from ..errors import WeftError
-from ..wire.base import Pending, Wire
+from ..wire.base import Group, Pending
 
 NO_LIMIT = (1 << 63) - 1
 """The limit of a rank that has none."""
@@ -81,7 +81,7 @@ class Opening:
 
 @contextmanager
 def opened(
-    wire: Wire,
+    group: Group,
     name: str,
     fields: Mapping[str, object],
     error: str | None,
@@ -96,7 +96,7 @@ def opened(
     """Agree on a call; collective.
 
     Args:
-        wire: the ranks that take part.
+        group: the ranks that take part.
         name: of the call.
         fields: values that must be equal on all ranks; None: this rank does not know the value.
         error: what is wrong with this rank's arguments.
@@ -113,14 +113,14 @@ def opened(
             others are under `torch.no_grad()`.
     """
     numbers = _SAID.pack(
-        wire.rank if mode and mode.records else _NOBODY,
-        wire.rank if mode and not mode.enabled else _NOBODY,
+        group.rank if mode and mode.records else _NOBODY,
+        group.rank if mode and not mode.enabled else _NOBODY,
         limit,
         digest,
         ~digest,  # the largest becomes the smallest
     )
     body = bytearray().join([numbers, own])
-    agreement = agree(wire, name, fields, error, body, _combine, watch=watch, private=private)
+    agreement = agree(group, name, fields, error, body, _combine, watch=watch, private=private)
     try:
         said = agreement.read(_numbers)
         recorder, without, least, lowest, highest = map(min, zip(*said, strict=True))

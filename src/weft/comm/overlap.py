@@ -27,7 +27,7 @@ from ..agree import confess
 from ..devices import Aside
 from ..errors import WeftError, entry
 from ..wire import default
-from ..wire.base import Wire, Work
+from ..wire.base import Group, Work
 from .gradients import NAME, Synchronised, finish_of, overlapping
 from .named import digest, local, parameters, told_by_all
 from .opening import opened
@@ -42,7 +42,7 @@ _Step = tuple[bool, list[Tensor]]  # whether some rank was ready; the gradients
 def overlap_grads(
     module: nn.Module,
     average: bool = True,
-    group: Any = None,
+    group: object = None,
     *,
     bucket_bytes: int = _BUCKET,
     wire_dtype: torch.dtype | None = None,
@@ -56,7 +56,7 @@ def overlap_grads(
     Args:
         module: the same parameters, by name, dtype and shape, on every rank.
         average: as for `weft.sync_grads`.
-        group: None (the default group), a Wire, a ProcessGroup, or a 1-D DeviceMesh.
+        group: None (the default group), a Group, a ProcessGroup, or a 1-D DeviceMesh.
         bucket_bytes: a bucket is full when its gradients have at least so many bytes; its last
             gradient may make it larger.
         wire_dtype: as for `weft.sync_grads`.
@@ -72,24 +72,24 @@ def overlap_grads(
     Example:
         >>> import torch, weft
         >>> from weft.testing import run
-        >>> def program(wire):
+        >>> def program(group):
         ...     model = torch.nn.Linear(2, 1)
         ...     weft.overlap_grads(model, average=False)
-        ...     model(torch.full((1, 2), float(wire.rank))).sum().backward()
+        ...     model(torch.full((1, 2), float(group.rank))).sum().backward()
         ...     weft.sync_grads(model, average=False)
         ...     return model.weight.grad.tolist()
         >>> run(3, program)
         [[[3.0, 3.0]], [[3.0, 3.0]], [[3.0, 3.0]]]
     """
-    wire = default.resolve(group)
-    return Overlap(Synchronised(wire, module, average, wire_dtype), module, bucket_bytes)
+    group = default.resolve(group)
+    return Overlap(Synchronised(group, module, average, wire_dtype), module, bucket_bytes)
 
 
 class Overlap:
     """Reduces the gradients of one module while backward runs; made by `overlap_grads`."""
 
     def __init__(self, synchronised: Synchronised, module: nn.Module, bucket_bytes: int) -> None:
-        self._synchronised, self._worker = synchronised, synchronised.wire.worker
+        self._synchronised, self._worker = synchronised, synchronised.group.worker
         self._paused = False
         self._handles: list[RemovableHandle] = []
         order = self._agreed_order(module, bucket_bytes)
@@ -158,10 +158,10 @@ class Overlap:
         }
 
         def job() -> list[str]:
-            with opened(known.wire, _NAME, fields, error, digest=described) as said:
+            with opened(known.group, _NAME, fields, error, digest=described) as said:
                 same = said.equal
             if not same:
-                told_by_all(known.wire, _NAME, known.manifest)
+                told_by_all(known.group, _NAME, known.manifest)
             return order if same else sorted(order)
 
         return self._worker.call(_NAME, job)
@@ -222,15 +222,20 @@ class Overlap:
         )
 
     def _finish(
-        self, wire: Wire, average: bool, wire_dtype: torch.dtype | None, *, error: str | None = None
+        self,
+        group: Group,
+        average: bool,
+        wire_dtype: torch.dtype | None,
+        *,
+        error: str | None = None,
     ) -> None:
         """`sync_grads` of this module; buckets that began are completed, whatever is wrong."""
         failure: WeftError | None = None
         try:
             error = error or self._changed
             known = self._synchronised
-            had = known.wire, known.average, known.wire_dtype
-            if not all(map(operator.is_, had, (wire, average, wire_dtype))):
+            had = known.group, known.average, known.wire_dtype
+            if not all(map(operator.is_, had, (group, average, wire_dtype))):
                 error = (
                     "sync_grads has another group, average or wire_dtype than overlap_grads had: "
                     "pass the same"
@@ -251,6 +256,6 @@ class Overlap:
             if failure is not None:
                 raise failure
             # what went wrong since buckets began; all ranks are in `sync_grads`
-            self._worker.call(NAME, lambda: confess(known.wire, NAME, None, error))
+            self._worker.call(NAME, lambda: confess(known.group, NAME, None, error))
         finally:
             self._restart()

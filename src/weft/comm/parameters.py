@@ -13,7 +13,6 @@ bytes go in `buckets`:
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,7 +23,7 @@ from ..devices import on_host
 from ..errors import entry
 from ..sparse.request import root_in, wrong_root
 from ..wire import default
-from ..wire.base import Pending, Wire, as_bytes, peers, plain
+from ..wire.base import Group, Pending, as_bytes, peers, plain
 from .buckets import in_buckets
 from .named import digest, expanded_dims, local, of_module, told_by_all
 from .opening import opened
@@ -34,7 +33,7 @@ _CHANNEL = 5  # that no other room uses
 
 
 @entry
-def sync_params(module: torch.nn.Module, group_src: int = 0, group: Any = None) -> None:
+def sync_params(module: torch.nn.Module, group_src: int = 0, group: object = None) -> None:
     """Give every rank the parameters and buffers of one rank, in place.
 
     Args:
@@ -43,7 +42,7 @@ def sync_params(module: torch.nn.Module, group_src: int = 0, group: Any = None) 
             DTensor every rank must have the same shard: pass the group of a mesh dimension along
             which it is replicated.
         group_src: the rank, in the group, that gives its values.
-        group: None (the default group), a Wire, a ProcessGroup, or a 1-D DeviceMesh.
+        group: None (the default group), a Group, a ProcessGroup, or a 1-D DeviceMesh.
 
     Raises:
         WeftError: modules or arguments differ, naming the first difference and the ranks; the same
@@ -54,43 +53,43 @@ def sync_params(module: torch.nn.Module, group_src: int = 0, group: Any = None) 
     Example:
         >>> import torch, weft
         >>> from weft.testing import run
-        >>> def program(wire):
+        >>> def program(group):
         ...     model = torch.nn.Linear(2, 1)
-        ...     torch.nn.init.constant_(model.weight, wire.rank)
+        ...     torch.nn.init.constant_(model.weight, group.rank)
         ...     weft.sync_params(model, group_src=1)
         ...     return model.weight.tolist()
         >>> run(2, program)
         [[[1.0, 1.0]], [[1.0, 1.0]]]
     """
-    wire = default.resolve(group)
+    group = default.resolve(group)
     found, manifest, error = of_module(module, buffers=True)
-    root = root_in(group_src, wire.size)
-    error = error or wrong_root("group_src", root, group_src, wire.size)
+    root = root_in(group_src, group.size)
+    error = error or wrong_root("group_src", root, group_src, group.size)
 
     def job() -> None:
         with torch.no_grad():
-            with opened(wire, _NAME, {"group_src": root}, error, digest=digest(manifest)) as said:
+            with opened(group, _NAME, {"group_src": root}, error, digest=digest(manifest)) as said:
                 pass
             if not said.equal:
-                told_by_all(wire, _NAME, manifest, kept="; nothing was overwritten")
-            _broadcast(wire, root, found.values())
+                told_by_all(group, _NAME, manifest, kept="; nothing was overwritten")
+            _broadcast(group, root, found.values())
 
-    wire.worker.call(_NAME, job)
+    group.worker.call(_NAME, job)
 
 
-def _broadcast(wire: Wire, source: int, owners: Iterable[Tensor]) -> None:
+def _broadcast(group: Group, source: int, owners: Iterable[Tensor]) -> None:
     """Fill tensors with what they are on one rank; collective."""
-    here = wire.rank == source
+    here = group.rank == source
     places = [_writable(local(owner)) for owner in owners]
     values = [plain(place) for place in places]
-    chain = [*range(source, wire.size), *range(source)]
+    chain = [*range(source, group.size), *range(source)]
 
-    def start(over: Wire, memory: Tensor) -> Pending:
+    def start(over: Group, memory: Tensor) -> Pending:
         if on_host(memory):
             return Chain(over, chain, memory)
         return ScatterAllGather(over, source, memory)
 
-    in_buckets(wire, map(as_bytes, values), start, given=here, taken=not here)
+    in_buckets(group, map(as_bytes, values), start, given=here, taken=not here)
     if here:
         return
     for owner, place, value in zip(owners, places, values, strict=True):
@@ -110,17 +109,17 @@ def _writable(tensor: Tensor) -> Tensor:
 class ScatterAllGather(Pending):
     """Memory on its way in equal parts: one to each rank, then from there to all others."""
 
-    def __init__(self, wire: Wire, source: int, memory: Tensor) -> None:
-        self._wire, self._source, self._memory = wire, source, memory
-        self._parts, here = memory.tensor_split(wire.size), wire.rank == source
-        sends = [(peer, self._parts[peer]) for peer in peers(wire)] if here else []
-        recvs = [] if here else [(source, self._parts[wire.rank])]
-        self._first = wire.post(sends, recvs, _CHANNEL)
+    def __init__(self, group: Group, source: int, memory: Tensor) -> None:
+        self._group, self._source, self._memory = group, source, memory
+        self._parts, here = memory.tensor_split(group.size), group.rank == source
+        sends = [(peer, self._parts[peer]) for peer in peers(group)] if here else []
+        recvs = [] if here else [(source, self._parts[group.rank])]
+        self._first = group.post(sends, recvs, _CHANNEL)
 
     def wait(self) -> list[Tensor]:
-        wire, parts, source = self._wire, self._parts, self._source
+        group, parts, source = self._group, self._parts, self._source
         self._first.wait()
-        sends = [(peer, parts[wire.rank]) for peer in peers(wire) if peer != source]
-        recvs = [] if wire.rank == source else [(peer, parts[peer]) for peer in peers(wire)]
-        wire.post(sends, recvs, _CHANNEL).wait()
+        sends = [(peer, parts[group.rank]) for peer in peers(group) if peer != source]
+        recvs = [] if group.rank == source else [(peer, parts[peer]) for peer in peers(group)]
+        group.post(sends, recvs, _CHANNEL).wait()
         return [self._memory]

@@ -20,7 +20,7 @@ from .. import kernels
 from ..errors import entry
 from ..sparse.request import as_integer, outside, wrong_wire_dtype
 from ..wire import default
-from ..wire.base import Wire
+from ..wire.base import Group
 from .all_to_all import Scatter
 from .differentiable import apply
 from .exchange import Outgoing, given_out, wrong_rows
@@ -31,7 +31,7 @@ _MOST = 1 << 48  # rows of a rank; the sum over all ranks is an int64
 
 
 @entry
-def remote_rows(indices: Tensor, count: int, group: Any = None) -> RemoteRows:
+def remote_rows(indices: Tensor, count: int, group: object = None) -> RemoteRows:
     """Plan how rows of other ranks get to the ranks that need them. Collective.
 
     The rows of all ranks are numbered rank by rank: rank 0 has the first, rank 1 those that follow,
@@ -42,7 +42,7 @@ def remote_rows(indices: Tensor, count: int, group: Any = None) -> RemoteRows:
             order, also repeated, also of its own rows, also none; such as the ends of a graph's
             edges.
         count: how many rows this rank has; 0 is allowed.
-        group: None (the default group), a Wire, a ProcessGroup, or a 1-D DeviceMesh.
+        group: None (the default group), a Group, a ProcessGroup, or a 1-D DeviceMesh.
 
     Returns:
         The plan. `plan.fetch(rows)` returns this rank's rows, and behind them the rows of other
@@ -59,10 +59,10 @@ def remote_rows(indices: Tensor, count: int, group: Any = None) -> RemoteRows:
 
         >>> import torch, weft
         >>> from weft.testing import run
-        >>> def program(wire):
-        ...     indices = torch.tensor([0, 2, 2]) if wire.rank == 0 else torch.tensor([1, 3])
+        >>> def program(group):
+        ...     indices = torch.tensor([0, 2, 2]) if group.rank == 0 else torch.tensor([1, 3])
         ...     plan = weft.remote_rows(indices, count=2)
-        ...     hidden = torch.tensor([10.0, 11.0]) + 2 * wire.rank
+        ...     hidden = torch.tensor([10.0, 11.0]) + 2 * group.rank
         ...     return plan.fetch(hidden).tolist(), plan.places.tolist()
         >>> run(2, program)
         [([10.0, 11.0, 12.0], [0, 2, 2]), ([12.0, 13.0, 11.0], [2, 1])]
@@ -70,15 +70,15 @@ def remote_rows(indices: Tensor, count: int, group: Any = None) -> RemoteRows:
         With PyTorch Geometric, `conv((plan.fetch(h), h), edges)` has `plan.places` as the sources
         of `edges`; in DGL the result of `fetch` holds the source nodes of a block.
     """
-    wire = default.resolve(group)
+    group = default.resolve(group)
     error = _wrong(indices, count)
     count = 0 if error else as_integer(count)
     # each rank tells the others how many rows it has
     own = torch.tensor([count])
-    counts = torch.cat(apply(Scatter(wire, f"{_NAME} (counts)", error), [own] * wire.size))
+    counts = torch.cat(apply(Scatter(group, f"{_NAME} (counts)", error), [own] * group.size))
     bounds = [0, *counts.cumsum(0).tolist()]
-    first = bounds[wire.rank]
-    end = bounds[wire.rank + 1]
+    first = bounds[group.rank]
+    end = bounds[group.rank + 1]
 
     indices = indices.contiguous()  # such as a column of edges, which torch searches slowly
     distinct = torch.unique(indices)  # sorted, so those of one owner are together
@@ -88,8 +88,8 @@ def remote_rows(indices: Tensor, count: int, group: Any = None) -> RemoteRows:
         error = f"{count + remote.numel()} rows are more than {indices.dtype} counts: pass int64"
     # each rank tells the owners which of their rows it needs, as they count them
     cuts = kernels.read(torch.searchsorted(remote, remote.new_tensor(bounds)))
-    needs = [remote[cuts[owner] : cuts[owner + 1]] - bounds[owner] for owner in range(wire.size)]
-    picks = apply(Scatter(wire, f"{_NAME} (indices)", error), needs)  # what each needs of this one
+    needs = [remote[cuts[owner] : cuts[owner + 1]] - bounds[owner] for owner in range(group.size)]
+    picks = apply(Scatter(group, f"{_NAME} (indices)", error), needs)  # what each needs of this one
 
     is_own = (indices >= first) & (indices < end)
     place_of_own = indices.long() - first
@@ -97,7 +97,7 @@ def remote_rows(indices: Tensor, count: int, group: Any = None) -> RemoteRows:
     places = torch.where(is_own, place_of_own, place_of_remote).to(indices.dtype)
     received = [some.numel() for some in needs]
     sent = [some.numel() for some in picks]
-    return RemoteRows(first, count, remote, places, received, sent, wire, torch.cat(picks))
+    return RemoteRows(first, count, remote, places, received, sent, group, torch.cat(picks))
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,7 +124,7 @@ class RemoteRows:
     places: Tensor = field(repr=False)
     received: Sequence[int]
     sent: Sequence[int]
-    _wire: Wire = field(repr=False)
+    _group: Group = field(repr=False)
     _picks: Tensor = field(repr=False)  # of this rank's rows, in the order of `sent`
 
     @entry
@@ -162,9 +162,11 @@ class RemoteRows:
         """
         error = self._wrong(rows) or wrong_wire_dtype(wire_dtype, rows.dtype)
         if error:
-            outgoing = Outgoing(self._wire, "fetch", error)
+            outgoing = Outgoing(self._group, "fetch", error)
         else:
-            outgoing = Outgoing(self._wire, "fetch", None, rows, self._picks, self.sent, wire_dtype)
+            outgoing = Outgoing(
+                self._group, "fetch", None, rows, self._picks, self.sent, wire_dtype
+            )
         return given_out(outgoing, async_op, lambda received: torch.cat([rows, *received]))
 
     def _wrong(self, rows: object) -> str | None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..devices import is_capturing
 from ..tensors import has_elements, lacking
-from ..wire.base import Wire, peers
+from ..wire.base import Group, peers
 
 _CHANNEL = 3
 IN_A_GRAPH = (
@@ -50,24 +50,24 @@ def wrong_bytes(name: str, count: object) -> str | None:
 
 
 def moved(
-    wire: Wire, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor], rounds: int = 1
+    group: Group, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor], rounds: int = 1
 ) -> None:
     """Send tensors to peers and receive others; collective.
 
     Args:
-        wire: the wire for the device of the tensors. On an accelerator all ranks take part in every
-            round.
+        group: the group, for the device of the tensors. On an accelerator all ranks take part in
+            every round.
         outgoing: what to send, by peer; contiguous, and as large as the tensor that the peer
             receives into. Empty tensors are not sent.
         incoming: the tensors to receive into, by peer; contiguous.
         rounds: how many, the same on every rank.
     """
-    after = [peer for peer in peers(wire) if peer in outgoing]
-    before = [peer for peer in reversed(peers(wire)) if peer in incoming]
+    after = [peer for peer in peers(group) if peer in outgoing]
+    before = [peer for peer in reversed(peers(group)) if peer in incoming]
     for number in range(rounds if after or before else 0):
         sends = [(peer, _piece(outgoing[peer], number, rounds)) for peer in after]
         recvs = [(peer, _piece(incoming[peer], number, rounds)) for peer in before]
-        wire.post(
+        group.post(
             [(peer, piece) for peer, piece in sends if piece.numel()],
             [(peer, place) for peer, place in recvs if place.numel()],
             _CHANNEL,

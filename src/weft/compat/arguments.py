@@ -20,15 +20,15 @@ from weft.wire.base import has_elements, lacking
 Integers = NDArray[np.int64]
 
 
-def wire_of(group: Any = None) -> weft.Wire:
-    """The wire of a `group=` argument of weft's calls; None: of the default group."""
-    return weft.Partition(1, group=group).wire
+def group_of(group: Any = None) -> weft.Group:
+    """What a `group=` argument of weft's calls stands for; None: the default group."""
+    return weft.Partition(1, group=group).group
 
 
-def default() -> weft.Wire | None:
-    """The wire of the default group, if there is one."""
+def default() -> weft.Group | None:
+    """The default group, if there is one."""
     try:
-        return wire_of()
+        return group_of()
     except weft.WeftError:
         return None
 

@@ -35,9 +35,9 @@ class AllGather(SliceLayer):
     Example:
         >>> import torch, weft
         >>> from weft.testing import run
-        >>> def program(wire):  # one rank's; its shard is as long as its number
+        >>> def program(group):  # one rank's; its shard is as long as its number
         ...     layer = weft.nn.AllGather(weft.Partition(3), 0)
-        ...     return layer(torch.full((wire.rank,), wire.rank))
+        ...     return layer(torch.full((group.rank,), group.rank))
         >>> run(3, program)[0]
         tensor([1, 2, 2])
     """
@@ -66,7 +66,7 @@ class ReduceScatter(CuttingLayer):
     Example:
         >>> import torch, weft
         >>> from weft.testing import run
-        >>> def program(wire):
+        >>> def program(group):
         ...     layer = weft.nn.ReduceScatter(weft.Partition(2), 0)
         ...     return layer(torch.arange(3.0))
         >>> run(2, program)

@@ -30,7 +30,7 @@ class AllSumReduce(SliceLayer):
     Example:
         >>> import torch, weft
         >>> from weft.testing import run
-        >>> run(2, lambda wire: weft.nn.AllSumReduce(weft.Partition(2), 0)(torch.ones(2)))
+        >>> run(2, lambda group: weft.nn.AllSumReduce(weft.Partition(2), 0)(torch.ones(2)))
         [tensor([2., 2.]), tensor([2., 2.])]
     """
 

@@ -105,8 +105,8 @@ class AllToAll(Layer):
     Example:
         >>> import torch, weft
         >>> from weft.testing import run
-        >>> def program(wire):
-        ...     return weft.nn.AllToAll(weft.Partition(2), (0, 1))(torch.full((1, 2), wire.rank))
+        >>> def program(group):
+        ...     return weft.nn.AllToAll(weft.Partition(2), (0, 1))(torch.full((1, 2), group.rank))
         >>> run(2, program)[0]
         tensor([[0],
                 [1]])

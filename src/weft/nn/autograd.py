@@ -26,7 +26,7 @@ from .._torch import in_forward_mode, is_wrapped
 from ..devices import is_capturing
 from ..errors import WeftError, entry
 from ..grid import Shape
-from ..wire.base import Wire, as_bytes, decoded, plain, wire_for
+from ..wire.base import Group, as_bytes, decoded, plain, wire_for
 from .executor import assemble, execute, has_addition
 from .handshake import Statement, handshake, payload_of
 from .spec import Spec, planned
@@ -45,14 +45,14 @@ def applied(spec: Spec, x: Tensor) -> Tensor:
             every rank that takes part. Other ranks raise for themselves (`outside`).
         WireError: a peer or a link failed; names the culprit. The group is lost.
     """
-    wire = spec.partitions[0].wire
-    ranks = spec.groups.get(wire.rank)
+    group = spec.partitions[0].group
+    ranks = spec.groups.get(group.rank)
     if ranks is None:
-        return outside(spec.name, wire, x)
-    return _recorded(Call(spec, wire, ranks), x)
+        return outside(spec.name, group, x)
+    return _recorded(Call(spec, group, ranks), x)
 
 
-def outside(name: str, wire: Wire, x: Any) -> Tensor:
+def outside(name: str, group: Group, x: Any) -> Tensor:
     """The output on a rank that takes no part: a copy of its input. Nothing is sent.
 
     Raises:
@@ -60,7 +60,7 @@ def outside(name: str, wire: Wire, x: Any) -> Tensor:
     """
     if not isinstance(x, Tensor) or x.numel():
         raise WeftError(
-            f"rank {wire.rank}: {name} does not concern this rank, which must pass a "
+            f"rank {group.rank}: {name} does not concern this rank, which must pass a "
             f"tensor without elements, such as weft.nn.zero_volume_tensor(), not {_what(x)}"
         )
     return x.clone()
@@ -78,7 +78,7 @@ class Call:
 
     Attributes:
         spec: of the layer.
-        wire: of the group.
+        group: of the group.
         ranks: the ranks that take part.
         order: the order of the derivative: 0 is forward; odd ones use the transpose of the plan.
         stated: in backward, the shape that this rank passed to forward, which it states again;
@@ -89,7 +89,7 @@ class Call:
     """
 
     spec: Spec
-    wire: Wire
+    group: Group
     ranks: tuple[int, ...]
     order: int = 0
     stated: Shape | None = None
@@ -122,7 +122,7 @@ class Call:
             statement = Statement(shape, asks, records, payload_of(x, self.ranks))
             # compiled code has fixed the dtype of its result already
             dtype = own if x.numel() or self.compiled else None
-            device = wire_for(self.wire, x).route
+            device = wire_for(self.group, x).route
         fields = {
             "partition": self.spec.grids,
             "arguments": self.spec.arguments,
@@ -134,10 +134,10 @@ class Call:
         name = f"{self.name}{order}{' under vmap' * self.lanes}"
 
         def job() -> Moved:
-            known, said = handshake(self.wire, self.ranks, name, fields, error, statement)
+            known, said = handshake(self.group, self.ranks, name, fields, error, statement)
             return self._moved(x, known or own, said)  # own: where nobody's tensor says anything
 
-        return self.wire.worker.call(name, job)
+        return self.group.worker.call(name, job)
 
     def _moved(self, x: Tensor, dtype: torch.dtype, said: Mapping[int, Statement]) -> Moved:
         """Carry out the plan that follows from what all ranks said; collective.
@@ -151,24 +151,24 @@ class Call:
                 f"{self.name} adds up values, and {dtype} has no addition: pass integers, "
                 "floating-point or complex numbers"
             )
-        wire, sources = self.wire, self.spec.sources
+        group, sources = self.group, self.spec.sources
         plan = planned(self.spec, tuple((r, said[r].shape) for r in self.ranks if r in sources))
         if self.order % 2:
             plan = plan.T
         needs = any(each.needs for each in said.values())
         if all(said[rank].payload is not None for rank in plan.have.shapes):
             came = {
-                rank: decoded(wire, rank, "a tensor", said[rank].tensor, shape, dtype)
+                rank: decoded(group, rank, "a tensor", said[rank].tensor, shape, dtype)
                 for rank, shape in plan.have.shapes.items()
             }
-            y = assemble(plan, came, wire.rank, dtype)
+            y = assemble(plan, came, group.rank, dtype)
         else:
             # if its own is another, the tensor has no volume, so that its own said nothing
             same = x.dtype == dtype
             typed = x.detach() if same else torch.empty_like(x, dtype=dtype)
             local = typed.resolve_conj().resolve_neg()
-            y = execute(plan, local, wire_for(wire, local, self.ranks))
-        if wire.rank not in plan.want.shapes:
+            y = execute(plan, local, wire_for(group, local, self.ranks))
+        if group.rank not in plan.want.shapes:
             y = y.new_empty(self.nothing)
         return Moved(self, said, dtype, needs, y)
 
@@ -178,7 +178,7 @@ class Call:
             return f"{self.name} takes a tensor, not a {type(x).__name__}"
         if (trouble := _unreadable(x)) is not None:
             return f"{self.name} takes dense tensors, and this one is {trouble}"
-        if not self.order and self.wire.rank not in self.spec.sources and x.numel():
+        if not self.order and self.group.rank not in self.spec.sources and x.numel():
             return (
                 f"{self.name} takes no tensor from this rank, which passes {_what(x)}: pass one "
                 "without elements, such as weft.nn.zero_volume_tensor()"
@@ -189,7 +189,7 @@ class Call:
         """The call of the adjoint, after a call with a tensor of this shape."""
         order = self.order + 1
         stated = shape if order % 2 else None
-        same = self.spec, self.wire, self.ranks
+        same = self.spec, self.group, self.ranks
         return Call(*same, order, stated, shape, self.compiled, self.lanes)  # not `replace`: slow
 
     def batched(self, extent: int) -> Call:

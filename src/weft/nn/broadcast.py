@@ -152,9 +152,9 @@ class Broadcast(_BetweenGrids):
     Example:
         >>> import torch, weft
         >>> from weft.testing import run
-        >>> def program(wire):
+        >>> def program(group):
         ...     layer = weft.nn.Broadcast(weft.Partition(3), 0)
-        ...     x = weft.nn.zero_volume_tensor() if wire.rank else torch.tensor([2.0, 5.0])
+        ...     x = weft.nn.zero_volume_tensor() if group.rank else torch.tensor([2.0, 5.0])
         ...     return layer(x)
         >>> run(3, program)[2]
         tensor([2., 5.])
@@ -184,7 +184,7 @@ class SumReduce(_BetweenGrids):
     Example:
         >>> import torch, weft
         >>> from weft.testing import run
-        >>> run(3, lambda wire: weft.nn.SumReduce(weft.Partition(3), 0)(torch.ones(2)))
+        >>> run(3, lambda group: weft.nn.SumReduce(weft.Partition(3), 0)(torch.ones(2)))
         [tensor([3., 3.]), tensor([]), tensor([])]
     """
 

@@ -27,7 +27,7 @@ from .autograd import Call
 from .spec import Spec, planned
 
 _lock = threading.Lock()
-# compiled code knows specs by number; it must not keep a group and its wire alive
+# compiled code knows specs by number; it must not keep a group alive
 _known: list[tuple[Spec, weakref.ref[Any] | None]] = []
 _used: weakref.WeakValueDictionary[int, Spec] = weakref.WeakValueDictionary()
 
@@ -35,7 +35,7 @@ _used: weakref.WeakValueDictionary[int, Spec] = weakref.WeakValueDictionary()
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch's has no types
 def number(spec: Spec) -> int:
     """The number by which compiled code in this process knows a spec."""
-    group = spec.partitions[0].group
+    group = spec.partitions[0].group_handle
     known = spec.integers, None if group is None else weakref.ref(group)
     with _lock:
         if known not in _known:
@@ -84,16 +84,16 @@ def _move_back(grad: Tensor, key: int, shape: Sequence[int]) -> Tensor:
 def _run(x: Tensor, key: int, needs: bool, undone: Shape | None) -> Tensor:
     """Forward; or backward, if `undone` is the shape of the tensor that was passed to forward."""
     spec = spec_of(key)
-    wire = spec.partitions[0].wire
-    ranks = spec.groups.get(wire.rank)
+    group = spec.partitions[0].group
+    ranks = spec.groups.get(group.rank)
     if ranks is None:
         return x.clone()
-    call = Call(spec, wire, ranks, compiled=True)
+    call = Call(spec, group, ranks, compiled=True)
     y = (call if undone is None else call.back(undone)).run(x, needs=needs).output
     foreseen = tuple(y.shape) if undone is not None else _foreseen(spec, tuple(x.shape))
     if tuple(y.shape) != foreseen:
         raise WeftError(
-            f"rank {wire.rank}: {spec.name} was compiled for a result of {foreseen} and gave "
+            f"rank {group.rank}: {spec.name} was compiled for a result of {foreseen} and gave "
             f"{tuple(y.shape)}: pass the shape= that is"
         )
     return y

@@ -331,24 +331,24 @@ def from_dtensor(x: DTensor, partition: Partition, *, lengths: Lengths = None) -
     """
     from torch.distributed.tensor import DTensor  # here: it takes a while
 
-    wire = partition.wire
+    group = partition.group
     if not isinstance(x, DTensor):
         if not partition.active:
-            return outside("from_dtensor", wire, x)
+            return outside("from_dtensor", group, x)
         fault = f"from_dtensor takes a DTensor, not a {type(x).__name__}"
         ranks, nothing = tuple(sorted(partition.ranks)), Statement((), needs=False, records=False)
-        wire.worker.call(  # where all raise
-            "from_dtensor", lambda: handshake(wire, ranks, "from_dtensor", {}, fault, nothing)
+        group.worker.call(  # where all raise
+            "from_dtensor", lambda: handshake(group, ranks, "from_dtensor", {}, fault, nothing)
         )
         raise AssertionError("a fault was stated and not heard")
     layout = Layout.of(x.device_mesh, _positive(x.placements, x.ndim), shard_order(x))
     mesh = _grid(x.device_mesh, partition)
     spec = FromDTensorSpec(mesh, layout, tuple(x.shape), partition, checked_lengths(lengths))
     local = _local(x)
-    ranks = spec.groups.get(wire.rank)
+    ranks = spec.groups.get(group.rank)
     if ranks is None:
         return local.detach().clone()
-    moved = Call(spec, wire, ranks).run(local)
+    moved = Call(spec, group, ranks).run(local)
     averages, dtype = "avg" in layout.reductions, moved.dtype
     if averages and not (dtype.is_floating_point or dtype.is_complex):
         raise WeftError(f"from_dtensor: {dtype} has no average: use Partial('sum')")
@@ -391,12 +391,12 @@ def to_dtensor(
         ...     weft.nn.to_dtensor(torch.arange(3), grid, grid.to_mesh(), [Replicate()]).to_local()
         tensor([0, 1, 2])
     """
-    wire = partition.wire
+    group = partition.group
     spec = ToDTensorSpec(partition, _grid(mesh, partition), Layout.of(mesh, placements))
-    ranks = spec.groups.get(wire.rank)
+    ranks = spec.groups.get(group.rank)
     if ranks is None:
-        return outside(spec.name, wire, x)
-    moved = Call(spec, wire, ranks).run(x)
+        return outside(spec.name, group, x)
+    moved = Call(spec, group, ranks).run(x)
     anchor = anchor_of(moved, x)
     y: DTensor = _ToDTensor.apply(x, anchor, moved, mesh, placements)  # type: ignore[no-untyped-call]  # torch's
     return y
@@ -467,8 +467,8 @@ def _grid(mesh: DeviceMesh, partition: Partition) -> Partition:
     """A mesh as a grid in the group of a partition."""
     from .mesh import ranks_in
 
-    ranks = ranks_in(partition.group, mesh.mesh.flatten().tolist())
-    return Partition(tuple(mesh.mesh.shape), ranks=ranks, group=partition.group)
+    ranks = ranks_in(partition.group_handle, mesh.mesh.flatten().tolist())
+    return Partition(tuple(mesh.mesh.shape), ranks=ranks, group=partition.group_handle)
 
 
 def _positive(placements: Sequence[Placement], ndim: int) -> list[Placement]:

@@ -8,7 +8,7 @@ Plans that are well-known collectives have schedules of their own:
 
 * broadcast and sum_reduce of more than 64 KiB, on the host: along a chain, chunk by chunk. Every
   link carries the tensor once, however many ranks there are; a sum grows on its way to the root.
-* all_reduce: the wire's own. It also serves sum_reduce of more than 64 KiB on an accelerator, if
+* all_reduce: the group's own. It also serves sum_reduce of more than 64 KiB on an accelerator, if
   the root has an addend; so no rank receives as much as all others have.
 
 On an accelerator whatever else moves goes in one exchange, in which all ranks of the call take
@@ -27,7 +27,7 @@ from ..chain import Chain
 from ..devices import on_host
 from ..grid import Box
 from ..plan import Local, Plan, Write
-from ..wire.base import Lease, Pending, Wire, fresh, peers, typed
+from ..wire.base import Group, Lease, Pending, fresh, peers, typed
 from .handshake import among
 
 _CHANNEL = 8  # that no other room uses
@@ -57,14 +57,14 @@ def has_addition(dtype: torch.dtype) -> bool:
     return dtype in _INTEGERS or dtype.is_complex or (dtype.is_floating_point and not float8)
 
 
-def execute(plan: Plan, x: Tensor, wire: Wire) -> Tensor:
+def execute(plan: Plan, x: Tensor, group: Group) -> Tensor:
     """Carry out a plan; return this rank's result, a new tensor. Collective among its ranks.
 
     Args:
-        plan: the same on all of them; ranks as the wire counts.
+        plan: the same on all of them; ranks as the group counts.
         x: this rank's tensor, of the shape that the plan has for it; ignored, but for its dtype
             and device, if that has none.
-        wire: of the group, for tensors where that is.
+        group: of the group, for tensors where that is.
     """
     dtype = x.dtype
     x = x.view(_BITS.get(dtype, dtype))
@@ -77,12 +77,12 @@ def execute(plan: Plan, x: Tensor, wire: Wire) -> Tensor:
     ):
         wide = torch.complex64 if dtype is torch.complex32 else x.dtype  # which has no sums
         total = fresh(tuple(x.shape), wide, x.device).copy_(x)
-        among(wire, tuple(plan.ranks)).dense_all_reduce(total, "sum").wait()
+        among(group, tuple(plan.ranks)).dense_all_reduce(total, "sum").wait()
         y = total.to(x.dtype)
     elif long and on_host(x):
-        y = _along_a_chain(plan, x, wire)
+        y = _along_a_chain(plan, x, group)
     else:
-        y = _directly(plan, x, wire)
+        y = _directly(plan, x, group)
     return y.view(dtype)
 
 
@@ -120,28 +120,28 @@ def _write(y: Tensor, writes: Iterable[Write], given: Tensor | Sequence[Tensor])
         (y[put].copy_ if first else y[put].add_)(value)
 
 
-def _directly(plan: Plan, x: Tensor, wire: Wire) -> Tensor:
+def _directly(plan: Plan, x: Tensor, group: Group) -> Tensor:
     """Carry out a plan by direct messages: each rank sends its boxes to those that need them."""
-    local = plan.local(wire.rank)
+    local = plan.local(group.rank)
     y = _room(local, x.dtype, x.device)
     coming: dict[int, Pending] = {}
     in_place = set()
-    for peer in reversed(peers(wire)):  # as they send
+    for peer in reversed(peers(group)):  # as they send
         if moves := local.sources.get(peer):
             place = _place(y, local.writes[peer], x.dtype)
             if place is not None:
                 in_place.add(peer)
             size = sum(put.volume for _, put in moves) * x.element_size()
-            coming[peer] = wire.post((), [(peer, size if place is None else place)], _CHANNEL)
+            coming[peer] = group.post((), [(peer, size if place is None else place)], _CHANNEL)
     leases: list[Lease] = []
     messages: dict[tuple[Box, ...], Tensor] = {}  # the same to several peers is one
     for takes in local.sends.values():
         if takes not in messages:
-            messages[takes] = _packed(x, takes, wire, leases)
-    sends = [(peer, messages[local.sends[peer]]) for peer in peers(wire) if peer in local.sends]
-    going = [wire.post(sends, (), _CHANNEL)] if sends or not on_host(x) else []
+            messages[takes] = _packed(x, takes, group, leases)
+    sends = [(peer, messages[local.sends[peer]]) for peer in peers(group) if peer in local.sends]
+    going = [group.post(sends, (), _CHANNEL)] if sends or not on_host(x) else []
     for source, moves in local.sources.items():
-        if source == wire.rank:
+        if source == group.rank:
             _write(y, local.writes[source], x)
             continue
         (message,) = coming[source].wait()
@@ -164,12 +164,12 @@ def _place(y: Tensor, writes: Sequence[Write], dtype: torch.dtype) -> Tensor | N
     return place if place.is_contiguous() else None
 
 
-def _packed(x: Tensor, takes: Sequence[Box], wire: Wire, leases: list[Lease]) -> Tensor:
+def _packed(x: Tensor, takes: Sequence[Box], group: Group, leases: list[Lease]) -> Tensor:
     """The boxes as one message."""
     first = x[takes[0].slices]
     if len(takes) == 1 and first.is_contiguous():
         return first
-    leases.append(wire.lease(sum(take.volume for take in takes) * x.element_size()))
+    leases.append(group.lease(sum(take.volume for take in takes) * x.element_size()))
     for take, place in zip(takes, _split(leases[-1].tensor, takes, x.dtype), strict=True):
         place.copy_(x[take.slices])
     return leases[-1].tensor
@@ -183,7 +183,7 @@ def _split(memory: Tensor, found: Iterable[Box], dtype: torch.dtype) -> Iterable
         at += box.volume * dtype.itemsize
 
 
-def _along_a_chain(plan: Plan, x: Tensor, wire: Wire) -> Tensor:
+def _along_a_chain(plan: Plan, x: Tensor, group: Group) -> Tensor:
     """Carry out a broadcast or a sum_reduce along a chain of ranks."""
     summing = plan.hint == "sum_reduce"
     (root,) = (plan.want if summing else plan.have).shapes
@@ -191,14 +191,14 @@ def _along_a_chain(plan: Plan, x: Tensor, wire: Wire) -> Tensor:
     chain = [*others, root] if summing else [root, *others]
     shape = next(iter(plan.have.shapes.values()))
     wide = _WIDE.get(x.dtype, x.dtype) if summing else x.dtype
-    y = fresh(shape, x.dtype) if wire.rank in plan.want.shapes else None
+    y = fresh(shape, x.dtype) if group.rank in plan.want.shapes else None
     leases = []
     total = y
     if total is None or total.dtype != wide:
-        leases.append(wire.lease(math.prod(shape) * wide.itemsize))
+        leases.append(group.lease(math.prod(shape) * wide.itemsize))
         total = typed(leases[0].tensor, shape, wide)
-    own = x.reshape(-1) if wire.rank in plan.have.shapes else None
-    Chain(wire, chain, total.view(-1), own).wait()
+    own = x.reshape(-1) if group.rank in plan.have.shapes else None
+    Chain(group, chain, total.view(-1), own).wait()
     if y is not None and y is not total:
         y.copy_(total)
     for lease in leases:

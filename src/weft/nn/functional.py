@@ -6,8 +6,8 @@ module once instead. Arguments, results and errors are those of the layer.
 Example:
     >>> import torch, weft
     >>> from weft.testing import run
-    >>> def program(wire):
-    ...     x = torch.tensor([wire.rank])
+    >>> def program(group):
+    ...     x = torch.tensor([group.rank])
     ...     return weft.nn.functional.all_gather(x, weft.Partition(2), 0).tolist()
     >>> run(2, program)
     [[0, 1], [0, 1]]

@@ -201,15 +201,15 @@ class HaloExchange(Layer):
     Example:
         >>> import torch, weft
         >>> from weft.testing import run
-        >>> def program(wire):
+        >>> def program(group):
         ...     layer = weft.nn.HaloExchange(weft.Partition(2), 1)
-        ...     return layer(torch.tensor([1, 2]) + 2 * wire.rank)
+        ...     return layer(torch.tensor([1, 2]) + 2 * group.rank)
         >>> run(2, program)
         [tensor([0, 1, 2, 3]), tensor([2, 3, 4, 0])]
-        >>> def program(wire):  # the second rank alone needs a margin
+        >>> def program(group):  # the second rank alone needs a margin
         ...     width = lambda cell: [(2, 0) if cell == (1,) else (0, 0)]
         ...     layer = weft.nn.HaloExchange(weft.Partition(2), width)
-        ...     return layer(torch.tensor([1, 2]) + 2 * wire.rank)
+        ...     return layer(torch.tensor([1, 2]) + 2 * group.rank)
         >>> run(2, program)
         [tensor([1, 2]), tensor([1, 2, 3, 4])]
     """

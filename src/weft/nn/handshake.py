@@ -22,7 +22,7 @@ from ..devices import on_host
 from ..errors import WeftError
 from ..grid import Shape
 from ..tensors import dtype_in
-from ..wire.base import Wire, as_bytes, plain
+from ..wire.base import Group, as_bytes, plain
 from ..wire.part import Part
 
 EAGER = 4 << 10
@@ -91,7 +91,7 @@ class Statement:
 
 
 def handshake(
-    wire: Wire,
+    group: Group,
     ranks: tuple[int, ...],
     call: str,
     fields: Mapping[str, object],
@@ -103,7 +103,7 @@ def handshake(
     Collective among `ranks`.
 
     Args:
-        wire: of the whole group.
+        group: of the whole group.
         ranks: who takes part, ascending.
         call: name of the call.
         fields: what must be the same on all of them; None where this rank does not know. Among
@@ -120,15 +120,15 @@ def handshake(
         WireError: a peer or a link failed.
     """
 
-    packed = statement.pack(wire.rank)
-    agreement = agree(among(wire, ranks), call, fields, error, packed, _one_behind_the_other)
+    packed = statement.pack(group.rank)
+    agreement = agree(among(group, ranks), call, fields, error, packed, _one_behind_the_other)
     try:
         said: dict[int, Statement] = {}
         everyone = ranks if len(ranks) > DIRECT else ()  # else each body is of one rank
         bodies = agreement.read(Statement.unpack, everyone)
         for rank, body in zip(ranks, bodies, strict=False):
             if len(bodies) > 1 and list(body) != [rank]:
-                raise wire.fail(rank, f"rank {rank} sent what ranks {list(body)} bring")
+                raise group.fail(rank, f"rank {rank} sent what ranks {list(body)} bring")
             said |= body
         unknown = agreement.fields["dtype"] == "?"
         dtype = None if unknown else agreement.field("dtype", dtype_in)
@@ -144,9 +144,9 @@ def handshake(
     return dtype, said
 
 
-def among(wire: Wire, ranks: tuple[int, ...]) -> Wire:
-    """The wire of some ranks: itself if these are all."""
-    return wire if ranks == tuple(range(wire.size)) else Part(wire, ranks)
+def among(group: Group, ranks: tuple[int, ...]) -> Group:
+    """The group of some ranks: itself if these are all."""
+    return group if ranks == tuple(range(group.size)) else Part(group, ranks)
 
 
 def payload_of(x: Tensor, ranks: tuple[int, ...]) -> memoryview | None:

@@ -21,7 +21,7 @@ class Layer(torch.nn.Module):
     elements, get one, and wait for nobody. The result is a new tensor on the device of the input.
     The inputs of the ranks that take part must be on the same kind of device, also those without
     elements. The `state_dict` is empty. The layer can be pickled, unless its partition is of a
-    `weft.Wire`.
+    `weft.Group`.
 
     Attributes:
         spec: what moves where.
@@ -56,7 +56,7 @@ class Layer(torch.nn.Module):
         Example:
             >>> import weft
             >>> from weft.testing import run
-            >>> def program(wire):
+            >>> def program(group):
             ...     plan = weft.nn.HaloExchange(weft.Partition(3), 1).plan((9, 2))
             ...     return [(move.source, move.take.shape) for move in plan.moves]
             >>> run(3, program)[0][:2]

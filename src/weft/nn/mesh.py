@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .. import _torch
 from ..errors import WeftError
-from ..wire.base import Wire
+from ..wire.base import Group
 
 
 def mesh(device_type: str, ranks: list[Any], names: Sequence[str] | None) -> DeviceMesh:
@@ -23,20 +23,20 @@ def mesh(device_type: str, ranks: list[Any], names: Sequence[str] | None) -> Dev
     return DeviceMesh(device_type, ranks, mesh_dim_names=None if names is None else tuple(names))
 
 
-def as_shard(rows: Tensor, height: int, wire: Wire) -> Tensor:
+def as_shard(rows: Tensor, height: int, group: Group) -> Tensor:
     """This rank's rows as a DTensor `[height, ...]` with `Shard(0)`; nothing is sent.
 
-    The rows must be this rank's chunk, as `torch.chunk` cuts. If the wire is not that of a process
+    The rows must be this rank's chunk, as `torch.chunk` cuts. If the group is not that of a process
     group of torch's, the result is `rows` itself.
     """
-    group = wire.process_group()
-    if group is None:
+    process_group = group.process_group()
+    if process_group is None:
         return rows
     from torch.distributed.tensor import DTensor, Shard
 
     shape = torch.Size((height, *rows.shape[1:]))
     stride = torch.empty(shape, device="meta").stride()
-    along = DeviceMesh.from_group(group, rows.device.type)
+    along = DeviceMesh.from_group(process_group, rows.device.type)
     found: Tensor = DTensor.from_local(rows, along, [Shard(0)], shape=shape, stride=stride)
     return found
 
@@ -45,7 +45,7 @@ def ranks_in(group: object, ranks: Sequence[int]) -> list[int]:
     """The ranks of torch's default group, as ranks in another group.
 
     Args:
-        group: None or a Wire, for which the numbers stay the same; a ProcessGroup or a 1-D
+        group: None or a Group, for which the numbers stay the same; a ProcessGroup or a 1-D
             DeviceMesh.
         ranks: in torch's default group.
 

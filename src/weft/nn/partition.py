@@ -28,7 +28,7 @@ from .. import grid, notebook
 from ..errors import WeftError, entry
 from ..grid import Box, Shape
 from ..wire import default
-from ..wire.base import Wire
+from ..wire.base import Group
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -44,13 +44,13 @@ class Partition:
         shape: the number of cells in each dimension; an integer is a grid of one dimension.
         ranks: the rank of each cell, in row-major order: any ranks of the group, in any order.
             None: the first ranks of the group.
-        group: the group whose ranks these are: None (the default group), a Wire, a ProcessGroup,
+        group: the group whose ranks these are: None (the default group), a Group, a ProcessGroup,
             or a 1-D DeviceMesh.
 
     Attributes:
         shape: the number of cells in each dimension.
         ranks: the rank of each cell, in row-major order.
-        group: as given.
+        group_handle: what was given as `group=`; None is whichever group is the default one.
 
     Raises:
         WeftError: an extent is below 1, there is not one rank for each cell, a rank is repeated or
@@ -66,7 +66,7 @@ class Partition:
 
     shape: Shape
     ranks: tuple[int, ...]
-    group: Any = field(hash=False)
+    group_handle: Any = field(hash=False)
 
     @entry
     def __init__(
@@ -76,16 +76,16 @@ class Partition:
         ranks: Sequence[int] | None = None,
         group: object = None,
     ) -> None:
-        wire = default.resolve(group)
-        me = f"rank {wire.rank}"
+        group = default.resolve(handle := group)
+        me = f"rank {group.rank}"
         extents = integers(me, "shape", shape)
         if any(extent < 1 for extent in extents):
             raise WeftError(f"{me}: a grid of {extents} has a dimension without cells")
         count = math.prod(extents)
         if ranks is None:
-            if count > wire.size:
+            if count > group.size:
                 raise WeftError(
-                    f"{me}: a grid of {extents} has {count} cells, the group {wire.size} ranks: "
+                    f"{me}: a grid of {extents} has {count} cells, the group {group.size} ranks: "
                     "start more ranks, or make it smaller"
                 )
             ranks = range(count)
@@ -93,19 +93,19 @@ class Partition:
         if len(chosen) != count:
             raise WeftError(f"{me}: {len(chosen)} ranks for the {count} cells of a grid {extents}")
         for number, rank in enumerate(chosen):
-            if not 0 <= rank < wire.size:
-                raise WeftError(f"{me}: there is no rank {rank} in a group of {wire.size}")
+            if not 0 <= rank < group.size:
+                raise WeftError(f"{me}: there is no rank {rank} in a group of {group.size}")
             if rank in chosen[:number]:
                 raise WeftError(f"{me}: rank {rank} is in the grid twice")
-        self._set(extents, chosen, group)
+        self._set(extents, chosen, handle)
 
-    def _set(self, shape: Shape, ranks: Iterable[int], group: object) -> Partition:
-        self.__dict__.update(shape=shape, ranks=tuple(ranks), group=group)
+    def _set(self, shape: Shape, ranks: Iterable[int], handle: object) -> Partition:
+        self.__dict__.update(shape=shape, ranks=tuple(ranks), group_handle=handle)
         return self
 
     def _like(self, shape: Shape, ranks: Iterable[int]) -> Partition:
         """Another grid in the same group, of ranks that are known to be in it."""
-        return object.__new__(Partition)._set(shape, ranks, self.group)
+        return object.__new__(Partition)._set(shape, ranks, self.group_handle)
 
     def within(self, group: object) -> Partition:
         """The same cells and ranks, as another group counts them; None: whatever is the default."""
@@ -139,14 +139,14 @@ class Partition:
     # ranks and cells
 
     @property
-    def wire(self) -> Wire:
-        """The wire of the group, here and now."""
-        return default.resolve(self.group)
+    def group(self) -> Group:
+        """The group, here and now."""
+        return default.resolve(self.group_handle)
 
     @property
     def rank(self) -> int:
         """This rank, as the group counts."""
-        return self.wire.rank
+        return self.group.rank
 
     @property
     def dim(self) -> int:
@@ -195,7 +195,7 @@ class Partition:
 
         Example:
             >>> from weft.testing import run
-            >>> run(3, lambda wire: Partition(3).neighbour(0))
+            >>> run(3, lambda group: Partition(3).neighbour(0))
             [1, 2, None]
         """
         (dim,) = normal_dims(dim, self.dim)
@@ -287,7 +287,7 @@ class Partition:
 
         Example:
             >>> from weft.testing import run
-            >>> run(2, lambda wire: Partition((2, 1)).boxes((5, 3))[wire.rank].shape)
+            >>> run(2, lambda group: Partition((2, 1)).boxes((5, 3))[group.rank].shape)
             [(3, 3), (2, 3)]
         """
         found = grid.boxes(self.lengths(shape))
@@ -316,12 +316,12 @@ class Partition:
         """The integers, and what finds the group again where they are read."""
         from .mesh import name_of
 
-        if isinstance(self.group, Wire):
+        if isinstance(self.group_handle, Group):
             raise WeftError(
-                "a partition of a weft wire cannot be pickled, since nobody could find that wire "
-                "again: make it of the default group, or of a process group"
+                "a partition of a weft.Group cannot be pickled, since nobody could find that "
+                "group again: make it of the default group, or of a process group"
             )
-        return _restore, (self.shape, self.ranks, name_of(self.group))
+        return _restore, (self.shape, self.ranks, name_of(self.group_handle))
 
     def __repr__(self) -> str:
         """The ranks, as they stand in the grid."""
@@ -379,7 +379,10 @@ def same_group(name: str, one: Partition, other: Partition) -> None:
     Raises:
         WeftError: they do not.
     """
-    if one.group is not other.group and one.group != other.group:
+    one_handle, other_handle = one.group_handle, other.group_handle
+    if one_handle is other_handle or one_handle == other_handle:
+        return
+    if one.group is not other.group:
         raise WeftError(f"{name}: the two grids count ranks in different groups")
 
 

@@ -71,9 +71,9 @@ class Repartition(Layer):
     Example:
         >>> import torch, weft
         >>> from weft.testing import run
-        >>> def program(wire):
+        >>> def program(group):
         ...     rows, columns = weft.Partition((2, 1)), weft.Partition((1, 2))
-        ...     return weft.nn.Repartition(rows, columns)(torch.full((1, 4), wire.rank))
+        ...     return weft.nn.Repartition(rows, columns)(torch.full((1, 4), group.rank))
         >>> run(2, program)[1]
         tensor([[0, 0],
                 [1, 1]])

@@ -30,8 +30,8 @@ class Scatter(CuttingLayer):
     Example:
         >>> import torch, weft
         >>> from weft.testing import run
-        >>> def program(wire):
-        ...     x = weft.nn.zero_volume_tensor() if wire.rank else torch.arange(3)
+        >>> def program(group):
+        ...     x = weft.nn.zero_volume_tensor() if group.rank else torch.arange(3)
         ...     return weft.nn.Scatter(weft.Partition(2), 0)(x)
         >>> run(2, program)
         [tensor([0, 1]), tensor([2])]
@@ -59,8 +59,8 @@ class Gather(SliceLayer):
     Example:
         >>> import torch, weft
         >>> from weft.testing import run
-        >>> def program(wire):
-        ...     return weft.nn.Gather(weft.Partition(2), 0)(torch.tensor([wire.rank]))
+        >>> def program(group):
+        ...     return weft.nn.Gather(weft.Partition(2), 0)(torch.tensor([group.rank]))
         >>> run(2, program)
         [tensor([0, 1]), tensor([], dtype=torch.int64)]
     """

@@ -119,7 +119,7 @@ class Spec(abc.ABC):
 
     @functools.cached_property
     def integers(self) -> Spec:
-        """The same spec without its group: caches that keep it must not keep a wire open."""
+        """The same spec without its group: caches that keep it must not keep it open."""
         return self.within(None)
 
     def expected(self, rank: int) -> Mapping[int, Shape] | None:

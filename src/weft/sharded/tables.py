@@ -45,7 +45,7 @@ from ..kernels.ops import OPS
 from ..nn.mesh import as_shard
 from ..nn.partition import Partition
 from ..wire import default
-from ..wire.base import Wire
+from ..wire.base import Group
 
 _NAME = "sharded_lookup"
 _SPELLED = 500  # characters of a fingerprint that tell what tables there are; above, a digest
@@ -90,7 +90,7 @@ class ShardedTable(Cut):
         sparse: bool = True,
         device: Any = None,
         average: bool = True,
-        group: Any = None,
+        group: object = None,
         **options: Any,
     ) -> None:
         super().__init__()
@@ -100,17 +100,17 @@ class ShardedTable(Cut):
         self.weight = nn.Parameter(rows, self.weight.requires_grad)
         self.reset_parameters()
 
-    def _cut(self, table: Any, average: bool, group: Any) -> None:
+    def _cut(self, table: Any, average: bool, handle: object) -> None:
         """Take the settings of a table of torch's, and copy this rank's rows of it."""
         vars(self).update({name: getattr(table, name) for name in table.__constants__})
-        wire = default.resolve(group)
+        group = default.resolve(handle)
         # which copies of the table share, and pickle finds again by name
-        self.average, self._ranks = average, Partition(wire.size, group=group)
+        self.average, self._ranks = average, Partition(group.size, group=handle)
         total = self.num_embeddings
-        height = -(-total // wire.size)
-        self._bounds = [min(rank * height, total) for rank in range(wire.size + 1)]
-        self._rank = wire.rank
-        self.first, end = self._bounds[wire.rank : wire.rank + 2]
+        height = -(-total // group.size)
+        self._bounds = [min(rank * height, total) for rank in range(group.size + 1)]
+        self._rank = group.rank
+        self.first, end = self._bounds[group.rank : group.rank + 2]
         whole = table.weight
         self.weight = nn.Parameter(whole.detach()[self.first : end].clone(), whole.requires_grad)
         self._ddp_params_and_buffers_to_ignore = ["weight"]
@@ -119,7 +119,7 @@ class ShardedTable(Cut):
         hooked.register_load_state_dict_pre_hook(_with_rows)
 
     @classmethod
-    def _of(cls, table: nn.Module, average: bool, group: Any) -> Self:
+    def _of(cls, table: nn.Module, average: bool, group: object) -> Self:
         made = cls.__new__(cls)
         nn.Module.__init__(made)
         made._cut(table, average, group)
@@ -133,7 +133,7 @@ class ShardedTable(Cut):
         *,
         sparse: bool = True,
         average: bool = True,
-        group: Any = None,
+        group: object = None,
         **options: Any,
     ) -> Self:
         """Make a table of given rows: each rank copies its own rows of them. No row is sent.
@@ -162,8 +162,8 @@ class ShardedTable(Cut):
         table = cls._kind.from_pretrained(embeddings, freeze, sparse=sparse, **options)
         return cls._of(table, average, group)
 
-    def _wire(self) -> Wire:
-        return self._ranks.wire
+    def _group(self) -> Group:
+        return self._ranks.group
 
     def __setattr__(self, name: str, value: Any) -> None:
         # a module with a __setattr__ of its own makes fully_shard call register_parameter
@@ -232,7 +232,7 @@ class ShardedTable(Cut):
             torch.Size([5])
         """
         own = self.weight if rows is None else rows
-        return as_shard(own.detach(), self.num_embeddings, self._wire())
+        return as_shard(own.detach(), self.num_embeddings, self._group())
 
     @torch.no_grad()
     def to_dense(self) -> Tensor:
@@ -248,16 +248,16 @@ class ShardedTable(Cut):
         Example:
             >>> import torch, weft
             >>> from weft.testing import run
-            >>> def program(wire):
+            >>> def program(group):
             ...     whole = torch.arange(5).view(5, 1)
             ...     table = weft.nn.ShardedEmbedding.from_pretrained(whole.double())
             ...     return table.first, len(table.weight), table.to_dense().flatten().tolist()
             >>> run(2, program)
             [(0, 3, [0.0, 1.0, 2.0, 3.0, 4.0]), (3, 2, [0.0, 1.0, 2.0, 3.0, 4.0])]
         """
-        wire = self._wire()
-        scatter = Scatter(wire, "to_dense", fields={"tables": _described([self])})
-        return torch.cat(apply(scatter, [self.weight.detach()] * wire.size))
+        group = self._group()
+        scatter = Scatter(group, "to_dense", fields={"tables": _described([self])})
+        return torch.cat(apply(scatter, [self.weight.detach()] * group.size))
 
     def _distinct(self, given: Tensor) -> tuple[Tensor, Tensor]:
         """The distinct indices that a caller gave, sorted; and for each given one its place there.
@@ -335,7 +335,7 @@ class ShardedEmbedding(ShardedTable):
         device, dtype: of the weight, by default torch's default ones.
         average: True (the default): the sum of the ranks' gradients is divided by the number of
             ranks, as DistributedDataParallel does. False: it is not.
-        group: None (the default group), a Wire, a ProcessGroup, or a 1-D DeviceMesh.
+        group: None (the default group), a Group, a ProcessGroup, or a 1-D DeviceMesh.
 
     Attributes:
         weight: the rows of this rank, `[rows of this rank, embedding_dim]`, drawn from the standard
@@ -352,10 +352,10 @@ class ShardedEmbedding(ShardedTable):
     Example:
         >>> import torch, weft
         >>> from weft.testing import run
-        >>> def program(wire):  # 3 rows on the first of two ranks, 2 on the second
+        >>> def program(group):  # 3 rows on the first of two ranks, 2 on the second
         ...     whole = torch.arange(10.0).view(5, 2)
         ...     table = weft.nn.ShardedEmbedding.from_pretrained(whole, freeze=False)
-        ...     rows = table(torch.tensor([[4, 1, 4 - wire.rank]]))
+        ...     rows = table(torch.tensor([[4, 1, 4 - group.rank]]))
         ...     rows.sum().backward()
         ...     return rows[0, :, 0].tolist(), table.weight.grad.to_dense()[:, 0].tolist()
         >>> run(2, program)
@@ -402,7 +402,7 @@ class ShardedEmbeddingBag(ShardedTable):
     Example:
         >>> import torch, weft
         >>> from weft.testing import run
-        >>> def program(wire):
+        >>> def program(group):
         ...     whole = torch.arange(10.0).view(5, 2)
         ...     bags = weft.nn.ShardedEmbeddingBag.from_pretrained(whole, mode="sum")
         ...     return bags(torch.tensor([0, 4, 1]), torch.tensor([0, 2])).tolist()
@@ -518,11 +518,11 @@ def sharded_lookup(
     if not tables or (others := [each for each in tables if not isinstance(each, ShardedTable)]):
         what = f"has a {type(others[0]).__name__}" if tables else "is empty"
         raise WeftError(f"tables {what}: pass a list of weft.nn.ShardedEmbedding(Bag)")
-    wire = tables[0]._wire()
+    group = tables[0]._group()
     error: str | None = None
     asked: list[_Asked] = []
     try:
-        _check(tables, inputs, wire)
+        _check(tables, inputs, group)
         for table, given in zip(tables, inputs, strict=True):
             one: Any = table
             asked.append(one._asked(*(given if isinstance(given, tuple) else (given,))))
@@ -530,11 +530,11 @@ def sharded_lookup(
         name = f"table {len(asked)}: " if len(tables) > 1 else ""
         error = f"{name}{wrong if isinstance(wrong, WeftError) else repr(wrong)}"
     with profiled("sharded_lookup"):
-        rows = _fetched(wire, tables, [indices for indices, _ in asked], error)
+        rows = _fetched(group, tables, [indices for indices, _ in asked], error)
     return [output(found) for (_, output), found in zip(asked, rows, strict=True)]
 
 
-def _check(tables: Sequence[ShardedTable], inputs: Sequence[object], wire: Wire) -> None:
+def _check(tables: Sequence[ShardedTable], inputs: Sequence[object], group: Group) -> None:
     """Raise WeftError if these tables cannot be called together, or not by this rank."""
     if len(inputs) != len(tables):
         raise WeftError(f"{len(inputs)} inputs for {len(tables)} tables: pass one for each")
@@ -543,7 +543,7 @@ def _check(tables: Sequence[ShardedTable], inputs: Sequence[object], wire: Wire)
         raise WeftError(f"there are tables of {' and '.join(kinds)}: ask those of one kind at once")
     for each in tables:
         made = each._rank, len(each._bounds) - 1
-        if each._wire() is not wire or made != (wire.rank, wire.size):
+        if each._group() is not group or made != (group.rank, group.size):
             raise WeftError(f"a table of rank {made[0]} of {made[1]} is asked in another group")
 
 
@@ -554,7 +554,7 @@ def _described(tables: Sequence[ShardedTable]) -> str:
 
 
 def _fetched(
-    wire: Wire, tables: Sequence[ShardedTable], wanted: Sequence[Tensor], error: str | None
+    group: Group, tables: Sequence[ShardedTable], wanted: Sequence[Tensor], error: str | None
 ) -> list[Tensor]:
     """The rows of each table that this rank needs, `[u, embedding_dim]`. Collective.
 
@@ -562,10 +562,10 @@ def _fetched(
     after the other.
     """
     fields: dict[str, object] = {"tables": _described(tables)}
-    messages, counts = [torch.empty(0, dtype=torch.int64)] * wire.size, [[0]]
+    messages, counts = [torch.empty(0, dtype=torch.int64)] * group.size, [[0]]
     if error is None:
-        messages, counts = _questions(wire, tables, wanted)
-    scatter = Scatter(wire, f"{_NAME} (indices)", error, fields=fields)
+        messages, counts = _questions(group, tables, wanted)
+    scatter = Scatter(group, f"{_NAME} (indices)", error, fields=fields)
     heard = apply(scatter, messages)
     # how many rows each rank needs of each table that are here, by rank and table
     given = kernels.read(torch.cat([each[: len(tables)] for each in heard]).long())
@@ -574,7 +574,7 @@ def _fetched(
         sizes = given[rank * len(tables) : (rank + 1) * len(tables)]
         runs.append(list(torch.split(message[len(tables) :], sizes)))
     parts = _Owned.apply(tables, runs, *(table.weight for table in tables))  # type: ignore[no-untyped-call]  # torch's
-    came = apply(Scatter(wire, f"{_NAME} (rows)", fields=fields), cast(list[Tensor], parts))
+    came = apply(Scatter(group, f"{_NAME} (rows)", fields=fields), cast(list[Tensor], parts))
     dims = [table.embedding_dim for table in tables]
     pieces = [
         torch.split(each, [count * dim for count, dim in zip(some, dims, strict=True)])
@@ -587,7 +587,7 @@ def _fetched(
 
 
 def _questions(
-    wire: Wire, tables: Sequence[ShardedTable], wanted: Sequence[Tensor]
+    group: Group, tables: Sequence[ShardedTable], wanted: Sequence[Tensor]
 ) -> tuple[list[Tensor], list[list[int]]]:
     """The message to each rank, and the counts in it as integers on the host.
 
@@ -599,14 +599,14 @@ def _questions(
         torch.searchsorted(indices, indices.new_tensor(table._bounds))
         for table, indices in zip(tables, wanted, strict=True)
     ]
-    width, flat = wire.size + 1, kernels.read(torch.cat(ends))
+    width, flat = group.size + 1, kernels.read(torch.cat(ends))
     cuts = [flat[at : at + width] for at in range(0, len(flat), width)]
-    counts = [[each[rank + 1] - each[rank] for each in cuts] for rank in range(wire.size)]
+    counts = [[each[rank + 1] - each[rank] for each in cuts] for rank in range(group.size)]
     tall = max(table.num_embeddings for table in tables) >= 1 << 31
     dtype = torch.int64 if tall else torch.int32
     heads = torch.tensor(counts, dtype=dtype, device=device)
     messages = []
-    for rank in range(wire.size):
+    for rank in range(group.size):
         own = (
             (indices[each[rank] : each[rank + 1]] - table._bounds[rank]).to(dtype)
             for table, indices, each in zip(tables, wanted, cuts, strict=True)
@@ -671,7 +671,7 @@ def _gradient(table: ShardedTable, runs: Sequence[tuple[Tensor, Tensor]]) -> Ten
 
 
 def shard_embeddings(
-    module: M, min_rows: int = 100_000, *, average: bool = True, group: Any = None
+    module: M, min_rows: int = 100_000, *, average: bool = True, group: object = None
 ) -> M:
     """Replace the large embedding tables of a model by sharded ones. No row is sent.
 

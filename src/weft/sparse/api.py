@@ -12,7 +12,7 @@ import torch
 from ..devices import Aside
 from ..errors import untransformed
 from ..wire import default
-from ..wire.base import Wire
+from ..wire.base import Group
 from . import run, tables
 from .choice import Explanation
 from .record import started
@@ -23,7 +23,7 @@ from .request import Request
 def sparse_all_reduce(
     rows: Any,
     op: Any = "sum",
-    group: Any = None,
+    group: object = None,
     async_op: bool = False,
     *,
     algorithm: str = "auto",
@@ -42,7 +42,7 @@ def sparse_all_reduce(
             group), "min", "max", "band", "bor", "bxor" (these three of integers and bool), a
             `torch.distributed.ReduceOp`, or an associative function `(a, b) -> tensor` of two
             `[n, *row_shape]` tensors, applied row by row; `a` comes from the lower rank.
-        group: None (the default group), a Wire, a ProcessGroup, or a 1-D DeviceMesh.
+        group: None (the default group), a Group, a ProcessGroup, or a 1-D DeviceMesh.
         async_op: return at once a `Work`, whose `wait()` gives the result. Do not change the input
             before `wait()` returns.
         algorithm: "auto" or a registered name; the environment's WEFT_ALGORITHM replaces "auto".
@@ -76,16 +76,16 @@ def sparse_all_reduce(
         ...     weft.sparse_all_reduce((torch.tensor([7, 2, 7]), torch.tensor([1.0, 2.0, 4.0])))
         (tensor([2, 7]), tensor([2., 5.]))
     """
-    wire = default.resolve(group)
-    job = job_of(wire, rows, op, algorithm, wire_dtype, out)
-    return started(wire, "sparse_all_reduce", job, async_op)
+    group = default.resolve(group)
+    job = job_of(group, rows, op, algorithm, wire_dtype, out)
+    return started(group, "sparse_all_reduce", job, async_op)
 
 
 @untransformed
 def explain(
     rows: Any,
     op: Any = "sum",
-    group: Any = None,
+    group: object = None,
     *,
     algorithm: str = "auto",
     wire_dtype: torch.dtype | None = None,
@@ -105,34 +105,34 @@ def explain(
         ...     weft.explain(rows).chosen  # nobody to talk to
         'alone'
     """
-    wire = default.resolve(group)
+    group = default.resolve(group)
     if isinstance(rows, list):
         several = tables.requests_of(rows, op, algorithm, wire_dtype, None)
-        return wire.worker.call("explain", lambda: tables.explained(wire, *several))
+        return group.worker.call("explain", lambda: tables.explained(group, *several))
     request = Request.of(rows, op, algorithm, wire_dtype, None)
-    return wire.worker.call("explain", lambda: run.explained(wire, request))
+    return group.worker.call("explain", lambda: run.explained(group, request))
 
 
 def job_of(
-    wire: Wire, rows: Any, op: Any, algorithm: object, wire_dtype: object, out: Any = None
+    group: Group, rows: Any, op: Any, algorithm: object, wire_dtype: object, out: Any = None
 ) -> Aside[Any]:
     """What reduces a table, or a list of them, when its turn has come."""
     if not isinstance(rows, list):
-        return job_of_one(wire, Request.of(rows, op, algorithm, wire_dtype, out))
+        return job_of_one(group, Request.of(rows, op, algorithm, wire_dtype, out))
     requests, error = tables.requests_of(rows, op, algorithm, wire_dtype, out)
 
     def job() -> list[Any]:
-        return tables.reduced(wire, requests, error)[: len(rows)]
+        return tables.reduced(group, requests, error)[: len(rows)]
 
     return Aside(requests[0].device, job)
 
 
-def job_of_one(wire: Wire, request: Request) -> Aside[Any]:
+def job_of_one(group: Group, request: Request) -> Aside[Any]:
     """What reduces a table, when its turn has come."""
 
     def job() -> Any:
-        done = run.reduced(wire, request)
-        done.note(wire)
+        done = run.reduced(group, request)
+        done.note(group)
         return request.restore(done.rows)
 
     return Aside(request.device, job)

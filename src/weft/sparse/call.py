@@ -22,7 +22,7 @@ from ..errors import WeftError
 from ..kernels.ops import OPS, Op
 from ..rows import Rows
 from ..tensors import has_elements, lacking, overlapping
-from ..wire.base import Wire, as_bytes, fresh, typed
+from ..wire.base import Group, as_bytes, fresh, typed
 from .cost import Load
 from .header import Header
 from .out import Out, Pair, checked
@@ -35,7 +35,7 @@ class Call:
     """What every rank knows of a call when its schedule starts.
 
     Attributes:
-        wire: the ranks that take part.
+        group: the ranks that take part.
         op: the reduction; never raises.
         row_shape: shape of a row.
         index: dtype of the result's indices.
@@ -54,7 +54,7 @@ class Call:
         load: the sizes that costs are computed from; set once the ranks have agreed.
     """
 
-    wire: Wire
+    group: Group
     op: Op
     row_shape: tuple[int, ...] = ()
     index: torch.dtype = torch.int64
@@ -94,7 +94,7 @@ class Call:
     @property
     def divisor(self) -> int:
         """What the result is divided by."""
-        return self.wire.size if self.op.mean else 1
+        return self.group.size if self.op.mean else 1
 
     @property
     def chunk_rows(self) -> int:
@@ -155,7 +155,7 @@ class Call:
     def of_partials(self) -> Call:
         """This call for partial sums: they are neither divided nor rounded at the end."""
         op = OPS["sum"] if self.op.mean else self.op
-        call = Call(self.wire, op, self.row_shape, self.index, self.partial, self.height)
+        call = Call(self.group, op, self.row_shape, self.index, self.partial, self.height)
         call.given = self.given
         call.header = self.header
         call.load = self.load.of_partials()

@@ -17,7 +17,7 @@ import torch
 from .. import notebook
 from ..agree import DIRECT
 from ..errors import WeftError
-from ..wire.base import Link, Wire, hosts_of
+from ..wire.base import Group, Link, hosts_of
 from .cost import Cost, Load
 from .header import Header
 from .link import link_of
@@ -166,17 +166,17 @@ class Explanation:
         return f"{head}\n{notebook.table(titles, rows, left=(0, 5), bold=bold, faint=faint)}"
 
 
-def with_link(wire: Wire, load: Load, *, staying: bool = False) -> Load:
-    """The load with the figures of the wire's link and hosts, and what suits them; collective.
+def with_link(group: Group, load: Load, *, staying: bool = False) -> Load:
+    """The load with the figures of the group's link and hosts, and what suits them; collective.
 
     Args:
-        wire: the group's wire for CPU tensors.
+        group: the group, for CPU tensors.
         load: the sizes of the call.
         staying: the rows are on an accelerator: they are sent in one message each, unpacked.
     """
-    link = link_of(wire)
-    with apart(wire):
-        hosts = hosts_of(wire)
+    link = link_of(group)
+    with apart(group):
+        hosts = hosts_of(group)
     load = fitted(load.but(hosts=hosts), link)
     return load.but(chunk=_WHOLE, gaps=False, staying=True) if staying else load
 

@@ -24,7 +24,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from ..errors import WeftError
-from ..wire.base import MERGE, Link, Wire, all_gather_bytes
+from ..wire.base import MERGE, Group, Link, all_gather_bytes
 from .record import apart
 
 _WORK = 50e-6  # seconds of a core that a message costs, if WEFT_LINK says the other figures
@@ -34,41 +34,41 @@ _MEASURED = 2  # calls that measure: other work on a machine only ever slows a l
 _EXCHANGES, _PASSES = 12, 2  # of latency, and of rate: the quickest counts
 _FIGURES = struct.Struct("<5q64s")  # steps of alpha, beta, work, carry; cores, whose
 
-_links: WeakKeyDictionary[Wire, tuple[Link, int]] = WeakKeyDictionary()
-"""The figures of each wire, and how many calls are still to measure them."""
+_links: WeakKeyDictionary[Group, tuple[Link, int]] = WeakKeyDictionary()
+"""The figures of each group, and how many calls are still to measure them."""
 
 
-def link_of(wire: Wire) -> Link:
+def link_of(group: Group) -> Link:
     """The figures of a group's network; found the first time, by all ranks together.
 
     Raises:
         WeftError: WEFT_LINK does not say them; on every rank.
     """
-    known, more = _links.get(wire, (None, _MEASURED))
+    known, more = _links.get(group, (None, _MEASURED))
     if known is None or more:
-        with apart(wire):  # the record of the call that needs the figures leaves this out
-            found = _said(wire) if known is None else None
+        with apart(group):  # the record of the call that needs the figures leaves this out
+            found = _said(group) if known is None else None
             if found is not None:
                 more = 0
             else:
-                found, more = measure(wire), more - 1
+                found, more = measure(group), more - 1
             if known is not None:
                 found = Link(*map(min, astuple(known), astuple(found)))
         known = found
-        _links[wire] = found, more
-        wire.memory.drain()  # the measurement's blocks may be larger than any call's
+        _links[group] = found, more
+        group.memory.drain()  # the measurement's blocks may be larger than any call's
     return known
 
 
-def set_link(wire: Wire, link: Link) -> None:
+def set_link(group: Group, link: Link) -> None:
     """Set the figures of a group; every rank must set the same."""
-    _links[wire] = link, 0
+    _links[group] = link, 0
 
 
-def _said(wire: Wire) -> Link | None:
+def _said(group: Group) -> Link | None:
     """The figures that the environment gives; None without."""
     said = os.environ.get("WEFT_LINK")
-    return None if said is None else _agreed(wire, *parse(said), _WORK)
+    return None if said is None else _agreed(group, *parse(said), _WORK)
 
 
 def parse(text: str) -> tuple[float, float]:
@@ -92,27 +92,27 @@ def _positive(figure: Any) -> float:
 # measuring
 
 
-def measure(wire: Wire) -> Link:
-    """Measure the link of a wire; collective, every rank gets the same figures."""
-    alpha, work = _latency(wire)
-    beta, carry = _rate(wire)
-    return _agreed(wire, alpha, beta, work, carry=carry)
+def measure(group: Group) -> Link:
+    """Measure the link of a group; collective, every rank gets the same figures."""
+    alpha, work = _latency(group)
+    beta, carry = _rate(group)
+    return _agreed(group, alpha, beta, work, carry=carry)
 
 
-def _agreed(wire: Wire, alpha: float, beta: float, work: float, carry: float = 0.0) -> Link:
+def _agreed(group: Group, alpha: float, beta: float, work: float, carry: float = 0.0) -> Link:
     """Exchange figures and take the slowest rank's; collective.
 
     The arguments are those of one rank that has a core for itself; in the result the ranks of a
     host share its cores.
 
     Args:
-        wire: the ranks that take part.
+        group: the ranks that take part.
         alpha, beta, work: seconds, see `Link`.
         carry: seconds of a core for each byte that this rank receives.
     """
     steps = [round(4 * math.log2(max(each, 1e-15))) for each in (alpha, beta, work, carry)]
-    message = _FIGURES.pack(*steps, os.cpu_count() or 1, wire.host.encode())
-    heard = all_gather_bytes(wire, message, _figures)
+    message = _FIGURES.pack(*steps, os.cpu_count() or 1, group.host.encode())
+    heard = all_gather_bytes(group, message, _figures)
     *steps_of, cores, hosts = zip(*heard, strict=True)
     # ranks for each core, on the most crowded host
     crowd = max(hosts.count(host) / n for host, n in zip(hosts, cores, strict=True))
@@ -129,41 +129,41 @@ def _figures(raw: bytes) -> tuple[Any, ...]:
     return figures
 
 
-def _latency(wire: Wire) -> tuple[float, float]:
+def _latency(group: Group) -> tuple[float, float]:
     """Seconds of a small exchange with all ranks, and CPU seconds of one of its messages."""
     message, best, busy = bytes(256), math.inf, []
     for _ in range(_EXCHANGES):
         start, before = time.perf_counter(), time.process_time()
-        all_gather_bytes(wire, message, len)
+        all_gather_bytes(group, message, len)
         best = min(best, time.perf_counter() - start)
         busy.append(time.process_time() - before)
-    return best, statistics.median(busy) / max(1, wire.size - 1)
+    return best, statistics.median(busy) / max(1, group.size - 1)
 
 
-def _rate(wire: Wire) -> tuple[float, float]:
+def _rate(group: Group) -> tuple[float, float]:
     """Seconds that a byte takes when every rank sends to the next one, and this rank's CPU seconds.
 
     The size grows until the slowest rank is busy for long enough. Traffic shapers let a first burst
     pass. So the result is the time of each additional byte, if that is more than the average.
     """
-    if wire.size == 1:
+    if group.size == 1:
         return 1e-10, 0.0
     nbytes, before = 1 << 19, (0, 0.0)
     while True:
-        quickest, carry = min(_round(wire, nbytes) for _ in range(_PASSES))
+        quickest, carry = min(_round(group, nbytes) for _ in range(_PASSES))
         if quickest >= _ENOUGH or nbytes >= _LARGEST:
             more = (quickest - before[1]) / (nbytes - before[0])
             return max(quickest / nbytes, more), carry / nbytes
         nbytes, before = 4 * nbytes, (nbytes, quickest)
 
 
-def _round(wire: Wire, nbytes: int) -> tuple[float, float]:
+def _round(group: Group, nbytes: int) -> tuple[float, float]:
     """Seconds of the slowest rank to send `nbytes` to the next one, and this rank's CPU seconds."""
-    after, before = (wire.rank + 1) % wire.size, (wire.rank - 1) % wire.size
-    with wire.lease(nbytes) as outgoing, wire.lease(nbytes) as incoming:
+    after, before = (group.rank + 1) % group.size, (group.rank - 1) % group.size
+    with group.lease(nbytes) as outgoing, group.lease(nbytes) as incoming:
         start, spent = time.perf_counter(), time.process_time()
-        wire.post([(after, outgoing)], [(before, incoming)]).wait()
+        group.post([(after, outgoing)], [(before, incoming)]).wait()
         slowest = torch.tensor([int((time.perf_counter() - start) * 1e9)])
         spent = time.process_time() - spent
-    wire.dense_all_reduce(slowest, "max").wait()
+    group.dense_all_reduce(slowest, "max").wait()
     return int(slowest) * 1e-9, spent

@@ -112,10 +112,10 @@ class ToOwners:
             bounds: size + 1 integers, ascending, the same on every rank: rank r owns the indices
                 from `bounds[r]` up to, not including, `bounds[r + 1]`.
         """
-        self._call, me, highest = call, call.wire.rank, call.header.highest
+        self._call, me, highest = call, call.group.rank, call.header.highest
         owns = [low < high and low <= highest for low, high in pairwise(bounds)]
-        others = [peer for peer in peers(call.wire) if owns[peer]]
-        sources = peers(call.wire) if owns[me] else []
+        others = [peer for peer in peers(call.group) if owns[peer]]
+        sources = peers(call.group) if owns[me] else []
         indices = rows.indices.to(call.wire_index)
         part = rows.parts(indices, bounds, highest)
         values = rows.values
@@ -147,12 +147,12 @@ class ToOwners:
 
     def _send(self, values: dict[int, Tensor]) -> None:
         sends = [(peer, each) for peer in values for each in chunks(self._call, values[peer])]
-        self._sent.append(self._call.wire.post(sends, (), VALUES))
+        self._sent.append(self._call.group.post(sends, (), VALUES))
 
     def sums(self, call: Call, union: kernels.Union, out: Tensor) -> Iterator[tuple[int, int]]:
         """Merge the rows that this rank owns, in rank order: see `merge_blocks`."""
         streams: dict[int, Source] = {r: inflow.pieces for r, inflow in self._inflows.items()}
-        streams[self._call.wire.rank] = at_hand(self._values[self._call.wire.rank])
+        streams[self._call.group.rank] = at_hand(self._values[self._call.group.rank])
         sources = [streams[rank] for rank in sorted(streams)]
         return merge_blocks(call, self._runs, sources, union, out)
 

@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 
 from ..devices import Aside
 from ..wire import default
-from ..wire.base import Wire
+from ..wire.base import Group
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,36 +43,36 @@ class Record:
     ranges: tuple[int, ...] | None = None
 
 
-_records: WeakKeyDictionary[Wire, Record] = WeakKeyDictionary()
+_records: WeakKeyDictionary[Group, Record] = WeakKeyDictionary()
 
 
-def last_call(group: Any = None) -> Record | None:
+def last_call(group: object = None) -> Record | None:
     """What the last sparse call on this group did, on this rank; None before the first."""
     return _records.get(default.resolve(group))
 
 
-def note(wire: Wire, algorithm: str, *, bound: float, **figures: Any) -> None:
+def note(group: Group, algorithm: str, *, bound: float, **figures: Any) -> None:
     """Store the `Record` of the call that runs."""
-    call = wire.worker.now
+    call = group.worker.now
     assert call is not None  # whose turn it is
     messages, sent, seconds = call.spent()
     spent: dict[str, Any] = {"messages": messages, "sent_bytes": sent, "seconds": seconds}
     record = Record(algorithm, bound_bytes=round(bound), **spent, **figures)
-    _records[wire] = call.figures = record
+    _records[group] = call.figures = record
 
 
 @contextmanager
-def apart(wire: Wire) -> Iterator[None]:
+def apart(group: Group) -> Iterator[None]:
     """Leave messages and time of this block out of the record of the call that runs."""
-    call = wire.worker.now
+    call = group.worker.now
     so_far = (0, 0, 0.0) if call is None else call.spent()
     yield
     if call is not None:
         call.leave_out(so_far)
 
 
-def started(wire: Wire, name: str, job: Aside[Any], async_op: bool) -> Any:
-    """Queue a job on the wire: wait for its result or, with `async_op`, return its `Work`."""
+def started(group: Group, name: str, job: Aside[Any], async_op: bool) -> Any:
+    """Queue a job on the group: wait for its result or, with `async_op`, return its `Work`."""
     if async_op:
-        return wire.worker.submit(name, job)
-    return job.joined(wire.worker.call(name, job))
+        return group.worker.submit(name, job)
+    return job.joined(group.worker.call(name, job))

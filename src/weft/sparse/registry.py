@@ -195,7 +195,7 @@ def algorithm(
     * `rows`: this rank's. `rows.indices` are sorted and unique; `rows.values`, `[k, *row_shape]`,
       are combined, and rounded to what travels, when they are first asked for. `rows.take` gives
       some of them without the rest.
-    * `call`: `wire` (among whom), `op`, `row_shape`, `dtype` of values, `wire_index` of indices as
+    * `call`: `group` (among whom), `op`, `row_shape`, `dtype` of values, `wire_index` of indices as
       they travel, `partial` of sums that are not complete, `header` and `load` (what all ranks
       said when the call opened), `chunk_rows`. `call.result(count)` is memory for a result of so
       many rows; `call.finish(sums, values)` divides and rounds sums into it.
@@ -216,11 +216,11 @@ def algorithm(
         ...     total.indices.copy_(torch.arange(call.load.height))
         ...     total.values.zero_()
         ...     total.values[rows.indices.long()] = rows.values
-        ...     call.wire.dense_all_reduce(total.values, call.op.name).wait()
+        ...     call.group.dense_all_reduce(total.values, call.op.name).wait()
         ...     return total
         >>> from weft.testing import run
-        >>> def program(wire):
-        ...     mine = torch.tensor([wire.rank, 3]), torch.ones(2)
+        >>> def program(group):
+        ...     mine = torch.tensor([group.rank, 3]), torch.ones(2)
         ...     return weft.sparse_all_reduce(mine, algorithm="everything")
         >>> run(2, program)[0]
         (tensor([0, 1, 2, 3]), tensor([1., 1., 0., 2.]))

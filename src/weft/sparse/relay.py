@@ -49,13 +49,13 @@ class Relay:
 
     def __init__(self, call: Call, counts: Sequence[int]) -> None:
         """Post the first receives; rank r sends `counts[r]` rows, of at least one byte each."""
-        self._wire, self._counts, ranks = call.wire, counts, len(counts)
-        self._left, self._right = (call.wire.rank - 1) % ranks, (call.wire.rank + 1) % ranks
+        self._group, self._counts, ranks = call.group, counts, len(counts)
+        self._left, self._right = (call.group.rank - 1) % ranks, (call.group.rank + 1) % ranks
         self.rows = relay_rows(call.load, max(counts))
         self._chunks = -(-max(counts) // self.rows)  # of the rank with most
         self.steps = self._chunks + ranks - 2 if self._chunks else 0
         slots = _STEPS * ranks
-        self._lease = call.wire.lease(slots * self.rows * call.load.row)
+        self._lease = call.group.lease(slots * self.rows * call.load.row)
         shape = (slots, self.rows, *call.row_shape)
         self._slots = typed(self._lease.tensor, shape, call.dtype).unbind()
         # by step: the receives in their order, and the sends
@@ -70,7 +70,7 @@ class Relay:
 
     def send(self, step: int, slot: Tensor) -> None:
         """Send the chunk in a slot to the right."""
-        self._going[step].append(self._wire.post([(self._right, slot)], (), SUMS))
+        self._going[step].append(self._group.post([(self._right, slot)], (), SUMS))
 
     def turn(self, step: int) -> Iterator[tuple[int, int, Tensor]]:
         """Receive the chunks of a step, and send them on.
@@ -84,7 +84,7 @@ class Relay:
         self._receive(step + _AHEAD)
         for distance, slot, pending in self._coming.pop(step):
             pending.wait()
-            if distance < self._wire.size - 1:
+            if distance < self._group.size - 1:
                 self.send(step + 1, slot)
             yield self._origin(distance), (step - distance + 1) * self.rows, slot
 
@@ -102,14 +102,14 @@ class Relay:
         """
         coming = self._coming[step] = []
         nearest = max(1, step - self._chunks + 2)
-        for distance in range(min(step + 1, self._wire.size - 1), nearest - 1, -1):
+        for distance in range(min(step + 1, self._group.size - 1), nearest - 1, -1):
             slot = self._slot(step, distance)
             if slot is not None:
-                pending = self._wire.post((), [(self._left, slot)], SUMS)
+                pending = self._group.post((), [(self._left, slot)], SUMS)
                 coming.append((distance, slot, pending))
 
     def _origin(self, distance: int) -> int:
-        return (self._wire.rank - distance) % self._wire.size
+        return (self._group.rank - distance) % self._group.size
 
     def _slot(self, step: int, distance: int) -> Tensor | None:
         """The slot of the chunk that comes over this distance in a step; 0: the own chunk."""
@@ -117,4 +117,4 @@ class Relay:
         count = min(self.rows, self._counts[self._origin(distance)] - first)
         if count <= 0:
             return None
-        return self._slots[step % _STEPS * self._wire.size + distance][:count]
+        return self._slots[step % _STEPS * self._group.size + distance][:count]

@@ -22,7 +22,7 @@ from ..devices import current
 from ..errors import WeftError
 from ..rows import Rows
 from ..tensors import dtype_in
-from ..wire.base import Wire, wire_for
+from ..wire.base import Group, wire_for
 from .call import Call, row_bytes, shape_in
 from .choice import ALONE, EAGER, Explanation, choose, is_eager, with_link
 from .choice import explained as explained_choice
@@ -54,10 +54,10 @@ class Done:
     own: int
     below: Sequence[int]
 
-    def note(self, wire: Wire, **more: Any) -> None:
+    def note(self, group: Group, **more: Any) -> None:
         """Store the figures of the call, whose turn it is."""
         figures = {"rows": self.own, "total": self.load.total, "union": len(self.rows)}
-        note(wire, self.algorithm, bound=self.bound, **figures, **more)
+        note(group, self.algorithm, bound=self.bound, **figures, **more)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,12 +83,12 @@ Schedule = Callable[[Opened], tuple[str, Rows]]
 
 @contextmanager
 def opened(
-    wire: Wire, request: Request, name: str, *, moves: bool = False, looks: bool = False
+    group: Group, request: Request, name: str, *, moves: bool = False, looks: bool = False
 ) -> Iterator[Opened]:
     """Agree on a call, and exchange headers or rows; collective.
 
     Args:
-        wire: the ranks that take part.
+        group: the ranks that take part.
         request: the arguments on this rank.
         name: of the call.
         moves: rows are neither sorted nor combined; a rank without rows need not know their dtype
@@ -96,8 +96,8 @@ def opened(
         looks: exchange headers only, even if the rows would fit in the opening exchange.
     """
     given = request.rows
-    over = wire_for(wire, given.values)
-    if over is not wire:  # `looked_at` left this to us: weft's stream is current only now
+    over = wire_for(group, given.values)
+    if over is not group:  # `looked_at` left this to us: weft's stream is current only now
         request.look() if moves else request.sort()
     request.fields.setdefault("device", over.route)  # None: this rank learns it from others
     call = Call(
@@ -117,32 +117,32 @@ def opened(
     distinct = as_given if moves else request.distinct
     points = None if request.survey is None else request.survey.points
     own = LocalRows(given, distinct, call.op, call.dtype, over.memory, points)
-    eager = is_direct(wire) and wire.size > 1 and not looks and request.error is None
-    eager = eager and over is wire  # rows on an accelerator never pass through the host
+    eager = is_direct(group) and group.size > 1 and not looks and request.error is None
+    eager = eager and over is group  # rows on an accelerator never pass through the host
     eager = eager and (moves or request.algorithm == "auto")
     agreement = None
     try:
-        header = _header(wire, request, call, own, eager=eager, moves=moves)
-        agreement = agree(wire, name, request.fields, request.error, header.pack(), combined)
+        header = _header(group, request, call, own, eager=eager, moves=moves)
+        agreement = agree(group, name, request.fields, request.error, header.pack(), combined)
         request.agreed = agreement.fields
         _learn(agreement, request, call, moves=moves)
         if request.fields["device"] is None:
             call.given = _nothing_on(agreement.field("device", _kind_in))
-            over = call.wire = wire_for(wire, call.given.values)
+            over = call.group = wire_for(group, call.given.values)
         own.row_shape = call.row_shape
-        counted = None if is_direct(wire) else header
+        counted = None if is_direct(group) else header
         unpack = partial(Header.unpack, moves=moves, height=call.height, counted=counted)
         said = agreement.read(unpack, call.row_shape, call.dtype)
         call.header = Header.together(said)
         call.load = _load(call, moves=moves)
-        is_over = eager and over is wire and is_eager(call.load, call.index)
+        is_over = eager and over is group and is_eager(call.load, call.index)
         for rank, one in enumerate(said if is_over else ()):
             if one.rows is None:
-                raise wire.fail(
-                    rank, f"rank {wire.rank_in_errors(rank)} did not send its {one.total} rows"
+                raise group.fail(
+                    rank, f"rank {group.rank_in_errors(rank)} did not send its {one.total} rows"
                 )
-        if wire.size > 1 and not is_over:
-            call.load = with_link(wire, call.load, staying=over is not wire)
+        if group.size > 1 and not is_over:
+            call.load = with_link(group, call.load, staying=over is not group)
         everyone = [one.rows for one in said if one.rows is not None]
         yield Opened(call, own, said, everyone if is_over else None)
     finally:
@@ -152,14 +152,14 @@ def opened(
 
 
 def _header(
-    wire: Wire, request: Request, call: Call, own: LocalRows, *, eager: bool, moves: bool
+    group: Group, request: Request, call: Call, own: LocalRows, *, eager: bool, moves: bool
 ) -> Header:
     """This rank's header; with `eager` it has the rows themselves, if they fit."""
     row = row_bytes(call.row_shape, call.dtype)
     carries = eager and Header.fits(len(own), own.indices.element_size(), row)
     return Header.of(
         own.indices,
-        wire.rank,
+        group.rank,
         capacity=request.capacity,
         fallible=request.fallible,
         highest=request.highest if moves else None,
@@ -203,7 +203,7 @@ def _load(call: Call, *, moves: bool) -> Load:
     """The sizes of a call, from the combined header."""
     header = call.header
     return Load(
-        ranks=call.wire.size,
+        ranks=call.group.size,
         total=header.total,
         most=header.most,
         fewest=header.fewest,
@@ -220,7 +220,7 @@ def _load(call: Call, *, moves: bool) -> Load:
 
 
 def performed(
-    wire: Wire,
+    group: Group,
     request: Request,
     name: str,
     schedule: Schedule,
@@ -231,14 +231,14 @@ def performed(
     """Open a call, run its schedule, raise late errors, and hand out the result; collective.
 
     Args:
-        wire, request, name, moves: see `opened`.
+        group, request, name, moves: see `opened`.
         schedule: what to run.
         apart: whether ranks get different results.
     """
-    with opened(wire, request, name, moves=moves) as opening:
+    with opened(group, request, name, moves=moves) as opening:
         algorithm, result = schedule(opening)
         call = opening.call
-    settle(wire, name, call, len(result) if apart else None)
+    settle(group, name, call, len(result) if apart else None)
     if not apart and len(result) > call.header.capacity:
         raise WeftError(
             f"rank {call.header.tightest}: {too_small(call.header.capacity, len(result))}"
@@ -249,7 +249,7 @@ def performed(
     return Done(algorithm, result, load, bound, len(opening.own), call.below)
 
 
-def reduced(wire: Wire, request: Request) -> Done:
+def reduced(group: Group, request: Request) -> Done:
     """Run one sparse all-reduce; collective."""
 
     def schedule(opening: Opened) -> tuple[str, Rows]:
@@ -259,15 +259,15 @@ def reduced(wire: Wire, request: Request) -> Done:
         run = _alone if name == ALONE else find(name).run
         return name, run(opening.own, opening.call)
 
-    return performed(wire, request, "sparse_all_reduce", schedule)
+    return performed(group, request, "sparse_all_reduce", schedule)
 
 
-def explained(wire: Wire, request: Request) -> Explanation:
+def explained(group: Group, request: Request) -> Explanation:
     """Say what `reduced` would do; collective."""
-    with opened(wire, request, "explain", looks=True) as opening:
+    with opened(group, request, "explain", looks=True) as opening:
         load = opening.call.load
     found = explained_choice(load, request.algorithm, request.rows.indices.dtype)
-    return replace(found, device=opening.call.wire.route)
+    return replace(found, device=opening.call.group.route)
 
 
 def handed_out(result: Rows, call: Call) -> Rows:
@@ -298,11 +298,11 @@ def _alone(rows: LocalRows, call: Call) -> Rows:
     return result
 
 
-def settle(wire: Wire, name: str, call: Call, count: int | None = None) -> None:
+def settle(group: Group, name: str, call: Call, count: int | None = None) -> None:
     """Tell each other what went wrong after the opening, if anything may have; collective.
 
     Args:
-        wire, name, call: the call that ends.
+        group, name, call: the call that ends.
         count: rows of the result, if ranks get different results: then `out` may be too small on
             one rank.
 
@@ -315,7 +315,7 @@ def settle(wire: Wire, name: str, call: Call, count: int | None = None) -> None:
     if count is not None and isinstance(call.out, tuple):
         room = call.out[0].numel()
         lacking = too_small(room, count) if room < count else None
-    confess(wire, f"the end of {name}", call.trouble, lacking)
+    confess(group, f"the end of {name}", call.trouble, lacking)
 
 
 def too_small(room: int, count: int) -> str:

@@ -86,19 +86,19 @@ def simulate(
         True
     """
 
-    def program(wire: simulated.SimulatedWire) -> tuple[float, float, int, int, str, Load]:
-        set_link(wire, link)
-        with meter.metered(wire.compute):
+    def program(group: simulated.SimulatedWire) -> tuple[float, float, int, int, str, Load]:
+        set_link(group, link)
+        with meter.metered(group.compute):
             # two openings, of which the first is nothing but that: the difference is the schedule
-            request = Request.of(rows(wire.rank), op, algorithm, None, None)
-            with run.opened(wire, request, "sparse_all_reduce") as opening:
+            request = Request.of(rows(group.rank), op, algorithm, None, None)
+            with run.opened(group, request, "sparse_all_reduce") as opening:
                 load = opening.call.load
-            opened = wire.clock
-            before = wire.traffic.messages, wire.traffic.bytes
-            done = run.reduced(wire, request)
-            count = wire.traffic.messages - 2 * before[0], wire.traffic.bytes - 2 * before[1]
+            opened = group.clock
+            before = group.traffic.messages, group.traffic.bytes
+            done = run.reduced(group, request)
+            count = group.traffic.messages - 2 * before[0], group.traffic.bytes - 2 * before[1]
             load = load.but(union=len(done.rows))
-            return opened, wire.clock, *count, done.algorithm, load
+            return opened, group.clock, *count, done.algorithm, load
 
     threads, collecting = torch.get_num_threads(), gc.isenabled()
     torch.set_num_threads(1)  # a thousand ranks would each keep a pool of them

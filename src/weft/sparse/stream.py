@@ -100,16 +100,16 @@ class _ListsThatStay(Lists):
     """
 
     def __init__(self, call: Call, lists: Mapping[int, Tensor], sources: Sequence[int]) -> None:
-        wire, item = call.wire, call.wire_index.itemsize
-        counts = [lists[peer].numel() if peer in lists else 0 for peer in range(wire.size)]
-        numbers = struct.Struct(f"<{wire.size + len(call.below)}q")
+        group, item = call.group, call.wire_index.itemsize
+        counts = [lists[peer].numel() if peer in lists else 0 for peer in range(group.size)]
+        numbers = struct.Struct(f"<{group.size + len(call.below)}q")
         message = numbers.pack(*counts, *call.below)
-        said = all_gather_bytes(wire, message, numbers.unpack, "lengths of lists")
-        call.below = [sum(each) for each in zip(*(one[wire.size :] for one in said), strict=True)]
-        self._counts = {peer: said[peer][wire.rank] for peer in sources}
+        said = all_gather_bytes(group, message, numbers.unpack, "lengths of lists")
+        call.below = [sum(each) for each in zip(*(one[group.size :] for one in said), strict=True)]
+        self._counts = {peer: said[peer][group.rank] for peer in sources}
         self._dtype = call.wire_index
         sizes = [(peer, count * item) for peer, count in self._counts.items()]
-        self._pending = wire.post([*lists.items()], sizes, LISTS)
+        self._pending = group.post([*lists.items()], sizes, LISTS)
 
     def wait(self) -> dict[int, Tensor]:
         came = zip(self._counts.items(), self._pending.wait(), strict=True)
@@ -130,7 +130,7 @@ class IndexLists(Lists):
         spans: Spans = _ANYWHERE,
     ) -> None:
         """See `index_lists`."""
-        self._wire, self._sources, self._dtype = call.wire, sources, call.wire_index
+        self._group, self._sources, self._dtype = call.group, sources, call.wire_index
         self._places, self._spans = call.load.places, spans
         self._most = call.load.total * call.load.index  # bytes of any list
         self._leases: list[Lease] = []
@@ -138,14 +138,14 @@ class IndexLists(Lists):
         packed: dict[int, tuple[Tensor, Tensor]] = {}
         for indices in lists.values():
             if id(indices) not in packed:
-                self._leases.append(codec.pack(indices, self._wire.memory, gaps=call.load.gaps))
+                self._leases.append(codec.pack(indices, self._group.memory, gaps=call.load.gaps))
                 message = self._leases[-1].tensor
                 packed[id(indices)] = message[:HEAD], message[HEAD:]
         messages = [(peer, *packed[id(indices)]) for peer, indices in lists.items()]
         heads = [(peer, head) for peer, head, _ in messages]
-        self._heads = self._wire.post(heads, [(peer, HEAD) for peer in sources], SMALL)
+        self._heads = self._group.post(heads, [(peer, HEAD) for peer in sources], SMALL)
         rests = [(peer, rest) for peer, _, rest in messages if rest.numel()]
-        self._sent = self._wire.post(rests, (), LISTS)
+        self._sent = self._group.post(rests, (), LISTS)
 
     def wait(self) -> dict[int, Tensor]:
         heads = dict(zip(self._sources, self._heads.wait(), strict=True))
@@ -156,7 +156,7 @@ class IndexLists(Lists):
                 rests[peer] = self._room(size)
                 rests[peer][:HEAD] = head
         recvs = [(peer, whole[HEAD:]) for peer, whole in rests.items()]
-        coming, found = self._wire.post((), recvs, LISTS), {}
+        coming, found = self._group.post((), recvs, LISTS), {}
         for peer in sorted(heads, key=rests.__contains__):  # read some while others still come
             if peer in rests:
                 coming.wait()
@@ -167,10 +167,10 @@ class IndexLists(Lists):
         return found
 
     def _read(self, peer: int, decode: Callable[..., T], *given: Any) -> T:
-        return decoded(self._wire, peer, "an index list", decode, *given)
+        return decoded(self._group, peer, "an index list", decode, *given)
 
     def _room(self, nbytes: int) -> Tensor:
-        self._leases.append(self._wire.lease(nbytes))
+        self._leases.append(self._group.lease(nbytes))
         return self._leases[-1].tensor
 
     def release(self) -> None:
@@ -191,10 +191,10 @@ def all_lists(call: Call, indices: Tensor, spans: Spans = _ANYWHERE) -> tuple[li
     Returns:
         The lists in rank order, and the object to release when they are not needed any more.
     """
-    wire = call.wire
-    lists = index_lists(call, dict.fromkeys(peers(wire), indices), peers(wire), spans)
-    found = lists.wait() | {wire.rank: indices}
-    return [found[rank] for rank in range(wire.size)], lists
+    group = call.group
+    lists = index_lists(call, dict.fromkeys(peers(group), indices), peers(group), spans)
+    found = lists.wait() | {group.rank: indices}
+    return [found[rank] for rank in range(group.size)], lists
 
 
 def united(
@@ -240,9 +240,9 @@ def wrong_list(call: Call, lists: Mapping[int, Tensor], ascending: bool = True) 
     last = call.load.places - 1
     for peer, indices in lists.items():
         if not kernels.lie_within(indices, 0, last, ascending=ascending):
-            name = call.wire.rank_in_errors(peer)
+            name = call.group.rank_in_errors(peer)
             text = f"rank {name} sent indices that are out of order, or not from 0 to {last}"
-            return call.wire.fail(peer, text)
+            return call.group.fail(peer, text)
     return None
 
 
@@ -271,7 +271,7 @@ class Inflow:
     def _post(self) -> None:
         if count := min(self._call.chunk_rows, self._to_post):
             size = count * self._call.load.row
-            self._posted.append((count, self._call.wire.post((), [(self._peer, size)], VALUES)))
+            self._posted.append((count, self._call.group.post((), [(self._peer, size)], VALUES)))
             self._to_post -= count
 
     def _next(self) -> None:
@@ -319,7 +319,7 @@ def chunks(call: Call, values: Tensor) -> Sequence[Tensor]:
 
 def send_rows(call: Call, peer: int, values: Tensor) -> list[Pending]:
     """Post all of `values` to a peer, in chunks."""
-    return [call.wire.post([(peer, chunk)], (), VALUES) for chunk in chunks(call, values)]
+    return [call.group.post([(peer, chunk)], (), VALUES) for chunk in chunks(call, values)]
 
 
 class Ring:
@@ -334,19 +334,19 @@ class Ring:
     def __init__(self, call: Call, memory: Sequence[Tensor], channel: int) -> None:
         """Post the receives; `memory[r]` is where the rows of rank r belong."""
         self._call, self._channel, self._memory = call, channel, memory
-        wire = call.wire
-        self._right, self._direct = (wire.rank + 1) % wire.size, call.load.direct
-        self._to = peers(wire) if self._direct else [self._right][: wire.size - 1]
-        self._here = [0] * wire.size  # rows of each origin that were received
+        group = call.group
+        self._right, self._direct = (group.rank + 1) % group.size, call.load.direct
+        self._to = peers(group) if self._direct else [self._right][: group.size - 1]
+        self._here = [0] * group.size  # rows of each origin that were received
         self._sent: list[Pending] = []
         # posts in order: whose chunks each receives, and into which memory
         self._coming: deque[tuple[list[tuple[int, Tensor]], Pending]] = deque()
-        origins = [(wire.rank - distance) % wire.size for distance in range(1, wire.size)]
+        origins = [(group.rank - distance) % group.size for distance in range(1, group.size)]
         flows = [[(origin, chunk) for chunk in chunks(call, memory[origin])] for origin in origins]
         for each in zip_longest(*flows) if self._direct else zip(chain(*flows)):
             some = [one for one in each if one is not None]
-            recvs = some if self._direct else [((wire.rank - 1) % wire.size, some[0][1])]
-            self._coming.append((some, wire.post((), recvs, channel)))
+            recvs = some if self._direct else [((group.rank - 1) % group.size, some[0][1])]
+            self._coming.append((some, group.post((), recvs, channel)))
 
     def send(self, values: Tensor) -> None:
         """Send rows of this rank's own; all but the last piece a multiple of a chunk."""
@@ -355,7 +355,7 @@ class Ring:
 
     def _send(self, chunk: Tensor) -> None:
         sends = [(peer, chunk) for peer in self._to]
-        self._sent.append(self._call.wire.post(sends, (), self._channel))
+        self._sent.append(self._call.group.post(sends, (), self._channel))
 
     def source(self, origin: int) -> Source:
         """A source of the rows of one rank, which waits for them when they are asked for."""
@@ -400,7 +400,7 @@ def laid_out(call: Call, summed: Sequence[Tensor]) -> tuple[Rows, list[Tensor]]:
         # each with the last index before it, which must be below
         places = enumerate(parts(map(len, summed)))
         lists = {rank: indices[max(0, part.start - 1) : part.stop] for rank, part in places}
-        call.wire.fail_if(wrong, lambda: wrong_list(call, lists))
+        call.group.fail_if(wrong, lambda: wrong_list(call, lists))
     return result, [result.values[part] for part in parts(map(len, summed))]
 
 
@@ -416,7 +416,7 @@ def share(call: Call, summed: Sequence[Tensor]) -> tuple[Rows, Tensor, Ring]:
         receives the other ranks' sums into the result, and sends this rank's.
     """
     result, values = laid_out(call, summed)
-    return result, values[call.wire.rank], Ring(call, values, SUMS)
+    return result, values[call.group.rank], Ring(call, values, SUMS)
 
 
 def merge_blocks(
@@ -445,7 +445,7 @@ def merge_blocks(
         first_keys = union.indices[torch.arange(0, total, step)]
         bounds = [[*torch.searchsorted(run, first_keys).tolist(), run.numel()] for run in runs]
     direct = call.partial == call.dtype and end - begin == total
-    with call.wire.lease(0 if direct else min(step, total) * call.load.partial) as memory:
+    with call.group.lease(0 if direct else min(step, total) * call.load.partial) as memory:
         for block, start in enumerate(starts):
             stop = min(start + step, total)
             low, high = max(start, begin), min(stop, end)

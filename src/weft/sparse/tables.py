@@ -34,7 +34,7 @@ from ..devices import on_host
 from ..errors import WeftError
 from ..rows import Rows
 from ..tensors import extent, has_elements
-from ..wire.base import Wire, as_bytes, fresh, wire_for
+from ..wire.base import Group, as_bytes, fresh, wire_for
 from . import choice, run, sketch
 from .call import Call, shape_in
 from .choice import ALONE, EAGER, Batch, Explanation
@@ -167,32 +167,32 @@ def _shared(places: list[Any]) -> str | None:
     return None
 
 
-def reduced(wire: Wire, requests: Sequence[Request], error: str | None) -> list[Any]:
+def reduced(group: Group, requests: Sequence[Request], error: str | None) -> list[Any]:
     """Run one call, and note what it did; collective.
 
     Args:
-        wire: the ranks that take part.
+        group: the ranks that take part.
         requests: the tables, with the same op and algorithm.
         error: what is wrong on this rank.
 
     Returns:
         The result of each table, in the form that it was given in.
     """
-    stated = _stated(wire, requests, error, NAME)
-    groups, parts = _groups(stated, requests), dict[int, Rows]()
-    done = [run.reduced(wire, group.request(requests)) for group in groups]
-    found = list(zip(groups, done, strict=True))
-    ends = [group.ends(one.rows) for group, one in found if group.tall and not one.below]
+    stated = _stated(group, requests, error, NAME)
+    kinds, parts = _kinds(stated, requests), dict[int, Rows]()
+    done = [run.reduced(group, kind.request(requests)) for kind in kinds]
+    found = list(zip(kinds, done, strict=True))
+    ends = [kind.ends(one.rows) for kind, one in found if kind.tall and not one.below]
     told = iter(kernels.read(torch.cat(ends)) if ends else ())
-    for group, one in found:
-        parts |= group.parts(one.rows, requests, iter(one.below or told))
+    for kind, one in found:
+        parts |= kind.parts(one.rows, requests, iter(one.below or told))
     for table, (room, whose) in enumerate(stated[["room", "whose"]].tolist()):
         if table in parts and len(parts[table]) > room:
             text = run.too_small(room, len(parts[table]))
             raise WeftError(f"rank {whose}: table {table}: {text}")
-    nothing = ALONE if wire.size == 1 else EAGER
+    nothing = ALONE if group.size == 1 else EAGER
     note(
-        wire,
+        group,
         " and ".join(dict.fromkeys(one.algorithm for one in done)) or nothing,
         rows=sum(one.own for one in done),
         total=sum(one.load.total for one in done),
@@ -203,29 +203,29 @@ def reduced(wire: Wire, requests: Sequence[Request], error: str | None) -> list[
     for table, request in enumerate(requests):
         part = parts[table] if table in parts else _nothing(stated[table], request.rows)
         if request.out is not None:
-            part, raised = _handed_out(wire, request, part)
+            part, raised = _handed_out(group, request, part)
             trouble = trouble or raised
         results.append(request.restore(part))
     if stated["fallible"].any():
-        confess(wire, f"the end of {NAME}", trouble)
+        confess(group, f"the end of {NAME}", trouble)
     return results
 
 
-def explained(wire: Wire, requests: Sequence[Request], error: str | None) -> Explanation:
+def explained(group: Group, requests: Sequence[Request], error: str | None) -> Explanation:
     """Say what `reduced` would do; collective."""
     found = []
-    for group in _groups(_stated(wire, requests, error, f"explain of {NAME}"), requests):
-        one = run.explained(wire, group.request(requests))
-        rows = requests[group.tables[0]].rows
-        kind = Batch(group.tables, rows.values.dtype, group.row_shape)
-        found.append(replace(one, groups=(kind,)))
+    for kind in _kinds(_stated(group, requests, error, f"explain of {NAME}"), requests):
+        one = run.explained(group, kind.request(requests))
+        rows = requests[kind.tables[0]].rows
+        batch = Batch(kind.tables, rows.values.dtype, kind.row_shape)
+        found.append(replace(one, groups=(batch,)))
     if not found:
-        row = run.explained(wire, requests[0].of_rows(NOTHING))
-        return replace(row, chosen=ALONE if wire.size == 1 else EAGER, lines=())
+        row = run.explained(group, requests[0].of_rows(NOTHING))
+        return replace(row, chosen=ALONE if group.size == 1 else EAGER, lines=())
     return found[0] if len(found) == 1 else choice.together(found)
 
 
-class _Group(NamedTuple):
+class _Kind(NamedTuple):
     """Tables of one dtype and row shape, each with rows on some rank.
 
     Attributes:
@@ -308,7 +308,7 @@ def _cut(whole: Tensor, bounds: Sequence[int]) -> list[Tensor]:
     return found
 
 
-def _groups(stated: _Tables, requests: Sequence[Request]) -> list[_Group]:
+def _kinds(stated: _Tables, requests: Sequence[Request]) -> list[_Kind]:
     """The groups of tables that have rows on some rank.
 
     Raises:
@@ -330,7 +330,7 @@ def _groups(stated: _Tables, requests: Sequence[Request]) -> list[_Group]:
         elif starts[-1] > _END and tall:
             most = max(zip(sizes, tables, strict=True))
             raise WeftError(f"table {most[1]}: {_too_large(most[0] - 1)}")
-        found.append(_Group(tuple(tables), shape_in(row_shape.decode()), starts, tall))
+        found.append(_Kind(tuple(tables), shape_in(row_shape.decode()), starts, tall))
     return found
 
 
@@ -341,26 +341,26 @@ def _nothing(stated: Any, rows: Rows) -> Rows:
     return Rows(rows.indices[:0], rows.values.new_empty(0, *row_shape), rows.height)
 
 
-def _stated(wire: Wire, requests: Sequence[Request], error: str | None, name: str) -> _Tables:
+def _stated(group: Group, requests: Sequence[Request], error: str | None, name: str) -> _Tables:
     """The combined statements of all ranks on the tables; collective.
 
     Raises:
         WeftError: arguments are wrong on some rank, or ranks differ; the same text on every rank.
     """
-    over = wire_for(wire, requests[0].rows.values)
-    if over is not wire and error is None:
+    over = wire_for(group, requests[0].rows.values)
+    if over is not group and error is None:
         error = _surveyed(requests)
     requests[0].fields["device"] = over.route
     fields = {name: requests[0].fields.get(name) for name in _FIELDS}
     mine = np.zeros(len(requests) if error is None else 0, _TABLE)
     if error is None:
-        mine[:] = [_said(request, wire.rank) for request in requests]
+        mine[:] = [_said(request, group.rank) for request in requests]
     found = []
     for start in range(0, len(requests), _MOST):
         body = torch.from_numpy(mine[start : start + _MOST].view(np.uint8))
-        agreement = agree(wire, name, fields, error, body, _combined)
+        agreement = agree(group, name, fields, error, body, _combined)
         # a combined statement counts this rank's own rows
-        least = None if is_direct(wire) else mine[start : start + _MOST]["highest"]
+        least = None if is_direct(group) else mine[start : start + _MOST]["highest"]
         found.append(_together(agreement.read(_read, body.nbytes, least)))
         agreement.release()
     stated = np.concatenate(found)
@@ -368,7 +368,7 @@ def _stated(wire: Wire, requests: Sequence[Request], error: str | None, name: st
         table = int(stated["odd"].argmax())
         what, shape = (mine[each][table].decode() for each in ("what", "shape"))
         fields = {f"table {table}": what, f"the row shape of table {table}": shape or None}
-        agree(wire, name, fields, None, bytearray(), _combined)  # which raises how they differ
+        agree(group, name, fields, None, bytearray(), _combined)  # which raises how they differ
     return stated
 
 
@@ -428,11 +428,11 @@ def _combined(lower: Tensor, upper: Tensor) -> Tensor:
     return torch.from_numpy(_together(said).view(np.uint8))
 
 
-def _handed_out(wire: Wire, request: Request, part: Rows) -> tuple[Rows, BaseException | None]:
+def _handed_out(group: Group, request: Request, part: Rows) -> tuple[Rows, BaseException | None]:
     """A table's result, copied to the caller's `out`, and what an allocator raised, or None."""
     dtypes = part.indices.dtype, part.values.dtype
     shape = tuple(part.row_shape)
-    call = Call(wire, request.op, shape, *dtypes, part.height, half=request.half, out=request.out)
+    call = Call(group, request.op, shape, *dtypes, part.height, half=request.half, out=request.out)
     call.given = part
     place = call.result(len(part))
     place.indices.copy_(part.indices)

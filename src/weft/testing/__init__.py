@@ -4,9 +4,9 @@
 from weft.testing import spmd
 
 @spmd(1, 2, 3, 4, 7, 8)
-def test_sum_of_ranks(wire):
+def test_sum_of_ranks(group):
     total = weft.sparse_all_reduce(weft.Rows(torch.tensor([0]), torch.ones(1), height=1))
-    assert total.values.item() == wire.size
+    assert total.values.item() == group.size
 ```
 
 `spmd` and `run` run a body on ranks that are threads, or processes that are kept between tests.

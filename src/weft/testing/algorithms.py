@@ -27,7 +27,7 @@ from ..kernels.ops import DTYPES, OPS
 from ..rows import Rows
 from ..sparse import ALGORITHMS, Algorithm, Cost, Link, Load, last_call
 from ..sparse.link import set_link
-from ..wire.base import Wire
+from ..wire.base import Group
 from .clauses import Outcome, raise_if_broken, title_of, tried
 from .oracle import expected
 from .spmd import run
@@ -75,9 +75,9 @@ class _Trial:
         """The cases in which costs are compared: a name, and what the ranks spent. Run once."""
         return list(_each(self))
 
-    def serves(self, wire: Wire, rows: Any, op: Op = "sum", **options: Any) -> bool:
+    def serves(self, group: Group, rows: Any, op: Op = "sum", **options: Any) -> bool:
         """Whether the algorithm takes such a call; collective."""
-        load = weft.explain(rows, op, group=wire, **options).load
+        load = weft.explain(rows, op, group=group, **options).load
         return self.algorithm.applies(load) is None
 
     def reduce(self, rows: Any, op: Op = "sum", **options: Any) -> Any:
@@ -244,10 +244,10 @@ def _compare_all(
 ) -> bool:
     """Reduce the parts, one a rank, and compare with the oracle; whether the call was served."""
 
-    def program(wire: Wire) -> Rows | None:
-        set_link(wire, _FAST)
-        rows = parts[wire.rank]
-        if not trial.serves(wire, rows, op, **options):
+    def program(group: Group) -> Rows | None:
+        set_link(group, _FAST)
+        rows = parts[group.rank]
+        if not trial.serves(group, rows, op, **options):
             return None
         result: Rows = trial.reduce(rows, op, **options)
         return result
@@ -279,10 +279,10 @@ def sums(trial: _Trial) -> None:
 def bits(trial: _Trial) -> None:
     """real numbers give the same bits on every rank, and in a second call."""
 
-    def program(wire: Wire) -> list[Rows]:
-        set_link(wire, _FAST)
-        rows = _real(wire.rank)
-        if not trial.serves(wire, rows):
+    def program(group: Group) -> list[Rows]:
+        set_link(group, _FAST)
+        rows = _real(group.rank)
+        if not trial.serves(group, rows):
             return []
         return [trial.reduce(rows) for _ in range(2)]
 
@@ -301,10 +301,10 @@ def packed(trial: _Trial) -> None:
         parts = [_rows("long", rank, index=index) for rank in range(trial.middle)]
         wanted = expected(parts)
 
-        def program(wire: Wire, link: Link = link, parts: Sequence[Rows] = parts) -> Rows | None:
-            set_link(wire, link)
-            rows = parts[wire.rank]
-            if not trial.serves(wire, rows):
+        def program(group: Group, link: Link = link, parts: Sequence[Rows] = parts) -> Rows | None:
+            set_link(group, link)
+            rows = parts[group.rank]
+            if not trial.serves(group, rows):
                 return None
             found: Rows = trial.reduce(rows)
             return found
@@ -350,12 +350,12 @@ def heights(trial: _Trial) -> None:
     size = trial.middle
     tables = [[_rows(kind, rank) for kind in ("few", "many")] for rank in range(size)]
 
-    def program(wire: Wire) -> tuple[tuple[Tensor, Tensor] | None, list[Rows]]:
-        set_link(wire, _FAST)
-        mine = tables[wire.rank]
+    def program(group: Group) -> tuple[tuple[Tensor, Tensor] | None, list[Rows]]:
+        set_link(group, _FAST)
+        mine = tables[group.rank]
         pair = mine[1].indices, mine[1].values
-        found = trial.reduce(pair) if trial.serves(wire, pair) else None
-        listed = all(trial.serves(wire, each) for each in mine)
+        found = trial.reduce(pair) if trial.serves(group, pair) else None
+        listed = all(trial.serves(group, each) for each in mine)
         return found, trial.reduce(mine) if listed else []
 
     for pair, listed in run(size, program):
@@ -390,10 +390,10 @@ def rounding(trial: _Trial) -> None:
 def memory(trial: _Trial) -> None:
     """the caller's rows stay as they are, and a result is nobody else's memory."""
 
-    def program(wire: Wire) -> None:
-        set_link(wire, _FAST)
-        rows = _rows("many", wire.rank)
-        if not trial.serves(wire, rows):
+    def program(group: Group) -> None:
+        set_link(group, _FAST)
+        rows = _rows("many", group.rank)
+        if not trial.serves(group, rows):
             return
         before = rows.indices.clone(), rows.values.clone()
         first = trial.reduce(rows)
@@ -407,7 +407,7 @@ def memory(trial: _Trial) -> None:
             ("the indices of an earlier result", first.indices, wanted[0]),
             ("the values of an earlier result", first.values, wanted[1]),
         ):
-            assert torch.equal(now, then), f"{name} changed on rank {wire.rank}"
+            assert torch.equal(now, then), f"{name} changed on rank {group.rank}"
 
     for size in trial.sizes:
         run(size, program)
@@ -417,10 +417,10 @@ def memory(trial: _Trial) -> None:
 def outs(trial: _Trial) -> None:
     """the result is where the caller wants it."""
 
-    def program(wire: Wire) -> None:
-        set_link(wire, _FAST)
-        rows = _rows("many", wire.rank)
-        if not trial.serves(wire, rows):
+    def program(group: Group) -> None:
+        set_link(group, _FAST)
+        rows = _rows("many", group.rank)
+        if not trial.serves(group, rows):
             return
         made: list[tuple[Tensor, Tensor]] = []
 
@@ -429,14 +429,14 @@ def outs(trial: _Trial) -> None:
             return made[-1]
 
         found = trial.reduce(rows, out=allocate)
-        assert len(made) == 1, f"the allocator was called {len(made)} times on rank {wire.rank}"
+        assert len(made) == 1, f"the allocator was called {len(made)} times on rank {group.rank}"
         assert found.values.data_ptr() == made[0][1].data_ptr(), (
-            f"rank {wire.rank} has its result elsewhere than in the memory of `out`"
+            f"rank {group.rank} has its result elsewhere than in the memory of `out`"
         )
         buffers = torch.empty(1000, dtype=torch.int64), torch.empty(1000, 3)
         again = trial.reduce(rows, out=buffers)
         assert again.values.data_ptr() == buffers[1].data_ptr(), (
-            f"rank {wire.rank} has its result elsewhere than in the buffers of `out`"
+            f"rank {group.rank} has its result elsewhere than in the buffers of `out`"
         )
 
     run(trial.middle, program)
@@ -452,15 +452,15 @@ def errors(trial: _Trial) -> None:
     def refuses(*_: Any) -> Any:
         raise Refused("no memory here")
 
-    def program(wire: Wire) -> list[str]:
-        set_link(wire, _FAST)
-        rows = _rows("few", wire.rank)
+    def program(group: Group) -> list[str]:
+        set_link(group, _FAST)
+        rows = _rows("few", group.rank)
         texts: list[str] = []
-        if not trial.serves(wire, rows):
+        if not trial.serves(group, rows):
             return texts
         negative = Rows(rows.indices - 100, rows.values)
-        texts.append(_text_of(lambda: trial.reduce(negative if wire.rank == 1 else rows)))
-        texts.append(_text_of(lambda: trial.reduce(rows, out=refuses if wire.rank == 1 else None)))
+        texts.append(_text_of(lambda: trial.reduce(negative if group.rank == 1 else rows)))
+        texts.append(_text_of(lambda: trial.reduce(rows, out=refuses if group.rank == 1 else None)))
         trial.reduce(rows)
         return texts
 
@@ -482,23 +482,23 @@ def _text_of(call: Callable[[], object]) -> str:
 def aborts(trial: _Trial) -> None:
     """an abort in the middle of the schedule ends the call on every rank, by name."""
 
-    def program(wire: Wire) -> None:
-        set_link(wire, _FAST)
-        rows = _rows("many", wire.rank)
-        if not trial.serves(wire, rows):
+    def program(group: Group) -> None:
+        set_link(group, _FAST)
+        rows = _rows("many", group.rank)
+        if not trial.serves(group, rows):
             return
 
         def allocate(count: int, shape: tuple[int, ...], dtypes: Any) -> tuple[Tensor, Tensor]:
-            if wire.rank == 1:
-                wire.abort("tried by check_algorithm")
+            if group.rank == 1:
+                group.abort("tried by check_algorithm")
             return _allocated(count, shape, dtypes)
 
         try:
             trial.reduce(rows, out=allocate)
         except WireError as error:
-            assert error.culprit == 1, f"rank {wire.rank} blames rank {error.culprit}: {error}"
+            assert error.culprit == 1, f"rank {group.rank} blames rank {error.culprit}: {error}"
         else:
-            raise AssertionError(f"rank {wire.rank} did not notice that rank 1 had given up")
+            raise AssertionError(f"rank {group.rank} did not notice that rank 1 had given up")
 
     for size in trial.sizes:
         run(size, program)
@@ -523,21 +523,21 @@ class _Spent(NamedTuple):
 def _spent(trial: _Trial, size: int, kind: str) -> list[_Spent]:
     """What each rank spends on a call with evenly spread rows; nothing if it is refused."""
 
-    def program(wire: Wire) -> _Spent | None:
-        set_link(wire, _FAST)
-        rows = _even(kind, wire.rank, size)
-        if not trial.serves(wire, rows):
+    def program(group: Group) -> _Spent | None:
+        set_link(group, _FAST)
+        rows = _even(kind, group.rank, size)
+        if not trial.serves(group, rows):
             return None
         load = weft.explain(rows, algorithm=trial.name).load
-        pool = wire.memory
+        pool = group.memory
         pool.peak = pool.lent
-        wire.traffic.reset()
+        group.traffic.reset()
         result = trial.reduce(rows)
-        assert pool.lent == 0, f"rank {wire.rank} did not give back {pool.lent} bytes of leases"
-        record = last_call(wire)
+        assert pool.lent == 0, f"rank {group.rank} did not give back {pool.lent} bytes of leases"
+        record = last_call(group)
         assert record is not None
         cost = trial.algorithm.cost(replace(load, union=len(result)))
-        to = {peer: nbytes - _OPENING for peer, nbytes in wire.traffic.to.items()}
+        to = {peer: nbytes - _OPENING for peer, nbytes in group.traffic.to.items()}
         own = len(rows) * load.row
         return _Spent(cost, record.messages - (size - 1), to, pool.peak - own)
 

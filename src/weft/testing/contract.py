@@ -1,11 +1,11 @@
-"""The tests that every wire must pass: a pytest class, from which a test of a wire inherits.
+"""The tests that every wire must pass: a pytest class, from which a test of a group inherits.
 
 ```python
 class TestMyWire(WireContract):
     @pytest.fixture
     def ranks(self):
         def ranks(size, body, *args, timeout=20.0):
-            ...  # run body(wire, *args) on each of `size` new ranks, one wire each
+            ...  # run body(group, *args) on each of `size` new ranks, one group each
         return ranks
 ```
 `functools.partial(weft.testing.run, on="threads")` is such a function. The bodies below are at the
@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from ..errors import WireError
-from ..wire.base import Pending, Wire, peers
+from ..wire.base import Group, Pending, peers
 from .pace import patient
 
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -44,7 +44,7 @@ _COMBINE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "bxor": torch.bitwise_xor,
 }
 
-_Body = TypeVar("_Body", bound=Callable[[Wire], object])
+_Body = TypeVar("_Body", bound=Callable[[Group], object])
 _CASES: list[Any] = []
 
 
@@ -60,14 +60,14 @@ def _on(*sizes: int, **options: float) -> Callable[[_Body], _Body]:
 
 
 @_on(1, 2, 3, 4, 7, 8)
-def exchange(wire: Wire) -> None:
+def exchange(group: Group) -> None:
     """Every rank sends to every other rank, in every dtype."""
-    assert sorted([wire.rank, *peers(wire)]) == list(range(wire.size))
+    assert sorted([group.rank, *peers(group)]) == list(range(group.size))
     for dtype in _DTYPES:
-        sent = [(peer, _data(wire.rank, peer, dtype)) for peer in peers(wire)]
-        expected = [_data(peer, wire.rank, dtype) for peer in peers(wire)]
+        sent = [(peer, _data(group.rank, peer, dtype)) for peer in peers(group)]
+        expected = [_data(peer, group.rank, dtype) for peer in peers(group)]
         places = [torch.empty_like(each) for each in expected]
-        pending = wire.post(sent, list(zip(peers(wire), places, strict=True)))
+        pending = group.post(sent, list(zip(peers(group), places, strict=True)))
         got = pending.wait()
         assert [id(each) for each in got] == [id(each) for each in places]
         for mine, right in zip(places, expected, strict=True):
@@ -76,9 +76,9 @@ def exchange(wire: Wire) -> None:
 
 
 @_on(2)
-def memory_under_way(wire: Wire) -> None:
+def memory_under_way(group: Group) -> None:
     """A message keeps its memory, whatever other memory its tensors get while it is under way."""
-    (peer,) = peers(wire)
+    (peer,) = peers(group)
 
     def give_data(tensor: Tensor) -> None:
         tensor.data = torch.zeros(3)
@@ -91,9 +91,9 @@ def memory_under_way(wire: Wire) -> None:
             tensor.untyped_storage().resize_(0)
 
     for change in (give_data, set_storage, free_storage):
-        given, place = torch.full((_LARGE,), 1.0 + wire.rank), torch.zeros(_LARGE)
+        given, place = torch.full((_LARGE,), 1.0 + group.rank), torch.zeros(_LARGE)
         kept = place.detach()
-        pending = wire.post([(peer, given)], [(peer, place)])
+        pending = group.post([(peer, given)], [(peer, place)])
         for tensor in (given, place):
             change(tensor)
         pending.wait()
@@ -103,44 +103,44 @@ def memory_under_way(wire: Wire) -> None:
 
 
 @_on(3)
-def keep_order(wire: Wire) -> None:
+def keep_order(group: Group) -> None:
     """Messages between two ranks keep their order, in whatever order one waits for them."""
     counts = range(10)
-    sent = [[_number(100 * wire.rank + 10 * i + j) for j in counts] for i in counts]
+    sent = [[_number(100 * group.rank + 10 * i + j) for j in counts] for i in counts]
     posts = []
     for row in sent:
-        sends = [(peer, each) for each in row for peer in peers(wire)]
-        places = [(peer, _number(0)) for _ in row for peer in peers(wire)]
-        posts.append(wire.post(sends, places))
+        sends = [(peer, each) for each in row for peer in peers(group)]
+        places = [(peer, _number(0)) for _ in row for peer in peers(group)]
+        posts.append(group.post(sends, places))
     for i in reversed(counts):  # waiting is not bound to the order of posting
         got = [int(each) for each in posts[i].wait()]
-        assert got == [100 * peer + 10 * i + j for j in counts for peer in peers(wire)]
+        assert got == [100 * peer + 10 * i + j for j in counts for peer in peers(group)]
 
 
 @_on(2)
-def channels(wire: Wire) -> None:
+def channels(group: Group) -> None:
     """A message on one channel does not wait for one on another channel."""
-    peer = 1 - wire.rank
-    if wire.rank == 0:
-        second = wire.post([(peer, _number(2))], channel=2)
-        first = wire.post([(peer, _number(1))])
+    peer = 1 - group.rank
+    if group.rank == 0:
+        second = group.post([(peer, _number(2))], channel=2)
+        first = group.post([(peer, _number(1))])
     else:
-        first = wire.post((), [(peer, _number(0))])
+        first = group.post((), [(peer, _number(0))])
         assert first.wait()[0].item() == 1  # the other channel has nowhere to go yet
-        second = wire.post((), [(peer, _number(0))], channel=2)
+        second = group.post((), [(peer, _number(0))], channel=2)
         assert second.wait()[0].item() == 2
     first.wait()
     second.wait()
 
 
 @_on(2)
-def shorter(wire: Wire) -> None:
+def shorter(group: Group) -> None:
     """A message may be shorter than the size of its receive."""
-    peer = 1 - wire.rank
+    peer = 1 - group.rank
     for length in (1, 5, 4095):
-        sent = torch.arange(length, dtype=torch.int32) + wire.rank
+        sent = torch.arange(length, dtype=torch.int32) + group.rank
         right = torch.arange(length, dtype=torch.int32) + peer
-        pending = wire.post([(peer, sent)], [(peer, 20_000)])
+        pending = group.post([(peer, sent)], [(peer, 20_000)])
         (view,) = pending.wait()
         assert view.dtype == torch.uint8
         assert torch.equal(view[: 4 * length].view(torch.int32), right)
@@ -148,28 +148,28 @@ def shorter(wire: Wire) -> None:
 
 
 @_on(2)
-def empty(wire: Wire) -> None:
+def empty(group: Group) -> None:
     """Empty messages arrive."""
-    peer = 1 - wire.rank
+    peer = 1 - group.rank
     nothing = torch.empty(0)
-    pending = wire.post([(peer, nothing)] * 3, [(peer, torch.empty(0)), (peer, 64), (peer, 0)])
+    pending = group.post([(peer, nothing)] * 3, [(peer, torch.empty(0)), (peer, 64), (peer, 0)])
     first, _, last = pending.wait()
     assert first.numel() == last.numel() == 0
     pending.release()
-    assert wire.post().wait() == []
-    got = wire.post([(peer, _number(7))], [(peer, _number(0))]).wait()
+    assert group.post().wait() == []
+    got = group.post([(peer, _number(7))], [(peer, _number(0))]).wait()
     assert got[0].item() == 7  # nothing was left behind
 
 
 @_on(2)
-def leases(wire: Wire) -> None:
+def leases(group: Group) -> None:
     """Leased memory can be sent; views that were received stay valid until they are released."""
-    peer = 1 - wire.rank
+    peer = 1 - group.rank
     for round in range(3):
-        with wire.lease(3000) as memory:
+        with group.lease(3000) as memory:
             assert memory.numel() == 3000
-            memory.fill_(10 * round + wire.rank)
-            pending = wire.post([(peer, memory)], [(peer, 3000)])
+            memory.fill_(10 * round + group.rank)
+            pending = group.post([(peer, memory)], [(peer, 3000)])
             view = pending.wait()[0]
             assert pending.wait()[0].data_ptr() == view.data_ptr()
             assert set(view.tolist()) == {10 * round + peer}
@@ -178,53 +178,53 @@ def leases(wire: Wire) -> None:
 
 
 @_on(2)
-def many(wire: Wire) -> None:
+def many(group: Group) -> None:
     """Many messages may be on the wire at once."""
-    peer = 1 - wire.rank
-    posts = [wire.post([(peer, _number(i))], [(peer, _number(0))]) for i in range(500)]
+    peer = 1 - group.rank
+    posts = [group.post([(peer, _number(i))], [(peer, _number(0))]) for i in range(500)]
     assert [int(each.wait()[0]) for each in posts] == list(range(500))
 
 
 @_on(2)
-def swap_large(wire: Wire) -> None:
+def swap_large(group: Group) -> None:
     """Two ranks may send large messages to each other at the same time."""
-    peer = 1 - wire.rank
+    peer = 1 - group.rank
     count = 2_000_000
-    sent = torch.arange(count, dtype=torch.float32) * (wire.rank + 1)
-    got = wire.post([(peer, sent)], [(peer, torch.empty(count))]).wait()[0]
+    sent = torch.arange(count, dtype=torch.float32) * (group.rank + 1)
+    got = group.post([(peer, sent)], [(peer, torch.empty(count))]).wait()[0]
     assert torch.equal(got, torch.arange(count, dtype=torch.float32) * (peer + 1))
 
 
 @_on(2)
-def late(wire: Wire) -> None:
+def late(group: Group) -> None:
     """A receiver may post its receive long after the message was sent."""
-    if wire.rank == 0:
-        wire.post([(1, torch.arange(100_000))]).wait()
+    if group.rank == 0:
+        group.post([(1, torch.arange(100_000))]).wait()
     else:
         time.sleep(0.2)
-        got = wire.post((), [(0, torch.empty(100_000, dtype=torch.int64))]).wait()[0]
+        got = group.post((), [(0, torch.empty(100_000, dtype=torch.int64))]).wait()[0]
         assert torch.equal(got, torch.arange(100_000))
 
 
 @_on(2)
-def mixed(wire: Wire) -> None:
+def mixed(group: Group) -> None:
     """Messages of any length, received before or after they are sent, into tensors or as views."""
-    peer, lengths = 1 - wire.rank, (1, 300_000, 7, 140_000, 0, 60_000, 300_000, 2)
+    peer, lengths = 1 - group.rank, (1, 300_000, 7, 140_000, 0, 60_000, 300_000, 2)
     for early in (True, False):
         posts = []
         for turn in ("receive", "send") if early else ("send", "receive"):
             for number, length in enumerate(lengths):
                 if turn == "send":
-                    with wire.lease(length) as memory:
-                        mine = torch.full((length,), 10 * number + wire.rank, dtype=torch.uint8)
+                    with group.lease(length) as memory:
+                        mine = torch.full((length,), 10 * number + group.rank, dtype=torch.uint8)
                         sent = memory.copy_(mine) if number % 3 else mine
                         if early:
-                            wire.post([(peer, sent)], channel=1).wait()
+                            group.post([(peer, sent)], channel=1).wait()
                         else:
-                            posts.append(wire.post([(peer, sent.clone())], channel=1))
+                            posts.append(group.post([(peer, sent.clone())], channel=1))
                     continue
                 place = torch.empty(length, dtype=torch.uint8)
-                posts.append(wire.post((), [(peer, place if number % 2 else length)], channel=1))
+                posts.append(group.post((), [(peer, place if number % 2 else length)], channel=1))
         got = [view for pending in posts for view in pending.wait()]
         assert [len(view) for view in got] == list(lengths)
         for number, view in enumerate(got):
@@ -234,25 +234,25 @@ def mixed(wire: Wire) -> None:
 
 
 @_on(3)
-def traffic(wire: Wire) -> None:
-    """The wire counts the messages and bytes that it sends, by peer."""
-    wire.traffic.reset()
-    sent = [(peer, torch.zeros(10 + peer)) for peer in peers(wire)]
-    wire.post(sent, [(peer, 400) for peer in peers(wire)]).wait()
-    assert wire.traffic.messages == 2
-    assert wire.traffic.to == {peer: 4 * (10 + peer) for peer in peers(wire)}
-    assert wire.traffic.bytes == sum(wire.traffic.to.values())
+def traffic(group: Group) -> None:
+    """The group counts the messages and bytes that it sends, by peer."""
+    group.traffic.reset()
+    sent = [(peer, torch.zeros(10 + peer)) for peer in peers(group)]
+    group.post(sent, [(peer, 400) for peer in peers(group)]).wait()
+    assert group.traffic.messages == 2
+    assert group.traffic.to == {peer: 4 * (10 + peer) for peer in peers(group)}
+    assert group.traffic.bytes == sum(group.traffic.to.values())
 
 
 @_on(1, 2, 3, 8)
-def gather_small(wire: Wire) -> None:
+def gather_small(group: Group) -> None:
     """`small_all_gather` gives every rank the messages of all ranks."""
     cap = 40
     for round in range(5):
-        length = 1 + (wire.rank + round) % cap
-        own = torch.full((length,), wire.rank + 100, dtype=torch.uint8)
+        length = 1 + (group.rank + round) % cap
+        own = torch.full((length,), group.rank + 100, dtype=torch.uint8)
         own[0] = length
-        pending = wire.small_all_gather(own, cap)
+        pending = group.small_all_gather(own, cap)
         for rank, message in enumerate(pending.wait()):
             length = int(message[0])
             assert length == 1 + (rank + round) % cap
@@ -261,11 +261,11 @@ def gather_small(wire: Wire) -> None:
 
 
 @_on(1, 2, 3, 4, 7)
-def reduce_exactly(wire: Wire) -> None:
+def reduce_exactly(group: Group) -> None:
     """`dense_all_reduce` is exact for every dtype and op, on values that any order sums exactly."""
     for count in (0, 1, 1000, 40_000):
         for dtype in _DTYPES:
-            parts = [_reducible(rank, count, dtype) for rank in range(wire.size)]
+            parts = [_reducible(rank, count, dtype) for rank in range(group.size)]
             for op, combine in _COMBINE.items():
                 if dtype in _FLOATS and op.startswith("b"):
                     continue
@@ -274,8 +274,8 @@ def reduce_exactly(wire: Wire) -> None:
                 right = parts[0]
                 for part in parts[1:]:
                     right = combine(right, part)
-                mine = parts[wire.rank].clone()
-                pending = wire.dense_all_reduce(mine, op)
+                mine = parts[group.rank].clone()
+                pending = group.dense_all_reduce(mine, op)
                 got = pending.wait()
                 assert got[0] is mine
                 assert torch.equal(mine, right), f"{op} of {count} {dtype} is wrong"
@@ -283,163 +283,163 @@ def reduce_exactly(wire: Wire) -> None:
 
 
 @_on(2, 3, 7)
-def reduce_floats(wire: Wire) -> list[bytes]:
+def reduce_floats(group: Group) -> list[bytes]:
     """`dense_all_reduce` of floats gives all ranks the same bits."""
     results = []
     for dtype in _FLOATS:
         parts = [
             torch.randn(10_007, generator=torch.Generator().manual_seed(rank)).to(dtype)
-            for rank in range(wire.size)
+            for rank in range(group.size)
         ]
         right = torch.stack([part.double() for part in parts]).sum(0)
         places = {torch.float64: 1e-12, torch.float32: 1e-4}.get(dtype, 0.1)
-        for op, divisor in (("sum", 1), ("avg", wire.size)):
-            mine = parts[wire.rank].clone()
-            wire.dense_all_reduce(mine, op).wait()
+        for op, divisor in (("sum", 1), ("avg", group.size)):
+            mine = parts[group.rank].clone()
+            group.dense_all_reduce(mine, op).wait()
             assert torch.allclose(mine.double(), right / divisor, atol=places, rtol=places)
             results.append(bytes(mine.view(torch.uint8).tolist()))
     return results
 
 
 @_on(3)
-def reduce_nan(wire: Wire) -> None:
+def reduce_nan(group: Group) -> None:
     """`dense_all_reduce` propagates NaN."""
     for op in ("sum", "min", "max", "prod"):
-        mine = torch.tensor([1.0, float("nan") if wire.rank == 1 else 2.0, float("inf")])
-        wire.dense_all_reduce(mine, op).wait()
+        mine = torch.tensor([1.0, float("nan") if group.rank == 1 else 2.0, float("inf")])
+        group.dense_all_reduce(mine, op).wait()
         assert mine.isnan().tolist() == [False, True, False]
         assert mine[2] == float("inf")
 
 
 @_on(3)
-def reduce_beside_messages(wire: Wire) -> None:
+def reduce_beside_messages(group: Group) -> None:
     """Reductions and messages may be on the wire at the same time."""
-    following, before = (wire.rank + 1) % wire.size, (wire.rank - 1) % wire.size
-    first = torch.full((5000,), float(wire.rank))
-    second = torch.full((3,), wire.rank, dtype=torch.int64)
-    message = wire.post([(following, _number(wire.rank))], [(before, 8)])
-    reductions = [wire.dense_all_reduce(first, "sum"), wire.dense_all_reduce(second, "max")]
+    following, before = (group.rank + 1) % group.size, (group.rank - 1) % group.size
+    first = torch.full((5000,), float(group.rank))
+    second = torch.full((3,), group.rank, dtype=torch.int64)
+    message = group.post([(following, _number(group.rank))], [(before, 8)])
+    reductions = [group.dense_all_reduce(first, "sum"), group.dense_all_reduce(second, "max")]
     for reduction in reductions:
         reduction.wait()
     assert message.wait()[0].view(torch.int64).item() == before
-    assert set(first.tolist()) == {sum(range(wire.size))}
-    assert second.tolist() == [wire.size - 1] * 3
+    assert set(first.tolist()) == {sum(range(group.size))}
+    assert second.tolist() == [group.size - 1] * 3
 
 
 @_on(1, 2, 5)
-def parts(wire: Wire) -> None:
-    """`sub` makes independent wires of some of the ranks."""
-    ranks = list(range(wire.size))
-    evens, twins = ranks[::-2], [wire.sub(ranks), wire.sub(ranks)]
-    part = wire.sub(evens)
-    assert (part is None) == (wire.rank not in evens)
+def parts(group: Group) -> None:
+    """`sub` makes independent groups of some of the ranks."""
+    ranks = list(range(group.size))
+    evens, twins = ranks[::-2], [group.sub(ranks), group.sub(ranks)]
+    part = group.sub(evens)
+    assert (part is None) == (group.rank not in evens)
     if part is not None:
-        assert (part.rank, part.size) == (evens.index(wire.rank), len(evens))
-        total = torch.tensor([wire.rank])
+        assert (part.rank, part.size) == (evens.index(group.rank), len(evens))
+        total = torch.tensor([group.rank])
         part.dense_all_reduce(total, "sum").wait()
         assert total.item() == sum(evens)
         exchange(part)
         part.close()
-    # two wires of the same ranks, and their parent, do not receive each other's messages
-    wires = [wire, *(twin for twin in twins if twin is not None)]
-    following, before = (wire.rank + 1) % wire.size, (wire.rank - 1) % wire.size
-    if wire.size > 1:
-        sends = [w.post([(following, _number(i))]) for i, w in enumerate(wires)]
-        for i, w in reversed(list(enumerate(wires))):
+    # two groups of the same ranks, and their parent, do not receive each other's messages
+    groups = [group, *(twin for twin in twins if twin is not None)]
+    following, before = (group.rank + 1) % group.size, (group.rank - 1) % group.size
+    if group.size > 1:
+        sends = [w.post([(following, _number(i))]) for i, w in enumerate(groups)]
+        for i, w in reversed(list(enumerate(groups))):
             got = w.post((), [(before, _number(0))]).wait()[0]
             assert got.item() == i
         for pending in sends:
             pending.wait()
-    for twin in wires[1:]:
+    for twin in groups[1:]:
         twin.close()
-    exchange(wire)
+    exchange(group)
 
 
 @_on(2, timeout=0.7)
-def deadline(wire: Wire) -> None:
+def deadline(group: Group) -> None:
     """A wait for a rank that does nothing ends at the deadline, and names that rank."""
-    if wire.rank == 1:
-        time.sleep(3 * wire.timeout)
-        _is_broken(wire, culprit=1)
+    if group.rank == 1:
+        time.sleep(3 * group.timeout)
+        _is_broken(group, culprit=1)
         return
     began = time.monotonic()
-    _breaks(wire, lambda: wire.post((), [(1, 8)]), culprit=1, match=r"rank 0: .*rank 1")
-    assert wire.timeout * 0.9 < time.monotonic() - began < wire.timeout + patient(_SLACK)
+    _breaks(group, lambda: group.post((), [(1, 8)]), culprit=1, match=r"rank 0: .*rank 1")
+    assert group.timeout * 0.9 < time.monotonic() - began < group.timeout + patient(_SLACK)
 
 
 @_on(4, timeout=0.7)
-def absent(wire: Wire) -> None:
+def absent(group: Group) -> None:
     """Each rank waits for the next, the last one sleeps: all ranks name the last one."""
-    last = wire.size - 1
-    if wire.rank == last:
-        time.sleep(2 * wire.timeout + 1)
-        _is_broken(wire, culprit=last)
+    last = group.size - 1
+    if group.rank == last:
+        time.sleep(2 * group.timeout + 1)
+        _is_broken(group, culprit=last)
     else:
-        _breaks(wire, lambda: wire.post((), [(wire.rank + 1, 8)]), culprit=last)
+        _breaks(group, lambda: group.post((), [(group.rank + 1, 8)]), culprit=last)
 
 
 @_on(4)
-def abort(wire: Wire) -> None:
+def abort(group: Group) -> None:
     """An abort ends every wait, also those for other ranks, and names the rank that aborted."""
-    others = [rank for rank in range(wire.size) if rank != 1]
-    if wire.rank == 1:
+    others = [rank for rank in range(group.size) if rank != 1]
+    if group.rank == 1:
         time.sleep(0.2)
-        wire.abort("out of memory")
-        _is_broken(wire, culprit=1)
+        group.abort("out of memory")
+        _is_broken(group, culprit=1)
     else:
-        before = others[others.index(wire.rank) - 1]
-        awaits = functools.partial(wire.post, (), [(before, 8)])
-        _breaks(wire, awaits, culprit=1, match="out of memory", at_once=True)
+        before = others[others.index(group.rank) - 1]
+        awaits = functools.partial(group.post, (), [(before, 8)])
+        _breaks(group, awaits, culprit=1, match="out of memory", at_once=True)
 
 
 @_on(3)
-def abort_reduction(wire: Wire) -> None:
+def abort_reduction(group: Group) -> None:
     """An abort ends a reduction, and names the rank that aborted."""
-    if wire.rank == 2:
+    if group.rank == 2:
         time.sleep(0.2)
-        wire.abort("interrupted")
-        _is_broken(wire, culprit=2)
+        group.abort("interrupted")
+        _is_broken(group, culprit=2)
     else:
-        reduces = functools.partial(wire.dense_all_reduce, torch.ones(50_000), "sum")
-        _breaks(wire, reduces, culprit=2, match="interrupted", at_once=True)
+        reduces = functools.partial(group.dense_all_reduce, torch.ones(50_000), "sum")
+        _breaks(group, reduces, culprit=2, match="interrupted", at_once=True)
 
 
 @_on(3)
-def left(wire: Wire) -> None:
-    """A wait for a rank that closed its wire ends at once, and names that rank."""
-    if wire.rank == 1:
+def left(group: Group) -> None:
+    """A wait for a rank that closed its group ends at once, and names that rank."""
+    if group.rank == 1:
         time.sleep(0.2)
-        wire.close()
+        group.close()
     else:
-        _breaks(wire, lambda: wire.post((), [(1, 8)]), culprit=1, at_once=True)
+        _breaks(group, lambda: group.post((), [(1, 8)]), culprit=1, at_once=True)
 
 
 @_on(3)
-def stay(wire: Wire) -> None:
-    """When a rank has closed its wire, the others can still send to each other."""
-    if wire.rank == 2:
-        wire.close()
+def stay(group: Group) -> None:
+    """When a rank has closed its group, the others can still send to each other."""
+    if group.rank == 2:
+        group.close()
         return
     time.sleep(0.3)
-    peer = 1 - wire.rank
+    peer = 1 - group.rank
     for _ in range(20):
-        got = wire.post([(peer, _number(wire.rank))], [(peer, 8)]).wait()[0]
+        got = group.post([(peer, _number(group.rank))], [(peer, 8)]).wait()[0]
         assert got.view(torch.int64).item() == peer
 
 
 @_on(2)
-def closed(wire: Wire) -> None:
-    """A closed wire raises an error that says so; it may be closed twice."""
-    exchange(wire)
-    wire.close()
-    wire.close()
+def closed(group: Group) -> None:
+    """A closed group raises an error that says so; it may be closed twice."""
+    exchange(group)
+    group.close()
+    group.close()
     for _ in range(2):
-        with pytest.raises(WireError, match=rf"rank {wire.rank}: .*closed"):
-            wire.post([(1 - wire.rank, _number(1))]).wait()
+        with pytest.raises(WireError, match=rf"rank {group.rank}: .*closed"):
+            group.post([(1 - group.rank, _number(1))]).wait()
 
 
 def _breaks(
-    wire: Wire,
+    group: Group,
     use: Callable[[], Pending],
     *,
     culprit: int,
@@ -450,20 +450,20 @@ def _breaks(
     began = time.monotonic()
     with pytest.raises(WireError, match=match) as caught:
         use().wait()
-    assert (caught.value.rank, caught.value.culprit) == (wire.rank, culprit), str(caught.value)
-    assert not at_once or time.monotonic() - began < wire.timeout / 2
-    _is_broken(wire, culprit)
+    assert (caught.value.rank, caught.value.culprit) == (group.rank, culprit), str(caught.value)
+    assert not at_once or time.monotonic() - began < group.timeout / 2
+    _is_broken(group, culprit)
 
 
-def _is_broken(wire: Wire, culprit: int) -> None:
-    """Check that every further use of the wire raises the same error at once."""
+def _is_broken(group: Group, culprit: int) -> None:
+    """Check that every further use of the group raises the same error at once."""
     texts = set()
-    for use in (wire.post, functools.partial(wire.dense_all_reduce, torch.ones(2), "sum")):
+    for use in (group.post, functools.partial(group.dense_all_reduce, torch.ones(2), "sum")):
         began = time.monotonic()
         with pytest.raises(WireError) as caught:
             use().wait()
-        assert time.monotonic() - began < wire.timeout
-        assert caught.value.rank == wire.rank and caught.value.culprit == culprit
+        assert time.monotonic() - began < group.timeout
+        assert caught.value.rank == group.rank and caught.value.culprit == culprit
         texts.add(str(caught.value))
     assert len(texts) == 1, texts
 
@@ -493,14 +493,14 @@ class WireContract:
 
     @pytest.fixture
     def ranks(self) -> Callable[..., list[Any]]:
-        raise NotImplementedError("a test of a wire says with the fixture ranks how to run ranks")
+        raise NotImplementedError("a test of a group says with the fixture ranks how to run ranks")
 
     @pytest.mark.parametrize(("size", "body", "options"), _CASES)
     def test_contract(
         self,
         ranks: Callable[..., list[Any]],
         size: int,
-        body: Callable[[Wire], object],
+        body: Callable[[Group], object],
         options: dict[str, float],
     ) -> None:
         first, *others = ranks(size, body, **options)

@@ -31,7 +31,7 @@ from ..bootstrap import rendezvous
 from ..bootstrap.local import Rank, end, pump, receive, send
 from ..bootstrap.outcome import Outcome, place, results
 from ..errors import Error, WeftError
-from ..wire.base import Wire
+from ..wire.base import Group
 from ..wire.process_group import connect
 from .pace import patient
 from .threads import outcome_on
@@ -40,7 +40,7 @@ _START = 60.0  # seconds that new processes may take to answer
 _ANSWER = 2.0  # seconds that a rank has to send its stack
 _AFTERMATH = 5.0  # seconds that the other ranks have to notice that one died
 
-_Key = tuple[str, int, float]  # what wires are kept by: transport, size, timeout
+_Key = tuple[str, int, float]  # what groups are kept by: group, size, timeout
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class _Job:
     environment variables and the filters of warnings are sent along, because tests set them.
     """
 
-    wire: str
+    group: str
     rank: int
     key: _Key
     module: str
@@ -63,7 +63,7 @@ class _Job:
     environment: dict[str, str]
     filters: list[Any]
 
-    def call(self, wire: Wire) -> Any:
+    def call(self, group: Group) -> Any:
         """Run the body with its arguments, in a member."""
         found: Any = _loaded(self.module, self.file)
         for name in self.qualname.split("."):
@@ -71,7 +71,7 @@ class _Job:
         for _ in range(self.layers):
             found = found.__wrapped__
         args, kwargs = pickle.loads(self.arguments)
-        return found(wire, *args, **kwargs)
+        return found(group, *args, **kwargs)
 
 
 def _loaded(name: str, file: str) -> types.ModuleType:
@@ -90,7 +90,7 @@ def _loaded(name: str, file: str) -> types.ModuleType:
 def _job(
     key: _Key, body: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> _Job:
-    """The job of rank 0; `run` fills in the wire, and makes those of the other ranks.
+    """The job of rank 0; `run` fills in the group, and makes those of the other ranks.
 
     Raises:
         WeftError: another process could not find the body, or its arguments cannot be pickled.
@@ -131,7 +131,7 @@ def on_pool(
     *,
     limit: float,
 ) -> list[Outcome]:
-    """Run `body(wire, *args, **kwargs)` on processes of the pool; return each rank's outcome."""
+    """Run `body(group, *args, **kwargs)` on processes of the pool; return each rank's outcome."""
     global _pool
     with _lock:
         job = _job(key, body, args, kwargs)
@@ -155,16 +155,16 @@ class _Pool:
         self._store, self._port = rendezvous.host(rendezvous.LOOPBACK)
         self.members: list[Rank] = []
         self._said: dict[int, Any] = {}  # answers by rank
-        self._broken: Counter[_Key] = Counter()  # how many wires of a key were
+        self._broken: Counter[_Key] = Counter()  # how many groups of a key were
 
     def run(self, size: int, job: _Job, limit: float) -> list[Outcome]:
         """Run a job on the first `size` members; start those that are missing."""
         self._grow(size)
         members = self.members[:size]
-        wire = f"{job.key}-{self._broken[job.key]}"
+        group = f"{job.key}-{self._broken[job.key]}"
         self._said.clear()
         for member in members:
-            _tell(member, replace(job, wire=wire, rank=member.number))
+            _tell(member, replace(job, group=group, rank=member.number))
         if not self._hear(members, limit):
             left = [member for member in members if member.alive]
             if left == members:
@@ -268,13 +268,13 @@ def _serve(port: int) -> None:
 
     threading.Thread(target=listen, daemon=True).start()
     send("here")
-    wires: dict[_Key, tuple[str, Wire]] = {}
+    groups: dict[_Key, tuple[str, Group]] = {}
     while (job := jobs.get()) is not None:
-        outcome = _run(job, store, wires)
+        outcome = _run(job, store, groups)
         runs.clear()
-        _answer(outcome, healthy=_is_usable(wires.get(job.key)))
-    for _, wire in wires.values():
-        wire.close()
+        _answer(outcome, healthy=_is_usable(groups.get(job.key)))
+    for _, group in groups.values():
+        group.close()
 
 
 def _answer(outcome: Outcome, *, healthy: bool) -> None:
@@ -282,9 +282,9 @@ def _answer(outcome: Outcome, *, healthy: bool) -> None:
         send((outcome.packed(), healthy))
 
 
-def _run(job: _Job, store: dist.Store, wires: dict[_Key, tuple[str, Wire]]) -> Outcome:
+def _run(job: _Job, store: dist.Store, groups: dict[_Key, tuple[str, Group]]) -> Outcome:
     """Run one rank's program; return its outcome."""
-    made = Outcome.of(job.rank, _connected, job, store, wires)
+    made = Outcome.of(job.rank, _connected, job, store, groups)
     if made.error is not None:
         return made
     with warnings.catch_warnings():
@@ -295,21 +295,21 @@ def _run(job: _Job, store: dist.Store, wires: dict[_Key, tuple[str, Wire]]) -> O
         return outcome_on(made.value, job.call, (), {})
 
 
-def _connected(job: _Job, store: dist.Store, wires: dict[_Key, tuple[str, Wire]]) -> Wire:
-    """The wire of that name: one that was kept, or a new one."""
-    name, wire = wires.pop(job.key, ("", None))
-    if wire is not None and name != job.wire:
-        wire.close()
-        wire = None
-    if wire is None:
-        transport, size, timeout = job.key
-        wire = connect(store, job.rank, size, timeout, name=job.wire, wire=transport)
-    wires[job.key] = job.wire, wire
-    return wire
+def _connected(job: _Job, store: dist.Store, groups: dict[_Key, tuple[str, Group]]) -> Group:
+    """The group of that name: one that was kept, or a new one."""
+    name, group = groups.pop(job.key, ("", None))
+    if group is not None and name != job.group:
+        group.close()
+        group = None
+    if group is None:
+        kind, size, timeout = job.key
+        group = connect(store, job.rank, size, timeout, name=job.group, wire=kind)
+    groups[job.key] = job.group, group
+    return group
 
 
-def _is_usable(kept: tuple[str, Wire] | None) -> bool:
-    """Whether a wire can be used again. A rank that raises aborts its wire."""
+def _is_usable(kept: tuple[str, Group] | None) -> bool:
+    """Whether a group can be used again. A rank that raises aborts its group."""
     try:
         if kept is not None:
             kept[1].post().wait()

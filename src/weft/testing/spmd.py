@@ -12,15 +12,15 @@ from typing import Any
 from ..bootstrap.outcome import results
 from ..devices import as_device
 from ..errors import WeftError
-from ..wire.threads import group
+from ..wire.threads import group as thread_group
 from .pace import patient
-from .threads import on_wires
+from .threads import on_groups
 
-TIMEOUT = 90.0  # seconds that one wait on a wire may last; long, because the machine may be busy
+TIMEOUT = 90.0  # seconds that one wait on a group may last; long, because the machine may be busy
 LIMIT = 120.0  # seconds that a whole body may take on an idle machine
 
 
-_TRANSPORTS = {"threads": "", "device": "", "processes": "tcp", "torch": "torch"}
+_WIRES = {"threads": "", "device": "", "processes": "tcp", "torch": "torch"}
 
 
 def run(
@@ -32,9 +32,9 @@ def run(
     limit: float | None = None,
     **kwargs: Any,
 ) -> list[Any]:
-    """Run `body(wire, *args, **kwargs)` on `size` ranks; return their results in rank order.
+    """Run `body(group, *args, **kwargs)` on `size` ranks; return their results in rank order.
 
-    Inside the body `wire` is also the default group, so `weft.sparse_all_reduce(rows)` needs no
+    Inside the body `group` is also the default group, so `weft.sparse_all_reduce(rows)` needs no
     `group=`.
 
     Args:
@@ -43,9 +43,9 @@ def run(
             of a module, and its arguments and results are pickled.
         on: what the ranks are. "threads": threads of this process. "device": threads, but weft
             treats CPU tensors as it treats those on an accelerator. "processes": processes, which
-            are kept for later runs. "torch": the same processes, with a wire over a process group
-            of torch's (`weft.init(transport="torch")`).
-        timeout: seconds that one wait on the wire may last.
+            are kept for later runs. "torch": the same processes, with a group over a process group
+            of torch's (`weft.init(wire="torch")`).
+        timeout: seconds that any one wait may last.
         limit: seconds that the whole body may take. Ranks that have not ended then are reported as
             hanging, with their stacks. None: 120, up to four times as many on a busy machine.
 
@@ -56,20 +56,20 @@ def run(
             error that caused the others.
 
     Example:
-        >>> run(3, lambda wire, base: base + wire.rank, 10)
+        >>> run(3, lambda group, base: base + group.rank, 10)
         [10, 11, 12]
     """
     __tracebackhide__ = True  # pytest shows where the body failed, not how it was run
-    if on not in _TRANSPORTS:
-        raise WeftError(f"ranks run on {' or '.join(_TRANSPORTS)}, not on {on!r}")
+    if on not in _WIRES:
+        raise WeftError(f"ranks run on {' or '.join(_WIRES)}, not on {on!r}")
     most = patient(LIMIT) if limit is None else limit
-    if not _TRANSPORTS[on]:
+    if not _WIRES[on]:
         with as_device() if on == "device" else nullcontext():
-            wires = group(size, timeout, device=on == "device")
-            return results(on_wires(wires, body, args, kwargs, limit=most), on)
+            groups = thread_group(size, timeout, device=on == "device")
+            return results(on_groups(groups, body, args, kwargs, limit=most), on)
     from .pool import on_pool  # here: most uses need no processes
 
-    key = _TRANSPORTS[on], size, timeout
+    key = _WIRES[on], size, timeout
     return results(on_pool(key, body, args, kwargs, limit=most), on)
 
 
@@ -81,7 +81,7 @@ def spmd(
 ) -> Callable[[Callable[..., object]], Callable[..., None]]:
     """Make a pytest test of the program of one rank; pytest runs it at each size, on each of `on`.
 
-    The first parameter of the body is `wire`. Its other parameters are fixtures and parameters of
+    The first parameter of the body is `group`. Its other parameters are fixtures and parameters of
     pytest's, as in any test. Every rank gets the same values, which are pickled for "processes" and
     "torch".
 
@@ -90,12 +90,12 @@ def spmd(
         on, timeout, limit: as for `run`, but `on` has several.
 
     Raises:
-        WeftError: the first parameter of the body is not `wire`.
+        WeftError: the first parameter of the body is not `group`.
 
     ```python
     @pytest.mark.parametrize("op", ["sum", "max"])
     @spmd(1, 2, 3, 4, 7, 8)
-    def test_everybody_gets_the_same(wire, op):
+    def test_everybody_gets_the_same(group, op):
         ...
     ```
     The tests are named `test_everybody_gets_the_same[sum-threads-4]` and so on, so `-k processes`
@@ -107,10 +107,10 @@ def spmd(
     def decorate(body: Callable[..., object]) -> Callable[..., None]:
         signature = inspect.signature(body)
         names = list(signature.parameters)
-        if names[:1] != ["wire"]:
+        if names[:1] != ["group"]:
             raise WeftError(
                 f"{body.__qualname__} takes ({', '.join(names)}): the body of an spmd test is a "
-                "function whose first parameter is wire"
+                "function whose first parameter is group"
             )
         rest = [signature.parameters[name] for name in names[1:]]
         world = inspect.Parameter("world", inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -118,16 +118,16 @@ def spmd(
         @functools.wraps(body)
         def test(*, world: tuple[str, int], **arguments: Any) -> None:
             __tracebackhide__ = True
-            transport, size = world
-            run(size, body, on=transport, timeout=timeout, limit=limit, **arguments)
+            on, size = world
+            run(size, body, on=on, timeout=timeout, limit=limit, **arguments)
 
         test.__dict__["__signature__"] = signature.replace(
             parameters=[world, *rest], return_annotation=None
         )
         worlds = [
-            pytest.param((transport, size), id=f"{transport}-{size}")
-            for transport in on
-            for size in (_sample(sizes, body.__qualname__) if transport == "torch" else sizes)
+            pytest.param((kind, size), id=f"{kind}-{size}")
+            for kind in on
+            for size in (_sample(sizes, body.__qualname__) if kind == "torch" else sizes)
         ]
         marked: Callable[..., None] = pytest.mark.parametrize("world", worlds)(test)
         return marked

@@ -103,11 +103,11 @@ class _Methods:
                 "no model was prepared since weft.trainers.accelerate: call it before "
                 "accelerator.prepare, and before the trainer that prepares begins"
             )
-        calls_before = state.wire.worker.made
+        calls_before = state.group.worker.made
         self._backward(loss, **options)
         if all(_synchronises(model) for model in self._models):
             self._is_checked = True
-            if state.wire.worker.made == calls_before:
+            if state.group.worker.made == calls_before:
                 raise weft.WeftError(
                     "weft is not in use: accelerator.backward sent no gradient over it. The loss "
                     "must come from the model that accelerator.prepare returned"

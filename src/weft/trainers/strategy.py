@@ -91,7 +91,7 @@ class _OverWeft:
         lightnings: Any = super()
         lightnings.configure_ddp()
         self.weft_state = weft.ddp.register(self.model, **self._weft_options)
-        self._weft_calls = self.weft_state.wire.worker.made
+        self._weft_calls = self.weft_state.group.worker.made
         self._weft_checked = False
         self.precision_plugin.clip_grad_by_norm = self._clip
 
@@ -100,7 +100,7 @@ class _OverWeft:
         result = lightnings.optimizer_step(*args, **kwargs)
         if not self._weft_checked and self.world_size > 1:
             state = self.weft_state
-            if state is None or state.wire.worker.made == self._weft_calls:
+            if state is None or state.group.worker.made == self._weft_calls:
                 raise weft.WeftError(
                     "weft is not in use: the first step sent no gradient over it. A strategy that "
                     "overrides configure_ddp must call super().configure_ddp()"

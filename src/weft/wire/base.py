@@ -1,11 +1,10 @@
-"""The wire: the transport of one group of ranks, in few verbs.
+"""The group: who takes part, and what they send to each other, in few verbs.
 
-A wire moves bytes between ranks and knows nothing of rows. An algorithm is written against this
-face alone, so it runs unchanged on processes (`process_group`), on threads (`threads`), and in
-a simulation. To add a wire: subclass `Wire`, implement the abstract methods, and
-run `weft.testing`'s contract against it.
+Programs and algorithms hold a group, which knows nothing of rows. An algorithm is written against
+this face alone, so it runs unchanged between processes (`process_group`), between threads
+(`threads`), and in a simulation.
 
-The rules, for every wire:
+The rules, for every group:
 
 * Posts between the same two ranks on the same channel match in the order they were made; different
   pairs of ranks, and different channels, are independent. A send may complete only when it is
@@ -15,8 +14,8 @@ The rules, for every wire:
 * Nobody sends to itself.
 * Every wait ends: with what was awaited, or within `timeout` seconds with a `WireError` that says
   which rank waited for what, from which peer, for how long, and which rank is to blame. After
-  that the wire is broken: every later use raises the same verdict at once.
-* One thread at a time uses a wire. `wire.worker` gives calls their turn.
+  that the group is broken: every later use raises the same verdict at once.
+* One thread at a time uses a group. `group.worker` gives calls their turn.
 """
 
 from __future__ import annotations
@@ -99,12 +98,12 @@ class Pending(abc.ABC):
     def awaited(self) -> list[int] | None:
         """The ranks whose messages are not complete; any thread may ask, and no message moves.
 
-        Only for texts that name missing ranks. A wire that does not know returns None.
+        Only for texts that name missing ranks. None: it is unknown.
         """
         return None
 
     def is_through(self) -> bool:
-        """Whether `wait` would return at once; no message moves. False if the wire does not know.
+        """Whether `wait` would return at once; no message moves. False: it is unknown.
 
         Only for the thread that waits, which may do something else first.
         """
@@ -112,14 +111,14 @@ class Pending(abc.ABC):
 
 
 class Traffic:
-    """What one rank sent over one wire since it was made or since `reset`.
+    """What one rank sent to its peers since the group was made or since `reset`.
 
     `WEFT_TRACE=1` in the environment prints a line for every message, on standard error:
     `weft r0 -> r2  131072 B`.
 
     Attributes:
         messages: number of messages.
-        bytes: bytes in them, without the transport's own framing.
+        bytes: bytes in them, without the wire's own framing.
         to: bytes to each peer that was sent to.
         waited: seconds in which this rank waited for messages.
     """
@@ -147,8 +146,8 @@ class Traffic:
                 print(f"weft r{self._rank} -> r{peer}  {nbytes} B", file=sys.stderr, flush=True)
 
 
-class Wire(abc.ABC):
-    """The transport of one group of ranks.
+class Group(abc.ABC):
+    """Some ranks that talk to each other; what `weft.init` returns, and `group=` takes.
 
     Attributes:
         rank: this rank's number in the group.
@@ -160,7 +159,7 @@ class Wire(abc.ABC):
         traffic: what was sent so far.
         global_ranks: its ranks, by their numbers in the job.
         route: tensors of which device it carries, and how: "cpu", "cuda (nccl)"; for fingerprints.
-        process_group: returns the caller's group that this is the wire of, or None.
+        process_group: returns the process group of torch's that it stands for, or None.
     """
 
     rank: int
@@ -178,30 +177,30 @@ class Wire(abc.ABC):
         self._end: Callable[[], None] | None = None  # of a `with` block, if it is not `close`
         self.process_group: Callable[[], dist.ProcessGroup | None] = lambda: None
         self.route = "cpu"
-        self._devices: dict[torch.device, Wire] = {}  # the wires of those on accelerators
+        self._devices: dict[torch.device, Group] = {}  # its ranks, for tensors on accelerators
         _made.add(self)
 
     def __enter__(self) -> Self:
         return self
 
     def __reduce__(self) -> NoReturn:
-        """Refuse `copy` and `pickle`: two wires over the same connections would mix up messages."""
+        """Refuse `copy` and `pickle`: two groups over the same connections would mix up messages"""
         raise WeftError(
-            f"rank {self.rank}: a wire cannot be copied or pickled, since its connections are this "
-            "process's: pass the wire itself, or make one where it is needed (weft.init)"
+            f"rank {self.rank}: a group cannot be copied or pickled, since its connections are "
+            "this process's: pass the group itself, or make one where it is needed (weft.init)"
         )
 
     def rank_in_errors(self, rank: int) -> int:
-        """The number that errors call a rank by; a part of a wire uses that of the wire."""
+        """The number that errors call a rank by; a part uses that of the group it is a part of."""
         return rank
 
     def fail(self, peer: int, text: str) -> WireError:
-        """Break the wire for all ranks on account of what a peer did; the error to raise here."""
+        """Break the group for all ranks on account of what a peer did; the error to raise here."""
         self.abort(text)
         return self._error(Verdict(peer, text))
 
     def _error(self, verdict: Verdict) -> WireError:
-        """What this rank raises once that has broken the wire: the same text each time."""
+        """What this rank raises once that has broken the group: the same text each time."""
         text = f"rank {self.rank}: {verdict.text}; start the group again"
         return WireError(text, rank=self.rank, culprit=verdict.culprit)
 
@@ -240,7 +239,7 @@ class Wire(abc.ABC):
         on different channels (small numbers) match independently of each other.
 
         Raises:
-            WireError: the wire is broken or closed.
+            WireError: the group is broken or closed.
             WeftError: a rank is no peer.
         """
         for peer, _ in (*sends, *recvs):
@@ -252,14 +251,14 @@ class Wire(abc.ABC):
 
     @abc.abstractmethod
     def _post(self, sends: Sequence[Send], recvs: Sequence[Recv], channel: int) -> Pending:
-        """`post`, for the wire that implements it."""
+        """`post`, for the class that implements it."""
 
     def dense_all_reduce(self, tensor: Tensor, op: str) -> Pending:
         """Start reducing `tensor` (contiguous, CPU) over all ranks, in place.
 
         Every rank gets the same bits. `op` is "sum", "avg" (of floating point and complex numbers),
         "min", "max", "prod", "band", "bor" or "bxor"; int16 and float16 work here even where the
-        transport below refuses them. `wait()` returns `[tensor]`.
+        wire below refuses them. `wait()` returns `[tensor]`.
 
         Ranks begin reductions in the same order, and wait for them in the same order; up to two may
         be under way.
@@ -272,19 +271,19 @@ class Wire(abc.ABC):
         return dense.all_reduce(self, tensor, op)
 
     @abc.abstractmethod
-    def sub(self, ranks: Sequence[int]) -> Wire | None:
-        """A wire of its own among some of the ranks, numbered in the order given.
+    def sub(self, ranks: Sequence[int]) -> Group | None:
+        """A group of its own among some of the ranks, numbered in the order given.
 
-        Every rank of this wire calls it with the same list; those outside get None.
+        Every rank of this group calls it with the same list; those outside get None.
 
         Raises:
-            WeftError: these are not distinct ranks of this wire.
+            WeftError: these are not distinct ranks of this group.
             WireError: somebody did not come in time.
         """
 
     @abc.abstractmethod
     def abort(self, reason: str) -> None:
-        """Break the wire, telling every peer that this rank did it and why; waits for no peer.
+        """Break the group, telling every peer that this rank did it and why; waits for no peer.
 
         For a rank that cannot finish a schedule that others are in (out of memory, interrupted).
         """
@@ -313,7 +312,7 @@ class Wire(abc.ABC):
 
     @property
     def worker(self) -> Worker:
-        """The one queue in which calls on this wire take their turn."""
+        """The one queue in which calls on this group take their turn."""
         if self._worker is None:
             self._worker = Worker(self)
         return self._worker
@@ -326,91 +325,93 @@ class Wire(abc.ABC):
         """Sum over all ranks, in place, added in whatever order is fastest."""
         self.dense_all_reduce(tensor, "sum").wait()
 
-    def _among_some(self) -> Wire:
-        """This wire, for calls in which not all ranks take part."""
+    def _among_some(self) -> Group:
+        """This group, for calls in which not all ranks take part."""
         return self
 
     def _after_fork(self) -> None:
-        """In a forked child, where the wire cannot be used, and has no threads."""
+        """In a forked child, where the group cannot be used, and has no threads."""
         keep(self)
         if self._worker is not None:
             self._worker.after_fork()
 
 
-_made: weakref.WeakSet[Wire] = weakref.WeakSet()
+_made: weakref.WeakSet[Group] = weakref.WeakSet()
 
 
 def _after_fork() -> None:
-    for wire in list(_made):
-        wire._after_fork()
+    for group in list(_made):
+        group._after_fork()
 
 
 os.register_at_fork(after_in_child=_after_fork)
 
 
-def end_with(wire: Wire, leave: Callable[[], None] | None) -> None:
-    """Set what is called at the end of a `with` block of the wire; None: `close`."""
-    wire._end = leave
+def end_with(group: Group, leave: Callable[[], None] | None) -> None:
+    """Set what is called at the end of a `with` block of the group; None: `close`."""
+    group._end = leave
 
 
-def blame(wire: Wire, error: BaseException | None, where: str) -> WireError | None:
+def blame(group: Group, error: BaseException | None, where: str) -> WireError | None:
     """An error that names the culprit, in place of a process group's error, which names nobody.
 
     Args:
-        wire: of the same ranks as the group.
+        group: of the same ranks as the process group.
         error: what was raised; if no process group raised it, the result is None.
         where: the call that failed, as in "while rank 0 was in ...".
     """
-    return wire.diagnose(where) if is_of_group(error) else None
+    return group.diagnose(where) if is_of_group(error) else None
 
 
-def wire_for(wire: Wire, tensor: Tensor, ranks: Sequence[int] | None = None) -> Wire:
-    """The wire for tensors on the device of this one: `wire` itself for tensors on the host.
+def wire_for(group: Group, tensor: Tensor, ranks: Sequence[int] | None = None) -> Group:
+    """The same ranks, for tensors on the device of this one: `group` itself for those on the host.
 
     Args:
-        wire: of the group.
+        group: for tensors on the host.
         tensor: one of the tensors to be sent.
         ranks: the ranks that take part; None: all.
     """
     if on_host(tensor):
-        return wire
-    found = wire._devices.get(tensor.device)
+        return group
+    found = group._devices.get(tensor.device)
     if found is None:
         from .device import DeviceWire  # here, since it is written with what stands here
 
-        found = wire._devices[tensor.device] = DeviceWire(wire, tensor.device)
-    return found if ranks is None or len(ranks) == wire.size else found._among_some()
+        found = group._devices[tensor.device] = DeviceWire(group, tensor.device)
+    return found if ranks is None or len(ranks) == group.size else found._among_some()
 
 
-def peers(wire: Wire) -> list[int]:
+def peers(group: Group) -> list[int]:
     """All other ranks, starting with the next one, so that not all turn to rank 0 at once."""
-    return [*range(wire.rank + 1, wire.size), *range(wire.rank)]
+    return [*range(group.rank + 1, group.size), *range(group.rank)]
 
 
-def chosen(wire: Wire, ranks: Sequence[int]) -> tuple[int, ...]:
-    """Check the ranks of a part of a wire.
+def chosen(group: Group, ranks: Sequence[int]) -> tuple[int, ...]:
+    """Check the ranks of a part of a group.
 
     Raises:
-        WeftError: they are not distinct ranks of this wire.
+        WeftError: they are not distinct ranks of this group.
     """
     distinct = tuple(ranks)
-    if len(set(distinct)) < len(distinct) or not set(distinct) <= set(range(wire.size)):
-        raise WeftError(f"rank {wire.rank}: {list(distinct)} are not distinct ranks of {wire.size}")
+    if len(set(distinct)) < len(distinct) or not set(distinct) <= set(range(group.size)):
+        raise WeftError(
+            f"rank {group.rank}: {list(distinct)} are not distinct ranks of {group.size}"
+        )
     return distinct
 
 
-def decoded(wire: Wire, peer: int, what: str, decode: Callable[..., T], *given: Any) -> T:
+def decoded(group: Group, peer: int, what: str, decode: Callable[..., T], *given: Any) -> T:
     """`decode(*given)`, which reads bytes that a peer sent.
 
     Args:
-        wire: that the bytes came over.
+        group: whose peer sent the bytes.
         peer: the rank that sent them.
         what: the bytes should be, for the error.
         decode: raises any Exception if the bytes are invalid. It has no side effects, and allocates
             no more memory than valid bytes need.
 
     Raises:
-        WireError: `decode` raised. The wire is broken for all ranks, since messages and calls may
+        WireError: `decode` raised. The group is broken for all ranks, since messages and calls may
             no longer match.
     """
     try:
@@ -418,17 +419,17 @@ def decoded(wire: Wire, peer: int, what: str, decode: Callable[..., T], *given: 
     except Error:
         raise
     except Exception as error:
-        why = f"rank {wire.rank_in_errors(peer)} sent {what} that cannot be read: {error!r:.500}"
-        raise wire.fail(peer, why) from error
+        why = f"rank {group.rank_in_errors(peer)} sent {what} that cannot be read: {error!r:.500}"
+        raise group.fail(peer, why) from error
 
 
 def all_gather_bytes(
-    wire: Wire, message: bytes, decode: Callable[[bytes], T], what: str = "a message"
+    group: Group, message: bytes, decode: Callable[[bytes], T], what: str = "a message"
 ) -> list[T]:
     """Exchange messages of one length between all ranks; the decoded messages, in rank order.
 
     Args:
-        wire: the ranks that take part.
+        group: the ranks that take part.
         message: this rank's; all have the same length.
         decode, what: see `decoded`.
 
@@ -436,10 +437,10 @@ def all_gather_bytes(
         WireError: the deadline passed, or a peer or a link failed.
     """
     own = torch.frombuffer(bytearray(message), dtype=torch.uint8)
-    pending = wire.small_all_gather(own, len(message))
+    pending = group.small_all_gather(own, len(message))
     heard = [each.numpy().tobytes() for each in pending.wait()]
     pending.release()
-    return [decoded(wire, rank, what, decode, each) for rank, each in enumerate(heard)]
+    return [decoded(group, rank, what, decode, each) for rank, each in enumerate(heard)]
 
 
 class _WithOwn(Pending):

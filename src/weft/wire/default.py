@@ -1,4 +1,4 @@
-"""The one default wire: what a call without `group=` uses.
+"""The one default group: what a call without `group=` uses.
 
 It is context-local, so that ranks that are threads of one process have one each. What the main
 thread sets also serves every context that set none of its own: a program with one rank may call
@@ -13,53 +13,53 @@ from contextvars import ContextVar, copy_context
 from typing import TypeVar
 
 from ..errors import WeftError
-from .base import Wire
+from .base import Group
 from .failure import last_error
 
-W = TypeVar("W", bound=Wire)
+W = TypeVar("W", bound=Group)
 
-_local: ContextVar[Wire | None] = ContextVar("weft_wire", default=None)
-_process: Wire | None = None
+_local: ContextVar[Group | None] = ContextVar("weft_group", default=None)
+_process: Group | None = None
 _why_none = "call weft.init() first"
 
 
-def set(wire: Wire) -> None:
-    """Make `wire` the default of this context and, from the main thread, of the process."""
+def set(group: Group) -> None:
+    """Make `group` the default of this context and, from the main thread, of the process."""
     global _process
-    _local.set(wire)
+    _local.set(group)
     if threading.current_thread() is threading.main_thread():
-        _process = wire
+        _process = group
 
 
 def clear(reason: str) -> None:
-    """Forget the default wire; `reason` completes the error that later calls raise."""
+    """Forget the default group; `reason` completes the error that later calls raise."""
     global _process, _why_none
     if _process is _local.get() or _local.get() is None:
         _process, _why_none = None, reason
     _local.set(None)
 
 
-def current() -> Wire:
-    """The default wire of this context.
+def current() -> Group:
+    """The default group of this context.
 
     Raises:
         WeftError: there is none, here and now; nothing was sent.
     """
-    wire = _local.get() or _process
-    if wire is None:
+    group = _local.get() or _process
+    if group is None:
         raise WeftError(f"there is no group of ranks to talk to: {_why_none}")
-    return wire
+    return group
 
 
-def resolve(group: object) -> Wire:
-    """The wire of `group=`: None (the default), a Wire, a ProcessGroup or a 1-D DeviceMesh.
+def resolve(group: object) -> Group:
+    """What `group=` stands for: None (the default), a Group, a ProcessGroup or a 1-D DeviceMesh.
 
     Raises:
         WeftError: it is none of these, or this rank is not in it. It is raised on this rank alone,
             since nobody knows which ranks are meant. A rank that waits for this one learns of the
             error when this rank leaves, or at the deadline (`failure.last_error`).
     """
-    if isinstance(group, Wire):
+    if isinstance(group, Group):
         return group
     try:
         if group is None:
@@ -72,16 +72,16 @@ def resolve(group: object) -> Wire:
         raise
 
 
-def begun(program: Callable[[W], None], wires: Sequence[W]) -> list[threading.Thread]:
-    """Start a program with each wire, in a thread with a context (and default wire) of its own."""
+def begun(program: Callable[[W], None], groups: Sequence[W]) -> list[threading.Thread]:
+    """Start a program with each group, in a thread whose context (and default) is its own."""
     threads = [
         threading.Thread(
             target=copy_context().run,
-            args=(program, wire),
-            name=f"rank {wire.rank}",
+            args=(program, group),
+            name=f"rank {group.rank}",
             daemon=True,
         )
-        for wire in wires
+        for group in groups
     ]
     for thread in threads:
         thread.start()

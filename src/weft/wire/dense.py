@@ -25,7 +25,7 @@ from torch import Tensor
 
 from ..devices import on_host
 from ..errors import WeftError
-from .base import Pending, Wire, flattened, peers
+from .base import Group, Pending, flattened, peers
 
 SMALL = 1 << 13  # bytes that every rank rather sends whole to all others
 SCRATCH = 6 << 20  # bytes of others' contributions that a rank collects at once
@@ -35,7 +35,7 @@ _ALIGN = 64  # bytes that parts and chunks are multiples of
 
 _SCATTER, _GATHER = (1 << 16, 1 << 19), (1 << 17, 1 << 20)
 # = channels of their own, two of each kind: reductions in parts alternate between them
-_lanes: weakref.WeakKeyDictionary[Wire, int] = weakref.WeakKeyDictionary()  # the last one used
+_lanes: weakref.WeakKeyDictionary[Group, int] = weakref.WeakKeyDictionary()  # the last one used
 
 OPS: dict[str, Callable[..., Tensor]] = {
     "sum": torch.add,
@@ -52,16 +52,16 @@ OPS: dict[str, Callable[..., Tensor]] = {
 _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 
 
-def all_reduce(wire: Wire, tensor: Tensor, op: str) -> Pending:
-    """As `Wire.dense_all_reduce`."""
+def all_reduce(group: Group, tensor: Tensor, op: str) -> Pending:
+    """As `Group.dense_all_reduce`."""
     if reason := refuses(op, tensor.dtype):
-        raise WeftError(f"rank {wire.rank}: {reason}")
-    if wire.size == 1 or not tensor.numel():
-        wire.post()  # which raises if the wire is broken
+        raise WeftError(f"rank {group.rank}: {reason}")
+    if group.size == 1 or not tensor.numel():
+        group.post()  # which raises if the group is broken
         return _Reduction(tensor)
     if tensor.nbytes <= SMALL and on_host(tensor):
-        return _Whole(wire, tensor, op)
-    return _Parts(wire, tensor, op)
+        return _Whole(group, tensor, op)
+    return _Parts(group, tensor, op)
 
 
 def messages(ranks: int, nbytes: float) -> int:
@@ -107,11 +107,11 @@ class _Reduction(Pending):
 class _Whole(_Reduction):
     """From each to all, then everyone reduces the same."""
 
-    def __init__(self, wire: Wire, tensor: Tensor, op: str) -> None:
+    def __init__(self, group: Group, tensor: Tensor, op: str) -> None:
         super().__init__(tensor)
         self._op = op
         own = flattened(tensor).view(torch.uint8)
-        self._pending = wire.small_all_gather(own, len(own))
+        self._pending = group.small_all_gather(own, len(own))
 
     def _run(self) -> None:
         reduce(self._pending.wait(), self._op, self._tensor)
@@ -121,26 +121,28 @@ class _Whole(_Reduction):
 class _Parts(_Reduction):
     """Each rank reduces its part and sends it to all, chunk by chunk."""
 
-    def __init__(self, wire: Wire, tensor: Tensor, op: str) -> None:
+    def __init__(self, group: Group, tensor: Tensor, op: str) -> None:
         super().__init__(tensor)
-        self._wire, self._op, self._flat = wire, op, flattened(tensor)
+        self._group, self._op, self._flat = group, op, flattened(tensor)
         grain = max(1, _ALIGN // tensor.element_size())  # elements
-        self._part = -(-len(self._flat) // wire.size // grain) * grain  # of the last it may be less
+        self._part = (
+            -(-len(self._flat) // group.size // grain) * grain
+        )  # of the last it may be less
         scratch = SCRATCH if on_host(tensor) else _LARGE
-        chunk = scratch // (wire.size - 1) // tensor.element_size()
+        chunk = scratch // (group.size - 1) // tensor.element_size()
         self._step = max(grain, chunk // grain * grain)
         # reductions of one lane match in the order in which they begin, which is the same on all
         # ranks: so two reductions may be under way at once
-        self._lane = _lanes[wire] = 1 - _lanes.get(wire, 1)
+        self._lane = _lanes[group] = 1 - _lanes.get(group, 1)
         self._scatter: Pending | None = self._scatter_chunk(0)
 
     def _run(self) -> None:
-        wire, others = self._wire, peers(self._wire)
+        group, others = self._group, peers(self._group)
         gathers = []
         for start in range(0, self._part, self._step):
             own = self._reduced(start)
             recvs = [(peer, self._piece(peer, start)) for peer in others]
-            gathers.append(wire.post([(p, own) for p in others], recvs, _GATHER[self._lane]))
+            gathers.append(group.post([(p, own) for p in others], recvs, _GATHER[self._lane]))
         for pending in gathers:
             pending.wait()
 
@@ -153,18 +155,18 @@ class _Parts(_Reduction):
         """Send a chunk of each part to whom it belongs; collect one's own from all."""
         if start >= self._part:
             return None
-        nbytes, others = self._piece(self._wire.rank, start).nbytes, peers(self._wire)
+        nbytes, others = self._piece(self._group.rank, start).nbytes, peers(self._group)
         sends = [(peer, self._piece(peer, start)) for peer in others]
-        return self._wire.post(sends, [(peer, nbytes) for peer in others], _SCATTER[self._lane])
+        return self._group.post(sends, [(peer, nbytes) for peer in others], _SCATTER[self._lane])
 
     def _reduced(self, start: int) -> Tensor:
         """One's own chunk, reduced; the next is on its way meanwhile."""
         pending = self._scatter
         assert pending is not None
         self._scatter = self._scatter_chunk(start + self._step)
-        wire, own = self._wire, self._piece(self._wire.rank, start)
-        parts = dict(zip(peers(wire), pending.wait(), strict=True)) | {wire.rank: own}
-        reduce([parts[rank] for rank in range(wire.size)], self._op, own)
+        group, own = self._group, self._piece(self._group.rank, start)
+        parts = dict(zip(peers(group), pending.wait(), strict=True)) | {group.rank: own}
+        reduce([parts[rank] for rank in range(group.size)], self._op, own)
         pending.release()
         return own
 

@@ -35,7 +35,7 @@ from torch import Tensor
 
 from .._torch import serves
 from ..errors import WeftError, WireError
-from .base import Pending, Recv, Send, Wire, as_bytes, flattened, peers
+from .base import Group, Pending, Recv, Send, as_bytes, flattened, peers
 from .memory import Pool
 from .part import Part
 
@@ -65,7 +65,7 @@ class Way(ABC):
             WireError: the wire did.
         """
 
-    def all_reduce(self, over: Wire, tensor: Tensor) -> None:
+    def all_reduce(self, over: Group, tensor: Tensor) -> None:
         """Sum a tensor over all ranks of a wire, in place. Raises as `exchange`."""
         over.dense_all_reduce(tensor, "sum").wait()
 
@@ -87,7 +87,7 @@ class OverGroup(Way):
     def exchange(self, out: Tensor, data: Tensor, came: list[int], goes: list[int]) -> None:
         dist.all_to_all_single(out, data, came, goes, group=self._group())
 
-    def all_reduce(self, over: Wire, tensor: Tensor) -> None:
+    def all_reduce(self, over: Group, tensor: Tensor) -> None:
         dist.all_reduce(tensor, group=self._group())
 
     def among_some(self) -> Way:
@@ -140,7 +140,7 @@ class Staged(Way):
 
     name = "staged through the host"
 
-    def __init__(self, beside: Wire) -> None:
+    def __init__(self, beside: Group) -> None:
         self._beside = beside
 
     def exchange(self, out: Tensor, data: Tensor, came: list[int], goes: list[int]) -> None:
@@ -160,7 +160,7 @@ def _locked(like: Tensor) -> Tensor:
     return torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=not like.is_cpu)
 
 
-def way_for(wire: Wire, device: torch.device) -> Way:
+def way_for(wire: Group, device: torch.device) -> Way:
     """How tensors of a device travel between the ranks of a CPU wire."""
     group = wire.process_group()
     if group is not None:
@@ -188,7 +188,7 @@ class DeviceWire(Part):
         way: how they travel.
     """
 
-    def __init__(self, beside: Wire, device: torch.device, way: Way | None = None) -> None:
+    def __init__(self, beside: Group, device: torch.device, way: Way | None = None) -> None:
         super().__init__(beside, range(beside.size))
         self._beside, self._device = weakref.ref(beside), device
         self._label, self.memory = beside._label, Pool(device=device)
@@ -199,7 +199,7 @@ class DeviceWire(Part):
         # an exchange of CPU tensors (in tests) waits itself
         self._watcher = None if device.type == "cpu" else _Watcher(beside, self.way)
 
-    post = Wire.post  # which counts
+    post = Group.post  # which counts
 
     def diagnose(self, where: str) -> WireError | None:
         return self.beside.diagnose(where)
@@ -316,7 +316,7 @@ class _Watcher:
     or at the deadline. It holds the memory of an exchange that long.
     """
 
-    def __init__(self, beside: Wire, way: Way) -> None:
+    def __init__(self, beside: Group, way: Way) -> None:
         self._beside, self._way = weakref.ref(beside), way
         self._queue: SimpleQueue[tuple[torch.Event, Any, tuple[Tensor, ...]] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None

@@ -13,7 +13,7 @@ from itertools import permutations
 import torch
 from torch import Tensor
 
-from .base import Wire, all_gather_bytes
+from .base import Group, all_gather_bytes
 from .device import DeviceWire, Staged
 
 _MARK = b"exchange"  # other messages do not begin so
@@ -48,7 +48,7 @@ class Checked(Staged):
         return Staged(self._beside)  # who is in none says nothing
 
 
-def check_exchanges(wire: Wire) -> None:
+def check_exchanges(wire: Group) -> None:
     """Have tensors of the CPU, `as_device`, go over the wire by exchanges that must meet."""
     cpu = torch.device("cpu")
     wire._devices[cpu] = DeviceWire(wire, cpu, Checked(wire))

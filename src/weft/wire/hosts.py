@@ -1,6 +1,6 @@
 """Which ranks share a host: for schedules that keep messages off the network.
 
-Ranks find out once for each wire, by telling each other the names of their hosts, so all of them
+Ranks find out once for each group, by telling each other the names of their hosts, so all of them
 see the same. A host is a machine and the network that its processes see: what connects containers
 of one machine may well be a network. `WEFT_HOST` in a rank's environment names its host instead.
 """
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .base import Wire
+    from .base import Group
 
 _DIGEST = 16  # bytes in which a name travels
 
@@ -61,21 +61,21 @@ class Hosts:
         return list(self.of) == sorted(self.of)
 
 
-_known: weakref.WeakKeyDictionary[Wire, Hosts] = weakref.WeakKeyDictionary()
+_known: weakref.WeakKeyDictionary[Group, Hosts] = weakref.WeakKeyDictionary()
 
 
-def hosts_of(wire: Wire) -> Hosts:
-    """The hosts of a wire's ranks; the first call on a wire is collective."""
+def hosts_of(group: Group) -> Hosts:
+    """The hosts of a group's ranks; the first call on a group is collective."""
     from .base import all_gather_bytes  # here, since `base` names this file's Hosts
 
-    if wire not in _known:
-        set_hosts(wire, Hosts.named(all_gather_bytes(wire, digest_of(wire.host), bytes)))
-    return _known[wire]
+    if group not in _known:
+        set_hosts(group, Hosts.named(all_gather_bytes(group, digest_of(group.host), bytes)))
+    return _known[group]
 
 
-def set_hosts(wire: Wire, hosts: Hosts) -> None:
-    """Set the hosts of a wire's ranks, the same on every rank."""
-    _known[wire] = hosts
+def set_hosts(group: Group, hosts: Hosts) -> None:
+    """Set the hosts of a group's ranks, the same on every rank."""
+    _known[group] = hosts
 
 
 @functools.cache

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..errors import WeftError, WireError
-from .base import Pending, Recv, Send, Wire, chosen, memory_of
+from .base import Group, Pending, Recv, Send, chosen, memory_of
 from .failure import watch
 from .failure.verdict import Verdict
 
@@ -207,11 +207,11 @@ class Crew:
                 condition.notify_all()
             for ranks, part in self._parts:
                 inside = ranks.index(culprit) if culprit in ranks else None
-                part.break_for_all(inside, f"the wire that it is a part of broke: {text}")
+                part.break_for_all(inside, f"the group that it is a part of broke: {text}")
         return self.verdict
 
 
-class InProcessWire(Wire):
+class InProcessWire(Group):
     """One rank's end of a group of threads."""
 
     _exchange: type[Exchange]
@@ -328,7 +328,7 @@ class InProcessWire(Wire):
     def _check_usable(self) -> None:
         """Raise what broke the wire, if anything did; with the lock held."""
         if self._closed:
-            why = "this wire is closed; wait for asynchronous calls before weft.shutdown()"
+            why = "this group is closed; wait for asynchronous calls before weft.shutdown()"
             raise WireError(f"rank {self.rank}: {why}", rank=self.rank)
         if self._group.verdict is not None:
             raise self._error(self._group.verdict)

@@ -1,8 +1,8 @@
-"""Some of a wire's ranks, as a wire: nothing is set up, and nothing fails alone.
+"""Some of a group's ranks, as a group: nothing is set up, and nothing fails alone.
 
-`Wire.sub` makes new connections, which takes time, and they must be closed. A schedule that runs
+`Group.sub` makes new connections, which takes time, and they must be closed. A schedule that runs
 another schedule among some ranks does not need them: a `Part` renumbers the ranks, and sends over
-the wire itself. So the wire counts the messages, a failure of the part is a failure of the wire,
+the group itself. So the group counts the messages, a failure of the part is a failure of the group,
 and a call can make a new part each time.
 """
 
@@ -11,48 +11,48 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from ..errors import WeftError, WireError
-from .base import Pending, Recv, Send, Wire, chosen
+from .base import Group, Pending, Recv, Send, chosen
 from .worker import Worker
 
 
-class Part(Wire):
-    """Ranks `ranks` of `wire`, this one among them, numbered in the order given.
+class Part(Group):
+    """Ranks `ranks` of `group`, this one among them, numbered in the order given.
 
     Posts between two ranks match in the order in which they were made, whether by a part or by the
-    wire. Errors name ranks by their numbers in the wire.
+    group. Errors name ranks by their numbers in the group.
 
     Raises:
-        WeftError: the ranks are not distinct ranks of the wire, or this rank is not among them.
+        WeftError: the ranks are not distinct ranks of the group, or this rank is not among them.
 
     Example:
         >>> from weft.wire.base import peers
-        >>> from weft.wire.threads import group
-        >>> wires = group(3)
-        >>> upper = [Part(wires[rank], [1, 2]) for rank in (1, 2)]
+        >>> from weft.wire import threads
+        >>> groups = threads.group(3)
+        >>> upper = [Part(groups[rank], [1, 2]) for rank in (1, 2)]
         >>> upper[0].rank, upper[0].size, peers(upper[1])
         (0, 2, [0])
     """
 
-    def __init__(self, wire: Wire, ranks: Sequence[int]) -> None:
-        mine = list(chosen(wire, ranks))
-        if wire.rank not in mine:
-            raise WeftError(f"rank {wire.rank} is none of the ranks {mine}: it has no part")
-        super().__init__(mine.index(wire.rank), len(mine), wire.timeout, wire.host)
-        self._beside: Callable[[], Wire | None] = lambda: wire
+    def __init__(self, group: Group, ranks: Sequence[int]) -> None:
+        mine = list(chosen(group, ranks))
+        if group.rank not in mine:
+            raise WeftError(f"rank {group.rank} is none of the ranks {mine}: it has no part")
+        super().__init__(mine.index(group.rank), len(mine), group.timeout, group.host)
+        self._beside: Callable[[], Group | None] = lambda: group
         self._ranks = mine
-        self.memory, self.traffic = wire.memory, wire.traffic
-        self.global_ranks = tuple(wire.global_ranks[rank] for rank in mine)
+        self.memory, self.traffic = group.memory, group.traffic
+        self.global_ranks = tuple(group.global_ranks[rank] for rank in mine)
 
     @property
-    def beside(self) -> Wire:
-        """The wire that this is a part of."""
-        wire = self._beside()
-        assert wire is not None  # a caller that uses this part holds the wire
-        return wire
+    def beside(self) -> Group:
+        """The group that this is a part of."""
+        group = self._beside()
+        assert group is not None  # a caller that uses this part holds the group
+        return group
 
     @property
     def worker(self) -> Worker:
-        """The wire's worker: a call on a part takes its turn among the calls of the wire."""
+        """The group's worker: a call on a part takes its turn among the calls of the group."""
         return self.beside.worker
 
     def rank_in_errors(self, rank: int) -> int:
@@ -64,7 +64,7 @@ class Part(Wire):
     def post(
         self, sends: Sequence[Send] = (), recvs: Sequence[Recv] = (), channel: int = 0
     ) -> Pending:
-        return self._post(sends, recvs, channel)  # the wire counts
+        return self._post(sends, recvs, channel)  # the group counts
 
     def _post(self, sends: Sequence[Send], recvs: Sequence[Recv], channel: int) -> Pending:
         return self.beside.post(
@@ -81,4 +81,4 @@ class Part(Wire):
         self.beside.abort(reason)
 
     def close(self) -> None:
-        """Do nothing: the wire stays open."""
+        """Do nothing: the group stays open."""

@@ -1,4 +1,4 @@
-"""Wires between processes: from a store, from a process group, from a device mesh.
+"""Groups between processes: from a store, from a process group, from a device mesh.
 
 weft's traffic never mixes with the caller's: a group has sockets of its own (wire "tcp") or a
 process group of its own (wire "torch"), made from the store alone (never `new_group`, whose names
@@ -37,10 +37,10 @@ register_wire("mpi", mpi.make)
 
 _MOMENT = 0.1  # seconds
 
-_asked: str | None = None  # the transport that the program asks for
+_asked: str | None = None  # the wire that the program asks for
 _lock = threading.Lock()
 _locks: weakref.WeakKeyDictionary[dist.ProcessGroup, threading.Lock] = weakref.WeakKeyDictionary()
-_wires: weakref.WeakKeyDictionary[dist.ProcessGroup, ProcessWire] = weakref.WeakKeyDictionary()
+_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, ProcessWire] = weakref.WeakKeyDictionary()
 
 
 def choose(wire: str | None, slow: float | None = None) -> None:
@@ -52,16 +52,20 @@ def choose(wire: str | None, slow: float | None = None) -> None:
 
 
 def chosen() -> str:
-    """The name of the wire that `choose` set, else WEFT_TRANSPORT's, else WEFT_SAFE's.
+    """The name of the wire that `choose` set, else WEFT_WIRE's, else WEFT_SAFE's.
 
     Raises:
-        WeftError: there is no such wire.
+        WeftError: there is no such wire, or WEFT_TRANSPORT is set, as it was called before.
     """
+    if before := os.environ.get("WEFT_TRANSPORT"):
+        raise WeftError(
+            f"{_me()}WEFT_TRANSPORT is called WEFT_WIRE now: set WEFT_WIRE={before} instead"
+        )
     safe = "torch" if os.environ.get("WEFT_SAFE") == "1" else "tcp"
-    name = _asked or os.environ.get("WEFT_TRANSPORT") or safe
+    name = _asked or os.environ.get("WEFT_WIRE") or safe
     if name not in wire_names():
         known = ", ".join(map(repr, wire_names()))
-        where = "" if _asked else " (of WEFT_TRANSPORT)"
+        where = "" if _asked else " (of WEFT_WIRE)"
         raise WeftError(f"{_me()}wire {name!r}{where} is unknown: use one of {known}")
     return name
 
@@ -69,9 +73,9 @@ def chosen() -> str:
 def chosen_by() -> str:
     """Where `chosen` is from: an argument, a variable, or "default"."""
     if _asked:
-        return "weft.init(transport=)"
-    if os.environ.get("WEFT_TRANSPORT"):
-        return "WEFT_TRANSPORT"
+        return "weft.init(wire=)"
+    if os.environ.get("WEFT_WIRE"):
+        return "WEFT_WIRE"
     return "WEFT_SAFE" if os.environ.get("WEFT_SAFE") == "1" else "default"
 
 
@@ -162,18 +166,18 @@ def _not_joined(error: Exception, rank: int, size: int, name: str, timeout: floa
     )
 
 
-def of(group: object) -> ProcessWire:
-    """The wire of a ProcessGroup or of a 1-D DeviceMesh.
+def of(handle: object) -> ProcessWire:
+    """The group that a ProcessGroup or a 1-D DeviceMesh stands for.
 
     Raises:
         WeftError: it is neither, the mesh has more dimensions, or as `of_group`.
     """
-    if isinstance(group, DeviceMesh):
-        return of_group(_of_mesh(group))
-    if isinstance(group, dist.ProcessGroup) or group is dist.GroupMember.NON_GROUP_MEMBER:
-        return of_group(cast(dist.ProcessGroup, group))
+    if isinstance(handle, DeviceMesh):
+        return of_group(_of_mesh(handle))
+    if isinstance(handle, dist.ProcessGroup) or handle is dist.GroupMember.NON_GROUP_MEMBER:
+        return of_group(cast(dist.ProcessGroup, handle))
     raise WeftError(
-        f"{_me()}{type(group).__name__} is no group: pass None, a weft wire, a "
+        f"{_me()}{type(handle).__name__} is no group: pass None, a weft.Group, a "
         "torch.distributed.ProcessGroup or a 1-D DeviceMesh"
     )
 
@@ -188,52 +192,68 @@ def has_default() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
-def of_group(group: dist.ProcessGroup | None, *, timeout: float | None = None) -> ProcessWire:
-    """The wire of a group of the caller's; None is the default group.
+def of_group(
+    process_group: dist.ProcessGroup | None, *, timeout: float | None = None
+) -> ProcessWire:
+    """The group that a process group of the caller's stands for; None is the default one.
 
-    Its first use is collective among the group's ranks and makes the wire, beside the group;
-    later ones return the same, until it is closed. It closes by itself when the group goes.
+    Its first use is collective among the ranks, and joins them beside the process group; later ones
+    return the same, until it is closed. It closes by itself when the process group goes.
 
     Args:
-        group: any group of torch.distributed's, whatever its backend, but for MPI's.
-        timeout: seconds that joining, and any one wait, may last, when the wire is made here;
-            None: the group's own.
+        process_group: any of torch.distributed's, whatever its backend, but for MPI's.
+        timeout: seconds that joining, and any one wait, may last, when the ranks are joined here;
+            None: the process group's own.
 
     Raises:
-        WeftError: the caller is not in the group, the group was destroyed, or it has no store.
+        WeftError: the caller is not in the process group, it was destroyed, or it has no store.
         WireError: somebody did not come in time.
     """
-    if group is None:
+    if process_group is None:
         if not has_default():
             raise WeftError("there is no default group: call weft.init() first")
-        group = dist.group.WORLD
-    if not isinstance(group, dist.ProcessGroup) or group.rank() < 0:
+        process_group = dist.group.WORLD
+    if not isinstance(process_group, dist.ProcessGroup) or process_group.rank() < 0:
         raise WeftError(f"{_me()}the caller is not in this group: only its ranks may call")
     with _lock:
-        making = _locks.setdefault(group, threading.Lock())
-    with making:  # one thread makes the wire, others wait for it
-        wire, store = _wires.get(group), store_of(group)
+        making = _locks.setdefault(process_group, threading.Lock())
+    with making:  # one thread joins the ranks, others wait for it
+        group = _groups.get(process_group)
+        store = store_of(process_group)
         if store is None:
-            if wire is not None:
-                wire.close()
+            if group is not None:
+                group.close()
             raise WeftError(
-                f"rank {group.rank()}: this process group was destroyed, or has no store "
+                f"rank {process_group.rank()}: this process group was destroyed, or has no store "
                 "that ranks could meet at: pass a group that is alive, not of MPI"
             )
-        if wire is None or wire.closed:
-            own = getattr(group, "timeout", None)  # of a backend of weft's
-            limit = timeout or own or _torch.timeout_of(group)
-            # a backend of weft's says itself how its ranks are joined
-            asked: str | None = getattr(group, "wire_name", None)
-            wire = connect(
-                store, group.rank(), group.size(), limit, wire=asked, process_group=group
-            )
-            name = "world" if group is dist.group.WORLD else group.group_name
-            wire._label = recorder.begin(dist.get_rank(), dist.get_world_size(), name)
-            wire.global_ranks = tuple(dist.get_process_group_ranks(group))
-            wire.process_group = weakref.ref(group)
-            _wires[group] = wire
-        return wire
+        if group is None or group.closed:
+            group = _joined(process_group, store, timeout)
+            _groups[process_group] = group
+        return group
+
+
+def _joined(
+    process_group: dist.ProcessGroup, store: dist.Store, timeout: float | None
+) -> ProcessWire:
+    """A new group of the ranks of a process group; collective among them."""
+    own = getattr(process_group, "timeout", None)  # of a backend of weft's
+    limit = timeout or own or _torch.timeout_of(process_group)
+    # a backend of weft's says itself how its ranks are joined
+    wire: str | None = getattr(process_group, "wire_name", None)
+    group = connect(
+        store,
+        process_group.rank(),
+        process_group.size(),
+        limit,
+        wire=wire,
+        process_group=process_group,
+    )
+    name = "world" if process_group is dist.group.WORLD else process_group.group_name
+    group._label = recorder.begin(dist.get_rank(), dist.get_world_size(), name)
+    group.global_ranks = tuple(dist.get_process_group_ranks(process_group))
+    group.process_group = weakref.ref(process_group)
+    return group
 
 
 def _of_mesh(mesh: DeviceMesh) -> dist.ProcessGroup:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..errors import WireError
 from . import interface
-from .base import Pending, Recv, Send, Wire, chosen
+from .base import Group, Pending, Recv, Send, chosen
 from .failure.detector import Detector
 from .failure.verdict import Verdict
 from .hosts import host_name
@@ -27,7 +27,7 @@ from .interface import Failure, WireFailed
 from .memory import Pool
 
 
-class ProcessWire(Wire):
+class ProcessWire(Group):
     """One rank's end of the group that `process_group.connect` makes.
 
     Tensors of every dtype and zero-byte messages travel as they are.
@@ -39,7 +39,7 @@ class ProcessWire(Wire):
         wire: interface.Wire,
         detector: Detector | None,
         memory: Pool,
-        part: Callable[..., Wire],
+        part: Callable[..., Group],
     ) -> None:
         """
         Args:
@@ -52,7 +52,7 @@ class ProcessWire(Wire):
         super().__init__(wire.rank, wire.size, timeout, host_name())
         self.memory = memory
         self._wire = wire
-        self._part: Callable[..., Wire] | None = part
+        self._part: Callable[..., Group] | None = part
         self._parts_made = 0
         self.closed = False
         self._broken: Verdict | None = None  # what every use raises
@@ -77,7 +77,7 @@ class ProcessWire(Wire):
         lease = self._wire.lease(nbytes)
         return self.memory.lease(nbytes) if lease is None else lease
 
-    def sub(self, ranks: Sequence[int]) -> Wire | None:
+    def sub(self, ranks: Sequence[int]) -> Group | None:
         self._check()
         distinct = chosen(self, ranks)
         self._parts_made += 1
@@ -117,7 +117,7 @@ class ProcessWire(Wire):
     def _check(self) -> None:
         """Raise what broke the group, if anything did."""
         if self.closed:
-            why = "this wire is closed; wait for asynchronous calls before weft.shutdown()"
+            why = "this group is closed; wait for asynchronous calls before weft.shutdown()"
             raise WireError(f"rank {self.rank}: {why}", rank=self.rank)
         if self._broken is None and self._detector is not None and self._detector.verdict:
             where = f" while rank {self.rank} was{self._where()}" if self._call()[1] else ""
@@ -168,7 +168,7 @@ class ProcessWire(Wire):
         lasting = "" if wait is None else f" for {seconds:.2f} s"
         what = f" while rank {self.rank} {doing}{lasting}{self._where()}"
         if self.closed:
-            raise WireError(f"rank {self.rank}: this wire was closed{what}", rank=self.rank)
+            raise WireError(f"rank {self.rank}: this group was closed{what}", rank=self.rank)
         if wait is not None and seconds >= self.timeout:
             what += f", past the timeout of {self.timeout:g} s"
         raise self._break(detector.explain(failure, wait), what) from None

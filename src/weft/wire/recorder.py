@@ -2,7 +2,7 @@
 
 The worker adds a call when it begins, `agree` adds the arguments that ranks compare, and
 `sparse.record` the figures of a sparse call. WEFT_RECORD_DIR names a folder, where each rank writes
-one file of JSON: when its wire breaks, when a call raises a WireError, and on SIGUSR1, unless the
+one file of JSON: when its group breaks, when a call raises a WireError, and on SIGUSR1, unless the
 program handles that signal. Each time the file is replaced. `weft doctor --merge` compares the
 files of all ranks.
 
@@ -36,17 +36,17 @@ _FOLDER = "WEFT_RECORD_DIR"
 
 _log = logging.getLogger("weft")
 _calls: deque[Call] = deque(maxlen=_KEPT)
-_names: dict[str, int] = {}  # how many wires were made for groups of a name
+_names: dict[str, int] = {}  # how many groups were made for groups of a name
 _rank: dict[str, Any] = {}  # what the file says of this process
 _lock = threading.RLock()  # held while the file is written; a signal handler may write, too
 
 
 class Call:
-    """One call of this rank on one wire.
+    """One call of this rank on one group.
 
     Attributes:
-        group: the name of the wire.
-        number: of the call on this rank and wire, as in errors.
+        group: the name of the group.
+        number: of the call on this rank and group, as in errors.
         name: of the call.
         agreed: its number among the calls of these ranks that reached the opening exchange; 0: it
             did not reach it.
@@ -90,14 +90,14 @@ class Call:
         self.waited = self._traffic.waited - self._waited_before
         self.end, self.error = self._before[2] + self.seconds, error
         if error and not self.messages:
-            self.agreed = 0  # the wire was broken before
+            self.agreed = 0  # the group was broken before
 
 
 def begin(rank: int, size: int, group: str) -> str:
     """Begin to record, if nobody has: this process is `rank` of `size` in its job.
 
     Returns:
-        The name of a new wire for a group of this name: with a number, if it is not the first.
+        The name of a new group for a group of this name: with a number, if it is not the first.
     """
     if _rank.get("pid") != os.getpid():  # not begun, or by the parent that has forked this process
         _rank.update(pid=os.getpid(), host=platform.node(), started=time.time())

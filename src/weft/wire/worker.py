@@ -1,6 +1,6 @@
 """The worker: one queue for each wire, in which calls take their turn.
 
-Calls must reach the wire in the same order on every rank. A synchronous call runs in the caller's
+Calls must reach the group in the same order on every rank. A synchronous call runs in the caller's
 own thread when nothing is queued (no hop, no wake-up); an asynchronous one runs on the worker's
 thread, and a synchronous one behind it waits for its turn.
 """
@@ -28,24 +28,24 @@ from ..errors import Error, StillRunning, WeftError, WireError, entry
 from . import listeners, recorder
 
 if TYPE_CHECKING:
-    from .base import Wire
+    from .base import Group
 
 T = TypeVar("T")
 
 _GRACE = 1.0  # seconds that a call under way gets to finish when the interpreter exits
-_LAST = 1.0  # seconds to end in after its wire was aborted
+_LAST = 1.0  # seconds to end in after its group was aborted
 
 
 class Worker:
-    """The calls of one rank on one wire, one at a time, in the order they were made.
+    """The calls of one rank on one group, one at a time, in the order they were made.
 
     Each call is a range of the profiler: a synchronous one from its turn to its end, an
     asynchronous one from where it is made to its end.
 
-    A job that raises a `weft.Error` leaves the wire as it is; if SystemExit or KeyboardInterrupt in
-    a caller's function is its cause, that is raised in its place. Any other exception,
+    A job that raises a `weft.Error` leaves the group as it is; if SystemExit or KeyboardInterrupt
+    in a caller's function is its cause, that is raised in its place. Any other exception,
     KeyboardInterrupt included, means that this rank will not finish a schedule that others are in:
-    the wire is aborted, so that they raise instead of waiting, and the exception goes on.
+    the group is aborted, so that they raise instead of waiting, and the exception goes on.
 
     Attributes:
         calls: how many calls were started.
@@ -55,17 +55,17 @@ class Worker:
 
     Example:
         >>> from weft.wire import threads
-        >>> wire = threads.group(1)[0]
-        >>> wire.worker.call("add", lambda: 1 + 1)
+        >>> group = threads.group(1)[0]
+        >>> group.worker.call("add", lambda: 1 + 1)
         2
-        >>> work = wire.worker.submit("add", lambda: 2 + 2)
+        >>> work = group.worker.submit("add", lambda: 2 + 2)
         >>> work.wait()
         4
-        >>> wire.close()
+        >>> group.close()
     """
 
-    def __init__(self, wire: Wire) -> None:
-        self._wire = wire
+    def __init__(self, group: Group) -> None:
+        self._group = group
         self.calls, self.made, self.doing = 0, 0, ""
         self.now: recorder.Call | None = None
         self._entered: dict[tuple[int, ...], int] = {}  # how many calls, by the ranks they are of
@@ -75,12 +75,12 @@ class Worker:
     def _begin(self) -> None:
         self._lock = threading.Lock()
         self._turns = threading.Condition(self._lock)
-        self._line: deque[object] = deque()  # the calls in order; the first one has the wire
+        self._line: deque[object] = deque()  # the calls in order; the first one has the group
         self._owner: int | None = None  # the thread that runs a job
         self._several = False  # whether that job may make calls itself
-        self._jobs = _Server(f"weft worker {self._wire.rank}")
+        self._jobs = _Server(f"weft worker {self._group.rank}")
         # a callback that waits for another call must not block the thread that runs the calls
-        self._callbacks = _Server(f"weft callbacks {self._wire.rank}")
+        self._callbacks = _Server(f"weft callbacks {self._group.rank}")
 
     @without_transforms
     @without_modes
@@ -88,7 +88,7 @@ class Worker:
         """Run `job` in this thread, once all calls made before it are done; return its result.
 
         Raises:
-            WeftError: made from inside another call on this wire, or after `stop()`.
+            WeftError: made from inside another call on this group, or after `stop()`.
             Exception: whatever the job raises.
         """
         if self._several and self._owner == threading.get_ident():
@@ -102,7 +102,7 @@ class Worker:
             except BaseException as error:
                 self._line.remove(turn)
                 self._turns.notify_all()
-                self._wire.abort(_text(error))
+                self._group.abort(_text(error))
                 raise
         with profiled(name):
             return self._run(turn, name, job)
@@ -121,10 +121,10 @@ class Worker:
         Args:
             name: of the call.
             job: what it does; `Work.result` joins the stream of an `Aside`.
-            several: whether the job makes calls on this wire itself, within its own turn.
+            several: whether the job makes calls on this group itself, within its own turn.
 
         Raises:
-            WeftError: made from inside another call on this wire, or after `stop()`.
+            WeftError: made from inside another call on this group, or after `stop()`.
         """
         work: Work[T] = Work(self, name, job if isinstance(job, Aside) else None)
         context = contextvars.copy_context()
@@ -148,10 +148,10 @@ class Worker:
     def stop(self, grace: float | None = None) -> None:
         """Refuse new calls, wait for the calls that were made, and end the threads.
 
-        If the wire is closed before, those calls raise, and nothing is waited for.
+        If the group is closed before, those calls raise, and nothing is waited for.
 
         Args:
-            grace: seconds to wait before the wire is aborted; None: no limit, unless a call raised
+            grace: seconds to wait before the group is aborted; None: no limit, unless a call raised
                 a WireError.
         """
         if self._lost:
@@ -159,21 +159,21 @@ class Worker:
         with self._lock:
             self._stopped = True
         if not self._jobs.end(grace):
-            self._wire.abort(f"its process ends while {self.doing or 'a call'} runs")
+            self._group.abort(f"its process ends while {self.doing or 'a call'} runs")
             self._jobs.end(_LAST)
-        self._callbacks.end(grace or self._wire.timeout)  # a user's callback may take any time
+        self._callbacks.end(grace or self._group.timeout)  # a user's callback may take any time
         _running.discard(self)
 
     def _draw(self, name: str) -> object:
         """A place in the line for the next call; with the lock held."""
-        rank = self._wire.rank
+        rank = self._group.rank
         if self._owner == threading.get_ident():
             raise WeftError(
                 f"rank {rank}: {name} was called from inside {self.doing}, which still has "
-                "the wire: call it afterwards, or on another group"
+                "the group: call it afterwards, or on another group"
             )
         if self._stopped:
-            raise WeftError(f"rank {rank}: {name} was called after the wire was closed")
+            raise WeftError(f"rank {rank}: {name} was called after the group was closed")
         self.made += 1
         self._line.append(turn := object())
         return turn
@@ -198,8 +198,8 @@ class Worker:
 
     def _do(self, name: str, job: Callable[[], T], several: bool = False) -> T:
         """Run a job in this thread's turn."""
-        outer, wire = (self.doing, self._several, self.now), self._wire
-        call = recorder.Call(wire._label, self.calls + 1, name, wire.traffic)
+        outer, group = (self.doing, self._several, self.now), self._group
+        call = recorder.Call(group._label, self.calls + 1, name, group.traffic)
         try:
             self.calls += 1
             self.doing, self._several, self.now = name, several, call
@@ -209,14 +209,14 @@ class Worker:
         except BaseException as error:
             call.close(_text(error))
             if not isinstance(error, Error):
-                wire.abort(call.error)
+                group.abort(call.error)
             elif isinstance(error, WireError):
                 recorder.write(call.error)
             raise
         finally:
             self.doing, self._several, self.now = outer
             if not self.doing:  # else it is a part of the call around it
-                listeners.told(call, wire.rank)
+                listeners.told(call, group.rank)
 
     def _serve(self, turn: object, job: Callable[[], T], several: bool, work: Work[T]) -> None:
         """On the thread of jobs: run one when its turn comes."""
@@ -297,11 +297,11 @@ class Work(Generic[T]):
         """Wait until the call has ended and return its result.
 
         Args:
-            timeout: seconds, or a timedelta; None waits as long as the wire's own deadlines allow.
+            timeout: seconds, or a timedelta; None waits as long as the group's own deadlines allow.
 
         Raises:
             StillRunning: `timeout` passed first. Nothing is broken: wait again.
-            WeftError: called from inside a call on the same wire, which this one waits for.
+            WeftError: called from inside a call on the same group, which this one waits for.
             Exception: whatever the call raised.
         """
         seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
@@ -309,20 +309,20 @@ class Work(Generic[T]):
             worker = self._worker
             if worker._owner == threading.get_ident():
                 raise WeftError(
-                    f"rank {worker._wire.rank}: {self._name} waits for its turn behind "
+                    f"rank {worker._group.rank}: {self._name} waits for its turn behind "
                     f"{worker.doing}, which waits for it: wait outside"
                 )
             if worker._forked:
                 raise WeftError(
-                    f"rank {worker._wire.rank}: {self._name} was under way when this process was "
+                    f"rank {worker._group.rank}: {self._name} was under way when this process was "
                     "forked: wait for it in the parent"
                 )
             try:
                 self._done.exception(seconds)
             except TimeoutError:
                 raise StillRunning(
-                    f"rank {worker._wire.rank}: {self._name} is still under way after {seconds} s: "
-                    "wait again, or longer"
+                    f"rank {worker._group.rank}: {self._name} is still under way after {seconds} "
+                    "s: wait again, or longer"
                 ) from None
         return self.result()
 

@@ -41,7 +41,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import weft
-from weft.wire.base import Wire, hosts_of
+from weft.wire.base import Group, hosts_of
 
 from ..wording import mib, versions
 from .cases import Answer, Case, answer, differs, digest, indices, sizes, values
@@ -212,9 +212,9 @@ def run(job: Job, emit: Callable[[Found], None]) -> bool:
     # PR_SET_DUMPABLE: no process without CAP_SYS_PTRACE reads this one's memory from now on
     if job.unprivileged and ctypes.CDLL(None, use_errno=True).prctl(4, 0, 0, 0, 0):
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_DUMPABLE)")
-    with weft.init(timeout=job.timeout) as wire:
-        head = _head(job, wire)
-        speak = emit if wire.rank == 0 else lambda found: None
+    with weft.init(timeout=job.timeout) as group:
+        head = _head(job, group)
+        speak = emit if group.rank == 0 else lambda found: None
         speak(("head", head))
         right, done, whole = [], 0.0, sum(map(_effort, job.cases))
         for case in job.cases:
@@ -325,11 +325,11 @@ def _time(starters: list[Contender], job: Job, doing: Callable[[str], None]) -> 
         gc.enable()
 
 
-def _head(job: Job, wire: Wire) -> dict[str, Any]:
+def _head(job: Job, group: Group) -> dict[str, Any]:
     """What the table is headed with; collective, since it counts the hosts."""
     here = {
-        "ranks": wire.size,
-        "hosts": len(wire.worker.call("hosts", lambda: hosts_of(wire)).ranks),
+        "ranks": group.size,
+        "hosts": len(group.worker.call("hosts", lambda: hosts_of(group)).ranks),
         "threads": torch.get_num_threads(),
         "cores": len(psutil.Process().cpu_affinity()) if psutil.LINUX else psutil.cpu_count(),
     }

@@ -146,7 +146,7 @@ class Run:
     def count_sent(self, weft: Run, vocabulary: int, dim: int) -> None:
         """Say how many bytes the average rank sent in each step.
 
-        Counted by weft's wire for weft. Computed for PyTorch's two, from what gloo is known to do:
+        Counted by weft's group for weft. Computed for PyTorch's two, from what gloo is known to do:
         the sparse one is a ring all-gather of int64 indices and fp32 values, (P-1)/P of all
         ranks' rows from each; the dense one a ring all-reduce of both tables, 2 (P-1)/P of them
         from each. The ranks' distinct rows are those weft counted in the same step; without them

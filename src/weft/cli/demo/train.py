@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 import weft
 from weft.testing import gloo_of_one_thread, send
-from weft.wire.base import Wire
+from weft.wire.base import Group
 
 from .figures import FIGURES, PARTS, RECORDED, Floats
 from .text import WINDOW
@@ -132,13 +132,13 @@ class SkipGram(nn.Module):
 
 
 def training(
-    job: Job, way: str, wire: Wire, kept: Path | None = None
+    job: Job, way: str, group: Group, kept: Path | None = None
 ) -> Iterator[tuple[str, list[float]]]:
     """One way's training on one rank: for each step what weft chose in it, and its `FIGURES`."""
-    draw = _batches(job, wire)
+    draw = _batches(job, group)
     model = SkipGram(job.vocabulary, job.dim, seed=job.seed, kept=kept)
     tables = model.tables
-    start = _starter(way, wire, tables)
+    start = _starter(way, group, tables)
     updates = [torch.optim.Adagrad([one], lr=_LEARNING_RATE, eps=_EPS) for one in tables]
     sums: dict[Tensor, _Sum] = {}  # under way
     spent: dict[str, float] = {}
@@ -183,12 +183,12 @@ def training(
         yield algorithm, [figures[name] for name in FIGURES]
 
 
-def _batches(job: Job, wire: Wire) -> Callable[[int], tuple[Tensor, Tensor]]:
+def _batches(job: Job, group: Group) -> Callable[[int], tuple[Tensor, Tensor]]:
     """What draws this rank's batch of a step."""
     tokens = np.load(job.folder / "tokens.npy", mmap_mode="r")
     noise = np.load(job.folder / "noise.npy", mmap_mode="r")
-    part = np.array_split(tokens, wire.size)[wire.rank]
-    return partial(batch, part, noise, job.batch, job.seed, wire.rank)
+    part = np.array_split(tokens, group.size)[group.rank]
+    return partial(batch, part, noise, job.batch, job.seed, group.rank)
 
 
 class _Sum(NamedTuple):
@@ -198,7 +198,7 @@ class _Sum(NamedTuple):
     record: Callable[[], Any]
 
 
-def _starter(way: str, wire: Wire, tables: list[Tensor]) -> Callable[[Tensor], _Sum]:
+def _starter(way: str, group: Group, tables: list[Tensor]) -> Callable[[Tensor], _Sum]:
     """What starts the sum of a table's gradient, by one way; collective."""
     # the sums of both tables are under way at once: torch's own gloo would corrupt memory
     plain: Any = dist.new_group(backend=gloo_of_one_thread()) if way == "torch" else None
@@ -208,7 +208,7 @@ def _starter(way: str, wire: Wire, tables: list[Tensor]) -> Callable[[Tensor], _
     def by_weft(table: Tensor) -> _Sum:
         work = weft.sparse_all_reduce(table.grad, op="avg", async_op=True)
         # calls take turns, so what runs next in the queue finds the record of this one
-        return _Sum(work.wait, wire.worker.submit("record", weft.sparse.last_call).wait)
+        return _Sum(work.wait, group.worker.submit("record", weft.sparse.last_call).wait)
 
     def by_torch(table: Tensor) -> _Sum:
         gradient = table.grad
@@ -221,22 +221,22 @@ def _starter(way: str, wire: Wire, tables: list[Tensor]) -> Callable[[Tensor], _
 
         def mean() -> Tensor:
             pending.wait()
-            return gradient.div_(wire.size)
+            return gradient.div_(group.size)
 
         return _Sum(mean, lambda: None)
 
     return by_weft if way == "weft" else by_torch
 
 
-def sums_alone(job: Job, wire: Wire) -> dict[str, list[float]]:
+def sums_alone(job: Job, group: Group) -> dict[str, list[float]]:
     """Seconds of each way's sums on this rank, of some steps, while nothing else is done.
 
     All ranks begin at once, both sums are started, and waited for: in training, the sums of a step
     also share the cores with what is computed, and wait for ranks that compute longer.
     """
-    draw = _batches(job, wire)
+    draw = _batches(job, group)
     model = SkipGram(job.vocabulary, job.dim, seed=job.seed, kept=None)
-    starts = {way: _starter(way, wire, model.tables) for way in job.ways}
+    starts = {way: _starter(way, group, model.tables) for way in job.ways}
     seconds: dict[str, list[float]] = {way: [] for way in job.ways}
     for number in range(-_UNTIMED, _ALONE):
         model.zero_grad()
@@ -261,9 +261,9 @@ def train(job: Job) -> dict[str, list[float]]:
     The ways take turns of some steps, so that whatever else the machine does meets them alike.
     After each turn rank 0 sends `(way, algorithms, figures)` to the launcher, means over the ranks.
     """
-    with _group() as wire:
-        kept = {job.ways[0]: job.folder / "table"} if wire.rank == 0 else {}
-        trainings = {way: training(job, way, wire, kept.get(way)) for way in job.ways}
+    with _group() as group:
+        kept = {job.ways[0]: job.folder / "table"} if group.rank == 0 else {}
+        trainings = {way: training(job, way, group, kept.get(way)) for way in job.ways}
         weft.barrier()  # all are here, so the clocks start together
         began = time.monotonic()
         for first in range(0, job.steps, _TURN):
@@ -271,27 +271,27 @@ def train(job: Job) -> dict[str, list[float]]:
                 turn = list(itertools.islice(steps, min(_TURN, job.steps - first)))
                 figures = torch.tensor([figures for _, figures in turn], dtype=torch.float64)
                 mean = weft.all_reduce(figures, "avg")
-                if wire.rank == 0:
+                if group.rank == 0:
                     send((way, [algorithm for algorithm, _ in turn], mean.numpy()))
             late = torch.tensor(job.limit is not None and time.monotonic() - began > job.limit)
             if weft.all_reduce(late.int(), "max"):  # they must stop at the same step
                 break
-        return sums_alone(job, wire)
+        return sums_alone(job, group)
 
 
 def measure_memory(job: Job, way: str) -> tuple[int, int]:
     """Train one way alone for a few steps, as one rank: the peak memory, and that before."""
-    with _group() as wire:
+    with _group() as group:
         idle = _peak_bytes()
-        list(itertools.islice(training(job, way, wire), _MEMORY_STEPS))
+        list(itertools.islice(training(job, way, group), _MEMORY_STEPS))
         return _peak_bytes(), idle
 
 
 @contextmanager
-def _group() -> Iterator[Wire]:
+def _group() -> Iterator[Group]:
     """Checks of sparse tensors are off: PyTorch warns where they are neither on nor off."""
-    with torch.sparse.check_sparse_tensor_invariants(False), weft.init() as wire:  # type: ignore[no-untyped-call]
-        yield wire
+    with torch.sparse.check_sparse_tensor_invariants(False), weft.init() as group:  # type: ignore[no-untyped-call]
+        yield group
 
 
 def _length(gradients: list[Tensor]) -> float:

@@ -23,10 +23,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 import weft
-from weft import Partition, WeftError, Wire, nn
+from weft import Partition, WeftError, nn
 from weft.bootstrap import connect_store, host_store, join
 
-from ..arguments import default, wire_of
+from ..arguments import default, group_of
 
 PROC_NULL = -1
 """The rank of a process that is not in a partition, and of a neighbour beyond an edge of a grid."""
@@ -61,9 +61,9 @@ class Communicator:
 
     Example:
         >>> from weft.testing import run
-        >>> def program(wire):
-        ...     half, found = MPI.COMM_WORLD.Split(wire.rank % 2), np.zeros(1)
-        ...     half.Allreduce(np.array([float(wire.rank)]), found, op=MPI.SUM)
+        >>> def program(group):
+        ...     half, found = MPI.COMM_WORLD.Split(group.rank % 2), np.zeros(1)
+        ...     half.Allreduce(np.array([float(group.rank)]), found, op=MPI.SUM)
         ...     return half.size, found.item()
         >>> run(3, program)
         [(2, 2.0), (1, 1.0), (2, 2.0)]
@@ -167,7 +167,7 @@ class Communicator:
 
         Example:
             >>> from weft.testing import run
-            >>> run(2, lambda wire: MPI.COMM_WORLD.allgather("ab"[wire.rank]))
+            >>> run(2, lambda group: MPI.COMM_WORLD.allgather("ab"[group.rank]))
             [['a', 'b'], ['a', 'b']]
         """
         return _unpacked(nn.AllGather(self._line, 0)(_packed(sendobj)), self._line)
@@ -185,7 +185,7 @@ class Communicator:
 
         Example:
             >>> from weft.testing import run
-            >>> run(2, lambda wire: MPI.COMM_WORLD.allreduce([wire.rank], op=MPI.SUM))
+            >>> run(2, lambda group: MPI.COMM_WORLD.allreduce([group.rank], op=MPI.SUM))
             [[0, 1], [0, 1]]
         """
         each = _OF_OBJECTS.get(op, op)
@@ -352,7 +352,7 @@ def print_sequential(comm: Any, val: object) -> None:
 
     Example:
         >>> from weft.testing import run
-        >>> _ = run(2, lambda wire: print_sequential(MPI.COMM_WORLD, 5 + wire.rank))
+        >>> _ = run(2, lambda group: print_sequential(MPI.COMM_WORLD, 5 + group.rank))
         5
         6
     """
@@ -383,7 +383,7 @@ def line_of(comm: Any) -> Partition:
                 "them, by create_partition_inclusive of MPIPartition()"
             )
         return _line_of_mpi(comm)
-    return Partition(wire_of(comm).size, group=comm)
+    return Partition(group_of(comm).size, group=comm)
 
 
 def is_mpi(comm: Any) -> bool:
@@ -395,8 +395,8 @@ def is_mpi(comm: Any) -> bool:
 
 _TIMEOUT = 300.0  # seconds, as of a group that weft.init starts
 _PROCESS = secrets.token_hex(8)  # tells this process from all others
-_met: dict[tuple[str, ...], Wire] = {}
-"""The wires of communicators, by their processes: a script may make many of the same processes."""
+_met: dict[tuple[str, ...], weft.Group] = {}
+"""The groups of communicators, by their processes: a script may make many of the same processes."""
 
 
 def _line_of_mpi(comm: Any) -> Partition:
@@ -406,8 +406,8 @@ def _line_of_mpi(comm: Any) -> Partition:
     processes of the job starts the default group. A smaller one makes a group of its own, so the
     other processes need not take part.
     """
-    wire = default()
-    told = comm.allgather((_PROCESS, None if wire is None else wire.rank))
+    group = default()
+    told = comm.allgather((_PROCESS, None if group is None else group.rank))
     if any(rank is None for _, rank in told):
         from mpi4py import MPI  # whose communicator this is
 
@@ -426,8 +426,8 @@ def _line_of_mpi(comm: Any) -> Partition:
     return Partition(len(ranks), ranks=ranks)
 
 
-def _meet(comm: Any) -> Wire:
-    """A wire between the processes of a communicator: its first process hosts their store."""
+def _meet(comm: Any) -> weft.Group:
+    """A group between the processes of a communicator: its first process hosts their store."""
     store, where = None, None
     if comm.Get_rank() == 0:
         try:

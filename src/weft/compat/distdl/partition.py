@@ -56,7 +56,7 @@ class MPIPartition:
 
     Example:
         >>> from weft.testing import run
-        >>> def program(wire):
+        >>> def program(group):
         ...     P_world = MPIPartition()
         ...     P_x = P_world.create_partition_inclusive([2, 0])
         ...     return P_x.active, P_x.rank, P_x.size
@@ -184,7 +184,7 @@ class MPIPartition:
 
         Example:
             >>> from weft.testing import run
-            >>> run(2, lambda wire: MPIPartition().broadcast_data([wire.rank + 5], root=1).tolist())
+            >>> run(2, lambda ranks: MPIPartition().broadcast_data([ranks.rank + 5], 1).tolist())
             [[6], [6]]
         """
         if self._workers is None:
@@ -209,7 +209,7 @@ class MPIPartition:
 
         Example:
             >>> from weft.testing import run
-            >>> run(2, lambda wire: MPIPartition().allgather_data([wire.rank, 7]).tolist())
+            >>> run(2, lambda group: MPIPartition().allgather_data([group.rank, 7]).tolist())
             [[[0, 7], [1, 7]], [[0, 7], [1, 7]]]
         """
         return Communicator(self._line).gathered(np.ravel(data))
@@ -229,7 +229,7 @@ class MPIPartition:
 
         Example:
             >>> from weft.testing import run
-            >>> run(3, lambda wire: MPIPartition().allreduce_data(wire.rank, "max").item())
+            >>> run(3, lambda group: MPIPartition().allreduce_data(group.rank, "max").item())
             [2, 2, 2]
         """
         if op not in _OPERATIONS:
@@ -279,7 +279,7 @@ class MPIPartition:
 
         Example:
             >>> from weft.testing import run
-            >>> def program(wire):
+            >>> def program(group):
             ...     one, other = (MPIPartition().create_partition_inclusive([r]) for r in (2, 0))
             ...     return one.create_partition_union(other).rank
             >>> run(3, program)
@@ -302,7 +302,7 @@ class MPIPartition:
 
         Example:
             >>> from weft.testing import run
-            >>> def program(wire):
+            >>> def program(group):
             ...     P_x = MPIPartition().create_cartesian_topology_partition([2, 2])
             ...     return P_x.index.tolist()
             >>> run(4, program)
@@ -344,7 +344,7 @@ class MPIPartition:
 
         Example:
             >>> from weft.testing import run
-            >>> def program(wire):
+            >>> def program(group):
             ...     P_world = MPIPartition()
             ...     P_y = P_world.create_cartesian_topology_partition([2])
             ...     P_x = P_world.create_partition_inclusive([0])
@@ -381,7 +381,7 @@ class MPIPartition:
 
         Example:
             >>> from weft.testing import run
-            >>> def program(wire):
+            >>> def program(group):
             ...     P_x = MPIPartition().create_cartesian_topology_partition([2, 2])
             ...     return P_x.create_allreduction_partition([1]).shape.tolist()
             >>> run(4, program)[0]
@@ -424,7 +424,7 @@ class MPICartesianPartition(MPIPartition):
 
     Example:
         >>> from weft.testing import run
-        >>> def program(wire):
+        >>> def program(group):
         ...     P_x = MPIPartition().create_cartesian_topology_partition([1, 2])
         ...     return P_x.dim, P_x.shape.tolist(), P_x.index.tolist()
         >>> run(2, program)
@@ -453,7 +453,7 @@ class MPICartesianPartition(MPIPartition):
 
         Example:
             >>> from weft.testing import run
-            >>> def program(wire):
+            >>> def program(group):
             ...     P_x = MPIPartition().create_cartesian_topology_partition([2, 1])
             ...     return P_x.neighbor_ranks(0)
             >>> run(2, program)[0]
@@ -473,7 +473,7 @@ class MPICartesianPartition(MPIPartition):
 
         Example:
             >>> from weft.testing import run
-            >>> def program(wire):
+            >>> def program(group):
             ...     P_x = MPIPartition().create_cartesian_topology_partition([2, 2])
             ...     row = P_x.create_cartesian_subtopology_partition([False, True])
             ...     return row.shape.tolist(), row.rank

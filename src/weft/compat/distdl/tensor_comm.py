@@ -36,9 +36,9 @@ def assemble_global_tensor_structure(
 
     Example:
         >>> from weft.testing import run
-        >>> def program(wire):
+        >>> def program(group):
         ...     P_x = MPIPartition().create_cartesian_topology_partition([2, 1])
-        ...     return assemble_global_tensor_structure(torch.empty(wire.rank + 3, 5), P_x).shape
+        ...     return assemble_global_tensor_structure(torch.empty(group.rank + 3, 5), P_x).shape
         >>> run(2, program)
         [array([7, 5]), array([7, 5])]
     """
@@ -67,9 +67,9 @@ def assemble_global_tensor_structure_along_axis(
 
     Example:
         >>> from weft.testing import run
-        >>> def program(wire):
+        >>> def program(group):
         ...     P_x = MPIPartition().create_cartesian_topology_partition([2, 1])
-        ...     x = torch.empty(wire.rank + 3, 5)
+        ...     x = torch.empty(group.rank + 3, 5)
         ...     return tuple(assemble_global_tensor_structure_along_axis(x, P_x, (0,)).shape)
         >>> run(2, program)
         [(7, 5), (7, 5)]

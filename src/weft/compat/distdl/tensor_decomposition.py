@@ -59,9 +59,10 @@ def compute_subtensor_shapes_unbalanced(
     Example:
         >>> import torch
         >>> from weft.testing import run
-        >>> def program(wire):
+        >>> def program(group):
         ...     P_x = MPIPartition().create_cartesian_topology_partition([2])
-        ...     return compute_subtensor_shapes_unbalanced(torch.empty(wire.rank + 3), P_x).tolist()
+        ...     x = torch.empty(group.rank + 3)
+        ...     return compute_subtensor_shapes_unbalanced(x, P_x).tolist()
         >>> run(2, program)
         [[[3], [4]], [[3], [4]]]
     """

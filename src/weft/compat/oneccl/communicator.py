@@ -16,11 +16,11 @@ import torch
 import torch.distributed as dist
 
 import weft
-from weft import WeftError, Wire, WireError
+from weft import Group, WeftError, WireError
 from weft.bootstrap import connect_store, host_store, join
 from weft.wire.base import is_duration
 
-from ..arguments import integer, tell, wire_of
+from ..arguments import group_of, integer, tell
 
 TIMEOUT = 300.0
 """Seconds, as of a group that weft.init starts."""
@@ -30,7 +30,7 @@ class Communicator(AbstractContextManager["Communicator"]):
     """A group of ranks. At the end of a `with` block it is closed.
 
     Attributes:
-        wire: the group as a `weft.Wire`, which `group=` of every call of weft takes.
+        group: the group as a `weft.Group`, which `group=` of every call of weft takes.
 
     Example:
         >>> with weft.init():  # alone: a group of one
@@ -39,10 +39,10 @@ class Communicator(AbstractContextManager["Communicator"]):
         (0, 1)
     """
 
-    __slots__ = ("_owned", "wire")
+    __slots__ = ("_owned", "group")
 
-    def __init__(self, wire: Wire, *, owned: bool = False) -> None:
-        self.wire, self._owned = wire, owned
+    def __init__(self, group: Group, *, owned: bool = False) -> None:
+        self.group, self._owned = group, owned
 
     def __repr__(self) -> str:
         return f"<Communicator rank {self.rank()} of {self.size()}>"
@@ -52,11 +52,11 @@ class Communicator(AbstractContextManager["Communicator"]):
 
     def rank(self) -> int:
         """The rank of this process in the group."""
-        return self.wire.rank
+        return self.group.rank
 
     def size(self) -> int:
         """The number of ranks."""
-        return self.wire.size
+        return self.group.size
 
     def split(self, color: int) -> Communicator:
         """Make the communicator of the ranks that pass the same color, in rank order. Collective.
@@ -67,30 +67,30 @@ class Communicator(AbstractContextManager["Communicator"]):
 
         Example:
             >>> from weft.testing import run
-            >>> def program(wire):
-            ...     return create_communicator().split(wire.rank % 2).size()
+            >>> def program(group):
+            ...     return create_communicator().split(group.rank % 2).size()
             >>> run(3, program)
             [2, 1, 2]
         """
-        wire, number = self.wire, integer(color)
+        group, number = self.group, integer(color)
         if number is None or not -(2**63) <= number < 2**63:
-            tell(WeftError(f"color is {color!r}: pass an integer of 64 bits"), wire)
-        told = weft.all_to_all([torch.tensor([number])] * wire.size, wire)
+            tell(WeftError(f"color is {color!r}: pass an integer of 64 bits"), group)
+        told = weft.all_to_all([torch.tensor([number])] * group.size, group)
         colors = [int(each) for each in told]
 
-        def job() -> Wire:
+        def job() -> Group:
             parts = [
-                wire.sub([rank for rank, each in enumerate(colors) if each == one])
+                group.sub([rank for rank, each in enumerate(colors) if each == one])
                 for one in sorted(set(colors))
             ]
             return next(filter(None, parts))
 
-        return Communicator(wire.worker.call("split", job), owned=True)
+        return Communicator(group.worker.call("split", job), owned=True)
 
     def close(self) -> None:
         """Close the group if it was made for this communicator; a default group stays open."""
         if self._owned:
-            self.wire.close()
+            self.group.close()
 
 
 def create_communicator(
@@ -121,7 +121,7 @@ def create_communicator(
         <Communicator rank 0 of 1>
     """
     if size is None and rank is None and kvs is None:
-        return Communicator(wire_of())
+        return Communicator(group_of())
     if size is None or rank is None or kvs is None:
         raise WeftError("pass size, rank and kvs together, or none of them for the default group")
     count, number = integer(size), integer(rank)

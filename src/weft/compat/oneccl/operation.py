@@ -29,10 +29,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 import weft
-from weft import WeftError, Wire
+from weft import Group, WeftError
 from weft.wire.base import Work
 
-from ..arguments import tell, wire_of
+from ..arguments import group_of, tell
 from .attributes import Attributes
 from .buffers import counted, distinct, dtype_of, index_dtype_of, seen, widened
 from .communicator import Communicator
@@ -176,23 +176,23 @@ def start(comm: Any, prepare: Callable[[], Operation]) -> Work[Result]:
             synchronous, also what `wait()` would raise.
         WireError: from a synchronous call: what `wait()` would raise.
     """
-    wire = comm.wire if isinstance(comm, Communicator) else wire_of(comm)
+    group = comm.group if isinstance(comm, Communicator) else group_of(comm)
     try:
         operation = prepare()
         operation.attributes.check()
         if operation.unsigned and operation.attributes.prologue_fn is not None:
             raise WeftError("prologue_fn takes no values of torch.uint64: pass them as torch.int64")
         reduce = functools.partial(
-            weft.sparse_all_reduce, op=operation.op(), group=wire, algorithm=selected()
+            weft.sparse_all_reduce, op=operation.op(), group=group, algorithm=selected()
         )
         after, device = list(operation.after), operation.sent[1].device
         if device.type != "cpu":  # what is queued so far may write what is sent
             stream = torch.accelerator.current_stream(device)
             after.append(("the current stream", stream.record_event()))
     except Exception as error:  # of ours, or of a buffer's that cannot be seen
-        tell(error, wire)
-    work = wire.worker.submit(
-        "sparse_allreduce", lambda: _run(wire, operation, reduce, after), several=True
+        tell(error, group)
+    work = group.worker.submit(
+        "sparse_allreduce", lambda: _run(group, operation, reduce, after), several=True
     )
     if operation.attributes.synchronous:
         work.wait()
@@ -200,18 +200,21 @@ def start(comm: Any, prepare: Callable[[], Operation]) -> Work[Result]:
 
 
 def _run(
-    wire: Wire, operation: Operation, reduce: Callable[..., Rows], after: Sequence[tuple[str, Any]]
+    group: Group,
+    operation: Operation,
+    reduce: Callable[..., Rows],
+    after: Sequence[tuple[str, Any]],
 ) -> Result:
     index, value = (each.dtype for each in operation.sent)
     memory = _Memory(operation.place)
-    rows = _agreed(wire, operation, lambda: operation.rows(_SOONER * wire.timeout, after))
+    rows = _agreed(group, operation, lambda: operation.rows(_SOONER * group.timeout, after))
     if operation.mode == "keep_precision" and rows[1].dtype in (torch.float16, torch.bfloat16):
         reduce = functools.partial(reduce, wire_dtype=torch.float32)
     out = None if operation.place is None else memory.allocate
     if operation.mode == "disable":
-        result = _concatenated(wire, rows, index == torch.uint64, out)
+        result = _concatenated(group, rows, index == torch.uint64, out)
     elif index == torch.uint64:
-        result = _reduced(wire, reduce, rows, out)
+        result = _reduced(group, reduce, rows, out)
     else:
         result = reduce(rows, out=out)
 
@@ -223,24 +226,24 @@ def _run(
         await_device(*made)
         return made, operation.finish(*made)
 
-    made, write = weft.attempt(hand_out, wire, name="the end of sparse_allreduce")
+    made, write = weft.attempt(hand_out, group, name="the end of sparse_allreduce")
     if write is not None:
         write()
     return made
 
 
-def _agreed(wire: Wire, operation: Operation, rows: Callable[[], Rows]) -> Rows:
+def _agreed(group: Group, operation: Operation, rows: Callable[[], Rows]) -> Rows:
     """The rows of this rank. If one rank has an error, or ranks differ, all ranks raise it."""
     index, name = operation.sent[0].dtype, operation.attributes.match_id
     if name or index != widened(index) or operation.unsigned:
         named = f" with match_id={name!r}" if name else ""
         unsigned = " of torch.uint64 values" if operation.unsigned else ""
         what = f"sparse_allreduce{unsigned} of {index} indices{named}"
-        return weft.attempt(rows, wire, name=what)
+        return weft.attempt(rows, group, name=what)
     try:
         return rows()
     except Exception as error:
-        tell(error, wire)
+        tell(error, group)
 
 
 def await_device(*tensors: Tensor) -> None:
@@ -285,7 +288,7 @@ def _signed(tensor: Tensor) -> Tensor:
     return tensor.view(torch.int64) if tensor.dtype == torch.uint64 else tensor
 
 
-def _reduced(wire: Wire, reduce: Callable[..., Rows], rows: Rows, out: Any) -> Rows:
+def _reduced(group: Group, reduce: Callable[..., Rows], rows: Rows, out: Any) -> Rows:
     """Reduce rows whose uint64 indices are viewed as int64; the result is in unsigned order."""
     indices, values = rows
     upper = indices < 0
@@ -302,7 +305,7 @@ def _reduced(wire: Wire, reduce: Callable[..., Rows], rows: Rows, out: Any) -> R
     count = len(lower[0])
     # neither call could compare the row shapes of the two halves
     if count and lower[1].shape[1:] != their_values.shape[1:]:
-        weft.attempt(lambda: _check_width(values, lower[1]), wire)
+        weft.attempt(lambda: _check_width(values, lower[1]), group)
     parts = (above | _HALF.min, their_values)
     if out is None:
         return torch.cat([lower[0], parts[0]]), torch.cat([lower[1].view(-1), parts[1].view(-1)])
@@ -319,15 +322,15 @@ def _check_width(values: Tensor, others: Tensor) -> None:
         )
 
 
-def _concatenated(wire: Wire, rows: Rows, wide: bool, out: Any) -> Rows:
+def _concatenated(group: Group, rows: Rows, wide: bool, out: Any) -> Rows:
     """All ranks' rows in rank order; the top bit of uint64 indices is sent separately."""
     if not wide:
-        found: Rows = weft.sparse_all_gather(rows, wire, out=out)
+        found: Rows = weft.sparse_all_gather(rows, group, out=out)
         return found
     indices, values = rows
     highest = (indices < 0).to(torch.uint8)
-    found = weft.sparse_all_gather((indices & _HALF.max, values), wire, out=out)
-    _, bits = weft.sparse_all_gather((torch.zeros_like(indices), highest), wire)
+    found = weft.sparse_all_gather((indices & _HALF.max, values), group, out=out)
+    _, bits = weft.sparse_all_gather((torch.zeros_like(indices), highest), group)
     found[0].bitwise_or_(bits.to(found[0]) << 63)
     return found
 

@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 
 import weft
-from weft import WeftError, Wire
+from weft import Group, WeftError
 from weft.bootstrap import init_as, look_ahead, publish
 
-from ..arguments import default, integer, tell, unfit, wire_of
+from ..arguments import default, group_of, integer, tell, unfit
 from .tasks import CommThread as CommThread  # SAR has them here
 from .tasks import comm_thread as comm_thread
 
@@ -173,7 +173,7 @@ class _Settings(NamedTuple):
     comm_device: torch.device
 
 
-_settings: WeakKeyDictionary[Wire, _Settings] = WeakKeyDictionary()
+_settings: WeakKeyDictionary[Group, _Settings] = WeakKeyDictionary()
 
 
 @also(rank="_rank", world_size="_world_size", comm_device="_comm_device")
@@ -215,8 +215,8 @@ def initialize_comms(
     port = master_port_number
     if port is None:
         port = published.get(master_ip_address, _PORT)
-    wire = init_as(_rank, _world_size, backend, master_ip_address, port)
-    _settings[wire] = _Settings(master_ip_address, port, backend, device)
+    group = init_as(_rank, _world_size, backend, master_ip_address, port)
+    _settings[group] = _Settings(master_ip_address, port, backend, device)
 
 
 def is_initialized() -> bool:
@@ -234,15 +234,15 @@ def rank() -> int:
 
     Example:
         >>> from weft.testing import run
-        >>> run(2, lambda wire: (rank(), world_size(), comm_device().type))
+        >>> run(2, lambda group: (rank(), world_size(), comm_device().type))
         [(0, 2, 'cpu'), (1, 2, 'cpu')]
     """
-    return wire_of().rank
+    return group_of().rank
 
 
 def world_size() -> int:
     """The number of ranks."""
-    return wire_of().size
+    return group_of().size
 
 
 def master_ip() -> str:
@@ -262,18 +262,18 @@ def backend() -> str:
 
 def comm_device() -> torch.device:
     """The device of `initialize_comms`; the CPU if `weft.init` made the group."""
-    told = _settings.get(wire_of())
+    told = _settings.get(group_of())
     return torch.device("cpu") if told is None else told.comm_device
 
 
 def _told() -> _Settings:
-    wire = wire_of()
-    if wire not in _settings:
+    group = group_of()
+    if group not in _settings:
         raise WeftError(
-            f"rank {wire.rank}: the group was not started by initialize_comms, which would know: "
+            f"rank {group.rank}: the group was not started by initialize_comms, which would know: "
             "call that instead of weft.init"
         )
-    return _settings[wire]
+    return _settings[group]
 
 
 class Config:
@@ -336,9 +336,9 @@ def all_to_all(
 
     Example:
         >>> from weft.testing import run
-        >>> def program(wire):
-        ...     send = [torch.full((to + 1,), 10 * wire.rank + to) for to in range(wire.size)]
-        ...     recv = [torch.empty(wire.rank + 1, dtype=torch.int64) for _ in range(wire.size)]
+        >>> def program(group):
+        ...     send = [torch.full((to + 1,), 10 * group.rank + to) for to in range(group.size)]
+        ...     recv = [torch.empty(group.rank + 1, dtype=torch.int64) for _ in range(group.size)]
         ...     all_to_all(recv, send)
         ...     return [tensor.tolist() for tensor in recv]
         >>> run(2, program)
@@ -352,9 +352,9 @@ def all_to_all_rounds(recv_tensors: Sequence[Tensor], send_tensors: Sequence[Ten
 
     Example:
         >>> from weft.testing import run
-        >>> def program(wire):
-        ...     recv = [torch.empty(1) for _ in range(wire.size)]
-        ...     all_to_all_rounds(recv, [torch.tensor([wire.rank + 1.0])] * wire.size)
+        >>> def program(group):
+        ...     recv = [torch.empty(1) for _ in range(group.size)]
+        ...     all_to_all_rounds(recv, [torch.tensor([group.rank + 1.0])] * group.size)
         ...     return [tensor.item() for tensor in recv]
         >>> run(2, program)
         [[1.0, 2.0], [1.0, 2.0]]
@@ -367,9 +367,9 @@ def all_to_all_gloo_support(recv_tensors: Sequence[Tensor], send_tensors: Sequen
 
     Example:
         >>> from weft.testing import run
-        >>> def program(wire):
-        ...     recv = [torch.empty(1) for _ in range(wire.size)]
-        ...     all_to_all_gloo_support(recv, [torch.tensor([wire.rank + 1.0])] * wire.size)
+        >>> def program(group):
+        ...     recv = [torch.empty(1) for _ in range(group.size)]
+        ...     all_to_all_gloo_support(recv, [torch.tensor([group.rank + 1.0])] * group.size)
         ...     return [tensor.item() for tensor in recv]
         >>> run(2, program)
         [[1.0, 2.0], [1.0, 2.0]]
@@ -412,10 +412,10 @@ def exchange_single_tensor(
 
     Example:
         >>> from weft.testing import run
-        >>> def program(wire):
-        ...     after, before = (wire.rank + 1) % wire.size, (wire.rank - 1) % wire.size
+        >>> def program(group):
+        ...     after, before = (group.rank + 1) % group.size, (group.rank - 1) % group.size
         ...     place = torch.empty(1)
-        ...     exchange_single_tensor(before, after, place, torch.tensor([float(wire.rank)]))
+        ...     exchange_single_tensor(before, after, place, torch.tensor([float(group.rank)]))
         ...     return place.item()
         >>> run(3, program)
         [2.0, 0.0, 1.0]
@@ -460,8 +460,9 @@ def exchange_tensors(
 
     Example:
         >>> from weft.testing import run
-        >>> def program(wire):
-        ...     return exchange_tensors([torch.ones(to, 2) * wire.rank for to in range(wire.size)])
+        >>> def program(group):
+        ...     parts = [torch.ones(to, 2) * group.rank for to in range(group.size)]
+        ...     return exchange_tensors(parts)
         >>> [tuple(tensor.shape) for tensor in run(3, program)[2]]
         [(2, 2), (2, 2), (2, 2)]
     """
@@ -522,8 +523,8 @@ def all_reduce(red_tensor: Tensor, op: Any, move_to_comm_device: bool = False) -
 
     Example:
         >>> from weft.testing import run
-        >>> def program(wire):
-        ...     tensor = torch.tensor([wire.rank, 1])
+        >>> def program(group):
+        ...     tensor = torch.tensor([group.rank, 1])
         ...     all_reduce(tensor, torch.distributed.ReduceOp.SUM)
         ...     return tensor.tolist()
         >>> run(3, program)
@@ -540,9 +541,9 @@ def sync_params(model: torch.nn.Module) -> None:
 
     Example:
         >>> from weft.testing import run
-        >>> def program(wire):
+        >>> def program(group):
         ...     model = torch.nn.Linear(1, 1, bias=False)
-        ...     torch.nn.init.constant_(model.weight, wire.rank + 5)
+        ...     torch.nn.init.constant_(model.weight, group.rank + 5)
         ...     sync_params(model)
         ...     return model.weight.item()
         >>> run(2, program)
@@ -556,9 +557,9 @@ def gather_grads(model: torch.nn.Module) -> None:
 
     Example:
         >>> from weft.testing import run
-        >>> def program(wire):
+        >>> def program(group):
         ...     weight = torch.nn.Parameter(torch.zeros(1))
-        ...     weight.grad = torch.tensor([wire.rank + 1.0])
+        ...     weight.grad = torch.tensor([group.rank + 1.0])
         ...     gather_grads(torch.nn.ParameterList([weight]))
         ...     return weight.grad.item()
         >>> run(2, program)

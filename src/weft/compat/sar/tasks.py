@@ -60,8 +60,8 @@ class CommThread:
             StillRunning: there was no result in time; wait again.
             Exception: what the task raised in place of a result.
         """
-        wire = default()
-        seconds = _TIMEOUT if wire is None else wire.timeout
+        group = default()
+        seconds = _TIMEOUT if group is None else group.timeout
         try:
             return self.result_queue.get(block, seconds).result()
         except queue.Empty:

@@ -67,9 +67,9 @@ def too_high(load: Load) -> str | None:
 
 @algorithm(cost=cost, applies=too_high)
 def dense_tail(rows: LocalRows, call: Call) -> Rows:
-    wire, me, others, height = call.wire, call.wire.rank, peers(call.wire), call.load.height
+    group, me, others, height = call.group, call.group.rank, peers(call.group), call.load.height
     assert height is not None
-    edges = [min(height, rank * _part(height, wire.size)) for rank in range(wire.size + 1)]
+    edges = [min(height, rank * _part(height, group.size)) for rank in range(group.size + 1)]
     moving = ToOwners(call, rows, edges)
     moving.send_rest()
     low, high = edges[me : me + 2]
@@ -79,19 +79,19 @@ def dense_tail(rows: LocalRows, call: Call) -> Rows:
     bits = [bitmap.view(torch.uint8)[-(-a // 8) : -(-b // 8)] for a, b in pairwise(edges)]
     there = kernels.bitmap(moving.union.indices - low, high - low)
     bits[me].copy_(there.view(torch.uint8)[: len(bits[me])])
-    wire.post(
+    group.post(
         [(peer, bits[me]) for peer in others], [(peer, bits[peer]) for peer in others], LISTS
     ).wait()
     for peer, (low_end, end) in enumerate(pairwise(edges)):  # the last byte may not be used up
         if end % 8 and low_end < end and int(bits[peer][-1]) >> end % 8:
-            raise wire.fail(peer, f"rank {peer} sent rows beyond the height of {height}")
+            raise group.fail(peer, f"rank {peer} sent rows beyond the height of {height}")
     found = kernels.unite_bitmap(bitmap, moving.union.indices).indices
     result = call.result_at(found)
 
     # sums go round the ring through a dense table, which is the result if all rows are there; what
     # it holds in other places is taken by nobody
     full = found.numel() == height
-    with wire.lease(0 if full else height * call.load.row) as memory:
+    with group.lease(0 if full else height * call.load.row) as memory:
         table = result.values if full else typed(memory, (height, *call.row_shape), call.dtype)
         owned = [table[a:b] for a, b in pairwise(edges)]
         ring = Ring(call, owned, SUMS)

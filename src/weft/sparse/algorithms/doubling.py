@@ -71,17 +71,17 @@ def _swaps(load: Load, carried: Sequence[float], rounded: float) -> Cost:
 
 @algorithm(cost=cost)
 def doubling(rows: LocalRows, call: Call) -> Rows:
-    wire, rank = call.wire, call.wire.rank
-    core = 1 << (wire.size.bit_length() - 1)
-    paired = 2 * (wire.size - core)  # the first ranks, two by two, act as one
+    group, rank = call.group, call.group.rank
+    core = 1 << (group.size.bit_length() - 1)
+    paired = 2 * (group.size - core)  # the first ranks, two by two, act as one
     make = partial(_made, call)
     mine = make(rows.indices)
     mine.values.copy_(rows.values)
 
     if rank < paired and rank % 2:
-        wire.post([(rank - 1, mine.bytes)]).wait()
+        group.post([(rank - 1, mine.bytes)]).wait()
         mine.release()
-        return _result(call, _hear(call, rank - 1, wire.size)())
+        return _result(call, _hear(call, rank - 1, group.size)())
     if rank < paired:
         mine = _merged(call, mine, _hear(call, rank + 1, 1)(), make)
 
@@ -92,7 +92,7 @@ def doubling(rows: LocalRows, call: Call) -> Rows:
         peer = 2 * other if other < paired // 2 else other + paired // 2
         first = other // distance * distance  # of the blocks whose sum the peer has
         heard = _hear(call, peer, distance + min(distance, max(0, paired // 2 - first)))
-        wire.post([(peer, mine.bytes)]).wait()
+        group.post([(peer, mine.bytes)]).wait()
         theirs = heard()
         lower, upper = (mine, theirs) if block < other else (theirs, mine)
         distance *= 2
@@ -103,7 +103,7 @@ def doubling(rows: LocalRows, call: Call) -> Rows:
         mine = _merged(call, lower, upper, make)
 
     if rank < paired:
-        wire.post([(rank + 1, mine.bytes)]).wait()
+        group.post([(rank + 1, mine.bytes)]).wait()
     return _result(call, mine)
 
 
@@ -133,7 +133,7 @@ def _extent(call: Call, count: int) -> tuple[int, int]:
 
 def _made(call: Call, indices: Tensor) -> _Message:
     """A message of rows with these indices, whose values are to be filled in."""
-    lease = call.wire.lease(_extent(call, indices.numel())[1])
+    lease = call.group.lease(_extent(call, indices.numel())[1])
     typed(lease.tensor, (1,), torch.int64)[0] = indices.numel()
     made = _Message(call, lease.tensor, lease.release)
     made.indices.copy_(indices)
@@ -144,7 +144,7 @@ def _hear(call: Call, peer: int, ranks: int) -> Callable[[], _Message]:
     """Post the receive of the rows of so many ranks from a peer; the function waits for them."""
     load = call.load
     most = min(ranks * load.most, load.total if load.height is None else load.height)
-    pending = call.wire.post((), [(peer, _extent(call, most)[1])])
+    pending = call.group.post((), [(peer, _extent(call, most)[1])])
 
     def read(memory: Tensor) -> _Message:
         message = _Message(call, memory, pending.release)
@@ -152,7 +152,7 @@ def _hear(call: Call, peer: int, ranks: int) -> Callable[[], _Message]:
             raise ValueError(f"its indices do not ascend from 0 to {load.places - 1}")
         return message
 
-    return lambda: decoded(call.wire, peer, "rows", read, pending.wait()[0])
+    return lambda: decoded(call.group, peer, "rows", read, pending.wait()[0])
 
 
 def _merged(

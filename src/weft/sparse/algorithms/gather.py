@@ -44,17 +44,17 @@ def cost(load: Load) -> Cost:
 
 @algorithm(cost=cost, stays=True)
 def gather(rows: LocalRows, call: Call) -> Rows:
-    wire = call.wire
+    group = call.group
     runs, lists = all_lists(call, rows.indices.to(call.wire_index))
-    counts = [run.numel() * (rank != wire.rank) for rank, run in enumerate(runs)]
-    with wire.lease(sum(counts) * call.load.row) as memory:
+    counts = [run.numel() * (rank != group.rank) for rank, run in enumerate(runs)]
+    with group.lease(sum(counts) * call.load.row) as memory:
         space = typed(memory, (sum(counts), *call.row_shape), call.dtype)
         ring = Ring(call, torch.split(space, counts), VALUES)
         ring.send(rows.values)
         union = united(call, dict(enumerate(runs)))
         result = call.result_at(union.indices)
-        sources = [ring.source(rank) for rank in range(wire.size)]
-        sources[wire.rank] = at_hand(rows.values)
+        sources = [ring.source(rank) for rank in range(group.size)]
+        sources[group.rank] = at_hand(rows.values)
         for _ in merge_blocks(call, runs, sources, union, result.values):
             pass
         ring.finish()

@@ -94,10 +94,10 @@ def pays(load: Load) -> str | None:
 
 @algorithm(cost=cost, applies=applies, pays=pays)
 def hierarchical(rows: LocalRows, call: Call) -> Rows:
-    hosts = hosts_of(call.wire)
-    ranks, host = hosts.ranks[hosts.of[call.wire.rank]], copy(call)
-    host.wire = Part(call.wire, ranks)
-    leads = host.wire.rank == 0
+    hosts = hosts_of(call.group)
+    ranks, host = hosts.ranks[hosts.of[call.group.rank]], copy(call)
+    host.group = Part(call.group, ranks)
+    leads = host.group.rank == 0
 
     # all rows of the host to its leader, who owns everything there
     end = call.header.highest + 1
@@ -117,7 +117,7 @@ def hierarchical(rows: LocalRows, call: Call) -> Rows:
 def _among_leaders(call: Call, moving: ToOwners, leaders: list[int]) -> Rows:
     """Merge the rows of this host; the result of its sums and the other leaders'."""
     inner, union, result = call.of_partials(), moving.union, list[Rows]()
-    inner.wire = Part(call.wire, leaders)
+    inner.group = Part(call.group, leaders)
 
     def space(count: int, *_: object) -> tuple[Tensor, Tensor]:
         result.append(call.result(count))
@@ -126,7 +126,7 @@ def _among_leaders(call: Call, moving: ToOwners, leaders: list[int]) -> Rows:
     if call.partial == call.dtype:  # then the sums are received where the result is wanted
         inner.out = space
     count = union.indices.numel()
-    with call.wire.lease(count * inner.load.row) as memory:
+    with call.group.lease(count * inner.load.row) as memory:
         sums = typed(memory, (count, *call.row_shape), inner.dtype)
         for _ in moving.sums(inner, union, sums):
             pass
@@ -142,13 +142,13 @@ def _among_leaders(call: Call, moving: ToOwners, leaders: list[int]) -> Rows:
 def _open(indices: Tensor, inner: Call) -> None:
     """The leaders state what they have, as ranks do when a call opens."""
 
-    body = Header.of(indices, inner.wire.rank).pack()
-    agreement = agree(inner.wire, "hierarchical", {}, None, body, combined)
+    body = Header.of(indices, inner.group.rank).pack()
+    agreement = agree(inner.group, "hierarchical", {}, None, body, combined)
     header = Header.together(agreement.read(Header.unpack))
     agreement.release()
     inner.header = header
     inner.load = inner.load.but(
-        ranks=inner.wire.size,
+        ranks=inner.group.size,
         total=header.total,
         most=header.most,
         fewest=header.fewest,
@@ -162,13 +162,13 @@ def _hand_out(host: Call, call: Call, result: Rows | None) -> Rows:
     sources, lists = [0], {}
     if result is not None:
         indices = result.indices.to(host.wire_index)
-        sources, lists = [], dict.fromkeys(peers(host.wire), indices)
+        sources, lists = [], dict.fromkeys(peers(host.group), indices)
     told = IndexLists(host, lists, sources)
     found = told.wait()
     if result is None:
         result = call.result_at(found[0])
     nothing = result.values[:0]
-    ring = Ring(host, [result.values] + [nothing] * (host.wire.size - 1), SUMS)
+    ring = Ring(host, [result.values] + [nothing] * (host.group.size - 1), SUMS)
     if not sources:
         ring.send(result.values)
     ring.finish()

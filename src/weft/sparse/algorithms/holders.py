@@ -95,8 +95,8 @@ def holders(own: LocalRows, call: Call) -> Rows:
     union, shares = _shared(call, runs)
     result = call.result_at(union.indices)
     if call.load.row:  # else rows are without bytes
-        me, staying = call.wire.rank, call.load.staying
-        counts = [shares.count(rank) for rank in range(call.wire.size)]
+        me, staying = call.group.rank, call.load.staying
+        counts = [shares.count(rank) for rank in range(call.group.size)]
         step = max(1, counts[me]) if staying else relay_rows(call.load, max(counts))
         sums = _Sums(call, own, union.slots, shares, step)
         with _sent(call, own, kernels.deal(union.slots[me], shares, me)):
@@ -109,7 +109,7 @@ def holders(own: LocalRows, call: Call) -> Rows:
 def _shared(call: Call, runs: Sequence[Tensor]) -> tuple[kernels.Union, Shares]:
     """The union of all index sets, and who sums what: the same on every rank."""
     if call.load.staying:  # where the host would have to wait for a sample
-        given = [_ONE] * call.wire.size, call.marks, call.load.places - 1
+        given = [_ONE] * call.group.size, call.marks, call.load.places - 1
         with ascending(call, dict(enumerate(runs))):
             union, shares = kernels.unite_and_share(runs, *given)
         call.below = union.below
@@ -121,7 +121,7 @@ def _shared(call: Call, runs: Sequence[Tensor]) -> tuple[kernels.Union, Shares]:
 
 def _tell(call: Call, sums: _Sums, shares: Shares, counts: Sequence[int], out: Tensor) -> None:
     """Write all sums to `out`: those of this rank go round the ring as they are made."""
-    me, places = call.wire.rank, [shares.of(rank) for rank in range(call.wire.size)]
+    me, places = call.group.rank, [shares.of(rank) for rank in range(call.group.size)]
     relay = Relay(call, counts)
     for step in range(relay.steps):
         chunk = relay.own(step)
@@ -139,11 +139,11 @@ def _tell_at_once(
     call: Call, sums: _Sums, shares: Shares, counts: Sequence[int], out: Tensor
 ) -> None:
     """The same on an accelerator, where each step of a ring would be an exchange of its own."""
-    call.wire.post().wait()  # rows travel, also where a rank neither sends nor gets any
-    with call.wire.lease(out.nbytes) as memory:
+    call.group.post().wait()  # rows travel, also where a rank neither sends nor gets any
+    with call.group.lease(out.nbytes) as memory:
         together = typed(memory, tuple(out.shape), call.dtype)
         parts = torch.split(together, list(counts))
-        ring, mine = Ring(call, parts, SUMS), parts[call.wire.rank]
+        ring, mine = Ring(call, parts, SUMS), parts[call.group.rank]
         sums.write(0, mine)
         ring.send(mine)
         ring.finish()
@@ -156,13 +156,13 @@ def _sent(call: Call, own: LocalRows, dealt: Sequence[Tensor]) -> Iterator[None]
 
     They are copied together, since a message is one piece of memory.
     """
-    step, others = call.chunk_rows, peers(call.wire)
+    step, others = call.chunk_rows, peers(call.group)
     leases: list[Lease] = []
     under_way: list[Pending] = []
     for start in range(0, max(len(dealt[peer]) for peer in others), step):
         for peer in others:
             rows = dealt[peer][start : start + step]
-            leases.append(call.wire.lease(len(rows) * call.load.row))
+            leases.append(call.group.lease(len(rows) * call.load.row))
             together = typed(leases[-1].tensor, (len(rows), *call.row_shape), call.dtype)
             own.take(rows, together)
             under_way += send_rows(call, peer, together)
@@ -180,13 +180,13 @@ class _Sums:
     ) -> None:
         """Begin to receive the rows of others. Chunks have `step` rows; those come first that this
         rank alone holds."""
-        me = call.wire.rank
+        me = call.group.rank
         self._call, self._own, self._step, self._alone = call, own, step, shares.alone(me)
         self._inflows: list[Inflow] = []
         self._runs: list[tuple[Tensor, Source, list[int]]] = []
         count = shares.count(me)
         edges = torch.arange(0, count + step, step, dtype=torch.int32)
-        for rank in range(call.wire.size):
+        for rank in range(call.group.size):
             rows, places = kernels.pick(slots[rank], shares, rank, me)
             if rank == me:
                 self._rows, source = rows, self._pieces
@@ -198,7 +198,7 @@ class _Sums:
                 bounds = torch.searchsorted(places ^ (places >> 31), edges).tolist()
             self._runs.append((places, source, bounds))
         self._direct = call.partial == call.dtype
-        self._lease = call.wire.lease(0 if self._direct else step * call.load.partial)
+        self._lease = call.group.lease(0 if self._direct else step * call.load.partial)
 
     def _pieces(self, start: int, stop: int) -> Iterator[Tensor]:
         """This rank's own rows, as a source."""

@@ -1,7 +1,7 @@
 """mask: agree on the union of all index sets, then reduce just those rows as a dense tensor.
 
 Every rank puts its rows where they belong in a table of the union's rows, with the neutral element
-where it has none, and the wire reduces the table. No index travels with a value and no rank merges
+where it has none, and the table is reduced. No index travels with a value and no rank merges
 anything. Where the headers' digests say that all ranks have the same rows, the union is known.
 Else it comes either from a bitmap of all places, which is reduced too, or from the index sets
 themselves, whichever the sizes in the combined header say is less. Every row of the
@@ -61,11 +61,11 @@ def applies(load: Load) -> str | None:
 
 @algorithm(cost=cost, applies=applies, stays=True)
 def mask(rows: LocalRows, call: Call) -> Rows:
-    wire, direct = call.wire, call.partial == call.dtype
+    group, direct = call.group, call.partial == call.dtype
     indices = rows.indices.to(call.wire_index)
     union, slots = _union(indices, call)
     result = call.result_at(union)
-    with wire.lease(0 if direct else union.numel() * call.load.partial) as memory:
+    with group.lease(0 if direct else union.numel() * call.load.partial) as memory:
         table = result.values
         if not direct:
             table = typed(memory, tuple(table.shape), call.partial)
@@ -77,7 +77,7 @@ def mask(rows: LocalRows, call: Call) -> Rows:
             table[slots ^ (slots >> 31)] = rows.values.to(call.partial)
             meter.spend(table.nbytes + call.load.merging(len(rows)))
         if table.numel():
-            wire.dense_all_reduce(table, "sum" if call.op.mean else call.op.name).wait()
+            group.dense_all_reduce(table, "sum" if call.op.mean else call.op.name).wait()
         call.finish(table, result.values)
     return result
 
@@ -94,7 +94,7 @@ def _union(indices: Tensor, call: Call) -> tuple[Tensor, Tensor | None]:
         return indices, None
     if _by_bitmap(call.load):
         bits = kernels.bitmap(indices, call.load.places)
-        call.wire.dense_all_reduce(bits, "bor").wait()
+        call.group.dense_all_reduce(bits, "bor").wait()
         if spare := -call.load.places % 64:
             bits[-1] &= (1 << (64 - spare)) - 1  # a peer may have set bits where no place is
         union = kernels.unite_bitmap(bits, indices)
@@ -102,11 +102,11 @@ def _union(indices: Tensor, call: Call) -> tuple[Tensor, Tensor | None]:
     runs, lists = all_lists(call, indices)
     union = united(call, dict(enumerate(runs)))
     lists.release()
-    return union.indices, union.slots[call.wire.rank]
+    return union.indices, union.slots[call.group.rank]
 
 
 def reduction(load: Load, nbytes: float) -> Cost:
-    """What the wire's dense all-reduce of so many bytes costs."""
+    """What the group's dense all-reduce of so many bytes costs."""
     received = received_bytes(load.ranks, nbytes)
     crowds = nbytes / load.ranks >= _LONG
     return Cost(

@@ -74,7 +74,7 @@ def applies(load: Load) -> str | None:
 
 @algorithm(cost=cost, applies=applies)
 def ring(own: LocalRows, call: Call) -> Rows:
-    wire, me, size = call.wire, call.wire.rank, call.wire.size
+    group, me, size = call.group, call.group.rank, call.group.size
     left, right = (me - 1) % size, (me + 1) % size
     indices = own.indices.to(call.wire_index)
     bounds = balanced(call.header, size)
@@ -104,7 +104,7 @@ def ring(own: LocalRows, call: Call) -> Rows:
         all_.release()
     passed = call.of_partials()
     most = max((len(union.indices) for union in unions[:-1]), default=0)
-    with wire.lease(2 * most * passed.load.row) as memory:
+    with group.lease(2 * most * passed.load.row) as memory:
         space = typed(memory, (2, most, *call.row_shape), call.partial)
 
         # and with the values

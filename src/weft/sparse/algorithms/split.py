@@ -50,8 +50,8 @@ def cost(load: Load) -> Cost:
 
 @algorithm(cost=cost, stays=True)
 def split(rows: LocalRows, call: Call) -> Rows:
-    wire, others = call.wire, peers(call.wire)
-    bounds = balanced(call.header, wire.size)
+    group, others = call.group, peers(call.group)
+    bounds = balanced(call.header, group.size)
     moving = ToOwners(call, rows, bounds)
 
     # what will be summed here, told to all ahead of the bulk of the values
@@ -60,8 +60,8 @@ def split(rows: LocalRows, call: Call) -> Rows:
     moving.send_rest()
 
     # now the result's size is known, and the place of everybody's sums in it
-    summed = sums.wait() | {wire.rank: told}
-    result, mine, ring = share(call, [summed[rank] for rank in range(wire.size)])
+    summed = sums.wait() | {group.rank: told}
+    result, mine, ring = share(call, [summed[rank] for rank in range(group.size)])
 
     for start, stop in moving.sums(call, moving.union, mine):
         ring.send(mine[start:stop])

@@ -38,7 +38,7 @@ _NAME = "sparse_all_gather"
 @untransformed
 def sparse_all_gather(
     rows: Any,
-    group: Any = None,
+    group: object = None,
     async_op: bool = False,
     *,
     return_counts: bool = False,
@@ -51,7 +51,7 @@ def sparse_all_gather(
         rows: a sparse COO tensor, `(indices, values)`, or `weft.Rows`; the result has the same form
             and device. Indices are int32 or int64; values `[k, *row_shape]` of any dtype. Ranks may
             have different numbers of rows, or none.
-        group: None (the default group), a Wire, a ProcessGroup, or a 1-D DeviceMesh.
+        group: None (the default group), a Group, a ProcessGroup, or a 1-D DeviceMesh.
         async_op: return at once a `Work`, whose `wait()` gives the result. Do not change the input
             before `wait()` returns.
         return_counts: also return each rank's number of rows.
@@ -75,14 +75,14 @@ def sparse_all_gather(
     Example:
         >>> import torch, weft
         >>> from weft.testing import run
-        >>> def program(wire):
-        ...     rows = torch.tensor([7, wire.rank]), torch.ones(2)
+        >>> def program(group):
+        ...     rows = torch.tensor([7, group.rank]), torch.ones(2)
         ...     (indices, _), counts = weft.sparse_all_gather(rows, return_counts=True)
         ...     return indices.tolist(), counts.tolist()
         >>> run(2, program)[0]
         ([7, 0, 7, 1], [2, 2])
     """
-    wire = default.resolve(group)
+    group = default.resolve(group)
     request = Request.to_move(rows, out, wire_dtype)
     counts: list[int] = []
 
@@ -91,34 +91,34 @@ def sparse_all_gather(
         return joined(opening, counts)
 
     def job() -> Any:
-        done = performed(wire, request, _NAME, schedule, moves=True)
-        done.note(wire)
+        done = performed(group, request, _NAME, schedule, moves=True)
+        done.note(group)
         result = request.restore(done.rows)
         return (result, torch.tensor(counts)) if return_counts else result
 
-    return started(wire, _NAME, Aside(request.device, job), async_op)
+    return started(group, _NAME, Aside(request.device, job), async_op)
 
 
 def _counts(opening: Opened) -> list[int]:
     """How many rows each rank has."""
-    wire = opening.call.wire
-    if is_direct(wire):
+    group = opening.call.group
+    if is_direct(group):
         return [one.total for one in opening.said]
     most, own = opening.call.header.most, len(opening.own).to_bytes(8, "little")
-    return all_gather_bytes(wire, own, lambda raw: range(most + 1)[int.from_bytes(raw, "little")])
+    return all_gather_bytes(group, own, lambda raw: range(most + 1)[int.from_bytes(raw, "little")])
 
 
 def joined(opening: Opened, counts: Sequence[int]) -> tuple[str, Rows]:
     """All ranks' rows one after the other: from the opening exchange, or by a ring."""
     call, own = opening.call, opening.own
-    wire, part = call.wire, parts(counts)
+    group, part = call.group, parts(counts)
     result = call.result(sum(counts))
     if opening.everyone is not None:
         for rows, place in zip(opening.everyone, part, strict=True):
             result.indices[place] = rows.indices
             result.values[place] = rows.values
         return EAGER, result
-    mine = part[wire.rank]
+    mine = part[group.rank]
     indices = result.indices.to(call.wire_index)
     indices[mine] = own.indices
     result.values[mine] = own.values
@@ -132,6 +132,6 @@ def joined(opening: Opened, counts: Sequence[int]) -> tuple[str, Rows]:
         low, high = indices.aminmax()
         lists = {rank: indices[place] for rank, place in enumerate(part)}
         wrong = (low < 0) | (high >= call.load.places)
-        wire.fail_if(wrong, lambda: wrong_list(call, lists, ascending=False))
+        group.fail_if(wrong, lambda: wrong_list(call, lists, ascending=False))
     result.indices.copy_(indices)
-    return ALONE if wire.size == 1 else "ring", result
+    return ALONE if group.size == 1 else "ring", result

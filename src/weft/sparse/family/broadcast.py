@@ -34,7 +34,7 @@ _CHUNK = 1 << 14  # bytes of the smallest chunk
 def sparse_broadcast(
     rows: Any,
     group_src: int = 0,
-    group: Any = None,
+    group: object = None,
     async_op: bool = False,
     *,
     wire_dtype: torch.dtype | None = None,
@@ -47,7 +47,7 @@ def sparse_broadcast(
             int32 or int64, values `[k, *row_shape]` of any dtype. On the other ranks the argument
             is ignored: pass None.
         group_src: the rank, in the group, that sends its rows; the same on every rank.
-        group: None (the default group), a Wire, a ProcessGroup, or a 1-D DeviceMesh.
+        group: None (the default group), a Group, a ProcessGroup, or a 1-D DeviceMesh.
         async_op: return at once a `Work`, whose `wait()` gives the result. Do not change the input
             before `wait()` returns.
         wire_dtype: None, or `torch.bfloat16`, `torch.float16` or `torch.float32`: values of wider
@@ -71,18 +71,18 @@ def sparse_broadcast(
     Example:
         >>> import torch, weft
         >>> from weft.testing import run
-        >>> def program(wire):
-        ...     rows = (torch.tensor([7, 2]), torch.ones(2)) if wire.rank == 1 else None
+        >>> def program(group):
+        ...     rows = (torch.tensor([7, 2]), torch.ones(2)) if group.rank == 1 else None
         ...     return weft.sparse_broadcast(rows, group_src=1)[0].tolist()
         >>> run(3, program)
         [[7, 2], [7, 2], [7, 2]]
     """
-    wire = default.resolve(group)
-    src = root_in(group_src, wire.size)
-    here = wire.rank == src
+    group = default.resolve(group)
+    src = root_in(group_src, group.size)
+    here = group.rank == src
     request = Request.to_move(rows, out, wire_dtype) if here else _listener(out, wire_dtype)
     learns = "device" in request.fields
-    request.take_root("group_src", src, group_src, wire.size)
+    request.take_root("group_src", src, group_src, group.size)
     request.fields["form"] = None
     if here and request.error is None:
         request.fields["form"] = _form_of(rows)
@@ -91,22 +91,22 @@ def sparse_broadcast(
     def schedule(opening: Opened) -> tuple[str, Rows]:
         call = opening.call
         for rank, one in enumerate(opening.said):
-            if one.total and rank != src and is_direct(wire):
-                raise wire.fail(rank, f"rank {rank} sent {one.total} rows, and has none to give")
+            if one.total and rank != src and is_direct(group):
+                raise group.fail(rank, f"rank {rank} sent {one.total} rows, and has none to give")
         call.load = call.load.but(chunk=_chunk(call.load))
-        return joined(opening, [call.load.total * (rank == src) for rank in range(wire.size)])
+        return joined(opening, [call.load.total * (rank == src) for rank in range(group.size)])
 
     def job() -> Any:
-        done = performed(wire, request, _NAME, schedule, moves=True)
-        done.note(wire)
+        done = performed(group, request, _NAME, schedule, moves=True)
+        done.note(group)
         form = request.agreed["form"]
         given = src, "rows", _formed, done.rows, form
-        result = request.restore(done.rows) if here else decoded(wire, *given)
+        result = request.restore(done.rows) if here else decoded(group, *given)
         if isinstance(result, torch.Tensor):
             result._coalesced_(form.endswith(_COALESCED))
         return result
 
-    return started(wire, _NAME, Aside(current() if learns else request.device, job), async_op)
+    return started(group, _NAME, Aside(current() if learns else request.device, job), async_op)
 
 
 _COALESCED = "coalesced"

@@ -41,7 +41,7 @@ def sparse_reduce(
     rows: Any,
     op: Any = "sum",
     group_dst: int = 0,
-    group: Any = None,
+    group: object = None,
     async_op: bool = False,
     *,
     wire_dtype: torch.dtype | None = None,
@@ -54,7 +54,7 @@ def sparse_reduce(
             `weft.sparse_all_reduce`; the result has the same form and device.
         op: as for `weft.sparse_all_reduce`.
         group_dst: the rank, in the group, that gets the result; the same on every rank.
-        group: None (the default group), a Wire, a ProcessGroup, or a 1-D DeviceMesh.
+        group: None (the default group), a Group, a ProcessGroup, or a 1-D DeviceMesh.
         async_op: return at once a `Work`, whose `wait()` gives the result. Do not change the input
             before `wait()` returns.
         wire_dtype: None, or `torch.bfloat16`, `torch.float16` or `torch.float32`: floating-point
@@ -75,34 +75,34 @@ def sparse_reduce(
     Example:
         >>> import torch, weft
         >>> from weft.testing import run
-        >>> def program(wire):
-        ...     total = weft.sparse_reduce((torch.tensor([wire.rank, 9]), torch.ones(2)))
+        >>> def program(group):
+        ...     total = weft.sparse_reduce((torch.tensor([group.rank, 9]), torch.ones(2)))
         ...     return None if total is None else total[1].tolist()
         >>> run(2, program)
         [[1.0, 1.0, 2.0], None]
     """
-    wire = default.resolve(group)
-    dst = root_in(group_dst, wire.size)
-    here = wire.rank == dst
+    group = default.resolve(group)
+    dst = root_in(group_dst, group.size)
+    here = group.rank == dst
     request = Request.of(rows, op, "auto", wire_dtype, out if here else None)
-    request.take_root("group_dst", dst, group_dst, wire.size)
+    request.take_root("group_dst", dst, group_dst, group.size)
 
     def schedule(opening: Opened) -> tuple[str, Rows]:
         call, load = opening.call, opening.call.load
         if opening.everyone is not None:
             return EAGER, merge_eager(opening.everyone, call) if here else call.result(0)
-        if wire.size > 1 and not _is_direct_quicker(load):
+        if group.size > 1 and not _is_direct_quicker(load):
             return "owners", _by_owners(opening.own, call, dst)
         end = call.header.highest + 1
-        all_his = [0] * (dst + 1) + [end] * (wire.size - dst)
-        return ALONE if wire.size == 1 else "direct", reduce_to_owners(opening.own, call, all_his)
+        all_his = [0] * (dst + 1) + [end] * (group.size - dst)
+        return ALONE if group.size == 1 else "direct", reduce_to_owners(opening.own, call, all_his)
 
     def job() -> Any:
-        done = performed(wire, request, _NAME, schedule, apart=True)
-        done.note(wire)
+        done = performed(group, request, _NAME, schedule, apart=True)
+        done.note(group)
         return request.restore(done.rows) if here else None
 
-    return started(wire, _NAME, Aside(request.device, job), async_op)
+    return started(group, _NAME, Aside(request.device, job), async_op)
 
 
 def _is_direct_quicker(load: Load) -> bool:
@@ -140,17 +140,17 @@ def _through_owners(load: Load) -> Cost:
 
 def _by_owners(rows: LocalRows, call: Call, dst: int) -> Rows:
     """The schedule `owners`: the sums are received where they belong in the result."""
-    wire, me, size = call.wire, call.wire.rank, call.wire.size
+    group, me, size = call.group, call.group.rank, call.group.size
     with ExitStack() as leases:
 
         def place(indices: Tensor) -> Rows:
-            memory = leases.enter_context(wire.lease(len(indices) * call.load.row))
+            memory = leases.enter_context(group.lease(len(indices) * call.load.row))
             return Rows(indices, typed(memory, (len(indices), *call.row_shape), call.dtype))
 
         bounds = balanced(call.header, size)
         sums = reduce_to_owners(rows, call, bounds, place)
         here = me == dst
-        others = peers(wire) if here else []
+        others = peers(group) if here else []
         lists = index_lists(call, {} if here else {dst: sums.indices}, others, spans(bounds))
         told = lists.wait()
         if here:
@@ -158,10 +158,10 @@ def _by_owners(rows: LocalRows, call: Call, dst: int) -> Rows:
             result, parts = laid_out(call, [told[rank] for rank in range(size)])
             parts[me].copy_(sums.values)
             coming = [(peer, chunk) for peer in others for chunk in chunks(call, parts[peer])]
-            moving = wire.post((), coming, SUMS)
+            moving = group.post((), coming, SUMS)
         else:
             result = call.result(0)
-            moving = wire.post([(dst, chunk) for chunk in chunks(call, sums.values)], (), SUMS)
+            moving = group.post([(dst, chunk) for chunk in chunks(call, sums.values)], (), SUMS)
         moving.wait()
         lists.release()
     return result

@@ -35,7 +35,7 @@ _SHOWN = 9  # bounds that are compared as they are; longer ranges by a digest
 def sparse_reduce_scatter(
     rows: Any,
     op: Any = "sum",
-    group: Any = None,
+    group: object = None,
     async_op: bool = False,
     *,
     ranges: Sequence[int] | None = None,
@@ -48,7 +48,7 @@ def sparse_reduce_scatter(
         rows: a sparse COO tensor, `(indices, values)`, or `weft.Rows`, as for
             `weft.sparse_all_reduce`; the result has the same form and device.
         op: as for `weft.sparse_all_reduce`.
-        group: None (the default group), a Wire, a ProcessGroup, or a 1-D DeviceMesh.
+        group: None (the default group), a Group, a ProcessGroup, or a 1-D DeviceMesh.
         async_op: return at once a `Work`, whose `wait()` gives the result. Do not change the input
             before `wait()` returns.
         ranges: size + 1 ascending integers: rank r owns the indices from `ranges[r]` up to, not
@@ -73,16 +73,16 @@ def sparse_reduce_scatter(
     Example:
         >>> import torch, weft
         >>> from weft.testing import run
-        >>> def program(wire):  # a table of 10 rows, 5 of them on each of two ranks
+        >>> def program(group):  # a table of 10 rows, 5 of them on each of two ranks
         ...     rows = weft.Rows(torch.tensor([2, 7]), torch.ones(2), height=10)
         ...     return weft.sparse_reduce_scatter(rows, ranges=[0, 5, 10]).indices.tolist()
         >>> run(2, program)
         [[2], [7]]
     """
-    wire = default.resolve(group)
+    group = default.resolve(group)
     request = Request.of(rows, op, "auto", wire_dtype, out)
     try:
-        given = None if ranges is None else _checked(ranges, wire.size)
+        given = None if ranges is None else _checked(ranges, group.size)
         said = "balanced" if given is None else _said(given)
     except WeftError as error:
         given, said = None, None
@@ -99,19 +99,19 @@ def sparse_reduce_scatter(
             bounds.extend(given or _balanced(opening))
             return _scattered(opening, bounds)
 
-        done = performed(wire, request, _NAME, schedule, apart=True)
-        done.note(wire, ranges=tuple(bounds))
+        done = performed(group, request, _NAME, schedule, apart=True)
+        done.note(group, ranges=tuple(bounds))
         return request.restore(done.rows)
 
-    return started(wire, _NAME, Aside(request.device, job), async_op)
+    return started(group, _NAME, Aside(request.device, job), async_op)
 
 
 def _scattered(opening: Opened, bounds: Sequence[int]) -> tuple[str, Rows]:
-    call, wire = opening.call, opening.call.wire
+    call, group = opening.call, opening.call.group
     if opening.everyone is None:
-        name = ALONE if wire.size == 1 else _NAME.removeprefix("sparse_")
+        name = ALONE if group.size == 1 else _NAME.removeprefix("sparse_")
         return name, reduce_to_owners(opening.own, call, bounds)
-    mine, highest = bounds[wire.rank : wire.rank + 2], call.header.highest
+    mine, highest = bounds[group.rank : group.rank + 2], call.header.highest
     parts = []
     for rows in opening.everyone:
         part = within(rows.indices, mine, highest)[0]
@@ -124,7 +124,7 @@ def _balanced(opening: Opened) -> list[int]:
     if opening.everyone is not None:  # then nobody has said yet where rows lie
         everyone = [Header.of(rows.indices, rank) for rank, rows in enumerate(opening.everyone)]
         header = Header.together(everyone)
-    bounds = balanced(header, call.wire.size)
+    bounds = balanced(header, call.group.size)
     return bounds if call.height is None else [*bounds[:-1], call.height]
 
 

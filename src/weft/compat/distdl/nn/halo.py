@@ -48,7 +48,7 @@ class HaloExchange(Module, nn.HaloExchange):
         >>> import torch
         >>> from weft.testing import run
         >>> from weft.compat.distdl import MPIPartition
-        >>> def program(wire):
+        >>> def program(group):
         ...     P_x = MPIPartition().create_cartesian_topology_partition([2])
         ...     layer = HaloExchange(P_x, [[0, 1]] if P_x.rank == 0 else [[2, 0]])
         ...     x = torch.tensor([1, 2, 3, 0] if P_x.rank == 0 else [0, 0, 4, 5])

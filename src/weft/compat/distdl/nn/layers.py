@@ -78,7 +78,7 @@ class AllGather(_Layer, nn.AllGather):
     Example:
         >>> import torch
         >>> from weft.testing import run
-        >>> def program(wire):
+        >>> def program(group):
         ...     P_world = MPIPartition()
         ...     P_x = P_world.create_cartesian_topology_partition([1, 3])
         ...     return AllGather(P_x, (1,))(torch.full((1, 2), P_x.rank))
@@ -115,7 +115,7 @@ class ReduceScatter(_Layer, nn.ReduceScatter):
     Example:
         >>> import torch
         >>> from weft.testing import run
-        >>> def program(wire):
+        >>> def program(group):
         ...     P_x = MPIPartition().create_cartesian_topology_partition([2])
         ...     return ReduceScatter(P_x, (0,))(torch.tensor([1, 2, 3])).tolist()
         >>> run(2, program)
@@ -149,7 +149,7 @@ class AllSumReduce(_Layer, nn.AllSumReduce):
     Example:
         >>> import torch
         >>> from weft.testing import run
-        >>> def program(wire):
+        >>> def program(group):
         ...     P_x = MPIPartition().create_cartesian_topology_partition([2])
         ...     return AllSumReduce(P_x, (0,))(torch.tensor([1, P_x.rank])).tolist()
         >>> run(2, program)
@@ -198,7 +198,7 @@ class Broadcast(_Layer, nn.Broadcast):
     Example:
         >>> import torch
         >>> from weft.testing import run
-        >>> def program(wire):
+        >>> def program(group):
         ...     P_world = MPIPartition()
         ...     P_y = P_world.create_cartesian_topology_partition([2])
         ...     P_x = P_world.create_partition_inclusive([0])
@@ -236,7 +236,7 @@ class SumReduce(_Layer, nn.SumReduce):
     Example:
         >>> import torch
         >>> from weft.testing import run
-        >>> def program(wire):
+        >>> def program(group):
         ...     P_world = MPIPartition()
         ...     P_x = P_world.create_cartesian_topology_partition([2])
         ...     P_y = P_world.create_partition_inclusive([0])
@@ -291,7 +291,7 @@ class Repartition(_Layer, nn.Repartition):
     Example:
         >>> import torch
         >>> from weft.testing import run
-        >>> def program(wire):
+        >>> def program(group):
         ...     P_y = MPIPartition().create_cartesian_topology_partition([2])
         ...     P_x = MPIPartition().create_partition_inclusive([1])
         ...     P_x = P_x.create_cartesian_topology_partition([1])
