@@ -133,18 +133,13 @@ class ProcessWire(Group):
 
     def _wait(self, exchange: _Exchange) -> list[Tensor]:
         """Wait for messages, without a limit: at the deadline the detector aborts the wire."""
-        pending = exchange.pending
-        if pending.done():
-            try:
-                return pending.wait()
-            except WireFailed as error:
-                self._fail(error.failure, exchange.what())
         detector = self._detector
-        assert detector is not None  # without peers there is nothing to wait for
+        if detector is None:  # without peers there is nothing to wait for
+            return exchange.pending.wait()
         began = time.monotonic()
         detector.begin(exchange)
         try:
-            return pending.wait()
+            return exchange.pending.wait()
         except WireFailed as error:
             self._fail(error.failure, exchange.what(), exchange)
         except BaseException as error:
