@@ -549,7 +549,7 @@ def groups_on(
     with contextlib.ExitStack() as after:
         groups: dict[tuple[int, ...], Any] = {first: default}
         for ranks in others:
-            groups[ranks] = whole.sub(ranks)
+            groups[ranks] = whole.split(ranks)
             if groups[ranks] is not None:
                 after.callback(groups[ranks].close)
         yield groups
@@ -603,7 +603,7 @@ def alone(group: weft.Group, name: str, program: Drawn) -> None:
         own = None
         if name.startswith("tcp"):
             os.environ["WEFT_HOST"] = str(group.rank)
-            own = after.enter_context(cast(weft.Group, group.sub(range(group.size))))
+            own = after.enter_context(cast(weft.Group, group.split(range(group.size))))
         with groups_on(own or group, own) as groups:
             kept = ran(own or group, groups, name, program).kept
     for result, was in kept:

@@ -18,7 +18,6 @@ from weft.sparse.link import set_link
 from weft.testing import run
 from weft.wire import framed as gloo_frames
 from weft.wire.link import Link
-from weft.wire.part import Part
 from weft.wire.tcp import connection
 
 CULPRIT = 1
@@ -95,9 +94,9 @@ def attacked(group, way, what):
     with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as after:
         if way == "tcp":  # as between hosts
             patch.setenv("WEFT_HOST", str(group.rank))
-        group = after.enter_context(group.sub(range(3)))
+        group = after.enter_context(group.split(range(3)))
         which, lists, change = MESSAGES.get(what, (None, "plain", None))
-        given = Part(group, [0, 2, 1]) if what == "a negative count" else group
+        given = group.subset([0, 2, 1]) if what == "a negative count" else group
         set_link(given, LINKS[lists])
         rows = weft.Rows(torch.arange(60_000) * 3 + group.rank, torch.ones(60_000, 2), 200_000)
         began = time.monotonic()

@@ -292,7 +292,7 @@ class Replayed(base.Group):
         queues = [self.coming.get((peer, self.rank, channel)) for peer, _ in recvs]
         return Coming(recvs, [queue.popleft() if queue else None for queue in queues])
 
-    def sub(self, ranks):
+    def split(self, ranks):
         raise NotImplementedError
 
     def abort(self, reason):

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from .errors import WeftError
-from .wire.base import NAMED, SMALL, Group, Pending, decoded, differing, peers
+from .wire.base import NAMED, SMALL, Group, Pending, differing
 
 T = TypeVar("T")
 
@@ -106,7 +106,7 @@ class Agreement:
             WireError: as `decoded`.
         """
         return [
-            decoded(self._group, peer, "a statement", decode, each.body, *given)
+            self._group.decode(peer, "a statement", decode, each.body, *given)
             for peer, each in self._heard
         ]
 
@@ -121,7 +121,7 @@ class Agreement:
         if value == _UNKNOWN:
             raise WeftError(f"no rank says what the {name} is")
         told = (p for p, each in self._heard for g in each.cohorts if (name, value) in g.fields)
-        return decoded(self._group, next(told), f"the field {name!r}", decode, value)
+        return self._group.decode(next(told), f"the field {name!r}", decode, value)
 
 
 _Fields = tuple[tuple[str, str], ...]
@@ -281,7 +281,7 @@ def agree(
             agreement.fields.setdefault(known, _UNKNOWN)
         return agreement
     messages = [mine.pack()] * group.size if private is None else [*map(mine.pack, private)]
-    sends = [(peer, messages[peer]) for peer in peers(group)]
+    sends = [(peer, messages[peer]) for peer in group.peers]
     others = [rank for rank in range(group.size) if rank != group.rank]
     # what is received comes in rank order, without this rank's own
     pending = group.post(sends, [(peer, CAP) for peer in others], SMALL)
@@ -321,7 +321,7 @@ def confess(
 
 def _heard(group: Group, peer: int, message: Tensor, among: Collection[int]) -> _Statement:
     """What a peer stated for some of these ranks."""
-    return decoded(group, peer, "a statement", _Statement.unpack, message.numpy().data, among)
+    return group.decode(peer, "a statement", _Statement.unpack, message.numpy().data, among)
 
 
 def _agreed(
@@ -369,8 +369,8 @@ def _combined_and_watched(
 def _notices(group: Group) -> Pending:
     """Start to tell every rank that this one has come, and to hear it of every rank."""
     nothing = torch.empty(0, dtype=torch.uint8)
-    sends = [(peer, nothing) for peer in peers(group)]
-    return group.post(sends, [(peer, 0) for peer in sorted(peers(group))], SMALL)
+    sends = [(peer, nothing) for peer in group.peers]
+    return group.post(sends, [(peer, 0) for peer in sorted(group.peers)], SMALL)
 
 
 def _combining(group: Group, mine: _Statement, combine: Combine) -> tuple[int, _Statement]:
@@ -391,7 +391,7 @@ def _combining(group: Group, mine: _Statement, combine: Combine) -> tuple[int, _
         return other
 
     def united(peer: int, lower: _Statement, upper: _Statement) -> _Statement:
-        return decoded(group, peer, "a statement", _combined, lower, upper, combine)
+        return group.decode(peer, "a statement", _combined, lower, upper, combine)
 
     if rank < paired and rank % 2:
         swap(rank - 1, receive=False)

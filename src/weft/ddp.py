@@ -45,7 +45,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from . import kernels
-from ._torch import at_end_of_backward, backward_id, has_run
+from ._torch import at_end_of_backward, backward_id, has_run, is_of_group
 from .comm.buckets import reduce_dense
 from .comm.gradients import without_rows
 from .comm.opening import opened
@@ -56,7 +56,7 @@ from .sparse.api import job_of
 from .sparse.request import travelling, wrong_wire_dtype
 from .sparsify import Sparsifier
 from .wire import process_group
-from .wire.base import Group, Work, blame, wire_for
+from .wire.base import Group, Work, wire_for
 
 _log = logging.getLogger("weft")
 
@@ -474,7 +474,9 @@ class _Forward:
         except RuntimeError as error:
             group = self.state._group  # a copy has none
             where = "DistributedDataParallel's forward"
-            lost = None if group is None else blame(group, error, where)
+            lost = None
+            if group is not None and is_of_group(error):
+                lost = group.diagnose(where)
             if lost is None:
                 raise
             raise lost from None

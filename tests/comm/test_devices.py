@@ -83,7 +83,7 @@ def test_no_value_goes_over_the_cpu_wire(group, name, rows):
         seen.extend(MARK in as_bytes(tensor.detach()).numpy().tobytes() for _, tensor in sends)
         return post(sends, recvs, channel)
 
-    apart = group.sub(range(group.size))  # which values go over
+    apart = group.split(range(group.size))  # which values go over
     group._devices[CPU] = DeviceWire(group, CPU, Staged(apart))
     group._post = watched
     CALLS[name](group.size, rows)

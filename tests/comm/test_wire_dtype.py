@@ -13,7 +13,6 @@ import weft
 from weft.rows import Rows
 from weft.testing import spmd
 from weft.testing.oracle import expected
-from weft.wire.part import Part
 
 EVERYWHERE = ("threads", "device", "processes", "torch")
 
@@ -204,7 +203,7 @@ def test_float16_means_of_what_would_overflow_in_a_sum(group):
 
 @spmd(4, on=("threads", "device"))
 def test_half_the_bytes(group):
-    part, sent = Part(group, range(4)), {}  # which reduces in posts, which are counted
+    part, sent = group.subset(range(4)), {}  # which reduces in posts, which are counted
     for wire_dtype in (None, *WIRE_DTYPES):
         module = nn.ParameterDict({str(n): torch.zeros(20_000 * (n + 1)) for n in range(4)})
         for parameter in module.values():

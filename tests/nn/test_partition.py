@@ -48,7 +48,7 @@ def test_grids_of_grids(group):
         grid.shape = (4,)
     assert P(2, group=group).union(P(2)).ranks == (0, 1)  # the default group is this one
     with (
-        group.sub(range(6)) as twin,
+        group.split(range(6)) as twin,
         pytest.raises(weft.WeftError, match="union: the two grids count ranks in different"),
     ):
         P(2, group=twin).union(P(2))

@@ -12,7 +12,6 @@ import weft
 from weft import kernels
 from weft.sparse import ALGORITHMS, Cost, unregister
 from weft.testing import check_algorithm
-from weft.wire.base import peers
 
 CLAUSES = 16
 
@@ -62,7 +61,7 @@ def direct(rows, call, fault=""):
 def exchanged(group, indices, values):
     """The rows of all ranks, in rank order."""
     counts = [torch.tensor([len(indices)]) for _ in range(group.size)]
-    others = peers(group)
+    others = group.peers
     count = torch.tensor([len(indices)])
     group.post([(p, count) for p in others], [(p, counts[p]) for p in others]).wait()
     everyone = []
@@ -107,7 +106,7 @@ def rooted(rows, call):
     for slots, (_, values) in zip(union.slots, everyone, strict=True):
         kernels.combine(sums, slots, values, call.op)
     call.finish(sums, result.values)
-    for peer in peers(group):
+    for peer in group.peers:
         sizes = torch.tensor([len(result)])
         group.post([(peer, sizes)]).wait()
         group.post([(peer, result.indices.to(call.wire_index)), (peer, result.values)]).wait()

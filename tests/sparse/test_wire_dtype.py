@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 import weft
 from weft.sparse import ALGORITHMS, last_call
 from weft.testing import expected, run, spmd
-from weft.wire.base import peers
 
 NAMES = ["auto", *sorted(ALGORITHMS)]
 WIRE = [torch.bfloat16, torch.float16]
@@ -49,7 +48,7 @@ def alike(group, values):
     if group.rank:
         group.post((), [(0, other)]).wait()
     else:
-        group.post([(peer, bits) for peer in peers(group)]).wait()
+        group.post([(peer, bits) for peer in group.peers]).wait()
     assert torch.equal(bits, other)
 
 

@@ -12,7 +12,6 @@ import torch
 from weft import WeftError
 from weft.testing import run
 from weft.wire import dense
-from weft.wire.base import peers
 
 UNSIGNED = (torch.uint8, torch.uint16, torch.uint32, torch.uint64)
 SIGNED = (torch.int8, torch.int16, torch.int32, torch.int64)
@@ -178,7 +177,7 @@ def count_bytes(group):
     tensor = torch.ones(64 * 1024 * group.size)
     group.traffic.reset()
     dense.all_reduce(group, tensor, "sum").wait()
-    assert group.traffic.to == dict.fromkeys(peers(group), 2 * tensor.nbytes // group.size)
+    assert group.traffic.to == dict.fromkeys(group.peers, 2 * tensor.nbytes // group.size)
     assert group.traffic.messages == dense.messages(group.size, tensor.nbytes)
     assert group.traffic.bytes == dense.received_bytes(group.size, tensor.nbytes)
 

@@ -7,7 +7,6 @@ import torch
 
 import weft
 from weft.testing import contract, spmd
-from weft.wire.part import Part
 
 PAIRS = (contract.channels, contract.shorter, contract.empty, contract.leases)
 ANY = (
@@ -25,7 +24,7 @@ def test_a_part_does_what_wires_do(group):
     """Backwards, while a rank that has no part in it looks on."""
     ranks = list(range(group.size - 2, -1, -1))
     if group.rank in ranks:
-        part = Part(group, ranks)
+        part = group.subset(ranks)
         assert (part.rank, part.size) == (ranks.index(group.rank), len(ranks))
         for body in (*ANY, *(PAIRS if part.size == 2 else ())):
             body(part)
@@ -37,7 +36,7 @@ def test_a_part_does_what_wires_do(group):
 def test_the_wire_counts_what_its_parts_send(group):
     before = group.traffic.messages, group.traffic.bytes
     if group.rank in (2, 4):
-        part = Part(group, [4, 2])
+        part = group.subset([4, 2])
         peer = 1 - part.rank
         part.post([(peer, torch.zeros(4))], [(peer, 16)]).wait()
         part.post([(peer, torch.zeros(2))], [(peer, 8)], 1).wait()
@@ -52,11 +51,11 @@ def test_the_wire_counts_what_its_parts_send(group):
 @spmd(4, on=("threads",))
 def test_a_failure_in_a_part_is_everybodys(group):
     if group.rank == 3:
-        Part(group, [3, 1]).abort("out of memory")
+        group.subset([3, 1]).abort("out of memory")
         return
     with pytest.raises(weft.WireError, match="rank 3 gave up: out of memory") as caught:
         if group.rank == 1:
-            Part(group, [3, 1]).post((), [(0, 8)]).wait()
+            group.subset([3, 1]).post((), [(0, 8)]).wait()
         else:
             group.post((), [(2 - group.rank, 8)]).wait()
     assert caught.value.culprit == 3
@@ -66,12 +65,12 @@ def test_a_failure_in_a_part_is_everybodys(group):
 def test_a_part_of_a_part(group):
     if group.rank == 0:
         with pytest.raises(weft.WeftError, match=r"rank 0 is none of the ranks \[4, 2\]"):
-            Part(group, [4, 2])
+            group.subset([4, 2])
         for wrong in ([0, 0], [0, 5]):
             with pytest.raises(weft.WeftError, match="are not distinct ranks of 5"):
-                Part(group, wrong)
+                group.subset(wrong)
         return
-    inner = Part(group, [4, 3, 2, 1]).sub([2, 0])
+    inner = group.subset([4, 3, 2, 1]).split([2, 0])
     assert (inner is None) == (group.rank in (1, 3))
     if inner is not None:
         assert inner.rank == (2, 4).index(group.rank)

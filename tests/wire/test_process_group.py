@@ -145,7 +145,7 @@ def test_a_group_cannot_be_copied(copied):
 
 
 def copying(group, copied):
-    for each in (group, group.sub([0, 1])):
+    for each in (group, group.split([0, 1])):
         with pytest.raises(WeftError, match=rf"^rank {group.rank}: a group cannot be copied"):
             copied(each)
     talk(group)
@@ -459,7 +459,7 @@ def test_alone_nothing_is_opened():
     before = resources()
     group = connect(dist.HashStore(), 0, 1, 5.0)
     assert resources() == before
-    assert group.sub([0]).size == 1 and group.sub([]) is None
+    assert group.split([0]).size == 1 and group.split([]) is None
     group.abort("no memory left")
     for _ in range(2):
         with pytest.raises(WireError, match="rank 0: rank 0 gave up: no memory left; start") as bad:

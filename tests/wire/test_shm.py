@@ -16,7 +16,6 @@ import torch
 import weft
 from weft.testing import processes, run
 from weft.wire import shm
-from weft.wire.base import peers
 from weft.wire.shm import Segment, exchange
 
 PAGE = mmap.PAGESIZE
@@ -133,15 +132,15 @@ def every_way(group):
                 if leased:
                     for peer, memory in enumerate(lease.tensor.view(group.size, nbytes)):
                         mine[peer] = memory.copy_(mine[peer])
-                sends = [(peer, mine[peer]) for peer in peers(group)]
+                sends = [(peer, mine[peer]) for peer in group.peers]
                 recvs = [
                     (peer, nbytes + 9 if anywhere else torch.empty(nbytes, dtype=torch.uint8))
-                    for peer in peers(group)
+                    for peer in group.peers
                 ]
                 pending = group.post(sends, recvs)
                 got = pending.wait()
                 lease.release()
-                for peer, each in zip(peers(group), got, strict=True):
+                for peer, each in zip(group.peers, got, strict=True):
                     right = content(peer, group.rank, nbytes)
                     assert torch.equal(each[:nbytes], right), (nbytes, leased, anywhere)
                 pending.release()
@@ -158,7 +157,7 @@ def with_room(group, room):
         return
     make = Segment.make
     shm.Segment.make = classmethod(lambda cls: make(room))
-    part = group.sub(range(group.size))
+    part = group.split(range(group.size))
     shm.Segment.make = make
     every_way(part)
     part.close()
@@ -186,7 +185,7 @@ def more_than_a_socket_takes(group):
     count, mine = 12_000, group.lease(70_000).tensor
     for _ in range(count if group.rank else 0):
         group.post([(0, mine)])
-    aside = group.sub([0, 1])
+    aside = group.split([0, 1])
     for _ in range(0 if group.rank else count):
         group.post((), [(1, mine)]).wait()
     aside.small_all_gather(torch.zeros(1, dtype=torch.uint8), 1).wait()
@@ -204,9 +203,9 @@ def same_to_all(group):
     mine = torch.full((nbytes,), group.rank, dtype=torch.uint8)
     for _ in range(10):
         pending = group.post(
-            [(peer, mine) for peer in peers(group)], [(peer, nbytes) for peer in peers(group)]
+            [(peer, mine) for peer in group.peers], [(peer, nbytes) for peer in group.peers]
         )
-        assert [int(each[-1]) for each in pending.wait()] == peers(group)
+        assert [int(each[-1]) for each in pending.wait()] == group.peers
         pending.release()
         group.small_all_gather(torch.zeros(1, dtype=torch.uint8), 1).wait()
     assert os.fstat(descriptor).st_blocks * 512 == nbytes

@@ -8,7 +8,6 @@ import torch
 import weft
 from weft.sparse.link import set_link
 from weft.wire import simulated
-from weft.wire.base import peers
 from weft.wire.link import Link
 from weft.wire.simulated import run
 
@@ -65,8 +64,8 @@ def test_ranks_of_one_host_share_its_ways_out():
 
 def test_a_rank_may_receive_more_than_memory_could_hold_at_the_maximum():
     def program(group):
-        sends = [(peer, torch.tensor([group.rank])) for peer in peers(group)]
-        pending = group.post(sends, [(peer, 1 << 30) for peer in peers(group)])
+        sends = [(peer, torch.tensor([group.rank])) for peer in group.peers]
+        pending = group.post(sends, [(peer, 1 << 30) for peer in group.peers])
         return [int(view[:8].view(torch.int64)) for view in pending.wait()]
 
     for rank, got in enumerate(run(8, LINK, program)):

@@ -134,24 +134,24 @@ def test_hosts_have_names():
 
 def test_parts_have_the_hosts_of_their_ranks():
     groups = threads.group(3, hosts=["a", "b", "c"])
-    parts = [group.sub([2, 0]) for group in groups]
+    parts = [group.split([2, 0]) for group in groups]
     assert parts[1] is None
     assert (parts[2].rank, parts[2].host, parts[0].rank, parts[0].host) == (0, "c", 1, "a")
 
 
 def test_parts_that_differ_are_noticed():
     groups = threads.group(3)
-    groups[0].sub([0, 1])
+    groups[0].split([0, 1])
     with pytest.raises(WireError, match=r"rank 1 makes a part of ranks \[1, 2\]") as caught:
-        groups[1].sub([1, 2])
+        groups[1].split([1, 2])
     assert caught.value.culprit == 1
     with pytest.raises(WeftError, match=r"\[0, 0\] are not distinct ranks of 3"):
-        threads.group(3)[0].sub([0, 0])
+        threads.group(3)[0].split([0, 0])
 
 
 def test_a_group_breaks_with_all_its_parts():
     groups = threads.group(3)
-    parts = [group.sub([2, 0]) for group in groups]
+    parts = [group.split([2, 0]) for group in groups]
     groups[2].abort("no memory")
     with pytest.raises(WireError, match=r"rank 1: the group .* broke: rank 2 gave up") as caught:
         parts[0].post((), [(0, 4)]).wait()
@@ -160,7 +160,7 @@ def test_a_group_breaks_with_all_its_parts():
 
 def test_a_part_that_breaks_leaves_the_whole():
     groups = threads.group(2)
-    parts = [group.sub([1, 0]) for group in groups]
+    parts = [group.split([1, 0]) for group in groups]
     parts[0].abort("on purpose")
     groups[0].post()
     with pytest.raises(WireError):

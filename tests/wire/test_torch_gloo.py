@@ -121,7 +121,7 @@ def of_groups():
 
 def nothing_left(group):
     before = of_groups()
-    with group.sub([0, 1]) as part:
+    with group.split([0, 1]) as part:
         assert len(of_groups()) == len(before) + 5  # two receive, two send, one watches
         large(part)
     assert of_groups() == before
@@ -135,7 +135,7 @@ def leaving(group):
     """Rank 0 goes while its peer sends what it never asks for, and tells it that it gives up."""
     before = of_groups()
     for _ in range(5):
-        part = group.sub([0, 1])
+        part = group.split([0, 1])
         sent = part.post([(0, torch.ones(1 << 20))]) if group.rank == 1 else None
         group.dense_all_reduce(torch.ones(1), "sum").wait()
         if sent is not None:
@@ -152,7 +152,7 @@ def test_who_leaves_waits_for_nobody():
 def test_one_rank_alone_opens_nothing():
     with connect(dist.HashStore(), 0, 1, 5.0, wire="torch") as group:
         assert group.post().wait() == []
-        assert group.sub([0]).size == 1
+        assert group.split([0]).size == 1
 
 
 def test_threads_make_groups_at_once_over_one_store():

@@ -25,7 +25,7 @@ from .. import kernels
 from ..errors import WeftError, WireError, entry
 from ..sparse import registry
 from ..wire import default, process_group
-from ..wire.base import Group, end_with, is_duration
+from ..wire.base import Group, is_duration
 from ..wire.failure import last_error
 from ..wire.failure import watch as slow
 from ..wire.tcp.address import (
@@ -198,7 +198,7 @@ def shutdown() -> None:
         return  # a forked child must not say goodbye in its parent's name
     default.clear("weft.shutdown() was called; call weft.init() again")
     process_group.choose(None)
-    end_with(running.group, None)
+    running.group.end_with(None)
     running.group.close()
     if running.made and dist.is_initialized() and dist.group.WORLD is running.process_group:
         dist.destroy_process_group()
@@ -241,7 +241,7 @@ def _start(asked: _Asked, env: Mapping[str, str]) -> Group:
         if made and dist.is_initialized():
             dist.destroy_process_group()
         raise
-    end_with(group, shutdown)
+    group.end_with(shutdown)
     default.set(group)
     _running = _Running(group, world, made, url, os.getpid())
     _log.info("rank %d of %d is ready", group.rank, group.size)

@@ -21,7 +21,7 @@ from ..agree import is_direct
 from ..devices import on_host
 from ..errors import entry
 from ..wire import default
-from ..wire.base import SMALL, Group, decoded, fresh, memory_of, peers, wire_for
+from ..wire.base import SMALL, Group, fresh, memory_of, wire_for
 from .differentiable import Linear, apply
 from .opening import NO_LIMIT, Mode, opened
 from .staging import moved, unsendable, wrong_bytes
@@ -131,8 +131,8 @@ class Scatter(Linear):
             results[group.rank] = fresh(tuple(like.shape), like.dtype, like.device).copy_(like)
             outgoing: dict[int, Tensor] = {}
             incoming: dict[int, Tensor] = {}
-            for peer in peers(group):
-                results[peer], came = decoded(group, peer, "a tensor", _read, heard[peer], like)
+            for peer in group.peers:
+                results[peer], came = group.decode(peer, "a tensor", _read, heard[peer], like)
                 if not came:
                     incoming[peer] = results[peer]
                 if tensors[peer].nbytes > eager:
@@ -176,10 +176,10 @@ def _read(raw: memoryview, like: Tensor) -> tuple[Tensor, bool]:
 
 def _told(group: Group, told: Sequence[bytes]) -> list[memoryview]:
     """Exchange shapes and small tensors, if they did not fit in direct statements."""
-    sends = [(p, torch.frombuffer(bytearray(told[p]), dtype=torch.uint8)) for p in peers(group)]
-    pending = group.post(sends, [(peer, _CAP) for peer in peers(group)], SMALL)
+    sends = [(p, torch.frombuffer(bytearray(told[p]), dtype=torch.uint8)) for p in group.peers]
+    pending = group.post(sends, [(peer, _CAP) for peer in group.peers], SMALL)
     heard = [memoryview(each) for each in told]
-    for peer, message in zip(peers(group), pending.wait(), strict=True):
+    for peer, message in zip(group.peers, pending.wait(), strict=True):
         heard[peer] = memoryview(bytearray(message.numpy()))
     pending.release()
     return heard

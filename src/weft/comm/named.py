@@ -20,7 +20,7 @@ from torch.nn.parameter import is_lazy
 from ..devices import on_host
 from ..errors import WeftError
 from ..tensors import extent
-from ..wire.base import Group, decoded
+from ..wire.base import Group
 from .all_to_all import Scatter
 from .opening import Mode
 from .staging import unsendable
@@ -173,7 +173,7 @@ def told_by_all(
     text = json.dumps([manifest, states or {}]).encode()
     mine = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     texts, _ = Scatter(group, f"{name} (what differs)").run([mine] * group.size, Mode())
-    said = [decoded(group, peer, "a manifest", _read, each) for peer, each in enumerate(texts)]
+    said = [group.decode(peer, "a manifest", _read, each) for peer, each in enumerate(texts)]
     if how := _difference([theirs for theirs, _ in said], missing):
         raise WeftError(f"the modules differ: {how}{kept}")
     return said

@@ -23,7 +23,7 @@ from ..devices import on_host
 from ..errors import entry
 from ..sparse.request import root_in, wrong_root
 from ..wire import default
-from ..wire.base import Group, Pending, as_bytes, peers, plain
+from ..wire.base import Group, Pending, as_bytes, plain
 from .buckets import in_buckets
 from .named import digest, expanded_dims, local, of_module, told_by_all
 from .opening import opened
@@ -112,14 +112,14 @@ class ScatterAllGather(Pending):
     def __init__(self, group: Group, source: int, memory: Tensor) -> None:
         self._group, self._source, self._memory = group, source, memory
         self._parts, here = memory.tensor_split(group.size), group.rank == source
-        sends = [(peer, self._parts[peer]) for peer in peers(group)] if here else []
+        sends = [(peer, self._parts[peer]) for peer in group.peers] if here else []
         recvs = [] if here else [(source, self._parts[group.rank])]
         self._first = group.post(sends, recvs, _CHANNEL)
 
     def wait(self) -> list[Tensor]:
         group, parts, source = self._group, self._parts, self._source
         self._first.wait()
-        sends = [(peer, parts[group.rank]) for peer in peers(group) if peer != source]
-        recvs = [] if group.rank == source else [(peer, parts[peer]) for peer in peers(group)]
+        sends = [(peer, parts[group.rank]) for peer in group.peers if peer != source]
+        recvs = [] if group.rank == source else [(peer, parts[peer]) for peer in group.peers]
         group.post(sends, recvs, _CHANNEL).wait()
         return [self._memory]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..devices import is_capturing
 from ..tensors import has_elements, lacking
-from ..wire.base import Group, peers
+from ..wire.base import Group
 
 _CHANNEL = 3
 IN_A_GRAPH = (
@@ -62,8 +62,8 @@ def moved(
         incoming: the tensors to receive into, by peer; contiguous.
         rounds: how many, the same on every rank.
     """
-    after = [peer for peer in peers(group) if peer in outgoing]
-    before = [peer for peer in reversed(peers(group)) if peer in incoming]
+    after = [peer for peer in group.peers if peer in outgoing]
+    before = [peer for peer in reversed(group.peers) if peer in incoming]
     for number in range(rounds if after or before else 0):
         sends = [(peer, _piece(outgoing[peer], number, rounds)) for peer in after]
         recvs = [(peer, _piece(incoming[peer], number, rounds)) for peer in before]

@@ -26,7 +26,7 @@ from .._torch import in_forward_mode, is_wrapped
 from ..devices import is_capturing
 from ..errors import WeftError, entry
 from ..grid import Shape
-from ..wire.base import Group, as_bytes, decoded, plain, wire_for
+from ..wire.base import Group, as_bytes, plain, wire_for
 from .executor import assemble, execute, has_addition
 from .handshake import Statement, handshake, payload_of
 from .spec import Spec, planned
@@ -158,7 +158,7 @@ class Call:
         needs = any(each.needs for each in said.values())
         if all(said[rank].payload is not None for rank in plan.have.shapes):
             came = {
-                rank: decoded(group, rank, "a tensor", said[rank].tensor, shape, dtype)
+                rank: group.decode(rank, "a tensor", said[rank].tensor, shape, dtype)
                 for rank, shape in plan.have.shapes.items()
             }
             y = assemble(plan, came, group.rank, dtype)

@@ -27,7 +27,7 @@ from ..chain import Chain
 from ..devices import on_host
 from ..grid import Box
 from ..plan import Local, Plan, Write
-from ..wire.base import Group, Lease, Pending, fresh, peers, typed
+from ..wire.base import Group, Lease, Pending, fresh, typed
 from .handshake import among
 
 _CHANNEL = 8  # that no other room uses
@@ -126,7 +126,7 @@ def _directly(plan: Plan, x: Tensor, group: Group) -> Tensor:
     y = _room(local, x.dtype, x.device)
     coming: dict[int, Pending] = {}
     in_place = set()
-    for peer in reversed(peers(group)):  # as they send
+    for peer in reversed(group.peers):  # as they send
         if moves := local.sources.get(peer):
             place = _place(y, local.writes[peer], x.dtype)
             if place is not None:
@@ -138,7 +138,7 @@ def _directly(plan: Plan, x: Tensor, group: Group) -> Tensor:
     for takes in local.sends.values():
         if takes not in messages:
             messages[takes] = _packed(x, takes, group, leases)
-    sends = [(peer, messages[local.sends[peer]]) for peer in peers(group) if peer in local.sends]
+    sends = [(peer, messages[local.sends[peer]]) for peer in group.peers if peer in local.sends]
     going = [group.post(sends, (), _CHANNEL)] if sends or not on_host(x) else []
     for source, moves in local.sources.items():
         if source == group.rank:

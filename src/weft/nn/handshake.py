@@ -23,7 +23,6 @@ from ..errors import WeftError
 from ..grid import Shape
 from ..tensors import dtype_in
 from ..wire.base import Group, as_bytes, plain
-from ..wire.part import Part
 
 EAGER = 4 << 10
 """Bytes of a tensor that may be sent in the handshake, at most."""
@@ -146,7 +145,7 @@ def handshake(
 
 def among(group: Group, ranks: tuple[int, ...]) -> Group:
     """The group of some ranks: itself if these are all."""
-    return group if ranks == tuple(range(group.size)) else Part(group, ranks)
+    return group if ranks == tuple(range(group.size)) else group.subset(ranks)
 
 
 def payload_of(x: Tensor, ranks: tuple[int, ...]) -> memoryview | None:

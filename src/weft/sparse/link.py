@@ -24,7 +24,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from ..errors import WeftError
-from ..wire.base import MERGE, Group, Link, all_gather_bytes
+from ..wire.base import MERGE, Group, Link
 from .record import apart
 
 _WORK = 50e-6  # seconds of a core that a message costs, if WEFT_LINK says the other figures
@@ -112,7 +112,7 @@ def _agreed(group: Group, alpha: float, beta: float, work: float, carry: float =
     """
     steps = [round(4 * math.log2(max(each, 1e-15))) for each in (alpha, beta, work, carry)]
     message = _FIGURES.pack(*steps, os.cpu_count() or 1, group.host.encode())
-    heard = all_gather_bytes(group, message, _figures)
+    heard = group.all_gather_bytes(message, _figures)
     *steps_of, cores, hosts = zip(*heard, strict=True)
     # ranks for each core, on the most crowded host
     crowd = max(hosts.count(host) / n for host, n in zip(hosts, cores, strict=True))
@@ -134,7 +134,7 @@ def _latency(group: Group) -> tuple[float, float]:
     message, best, busy = bytes(256), math.inf, []
     for _ in range(_EXCHANGES):
         start, before = time.perf_counter(), time.process_time()
-        all_gather_bytes(group, message, len)
+        group.all_gather_bytes(message, len)
         best = min(best, time.perf_counter() - start)
         busy.append(time.process_time() - before)
     return best, statistics.median(busy) / max(1, group.size - 1)

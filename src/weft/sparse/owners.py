@@ -22,7 +22,7 @@ from torch import Tensor
 
 from .. import kernels
 from ..rows import Rows
-from ..wire.base import Pending, peers
+from ..wire.base import Pending
 from .call import Call
 from .header import Header
 from .local_rows import LocalRows
@@ -114,8 +114,8 @@ class ToOwners:
         """
         self._call, me, highest = call, call.group.rank, call.header.highest
         owns = [low < high and low <= highest for low, high in pairwise(bounds)]
-        others = [peer for peer in peers(call.group) if owns[peer]]
-        sources = peers(call.group) if owns[me] else []
+        others = [peer for peer in call.group.peers if owns[peer]]
+        sources = call.group.peers if owns[me] else []
         indices = rows.indices.to(call.wire_index)
         part = rows.parts(indices, bounds, highest)
         values = rows.values

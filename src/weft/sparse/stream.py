@@ -31,7 +31,7 @@ from torch import Tensor
 from .. import kernels
 from ..errors import WireError
 from ..rows import Rows
-from ..wire.base import SMALL, Lease, Pending, all_gather_bytes, decoded, peers, typed
+from ..wire.base import SMALL, Lease, Pending, typed
 from . import codec
 from .call import Call
 from .cost import Load
@@ -104,7 +104,7 @@ class _ListsThatStay(Lists):
         counts = [lists[peer].numel() if peer in lists else 0 for peer in range(group.size)]
         numbers = struct.Struct(f"<{group.size + len(call.below)}q")
         message = numbers.pack(*counts, *call.below)
-        said = all_gather_bytes(group, message, numbers.unpack, "lengths of lists")
+        said = group.all_gather_bytes(message, numbers.unpack, "lengths of lists")
         call.below = [sum(each) for each in zip(*(one[group.size :] for one in said), strict=True)]
         self._counts = {peer: said[peer][group.rank] for peer in sources}
         self._dtype = call.wire_index
@@ -167,7 +167,7 @@ class IndexLists(Lists):
         return found
 
     def _read(self, peer: int, decode: Callable[..., T], *given: Any) -> T:
-        return decoded(self._group, peer, "an index list", decode, *given)
+        return self._group.decode(peer, "an index list", decode, *given)
 
     def _room(self, nbytes: int) -> Tensor:
         self._leases.append(self._group.lease(nbytes))
@@ -192,7 +192,7 @@ def all_lists(call: Call, indices: Tensor, spans: Spans = _ANYWHERE) -> tuple[li
         The lists in rank order, and the object to release when they are not needed any more.
     """
     group = call.group
-    lists = index_lists(call, dict.fromkeys(peers(group), indices), peers(group), spans)
+    lists = index_lists(call, dict.fromkeys(group.peers, indices), group.peers, spans)
     found = lists.wait() | {group.rank: indices}
     return [found[rank] for rank in range(group.size)], lists
 
@@ -336,7 +336,7 @@ class Ring:
         self._call, self._channel, self._memory = call, channel, memory
         group = call.group
         self._right, self._direct = (group.rank + 1) % group.size, call.load.direct
-        self._to = peers(group) if self._direct else [self._right][: group.size - 1]
+        self._to = group.peers if self._direct else [self._right][: group.size - 1]
         self._here = [0] * group.size  # rows of each origin that were received
         self._sent: list[Pending] = []
         # posts in order: whose chunks each receives, and into which memory

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from ..errors import WireError
-from ..wire.base import Group, Pending, peers
+from ..wire.base import Group, Pending
 from .pace import patient
 
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -62,12 +62,12 @@ def _on(*sizes: int, **options: float) -> Callable[[_Body], _Body]:
 @_on(1, 2, 3, 4, 7, 8)
 def exchange(group: Group) -> None:
     """Every rank sends to every other rank, in every dtype."""
-    assert sorted([group.rank, *peers(group)]) == list(range(group.size))
+    assert sorted([group.rank, *group.peers]) == list(range(group.size))
     for dtype in _DTYPES:
-        sent = [(peer, _data(group.rank, peer, dtype)) for peer in peers(group)]
-        expected = [_data(peer, group.rank, dtype) for peer in peers(group)]
+        sent = [(peer, _data(group.rank, peer, dtype)) for peer in group.peers]
+        expected = [_data(peer, group.rank, dtype) for peer in group.peers]
         places = [torch.empty_like(each) for each in expected]
-        pending = group.post(sent, list(zip(peers(group), places, strict=True)))
+        pending = group.post(sent, list(zip(group.peers, places, strict=True)))
         got = pending.wait()
         assert [id(each) for each in got] == [id(each) for each in places]
         for mine, right in zip(places, expected, strict=True):
@@ -78,7 +78,7 @@ def exchange(group: Group) -> None:
 @_on(2)
 def memory_under_way(group: Group) -> None:
     """A message keeps its memory, whatever other memory its tensors get while it is under way."""
-    (peer,) = peers(group)
+    (peer,) = group.peers
 
     def give_data(tensor: Tensor) -> None:
         tensor.data = torch.zeros(3)
@@ -109,12 +109,12 @@ def keep_order(group: Group) -> None:
     sent = [[_number(100 * group.rank + 10 * i + j) for j in counts] for i in counts]
     posts = []
     for row in sent:
-        sends = [(peer, each) for each in row for peer in peers(group)]
-        places = [(peer, _number(0)) for _ in row for peer in peers(group)]
+        sends = [(peer, each) for each in row for peer in group.peers]
+        places = [(peer, _number(0)) for _ in row for peer in group.peers]
         posts.append(group.post(sends, places))
     for i in reversed(counts):  # waiting is not bound to the order of posting
         got = [int(each) for each in posts[i].wait()]
-        assert got == [100 * peer + 10 * i + j for j in counts for peer in peers(group)]
+        assert got == [100 * peer + 10 * i + j for j in counts for peer in group.peers]
 
 
 @_on(2)
@@ -237,10 +237,10 @@ def mixed(group: Group) -> None:
 def traffic(group: Group) -> None:
     """The group counts the messages and bytes that it sends, by peer."""
     group.traffic.reset()
-    sent = [(peer, torch.zeros(10 + peer)) for peer in peers(group)]
-    group.post(sent, [(peer, 400) for peer in peers(group)]).wait()
+    sent = [(peer, torch.zeros(10 + peer)) for peer in group.peers]
+    group.post(sent, [(peer, 400) for peer in group.peers]).wait()
     assert group.traffic.messages == 2
-    assert group.traffic.to == {peer: 4 * (10 + peer) for peer in peers(group)}
+    assert group.traffic.to == {peer: 4 * (10 + peer) for peer in group.peers}
     assert group.traffic.bytes == sum(group.traffic.to.values())
 
 
@@ -330,8 +330,8 @@ def reduce_beside_messages(group: Group) -> None:
 def parts(group: Group) -> None:
     """`sub` makes independent groups of some of the ranks."""
     ranks = list(range(group.size))
-    evens, twins = ranks[::-2], [group.sub(ranks), group.sub(ranks)]
-    part = group.sub(evens)
+    evens, twins = ranks[::-2], [group.split(ranks), group.split(ranks)]
+    part = group.split(evens)
     assert (part is None) == (group.rank not in evens)
     if part is not None:
         assert (part.rank, part.size) == (evens.index(group.rank), len(evens))

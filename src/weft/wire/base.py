@@ -157,6 +157,7 @@ class Group(abc.ABC):
             cores.
         memory: the pool that workspaces are leased from.
         traffic: what was sent so far.
+        name: the same on all its ranks; "" if nobody gave it one.
         global_ranks: its ranks, by their numbers in the job.
         route: tensors of which device it carries, and how: "cpu", "cuda (nccl)"; for fingerprints.
         process_group: returns the process group of torch's that it stands for, or None.
@@ -172,7 +173,7 @@ class Group(abc.ABC):
         self.memory = Pool()
         self.traffic = Traffic(rank)
         self._worker: Worker | None = None
-        self._label = ""  # the group's name, the same on all its ranks
+        self.name = ""
         self.global_ranks = tuple(range(size))
         self._end: Callable[[], None] | None = None  # of a `with` block, if it is not `close`
         self.process_group: Callable[[], dist.ProcessGroup | None] = lambda: None
@@ -189,6 +190,11 @@ class Group(abc.ABC):
             f"rank {self.rank}: a group cannot be copied or pickled, since its connections are "
             "this process's: pass the group itself, or make one where it is needed (weft.init)"
         )
+
+    @property
+    def peers(self) -> list[int]:
+        """All other ranks, starting with the next one, so that not all turn to rank 0 at once."""
+        return [*range(self.rank + 1, self.size), *range(self.rank)]
 
     def rank_in_errors(self, rank: int) -> int:
         """The number that errors call a rank by; a part uses that of the group it is a part of."""
@@ -214,6 +220,29 @@ class Group(abc.ABC):
         if wrong and (error := accuse()):
             raise error
 
+    def decode(self, peer: int, what: str, decode: Callable[..., T], *given: Any) -> T:
+        """`decode(*given)`, which reads bytes that a peer sent.
+
+        Args:
+            peer: the rank that sent them.
+            what: the bytes should be, for the error.
+            decode: raises any Exception if the bytes are invalid. It has no side effects, and
+                allocates no more memory than valid bytes need.
+            given: the bytes, and what else `decode` takes.
+
+        Raises:
+            WireError: `decode` raised. The group is broken for all ranks, since messages and calls
+                may no longer match.
+        """
+        try:
+            return decode(*given)
+        except Error:
+            raise
+        except Exception as error:
+            sender = f"rank {self.rank_in_errors(peer)}"
+            why = f"{sender} sent {what} that cannot be read: {error!r:.500}"
+            raise self.fail(peer, why) from error
+
     def diagnose(self, where: str) -> WireError | None:
         """The error to raise after a call of another library failed, if a peer is to blame.
 
@@ -225,7 +254,7 @@ class Group(abc.ABC):
     @entry
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Leave. If a process group raised, raise an error that names the culprit instead."""
-        lost = blame(self, error, "a call of torch.distributed's")
+        lost = self.diagnose("a call of torch.distributed's") if is_of_group(error) else None
         (self._end or self.close)()
         if lost is not None:
             raise lost from error
@@ -270,9 +299,23 @@ class Group(abc.ABC):
 
         return dense.all_reduce(self, tensor, op)
 
+    def subset(self, ranks: Sequence[int]) -> Group:
+        """Some of the ranks, this one among them, as a group: nothing is set up, nothing is sent.
+
+        The ranks are numbered in the order given. Messages go over this group, which counts them,
+        and a failure of the subset is a failure of this group. Errors name ranks by their numbers
+        here.
+
+        Raises:
+            WeftError: these are not distinct ranks of this group, or this rank is not among them.
+        """
+        from .part import Part  # here, since it is written with what stands here
+
+        return Part(self, ranks)
+
     @abc.abstractmethod
-    def sub(self, ranks: Sequence[int]) -> Group | None:
-        """A group of its own among some of the ranks, numbered in the order given.
+    def split(self, ranks: Sequence[int]) -> Group | None:
+        """Some of the ranks, as a group with connections of its own; numbered in the order given.
 
         Every rank of this group calls it with the same list; those outside get None.
 
@@ -303,8 +346,30 @@ class Group(abc.ABC):
         `wait()` returns one uint8 tensor for each rank, in rank order: the bytes that it sent.
         """
         recvs = [(peer, cap) for peer in range(self.size) if peer != self.rank]
-        pending = self.post([(peer, message) for peer in peers(self)], recvs, SMALL)
+        pending = self.post([(peer, message) for peer in self.peers], recvs, SMALL)
         return _WithOwn(pending, self.rank, message)
+
+    def all_gather_bytes(
+        self, message: bytes, decode: Callable[[bytes], T], what: str = "a message"
+    ) -> list[T]:
+        """Exchange messages of one length between all ranks; the decoded messages, in rank order.
+
+        Args:
+            message: this rank's; all have the same length.
+            decode, what: as for `decode`.
+
+        Raises:
+            WireError: the deadline passed, or a peer or a link failed.
+        """
+        own = torch.frombuffer(bytearray(message), dtype=torch.uint8)
+        pending = self.small_all_gather(own, len(message))
+        heard = [each.numpy().tobytes() for each in pending.wait()]
+        pending.release()
+        return [self.decode(rank, what, decode, each) for rank, each in enumerate(heard)]
+
+    def end_with(self, leave: Callable[[], None] | None) -> None:
+        """Set what is called at the end of a `with` block of the group; None: `close`."""
+        self._end = leave
 
     def lease(self, nbytes: int) -> Lease:
         """Workspace that is best to send from: peers of this host read it where it lies."""
@@ -347,22 +412,6 @@ def _after_fork() -> None:
 os.register_at_fork(after_in_child=_after_fork)
 
 
-def end_with(group: Group, leave: Callable[[], None] | None) -> None:
-    """Set what is called at the end of a `with` block of the group; None: `close`."""
-    group._end = leave
-
-
-def blame(group: Group, error: BaseException | None, where: str) -> WireError | None:
-    """An error that names the culprit, in place of a process group's error, which names nobody.
-
-    Args:
-        group: of the same ranks as the process group.
-        error: what was raised; if no process group raised it, the result is None.
-        where: the call that failed, as in "while rank 0 was in ...".
-    """
-    return group.diagnose(where) if is_of_group(error) else None
-
-
 def wire_for(group: Group, tensor: Tensor, ranks: Sequence[int] | None = None) -> Group:
     """The same ranks, for tensors on the device of this one: `group` itself for those on the host.
 
@@ -381,11 +430,6 @@ def wire_for(group: Group, tensor: Tensor, ranks: Sequence[int] | None = None) -
     return found if ranks is None or len(ranks) == group.size else found._among_some()
 
 
-def peers(group: Group) -> list[int]:
-    """All other ranks, starting with the next one, so that not all turn to rank 0 at once."""
-    return [*range(group.rank + 1, group.size), *range(group.rank)]
-
-
 def chosen(group: Group, ranks: Sequence[int]) -> tuple[int, ...]:
     """Check the ranks of a part of a group.
 
@@ -398,49 +442,6 @@ def chosen(group: Group, ranks: Sequence[int]) -> tuple[int, ...]:
             f"rank {group.rank}: {list(distinct)} are not distinct ranks of {group.size}"
         )
     return distinct
-
-
-def decoded(group: Group, peer: int, what: str, decode: Callable[..., T], *given: Any) -> T:
-    """`decode(*given)`, which reads bytes that a peer sent.
-
-    Args:
-        group: whose peer sent the bytes.
-        peer: the rank that sent them.
-        what: the bytes should be, for the error.
-        decode: raises any Exception if the bytes are invalid. It has no side effects, and allocates
-            no more memory than valid bytes need.
-
-    Raises:
-        WireError: `decode` raised. The group is broken for all ranks, since messages and calls may
-            no longer match.
-    """
-    try:
-        return decode(*given)
-    except Error:
-        raise
-    except Exception as error:
-        why = f"rank {group.rank_in_errors(peer)} sent {what} that cannot be read: {error!r:.500}"
-        raise group.fail(peer, why) from error
-
-
-def all_gather_bytes(
-    group: Group, message: bytes, decode: Callable[[bytes], T], what: str = "a message"
-) -> list[T]:
-    """Exchange messages of one length between all ranks; the decoded messages, in rank order.
-
-    Args:
-        group: the ranks that take part.
-        message: this rank's; all have the same length.
-        decode, what: see `decoded`.
-
-    Raises:
-        WireError: the deadline passed, or a peer or a link failed.
-    """
-    own = torch.frombuffer(bytearray(message), dtype=torch.uint8)
-    pending = group.small_all_gather(own, len(message))
-    heard = [each.numpy().tobytes() for each in pending.wait()]
-    pending.release()
-    return [decoded(group, rank, what, decode, each) for rank, each in enumerate(heard)]
 
 
 class _WithOwn(Pending):

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from ..devices import on_host
 from ..errors import WeftError
-from .base import Group, Pending, flattened, peers
+from .base import Group, Pending, flattened
 
 SMALL = 1 << 13  # bytes that every rank rather sends whole to all others
 SCRATCH = 6 << 20  # bytes of others' contributions that a rank collects at once
@@ -137,7 +137,7 @@ class _Parts(_Reduction):
         self._scatter: Pending | None = self._scatter_chunk(0)
 
     def _run(self) -> None:
-        group, others = self._group, peers(self._group)
+        group, others = self._group, self._group.peers
         gathers = []
         for start in range(0, self._part, self._step):
             own = self._reduced(start)
@@ -155,7 +155,7 @@ class _Parts(_Reduction):
         """Send a chunk of each part to whom it belongs; collect one's own from all."""
         if start >= self._part:
             return None
-        nbytes, others = self._piece(self._group.rank, start).nbytes, peers(self._group)
+        nbytes, others = self._piece(self._group.rank, start).nbytes, self._group.peers
         sends = [(peer, self._piece(peer, start)) for peer in others]
         return self._group.post(sends, [(peer, nbytes) for peer in others], _SCATTER[self._lane])
 
@@ -165,7 +165,7 @@ class _Parts(_Reduction):
         assert pending is not None
         self._scatter = self._scatter_chunk(start + self._step)
         group, own = self._group, self._piece(self._group.rank, start)
-        parts = dict(zip(peers(group), pending.wait(), strict=True)) | {group.rank: own}
+        parts = dict(zip(group.peers, pending.wait(), strict=True)) | {group.rank: own}
         reduce([parts[rank] for rank in range(group.size)], self._op, own)
         pending.release()
         return own

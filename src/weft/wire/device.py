@@ -35,7 +35,7 @@ from torch import Tensor
 
 from .._torch import serves
 from ..errors import WeftError, WireError
-from .base import Group, Pending, Recv, Send, as_bytes, flattened, peers
+from .base import Group, Pending, Recv, Send, as_bytes, flattened
 from .memory import Pool
 from .part import Part
 
@@ -146,7 +146,7 @@ class Staged(Way):
     def exchange(self, out: Tensor, data: Tensor, came: list[int], goes: list[int]) -> None:
         sent, room = _locked(data).copy_(data), _locked(out)
         parts, places = torch.split(sent, goes), torch.split(room, came)
-        others = peers(self._beside)
+        others = self._beside.peers
         self._beside._post(  # counted already
             [(peer, parts[peer]) for peer in others if goes[peer]],
             [(peer, places[peer]) for peer in others if came[peer]],
@@ -191,7 +191,7 @@ class DeviceWire(Part):
     def __init__(self, beside: Group, device: torch.device, way: Way | None = None) -> None:
         super().__init__(beside, range(beside.size))
         self._beside, self._device = weakref.ref(beside), device
-        self._label, self.memory = beside._label, Pool(device=device)
+        self.name, self.memory = beside.name, Pool(device=device)
         self.way = way or way_for(beside, device)
         self.route = f"{device.type} ({self.way.name})"
         self._queued: list[_Post] = []
@@ -226,7 +226,7 @@ class DeviceWire(Part):
     def small_all_gather(self, message: Tensor, cap: int) -> Pending:
         return self.beside.small_all_gather(message, cap)
 
-    def sub(self, ranks: Sequence[int]) -> Part | None:
+    def split(self, ranks: Sequence[int]) -> Part | None:
         raise WeftError(f"rank {self.rank}: a wire of a device has no parts: make them beside it")
 
     def close(self) -> None:

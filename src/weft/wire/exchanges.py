@@ -13,7 +13,7 @@ from itertools import permutations
 import torch
 from torch import Tensor
 
-from .base import Group, all_gather_bytes
+from .base import Group
 from .device import DeviceWire, Staged
 
 _MARK = b"exchange"  # other messages do not begin so
@@ -35,7 +35,7 @@ class Checked(Staged):
             return tuple(said)
 
         mine = numbers.pack(_MARK, *goes, *came)
-        said = all_gather_bytes(self._beside, mine, read, "what it exchanges")
+        said = self._beside.all_gather_bytes(mine, read, "what it exchanges")
         for source, target in permutations(ranks, 2):
             sent, awaited = said[source][target], said[target][len(ranks) + source]
             assert sent == awaited, (

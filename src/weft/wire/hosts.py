@@ -66,10 +66,8 @@ _known: weakref.WeakKeyDictionary[Group, Hosts] = weakref.WeakKeyDictionary()
 
 def hosts_of(group: Group) -> Hosts:
     """The hosts of a group's ranks; the first call on a group is collective."""
-    from .base import all_gather_bytes  # here, since `base` names this file's Hosts
-
     if group not in _known:
-        set_hosts(group, Hosts.named(all_gather_bytes(group, digest_of(group.host), bytes)))
+        set_hosts(group, Hosts.named(group.all_gather_bytes(digest_of(group.host), bytes)))
     return _known[group]
 
 

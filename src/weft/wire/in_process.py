@@ -250,7 +250,7 @@ class InProcessWire(Group):
     def _deliver(self, source: End, target: End, size: int) -> None:
         """Note that the bytes of a message were copied: complete it now, or later."""
 
-    def sub(self, ranks: Sequence[int]) -> InProcessWire | None:
+    def split(self, ranks: Sequence[int]) -> InProcessWire | None:
         distinct = chosen(self, ranks)
         with self._group.wake[self.rank]:
             self._check_usable()

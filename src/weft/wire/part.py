@@ -1,6 +1,6 @@
 """Some of a group's ranks, as a group: nothing is set up, and nothing fails alone.
 
-`Group.sub` makes new connections, which takes time, and they must be closed. A schedule that runs
+`Group.split` makes new connections, which takes time, and they must be closed. A schedule that runs
 another schedule among some ranks does not need them: a `Part` renumbers the ranks, and sends over
 the group itself. So the group counts the messages, a failure of the part is a failure of the group,
 and a call can make a new part each time.
@@ -25,11 +25,10 @@ class Part(Group):
         WeftError: the ranks are not distinct ranks of the group, or this rank is not among them.
 
     Example:
-        >>> from weft.wire.base import peers
         >>> from weft.wire import threads
         >>> groups = threads.group(3)
-        >>> upper = [Part(groups[rank], [1, 2]) for rank in (1, 2)]
-        >>> upper[0].rank, upper[0].size, peers(upper[1])
+        >>> upper = [groups[rank].subset([1, 2]) for rank in (1, 2)]
+        >>> upper[0].rank, upper[0].size, upper[1].peers
         (0, 2, [0])
     """
 
@@ -73,7 +72,7 @@ class Part(Group):
             channel,
         )
 
-    def sub(self, ranks: Sequence[int]) -> Part | None:
+    def split(self, ranks: Sequence[int]) -> Part | None:
         distinct = [self._ranks[rank] for rank in ranks]
         return Part(self.beside, distinct) if self.beside.rank in distinct else None
 

@@ -91,7 +91,7 @@ def connect(
 ) -> ProcessWire:
     """Join ranks that share a store into a group; collective, all with the same name.
 
-    Only this function and `sub` use the store, so it may end with its host afterwards. Groups of
+    Only this function and `split` use the store, so it may end with its host afterwards. Groups of
     one name may be made at one store, one after the other.
 
     Args:
@@ -250,7 +250,7 @@ def _joined(
         process_group=process_group,
     )
     name = "world" if process_group is dist.group.WORLD else process_group.group_name
-    group._label = recorder.begin(dist.get_rank(), dist.get_world_size(), name)
+    group.name = recorder.begin(dist.get_rank(), dist.get_world_size(), name)
     group.global_ranks = tuple(dist.get_process_group_ranks(process_group))
     group.process_group = weakref.ref(process_group)
     return group

@@ -77,7 +77,7 @@ class ProcessWire(Group):
         lease = self._wire.lease(nbytes)
         return self.memory.lease(nbytes) if lease is None else lease
 
-    def sub(self, ranks: Sequence[int]) -> Group | None:
+    def split(self, ranks: Sequence[int]) -> Group | None:
         self._check()
         distinct = chosen(self, ranks)
         self._parts_made += 1
@@ -86,7 +86,7 @@ class ProcessWire(Group):
         assert self._part is not None
         name = f"sub{self._parts_made}:{','.join(map(str, distinct))}"
         part = self._part(distinct.index(self.rank), len(distinct), name=name)
-        part._label = f"{self._label}/{name}"
+        part.name = f"{self.name}/{name}"
         part.global_ranks = tuple(self.global_ranks[rank] for rank in distinct)
         return part
 

@@ -199,7 +199,7 @@ class Worker:
     def _do(self, name: str, job: Callable[[], T], several: bool = False) -> T:
         """Run a job in this thread's turn."""
         outer, group = (self.doing, self._several, self.now), self._group
-        call = recorder.Call(group._label, self.calls + 1, name, group.traffic)
+        call = recorder.Call(group.name, self.calls + 1, name, group.traffic)
         try:
             self.calls += 1
             self.doing, self._several, self.now = name, several, call

@@ -80,7 +80,7 @@ class Communicator(AbstractContextManager["Communicator"]):
 
         def job() -> Group:
             parts = [
-                group.sub([rank for rank, each in enumerate(colors) if each == one])
+                group.split([rank for rank, each in enumerate(colors) if each == one])
                 for one in sorted(set(colors))
             ]
             return next(filter(None, parts))

@@ -23,7 +23,7 @@ import torch
 
 from ... import kernels
 from ...rows import Rows
-from ...wire.base import peers, typed
+from ...wire.base import typed
 from ..call import Call
 from ..cost import Cost, Load
 from ..local_rows import LocalRows
@@ -67,7 +67,7 @@ def too_high(load: Load) -> str | None:
 
 @algorithm(cost=cost, applies=too_high)
 def dense_tail(rows: LocalRows, call: Call) -> Rows:
-    group, me, others, height = call.group, call.group.rank, peers(call.group), call.load.height
+    group, me, others, height = call.group, call.group.rank, call.group.peers, call.load.height
     assert height is not None
     edges = [min(height, rank * _part(height, group.size)) for rank in range(group.size + 1)]
     moving = ToOwners(call, rows, edges)

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ... import kernels
 from ...rows import Rows
-from ...wire.base import decoded, typed
+from ...wire.base import typed
 from ..call import Call
 from ..cost import Cost, Load
 from ..local_rows import LocalRows
@@ -152,7 +152,7 @@ def _hear(call: Call, peer: int, ranks: int) -> Callable[[], _Message]:
             raise ValueError(f"its indices do not ascend from 0 to {load.places - 1}")
         return message
 
-    return lambda: decoded(call.group, peer, "rows", read, pending.wait()[0])
+    return lambda: call.group.decode(peer, "rows", read, pending.wait()[0])
 
 
 def _merged(

@@ -23,8 +23,7 @@ from torch import Tensor
 
 from ...agree import DIRECT, agree
 from ...rows import Rows
-from ...wire.base import Hosts, hosts_of, peers, typed
-from ...wire.part import Part
+from ...wire.base import Hosts, hosts_of, typed
 from ..call import Call
 from ..choice import workspace
 from ..cost import Cost, Load
@@ -96,7 +95,7 @@ def pays(load: Load) -> str | None:
 def hierarchical(rows: LocalRows, call: Call) -> Rows:
     hosts = hosts_of(call.group)
     ranks, host = hosts.ranks[hosts.of[call.group.rank]], copy(call)
-    host.group = Part(call.group, ranks)
+    host.group = call.group.subset(ranks)
     leads = host.group.rank == 0
 
     # all rows of the host to its leader, who owns everything there
@@ -117,7 +116,7 @@ def hierarchical(rows: LocalRows, call: Call) -> Rows:
 def _among_leaders(call: Call, moving: ToOwners, leaders: list[int]) -> Rows:
     """Merge the rows of this host; the result of its sums and the other leaders'."""
     inner, union, result = call.of_partials(), moving.union, list[Rows]()
-    inner.group = Part(call.group, leaders)
+    inner.group = call.group.subset(leaders)
 
     def space(count: int, *_: object) -> tuple[Tensor, Tensor]:
         result.append(call.result(count))
@@ -162,7 +161,7 @@ def _hand_out(host: Call, call: Call, result: Rows | None) -> Rows:
     sources, lists = [0], {}
     if result is not None:
         indices = result.indices.to(host.wire_index)
-        sources, lists = [], dict.fromkeys(peers(host.group), indices)
+        sources, lists = [], dict.fromkeys(host.group.peers, indices)
     told = IndexLists(host, lists, sources)
     found = told.wait()
     if result is None:

@@ -42,7 +42,7 @@ from ... import kernels
 from ...kernels import Shares
 from ...kernels.meter import CALL, PLACE, PUT
 from ...rows import Rows
-from ...wire.base import Lease, Pending, peers, typed
+from ...wire.base import Lease, Pending, typed
 from ..call import Call
 from ..cost import Cost, Load
 from ..local_rows import LocalRows
@@ -156,7 +156,7 @@ def _sent(call: Call, own: LocalRows, dealt: Sequence[Tensor]) -> Iterator[None]
 
     They are copied together, since a message is one piece of memory.
     """
-    step, others = call.chunk_rows, peers(call.group)
+    step, others = call.chunk_rows, call.group.peers
     leases: list[Lease] = []
     under_way: list[Pending] = []
     for start in range(0, max(len(dealt[peer]) for peer in others), step):

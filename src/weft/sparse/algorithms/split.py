@@ -19,7 +19,6 @@ and Hoefler, "Near-optimal sparse allreduce" (PPoPP'22), section 3.
 from __future__ import annotations
 
 from ...rows import Rows
-from ...wire.base import peers
 from ..call import Call
 from ..cost import Cost, Load
 from ..local_rows import LocalRows
@@ -50,7 +49,7 @@ def cost(load: Load) -> Cost:
 
 @algorithm(cost=cost, stays=True)
 def split(rows: LocalRows, call: Call) -> Rows:
-    group, others = call.group, peers(call.group)
+    group, others = call.group, call.group.peers
     bounds = balanced(call.header, group.size)
     moving = ToOwners(call, rows, bounds)
 

@@ -25,7 +25,6 @@ from ...devices import Aside
 from ...errors import untransformed
 from ...rows import Rows
 from ...wire import default
-from ...wire.base import all_gather_bytes
 from ..choice import ALONE, EAGER
 from ..record import started
 from ..request import Request
@@ -105,7 +104,7 @@ def _counts(opening: Opened) -> list[int]:
     if is_direct(group):
         return [one.total for one in opening.said]
     most, own = opening.call.header.most, len(opening.own).to_bytes(8, "little")
-    return all_gather_bytes(group, own, lambda raw: range(most + 1)[int.from_bytes(raw, "little")])
+    return group.all_gather_bytes(own, lambda raw: range(most + 1)[int.from_bytes(raw, "little")])
 
 
 def joined(opening: Opened, counts: Sequence[int]) -> tuple[str, Rows]:

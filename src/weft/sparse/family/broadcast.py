@@ -18,7 +18,6 @@ from ...errors import untransformed
 from ...rows import Rows
 from ...tensors import has_elements
 from ...wire import default
-from ...wire.base import decoded
 from ..call import shape_in
 from ..cost import Load
 from ..record import started
@@ -101,7 +100,7 @@ def sparse_broadcast(
         done.note(group)
         form = request.agreed["form"]
         given = src, "rows", _formed, done.rows, form
-        result = request.restore(done.rows) if here else decoded(group, *given)
+        result = request.restore(done.rows) if here else group.decode(*given)
         if isinstance(result, torch.Tensor):
             result._coalesced_(form.endswith(_COALESCED))
         return result

@@ -22,7 +22,7 @@ from ...devices import Aside
 from ...errors import untransformed
 from ...rows import Rows
 from ...wire import default
-from ...wire.base import peers, typed
+from ...wire.base import typed
 from ..call import Call
 from ..choice import ALONE, EAGER
 from ..cost import Cost, Load
@@ -150,7 +150,7 @@ def _by_owners(rows: LocalRows, call: Call, dst: int) -> Rows:
         bounds = balanced(call.header, size)
         sums = reduce_to_owners(rows, call, bounds, place)
         here = me == dst
-        others = peers(group) if here else []
+        others = group.peers if here else []
         lists = index_lists(call, {} if here else {dst: sums.indices}, others, spans(bounds))
         told = lists.wait()
         if here:
