@@ -37,6 +37,7 @@ if _typing.TYPE_CHECKING:
     from .sparsify import sync_sparsified
     from .wire.base import Group
     from .wire.interface import Wire
+    from .wire.registry import register_wire
     from .wire.listeners import on_call
 
 __version__ = "0.1.0"
@@ -66,6 +67,7 @@ __all__ = [
     "nn",
     "on_call",
     "overlap_grads",
+    "register_wire",
     "remote_rows",
     "shutdown",
     "sparse",
@@ -86,6 +88,7 @@ _HOMES = {
     "Rows": "rows",
     "Group": "wire.base",
     "Wire": "wire.interface",
+    "register_wire": "wire.registry",
     "sync_sparsified": "sparsify",
     **dict.fromkeys(("Error", "StillRunning", "WeftError", "WireError"), "errors"),
     **dict.fromkeys(("config", "init", "shutdown"), "bootstrap.init"),
