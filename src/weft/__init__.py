@@ -37,8 +37,8 @@ if _typing.TYPE_CHECKING:
     from .sparsify import sync_sparsified
     from .wire.base import Group
     from .wire.interface import Wire
-    from .wire.registry import register_wire
     from .wire.listeners import on_call
+    from .wire.registry import register_wire
 
 __version__ = "0.1.0"
 

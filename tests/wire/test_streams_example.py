@@ -79,7 +79,7 @@ def layers_and_routines():
         large = weft.all_reduce(torch.full((600_000,), float(rank + 1)))
         assert torch.equal(large, torch.full_like(large, size * (size + 1) / 2))
         weft.barrier()
-        with group.sub(range(size)) as other:
+        with group.split(range(size)) as other:
             assert weft.all_reduce(torch.ones(1), group=other).item() == size
 
 
