@@ -30,7 +30,9 @@ def make_wire(start):
 
 
 def no_device(start):
-    raise OSError("no device")
+    if start.size > 1:
+        raise OSError("no device")
+    return weft_streams.make_wire(start)
 """
 
 
@@ -92,10 +94,20 @@ def test_a_wire_that_cannot_be_made(doctor):
     )
 
 
+def test_processes_without_mpirun_are_no_ranks_of_mpi(doctor):
+    done = doctor("mpi")
+    assert done.returncode == 1
+    assert "the 2 ranks have the numbers [0, 0] in MPI" in done.stderr
+    assert "start them with the mpirun" in done.stderr
+
+
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        (["other"], "wire 'other' is unknown: use one of absent, broken, missing, streams"),
+        (
+            ["other"],
+            "wire 'other' is unknown: use one of absent, broken, missing, mpi, streams, tcp",
+        ),
         (["missing"], "no_such_module:make_wire raised ModuleNotFoundError"),
         (["streams", "--clauses", "one"], "'one': write numbers, divided by commas, as 1,25"),
     ],

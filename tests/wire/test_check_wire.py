@@ -668,7 +668,8 @@ def test_ranks_that_are_threads_keep_the_contract(short):
 
 @pytest.mark.parametrize("clause", NUMBERS)
 def test_the_example_of_the_manual_keeps_the_contract(clause):
-    (outcome,) = check_wire(ranks_as_processes(weft_streams.make_wire), clauses=[NUMBERS[clause]])
+    run = ranks_as_processes(weft_streams.make_wire)
+    (outcome,) = check_wire(run, Features(), clauses=[NUMBERS[clause]])
     assert bool(outcome.skipped) == (clause in {"among", "reduces", "huge"})
 
 

@@ -104,7 +104,7 @@ def check_wire(
 
 def _features(run: Run) -> Features:
     """Those of the wire; none if it has none, which a clause tells of."""
-    (found,) = run(1, features_of)
+    found, _ = run(2, features_of)  # of two ranks: a wire that cannot be made is told of once
     return found if isinstance(found, Features) else Features()
 
 

@@ -280,6 +280,7 @@ def make(start: Start) -> MpiWire:
     world = start_mpi(start.timeout)
     own = [world.rank, _context(world, start.rank)]
     places = [json.loads(each) for each in start.exchange(json.dumps(own).encode())]
+    _check_places(places)
     wire = MpiWire(_Messages(world, own[1], places), start.rank, start.size, start.timeout)
     wire.start()
     return wire
@@ -297,13 +298,18 @@ def carrier_at(store: dist.Store, rank: int, size: int, timeout: float) -> Carri
     context = _context(world, rank)
     missing, left = "came, and then did not say its number in MPI", deadline - time.monotonic()
     places = told(store, "mpi", [world.rank, context], rank, size, left, missing)
-    numbers = [number for number, _ in places]
-    if len(set(numbers)) != size:  # mpi4py of another MPI than mpirun's, or no mpirun
-        raise WeftError(
-            f"the {size} ranks have the numbers {numbers} in MPI, which does not see that they "
-            "belong together: start them with the mpirun of the MPI that mpi4py finds"
-        )
+    _check_places(places)
     return _Messages(world, context, places)
+
+
+def _check_places(places: list[list[int]]) -> None:
+    """Raise WeftError, unless all ranks are in one world of MPI, each with a number of its own."""
+    numbers = [number for number, _ in places]
+    if len(set(numbers)) != len(numbers):  # mpi4py of another MPI than mpirun's, or no mpirun
+        raise WeftError(
+            f"the {len(numbers)} ranks have the numbers {numbers} in MPI, which does not see that "
+            "they belong together: start them with the mpirun of the MPI that mpi4py finds"
+        )
 
 
 def _context(world: World, rank: int) -> int:
