@@ -173,7 +173,7 @@ def test_ranks_exchange_bytes_in_rank_order(peers):
     [
         ("death", 2, "rank 2 died"),
         ("leave", 2, "rank 2 left, after it raised (KeyError: 7)"),
-        ("silence", 2, "rank 2 did not come to make the group within 1 s"),
+        ("silence", 2, "rank 2 did not come to make the wire within 1 s"),
         ("nonsense", 2, "rank 2 sent what no detector says"),
     ],
 )
@@ -391,6 +391,27 @@ def test_closing_waits_for_no_thread_that_waits_for_whoever_closes(peers, monkey
     while three.links.peers():
         assert time.monotonic() < until, "nobody closed the sockets"
         time.sleep(0.001)
+
+
+@pytest.mark.parametrize("blocks", [True, False])
+def test_waits_end_whatever_a_handler_of_the_log_does(peers, blocks):
+    three, handler = peers(), logging.NullHandler()
+    held = threading.Event()
+
+    def handle(record):
+        held.wait(30)
+        raise ValueError("a handler of this test")
+
+    if not blocks:
+        held.set()
+    handler.handle = handle
+    module._log.addHandler(handler)
+    try:
+        three.ends[2].close()
+        assert three.settled() == Verdict(2, "rank 2 died")
+    finally:
+        held.set()
+        module._log.removeHandler(handler)
 
 
 def test_a_peer_that_reads_nothing_holds_nobody_up(peers):

@@ -15,6 +15,7 @@ up once in that time, and checks whether a wait has lasted that long. After the 
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 import logging
 import math
@@ -137,12 +138,14 @@ class Detector:
             if self._closed:
                 return verdict
             self._send(self.links.peers(), {"verdict": [verdict.culprit, verdict.text]})
-        recorder.write(verdict.text)  # before a wait that ends now raises, and writes it, too
-        self._settled.set()
-        self._notify()
-        _log.error("rank %d: %s", self.rank, verdict.text)
+        # what follows may block or raise: a handler of the log, a file; waits end before that
         for wire in self._wires:
             wire.abort(Failure("aborted", verdict.culprit, verdict.text))
+        self._settled.set()
+        self._notify()
+        with contextlib.suppress(Exception):  # of a handler: who waits raises what matters more
+            recorder.write(verdict.text)
+            _log.error("rank %d: %s", self.rank, verdict.text)
         return verdict
 
     def exchange(self, data: bytes) -> list[bytes]:
@@ -265,8 +268,9 @@ class Detector:
             self.links.send(peer, data)
 
     def fail(self, error: Exception) -> None:
-        _log.error("rank %d: the detector failed", self.rank, exc_info=error)
         self.settle(Verdict(self.rank, f"the detector of rank {self.rank} failed: {error!r}"))
+        with contextlib.suppress(Exception):  # which may be what the detector failed with
+            _log.error("rank %d: the detector failed", self.rank, exc_info=error)
 
     def handle(self, news: Sequence[News], late: float) -> None:
         if self._closed:
