@@ -111,6 +111,7 @@ class TcpWire:
         # Who moves messages holds it. Reentrant, since a collection of garbage may close a wire in
         # the middle of anything.
         self._turn = threading.RLock()
+        self._is_moving = False  # a connection is half through with something
         self._thread: threading.Thread | None = None
         self._stir = threading.Event()
         self._failure: Failure | None = None
@@ -122,12 +123,15 @@ class TcpWire:
     ) -> TcpPending:
         with self._turn:
             self._check()
+            self._is_moving = True
             try:
                 receives, messages = self._begin(sends, recvs, channel)
             except BaseException as error:  # some of it may be under way
                 kind = type(error).__name__
                 self._fail(Failure("broken", self.rank, f"{kind} was raised in a post"))
                 raise
+            finally:
+                self._is_moving = False
         return TcpPending(self, receives, messages)
 
     def _begin(
@@ -145,6 +149,8 @@ class TcpWire:
             link = self.connections[peer]
             receive = Receive(want, self._memory)
             link.expect(channel, receive)
+            if link.garbled:  # it has come already, and is of another length
+                self._fail(_end_of(link))
             needs_thread |= link.segment is None and receive.limit > INLINE
             receives.append((link, receive))
         messages: list[_Message] = [*receives]
@@ -201,7 +207,10 @@ class TcpWire:
             return
         if self._turn.acquire(timeout=_LEFT):  # else somebody waits, and for nothing any more
             try:
-                self._send_rest()
+                # a handler of a signal, or a collection of garbage, may have brought this thread
+                # here in the middle of a send: then to go on would send something twice
+                if not self._is_moving:
+                    self._send_rest()
             finally:
                 self._turn.release()
         self.abort(Failure("aborted", None, "this end was closed"))
@@ -279,7 +288,7 @@ class TcpWire:
                 while not message.done:
                     self._check()
                     if link.lost:
-                        raise WireFailed(self._fail(Failure("lost", link.peer, link.lost)))
+                        raise WireFailed(self._fail(_end_of(link)))
                     seconds = until - time.monotonic()
                     self._step(max(0.0, seconds))
                     if seconds <= 0 and not message.done:
@@ -297,15 +306,20 @@ class TcpWire:
     def release(self, receives: Sequence[_Received]) -> None:
         """Release the memory of messages that were received by size."""
         with self._turn:
-            for link, receive in receives:
-                receive.release()
-                if link.due and self._failure is None:
-                    link.flush()
-                    self._watch(link)
+            self._is_moving = True
+            try:
+                for link, receive in receives:
+                    receive.release()
+                    if link.due and self._failure is None:
+                        link.flush()
+                        self._watch(link)
+            finally:
+                self._is_moving = False
 
     def _step(self, seconds: float) -> None:
         """Wait until something can be moved, at most so many seconds, and move it."""
         events = self._ready(seconds)
+        self._is_moving = True
         try:
             for fd, event in events:
                 link = self._by_fd.get(fd)
@@ -321,6 +335,8 @@ class TcpWire:
             kind = type(error).__name__
             self._fail(Failure("broken", self.rank, f"{kind} was raised while messages moved"))
             raise
+        finally:
+            self._is_moving = False
 
     def _ready(self, seconds: float) -> list[tuple[int, int]]:
         """Wait until something can be moved: by polling at first, then asleep.
@@ -350,8 +366,7 @@ class TcpWire:
         if wanted == self._polled.get(link.fd, 0):
             return
         if link.garbled:
-            text = f"rank {link.peer} sent {link.garbled}"
-            self._fail(Failure("garbled", link.peer, text))
+            self._fail(_end_of(link))
         if wanted:
             self._poll.register(link.fd, wanted)
         else:
@@ -450,6 +465,13 @@ class TcpPending:
             or self._wire.failure() is not None
             or self._wire.is_lost(self._messages)
         )
+
+
+def _end_of(link: Connection) -> Failure:
+    """Why nothing moves on a connection any more."""
+    if link.garbled:
+        return Failure("garbled", link.peer, f"rank {link.peer} sent {link.garbled}")
+    return Failure("lost", link.peer, link.lost)
 
 
 def make(start: Start) -> TcpWire:

@@ -1,0 +1,90 @@
+"""`weft.wire.tcp.wire`: two ends in this process, and what happens to them in the middle."""
+
+from __future__ import annotations
+
+import select
+import socket
+
+import pytest
+import torch
+
+from weft.wire.interface import WireFailed
+from weft.wire.memory import Pool
+from weft.wire.tcp.wire import TcpWire
+
+
+@pytest.fixture
+def ends():
+    """Two wires of two ranks."""
+    sockets = socket.socketpair()
+    wires = [TcpWire(rank, 2, {1 - rank: sockets[rank]}, Pool()) for rank in range(2)]
+    yield wires
+    for wire in wires:
+        wire.close()
+
+
+def test_a_message_of_a_wrong_length_is_garbled_also_if_it_came_before_its_receive(ends):
+    first, second = ends
+    for nbytes in (8, 1):
+        first.post([(1, torch.zeros(nbytes, dtype=torch.uint8))], channel=nbytes).wait(10.0)
+    second.post((), [(0, 1)], channel=1).wait(10.0)  # now both are there
+    with pytest.raises(WireFailed) as caught:
+        second.post((), [(0, torch.zeros(9, dtype=torch.uint8))], channel=8).wait(10.0)
+    failure = caught.value.failure
+    assert (failure.kind, failure.peer) == ("garbled", 0)
+    assert "8 bytes for a receive of exactly 9" in failure.text
+
+
+@pytest.mark.parametrize("gone", [False, True])
+def test_that_also_holds_if_the_sender_has_closed_meanwhile(ends, gone):
+    first, second = ends
+    first.post([(1, torch.zeros(8, dtype=torch.uint8))]).wait(10.0)
+    first.close()
+    pending = second.post((), [(0, 1)], channel=1)
+    if gone:
+        while not pending.done():
+            pass
+    with pytest.raises(WireFailed) as caught:
+        second.post((), [(0, 7)]).wait(10.0)
+    assert caught.value.failure.kind == "garbled"
+
+
+class Interrupted:
+    """A socket, in the middle of whose `sendmsg` a handler of a signal runs."""
+
+    def __init__(self, sock, handler):
+        self._sock, self._handler = sock, handler
+
+    def sendmsg(self, parts):
+        sent = self._sock.sendmsg(parts)
+        handler, self._handler = self._handler, lambda: None
+        handler()
+        return sent
+
+    def __getattr__(self, name):
+        return getattr(self._sock, name)
+
+
+def test_a_close_in_the_middle_of_a_send_sends_nothing_twice(ends):
+    """As where a handler of a signal ends the program's group."""
+    first, second = ends
+    message = torch.arange(1 << 20)
+    place = torch.zeros_like(message)
+    received = second.post((), [(0, place)])
+
+    def handler():
+        second.move()  # so that the socket takes more
+        first.close()
+
+    pending = first.post([(1, message)])
+    while not first._polled[first.connections[1].fd] & select.POLLOUT:
+        first.move()
+    link = first.connections[1]
+    link.sock = Interrupted(link.sock, handler)
+    with pytest.raises(WireFailed):
+        pending.wait(10.0)
+    with pytest.raises(WireFailed) as caught:
+        received.wait(10.0)
+    assert caught.value.failure.kind == "lost"
+    came = int(place.count_nonzero()) + 1
+    assert torch.equal(place[:came], message[:came])
