@@ -13,13 +13,13 @@ import torch.distributed as dist
 
 import weft
 from weft.sparse import ALGORITHMS
-from weft.testing import WireContract, expected
+from weft.testing import GroupContract, expected
 from weft.testing.pace import patient
 from weft.wire import mpi
 from weft.wire.interface import Failure
 
 
-class TestMpi(WireContract):
+class TestMpi(GroupContract):
     @pytest.fixture
     def ranks(self, mpi_job):
         # what is tried at sizes above is the schedules, and those the other groups prove

@@ -7,32 +7,32 @@ import functools
 import pytest
 
 from weft.bootstrap.outcome import results
-from weft.testing import WireContract, run
+from weft.testing import GroupContract, run
 from weft.testing.threads import on_groups
 from weft.wire import simulated
 from weft.wire.link import Link
 
 
-class TestThreads(WireContract):
+class TestThreads(GroupContract):
     @pytest.fixture
     def ranks(self):
         return functools.partial(run, on="threads")
 
 
-class TestProcessGroup(WireContract):
+class TestProcessGroup(GroupContract):
     @pytest.fixture
     def ranks(self):
         return functools.partial(run, on="processes")
 
 
-class TestTorch(WireContract):
+class TestTorch(GroupContract):
     @pytest.fixture
     def ranks(self):
         # more ranks than that prove nothing of a group whose pairs know nothing of each other
         return lambda size, *args, **options: run(min(size, 4), *args, on="torch", **options)
 
 
-class TestSimulated(WireContract):
+class TestSimulated(GroupContract):
     @pytest.fixture
     def ranks(self):
         def ranks(size, body, *args, timeout=20.0):

@@ -1,7 +1,7 @@
-"""The tests that every wire must pass: a pytest class, from which a test of a group inherits.
+"""The tests that every group must pass: a pytest class, from which a test of a group inherits.
 
 ```python
-class TestMyWire(WireContract):
+class TestMyGroup(GroupContract):
     @pytest.fixture
     def ranks(self):
         def ranks(size, body, *args, timeout=20.0):
@@ -484,7 +484,7 @@ def _reducible(rank: int, count: int, dtype: torch.dtype) -> Tensor:
     return numbers.to(dtype)
 
 
-class WireContract:
+class GroupContract:
     """Inherit from it and define the fixture `ranks`, as the module's docstring shows.
 
     Each test runs a body on new ranks. Its name says the body and the number of ranks, as in

@@ -1,0 +1,42 @@
+"""`weft.testing.WireContract`: the contract of a wire as a class of pytest's."""
+
+from __future__ import annotations
+
+import pytest
+
+from weft.testing import WireContract, ranks_as_threads
+from weft.testing.wires import NUMBERS
+from weft.wire import Features
+from weft.wire.rooms import room
+
+RUN = ranks_as_threads(room)
+
+
+def test_there_is_a_test_for_each_clause():
+    (mark,) = WireContract.test_clause.pytestmark
+    assert list(mark.args[1]) == list(NUMBERS.values())
+    assert list(mark.kwargs["ids"]) == list(NUMBERS)
+
+
+def test_a_clause_that_is_kept_passes():
+    WireContract().test_clause(RUN, NUMBERS["order"])
+
+
+def test_a_clause_that_is_broken_fails():
+    def garbled(size):
+        wires = room(size)
+        wires[0].features = None
+        return wires
+
+    with pytest.raises(AssertionError, match=r"1  a wire knows its rank.*FAILED"):
+        WireContract().test_clause(ranks_as_threads(garbled), NUMBERS["sizes"])
+
+
+def test_a_clause_that_is_not_for_a_wire_is_skipped():
+    class OfRounds(WireContract):
+        features = Features(lockstep=True)
+
+    with pytest.raises(pytest.skip.Exception, match="the wire is lockstep"):
+        OfRounds().test_clause(RUN, NUMBERS["late"])
+    with pytest.raises(pytest.skip.Exception, match="is tried if asked for"):
+        WireContract().test_clause(RUN, NUMBERS["huge"])
