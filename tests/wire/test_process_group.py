@@ -6,6 +6,7 @@ import bisect
 import copy
 import functools
 import gc
+import json
 import os
 import pickle
 import signal
@@ -13,6 +14,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import asdict
 from datetime import timedelta
 
 import pytest
@@ -22,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from weft import WeftError, WireError
 from weft.testing import processes, run
-from weft.wire import process_group
+from weft.wire import control, process_group
 from weft.wire.process_group import connect, of, of_group
 from weft.wire.registry import register_wire, unregister_wire
 
@@ -198,6 +200,16 @@ def test_who_did_not_say_where_it_listens_is_named():
     with pytest.raises(WireError, match="ranks: rank 1 did not join") as caught:
         connect(store, 0, 3, 0.5, name="x")
     assert caught.value.culprit == 1
+
+
+def test_ranks_that_ask_for_different_wires_are_told_though_one_has_died_since(monkeypatch):
+    """The others wait for a moment until all have read why there is no group."""
+    monkeypatch.setattr(control, "_PATIENCE", 0.2)
+    store = dist.HashStore()
+    other = control._Statement(wire="torch", carrier="torch", trouble="", endpoint={})
+    store.set("weft/x/1/statement/1", json.dumps(asdict(other)))
+    with pytest.raises(WeftError, match="rank 0 was asked for wire 'tcp', and rank 1 for 'torch'"):
+        connect(store, 0, 2, 10.0, name="x", wire="tcp")
 
 
 def with_few_files(path):

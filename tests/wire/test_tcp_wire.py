@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import select
+import signal
 import socket
+import threading
+import time
 
 import pytest
 import torch
 
-from weft.wire.interface import WireFailed
+from weft.wire import shm
+from weft.wire.framed import FramedWire
+from weft.wire.interface import Failure, WireFailed
 from weft.wire.memory import Pool
+from weft.wire.registry import Start
+from weft.wire.tcp import wire as tcp
 from weft.wire.tcp.wire import TcpWire
 
 
@@ -88,3 +97,87 @@ def test_a_close_in_the_middle_of_a_send_sends_nothing_twice(ends):
     assert caught.value.failure.kind == "lost"
     came = int(place.count_nonzero()) + 1
     assert torch.equal(place[:came], message[:came])
+
+
+def open_files():
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_a_factory_that_fails_leaves_no_descriptor(monkeypatch):
+    """A peer that dies while segments are passed is a failure of the factory."""
+
+    def start(rank):
+        def exchange(data):
+            said[rank] = data
+            ready.wait(10.0)
+            return [said[0], said[1]]
+
+        return Start(rank, 2, torch.device("cpu"), 10.0, "here", exchange, Pool())
+
+    def dying(segment, sockets):
+        raise ConnectionError("rank 1 went away while it was connected to")
+
+    def making(rank):
+        with pytest.raises(ConnectionError, match="went away"):
+            tcp.make(start(rank))
+
+    said = {}
+    ready = threading.Barrier(2)
+    monkeypatch.setattr(shm, "exchange", dying)
+    before = open_files()
+    threads = [threading.Thread(target=making, args=[rank]) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20.0)
+    assert len(said) == 2 and open_files() == before
+
+
+@contextlib.contextmanager
+def held_elsewhere(lock):
+    """Another thread has the lock."""
+    taken, let_go = threading.Event(), threading.Event()
+
+    def hold():
+        with lock:
+            taken.set()
+            let_go.wait(60.0)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    taken.wait(10.0)
+    yield
+    let_go.set()
+    thread.join()
+
+
+def closes_in_a_child(wire):
+    """Whether a forked child gets through an abort and a close."""
+    child = os.fork()
+    if child == 0:
+        wire.close()
+        wire.abort(Failure("aborted", None, "enough"))
+        os._exit(0)
+    until = time.monotonic() + 20.0
+    while os.waitpid(child, os.WNOHANG)[0] == 0:
+        if time.monotonic() > until:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            return False
+        time.sleep(0.01)
+    return True
+
+
+def test_a_fork_while_another_thread_takes_memory_of_the_segment():
+    mine, theirs = socket.socketpair()
+    wire = TcpWire(0, 2, {1: mine}, Pool(), shm.Segment.make())
+    with theirs, held_elsewhere(wire.segment._lock):
+        assert closes_in_a_child(wire)
+    wire.close()
+
+
+def test_a_fork_while_another_thread_looks_at_messages_in_frames():
+    wire = FramedWire(None, 0, 1)
+    with held_elsewhere(wire._changed):
+        assert closes_in_a_child(wire)
+    wire.close()

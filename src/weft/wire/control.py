@@ -22,7 +22,7 @@ from . import mpi, torch_gloo
 from .failure.links import ControlLinks, SocketLinks
 from .framed import CarriedSockets, Carrier
 from .hosts import digest_of, host_name
-from .store import told
+from .store import AbsentError, told
 from .tcp.address import own_address
 from .tcp.listener import CONTROL, STRANGERS, Endpoint, Listener, make_room
 
@@ -115,7 +115,7 @@ def _raise_if_they_differ(statements: Sequence[_Statement], store: dist.Store, r
             break
     if fault:
         # the store may end with this program: wait until all ranks have read from it
-        with contextlib.suppress(RuntimeError):
+        with contextlib.suppress(RuntimeError, AbsentError):  # some may never read it
             told(store, "read", None, rank, len(statements), _PATIENCE, "")
         raise WeftError(fault)
 

@@ -240,7 +240,9 @@ class FramedWire:
 
     def close(self) -> None:
         if os.getpid() != self._process:
-            return  # the threads are the parent's
+            # the threads are the parent's, and one of them may have had the lock
+            self._changed = threading.Condition()
+            return
         self.abort(Failure("aborted", None, "this end was closed"))
         for outgoing in self._outgoing.values():
             outgoing.put(None)  # behind what was sent

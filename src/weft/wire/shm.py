@@ -154,6 +154,8 @@ class Segment:
 
     def close(self) -> None:
         """Allocate no more. Memory in use stays mapped until the last tensor in it is freed."""
+        if os.getpid() != self._process:  # forked: another thread of the parent may have had it
+            self._lock = threading.RLock()
         with self._lock:
             fd, self.fd = self.fd, -1
             if fd >= 0:

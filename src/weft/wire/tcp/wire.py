@@ -485,6 +485,7 @@ def make(start: Start) -> TcpWire:
     with Listener(address, start.size + STRANGERS, digest_of(start.host).hex()) as listener:
         peers = _exchange_endpoints(start, listener.endpoint)
         sockets = listener.connect(start.rank, peers, MESSAGES, deadline)
+    segment = None
     try:
         near = {peer: sock for peer, sock in sockets.items() if sock.family == socket.AF_UNIX}
         for sock in near.values():
@@ -494,6 +495,8 @@ def make(start: Start) -> TcpWire:
         segment = shm.Segment.make() if near else None
         seen, seen_by = shm.exchange(segment, near)
     except BaseException:
+        if segment is not None:
+            segment.close()
         for sock in sockets.values():
             sock.close()
         raise
