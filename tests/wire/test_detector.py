@@ -194,7 +194,7 @@ def test_an_exchange_ends_with_who_is_to_blame(peers, fault, culprit, text):
 
 
 def test_an_exchange_has_a_limit(peers):
-    with pytest.raises(WeftError, match=r"16385 bytes are too many .* which take 16384"):
+    with pytest.raises(WeftError, match=r"16386 bytes are too many .* which take 16385"):
         peers().watch.exchange(bytes(module.EXCHANGED + 1))
 
 

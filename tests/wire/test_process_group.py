@@ -212,6 +212,23 @@ def test_ranks_that_ask_for_different_wires_are_told_though_one_has_died_since(m
         connect(store, 0, 2, 10.0, name="x", wire="tcp")
 
 
+def test_a_shorter_timeout_counts_from_the_next_wait_on():
+    """Though the detector sleeps when it changes."""
+    store = dist.HashStore()
+    with ThreadPoolExecutor(2) as pool:
+        joining = [pool.submit(connect, store, rank, 2, 600.0) for rank in range(2)]
+        groups = [each.result() for each in joining]
+    time.sleep(0.3)
+    groups[0].set_timeout(0.5)
+    ender = threading.Timer(20.0, groups[1].abort, ["the wait was too long"])
+    ender.start()
+    with pytest.raises(WireError, match="rank 1 keeps the others waiting"):
+        groups[0].post((), [(1, 8)]).wait()
+    ender.cancel()
+    for group in groups:
+        group.close()
+
+
 def with_few_files(path):
     """The soft limit is raised; a hard limit that is too low on one rank is told to both."""
     import resource

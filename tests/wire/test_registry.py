@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import weft
+from weft.wire.failure.detector import EXCHANGED
 from weft.wire.interface import Failure, Features
 from weft.wire.memory import Pool
 from weft.wire.registry import (
@@ -152,6 +153,7 @@ class Exchange:
 
     def of(self, rank):
         def exchange(data):
+            assert len(data) <= EXCHANGED
             self.messages[rank] = data
             self.meeting.wait()
             messages = [*self.messages]
@@ -233,6 +235,33 @@ def test_factories_exchange_equally_often():
     text, _ = errors_of(make)
     assert "the factory on rank 0 has returned, while that on rank 2 still exchanges" in text
     assert wires[0].failure() is not None
+
+
+@pytest.mark.parametrize("nbytes", [1 << 14, (1 << 14) + 1])
+def test_a_factory_exchanges_up_to_16_kib(nbytes):
+    wires = room(SIZE)
+
+    def make(start):
+        assert start.exchange(bytes(nbytes)) == [bytes(nbytes)] * SIZE
+        return wires[start.rank]
+
+    if nbytes == 1 << 14:
+        assert made_by(make) == wires
+    else:
+        text, _ = errors_of(make)
+        assert text.endswith("WeftError: 16385 bytes are too many to exchange at once: 16384 are")
+
+
+def test_a_long_error_of_a_factory_is_told_as_far_as_it_fits():
+    wires = room(SIZE)
+
+    def make(start):
+        if start.rank == 1:
+            raise OSError("no device: " + "\N{EURO SIGN}\udc80" * 10_000)
+        return wires[start.rank]
+
+    text, _ = errors_of(make)
+    assert text.startswith("wire 'mine' cannot be used: on rank 1 its factory raised OSError: no d")
 
 
 class Exchanged(Exception):

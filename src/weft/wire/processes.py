@@ -130,6 +130,7 @@ class ProcessWire(Group):
         self.timeout = seconds
         if self._detector is not None:
             self._detector.timeout = seconds
+            self._detector.links.wake()  # it may sleep for as long as waits lasted before
 
     def _wait(self, exchange: _Exchange) -> list[Tensor]:
         """Wait for messages, without a limit: at the deadline the detector aborts the wire."""
@@ -256,6 +257,8 @@ class _Exchange(Pending):
 
 def _leave(detector: Detector | None, wire: interface.Wire) -> None:
     """Say bye to all and let go of everything."""
-    if detector is not None:
-        detector.close()
-    wire.close()
+    try:
+        if detector is not None:
+            detector.close()
+    finally:  # also where a handler of a signal raises meanwhile
+        wire.close()

@@ -31,6 +31,9 @@ from ..errors import WeftError
 from .interface import Features, Reducing, Rounds, Wire
 from .memory import Pool
 
+EXCHANGED = 1 << 14
+"""Bytes that a factory may exchange at once."""
+
 ENTRY_POINTS = "weft.wires"
 """The group of entry points by which installed packages offer wires."""
 
@@ -45,8 +48,8 @@ class Start:
         device: whose tensors the wire is to carry.
         timeout: seconds after which the group gives up a wait; also for what the factory waits for.
         host: the name of this rank's machine; ranks with equal names share one.
-        exchange: `exchange(data)` sends bytes to all ranks, and returns every rank's, in rank
-            order. All ranks call it equally often. It raises WeftError on all of them if one has
+        exchange: `exchange(data)` sends up to 16 KiB to all ranks, and returns every rank's, in
+            rank order. All ranks call it equally often. It raises WeftError on all of them if one has
             raised in its factory, and WireError if one died.
         memory: where to lease memory for what is received by size.
         process_group: torch's, if the caller's group was made over one.
@@ -276,6 +279,8 @@ class _Ballot:
 
     def exchange(self, data: bytes) -> list[bytes]:
         """What a factory calls."""
+        if len(data) > EXCHANGED:
+            raise WeftError(f"{len(data)} bytes are too many to exchange at once: {EXCHANGED} are")
         return self._round(self._DATA + data)
 
     def vote_for(self, features: Features) -> None:
@@ -291,7 +296,7 @@ class _Ballot:
 
     def vote_against(self, fault: str) -> NoReturn:
         """None was made here; raise what all ranks raise."""
-        self._round(self._FAULT + fault.encode())
+        self._round(self._FAULT + fault.encode(errors="replace")[:EXCHANGED])
         raise AssertionError("a round with a fault has raised")
 
     def _round(self, message: bytes) -> list[bytes]:
@@ -310,7 +315,7 @@ class _Ballot:
         kinds = [each[:1] for each in messages]
         if self._FAULT in kinds:
             rank = kinds.index(self._FAULT)
-            text = messages[rank][1:].decode()
+            text = messages[rank][1:].decode(errors="ignore")  # the end may be cut off
             raise WeftError(f"wire {self._name!r} cannot be used: on rank {rank} {text}")
         if self._MADE in kinds and self._DATA in kinds:
             early = kinds.index(self._MADE)

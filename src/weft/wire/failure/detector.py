@@ -33,8 +33,8 @@ from . import last_error, watch
 from .links import ControlLinks, News
 from .verdict import Place, Verdict, judge, left, names
 
-EXCHANGED = 1 << 14
-"""Bytes that may be exchanged at once over control links."""
+EXCHANGED = (1 << 14) + 1
+"""Bytes that may be exchanged at once: 16 KiB of a factory's, and one that says what they are."""
 
 _ANSWER = 0.7  # seconds in which ranks must say where they are
 _LATE = 0.5  # a thread that wakes up so many seconds late concludes that its process was paused
