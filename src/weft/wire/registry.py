@@ -49,8 +49,8 @@ class Start:
         timeout: seconds after which the group gives up a wait; also for what the factory waits for.
         host: the name of this rank's machine; ranks with equal names share one.
         exchange: `exchange(data)` sends up to 16 KiB to all ranks, and returns every rank's, in
-            rank order. All ranks call it equally often. It raises WeftError on all of them if one has
-            raised in its factory, and WireError if one died.
+            rank order. All ranks call it equally often. It raises WeftError on all of them if one
+            has raised in its factory, and WireError if one died.
         memory: where to lease memory for what is received by size.
         process_group: torch's, if the caller's group was made over one.
         cpu_wire: the group's wire for tensors of the CPU, for a wire of another device.
