@@ -20,7 +20,7 @@ import typer
 
 import weft
 from weft.sparse import ALGORITHMS
-from weft.sparse.simulation import simulate
+from weft.testing.simulation import simulate
 from weft.wire.link import MERGE, Link
 
 LINKS = {

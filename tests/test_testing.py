@@ -131,7 +131,8 @@ def test_the_other_ranks_are_told_why():
 
     with pytest.raises(KeyError):
         run(2, body)
-    assert told == ["rank 0: rank 1 gave up: KeyError: 'the cause'; start the group again"]
+    (text,) = told
+    assert text.startswith("rank 0: rank 1 gave up: KeyError: 'the cause'"), text
 
 
 class Unpicklable(Exception):

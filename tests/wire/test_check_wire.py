@@ -19,8 +19,9 @@ import torch
 from weft.errors import WeftError
 from weft.testing import check_wire, ranks_as_processes, ranks_as_threads
 from weft.testing.wires import NUMBERS
+from weft.wire.in_process.room import Room
+from weft.wire.in_process.threads import ThreadWire, thread_wires
 from weft.wire.interface import Failure, Features, WireFailed
-from weft.wire.rooms import Room, ThreadWire, room
 
 sys.path.append(str(Path(__file__).parents[2] / "examples/wire_streams"))
 
@@ -81,7 +82,7 @@ class Later:
 
 def between(wire_type):
     """Makes groups of wires that stand before right ones."""
-    return lambda size: [wire_type(inner) for inner in room(size)]
+    return lambda size: [wire_type(inner) for inner in thread_wires(size)]
 
 
 def meeting(room_type):
@@ -115,11 +116,11 @@ class NoFeatures(Between):
 
 
 class LastFirst(Room):
-    def add(self, end, key, *, is_send):
-        line = self._lines.get(key)
-        if line is not None and line.are_sends != is_send:
-            line.ends.rotate(1)  # the last comes to the front
-        super().add(end, key, is_send=is_send)
+    def add(self, end, key):
+        ends = self.unmet.get(key)
+        if ends and ends[0].is_send != end.is_send:
+            ends.rotate(1)  # the last comes to the front
+        super().add(end, key)
 
 
 class OneChannel(Between):
@@ -185,16 +186,15 @@ class LeftOver(Room):
         super().__init__(size)
         self.left = False
 
-    def _copy(self, source, target):
-        self.left = self.left or (target.is_sized and source.memory.numel() < target.limit)
-        super()._copy(source, target)
+    def copy(self, source, target):
+        self.left = self.left or (target.is_sized and source.nbytes < target.nbytes)
+        super().copy(source, target)
 
-    def add(self, end, key, *, is_send):
-        line = self._lines.get(key)
-        if is_send and self.left and (line is None or not line.ends):
-            end.pending.complete(end)
+    def add(self, end, key):
+        if end.is_send and self.left and key not in self.unmet:
+            end.pending.complete()
         else:
-            super().add(end, key, is_send=is_send)
+            super().add(end, key)
 
 
 class Few(Between):
@@ -222,12 +222,11 @@ class SendsFirst(Between):
 class DropsEarly(Room):
     """What comes before its receive is lost."""
 
-    def add(self, end, key, *, is_send):
-        line = self._lines.get(key)
-        if is_send and (line is None or not line.ends):
-            end.pending.complete(end)
+    def add(self, end, key):
+        if end.is_send and key not in self.unmet:
+            end.pending.complete()
         else:
-            super().add(end, key, is_send=is_send)
+            super().add(end, key)
 
 
 class SendsUnwaited(Between):
@@ -320,7 +319,7 @@ class Reopens(Between):
         try:
             return super().post(sends, recvs, channel)
         except WireFailed:
-            return room(1)[0].post()
+            return thread_wires(1)[0].post()
 
 
 class MovesInWait(Between):
@@ -660,7 +659,7 @@ def test_what_a_handler_raises_must_change_nothing():
 
 
 def test_ranks_that_are_threads_keep_the_contract(short):
-    outcomes = check_wire(ranks_as_threads(room), thorough=True)
+    outcomes = check_wire(ranks_as_threads(thread_wires), thorough=True)
     assert [outcome.number for outcome in outcomes] == list(NUMBERS.values())
     skipped = {outcome.number for outcome in outcomes if outcome.skipped}
     assert skipped == {NUMBERS[name] for name in (*OF_PROCESSES, "among", "reduces")}
@@ -684,24 +683,24 @@ def test_clauses_that_a_wire_in_rounds_need_not_keep_are_left_out():
 
 def test_what_each_clause_found_is_reported_at_once():
     heard = []
-    outcomes = check_wire(ranks_as_threads(room), clauses=[2, 1], report=heard.append)
+    outcomes = check_wire(ranks_as_threads(thread_wires), clauses=[2, 1], report=heard.append)
     assert heard == outcomes
     assert [outcome.number for outcome in heard] == [1, 2]
 
 
 def test_a_function_of_ones_own_may_start_the_ranks():
-    run = ranks_as_threads(room)
+    run = ranks_as_threads(thread_wires)
     outcomes = check_wire(lambda size, body: run(size, body), clauses=[NUMBERS["dies"], 2])
     assert [outcome.skipped for outcome in outcomes] == ["", "it needs ranks that are processes"]
 
 
 def test_a_number_that_no_clause_has_is_refused():
     with pytest.raises(WeftError, match=f"numbers from 1 to {len(NUMBERS)}, not 0"):
-        check_wire(ranks_as_threads(room), clauses=[0, 1])
+        check_wire(ranks_as_threads(thread_wires), clauses=[0, 1])
 
 
 def test_ranks_that_hang_are_told_of():
-    run = ranks_as_threads(room, limit=0.1)
+    run = ranks_as_threads(thread_wires, limit=0.1)
     ends = threading.Event()
     with pytest.raises(AssertionError, match=r"ranks \[0\] of 2 hang"):
         run(2, lambda wire: ends.wait(60) if wire.rank == 0 else None)

@@ -7,8 +7,8 @@ import torch
 
 from weft.testing.wires import check_wire, ranks_as_threads
 from weft.wire.checked_rounds import CheckedRounds
+from weft.wire.in_process.threads import thread_wires
 from weft.wire.interface import Features, WireFailed
-from weft.wire.rooms import room
 
 
 class Both(CheckedRounds):
@@ -20,7 +20,7 @@ class Both(CheckedRounds):
 
 
 def wires_of(size):
-    return [Both(wire) for wire in room(size)]
+    return [Both(wire) for wire in thread_wires(size)]
 
 
 RUN = ranks_as_threads(wires_of)

@@ -7,9 +7,8 @@ import functools
 import pytest
 
 from weft.bootstrap.outcome import results
-from weft.testing import GroupContract, run
+from weft.testing import GroupContract, run, simulated
 from weft.testing.threads import on_groups
-from weft.wire import simulated
 from weft.wire.link import Link
 
 

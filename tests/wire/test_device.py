@@ -32,10 +32,10 @@ from weft.kernels import reference
 from weft.sparse import ALGORITHMS, request
 from weft.sparse import run as opening
 from weft.sparse.cost import Load
-from weft.testing import processes, run
+from weft.testing import processes, run, threads
 from weft.testing.pace import patient
 from weft.testing.threads import on_groups
-from weft.wire import device, process_group, threads
+from weft.wire import device, process_group
 from weft.wire.base import wire_for
 
 STAYING = Load(2, 8, 4, 4, 6, 9, 4, 4, 4, staying=True)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from weft.bootstrap.outcome import results
-from weft.testing import spmd
+from weft.testing import spmd, threads
 from weft.testing.threads import on_groups
-from weft.wire import threads
 from weft.wire.hosts import Hosts, hosts_of
 
 

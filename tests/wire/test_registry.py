@@ -12,6 +12,7 @@ import torch
 
 import weft
 from weft.wire.failure.detector import EXCHANGED
+from weft.wire.in_process.threads import thread_wires
 from weft.wire.interface import Failure, Features
 from weft.wire.memory import Pool
 from weft.wire.registry import (
@@ -22,7 +23,6 @@ from weft.wire.registry import (
     wire_named,
     wire_names,
 )
-from weft.wire.rooms import room
 
 # Names -------------------------------------------------------------------------------------------
 
@@ -187,7 +187,7 @@ def errors_of(factory):
 
 
 def test_every_rank_has_its_wire():
-    wires = room(SIZE)
+    wires = thread_wires(SIZE)
 
     def make(start):
         assert start.exchange(b"%d" % start.rank) == [b"0", b"1", b"2"]
@@ -197,7 +197,7 @@ def test_every_rank_has_its_wire():
 
 
 def test_a_factory_that_raises_on_one_rank_is_named_on_all():
-    wires = room(SIZE)
+    wires = thread_wires(SIZE)
 
     def make(start):
         if start.rank == 1:
@@ -225,7 +225,7 @@ def test_a_factory_that_raises_ends_the_exchange_of_the_others():
 
 
 def test_factories_exchange_equally_often():
-    wires = room(SIZE)
+    wires = thread_wires(SIZE)
 
     def make(start):
         if start.rank == 2:
@@ -239,7 +239,7 @@ def test_factories_exchange_equally_often():
 
 @pytest.mark.parametrize("nbytes", [1 << 14, (1 << 14) + 1])
 def test_a_factory_exchanges_up_to_16_kib(nbytes):
-    wires = room(SIZE)
+    wires = thread_wires(SIZE)
 
     def make(start):
         assert start.exchange(bytes(nbytes)) == [bytes(nbytes)] * SIZE
@@ -253,7 +253,7 @@ def test_a_factory_exchanges_up_to_16_kib(nbytes):
 
 
 def test_a_long_error_of_a_factory_is_told_as_far_as_it_fits():
-    wires = room(SIZE)
+    wires = thread_wires(SIZE)
 
     def make(start):
         if start.rank == 1:
@@ -283,7 +283,7 @@ def test_what_the_exchange_raises_leaves_as_it_is_and_is_not_asked_again():
 
 def with_features(*features):
     """A factory whose wires have these features, by rank."""
-    wires = room(SIZE)
+    wires = thread_wires(SIZE)
     for wire, each in zip(wires, features, strict=True):
         wire.features = each
     return lambda start: wires[start.rank]
@@ -297,7 +297,7 @@ def test_features_that_differ_are_named_on_all_ranks():
 def test_features_are_compared_whatever_their_order():
     reduces = [("sum", torch.float32), ("max", torch.float32), ("sum", torch.float64)]
     features = [Features(reduces=frozenset(reduces[i:] + reduces[:i])) for i in range(SIZE)]
-    wires = room(SIZE)
+    wires = thread_wires(SIZE)
     for wire, each in zip(wires, features, strict=True):
         wire.features = each
         wire.all_reduce = lambda tensor, op: wire.post()  # noqa: B023
@@ -306,7 +306,7 @@ def test_features_are_compared_whatever_their_order():
 
 def broken(change):
     """A factory whose wire of rank 1 is changed."""
-    wires = room(SIZE)
+    wires = thread_wires(SIZE)
     change(wires[1])
     return lambda start: wires[start.rank]
 

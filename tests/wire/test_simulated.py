@@ -7,9 +7,10 @@ import torch
 
 import weft
 from weft.sparse.link import set_link
-from weft.wire import simulated
+from weft.testing import check_wire, ranks_as_threads, simulated
+from weft.testing.simulated import clock, compute, run
+from weft.wire.in_process.simulated import Network
 from weft.wire.link import Link
-from weft.wire.simulated import run
 
 LINK = Link(alpha=1e-3, beta=1e-6, gamma=1e-7, work=2e-4)
 
@@ -17,7 +18,7 @@ LINK = Link(alpha=1e-3, beta=1e-6, gamma=1e-7, work=2e-4)
 def swap(group, nbytes=1000):
     peer = 1 - group.rank
     group.post([(peer, torch.zeros(nbytes, dtype=torch.uint8))], [(peer, nbytes)]).wait()
-    return group.clock
+    return clock(group)
 
 
 def test_a_message_takes_work_latency_and_bytes():
@@ -28,7 +29,7 @@ def test_a_message_takes_work_latency_and_bytes():
 def test_arithmetic_takes_time_and_a_late_rank_keeps_the_other_waiting():
     def program(group):
         if group.rank:
-            group.compute(50_000)
+            compute(group, 50_000)
         return swap(group)
 
     assert run(2, LINK, program) == pytest.approx([5e-3 + 2.2e-3] * 2)
@@ -40,7 +41,7 @@ def test_one_way_into_a_rank_carries_one_message_after_another():
             group.post((), [(peer, 1000) for peer in (1, 2, 3)]).wait()
         else:
             group.post([(0, torch.zeros(1000, dtype=torch.uint8))]).wait()
-        return group.clock
+        return clock(group)
 
     first, *others = run(4, LINK, program)
     assert first == pytest.approx(1e-4 + 1e-3 + 3e-3 + 3 * 1e-4)
@@ -51,10 +52,10 @@ def test_ranks_of_one_host_share_its_ways_out():
     def program(group):
         peer = (group.rank + 2) % 4
         group.post([(peer, torch.zeros(1000, dtype=torch.uint8))], [(peer, 1000)]).wait()
-        far = group.clock
+        far = clock(group)
         peer = group.rank ^ 1
         group.post([(peer, torch.zeros(1000, dtype=torch.uint8))], [(peer, 1000)]).wait()
-        return far, group.clock - far
+        return far, clock(group) - far
 
     within = Link(alpha=1e-5, beta=1e-9, gamma=1e-7, work=2e-4)
     seen = run(4, LINK, program, hosts=["a", "a", "b", "b"], within=within)
@@ -78,7 +79,7 @@ def test_the_same_time_again():
         rows = torch.randint(500, (60,), generator=generator), torch.ones(60, 8)
         set_link(group, LINK)
         weft.sparse_all_reduce(rows, algorithm="split")
-        return group.clock
+        return clock(group)
 
     first = run(20, LINK, program)
     assert run(20, LINK, program) == first
@@ -106,3 +107,8 @@ def test_what_a_rank_raises_is_raised():
 def test_hosts_are_one_for_each_rank():
     with pytest.raises(weft.WeftError, match="1 hosts for 2 ranks"):
         simulated.group(2, LINK, hosts=["a"])
+
+
+def test_simulated_ranks_keep_the_contract():
+    outcomes = check_wire(ranks_as_threads(lambda size: Network("abc"[:size], LINK).wires()))
+    assert not any(outcome.error for outcome in outcomes)

@@ -11,10 +11,10 @@ import torch
 from weft.errors import WeftError
 from weft.testing.wires import check_wire, ranks_as_threads
 from weft.wire import staged as module
+from weft.wire.in_process.threads import thread_wires
 from weft.wire.interface import Failure, Features, WireFailed
 from weft.wire.memory import Pool
 from weft.wire.registry import Start
-from weft.wire.rooms import room
 from weft.wire.staged import Staged, staged
 
 CPU = torch.device("cpu")
@@ -29,7 +29,7 @@ class Both(Staged):
 
 
 def wires_of(size):
-    return [Both(wire, CPU) for wire in room(size)]
+    return [Both(wire, CPU) for wire in thread_wires(size)]
 
 
 def failure_of(use):
@@ -44,7 +44,7 @@ def test_it_keeps_the_contract():
 
 
 def test_the_wire_of_the_cpu_outlives_it():
-    first, second = room(2)
+    first, second = thread_wires(2)
     above = Staged(first, CPU)
     pending = above.post((), [(1, 8)])
     above.abort(Failure("aborted", 1, "rank 1 died"))
@@ -56,7 +56,7 @@ def test_the_wire_of_the_cpu_outlives_it():
 
 
 def test_it_fails_with_the_wire_of_the_cpu():
-    first, _ = room(2)
+    first, _ = thread_wires(2)
     above = Staged(first, CPU)
     first.abort(Failure("lost", 1, "the connection to rank 1 was reset"))
     assert above.failure() == first.failure()
@@ -64,7 +64,7 @@ def test_it_fails_with_the_wire_of_the_cpu():
 
 
 def test_its_messages_keep_apart_from_those_of_the_cpu():
-    first, second = room(2)
+    first, second = thread_wires(2)
     apart = Staged(first, CPU).post([(1, torch.tensor([1.0]))])
     own = first.post([(1, torch.tensor([2.0]))])
     assert second.post((), [(0, torch.zeros(1))]).wait(10.0)[0].item() == 2
@@ -78,7 +78,7 @@ def test_what_is_sent_is_there_before_it_is_posted(monkeypatch):
     stream = SimpleNamespace(synchronize=lambda: asked.append("waits"))
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: stream)
     monkeypatch.setattr(module, "_locked", lambda nbytes, _: torch.zeros(nbytes, dtype=torch.uint8))
-    first, second = room(2)
+    first, second = thread_wires(2)
     post = first.post
     monkeypatch.setattr(first, "post", lambda *given: asked.append("posts") or post(*given))
     above = Staged(first, torch.device("cuda", 0))
@@ -97,7 +97,7 @@ def start_of(rank, device, cpu_wire):
 
 
 def test_the_log_says_that_tensors_go_through_the_host(caplog):
-    first, _ = room(2)
+    first, _ = thread_wires(2)
     wire = staged(start_of(0, torch.device("cuda", 0), first))
     assert (wire.device, wire.features) == (torch.device("cuda", 0), Features())
     why = "are copied through the host: no process group carries them"

@@ -159,13 +159,14 @@ def test_a_wait_of_threads_is_told_of_with_the_line_of_the_other(monkeypatch, ca
     def program(group):
         weft.barrier()
         if group.rank == 1:
-            time.sleep(1.0)
+            time.sleep(3.0)
         weft.barrier()
 
     run(2, program)
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("weft: rank 0 has waited for 0.")
-    assert f"rank 1 is outside weft, at {__file__}:" in line and line.endswith("program")
+    assert "rank 1 has not entered call 2 (barrier): it has been outside weft for" in line
+    assert f", at {__file__}:" in line and line.endswith("program")
 
 
 def test_a_folder_for_records_that_cannot_be_written_is_told_of_once(monkeypatch, tmp_path, caplog):

@@ -7,9 +7,9 @@ import pytest
 from weft.testing import WireContract, ranks_as_threads
 from weft.testing.wires import NUMBERS
 from weft.wire import Features
-from weft.wire.rooms import room
+from weft.wire.in_process.threads import thread_wires
 
-RUN = ranks_as_threads(room)
+RUN = ranks_as_threads(thread_wires)
 
 
 def test_there_is_a_test_for_each_clause():
@@ -24,7 +24,7 @@ def test_a_clause_that_is_kept_passes():
 
 def test_a_clause_that_is_broken_fails():
     def garbled(size):
-        wires = room(size)
+        wires = thread_wires(size)
         wires[0].features = None
         return wires
 

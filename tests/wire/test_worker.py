@@ -18,8 +18,7 @@ import torch
 
 import weft
 from weft.errors import Error, StillRunning, WeftError, WireError
-from weft.testing import run, spmd
-from weft.wire import threads
+from weft.testing import run, spmd, threads
 
 
 @pytest.fixture
@@ -335,7 +334,8 @@ ENDINGS = {
 def test_the_interpreter_exits_cleanly(programs, ending):
     program = f"""
 import threading, time
-from weft.wire import threads, worker as module
+from weft.testing import threads
+from weft.wire import worker as module
 groups = threads.group(2, timeout=300.0)
 worker = groups[0].worker
 if {"never" in ending}:  # what cannot be ended is left behind, soon
@@ -355,7 +355,8 @@ def test_peers_are_told_of_a_process_that_ends_with_a_call_under_way():
             except Exception as error:
                 print(error, end="")
         atexit.register(tell)
-        from weft.wire import threads, worker
+        from weft.testing import threads
+        from weft.wire import worker
         groups = threads.group(2, timeout=300.0)
         groups[0].worker.submit("reduce", lambda: groups[0].post((), [(1, 4)]).wait())
     """

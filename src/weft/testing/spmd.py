@@ -12,9 +12,8 @@ from typing import Any
 from ..bootstrap.outcome import results
 from ..devices import as_device
 from ..errors import WeftError
-from ..wire.threads import group as thread_group
 from .pace import patient
-from .threads import on_groups
+from .threads import group, on_groups
 
 TIMEOUT = 90.0  # seconds that one wait on a group may last; long, because the machine may be busy
 LIMIT = 120.0  # seconds that a whole body may take on an idle machine
@@ -65,7 +64,7 @@ def run(
     most = patient(LIMIT) if limit is None else limit
     if not _WIRES[on]:
         with as_device() if on == "device" else nullcontext():
-            groups = thread_group(size, timeout, device=on == "device")
+            groups = group(size, timeout, device=on == "device")
             return results(on_groups(groups, body, args, kwargs, limit=most), on)
     from .pool import on_pool  # here: most uses need no processes
 

@@ -1,14 +1,165 @@
-"""Run one program on several ranks that are threads of this process."""
+"""Ranks that are threads of this process: groups of them, and one program run on each."""
 
 from __future__ import annotations
 
+import functools
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ..bootstrap.outcome import Outcome, place
+from ..errors import WeftError, WireError
 from ..wire import default
-from ..wire.base import Group
+from ..wire.base import Group, Pool
+from ..wire.exchanges import check_exchanges
+from ..wire.failure import watch
+from ..wire.failure.detector import Detector
+from ..wire.failure.links import QueueLinks, links_of_threads
+from ..wire.in_process.room import RoomWire
+from ..wire.in_process.threads import thread_wires
+from ..wire.processes import ProcessWire
+
+
+def group(
+    size: int,
+    timeout: float = 5.0,
+    *,
+    hosts: Sequence[str] | None = None,
+    device: bool = False,
+) -> list[ProcessWire]:
+    """The group of each of `size` ranks, to be used by one thread each.
+
+    Args:
+        size: how many ranks.
+        timeout: seconds that any one wait may last. Where all ranks wait for each other, they are
+            told at once.
+        hosts: the name of each rank's machine, for code that treats those of one host alike.
+        device: tensors of the CPU, `as_device`, go by exchanges that must meet (`exchanges`).
+
+    Raises:
+        WeftError: there are no ranks, or not one host for each.
+
+    Example:
+        >>> import torch
+        >>> first, second = group(2)
+        >>> sent = first.post([(1, torch.tensor([1.0, 2.0]))])
+        >>> second.post((), [(0, torch.empty(2))]).wait()
+        [tensor([1., 2.])]
+        >>> sent.wait()
+        []
+    """
+    wires = thread_wires(size)
+    crew = Crew(wires, names_of_hosts(hosts or ["threads"] * size, size), timeout, _more_wires)
+    groups = crew.groups()
+    for each in groups if device else ():
+        check_exchanges(each)
+    return groups
+
+
+def _more_wires(ranks: Sequence[int]) -> list[RoomWire]:
+    return list(thread_wires(len(ranks)))
+
+
+def names_of_hosts(hosts: Sequence[str], size: int) -> list[str]:
+    """The name of each rank's host.
+
+    Raises:
+        WeftError: there is not one for each.
+    """
+    if len(hosts) != size:
+        raise WeftError(f"{len(hosts)} hosts for {size} ranks: give one for each")
+    return list(hosts)
+
+
+class Crew:
+    """What the groups of ranks have in common that are threads of this process."""
+
+    def __init__(
+        self,
+        wires: Sequence[RoomWire],
+        hosts: Sequence[str],
+        timeout: float,
+        more_wires: Callable[[Sequence[int]], Sequence[RoomWire]],
+        on_group: Callable[[ProcessWire, RoomWire, Sequence[str]], object] | None = None,
+        memory: Callable[[], Pool] = Pool,
+    ) -> None:
+        """
+        Args:
+            wires: of the ranks, in rank order.
+            hosts: the name of each rank's machine.
+            timeout: seconds that any one wait may last.
+            more_wires: makes wires among some of these ranks.
+            on_group: called with each new group, its wire, and the hosts of all its ranks.
+            memory: makes a rank's workspace.
+        """
+        self._wires = wires
+        self._hosts = hosts
+        self._timeout = timeout
+        self._more_wires = more_wires
+        self._on_group = on_group
+        self._memory = memory
+        self._lock = threading.Lock()
+        # by name: the ranks of a part, and those of its groups that no rank has come for
+        self._parts: dict[str, tuple[tuple[int, ...], dict[int, ProcessWire]]] = {}
+
+    def groups(self) -> list[ProcessWire]:
+        """The group of each rank, in rank order; for one call."""
+        links = links_of_threads(len(self._wires))
+        groups = []
+        for rank, wire in enumerate(self._wires):
+            group = ProcessWire(
+                self._timeout,
+                wire,
+                self._detector(wire, links[rank]) if len(links) > 1 else None,
+                self._memory(),
+                functools.partial(self._part, rank),
+                self._hosts[rank],
+            )
+            if self._on_group is not None:
+                self._on_group(group, wire, self._hosts)
+            groups.append(group)
+        return groups
+
+    def _detector(self, wire: RoomWire, links: QueueLinks) -> Detector:
+        thread = functools.partial(getattr, wire, "thread")
+        detector = Detector(wire.rank, self._timeout, links, watch.chosen(), thread)
+        detector.guard(wire)
+        return detector
+
+    def _part(self, rank: int, ranks: tuple[int, ...], name: str) -> ProcessWire:
+        """A rank's group among some ranks; the first of them that comes makes it for all.
+
+        Raises:
+            WireError: other ranks make another one.
+        """
+        number, _, _ = name.partition(":")
+        with self._lock:
+            if number not in self._parts:
+                self._parts[number] = ranks, self._make_part(ranks)
+            others, groups = self._parts[number]
+        if others != ranks:
+            raise WireError(
+                f"rank {rank}: rank {rank} makes a part of ranks {list(ranks)} where others make "
+                f"one of {list(others)}",
+                rank=rank,
+                culprit=rank,
+            )
+        return groups.pop(ranks.index(rank))
+
+    def _make_part(self, ranks: tuple[int, ...]) -> dict[int, ProcessWire]:
+        wires = self._more_wires(ranks)
+        for rank, wire in zip(ranks, wires, strict=True):
+            self._wires[rank].add_part(wire, ranks)
+        crew = Crew(
+            wires,
+            [self._hosts[rank] for rank in ranks],
+            self._timeout,
+            lambda inner: self._more_wires([ranks[rank] for rank in inner]),
+            self._on_group,
+            self._memory,
+        )
+        return dict(enumerate(crew.groups()))
 
 
 def outcome_on(
@@ -29,12 +180,13 @@ def on_groups(
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
     *,
-    limit: float = 180.0,
+    limit: float | None = 180.0,
 ) -> list[Outcome]:
     """Run `body(group, *args, **kwargs)` with each of the groups, on a thread for each.
 
     If a body raises, its group is aborted, so that the other ranks end, too. A rank that has not
-    ended after `limit` seconds is left running on its daemon thread, and reported as hanging.
+    ended after `limit` seconds (None: no limit) is left running on its daemon thread, and reported
+    as hanging.
     """
     outcomes: dict[int, Outcome] = {}
 
@@ -42,9 +194,10 @@ def on_groups(
         outcomes[group.rank] = outcome_on(group, body, args, kwargs or {})
         group.close()
 
-    deadline, threads = time.monotonic() + limit, default.begun(program, groups)
+    threads = default.begun(program, groups)
+    deadline = None if limit is None else time.monotonic() + limit
     for thread in threads:
-        thread.join(max(0.0, deadline - time.monotonic()))
+        thread.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
     late = {number: place(thread) for number, thread in enumerate(threads) if thread.is_alive()}
     if late:
         groups[0].abort(f"the ranks had {limit} s")

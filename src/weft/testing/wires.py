@@ -79,8 +79,8 @@ def check_wire(
         WeftError: no clause has one of these numbers; or the wire cannot be made.
 
     Example:
-        >>> from weft.wire.rooms import room
-        >>> for outcome in check_wire(ranks_as_threads(room), clauses=[2, 4]):
+        >>> from weft.wire.in_process.threads import thread_wires
+        >>> for outcome in check_wire(ranks_as_threads(thread_wires), clauses=[2, 4]):
         ...     print(outcome)
          2  tensors of every dtype and shape arrive as they were sent, from each to each  ok
          4  a channel waits for no other, whatever lies there  ok
@@ -205,8 +205,8 @@ def make_wires(wire: str | Factory, size: int, *, timeout: float = 60.0) -> list
         WeftError: a factory raised, or made no wire of the group.
 
     Example:
-        >>> from weft.wire.rooms import room
-        >>> both = room(2)
+        >>> from weft.wire.in_process.threads import thread_wires
+        >>> both = thread_wires(2)
         >>> first, second = make_wires(lambda start: both[start.rank], 2)
         >>> sent = first.post([(1, torch.tensor([1.0, 2.0]))])
         >>> second.post((), [(0, torch.empty(2))]).wait()

@@ -25,7 +25,7 @@ class Part(Group):
         WeftError: the ranks are not distinct ranks of the group, or this rank is not among them.
 
     Example:
-        >>> from weft.wire import threads
+        >>> from weft.testing import threads
         >>> groups = threads.group(3)
         >>> upper = [groups[rank].subset([1, 2]) for rank in (1, 2)]
         >>> upper[0].rank, upper[0].size, upper[1].peers

@@ -7,7 +7,6 @@ and order the caller would have to keep). To add a wire, register it (`registry`
 
 from __future__ import annotations
 
-import functools
 import os
 import threading
 import time
@@ -122,8 +121,13 @@ def connect(
     chosen_wire = wire or chosen()
     deadline = time.monotonic() + timeout
     memory = Pool()
+    space = store
+
+    def part(ranks: tuple[int, ...], name: str) -> ProcessWire:
+        own, count = ranks.index(rank), len(ranks)
+        return connect(space, own, count, timeout, name=name, wire=chosen_wire)
+
     if size == 1:
-        part = functools.partial(connect, store, timeout=timeout, wire=chosen_wire)
         return ProcessWire(timeout, tcp.TcpWire(rank, size, {}, memory), None, memory, part)
     try:
         generation = store.add(f"weft/{name}/{rank}", 1)
@@ -150,7 +154,6 @@ def connect(
         detector.close()
         raise
     detector.guard(made)
-    part = functools.partial(connect, space, timeout=timeout, wire=chosen_wire)
     return ProcessWire(timeout, made, detector, memory, part)
 
 

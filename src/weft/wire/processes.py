@@ -39,7 +39,8 @@ class ProcessWire(Group):
         wire: interface.Wire,
         detector: Detector | None,
         memory: Pool,
-        part: Callable[..., Group],
+        part: Callable[[tuple[int, ...], str], Group],
+        host: str | None = None,
     ) -> None:
         """
         Args:
@@ -47,12 +48,13 @@ class ProcessWire(Group):
             wire: of the same ranks; the group closes it.
             detector: beside the wire; the group closes it. None: there are no peers.
             memory: where workspaces are leased from, if not from the wire.
-            part: makes the group of some ranks: given rank, size, `name`.
+            part: makes the group of some ranks, of which this one is one, given these and a name.
+            host: the name of this rank's machine; None: that of the machine it runs on.
         """
-        super().__init__(wire.rank, wire.size, timeout, host_name())
+        super().__init__(wire.rank, wire.size, timeout, host or host_name())
         self.memory = memory
         self._wire = wire
-        self._part: Callable[..., Group] | None = part
+        self._part: Callable[[tuple[int, ...], str], Group] | None = part
         self._parts_made = 0
         self.closed = False
         self._broken: Verdict | None = None  # what every use raises
@@ -85,7 +87,7 @@ class ProcessWire(Group):
             return None
         assert self._part is not None
         name = f"sub{self._parts_made}:{','.join(map(str, distinct))}"
-        part = self._part(distinct.index(self.rank), len(distinct), name=name)
+        part = self._part(distinct, name)
         part.name = f"{self.name}/{name}"
         part.global_ranks = tuple(self.global_ranks[rank] for rank in distinct)
         return part
@@ -231,7 +233,10 @@ class _Exchange(Pending):
         return self.pending.done()
 
     def release(self) -> None:
-        self.pending.release()
+        try:
+            self.pending.release()
+        except WireFailed as error:
+            self._group._fail(error.failure, "released what it had received")
 
     def peer(self) -> int:
         """The rank that is waited for."""

@@ -54,7 +54,7 @@ class Worker:
         now: the record of that call, or None.
 
     Example:
-        >>> from weft.wire import threads
+        >>> from weft.testing import threads
         >>> group = threads.group(1)[0]
         >>> group.worker.call("add", lambda: 1 + 1)
         2

@@ -25,7 +25,7 @@ from ...kernels import meter
 from ...kernels.meter import MARK, PLACE, SPREAD
 from ...rows import Rows
 from ...wire.base import typed
-from ...wire.dense import messages, received_bytes, scratch_bytes
+from ...wire.dense import messages, received_bytes, reduced_bytes, scratch_bytes
 from ..call import Call
 from ..cost import Cost, Load
 from ..local_rows import LocalRows
@@ -77,6 +77,7 @@ def mask(rows: LocalRows, call: Call) -> Rows:
             table[slots ^ (slots >> 31)] = rows.values.to(call.partial)
             meter.spend(table.nbytes + call.load.merging(len(rows)))
         if table.numel():
+            meter.spend(reduced_bytes(group.size, table.nbytes))
             group.dense_all_reduce(table, "sum" if call.op.mean else call.op.name).wait()
         call.finish(table, result.values)
     return result
@@ -94,6 +95,7 @@ def _union(indices: Tensor, call: Call) -> tuple[Tensor, Tensor | None]:
         return indices, None
     if _by_bitmap(call.load):
         bits = kernels.bitmap(indices, call.load.places)
+        meter.spend(reduced_bytes(call.group.size, bits.nbytes))
         call.group.dense_all_reduce(bits, "bor").wait()
         if spare := -call.load.places % 64:
             bits[-1] &= (1 << (64 - spare)) - 1  # a peer may have set bits where no place is

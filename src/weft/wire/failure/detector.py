@@ -76,7 +76,7 @@ class Detector:
         timeout: float,
         links: ControlLinks,
         slow: float = math.inf,
-        standing: Callable[[], str] = watch.standing,
+        thread: Callable[[], int | None] | None = None,
     ) -> None:
         """Start reading the links.
 
@@ -85,7 +85,8 @@ class Detector:
             timeout: seconds that any one wait may last.
             links: to the peers; the detector closes them.
             slow: seconds of a wait after which a line about it is printed, once.
-            standing: where the rank's program is, as "file:line in function", or "".
+            thread: of a rank that is a thread: which one; None: that is not known yet. Without it
+                the rank is this process. Then a verdict goes to the log, too.
         """
         self.rank, self.timeout = rank, timeout
         self._slow = slow
@@ -97,7 +98,7 @@ class Detector:
         self.links = links
         self.call: Callable[[], Callable[[], tuple[int, str]] | None] = lambda: None
         self._wires: list[Wire] = []
-        self._standing = standing
+        self._thread = thread
         self._read: dict[int, bytes] = dict.fromkeys(links.peers(), b"")  # of lines not complete
         self._lock = threading.RLock()
         self._settled = threading.Event()
@@ -145,7 +146,8 @@ class Detector:
         self._notify()
         with contextlib.suppress(Exception):  # of a handler: who waits raises what matters more
             recorder.write(verdict.text)
-            _log.error("rank %d: %s", self.rank, verdict.text)
+            if self._thread is None:
+                _log.error("rank %d: %s", self.rank, verdict.text)
         return verdict
 
     def exchange(self, data: bytes) -> list[bytes]:
@@ -351,6 +353,13 @@ class Detector:
         outside = waiting is None and not doing
         told = last_error.since(since) if outside else ""
         return Place(calls, doing, awaits, time.monotonic() - since, told, self._standing())
+
+    def _standing(self) -> str:
+        """Where the rank's program is, as "file:line in function", or ""."""
+        if self._thread is None:
+            return watch.standing()
+        thread = self._thread()
+        return "" if thread is None else watch.standing(thread)
 
     def _read_news(self, news: News) -> None:
         peer = news.peer

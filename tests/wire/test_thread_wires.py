@@ -7,10 +7,10 @@ import torch
 
 from weft.errors import WeftError
 from weft.testing import ranks_as_threads
+from weft.wire.in_process.threads import thread_wires
 from weft.wire.interface import WireFailed
-from weft.wire.rooms import room
 
-RUN = ranks_as_threads(room)
+RUN = ranks_as_threads(thread_wires)
 
 
 def failure_of(use):
@@ -27,7 +27,7 @@ def test_a_circle_of_waits_is_found_at_once():
     kind, peer, text = RUN(3, waits_for_the_next)[0]
     assert (kind, peer) == ("stuck", None)
     assert text.startswith("all ranks wait for each other: ")
-    assert all(f"rank {rank} awaits rank {(rank + 1) % 3}" in text for rank in range(3))
+    assert all(f"rank {n} awaits up to 8 bytes from rank {(n + 1) % 3}" in text for n in range(3))
 
 
 def test_who_waits_with_a_limit_is_not_stuck():
@@ -44,31 +44,31 @@ def test_who_waits_with_a_limit_is_not_stuck():
 
 
 def test_a_tensor_that_changes_while_it_is_sent_breaks_the_wire():
-    first, second = room(2)
+    first, second = thread_wires(2)
     tensor = torch.ones(3)
     pending = first.post([(1, tensor)])
     tensor[1] = 2
     second.post((), [(0, 12)]).wait()
     failure = failure_of(pending.wait)
     assert (failure.kind, failure.peer) == ("broken", 0)
-    assert "rank 0 changed a tensor that it was sending to rank 1" in failure.text
+    assert "a tensor that was being sent to rank 1 was changed" in failure.text
     assert second.failure() is None
 
 
 def test_who_writes_to_what_came_by_size_breaks_its_wire():
-    first, second = room(2)
+    first, second = thread_wires(2)
     first.post([(1, torch.ones(3))])
     pending = second.post((), [(0, 100)])
     (view,) = pending.wait()
     view[0] = 7
-    pending.release()
-    failure = failure_of(second.post)
+    failure = failure_of(pending.release)
     assert (failure.kind, failure.peer) == ("broken", 1)
-    assert "wrote to bytes that it had received" in failure.text
+    assert "received bytes were written to" in failure.text
+    assert failure_of(second.post) is failure
 
 
 def test_what_nobody_may_read_is_garbage():
-    first, second = room(2)
+    first, second = thread_wires(2)
     place = torch.zeros(2, dtype=torch.uint8)
     pending = second.post((), [(0, place), (0, 2)])
     assert place.tolist() == [0xA5, 0xA5]  # until the message has come
@@ -82,4 +82,4 @@ def test_what_nobody_may_read_is_garbage():
 
 def test_a_group_has_a_rank():
     with pytest.raises(WeftError, match="at least one rank, not 0"):
-        room(0)
+        thread_wires(0)

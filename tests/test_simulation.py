@@ -10,9 +10,8 @@ import torch
 import weft
 from weft.kernels import meter
 from weft.sparse import ALGORITHMS
-from weft.sparse.simulation import simulate
-from weft.testing import expected
-from weft.wire import simulated
+from weft.testing import expected, simulated
+from weft.testing.simulation import simulate
 from weft.wire.link import MERGE, Link
 
 SLOW = Link(alpha=50e-6, beta=8e-9, gamma=MERGE, work=10e-6)

@@ -1,12 +1,13 @@
 """What an algorithm would take on a network that is only computed.
 
-The real call, opening exchange and all, runs on `weft.wire.simulated` with real rows; kernels
-report their arithmetic to the clocks. It backs `Cost`: a prediction that the simulation does not
-bear out is wrong, or the schedule is.
+The real call, opening exchange and all, runs on simulated ranks (`simulated`) with real rows;
+kernels report their arithmetic to the clocks. It backs `Cost`: a prediction that the simulation
+does not bear out is wrong, or the schedule is.
 """
 
 from __future__ import annotations
 
+import functools
 import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,13 +17,14 @@ import torch
 from ..errors import WeftError
 from ..kernels import meter
 from ..rows import Rows
-from ..wire import simulated
+from ..sparse import run
+from ..sparse.cost import Cost, Load
+from ..sparse.link import set_link
+from ..sparse.registry import ALGORITHMS
+from ..sparse.request import Request
 from ..wire.base import Link
-from . import run
-from .cost import Cost, Load
-from .link import set_link
-from .registry import ALGORITHMS
-from .request import Request
+from ..wire.processes import ProcessWire
+from . import simulated
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +71,7 @@ def simulate(
         algorithm: "auto" or a registered name.
         rows: what a rank brings.
         ranks: how many there are.
-        link, hosts, within: see `weft.wire.simulated.group`.
+        link, hosts, within: see `weft.testing.simulated.group`.
         op: the reduction.
 
     Raises:
@@ -86,19 +88,19 @@ def simulate(
         True
     """
 
-    def program(group: simulated.SimulatedWire) -> tuple[float, float, int, int, str, Load]:
+    def program(group: ProcessWire) -> tuple[float, float, int, int, str, Load]:
         set_link(group, link)
-        with meter.metered(group.compute):
+        with meter.metered(functools.partial(simulated.compute, group)):
             # two openings, of which the first is nothing but that: the difference is the schedule
             request = Request.of(rows(group.rank), op, algorithm, None, None)
             with run.opened(group, request, "sparse_all_reduce") as opening:
                 load = opening.call.load
-            opened = group.clock
+            opened = simulated.clock(group)
             before = group.traffic.messages, group.traffic.bytes
             done = run.reduced(group, request)
             count = group.traffic.messages - 2 * before[0], group.traffic.bytes - 2 * before[1]
             load = load.but(union=len(done.rows))
-            return opened, group.clock, *count, done.algorithm, load
+            return opened, simulated.clock(group), *count, done.algorithm, load
 
     threads, collecting = torch.get_num_threads(), gc.isenabled()
     torch.set_num_threads(1)  # a thousand ranks would each keep a pool of them

@@ -1,0 +1,397 @@
+"""Where the messages of ranks meet that are threads of one process.
+
+The wires of a group share a room. The rank that posts the second end of a message copies it, so a
+message is one copy, and a send is complete only when it was received: the latest that `Wire.post`
+allows. `threads` and `simulated` say what else happens.
+
+If all ranks wait without a limit, nothing will ever come: all of them fail as stuck, at once.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ..base import memory_of
+from ..interface import Failure, Features, Recv, Send, WireFailed
+
+Bytes = NDArray[np.uint8]
+
+Key = tuple[int, int, int]
+"""(from, to, channel): the messages between two ranks on a channel, in their order."""
+
+
+@dataclass(eq=False, slots=True)
+class End:
+    """One end of a message.
+
+    Attributes:
+        pending: whose post it is of.
+        peer: the rank at the other end.
+        is_send: whether it gives the message.
+        nbytes: of the message to send, or of the tensor to fill, or the most that may come.
+        is_sized: of a receive, whether it was posted by size.
+        memory: of the tensor, whose storage it holds; of a receive by size, of what came.
+        received: of a receive, what `wait` returns.
+        has_met: whether the other end was posted, too, and the bytes were copied.
+        posted: of the simulation: when it was posted.
+        number: of the simulation: of a send, how many its rank had posted before.
+    """
+
+    pending: RoomPending
+    peer: int
+    is_send: bool
+    nbytes: int
+    is_sized: bool = False
+    memory: Bytes | None = None
+    received: Tensor | None = None
+    has_met: bool = False
+    posted: float = 0.0
+    number: int = 0
+
+    def __str__(self) -> str:
+        if self.is_send:
+            return f"rank {self.peer} to take {self.nbytes} bytes"
+        most = "up to " if self.is_sized else ""
+        return f"{most}{self.nbytes} bytes from rank {self.peer}"
+
+
+class Room:
+    """What the ranks of a group share. Everything here is read and written with the lock held.
+
+    Attributes:
+        size: how many ranks there are.
+        changed: of each rank, notified when its wait may be over; all have one lock.
+        waiting: the posts that ranks wait for, those that are complete left out.
+        gone: the ranks that have closed their wires.
+        has_failed: whether a wire failed before it was closed.
+        unmet: the ends of messages whose other ends are not here: for a key, all of sends or all of
+            receives.
+    """
+
+    def __init__(self, size: int, changed: Sequence[threading.Condition] = ()) -> None:
+        """`changed`: conditions to use; none: new ones."""
+        self.size = size
+        lock = threading.RLock()
+        self.changed = list(changed) or [threading.Condition(lock) for _ in range(size)]
+        self.waiting: dict[int, RoomPending] = {}
+        self.gone: set[int] = set()
+        self.has_failed = False
+        self.unmet: dict[Key, deque[End]] = {}
+
+    def add(self, end: End, key: Key) -> None:
+        """Copy the message if its other end is here, else leave this end for the other to find."""
+        if end.pending.wire.failure() is not None:
+            return  # an end before it in this post failed: nobody may write to memory any more
+        ends = self.unmet.get(key)
+        if ends is None:
+            self.unmet[key] = deque([end])
+            return
+        if ends[0].is_send == end.is_send:
+            ends.append(end)
+            return
+        other = ends.popleft()
+        if not ends:
+            del self.unmet[key]
+        if end.is_send:
+            self.copy(end, other)
+        else:
+            self.copy(other, end)
+
+    def copy(self, source: End, target: End) -> None:
+        """Copy a message, whose length has to fit its receive."""
+        length = source.nbytes
+        fits = length <= target.nbytes if target.is_sized else length == target.nbytes
+        if not fits:
+            takes = "at most" if target.is_sized else "exactly"
+            text = (
+                f"rank {target.peer} sent {length} bytes to rank {source.peer}, which had posted a "
+                f"receive of {takes} {target.nbytes}"
+            )
+            target.pending.wire.fail(Failure("garbled", target.peer, text))
+            return
+        if target.is_sized:
+            target.received = torch.empty(length, dtype=torch.uint8)
+            target.memory = target.received.numpy()
+        assert source.memory is not None and target.memory is not None
+        target.memory[:] = source.memory
+        source.has_met = True
+        target.has_met = True
+        self.deliver(source, target)
+
+    def deliver(self, source: End, target: End) -> None:
+        """The bytes of a message were copied: complete it."""
+        source.pending.complete()
+        target.pending.complete()
+
+    def forget(self, wire: RoomWire) -> None:
+        """Copy no more from or to the memory of a rank."""
+        for key, ends in list(self.unmet.items()):
+            others = deque(end for end in ends if end.pending.wire is not wire)
+            if others:
+                self.unmet[key] = others
+            else:
+                del self.unmet[key]
+
+    def look(self) -> None:
+        """A rank begins to wait, or has left: see whether all wait, and none with a limit."""
+        everybody_waits = len(self.waiting) >= self.size - len(self.gone)
+        if everybody_waits and not self.may_go_on():
+            self.fail_as_stuck()
+
+    def may_go_on(self) -> bool:
+        """Whether one of the waits will end.
+
+        Once a wire has failed that is so: the others are told by their group or, as that wire is
+        closed, it is lost for those that wait for it, and so on.
+        """
+        if self.has_failed:
+            return True
+        return any(pending.has_limit or pending.is_over() for pending in self.waiting.values())
+
+    def fail_as_stuck(self) -> None:
+        """Fail the ranks that wait, since they wait for each other."""
+        stuck = [self.waiting[rank] for rank in sorted(self.waiting)]
+        story = ", ".join(pending.story() for pending in stuck)
+        failure = Failure("stuck", None, f"all ranks wait for each other: {story}")
+        for pending in stuck:
+            pending.wire.fail(failure)
+
+
+class RoomWire:
+    """One rank's end of a group whose messages meet in a room; a `weft.wire.interface.Wire`.
+
+    Attributes:
+        room: the group's.
+        changed: notified when a wait may be over; its lock is the room's.
+        thread: the one that posted last; None: nothing was posted.
+    """
+
+    def __init__(self, rank: int, room: Room) -> None:
+        self.rank = rank
+        self.size = room.size
+        self.device = torch.device("cpu")
+        self.features = Features()
+        self.room = room
+        self.changed = room.changed[rank]
+        self.thread: int | None = None
+        self._process = os.getpid()
+        self._failure: Failure | None = None
+        self._is_closed = False
+        self._parts: list[tuple[RoomWire, Sequence[int]]] = []  # each with the ranks it is among
+
+    def post(
+        self, sends: Sequence[Send] = (), recvs: Sequence[Recv] = (), channel: int = 0
+    ) -> RoomPending:
+        self.thread = threading.get_ident()
+        pending = self.pending()
+        with self.changed:
+            self.check()
+            for peer, into in recvs:
+                end = pending.add_receive(peer, into)
+                self.room.add(end, (peer, self.rank, channel))
+            for peer, tensor in sends:
+                end = pending.add_send(peer, tensor)
+                self.room.add(end, (self.rank, peer, channel))
+        return pending
+
+    def pending(self) -> RoomPending:
+        """For the messages of a new post."""
+        return RoomPending(self)
+
+    def lease(self, nbytes: int) -> None:
+        """Any memory is as good: None."""
+        return None
+
+    def abort(self, failure: Failure) -> None:
+        with self.changed:
+            self.fail(failure)
+        for part, ranks in self._parts:
+            culprit = ranks.index(failure.peer) if failure.peer in ranks else None
+            text = f"the group that it is a part of broke: {failure.text}"
+            part.abort(Failure("aborted", culprit, text))
+
+    def add_part(self, part: RoomWire, ranks: Sequence[int]) -> None:
+        """Have a wire among some of the ranks be aborted with this one."""
+        self._parts.append((part, ranks))
+
+    def failure(self) -> Failure | None:
+        return self._failure
+
+    def close(self) -> None:
+        if os.getpid() != self._process:
+            return  # in a forked child, where a thread that is not there may hold the lock
+        with self.changed:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            # what was sent and waited for has been copied already
+            self._end(Failure("aborted", None, f"rank {self.rank} has closed its wire"))
+            self.room.gone.add(self.rank)
+            for condition in self.room.changed:
+                condition.notify_all()
+            self.room.look()
+
+    def fail(self, failure: Failure) -> None:
+        """Fail with this, unless the wire has failed already; with the lock held."""
+        if self._failure is None:
+            self.room.has_failed = True
+        self._end(failure)
+
+    def _end(self, failure: Failure) -> None:
+        if self._failure is None:
+            self._failure = failure
+            self.room.forget(self)
+        self.room.waiting.pop(self.rank, None)
+        self.changed.notify_all()
+
+    def check(self) -> None:
+        """Raise WireFailed if the wire has failed; with the lock held."""
+        if self._failure is not None:
+            raise WireFailed(self._failure)
+
+
+class RoomPending:
+    """The messages of one post; a `weft.wire.interface.Pending`.
+
+    Attributes:
+        wire: whose post it is.
+        receives: this rank's ends of the messages that it receives, in the order asked for.
+        has_limit: whether the wait for it has one.
+    """
+
+    def __init__(self, wire: RoomWire) -> None:
+        self.wire = wire
+        self.receives: list[End] = []
+        self.has_limit = False
+        self._ends: list[End] = []  # of all messages, until they are complete
+        self._incomplete = 0  # messages
+        self._received: list[Tensor] | None = None  # what `wait` has returned
+
+    def add_receive(self, peer: int, into: Tensor | int) -> End:
+        """An end that takes a message from a peer."""
+        if isinstance(into, int):
+            end = End(self, peer, False, into, is_sized=True)
+        else:
+            memory = bytes_of(into)
+            end = End(self, peer, False, len(memory), memory=memory, received=into)
+        self.receives.append(end)
+        self._ends.append(end)
+        self._incomplete += 1
+        return end
+
+    def add_send(self, peer: int, tensor: Tensor) -> End:
+        """An end that gives a message to a peer."""
+        memory = bytes_of(tensor)
+        end = End(self, peer, True, len(memory), memory=memory)
+        self._ends.append(end)
+        self._incomplete += 1
+        return end
+
+    def complete(self) -> None:
+        """One message of the post is complete; with the lock held."""
+        self._incomplete -= 1
+        if not self._incomplete:
+            self._ends = []  # which have the memory of tensors
+            wire = self.wire
+            if wire.room.waiting.get(wire.rank) is self:
+                del wire.room.waiting[wire.rank]
+            wire.changed.notify_all()
+
+    def wait(self, timeout: float | None = None) -> list[Tensor]:
+        if self._received is None:
+            with self.wire.changed:
+                if self._incomplete:
+                    self._wait(timeout)
+                self.finish()
+            received = [end.received for end in self.receives]
+            self._received = [tensor for tensor in received if tensor is not None]
+            self.receives = []  # they lead back here
+        return list(self._received)
+
+    def wait_stream(self) -> list[Tensor]:
+        return self.wait()
+
+    def done(self) -> bool:
+        with self.wire.changed:
+            return self.is_over()
+
+    def waiting_for(self) -> list[int]:
+        with self.wire.changed:
+            return sorted({end.peer for end in self._ends if not end.has_met})
+
+    def release(self) -> None:
+        """Do nothing: what came by size is freed with its tensors."""
+
+    def finish(self) -> None:
+        """All messages are complete, and the first wait for them returns; with the lock held."""
+
+    def is_over(self) -> bool:
+        """Whether a wait would return or raise at once; with the lock held."""
+        return not self._incomplete or self.wire.failure() is not None or self._lost() is not None
+
+    def has_unmet(self) -> bool:
+        """Whether a message waits for a peer to post its other end; with the lock held."""
+        return any(not end.has_met for end in self._ends)
+
+    def story(self) -> str:
+        """What this rank waits for, first."""
+        end = next((end for end in self._ends if not end.has_met), None)
+        what = "messages under way" if end is None else str(end)
+        return f"rank {self.wire.rank} awaits {what}"
+
+    def _wait(self, timeout: float | None) -> None:
+        """Wait until all messages are complete; with the lock held."""
+        if not self._is_over_within(timeout):
+            raise TimeoutError("the messages of a post are not complete")
+        lost = self._lost()
+        if lost is not None:
+            self.wire.fail(Failure("lost", lost, f"rank {lost} has closed its wire"))
+        if self._incomplete:
+            self.wire.check()
+
+    def _lost(self) -> int | None:
+        """A peer that has gone before it posted its end of a message."""
+        gone = self.wire.room.gone
+        if not gone:
+            return None
+        return next((end.peer for end in self._ends if end.peer in gone and not end.has_met), None)
+
+    def _is_over_within(self, timeout: float | None) -> bool:
+        """Wait until it is over, or for `timeout` seconds."""
+        wire = self.wire
+        waiting = wire.room.waiting
+        until = None if timeout is None else time.monotonic() + timeout
+        self.has_limit = until is not None
+        waiting[wire.rank] = self
+        try:
+            while not self.is_over():
+                wire.room.look()
+                if self.is_over():
+                    return True
+                seconds = None if until is None else until - time.monotonic()
+                if seconds is not None and seconds <= 0:
+                    return self.is_over_now()
+                wire.changed.wait(seconds)
+        finally:
+            if waiting.get(wire.rank) is self:
+                del waiting[wire.rank]
+        return True
+
+    def is_over_now(self) -> bool:
+        """The same as `is_over`, as the time of a wait is over."""
+        return self.is_over()
+
+
+def bytes_of(tensor: Tensor) -> Bytes:
+    """The bytes of a contiguous tensor; they hold its storage, whatever becomes of the tensor."""
+    return np.asarray(memory_of(tensor))
