@@ -61,6 +61,9 @@ class Peers:
         """As the group that the detector guards."""
         self.cuts.append(time.monotonic())
 
+    def failure(self) -> None:
+        return None
+
     def say(self, peer: int, **message: object) -> None:
         self.ends[peer].sendall(json.dumps(message).encode() + b"\n")
 

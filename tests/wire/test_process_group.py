@@ -229,6 +229,27 @@ def test_a_shorter_timeout_counts_from_the_next_wait_on():
         group.close()
 
 
+def test_what_came_while_nobody_waited_is_blamed_on_its_sender():
+    """And not on the rank that got it, for which the others wait until their deadline."""
+    store = dist.HashStore()
+    with ThreadPoolExecutor(3) as pool:
+        joining = [pool.submit(connect, store, rank, 3, 2.0) for rank in range(3)]
+        groups = [each.result() for each in joining]
+    place = torch.zeros(1 << 17, dtype=torch.uint8)
+    groups[0].post((), [(1, place)])  # so that its thread reads what comes
+    groups[0]._wire._rouse()
+    groups[1]._wire.connections[0].sock.send(b"\xff" * 24)
+    until = time.monotonic() + 20.0
+    while groups[0]._wire.failure() is None:
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    with pytest.raises(WireError, match="rank 1 sent a frame of kind") as caught:
+        groups[2].post((), [(0, 8)]).wait()
+    assert caught.value.culprit == 1
+    for group in groups:
+        group.close()
+
+
 def with_few_files(path):
     """The soft limit is raised; a hard limit that is too low on one rank is told to both."""
     import resource

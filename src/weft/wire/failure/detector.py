@@ -284,6 +284,8 @@ class Detector:
         for each in news:
             self._read_news(each)
         if self.verdict is None:
+            self._look_at_the_wires()
+        if self.verdict is None:
             self._look_at_the_clock()
 
     def due(self) -> float:
@@ -298,6 +300,16 @@ class Detector:
     def _patience(self, wait: Wait) -> float:
         """Seconds of a wait after which all ranks are asked."""
         return self.timeout if self._told() is wait else min(self._slow, self.timeout)
+
+    def _look_at_the_wires(self) -> None:
+        """Settle what a wire is sure of, which it may have seen while nobody used it.
+
+        Else a rank that others ask where it is would be taken for the one that keeps them waiting.
+        """
+        for wire in self._wires:
+            failure = wire.failure()
+            if failure is not None and failure.kind in ("garbled", "broken"):
+                self.explain(failure, None)
 
     def _look_at_the_clock(self) -> None:
         waiting = self.waiting if self._suspect is None else self._suspect[0]
