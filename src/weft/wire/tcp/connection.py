@@ -157,12 +157,12 @@ class _Arrived:
 
 
 class Connection:
-    """One end of a connection.
+    """One end of a connection. Until it has its socket, messages wait.
 
     Attributes:
         peer: the rank at the other end.
-        sock: connected, non-blocking.
-        fd: its number, also after it is closed.
+        sock: connected, non-blocking; None: not connected yet.
+        fd: its number, also after it is closed; -1: there is none yet.
         lost: why nothing moves here any more, or "".
         garbled: what the peer sent that is no message, or "".
         mapped: whether the peer has mapped this rank's segment.
@@ -171,11 +171,18 @@ class Connection:
     """
 
     def __init__(
-        self, peer: int, sock: socket.socket, segment: shm.Peer | None, *, mapped: bool
+        self, peer: int, sock: socket.socket | None, segment: shm.Peer | None, *, mapped: bool
     ) -> None:
-        self.peer, self.sock, self.segment, self.mapped = peer, sock, segment, mapped
-        self.fd, self.lost, self.garbled = sock.fileno(), "", ""
-        self._slow = sock.family != socket.AF_UNIX
+        self.peer = peer
+        self.segment = segment
+        self.mapped = mapped
+        self.sock: socket.socket | None = None
+        self.fd = -1
+        self.lost = ""
+        self.garbled = ""
+        self._slow = False
+        if sock is not None:
+            self.attach(sock)
         # what is to be received, by channel
         self._receives: dict[int, deque[Receive]] = defaultdict(deque)
         self._asked: dict[int, int] = defaultdict(int)  # receives so far
@@ -200,6 +207,12 @@ class Connection:
         self._owed = 0  # the bytes of those messages
         self.due = False
 
+    def attach(self, sock: socket.socket) -> None:
+        """Give it its socket, connected and non-blocking."""
+        self.sock = sock
+        self.fd = sock.fileno()
+        self._slow = sock.family != socket.AF_UNIX
+
     @property
     def busy(self) -> bool:
         """Whether messages move only if somebody calls `flush` or `receive`."""
@@ -210,12 +223,12 @@ class Connection:
     @property
     def unsent(self) -> bool:
         """Whether something waits for the socket to take it."""
-        return bool(self._parts or self._ready) and not self.lost
+        return bool(self._parts or self._ready) and self.sock is not None and not self.lost
 
     @property
     def wanted(self) -> int:
         """The events of the socket to wait for, as `select.poll` has them."""
-        if self.lost:
+        if self.lost or self.sock is None:
             return 0
         return select.POLLIN | select.POLLOUT if self._parts else select.POLLIN
 
@@ -239,6 +252,8 @@ class Connection:
     def flush(self) -> None:
         """Send what may be sent and the socket takes."""
         self.due = False
+        if self.sock is None:
+            return
         parts = self._parts
         while not self.lost and (parts or self._ready or self._credits or self._read):
             if not parts:
@@ -318,6 +333,8 @@ class Connection:
 
     def receive(self) -> bool:
         """Read what is there, up to `_TURN` bytes; whether there was anything."""
+        if self.sock is None:
+            return False
         moved = 0
         while not self.lost and moved < _TURN:
             into = self._into
@@ -357,7 +374,7 @@ class Connection:
         On a slow link a long message comes packet by packet, and waking up for each would cost more
         than everything else.
         """
-        if count != self._wakes_at and not self.lost:
+        if count != self._wakes_at and self.sock is not None and not self.lost:
             self._wakes_at = count
             self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, count)
 
@@ -477,6 +494,8 @@ class Connection:
     def discard(self) -> None:
         """Read what is there, and drop it: to close with unread bytes would reset the connection,
         and with it what the peer has not read yet."""
+        if self.sock is None:
+            return
         dropped = 0
         with contextlib.suppress(OSError):
             while dropped < _TURN and (count := self.sock.recv_into(self._ahead)):
@@ -487,7 +506,8 @@ class Connection:
 
         A closed wire may be referenced for long, and messages may lie in its segment.
         """
-        self.sock.close()
+        if self.sock is not None:
+            self.sock.close()
         self.segment = self._into = self._coming = None
         for by_channel in (self._receives, self._arrived, self._sends, self._unread):
             by_channel.clear()

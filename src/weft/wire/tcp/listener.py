@@ -27,8 +27,10 @@ import errno
 import hashlib
 import logging
 import math
+import os
 import resource
 import secrets
+import select
 import selectors
 import socket
 import struct
@@ -47,6 +49,9 @@ from ..store import AbsentError
 MESSAGES, CONTROL = LANES = range(2)
 """What a socket is for."""
 
+AGAIN = 0.1
+"""Seconds after which to try again where what failed may pass."""
+
 STRANGERS = 128
 """Open connections, beyond the ranks', that have not proved who they are."""
 
@@ -54,7 +59,7 @@ _TOKEN = _NONCE = 16  # bytes
 _PROOF = 32  # bytes of an HMAC
 # the first two pass when a link has just come up; the others, if the listener had too many guests
 _PASSING = {errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ECONNRESET, errno.EPIPE}
-_AGAIN = 0.1  # seconds after which to try again
+_UNIX = 1.0  # seconds that a listener on this host has to accept
 _NAMES = sys.platform.startswith("linux")  # abstract names of Unix sockets exist
 _WHO = struct.Struct(f"!II{_NONCE}s")  # rank, lane, and nonce of the end that connects
 _CONNECTS, _LISTENS = b"weft connects", b"weft listens"  # prefixes: which end sends the HMAC
@@ -108,9 +113,7 @@ class Listener:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._sock.close()
-        if self._unix is not None:
-            self._unix.close()
+        self.close()
 
     def connect(
         self, rank: int, peers: Mapping[int, Endpoint], lane: int, deadline: float
@@ -134,43 +137,56 @@ class Listener:
         try:
             for peer, endpoint in peers.items():
                 if peer < rank:
-                    who = _WHO.pack(rank, lane, secrets.token_bytes(_NONCE))
-                    made[peer] = self._connect(who, peer, endpoint, deadline)
+                    made[peer] = self._connect(rank, peer, endpoint, lane, deadline)
             self._accept(rank, made, {peer for peer in peers if peer > rank}, lane, deadline)
         except BaseException:
             for sock in made.values():
                 sock.close()
             raise
         for sock in made.values():
-            if sock.family != socket.AF_UNIX:
-                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            send_at_once(sock)
         return made
 
-    def _connect(self, who: bytes, peer: int, endpoint: Endpoint, deadline: float) -> socket.socket:
-        """Connect to a peer, and check its proof."""
+    def knock(self, rank: int, peer: int, endpoint: Endpoint, lane: int) -> Knock:
+        """Begin to connect to a peer, in a way that waits for nothing.
+
+        Raises:
+            OSError: there is no file left.
+        """
         where = endpoint.address + (self._scope if ":" in endpoint.address else "")
+        is_near = endpoint.host == self.endpoint.host != ""
+        who = _WHO.pack(rank, lane, secrets.token_bytes(_NONCE))
+        return Knock(peer, who, endpoint, where, is_near=is_near)
+
+    def door(self, rank: int, awaited: int) -> Door:
+        """The door for so many ranks that are to come."""
+        listening = [self._sock] if self._unix is None else [self._sock, self._unix]
+        return Door(rank, listening, self.endpoint.token, awaited + STRANGERS)
+
+    def close(self) -> None:
+        self._sock.close()
+        if self._unix is not None:
+            self._unix.close()
+
+    def _connect(
+        self, rank: int, peer: int, endpoint: Endpoint, lane: int, deadline: float
+    ) -> socket.socket:
+        """Connect to a peer, and check its proof."""
         while True:
-            sock = None
+            knock = None
             try:
-                if endpoint.host == self.endpoint.host != "":
-                    sock = _unix(endpoint.token, timeout=_remaining(deadline))
-                sock = sock or socket.create_connection(
-                    (where, endpoint.port), _remaining(deadline)
-                )
-                asked = _heard(sock, _NONCE, deadline) + who
-                sock.sendall(who + _proof(endpoint.token, _CONNECTS, asked))
-                proof = _heard(sock, _PROOF, deadline)
-                if not compare_digest(proof, _proof(endpoint.token, _LISTENS, asked)):
-                    raise OSError("who listens there does not know the token of that rank")
-                return sock
+                if time.monotonic() >= deadline:
+                    raise TimeoutError("no time was left to connect")
+                knock = self.knock(rank, peer, endpoint, lane)
+                while not knock.advance():
+                    knock.sleep(_remaining(deadline))
+                return knock.sock
             except OSError as error:
-                if sock is not None:
-                    sock.close()
-                if error.errno not in _PASSING:
-                    why = error.strerror or str(error)
-                    what = f"cannot be reached at {endpoint.address} port {endpoint.port} ({why})"
-                    raise AbsentError([peer], what) from error
-                time.sleep(_AGAIN)
+                if knock is not None:
+                    knock.sock.close()
+                if not is_passing(error):
+                    raise AbsentError([peer], unreachable(endpoint, error)) from error
+                time.sleep(AGAIN)
 
     def _accept(
         self,
@@ -181,21 +197,119 @@ class Listener:
         deadline: float,
     ) -> None:
         """Accept connections with a valid proof; strangers are refused, and delay nobody."""
-        listening = [self._sock] if self._unix is None else [self._sock, self._unix]
-        door = _Door(rank, listening, self.endpoint.token, len(missing) + STRANGERS)
-        with contextlib.closing(door):
+        with contextlib.closing(self.door(rank, len(missing))) as door:
             while missing:
                 left = deadline - time.monotonic()
                 for guest, (peer, its_lane) in door.introduced(max(0.0, left)):
                     if peer in missing and its_lane == lane:
-                        made[peer] = guest.sock
+                        made[peer] = door.admit(guest)
                         missing.discard(peer)
-                        with contextlib.suppress(OSError):  # the other end is gone
-                            guest.sock.send(_proof(self.endpoint.token, _LISTENS, guest.asked))
                     else:
                         door.refuse(guest, f"it knows the token, but rank {peer} is not awaited")
                 if missing and left <= 0:  # also where strangers never stop coming
                     raise AbsentError(sorted(missing), "did not connect")
+
+
+class Knock:
+    """A connection to a peer's listener, until both ends have proved who they are.
+
+    Attributes:
+        peer: the rank that listens.
+        sock: non-blocking.
+    """
+
+    def __init__(
+        self, peer: int, who: bytes, endpoint: Endpoint, where: str, *, is_near: bool
+    ) -> None:
+        """`where` is the address to connect to, if it is not this host (`is_near`)."""
+        self.peer = peer
+        self._who = who
+        self._token = endpoint.token
+        self._asked = b""  # the listener's nonce, and who this is: what proofs are HMACs of
+        self._heard = b""
+        self._is_connected = False
+        unix = _unix(endpoint.token, timeout=_UNIX) if is_near else None
+        if unix is not None:
+            self.sock = unix
+            self._is_connected = True
+            unix.setblocking(False)
+            return
+        address = socket.getaddrinfo(
+            where, endpoint.port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST
+        )[0]
+        self.sock = socket.socket(address[0], socket.SOCK_STREAM)
+        self.sock.setblocking(False)
+        code = self.sock.connect_ex(address[4])
+        if code not in (0, errno.EINPROGRESS):
+            self.sock.close()
+            raise OSError(code, os.strerror(code))
+
+    @property
+    def wanted(self) -> int:
+        """The events of the socket to wait for, as `select.poll` has them."""
+        return select.POLLIN if self._is_connected else select.POLLOUT
+
+    def sleep(self, seconds: float) -> None:
+        """Wait until `advance` can do something."""
+        poll = select.poll()
+        poll.register(self.sock, self.wanted)
+        poll.poll(seconds * 1e3)
+
+    def advance(self) -> bool:
+        """Do what can be done now; whether both ends have proved who they are.
+
+        Raises:
+            OSError: the connection failed, or who listens does not know the token.
+        """
+        if not self._is_connected:
+            poll = select.poll()
+            poll.register(self.sock, select.POLLOUT)
+            if not poll.poll(0):
+                return False
+            code = self.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+            if code:
+                raise OSError(code, os.strerror(code))
+            self._is_connected = True
+        if not self._asked:
+            if not self._hear(_NONCE):
+                return False
+            self._asked = self._heard + self._who
+            self._heard = b""
+            self.sock.send(self._who + _proof(self._token, _CONNECTS, self._asked))
+        if not self._hear(_PROOF):
+            return False
+        if not compare_digest(self._heard, _proof(self._token, _LISTENS, self._asked)):
+            raise OSError("who listens there does not know the token of that rank")
+        return True
+
+    def _hear(self, count: int) -> bool:
+        """Read up to `count` bytes and no more; whether all are there."""
+        while len(self._heard) < count:
+            try:
+                more = self.sock.recv(count - len(self._heard))
+            except BlockingIOError:
+                return False
+            if not more:
+                raise ConnectionResetError(errno.ECONNRESET, "it hung up")
+            self._heard += more
+        return True
+
+
+def send_at_once(sock: socket.socket) -> None:
+    """Have a socket send what it gets, without waiting for more."""
+    if sock.family != socket.AF_UNIX:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+
+def is_passing(error: OSError) -> bool:
+    """Whether it may pass: a link that has just come up, or a crowd at the listener."""
+    return error.errno in _PASSING
+
+
+def unreachable(endpoint: Endpoint, error: OSError) -> str:
+    """That a peer cannot be reached, as the end of a clause."""
+    why = error.strerror or str(error)
+    return f"cannot be reached at {endpoint.address} port {endpoint.port} ({why})"
 
 
 @dataclass(slots=True, eq=False)
@@ -213,7 +327,7 @@ class _Guest:
         return self.nonce + self.said[: _WHO.size]
 
 
-class _Door:
+class Door:
     """The connections that have not proved yet which rank they are.
 
     A rank sends its proof as soon as it has the nonce. So if there are too many connections, or no
@@ -232,11 +346,30 @@ class _Door:
             sock.setblocking(False)
             self._selector.register(sock, selectors.EVENT_READ)
 
+    def fileno(self) -> int:
+        """A descriptor to wait at: it is readable where `introduced` has something to do."""
+        return self._selector.fileno()
+
+    def admit(self, guest: _Guest) -> socket.socket:
+        """The connection of a guest with a valid proof, which is told so."""
+        with contextlib.suppress(OSError):  # the other end is gone
+            guest.sock.send(_proof(self._token, _LISTENS, guest.asked))
+        return guest.sock
+
     def close(self) -> None:
         """Close the connections that are left, and log those that were refused."""
         while self._guests:
             self._dismiss()
         self._selector.close()
+        self._log_refused()
+
+    def abandon(self) -> None:
+        """Close the descriptors in a forked child; the selector is the parent's, too."""
+        self._selector.close()
+        for guest in self._guests:
+            guest.sock.close()
+
+    def _log_refused(self) -> None:
         for (origin, why), times in self._refused.items():
             what = "a connection" if times == 1 else f"{times} connections"
             _log.warning("rank %d refused %s from %s: %s", self._rank, what, origin, why)
@@ -301,22 +434,6 @@ class _Door:
 def _proof(token: str, side: bytes, asked: bytes) -> bytes:
     """The HMAC by which one end of a connection proves that it knows the token."""
     return digest(token.encode(), side + asked, "sha256")
-
-
-def _heard(sock: socket.socket, count: int, deadline: float) -> bytes:
-    """Read exactly `count` bytes.
-
-    Raises:
-        OSError: the other end hung up, or did not send them in time.
-    """
-    said = b""
-    while len(said) < count:
-        sock.settimeout(_remaining(deadline))
-        more = sock.recv(count - len(said))
-        if not more:
-            raise ConnectionResetError(errno.ECONNRESET, "it hung up")
-        said += more
-    return said
 
 
 def _unix(token: str, *, backlog: int = 0, timeout: float | None = None) -> socket.socket | None:

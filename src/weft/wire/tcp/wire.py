@@ -6,6 +6,11 @@ messages are under way, as in the arithmetic between two waits, a thread moves t
 milliseconds; in between the kernel buffers what comes. Otherwise that thread sleeps. It is started
 when it is needed first; messages in a segment do not need it.
 
+Ranks of one host are connected from the start, since they pass each other their segments. Ranks of
+two hosts connect when they first have messages for each other: the higher one knocks at the
+listener of the lower one, whose door stays open. Until then their messages wait. If the higher one
+does not come soon, the lower one knocks: so it finds out where that one is gone.
+
 weft moves its bytes itself since a wait has to end at once where a rank dies: gloo never fails a
 receive that has got a part of its message, whatever happens to the socket. gloo also announces and
 answers each message, and passes it between threads, which costs about 50 system calls and a
@@ -24,7 +29,7 @@ import socket
 import threading
 import time
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import astuple
+from dataclasses import astuple, dataclass
 
 import torch
 from torch import Tensor
@@ -37,7 +42,17 @@ from ..registry import Start
 from . import connection
 from .address import own_address
 from .connection import Block, Connection, Receive
-from .listener import MESSAGES, STRANGERS, Endpoint, Listener
+from .listener import (
+    AGAIN,
+    MESSAGES,
+    STRANGERS,
+    Endpoint,
+    Knock,
+    Listener,
+    is_passing,
+    send_at_once,
+    unreachable,
+)
 
 INLINE = 1 << 16
 """Bytes of a message up to which it goes through the socket, also to whoever maps the segment."""
@@ -46,6 +61,7 @@ _TICK = 0.004  # seconds between two looks of the thread
 _LEFT = 0.1  # seconds that a close waits for whoever moves something
 _FAREWELL = 5.0  # seconds in which a close sends what is left
 _AWAKE = 50e-6  # seconds that a wait looks by itself before it sleeps until it is woken
+_COURTESY = 0.25  # seconds in which a higher rank comes by itself
 _LONGEST = 3600.0  # seconds of one sleep; a wait without a limit sleeps again
 _BUFFER = 4 << 20  # bytes of a Unix socket's buffers; with the small default it is 4 times slower
 _SHORTEST = 0.1  # seconds that peers have at least to pass their segments
@@ -53,6 +69,21 @@ _SHORTEST = 0.1  # seconds that peers have at least to pass their segments
 _Received = tuple[Connection, Receive]
 _Message = tuple[Connection, Receive | connection.Send]
 """A message and the connection that it is on."""
+
+
+@dataclass(frozen=True)
+class Far:
+    """How ranks of other hosts are reached.
+
+    Attributes:
+        listener: where higher ranks knock.
+        endpoints: of the ranks that are not connected yet.
+        timeout: seconds in which one must be reached.
+    """
+
+    listener: Listener
+    endpoints: Mapping[int, Endpoint]
+    timeout: float
 
 
 class TcpWire:
@@ -72,6 +103,7 @@ class TcpWire:
         segment: shm.Segment | None = None,
         seen: Mapping[int, shm.Peer] | None = None,
         seen_by: Set[int] = frozenset(),
+        far: Far | None = None,
     ) -> None:
         """
         Args:
@@ -81,6 +113,7 @@ class TcpWire:
             segment: of this rank.
             seen: the segments of peers, mapped here.
             seen_by: the peers that have mapped this rank's segment.
+            far: how peers are reached that are not connected yet; the wire closes its listener.
         """
         self.rank = rank
         self.size = size
@@ -96,18 +129,23 @@ class TcpWire:
         self._polled: dict[int, int] = {}  # the events that each socket is polled for
         self._by_fd: dict[int, Connection] = {}
         # a byte there ends the sleep of whoever waits
-        self._alarm: tuple[socket.socket, ...] = socket.socketpair() if sockets else ()
+        self._alarm: tuple[socket.socket, ...] = socket.socketpair() if size > 1 else ()
         for end in self._alarm:
             end.setblocking(False)
         if self._alarm:
             self._poll.register(self._alarm[0], select.POLLIN)
-        for peer, sock in sockets.items():
-            sock.setblocking(False)
-            made = Connection(peer, sock, (seen or {}).get(peer), mapped=peer in seen_by)
-            self.connections[peer] = made
-            self._by_fd[made.fd] = made
-            self._watch(made)
-
+        for peer in {*sockets, *(far.endpoints if far else ())}:
+            mapped = peer in seen_by
+            self.connections[peer] = Connection(peer, None, (seen or {}).get(peer), mapped=mapped)
+        self._far = far
+        self._knocks: dict[int, Knock] = {}  # by descriptor
+        # peers that are wanted and not connected, and until when to knock if it may help
+        self._reaching: dict[int, float] = {}
+        self._again: dict[int, float] = {}  # when to knock again, by peer
+        self._door = None
+        if far is not None:
+            self._door = far.listener.door(rank, len(far.endpoints))
+            self._poll.register(self._door, select.POLLIN)
         # Who moves messages holds it. Reentrant, since a collection of garbage may close a wire in
         # the middle of anything.
         self._turn = threading.RLock()
@@ -117,6 +155,8 @@ class TcpWire:
         self._failure: Failure | None = None
         self._failing = threading.RLock()  # held while `_failure` is set
         self._is_closed = False
+        for peer, sock in sockets.items():
+            self._connected(peer, sock)
 
     def post(
         self, sends: Sequence[Send] = (), recvs: Sequence[Recv] = (), channel: int = 0
@@ -167,6 +207,9 @@ class TcpWire:
             if link.due:
                 link.flush()
                 self._watch(link)
+            if link.sock is None:
+                self._reach(link.peer)
+                needs_thread = True
         if needs_thread:
             self._rouse()
         return receives, messages
@@ -241,6 +284,9 @@ class TcpWire:
         self._thread = None
         self._stir = threading.Event()
         self._failure = self._failure or Failure("broken", self.rank, "this process was forked")
+        if self._door is not None:
+            self._door.abandon()
+        self._door = None
         self._let_go()
 
     def _let_go(self) -> None:
@@ -249,6 +295,13 @@ class TcpWire:
             self.segment.close()
         for link in self.connections.values():
             link.close()
+        for knock in self._knocks.values():
+            knock.sock.close()
+        self._knocks.clear()
+        if self._door is not None:
+            self._door.close()
+        if self._far is not None:
+            self._far.listener.close()
         for end in self._alarm:
             end.close()
 
@@ -324,13 +377,15 @@ class TcpWire:
             for fd, event in events:
                 link = self._by_fd.get(fd)
                 if link is None:
-                    self._hush()
+                    self._greet(fd)
                 elif self._failure is None:  # else nothing may write to anybody's memory
                     if event & ~select.POLLOUT:
                         link.receive()
                     if link.due or event & select.POLLOUT:
                         link.flush()
                     self._watch(link)
+            if self._reaching:
+                self._look_after_knocks()
         except BaseException as error:  # of a handler of a signal: a message may be half moved
             kind = type(error).__name__
             self._fail(Failure("broken", self.rank, f"{kind} was raised while messages moved"))
@@ -353,7 +408,8 @@ class TcpWire:
             os.sched_yield()
             ready = self._poll.poll(0)
             now = time.monotonic()
-        return ready or self._poll.poll(min(seconds, _LONGEST) * 1e3)
+        longest = AGAIN if self._reaching else _LONGEST
+        return ready or self._poll.poll(min(seconds, longest) * 1e3)
 
     def _hush(self) -> None:
         """Read the bytes that woke whoever waits."""
@@ -374,6 +430,105 @@ class TcpWire:
         self._polled[link.fd] = wanted
         if wanted & select.POLLOUT:
             self._rouse()
+
+    # connecting to ranks of other hosts
+
+    def _reach(self, peer: int) -> None:
+        """Knock at a rank, unless that is under way: at a higher one later, if it does not come."""
+        assert self._far is not None
+        if peer in self._reaching:
+            return
+        now = time.monotonic()
+        self._reaching[peer] = now + self._far.timeout
+        if peer < self.rank:
+            self._knock(peer)
+        else:
+            self._again[peer] = now + _COURTESY
+
+    def _knock(self, peer: int) -> None:
+        assert self._far is not None
+        endpoint = self._far.endpoints[peer]
+        try:
+            knock = self._far.listener.knock(self.rank, peer, endpoint, MESSAGES)
+        except OSError as error:
+            self._turned_away(peer, error)
+            return
+        self._knocks[knock.sock.fileno()] = knock
+        self._poll.register(knock.sock, knock.wanted)
+
+    def _turned_away(self, peer: int, error: OSError) -> None:
+        """Knock again later if that may help; else the peer is lost."""
+        now = time.monotonic()
+        if is_passing(error) and now < self._reaching[peer]:
+            self._again[peer] = now + AGAIN
+        else:
+            assert self._far is not None
+            self.connections[peer].lose(unreachable(self._far.endpoints[peer], error))
+
+    def _look_after_knocks(self) -> None:
+        """Knock where it is time."""
+        now = time.monotonic()
+        for peer in [peer for peer, due in self._again.items() if due <= now]:
+            del self._again[peer]
+            self._knock(peer)
+
+    def _greet(self, fd: int) -> None:
+        """Go on with a connection that is not made yet, or read what has woken this thread."""
+        if fd in self._knocks:
+            self._advance(fd)
+        elif self._door is not None and fd == self._door.fileno():
+            self._let_in()
+        else:
+            self._hush()
+
+    def _advance(self, fd: int) -> None:
+        knock = self._knocks[fd]
+        try:
+            is_through = knock.advance()
+        except OSError as error:
+            self._forget_knock(fd)
+            knock.sock.close()
+            self._turned_away(knock.peer, error)
+            return
+        if is_through:
+            self._forget_knock(fd)
+            self._connected(knock.peer, knock.sock)
+        else:
+            self._poll.modify(fd, knock.wanted)
+
+    def _forget_knock(self, fd: int) -> None:
+        self._poll.unregister(fd)
+        del self._knocks[fd]
+
+    def _let_in(self) -> None:
+        """Take the connections of ranks that have proved who they are.
+
+        Of two ranks that knock at each other the higher one is let in.
+        """
+        assert self._door is not None
+        for guest, (peer, lane) in self._door.introduced(0.0):
+            link = self.connections.get(peer)
+            if lane != MESSAGES or link is None:
+                self._door.refuse(guest, f"it knows the token, but rank {peer} is not awaited")
+            elif link.sock is not None or (peer < self.rank and peer in self._reaching):
+                guest.sock.close()  # there is a better one
+            else:
+                self._connected(peer, self._door.admit(guest))
+
+    def _connected(self, peer: int, sock: socket.socket) -> None:
+        """Send what has waited for the socket."""
+        for fd in [fd for fd, knock in self._knocks.items() if knock.peer == peer]:
+            self._knocks[fd].sock.close()
+            self._forget_knock(fd)
+        self._again.pop(peer, None)
+        sock.setblocking(False)
+        send_at_once(sock)
+        self._reaching.pop(peer, None)
+        link = self.connections[peer]
+        link.attach(sock)
+        self._by_fd[link.fd] = link
+        link.flush()
+        self._watch(link)
 
     # the thread that moves messages while nobody waits
 
@@ -481,26 +636,51 @@ def make(start: Start) -> TcpWire:
         OSError: from the sockets.
     """
     deadline = time.monotonic() + start.timeout
-    address = own_address(start.store)
-    with Listener(address, start.size + STRANGERS, digest_of(start.host).hex()) as listener:
-        peers = _exchange_endpoints(start, listener.endpoint)
-        sockets = listener.connect(start.rank, peers, MESSAGES, deadline)
-    segment = None
+    host = digest_of(start.host).hex()
+    listener = Listener(own_address(start.store), start.size + STRANGERS, host)
+    sockets: dict[int, socket.socket] = {}
     try:
-        near = {peer: sock for peer, sock in sockets.items() if sock.family == socket.AF_UNIX}
-        for sock in near.values():
-            sock.settimeout(max(deadline - time.monotonic(), _SHORTEST))
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER)
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _BUFFER)
-        segment = shm.Segment.make() if near else None
+        peers = _exchange_endpoints(start, listener.endpoint)
+        near = {peer: each for peer, each in peers.items() if each.host == host}
+        far = {peer: each for peer, each in peers.items() if each.host != host}
+        sockets = listener.connect(start.rank, near, MESSAGES, deadline)
+        segment, seen, seen_by = _exchange_segments(sockets, deadline)
+    except BaseException:
+        for sock in sockets.values():
+            sock.close()
+        listener.close()
+        raise
+    if not far:
+        listener.close()
+    return TcpWire(
+        start.rank,
+        start.size,
+        sockets,
+        start.memory,
+        segment,
+        seen,
+        seen_by,
+        Far(listener, far, start.timeout) if far else None,
+    )
+
+
+def _exchange_segments(
+    sockets: Mapping[int, socket.socket], deadline: float
+) -> tuple[shm.Segment | None, dict[int, shm.Peer], set[int]]:
+    """This rank's segment, those of peers of its host, and the peers that have mapped this one."""
+    near = {peer: sock for peer, sock in sockets.items() if sock.family == socket.AF_UNIX}
+    for sock in near.values():
+        sock.settimeout(max(deadline - time.monotonic(), _SHORTEST))
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _BUFFER)
+    segment = shm.Segment.make() if near else None
+    try:
         seen, seen_by = shm.exchange(segment, near)
     except BaseException:
         if segment is not None:
             segment.close()
-        for sock in sockets.values():
-            sock.close()
         raise
-    return TcpWire(start.rank, start.size, sockets, start.memory, segment, seen, seen_by)
+    return segment, seen, seen_by
 
 
 def _exchange_endpoints(start: Start, own: Endpoint) -> dict[int, Endpoint]:

@@ -1,0 +1,94 @@
+"""The wire over TCP and the memory of a host keeps the contract; who connects to whom, and when."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+
+import psutil
+import pytest
+import torch
+
+from weft.testing import check_wire, ranks_as_processes
+from weft.testing.pace import patient
+from weft.wire.tcp import wire as tcp
+
+
+def make_near(start):
+    """As between ranks of one host: messages go through its memory."""
+    return tcp.make(start)
+
+
+def make_far(start):
+    """As between hosts: each rank has one of its own."""
+    return tcp.make(dataclasses.replace(start, host=f"host {start.rank}"))
+
+
+def make_mixed(start):
+    """Two ranks on each host."""
+    return tcp.make(dataclasses.replace(start, host=f"host {start.rank // 2}"))
+
+
+@pytest.mark.parametrize("make", [make_near, make_far, make_mixed])
+def test_it_keeps_the_contract(make):
+    check_wire(ranks_as_processes(make))
+
+
+def connections():
+    """How many connections of TCP this process has to other ranks."""
+    return sum(
+        each.status == "ESTABLISHED" and each.laddr.ip == each.raddr.ip == "127.0.0.1"
+        for each in psutil.Process().net_connections("tcp")
+    )
+
+
+def first_messages(wire):
+    """Rank 0 talks to rank 2 alone; ranks 1 and 3 talk to nobody."""
+    before = connections()
+    if wire.rank in (0, 2):
+        peer = 2 - wire.rank
+        place = torch.zeros(3)
+        wire.post([(peer, torch.full((3,), float(wire.rank)))], [(peer, place)]).wait(patient(10.0))
+        assert place.tolist() == [float(peer)] * 3
+    return connections() - before
+
+
+def test_ranks_of_two_hosts_connect_with_their_first_message():
+    assert ranks_as_processes(make_far)(4, first_messages) == [1, 0, 1, 0]
+
+
+def one_is_early(wire):
+    """A lower rank's message finds its way, whenever the higher one begins to receive."""
+    if wire.rank == 0:
+        wire.post([(1, torch.ones(5))]).wait(patient(20.0))
+        return True
+    time.sleep(1.0)  # longer than the lower rank's courtesy: both may knock
+    place = torch.zeros(5)
+    wire.post((), [(0, place)]).wait(patient(20.0))
+    return bool(place.all())
+
+
+def both_knock(wire, rounds=20):
+    """Whoever is let in, one connection is left, and nothing is lost."""
+    peer = 1 - wire.rank
+    for number in range(rounds):
+        place = torch.zeros(1)
+        wire.post([(peer, torch.full((1,), float(number)))], [(peer, place)]).wait(patient(20.0))
+        assert place.item() == number
+    return connections()
+
+
+def make_impolite(start):
+    """Lower ranks knock at once."""
+    tcp._COURTESY = 0.0
+    return make_far(start)
+
+
+def test_a_message_waits_for_its_connection():
+    assert ranks_as_processes(make_far)(2, one_is_early) == [True, True]
+
+
+@pytest.mark.parametrize("attempt", range(3))
+def test_of_two_that_knock_at_each_other_one_is_let_in(attempt):
+    first, second = ranks_as_processes(make_impolite)(2, both_knock)
+    assert first == second
