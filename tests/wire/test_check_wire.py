@@ -688,6 +688,13 @@ def test_what_each_clause_found_is_reported_at_once():
     assert [outcome.number for outcome in heard] == [1, 2]
 
 
+def test_what_fails_is_told_by_its_line_of_the_clause():
+    with pytest.raises(AssertionError, match=r"FAILED: assert all\(one is place for one, place in"):
+        check_wire(ranks_as_threads(BROKEN["dtypes"]), clauses=[NUMBERS["dtypes"]])
+    with pytest.raises(AssertionError, match=r"FAILED: TimeoutError: .*\(in: _failure_of\("):
+        check_wire(ranks_as_processes(lasts_forever), clauses=[NUMBERS["dies"]], soon=1.0)
+
+
 def test_a_function_of_ones_own_may_start_the_ranks():
     run = ranks_as_threads(thread_wires)
     outcomes = check_wire(lambda size, body: run(size, body), clauses=[NUMBERS["dies"], 2])
