@@ -12,6 +12,7 @@ import pickle
 import signal
 import threading
 import time
+import types
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -248,6 +249,27 @@ def test_what_came_while_nobody_waited_is_blamed_on_its_sender():
     assert caught.value.culprit == 1
     for group in groups:
         group.close()
+
+
+def ask_in_a_wait_for_nothing(group):
+    """As where a peer asks where this rank is, just when it waits for a post without messages."""
+    if group.rank == 0:
+        asked = []
+        pending = group.post()
+        wait = pending.pending.wait
+
+        def slow():
+            asked.append(group._detector._place())
+            return wait()
+
+        pending.pending = types.SimpleNamespace(wait=slow, waiting_for=list)
+        assert pending.wait() == []
+        assert asked[0].awaits is None
+    talk(group)
+
+
+def test_a_rank_that_waits_for_nothing_can_be_asked():
+    on_processes(2, ask_in_a_wait_for_nothing)
 
 
 def with_few_files(path):

@@ -181,3 +181,15 @@ def test_a_fork_while_another_thread_looks_at_messages_in_frames():
     with held_elsewhere(wire._changed):
         assert closes_in_a_child(wire)
     wire.close()
+
+
+def test_a_wire_closes_though_its_thread_could_not_start(ends, monkeypatch):
+    def refuse(thread):
+        raise RuntimeError("can't start new thread")
+
+    first, _ = ends
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises(RuntimeError, match="start new thread"):
+        first.post((), [(1, torch.zeros(1 << 17, dtype=torch.uint8))])
+    first.close()
+    assert first.failure().kind == "broken"

@@ -238,9 +238,9 @@ class _Exchange(Pending):
         except WireFailed as error:
             self._group._fail(error.failure, "released what it had received")
 
-    def peer(self) -> int:
-        """The rank that is waited for."""
-        return self._first()[0]
+    def peer(self) -> int | None:
+        """The rank that is waited for; None: this post has no messages."""
+        return self._first()[0] if self._recvs or self._sends else None
 
     def what(self) -> str:
         """What is waited for, as a clause of an error."""

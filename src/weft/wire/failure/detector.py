@@ -48,8 +48,8 @@ _log = logging.getLogger("weft")
 class Wait(Protocol):
     """A wait that has not ended."""
 
-    def peer(self) -> int:
-        """The rank whose message is waited for now."""
+    def peer(self) -> int | None:
+        """The rank whose message is waited for now, or None."""
 
     def awaited(self) -> Sequence[int]:
         """All ranks whose messages are not complete."""
@@ -232,7 +232,7 @@ class Detector:
         if not self._settled.wait(_NEWS):
             for peer, raised in list(self.left.items())[:1]:  # the first to leave
                 return self.settle(left(peer, raised))
-            self._settled.wait(_ANSWER)
+            self._settled.wait(_ANSWER + _NEWS)
         return self.verdict
 
     def close(self) -> None:

@@ -537,10 +537,11 @@ class TcpWire:
         if not self._stir.is_set():
             self._stir.set()
             if self._thread is None:
-                self._thread = threading.Thread(
+                thread = threading.Thread(
                     target=self._look_in, name=f"weft tcp {self.rank}", daemon=True
                 )
-                self._thread.start()
+                thread.start()
+                self._thread = thread  # only now: one that could not start cannot be joined
 
     def _look_in(self) -> None:
         try:
