@@ -237,6 +237,18 @@ def test_factories_exchange_equally_often():
     assert wires[0].failure() is not None
 
 
+@pytest.mark.parametrize("error", [ConnectionResetError, TimeoutError])
+def test_who_lost_another_in_its_factory_is_not_to_blame(error):
+    def make(start):
+        raise KeyError("no such device") if start.rank == 2 else error("rank 2 hung up")
+
+    text, _ = errors_of(make)
+    assert (
+        text
+        == "wire 'mine' cannot be used: on rank 2 its factory raised KeyError: 'no such device'"
+    )
+
+
 @pytest.mark.parametrize("nbytes", [1 << 14, (1 << 14) + 1])
 def test_a_factory_exchanges_up_to_16_kib(nbytes):
     wires = thread_wires(SIZE)

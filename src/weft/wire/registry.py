@@ -240,6 +240,7 @@ def make_wire(name: str, factory: Factory, start: Start) -> Wire:
             0's, or did not exchange as often as the others'.
     """
     ballot = _Ballot(name, start.exchange)
+    is_weak = False
     made: object = None
     cause: Exception | None = None
     try:
@@ -248,11 +249,12 @@ def make_wire(name: str, factory: Factory, start: Start) -> Wire:
     except Exception as error:
         fault = f"its factory raised {type(error).__name__}: {error}"
         cause = error
+        is_weak = isinstance(error, ConnectionError | TimeoutError)
     try:
         if isinstance(made, Wire) and not fault:
             ballot.vote_for(made.features)
             return made
-        ballot.vote_against(fault)
+        ballot.vote_against(fault, is_weak=is_weak)
     except BaseException as error:
         close = getattr(made, "close", None)
         if callable(close):
@@ -270,7 +272,10 @@ class _Ballot:
     of them come to the same end, without another round.
     """
 
-    _DATA, _MADE, _FAULT = b"d", b"m", b"f"
+    _DATA = b"d"
+    _MADE = b"m"
+    _FAULT = b"f"
+    _LOST = b"l"  # a fault that the end of another rank's factory may have caused
 
     def __init__(self, name: str, exchange: Callable[[bytes], list[bytes]]) -> None:
         self._name = name
@@ -294,9 +299,10 @@ class _Ballot:
                         f"{what} {found[what]}, on rank 0 {first}; all ranks need the same"
                     )
 
-    def vote_against(self, fault: str) -> NoReturn:
-        """None was made here; raise what all ranks raise."""
-        self._round(self._FAULT + fault.encode(errors="replace")[:EXCHANGED])
+    def vote_against(self, fault: str, *, is_weak: bool) -> NoReturn:
+        """None was made here, maybe because of another rank; raise what all ranks raise."""
+        kind = self._LOST if is_weak else self._FAULT
+        self._round(kind + fault.encode(errors="replace")[:EXCHANGED])
         raise AssertionError("a round with a fault has raised")
 
     def _round(self, message: bytes) -> list[bytes]:
@@ -313,8 +319,10 @@ class _Ballot:
 
     def _check(self, messages: list[bytes]) -> None:
         kinds = [each[:1] for each in messages]
-        if self._FAULT in kinds:
-            rank = kinds.index(self._FAULT)
+        for fault in (self._FAULT, self._LOST):
+            if fault not in kinds:
+                continue
+            rank = kinds.index(fault)
             text = messages[rank][1:].decode(errors="ignore")  # the end may be cut off
             raise WeftError(f"wire {self._name!r} cannot be used: on rank {rank} {text}")
         if self._MADE in kinds and self._DATA in kinds:
