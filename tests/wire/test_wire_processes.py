@@ -134,6 +134,19 @@ def test_a_factory_has_a_store():
     assert ranks_as_processes(met_at_the_store)(2, rank_and_size) == [(0, 2), (1, 2)]
 
 
+def apart(start):
+    hosts = start.exchange(start.host.encode())
+    assert len(set(hosts)) == start.size
+    assert hosts[start.rank].decode() == start.host
+    return weft_streams.make_wire(start)
+
+
+def test_ranks_may_be_told_that_each_has_a_machine_of_its_own():
+    assert ranks_as_processes(apart, apart=True)(2, rank_and_size) == [(0, 2), (1, 2)]
+    with pytest.raises(weft.WeftError, match="its factory raised AssertionError"):
+        ranks_as_processes(apart)(2, rank_and_size)
+
+
 def test_what_a_process_cannot_load_is_refused():
     with pytest.raises(weft.WeftError, match="make them functions at the top of a module"):
         RUN(2, lambda wire: None)

@@ -8,10 +8,15 @@ from weft.testing import check_wire, ranks_as_processes
 from weft.testing.wires import NUMBERS
 from weft.wire import Features
 
+RUNS = {
+    "tcp": ranks_as_processes("tcp"),  # which shares memory
+    "tcp-apart": ranks_as_processes("tcp", apart=True),  # which connects when messages are posted
+    "torch": ranks_as_processes("torch"),
+}
 
-@pytest.mark.parametrize("wire", ["tcp", "torch"])
+
+@pytest.mark.parametrize("wire", RUNS)
 @pytest.mark.parametrize("clause", NUMBERS)
 def test_a_wire_keeps_a_clause(clause, wire):
-    run = ranks_as_processes(wire)
-    (outcome,) = check_wire(run, Features(), clauses=[NUMBERS[clause]])
+    (outcome,) = check_wire(RUNS[wire], Features(), clauses=[NUMBERS[clause]])
     assert bool(outcome.skipped) == (clause in {"among", "reduces", "huge"})

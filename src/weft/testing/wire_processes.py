@@ -42,13 +42,17 @@ _HERE = b""  # what a rank says first
 _WHERE = None  # the question to a rank that hangs; anything else is of an exchange
 
 
-def ranks_as_processes(wire: str | Factory, *, limit: float = 60.0) -> ProcessRanks:
+def ranks_as_processes(
+    wire: str | Factory, *, limit: float = 60.0, apart: bool = False
+) -> ProcessRanks:
     """Make a `Run` whose ranks are processes, new ones for each run.
 
     Args:
         wire: the name of a registered wire, or its factory, a function at the top of a module.
         limit: seconds that a run may take, on an idle machine; up to four times as many on a busy
             one. Then it fails, and the error says where the ranks were.
+        apart: tell each rank that it has a machine of its own (`Start.host`), for wires that do
+            otherwise within one.
 
     Raises:
         WeftError: no wire has this name; the text lists the names there are.
@@ -58,8 +62,8 @@ def ranks_as_processes(wire: str | Factory, *, limit: float = 60.0) -> ProcessRa
     ```
     """
     if isinstance(wire, str):
-        return ProcessRanks(wire, wire_named(wire), limit)
-    return ProcessRanks(getattr(wire, "__name__", type(wire).__name__), wire, limit)
+        return ProcessRanks(wire, wire_named(wire), limit, apart)
+    return ProcessRanks(getattr(wire, "__name__", type(wire).__name__), wire, limit, apart)
 
 
 class ProcessRanks:
@@ -67,8 +71,9 @@ class ProcessRanks:
 
     are_processes = True
 
-    def __init__(self, name: str, factory: Factory, limit: float) -> None:
+    def __init__(self, name: str, factory: Factory, limit: float, apart: bool) -> None:
         self._name = name
+        self._apart = apart
         self._factory = factory
         self._limit = limit
 
@@ -116,7 +121,7 @@ class ProcessRanks:
                 f"other processes cannot load the factory of wire {self._name!r}, or the program "
                 f"of a rank: {error}; make them functions at the top of a module"
             ) from error
-        return self._name, size, self._limit, folders, packed
+        return self._name, size, self._limit, self._apart, folders, packed
 
 
 def _innermost(function: Any) -> Any:
@@ -238,6 +243,7 @@ def _run(
     name: str,
     size: int,
     timeout: float,
+    apart: bool,
     folders: Sequence[str],
     packed: bytes,
 ) -> Any:
@@ -258,7 +264,10 @@ def _run(
 
     device = torch.device("cpu")
     store = rendezvous.connect(rendezvous.LOOPBACK, port, timeout)
-    start = Start(number, size, device, timeout, platform.node(), exchange, Pool(), store=store)
+    host = platform.node()
+    if apart:
+        host += f" {number}"
+    start = Start(number, size, device, timeout, host, exchange, Pool(), store=store)
     wire = make_wire(name, factory, start)
     try:
         return stated(body, wire)
