@@ -83,16 +83,16 @@ def packed_lists() -> Iterator[Counter[int]]:
 def moved(group: Group, indices: Tensor) -> tuple[int, int, int]:
     """Bytes of values that this rank sent, and received; what `packed_lists` has of it."""
     set_link(group, GIGABIT)
-    values, post = [0, 0], group._post
+    values, post = [0, 0], group.post
 
-    def posted(sends: Sequence[Send], recvs: Sequence[Recv], channel: int) -> Pending:
+    def posted(sends: Sequence[Send] = (), recvs: Sequence[Recv] = (), channel: int = 0) -> Pending:
         if channel in (SUMS, VALUES):
             values[0] += sum(tensor.nbytes for _, tensor in sends)
             values[1] += sum(one if isinstance(one, int) else one.nbytes for _, one in recvs)
         return post(sends, recvs, channel)
 
     rows = weft.Rows(indices, torch.ones(len(indices), WIDTH), HEIGHT)
-    with mock.patch.object(group, "_post", posted):
+    with mock.patch.object(group, "post", posted):
         weft.sparse_all_reduce(rows, algorithm="holders")
     return values[0], values[1], id(group.memory)
 

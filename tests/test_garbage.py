@@ -61,16 +61,16 @@ SHARED = {
 
 def changed(group, which, change):
     """The group, on which one message to each goes out changed."""
-    post, count = group._post, itertools.count()
+    post, count = group.post, itertools.count()
 
-    def changing(sends, recvs, channel):
+    def changing(sends=(), recvs=(), channel=0):
         if sends and next(count) == which:
             for place, (peer, message) in enumerate(sends):
                 change(message := message.detach().clone())
                 sends = [*sends[:place], (peer, message), *sends[place + 1 :]]
         return post(sends, recvs, channel)
 
-    group._post = changing
+    group.post = changing
 
 
 def framed(patch, module, name, change):

@@ -49,7 +49,7 @@ def test_results_come_in_rank_order(on):
 
 
 def uneven(group, sends, awaits, times):
-    """An exchange with the other rank, over the group of a device."""
+    """Rounds with the other rank, over the wire of a device."""
     over, other = wire_for(group, torch.ones(1)), 1 - group.rank
     assert over is not group
     for _ in range(times[group.rank]):
@@ -57,11 +57,11 @@ def uneven(group, sends, awaits, times):
         assert post.wait()[0].tolist() == [1] * awaits
 
 
-def test_exchanges_of_an_accelerator_meet_or_raise():
+def test_rounds_of_an_accelerator_meet_or_raise():
     run(2, uneven, 32, 32, (3, 3), on="device")
-    with pytest.raises(AssertionError, match="rank 0 sends rank 1 32 bytes, which awaits 48"):
+    with pytest.raises(WireError, match="rank 0 sends rank 1 32 bytes, which awaits 48"):
         run(2, uneven, 32, 48, (1, 1), on="device")
-    with pytest.raises(WireError, match="rank 1 left while rank 0 awaited"):
+    with pytest.raises(WireError, match="rank 1 left while rank 0 was in a round over checked"):
         run(2, uneven, 32, 32, (2, 1), on="device")
 
 
@@ -214,7 +214,7 @@ def test_a_rank_that_dies_is_reported():
 def test_a_body_that_other_processes_cannot_find_is_refused():
     with pytest.raises(WeftError, match="make it a function at the top of a module"):
         run(2, lambda group: None, on="processes")
-    with pytest.raises(WeftError, match="threads or device or processes or torch, not on 'mpi'"):
+    with pytest.raises(WeftError, match="device or rounds or processes or torch, not on 'mpi'"):
         run(2, process_ids, on="mpi")
 
 

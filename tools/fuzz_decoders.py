@@ -265,12 +265,12 @@ def recorded(name, size):
     said = collections.defaultdict(list)
 
     def program(group):
-        def post(sends, recvs, channel, inner=group._post):
+        def post(sends=(), recvs=(), channel=0, inner=group.post):
             for peer, message in sends:
                 said[group.rank, peer, channel].append(base.as_bytes(message).numpy().tobytes())
             return inner(sends, recvs, channel)
 
-        group._post = post
+        group.post = post
         call(name, group)
 
     run(size, program)
@@ -288,7 +288,7 @@ class Replayed(base.Group):
             at = rng.randrange(len(queue))
             queue[at] = spoilt(queue[at], rng)
 
-    def _post(self, sends, recvs, channel):
+    def post(self, sends=(), recvs=(), channel=0):
         queues = [self.coming.get((peer, self.rank, channel)) for peer, _ in recvs]
         return Coming(recvs, [queue.popleft() if queue else None for queue in queues])
 

@@ -49,7 +49,7 @@ from ._torch import at_end_of_backward, backward_id, has_run, is_of_group
 from .comm.buckets import reduce_dense
 from .comm.gradients import without_rows
 from .comm.opening import opened
-from .devices import Aside, accelerators, on_host
+from .devices import Aside, Streams, accelerators, on_host
 from .errors import WeftError, WireError, entry
 from .sparse import Record, last_call
 from .sparse.api import job_of
@@ -192,7 +192,7 @@ class State:
                 return
             # divided first: a sum may overflow
             sent = gradient.div_(group.size).to(travelling(gradient.dtype, self.wire_dtype))
-            wire_for(group, gradient)._sum(sent)
+            wire_for(group, gradient).all_reduce(sent, "sum").wait()
             gradient.copy_(sent)  # which is nothing where it is the same tensor
 
         return reduction
@@ -524,7 +524,11 @@ def hook(state: State, bucket: dist.GradBucket) -> Future[Tensor]:
         return future
     _watch_for_errors(state, backward)
     # made here, behind the stream of backward
-    own = Aside(gradient.device, lambda: gradient.coalesce() if gradient.is_sparse else gradient)
+    own = Aside(
+        Streams(),
+        gradient.device,
+        lambda: gradient.coalesce() if gradient.is_sparse else gradient,
+    )
     try:
         future = _future(state, bucket)
     except Exception as error:  # raised later, by _raise_error, when that does no harm
@@ -667,7 +671,7 @@ def _start(state: State, tables: _Tables) -> Work[list[Tensor]]:
             gradient.data = result
         return results
 
-    return group.worker.submit("ddp sparse bucket", Aside(tables.device, job))
+    return group.worker.submit("ddp sparse bucket", Aside(group.streams, tables.device, job))
 
 
 def _reduce_dense(
@@ -680,7 +684,7 @@ def _reduce_dense(
         reduction(group, gradient)
         return gradient
 
-    return group.worker.submit("ddp dense bucket", Aside(gradient.device, job))
+    return group.worker.submit("ddp dense bucket", Aside(group.streams, gradient.device, job))
 
 
 def _watch_for_errors(state: State, backward: int) -> None:

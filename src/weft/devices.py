@@ -3,9 +3,9 @@
 Values on an accelerator never visit the host: torch operations serve them in place of machine code,
 and the user's process group carries them. Tests have that way on CPU tensors, too: `as_device`.
 
-What weft does on an accelerator it does in a stream of its own, behind what the caller's stream
-does when the call is made; the caller's stream goes on behind it when the result is asked for. The
-host waits for neither.
+What weft does on an accelerator it does in a stream of its own, one for each group, behind what the
+caller's stream does when the call is made; the caller's stream goes on behind it when the result is
+asked for. The host waits for neither.
 """
 
 from __future__ import annotations
@@ -74,17 +74,36 @@ def current() -> torch.device:
     return torch.device(kind.type, torch.accelerator.current_device_index())
 
 
-_own = functools.cache(torch.Stream)  # the stream of weft's own on a device
+class Streams:
+    """weft's own streams, one for each device, of one group.
 
-
-def _stream(device: torch.device) -> torch.Stream:
-    """The stream of weft's own on a device, as an object that nobody else has.
-
-    Entered, an object remembers what was current before: with one for all threads, one thread would
-    leave to the stream of another.
+    What is queued there waits for other ranks. Two groups that shared a stream would wait for each
+    other, where ranks call them in different orders.
     """
-    own = _own(device)
-    return torch.Stream(own.stream_id, own.device_index, own.device_type)
+
+    def __init__(self) -> None:
+        self._own: dict[torch.device, torch.Stream] = {}
+        self._lock = threading.Lock()
+
+    def on(self, device: torch.device) -> torch.Stream:
+        """The stream on a device, as an object that nobody else has.
+
+        Entered, an object remembers what was current before: with one for all threads, one thread
+        would leave to the stream of another.
+        """
+        with self._lock:
+            if device not in self._own:
+                self._own[device] = _new_stream(device)
+        own = self._own[device]
+        return torch.Stream(own.stream_id, own.device_index, own.device_type)
+
+
+def _new_stream(device: torch.device) -> torch.Stream:
+    """A stream of a pool that programs do not draw from, whose streams are used again in turn."""
+    return torch.Stream(device, priority=-1)
+
+
+_beside = functools.cache(_new_stream)  # of each device the stream in which nothing is computed
 
 
 class Aside(Generic[T]):
@@ -97,14 +116,22 @@ class Aside(Generic[T]):
 
     Example:
         >>> import torch
-        >>> job = Aside(torch.device("cpu"), lambda: torch.ones(2))  # where there are no streams
+        >>> job = Aside(Streams(), torch.device("cpu"), lambda: torch.ones(2))  # which has none
         >>> job.joined(job())
         tensor([1., 1.])
     """
 
-    def __init__(self, device: torch.device, job: Callable[[], T]) -> None:
-        """Made in the caller's thread: the job follows what is in the caller's stream by now."""
-        self._device, self._job = device, job
+    def __init__(self, streams: Streams, device: torch.device, job: Callable[[], T]) -> None:
+        """Made in the caller's thread: the job follows what is in the caller's stream by now.
+
+        Args:
+            streams: of the group.
+            device: of the tensors.
+            job: what to do.
+        """
+        self._streams = streams
+        self._device = device
+        self._job = job
         self.accelerators = accelerators(device)
         if self.accelerators:
             self._before, self._behind = torch.Event(device), torch.Event(device)
@@ -113,11 +140,19 @@ class Aside(Generic[T]):
     def __call__(self) -> T:
         if not self.accelerators:
             return self._job()
-        with _stream(self._device) as stream:
+        with self._streams.on(self._device) as stream:
             stream.wait_event(self._before)
             result = self._job()
             self._behind.record(stream)
         return result
+
+    def claim_thread(self) -> None:
+        """Make the device that of this thread, which is weft's own.
+
+        Else it has device 0, where torch makes a context as soon as a stream of another is left.
+        """
+        if self.accelerators:
+            torch.accelerator.set_device_index(self._device)
 
     def run(self) -> T:
         """Do it here and now; the result, for the stream that is current."""
@@ -140,7 +175,10 @@ class Aside(Generic[T]):
         A thread begins in the default stream, where the caller's own operations may be: joined
         there, they would wait, too.
         """
-        return torch.Stream(self._device) if self.accelerators else nullcontext()
+        if not self.accelerators:
+            return nullcontext()
+        beside = _beside(self._device)
+        return torch.Stream(beside.stream_id, beside.device_index, beside.device_type)
 
 
 def _tensors(found: Any) -> Iterator[Tensor]:

@@ -19,7 +19,9 @@ from weft.nn import autograd
 from weft.testing import run, spmd
 from weft.wire import default, dense
 from weft.wire.base import as_bytes, wire_for
-from weft.wire.device import BetweenPairs, DeviceWire, OverGroup, Staged
+from weft.wire.checked_rounds import CheckedRounds
+from weft.wire.device import OnDevice
+from weft.wire.torch_rounds import TorchRounds
 
 CPU = torch.device("cpu")
 MARK = b"\xa5" * 8  # the bytes of each value
@@ -77,15 +79,15 @@ CALLS = {
 @pytest.mark.parametrize("name", CALLS)
 @spmd(1, 2, 4, on=("device",))
 def test_no_value_goes_over_the_cpu_wire(group, name, rows):
-    seen, post = [], group._post
+    seen, post = [], group.post
 
-    def watched(sends, recvs, channel):
+    def watched(sends=(), recvs=(), channel=0):
         seen.extend(MARK in as_bytes(tensor.detach()).numpy().tobytes() for _, tensor in sends)
         return post(sends, recvs, channel)
 
     apart = group.split(range(group.size))  # which values go over
-    group._devices[CPU] = DeviceWire(group, CPU, Staged(apart))
-    group._post = watched
+    group.devices[CPU] = OnDevice(group, CheckedRounds(apart.wire), "apart")
+    group.post = watched
     CALLS[name](group.size, rows)
     assert bool(seen) == (group.size > 1) and not any(seen)
 
@@ -107,6 +109,17 @@ def test_sums_have_the_bits_of_the_cpu_way(size, monkeypatch):
     same(run(size, sums, on="threads"), run(size, sums, on="device"))
 
 
+@pytest.mark.parametrize("name", CALLS)
+@spmd(3, on=("rounds",))
+def test_tensors_of_the_cpu_go_in_rounds_where_a_wire_of_their_own_carries_them(group, name):
+    for rows in (2, 30_000):
+        CALLS[name](group.size, rows)
+
+
+def test_sums_in_rounds_have_the_same_bits():
+    same(run(3, sums, on="threads"), run(3, sums, on="rounds"))
+
+
 def same(found, wanted):
     for one, other in zip(chain(*found), chain(*wanted), strict=True):
         assert torch.equal(as_bytes(one), as_bytes(other))
@@ -115,7 +128,7 @@ def same(found, wanted):
 @spmd(3, on=("device",))
 def test_one_rank_has_its_tensors_elsewhere(group):
     if group.rank == 1:
-        group._devices[CPU].route = "xpu (xccl)"
+        group.devices[CPU].route = "xpu (xccl)"
     for name in ("all_to_all", "all_reduce", "exchange", "nn"):
         with pytest.raises(weft.WeftError, match=r"device: .*checked.* rank 1 has xpu \(xccl\)"):
             CALLS[name](3, 4)
@@ -142,10 +155,9 @@ def over_gloo(group, path):
     try:
         with weft.init(), as_device():
             over = wire_for(default.resolve(None), torch.empty(0))
-            assert type(over.way) is OverGroup and "gloo" in over.route
+            assert isinstance(over.wire, TorchRounds) and "gloo" in over.route
             for name in CALLS:
                 CALLS[name](group.size, 30_000)
-            assert type(over._among_some().way) is BetweenPairs
             dist.group.WORLD.bound_device_id = torch.device(
                 "cpu:0"
             )  # as if its communicator had been made with it

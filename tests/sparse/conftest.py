@@ -1,4 +1,4 @@
-"""Which tests go the way of tensors on an accelerator, too."""
+"""Which tests go the way of tensors on an accelerator, too, and which go in rounds."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from weft.sparse import ALGORITHMS
 from weft.sparse.cost import Load
 
 _STAYING = Load(2, 8, 4, 4, 6, 9, 4, 4, 4, staying=True)
+_IN_ROUNDS = 3  # ranks of groups whose tensors of the CPU go in rounds
 _MOST = 4  # ranks; these files, and tests of holders, have 7, too
 _SEVEN = ("test_family", "test_tables")
 _HERE = Path(__file__).parent
@@ -23,8 +24,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             return True
         given = getattr(item, "callspec", None)
         on, size = given.params.get("world", ("", 0)) if given else ("", 0)
-        if on != "device":
+        if on not in ("device", "rounds"):
             return True
+        if on == "rounds" and size != _IN_ROUNDS:
+            return False
         names = [given.params.get(each, "auto") for each in ("name", "algorithm")]
         most = 7 if item.path.stem in _SEVEN or "holders" in names else _MOST
         found = next((ALGORITHMS[name] for name in names if name in ALGORITHMS), None)

@@ -29,7 +29,7 @@ ANY_HEIGHT = [name for name in NAMES if name != "dense_tail"]
 IN_ORDER = [name for name in NAMES if name not in ("mask", "ring")]
 PLAIN = ("doubling",)  # it sends indices as they are
 SIZES = (1, 2, 3, 4, 7, 8)
-THREADS = ("threads", "device")
+THREADS = ("threads", "device", "rounds")
 EVERYWHERE = (*THREADS, "processes", "torch")
 LOCK = threading.Lock()
 

@@ -16,7 +16,7 @@ from weft.testing import expected, run, spmd
 from weft.wire.link import Link
 
 SIZES = (1, 2, 3, 7)
-THREADS = ("threads", "device")
+THREADS = ("threads", "device", "rounds")
 EVERYWHERE = (*THREADS, "processes", "torch")
 LOCK = threading.Lock()
 

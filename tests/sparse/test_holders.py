@@ -65,9 +65,9 @@ def rows_of(indices):
 
 def values_moved(group, rows, **arguments):
     """The result, and the rows of values that this rank sent and received."""
-    moved, post = [0, 0], group._post
+    moved, post = [0, 0], group.post
 
-    def counting(sends, recvs, channel):
+    def counting(sends=(), recvs=(), channel=0):
         if channel in (VALUES, SUMS):
             for way, messages in enumerate((sends, recvs)):
                 moved[way] += sum(
@@ -75,9 +75,9 @@ def values_moved(group, rows, **arguments):
                 )
         return post(sends, recvs, channel)
 
-    group._post = counting
+    group.post = counting
     total = weft.sparse_all_reduce(rows, algorithm="holders", **arguments)
-    group._post = post
+    group.post = post
     row = WIDTH * 4
     assert all(nbytes % row == 0 for nbytes in moved)  # whole rows, and nothing else
     return total, *(nbytes // row for nbytes in moved)
@@ -145,9 +145,9 @@ def test_weights_are_in_range(lists):
 @spmd(3, on=("threads",))
 def test_the_result_is_asked_for_before_a_value_moves(group):
     rows, moved_before = rows_of(parts_of("zipf", 3)[group.rank]), []
-    post = group._post
+    post = group.post
 
-    def watched(sends, recvs, channel):
+    def watched(sends=(), recvs=(), channel=0):
         moved_before.append(channel in (VALUES, SUMS))
         return post(sends, recvs, channel)
 
@@ -155,9 +155,9 @@ def test_the_result_is_asked_for_before_a_value_moves(group):
         assert not any(moved_before)
         return torch.empty(count, dtype=dtypes[0]), torch.empty(count, *row_shape, dtype=dtypes[1])
 
-    group._post = watched
+    group.post = watched
     total = weft.sparse_all_reduce(rows, algorithm="holders", out=allocate)
-    group._post = post
+    group.post = post
     assert any(moved_before)
     assert len(total) == torch.cat(parts_of("zipf", 3)).unique().numel()
 
@@ -167,21 +167,21 @@ def test_what_nobody_else_has_goes_before_any_sum_is_ready():
 
     def body(group):
         set_link(group, SLOW)
-        post = group._post
+        post = group.post
 
-        def ordered(sends, recvs, channel):
+        def ordered(sends=(), recvs=(), channel=0):
             if channel == VALUES and sends and group.rank == 1:  # what rank 0 needs for a sum
                 assert started.wait(20), "rank 0 does nothing until it comes"
             if channel == SUMS and sends and group.rank == 0:
                 started.set()
             return post(sends, recvs, channel)
 
-        group._post = ordered
+        group.post = ordered
         shared = torch.arange(3 if group.rank < 2 else 0)
         own = torch.arange(100, 300) + 200 * group.rank
         rows = weft.Rows(torch.cat([shared, own]), torch.ones(len(own) + len(shared), 1024), 2000)
         mine = weft.sparse_all_reduce(rows, algorithm="holders")
-        group._post = post
+        group.post = post
         return mine
 
     for total in run(3, body):

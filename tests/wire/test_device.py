@@ -35,9 +35,16 @@ from weft.sparse.cost import Load
 from weft.testing import processes, run, threads
 from weft.testing.pace import patient
 from weft.testing.threads import on_groups
-from weft.wire import device, process_group
-from weft.wire.base import wire_for
+from weft.wire import process_group
+from weft.wire.base import as_bytes, wire_for
+from weft.wire.checked_rounds import CheckedRounds
+from weft.wire.device import OnDevice, Watcher
+from weft.wire.interface import Features, WireFailed
+from weft.wire.part import Part
+from weft.wire.staged import Staged
+from weft.wire.torch_rounds import TorchRounds, backend_for, rounds_over
 
+CPU = torch.device("cpu")
 STAYING = Load(2, 8, 4, 4, 6, 9, 4, 4, 4, staying=True)
 NAMES = sorted(name for name, found in ALGORITHMS.items() if found.applies(STAYING) is None)
 
@@ -71,7 +78,7 @@ ROWS, WIDTH, HEIGHT, SIZE = 1000, 32, 3000, 4
 
 
 def counted(group, path, name):
-    """What the group was asked for in one call, and what went over the CPU wire meanwhile."""
+    """What the group was asked for in one call, and what went over the CPU's wire meanwhile."""
     if "standin" not in dist.Backend.backend_list:
         dist.Backend.register_backend("standin", StandIn, devices=["cpu"])
     me = {"rank": group.rank, "world_size": group.size, "init_method": f"file://{path}"}
@@ -82,8 +89,8 @@ def counted(group, path, name):
         assert weft.explain(rows, group=dist.group.WORLD).device == "cpu (standin)"
         beside = process_group.of_group(None)
         ASKED.clear()
-        post = beside._post
-        beside._post = lambda sends, *rest: hosts.extend(sends) or post(sends, *rest)
+        post = beside.post
+        beside.post = lambda sends=(), *rest: hosts.extend(sends) or post(sends, *rest)
         found = weft.sparse_all_reduce(rows, algorithm=name, group=beside)
     record = weft.sparse.last_call(beside)
     dist.destroy_process_group()
@@ -104,7 +111,7 @@ def test_the_group_is_asked_for_exchanges_alone_that_meet_and_carry_all(name, tm
         # the bytes are those recorded, messages filled up to where the next may begin
         filling = sum(map(sum, sent[rank])) + on_host - recorded
         assert 0 <= filling < 16 * len(asked) * 3 * SIZE
-        # headers and sizes go over the CPU wire: no values, no lists of indices
+        # headers and sizes go over the CPU's wire: no values, no lists of indices
         assert on_host < (SIZE - 1) * 8192
         total = SIZE * ROWS + (SIZE - 2) * union
         assert bound == round(total / SIZE * (4 * WIDTH + 4))
@@ -116,34 +123,35 @@ def test_the_group_is_asked_for_exchanges_alone_that_meet_and_carry_all(name, tm
     assert len(sent[0]) == {"gather": 2, "split": 3, "holders": 3}.get(name, len(sent[0]))
 
 
-# which way
+# which wire
 
 
-def beside(monkeypatch, config):
-    """A group of a group with these backends."""
+def of_config(monkeypatch, config):
+    """The group of a process group with these backends."""
     monkeypatch.setattr(dist, "get_backend_config", lambda group: config)
     group, there = threads.group(1)[0], threading.Thread()  # can be referred to weakly
     group.process_group = lambda: there
     return group
 
 
-WAYS = [("cpu:gloo,cuda:nccl", "cuda", "nccl"), ("cuda:nccl", "cuda", "nccl")]
-WAYS += [("cpu:gloo,xpu:xccl", "xpu", "xccl"), ("cpu:gloo", "cpu", "gloo")]
+def test_tensors_go_over_the_group_that_takes_them(monkeypatch, caplog):
+    group = of_config(monkeypatch, "cpu:gloo")
+    with as_device():
+        over = wire_for(group, torch.empty(0))
+    assert isinstance(over.wire, TorchRounds) and over.route == "cpu (gloo)"
+    assert not caplog.records
+    group.close()
+
+
 STAGED = [("cpu:gloo", "cuda"), ("cpu:gloo,cuda:gloo", "cuda"), ("cpu:gloo,cuda:nccl", "xpu")]
-
-
-@pytest.mark.parametrize(("config", "kind", "name"), WAYS)
-def test_tensors_go_over_the_group_that_takes_them(monkeypatch, caplog, config, kind, name):
-    way = device.way_for(beside(monkeypatch, config), torch.device(kind))
-    assert (type(way), way.name) == (device.OverGroup, name) and not caplog.records
 
 
 @pytest.mark.parametrize(("config", "kind"), STAGED)
 def test_else_they_go_through_the_host_which_is_logged_once(monkeypatch, caplog, config, kind):
-    group, there = beside(monkeypatch, config), SimpleNamespace(device=torch.device(kind))
+    group, there = of_config(monkeypatch, config), SimpleNamespace(device=torch.device(kind))
     there.is_cpu = False
     over = [wire_for(group, there) for _ in range(3)][-1]
-    assert type(over.way) is device.Staged and over.route == f"{kind} (staged through the host)"
+    assert isinstance(over.wire, Staged) and over.route == f"{kind} (staged through the host)"
     through = "are copied through the host: the group's backends are"
     assert caplog.messages == [f"rank 0: tensors on {kind} {through} {config}"]
     group.close()
@@ -162,8 +170,8 @@ def test_of_a_group_for_two_devices_torch_before_2_14_keeps_what_is_written_in_p
         return
     dist.init_process_group(two, **meeting)
     try:
-        way = device.way_for(process_group.of_group(None), torch.device("cuda:0"))
-        assert type(way) is (device.OverGroup if keeps_both else device.Staged)
+        found = backend_for(dist.group.WORLD, torch.device("cuda:0"))
+        assert found == ("nccl" if keeps_both else None)
     finally:
         dist.destroy_process_group()
 
@@ -172,17 +180,17 @@ def test_of_a_group_for_two_devices_torch_before_2_14_keeps_what_is_written_in_p
 
 RANK = """
 import json, os, signal, sys, time, torch, weft
-from weft.wire.device import OverGroup
+import torch.distributed as dist
 place, how, timeout, victim = sys.argv[1:]
 group = weft.init(rendezvous=f"file://{place}", timeout=float(timeout))
-exchange, done, rows = OverGroup.exchange, [], (torch.arange(50_000), torch.ones(50_000, 8))
-def until(*given):
+exchange, done, rows = dist.all_to_all_single, [], (torch.arange(50_000), torch.ones(50_000, 8))
+def until(*given, **options):
     done.append(given)
     if len(done) == 8 and group.rank == int(victim):
         print(json.dumps({"at": time.monotonic()}), flush=True)
         os.kill(os.getpid(), getattr(signal, how))
-    exchange(*given)
-OverGroup.exchange = until
+    return exchange(*given, **options)
+dist.all_to_all_single = until
 try:
     with weft.devices.as_device():
         while len(done) < 20:
@@ -225,7 +233,7 @@ def clock(monkeypatch):
     events = iter([clock.first, clock.second])
     clock.own.__enter__.return_value = clock.own
     monkeypatch.setattr(torch, "Event", lambda on: next(events))
-    monkeypatch.setattr(devices, "_stream", lambda on: clock.own)
+    monkeypatch.setattr(devices.Streams, "on", lambda streams, device: clock.own)
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda on: clock.callers)
     return clock
 
@@ -240,10 +248,13 @@ class Noted(torch.Tensor):
 
 
 @pytest.mark.parametrize("later", [False, True])
-def test_a_call_comes_behind_its_caller_who_goes_on_behind_it(clock, later):
+def test_a_call_comes_behind_its_caller_who_goes_on_behind_it(clock, monkeypatch, later):
     one, two, three = (torch.full((1,), number).as_subclass(Noted) for number in range(3))
     group, result = threads.group(1)[0], [weft.Rows(one, two), (three, "no tensor")]
-    job = Aside(torch.device("cuda"), lambda: clock.job() and result)
+    cuda, claimed = torch.device("cuda", 1), []
+    claim = claimed.append  # before, torch's own thread is one of device 0
+    monkeypatch.setattr(torch.accelerator, "set_device_index", claim)
+    job = Aside(group.streams, cuda, lambda: clock.job() and result)
     clock.caller_goes_on()
     found = group.worker.submit("call", job).wait() if later else job.run()
     assert found is result and clock.mock_calls == [
@@ -258,7 +269,47 @@ def test_a_call_comes_behind_its_caller_who_goes_on_behind_it(clock, later):
         call.callers.wait_event(clock.second),
         *(call.callers.uses([number]) for number in range(3)),
     ]
+    assert claimed == [cuda] * later  # the worker's thread; that of the caller stays as it is
     group.close()
+
+
+def test_each_group_computes_in_streams_of_its_own(monkeypatch):
+    """Two groups in one stream would wait for each other, where ranks call them in two orders."""
+    made = []
+
+    def stream(*given, priority=0):
+        if len(given) == 3:
+            return given[0]  # the same stream, as another object
+        made.append((*given, priority))
+        return SimpleNamespace(stream_id=len(made), device_index=0, device_type=0)
+
+    monkeypatch.setattr(torch, "Stream", stream)
+    one, two = threads.group(1)[0], threads.group(1)[0]
+    cuda, other = torch.device("cuda", 0), torch.device("cuda", 1)
+    found = [of.streams.on(device) for of in (one, two, one) for device in (cuda, other)]
+    assert found == [1, 2, 3, 4, 1, 2]
+    # of a pool that programs do not draw from
+    assert made == [(cuda, -1), (other, -1), (cuda, -1), (other, -1)]
+    assert Part(one, [0]).streams is one.streams
+
+
+def test_results_are_joined_in_one_stream_of_a_device(monkeypatch):
+    made = []
+
+    def stream(*given, priority=0):
+        if len(given) == 3:
+            return given
+        made.append(given)
+        return SimpleNamespace(stream_id=len(made), device_index=0, device_type=0)
+
+    monkeypatch.setattr(torch, "Stream", stream)
+    monkeypatch.setattr(torch, "Event", MagicMock())
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda on: None)
+    devices._beside.cache_clear()
+    streams, device_ = devices.Streams(), torch.device("cuda", 0)
+    found = [Aside(streams, device_, None).apart() for _ in range(3)]
+    assert len({id(each) for each in found}) == 3 and set(found) == {(1, 0, 0)}
+    devices._beside.cache_clear()
 
 
 def test_who_has_no_rows_learns_where_they_are(monkeypatch):
@@ -292,45 +343,126 @@ def until(done):
     return done()
 
 
-@pytest.fixture
-def timeout():
-    """Of the groups: no test comes near it."""
-    return patient(300.0)
+class Watched:
+    """Something that a device has yet to do."""
+
+    def __init__(self, *answers):
+        self.answers = list(answers)
+
+    def done(self):
+        answer = self.answers[0] if len(self.answers) == 1 else self.answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
 
 
 @pytest.fixture
-def watched(clock, timeout):
-    """An exchange that is not through: the ranks, whether it was aborted, its memory, its event."""
-    clock.first.query.return_value = False
-    groups, aborted, memory = threads.group(2, timeout=timeout), threading.Event(), torch.ones(2)
-    watcher = device._Watcher(groups[0], SimpleNamespace(name="nccl", abort=aborted.set))
-    watcher.watch(memory)
-    assert clock.mock_calls[0] == call.first.record()
-    held = weakref.ref(memory)
-    del memory
-    yield groups, aborted, held, clock.first
+def watching(monkeypatch):
+    """Two ranks, the watcher of the first, and the devices of its threads."""
+    claimed = []
+    monkeypatch.setattr(torch.accelerator, "set_device_index", claimed.append)
+    groups = threads.group(2, timeout=patient(300.0))  # no test comes near it
+    watcher = Watcher(groups[0], torch.device("cuda", 1), "a round over nccl")
+    yield SimpleNamespace(groups=groups, watcher=watcher, claimed=claimed)
     watcher.end()
-    assert until(lambda: held() is None and not watcher._thread.is_alive())
+    thread = watcher._thread
+    assert thread is None or until(lambda: not thread.is_alive())
+    for group in groups:
+        group.close()
 
 
-def test_an_exchange_keeps_its_memory_until_it_is_through(watched):
-    _, aborted, held, event = watched
+def test_what_is_watched_is_held_until_it_is_through(watching):
+    pending, through = Watched(False), threading.Event()
+    held = weakref.ref(pending)
+    watching.watcher.watch(pending, through.set)
     gc.collect()
-    assert held() is not None
-    event.query.return_value = True
-    assert until(lambda: held() is None) and not aborted.is_set()
+    assert held() is not None and not through.is_set()
+    pending.answers = [True]
+    del pending
+    assert until(lambda: held() is None) and through.is_set()
+    assert watching.claimed == [torch.device("cuda", 1)]  # once, by its thread
 
 
-@pytest.mark.parametrize(("broken", "timeout"), [(False, 0.5), (True, 300.0)])
-def test_the_group_is_aborted_once_the_wire_beside_it_breaks_or_at_the_deadline(watched, broken):
-    groups, aborted, *_ = watched
-    why = "rank 1 gave up: no memory left"
-    if broken:
-        groups[1].abort("no memory left")
-    assert aborted.wait(patient(20.0))
-    for group in groups:  # every rank is told
-        with pytest.raises(weft.WireError, match=why if broken else "over nccl was not through"):
-            group.post()
+def test_what_fails_while_it_is_watched_does_not_end_the_watch(watching, caplog):
+    failing = [Watched(RuntimeError("the device failed")), Watched(True)]
+    held = [weakref.ref(each) for each in failing]
+    thens = [lambda: None, lambda: 1 / 0]
+    for _ in range(2):
+        watching.watcher.watch(failing.pop(0), thens.pop(0))
+    last = threading.Event()
+    watching.watcher.watch(Watched(False, True), last.set)
+    assert last.wait(patient(20.0)) and until(lambda: all(each() is None for each in held))
+    why = "a round over nccl could not be watched"
+    errors = ["RuntimeError('the device failed')", "ZeroDivisionError('division by zero')"]
+    assert caplog.messages == [f"{why}: {error}" for error in errors]
+    watching.groups[0].post()  # which is not broken
+
+
+def test_a_group_breaks_if_a_stream_waits_past_the_deadline(watching):
+    watching.groups[0].timeout = 0.3
+    watching.watcher.watch(Watched(False))
+    why = "rank 0 gave up: a round over nccl was not through after 0.3 s"
+    for group in watching.groups:  # every rank is told
+        assert until(lambda group=group: refuses(group, why))
+
+
+def refuses(group, why):
+    try:
+        group.post()
+    except weft.WireError as error:
+        assert why in str(error)
+        return True
+    return False
+
+
+class InStreams:
+    """A wire of a device, whose rounds do not begin before a peer comes, which none does."""
+
+    def __init__(self, rank, size):
+        self.rank, self.size, self.device = rank, size, torch.device("cuda", 1)
+        self.features = Features(exact=True, lockstep=True, streams=True)
+        self.ended, self.failed = threading.Event(), None
+
+    def post(self, sends=(), recvs=(), channel=0):
+        return self
+
+    def wait_stream(self):
+        assert self.ended.wait(patient(60.0))
+        raise WireFailed(self.failed)
+
+    def done(self):
+        return self.ended.is_set()
+
+    def abort(self, failure):
+        self.failed = failure
+        self.ended.set()
+
+    def failure(self):
+        return self.failed
+
+    def close(self):
+        pass
+
+
+def test_a_round_that_does_not_begin_ends_at_the_deadline(watching):
+    """As the first one of NCCL, which makes its communicator when all have come."""
+    first, _ = watching.groups
+    first.timeout = 0.3
+    over = OnDevice(first, InStreams(0, 2), "nccl")
+    began = time.monotonic()
+    with pytest.raises(weft.WireError, match=r"a round over nccl was not through after 0\.3 s"):
+        over.post([(1, torch.ones(3))]).wait()
+    assert time.monotonic() - began < patient(30.0)
+    over.close()
+
+
+def test_a_group_that_breaks_ends_what_streams_wait_for(watching):
+    first, second = watching.groups
+    over = OnDevice(first, InStreams(0, 2), "nccl")
+    threading.Timer(0.1, second.abort, ["no memory left"]).start()
+    with pytest.raises(weft.WireError, match="rank 1 gave up: no memory left"):
+        over.post([(1, torch.ones(3))]).wait()
+    over.close()
 
 
 # what every rank is told
@@ -344,22 +476,28 @@ def test_who_sends_wrong_indices_is_named(name, number, index):
     """In the exchange of that number; of an owner's sums these come in the second."""
     bad = torch.tensor([index], dtype=torch.int32).view(torch.uint8)
 
+    class Garbles(CheckedRounds):
+        """Sends other bytes first, to each peer, in one round."""
+
+        rounds = 0
+
+        def begin_round(self):
+            if self.rounds == number:
+                peers = set()
+                for post in sorted(self._queued, key=lambda post: post.channel):
+                    for index, (peer, tensor) in enumerate(post.sends):
+                        if tensor.nbytes and peer not in peers:
+                            sent = as_bytes(tensor).clone()
+                            sent[:4] = bad
+                            post.sends[index] = peer, sent
+                            peers.add(peer)
+            self.rounds += 1
+            super().begin_round()
+
     def body(group):
-        way, done = group._devices[torch.device("cpu")].way, []
-        exchange, rows = (
-            way.exchange,
-            weft.Rows(some(group.rank, "cpu")[0], torch.ones(400, 8), 900),
-        )
-
-        def garbled(out, data, came, goes):
-            at = 0
-            for size in filter(None, goes if group.rank == 1 and len(done) == number else ()):
-                data[at : at + 4] = bad
-                at += size
-            done.append(at)
-            exchange(out, data, came, goes)
-
-        way.exchange = garbled
+        kind = Garbles if group.rank == 1 else CheckedRounds
+        group.devices[CPU] = OnDevice(group, kind(group.wire), "garbled")
+        rows = weft.Rows(some(group.rank, "cpu")[0], torch.ones(400, 8), 900)
         calls = {
             "all_gather": lambda: weft.sparse_all_gather(rows),
             "broadcast": lambda: weft.sparse_broadcast(rows, 1),
@@ -412,20 +550,24 @@ GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: too
 ON = pytest.mark.parametrize("on", ["cpu", pytest.param("cuda", marks=[GPU, pytest.mark.gpu])])
 
 
-class Across(device.Way):
-    """Among ranks that are threads with tensors of one device: each copies what it is sent."""
+class Meeting:
+    """A process group among ranks that are threads, with tensors of one device."""
 
-    name, meet, sent = "threads", threading.Barrier(3), [(), (), ()]
+    bound_device_id, meet, sent = None, threading.Barrier(3), [(), (), ()]
 
     def __init__(self, rank):
         self._rank = rank
 
-    def exchange(self, out, data, came, goes):
-        self.sent[self._rank] = data.split(goes)
+    def all_to_all(self, out, data, incoming, outgoing):
+        self.sent[self._rank] = data.split(outgoing)
         self.meet.wait()
-        for place, parts in zip(out.split(came), self.sent, strict=True):
+        for place, parts in zip(out.split(incoming), self.sent, strict=True):
             place.copy_(parts[self._rank])
         self.meet.wait()
+
+
+def all_to_all(out, data, incoming, outgoing, *, group, async_op):
+    group.all_to_all(out, data, incoming, outgoing)
 
 
 def some(rank, on):
@@ -443,10 +585,13 @@ def test_a_host_waits_twice_in_a_call(monkeypatch, on):
 
     for module in (reference, kernels):
         monkeypatch.setattr(module, "read", counted)
+    monkeypatch.setattr(dist, "all_to_all_single", all_to_all)
 
     def body(group):
         ids, values = some(group.rank, on)
-        group._devices[ids.device] = device.DeviceWire(group, ids.device, Across(group.rank))
+        meeting = Meeting(group.rank)
+        rounds = rounds_over(lambda: meeting, group.rank, 3, ids.device)
+        group.devices[ids.device] = OnDevice(group, rounds, "threads")
         coo = torch.sparse_coo_tensor(ids[None], values, (900, 8), check_invariants=False)
         out = torch.empty_like(ids).repeat(3), values.repeat(3, 1)
         rows, half = weft.Rows(ids, values, 900), weft.Rows(ids, values.bfloat16(), 900)
@@ -472,10 +617,10 @@ def test_a_host_waits_twice_in_a_call(monkeypatch, on):
             found.setdefault(name, []).append(reads.count(threading.get_ident()) - before)
 
         for mode in ("warn", "default"):
-            Across.meet.wait()
+            Meeting.meet.wait()
             if on == "cuda":
                 torch.cuda.set_sync_debug_mode(mode)
-            Across.meet.wait()
+            Meeting.meet.wait()
             for name, (given, options) in product(["auto", *NAMES], calls * (mode == "warn")):
                 options |= {"group": group, "algorithm": name}
                 noted(name, partial(weft.sparse_all_reduce, given, **options))
@@ -490,7 +635,7 @@ def test_a_host_waits_twice_in_a_call(monkeypatch, on):
     wanted = {name: [2] * (5 if name in ("auto", *NAMES) else 1) for name in counts[0]} | moved
     listens = wanted | {"broadcast": [0]}
     assert counts == [listens, wanted, listens]
-    waits = [str(each.message) for each in said if "synchronizing" in str(each.message)]
+    waits = [text for each in said if "called a synchronizing" in (text := str(each.message))]
     assert len(waits) == (len(reads) if on == "cuda" else 0), waits
 
 
@@ -511,17 +656,17 @@ def test_results_through_the_host_are_those_of_the_cpu(on):
 
 
 def one_rank():
-    """An exchange of NCCL's with itself, in weft's stream; and a call."""
+    """A sum of NCCL's with itself, in the wire's stream; and a call."""
     dist.init_process_group("cpu:gloo,cuda:nccl")
     with weft.init(timeout=60) as group:
         ids, values = some(0, "cuda")
-        data, over = values.view(torch.uint8).flatten(), wire_for(group, values)
-        out, size = torch.empty_like(data), [data.numel()]
-        Aside(data.device, lambda: over.way.exchange(out, data, size, size)).run()
-        over._watcher.watch(data, out)
+        over = wire_for(group, values)
+        (sums,) = Aside(
+            group.streams, values.device, lambda: over.all_reduce(values.clone(), "sum").wait()
+        ).run()
         found = weft.sparse_all_reduce((ids, values))
         expected = torch.sparse_coo_tensor(ids[None], values, (900, 8)).coalesce()
-        assert torch.equal(out, data) and torch.equal(found[1], expected.values())
+        assert torch.equal(sums, values) and torch.equal(found[1], expected.values())
         return over.route
 
 

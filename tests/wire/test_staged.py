@@ -55,6 +55,31 @@ def test_the_wire_of_the_cpu_outlives_it():
     sent.wait(10.0)
 
 
+def test_after_an_abort_nothing_is_copied_to_a_tensor_though_its_message_has_come(monkeypatch):
+    first, second = thread_wires(2)
+    above, place = Staged(first, CPU), torch.zeros(2)
+    failure = Failure("aborted", 1, "rank 1 died")
+    post = first.post
+
+    def posted(*given):
+        pending = post(*given)
+        arrives = pending.wait
+
+        def aborted(timeout):
+            above.abort(failure)
+            return arrives(timeout)
+
+        monkeypatch.setattr(pending, "wait", aborted)
+        return pending
+
+    monkeypatch.setattr(first, "post", posted)
+    pending = above.post((), [(1, place)])
+    sent = Staged(second, CPU).post([(0, torch.ones(2))])
+    assert failure_of(lambda: pending.wait(10.0)) == failure
+    sent.wait(10.0)
+    assert place.tolist() == [0, 0]
+
+
 def test_it_fails_with_the_wire_of_the_cpu():
     first, _ = thread_wires(2)
     above = Staged(first, CPU)

@@ -117,8 +117,8 @@ class Scatter(Linear):
             fields |= {"dtype": like.dtype, "device": over.route}
         # the tensors of all others that are sent along fit in a round, too
         eager = _EAGER if limit == NO_LIMIT else min(_EAGER, limit // (2 * group.size))
-        if not on_host(like):
-            eager = -1  # nothing is sent along, not even empty tensors: all ranks must exchange
+        if not on_host(like) or over.features.lockstep:
+            eager = -1  # nothing is sent along, not even empty tensors: all ranks are in all rounds
         told = [b""] * group.size if self.error else [_stated(each, eager) for each in tensors]
         told[group.rank] = b""
         private = [[each] for each in told] if is_direct(group) else None

@@ -118,7 +118,7 @@ class _Background(Aside[Any]):
         tensors: Sequence[Tensor],
         finish: Callable[[list[Tensor]], Any],
     ) -> None:
-        super().__init__(tensors[0].device, _job(collective, tensors))
+        super().__init__(collective.group.streams, tensors[0].device, _job(collective, tensors))
         self._collective = collective
         self._tensors = tensors
         self._finish = finish

@@ -194,7 +194,9 @@ class Overlap:
             devices = [place for place in places if place.type != "cpu"] or [torch.device("cpu")]
             if len(devices) > 1:
                 return  # `sync_grads` does it: a job follows the stream of one device
-            job = Aside(devices[0], self._step(bucket, ready=True))
+            job = Aside(
+                self._synchronised.group.streams, devices[0], self._step(bucket, ready=True)
+            )
             self._works.append(self._worker.submit(NAME, job))
 
     def _from(self, bucket: int) -> list[str]:

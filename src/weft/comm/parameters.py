@@ -85,7 +85,7 @@ def _broadcast(group: Group, source: int, owners: Iterable[Tensor]) -> None:
     chain = [*range(source, group.size), *range(source)]
 
     def start(over: Group, memory: Tensor) -> Pending:
-        if on_host(memory):
+        if on_host(memory) and not over.features.lockstep:
             return Chain(over, chain, memory)
         return ScatterAllGather(over, source, memory)
 

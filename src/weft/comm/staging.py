@@ -55,7 +55,7 @@ def moved(
     """Send tensors to peers and receive others; collective.
 
     Args:
-        group: the group, for the device of the tensors. On an accelerator all ranks take part in
+        group: the group for the device of the tensors. If it is `lockstep`, all ranks take part in
             every round.
         outgoing: what to send, by peer; contiguous, and as large as the tensor that the peer
             receives into. Empty tensors are not sent.

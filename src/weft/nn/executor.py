@@ -8,11 +8,11 @@ Plans that are well-known collectives have schedules of their own:
 
 * broadcast and sum_reduce of more than 64 KiB, on the host: along a chain, chunk by chunk. Every
   link carries the tensor once, however many ranks there are; a sum grows on its way to the root.
-* all_reduce: the group's own. It also serves sum_reduce of more than 64 KiB on an accelerator, if
-  the root has an addend; so no rank receives as much as all others have.
+* all_reduce: the group's own. It also serves sum_reduce of more than 64 KiB where there is no
+  chain, if the root has an addend; so no rank receives as much as all others have.
 
-On an accelerator whatever else moves goes in one exchange, in which all ranks of the call take
-part, also those that neither send nor receive.
+Over a wire in rounds (`lockstep`) there is no chain. Whatever else moves goes in one round, in
+which all ranks of the call take part, also those that neither send nor receive.
 """
 
 from __future__ import annotations
@@ -68,18 +68,15 @@ def execute(plan: Plan, x: Tensor, group: Group) -> Tensor:
     """
     dtype = x.dtype
     x = x.view(_BITS.get(dtype, dtype))
-    long = plan.hint in ("broadcast", "sum_reduce") and _nbytes(plan, dtype) > _DIRECT
-    if plan.hint == "all_reduce" or (
-        long
-        and plan.hint == "sum_reduce"
-        and not on_host(x)
-        and {*plan.have.shapes} == {*plan.ranks}
-    ):
+    is_long = plan.hint in ("broadcast", "sum_reduce") and _nbytes(plan, dtype) > _DIRECT
+    has_chain = on_host(x) and not group.features.lockstep
+    everyone_adds = plan.hint == "sum_reduce" and {*plan.have.shapes} == {*plan.ranks}
+    if plan.hint == "all_reduce" or (is_long and everyone_adds and not has_chain):
         wide = torch.complex64 if dtype is torch.complex32 else x.dtype  # which has no sums
         total = fresh(tuple(x.shape), wide, x.device).copy_(x)
         among(group, tuple(plan.ranks)).dense_all_reduce(total, "sum").wait()
         y = total.to(x.dtype)
-    elif long and on_host(x):
+    elif is_long and has_chain:
         y = _along_a_chain(plan, x, group)
     else:
         y = _directly(plan, x, group)
@@ -139,7 +136,7 @@ def _directly(plan: Plan, x: Tensor, group: Group) -> Tensor:
         if takes not in messages:
             messages[takes] = _packed(x, takes, group, leases)
     sends = [(peer, messages[local.sends[peer]]) for peer in group.peers if peer in local.sends]
-    going = [group.post(sends, (), _CHANNEL)] if sends or not on_host(x) else []
+    going = [group.post(sends, (), _CHANNEL)] if sends or group.features.lockstep else []
     for source, moves in local.sources.items():
         if source == group.rank:
             _write(y, local.writes[source], x)

@@ -124,7 +124,7 @@ def job_of(
     def job() -> list[Any]:
         return tables.reduced(group, requests, error)[: len(rows)]
 
-    return Aside(requests[0].device, job)
+    return Aside(group.streams, requests[0].device, job)
 
 
 def job_of_one(group: Group, request: Request) -> Aside[Any]:
@@ -135,4 +135,4 @@ def job_of_one(group: Group, request: Request) -> Aside[Any]:
         done.note(group)
         return request.restore(done.rows)
 
-    return Aside(request.device, job)
+    return Aside(group.streams, request.device, job)

@@ -166,19 +166,22 @@ class Explanation:
         return f"{head}\n{notebook.table(titles, rows, left=(0, 5), bold=bold, faint=faint)}"
 
 
-def with_link(group: Group, load: Load, *, staying: bool = False) -> Load:
+def with_link(group: Group, load: Load, *, staying: bool = False, lockstep: bool = False) -> Load:
     """The load with the figures of the group's link and hosts, and what suits them; collective.
 
     Args:
         group: the group, for CPU tensors.
         load: the sizes of the call.
-        staying: the rows are on an accelerator: they are sent in one message each, unpacked.
+        staying, lockstep: of the load. If one is set, lists and values are sent in one message
+            each, unpacked.
     """
     link = link_of(group)
     with apart(group):
         hosts = hosts_of(group)
     load = fitted(load.but(hosts=hosts), link)
-    return load.but(chunk=_WHOLE, gaps=False, staying=True) if staying else load
+    if staying or lockstep:
+        load = load.but(chunk=_WHOLE, gaps=False, staying=staying, lockstep=lockstep)
+    return load
 
 
 def fitted(load: Load, link: Link) -> Load:

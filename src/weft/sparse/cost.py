@@ -46,7 +46,8 @@ class Load:
         chunk: bytes of values sent at a time.
         places: indices lie below this.
         gaps: index lists are written as gaps, in few bits.
-        staying: rows are on an accelerator, for which only some algorithms are written.
+        staying: rows are on an accelerator, whose values the host does not read.
+        lockstep: messages travel in rounds, in which every rank takes part.
         in_order: only neighbouring ranks' rows may be combined (op is a caller's function).
         identical: all ranks certainly have the same index set.
         hosts: which ranks share a host; None is one host for each.
@@ -66,6 +67,7 @@ class Load:
     places: int = 0
     gaps: bool = False
     staying: bool = False
+    lockstep: bool = False
     in_order: bool = False
     identical: bool = False
     hosts: Hosts | None = None
@@ -98,10 +100,15 @@ class Load:
     def direct(self) -> bool:
         """Whether an all-gather sends directly to all ranks instead of round the ring.
 
-        So it does if the link is about as quick as memory, and on accelerators, where each step of
-        a ring would be an exchange of its own.
+        So it does if the link is about as quick as memory, and where each step of a ring would be a
+        round of its own.
         """
-        return self.staying or (self.link is not None and self.link.beta < _MEMORY)
+        return self.at_once or (self.link is not None and self.link.beta < _MEMORY)
+
+    @property
+    def at_once(self) -> bool:
+        """Whether all that is known is sent together: in rounds, and on accelerators."""
+        return self.lockstep or self.staying
 
     @property
     def on_one_host(self) -> bool:
@@ -166,10 +173,10 @@ class Load:
     def hops(self, count: int, rows: float) -> int:
         """Rounds of `count` hops round the ring with this many rows from each rank.
 
-        With several chunks hops overlap, and no round is waited for. On accelerators there are no
-        hops.
+        With several chunks hops overlap, and no round is waited for. Where all is sent at once
+        there are no hops.
         """
-        return count if rows * self.row <= self.chunk and not self.staying else 0
+        return count if rows * self.row <= self.chunk and not self.at_once else 0
 
     def crowded(self, nbytes: float) -> float:
         """The delay of a stream of chunks by busy cores, as bytes that could be received then.

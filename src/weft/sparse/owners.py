@@ -124,7 +124,7 @@ class ToOwners:
         self._lists = index_lists(call, lists, sources, dict.fromkeys(sources, spans(bounds)[me]))
         step = call.chunk_rows
         self._lead = dict.fromkeys(others, 0)
-        if not call.load.staying:  # on an accelerator all ranks must post the same
+        if not call.load.lockstep:  # else both ends of what is sent would be posted by now
             for peer in others:
                 self._lead[peer] = step * -(-self._values[peer].shape[0] // (4 * step))
         self._sent: list[Pending] = []

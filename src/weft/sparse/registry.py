@@ -158,7 +158,7 @@ def algorithm(
     cost: Callable[[Load], Cost],
     applies: Callable[[Load], str | None] = _always,
     pays: Callable[[Load], str | None] = _always,
-    stays: bool = False,
+    lockstep: bool = False,
     replace: bool = False,
 ) -> Callable[[Schedule], Schedule]:
     """Register the decorated function as an algorithm, under its own name.
@@ -181,9 +181,10 @@ def algorithm(
         applies: None, or in a few words why the algorithm cannot serve such a load, which is the
             error of a call that asks for it by name; by default it serves all.
         pays: None, or why `auto` should leave it, though it could serve.
-        stays: whether it serves tensors of accelerators, too: it makes tensors on `call.device`,
-            reads none of their elements on the host, and both ends of a message are posted before
-            any rank waits, so that all ranks take part in the same exchanges (`wire.device`).
+        lockstep: whether it serves wires in rounds, and tensors of accelerators: both ends of a
+            message are posted before any rank waits, so that all ranks take part in the same rounds
+            (`weft.wire.Features`); it makes tensors on `call.device`, and reads none of their
+            elements on the host.
         replace: take the place of an algorithm that has this name already.
 
     Raises:
@@ -228,8 +229,10 @@ def algorithm(
     """
 
     def serves(load: Load) -> str | None:
-        if load.staying and not stays:
+        if load.staying and not lockstep:
             return "its schedule is for tensors of the CPU"
+        if load.lockstep and not lockstep:
+            return "its schedule is not for rounds in which all ranks take part"
         return applies(load)
 
     def register(schedule: Schedule) -> Schedule:

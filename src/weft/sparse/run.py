@@ -18,7 +18,7 @@ import torch
 
 from .. import kernels
 from ..agree import Agreement, agree, confess, is_direct
-from ..devices import current
+from ..devices import current, on_host
 from ..errors import WeftError
 from ..rows import Rows
 from ..tensors import dtype_in
@@ -97,7 +97,7 @@ def opened(
     """
     given = request.rows
     over = wire_for(group, given.values)
-    if over is not group:  # `looked_at` left this to us: weft's stream is current only now
+    if not on_host(given.indices):  # `looked_at` left this to us: weft's stream is current only now
         request.look() if moves else request.sort()
     request.fields.setdefault("device", over.route)  # None: this rank learns it from others
     call = Call(
@@ -118,7 +118,7 @@ def opened(
     points = None if request.survey is None else request.survey.points
     own = LocalRows(given, distinct, call.op, call.dtype, over.memory, points)
     eager = is_direct(group) and group.size > 1 and not looks and request.error is None
-    eager = eager and over is group  # rows on an accelerator never pass through the host
+    eager = eager and on_host(given.values)  # others never pass through the host
     eager = eager and (moves or request.algorithm == "auto")
     agreement = None
     try:
@@ -135,14 +135,17 @@ def opened(
         said = agreement.read(unpack, call.row_shape, call.dtype)
         call.header = Header.together(said)
         call.load = _load(call, moves=moves)
-        is_over = eager and over is group and is_eager(call.load, call.index)
+        assert call.given is not None
+        staying = not on_host(call.given.values)
+        is_over = eager and not staying and is_eager(call.load, call.index)
         for rank, one in enumerate(said if is_over else ()):
             if one.rows is None:
                 raise group.fail(
                     rank, f"rank {group.rank_in_errors(rank)} did not send its {one.total} rows"
                 )
         if group.size > 1 and not is_over:
-            call.load = with_link(group, call.load, staying=over is not group)
+            lockstep = over.features.lockstep
+            call.load = with_link(group, call.load, staying=staying, lockstep=lockstep)
         everyone = [one.rows for one in said if one.rows is not None]
         yield Opened(call, own, said, everyone if is_over else None)
     finally:

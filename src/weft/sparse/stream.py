@@ -88,15 +88,16 @@ def index_lists(
         sources: the peers that send a list to this rank.
         spans: for some sources the range in which their indices must lie; else it is any.
     """
-    if call.load.staying:
-        return _ListsThatStay(call, lists, sources)
+    if call.load.staying or call.group.features.exact:
+        return _ListsOfKnownLength(call, lists, sources)
     return IndexLists(call, lists, sources, spans)
 
 
-class _ListsThatStay(Lists):
-    """Index lists on an accelerator: all ranks tell each other the lengths over the CPU wire.
+class _ListsOfKnownLength(Lists):
+    """Index lists that are sent as they are: all ranks first tell each other the lengths.
 
-    They also tell each other their parts of `call.below`, which add up.
+    So a receive is as long as its message, and the host need not read one on an accelerator. The
+    ranks also tell each other their parts of `call.below`, which add up.
     """
 
     def __init__(self, call: Call, lists: Mapping[int, Tensor], sources: Sequence[int]) -> None:
@@ -106,6 +107,7 @@ class _ListsThatStay(Lists):
         message = numbers.pack(*counts, *call.below)
         said = group.all_gather_bytes(message, numbers.unpack, "lengths of lists")
         call.below = [sum(each) for each in zip(*(one[group.size :] for one in said), strict=True)]
+        self._call = call
         self._counts = {peer: said[peer][group.rank] for peer in sources}
         self._dtype = call.wire_index
         sizes = [(peer, count * item) for peer, count in self._counts.items()]
@@ -113,7 +115,10 @@ class _ListsThatStay(Lists):
 
     def wait(self) -> dict[int, Tensor]:
         came = zip(self._counts.items(), self._pending.wait(), strict=True)
-        return {peer: typed(memory, (count,), self._dtype) for (peer, count), memory in came}
+        lists = {peer: typed(memory, (count,), self._dtype) for (peer, count), memory in came}
+        if not self._call.load.staying and (error := wrong_list(self._call, lists)):
+            raise error
+        return lists
 
     def release(self) -> None:
         self._pending.release()

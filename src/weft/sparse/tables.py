@@ -348,7 +348,7 @@ def _stated(group: Group, requests: Sequence[Request], error: str | None, name: 
         WeftError: arguments are wrong on some rank, or ranks differ; the same text on every rank.
     """
     over = wire_for(group, requests[0].rows.values)
-    if over is not group and error is None:
+    if not on_host(requests[0].rows.values) and error is None:
         error = _surveyed(requests)
     requests[0].fields["device"] = over.route
     fields = {name: requests[0].fields.get(name) for name in _FIELDS}

@@ -19,7 +19,7 @@ TIMEOUT = 90.0  # seconds that one wait on a group may last; long, because the m
 LIMIT = 120.0  # seconds that a whole body may take on an idle machine
 
 
-_WIRES = {"threads": "", "device": "", "processes": "tcp", "torch": "torch"}
+_WIRES = {"threads": "", "device": "", "rounds": "", "processes": "tcp", "torch": "torch"}
 
 
 def run(
@@ -41,9 +41,10 @@ def run(
         body: the program of one rank. On "processes" and "torch" it must be a function at the top
             of a module, and its arguments and results are pickled.
         on: what the ranks are. "threads": threads of this process. "device": threads, but weft
-            treats CPU tensors as it treats those on an accelerator. "processes": processes, which
-            are kept for later runs. "torch": the same processes, with a group over a process group
-            of torch's (`weft.init(wire="torch")`).
+            treats CPU tensors as it treats those on an accelerator. "rounds": threads, between
+            which tensors travel in rounds, as over a wire that is `lockstep`. "processes":
+            processes, which are kept for later runs. "torch": the same processes, with a group over
+            a process group of torch's (`weft.init(wire="torch")`).
         timeout: seconds that any one wait may last.
         limit: seconds that the whole body may take. Ranks that have not ended then are reported as
             hanging, with their stacks. None: 120, up to four times as many on a busy machine.
@@ -64,7 +65,7 @@ def run(
     most = patient(LIMIT) if limit is None else limit
     if not _WIRES[on]:
         with as_device() if on == "device" else nullcontext():
-            groups = group(size, timeout, device=on == "device")
+            groups = group(size, timeout, device=on == "device", lockstep=on == "rounds")
             return results(on_groups(groups, body, args, kwargs, limit=most), on)
     from .pool import on_pool  # here: most uses need no processes
 

@@ -8,11 +8,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
+
 from ..bootstrap.outcome import Outcome, place
 from ..errors import WeftError, WireError
 from ..wire import default
 from ..wire.base import Group, Pool
-from ..wire.exchanges import check_exchanges
+from ..wire.checked_rounds import CheckedRounds
+from ..wire.device import OnDevice
 from ..wire.failure import watch
 from ..wire.failure.detector import Detector
 from ..wire.failure.links import QueueLinks, links_of_threads
@@ -27,6 +30,7 @@ def group(
     *,
     hosts: Sequence[str] | None = None,
     device: bool = False,
+    lockstep: bool = False,
 ) -> list[ProcessWire]:
     """The group of each of `size` ranks, to be used by one thread each.
 
@@ -35,7 +39,8 @@ def group(
         timeout: seconds that any one wait may last. Where all ranks wait for each other, they are
             told at once.
         hosts: the name of each rank's machine, for code that treats those of one host alike.
-        device: tensors of the CPU, `as_device`, go by exchanges that must meet (`exchanges`).
+        device: tensors of the CPU, `as_device`, go in rounds, which are checked (`CheckedRounds`).
+        lockstep: tensors of the CPU go in such rounds, as they are.
 
     Raises:
         WeftError: there are no ranks, or not one host for each.
@@ -52,9 +57,16 @@ def group(
     wires = thread_wires(size)
     crew = Crew(wires, names_of_hosts(hosts or ["threads"] * size, size), timeout, _more_wires)
     groups = crew.groups()
-    for each in groups if device else ():
-        check_exchanges(each)
+    for each in groups:
+        if device:
+            each.devices[torch.device("cpu")] = _in_rounds(each)
+        if lockstep:
+            each.payloads = _in_rounds(each)
     return groups
+
+
+def _in_rounds(group: ProcessWire) -> OnDevice:
+    return OnDevice(group, CheckedRounds(group.wire), "checked")
 
 
 def _more_wires(ranks: Sequence[int]) -> list[RoomWire]:

@@ -33,12 +33,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .._torch import is_of_group, keep
-from ..devices import on_host
+from ..devices import Streams, on_host
 from ..errors import Error, WeftError, WireError, entry
 from ..tensors import has_elements, lacking
 from .failure.verdict import NAMED, Verdict, differing, names
 from .hosts import Hosts, hosts_of
-from .interface import Lease
+from .interface import Features, Lease
 from .link import MERGE, Link
 from .memory import Pool, fresh, typed
 from .store import has, pauses
@@ -161,6 +161,11 @@ class Group(abc.ABC):
         global_ranks: its ranks, by their numbers in the job.
         route: tensors of which device it carries, and how: "cpu", "cuda (nccl)"; for fingerprints.
         process_group: returns the process group of torch's that it stands for, or None.
+        features: of what carries its tensors.
+        streams: in which it computes on accelerators.
+        devices: the same ranks, for tensors of those devices that it was used for.
+        payloads: the same ranks, for tensors of the CPU, where a wire of their own carries them and
+            this one carries openings and lengths; or None.
     """
 
     rank: int
@@ -178,7 +183,10 @@ class Group(abc.ABC):
         self._end: Callable[[], None] | None = None  # of a `with` block, if it is not `close`
         self.process_group: Callable[[], dist.ProcessGroup | None] = lambda: None
         self.route = "cpu"
-        self._devices: dict[torch.device, Group] = {}  # its ranks, for tensors on accelerators
+        self.features = Features()
+        self.streams = Streams()
+        self.devices: dict[torch.device, Group] = {}
+        self.payloads: Group | None = None
         _made.add(self)
 
     def __enter__(self) -> Self:
@@ -259,6 +267,7 @@ class Group(abc.ABC):
         if lost is not None:
             raise lost from error
 
+    @abc.abstractmethod
     def post(
         self, sends: Sequence[Send] = (), recvs: Sequence[Recv] = (), channel: int = 0
     ) -> Pending:
@@ -271,16 +280,12 @@ class Group(abc.ABC):
             WireError: the group is broken or closed.
             WeftError: a rank is no peer.
         """
+
+    def check_peers(self, sends: Sequence[Send], recvs: Sequence[Recv]) -> None:
+        """Raise WeftError if a message is for or from a rank that is no peer."""
         for peer, _ in (*sends, *recvs):
             if peer == self.rank or not 0 <= peer < self.size:
                 raise WeftError(f"rank {self.rank}: rank {peer} is no peer among {self.size} ranks")
-        pending = self._post(sends, recvs, channel)
-        self.traffic.count(sends)
-        return pending
-
-    @abc.abstractmethod
-    def _post(self, sends: Sequence[Send], recvs: Sequence[Recv], channel: int) -> Pending:
-        """`post`, for the class that implements it."""
 
     def dense_all_reduce(self, tensor: Tensor, op: str) -> Pending:
         """Start reducing `tensor` (contiguous, CPU) over all ranks, in place.
@@ -336,8 +341,10 @@ class Group(abc.ABC):
         """Leave: tell the peers that this is no death, and let go of everything. Twice is fine."""
         if self._worker is not None:
             self._worker.stop()
-        while self._devices:
-            self._devices.popitem()[1].close()
+        while self.devices:
+            self.devices.popitem()[1].close()
+        if self.payloads is not None:
+            self.payloads.close()
         self.memory.drain()
 
     def small_all_gather(self, message: Tensor, cap: int) -> Pending:
@@ -386,12 +393,12 @@ class Group(abc.ABC):
         """How many calls were started, and the name of the one that runs, or ""."""
         return (0, "") if self._worker is None else (self._worker.calls, self._worker.doing)
 
-    def _sum(self, tensor: Tensor) -> None:
-        """Sum over all ranks, in place, added in whatever order is fastest."""
-        self.dense_all_reduce(tensor, "sum").wait()
+    def all_reduce(self, tensor: Tensor, op: str) -> Pending:
+        """The same as `dense_all_reduce`, added in whatever order is fastest."""
+        return self.dense_all_reduce(tensor, op)
 
-    def _among_some(self) -> Group:
-        """This group, for calls in which not all ranks take part."""
+    def among(self, ranks: Sequence[int]) -> Group:
+        """This group, for a call in which these ranks alone take part; all keep their numbers."""
         return self
 
     def _after_fork(self) -> None:
@@ -413,7 +420,7 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 def wire_for(group: Group, tensor: Tensor, ranks: Sequence[int] | None = None) -> Group:
-    """The same ranks, for tensors on the device of this one: `group` itself for those on the host.
+    """The same ranks, for tensors on the device of this one; for those on the host mostly `group`.
 
     Args:
         group: for tensors on the host.
@@ -421,13 +428,14 @@ def wire_for(group: Group, tensor: Tensor, ranks: Sequence[int] | None = None) -
         ranks: the ranks that take part; None: all.
     """
     if on_host(tensor):
-        return group
-    found = group._devices.get(tensor.device)
-    if found is None:
-        from .device import DeviceWire  # here, since it is written with what stands here
+        found = group.payloads or group
+    elif tensor.device in group.devices:
+        found = group.devices[tensor.device]
+    else:
+        from .device import on_device  # here, since it is written with what stands here
 
-        found = group._devices[tensor.device] = DeviceWire(group, tensor.device)
-    return found if ranks is None or len(ranks) == group.size else found._among_some()
+        found = group.devices[tensor.device] = on_device(group, tensor.device)
+    return found if ranks is None else found.among(ranks)
 
 
 def chosen(group: Group, ranks: Sequence[int]) -> tuple[int, ...]:

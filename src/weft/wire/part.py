@@ -8,6 +8,7 @@ and a call can make a new part each time.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 
 from ..errors import WeftError, WireError
@@ -32,14 +33,16 @@ class Part(Group):
         (0, 2, [0])
     """
 
-    def __init__(self, group: Group, ranks: Sequence[int]) -> None:
+    def __init__(self, group: Group, ranks: Sequence[int], *, keeps: bool = True) -> None:
+        """`keeps`: whether it keeps the group alive; one that the group holds itself does not."""
         mine = list(chosen(group, ranks))
         if group.rank not in mine:
             raise WeftError(f"rank {group.rank} is none of the ranks {mine}: it has no part")
         super().__init__(mine.index(group.rank), len(mine), group.timeout, group.host)
-        self._beside: Callable[[], Group | None] = lambda: group
+        self._beside: Callable[[], Group | None] = (lambda: group) if keeps else weakref.ref(group)
         self._ranks = mine
         self.memory, self.traffic = group.memory, group.traffic
+        self.features, self.streams = group.features, group.streams
         self.global_ranks = tuple(group.global_ranks[rank] for rank in mine)
 
     @property
@@ -63,10 +66,7 @@ class Part(Group):
     def post(
         self, sends: Sequence[Send] = (), recvs: Sequence[Recv] = (), channel: int = 0
     ) -> Pending:
-        return self._post(sends, recvs, channel)  # the group counts
-
-    def _post(self, sends: Sequence[Send], recvs: Sequence[Recv], channel: int) -> Pending:
-        return self.beside.post(
+        return self.beside.post(  # which counts
             [(self._ranks[peer], tensor) for peer, tensor in sends],
             [(self._ranks[peer], into) for peer, into in recvs],
             channel,

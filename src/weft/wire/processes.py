@@ -13,24 +13,29 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from multiprocessing.util import Finalize
-from typing import NoReturn
+from typing import NoReturn, Protocol, TypeVar
 
 from torch import Tensor
 
 from ..errors import WireError
 from . import interface
 from .base import Group, Pending, Recv, Send, chosen
-from .failure.detector import Detector
+from .failure.detector import Detector, Wait
 from .failure.verdict import Verdict
 from .hosts import host_name
 from .interface import Failure, WireFailed
 from .memory import Pool
+
+T = TypeVar("T")
 
 
 class ProcessWire(Group):
     """One rank's end of the group that `process_group.connect` makes.
 
     Tensors of every dtype and zero-byte messages travel as they are.
+
+    Attributes:
+        wire: what carries tensors of the CPU.
     """
 
     def __init__(
@@ -53,7 +58,8 @@ class ProcessWire(Group):
         """
         super().__init__(wire.rank, wire.size, timeout, host or host_name())
         self.memory = memory
-        self._wire = wire
+        self.wire = wire
+        self.features = wire.features
         self._part: Callable[[tuple[int, ...], str], Group] | None = part
         self._parts_made = 0
         self.closed = False
@@ -64,19 +70,40 @@ class ProcessWire(Group):
         # bye when the group is dropped, and at exit: of multiprocessing's processes, too
         self._leave = Finalize(self, _leave, (detector, wire), exitpriority=0)
 
-    def _post(self, sends: Sequence[Send], recvs: Sequence[Recv], channel: int) -> Pending:
+    def post(
+        self, sends: Sequence[Send] = (), recvs: Sequence[Recv] = (), channel: int = 0
+    ) -> Pending:
+        self.check_peers(sends, recvs)
+        pending = self.use(lambda: self.wire.post(sends, recvs, channel), "posted messages")
+        self.traffic.count(sends)
+        return Exchange(self, pending, sends, recvs)
+
+    def use(self, wire_call: Callable[[], T], doing: str) -> T:
+        """Call a wire of this group, which does not wait for peers.
+
+        Args:
+            wire_call: the call.
+            doing: what this rank does, as a clause of an error: "posted messages".
+
+        Raises:
+            WireError: the group is broken, or breaks here.
+        """
         self._check()
         try:
-            pending = self._wire.post(sends, recvs, channel)
+            return wire_call()
         except WireFailed as error:
-            self._fail(error.failure, "posted messages")
+            self._fail(error.failure, doing)
         except BaseException as error:
             self._interrupted(error)
             raise
-        return _Exchange(self, pending, sends, recvs)
+
+    def guard(self, wire: interface.Wire) -> None:
+        """Abort a wire of these ranks, too, when the group breaks."""
+        if self._detector is not None:
+            self._detector.guard(wire)
 
     def lease(self, nbytes: int) -> interface.Lease:
-        lease = self._wire.lease(nbytes)
+        lease = self.wire.lease(nbytes)
         return self.memory.lease(nbytes) if lease is None else lease
 
     def split(self, ranks: Sequence[int]) -> Group | None:
@@ -112,7 +139,7 @@ class ProcessWire(Group):
 
     def _after_fork(self) -> None:
         super()._after_fork()
-        self._wire.close()
+        self.wire.close()
         if self._detector is not None:
             self._detector.abandon()
 
@@ -134,8 +161,13 @@ class ProcessWire(Group):
             self._detector.timeout = seconds
             self._detector.links.wake()  # it may sleep for as long as waits lasted before
 
-    def _wait(self, exchange: _Exchange) -> list[Tensor]:
-        """Wait for messages, without a limit: at the deadline the detector aborts the wire."""
+    def wait_for(self, exchange: UnderWay) -> list[Tensor]:
+        """Wait for messages, without a limit: at the deadline the detector aborts the wire.
+
+        Raises:
+            WireError: the group is broken, or breaks here.
+        """
+        self._check()
         detector = self._detector
         if detector is None:  # without peers there is nothing to wait for
             return exchange.pending.wait()
@@ -152,7 +184,7 @@ class ProcessWire(Group):
             self.traffic.waited += time.monotonic() - began
             detector.end()
 
-    def _fail(self, failure: Failure, doing: str, wait: _Exchange | None = None) -> NoReturn:
+    def _fail(self, failure: Failure, doing: str, wait: UnderWay | None = None) -> NoReturn:
         """Raise the error of a use of the wire that failed, with the detector's verdict.
 
         Args:
@@ -186,7 +218,7 @@ class ProcessWire(Group):
         # The memory of receives is the caller's again, so nothing may write there. An error here
         # is less important than the interruption.
         with contextlib.suppress(Exception):
-            self._wire.abort(Failure("aborted", self.rank, verdict.text))
+            self.wire.abort(Failure("aborted", self.rank, verdict.text))
 
     def _where(self) -> str:
         """The call that runs, as errors spell it."""
@@ -196,12 +228,25 @@ class ProcessWire(Group):
     def _break(self, verdict: Verdict, where: str = "") -> WireError:
         """Break the group on this rank; the error to raise. `where` is what this rank was doing."""
         self._broken = Verdict(verdict.culprit, f"{verdict.text}{where}")
-        self._wire.abort(Failure("aborted", verdict.culprit, verdict.text))
+        self.wire.abort(Failure("aborted", verdict.culprit, verdict.text))
         return self._error(self._broken)
 
 
-class _Exchange(Pending):
-    """Sends and receives under way.
+class UnderWay(Wait, Protocol):
+    """Messages under way over a wire of a group.
+
+    Attributes:
+        pending: the wire's.
+    """
+
+    pending: interface.Pending
+
+    def what(self) -> str:
+        """What is waited for, as a clause of an error."""
+
+
+class Exchange(Pending):
+    """Sends and receives under way over a wire of a group.
 
     Attributes:
         pending: the wire's.
@@ -222,8 +267,7 @@ class _Exchange(Pending):
 
     def wait(self) -> list[Tensor]:
         if self._received is None:
-            self._group._check()
-            self._received = self._group._wait(self)
+            self._received = self._group.wait_for(self)
         return self._received
 
     def awaited(self) -> list[int]:

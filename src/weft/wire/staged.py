@@ -86,6 +86,11 @@ class Staged:
         if failure is not None:
             raise WireFailed(failure)
 
+    def check_own(self) -> None:
+        """Raise WireFailed if this wire was aborted or closed, whatever that of the CPU says."""
+        if self._failure is not None:
+            raise WireFailed(self._failure)
+
     def _on_host(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Copies of the bytes of tensors, once these are there."""
         copies = []
@@ -137,10 +142,13 @@ class StagedPending:
             self._wire.check()
             left = _LOOK if deadline is None else min(_LOOK, deadline - time.monotonic())
             try:
-                return self._posted.wait(max(0.0, left))
+                arrived = self._posted.wait(max(0.0, left))
             except TimeoutError:
                 if left < _LOOK:
                     raise
+            else:
+                self._wire.check_own()  # it may have been aborted before this came
+                return arrived
 
     def _on_device(self, arrived: Sequence[Tensor]) -> list[Tensor]:
         """What came, copied to the tensors that are to be filled, or to new memory."""

@@ -223,6 +223,8 @@ class Worker:
         with self._lock:
             while self._line[0] is not turn:
                 self._turns.wait()
+        if work._aside is not None:
+            work._aside.claim_thread()
         try:
             value = self._run(turn, work._name, job, several)
         except BaseException as error:  # kept for whoever waits
@@ -368,6 +370,8 @@ def _complete(raw: torch.futures.Future[T], work: Work[T]) -> None:
     """Give a Future of torch's what came of a call."""
     error = work.exception()
     if error is None:
+        if work._aside is not None:
+            work._aside.claim_thread()
         # the event that a Future with devices keeps for its readers is one of this stream's
         with nullcontext() if work._aside is None else work._aside.apart():
             raw.set_result(work.result())

@@ -42,7 +42,7 @@ def cost(load: Load) -> Cost:
     )
 
 
-@algorithm(cost=cost, stays=True)
+@algorithm(cost=cost, lockstep=True)
 def gather(rows: LocalRows, call: Call) -> Rows:
     group = call.group
     runs, lists = all_lists(call, rows.indices.to(call.wire_index))

@@ -65,7 +65,7 @@ from ..stream import (
 def cost(load: Load) -> Cost:
     others, sums = load.ranks - 1, load.union / load.ranks
     listed = load.mean * load.index_of(load.mean)
-    steps = 1 if load.staying else math.ceil(sums / relay_rows(load, sums))
+    steps = 1 if load.at_once else math.ceil(sums / relay_rows(load, sums))
     away = max(0.0, load.mean - sums)  # rows that are summed elsewhere, in equal parts
     pieces = others * steps * -math.expm1(-away / max(1, others * steps))
     received = others * listed + (away + others * sums) * load.row
@@ -81,7 +81,7 @@ def cost(load: Load) -> Cost:
         overlapped=made * (1 - 1 / max(1, steps)) + told,
         delayed=load.crowded(received),
         memory=away * load.row
-        + (load.union * load.row if load.staying else relay_memory(load, sums))
+        + (load.union * load.row if load.at_once else relay_memory(load, sums))
         + min(away * load.row, others * window(load) * load.chunk),
     )
 
@@ -89,18 +89,18 @@ def cost(load: Load) -> Cost:
 _DEAL = 176  # bytes that could be merged while an index's place is given to a rank
 
 
-@algorithm(cost=cost, stays=True)
+@algorithm(cost=cost, lockstep=True)
 def holders(own: LocalRows, call: Call) -> Rows:
     runs, lists = all_lists(call, own.indices.to(call.wire_index))
     union, shares = _shared(call, runs)
     result = call.result_at(union.indices)
     if call.load.row:  # else rows are without bytes
-        me, staying = call.group.rank, call.load.staying
+        me, at_once = call.group.rank, call.load.at_once
         counts = [shares.count(rank) for rank in range(call.group.size)]
-        step = max(1, counts[me]) if staying else relay_rows(call.load, max(counts))
+        step = max(1, counts[me]) if at_once else relay_rows(call.load, max(counts))
         sums = _Sums(call, own, union.slots, shares, step)
         with _sent(call, own, kernels.deal(union.slots[me], shares, me)):
-            (_tell_at_once if staying else _tell)(call, sums, shares, counts, result.values)
+            (_tell_at_once if at_once else _tell)(call, sums, shares, counts, result.values)
         sums.release()
     lists.release()
     return result
@@ -138,8 +138,9 @@ def _tell(call: Call, sums: _Sums, shares: Shares, counts: Sequence[int], out: T
 def _tell_at_once(
     call: Call, sums: _Sums, shares: Shares, counts: Sequence[int], out: Tensor
 ) -> None:
-    """The same on an accelerator, where each step of a ring would be an exchange of its own."""
-    call.group.post().wait()  # rows travel, also where a rank neither sends nor gets any
+    """The same by messages to all others, which are sent together."""
+    if call.load.lockstep:
+        call.group.post().wait()  # rows travel, also where a rank neither sends nor gets any
     with call.group.lease(out.nbytes) as memory:
         together = typed(memory, tuple(out.shape), call.dtype)
         parts = torch.split(together, list(counts))

@@ -59,7 +59,7 @@ def applies(load: Load) -> str | None:
     return None
 
 
-@algorithm(cost=cost, applies=applies, stays=True)
+@algorithm(cost=cost, applies=applies, lockstep=True)
 def mask(rows: LocalRows, call: Call) -> Rows:
     group, direct = call.group, call.partial == call.dtype
     indices = rows.indices.to(call.wire_index)

@@ -47,7 +47,7 @@ def cost(load: Load) -> Cost:
     )
 
 
-@algorithm(cost=cost, stays=True)
+@algorithm(cost=cost, lockstep=True)
 def split(rows: LocalRows, call: Call) -> Rows:
     group, others = call.group, call.group.peers
     bounds = balanced(call.header, group.size)

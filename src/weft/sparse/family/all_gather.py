@@ -95,7 +95,7 @@ def sparse_all_gather(
         result = request.restore(done.rows)
         return (result, torch.tensor(counts)) if return_counts else result
 
-    return started(group, _NAME, Aside(request.device, job), async_op)
+    return started(group, _NAME, Aside(group.streams, request.device, job), async_op)
 
 
 def _counts(opening: Opened) -> list[int]:

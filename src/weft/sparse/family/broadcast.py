@@ -105,7 +105,8 @@ def sparse_broadcast(
             result._coalesced_(form.endswith(_COALESCED))
         return result
 
-    return started(group, _NAME, Aside(current() if learns else request.device, job), async_op)
+    device = current() if learns else request.device
+    return started(group, _NAME, Aside(group.streams, device, job), async_op)
 
 
 _COALESCED = "coalesced"

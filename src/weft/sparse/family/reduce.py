@@ -102,7 +102,7 @@ def sparse_reduce(
         done.note(group)
         return request.restore(done.rows) if here else None
 
-    return started(group, _NAME, Aside(request.device, job), async_op)
+    return started(group, _NAME, Aside(group.streams, request.device, job), async_op)
 
 
 def _is_direct_quicker(load: Load) -> bool:

@@ -103,7 +103,7 @@ def sparse_reduce_scatter(
         done.note(group, ranges=tuple(bounds))
         return request.restore(done.rows)
 
-    return started(group, _NAME, Aside(request.device, job), async_op)
+    return started(group, _NAME, Aside(group.streams, request.device, job), async_op)
 
 
 def _scattered(opening: Opened, bounds: Sequence[int]) -> tuple[str, Rows]:

@@ -211,9 +211,10 @@ class Detector:
     def _find_out(self, failure: Failure, wait: Wait | None) -> Verdict:
         """The verdict behind a lost peer: it died, or left, or raised because of another."""
         peer = failure.peer
-        failed = Verdict(
-            peer, f"the link between rank {self.rank} and rank {peer} failed ({failure.text})"
-        )
+        what = f"the link between rank {self.rank} and rank {peer}"
+        if peer is None:
+            what = f"a link of rank {self.rank}"
+        failed = Verdict(peer, f"{what} failed ({failure.text})")
         if not self._settled.wait(_NEWS):
             if peer is not None and peer in self.left:
                 return self.settle(left(peer, self.left[peer]))
