@@ -709,6 +709,6 @@ def test_a_number_that_no_clause_has_is_refused():
 def test_ranks_that_hang_are_told_of():
     run = ranks_as_threads(thread_wires, limit=0.1)
     ends = threading.Event()
-    with pytest.raises(AssertionError, match=r"ranks \[0\] of 2 hang"):
+    with pytest.raises(AssertionError, match="rank 0 of 2 gave no answer"):
         run(2, lambda wire: ends.wait(60) if wire.rank == 0 else None)
     ends.set()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
+
+import numpy as np
 import pytest
 import torch
 
@@ -112,3 +115,38 @@ def test_hosts_are_one_for_each_rank():
 def test_simulated_ranks_keep_the_contract():
     outcomes = check_wire(ranks_as_threads(lambda size: Network("abc"[:size], LINK).wires()))
     assert not any(outcome.error for outcome in outcomes)
+
+
+def test_a_deadlock_across_a_group_and_a_part_of_it_is_told_at_once():
+    def program(group):
+        part = group.split([0, 1])
+        if part is None:
+            group.post((), [(0, 8)]).wait()
+        else:
+            part.post((), [(1 - part.rank, 8)]).wait()
+
+    with pytest.raises(weft.WireError, match="all ranks wait for each other"):
+        run(3, LINK, program)
+
+
+def test_a_wait_with_a_limit_needs_no_other_rank_to_wait():
+    first, second = Network("ab", LINK).wires()
+    sent = second.post([(0, torch.ones(1))])
+    with pytest.raises(TimeoutError):
+        first.post((), [(1, 4)], channel=1).wait(0.01)
+    received = first.post((), [(1, 4)])
+    assert received.done() and received.waiting_for() == []
+    assert len(received.wait(0)[0]) == 4
+    sent.wait(0)
+
+
+def test_a_message_under_way_holds_no_tensor():
+    first, second = Network("ab", LINK).wires()
+    memory = np.zeros(3, np.float32)
+    sent = first.post([(1, torch.from_numpy(memory))])
+    received = second.post((), [(0, 12)])
+    alive = weakref.ref(memory)
+    del memory
+    assert alive() is None
+    for pending in (sent, received):
+        pending.wait(0)

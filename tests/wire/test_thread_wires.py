@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import gc
+import threading
+import weakref
+
+import numpy as np
 import pytest
 import torch
 
 from weft.errors import WeftError
 from weft.testing import ranks_as_threads
 from weft.wire.in_process.threads import thread_wires
-from weft.wire.interface import WireFailed
+from weft.wire.interface import Failure, WireFailed
 
 RUN = ranks_as_threads(thread_wires)
 
@@ -83,3 +88,43 @@ def test_what_nobody_may_read_is_garbage():
 def test_a_group_has_a_rank():
     with pytest.raises(WeftError, match="at least one rank, not 0"):
         thread_wires(0)
+
+
+def test_nobody_is_stuck_once_a_wire_has_failed():
+    """Those that wait are about to be told why."""
+    given = Failure("aborted", 2, "rank 2 gave up")
+
+    def waits_for_the_other(wire):
+        if wire.rank == 2:
+            wire.abort(given)
+            return given
+        pending = wire.post((), [(1 - wire.rank, 8)])
+        threading.Timer(0.3, wire.abort, [given]).start()
+        return failure_of(pending.wait)
+
+    assert "stuck" not in {failure.kind for failure in RUN(3, waits_for_the_other)}
+
+
+def test_a_post_of_which_a_part_fails_leaves_memory_alone():
+    first, second = thread_wires(2)
+    first.post([(1, torch.ones(3)), (1, torch.ones(3))])
+    place = torch.zeros(3)
+    second.post((), [(0, torch.zeros(2)), (0, place)])  # the first message is too long
+    assert failure_of(second.post).kind == "garbled"
+    place.fill_(7)
+    first.post([(1, torch.ones(3))])
+    assert place.tolist() == [7, 7, 7]
+
+
+def test_what_was_received_is_freed_with_its_last_reference():
+    first, second = thread_wires(2)
+    first.post([(1, torch.ones(3))])
+    gc.disable()
+    try:
+        memory = np.zeros(3, np.float32)
+        alive = weakref.ref(memory)
+        second.post((), [(0, torch.from_numpy(memory))]).wait()
+        del memory
+        assert alive() is None
+    finally:
+        gc.enable()

@@ -6,7 +6,8 @@ import functools
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from contextvars import copy_context
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -196,24 +197,62 @@ def on_groups(
 ) -> list[Outcome]:
     """Run `body(group, *args, **kwargs)` with each of the groups, on a thread for each.
 
-    If a body raises, its group is aborted, so that the other ranks end, too. A rank that has not
-    ended after `limit` seconds (None: no limit) is left running on its daemon thread, and reported
-    as hanging.
+    If a body raises, its group is aborted, so that the other ranks end, too. For `limit` see
+    `on_threads`.
+    """
+
+    def program(group: Group) -> Outcome:
+        outcome = outcome_on(group, body, args, kwargs or {})
+        group.close()
+        return outcome
+
+    return on_threads(groups, program, limit, lambda: groups[0].abort(f"the ranks had {limit} s"))
+
+
+class _End(Protocol):
+    """What a rank has of a group, or of a wire."""
+
+    rank: int
+
+
+E = TypeVar("E", bound=_End)
+
+
+def on_threads(
+    ends: Sequence[E],
+    program: Callable[[E], Outcome],
+    limit: float | None,
+    give_up: Callable[[], object] = lambda: None,
+) -> list[Outcome]:
+    """Run a program with the end of each rank, on a thread for each; in the order of the ends.
+
+    Args:
+        ends: of the ranks.
+        program: of one rank.
+        limit: seconds after which a rank that has not ended is left running on its daemon thread,
+            and reported as hanging; None: no limit.
+        give_up: called before that, to end what can be ended.
     """
     outcomes: dict[int, Outcome] = {}
 
-    def program(group: Group) -> None:
-        outcomes[group.rank] = outcome_on(group, body, args, kwargs or {})
-        group.close()
+    def run(end: E) -> None:
+        outcomes[end.rank] = program(end)
 
-    threads = default.begun(program, groups)
+    threads = [
+        threading.Thread(
+            target=copy_context().run, args=(run, end), name=f"rank {end.rank}", daemon=True
+        )
+        for end in ends
+    ]
+    for thread in threads:
+        thread.start()
     deadline = None if limit is None else time.monotonic() + limit
     for thread in threads:
         thread.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
     late = {number: place(thread) for number, thread in enumerate(threads) if thread.is_alive()}
     if late:
-        groups[0].abort(f"the ranks had {limit} s")
+        give_up()
     for number, where in late.items():
         threads[number].join(0.2)
         outcomes[number] = Outcome(number, hangs=where)
-    return [outcomes[group.rank] for group in groups]
+    return [outcomes[end.rank] for end in ends]

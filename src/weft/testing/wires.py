@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import platform
 import threading
-import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
@@ -18,12 +17,15 @@ from typing import Any, Protocol
 import psutil
 import torch
 
+from ..bootstrap.outcome import Outcome as Rank
+from ..bootstrap.outcome import results
 from ..errors import WeftError
 from ..wire.interface import Failure, Features, Wire
 from ..wire.memory import Pool
 from ..wire.registry import Factory, Start, make_wire, wire_named
 from .clauses import Outcome, raise_if_broken, stated, title_of, tried
 from .pace import patient
+from .threads import on_threads
 from .wire_clauses import CLAUSES, Clause
 
 
@@ -165,30 +167,15 @@ def ranks_as_threads(
 
     def run(size: int, body: Callable[[Wire], Any], dies: Collection[int] = ()) -> list[Any]:
         wires = make(size)
-        results: list[Any] = [None] * size
-        errors: list[BaseException] = []
 
-        def program(wire: Wire) -> None:
-            try:
-                results[wire.rank] = stated(body, wire)
-            except BaseException as error:
-                error.add_note(f"on rank {wire.rank} of {size}")
-                errors.append(error)
+        def program(wire: Wire) -> Rank:
+            rank = Rank.of(wire.rank, stated, body, wire)
+            if rank.error is not None:
                 wire.abort(Failure("aborted", wire.rank, f"rank {wire.rank} gave up"))
-            finally:
-                wire.close()
+            wire.close()
+            return rank
 
-        threads = [threading.Thread(target=program, args=[wire], daemon=True) for wire in wires]
-        for thread in threads:
-            thread.start()
-        deadline = time.monotonic() + patient(limit)
-        for thread in threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
-        hanging = [rank for rank, thread in enumerate(threads) if thread.is_alive()]
-        if errors:
-            raise errors[0]
-        assert not hanging, f"ranks {hanging} of {size} hang"
-        return results
+        return results(on_threads(wires, program, patient(limit)), "threads")
 
     return run
 

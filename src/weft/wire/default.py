@@ -8,15 +8,11 @@ weft from any of its threads.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
-from contextvars import ContextVar, copy_context
-from typing import TypeVar
+from contextvars import ContextVar
 
 from ..errors import WeftError
 from .base import Group
 from .failure import last_error
-
-W = TypeVar("W", bound=Group)
 
 _local: ContextVar[Group | None] = ContextVar("weft_group", default=None)
 _process: Group | None = None
@@ -70,19 +66,3 @@ def resolve(group: object) -> Group:
     except WeftError as error:
         last_error.note(error)
         raise
-
-
-def begun(program: Callable[[W], None], groups: Sequence[W]) -> list[threading.Thread]:
-    """Start a program with each group, in a thread whose context (and default) is its own."""
-    threads = [
-        threading.Thread(
-            target=copy_context().run,
-            args=(program, group),
-            name=f"rank {group.rank}",
-            daemon=True,
-        )
-        for group in groups
-    ]
-    for thread in threads:
-        thread.start()
-    return threads
