@@ -34,6 +34,7 @@ from torch import Tensor, nn
 import weft
 from turns import turns
 from weft.compat import distdl as ours
+from weft.schedules import dense_all_reduce
 
 Program = Callable[[Tensor], tuple[Tensor, Tensor | None]]
 """A layer's output and, once 1.5 times the output went back through it, the input's gradient."""
@@ -129,7 +130,7 @@ def measure(group: Any, theirs: Any, options: argparse.Namespace) -> bool:
                 x = ours.zero_volume_tensor()
             first, second = program(other), program(mine)
             right = torch.tensor([same(first(x), second(x))], dtype=torch.int64)
-            group.dense_all_reduce(right, "min").wait()
+            dense_all_reduce(group, right, "min").wait()
             if not right.item():
                 sys.exit(f"{name}: the two differ; nothing is timed")
             contenders = {

@@ -34,7 +34,7 @@ from torch import nn
 
 import weft
 from turns import on_ranks, turns
-from weft.wire.base import Group
+from weft.group.group import Group
 
 SMALL = 1000  # elements of a small tensor
 SIZES = (8, *(1 << power for power in range(10, 26, 2)))  # bytes that each sends to each

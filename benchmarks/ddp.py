@@ -34,7 +34,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import weft
 from turns import on_ranks, turns
-from weft.wire.base import Group
+from weft.group.group import Group
 
 BATCH = 4  # small: what is measured is not arithmetic
 UNIT = 2.0**-8  # unit roundoff of bfloat16

@@ -25,11 +25,11 @@ import torch
 from torch import Tensor
 
 import weft
+from weft.group.group import Group, Pending, Recv, Send
 from weft.sparse import codec
 from weft.sparse.link import set_link
 from weft.sparse.stream import SUMS, VALUES
 from weft.testing import run
-from weft.wire.base import Group, Pending, Recv, Send
 from weft.wire.link import MERGE, Link
 from weft.wire.memory import Lease, Pool
 

@@ -34,8 +34,9 @@ from rich.table import Table
 from torch import Tensor
 
 import weft
+from weft.group.group import Group
+from weft.schedules import dense_all_reduce
 from weft.testing import processes
-from weft.wire.base import Group
 
 TINY_REPEAT = 20  # calls that are timed together
 TINY_GOAL = 1e-3  # seconds of one, forward and backward
@@ -351,18 +352,18 @@ def measure(group: Group, case: Case, rounds: int, repeat: int) -> dict[str, Fig
 
     def slowest(since: float) -> float:
         took = torch.tensor([time.perf_counter() - since], dtype=torch.float64)
-        group.dense_all_reduce(took, "max").wait()
+        dense_all_reduce(group, took, "max").wait()
         return took.item() / repeat
 
     for number in range(rounds + 1):
         for name, way in ways.items():
             brought.grad = None
-            group.dense_all_reduce(torch.zeros(1), "sum").wait()
+            dense_all_reduce(group, torch.zeros(1), "sum").wait()
             start = time.perf_counter()
             made = [_there(way(x)) for x in inputs]
             forward = slowest(start)
             grads = torch.ones_like(made[0])
-            group.dense_all_reduce(torch.zeros(1), "sum").wait()
+            dense_all_reduce(group, torch.zeros(1), "sum").wait()
             start = time.perf_counter()
             for y in made:
                 y.backward(grads)

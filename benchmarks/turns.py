@@ -11,8 +11,9 @@ from typing import TypeVar
 
 import torch
 
+from weft.group.group import Group
+from weft.schedules import dense_all_reduce
 from weft.testing import processes
-from weft.wire.base import Group
 
 T = TypeVar("T")
 
@@ -61,11 +62,11 @@ def turns(
         # in random order, the same on all ranks: a contender pays for the caches of the one before
         for name in random.Random(number).sample(list(contenders), len(contenders)):
             contender = contenders[name]
-            group.dense_all_reduce(torch.zeros(1), "sum").wait()
+            dense_all_reduce(group, torch.zeros(1), "sum").wait()
             start = time.perf_counter()
             for _ in range(calls):
                 contender()
             took = torch.tensor([(time.perf_counter() - start) / calls], dtype=torch.float64)
-            group.dense_all_reduce(took, "max").wait()
+            dense_all_reduce(group, took, "max").wait()
             times[name].append(took.item())
     return {name: each[warmup:] for name, each in times.items()}

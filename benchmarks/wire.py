@@ -26,9 +26,10 @@ from rich.console import Console
 from rich.table import Table
 
 from turns import turns
+from weft.group.group import Group
+from weft.group.process_group import connect
+from weft.schedules import dense_all_reduce
 from weft.testing import processes
-from weft.wire.base import Group
-from weft.wire.process_group import connect
 
 MESSAGES = (8, 256, 4096)
 CHUNKS = (16 << 10, 64 << 10, 128 << 10, 256 << 10, 1 << 20, 8 << 20)
@@ -109,7 +110,7 @@ def dense(group: Group, rounds: int) -> Rows:
         data = torch.ones(nbytes // 4)
 
         def ours(data: torch.Tensor = data) -> None:
-            group.dense_all_reduce(data.fill_(1), "sum").wait()
+            dense_all_reduce(group, data.fill_(1), "sum").wait()
             assert int(data[-1]) == group.size
 
         def theirs(data: torch.Tensor = data) -> None:

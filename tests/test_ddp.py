@@ -31,9 +31,10 @@ from weft.bootstrap.local import launch
 from weft.comm import sync_grads
 from weft.devices import as_device
 from weft.errors import Error, WeftError, WireError
+from weft.group import process_group
+from weft.group.group import Group
+from weft.schedules import dense
 from weft.testing import gloo_of_one_thread, spmd
-from weft.wire import dense, process_group
-from weft.wire.base import Group
 
 VOCABULARY, WIDTH = 40, 4
 

@@ -15,6 +15,7 @@ SOURCE = Path(weft.__file__).parent
 # sharded/checkpoints: states of a model and its optimizers are read, and nothing is sent
 CALLERS = (
     "wire/",
+    "group/",
     "backend/",
     "bootstrap/",
     "nn/dtensor.py",

@@ -18,11 +18,12 @@ import torch
 import torch.distributed as dist
 
 from weft.errors import WeftError, WireError
+from weft.group import default
+from weft.group.group import wire_for
+from weft.schedules import dense_all_reduce
 from weft.testing import RankFailure, gloo_of_one_thread, pool, processes, run, spmd
 from weft.testing.pace import MOST, patient
 from weft.testing.spmd import LIMIT
-from weft.wire import default
-from weft.wire.base import wire_for
 
 both = pytest.mark.parametrize("on", ["threads", "processes"])
 
@@ -33,7 +34,7 @@ def test_a_body_is_one_ranks_program(group, factor, tmp_path):
     assert default.current() is group
     assert tmp_path.is_dir()  # a fixture, the same on every rank
     mine = torch.tensor([group.rank * factor])
-    group.dense_all_reduce(mine, "sum").wait()
+    dense_all_reduce(group, mine, "sum").wait()
     assert mine.item() == factor * sum(range(group.size))
 
 
@@ -97,14 +98,14 @@ def test_a_broken_wire_is_replaced_and_a_sound_one_kept():
 
 def reduce_after(group):
     mine = torch.ones(1)
-    group.dense_all_reduce(mine, "sum").wait()
+    dense_all_reduce(group, mine, "sum").wait()
     assert mine.item() == group.size
 
 
 def wrong_on_rank_1(group):
     if group.rank == 1:
         raise KeyError("the cause")
-    group.dense_all_reduce(torch.ones(1), "sum").wait()
+    dense_all_reduce(group, torch.ones(1), "sum").wait()
 
 
 @both
@@ -184,7 +185,7 @@ def test_the_environment_is_what_it_is_here(on, monkeypatch):
 def hang_on_rank_2(group):
     if group.rank == 2:
         time.sleep(20 if group.host != "threads" else 3)  # a thread cannot be ended
-    group.dense_all_reduce(torch.ones(1), "sum").wait()
+    dense_all_reduce(group, torch.ones(1), "sum").wait()
 
 
 @both
@@ -202,7 +203,7 @@ def test_a_rank_that_hangs_is_reported_with_the_place(on):
 def die_on_rank_1(group):
     if group.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    group.dense_all_reduce(torch.ones(1), "sum").wait()
+    dense_all_reduce(group, torch.ones(1), "sum").wait()
 
 
 def test_a_rank_that_dies_is_reported():

@@ -21,9 +21,9 @@ import weft
 from weft import sparsify
 from weft.ddp import TopK, topk_hook
 from weft.errors import WeftError
+from weft.group.group import Group
 from weft.sparsify import _largest, _selected
 from weft.testing import spmd
-from weft.wire.base import Group
 
 OPTIONS: tuple[dict[str, Any], ...] = (
     {"bucket_cap_mb": 1e-5, "gradient_as_bucket_view": True},

@@ -36,12 +36,13 @@ import numpy as np
 import torch
 
 import weft
-from weft import kernels
+from weft import kernels, tensors
+from weft.group import group as base
+from weft.group.failure import detector
 from weft.sparse import codec
 from weft.sparse.link import set_link
 from weft.testing import run
-from weft.wire import base, framed
-from weft.wire.failure import detector
+from weft.wire import framed
 from weft.wire.link import Link
 from weft.wire.memory import Pool
 from weft.wire.tcp.connection import Connection, Receive
@@ -267,7 +268,7 @@ def recorded(name, size):
     def program(group):
         def post(sends=(), recvs=(), channel=0, inner=group.post):
             for peer, message in sends:
-                said[group.rank, peer, channel].append(base.as_bytes(message).numpy().tobytes())
+                said[group.rank, peer, channel].append(tensors.as_bytes(message).numpy().tobytes())
             return inner(sends, recvs, channel)
 
         group.post = post
@@ -312,7 +313,7 @@ class Coming(base.Pending):
             if raw is None or len(raw) > most or most > 1 << 24:
                 raise weft.WireError("as a group does where less comes, or more", culprit=peer)
             self.places.append(tensor(bytearray(want)) if isinstance(want, int) else want)
-            base.memory_of(self.places[-1])[: len(raw)] = raw
+            tensors.memory_of(self.places[-1])[: len(raw)] = raw
         return self.places
 
     def release(self):

@@ -14,6 +14,7 @@ import torch
 
 import weft
 from weft import kernels
+from weft.schedules import dense_all_reduce
 
 
 def cost(load):
@@ -44,13 +45,13 @@ def dense(rows, call):
 
     there = torch.zeros(height, dtype=torch.uint8)
     there[indices] = 1
-    group.dense_all_reduce(there, "bor").wait()
+    dense_all_reduce(group, there, "bor").wait()
     union = there.nonzero().view(-1)
 
     table = torch.full((height, *call.row_shape), call.op.neutral(call.partial), dtype=call.partial)
     table[indices] = rows.values.to(call.partial)
     if table.numel():
-        group.dense_all_reduce(table, "sum" if call.op.mean else call.op.name).wait()
+        dense_all_reduce(group, table, "sum" if call.op.mean else call.op.name).wait()
 
     result = call.result(len(union))  # where the caller wants it
     result.indices.copy_(union)

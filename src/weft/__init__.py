@@ -10,7 +10,7 @@ import typing as _typing
 from . import backend as _backend
 
 if _typing.TYPE_CHECKING:
-    from . import ddp, kernels, nn, sparse, trainers
+    from . import ddp, kernels, nn, schedules, sparse, trainers
     from .bootstrap.init import config, init, shutdown
     from .comm.all_reduce import all_reduce
     from .comm.all_to_all import all_to_all
@@ -23,6 +23,8 @@ if _typing.TYPE_CHECKING:
     from .comm.parameters import sync_params
     from .comm.remote_rows import RemoteRows, remote_rows
     from .errors import Error, StillRunning, WeftError, WireError
+    from .group.group import Group
+    from .group.listeners import on_call
     from .nn.partition import Partition
     from .rows import Rows
     from .sparse import (
@@ -35,9 +37,7 @@ if _typing.TYPE_CHECKING:
         sparse_reduce_scatter,
     )
     from .sparsify import sync_sparsified
-    from .wire.base import Group
     from .wire.interface import Wire
-    from .wire.listeners import on_call
     from .wire.registry import register_wire
 
 __version__ = "0.1.0"
@@ -69,6 +69,7 @@ __all__ = [
     "overlap_grads",
     "register_wire",
     "remote_rows",
+    "schedules",
     "shutdown",
     "sparse",
     "sparse_all_gather",
@@ -82,17 +83,17 @@ __all__ = [
     "trainers",
 ]
 
-_MODULES = ("ddp", "kernels", "nn", "sparse", "trainers")
+_MODULES = ("ddp", "kernels", "nn", "schedules", "sparse", "trainers")
 _HOMES = {
     "Partition": "nn.partition",
     "Rows": "rows",
-    "Group": "wire.base",
+    "Group": "group.group",
     "Wire": "wire.interface",
     "register_wire": "wire.registry",
     "sync_sparsified": "sparsify",
     **dict.fromkeys(("Error", "StillRunning", "WeftError", "WireError"), "errors"),
     **dict.fromkeys(("config", "init", "shutdown"), "bootstrap.init"),
-    "on_call": "wire.listeners",
+    "on_call": "group.listeners",
     **dict.fromkeys(("all_reduce", "all_to_all", "attempt", "barrier", "exchange"), "comm"),
     **dict.fromkeys(("RemoteRows", "remote_rows"), "comm"),
     **dict.fromkeys(("clip_grad_norm_", "overlap_grads", "sync_grads", "sync_params"), "comm"),

@@ -29,7 +29,8 @@ import torch
 from torch import Tensor
 
 from .errors import WeftError
-from .wire.base import NAMED, SMALL, Group, Pending, differing
+from .group.failure.verdict import NAMED, differing
+from .group.group import SMALL, Group, Pending
 
 T = TypeVar("T")
 

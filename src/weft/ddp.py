@@ -51,12 +51,14 @@ from .comm.gradients import without_rows
 from .comm.opening import opened
 from .devices import Aside, Streams, accelerators, on_host
 from .errors import WeftError, WireError, entry
+from .group import process_group
+from .group.group import Group, wire_for
+from .group.worker import Work
+from .schedules import fast_all_reduce
 from .sparse import Record, last_call
 from .sparse.api import job_of
 from .sparse.request import travelling, wrong_wire_dtype
 from .sparsify import Sparsifier
-from .wire import process_group
-from .wire.base import Group, Work, wire_for
 
 _log = logging.getLogger("weft")
 
@@ -192,7 +194,7 @@ class State:
                 return
             # divided first: a sum may overflow
             sent = gradient.div_(group.size).to(travelling(gradient.dtype, self.wire_dtype))
-            wire_for(group, gradient).all_reduce(sent, "sum").wait()
+            fast_all_reduce(wire_for(group, gradient), sent, "sum").wait()
             gradient.copy_(sent)  # which is nothing where it is the same tensor
 
         return reduction

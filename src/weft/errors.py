@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import ParamSpec, TypeVar
 
 from ._torch import uncompiled, without_modes, without_transforms
@@ -80,3 +80,15 @@ def entry(function: Callable[P, T]) -> Callable[P, T]:
 def untransformed(function: Callable[P, T]) -> Callable[P, T]:
     """An `entry` that is outside of the transforms of torch.func's that its caller is in."""
     return entry(without_transforms(function))
+
+
+def names(ranks: Sequence[int]) -> str:
+    """The ranks in words.
+
+    Example:
+        >>> names([2]), names([1, 2, 5])
+        ('rank 2', 'ranks 1, 2 and 5')
+    """
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"

@@ -35,12 +35,13 @@ from .comm.named import expanded_dims, local
 from .comm.rounding import narrowed
 from .comm.staging import unsendable
 from .errors import WeftError, entry
+from .group import default, process_group
+from .group.group import Group
 from .rows import Rows
 from .sparse import Record, last_call
 from .sparse.api import job_of_one
 from .sparse.request import Request, travelling
-from .wire import default, process_group
-from .wire.base import Group, flattened, plain
+from .tensors import flattened, plain
 
 _log = logging.getLogger("weft")
 _NAME = "sync_sparsified"

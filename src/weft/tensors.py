@@ -12,6 +12,8 @@ from torch.nn.parameter import is_lazy
 
 from ._torch import is_wrapped, lacks_address
 
+_PLAIN = {torch.float32, torch.float64, torch.int32, torch.int64, torch.uint8}  # as NumPy's own
+
 
 def has_elements(tensor: Tensor) -> bool:
     """Whether a tensor lies somewhere, with strides: no sparse, nested, meta or lazy one does.
@@ -90,3 +92,41 @@ def dtype_in(text: str) -> torch.dtype:
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"{text} is no dtype")
     return dtype
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Whether a tensor's bytes are its elements one after the other.
+
+    They are not if torch has postponed a conjugation or a change of sign.
+    """
+    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
+def plain(tensor: Tensor) -> Tensor:
+    """A plain tensor (`is_plain`) of the same values: the tensor itself if it is plain."""
+    return tensor if is_plain(tensor) else tensor.contiguous().resolve_conj().resolve_neg()
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """The bytes of a plain tensor, as uint8, 1-D."""
+    if not tensor.numel():
+        return tensor.new_empty(0, dtype=torch.uint8)
+    return flattened(tensor).view(torch.uint8)
+
+
+def memory_of(tensor: Tensor) -> memoryview:
+    """The bytes of a plain tensor, to be read and written without torch operations.
+
+    They stay where they are, and are held, whatever becomes of the tensor: it may get other memory
+    (`tensor.data = other`, `set_`), and torch resizes no storage that NumPy has seen.
+    """
+    alias = tensor.detach()
+    if tensor.dtype in _PLAIN and tensor.numel():
+        return alias.numpy().data.cast("B")  # takes a third of the time
+    return as_bytes(alias).numpy().data
+
+
+def flattened(tensor: Tensor) -> Tensor:
+    """The elements of a contiguous tensor, 1-D, in the same memory."""
+    # not view(-1): what expand() makes of one element is contiguous, too, with a stride of 0
+    return tensor.as_strided((tensor.numel(),), (1,))

@@ -20,9 +20,10 @@ import torch
 import torch.distributed as dist
 
 from weft.bootstrap.outcome import Outcome
+from weft.group import default
+from weft.group.process_group import connect
 from weft.testing.pool import _loaded
-from weft.wire import default, mpi
-from weft.wire.process_group import connect
+from weft.wire import mpi
 
 
 def run(job: dict[str, Any], store: dist.Store, rank: int) -> Outcome:

@@ -19,8 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 import weft
 from weft import _torch
 from weft.backend import register
+from weft.group import process_group
 from weft.testing import run
-from weft.wire import process_group
 
 BACKENDS = ["cpu:weft", "weft_mpi"]
 SHARED = "cpu:weft,cuda:gloo"  # a group with another backend for another device

@@ -21,8 +21,8 @@ from weft.bootstrap import init as module
 from weft.bootstrap.init import init, shutdown
 from weft.bootstrap.local import launch
 from weft.errors import WeftError, WireError
+from weft.group import default, process_group
 from weft.testing import processes
-from weft.wire import default, process_group
 
 QUICK = {"OMP_NUM_THREADS": "1"}
 

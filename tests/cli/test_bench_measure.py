@@ -18,9 +18,9 @@ import weft
 from weft.cli.bench.cases import CASES, Case, answer, indices, sizes, values
 from weft.cli.bench.measure import DENSE_LIMIT, Job, contender, fault, parts, run
 from weft.cli.bench.results import Found, Row
+from weft.group.group import Group
 from weft.testing import processes
 from weft.testing import run as in_pool
-from weft.wire.base import Group
 
 PEERS = ("torch", "horovod", "dense")
 TINY = Case("tiny", 60, 200, width=5, distribution="zipf")

@@ -7,8 +7,9 @@ import torch
 
 import weft
 from weft.comm import staging
+from weft.group.group import wire_for
+from weft.tensors import as_bytes
 from weft.testing import spmd
-from weft.wire.base import as_bytes, wire_for
 
 EVERYWHERE = ("threads", "device", "processes", "torch")
 

@@ -15,12 +15,14 @@ from weft import nn
 from weft.comm import staging
 from weft.comm.named import of_module
 from weft.devices import as_device
+from weft.group import default
+from weft.group.device import OnDevice
+from weft.group.group import wire_for
 from weft.nn import autograd
+from weft.schedules import dense
+from weft.tensors import as_bytes
 from weft.testing import run, spmd
-from weft.wire import default, dense
-from weft.wire.base import as_bytes, wire_for
 from weft.wire.checked_rounds import CheckedRounds
-from weft.wire.device import OnDevice
 from weft.wire.torch_rounds import TorchRounds
 
 CPU = torch.device("cpu")

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import weft
+from weft.tensors import as_bytes
 from weft.testing import run, spmd
-from weft.wire.base import as_bytes
 
 EVERYWHERE = ("threads", "device", "processes", "torch")
 

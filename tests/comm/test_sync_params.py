@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import weft
-from weft import chain
 from weft.comm.named import of_module
+from weft.schedules import chain
 from weft.testing import spmd
 
 EVERYWHERE = ("threads", "device", "processes", "torch")

@@ -13,8 +13,9 @@ import pytest
 import torch
 
 import weft
-from weft import chain, nn
+from weft import nn
 from weft.nn import executor, handshake
+from weft.schedules import chain
 from weft.testing import spmd
 
 P = weft.Partition

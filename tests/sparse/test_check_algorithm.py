@@ -10,6 +10,7 @@ import torch
 
 import weft
 from weft import kernels
+from weft.schedules import dense_all_reduce
 from weft.sparse import ALGORITHMS, Cost, unregister
 from weft.testing import check_algorithm
 
@@ -84,7 +85,7 @@ def rooted(rows, call):
     own = rows.indices.to(call.wire_index), rows.values
     counts = torch.zeros(group.size, dtype=torch.int64)
     counts[group.rank] = len(rows)
-    group.dense_all_reduce(counts, "sum").wait()
+    dense_all_reduce(group, counts, "sum").wait()
     if group.rank:
         group.post([(0, each) for each in own]).wait()
         length = torch.zeros(1, dtype=torch.int64)

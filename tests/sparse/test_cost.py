@@ -8,10 +8,11 @@ import pytest
 import torch
 
 import weft
+from weft.schedules import dense_all_reduce
+from weft.schedules.hosts import Hosts, set_hosts
 from weft.sparse import ALGORITHMS, Cost, Load, last_call
 from weft.sparse.link import set_link
 from weft.testing import spmd
-from weft.wire.hosts import Hosts, set_hosts
 from weft.wire.link import Link
 
 WIDTH, CHUNK_ROWS = 32, 2048
@@ -52,7 +53,7 @@ def check(group, name, kind):
 
     header = 8192  # bytes; the opening exchange, which costs leave out
     average = torch.tensor([record.messages, record.sent_bytes], dtype=torch.float64) / group.size
-    group.dense_all_reduce(average, "sum").wait()
+    dense_all_reduce(group, average, "sum").wait()
     messages, sent = (average - torch.tensor([1, header]) * (group.size - 1)).tolist()
     load = weft.explain(rows, algorithm=name).load
     exact = dataclasses.replace(load, union=record.union)
@@ -83,7 +84,7 @@ def test_on_a_slow_link_too_where_indices_are_packed(group, name, wire_dtype):
     record = last_call()
     cost = ALGORITHMS[name].cost(dataclasses.replace(load, union=record.union))
     sent = torch.tensor([record.sent_bytes - opening])
-    group.dense_all_reduce(sent, "sum").wait()
+    dense_all_reduce(group, sent, "sum").wait()
     assert sent.item() / group.size == pytest.approx(cost.bytes, rel=0.02)
 
 
@@ -146,7 +147,7 @@ def test_the_same_rows_are_known_from_the_headers_and_nearly_the_same_are_not(gr
         result = weft.sparse_all_reduce(weft.Rows(indices, values, height), algorithm=name)
         sent.append(last_call().sent_bytes - opening)
         dense = torch.zeros(height, 8).index_add_(0, indices, values)
-        group.dense_all_reduce(dense, "sum").wait()
+        dense_all_reduce(group, dense, "sum").wait()
         assert len(result) == count + different
         assert torch.equal(dense[result.indices], result.values)
     assert sent[0] == pytest.approx(2 * 2 / 3 * count * 32, rel=0.02)

@@ -10,6 +10,7 @@ import torch
 
 import weft
 from weft.devices import on_host
+from weft.schedules import dense_all_reduce
 from weft.sparse import last_call
 from weft.sparse.link import set_link
 from weft.testing import expected, run, spmd
@@ -243,7 +244,7 @@ def test_forms_and_devices_stay(group):
     places = torch.stack([torch.randint(3, (9,), generator=draw) for _ in range(2)])
     coo = torch.sparse_coo_tensor(places, torch.ones(9, 2), (3, 3, 2), check_invariants=True)
     dense = coo.to_dense()
-    group.dense_all_reduce(dense, "sum").wait()
+    dense_all_reduce(group, dense, "sum").wait()
     total = weft.sparse_reduce(coo)
     assert total is None or torch.equal(total.to_dense(), dense)
     gathered = weft.sparse_all_gather(coo)
@@ -253,7 +254,7 @@ def test_forms_and_devices_stay(group):
     scattered = weft.sparse_reduce_scatter(coo, ranges=even(9, group.size))
     assert scattered.is_coalesced()
     whole = scattered.to_dense()
-    group.dense_all_reduce(whole, "sum").wait()
+    dense_all_reduce(group, whole, "sum").wait()
     assert torch.equal(whole, dense)
 
 
@@ -299,7 +300,7 @@ def test_rounded_values_are_half_the_bytes_and_go_where_they_are_wanted(group):
         for name, call in calls(rows, wire_dtype=narrow).items():
             call()
             sent[name, narrow] = torch.tensor([last_call().sent_bytes])
-            group.dense_all_reduce(sent[name, narrow], "sum").wait()
+            dense_all_reduce(group, sent[name, narrow], "sum").wait()
     for name in calls(rows):
         plain, rounded = sent[name, None].item(), sent[name, torch.bfloat16].item()
         assert rounded == pytest.approx(plain / 2, rel=0.03), name

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 import weft
+from weft.schedules.hosts import Hosts, hosts_of, set_hosts
 from weft.sparse import ALGORITHMS, Load, last_call
 from weft.sparse.link import set_link
 from weft.testing import expected, run, spmd
-from weft.wire.hosts import Hosts, hosts_of, set_hosts
 from weft.wire.link import Link
 
 HOSTS = {3: ("abb", "aba"), 4: ("aabb", "abba", "abcd"), 8: ("aaaabbbb", "abcabcab")}

@@ -14,6 +14,7 @@ import weft
 from weft import kernels
 from weft.devices import as_device, on_host
 from weft.kernels import reference
+from weft.schedules import dense_all_reduce
 from weft.sparse import ALGORITHMS, last_call
 from weft.sparse.link import set_link
 from weft.testing import expected, run, spmd
@@ -193,7 +194,7 @@ def test_what_a_list_would_do_is_explained(group):
                 assert lines[said.chosen].verdict == "chosen"
                 if said.chosen == name:
                     sent = torch.tensor([record.sent_bytes])
-                    group.dense_all_reduce(sent, "sum").wait()
+                    dense_all_reduce(group, sent, "sum").wait()
                     opening = 9000 * (group.size - 1)
                     average = sent.item() / group.size
                     assert lines[name].bytes == pytest.approx(average, rel=0.25, abs=opening)

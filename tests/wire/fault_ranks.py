@@ -26,8 +26,9 @@ import torch
 import torch.distributed as dist
 
 from weft import WireError
-from weft.wire.base import Group
-from weft.wire.process_group import connect
+from weft.group.group import Group
+from weft.group.process_group import connect
+from weft.schedules import dense_all_reduce
 
 PAUSE = 1.0  # seconds that a paused rank is stopped
 STEPS = 40
@@ -53,7 +54,7 @@ def ring(group: Group) -> None:
 
 
 def dense(group: Group) -> None:
-    group.dense_all_reduce(torch.ones(300_000), "sum").wait()
+    dense_all_reduce(group, torch.ones(300_000), "sum").wait()
 
 
 def stream(group: Group) -> None:

@@ -1,4 +1,4 @@
-"""`weft.wire.dense`: the dense all-reduce in posts, on the threads wire, which is strict."""
+"""`weft.schedules.dense`: the dense all-reduce in posts, on the threads wire, which is strict."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from weft import WeftError
+from weft.schedules import dense
 from weft.testing import run
-from weft.wire import dense
 
 UNSIGNED = (torch.uint8, torch.uint16, torch.uint32, torch.uint64)
 SIGNED = (torch.int8, torch.int16, torch.int32, torch.int64)
@@ -52,7 +52,7 @@ def exact(op: str, numbers: list[int], dtype: torch.dtype) -> int:
 
 def reduce_integers(group, dtype, op, count):
     mine = integers(group.rank, dtype, count)
-    assert dense.all_reduce(group, mine, op).wait()[0] is mine
+    assert dense.dense_all_reduce(group, mine, op).wait()[0] is mine
     contributions = zip(
         *(integers(r, dtype, count).tolist() for r in range(group.size)), strict=True
     )
@@ -77,7 +77,7 @@ def reduce_floats(group, dtype):
         for rank in range(group.size)
     ]
     mine = parts[group.rank].clone()
-    dense.all_reduce(group, mine, "sum").wait()
+    dense.dense_all_reduce(group, mine, "sum").wait()
     wide = torch.float32 if dtype.itemsize == 2 else dtype
     expected = parts[0].to(wide)
     for part in parts[1:]:
@@ -101,7 +101,7 @@ def reduce_bools(group):
         "band": [False, False, True],
     }.items():
         value = mine.clone()
-        dense.all_reduce(group, value, op).wait()
+        dense.dense_all_reduce(group, value, op).wait()
         assert value.tolist() == expected, op
 
 
@@ -111,7 +111,7 @@ def test_bools_are_or_and_and(form):
 
 def reduce_nan(group, op):
     mine = torch.tensor([1.0, torch.nan if group.rank == 0 else 2.0, -torch.inf] * 50)
-    dense.all_reduce(group, mine, op).wait()
+    dense.dense_all_reduce(group, mine, op).wait()
     assert mine.isnan().tolist() == [False, True, False] * 50
     assert (mine[2] == -torch.inf).item() or op == "prod"
 
@@ -125,7 +125,7 @@ def reduce_zeros(group, op, dtype):
     ranks, signs = range(group.size), torch.arange(500)[:, None] >> torch.arange(group.size) & 1
     zeros = torch.where(signs == 1, -0.0, 0.0).to(dtype)
     mine = zeros[:, group.rank].contiguous()
-    dense.all_reduce(group, mine, op).wait()
+    dense.dense_all_reduce(group, mine, op).wait()
     negative = [zeros[:, rank].signbit() for rank in ranks]
     expected = functools.reduce(torch.logical_or if op == "min" else torch.logical_and, negative)
     assert torch.equal(mine.signbit(), expected)
@@ -141,7 +141,7 @@ def reduce_two(group):
     pauses = random.Random(group.rank)
     for number in range(4):
         mine = [integers(10 * group.rank + each, torch.int32, 2049) for each in range(2)]
-        under_way = [dense.all_reduce(group, each, "sum") for each in mine]
+        under_way = [dense.dense_all_reduce(group, each, "sum") for each in mine]
         for each in under_way:
             time.sleep(pauses.choice([0, 0, 1e-4]))
             each.wait()
@@ -158,7 +158,7 @@ def test_two_may_be_under_way(form, size):
 
 def refuse(group, op, dtype, text):
     with pytest.raises(WeftError, match=text):
-        dense.all_reduce(group, torch.ones(3, dtype=dtype), op)
+        dense.dense_all_reduce(group, torch.ones(3, dtype=dtype), op)
 
 
 @pytest.mark.parametrize(
@@ -176,7 +176,7 @@ def test_what_cannot_be_reduced_is_refused_before_anything_is_sent(op, dtype, te
 def count_bytes(group):
     tensor = torch.ones(64 * 1024 * group.size)
     group.traffic.reset()
-    dense.all_reduce(group, tensor, "sum").wait()
+    dense.dense_all_reduce(group, tensor, "sum").wait()
     assert group.traffic.to == dict.fromkeys(group.peers, 2 * tensor.nbytes // group.size)
     assert group.traffic.messages == dense.messages(group.size, tensor.nbytes)
     assert group.traffic.bytes == dense.received_bytes(group.size, tensor.nbytes)

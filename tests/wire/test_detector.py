@@ -1,4 +1,4 @@
-"""`weft.wire.failure.detector`: one detector, whose peers are the test."""
+"""`weft.group.failure.detector`: one detector, whose peers are the test."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from contextlib import ExitStack
 import pytest
 
 from weft import WeftError, WireError
-from weft.wire.failure import detector as module
-from weft.wire.failure import links
-from weft.wire.failure.detector import Detector
-from weft.wire.failure.links import SocketLinks
-from weft.wire.failure.verdict import Verdict
+from weft.group.failure import detector as module
+from weft.group.failure import links
+from weft.group.failure.detector import Detector
+from weft.group.failure.links import SocketLinks
+from weft.group.failure.verdict import Verdict
 from weft.wire.interface import Failure
 
 

@@ -28,19 +28,20 @@ import weft
 from weft import _torch, devices, kernels
 from weft.bootstrap.outcome import results
 from weft.devices import Aside, as_device, is_capturing
+from weft.group import process_group
+from weft.group.device import OnDevice, Watcher
+from weft.group.group import wire_for
+from weft.group.subset import Part
 from weft.kernels import reference
 from weft.sparse import ALGORITHMS, request
 from weft.sparse import run as opening
 from weft.sparse.cost import Load
+from weft.tensors import as_bytes
 from weft.testing import processes, run, threads
 from weft.testing.pace import patient
 from weft.testing.threads import on_groups
-from weft.wire import process_group
-from weft.wire.base import as_bytes, wire_for
 from weft.wire.checked_rounds import CheckedRounds
-from weft.wire.device import OnDevice, Watcher
 from weft.wire.interface import Features, WireFailed
-from weft.wire.part import Part
 from weft.wire.staged import Staged
 from weft.wire.torch_rounds import TorchRounds, backend_for, rounds_over
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from weft.bootstrap.outcome import results
+from weft.schedules.hosts import Hosts, hosts_of
 from weft.testing import spmd, threads
 from weft.testing.threads import on_groups
-from weft.wire.hosts import Hosts, hosts_of
 
 
 def found(group):

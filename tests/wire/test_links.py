@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from weft.wire.failure.links import SocketLinks, links_of_threads
+from weft.group.failure.links import SocketLinks, links_of_threads
 
 
 def over_sockets(size):

@@ -24,9 +24,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from weft import WeftError, WireError
+from weft.group import control, process_group
+from weft.group.process_group import connect, of, of_group
+from weft.schedules import dense_all_reduce
 from weft.testing import processes, run
-from weft.wire import control, process_group
-from weft.wire.process_group import connect, of, of_group
 from weft.wire.registry import register_wire, unregister_wire
 
 on_processes = functools.partial(run, on="processes")
@@ -238,10 +239,10 @@ def test_what_came_while_nobody_waited_is_blamed_on_its_sender():
         groups = [each.result() for each in joining]
     place = torch.zeros(1 << 17, dtype=torch.uint8)
     groups[0].post((), [(1, place)])  # so that its thread reads what comes
-    groups[0]._wire._rouse()
-    groups[1]._wire.connections[0].sock.send(b"\xff" * 24)
+    groups[0].wire._rouse()
+    groups[1].wire.connections[0].sock.send(b"\xff" * 24)
     until = time.monotonic() + 20.0
-    while groups[0]._wire.failure() is None:
+    while groups[0].wire.failure() is None:
         assert time.monotonic() < until
         time.sleep(0.01)
     with pytest.raises(WireError, match="rank 1 sent a frame of kind") as caught:
@@ -539,4 +540,4 @@ def test_alone_nothing_is_opened():
         assert bad.value.culprit == 0
     group.close()
     with pytest.raises(WireError, match="rank 0: this group is closed"):
-        group.dense_all_reduce(torch.zeros(1), "sum")
+        dense_all_reduce(group, torch.zeros(1), "sum")

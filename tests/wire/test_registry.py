@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import weft
-from weft.wire.failure.detector import EXCHANGED
+from weft.group.failure.detector import EXCHANGED
 from weft.wire.in_process.threads import thread_wires
 from weft.wire.interface import Failure, Features
 from weft.wire.memory import Pool

@@ -25,6 +25,7 @@ import weft
 from weft import devices, kernels
 from weft.bootstrap.outcome import results
 from weft.devices import Aside, as_device
+from weft.group.device import OnDevice
 from weft.kernels import reference
 from weft.sparse import ALGORITHMS, run
 from weft.sparse.cost import Load
@@ -32,7 +33,6 @@ from weft.testing import threads
 from weft.testing.pace import patient
 from weft.testing.threads import on_groups
 from weft.wire import torch_rounds
-from weft.wire.device import OnDevice
 from weft.wire.torch_rounds import rounds_over
 
 CPU, RANKS = torch.device("cpu"), 2

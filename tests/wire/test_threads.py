@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from weft.errors import WeftError, WireError
+from weft.schedules import dense_all_reduce
 from weft.testing import run, threads
 
 
@@ -112,7 +113,7 @@ def test_reductions_that_differ_are_told_apart():
     def body(group):
         values = torch.zeros(3 + group.rank)
         with pytest.raises(WireError, match=r"rank 1 sent 16 bytes to rank 0, .* at most 12"):
-            group.dense_all_reduce(values, "sum").wait()
+            dense_all_reduce(group, values, "sum").wait()
 
     run(2, body)
 

@@ -15,8 +15,9 @@ import torch
 import torch.distributed as dist
 
 import weft
+from weft.group.process_group import connect
+from weft.schedules import dense_all_reduce
 from weft.testing import processes, run
-from weft.wire.process_group import connect
 
 
 def wire_of(group):
@@ -48,9 +49,9 @@ def test_a_wire_is_chosen(body, env):
 
 
 SAFE = """
-import weft, weft.wire.process_group
+import weft, weft.group.process_group
 weft.init()
-print(weft.wire.process_group.chosen(), weft.kernels.describe())
+print(weft.group.process_group.chosen(), weft.kernels.describe())
 """
 
 
@@ -137,7 +138,7 @@ def leaving(group):
     for _ in range(5):
         part = group.split([0, 1])
         sent = part.post([(0, torch.ones(1 << 20))]) if group.rank == 1 else None
-        group.dense_all_reduce(torch.ones(1), "sum").wait()
+        dense_all_reduce(group, torch.ones(1), "sum").wait()
         if sent is not None:
             sent.wait()
             part.abort("it had enough")
@@ -163,7 +164,7 @@ def test_threads_make_groups_at_once_over_one_store():
     def joined(rank, name):
         with connect(clients[rank], rank, 2, 20, name=name, wire="torch") as group:
             total = torch.tensor([rank + 1.0])
-            group.dense_all_reduce(total, "sum").wait()
+            dense_all_reduce(group, total, "sum").wait()
             return total.item()
 
     with ThreadPoolExecutor(6) as pool:

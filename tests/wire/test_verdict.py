@@ -1,10 +1,10 @@
-"""`weft.wire.failure.verdict.judge`: who is named, from what ranks say about themselves."""
+"""`weft.group.failure.verdict.judge`: who is named, from what ranks say about themselves."""
 
 from __future__ import annotations
 
 import pytest
 
-from weft.wire.failure.verdict import Place, judge
+from weft.group.failure.verdict import Place, judge
 
 CALL = "sparse_all_reduce"
 

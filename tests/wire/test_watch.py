@@ -13,13 +13,13 @@ import pytest
 
 import weft
 from weft.cli.doctor_merge import first_difference
+from weft.group import recorder
 from weft.testing import run
 from weft.testing.pace import patient
-from weft.wire import recorder
 
 RANK = """
 import faulthandler, os, pathlib, signal, sys, time, torch, weft
-from weft.wire.failure import detector
+from weft.group.failure import detector
 place, how = sys.argv[1:]
 if how == "sleep":
     detector._ANSWER = 3.0  # on a busy machine an answer may be slow, and is not to be missed

@@ -18,6 +18,7 @@ import torch
 
 import weft
 from weft.errors import Error, StillRunning, WeftError, WireError
+from weft.schedules import dense_all_reduce
 from weft.testing import run, spmd, threads
 
 
@@ -300,7 +301,7 @@ def test_ranks_meet_in_the_same_calls(group):
     for i, total in enumerate(totals):
 
         def job(total=total):
-            return group.dense_all_reduce(total, "sum").wait()[0]
+            return dense_all_reduce(group, total, "sum").wait()[0]
 
         if i % 3 == 2:
             group.worker.call("reduce", job)
@@ -335,7 +336,7 @@ def test_the_interpreter_exits_cleanly(programs, ending):
     program = f"""
 import threading, time
 from weft.testing import threads
-from weft.wire import worker as module
+from weft.group import worker as module
 groups = threads.group(2, timeout=300.0)
 worker = groups[0].worker
 if {"never" in ending}:  # what cannot be ended is left behind, soon
@@ -356,7 +357,7 @@ def test_peers_are_told_of_a_process_that_ends_with_a_call_under_way():
                 print(error, end="")
         atexit.register(tell)
         from weft.testing import threads
-        from weft.wire import worker
+        from weft.group import worker
         groups = threads.group(2, timeout=300.0)
         groups[0].worker.submit("reduce", lambda: groups[0].post((), [(1, 4)]).wait())
     """

@@ -21,9 +21,11 @@ from ..comm.opening import opened
 from ..comm.parameters import ScatterAllGather
 from ..comm.staging import moved
 from ..errors import WeftError
+from ..group.group import Group
+from ..schedules import dense, dense_all_reduce
 from ..sparse.api import job_of
-from ..wire import dense
-from ..wire.base import Group, flattened, is_plain, plain, typed
+from ..tensors import flattened, is_plain, plain
+from ..wire.memory import typed
 
 _SAID = 200  # characters of sizes that ranks compare as text; longer texts by a digest
 
@@ -38,7 +40,7 @@ def all_reduce(group: Group, tensors: list[Tensor], op: str) -> list[Tensor]:
     _open(group, "all_reduce", {"op": op, **_said(tensors)}, _reason(tensors, op))
     for tensor in tensors:
         flat = _flat(tensor)
-        group.dense_all_reduce(flat, _sum(op)).wait()
+        dense_all_reduce(group, flat, _sum(op)).wait()
         _mean(flat, op, group.size)
         _put(flat, tensor)
     return tensors

@@ -25,9 +25,9 @@ from torch import Tensor
 from .. import _torch, kernels
 from ..comm.barrier import barrier, enter
 from ..errors import WeftError
+from ..group import process_group
+from ..group.group import Group
 from ..sparse.request import op_name
-from ..wire import process_group
-from ..wire.base import Group
 from . import collectives
 from .work import NO_LIMIT, Collective
 

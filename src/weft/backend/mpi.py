@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from .. import _torch
 from ..errors import WeftError
-from ..wire import process_group
-from ..wire.base import plain
+from ..group import process_group
+from ..tensors import plain
 from .group import Answers, PythonGroup, listed
 from .work import Posted
 

@@ -14,7 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..wire.base import Pending, Work, as_bytes, is_plain, plain
+from ..group.group import Pending
+from ..group.worker import Work
+from ..tensors import as_bytes, is_plain, plain
 
 NO_LIMIT = timedelta(0)
 

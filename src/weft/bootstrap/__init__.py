@@ -5,7 +5,7 @@
 are `init_as`, `publish`, stores to meet at, and `join`, which makes a group of whoever has a store.
 """
 
-from ..wire.process_group import connect as join
+from ..group.process_group import connect as join
 from .init import init_as
 from .preview import Preview, look_ahead
 from .rendezvous import connect as connect_store

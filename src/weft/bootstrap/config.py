@@ -16,9 +16,9 @@ import torch.distributed as dist
 
 from .. import kernels, notebook
 from ..errors import WeftError
-from ..wire import process_group
-from ..wire.base import Group
-from ..wire.failure import watch
+from ..group import process_group
+from ..group.group import Group
+from ..wire import watch
 from ..wire.tcp.address import VARIABLES as OF_INTERFACES
 from ..wire.tcp.address import interface_of, own_address
 from . import launchers

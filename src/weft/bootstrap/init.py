@@ -23,11 +23,11 @@ import torch.distributed as dist
 
 from .. import kernels
 from ..errors import WeftError, WireError, entry
+from ..group import default, process_group
+from ..group.failure import last_error
+from ..group.group import Group, is_duration
 from ..sparse import registry
-from ..wire import default, process_group
-from ..wire.base import Group, is_duration
-from ..wire.failure import last_error
-from ..wire.failure import watch as slow
+from ..wire import watch as slow
 from ..wire.tcp.address import (
     GLOO,
     gloo_interfaces,

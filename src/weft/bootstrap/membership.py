@@ -28,9 +28,9 @@ from dataclasses import asdict, dataclass, replace
 import torch
 import torch.distributed as dist
 
-from ..errors import WeftError, WireError
-from ..wire.base import differing, names
-from ..wire.hosts import here
+from ..errors import WeftError, WireError, names
+from ..group.failure.verdict import differing
+from ..wire.machine import here
 from ..wire.store import has, pauses
 from ..wire.tcp.address import is_loopback, own_address
 from . import backends, rendezvous

@@ -25,7 +25,9 @@ from typer import Option
 
 import weft
 from weft.bootstrap import Preview, look_ahead
-from weft.wire.base import Group, hosts_of
+from weft.group.group import Group
+from weft.schedules import dense_all_reduce
+from weft.schedules.hosts import hosts_of
 
 from . import doctor_merge, doctor_wire, options, show, wording
 
@@ -243,7 +245,7 @@ def measure(group: Group, nbytes: int) -> list[Pair]:
             mine[number] = torch.tensor(_talk(group, high, nbytes, first=True))
         elif group.rank == high:
             _talk(group, low, nbytes, first=False)
-    (found,) = group.dense_all_reduce(mine, "sum").wait()
+    (found,) = dense_all_reduce(group, mine, "sum").wait()
     return [Pair(*pair, *figures) for pair, figures in zip(pairs, found.tolist(), strict=True)]
 
 

@@ -21,10 +21,12 @@ from torch import Tensor
 from ..agree import is_direct
 from ..devices import is_capturing, on_host
 from ..errors import entry
+from ..group import default
+from ..group.group import wire_for
+from ..schedules import dense, dense_all_reduce
 from ..sparse.request import op_name, travelling, wrong_wire_dtype
-from ..tensors import has_elements, lacking
-from ..wire import default, dense
-from ..wire.base import fresh, memory_of, wire_for
+from ..tensors import has_elements, lacking, memory_of
+from ..wire.memory import fresh
 from .differentiable import Linear, apply
 from .opening import Mode, opened
 from .rounding import narrowed
@@ -142,7 +144,7 @@ class _Reduction(Linear):
                 dense.reduce(heard, self.op, place)
         if not eager:
             place.copy_(given)
-            over.dense_all_reduce(place, self.op).wait()
+            dense_all_reduce(over, place, self.op).wait()
         if said.records and self.op in ("min", "max"):
             self.attains = given == place
         return [place], said.records

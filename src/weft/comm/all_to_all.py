@@ -20,8 +20,11 @@ from torch import Tensor
 from ..agree import is_direct
 from ..devices import on_host
 from ..errors import entry
-from ..wire import default
-from ..wire.base import SMALL, Group, fresh, memory_of, wire_for
+from ..group import default
+from ..group.group import SMALL, Group, wire_for
+from ..schedules import dense_all_reduce
+from ..tensors import memory_of
+from ..wire.memory import fresh
 from .differentiable import Linear, apply
 from .opening import NO_LIMIT, Mode, opened
 from .staging import moved, unsendable, wrong_bytes
@@ -141,7 +144,7 @@ class Scatter(Linear):
             if said.limit != NO_LIMIT:
                 mine = sum(each.nbytes for each in (*outgoing.values(), *incoming.values()))
                 most = torch.tensor([mine])
-                group.dense_all_reduce(most, "max").wait()
+                dense_all_reduce(group, most, "max").wait()
                 rounds = max(1, -(-int(most) // max(1, said.limit)))
             moved(over, outgoing, incoming, rounds)
             return results, said.records

@@ -7,7 +7,7 @@ from typing import TypeVar, cast
 
 from ..agree import confess
 from ..errors import entry
-from ..wire import default
+from ..group import default
 
 T = TypeVar("T")
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import weakref
 
-from ..errors import StillRunning, entry
-from ..wire import default
-from ..wire.base import Group, Pending, Work, is_duration, names
+from ..errors import StillRunning, entry, names
+from ..group import default
+from ..group.group import Group, Pending, is_duration
+from ..group.worker import Work
 from .opening import opened
 
 

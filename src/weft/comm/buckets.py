@@ -18,8 +18,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from ..group.group import Group, Pending, wire_for
+from ..schedules import dense_all_reduce
 from ..sparse.request import travelling
-from ..wire.base import Group, Lease, Pending, flattened, is_plain, plain, typed, wire_for
+from ..tensors import flattened, is_plain, plain
+from ..wire.interface import Lease
+from ..wire.memory import typed
 from .rounding import narrow
 
 _ALONE = 1 << 20  # bytes of a tensor that is sent from its own memory
@@ -38,7 +42,7 @@ def reduce_dense(
         op: "sum" or "avg".
         wire_dtype: the dtype that wider floating-point numbers, and their sums, are rounded to.
     """
-    in_buckets(group, gradients, lambda over, flat: over.dense_all_reduce(flat, op), wire_dtype)
+    in_buckets(group, gradients, lambda over, flat: dense_all_reduce(over, flat, op), wire_dtype)
 
 
 def in_buckets(

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import WeftError
-from ..wire.base import Group
+from ..group.group import Group
 from .all_reduce import all_reduce
 from .named import Cut, local
 

@@ -21,8 +21,9 @@ from torch import Tensor
 
 from ..devices import Aside
 from ..errors import entry
-from ..tensors import has_elements, lacking
-from ..wire.base import Group, Work, plain
+from ..group.group import Group
+from ..group.worker import Work
+from ..tensors import has_elements, lacking, plain
 from .opening import Mode
 
 

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from ..errors import entry
+from ..group import default
+from ..group.group import Group
 from ..sparse.request import travelling, wrong_wire_dtype
-from ..wire import default
-from ..wire.base import Group
 from .all_to_all import Scatter, check_round
 from .differentiable import apply, start
 from .opening import NO_LIMIT

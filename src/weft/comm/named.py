@@ -19,8 +19,8 @@ from torch.nn.parameter import is_lazy
 
 from ..devices import on_host
 from ..errors import WeftError
+from ..group.group import Group
 from ..tensors import extent
-from ..wire.base import Group
 from .all_to_all import Scatter
 from .opening import Mode
 from .staging import unsendable

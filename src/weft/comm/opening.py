@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ..agree import BODY, Agreement, Private, agree
 from ..errors import WeftError
-from ..wire.base import Group, Pending
+from ..group.group import Group, Pending
 
 NO_LIMIT = (1 << 63) - 1
 """The limit of a rank that has none."""

@@ -26,8 +26,9 @@ from torch.utils.hooks import RemovableHandle
 from ..agree import confess
 from ..devices import Aside
 from ..errors import WeftError, entry
-from ..wire import default
-from ..wire.base import Group, Work
+from ..group import default
+from ..group.group import Group
+from ..group.worker import Work
 from .gradients import NAME, Synchronised, finish_of, overlapping
 from .named import digest, local, parameters, told_by_all
 from .opening import opened

@@ -18,12 +18,13 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from ..chain import Chain
 from ..devices import on_host
 from ..errors import entry
+from ..group import default
+from ..group.group import Group, Pending
+from ..schedules.chain import Chain
 from ..sparse.request import root_in, wrong_root
-from ..wire import default
-from ..wire.base import Group, Pending, as_bytes, plain
+from ..tensors import as_bytes, plain
 from .buckets import in_buckets
 from .named import digest, expanded_dims, local, of_module, told_by_all
 from .opening import opened

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from .. import kernels
 from ..errors import entry
+from ..group import default
+from ..group.group import Group
 from ..sparse.request import as_integer, outside, wrong_wire_dtype
-from ..wire import default
-from ..wire.base import Group
 from .all_to_all import Scatter
 from .differentiable import apply
 from .exchange import Outgoing, given_out, wrong_rows

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ..devices import is_capturing
+from ..group.group import Group
 from ..tensors import has_elements, lacking
-from ..wire.base import Group
 
 _CHANNEL = 3
 IN_A_GRAPH = (

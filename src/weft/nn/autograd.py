@@ -26,7 +26,8 @@ from .._torch import in_forward_mode, is_wrapped
 from ..devices import is_capturing
 from ..errors import WeftError, entry
 from ..grid import Shape
-from ..wire.base import Group, as_bytes, plain, wire_for
+from ..group.group import Group, wire_for
+from ..tensors import as_bytes, plain
 from .executor import assemble, execute, has_addition
 from .handshake import Statement, handshake, payload_of
 from .spec import Spec, planned

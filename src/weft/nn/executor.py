@@ -23,11 +23,14 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from ..chain import Chain
 from ..devices import on_host
 from ..grid import Box
+from ..group.group import Group, Pending
 from ..plan import Local, Plan, Write
-from ..wire.base import Group, Lease, Pending, fresh, typed
+from ..schedules import dense_all_reduce
+from ..schedules.chain import Chain
+from ..wire.interface import Lease
+from ..wire.memory import fresh, typed
 from .handshake import among
 
 _CHANNEL = 8  # that no other room uses
@@ -74,7 +77,7 @@ def execute(plan: Plan, x: Tensor, group: Group) -> Tensor:
     if plan.hint == "all_reduce" or (is_long and everyone_adds and not has_chain):
         wide = torch.complex64 if dtype is torch.complex32 else x.dtype  # which has no sums
         total = fresh(tuple(x.shape), wide, x.device).copy_(x)
-        among(group, tuple(plan.ranks)).dense_all_reduce(total, "sum").wait()
+        dense_all_reduce(among(group, tuple(plan.ranks)), total, "sum").wait()
         y = total.to(x.dtype)
     elif is_long and has_chain:
         y = _along_a_chain(plan, x, group)

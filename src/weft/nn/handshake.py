@@ -21,8 +21,8 @@ from ..agree import DIRECT, agree
 from ..devices import on_host
 from ..errors import WeftError
 from ..grid import Shape
-from ..tensors import dtype_in
-from ..wire.base import Group, as_bytes, plain
+from ..group.group import Group
+from ..tensors import as_bytes, dtype_in, plain
 
 EAGER = 4 << 10
 """Bytes of a tensor that may be sent in the handshake, at most."""

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .. import _torch
 from ..errors import WeftError
-from ..wire.base import Group
+from ..group.group import Group
 
 
 def mesh(device_type: str, ranks: list[Any], names: Sequence[str] | None) -> DeviceMesh:

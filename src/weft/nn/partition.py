@@ -27,8 +27,8 @@ import numpy as np
 from .. import grid, notebook
 from ..errors import WeftError, entry
 from ..grid import Box, Shape
-from ..wire import default
-from ..wire.base import Group
+from ..group import default
+from ..group.group import Group
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -41,11 +41,11 @@ from ..comm.differentiable import apply
 from ..comm.named import Cut
 from ..comm.staging import unsendable
 from ..errors import WeftError, entry
+from ..group import default
+from ..group.group import Group
 from ..kernels.ops import OPS
 from ..nn.mesh import as_shard
 from ..nn.partition import Partition
-from ..wire import default
-from ..wire.base import Group
 
 _NAME = "sharded_lookup"
 _SPELLED = 500  # characters of a fingerprint that tell what tables there are; above, a digest

@@ -4,7 +4,8 @@
 `choice` pick one. `family/` has its siblings, `tables` takes lists.
 """
 
-from ..wire.base import MERGE, Hosts, Link
+from ..schedules.hosts import Hosts
+from ..wire.link import MERGE, Link
 from . import algorithms, link
 from .api import explain, sparse_all_reduce
 from .choice import EAGER, Explanation, predicted

@@ -11,8 +11,8 @@ import torch
 
 from ..devices import Aside
 from ..errors import untransformed
-from ..wire import default
-from ..wire.base import Group
+from ..group import default
+from ..group.group import Group
 from . import run, tables
 from .choice import Explanation
 from .record import started

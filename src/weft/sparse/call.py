@@ -19,10 +19,11 @@ from torch import Tensor
 
 from .. import kernels
 from ..errors import WeftError
+from ..group.group import Group
 from ..kernels.ops import OPS, Op
 from ..rows import Rows
-from ..tensors import has_elements, lacking, overlapping
-from ..wire.base import Group, as_bytes, fresh, typed
+from ..tensors import as_bytes, has_elements, lacking, overlapping
+from ..wire.memory import fresh, typed
 from .cost import Load
 from .header import Header
 from .out import Out, Pair, checked

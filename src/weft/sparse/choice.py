@@ -17,7 +17,9 @@ import torch
 from .. import notebook
 from ..agree import DIRECT
 from ..errors import WeftError
-from ..wire.base import Group, Link, hosts_of
+from ..group.group import Group
+from ..schedules.hosts import hosts_of
+from ..wire.link import Link
 from .cost import Cost, Load
 from .header import Header
 from .link import link_of

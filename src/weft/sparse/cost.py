@@ -20,7 +20,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..kernels.meter import CALL, PLACE
-from ..wire.base import Hosts, Link
+from ..schedules.hosts import Hosts
+from ..wire.link import Link
 from . import codec
 
 _UNEVEN = 0.08  # of the bytes: streams between all pairs share links unevenly

@@ -26,7 +26,8 @@ from .. import kernels
 from ..agree import BODY
 from ..kernels import Survey
 from ..rows import Rows
-from ..wire.base import memory_of, typed
+from ..tensors import memory_of
+from ..wire.memory import typed
 from . import sketch
 
 POINTS = 128

@@ -24,7 +24,9 @@ from weakref import WeakKeyDictionary
 import torch
 
 from ..errors import WeftError
-from ..wire.base import MERGE, Group, Link
+from ..group.group import Group
+from ..schedules import dense_all_reduce
+from ..wire.link import MERGE, Link
 from .record import apart
 
 _WORK = 50e-6  # seconds of a core that a message costs, if WEFT_LINK says the other figures
@@ -165,5 +167,5 @@ def _round(group: Group, nbytes: int) -> tuple[float, float]:
         group.post([(after, outgoing)], [(before, incoming)]).wait()
         slowest = torch.tensor([int((time.perf_counter() - start) * 1e9)])
         spent = time.process_time() - spent
-    group.dense_all_reduce(slowest, "max").wait()
+    dense_all_reduce(group, slowest, "max").wait()
     return int(slowest) * 1e-9, spent

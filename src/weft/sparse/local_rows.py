@@ -18,7 +18,8 @@ from .. import kernels
 from ..kernels import Distinct
 from ..kernels.ops import OPS, Op
 from ..rows import Rows
-from ..wire.base import Lease, Pool, typed
+from ..wire.interface import Lease
+from ..wire.memory import Pool, typed
 from .header import shares
 
 

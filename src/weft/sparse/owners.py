@@ -21,8 +21,8 @@ import numpy as np
 from torch import Tensor
 
 from .. import kernels
+from ..group.group import Pending
 from ..rows import Rows
-from ..wire.base import Pending
 from .call import Call
 from .header import Header
 from .local_rows import LocalRows

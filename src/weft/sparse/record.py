@@ -9,8 +9,8 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from ..devices import Aside
-from ..wire import default
-from ..wire.base import Group
+from ..group import default
+from ..group.group import Group
 
 
 @dataclass(frozen=True, slots=True)

@@ -217,7 +217,7 @@ def algorithm(
         ...     total.indices.copy_(torch.arange(call.load.height))
         ...     total.values.zero_()
         ...     total.values[rows.indices.long()] = rows.values
-        ...     call.group.dense_all_reduce(total.values, call.op.name).wait()
+        ...     weft.schedules.dense_all_reduce(call.group, total.values, call.op.name).wait()
         ...     return total
         >>> from weft.testing import run
         >>> def program(group):

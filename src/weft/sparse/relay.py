@@ -18,7 +18,8 @@ from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
-from ..wire.base import Pending, typed
+from ..group.group import Pending
+from ..wire.memory import typed
 from .call import Call
 from .cost import Load
 from .stream import SUMS, wait_all

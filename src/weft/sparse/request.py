@@ -23,8 +23,7 @@ from ..devices import is_capturing, on_host
 from ..errors import WeftError
 from ..kernels.ops import HALVES, OPS, Op
 from ..rows import Rows
-from ..tensors import has_elements, is_made_of_others, is_transformed, lacking
-from ..wire.base import plain
+from ..tensors import has_elements, is_made_of_others, is_transformed, lacking, plain
 from . import link, registry, sketch
 from .header import POINTS
 from .out import Out, checked

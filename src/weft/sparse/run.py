@@ -20,9 +20,9 @@ from .. import kernels
 from ..agree import Agreement, agree, confess, is_direct
 from ..devices import current, on_host
 from ..errors import WeftError
+from ..group.group import Group, wire_for
 from ..rows import Rows
 from ..tensors import dtype_in
-from ..wire.base import Group, wire_for
 from .call import Call, row_bytes, shape_in
 from .choice import ALONE, EAGER, Explanation, choose, is_eager, with_link
 from .choice import explained as explained_choice

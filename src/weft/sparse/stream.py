@@ -30,8 +30,10 @@ from torch import Tensor
 
 from .. import kernels
 from ..errors import WireError
+from ..group.group import SMALL, Pending
 from ..rows import Rows
-from ..wire.base import SMALL, Lease, Pending, typed
+from ..wire.interface import Lease
+from ..wire.memory import typed
 from . import codec
 from .call import Call
 from .cost import Load

@@ -32,9 +32,10 @@ from .. import kernels
 from ..agree import BODY, agree, confess, is_direct
 from ..devices import on_host
 from ..errors import WeftError
+from ..group.group import Group, wire_for
 from ..rows import Rows
-from ..tensors import extent, has_elements
-from ..wire.base import Group, as_bytes, fresh, wire_for
+from ..tensors import as_bytes, extent, has_elements
+from ..wire.memory import fresh
 from . import choice, run, sketch
 from .call import Call, shape_in
 from .choice import ALONE, EAGER, Batch, Explanation

@@ -23,11 +23,11 @@ from torch import Tensor
 import weft
 
 from ..errors import WeftError, WireError
+from ..group.group import Group
 from ..kernels.ops import DTYPES, OPS
 from ..rows import Rows
 from ..sparse import ALGORITHMS, Algorithm, Cost, Link, Load, last_call
 from ..sparse.link import set_link
-from ..wire.base import Group
 from .clauses import Outcome, raise_if_broken, title_of, tried
 from .oracle import expected
 from .spmd import run

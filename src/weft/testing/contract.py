@@ -25,7 +25,8 @@ import torch
 from torch import Tensor
 
 from ..errors import WireError
-from ..wire.base import Group, Pending
+from ..group.group import Group, Pending
+from ..schedules import dense_all_reduce
 from .pace import patient
 
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -275,7 +276,7 @@ def reduce_exactly(group: Group) -> None:
                 for part in parts[1:]:
                     right = combine(right, part)
                 mine = parts[group.rank].clone()
-                pending = group.dense_all_reduce(mine, op)
+                pending = dense_all_reduce(group, mine, op)
                 got = pending.wait()
                 assert got[0] is mine
                 assert torch.equal(mine, right), f"{op} of {count} {dtype} is wrong"
@@ -295,7 +296,7 @@ def reduce_floats(group: Group) -> list[bytes]:
         places = {torch.float64: 1e-12, torch.float32: 1e-4}.get(dtype, 0.1)
         for op, divisor in (("sum", 1), ("avg", group.size)):
             mine = parts[group.rank].clone()
-            group.dense_all_reduce(mine, op).wait()
+            dense_all_reduce(group, mine, op).wait()
             assert torch.allclose(mine.double(), right / divisor, atol=places, rtol=places)
             results.append(bytes(mine.view(torch.uint8).tolist()))
     return results
@@ -306,7 +307,7 @@ def reduce_nan(group: Group) -> None:
     """`dense_all_reduce` propagates NaN."""
     for op in ("sum", "min", "max", "prod"):
         mine = torch.tensor([1.0, float("nan") if group.rank == 1 else 2.0, float("inf")])
-        group.dense_all_reduce(mine, op).wait()
+        dense_all_reduce(group, mine, op).wait()
         assert mine.isnan().tolist() == [False, True, False]
         assert mine[2] == float("inf")
 
@@ -318,7 +319,7 @@ def reduce_beside_messages(group: Group) -> None:
     first = torch.full((5000,), float(group.rank))
     second = torch.full((3,), group.rank, dtype=torch.int64)
     message = group.post([(following, _number(group.rank))], [(before, 8)])
-    reductions = [group.dense_all_reduce(first, "sum"), group.dense_all_reduce(second, "max")]
+    reductions = [dense_all_reduce(group, first, "sum"), dense_all_reduce(group, second, "max")]
     for reduction in reductions:
         reduction.wait()
     assert message.wait()[0].view(torch.int64).item() == before
@@ -336,7 +337,7 @@ def parts(group: Group) -> None:
     if part is not None:
         assert (part.rank, part.size) == (evens.index(group.rank), len(evens))
         total = torch.tensor([group.rank])
-        part.dense_all_reduce(total, "sum").wait()
+        dense_all_reduce(part, total, "sum").wait()
         assert total.item() == sum(evens)
         exchange(part)
         part.close()
@@ -400,7 +401,7 @@ def abort_reduction(group: Group) -> None:
         group.abort("interrupted")
         _is_broken(group, culprit=2)
     else:
-        reduces = functools.partial(group.dense_all_reduce, torch.ones(50_000), "sum")
+        reduces = functools.partial(dense_all_reduce, group, torch.ones(50_000), "sum")
         _breaks(group, reduces, culprit=2, match="interrupted", at_once=True)
 
 
@@ -458,7 +459,7 @@ def _breaks(
 def _is_broken(group: Group, culprit: int) -> None:
     """Check that every further use of the group raises the same error at once."""
     texts = set()
-    for use in (group.post, functools.partial(group.dense_all_reduce, torch.ones(2), "sum")):
+    for use in (group.post, functools.partial(dense_all_reduce, group, torch.ones(2), "sum")):
         began = time.monotonic()
         with pytest.raises(WireError) as caught:
             use().wait()

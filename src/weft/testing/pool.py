@@ -31,8 +31,8 @@ from ..bootstrap import rendezvous
 from ..bootstrap.local import Rank, end, pump, receive, send
 from ..bootstrap.outcome import Outcome, place, results
 from ..errors import Error, WeftError
-from ..wire.base import Group
-from ..wire.process_group import connect
+from ..group.group import Group
+from ..group.process_group import connect
 from .pace import patient
 from .threads import outcome_on
 

@@ -8,11 +8,12 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from ..bootstrap.outcome import results
-from ..wire.base import Hosts, Link, Pool
-from ..wire.hosts import set_hosts
+from ..group.processes import ProcessWire
+from ..schedules.hosts import Hosts, set_hosts
 from ..wire.in_process.room import RoomWire
 from ..wire.in_process.simulated import Network, SimulatedWire
-from ..wire.processes import ProcessWire
+from ..wire.link import Link
+from ..wire.memory import Pool
 from .threads import Crew, names_of_hosts, on_groups
 
 T = TypeVar("T")

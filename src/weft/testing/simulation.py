@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from ..errors import WeftError
+from ..group.processes import ProcessWire
 from ..kernels import meter
 from ..rows import Rows
 from ..sparse import run
@@ -22,8 +23,7 @@ from ..sparse.cost import Cost, Load
 from ..sparse.link import set_link
 from ..sparse.registry import ALGORITHMS
 from ..sparse.request import Request
-from ..wire.base import Link
-from ..wire.processes import ProcessWire
+from ..wire.link import Link
 from . import simulated
 
 

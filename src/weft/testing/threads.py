@@ -13,16 +13,17 @@ import torch
 
 from ..bootstrap.outcome import Outcome, place
 from ..errors import WeftError, WireError
-from ..wire import default
-from ..wire.base import Group, Pool
+from ..group import default
+from ..group.device import OnDevice
+from ..group.failure.detector import Detector
+from ..group.failure.links import QueueLinks, links_of_threads
+from ..group.group import Group
+from ..group.processes import ProcessWire
+from ..wire import watch
 from ..wire.checked_rounds import CheckedRounds
-from ..wire.device import OnDevice
-from ..wire.failure import watch
-from ..wire.failure.detector import Detector
-from ..wire.failure.links import QueueLinks, links_of_threads
 from ..wire.in_process.room import RoomWire
 from ..wire.in_process.threads import thread_wires
-from ..wire.processes import ProcessWire
+from ..wire.memory import Pool
 
 
 def group(

@@ -26,7 +26,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from .base import memory_of
+from ..tensors import memory_of
 from .interface import Failure, Features, Recv, Send, WireFailed
 from .memory import fresh
 

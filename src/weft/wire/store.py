@@ -11,8 +11,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from .failure import watch
-from .failure.verdict import names
+from ..errors import names
+from . import watch
 
 _GROWTH = 1.5  # from one pause to the next
 

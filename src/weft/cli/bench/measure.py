@@ -41,7 +41,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 import weft
-from weft.wire.base import Group, hosts_of
+from weft.group.group import Group
+from weft.schedules.hosts import hosts_of
 
 from ..wording import mib, versions
 from .cases import Answer, Case, answer, differs, digest, indices, sizes, values

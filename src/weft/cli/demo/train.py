@@ -32,8 +32,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import weft
+from weft.group.group import Group
 from weft.testing import gloo_of_one_thread, send
-from weft.wire.base import Group
 
 from .figures import FIGURES, PARTS, RECORDED, Floats
 from .text import WINDOW

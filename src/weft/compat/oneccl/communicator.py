@@ -18,7 +18,7 @@ import torch.distributed as dist
 import weft
 from weft import Group, WeftError, WireError
 from weft.bootstrap import connect_store, host_store, join
-from weft.wire.base import is_duration
+from weft.group.group import is_duration
 
 from ..arguments import group_of, integer, tell
 

@@ -30,7 +30,7 @@ from torch import Tensor
 
 import weft
 from weft import Group, WeftError
-from weft.wire.base import Work
+from weft.group.worker import Work
 
 from ..arguments import group_of, tell
 from .attributes import Attributes

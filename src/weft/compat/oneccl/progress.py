@@ -10,7 +10,7 @@ from datetime import timedelta
 from typing import Any
 
 from weft import WeftError
-from weft.wire.base import Work
+from weft.group.worker import Work
 
 
 class Event:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ... import kernels
 from ...rows import Rows
-from ...wire.base import typed
+from ...wire.memory import typed
 from ..call import Call
 from ..cost import Cost, Load
 from ..local_rows import LocalRows

@@ -18,7 +18,7 @@ from __future__ import annotations
 import torch
 
 from ...rows import Rows
-from ...wire.base import typed
+from ...wire.memory import typed
 from ..call import Call
 from ..cost import Cost, Load
 from ..local_rows import LocalRows

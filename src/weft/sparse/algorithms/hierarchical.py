@@ -23,7 +23,8 @@ from torch import Tensor
 
 from ...agree import DIRECT, agree
 from ...rows import Rows
-from ...wire.base import Hosts, hosts_of, typed
+from ...schedules.hosts import Hosts, hosts_of
+from ...wire.memory import typed
 from ..call import Call
 from ..choice import workspace
 from ..cost import Cost, Load

@@ -39,10 +39,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ... import kernels
+from ...group.group import Pending
 from ...kernels import Shares
 from ...kernels.meter import CALL, PLACE, PUT
 from ...rows import Rows
-from ...wire.base import Lease, Pending, typed
+from ...wire.interface import Lease
+from ...wire.memory import typed
 from ..call import Call
 from ..cost import Cost, Load
 from ..local_rows import LocalRows

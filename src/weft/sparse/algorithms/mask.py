@@ -24,8 +24,9 @@ from ... import kernels
 from ...kernels import meter
 from ...kernels.meter import MARK, PLACE, SPREAD
 from ...rows import Rows
-from ...wire.base import typed
-from ...wire.dense import messages, received_bytes, reduced_bytes, scratch_bytes
+from ...schedules import dense_all_reduce
+from ...schedules.dense import messages, received_bytes, reduced_bytes, scratch_bytes
+from ...wire.memory import typed
 from ..call import Call
 from ..cost import Cost, Load
 from ..local_rows import LocalRows
@@ -78,7 +79,7 @@ def mask(rows: LocalRows, call: Call) -> Rows:
             meter.spend(table.nbytes + call.load.merging(len(rows)))
         if table.numel():
             meter.spend(reduced_bytes(group.size, table.nbytes))
-            group.dense_all_reduce(table, "sum" if call.op.mean else call.op.name).wait()
+            dense_all_reduce(group, table, "sum" if call.op.mean else call.op.name).wait()
         call.finish(table, result.values)
     return result
 
@@ -96,7 +97,7 @@ def _union(indices: Tensor, call: Call) -> tuple[Tensor, Tensor | None]:
     if _by_bitmap(call.load):
         bits = kernels.bitmap(indices, call.load.places)
         meter.spend(reduced_bytes(call.group.size, bits.nbytes))
-        call.group.dense_all_reduce(bits, "bor").wait()
+        dense_all_reduce(call.group, bits, "bor").wait()
         if spare := -call.load.places % 64:
             bits[-1] &= (1 << (64 - spare)) - 1  # a peer may have set bits where no place is
         union = kernels.unite_bitmap(bits, indices)

@@ -23,8 +23,8 @@ import torch
 from ...agree import is_direct
 from ...devices import Aside
 from ...errors import untransformed
+from ...group import default
 from ...rows import Rows
-from ...wire import default
 from ..choice import ALONE, EAGER
 from ..record import started
 from ..request import Request

@@ -15,9 +15,9 @@ import torch
 from ...agree import is_direct
 from ...devices import Aside, current
 from ...errors import untransformed
+from ...group import default
 from ...rows import Rows
 from ...tensors import has_elements
-from ...wire import default
 from ..call import shape_in
 from ..cost import Load
 from ..record import started

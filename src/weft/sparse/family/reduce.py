@@ -20,9 +20,9 @@ from torch import Tensor
 
 from ...devices import Aside
 from ...errors import untransformed
+from ...group import default
 from ...rows import Rows
-from ...wire import default
-from ...wire.base import typed
+from ...wire.memory import typed
 from ..call import Call
 from ..choice import ALONE, EAGER
 from ..cost import Cost, Load

@@ -17,8 +17,8 @@ import torch
 from ...agree import summed_up
 from ...devices import Aside
 from ...errors import WeftError, untransformed
+from ...group import default
 from ...rows import Rows
-from ...wire import default
 from ..choice import ALONE, EAGER
 from ..header import Header
 from ..local_rows import within

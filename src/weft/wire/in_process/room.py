@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..base import memory_of
+from ...tensors import memory_of
 from ..interface import Failure, Features, Recv, Send, WireFailed
 
 Bytes = NDArray[np.uint8]

@@ -31,8 +31,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from ...tensors import memory_of
 from .. import shm
-from ..base import memory_of
 from ..memory import Lease, Pool, fresh
 
 _START = ctypes.c_char * 0  # where memory begins

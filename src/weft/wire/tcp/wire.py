@@ -35,8 +35,8 @@ import torch
 from torch import Tensor
 
 from .. import shm
-from ..hosts import digest_of
 from ..interface import Failure, Features, Recv, Send, WireFailed
+from ..machine import digest_of
 from ..memory import Lease, Pool
 from ..registry import Start
 from . import connection

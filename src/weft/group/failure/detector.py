@@ -26,12 +26,13 @@ from collections.abc import Callable, Sequence, Set
 from dataclasses import astuple, replace
 from typing import Any, Protocol
 
-from ...errors import WeftError, WireError
+from ...errors import WeftError, WireError, names
+from ...wire import watch
+from ...wire.interface import Failure, Wire
 from .. import recorder
-from ..interface import Failure, Wire
-from . import last_error, watch
+from . import last_error
 from .links import ControlLinks, News
-from .verdict import Place, Verdict, judge, left, names
+from .verdict import Place, Verdict, judge, left
 
 EXCHANGED = (1 << 14) + 1
 """Bytes that may be exchanged at once: 16 KiB of a factory's, and one that says what they are."""

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from ...errors import WeftError
+from ..errors import WeftError
 
 _WEFT = Path(__file__).parents[2]
 _LIBRARIES = tuple(os.path.join(each, "") for each in (_WEFT, torch.__path__[0]))

@@ -25,7 +25,8 @@ from torch import Tensor
 
 from ..devices import on_host
 from ..errors import WeftError
-from .base import Group, Pending, flattened
+from ..group.group import Group, Pending
+from ..tensors import flattened
 
 SMALL = 1 << 13  # bytes that every rank rather sends whole to all others
 SCRATCH = 6 << 20  # bytes of others' contributions that a rank collects at once
@@ -52,8 +53,19 @@ OPS: dict[str, Callable[..., Tensor]] = {
 _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 
 
-def all_reduce(group: Group, tensor: Tensor, op: str) -> Pending:
-    """As `Group.dense_all_reduce`."""
+def dense_all_reduce(group: Group, tensor: Tensor, op: str) -> Pending:
+    """Start reducing `tensor` (contiguous, CPU) over all ranks, in place.
+
+    Every rank gets the same bits. `op` is "sum", "avg" (of floating point and complex numbers),
+    "min", "max", "prod", "band", "bor" or "bxor"; int16 and float16 work here even where the
+    wire below refuses them. `wait()` returns `[tensor]`.
+
+    Ranks begin reductions in the same order, and wait for them in the same order; up to two may
+    be under way.
+
+    Raises:
+        WeftError: the op is unknown, or torch cannot apply it to this dtype.
+    """
     if reason := refuses(op, tensor.dtype):
         raise WeftError(f"rank {group.rank}: {reason}")
     if group.size == 1 or not tensor.numel():
@@ -62,6 +74,13 @@ def all_reduce(group: Group, tensor: Tensor, op: str) -> Pending:
     if tensor.nbytes <= SMALL and on_host(tensor):
         return _Whole(group, tensor, op)
     return _Parts(group, tensor, op)
+
+
+def fast_all_reduce(group: Group, tensor: Tensor, op: str) -> Pending:
+    """As `dense_all_reduce`, but in whatever order is fastest: by the wire, if it reduces."""
+    if (op, tensor.dtype) in group.features.reduces:
+        return group.all_reduce(tensor, op)
+    return dense_all_reduce(group, tensor, op)
 
 
 def messages(ranks: int, nbytes: float) -> int:

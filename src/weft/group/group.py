@@ -23,7 +23,6 @@ from __future__ import annotations
 import abc
 import math
 import os
-import sys
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, Self, TypeGuard, TypeVar
@@ -35,35 +34,11 @@ from torch import Tensor
 from .._torch import is_of_group, keep
 from ..devices import Streams, on_host
 from ..errors import Error, WeftError, WireError, entry
-from ..tensors import has_elements, lacking
-from .failure.verdict import NAMED, Verdict, differing, names
-from .hosts import Hosts, hosts_of
-from .interface import Features, Lease
-from .link import MERGE, Link
-from .memory import Pool, fresh, typed
-from .store import has, pauses
-from .worker import Work, Worker
-
-__all__ = [  # what other rooms need of files beside this one
-    "MERGE",
-    "NAMED",
-    "Hosts",
-    "Lease",
-    "Link",
-    "Pool",
-    "Work",
-    "differing",
-    "fresh",
-    "has",
-    "has_elements",
-    "hosts_of",
-    "lacking",
-    "names",
-    "pauses",
-    "typed",
-]
-
-_PLAIN = {torch.float32, torch.float64, torch.int32, torch.int64, torch.uint8}  # as NumPy's own
+from ..wire.interface import Features, Lease
+from ..wire.memory import Pool
+from .failure.verdict import Verdict
+from .traffic import Traffic
+from .worker import Worker
 
 T = TypeVar("T")
 
@@ -108,42 +83,6 @@ class Pending(abc.ABC):
         Only for the thread that waits, which may do something else first.
         """
         return False
-
-
-class Traffic:
-    """What one rank sent to its peers since the group was made or since `reset`.
-
-    `WEFT_TRACE=1` in the environment prints a line for every message, on standard error:
-    `weft r0 -> r2  131072 B`.
-
-    Attributes:
-        messages: number of messages.
-        bytes: bytes in them, without the wire's own framing.
-        to: bytes to each peer that was sent to.
-        waited: seconds in which this rank waited for messages.
-    """
-
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
-        self._trace = os.environ.get("WEFT_TRACE", "") not in ("", "0")
-        self.reset()
-
-    def reset(self) -> None:
-        self.messages = 0
-        self.bytes = 0
-        self.to: dict[int, int] = {}
-        self.waited = 0.0
-
-    def count(self, sends: Sequence[tuple[int, Tensor]]) -> None:
-        """Add messages, each given with the peer it goes to."""
-        self.messages += len(sends)
-        to = self.to
-        for peer, message in sends:
-            nbytes = message.nbytes
-            self.bytes += nbytes
-            to[peer] = to.get(peer, 0) + nbytes
-            if self._trace:
-                print(f"weft r{self._rank} -> r{peer}  {nbytes} B", file=sys.stderr, flush=True)
 
 
 class Group(abc.ABC):
@@ -287,23 +226,6 @@ class Group(abc.ABC):
             if peer == self.rank or not 0 <= peer < self.size:
                 raise WeftError(f"rank {self.rank}: rank {peer} is no peer among {self.size} ranks")
 
-    def dense_all_reduce(self, tensor: Tensor, op: str) -> Pending:
-        """Start reducing `tensor` (contiguous, CPU) over all ranks, in place.
-
-        Every rank gets the same bits. `op` is "sum", "avg" (of floating point and complex numbers),
-        "min", "max", "prod", "band", "bor" or "bxor"; int16 and float16 work here even where the
-        wire below refuses them. `wait()` returns `[tensor]`.
-
-        Ranks begin reductions in the same order, and wait for them in the same order; up to two may
-        be under way.
-
-        Raises:
-            WeftError: the op is unknown, or torch cannot apply it to this dtype.
-        """
-        from . import dense  # here, since it is written with what stands here
-
-        return dense.all_reduce(self, tensor, op)
-
     def subset(self, ranks: Sequence[int]) -> Group:
         """Some of the ranks, this one among them, as a group: nothing is set up, nothing is sent.
 
@@ -314,7 +236,7 @@ class Group(abc.ABC):
         Raises:
             WeftError: these are not distinct ranks of this group, or this rank is not among them.
         """
-        from .part import Part  # here, since it is written with what stands here
+        from .subset import Part  # here, since it is written with what stands here
 
         return Part(self, ranks)
 
@@ -394,8 +316,11 @@ class Group(abc.ABC):
         return (0, "") if self._worker is None else (self._worker.calls, self._worker.doing)
 
     def all_reduce(self, tensor: Tensor, op: str) -> Pending:
-        """The same as `dense_all_reduce`, added in whatever order is fastest."""
-        return self.dense_all_reduce(tensor, op)
+        """Start reducing over all ranks, in place, where `features.reduces` has it.
+
+        What carries the tensors does it, in whatever order is fastest there.
+        """
+        raise WeftError(f"rank {self.rank}: {self.route} reduces nothing by itself")
 
     def among(self, ranks: Sequence[int]) -> Group:
         """This group, for a call in which these ranks alone take part; all keep their numbers."""
@@ -466,46 +391,8 @@ class _WithOwn(Pending):
         self._pending.release()
 
 
-def is_plain(tensor: Tensor) -> bool:
-    """Whether a tensor's bytes are its elements one after the other.
-
-    They are not if torch has postponed a conjugation or a change of sign.
-    """
-    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
-
-
 def is_duration(timeout: object) -> TypeGuard[float]:
     """Whether this is a finite number of seconds above 0."""
     if isinstance(timeout, bool) or not isinstance(timeout, int | float):
         return False
     return math.isfinite(timeout) and timeout > 0
-
-
-def plain(tensor: Tensor) -> Tensor:
-    """A plain tensor (`is_plain`) of the same values: the tensor itself if it is plain."""
-    return tensor if is_plain(tensor) else tensor.contiguous().resolve_conj().resolve_neg()
-
-
-def as_bytes(tensor: Tensor) -> Tensor:
-    """The bytes of a plain tensor, as uint8, 1-D."""
-    if not tensor.numel():
-        return tensor.new_empty(0, dtype=torch.uint8)
-    return flattened(tensor).view(torch.uint8)
-
-
-def memory_of(tensor: Tensor) -> memoryview:
-    """The bytes of a plain tensor, to be read and written without torch operations.
-
-    They stay where they are, and are held, whatever becomes of the tensor: it may get other memory
-    (`tensor.data = other`, `set_`), and torch resizes no storage that NumPy has seen.
-    """
-    alias = tensor.detach()
-    if tensor.dtype in _PLAIN and tensor.numel():
-        return alias.numpy().data.cast("B")  # takes a third of the time
-    return as_bytes(alias).numpy().data
-
-
-def flattened(tensor: Tensor) -> Tensor:
-    """The elements of a contiguous tensor, 1-D, in the same memory."""
-    # not view(-1): what expand() makes of one element is contiguous, too, with a stride of 0
-    return tensor.as_strided((tensor.numel(),), (1,))

@@ -18,13 +18,13 @@ from typing import NoReturn, Protocol, TypeVar
 from torch import Tensor
 
 from ..errors import WireError
-from . import interface
-from .base import Group, Pending, Recv, Send, chosen
+from ..wire import interface
+from ..wire.interface import Failure, WireFailed
+from ..wire.machine import host_name
+from ..wire.memory import Pool
 from .failure.detector import Detector, Wait
 from .failure.verdict import Verdict
-from .hosts import host_name
-from .interface import Failure, WireFailed
-from .memory import Pool
+from .group import Group, Pending, Recv, Send, chosen
 
 T = TypeVar("T")
 

@@ -28,7 +28,7 @@ from ..errors import Error, StillRunning, WeftError, WireError, entry
 from . import listeners, recorder
 
 if TYPE_CHECKING:
-    from .base import Group
+    from .group import Group
 
 T = TypeVar("T")
 

@@ -18,13 +18,13 @@ from dataclasses import asdict, dataclass
 import torch.distributed as dist
 
 from ..errors import WeftError
-from . import mpi, torch_gloo
+from ..wire import mpi, torch_gloo
+from ..wire.framed import CarriedSockets, Carrier
+from ..wire.machine import digest_of, host_name
+from ..wire.store import AbsentError, told
+from ..wire.tcp.address import own_address
+from ..wire.tcp.listener import CONTROL, STRANGERS, Endpoint, Listener, make_room
 from .failure.links import ControlLinks, SocketLinks
-from .framed import CarriedSockets, Carrier
-from .hosts import digest_of, host_name
-from .store import AbsentError, told
-from .tcp.address import own_address
-from .tcp.listener import CONTROL, STRANGERS, Endpoint, Listener, make_room
 
 CARRIERS: dict[str, Callable[[dist.Store, int, int, float], Carrier]] = {
     "torch": torch_gloo.carrier_at,

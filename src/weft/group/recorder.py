@@ -23,12 +23,10 @@ import time
 from collections import deque
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
-from .failure import watch
-
-if TYPE_CHECKING:
-    from .base import Traffic
+from ..wire import watch
+from .traffic import Traffic
 
 _KEPT = 1000  # calls
 _TOLD = ("group", "number", "name", "agreed", "ranks", "messages", "sent_bytes", "error")

@@ -11,8 +11,8 @@ import threading
 from contextvars import ContextVar
 
 from ..errors import WeftError
-from .base import Group
 from .failure import last_error
+from .group import Group
 
 _local: ContextVar[Group | None] = ContextVar("weft_group", default=None)
 _process: Group | None = None

@@ -1,26 +1,18 @@
 """Which ranks share a host: for schedules that keep messages off the network.
 
 Ranks find out once for each group, by telling each other the names of their hosts, so all of them
-see the same. A host is a machine and the network that its processes see: what connects containers
-of one machine may well be a network. `WEFT_HOST` in a rank's environment names its host instead.
+see the same. `wire.machine` says what a host is called.
 """
 
 from __future__ import annotations
 
 import functools
-import hashlib
-import os
-import socket
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from .base import Group
-
-_DIGEST = 16  # bytes in which a name travels
+from ..group.group import Group
+from ..wire.machine import digest_of
 
 
 @dataclass(frozen=True)
@@ -74,24 +66,3 @@ def hosts_of(group: Group) -> Hosts:
 def set_hosts(group: Group, hosts: Hosts) -> None:
     """Set the hosts of a group's ranks, the same on every rank."""
     _known[group] = hosts
-
-
-@functools.cache
-def here() -> tuple[str, int]:
-    """The name of this machine, and the number of its network namespace; 0: unknown."""
-    try:
-        name = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return name, Path("/proc/self/ns/net").stat().st_ino
-    except OSError:  # /proc is hidden, or this is no Linux
-        return socket.gethostname(), 0
-
-
-def host_name() -> str:
-    """The name of this machine, the same in all its containers and network namespaces."""
-    return here()[0]
-
-
-def digest_of(machine: str) -> bytes:
-    """16 bytes that name this process's host (WEFT_HOST, or machine and network)."""
-    name = os.environ.get("WEFT_HOST") or f"{machine} {here()[1]}"
-    return hashlib.blake2b(name.encode(), digest_size=_DIGEST).digest()

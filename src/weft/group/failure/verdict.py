@@ -10,6 +10,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
+from ...errors import names
+
 NAMED = 8
 """Ranks that are named for each value in which ranks differ."""
 
@@ -70,18 +72,6 @@ def after(raised: str) -> str:
 def left(rank: int, raised: str) -> Verdict:
     """The verdict on a rank that left while others waited for it, perhaps after an error."""
     return Verdict(rank, f"rank {rank} left{after(raised)}")
-
-
-def names(ranks: Sequence[int]) -> str:
-    """The ranks in words.
-
-    Example:
-        >>> names([2]), names([1, 2, 5])
-        ('rank 2', 'ranks 1, 2 and 5')
-    """
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
 
 
 def differing(how: str, held: Iterable[tuple[object, Sequence[int], int]], then: str) -> str:

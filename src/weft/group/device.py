@@ -27,13 +27,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import WeftError, WireError
-from . import interface
-from .base import Group, Pending, Recv, Send
-from .memory import Pool
-from .part import Part
+from ..wire import interface
+from ..wire.memory import Pool
+from ..wire.staged import Staged
+from ..wire.torch_rounds import backend_for, rounds_over
+from .group import Group, Pending, Recv, Send
 from .processes import Exchange, ProcessWire
-from .staged import Staged
-from .torch_rounds import backend_for, rounds_over
+from .subset import Part
 
 _log = logging.getLogger("weft")
 
@@ -137,8 +137,6 @@ class OnDevice(Part):
         return _Round(self.group, pending, f"a round over {self.carrier}", ranks, self._watcher)
 
     def all_reduce(self, tensor: Tensor, op: str) -> Pending:
-        if (op, tensor.dtype) not in self.features.reduces:
-            return super().all_reduce(tensor, op)
         wire = self.wire
         assert isinstance(wire, interface.Reducing)
         alias = tensor.detach()  # the caller may give its tensor other memory meanwhile

@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Sequence
 
 from ..errors import WeftError, WireError
-from .base import Group, Pending, Recv, Send, chosen
+from .group import Group, Pending, Recv, Send, chosen
 from .worker import Worker
 
 

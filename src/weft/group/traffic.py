@@ -1,0 +1,45 @@
+"""What a rank sent to its peers, and for how long it waited."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+from torch import Tensor
+
+
+class Traffic:
+    """What one rank sent to its peers since the group was made or since `reset`.
+
+    `WEFT_TRACE=1` in the environment prints a line for every message, on standard error:
+    `weft r0 -> r2  131072 B`.
+
+    Attributes:
+        messages: number of messages.
+        bytes: bytes in them, without the wire's own framing.
+        to: bytes to each peer that was sent to.
+        waited: seconds in which this rank waited for messages.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._trace = os.environ.get("WEFT_TRACE", "") not in ("", "0")
+        self.reset()
+
+    def reset(self) -> None:
+        self.messages = 0
+        self.bytes = 0
+        self.to: dict[int, int] = {}
+        self.waited = 0.0
+
+    def count(self, sends: Sequence[tuple[int, Tensor]]) -> None:
+        """Add messages, each given with the peer it goes to."""
+        self.messages += len(sends)
+        to = self.to
+        for peer, message in sends:
+            nbytes = message.nbytes
+            self.bytes += nbytes
+            to[peer] = to.get(peer, 0) + nbytes
+            if self._trace:
+                print(f"weft r{self._rank} -> r{peer}  {nbytes} B", file=sys.stderr, flush=True)
