@@ -107,9 +107,9 @@ def test_nobody_is_stuck_once_a_wire_has_failed():
 
 def test_a_post_of_which_a_part_fails_leaves_memory_alone():
     first, second = thread_wires(2)
-    first.post([(1, torch.ones(3)), (1, torch.ones(3))])
+    first.post([(1, torch.ones(3))])
     place = torch.zeros(3)
-    second.post((), [(0, torch.zeros(2)), (0, place)])  # the first message is too long
+    second.post((), [(0, torch.zeros(2)), (0, place)])  # the message is too long
     assert failure_of(second.post).kind == "garbled"
     place.fill_(7)
     first.post([(1, torch.ones(3))])
@@ -128,3 +128,27 @@ def test_what_was_received_is_freed_with_its_last_reference():
         assert alive() is None
     finally:
         gc.enable()
+
+
+FORKS = """
+import os, threading
+from weft.wire.in_process.threads import thread_wires
+wire = thread_wires(2)[0]
+held, ends = threading.Event(), threading.Event()
+def hold():
+    with wire.changed:
+        held.set()
+        ends.wait()
+threading.Thread(target=hold).start()
+held.wait()
+child = os.fork()
+if child == 0:
+    wire.close()
+    os._exit(7)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+ends.set()
+"""
+
+
+def test_a_forked_child_waits_for_no_lock_of_a_thread_that_it_has_not(programs):
+    assert programs(FORKS).communicate(20.0)[0] == "7\n"
