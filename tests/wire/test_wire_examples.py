@@ -1,4 +1,4 @@
-"""`examples/wire_streams`, installed as a package: groups run over the wire that it offers."""
+"""The wires of `examples/`, installed as packages: groups run over what they offer."""
 
 from __future__ import annotations
 
@@ -15,18 +15,21 @@ import weft
 from weft.sparse import ALGORITHMS
 from weft.testing import RankFailure, expected, processes
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "wire_streams"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-@pytest.fixture(scope="module")
-def env(tmp_path_factory):
+@pytest.fixture(scope="module", params=["streams", "ucx"])
+def env(request, tmp_path_factory):
     """With the package installed into a folder of its own; ranks use its wire."""
+    if request.param == "ucx":
+        pytest.importorskip("libucx", reason="UCX is not installed: pip install libucx-cu12")
     folder = tmp_path_factory.mktemp("packages")
     install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-cache-dir"]
-    place = ["--no-build-isolation", "--target", str(folder), str(EXAMPLE)]
-    done = subprocess.run([*install, *place], capture_output=True, text=True, check=False)
+    place = ["--no-build-isolation", "--target", str(folder)]
+    example = str(EXAMPLES / f"wire_{request.param}")
+    done = subprocess.run([*install, *place, example], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    return {"PACKAGES": str(folder), "WEFT_WIRE": "streams"}
+    return {"PACKAGES": str(folder), "WEFT_WIRE": request.param}
 
 
 def init(**options):
@@ -58,7 +61,7 @@ def sparse_calls():
 
 @pytest.mark.parametrize("size", [2, 3, 4, 7])
 def test_every_algorithm_runs_over_it(env, size):
-    assert processes(size, sparse_calls, env=env) == ["streams"] * size
+    assert processes(size, sparse_calls, env=env) == [env["WEFT_WIRE"]] * size
 
 
 def layers_and_routines():
