@@ -322,6 +322,18 @@ class Group(abc.ABC):
         """
         raise WeftError(f"rank {self.rank}: {self.route} reduces nothing by itself")
 
+    def for_payloads(self) -> Group:
+        """The same ranks, for tensors on the host."""
+        return self.payloads or self
+
+    def for_device(self, device: torch.device) -> Group:
+        """The same ranks, for tensors of an accelerator."""
+        if device not in self.devices:
+            from .device import on_device  # here, since it is written with what stands here
+
+            self.devices[device] = on_device(self, device)
+        return self.devices[device]
+
     def among(self, ranks: Sequence[int]) -> Group:
         """This group, for a call in which these ranks alone take part; all keep their numbers."""
         return self
@@ -352,14 +364,7 @@ def wire_for(group: Group, tensor: Tensor, ranks: Sequence[int] | None = None) -
         tensor: one of the tensors to be sent.
         ranks: the ranks that take part; None: all.
     """
-    if on_host(tensor):
-        found = group.payloads or group
-    elif tensor.device in group.devices:
-        found = group.devices[tensor.device]
-    else:
-        from .device import on_device  # here, since it is written with what stands here
-
-        found = group.devices[tensor.device] = on_device(group, tensor.device)
+    found = group.for_payloads() if on_host(tensor) else group.for_device(tensor.device)
     return found if ranks is None else found.among(ranks)
 
 

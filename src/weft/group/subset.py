@@ -11,6 +11,8 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 
+import torch
+
 from ..errors import WeftError, WireError
 from .group import Group, Pending, Recv, Send, chosen
 from .worker import Worker
@@ -51,6 +53,10 @@ class Part(Group):
         group = self._beside()
         assert group is not None  # a caller that uses this part holds the group
         return group
+
+    def for_device(self, device: torch.device) -> Group:
+        whole = self.beside.for_device(device)
+        return Part(whole.among(self._ranks), self._ranks)
 
     @property
     def worker(self) -> Worker:
