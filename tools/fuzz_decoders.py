@@ -296,8 +296,17 @@ class Replayed(base.Group):
     def split(self, ranks):
         raise NotImplementedError
 
+    def make_for_device(self, device):
+        raise NotImplementedError
+
+    def lease(self, nbytes):
+        return self.memory.lease(nbytes)
+
     def abort(self, reason):
         return None
+
+    def fail(self, peer, text):
+        return weft.WireError(text, rank=self.rank, culprit=peer)
 
     def close(self):
         super().close()

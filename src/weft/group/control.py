@@ -102,22 +102,26 @@ def _listener(store: dist.Store, size: int) -> Listener:
 
 def _raise_if_they_differ(statements: Sequence[_Statement], store: dist.Store, rank: int) -> None:
     """Raise the trouble of the first rank that has any, on every rank."""
-    fault = ""
-    for peer, each in enumerate(statements):
-        if each.wire != statements[0].wire:
-            fault = (
-                f"rank 0 was asked for wire {statements[0].wire!r}, and rank {peer} for "
-                f"{each.wire!r}: give all ranks the same weft.init(wire=), WEFT_WIRE and WEFT_SAFE"
-            )
-        elif each.trouble:
-            fault = f"rank {peer}: {each.trouble}"
-        if fault:
-            break
+    fault = _first_fault(statements)
     if fault:
         # the store may end with this program: wait until all ranks have read from it
         with contextlib.suppress(RuntimeError, AbsentError):  # some may never read it
             told(store, "read", None, rank, len(statements), _PATIENCE, "")
         raise WeftError(fault)
+
+
+def _first_fault(statements: Sequence[_Statement]) -> str:
+    """The trouble of the first rank that has any, or ""."""
+    first = statements[0].wire
+    for peer, each in enumerate(statements):
+        if each.wire != first:
+            return (
+                f"rank 0 was asked for wire {first!r}, and rank {peer} for {each.wire!r}: give all "
+                "ranks the same weft.init(wire=), WEFT_WIRE and WEFT_SAFE"
+            )
+        if each.trouble:
+            return f"rank {peer}: {each.trouble}"
+    return ""
 
 
 def _over_sockets(

@@ -32,7 +32,7 @@ from ..wire.memory import Pool
 from ..wire.staged import Staged
 from ..wire.torch_rounds import backend_for, rounds_over
 from .group import Group, Pending, Recv, Send
-from .processes import Exchange, ProcessWire
+from .processes import Exchange, ProcessWire, UnderWay
 from .subset import Part
 
 _log = logging.getLogger("weft")
@@ -40,12 +40,11 @@ _log = logging.getLogger("weft")
 _PAUSES = (1e-4, 0.02)  # seconds between two looks at what is watched: the first, and the longest
 
 
-def on_device(group: Group, device: torch.device) -> OnDevice:
+def on_device(group: ProcessWire, device: torch.device) -> OnDevice:
     """The group for tensors of a device: over its process group, or else through the host.
 
     The log says once for a group and a device that tensors go through the host.
     """
-    assert isinstance(group, ProcessWire)
     process_group = group.process_group()
     backend = None if process_group is None else backend_for(process_group, device)
     if process_group is not None and backend is not None:
@@ -126,7 +125,7 @@ class OnDevice(Part):
         number = {rank: index for index, rank in enumerate(ranks)}
         outgoing = [(number[peer], tensor) for peer, tensor in sends]
         incoming = [(number[peer], into) for peer, into in recvs]
-        pending = self.group.use(lambda: wire.post(outgoing, incoming, channel), "posted messages")
+        pending = self.group.use("posted messages", wire.post, outgoing, incoming, channel)
         self.traffic.count(sends)
         if self.features.lockstep:
             return self.in_round(pending, ranks)
@@ -140,8 +139,11 @@ class OnDevice(Part):
         wire = self.wire
         assert isinstance(wire, interface.Reducing)
         alias = tensor.detach()  # the caller may give its tensor other memory meanwhile
-        pending = self.group.use(lambda: wire.all_reduce(alias, op), "began a reduction")
+        pending = self.group.use("began a reduction", wire.all_reduce, alias, op)
         return self.in_round(pending, range(self.size))
+
+    def lease(self, nbytes: int) -> interface.Lease:
+        return self.memory.lease(nbytes)
 
     def diagnose(self, where: str) -> WireError | None:
         return self.group.diagnose(where)
@@ -197,12 +199,8 @@ class _Among(Part):
         self._whole.fail_if(wrong, accuse)
 
 
-class _Round(Pending):
-    """What a round brings to this rank.
-
-    Attributes:
-        pending: the wire's.
-    """
+class _Round(UnderWay):
+    """What a round brings to this rank."""
 
     def __init__(
         self,
@@ -220,38 +218,27 @@ class _Round(Pending):
             ranks: that take part.
             watcher: of what streams wait for; None: the host waits.
         """
-        self.pending = pending
-        self._group = group
+        super().__init__(group, pending)
         self._name = name
         self._ranks = ranks
         self._watcher = watcher
-        self._received: list[Tensor] | None = None
 
-    def wait(self) -> list[Tensor]:
-        if self._received is None:
-            if self._watcher is not None:
-                # before, since to begin a round may take until a peer has come
-                self._watcher.watch(self.pending)
-                self._received = self._group.use(self.pending.wait_stream, self.what())
-            elif len(self._ranks) == 1:
-                self._received = self.pending.wait()
-            else:
-                self._received = self._group.wait_for(self)
-        return self._received
-
-    def release(self) -> None:
-        self.pending.release()
-
-    def is_through(self) -> bool:
-        return self.pending.done()
+    def receive(self) -> list[Tensor]:
+        if self._watcher is not None:
+            # before, since to begin a round may take until a peer has come
+            self._watcher.watch(self.pending)
+            return self.group.use(self.what(), self.pending.wait_stream)
+        if len(self._ranks) == 1:
+            return self.pending.wait()
+        return super().receive()
 
     def awaited(self) -> list[int]:
         """All others: a round needs each of them, whatever it brings."""
-        return [rank for rank in self._ranks if rank != self._group.rank]
+        return [rank for rank in self._ranks if rank != self.group.rank]
 
     def peer(self) -> int:
         """The next of these ranks: from one to the next, waits lead to the one that does not."""
-        position = list(self._ranks).index(self._group.rank)
+        position = list(self._ranks).index(self.group.rank)
         return self._ranks[(position + 1) % len(self._ranks)]
 
     def what(self) -> str:

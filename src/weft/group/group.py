@@ -36,7 +36,6 @@ from ..devices import Streams, on_host
 from ..errors import Error, WeftError, WireError, entry
 from ..wire.interface import Features, Lease
 from ..wire.memory import Pool
-from .failure.verdict import Verdict
 from .traffic import Traffic
 from .worker import Worker
 
@@ -147,15 +146,9 @@ class Group(abc.ABC):
         """The number that errors call a rank by; a part uses that of the group it is a part of."""
         return rank
 
+    @abc.abstractmethod
     def fail(self, peer: int, text: str) -> WireError:
         """Break the group for all ranks on account of what a peer did; the error to raise here."""
-        self.abort(text)
-        return self._error(Verdict(peer, text))
-
-    def _error(self, verdict: Verdict) -> WireError:
-        """What this rank raises once that has broken the group: the same text each time."""
-        text = f"rank {self.rank}: {verdict.text}; start the group again"
-        return WireError(text, rank=self.rank, culprit=verdict.culprit)
 
     def fail_if(self, wrong: Tensor, accuse: Callable[[], WireError | None]) -> None:
         """Raise if a peer sent wrong data; on an accelerator, where nobody waits, a later call may.
@@ -300,9 +293,9 @@ class Group(abc.ABC):
         """Set what is called at the end of a `with` block of the group; None: `close`."""
         self._end = leave
 
+    @abc.abstractmethod
     def lease(self, nbytes: int) -> Lease:
         """Workspace that is best to send from: peers of this host read it where it lies."""
-        return self.memory.lease(nbytes, shared=True)
 
     @property
     def worker(self) -> Worker:
@@ -329,10 +322,12 @@ class Group(abc.ABC):
     def for_device(self, device: torch.device) -> Group:
         """The same ranks, for tensors of an accelerator."""
         if device not in self.devices:
-            from .device import on_device  # here, since it is written with what stands here
-
-            self.devices[device] = on_device(self, device)
+            self.devices[device] = self.make_for_device(device)
         return self.devices[device]
+
+    @abc.abstractmethod
+    def make_for_device(self, device: torch.device) -> Group:
+        """Make what `for_device` keeps."""
 
     def among(self, ranks: Sequence[int]) -> Group:
         """This group, for a call in which these ranks alone take part; all keep their numbers."""

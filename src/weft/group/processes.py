@@ -8,13 +8,15 @@ Ctrl-C does, the group breaks, since a message may be half transferred.
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import time
 import weakref
 from collections.abc import Callable, Sequence
 from multiprocessing.util import Finalize
-from typing import NoReturn, Protocol, TypeVar
+from typing import Any, NoReturn, TypeVar
 
+import torch
 from torch import Tensor
 
 from ..errors import WireError
@@ -22,7 +24,7 @@ from ..wire import interface
 from ..wire.interface import Failure, WireFailed
 from ..wire.machine import host_name
 from ..wire.memory import Pool
-from .failure.detector import Detector, Wait
+from .failure.detector import Detector
 from .failure.verdict import Verdict
 from .group import Group, Pending, Recv, Send, chosen
 
@@ -74,23 +76,23 @@ class ProcessWire(Group):
         self, sends: Sequence[Send] = (), recvs: Sequence[Recv] = (), channel: int = 0
     ) -> Pending:
         self.check_peers(sends, recvs)
-        pending = self.use(lambda: self.wire.post(sends, recvs, channel), "posted messages")
+        pending = self.use("posted messages", self.wire.post, sends, recvs, channel)
         self.traffic.count(sends)
         return Exchange(self, pending, sends, recvs)
 
-    def use(self, wire_call: Callable[[], T], doing: str) -> T:
-        """Call a wire of this group, which does not wait for peers.
+    def use(self, doing: str, wire_call: Callable[..., T], *args: Any) -> T:
+        """Call `wire_call(*args)` of a wire of this group, which does not wait for peers.
 
         Args:
-            wire_call: the call.
             doing: what this rank does, as a clause of an error: "posted messages".
+            wire_call, args: the call.
 
         Raises:
             WireError: the group is broken, or breaks here.
         """
         self._check()
         try:
-            return wire_call()
+            return wire_call(*args)
         except WireFailed as error:
             self._fail(error.failure, doing)
         except BaseException as error:
@@ -105,6 +107,11 @@ class ProcessWire(Group):
     def lease(self, nbytes: int) -> interface.Lease:
         lease = self.wire.lease(nbytes)
         return self.memory.lease(nbytes) if lease is None else lease
+
+    def make_for_device(self, device: torch.device) -> Group:
+        from .device import on_device  # here, since it is written with what stands here
+
+        return on_device(self, device)
 
     def split(self, ranks: Sequence[int]) -> Group | None:
         self._check()
@@ -152,7 +159,7 @@ class ProcessWire(Group):
             where = f" while rank {self.rank} was{self._where()}" if self._call()[1] else ""
             self._break(self._detector.verdict, where)
         if self._broken is not None:
-            raise self._error(self._broken) from None
+            raise self._broken.error(self.rank) from None
 
     def set_timeout(self, seconds: float) -> None:
         """Change what any one wait may last, of those that begin from now on."""
@@ -207,7 +214,7 @@ class ProcessWire(Group):
         verdict = None if self._detector is None else self._detector.blame()
         if self._broken is None and verdict is not None:
             self._break(verdict, f" while rank {self.rank} was in {where}")
-        return None if self._broken is None else self._error(self._broken)
+        return None if self._broken is None else self._broken.error(self.rank)
 
     def _interrupted(self, error: BaseException) -> None:
         """Break the group: a handler of a signal raised while messages were being moved."""
@@ -229,28 +236,52 @@ class ProcessWire(Group):
         """Break the group on this rank; the error to raise. `where` is what this rank was doing."""
         self._broken = Verdict(verdict.culprit, f"{verdict.text}{where}")
         self.wire.abort(Failure("aborted", verdict.culprit, verdict.text))
-        return self._error(self._broken)
+        return self._broken.error(self.rank)
 
 
-class UnderWay(Wait, Protocol):
+class UnderWay(Pending):
     """Messages under way over a wire of a group.
 
     Attributes:
+        group: over whose wire they are.
         pending: the wire's.
     """
 
-    pending: interface.Pending
+    def __init__(self, group: ProcessWire, pending: interface.Pending) -> None:
+        self.group = group
+        self.pending = pending
+        self._received: list[Tensor] | None = None
 
+    def wait(self) -> list[Tensor]:
+        if self._received is None:
+            self._received = self.receive()
+        return self._received
+
+    def receive(self) -> list[Tensor]:
+        """Wait for the messages, for the first `wait`; what it returns."""
+        return self.group.wait_for(self)
+
+    def is_through(self) -> bool:
+        return self.pending.done()
+
+    def release(self) -> None:
+        self.pending.release()
+
+    @abc.abstractmethod
+    def awaited(self) -> list[int]:
+        """All ranks that are waited for."""
+
+    @abc.abstractmethod
+    def peer(self) -> int | None:
+        """The rank that is waited for; None: there is none."""
+
+    @abc.abstractmethod
     def what(self) -> str:
         """What is waited for, as a clause of an error."""
 
 
-class Exchange(Pending):
-    """Sends and receives under way over a wire of a group.
-
-    Attributes:
-        pending: the wire's.
-    """
+class Exchange(UnderWay):
+    """Sends and receives."""
 
     def __init__(
         self,
@@ -259,28 +290,18 @@ class Exchange(Pending):
         sends: Sequence[Send],
         recvs: Sequence[Recv],
     ) -> None:
-        self._group = group
-        self.pending = pending
+        super().__init__(group, pending)
         self._sends = sends
         self._recvs = recvs
-        self._received: list[Tensor] | None = None
-
-    def wait(self) -> list[Tensor]:
-        if self._received is None:
-            self._received = self._group.wait_for(self)
-        return self._received
 
     def awaited(self) -> list[int]:
         return self.pending.waiting_for()
-
-    def is_through(self) -> bool:
-        return self.pending.done()
 
     def release(self) -> None:
         try:
             self.pending.release()
         except WireFailed as error:
-            self._group._fail(error.failure, "released what it had received")
+            self.group._fail(error.failure, "released what it had received")
 
     def peer(self) -> int | None:
         """The rank that is waited for; None: this post has no messages."""

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from ..errors import WeftError, WireError
+from ..wire.interface import Lease
 from .group import Group, Pending, Recv, Send, chosen
 from .worker import Worker
 
@@ -54,9 +55,12 @@ class Part(Group):
         assert group is not None  # a caller that uses this part holds the group
         return group
 
-    def for_device(self, device: torch.device) -> Group:
+    def make_for_device(self, device: torch.device) -> Group:
         whole = self.beside.for_device(device)
         return Part(whole.among(self._ranks), self._ranks)
+
+    def lease(self, nbytes: int) -> Lease:
+        return self.beside.lease(nbytes)
 
     @property
     def worker(self) -> Worker:

@@ -8,6 +8,20 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import torch
+from torch import Tensor
+
+COMBINE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "sum": torch.add,
+    "min": torch.minimum,
+    "max": torch.maximum,
+    "prod": torch.mul,
+    "band": torch.bitwise_and,
+    "bor": torch.bitwise_or,
+    "bxor": torch.bitwise_xor,
+}
+"""How two ranks' contributions to a reduction combine, by the name of the op."""
+
 
 class Outcome(NamedTuple):
     """What a clause found.

@@ -27,6 +27,7 @@ from torch import Tensor
 from ..errors import WireError
 from ..group.group import Group, Pending
 from ..schedules import dense_all_reduce
+from .clauses import COMBINE
 from .pace import patient
 
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -35,15 +36,6 @@ _DTYPES = (*_FLOATS, *_INTS, torch.bool)
 _LARGE = 1 << 20  # floats, of more than goes at once
 _SLACK = 3.0  # seconds that a wait may exceed its deadline, because the machine is busy
 
-_COMBINE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "sum": torch.add,
-    "min": torch.minimum,
-    "max": torch.maximum,
-    "prod": torch.mul,
-    "band": torch.bitwise_and,
-    "bor": torch.bitwise_or,
-    "bxor": torch.bitwise_xor,
-}
 
 _Body = TypeVar("_Body", bound=Callable[[Group], object])
 _CASES: list[Any] = []
@@ -267,7 +259,7 @@ def reduce_exactly(group: Group) -> None:
     for count in (0, 1, 1000, 40_000):
         for dtype in _DTYPES:
             parts = [_reducible(rank, count, dtype) for rank in range(group.size)]
-            for op, combine in _COMBINE.items():
+            for op, combine in COMBINE.items():
                 if dtype in _FLOATS and op.startswith("b"):
                     continue
                 if dtype is torch.bool and op in ("sum", "prod"):

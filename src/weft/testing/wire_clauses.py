@@ -37,6 +37,7 @@ from ..wire.interface import (
     Wire,
     WireFailed,
 )
+from .clauses import COMBINE
 from .pace import patient
 
 HUGE = (1 << 31) + 4096
@@ -254,17 +255,6 @@ def _addresses() -> list[tuple[socket.AddressFamily, Any]]:
 
 def _bits(tensor: Tensor) -> Tensor:
     return tensor.contiguous().view(torch.uint8)
-
-
-_COMBINE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "sum": torch.add,
-    "min": torch.minimum,
-    "max": torch.maximum,
-    "prod": torch.mul,
-    "band": torch.bitwise_and,
-    "bor": torch.bitwise_or,
-    "bxor": torch.bitwise_xor,
-}
 
 
 # The clauses -----------------------------------------------------------------------------------
@@ -790,10 +780,10 @@ def reduces(wire: Wire, soon: float) -> None:
         parts = [(torch.arange(100) * (rank + 1) % 3 + 1).to(dtype) for rank in range(wire.size)]
         total = parts[wire.rank].clone().to(wire.device)
         wire.all_reduce(total, op).wait(soon)
-        if op in _COMBINE:
+        if op in COMBINE:
             right = parts[0]
             for part in parts[1:]:
-                right = _COMBINE[op](right, part)
+                right = COMBINE[op](right, part)
             assert torch.equal(total.cpu(), right.to(dtype)), f"{op} of {dtype} is wrong"
         total = (torch.rand(1000, generator=generator) * 9).to(dtype).to(wire.device)
         wire.all_reduce(total, op).wait(soon)

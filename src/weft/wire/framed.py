@@ -28,6 +28,7 @@ from torch import Tensor
 
 from ..tensors import memory_of
 from .interface import Failure, Features, Recv, Send, WireFailed
+from .length import fault_of
 from .memory import fresh
 
 _HEAD = struct.Struct("<qq")  # of a frame: its channel and its bytes
@@ -149,12 +150,7 @@ class _Incoming:
 
     def fault_of(self, length: int) -> str:
         """What is wrong with a message of that length, or ""."""
-        if self._place is None:
-            too_long = length > self._limit
-            return f"{length} bytes for a receive of {self._limit}" if too_long else ""
-        if length != self._limit:
-            return f"{length} bytes for a receive of exactly {self._limit}"
-        return ""
+        return fault_of(length, self._limit, is_sized=self._place is None)
 
     def take(self, message: Tensor) -> None:
         """Take what came: a copy into the tensor or, by size, as it is."""

@@ -191,8 +191,7 @@ class Detector:
         else:
             text = f"{names(late)} did not come to make the wire within {self.timeout:g} s"
             verdict = self.settle(Verdict(late[0], text))
-        text = f"rank {self.rank}: {verdict.text}; start the group again"
-        return WireError(text, rank=self.rank, culprit=verdict.culprit)
+        return verdict.error(self.rank)
 
     def explain(self, failure: Failure, wait: Wait | None) -> Verdict:
         """The verdict behind what a wire raised here, which this may take about a second to find.

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
-from ...errors import names
+from ...errors import WireError, names
 
 NAMED = 8
 """Ranks that are named for each value in which ranks differ."""
@@ -27,6 +27,11 @@ class Verdict:
 
     culprit: int | None
     text: str
+
+    def error(self, rank: int) -> WireError:
+        """What a rank raises on account of it: the same text each time."""
+        text = f"rank {rank}: {self.text}; start the group again"
+        return WireError(text, rank=rank, culprit=self.culprit)
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,6 +33,7 @@ from torch import Tensor
 
 from ...tensors import memory_of
 from .. import shm
+from ..length import fault_of
 from ..memory import Lease, Pool, fresh
 
 _START = ctypes.c_char * 0  # where memory begins
@@ -88,15 +89,16 @@ class Receive:
     Attributes:
         tensor: where it is; None while that is not known.
         limit: the bytes of the tensor or, by size, the most that may come.
+        is_sized: whether it is by size.
         done: whether it is there.
     """
 
-    __slots__ = ("_is_sized", "_place", "_pool", "_release", "done", "limit", "tensor")
+    __slots__ = ("_place", "_pool", "_release", "done", "is_sized", "limit", "tensor")
 
     def __init__(self, want: Tensor | int, pool: Pool) -> None:
         self.tensor: Tensor | None = None
         self._place: memoryview | None = None
-        self._is_sized = isinstance(want, int)
+        self.is_sized = isinstance(want, int)
         if isinstance(want, int):
             self.limit = want
         else:
@@ -106,14 +108,6 @@ class Receive:
         self._pool = pool
         self._release: Callable[[], object] | None = None
         self.done = False
-
-    def fault_of(self, length: int) -> str:
-        """What is wrong with a message of that length, or ""."""
-        if self._is_sized:
-            return f"{length} bytes for a receive of {self.limit}" if length > self.limit else ""
-        if length != self.limit:
-            return f"{length} bytes for a receive of exactly {self.limit}"
-        return ""
 
     def place(self, length: int) -> memoryview:
         """Where a message of that length goes: memory that is held."""
@@ -326,7 +320,7 @@ class Connection:
             self.due = True
 
     def _fits(self, length: int, receive: Receive) -> bool:
-        fault = receive.fault_of(length)
+        fault = fault_of(length, receive.limit, is_sized=receive.is_sized)
         if fault:
             self._refuse(fault)
         return not fault
