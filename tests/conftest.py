@@ -28,7 +28,7 @@ import pytest
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Figures of a network, so that no test spends its time measuring one, as tests/wire/test_link.py
+# Figures of a network, so that no test spends its time measuring one, as tests/sparse/test_link.py
 # does.
 os.environ.setdefault("WEFT_LINK", "50,10")
 
