@@ -6,8 +6,10 @@
 
 Links: `one-host` is this machine with 4 ranks, `one-host-2` and `one-host-8` with 2 and 8. `PxRATE`
 is P virtual hosts that are joined by links of that rate (`tools/netlab`, which needs root and
-iproute2). The ranks run with `--unprivileged`. If you are root and ask for no virtual hosts, start
-this with `setpriv --bounding-set -sys_ptrace`.
+iproute2), and `HxNxRATE` is H hosts with N ranks each. `near`, `far` and `lossy` are 4 hosts at 100
+Mbit/s: side by side, 25 ms apart, and 25 ms apart with 0.1 % of the packets lost. The ranks run
+with `--unprivileged`. If you are root and ask for no virtual hosts, start this with
+`setpriv --bounding-set -sys_ptrace`.
 
 Each run of each link leaves a JSON file in `--out`. A goal is compared with the median of the runs.
 The exit status is 0 if all goals that were measured are reached, 1 if not, 2 if something could not
@@ -38,12 +40,27 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """So many ranks, and how they are joined; slow links take fewer iterations."""
+    """So many hosts, and how they are joined; slow links take fewer iterations.
+
+    Attributes:
+        hosts: how many; without a rate, ranks of this machine.
+        rate: of each host's link; None: one host.
+        per_host: ranks of each.
+        delay: milliseconds from one host to another.
+        loss: percent of the packets.
+    """
 
     name: str
-    ranks: int
+    hosts: int
     rate: str | None
     iters: int
+    per_host: int = 1
+    delay: float = 0
+    loss: float = 0
+
+    @property
+    def ranks(self) -> int:
+        return self.hosts * self.per_host
 
 
 LINKS = {
@@ -56,6 +73,14 @@ LINKS = {
         Link("4x10gbit", 4, "10gbit", 10),
         Link("one-host-2", 2, None, 15),
         Link("one-host-8", 8, None, 5),
+        Link("2x4x250mbit", 2, "250mbit", 5, per_host=4),
+        Link("4x2x250mbit", 4, "250mbit", 5, per_host=2),
+        Link("8x2x250mbit", 8, "250mbit", 3, per_host=2),
+        Link("2x4x1gbit", 2, "1gbit", 7, per_host=4),
+        Link("4x2x1gbit", 4, "1gbit", 7, per_host=2),
+        Link("near", 4, "100mbit", 5),
+        Link("far", 4, "100mbit", 5, delay=25),
+        Link("lossy", 4, "100mbit", 5, delay=25, loss=0.1),
     )
 }
 
@@ -165,8 +190,11 @@ def command(link: Link, cases: Iterable[str], algorithm: str, file: Path, size: 
     bench += ["--algorithm", algorithm, "--size", str(size)]
     bench += ["--iters", str(link.iters), "--warmup", "1", "--json", str(file), "--unprivileged"]
     if link.rate is None:
-        return [*bench, "--ranks", str(link.ranks)]
-    netlab = [sys.executable, str(NETLAB), "-n", str(link.ranks), "--rate", link.rate, "--raw"]
+        return [*bench, "--ranks", str(link.hosts)]
+    netlab = [sys.executable, str(NETLAB), "-n", str(link.hosts), "--rate", link.rate, "--raw"]
+    netlab += ["--per-host", str(link.per_host)]
+    if link.delay:
+        netlab += ["--delay", str(link.delay), "--loss", str(link.loss)]
     return [*netlab, "--timeout", "7200", "--", *bench, "--link", link.rate]
 
 

@@ -5,7 +5,8 @@
 
 It prints three tables. The contenders of each check their results and take turns in one run:
 
-* small messages from each rank to each other rank, beside `all_gather`;
+* small messages from each rank to each other rank, into tensors and into receives of a size,
+  beside `all_gather`;
 * 8 MiB to a neighbour, in chunks of several sizes, beside one piece;
 * dense all-reduces, beside `torch.distributed.all_reduce` on a gloo group.
 
@@ -26,18 +27,20 @@ from rich.console import Console
 from rich.table import Table
 
 from turns import turns
-from weft.group.group import Group
+from weft.group.group import Group, Recv, Send
 from weft.group.process_group import connect
 from weft.schedules import dense_all_reduce
 from weft.testing import processes
 
-MESSAGES = (8, 256, 4096)
+MESSAGES = (8, 256, 1024, 4096)
 CHUNKS = (16 << 10, 64 << 10, 128 << 10, 256 << 10, 1 << 20, 8 << 20)
 EXCHANGE = 8 << 20
 REPEAT = 10  # small exchanges that are timed together
 DENSE = (4, 1 << 10, 16 << 10, 64 << 10, 1 << 20, 16 << 20, 64 << 20)
 
 Rows = list[list[str]]
+Sends = list[Send]
+Recvs = list[Recv]
 
 
 def measure(
@@ -53,27 +56,29 @@ def small(group: Group, rounds: int) -> Rows:
     for nbytes in MESSAGES:
         message = torch.full((nbytes,), group.rank, dtype=torch.uint8)
         places = [torch.empty_like(message) for _ in range(group.size)]
+        sends = [(peer, message) for peer in group.peers]
+        into_places = [(peer, places[peer]) for peer in group.peers]
+        sized = [(peer, nbytes) for peer in group.peers]
 
-        def ours(message: torch.Tensor = message) -> None:
+        def tensors(sends: Sends = sends, recvs: Recvs = into_places) -> None:
             for _ in range(REPEAT):
-                pending = group.small_all_gather(message, 4096)
-                heard = pending.wait()
-                assert [int(each[0]) for each in heard] == list(range(group.size))
+                heard = group.post(sends, recvs).wait()
+                assert [int(each[0]) for each in heard] == group.peers
+
+        def views(sends: Sends = sends, recvs: Recvs = sized) -> None:
+            for _ in range(REPEAT):
+                pending = group.post(sends, recvs)
+                assert [int(each[0]) for each in pending.wait()] == group.peers
                 pending.release()
 
         def theirs(message: torch.Tensor = message, places: list[torch.Tensor] = places) -> None:
             for _ in range(REPEAT):
                 dist.all_gather(places, message)
 
-        took = measure(group, rounds, {"weft": ours, "torch": theirs})
-        rows.append(
-            [
-                f"{nbytes}",
-                f"{took['weft'] / REPEAT * 1e6:.0f}",
-                f"{took['torch'] / REPEAT * 1e6:.0f}",
-                f"{took['torch'] / took['weft']:.2f}",
-            ]
-        )
+        took = measure(group, rounds, {"tensors": tensors, "sized": views, "torch": theirs})
+        us = {name: seconds / REPEAT * 1e6 for name, seconds in took.items()}
+        ratio = us["torch"] / us["tensors"]
+        rows.append([str(nbytes), *(f"{each:.0f}" for each in us.values()), f"{ratio:.2f}"])
     return rows
 
 
@@ -143,7 +148,10 @@ def rank(rounds: int) -> list[Rows]:
 def show(tables: list[Rows], ranks: int) -> None:
     console = Console()
     titles = (
-        (f"each of {ranks} to each", ("bytes", "weft us", "all_gather us", "ratio")),
+        (
+            f"each of {ranks} to each",
+            ("bytes", "into tensors us", "sized us", "all_gather us", "ratio"),
+        ),
         ("8 MiB to a neighbour", ("chunk", "ms", "Gbit/s", "ratio to one piece")),
         (f"dense all-reduce of {ranks}", ("size", "weft ms", "gloo ms", "ratio")),
     )
