@@ -40,7 +40,7 @@ def test_a_busy_moment_is_no_link(monkeypatch):
         assert next(seen) == 1e-3  # nobody measured a third time
         return first.beta, second.beta
 
-    monkeypatch.setattr(link, "_rate", lambda _: (next(RATES[threading.current_thread()]), 0.0))
+    monkeypatch.setattr(link, "_rate", lambda *_: (next(RATES[threading.current_thread()]), 0.0))
     for first, second in run(3, program):
         assert first == pytest.approx(1e-4, rel=0.15) and second == pytest.approx(1e-9, rel=0.15)
 
@@ -56,6 +56,15 @@ def test_a_first_burst_is_no_rate(monkeypatch, burst, latency):
     )
     for found in run(2, measure):
         assert found.beta == pytest.approx(rate, rel=0.15)  # to a quarter of an octave
+
+
+def test_a_latency_is_no_rate(monkeypatch):
+    """Between distant hosts half a megabyte takes as long to arrive as to be sent."""
+    rate, latency = 80e-9, 26e-3
+    monkeypatch.setattr(link, "_latency", lambda _: (latency, 1e-5))
+    monkeypatch.setattr(link, "_round", lambda _, size: (latency + size * rate, 0.0))
+    for found in run(2, measure):
+        assert found.beta == pytest.approx(rate, rel=0.15)
 
 
 @pytest.mark.parametrize("cores", [1, 2, 16])

@@ -31,6 +31,7 @@ from .record import apart
 
 _WORK = 50e-6  # seconds of a core that a message costs, if WEFT_LINK says the other figures
 _ENOUGH = 0.012  # seconds of streaming after which the rate is believed
+_LATENCIES = 20  # and latencies: a connection between distant hosts takes some to come to its speed
 _LARGEST = 1 << 23  # bytes
 _MEASURED = 2  # calls that measure: other work on a machine only ever slows a link down
 _EXCHANGES, _PASSES = 12, 2  # of latency, and of rate: the quickest counts
@@ -97,7 +98,7 @@ def _positive(figure: Any) -> float:
 def measure(group: Group) -> Link:
     """Measure the link of a group; collective, every rank gets the same figures."""
     alpha, work = _latency(group)
-    beta, carry = _rate(group)
+    beta, carry = _rate(group, _slowest(group, alpha))
     return _agreed(group, alpha, beta, work, carry=carry)
 
 
@@ -142,20 +143,26 @@ def _latency(group: Group) -> tuple[float, float]:
     return best, statistics.median(busy) / max(1, group.size - 1)
 
 
-def _rate(group: Group) -> tuple[float, float]:
+def _rate(group: Group, latency: float) -> tuple[float, float]:
     """Seconds that a byte takes when every rank sends to the next one, and this rank's CPU seconds.
 
     The size grows until the slowest rank is busy for long enough. Traffic shapers let a first burst
     pass. So the result is the time of each additional byte, if that is more than the average.
+
+    Args:
+        group: the ranks that take part.
+        latency: seconds of a small exchange, the same on every rank.
     """
     if group.size == 1:
         return 1e-10, 0.0
-    nbytes, before = 1 << 19, (0, 0.0)
+    enough = max(_ENOUGH, _LATENCIES * latency)
+    nbytes, before = 1 << 19, (0, latency)
     while True:
         quickest, carry = min(_round(group, nbytes) for _ in range(_PASSES))
-        if quickest >= _ENOUGH or nbytes >= _LARGEST:
+        if quickest >= enough or nbytes >= _LARGEST:
+            average = max(quickest - latency, quickest / 2) / nbytes
             more = (quickest - before[1]) / (nbytes - before[0])
-            return max(quickest / nbytes, more), carry / nbytes
+            return max(average, more), carry / nbytes
         nbytes, before = 4 * nbytes, (nbytes, quickest)
 
 
@@ -163,9 +170,14 @@ def _round(group: Group, nbytes: int) -> tuple[float, float]:
     """Seconds of the slowest rank to send `nbytes` to the next one, and this rank's CPU seconds."""
     after, before = (group.rank + 1) % group.size, (group.rank - 1) % group.size
     with group.lease(nbytes) as outgoing, group.lease(nbytes) as incoming:
-        start, spent = time.perf_counter(), time.process_time()
+        start, busy = time.perf_counter(), time.process_time()
         group.post([(after, outgoing)], [(before, incoming)]).wait()
-        slowest = torch.tensor([int((time.perf_counter() - start) * 1e9)])
-        spent = time.process_time() - spent
-    dense_all_reduce(group, slowest, "max").wait()
-    return int(slowest) * 1e-9, spent
+        seconds, busy = time.perf_counter() - start, time.process_time() - busy
+    return _slowest(group, seconds), busy
+
+
+def _slowest(group: Group, seconds: float) -> float:
+    """The most seconds of any rank; collective."""
+    nanoseconds = torch.tensor([int(seconds * 1e9)])
+    dense_all_reduce(group, nanoseconds, "max").wait()
+    return int(nanoseconds) * 1e-9
