@@ -163,6 +163,14 @@ def test_every_clause_of_the_contract_of_wires_is_described():
     assert f"the contract: {len(CLAUSES)} clauses" in text
 
 
+def test_every_clause_of_the_contract_of_wires_has_a_cause_to_look_for():
+    text = WIRE_PAGE.read_text(encoding="utf-8")
+    section = text.split("\n### If a clause fails\n")[1].split("\n#")[0]
+    rows = re.findall(r"^\| ([\d, ]+) \| .+ \|$", section, re.MULTILINE)
+    numbers = [int(number) for row in rows for number in row.split(", ")]
+    assert sorted(numbers) == list(range(1, len(CLAUSES) + 1))
+
+
 def clause_row(number, clause):
     """What the table says of a clause: number, title, sizes, and the wires that it is for."""
     wires = [f"`{clause.needs}`"] if clause.needs else []

@@ -25,8 +25,8 @@ Send = tuple[int, Tensor]
 tensor does not change, and the wire keeps its storage, whatever becomes of the tensor."""
 
 Recv = tuple[int, Tensor | int]
-"""(peer, contiguous tensor to fill), or (peer, the most bytes that may come), which costs no memory
-for what does not come."""
+"""(peer, contiguous tensor to fill), or (peer, the most bytes that may come): a receive by size,
+for which memory is taken as messages come, and not for the most that may come."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,8 +181,8 @@ class Wire(Protocol):
         """Start receiving and sending; returns at once.
 
         Peers are other ranks. Messages have any length, also none. The n-th send to a peer on a
-        channel meets the n-th receive from here there, early or late; other pairs and other
-        channels wait for neither. Messages move while nobody waits.
+        channel meets the peer's n-th receive from this rank on that channel, whichever is posted
+        first; other pairs and other channels wait for neither. Messages move while nobody waits.
 
         A send may be complete before its receive is posted, or only then; it never waits for a
         `release`. A peer that is gone fails the wire when something is awaited of it, and not
@@ -193,7 +193,7 @@ class Wire(Protocol):
         waits, if for nothing.
 
         Raises:
-            WireFailed: the wire has failed, or is closed.
+            WireFailed: the wire has failed, or is closed. What this post finds, its wait raises.
         """
 
     def lease(self, nbytes: int) -> Lease | None:
