@@ -160,7 +160,7 @@ class BySize(Between):
     """Receives by size, with a limit of its own, and makes of what came what was asked for."""
 
     def post(self, sends=(), recvs=(), channel=0):
-        takes = [(peer, 1 << 20) for peer, _ in recvs]
+        takes = [(peer, 8 << 20) for peer, _ in recvs]
         pending = Fits(self.inner.post(sends, takes, channel))
         pending.recvs = recvs
         return pending
@@ -656,6 +656,10 @@ def test_a_clause_finds_a_wire_that_breaks_it(clause, short):
 
 def test_what_a_handler_raises_must_change_nothing():
     breaks("signals", breaks_on_signals)
+
+
+def test_what_comes_belongs_into_the_memory_that_a_tensor_had_at_the_post():
+    breaks("storages", between(BySize))
 
 
 def test_ranks_that_are_threads_keep_the_contract(short):

@@ -462,9 +462,18 @@ def storages(wire: Wire, soon: float) -> None:
         filled = [_bytes(_BIG, 0) for _ in range(4)]  # in the freed memory, if it was freed
         pending.wait(soon)
         del filled
+        wire.post((), [(1, _number())]).wait(soon)  # when the tensor below has other memory
+        wire.post([(1, _bytes(_BIG))]).wait(soon)
     else:
         time.sleep(_MOMENT)
         assert wire.post((), [(0, _bytes(_BIG, 0))]).wait(soon)[0].all()
+        place = _bytes(_BIG, 0)
+        memory = place.detach()
+        pending = wire.post((), [(0, place)])
+        place.data = torch.zeros(_BIG, dtype=torch.uint8)
+        wire.post([(0, _number())]).wait(soon)
+        pending.wait(soon)
+        assert memory.all(), "a message did not come into the memory that its tensor had"
 
 
 @_clause(2)
