@@ -2,9 +2,9 @@
 
 The first call of a group that needs the figures finds them, on all ranks together. They are what
 `WEFT_LINK=latency_us,gbit` says, the same on every rank, or else a measurement: bytes go round the
-ring of ranks for a few tens of milliseconds. The next call that needs the figures measures again,
-and weft keeps the better ones: else a machine that was busy at start-up would seem slow as long as
-the group lives.
+ring of ranks for a few tens of milliseconds, or for 20 latencies where that is longer. The next
+call that needs the figures measures again, and weft keeps the better ones: else a machine that was
+busy at start-up would seem slow as long as the group lives.
 
 All ranks take the slowest rank's figures, rounded to coarse steps, so that they compute the same
 costs and small noise does not change a choice.
