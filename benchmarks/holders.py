@@ -27,6 +27,7 @@ from torch import Tensor
 import weft
 from weft.group.group import Group, Pending, Recv, Send
 from weft.sparse import codec
+from weft.sparse.bound import rows_of_average, rows_of_busiest
 from weft.sparse.link import set_link
 from weft.sparse.stream import SUMS, VALUES
 from weft.testing import run
@@ -100,7 +101,7 @@ def moved(group: Group, indices: Tensor) -> tuple[int, int, int]:
 def line(case: str, ranks: int) -> str:
     sets = index_sets(case, ranks)
     total, union = sum(map(len, sets)), len(torch.cat(sets).unique())
-    bound = (total + (ranks - 2) * union) / ranks * WIDTH * 4
+    bound = rows_of_average(total, union, ranks) * WIDTH * 4
     with packed_lists() as lists:
         done = run(ranks, lambda group: moved(group, sets[group.rank]))
     sent, received, memory = zip(*done, strict=True)
@@ -111,7 +112,7 @@ def line(case: str, ranks: int) -> str:
         len(torch.cat([one for rank, one in enumerate(sets) if rank != me]).unique())
         for me in range(ranks)
     ]
-    least = max(1.0, max(*elsewhere, *map(len, sets)) * WIDTH * 4 / bound)
+    least = rows_of_busiest([*map(len, sets)], elsewhere, union) * WIDTH * 4 / bound
     figures = (sum(sent) / ranks, max(*sent, *received), max(equally))
     average, worst, chosen_equally = (figure / bound for figure in figures)
     indices = (ranks - 1) * sum(lists[each] for each in memory) / ranks / bound

@@ -34,6 +34,9 @@ import numpy as np
 import typer
 from numpy.typing import NDArray
 
+from weft.sparse.bound import rows_of_average
+from weft.wire.link import WITHIN
+
 Floats = NDArray[np.float64]
 
 HEIGHT, ROWS, WIDTH = 1_000_000, 50_000, 64
@@ -41,7 +44,6 @@ INDEX_BYTES = 4
 RATES = (1, 10, 100, 400)  # Gbit/s of a host's link
 LATENCY = 50e-6  # seconds of a round
 WORK = 10e-6  # seconds of a core for a message
-WITHIN = 1 / 4e9  # seconds a byte between ranks of one host: a mapped copy
 MERGE = 0.125e-9  # seconds in which a core merges a byte
 
 
@@ -195,28 +197,18 @@ def counted(sets: NDArray[np.bool_], factors: Sequence[int], per_host: int) -> l
     return stages_of(unions, weights, factors, per_host)
 
 
-def bound(rows: float, union: float, hosts: int) -> float:
-    """Rows that the average host must receive: the bound of ranks, for hosts.
-
-    Args:
-        rows: in the union of a host's ranks, on average.
-        union: rows in the union of all ranks.
-        hosts: how many.
-    """
-    return (hosts * rows + (hosts - 2) * union) / hosts
-
-
 def bound_of(case: Case, ranks: int, per_host: int) -> float:
-    """The bound, from the chances of the case."""
+    """Rows that the average host must receive, from the chances of the case."""
+    hosts = ranks // per_host
     rows = float(case.union_of(per_host).sum())
-    return bound(rows, float(case.union_of(ranks).sum()), ranks // per_host)
+    return rows_of_average(hosts * rows, float(case.union_of(ranks).sum()), hosts)
 
 
 def bound_of_sets(sets: NDArray[np.bool_], per_host: int) -> float:
-    """The bound, from sets."""
+    """Rows that the average host must receive, from sets."""
     hosts = len(sets) // per_host
-    rows = sets.reshape(hosts, per_host, -1).any(1).sum() / hosts
-    return bound(float(rows), float(sets.any(0).sum()), hosts)
+    rows = sets.reshape(hosts, per_host, -1).any(1).sum()
+    return rows_of_average(float(rows), float(sets.any(0).sum()), hosts)
 
 
 def seconds(stages: Sequence[Stage], case: Case, rate: float) -> float:

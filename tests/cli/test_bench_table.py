@@ -10,13 +10,14 @@ from rich.console import Console
 
 from weft.cli.bench.cases import CASES
 from weft.cli.bench.results import VERSION, Row, Shown, compared, summary
-from weft.sparse import Load
+from weft.sparse import Hosts, Link, Load
 
 HEAD = {"weft": "0", "torch": "2", "python": "3", "kernels": "numba 1", "ranks": 4, "hosts": 1}
 HEAD |= {"threads": 1, "cores": 2, "iters": 3, "warmup": 1, "checked": True, "seed": 0}
 HEAD |= {"link": 1e9, "unprivileged": False}
 CASE = CASES["uniform"]
 LOAD = Load(4, 200_000, 50_000, 50_000, 185_000, CASE.height, 256, 256, 4)
+LINK = Link(1e-4, 8e-9, 1e-10, 1e-5)
 PEERS = ("torch", "horovod", "dense")
 
 
@@ -24,10 +25,10 @@ def rows() -> list[Row]:
     records = [SimpleNamespace(algorithm="gather", sent_bytes=s, messages=6) for s in (50e6, 52e6)]
     ok = ("ok", "")
     found = [
-        summary(CASE, LOAD, 1e9, "weft:auto", ok, [0.1, 0.2, 0.4], records),
-        summary(CASE, LOAD, 1e9, "torch", ok, [0.5, 0.6, 0.7], []),
-        summary(CASE, LOAD, 1e9, "horovod", ("wrong", "one bit"), [], []),
-        summary(CASE, LOAD, 1e9, "dense", ("refused", "too large"), [], []),
+        summary(CASE, LOAD, LINK, "weft:auto", ok, [0.1, 0.2, 0.4], records),
+        summary(CASE, LOAD, LINK, "torch", ok, [0.5, 0.6, 0.7], []),
+        summary(CASE, LOAD, LINK, "horovod", ("wrong", "one bit"), [], []),
+        summary(CASE, LOAD, LINK, "dense", ("refused", "too large"), [], []),
     ]
     return list(compared(found))
 
@@ -56,6 +57,22 @@ def test_figures_of_a_row() -> None:
     assert auto["horovod_ratio"] is None  # nobody is compared with what is wrong
     assert torch["torch_ratio"] is None and torch["bytes_ratio"] is None
     assert horovod["median_seconds"] is None and dense["least_seconds"] is None
+
+
+def test_with_several_ranks_on_a_host_the_bound_is_that_of_hosts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    counted = ((90_000, 95_000), (95_000, 90_000))
+    load = LOAD.but(hosts=Hosts((0, 0, 1, 1)), rows_of_hosts=counted)
+    row = summary(CASE, load, LINK, "weft:auto", ("ok", ""), [0.3], [])
+    assert row["host_bound_bytes"] == 95_000 * 260
+    assert row["host_bound_seconds"] == pytest.approx(95_000 * 260 * 8e-9)
+    assert row["host_ratio"] == pytest.approx(0.3 / (95_000 * 260 * 8e-9))
+    assert row["bound_bytes"] == LOAD.bound  # that of a rank is beside it
+    for hosts, seen in ((1, False), (2, True), (4, False)):
+        monkeypatch.setitem(HEAD, "hosts", hosts)
+        title = next(line for line in shown() if line.startswith("#case"))
+        assert ("xhost" in title.split()) == seen
 
 
 def test_no_bound_and_no_link_give_no_ratio() -> None:
@@ -140,7 +157,8 @@ def test_the_fields_of_a_file_are_those_of_its_version() -> None:
         f"{which}_seconds"
         for which in ("least", "first_quartile", "median", "third_quartile", "most")
     )
-    sent = "sent_bytes most_bytes messages bound_bytes bound_seconds bytes_ratio time_ratio"
+    sent = "sent_bytes most_bytes messages bound_bytes bound_seconds bytes_ratio"
+    sent += " host_bound_bytes host_bound_seconds time_ratio host_ratio"
     ratios = "torch_ratio horovod_ratio dense_ratio"
     assert [*HEAD, *rows()[0]] == f"{head} {setting} {sizes} {times} {sent} {ratios}".split()
 

@@ -27,7 +27,8 @@ def invoke(options: str) -> Result:
 def lines(result: Result) -> list[list[str]]:
     """Of the tables that say what is chosen."""
     words = [line.split() for line in result.stdout.splitlines()]
-    return [line for line in words if len(line) == 7 and line[2] in {"eager", *ALGORITHMS}]
+    rows = [line for line in words if len(line) == 9 and line[0].isdigit()]
+    return [line for line in rows if line[2] in {"eager", *ALGORITHMS}]
 
 
 def test_a_line_for_each_number_of_ranks_to_thousands() -> None:
@@ -79,6 +80,26 @@ def test_figures_and_a_plot_are_written(tmp_path: Path) -> None:
         assert chosen["algorithm"] == one["chosen"]
         serving = [line for line in one["algorithms"] if line["verdict"].startswith("predicted")]
         assert all(chosen["milliseconds"] <= line["milliseconds"] for line in serving)
+
+
+def test_the_bound_of_hosts_is_beside_that_of_ranks(tmp_path: Path) -> None:
+    figures = tmp_path / "plan.json"
+    found = {}
+    for per_host in (1, 4):
+        result = invoke(
+            f"--case identical --ranks 8 --per-host {per_host} --link 1gbit --json {figures}"
+        )
+        [line] = lines(result)
+        [one] = json.loads(figures.read_text())
+        least = one["host_bound_milliseconds"]
+        assert float(line[7]) == pytest.approx(least, rel=0.01)
+        assert float(line[8]) == pytest.approx(float(line[3]) / least, rel=0.05)
+        found[per_host] = one
+    rows = 50_000 * 260
+    assert found[1]["host_bound_bytes"] == found[1]["bound_bytes"] == 7 / 4 * rows
+    # two hosts have the same rows: each sends all of them, whatever its ranks are
+    assert found[4]["host_bound_bytes"] == rows
+    assert found[4]["bound_bytes"] == 7 / 4 * rows
 
 
 def of(distribution: str, rows: int, height: int) -> Sizes:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import weft
+from weft.schedules.hosts import Hosts, hosts_of, set_hosts
 from weft.sparse import link
 from weft.sparse.link import link_of, measure
 from weft.testing import run, spmd
@@ -52,7 +53,7 @@ RATES = {}
 def test_a_first_burst_is_no_rate(monkeypatch, burst, latency):
     rate = 16e-9
     monkeypatch.setattr(
-        link, "_round", lambda _, size: (latency + max(0, size - burst) * rate, 0.0)
+        link, "_round", lambda _, ring, size: (latency + max(0, size - burst) * rate, 0.0)
     )
     for found in run(2, measure):
         assert found.beta == pytest.approx(rate, rel=0.15)  # to a quarter of an octave
@@ -62,18 +63,62 @@ def test_a_latency_is_no_rate(monkeypatch):
     """Between distant hosts half a megabyte takes as long to arrive as to be sent."""
     rate, latency = 80e-9, 26e-3
     monkeypatch.setattr(link, "_latency", lambda _: (latency, 1e-5))
-    monkeypatch.setattr(link, "_round", lambda _, size: (latency + size * rate, 0.0))
+    monkeypatch.setattr(link, "_round", lambda _, ring, size: (latency + size * rate, 0.0))
     for found in run(2, measure):
         assert found.beta == pytest.approx(rate, rel=0.15)
 
 
 @pytest.mark.parametrize("cores", [1, 2, 16])
 def test_what_bytes_cost_the_cores_of_a_host(monkeypatch, cores):
+    def took(group, ring, size):
+        return size * 4e-9, size * group.rank * 1e-9
+
     monkeypatch.setattr(link.os, "cpu_count", lambda: cores)
-    monkeypatch.setattr(link, "_round", lambda group, size: (size * 4e-9, size * group.rank * 1e-9))
+    monkeypatch.setattr(link, "_round", took)
     for found in run(4, measure):
         assert found.carry == pytest.approx(3e-9 * 4 / cores, rel=0.15)  # that of the last rank
         assert found.share == max(1, 4 / cores)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "rings"),
+    [
+        ("aaaa", {(0, 1, 2, 3)}),
+        ("abcd", {(0, 1, 2, 3)}),
+        ("abab", {(0, 2, 1, 3), (0, 2), (1, 3)}),
+        ("aaba", {(0, 1, 3, 2), (0, 1, 3), (2,)}),
+    ],
+)
+def test_bytes_go_round_all_hosts_and_round_each(monkeypatch, hosts, rings):
+    """One stream enters each host, whatever ranks share it; then as many as it has ranks."""
+    measured = set()
+
+    def took(group, ring, size):
+        measured.add(tuple(ring))
+        return size * (4e-9 if len(ring) == 4 else 1e-9 * (1 + group.rank)), 0.0
+
+    monkeypatch.setattr(link, "_round", took)
+
+    def program(group):
+        set_hosts(group, Hosts.named(hosts))
+        return measure(group)
+
+    found = run(4, program)
+    assert measured == rings
+    for one in found:
+        assert one.beta == pytest.approx(4e-9, rel=0.15)
+        shared = len(rings) > 1
+        assert one.within == (pytest.approx(4e-9, rel=0.15) if shared else 0)  # of the slowest
+        assert ("within a host" in str(one)) == shared
+
+
+@spmd(4)
+def test_what_a_host_does_within_is_measured_with_its_link(group):
+    before = hosts_of(group)
+    set_hosts(group, Hosts.named("abab"))
+    found = measure(group)
+    set_hosts(group, before)
+    assert 0 < found.within < 1e-6
 
 
 def test_the_environment_may_say_them(monkeypatch):
@@ -81,7 +126,7 @@ def test_the_environment_may_say_them(monkeypatch):
     (found,) = run(1, link_of)
     assert found.alpha == pytest.approx(1e-4, rel=0.1)  # to a quarter of an octave
     assert found.beta == pytest.approx(8e-9, rel=0.1)
-    assert found.carry < 1e-12  # not known
+    assert found.carry == found.within == 0  # not known
     assert "1 Gbit/s" in str(Link(1e-4, 8e-9, 1e-9, 1e-5))
 
 

@@ -5,7 +5,7 @@
 """
 
 from ..schedules.hosts import Hosts
-from ..wire.link import MERGE, Link
+from ..wire.link import MERGE, WITHIN, Link
 from . import algorithms, link
 from .api import explain, sparse_all_reduce
 from .choice import EAGER, Explanation, predicted
@@ -18,6 +18,7 @@ __all__ = [
     "ALGORITHMS",
     "EAGER",
     "MERGE",
+    "WITHIN",
     "Algorithm",
     "Cost",
     "Explanation",

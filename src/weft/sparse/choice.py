@@ -123,6 +123,8 @@ class Explanation:
         ]
         if self.link:
             text.append(f"link: {self.link}")
+        if self.link and load.ranks > 1:
+            text.append(self._least_time)
         if self.device != "cpu":
             text.append(f"rows on {self.device}")
         if self.calls:
@@ -131,6 +133,32 @@ class Explanation:
         if not self.lines:
             text.append("nothing is sent: the group has one rank")
         return text
+
+    @property
+    def _least_time(self) -> str:
+        """The least time of any exact schedule, and which bytes take it."""
+        load, link = self.load, self.link
+        assert link is not None
+        hosts = load.ranks_of_hosts
+        seconds = load.least_seconds(link)
+        if len(hosts) == 1:
+            why = "all ranks share a host, so the bound is that of a rank"
+        elif max(hosts) == 1:
+            why = (
+                "no rank shares its host, so the bound is that of a rank; the busiest must receive "
+                f"or send {load.host_bound:.0f} bytes"
+            )
+        elif seconds > load.host_bound * link.beta:
+            why = (
+                f"{max(hosts)} ranks share a host, but the bound is that of a rank: its bytes take "
+                "longer than those that cross the link of a host"
+            )
+        else:
+            why = (
+                f"{max(hosts)} ranks share a host, so the bound is that of hosts: "
+                f"{load.host_bound:.0f} bytes cross the link of the busiest of {len(hosts)}"
+            )
+        return f"least time {1e3 * seconds:.2f} ms: {why}"
 
     def __str__(self) -> str:
         if self.calls:

@@ -4,8 +4,7 @@
 the network. Each algorithm computes its `Cost` from the load, beside its schedule; a test compares
 the messages and the bytes with what the algorithm sends.
 
-The bound: an index that m ranks hold needs m-1 messages to combine its rows at one of its holders
-and P-1 to deliver the sum, so the average rank must receive at least [K + (P-2)·U] / P rows.
+`bound` has the least that any exact schedule sends.
 
 Source: the time is that of LogGP (Alexandrov et al., SPAA 1995) with latency `alpha`, overhead
 `work` and gap a byte `beta`, and `gamma` for the arithmetic.
@@ -23,6 +22,7 @@ from ..kernels.meter import CALL, PLACE
 from ..schedules.hosts import Hosts
 from ..wire.link import Link
 from . import codec
+from .bound import rows_of_average, rows_of_busiest
 
 _UNEVEN = 0.08  # of the bytes: streams between all pairs share links unevenly
 _CHUNKED = 0.3  # of its time: a stream of chunks keeps a core busy for longer than one message
@@ -52,6 +52,8 @@ class Load:
         in_order: only neighbouring ranks' rows may be combined (op is a caller's function).
         identical: all ranks certainly have the same index set.
         hosts: which ranks share a host; None is one host for each.
+        rows_of_hosts: for each host the rows in the union of its ranks, and those in the union of
+            all other ranks, where they were counted; None: they are estimated.
         link: the network's figures, where they are known.
     """
 
@@ -72,6 +74,7 @@ class Load:
     in_order: bool = False
     identical: bool = False
     hosts: Hosts | None = None
+    rows_of_hosts: tuple[tuple[float, float], ...] | None = None
     link: Link | None = None
 
     @property
@@ -82,12 +85,47 @@ class Load:
     @property
     def bound(self) -> float:
         """Bytes that the average rank must receive, an index counted as 4."""
-        return (self.total + (self.ranks - 2) * self.union) / self.ranks * (self.row + 4)
+        return rows_of_average(self.total, self.union, self.ranks) * (self.row + 4)
 
     @property
     def bound_to_one(self) -> float:
         """The bound of a call that delivers each row of the result to one rank only."""
         return max(0, self.total - self.union) / self.ranks * (self.row + 4)
+
+    @property
+    def host_bound(self) -> float:
+        """Bytes that must enter or leave the link of the host with most, an index counted as 4."""
+        counts = self.ranks_of_hosts
+        if len(counts) == 1:
+            return 0.0
+        rows = self.rows_of_hosts
+        if rows is None:
+            rows = tuple(
+                (self.union_of(count), self.union_of(self.ranks - count)) for count in counts
+            )
+        own = [mine for mine, _ in rows]
+        others = [theirs for _, theirs in rows]
+        # the rank with most rows sends them all, if it is alone on its host or not
+        busiest = max(rows_of_busiest(own, others, self.union), self.most)
+        return busiest * (self.row + 4)
+
+    def least_seconds(self, link: Link) -> float:
+        """The time that any exact schedule takes at least with these ranks on these hosts.
+
+        The link of the busiest host carries `host_bound`. All ranks together receive P times
+        `bound`: over the links of the hosts and, where a rank is not alone on its host, from there.
+        """
+        if self.on_one_host:
+            return self.bound * link.beta
+        counts = self.ranks_of_hosts
+        crossing = self.host_bound * link.beta
+        neighbours = sum(count for count in counts if count > 1)
+        if neighbours and not link.within:
+            return crossing  # nobody knows how quick a host is within
+        speed = len(counts) / link.beta
+        if neighbours:
+            speed += neighbours / link.within
+        return max(crossing, self.ranks * self.bound / speed)
 
     def but(self, **changes: Any) -> Load:
         """This load, with some of its sizes changed."""
@@ -110,6 +148,13 @@ class Load:
     def at_once(self) -> bool:
         """Whether all that is known is sent together: in rounds, and on accelerators."""
         return self.lockstep or self.staying
+
+    @property
+    def ranks_of_hosts(self) -> tuple[int, ...]:
+        """How many ranks each host has."""
+        if self.hosts is None:
+            return (1,) * self.ranks
+        return tuple(map(len, self.hosts.ranks))
 
     @property
     def on_one_host(self) -> bool:

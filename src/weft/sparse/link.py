@@ -2,9 +2,11 @@
 
 The first call of a group that needs the figures finds them, on all ranks together. They are what
 `WEFT_LINK=latency_us,gbit` says, the same on every rank, or else a measurement: bytes go round the
-ring of ranks for a few tens of milliseconds, or for 20 latencies where that is longer. The next
-call that needs the figures measures again, and weft keeps the better ones: else a machine that was
-busy at start-up would seem slow as long as the group lives.
+ring of ranks for a few tens of milliseconds, or for 20 latencies where that is longer. They go host
+by host, so that one stream enters each host and one leaves it. Where some ranks, but not all, share
+a host, bytes go round the ranks of each host, too. The next call that needs the figures measures
+again, and weft keeps the better ones: else a machine that was busy at start-up would seem slow as
+long as the group lives.
 
 All ranks take the slowest rank's figures, rounded to coarse steps, so that they compute the same
 costs and small noise does not change a choice.
@@ -12,11 +14,13 @@ costs and small noise does not change a choice.
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import statistics
 import struct
 import time
+from collections.abc import Sequence
 from dataclasses import astuple
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -26,6 +30,7 @@ import torch
 from ..errors import WeftError
 from ..group.group import Group
 from ..schedules import dense_all_reduce
+from ..schedules.hosts import hosts_of
 from ..wire.link import MERGE, Link
 from .record import apart
 
@@ -35,7 +40,8 @@ _LATENCIES = 20  # and latencies: a connection between distant hosts takes some 
 _LARGEST = 1 << 23  # bytes
 _MEASURED = 2  # calls that measure: other work on a machine only ever slows a link down
 _EXCHANGES, _PASSES = 12, 2  # of latency, and of rate: the quickest counts
-_FIGURES = struct.Struct("<5q64s")  # steps of alpha, beta, work, carry; cores, whose
+_FIGURES = struct.Struct("<6q64s")  # steps of alpha, beta, work, carry, within; cores, whose
+_UNKNOWN = -200  # steps: quarters of a power of two; of a figure that was not measured
 
 _links: WeakKeyDictionary[Group, tuple[Link, int]] = WeakKeyDictionary()
 """The figures of each group, and how many calls are still to measure them."""
@@ -97,12 +103,20 @@ def _positive(figure: Any) -> float:
 
 def measure(group: Group) -> Link:
     """Measure the link of a group; collective, every rank gets the same figures."""
+    hosts = hosts_of(group).ranks
     alpha, work = _latency(group)
-    beta, carry = _rate(group, _slowest(group, alpha))
-    return _agreed(group, alpha, beta, work, carry=carry)
+    host_by_host = [*itertools.chain(*hosts)]
+    beta, carry = _rate(group, host_by_host, _slowest(group, alpha))
+    within = 0.0
+    if 1 < len(hosts) < group.size:
+        neighbours = next(ranks for ranks in hosts if group.rank in ranks)
+        within, _ = _rate(group, neighbours, 0.0)  # a host has next to no latency
+    return _agreed(group, alpha, beta, work, carry, within)
 
 
-def _agreed(group: Group, alpha: float, beta: float, work: float, carry: float = 0.0) -> Link:
+def _agreed(
+    group: Group, alpha: float, beta: float, work: float, carry: float = 0.0, within: float = 0.0
+) -> Link:
     """Exchange figures and take the slowest rank's; collective.
 
     The arguments are those of one rank that has a core for itself; in the result the ranks of a
@@ -111,23 +125,38 @@ def _agreed(group: Group, alpha: float, beta: float, work: float, carry: float =
     Args:
         group: the ranks that take part.
         alpha, beta, work: seconds, see `Link`.
-        carry: seconds of a core for each byte that this rank receives.
+        carry: seconds of a core for each byte that this rank receives; 0: not measured.
+        within: see `Link`; 0: not measured.
     """
-    steps = [round(4 * math.log2(max(each, 1e-15))) for each in (alpha, beta, work, carry)]
+    steps = [_steps(each) for each in (alpha, beta, work, carry, within)]
     message = _FIGURES.pack(*steps, os.cpu_count() or 1, group.host.encode())
     heard = group.all_gather_bytes(message, _figures)
     *steps_of, cores, hosts = zip(*heard, strict=True)
     # ranks for each core, on the most crowded host
     crowd = max(hosts.count(host) / n for host, n in zip(hosts, cores, strict=True))
-    alpha, beta, work, carry = (2.0 ** (max(steps) / 4) for steps in steps_of)
+    alpha, beta, work, carry, within = (_seconds(max(steps)) for steps in steps_of)
     share = max(1.0, crowd)
-    return Link(alpha, beta, MERGE * share, work * share, share, carry * crowd)
+    return Link(alpha, beta, MERGE * share, work * share, share, carry * crowd, within)
+
+
+def _steps(seconds: float) -> int:
+    """A figure in quarters of a power of two, so that small noise does not change a choice."""
+    if seconds <= 0:
+        return _UNKNOWN
+    return max(_UNKNOWN, round(4 * math.log2(seconds)))
+
+
+def _seconds(steps: int) -> float:
+    """The figure that so many quarters of a power of two stand for."""
+    if steps == _UNKNOWN:
+        return 0.0
+    return math.exp2(steps / 4)
 
 
 def _figures(raw: bytes) -> tuple[Any, ...]:
     """Steps, cores and host of a rank. Raises ValueError where these are none."""
     *steps, cores, _ = figures = _FIGURES.unpack(raw)
-    if max(map(abs, steps)) > 400 or cores < 1:  # quarters of a power of two
+    if max(map(abs, steps)) > 400 or cores < 1:
         raise ValueError(f"it says {figures}")
     return figures
 
@@ -143,14 +172,15 @@ def _latency(group: Group) -> tuple[float, float]:
     return best, statistics.median(busy) / max(1, group.size - 1)
 
 
-def _rate(group: Group, latency: float) -> tuple[float, float]:
+def _rate(group: Group, ring: Sequence[int], latency: float) -> tuple[float, float]:
     """Seconds that a byte takes when every rank sends to the next one, and this rank's CPU seconds.
 
     The size grows until the slowest rank is busy for long enough. Traffic shapers let a first burst
     pass. So the result is the time of each additional byte, if that is more than the average.
 
     Args:
-        group: the ranks that take part.
+        group: all its ranks measure at once, each in a ring.
+        ring: the ranks of this rank's ring; itself alone: it sends nothing.
         latency: seconds of a small exchange, the same on every rank.
     """
     if group.size == 1:
@@ -158,7 +188,7 @@ def _rate(group: Group, latency: float) -> tuple[float, float]:
     enough = max(_ENOUGH, _LATENCIES * latency)
     nbytes, before = 1 << 19, (0, latency)
     while True:
-        quickest, carry = min(_round(group, nbytes) for _ in range(_PASSES))
+        quickest, carry = min(_round(group, ring, nbytes) for _ in range(_PASSES))
         if quickest >= enough or nbytes >= _LARGEST:
             average = max(quickest - latency, quickest / 2) / nbytes
             more = (quickest - before[1]) / (nbytes - before[0])
@@ -166,13 +196,17 @@ def _rate(group: Group, latency: float) -> tuple[float, float]:
         nbytes, before = 4 * nbytes, (nbytes, quickest)
 
 
-def _round(group: Group, nbytes: int) -> tuple[float, float]:
+def _round(group: Group, ring: Sequence[int], nbytes: int) -> tuple[float, float]:
     """Seconds of the slowest rank to send `nbytes` to the next one, and this rank's CPU seconds."""
-    after, before = (group.rank + 1) % group.size, (group.rank - 1) % group.size
-    with group.lease(nbytes) as outgoing, group.lease(nbytes) as incoming:
-        start, busy = time.perf_counter(), time.process_time()
-        group.post([(after, outgoing)], [(before, incoming)]).wait()
-        seconds, busy = time.perf_counter() - start, time.process_time() - busy
+    place = ring.index(group.rank)
+    after = ring[(place + 1) % len(ring)]
+    before = ring[place - 1]
+    seconds = busy = 0.0
+    if len(ring) > 1:
+        with group.lease(nbytes) as outgoing, group.lease(nbytes) as incoming:
+            start, busy = time.perf_counter(), time.process_time()
+            group.post([(after, outgoing)], [(before, incoming)]).wait()
+            seconds, busy = time.perf_counter() - start, time.process_time() - busy
     return _slowest(group, seconds), busy
 
 

@@ -212,13 +212,43 @@ class Answer:
     slack: Tensor | None
 
 
-def sizes(case: Case, ranks: int, seed: int) -> weft.sparse.Load:
-    """Rows, distinct and united, counted from the indices of all ranks."""
+def sizes(
+    case: Case, ranks: int, seed: int, hosts: weft.sparse.Hosts | None = None
+) -> weft.sparse.Load:
+    """Rows, distinct and united, counted from the indices of all ranks.
+
+    Args:
+        case: what a rank brings.
+        ranks: how many.
+        seed: of the data.
+        hosts: which ranks share one; None: none does.
+    """
     distinct = [np.unique(indices(case, rank, seed).numpy()) for rank in range(ranks)]
     counts = [len(run) for run in distinct]
-    union, nbytes = len(np.unique(np.concatenate(distinct))), case.row_bytes
-    numbers = sum(counts), max(counts), min(counts), union
-    return weft.sparse.Load(ranks, *numbers, case.height, nbytes, nbytes, index=4)
+    hosts = hosts or weft.sparse.Hosts(tuple(range(ranks)))
+    rows_of_hosts = []
+    for neighbours in hosts.ranks:
+        own = [distinct[rank] for rank in neighbours]
+        others = [distinct[rank] for rank in range(ranks) if rank not in neighbours]
+        rows_of_hosts.append((_united(own), _united(others)))
+    return weft.sparse.Load(
+        ranks,
+        total=sum(counts),
+        most=max(counts),
+        fewest=min(counts),
+        union=_united(distinct),
+        height=case.height,
+        row=case.row_bytes,
+        partial=case.row_bytes,
+        index=4,
+        hosts=hosts,
+        rows_of_hosts=tuple(rows_of_hosts),
+    )
+
+
+def _united(runs: Sequence[npt.NDArray[np.int64]]) -> int:
+    """How many indices there are in any of the runs."""
+    return len(np.unique(np.concatenate(runs))) if runs else 0
 
 
 def answer(case: Case, ranks: int, seed: int) -> Answer:

@@ -214,13 +214,13 @@ def run(job: Job, emit: Callable[[Found], None]) -> bool:
     if job.unprivileged and ctypes.CDLL(None, use_errno=True).prctl(4, 0, 0, 0, 0):
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_DUMPABLE)")
     with weft.init(timeout=job.timeout) as group:
-        head = _head(job, group)
+        network = _network(job, group)
         speak = emit if group.rank == 0 else lambda found: None
-        speak(("head", head))
+        speak(("head", _head(job, network)))
         right, done, whole = [], 0.0, sum(map(_effort, job.cases))
         for case in job.cases:
             share = _effort(case) / whole
-            right.append(_measure(job, case, done, share, speak))
+            right.append(_measure(job, case, network, done, share, speak))
             done += share
         return all(right)
 
@@ -231,7 +231,12 @@ def _effort(case: Case) -> float:
 
 
 def _measure(
-    job: Job, case: Case, before: float, share: float, speak: Callable[[Found], None]
+    job: Job,
+    case: Case,
+    network: Network,
+    before: float,
+    share: float,
+    speak: Callable[[Found], None],
 ) -> bool:
     """Check and time all contenders in one case; True, on every rank, if no result was wrong.
 
@@ -272,8 +277,8 @@ def _measure(
         records = [record for _, record, _ in seen if record is not None]
         rows.append((one.name, one.status, seconds, records))
     if rank == 0:
-        load = sizes(case, ranks, job.seed)
-        for row in compared([summary(case, load, job.link, *row) for row in rows]):
+        load = sizes(case, ranks, job.seed, network.hosts)
+        for row in compared([summary(case, load, network.link, *row) for row in rows]):
             speak(("row", row))
     return all(one.status[0] != "wrong" for one in contenders)
 
@@ -326,11 +331,33 @@ def _time(starters: list[Contender], job: Job, doing: Callable[[str], None]) -> 
         gc.enable()
 
 
-def _head(job: Job, group: Group) -> dict[str, Any]:
-    """What the table is headed with; collective, since it counts the hosts."""
+@dataclass(frozen=True, slots=True)
+class Network:
+    """What joins the ranks.
+
+    Attributes:
+        hosts: which ranks share one.
+        link: of the speed that `--link` says; within a host as measured. None without `--link`.
+    """
+
+    hosts: weft.sparse.Hosts
+    link: weft.sparse.Link | None
+
+
+def _network(job: Job, group: Group) -> Network:
+    """The network of this group; collective."""
+    hosts = group.worker.call("hosts", lambda: hosts_of(group))
+    if job.link is None:
+        return Network(hosts, None)
+    measured = group.worker.call("link", lambda: weft.sparse.link.link_of(group))
+    return Network(hosts, replace(measured, beta=8 / job.link))
+
+
+def _head(job: Job, network: Network) -> dict[str, Any]:
+    """What the table is headed with."""
     here = {
-        "ranks": group.size,
-        "hosts": len(group.worker.call("hosts", lambda: hosts_of(group)).ranks),
+        "ranks": sum(map(len, network.hosts.ranks)),
+        "hosts": len(network.hosts.ranks),
         "threads": torch.get_num_threads(),
         "cores": len(psutil.Process().cpu_affinity()) if psutil.LINUX else psutil.cpu_count(),
     }

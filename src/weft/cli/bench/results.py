@@ -53,6 +53,9 @@ Row = dict[str, Any]
 * sent_bytes, messages: by the average rank; most_bytes: by the rank that sent most;
 * bound_bytes: that the average rank must receive; bound_seconds: what they take on the link;
 * bytes_ratio: bytes sent over the bound's; time_ratio: median over bound_seconds;
+* host_bound_bytes: that must cross the link of the busiest host; host_bound_seconds: the least time
+  of any exact schedule with these ranks on these hosts; host_ratio: median over that. These are the
+  bound where several ranks share each of several hosts;
 * torch_ratio and so on: the peer's median over this one's: above 1, this one is faster.
 
 In a file each row also has what the head says: versions, ranks, hosts, and so on.
@@ -67,6 +70,7 @@ _WIDTHS = {"case": "<10", "by": "<14", "algorithm": "<9", "spread": ">15", "horo
 _LEGEND = (
     "ms: median of the slowest rank's time; spread: its quartiles; MB: sent by the average rank",
     "xbound: bytes sent / bytes of the bound; xlink: time / time of the bound's bytes on the link",
+    "xhost, where ranks share hosts, is the one to look at: time / least time on these hosts",
     "peer/x: the peer's time / this time, above 1 this is faster; link: bits a second of a rank",
     "horovod: Horovod's way, in torch (all-gather, coalesce); Horovod itself is not run",
 )
@@ -75,7 +79,7 @@ _LEGEND = (
 def summary(
     case: Case,
     load: weft.sparse.Load,
-    link: float | None,
+    link: weft.sparse.Link | None,
     name: str,
     status: Status,
     seconds: Sequence[float],
@@ -85,7 +89,10 @@ def summary(
     sent = [int(record.sent_bytes) for record in records]
     mean = fmean(sent) if sent else None
     times = np.quantile(seconds, [0, 0.25, 0.5, 0.75, 1]).tolist() if seconds else [None] * 5
-    bound = load.bound * 8 / link if link else None
+    bound = host_bound = None
+    if link is not None:
+        bound = load.bound * link.beta
+        host_bound = load.least_seconds(link)
     setting = asdict(case)
     row = {
         "case": setting.pop("name"),
@@ -104,8 +111,11 @@ def summary(
         "bound_bytes": load.bound,
         "bound_seconds": bound,
         "bytes_ratio": _ratio(mean, load.bound),
+        "host_bound_bytes": load.host_bound,
+        "host_bound_seconds": host_bound,
     }
     row["time_ratio"] = _ratio(row["median_seconds"], bound)
+    row["host_ratio"] = _ratio(row["median_seconds"], host_bound)
     return row
 
 
@@ -140,6 +150,7 @@ def _cells(row: Row, peers: Sequence[str]) -> dict[str, str]:
         "MB": number(row["sent_bytes"], 1e-6),
         "xbound": number(row["bytes_ratio"]),
         "xlink": number(row["time_ratio"]),
+        "xhost": number(row["host_ratio"]),
         **{f"{peer}/x": number(row.get(f"{peer}_ratio")) for peer in peers},
     }
 
@@ -171,7 +182,7 @@ class Shown:
         self._console, self._peers, self._note = console, peers, note
         self._file, self._sheet = file, sheet
         self._titles = ["case", "k", "union", "by", "algorithm", "ms", "spread", "MB", "xbound"]
-        self._titles += ["xlink"] * link + [f"{peer}/x" for peer in peers]
+        self._link = link
         self._head: dict[str, Any] = {}
         self._rows: list[Row] = []
         self._began = time.monotonic()
@@ -211,6 +222,11 @@ class Shown:
             self._go_on(*what)
         elif kind == "head":
             self._head = what
+            if self._link:
+                self._titles.append("xlink")
+                if 1 < what["hosts"] < what["ranks"]:
+                    self._titles.append("xhost")
+            self._titles += [f"{peer}/x" for peer in self._peers]
             alone = ["one rank alone communicates nothing: --ranks 4 starts four"]
             notes = [self._note] if self._note else []
             notes += alone if what["ranks"] == 1 else []

@@ -21,7 +21,10 @@ _LINK, _LATENCY, _WORK = "1gbit,10gbit", 50.0, 10.0
 _CLUSTER = "The cluster"
 _NOTE = (
     "ms, and the figures under the algorithms' names: milliseconds after the opening exchange; "
-    "-: cannot serve, or needs more workspace than auto allows; MB and messages: of a rank"
+    "-: cannot serve, or needs more workspace than auto allows; MB and messages: of a rank; "
+    "xbound: MB over the least that a rank must receive. host-ms: the least time of any exact "
+    "schedule with these ranks on these hosts, which is the bound where ranks share hosts; "
+    "xhost: ms over that"
 )
 
 
@@ -115,7 +118,13 @@ def _counts(given: str) -> list[int]:
 
 def _links(speeds: str, latency: float, work: float) -> list[Named]:
     def link(bits: float) -> weft.sparse.Link:
-        return weft.sparse.Link(latency * 1e-6, 8 / bits, weft.sparse.MERGE, work * 1e-6)
+        return weft.sparse.Link(
+            alpha=latency * 1e-6,
+            beta=8 / bits,
+            gamma=weft.sparse.MERGE,
+            work=work * 1e-6,
+            within=weft.sparse.WITHIN,
+        )
 
     return [Named(name.strip(), link(options.rate(name))) for name in speeds.split(",")]
 
@@ -131,7 +140,7 @@ def _show(groups: list[list[Prediction]]) -> None:
         )
         words += f"{sizes.case.row_bytes} bytes each; link {link.name}: {link.link}"
         console.print(words, style="dim", soft_wrap=True)
-        titles = ["ranks", "union", "chosen", "ms", "MB", "messages", "xbound"]
+        titles = ["ranks", "union", "chosen", "ms", "MB", "messages", "xbound", "host-ms", "xhost"]
         console.print(show.table(titles, map(_chosen, lines), left=0))
         times = [[str(one.ranks), *(_time(one, name) for name in algorithms)] for one in lines]
         console.print(show.table(["ranks", *algorithms], times, left=0), "")
@@ -149,6 +158,8 @@ def _chosen(one: Prediction) -> list[str]:
         wording.number(best.bytes, 1e-6),
         str(best.messages),
         wording.number(best.of_bound),
+        wording.number(one.least_ms),
+        wording.number(best.milliseconds / one.least_ms),
     ]
 
 

@@ -48,11 +48,15 @@ class Sizes:
         case, rows = self.case, round(self.rows)
         partial = case.width * weft.kernels.OPS[case.op].accumulator(case.torch_dtype).itemsize
         union = min(rows * ranks, max(rows, round(self.union(ranks))))
+        hosts = weft.sparse.Hosts(tuple(rank // per_host for rank in range(ranks)))
+        counts = [len(neighbours) for neighbours in hosts.ranks]
+        united = {count: (self.union(count), self.union(ranks - count)) for count in {*counts}}
         return weft.sparse.Load(
             *(ranks, rows * ranks, rows, rows, union, case.height, case.row_bytes, partial),
             index=4 if case.height <= 2**31 else 8,
             places=case.height,
-            hosts=weft.sparse.Hosts(tuple(rank // per_host for rank in range(ranks))),
+            hosts=hosts,
+            rows_of_hosts=tuple(united[count] for count in counts),
         )
 
     def with_rows(self, rows: float) -> Sizes:
@@ -161,6 +165,11 @@ class Prediction:
             if line.verdict == "chosen" or line.verdict.startswith("predicted")
         }
 
+    @property
+    def least_ms(self) -> float:
+        """Milliseconds that any exact schedule takes with these ranks on these hosts."""
+        return 1e3 * self.answer.load.least_seconds(self.link.link)
+
     def json(self) -> dict[str, Any]:
         """As plain values; milliseconds, bytes received and messages sent by a rank."""
         load = self.answer.load
@@ -172,6 +181,8 @@ class Prediction:
             "rows": load.most,
             "union": load.union,
             "bound_bytes": load.bound,
+            "host_bound_bytes": load.host_bound,
+            "host_bound_milliseconds": self.least_ms,
             "chosen": self.answer.chosen,
             "algorithms": [asdict(line) for line in self.answer.lines],
         }
