@@ -239,7 +239,7 @@ def test_what_came_while_nobody_waited_is_blamed_on_its_sender():
         groups = [each.result() for each in joining]
     place = torch.zeros(1 << 17, dtype=torch.uint8)
     groups[0].post((), [(1, place)])  # so that its thread reads what comes
-    groups[0].wire._rouse()
+    groups[0].wire._wake_thread()
     groups[1].wire.connections[0].sock.send(b"\xff" * 24)
     until = time.monotonic() + 20.0
     while groups[0].wire.failure() is None:

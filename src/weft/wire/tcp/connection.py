@@ -42,7 +42,14 @@ EAGER = 1 << 17
 """Bytes of a message up to which it is sent whether or not it is awaited."""
 
 _FRAME = struct.Struct("<IIQQ")  # kind, channel, length, number or offset
-_DATA, _CREDIT, _LENT, _COPIED, _READ = range(5)
+
+# The kinds of frames, with what stands in them; either end sends each of them.
+_DATA = 0  # channel, length, 0: a message, whose bytes follow
+_CREDIT = 1  # channel, 0, number: receives are posted for the messages up to that number there
+_LENT = 2  # channel, length, offset: a message in the sender's segment, in memory of its program
+_COPIED = 3  # channel, length, offset: a message in the sender's segment, a copy
+_READ = 4  # 0, 0, number: one of the peer's messages in its segment was read; see `_announced`
+
 _AHEAD = 1 << 16  # bytes read at a time while the next length is not known
 _LOT = 1 << 18  # bytes of a long message that must be there before the socket wakes us up
 _TURN = 1 << 22  # bytes that a connection moves before others have their turn
@@ -183,11 +190,13 @@ class Connection:
         self._credits: dict[int, int] = {}  # of which the peer is still to be told
         self._arrived: dict[int, deque[_Arrived]] = defaultdict(deque)
         self._ahead = memoryview(bytearray(_AHEAD))
-        self._end = 0  # bytes read ahead and not looked at
+        self._end = 0  # bytes read ahead and not looked at; none, while a message is to be filled
         self._into: memoryview | None = None  # what is still missing of the message that comes
         self._coming: Receive | _Arrived | None = None
         self._wakes_at = 1  # bytes that must be there before the socket counts as readable
-        self._seen = 0  # messages that came by the segment
+        # LENT and COPIED frames that came. They have no number on the way: both ends count them,
+        # and a connection keeps their order, so the peer's `_announced` means the same message.
+        self._seen = 0
         # what is to be sent, by channel
         self._sends: dict[int, deque[Send]] = defaultdict(deque)  # that wait for a credit
         self._posted: dict[int, int] = defaultdict(int)  # sends so far
@@ -195,7 +204,7 @@ class Connection:
         self._ready: deque[tuple[int, Send]] = deque()  # with their channels, in order
         self._parts: list[bytes | memoryview] = []  # what is being sent
         self._leaving: list[Send] = []  # the messages among that
-        self._announced = 0  # messages sent by the segment
+        self._announced = 0  # LENT and COPIED frames that were sent
         self._unread: dict[int, Send] = {}  # those not acknowledged, by number
         self._read: list[int] = []  # numbers of messages to be acknowledged
         self._owed = 0  # the bytes of those messages
@@ -296,7 +305,10 @@ class Connection:
             self._leaving.append(send)
 
     def was_read(self, number: int, nbytes: int, *, awaited: bool) -> None:
-        """Tell the peer that one of its messages was read: with the next frame, or soon."""
+        """Tell the peer that one of its messages was read.
+
+        With the next frame; at once, if the peer waits for it (`awaited`) or much is owed.
+        """
         self._read.append(number)
         self._owed += nbytes
         self.due |= awaited or self._owed > _OWED
@@ -320,6 +332,7 @@ class Connection:
             self.due = True
 
     def _fits(self, length: int, receive: Receive) -> bool:
+        """Whether a receive takes a message of that length; if not, the connection is refused."""
         fault = fault_of(length, receive.limit, is_sized=receive.is_sized)
         if fault:
             self._refuse(fault)

@@ -148,7 +148,9 @@ class Listener:
         return made
 
     def knock(self, rank: int, peer: int, endpoint: Endpoint, lane: int) -> Knock:
-        """Begin to connect to a peer, in a way that waits for nothing.
+        """Begin to connect to a peer.
+
+        It waits only where a listener of this host has many guests, for at most a second.
 
         Raises:
             OSError: there is no file left.

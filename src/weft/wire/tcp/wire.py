@@ -11,6 +11,16 @@ two hosts connect when they first have messages for each other: the higher one k
 listener of the lower one, whose door stays open. Until then their messages wait. If the higher one
 does not come soon, the lower one knocks: so it finds out where that one is gone.
 
+What threads wait for, and how long:
+
+* `finish`, until its messages are complete: as long as its caller says. A socket, the door, a knock
+  or the alarm, which `abort` sets off, ends each sleep.
+* `_turn`, which a thread holds in all of its `finish`, asleep or not: so a `release` in another
+  thread lasts as long as that wait. `close` waits for `_TURN_WAIT`, then aborts, which ends it.
+* `close`: up to `_LINGER` until the sockets have taken what was sent, and for the wire's thread.
+* The wire's thread: until there is something to move, or the wire is closed.
+* The factory, for ranks of this host and their segments: until the deadline of the start.
+
 weft moves its bytes itself since a wait has to end at once where a rank dies: gloo never fails a
 receive that has got a part of its message, whatever happens to the socket. gloo also announces and
 answers each message, and passes it between threads, which costs about 50 system calls and a
@@ -58,9 +68,9 @@ INLINE = 1 << 16
 """Bytes of a message up to which it goes through the socket, also to whoever maps the segment."""
 
 _TICK = 0.004  # seconds between two looks of the thread
-_LEFT = 0.1  # seconds that a close waits for whoever moves something
-_FAREWELL = 5.0  # seconds in which a close sends what is left
-_AWAKE = 50e-6  # seconds that a wait looks by itself before it sleeps until it is woken
+_TURN_WAIT = 0.1  # seconds that a close waits for whoever moves something
+_LINGER = 5.0  # seconds in which a close sends what is left
+_SPIN = 50e-6  # seconds that a wait looks by itself before it sleeps until it is woken
 _COURTESY = 0.25  # seconds in which a higher rank comes by itself
 _LONGEST = 3600.0  # seconds of one sleep; a wait without a limit sleeps again
 _BUFFER = 4 << 20  # bytes of a Unix socket's buffers; with the small default it is 4 times slower
@@ -151,7 +161,7 @@ class TcpWire:
         self._turn = threading.RLock()
         self._is_moving = False  # a connection is half through with something
         self._thread: threading.Thread | None = None
-        self._stir = threading.Event()
+        self._has_work = threading.Event()
         self._failure: Failure | None = None
         self._failing = threading.RLock()  # held while `_failure` is set
         self._is_closed = False
@@ -211,7 +221,7 @@ class TcpWire:
                 self._reach(link.peer)
                 needs_thread = True
         if needs_thread:
-            self._rouse()
+            self._wake_thread()
         return receives, messages
 
     def _in_segment(
@@ -248,7 +258,7 @@ class TcpWire:
         if os.getpid() != self._process:
             self._close_in_child()
             return
-        if self._turn.acquire(timeout=_LEFT):  # else somebody waits, and for nothing any more
+        if self._turn.acquire(timeout=_TURN_WAIT):  # else somebody waits, and for nothing any more
             try:
                 # a handler of a signal, or a collection of garbage, may have brought this thread
                 # here in the middle of a send: then to go on would send something twice
@@ -262,15 +272,16 @@ class TcpWire:
                 for link in () if self._is_closed else self.connections.values():
                     link.discard()
             finally:
-                self._let_go()
-                self._stir.set()  # with `_turn` held: the thread clears it only with `_turn` held
+                self._release_all()
+                # with `_turn` held: the thread clears it only with `_turn` held
+                self._has_work.set()
         thread = self._thread
         if thread is not None and thread is not threading.current_thread():
             thread.join()
 
     def _send_rest(self) -> None:
         """Send what sockets have not taken yet: of that, something may have been waited for."""
-        until = time.monotonic() + _FAREWELL
+        until = time.monotonic() + _LINGER
         while self._failure is None and any(link.unsent for link in self.connections.values()):
             seconds = until - time.monotonic()
             if seconds <= 0:
@@ -282,14 +293,14 @@ class TcpWire:
         self._turn = threading.RLock()
         self._failing = threading.RLock()
         self._thread = None
-        self._stir = threading.Event()
+        self._has_work = threading.Event()
         self._failure = self._failure or Failure("broken", self.rank, "this process was forked")
         if self._door is not None:
             self._door.abandon()
         self._door = None
-        self._let_go()
+        self._release_all()
 
-    def _let_go(self) -> None:
+    def _release_all(self) -> None:
         self._is_closed = True
         if self.segment is not None:
             self.segment.close()
@@ -377,7 +388,7 @@ class TcpWire:
             for fd, event in events:
                 link = self._by_fd.get(fd)
                 if link is None:
-                    self._greet(fd)
+                    self._handle_other(fd)
                 elif self._failure is None:  # else nothing may write to anybody's memory
                     if event & ~select.POLLOUT:
                         link.receive()
@@ -385,7 +396,7 @@ class TcpWire:
                         link.flush()
                     self._watch(link)
             if self._reaching:
-                self._look_after_knocks()
+                self._retry_knocks()
         except BaseException as error:  # of a handler of a signal: a message may be half moved
             kind = type(error).__name__
             self._fail(Failure("broken", self.rank, f"{kind} was raised while messages moved"))
@@ -403,7 +414,7 @@ class TcpWire:
         if ready or seconds <= 0:
             return ready
         now = time.monotonic()
-        until = now + min(seconds, _AWAKE)
+        until = now + min(seconds, _SPIN)
         while not ready and now < until:
             os.sched_yield()
             ready = self._poll.poll(0)
@@ -411,7 +422,7 @@ class TcpWire:
         longest = AGAIN if self._reaching else _LONGEST
         return ready or self._poll.poll(min(seconds, longest) * 1e3)
 
-    def _hush(self) -> None:
+    def _drain_alarm(self) -> None:
         """Read the bytes that woke whoever waits."""
         with contextlib.suppress(BlockingIOError):
             self._alarm[0].recv(256)
@@ -429,7 +440,7 @@ class TcpWire:
             self._poll.unregister(link.fd)
         self._polled[link.fd] = wanted
         if wanted & select.POLLOUT:
-            self._rouse()
+            self._wake_thread()
 
     # connecting to ranks of other hosts
 
@@ -451,12 +462,12 @@ class TcpWire:
         try:
             knock = self._far.listener.knock(self.rank, peer, endpoint, MESSAGES)
         except OSError as error:
-            self._turned_away(peer, error)
+            self._knock_failed(peer, error)
             return
         self._knocks[knock.sock.fileno()] = knock
         self._poll.register(knock.sock, knock.wanted)
 
-    def _turned_away(self, peer: int, error: OSError) -> None:
+    def _knock_failed(self, peer: int, error: OSError) -> None:
         """Knock again later if that may help; else the peer is lost."""
         now = time.monotonic()
         if is_passing(error) and now < self._reaching[peer]:
@@ -465,21 +476,21 @@ class TcpWire:
             assert self._far is not None
             self.connections[peer].lose(unreachable(self._far.endpoints[peer], error))
 
-    def _look_after_knocks(self) -> None:
+    def _retry_knocks(self) -> None:
         """Knock where it is time."""
         now = time.monotonic()
         for peer in [peer for peer, due in self._again.items() if due <= now]:
             del self._again[peer]
             self._knock(peer)
 
-    def _greet(self, fd: int) -> None:
+    def _handle_other(self, fd: int) -> None:
         """Go on with a connection that is not made yet, or read what has woken this thread."""
         if fd in self._knocks:
             self._advance(fd)
         elif self._door is not None and fd == self._door.fileno():
             self._let_in()
         else:
-            self._hush()
+            self._drain_alarm()
 
     def _advance(self, fd: int) -> None:
         knock = self._knocks[fd]
@@ -488,7 +499,7 @@ class TcpWire:
         except OSError as error:
             self._forget_knock(fd)
             knock.sock.close()
-            self._turned_away(knock.peer, error)
+            self._knock_failed(knock.peer, error)
             return
         if is_through:
             self._forget_knock(fd)
@@ -532,21 +543,21 @@ class TcpWire:
 
     # the thread that moves messages while nobody waits
 
-    def _rouse(self) -> None:
+    def _wake_thread(self) -> None:
         """Wake the thread up, or start it; with `_turn` held."""
-        if not self._stir.is_set():
-            self._stir.set()
+        if not self._has_work.is_set():
+            self._has_work.set()
             if self._thread is None:
                 thread = threading.Thread(
-                    target=self._look_in, name=f"weft tcp {self.rank}", daemon=True
+                    target=self._run_thread, name=f"weft tcp {self.rank}", daemon=True
                 )
                 thread.start()
                 self._thread = thread  # only now: one that could not start cannot be joined
 
-    def _look_in(self) -> None:
+    def _run_thread(self) -> None:
         try:
             while True:
-                self._stir.wait()
+                self._has_work.wait()
                 if self._is_closed:
                     return
                 time.sleep(_TICK)
@@ -560,7 +571,7 @@ class TcpWire:
                     else:
                         is_busy = False
                     if not (self._is_closed or is_busy):
-                        self._stir.clear()
+                        self._has_work.clear()
                 finally:
                     self._turn.release()
         except BaseException as error:  # the next wait raises it
