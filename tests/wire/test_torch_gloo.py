@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import threading
 import time
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -17,7 +19,8 @@ import torch.distributed as dist
 import weft
 from weft.group.process_group import connect
 from weft.schedules import dense_all_reduce
-from weft.testing import processes, run
+from weft.testing import RankFailure, processes, run
+from weft.testing.pace import patient
 
 
 def wire_of(group):
@@ -77,7 +80,7 @@ def refusal(wire):
             "torch",
             "rank 0 was asked for wire 'tcp', and rank 1 for 'torch': give all ranks the same",
         ),
-        ("smoke", "wire 'smoke' is unknown: use one of 'mpi', 'tcp', 'torch'"),
+        ("smoke", "wire 'smoke' is unknown: use one of mpi, tcp, torch"),
     ],
 )
 def test_ranks_that_differ_are_told_alike(wire, text):
@@ -130,6 +133,64 @@ def nothing_left(group):
 
 def test_a_closed_wire_has_no_threads():
     run(2, nothing_left, on="torch")
+
+
+def beside_a_frozen_peer():
+    """Rank 1 is stopped in the middle. What rank 0 has left of that group, once it is closed."""
+    with weft.init(timeout=3, wire="torch") as group:
+        pids = [0] * group.size
+        dist.all_gather_object(pids, os.getpid())
+        before = held()
+        with group.split([0, 1]) as part:
+            if group.rank == 1:
+                part.post((), [(0, 8)]).wait()  # rank 0 has its end
+                os.kill(os.getpid(), signal.SIGSTOP)
+                return None
+            part.post([(1, torch.tensor([0]))]).wait()
+            with pytest.raises(weft.WireError) as caught:
+                part.post((), [(1, 8)]).wait()
+        until = time.monotonic() + patient(15.0)
+        while held() != before and time.monotonic() < until:
+            time.sleep(0.05)
+        left = held()
+        os.kill(pids[1], signal.SIGCONT)
+        return str(caught.value), before, left
+
+
+def held():
+    """weft's threads, and how many files are open."""
+    return of_groups(), len(os.listdir("/proc/self/fd"))
+
+
+def test_a_wire_to_a_frozen_peer_closes_and_leaves_nothing():
+    (text, before, left), _ = processes(2, beside_a_frozen_peer)
+    assert "rank 1 does not answer" in text
+    assert left == before
+
+
+def dies_with_a_child(folder):
+    """Rank 1 is killed, while a child that it has forked goes on."""
+    with weft.init(wire="torch", timeout=300) as group:
+        weft.barrier()
+        if group.rank == 1:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", DeprecationWarning)  # this process has threads
+                child = os.fork()
+            if child == 0:
+                os.setsid()
+                time.sleep(30)
+                os._exit(0)
+            os.kill(os.getpid(), signal.SIGKILL)
+        with pytest.raises(weft.WireError) as caught:
+            weft.barrier()
+        (folder / "said").write_text(str(caught.value))
+
+
+def test_a_death_is_seen_though_a_forked_child_goes_on(tmp_path):
+    """The other rank has some seconds until whoever started it ends it, too."""
+    with pytest.raises(RankFailure, match=r"(?s)rank 1 .*SIGKILL"):
+        processes(2, dies_with_a_child, tmp_path)
+    assert "rank 0: rank 1 died" in (tmp_path / "said").read_text()
 
 
 def leaving(group):

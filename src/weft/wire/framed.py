@@ -1,11 +1,11 @@
 """Messages in frames: a wire, and control links, over what sends and receives whole tensors.
 
 That is a ProcessGroup of torch's (`torch_gloo`), or MPI (`mpi`). There a send must meet a receive
-of the same size, and a wait of gloo can neither be polled nor ended. So each peer has a thread that
-only receives, and one that only sends. A frame has a first part of fixed size, which says the
-length; the rest follows in pieces. Messages are received into memory of the wire's own. So one that
-comes before its receive is posted can be kept, no rank waits in a send for what another rank does
-first, and after a failure nothing is written to memory of others.
+of the same size, and a wait of gloo can neither be polled nor ended alone. So each peer has a
+thread that only receives, and one that only sends. A frame has a first part of fixed size, which
+says the length; the rest follows in pieces. Messages are received into memory of the wire's own. So
+one that comes before its receive is posted can be kept, no rank waits in a send for what another
+rank does first, and after a failure nothing is written to memory of others.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ _PIECE = 1 << 20  # bytes of the rest that are sent at a time
 _END = -1  # a channel: nothing more comes
 _NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
 _FOREVER = timedelta(days=1000)  # the group has the deadlines
-_PATIENCE = 5.0  # seconds in which peers that are alive answer a farewell
+_FAREWELL = 5.0  # seconds in which peers that are alive take what was sent, and answer a farewell
+_HURRY = 0.5  # the same after a failure, when nothing need arrive, and for control links
+_LAST = 1.0  # seconds in which a thread ends whose wait was ended
 
 
 class NoFrameError(Exception):
@@ -58,6 +60,15 @@ class Carrier(Protocol):
     def send(self, tensors: list[Tensor], peer: int, tag: int) -> Waitable: ...
 
     def recv(self, tensors: list[Tensor], peer: int, tag: int) -> Waitable: ...
+
+    def end_waits(self, peers: Sequence[int]) -> None:
+        """Have all waits for messages of these peers raise; maybe those for others, too.
+
+        The carrier is of no use after this. Peers that are alive notice it.
+        """
+
+    def abandon(self) -> None:
+        """In a forked child: let go of connections, as far as possible without a word to peers."""
 
 
 class _Frames:
@@ -111,20 +122,31 @@ class _Threads:
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
-        self._threads: list[threading.Thread] = []
+        self._threads: list[tuple[int, threading.Thread]] = []  # each with its peer
 
     def start(self, body: Callable[[int], None], peer: int) -> None:
         name = f"weft {body.__name__.strip('_')} {self._rank}-{peer}"
         thread = threading.Thread(target=body, args=[peer], name=name, daemon=True)
-        self._threads.append(thread)
+        self._threads.append((peer, thread))
         thread.start()
 
-    def join(self) -> None:
-        """Wait until they have ended, as they soon do where the peers are alive."""
-        until = time.monotonic() + _PATIENCE
-        for thread in self._threads:
-            if thread is not threading.current_thread():
-                thread.join(max(0.0, until - time.monotonic()))
+    def end(self, carrier: Carrier, seconds: float) -> None:
+        """Wait until they have ended, as they soon do where the peers are alive.
+
+        After so many seconds, end the waits of those that are left.
+        """
+        left = self._left_after(seconds)
+        if left:  # a peer is stopped, cut off, or busy in foreign code
+            carrier.end_waits(left)
+            self._left_after(_LAST)
+
+    def _left_after(self, seconds: float) -> list[int]:
+        """Wait for the threads; the peers of those that go on after so many seconds."""
+        until = time.monotonic() + seconds
+        others = [each for each in self._threads if each[1] is not threading.current_thread()]
+        for _, thread in others:
+            thread.join(max(0.0, until - time.monotonic()))
+        return sorted({peer for peer, thread in others if thread.is_alive()})
 
 
 class _Incoming:
@@ -184,6 +206,7 @@ class FramedWire:
         self.size = size
         self.device = torch.device("cpu")
         self.features = Features()
+        self._carrier: Carrier | None = carrier  # None: it is closed
         self._frames = {peer: _Frames(carrier, peer) for peer in range(size) if peer != rank}
         self._threads = _Threads(rank)
         self._process = os.getpid()
@@ -236,14 +259,26 @@ class FramedWire:
 
     def close(self) -> None:
         if os.getpid() != self._process:
-            # the threads are the parent's, and one of them may have had the lock
-            self._changed = threading.Condition()
+            self._close_in_child()
             return
+        seconds = _FAREWELL if self._failure is None else _HURRY
         self.abort(Failure("aborted", None, "this end was closed"))
+        carrier = self._carrier
+        self._carrier = None
+        if carrier is None:
+            return
         for outgoing in self._outgoing.values():
             outgoing.put(None)  # behind what was sent
-        self._threads.join()
-        self._frames.clear()  # the carrier goes with them
+        self._threads.end(carrier, seconds)
+        self._frames.clear()
+
+    def _close_in_child(self) -> None:
+        # the threads are the parent's, and one of them may have had the lock
+        self._changed = threading.Condition()
+        carrier = self._carrier
+        self._carrier = None
+        if carrier is not None:
+            carrier.abandon()
 
     def is_lost(self, peer: int, message: _Incoming | _Outgoing) -> bool:
         """Whether a message can come no more, or not go; with the lock held."""
@@ -384,6 +419,7 @@ class CarriedSockets:
 
     def __init__(self, carrier: Carrier, rank: int, size: int) -> None:
         """Nobody else uses the carrier."""
+        self._carrier: Carrier | None = carrier  # None: it is closed
         self._frames = {peer: _Frames(carrier, peer) for peer in range(size) if peer != rank}
         self._threads = _Threads(rank)
         self._process = os.getpid()
@@ -400,10 +436,18 @@ class CarriedSockets:
             self._threads.start(self._say, peer)
 
     def close(self) -> None:
-        """End the threads, once `sockets` are closed."""
-        if os.getpid() == self._process:
-            self._threads.join()
-            self._frames.clear()  # the carrier goes with them
+        """End the threads, once `sockets` are closed.
+
+        The last words are short, and a peer has asked for them long before, even one that is
+        stopped since: so they need little time.
+        """
+        carrier = self._carrier
+        self._carrier = None
+        if carrier is not None and os.getpid() != self._process:
+            carrier.abandon()
+        elif carrier is not None:
+            self._threads.end(carrier, _HURRY)
+            self._frames.clear()
         for sock in self._far_ends.values():
             sock.close()
 

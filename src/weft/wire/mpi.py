@@ -78,17 +78,29 @@ class World:
         _await(request, timeout, self.rank, "rank 0 did not say where the ranks meet")
         return bytes(buffer).decode().strip()
 
-    def post(self, begin: Callable[..., Any], tensor: Tensor, peer: int, tag: int) -> _Request:
-        """Begin to send a tensor or to receive it."""
+    def post(
+        self, of: _Messages, begin: Callable[..., Any], tensor: Tensor, peer: int, tag: int
+    ) -> _Request:
+        """Begin to send a tensor or to receive it, for a wire or for control links."""
         buffer = [tensor.numpy(), self.mpi.BYTE]
         with _turn:
-            posted = _Request(begin(buffer, peer, tag), buffer)
+            posted = _Request(of, begin(buffer, peer, tag), buffer)
             self._posted.append(posted)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._look, name="weft mpi", daemon=True)
                 self._thread.start()
         self._stir.set()
         return posted
+
+    def end_waits(self, of: _Messages) -> None:
+        """Have the waits for these messages raise.
+
+        MPI need not be able to cancel them: they stay posted, with their memory.
+        """
+        with _turn:
+            for each in self._posted:
+                if each.of is of and not each.done():
+                    each.set_exception(RuntimeError("what it is a message of was closed"))
 
     def _look(self) -> None:
         """The thread that polls: MPI moves messages only while it is called."""
@@ -111,6 +123,8 @@ class World:
             through = [self._posted[at] for at in found]
             self._posted = [each for each in self._posted if each not in through]
         for each in through:
+            if each.done():  # the wait for it was ended before
+                continue
             if error is None:
                 each.set_result(None)
             else:
@@ -130,9 +144,11 @@ class World:
 class _Request(Future[None]):
     """A message under way, with the `wait` of a torch Work."""
 
-    def __init__(self, request: Any, buffer: Any) -> None:
+    def __init__(self, of: _Messages, request: Any, buffer: Any) -> None:
         super().__init__()
-        self.request, self._buffer = request, buffer  # MPI knows of that as long as it is under way
+        self.of = of
+        self.request = request
+        self._buffer = buffer  # MPI knows of that as long as it is under way
 
     def wait(self, timeout: timedelta) -> None:
         """Wait until it is through.
@@ -245,11 +261,18 @@ class _Messages:
 
     def send(self, tensors: list[Tensor], peer: int, tag: int) -> _Request:
         target, context = self._peers[peer]
-        return self._world.post(self._world.comm.Isend, tensors[0], target, context)
+        return self._world.post(self, self._world.comm.Isend, tensors[0], target, context)
 
     def recv(self, tensors: list[Tensor], peer: int, tag: int) -> _Request:
         source, _ = self._peers[peer]
-        return self._world.post(self._world.comm.Irecv, tensors[0], source, self._context)
+        return self._world.post(self, self._world.comm.Irecv, tensors[0], source, self._context)
+
+    def end_waits(self, peers: Sequence[int]) -> None:
+        """See `Carrier`: those for all peers end."""
+        self._world.end_waits(self)
+
+    def abandon(self) -> None:
+        """See `Carrier`: MPI does not tell of its connections."""
 
 
 class MpiWire(FramedWire):

@@ -7,12 +7,76 @@ or if a process may not open sockets of its own. How messages travel is told in 
 
 from __future__ import annotations
 
+import contextlib
+import os
+import stat
+from collections.abc import Collection, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from .. import _torch
-from .framed import Carrier, FramedWire
+from .framed import FramedWire, Waitable
 from .registry import Start
 from .tcp.address import gloo_interfaces
+
+_Socket = tuple[int, int]
+"""The number of a descriptor, and the inode, which tells whether it is still that socket."""
+
+_NOTHING_COMES = 1  # a tag that no frame has
+_AT_ONCE = timedelta(milliseconds=1)
+
+
+class GlooCarrier:
+    """A gloo group that nobody else uses."""
+
+    def __init__(self, group: Any, sockets: Collection[_Socket]) -> None:
+        """`sockets`: those that it has opened."""
+        self._group = group
+        self._sockets = sockets
+
+    def send(self, tensors: list[Tensor], peer: int, tag: int) -> Waitable:
+        work: Waitable = self._group.send(tensors, peer, tag)
+        return work
+
+    def recv(self, tensors: list[Tensor], peer: int, tag: int) -> Waitable:
+        work: Waitable = self._group.recv(tensors, peer, tag)
+        return work
+
+    def end_waits(self, peers: Sequence[int]) -> None:
+        """See `Carrier`.
+
+        Neither a wait nor a group of gloo's can be aborted (torch 2.13). But where one wait runs
+        out, gloo closes the connections to all ranks, and every wait of the group raises.
+        """
+        for peer in peers:  # of one that is closed already, only its own waits raise
+            with contextlib.suppress(RuntimeError):
+                nothing = torch.empty(1, dtype=torch.uint8, device="cpu")
+                self.recv([nothing], peer, _NOTHING_COMES).wait(_AT_ONCE)
+
+    def abandon(self) -> None:
+        """See `Carrier`. What the child kept open would hide the death of the parent from peers."""
+        _torch.keep(self._group)
+        nothing = os.open(os.devnull, os.O_RDWR)
+        for number, inode in self._sockets:
+            with contextlib.suppress(OSError):  # gloo has closed it
+                if os.fstat(number).st_ino == inode:
+                    os.dup2(nothing, number)  # gloo, which knows the number, can do no harm
+        os.close(nothing)
+
+
+def _open_sockets() -> set[_Socket]:
+    """The sockets that this process has open."""
+    sockets = set()
+    for name in os.listdir("/dev/fd"):
+        with contextlib.suppress(OSError):  # that of the folder itself, which is closed again
+            status = os.fstat(int(name))
+            if stat.S_ISSOCK(status.st_mode):
+                sockets.add((int(name), status.st_ino))
+    return sockets
 
 
 def make(start: Start) -> FramedWire:
@@ -28,11 +92,13 @@ def make(start: Start) -> FramedWire:
     return wire
 
 
-def carrier_at(store: dist.Store, rank: int, size: int, timeout: float) -> Carrier:
+def carrier_at(store: dist.Store, rank: int, size: int, timeout: float) -> GlooCarrier:
     """A gloo group of the ranks that meet at a store, which nobody else uses; collective.
 
     Raises:
         RuntimeError: from gloo or the store.
     """
-    group: Carrier = _torch.gloo_group(store, rank, size, timeout, gloo_interfaces(store))
-    return group
+    before = _open_sockets()
+    group = _torch.gloo_group(store, rank, size, timeout, gloo_interfaces(store))
+    # gloo does not say which are its own; one that another thread opened meanwhile is taken for it
+    return GlooCarrier(group, _open_sockets() - before)
