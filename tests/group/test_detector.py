@@ -176,7 +176,8 @@ def test_ranks_exchange_bytes_in_rank_order(peers):
     [
         ("death", 2, "rank 2 died"),
         ("leave", 2, "rank 2 left, after it raised (KeyError: 7)"),
-        ("silence", 2, "rank 2 did not come to make the wire within 1 s"),
+        ("absence", 2, "rank 2 did not come to make the wire within 1 s"),
+        ("silence", 2, "rank 2 does not answer"),
         ("nonsense", 2, "rank 2 sent what no detector says"),
     ],
 )
@@ -190,10 +191,43 @@ def test_an_exchange_ends_with_who_is_to_blame(peers, fault, culprit, text):
         three.say(2, bye="KeyError: 7")
     elif fault == "nonsense":
         three.say(2, data="no base64", of=1)
+    else:
+        for peer in (1, 2) if fault == "absence" else (1,):
+            assert "data" in three.hear(peer)
+            three.say(peer, here=[0, "", None, 9.0, "", ""], to=three.hear(peer)["ask"])
     thread.join(10.0)
     (error,) = results
     assert isinstance(error, WireError) and error.culprit == culprit
     assert text in str(error)
+
+
+def test_what_comes_at_the_last_moment_is_exchanged(peers):
+    """At the deadline ranks are asked where they are, and those have come that saw it end."""
+    three = peers(0.1)
+    thread, results = exchanging(three, b"zero")
+    three.say(1, data="b25l", of=1)
+    for peer in (1, 2):
+        assert "data" in three.hear(peer)
+        three.say(peer, here=[0, "", 0, 0.1, "", ""], to=three.hear(peer)["ask"])
+    three.say(2, data="dHdv", of=1)
+    thread.join(10.0)
+    assert three.watch.verdict is None
+    assert results == [[b"zero", b"one", b"two"]]
+
+
+def test_what_has_come_early_is_seen_before_it_is_exchanged(peers):
+    three = peers()
+    assert three.watch.early() == []
+    three.say(2, data="dHdv", of=1)
+    three.say(2, data="bmV4dA==", of=2)
+    until = time.monotonic() + 10.0
+    while not (found := three.watch.early()):
+        assert time.monotonic() < until
+    assert found == [b"two"]
+    three.ends[1].close()
+    three.settled()
+    with pytest.raises(WireError, match="rank 1 died"):
+        three.watch.early()
 
 
 def test_an_exchange_has_a_limit(peers):

@@ -66,6 +66,27 @@ def test_who_comes_for_another_purpose_is_refused(listeners):
                 each.result()
 
 
+class Gone(Exception):
+    """What a test's `check` raises."""
+
+
+def test_who_will_not_come_is_not_waited_for(listeners):
+    """Neither for a rank that is to connect, nor for one that listens and says nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        mute = Endpoint("127.0.0.1", silent.getsockname()[1], "0" * 32)
+        for rank, peer, endpoint in ((0, 1, listeners[1].endpoint), (1, 0, mute)):
+            looks = iter(range(3))
+
+            def check(looks=looks):
+                if next(looks, None) is None:
+                    raise Gone
+
+            with pytest.raises(Gone):
+                listeners[rank].connect(
+                    rank, {peer: endpoint}, MESSAGES, time.monotonic() + 300.0, check
+                )
+
+
 def test_who_reads_along_cannot_come_in_a_rank_s_place(listeners):
     """It hears all that two ranks say, and says it itself before it lets it pass."""
     listener, other, _ = listeners

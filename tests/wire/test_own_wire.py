@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import time
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import weft
+from weft.group.process_group import connect, store_of
 from weft.testing import RankFailure, processes
+from weft.wire import torch_gloo
 from weft.wire.registry import register_wire
 from weft.wire.tcp import wire as tcp
 
@@ -56,6 +60,46 @@ def killed(start):
     return make_mine(start)
 
 
+def killed_among_connections(start):
+    """The others wait for its connection then."""
+
+    def exchange(data):
+        messages = start.exchange(data)
+        if start.rank == BROKEN:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return messages
+
+    return tcp.make(dataclasses.replace(start, exchange=exchange))
+
+
+def killed_in_gloo(start):
+    if start.rank == BROKEN:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return torch_gloo.make(start)
+
+
+def stopped(start):
+    """The others wait for its connection then; its parent ends it."""
+
+    def exchange(data):
+        messages = start.exchange(data)
+        if start.rank == BROKEN:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return messages
+
+    return tcp.make(dataclasses.replace(start, exchange=exchange))
+
+
+def raising_among_connections(start):
+    def exchange(data):
+        messages = start.exchange(data)
+        if start.rank == BROKEN:
+            raise KeyError("no such device")
+        return messages
+
+    return tcp.make(dataclasses.replace(start, exchange=exchange))
+
+
 def silent(start):
     if start.rank == BROKEN:
         time.sleep(4.0)
@@ -96,6 +140,10 @@ def after_a_broken(factory):
     [
         (raising, "on rank 1 its factory raised OSError: there is no such network here"),
         (nothing, "on rank 1 its factory returned NoneType, which is no Wire"),
+        (
+            raising_among_connections,
+            "on rank 1 its factory raised KeyError: 'no such device'",
+        ),
     ],
 )
 def test_what_goes_wrong_in_a_factory_raises_on_all_and_the_next_init_works(factory, text):
@@ -112,10 +160,36 @@ def during_a_death(factory):
     return caught.value.culprit, str(caught.value), time.monotonic() - began < 20.0
 
 
-def test_who_dies_in_a_factory_is_named_by_the_others():
-    with pytest.raises(RankFailure) as caught:
-        processes(3, during_a_death, killed)
-    assert "rank 1" in str(caught.value) and "SIGKILL" in str(caught.value)
+def tells(folder, factory, timeout):
+    """What this rank raises, in a file: of ranks that do not all end there are no results."""
+    register_wire("mine", factory)
+    with pytest.raises(weft.WireError) as caught:
+        weft.init(timeout=timeout, wire="mine")
+    (folder / os.environ["RANK"]).write_text(f"{caught.value.culprit} {caught.value}")
+
+
+def told(folder):
+    return {int(each.name): each.read_text() for each in folder.iterdir()}
+
+
+@pytest.mark.parametrize("factory", [killed, killed_among_connections, killed_in_gloo])
+def test_who_dies_in_a_factory_is_named_by_the_others_long_before_the_deadline(factory, tmp_path):
+    """They have some seconds until whoever started them ends them."""
+    with pytest.raises(RankFailure, match=r"(?s)rank 1 .*SIGKILL"):
+        processes(3, tells, tmp_path, factory, 300)
+    texts = told(tmp_path)
+    assert sorted(texts) == [0, 2]
+    for rank, text in texts.items():
+        assert text.startswith(f"1 rank {rank}: rank 1 died")
+
+
+def test_who_is_stopped_in_a_factory_is_named_by_the_others(tmp_path):
+    with pytest.raises(RankFailure, match="rank 1"):
+        processes(3, tells, tmp_path, stopped, 3, timeout=12.0)
+    texts = told(tmp_path)
+    assert sorted(texts) == [0, 2]
+    for rank, text in texts.items():
+        assert text.startswith(f"1 rank {rank}: rank 1 does not answer (stopped, cut off")
 
 
 def test_who_says_nothing_in_a_factory_is_named_by_all():
@@ -139,6 +213,22 @@ def test_ranks_that_ask_for_different_wires_are_told_alike():
         assert result == expected(3)
 
 
+def known_to_one():
+    if os.environ["RANK"] == "1":
+        register_wire("mine", make_mine)
+    with weft.init(timeout=300) as group, pytest.raises(weft.WeftError) as caught:
+        connect(store_of(dist.group.WORLD), group.rank, 3, 300, name="x", wire="mine")
+    return str(caught.value)
+
+
+def test_a_wire_that_is_registered_on_one_rank_only_is_refused_by_all():
+    (text,) = set(processes(3, known_to_one))
+    assert text == (
+        "rank 0: wire 'mine' is unknown: use one of mpi, tcp, torch, or register it first, on "
+        "every rank"
+    )
+
+
 def unknown():
     register_wire("mine", make_mine)
     with pytest.raises(weft.WeftError) as caught:
@@ -148,4 +238,4 @@ def unknown():
 
 def test_an_unknown_name_lists_the_names_there_are():
     for text in processes(2, unknown):
-        assert "wire 'yours' is unknown: use one of 'mine', 'mpi', 'tcp', 'torch'" in text
+        assert "wire 'yours' is unknown: use one of mine, mpi, tcp, torch" in text

@@ -276,6 +276,50 @@ def test_a_long_error_of_a_factory_is_told_as_far_as_it_fits():
     assert text.startswith("wire 'mine' cannot be used: on rank 1 its factory raised OSError: no d")
 
 
+class Early:
+    """What has come early, by rank; each rank's `exchange` is that of others in `Exchange`."""
+
+    def __init__(self):
+        self.shared = Exchange()
+        self.voted = threading.Event()
+
+    def of(self, rank):
+        meets = self.shared.of(rank)
+
+        def exchange(data):
+            self.shared.messages[rank] = data
+            self.voted.set()
+            return meets(data)
+
+        return exchange
+
+    def early(self):
+        return [each for each in self.shared.messages if each]
+
+
+def test_a_factory_that_waits_for_others_hears_that_one_has_raised():
+    meeting = Early()
+
+    def make(start):
+        if start.rank == 1:
+            raise KeyError("no such device")
+        assert meeting.voted.wait(10.0)
+        start.check()
+        raise AssertionError("nothing was heard")
+
+    def rank_makes(rank):
+        start = Start(rank, SIZE, torch.device("cpu"), 10.0, "here", meeting.of(rank), Pool())
+        with pytest.raises(weft.WeftError) as caught:
+            make_wire("mine", make, start, meeting.early)
+        return str(caught.value)
+
+    with ThreadPoolExecutor(SIZE) as ranks:
+        texts = set(ranks.map(rank_makes, range(SIZE)))
+    assert texts == {
+        "wire 'mine' cannot be used: on rank 1 its factory raised KeyError: 'no such device'"
+    }
+
+
 class Exchanged(Exception):
     """What an exchange raises where a rank has died."""
 
@@ -291,6 +335,20 @@ def test_what_the_exchange_raises_leaves_as_it_is_and_is_not_asked_again():
     with pytest.raises(Exchanged):
         make_wire("mine", lambda start: start.exchange(b""), start)
     assert len(calls) == 1
+
+
+def test_a_factory_that_waits_for_one_that_died_is_told_so():
+    """What tells of the death, then and in the vote, is what leaves."""
+
+    def dead(*_):
+        raise Exchanged
+
+    def make(start):
+        start.check()
+
+    start = Start(0, SIZE, torch.device("cpu"), 10.0, "here", dead, Pool())
+    with pytest.raises(Exchanged):
+        make_wire("mine", make, start, dead)
 
 
 def with_features(*features):

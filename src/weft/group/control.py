@@ -53,7 +53,9 @@ class _Statement:
     endpoint: dict[str, object]
 
 
-def join_links(store: dist.Store, rank: int, size: int, timeout: float, wire: str) -> ControlLinks:
+def join_links(
+    store: dist.Store, rank: int, size: int, timeout: float, wire: str, trouble: str = ""
+) -> ControlLinks:
     """Join this rank to all others by control links; collective.
 
     Args:
@@ -61,10 +63,11 @@ def join_links(store: dist.Store, rank: int, size: int, timeout: float, wire: st
         rank, size: this rank, and how many there are.
         timeout: seconds in which all must have come.
         wire: the name of the wire that is to be made over the links.
+        trouble: why this rank cannot make it, which all ranks then raise.
 
     Raises:
-        WeftError: the ranks were asked for different wires; or a rank may not open as many files,
-            or cannot listen. The same on every rank.
+        WeftError: the ranks were asked for different wires; or a rank is in trouble, may not open
+            as many files, or cannot listen. The same on every rank.
         RuntimeError: from the store, or from gloo.
         OSError: from the sockets.
     """
@@ -74,10 +77,9 @@ def join_links(store: dist.Store, rank: int, size: int, timeout: float, wire: st
         carrier = "torch"
     with contextlib.ExitStack() as stack:
         listener = None
-        trouble = ""
         if not carrier:
             try:
-                trouble = make_room(size - 1) or ""
+                trouble = trouble or make_room(size - 1) or ""
                 listener = stack.enter_context(_listener(store, size))
             except OSError as error:
                 trouble = trouble or f"it cannot listen: {error}"
@@ -114,13 +116,13 @@ def _first_fault(statements: Sequence[_Statement]) -> str:
     """The trouble of the first rank that has any, or ""."""
     first = statements[0].wire
     for peer, each in enumerate(statements):
+        if each.trouble:
+            return f"rank {peer}: {each.trouble}"
         if each.wire != first:
             return (
                 f"rank 0 was asked for wire {first!r}, and rank {peer} for {each.wire!r}: give all "
                 "ranks the same weft.init(wire=), WEFT_WIRE and WEFT_SAFE"
             )
-        if each.trouble:
-            return f"rank {peer}: {each.trouble}"
     return ""
 
 

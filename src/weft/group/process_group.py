@@ -7,6 +7,7 @@ and order the caller would have to keep). To add a wire, register it (`registry`
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 import time
@@ -22,7 +23,7 @@ from ..errors import WeftError, WireError
 from ..wire import mpi, torch_gloo, watch
 from ..wire.machine import host_name
 from ..wire.memory import Pool
-from ..wire.registry import Start, make_wire, register_wire, wire_named, wire_names
+from ..wire.registry import Start, make_wire, register_wire, wire_named
 from ..wire.store import AbsentError
 from ..wire.tcp import wire as tcp
 from . import recorder
@@ -56,17 +57,26 @@ def chosen() -> str:
     Raises:
         WeftError: there is no such wire, or WEFT_TRANSPORT is set, as it was called before.
     """
-    if before := os.environ.get("WEFT_TRANSPORT"):
-        raise WeftError(
-            f"{_me()}WEFT_TRANSPORT is called WEFT_WIRE now: set WEFT_WIRE={before} instead"
-        )
-    safe = "torch" if os.environ.get("WEFT_SAFE") == "1" else "tcp"
-    name = _asked or os.environ.get("WEFT_WIRE") or safe
-    if name not in wire_names():
-        known = ", ".join(map(repr, wire_names()))
-        where = "" if _asked else " (of WEFT_WIRE)"
-        raise WeftError(f"{_me()}wire {name!r}{where} is unknown: use one of {known}")
+    name = _name()
+    if trouble := _trouble_with(name):
+        raise WeftError(f"{_me()}{trouble}")
     return name
+
+
+def _name() -> str:
+    safe = "torch" if os.environ.get("WEFT_SAFE") == "1" else "tcp"
+    return _asked or os.environ.get("WEFT_WIRE") or safe
+
+
+def _trouble_with(name: str) -> str:
+    """Why this rank cannot have the wire of this name, or ""."""
+    if before := os.environ.get("WEFT_TRANSPORT"):
+        return f"WEFT_TRANSPORT is called WEFT_WIRE now: set WEFT_WIRE={before} instead"
+    try:
+        wire_named(name)
+    except WeftError as error:
+        return str(error)
+    return ""
 
 
 def chosen_by() -> str:
@@ -105,8 +115,8 @@ def connect(
 
     Raises:
         WeftError: the rank is none of them; or, on every rank: the ranks were asked for different
-            wires, or some rank cannot have its end of the wire, or may not open as many files as
-            its connections are.
+            wires, or for one that some rank does not know, or some rank cannot have its end of the
+            wire, or may not open as many files as its connections are.
         WireError: somebody did not come in time, or died.
 
     Example:
@@ -117,7 +127,8 @@ def connect(
     """
     if not 0 <= rank < size:
         raise WeftError(f"rank {rank} is none of {size} ranks")
-    chosen_wire = wire or chosen()
+    chosen_wire = wire or _name()
+    trouble = _trouble_with(chosen_wire)
     deadline = time.monotonic() + timeout
     memory = Pool()
     space = store
@@ -127,11 +138,13 @@ def connect(
         return connect(space, own, count, timeout, name=name, wire=chosen_wire)
 
     if size == 1:
+        if trouble:
+            raise WeftError(f"{_me()}{trouble}")
         return ProcessWire(timeout, tcp.TcpWire(rank, size, {}, memory), None, memory, part)
     try:
         generation = store.add(f"weft/{name}/{rank}", 1)
         space = dist.PrefixStore(f"weft/{name}/{generation}", store)
-        links = join_links(space, rank, size, timeout, chosen_wire)
+        links = join_links(space, rank, size, timeout, chosen_wire, trouble)
     except (RuntimeError, OSError) as error:  # of the store, of the sockets
         raise _not_joined(error, rank, size, name, timeout) from error
     detector = Detector(rank, timeout, links, watch.chosen())
@@ -142,13 +155,13 @@ def connect(
         # at least a moment: then who is missing says so, and not that no time was left
         timeout=max(deadline - time.monotonic(), _MOMENT),
         host=host_name(),
-        exchange=detector.exchange,
+        exchange=functools.partial(detector.exchange, until=deadline),
         memory=memory,
         process_group=process_group,
         store=dist.PrefixStore("wire", space),
     )
     try:
-        made = make_wire(chosen_wire, wire_named(chosen_wire), start)
+        made = make_wire(chosen_wire, wire_named(chosen_wire), start, detector.early)
     except BaseException:
         detector.close()
         raise

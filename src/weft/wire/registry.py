@@ -38,6 +38,10 @@ ENTRY_POINTS = "weft.wires"
 """The group of entry points by which installed packages offer wires."""
 
 
+def _all_is_well() -> None:
+    """What `Start.check` is where nobody watches the ranks."""
+
+
 @dataclass(frozen=True, slots=True)
 class Start:
     """What the factory of a wire is given, on each rank.
@@ -51,6 +55,9 @@ class Start:
         exchange: `exchange(data)` sends up to 16 KiB to all ranks, and returns every rank's, in
             rank order. All ranks call it equally often. It raises WeftError on all of them if one
             has raised in its factory, and WireError if one died.
+        check: `check()` raises if another rank died, or has raised in its factory. A factory that
+            waits for other ranks in another way than by `exchange` calls it meanwhile, about ten
+            times a second, and lets go of what it has opened.
         memory: where to lease memory for what is received by size.
         process_group: torch's, if the caller's group was made over one.
         cpu_wire: the group's wire for tensors of the CPU, for a wire of another device.
@@ -64,6 +71,7 @@ class Start:
     host: str
     exchange: Callable[[bytes], list[bytes]]
     memory: Pool
+    check: Callable[[], None] = _all_is_well
     process_group: dist.ProcessGroup | None = None
     cpu_wire: Wire | None = None
     store: dist.Store | None = None
@@ -163,8 +171,9 @@ def _whose(factory: Factory) -> str:
 
 
 def _unknown(name: str, names: list[str]) -> WeftError:
+    known = ", ".join(names) or "(there is none)"
     return WeftError(
-        f"wire {name!r} is unknown: use one of {', '.join(names) or '(there is none)'}"
+        f"wire {name!r} is unknown: use one of {known}, or register it first, on every rank"
     )
 
 
@@ -224,7 +233,17 @@ def wire_names() -> list[str]:
 # Making one on every rank -----------------------------------------------------------------------
 
 
-def make_wire(name: str, factory: Factory, start: Start) -> Wire:
+def _nothing_early() -> list[bytes]:
+    """What has come early where nobody can tell."""
+    return []
+
+
+def make_wire(
+    name: str,
+    factory: Factory,
+    start: Start,
+    early: Callable[[], list[bytes]] = _nothing_early,
+) -> Wire:
     """Run a factory on every rank at once, and return this rank's wire once all have theirs.
 
     If one rank has none, the wires of the others are closed.
@@ -233,19 +252,23 @@ def make_wire(name: str, factory: Factory, start: Start) -> Wire:
         name: of the wire, for errors.
         factory: makes the wire.
         start: what it is given. What `start.exchange` raises leaves here as it is.
+        early: returns what other ranks have sent for the next exchange, and raises if that will not
+            come about. By this `Start.check` knows.
 
     Raises:
         WeftError: on every rank, naming the first rank that is to blame: its factory raised, or
             returned something else than a wire of this group, or one with other features than rank
             0's, or did not exchange as often as the others'.
     """
-    ballot = _Ballot(name, start.exchange)
+    ballot = _Ballot(name, start.exchange, early)
     is_weak = False
     made: object = None
     cause: Exception | None = None
     try:
-        made = factory(dataclasses.replace(start, exchange=ballot.exchange))
+        made = factory(dataclasses.replace(start, exchange=ballot.exchange, check=ballot.check))
         fault = _fault(made, start)
+    except _GivenUp as error:
+        fault = str(error)
     except Exception as error:
         fault = f"its factory raised {type(error).__name__}: {error}"
         cause = error
@@ -264,6 +287,10 @@ def make_wire(name: str, factory: Factory, start: Start) -> Wire:
         raise
 
 
+class _GivenUp(Exception):
+    """What `Start.check` raises: no wire will come of it, because of another rank."""
+
+
 class _Ballot:
     """The messages of one making of a wire: what factories exchange, and then the votes.
 
@@ -276,11 +303,30 @@ class _Ballot:
     _MADE = b"m"
     _FAULT = b"f"
     _LOST = b"l"  # a fault that the end of another rank's factory may have caused
+    _GIVEN_UP = b"g"  # a fault that another rank's vote has caused
 
-    def __init__(self, name: str, exchange: Callable[[bytes], list[bytes]]) -> None:
+    def __init__(
+        self,
+        name: str,
+        exchange: Callable[[bytes], list[bytes]],
+        early: Callable[[], list[bytes]],
+    ) -> None:
         self._name = name
         self._exchange = exchange
+        self._early = early
         self._error: Exception | None = None
+        self._has_given_up = False
+
+    def check(self) -> None:
+        """What a factory calls while it waits."""
+        try:
+            kinds = [each[:1] for each in self._early()]
+        except Exception as error:  # which the next round raises, too
+            self._has_given_up = True
+            raise _GivenUp(str(error)) from error
+        if self._FAULT in kinds or self._LOST in kinds:
+            self._has_given_up = True
+            raise _GivenUp("another rank's factory has raised")
 
     def exchange(self, data: bytes) -> list[bytes]:
         """What a factory calls."""
@@ -302,6 +348,8 @@ class _Ballot:
     def vote_against(self, fault: str, *, is_weak: bool) -> NoReturn:
         """None was made here, maybe because of another rank; raise what all ranks raise."""
         kind = self._LOST if is_weak else self._FAULT
+        if self._has_given_up:
+            kind = self._GIVEN_UP
         self._round(kind + fault.encode(errors="replace")[:EXCHANGED])
         raise AssertionError("a round with a fault has raised")
 
@@ -319,7 +367,7 @@ class _Ballot:
 
     def _check(self, messages: list[bytes]) -> None:
         kinds = [each[:1] for each in messages]
-        for fault in (self._FAULT, self._LOST):
+        for fault in (self._FAULT, self._LOST, self._GIVEN_UP):
             if fault not in kinds:
                 continue
             rank = kinds.index(fault)

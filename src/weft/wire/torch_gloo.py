@@ -10,7 +10,9 @@ from __future__ import annotations
 import contextlib
 import os
 import stat
+import threading
 from collections.abc import Collection, Sequence
+from concurrent.futures import Future, wait
 from datetime import timedelta
 from typing import Any
 
@@ -28,6 +30,7 @@ _Socket = tuple[int, int]
 
 _NOTHING_COMES = 1  # a tag that no frame has
 _AT_ONCE = timedelta(milliseconds=1)
+_LOOK = 0.1  # seconds between two looks at whether a wire can still come of it
 
 
 class GlooCarrier:
@@ -85,11 +88,30 @@ def make(start: Start) -> FramedWire:
     Raises:
         RuntimeError: from gloo or the store.
     """
-    assert start.store is not None  # a group over gloo has one
-    carrier = carrier_at(start.store, start.rank, start.size, start.timeout)
-    wire = FramedWire(carrier, start.rank, start.size)
+    wire = FramedWire(_connected(start), start.rank, start.size)
     wire.start()
     return wire
+
+
+def _connected(start: Start) -> GlooCarrier:
+    """`carrier_at` in a thread, since gloo waits for all ranks, also for one that has died.
+
+    If it is given up, the thread ends after the seconds that all ranks had to come.
+    """
+    store = start.store
+    assert store is not None  # a group over gloo has one
+    made: Future[GlooCarrier] = Future()
+
+    def connect() -> None:
+        try:
+            made.set_result(carrier_at(store, start.rank, start.size, start.timeout))
+        except Exception as error:
+            made.set_exception(error)
+
+    threading.Thread(target=connect, name="weft gloo", daemon=True).start()
+    while not wait([made], _LOOK).done:
+        start.check()
+    return made.result()
 
 
 def carrier_at(store: dist.Store, rank: int, size: int, timeout: float) -> GlooCarrier:

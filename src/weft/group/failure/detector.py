@@ -151,12 +151,17 @@ class Detector:
                 _log.error("rank %d: %s", self.rank, verdict.text)
         return verdict
 
-    def exchange(self, data: bytes) -> list[bytes]:
+    def exchange(self, data: bytes, until: float | None = None) -> list[bytes]:
         """Send bytes to all ranks; every rank's bytes, in rank order. Collective.
+
+        Args:
+            data: to send.
+            until: when all must have come, by `time.monotonic`; None: once a wait has lasted as
+                long as it may.
 
         Raises:
             WeftError: these are more than `EXCHANGED` bytes.
-            WireError: a rank died, or left, or did not come within the timeout.
+            WireError: a rank died, or left, or did not come in time.
         """
         if len(data) > EXCHANGED:
             raise WeftError(
@@ -175,16 +180,33 @@ class Detector:
             late = missing()
             return not late or self.verdict is not None or not self.left.keys().isdisjoint(late)
 
+        seconds = self.timeout if until is None else max(0.0, until - time.monotonic())
         with self._heard:
-            self._heard.wait_for(is_over, self.timeout)
+            ended = self._heard.wait_for(is_over, seconds)
+        if not ended:
+            self.blame()  # in this second those may still come that are alive, and soon see the end
         if late := missing():
             raise self._not_exchanged(late)
         everyones = {peer: self._exchanged.pop((peer, number)) for peer in self._read}
         everyones[self.rank] = data
         return [everyones[rank] for rank in sorted(everyones)]
 
+    def early(self) -> list[bytes]:
+        """What peers have sent for the next `exchange`, before this rank has come to it.
+
+        Raises:
+            WireError: there will be none, since a rank died or left.
+        """
+        gone = list(self.left)
+        if self.verdict is not None or gone:
+            raise self._not_exchanged(gone)
+        number = self._exchanges + 1
+        return [data for (_, of), data in list(self._exchanged.items()) if of == number]
+
     def _not_exchanged(self, late: Sequence[int]) -> WireError:
         """The error where these ranks' bytes did not come."""
+        if self.verdict is not None:
+            return self.verdict.error(self.rank)
         gone = next((peer for peer in late if peer in self.left), None)
         if gone is not None:
             verdict = self.settle(left(gone, self.left[gone]))

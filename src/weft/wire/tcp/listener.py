@@ -37,7 +37,7 @@ import struct
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hmac import compare_digest, digest
 from typing import Any
@@ -68,6 +68,10 @@ _UNKNOWN = 32  # assumed number of open files, if it cannot be found
 _SPARE = 128  # files for the rest of the program, if the hard limit allows
 
 _log = logging.getLogger("weft")
+
+
+def _all_is_well() -> None:
+    """What is checked while sockets are made where nobody watches the ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +120,12 @@ class Listener:
         self.close()
 
     def connect(
-        self, rank: int, peers: Mapping[int, Endpoint], lane: int, deadline: float
+        self,
+        rank: int,
+        peers: Mapping[int, Endpoint],
+        lane: int,
+        deadline: float,
+        check: Callable[[], None] = _all_is_well,
     ) -> dict[int, socket.socket]:
         """Connect to lower ranks, and accept higher ones.
 
@@ -125,6 +134,7 @@ class Listener:
             peers: where each other rank listens.
             lane: what the sockets are for.
             deadline: as `time.monotonic` tells it.
+            check: called again and again; raises what is no OSError if somebody will not come.
 
         Returns:
             The sockets, by peer.
@@ -134,11 +144,12 @@ class Listener:
             OSError: the connection to somebody broke.
         """
         made: dict[int, socket.socket] = {}
+        higher = {peer for peer in peers if peer > rank}
         try:
             for peer, endpoint in peers.items():
                 if peer < rank:
-                    made[peer] = self._connect(rank, peer, endpoint, lane, deadline)
-            self._accept(rank, made, {peer for peer in peers if peer > rank}, lane, deadline)
+                    made[peer] = self._connect(rank, peer, endpoint, lane, deadline, check)
+            self._accept(rank, made, higher, lane, deadline, check)
         except BaseException:
             for sock in made.values():
                 sock.close()
@@ -171,21 +182,29 @@ class Listener:
             self._unix.close()
 
     def _connect(
-        self, rank: int, peer: int, endpoint: Endpoint, lane: int, deadline: float
+        self,
+        rank: int,
+        peer: int,
+        endpoint: Endpoint,
+        lane: int,
+        deadline: float,
+        check: Callable[[], None],
     ) -> socket.socket:
-        """Connect to a peer, and check its proof."""
+        """Connect to a peer, and check its proof; again, if what fails may pass."""
         while True:
-            knock = None
+            check()
             try:
-                if time.monotonic() >= deadline:
-                    raise TimeoutError("no time was left to connect")
+                _remaining(deadline)  # raises if there is none
                 knock = self.knock(rank, peer, endpoint, lane)
-                while not knock.advance():
-                    knock.sleep(_remaining(deadline))
+                try:
+                    while not knock.advance():
+                        knock.sleep(min(_remaining(deadline), AGAIN))
+                        check()
+                except BaseException:
+                    knock.sock.close()
+                    raise
                 return knock.sock
             except OSError as error:
-                if knock is not None:
-                    knock.sock.close()
                 if not is_passing(error):
                     raise AbsentError([peer], unreachable(endpoint, error)) from error
                 time.sleep(AGAIN)
@@ -197,12 +216,14 @@ class Listener:
         missing: set[int],
         lane: int,
         deadline: float,
+        check: Callable[[], None],
     ) -> None:
         """Accept connections with a valid proof; strangers are refused, and delay nobody."""
         with contextlib.closing(self.door(rank, len(missing))) as door:
             while missing:
+                check()
                 left = deadline - time.monotonic()
-                for guest, (peer, its_lane) in door.introduced(max(0.0, left)):
+                for guest, (peer, its_lane) in door.introduced(max(0.0, min(left, AGAIN))):
                     if peer in missing and its_lane == lane:
                         made[peer] = door.admit(guest)
                         missing.discard(peer)

@@ -655,7 +655,7 @@ def make(start: Start) -> TcpWire:
         peers = _exchange_endpoints(start, listener.endpoint)
         near = {peer: each for peer, each in peers.items() if each.host == host}
         far = {peer: each for peer, each in peers.items() if each.host != host}
-        sockets = listener.connect(start.rank, near, MESSAGES, deadline)
+        sockets = listener.connect(start.rank, near, MESSAGES, deadline, start.check)
         segment, seen, seen_by = _exchange_segments(sockets, deadline)
     except BaseException:
         for sock in sockets.values():
