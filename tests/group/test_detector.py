@@ -313,6 +313,24 @@ def test_a_rank_that_was_paused_itself_forgets_what_it_missed(peers):
     three.watch.end()
 
 
+def test_a_thread_that_is_late_each_time_was_not_paused(peers):
+    """As where another thread of the program hardly ever gives up the GIL."""
+    three = peers(0.1)
+    select = three.links._selector.select
+
+    def starved(timeout):
+        ready = select(timeout)
+        if timeout < 1.0:
+            time.sleep(module._LATE + 0.1)
+        return ready
+
+    three.links._selector.select = starved
+    three.watch.begin(Wait(1))
+    assert "ask" in three.hear(1)
+    assert three.settled().text.startswith("rank 0 hears none of the others")
+    three.watch.end()
+
+
 @pytest.mark.parametrize("overdue", [False, True])
 def test_a_failed_wait_is_explained_by_what_is_found_out(peers, overdue):
     """One that lasted too long, as where this rank was paused in it, is no failure of the link."""

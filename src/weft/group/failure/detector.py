@@ -107,6 +107,7 @@ class Detector:
         # a failed wait, and the likely reason; (None, None): a call of another library failed
         self._suspect: tuple[Wait | None, Verdict | None] | None = None
         self._inquiry: _Inquiry | None = None
+        self._renewed: Callable[[], object] = lambda: None  # the last wait that began anew (weak)
         self._inquiries = 0
         self._exchanges = 0
         self._exchanged: dict[tuple[int, int], bytes] = {}  # by peer and number of the exchange
@@ -300,16 +301,27 @@ class Detector:
     def handle(self, news: Sequence[News], late: float) -> None:
         if self._closed:
             return
-        if late > _LATE:  # this rank was paused, and perhaps all were
-            self._inquiry = None
-            if self.waiting is not None:  # that wait begins anew
-                self.since = time.monotonic()
+        if late > _LATE:
+            self._begin_anew()
         for each in news:
             self._read_news(each)
         if self.verdict is None:
             self._look_at_the_wires()
         if self.verdict is None:
             self._look_at_the_clock()
+
+    def _begin_anew(self) -> None:
+        """This rank was paused, and perhaps all were: forget for how long it has waited.
+
+        Once in a wait. A thread that is late each time was not paused: the program holds the GIL.
+        """
+        waiting = self.waiting
+        if waiting is not None and self._renewed() is waiting:
+            return
+        self._inquiry = None
+        if waiting is not None:
+            self._renewed = weakref.ref(waiting)
+            self.since = time.monotonic()
 
     def due(self) -> float:
         if self.verdict is not None:
