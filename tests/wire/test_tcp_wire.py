@@ -99,6 +99,39 @@ def test_a_close_in_the_middle_of_a_send_sends_nothing_twice(ends):
     assert torch.equal(place[:came], message[:came])
 
 
+def test_what_is_sent_to_a_rank_that_left_takes_no_memory():
+    """Such sends are complete, since they are copied; nobody will ever say that they were read."""
+    near, far = socket.socketpair()
+    segment = shm.Segment.make(1 << 20)
+    if segment is None:
+        pytest.skip("memfd_create is refused here")
+    wire = TcpWire(0, 2, {1: near}, Pool(), segment, seen_by={1})
+    far.close()
+    for _ in range(3):
+        wire.post([(1, torch.zeros(1 << 18, dtype=torch.uint8))]).wait(10.0)
+    assert wire.connections[1].lost
+    assert segment.allocate(1 << 20) == 0
+    wire.close()
+
+
+def test_what_had_not_gone_to_a_rank_that_left_takes_no_memory():
+    near, far = socket.socketpair()
+    segment = shm.Segment.make(1 << 20)
+    if segment is None:
+        pytest.skip("memfd_create is refused here")
+    wire = TcpWire(0, 2, {1: near}, Pool(), segment, seen_by={1})
+    link = wire.connections[1]
+    while not link.unsent:  # until the socket takes no more
+        wire.post([(1, torch.zeros(1 << 12, dtype=torch.uint8))])
+    wire.post([(1, torch.zeros(1 << 18, dtype=torch.uint8))]).wait(10.0)
+    assert segment.allocate(1 << 20) is None
+    far.close()
+    while not link.lost:
+        wire.move()
+    assert segment.allocate(1 << 20) == 0
+    wire.close()
+
+
 def open_files():
     return len(os.listdir("/proc/self/fd"))
 

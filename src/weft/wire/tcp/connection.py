@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 import select
 import socket
 import struct
@@ -239,6 +240,9 @@ class Connection:
 
     def send(self, channel: int, send: Send) -> None:
         """Send a message behind those of its channel; `flush` does it."""
+        if self.lost:
+            self._forget(send)
+            return
         send.number = self._posted[channel] = self._posted[channel] + 1
         self._sends[channel].append(send)
         self._admit(channel)
@@ -491,12 +495,21 @@ class Connection:
 
     def lose(self, why: str) -> None:
         """Note why nothing moves here any more."""
-        if not self.lost:
-            self.lost = why
-            for send in self._unread.values():
-                if send.block is not None:
-                    send.block.read()
-            self._unread.clear()
+        if self.lost:
+            return
+        self.lost = why
+        waiting = itertools.chain.from_iterable(self._sends.values())
+        ready = (send for _, send in self._ready)
+        for send in (*self._unread.values(), *ready, *waiting):
+            self._forget(send)
+        for messages in (self._unread, self._ready, self._sends):
+            messages.clear()
+
+    @staticmethod
+    def _forget(send: Send) -> None:
+        """Free the copy of a message that nobody will read."""
+        if send.block is not None:
+            send.block.read()
 
     def discard(self) -> None:
         """Read what is there, and drop it: to close with unread bytes would reset the connection,
