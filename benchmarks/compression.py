@@ -110,6 +110,10 @@ CONTENDERS = {
         top_k(0.01, momentum=MOMENTUM), momentum=0.0
     ),
     "TopK 1 %, bfloat16, warm-up 100": top_k(0.01, wire_dtype=torch.bfloat16, warmup_steps=100),
+    "TopK 1 %, total 1 %": top_k(0.01, total_density=0.01),
+    "TopK 1 %, total 1 %, bfloat16, warm-up 100": top_k(
+        0.01, total_density=0.01, wire_dtype=torch.bfloat16, warmup_steps=100
+    ),
     "TopK 0.2 %, bfloat16, warm-up 100": top_k(0.002, wire_dtype=torch.bfloat16, warmup_steps=100),
     "TopK 0.1 %": top_k(0.001),
     "TopK 1 %, no feedback": top_k(0.01, error_feedback=False),

@@ -22,8 +22,10 @@ from weft import sparsify
 from weft.ddp import TopK, topk_hook
 from weft.errors import WeftError
 from weft.group.group import Group
+from weft.sparse.link import set_link
 from weft.sparsify import _largest, _selected
-from weft.testing import spmd
+from weft.testing import simulated, spmd
+from weft.wire.link import Link
 
 OPTIONS: tuple[dict[str, Any], ...] = (
     {"bucket_cap_mb": 1e-5, "gradient_as_bucket_view": True},
@@ -213,6 +215,169 @@ def test_numbers_that_are_none_are_sent_and_not_kept(group: Group) -> None:
     zeros, nothing = TopK(0.01, min_numel=1, group=group), torch.zeros(1000)
     weft.sync_sparsified([nothing], zeros)
     assert not nothing.any() and zeros.calls[-1].rows == 0
+
+
+def largest(values: Tensor, count: int) -> Tensor:
+    """Where the largest magnitudes are, of equal ones the first; ascending."""
+    order = values.abs().sort(descending=True, stable=True).indices[:count]
+    return order.sort().values
+
+
+def whole_numbers(group: Group, step: int, *shape: int) -> Tensor:
+    """Gradients whose means are exact in float32, with many of the same magnitude."""
+    generator = torch.Generator().manual_seed(100 * step + group.rank)
+    return torch.randint(-6, 7, shape, generator=generator).float() * group.size
+
+
+SHAPES = {"wide": (40, 50), "small": (9,), "long": (700,)}
+
+
+@pytest.mark.parametrize("rows_on", ["all", "first", "none"])
+@spmd(1, 2, 3, 4, 7, 8, on=("threads",))
+def test_the_largest_means_are_shared_and_nothing_is_lost(group: Group, rows_on: str) -> None:
+    """Against a selection of all that ranks sent, made here; exactly, since numbers are whole."""
+    state = TopK(0.05, total_density=0.04, min_numel=100, group=group)
+    given, got = ({n: torch.zeros(shape) for n, shape in SHAPES.items()} for _ in "ab")
+    residuals = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
+    for step in range(4):
+        silent = rows_on == "none" or (rows_on == "first" and group.rank > 0)
+        tensors = {name: whole_numbers(group, step, *SHAPES[name]) for name in SHAPES}
+        for name, each in tensors.items():
+            if silent:
+                each.zero_()
+            given[name] += each
+            residuals[name] += each
+        weft.sync_sparsified(tensors, state)
+        for name, each in tensors.items():
+            got[name] += each
+            assert all(torch.equal(each, other) for other in everywhere(group, each))
+            if name == "small":  # which is sent whole
+                residuals[name].zero_()
+                continue
+            flat = residuals[name].flatten()
+            where = largest(flat, math.ceil(0.05 * len(flat)))
+            where = where[flat[where] != 0]
+            sent = torch.zeros_like(flat).index_copy_(0, where, flat[where])
+            mean = sum(everywhere(group, sent)) / group.size
+            has = sum(everywhere(group, (sent != 0).float())) > 0
+            # a mean of zero is shared, too, if entries of others that cancel out were sent
+            order = torch.where(has, mean.abs(), -1.0).sort(descending=True, stable=True).indices
+            shared = order[: math.ceil(0.04 * len(flat))]
+            shared = shared[has[shared]]
+            wanted = torch.zeros_like(flat).index_copy_(0, shared, mean[shared])
+            assert torch.equal(each.flatten(), wanted)
+            mine = shared[sent[shared] != 0]
+            residuals[name].view(-1)[mine] = 0
+    kept = state.state_dict()["residual"]
+    for name in SHAPES:
+        left = kept[name].view(SHAPES[name]) if name in kept else torch.zeros(SHAPES[name])
+        assert torch.equal(left, residuals[name])
+        total = sum(everywhere(group, given[name]))
+        assert torch.equal(group.size * got[name] + sum(everywhere(group, left)), total)
+
+
+@pytest.mark.parametrize("place", [0, 5000, 9900])
+@spmd(4, on=("threads",))
+def test_the_largest_may_all_be_one_owners_or_all_equal(group: Group, place: int) -> None:
+    tensor = whole_numbers(group, 0, 10_000)
+    tensor[place : place + 100] = 1000.0 + torch.arange(100)
+    equal = torch.ones(10_000)
+    weft.sync_sparsified([tensor, equal], TopK(0.5, total_density=0.01, group=group))
+    assert torch.equal(tensor.nonzero().flatten(), torch.arange(place, place + 100))
+    assert torch.equal(tensor[place : place + 100], 1000.0 + torch.arange(100))
+    assert torch.equal(equal.nonzero().flatten(), torch.arange(100))  # of equal ones the first
+
+
+@pytest.mark.parametrize("wire_dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@spmd(3, on=("threads", "device", "processes"))
+def test_means_of_any_dtype_are_selected(
+    group: Group, dtype: torch.dtype, wire_dtype: torch.dtype | None
+) -> None:
+    tensor = drawn(group, 1, 3000).to(dtype)
+    own = tensor.double().clone()
+    where = largest(own, 300)
+    settings = {"wire_dtype": wire_dtype, "min_numel": 1, "group": group}
+    plain = tensor.clone()
+    weft.sync_sparsified([plain], TopK(0.1, **settings))
+    state = TopK(0.1, total_density=0.02, **settings)
+    weft.sync_sparsified([tensor], state)
+    found = tensor.nonzero().flatten()
+    assert torch.equal(found, largest(plain.double(), 60))  # of the means that all would share
+    assert torch.equal(tensor[found], plain[found])
+    left = state.state_dict()["residual"]["0"].double()
+    sent = torch.isin(where, found)
+    off = 0.0 if wire_dtype is None else 2.0**-8
+    assert (left[where[sent]].abs() <= off * own[where[sent]].abs()).all()
+    assert torch.equal(left[where[~sent]], own[where[~sent]])
+
+
+def test_a_rank_sends_fewer_than_six_words_an_entry() -> None:
+    """On 24 ranks, whose independent entries would be 21 % of the tensor; two openings apart."""
+    link = Link(20e-6, 0.8e-9, 1e-10, 5e-6)
+
+    def program(group: Group) -> list[int]:
+        set_link(group, link)
+        sent = []
+        for count in (2000, 4000):
+            state = TopK(0.01, total_density=0.01, min_numel=1, group=group)
+            tensor = drawn(group, 1, 100 * count)
+            weft.sync_sparsified([torch.zeros(100 * count)], state)  # settings are compared
+            before = group.traffic.bytes
+            weft.sync_sparsified([tensor], state)
+            assert tensor.count_nonzero() == count
+            sent.append(group.traffic.bytes - before)
+        return sent
+
+    sent = zip(*simulated.run(24, link, program), strict=True)
+    few, many = (sum(of_ranks) / 24 for of_ranks in sent)
+    assert 3 * 4 < (many - few) / 2000 < 4.2 * 4  # bytes of each entry more
+    assert many < 6 * 4 * 4000 + 150_000
+
+
+@spmd(3, on=("threads",))
+def test_many_tensors_and_numbers_that_are_none(group: Group) -> None:
+    """More tensors than are selected together, and more bad numbers than the result has."""
+    many = [whole_numbers(group, number, 40) for number in range(1500)]
+    wanted = [each.clone() for each in many]
+    weft.sync_sparsified(many, TopK(0.5, total_density=0.1, min_numel=1, group=group))
+    state = TopK(0.5, min_numel=1, group=group)
+    weft.sync_sparsified(wanted, state)
+    for found, mean in zip(many, wanted, strict=True):
+        where = largest(mean, 4)
+        assert torch.equal(found.nonzero().flatten(), where)
+        assert torch.equal(found[where], mean[where])
+    bad = torch.ones(1000)
+    bad[200:300] = math.nan if group.rank == 1 else 1.0
+    state = TopK(0.2, total_density=0.05, min_numel=1, momentum=0.5, group=group)
+    weft.sync_sparsified([bad], state)
+    assert bad.isnan().sum() == 50
+    assert all(each.isfinite().all() for each in state.state_dict()["residual"].values())
+    assert all(each.isfinite().all() for each in state.state_dict()["velocity"].values())
+
+
+@spmd(3, on=("threads",))
+def test_the_total_density_is_compared_and_checked(group: Group) -> None:
+    me = group.rank == 1
+    settings: dict[str, dict[str, Any]] = {
+        r"^rank 1: total_density is 0: pass the share": {"total_density": 0},
+        r"^rank 1: total_density is 1.5: pass the share": {"total_density": 1.5},
+        r"differ in total_density: .*rank 1 has 0.5": {"total_density": 0.5},
+        r"differ in total_density: .*rank 1 has None": {"total_density": None},
+    }
+    for text, wrong in settings.items():
+        given = {"total_density": 0.1, "min_numel": 1, "group": group}
+        refused(group, text, [torch.ones(9)], TopK(0.2, **(given | (wrong if me else {}))))
+    state = TopK(0.2, total_density=0.1, min_numel=1, group=group, warmup_steps=9)
+    state.algorithm = "split" if me else "auto"
+    refused(group, r"^rank 1: algorithm is 'split', and total_density", [torch.ones(9)], state)
+    state.algorithm = "auto"
+    weft.sync_sparsified([torch.ones(90)], state)
+    kept = copy.deepcopy(state.state_dict())
+    if me:  # as if it had joined
+        kept["steps"]["0"] = 0
+    state.load_state_dict(kept)
+    refused(group, r"differ in entries of the result: .*rank 1 has \[", [torch.ones(90)], state)
 
 
 @spmd(2, on=("threads",))

@@ -209,11 +209,15 @@ class TopK(State):
     sent: an entry is the sum of what ranks sent of it, divided by the number of all ranks; an entry
     that no rank sent is zero. Every rank gets the same bits.
 
+    Ranks seldom send the same entries, so with many ranks the result fills up. With `total_density`
+    only the largest means are shared, and the others stay in the residuals of who sent them.
+
     The constructor raises nothing. What is wrong with the settings is raised on every rank at the
     first use, from `backward()` or `weft.sync_sparsified`.
 
     Source: Lin et al., "Deep gradient compression" (ICLR 2018, arXiv 1712.01887), sections 3.1 to
-    3.3.
+    3.3. For `total_density`: Li and Hoefler, "Near-optimal sparse allreduce for distributed deep
+    learning" (PPoPP'22), where both densities are one number.
 
     Attributes:
         calls: records (`weft.sparse.Record`) of the last sparse calls, oldest first, at most 256:
@@ -237,6 +241,7 @@ class TopK(State):
         self,
         density: float = 0.01,
         *,
+        total_density: float | None = None,
         error_feedback: bool = True,
         momentum: float = 0.0,
         warmup_steps: int = 0,
@@ -252,6 +257,13 @@ class TopK(State):
             density: the fraction of a parameter's entries that a rank sends, above 0. The number of
                 entries is rounded up. Entries that are zero are not sent. With 1 the parameter is
                 sent whole.
+            total_density: None, or the fraction of a parameter's entries that the result has at
+                most, above 0; the number is rounded up. The ranks that own the sums share those of
+                the largest magnitude; of equal ones, those that come first. An entry leaves a
+                rank's residual only if that rank sent it and it is in the result. With both
+                densities equal, for k entries, a rank receives less than 6k words, whatever the
+                number of ranks, if k is some ten thousands (docs/compression.md). Parameters that
+                are sent whole have whole results.
             error_feedback: whether a rank keeps what it does not send. Without it gradients are
                 biased, and the loss becomes worse.
             momentum: the factor of momentum correction, from 0, below 1; 0: none. The residual then
@@ -260,7 +272,7 @@ class TopK(State):
                 `error_feedback`.
             warmup_steps: the number of steps in which the density falls from 0.25 to `density`, by
                 the same factor from step to step; 0: none. It changes nothing if `density` is 0.25
-                or more.
+                or more. The same is true of `total_density`.
             min_numel: parameters of fewer entries, such as biases and norms, are sent whole.
             chunk: None, or a number of entries: the selection is then made in each run of so many
                 consecutive entries of the flattened gradient, the same number in each, as in
@@ -269,11 +281,19 @@ class TopK(State):
                 wider dtypes are sent in this dtype. The residual keeps the rounding error of what
                 this rank sends, but not that of the mean, which is rounded, too.
             group: the model's process group, or a Group; None: torch.distributed's default group.
-            algorithm: of `weft.sparse_all_reduce`: "auto" or a registered name.
+            algorithm: of `weft.sparse_all_reduce`: "auto" or a registered name. With
+                `total_density`, which has a schedule of its own, "auto".
         """
         super().__init__(group, algorithm, wire_dtype)
         self.sparsifier = Sparsifier(
-            density, error_feedback, momentum, warmup_steps, min_numel, chunk, wire_dtype
+            density,
+            total_density,
+            error_feedback,
+            momentum,
+            warmup_steps,
+            min_numel,
+            chunk,
+            wire_dtype,
         )
 
     def state_dict(self) -> dict[str, dict[str, Any]]:

@@ -6,8 +6,9 @@ nothing is lost, but sent later (error feedback). This file has the selection, t
 
 Entries are selected in each tensor by itself, not in a bucket. So the selection does not depend on
 how DistributedDataParallel packs gradients into buckets, which changes after the first step.
-Without `chunk`, the selection does not sort the tensor: it estimates a threshold from a sample, so
-low that somewhat more entries pass it than are needed, and selects exactly among those.
+Without `chunk`, a rank's selection does not sort the tensor: it estimates a threshold from a
+sample, so low that somewhat more entries pass it than are needed, and selects exactly among those.
+With `total_density`, `selection` then shares only the largest of the means.
 
 Sources: Lin et al., "Deep gradient compression" (ICLR 2018, arXiv 1712.01887): sections 3.1 to 3.3
 have error feedback, momentum correction with factor masking, and warm-up of the density; section 5
@@ -38,6 +39,7 @@ from .errors import WeftError, entry
 from .group import default, process_group
 from .group.group import Group
 from .rows import Rows
+from .selection import mean_of_largest
 from .sparse import Record, last_call
 from .sparse.api import job_of_one
 from .sparse.request import Request, travelling
@@ -73,7 +75,8 @@ def sync_sparsified(
             list: "0", "1", ...), and its group is that of the call.
         density: used in this call in place of the state's, in warm-up, too; the same on every rank.
 
-    Every rank gets the same bits. An entry that no rank sent is zero.
+    Every rank gets the same bits. An entry that no rank sent is zero, and so is one that the
+    state's `total_density` leaves out.
 
     Raises:
         WeftError: tensors, states or densities differ between ranks or are wrong; the same text on
@@ -182,7 +185,9 @@ class _Kept:
             total = self.residual.add_(total)
         return total
 
-    def sent(self, where: Tensor | None, values: Tensor, sent: Tensor) -> None:
+    def sent(
+        self, where: Tensor | None, values: Tensor, sent: Tensor, shared: Tensor | None = None
+    ) -> None:
         """Take what was sent out of what is kept.
 
         Entries that are infinite or not a number become zero here: they were sent, so every rank
@@ -192,15 +197,21 @@ class _Kept:
             where: the places of what was sent; None: all entries.
             values: the values there.
             sent: the values as they were sent.
+            shared: the places of the result, if it has not all that was sent: what it lacks is
+                kept, and sent again.
         """
         kept = [each for each in (self.residual, self.velocity) if each is not None]
+        is_finite = not kept or bool(sent.isfinite().all())
+        if where is not None and shared is not None:
+            found = torch.isin(where, shared, assume_unique=True)
+            where, values, sent = where[found], values[found], sent[found]
         if self.residual is not None and where is None:
             torch.sub(values, sent, out=self.residual)
         elif self.residual is not None:
             self.residual[where] = values - sent
         if self.velocity is not None and where is not None:  # factor masking
             self.velocity[where] = 0
-        if kept and not bool(sent.isfinite().all()):
+        if not is_finite:
             for each in kept:
                 each.nan_to_num_(0, 0, 0)
 
@@ -220,6 +231,7 @@ class Sparsifier:
     """The settings of a `weft.ddp.TopK`, described there, and what is kept from step to step."""
 
     density: float
+    total_density: float | None
     error_feedback: bool
     momentum: float
     warmup_steps: int
@@ -238,7 +250,10 @@ class Sparsifier:
     def settings(self) -> tuple[dict[str, str], str | None]:
         """The settings, which must be equal on all ranks; and what is wrong with them, or None."""
         said = {f.name: str(getattr(self, f.name)) for f in dataclasses.fields(self) if f.init}
-        return said, _wrong_density(self.density) or self._wrong_setting()
+        error = _wrong_density("density", self.density)
+        if self.total_density is not None:
+            error = error or _wrong_density("total_density", self.total_density)
+        return said, error or self._wrong_setting()
 
     def _wrong_setting(self) -> str | None:
         if not isinstance(self.error_feedback, bool):
@@ -330,12 +345,13 @@ class Sparsifier:
             WeftError: as `sync_sparsified`.
         """
         asked = self.density if density is None else density
-        error = error or _wrong_density(asked)
+        error = error or _wrong_density("density", asked) or self._wrong_algorithm(algorithm)
         parts = {name: flat for name, flat in tensors.items() if flat.numel()} if not error else {}
         few = [name for name, flat in parts.items() if self._is_sparsified(flat, asked)]
         self._partly |= bool(few)
         self._largest = max([self._largest, *(flat.numel() for flat in parts.values())])
         starts = [0, *accumulate(parts[name].numel() for name in few)]
+        most = [self._most(name, parts[name].numel()) for name in few]
         picked = [] if error else [self._picked(name, parts[name], density) for name in few]
         # the sparse call takes place even if no tensor is sparsified: it compares the ranks
         like = parts[few[0]] if few else torch.empty(0)
@@ -350,9 +366,14 @@ class Sparsifier:
         request = Request.of(rows, "avg", algorithm, self.wire_dtype, None)
         request.error = error or request.error
         asked_for = {"tensors": said or _described(tensors), "density": str(density)}
+        if self.total_density is not None:  # it falls with the steps, which may have been loaded
+            asked_for["entries of the result"] = summed_up(str(most), _SPELLED, f"{sum(most)}")
         request.fields = asked_for | request.fields
         try:
-            total = job_of_one(group, request).run()
+            if self.total_density is None:
+                total = job_of_one(group, request).run()
+            else:
+                total = mean_of_largest(group, request, starts, most)
         except WeftError:
             for name in few[: len(picked)]:
                 self._kept[name].undone(parts[name], self.momentum)
@@ -361,9 +382,10 @@ class Sparsifier:
             raise
         cuts = torch.searchsorted(total.indices, total.indices.new_tensor(starts)).tolist()
         for number, name in enumerate(few):
-            self._kept[name].sent(*picked[number])
             mine = slice(cuts[number], cuts[number + 1])
             where = total.indices[mine].long() - starts[number]
+            shared = None if self.total_density is None else where
+            self._kept[name].sent(*picked[number], shared)
             parts[name].zero_().index_copy_(0, where, total.values[mine])
         whole = [name for name in parts if name not in few]
         for name in whole:
@@ -419,17 +441,29 @@ class Sparsifier:
             made = torch.zeros_like(flat, dtype=wide) if had is None else had.to(flat.device, wide)
             setattr(kept, kind, made if wanted else None)
         total = kept.added(flat, self.momentum)
-        share = self._density_at(kept.steps) if density is None else density
+        share = self._density_at(self.density, kept.steps) if density is None else density
         kept.steps += 1
         where = None if whole else _selected(total, share, self.chunk)
         values = total if where is None else total[where]
         return where, values, narrowed(values, sends).to(flat.dtype)
 
-    def _density_at(self, step: int) -> float:
-        """The density of a step, counted from 0: in warm-up it falls by the same factor in each."""
-        first = max(self.density, _WARMUP)
+    def _most(self, name: str, numel: int) -> int:
+        """How many entries of a tensor the result has at most in this step."""
+        if self.total_density is None:
+            return numel
+        kept = self._kept.get(name) or _Kept()
+        return math.ceil(self._density_at(self.total_density, kept.steps) * numel)
+
+    def _density_at(self, density: float, step: int) -> float:
+        """A density in a step, counted from 0: in warm-up it falls by the same factor in each."""
+        first = max(density, _WARMUP)
         done = 1.0 if step >= self.warmup_steps else step / self.warmup_steps
-        return float(first * (self.density / first) ** done)
+        return float(first * (density / first) ** done)
+
+    def _wrong_algorithm(self, algorithm: str) -> str | None:
+        if self.total_density is None or algorithm == "auto":
+            return None
+        return f"algorithm is {algorithm!r}, and total_density has its own: leave it 'auto'"
 
 
 def _selected(values: Tensor, density: float, chunk: int | None) -> Tensor:
@@ -496,7 +530,7 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _wrong_density(density: Any) -> str | None:
+def _wrong_density(name: str, density: Any) -> str | None:
     if _is_number(density) and 0 < density <= 1:
         return None
-    return f"density is {density!r}: pass the share of entries to send, above 0, at most 1"
+    return f"{name} is {density!r}: pass the share of entries to send, above 0, at most 1"

@@ -24,6 +24,7 @@ from ...agree import is_direct
 from ...devices import Aside
 from ...errors import untransformed
 from ...group import default
+from ...group.group import Group
 from ...rows import Rows
 from ..choice import ALONE, EAGER
 from ..record import started
@@ -82,7 +83,12 @@ def sparse_all_gather(
         ([7, 0, 7, 1], [2, 2])
     """
     group = default.resolve(group)
-    request = Request.to_move(rows, out, wire_dtype)
+    job = job_of(group, Request.to_move(rows, out, wire_dtype), return_counts=return_counts)
+    return started(group, _NAME, job, async_op)
+
+
+def job_of(group: Group, request: Request, *, return_counts: bool = False) -> Aside[Any]:
+    """What gathers rows, when its turn has come."""
     counts: list[int] = []
 
     def schedule(opening: Opened) -> tuple[str, Rows]:
@@ -95,7 +101,7 @@ def sparse_all_gather(
         result = request.restore(done.rows)
         return (result, torch.tensor(counts)) if return_counts else result
 
-    return started(group, _NAME, Aside(group.streams, request.device, job), async_op)
+    return Aside(group.streams, request.device, job)
 
 
 def _counts(opening: Opened) -> list[int]:

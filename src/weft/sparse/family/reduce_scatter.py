@@ -18,6 +18,7 @@ from ...agree import summed_up
 from ...devices import Aside
 from ...errors import WeftError, untransformed
 from ...group import default
+from ...group.group import Group
 from ...rows import Rows
 from ..choice import ALONE, EAGER
 from ..header import Header
@@ -80,7 +81,12 @@ def sparse_reduce_scatter(
         [[2], [7]]
     """
     group = default.resolve(group)
-    request = Request.of(rows, op, "auto", wire_dtype, out)
+    job = job_of(group, Request.of(rows, op, "auto", wire_dtype, out), ranges)
+    return started(group, _NAME, job, async_op)
+
+
+def job_of(group: Group, request: Request, ranges: Sequence[int] | None = None) -> Aside[Any]:
+    """What reduces rows to their owners, when its turn has come."""
     try:
         given = None if ranges is None else _checked(ranges, group.size)
         said = "balanced" if given is None else _said(given)
@@ -103,7 +109,7 @@ def sparse_reduce_scatter(
         done.note(group, ranges=tuple(bounds))
         return request.restore(done.rows)
 
-    return started(group, _NAME, Aside(group.streams, request.device, job), async_op)
+    return Aside(group.streams, request.device, job)
 
 
 def _scattered(opening: Opened, bounds: Sequence[int]) -> tuple[str, Rows]:
