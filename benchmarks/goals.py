@@ -119,6 +119,11 @@ def over_bound(auto: Row) -> float | None:
     return auto["time_ratio"]
 
 
+def over_host_bound(auto: Row) -> float | None:
+    """Weft's time over the least with these ranks on these hosts."""
+    return auto["host_ratio"]
+
+
 TORCH = {  # torch.distributed.all_reduce of the COO tensor over weft, at least
     "one-host": dict(zip(CASES, (8, 3, 1.5, 5, 11, 8, 3), strict=True)),
     "4x1gbit": dict(zip(CASES, (2.2, 1.8, 1.5, 2.4, 8, 1.9, 2), strict=True)),
@@ -126,6 +131,13 @@ TORCH = {  # torch.distributed.all_reduce of the COO tensor over weft, at least
 }
 MEASURED = ("one-host", "4x1gbit", "one-host-2", "one-host-8")  # the links of goals
 BOUND = {"uniform": 1.2, "zipf": 1.35, "identical": 1.3, "scalar": 1.7, "wide": 1.2}
+HOST_BOUND = {  # time over the least with several ranks on each host, at most
+    "2x4x250mbit": 1.2,
+    "4x2x250mbit": 1.2,
+    "8x2x250mbit": 1.2,
+    "2x4x1gbit": 1.5,
+    "4x2x1gbit": 1.5,
+}
 GOALS = (
     *(
         Goal("torch / weft", link, case, limit, over("torch"))
@@ -135,6 +147,11 @@ GOALS = (
     *(
         Goal("time / bound", "4x1gbit", case, limit, over_bound, least=False)
         for case, limit in BOUND.items()
+    ),
+    *(
+        Goal("time / host bound", link, case, limit, over_host_bound, least=False)
+        for link, limit in HOST_BOUND.items()
+        for case in ("uniform", "zipf", "identical", "wide")
     ),
     Goal("dense / weft", "one-host", "full", 0.95, over("dense")),
     Goal("dense / weft", "4x1gbit", "full", 1.0, over("dense")),
@@ -165,7 +182,7 @@ class Verdict:
         if self.missing:
             word += f", {self.missing} runs without a figure"
         wanted = f"{sign} {goal.limit:g}"
-        return f"{goal.link:10} {goal.case:10} {goal.name:18} {wanted:8} {ends:24} {word}"
+        return f"{goal.link:12} {goal.case:10} {goal.name:18} {wanted:8} {ends:24} {word}"
 
 
 def judge(runs: dict[str, list[list[Row]]]) -> list[Verdict]:
