@@ -30,7 +30,6 @@ from weft.testing import simulated
 from weft.wire.link import MERGE, Link
 
 LINK = Link(alpha=20e-6, beta=0.8e-9, gamma=MERGE, work=5e-6)  # 10 Gbit/s: lists are not packed
-STEPS = 3  # the last is counted: residuals are there by then
 
 
 @contextmanager
@@ -50,13 +49,18 @@ def openings() -> Iterator[dict[int, int]]:
 
 
 def sent_in_a_step(
-    group: Group, entries: int, density: float, total: float | None, opened: dict[int, int]
+    group: Group,
+    entries: int,
+    density: float,
+    total: float | None,
+    steps: int,
+    opened: dict[int, int],
 ) -> tuple[int, int, int]:
     """Bytes that this rank sends in the last step, and in its opening; entries of the result."""
     set_link(group, LINK)
     state = weft.ddp.TopK(density, total_density=total, min_numel=1, group=group)
     generator = torch.Generator().manual_seed(group.rank)
-    for _ in range(STEPS):
+    for _ in range(steps):
         tensor = torch.randn(round(entries / density), generator=generator)
         before = group.traffic.bytes
         weft.sync_sparsified([tensor], state)
@@ -70,6 +74,9 @@ def main(
         int, typer.Option(help="k: that a rank sends, and the result has.")
     ] = 40_000,
     density: Annotated[float, typer.Option(help="k over all entries of the tensor.")] = 0.05,
+    steps: Annotated[
+        int, typer.Option(help="The last is counted; the first has no residuals.")
+    ] = 3,
     ways: Annotated[str, typer.Option(help="all, total or plain.")] = "all",
 ) -> None:
     """Print a line for each number of ranks, with `total_density` and without."""
@@ -80,7 +87,9 @@ def main(
         for total in {"all": (density, None), "total": (density,), "plain": (None,)}[ways]:
             start = time.perf_counter()
             with openings() as opened:
-                done = simulated.run(count, LINK, sent_in_a_step, entries, density, total, opened)
+                done = simulated.run(
+                    count, LINK, sent_in_a_step, entries, density, total, steps, opened
+                )
             sent, opening, found = zip(*done, strict=True)
             words = [each / 4 / entries for each in sent]
             took = time.perf_counter() - start

@@ -506,6 +506,41 @@ def test_each_parameter_is_sparsified_by_itself(
                 torch.testing.assert_close(found, sent / group.size)
 
 
+@spmd(3, on=("processes",))
+@trained
+def test_each_parameter_of_a_model_has_its_own_part_of_the_result(
+    group: Group, tmp_path: Path
+) -> None:
+    """However they are packed; a copy of the state goes on with what is kept."""
+    for options in OPTIONS:
+        plain = model_of()
+        state = TopK(0.1, total_density=0.05, min_numel=100)
+        ours = wrapped(plain, state, **options)
+        residuals = [torch.zeros_like(each).flatten() for each in plain.parameters()]
+        for step in range(3):
+            if step == 2:
+                state = copies(state)[1]
+                ours = wrapped(plain, state, **options)
+            for model in (ours, plain):
+                model.zero_grad()
+                loss_of(model, step).backward()
+            for found, residual, own in zip(
+                gradients(ours), residuals, gradients(plain), strict=True
+            ):
+                residual += own.flatten()
+                count = len(residual)
+                share = (0.1, 0.05) if count >= 100 else (1, 1)
+                where = largest(residual, math.ceil(share[0] * count))
+                sent = torch.zeros_like(residual).index_copy_(0, where, residual[where])
+                mean = sent.clone()
+                dist.all_reduce(mean)
+                mean /= group.size
+                shared = largest(mean, math.ceil(share[1] * count))
+                wanted = torch.zeros_like(mean).index_copy_(0, shared, mean[shared])
+                torch.testing.assert_close(found.flatten(), wanted)
+                residual[shared] -= sent[shared]
+
+
 @spmd(2, on=("processes",))
 @trained
 def test_complex_parameters_are_sparsified_as_their_real_numbers(
