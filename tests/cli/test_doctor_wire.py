@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import subprocess
@@ -9,9 +10,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+import weft
+from weft.cli.commands import app
 from weft.testing.pace import patient
 from weft.testing.wires import NUMBERS
+from weft.wire import unregister_wire
 
 EXAMPLE = Path(__file__).parents[2] / "examples/wire_streams"
 
@@ -36,30 +41,36 @@ def no_device(start):
 """
 
 
+OFFERED = {
+    "streams": "weft_streams:make_wire",
+    "broken": "broken_streams:make_wire",
+    "absent": "broken_streams:no_device",
+    "missing": "no_such_module:make_wire",
+}
+
+
 @pytest.fixture
-def doctor(tmp_path):
-    """`doctor(name)` runs the command beside a package that offers three wires."""
+def packages(tmp_path):
+    """Folders of an installed package that offers four wires."""
     (tmp_path / "broken_streams.py").write_text(BROKEN)
     metadata = tmp_path / "wires_of_a_test-1.0.dist-info"
     metadata.mkdir()
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: wires_of_a_test\nVersion: 1\n")
-    (metadata / "entry_points.txt").write_text(
-        "[weft.wires]\n"
-        "streams = weft_streams:make_wire\n"
-        "broken = broken_streams:make_wire\n"
-        "absent = broken_streams:no_device\n"
-        "missing = no_such_module:make_wire\n"
-    )
-    path = os.pathsep.join([str(tmp_path), str(EXAMPLE)])
-    environment = {**os.environ, "PYTHONPATH": path}
+    lines = [f"{name} = {factory}\n" for name, factory in OFFERED.items()]
+    (metadata / "entry_points.txt").write_text("[weft.wires]\n" + "".join(lines))
+    return [str(tmp_path), str(EXAMPLE)]
 
-    def run(name, *options):
-        command = [sys.executable, "-m", "weft", "doctor", "--wire", name, *options]
-        return subprocess.run(
-            command, env=environment, capture_output=True, text=True, timeout=patient(200.0)
-        )
 
-    return run
+@pytest.fixture
+def doctor(packages, monkeypatch):
+    """`doctor(name)` runs the command beside this package, in this process."""
+    monkeypatch.delitem(sys.modules, "broken_streams", raising=False)
+    for folder in packages:
+        monkeypatch.syspath_prepend(folder)
+    yield lambda name, *options: CliRunner().invoke(app, ["doctor", "--wire", name, *options])
+    for name in OFFERED:  # whose factories were found
+        with contextlib.suppress(weft.WeftError):
+            unregister_wire(name)
 
 
 def rows(done):
@@ -68,9 +79,17 @@ def rows(done):
     return [(int(number), verdict) for number, verdict in lines]
 
 
-def test_a_wire_that_keeps_the_contract(doctor):
+def test_a_wire_that_keeps_the_contract(packages):
+    """As a person types it: a process of its own."""
     some = [NUMBERS[name] for name in ("sizes", "dies", "among", "huge")]
-    done = doctor("streams", "--clauses", ",".join(map(str, some)))
+    options = ["--wire", "streams", "--clauses", ",".join(map(str, some))]
+    done = subprocess.run(
+        [sys.executable, "-m", "weft", "doctor", *options],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(packages)},
+        capture_output=True,
+        text=True,
+        timeout=patient(200.0),
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert rows(done) == list(zip(some, ["ok", "ok", "-", "-"], strict=True))
     assert "\n" + " " * 24 + "its features have no lockstep\n" in done.stdout
@@ -80,7 +99,7 @@ def test_a_wire_that_keeps_the_contract(doctor):
 def test_a_wire_that_breaks_a_clause(doctor):
     number = NUMBERS["leases"]
     done = doctor("broken", "--clauses", f"1,{number}")
-    assert done.returncode == 1, done.stdout + done.stderr
+    assert done.exit_code == 1, done.stdout + done.stderr
     assert rows(done) == [(1, "ok"), (number, "wrong")]
     assert "\n" + " " * 24 + "MemoryError: no memory is registered" in done.stdout
     assert f"wire 'broken' breaks 1 of 2 clauses: {number}; the manual" in done.stdout
@@ -88,7 +107,7 @@ def test_a_wire_that_breaks_a_clause(doctor):
 
 def test_a_wire_that_cannot_be_made(doctor):
     done = doctor("absent")
-    assert done.returncode == 1
+    assert done.exit_code == 1
     assert done.stderr.strip() == (
         "weft doctor: wire 'absent' cannot be used: on rank 0 its factory raised OSError: no device"
     )
@@ -96,7 +115,7 @@ def test_a_wire_that_cannot_be_made(doctor):
 
 def test_processes_without_mpirun_are_no_ranks_of_mpi(doctor):
     done = doctor("mpi")
-    assert done.returncode == 1
+    assert done.exit_code == 1
     assert "the 2 ranks have the numbers [0, 0] in MPI" in done.stderr
     assert "start them with the mpirun" in done.stderr
 
@@ -114,6 +133,6 @@ def test_processes_without_mpirun_are_no_ranks_of_mpi(doctor):
 )
 def test_what_is_refused(doctor, options, why):
     done = doctor(*options)
-    assert done.returncode == 2
+    assert done.exit_code == 2
     words = " ".join(done.stderr.replace("│", " ").split())
     assert why in words, done.stderr

@@ -45,10 +45,17 @@ with weft.init():
     ["import weft.cli; weft.cli.main()", "import runpy; runpy.run_module('weft')"],
     ids=["script", "python -m weft"],
 )
-def test_the_command_says_in_a_sentence_what_to_install(missing, start):
-    done = python(missing, f"sys.argv[1:] = ['doctor']; {start}")
+def test_the_command_says_in_a_sentence_what_to_install(missing, start, programs):
+    """In a process that has imported the library already, and nothing of the command line."""
+    program = (
+        "import sys; assert not {'typer', 'rich', 'weft.cli'} & {*sys.modules}\n"
+        + WITHOUT.format(missing=missing)
+        + start
+    )
+    done = programs(program, "doctor")
     words = f"weft: the command line needs {missing[0]}: pip install 'weft[cli]'\n"
-    assert (done.returncode, done.stdout, done.stderr) == (1, "", words)
+    assert done.communicate() == ("", words)
+    assert done.returncode == 1
 
 
 def test_another_module_that_is_missing_is_an_error_as_everywhere():

@@ -14,6 +14,7 @@ import torch
 
 from weft.testing import check_wire, ranks_as_processes
 from weft.testing.pace import patient
+from weft.testing.wire_clauses import CLAUSES
 from weft.wire.tcp import wire as tcp
 
 
@@ -28,7 +29,9 @@ def make_mixed(start):
 
 
 def test_it_keeps_the_contract_where_some_ranks_share_a_host():
-    check_wire(ranks_as_processes(make_mixed))
+    """Clauses of one or two ranks are left out: those would all be on one host."""
+    of_several_hosts = [n for n, clause in enumerate(CLAUSES, 1) if max(clause.sizes) > 2]
+    check_wire(ranks_as_processes(make_mixed), clauses=of_several_hosts)
 
 
 def connections():
