@@ -2,11 +2,11 @@
 
     python benchmarks/simulation.py --ranks 64 --rows 500 --height 20000 --width 64
     python benchmarks/simulation.py --ranks 1024 --rows 128 --height 8192 --width 8
-    python benchmarks/simulation.py --algorithm hierarchical --per-host 8
+    python benchmarks/simulation.py --algorithm split --per-host 8
 
 A simulated message takes less than 0.1 ms of a core, a pair of ranks some ten kilobytes. An
 algorithm takes seconds for 64 ranks and half a minute for 256. For 1,024 ranks it takes two to 47
-minutes and 11 GiB; `doubling` and `hierarchical`, which send few messages, take a minute at most.
+minutes and 11 GiB; `doubling`, which sends few messages, takes a minute at most.
 """
 
 from __future__ import annotations

@@ -59,7 +59,8 @@ def sparse_all_reduce(
 
     Returns:
         Sorted indices, each once, and their sums. A rank's duplicates are added in input order, and
-        ranks in rank order, except by `doubling`, `ring` and `hierarchical` (docs/algorithms.md).
+        ranks in rank order, except by `doubling`, `ring` and `split` in several stages, which adds
+        stage by stage (docs/algorithms.md).
         So the same inputs give the same bits again, as long as "auto" chooses the same algorithm or
         another that adds in rank order. Half precision is added in float32 and rounded twice: each
         rank's sum of duplicates, before it is sent, and the result. Integers wrap. The result has

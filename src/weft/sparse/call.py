@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -29,6 +30,16 @@ from .header import Header
 from .out import Out, Pair, checked
 
 _TAIL = 1 << 12  # at most so many numbers are widened through a copy, not in place
+
+
+class Onward(Protocol):
+    """What becomes of the result of a schedule that is one stage of another schedule."""
+
+    def place(self, indices: Tensor) -> Rows:
+        """Memory for a result with these indices, which are there already."""
+
+    def ready(self, stop: int) -> None:
+        """Take the rows before `stop`, which do not change any more."""
 
 
 @dataclass
@@ -51,6 +62,8 @@ class Call:
             these numbers anyway puts them here, which saves the host a wait; else it is empty.
         trouble: the exception that a caller's function raised.
         target: memory of the caller's that the result must be copied to at the end.
+        onward: takes the result, if the schedule is one stage of another one.
+        divisor: what the result is divided by.
         header: the combined headers of all ranks; set once the ranks have agreed.
         load: the sizes that costs are computed from; set once the ranks have agreed.
     """
@@ -69,11 +82,14 @@ class Call:
     below: Sequence[int] = ()
     trouble: BaseException | None = None
     target: Rows | None = None
+    onward: Onward | None = None
     header: Header = field(init=False)
     load: Load = field(init=False)
+    divisor: int = field(init=False)
     _widened: Rows = field(init=False)
 
     def __post_init__(self) -> None:
+        self.divisor = self.group.size if self.op.mean else 1
         if not self.op.builtin:
             self.op = replace(self.op, function=self._guarded(self.op.function))
 
@@ -93,9 +109,9 @@ class Call:
         return partial_dtype(self.op, self.dtype, self.wide)
 
     @property
-    def divisor(self) -> int:
-        """What the result is divided by."""
-        return self.group.size if self.op.mean else 1
+    def incoming(self) -> Call:
+        """The call as far as rows go to those who sum them: they may be sums of some ranks."""
+        return self.of_partials() if self.load.summed else self
 
     @property
     def chunk_rows(self) -> int:
@@ -130,11 +146,18 @@ class Call:
         start = memory.numel() // self.wide.itemsize * (self.wide.itemsize - self.dtype.itemsize)
         return Rows(indices, typed(memory, shape, self.dtype, start), self.height)
 
-    def result_at(self, indices: Tensor) -> Rows:
-        """Memory for a result with these indices, which are copied to it."""
-        result = self.result(indices.numel())
-        result.indices.copy_(indices)
+    def result_at(self, *lists: Tensor) -> Rows:
+        """Memory for a result with these indices, one list after the other, which are copied."""
+        if self.onward is not None:
+            return self.onward.place(torch.cat(lists))
+        result = self.result(sum(map(len, lists)))
+        torch.cat(lists, out=result.indices)
         return result
+
+    def ready(self, stop: int) -> None:
+        """Say that the result's rows before `stop` are as they will be; a schedule need not."""
+        if self.onward is not None:
+            self.onward.ready(stop)
 
     def widened(self, result: Rows) -> Rows:
         """A schedule's result, converted in place to the dtype of the caller's values; call once.
@@ -154,7 +177,7 @@ class Call:
         return self._widened
 
     def of_partials(self) -> Call:
-        """This call for partial sums: they are neither divided nor rounded at the end."""
+        """The same for partial sums: they are neither divided nor rounded at the end."""
         op = OPS["sum"] if self.op.mean else self.op
         call = Call(self.group, op, self.row_shape, self.index, self.partial, self.height)
         call.given = self.given

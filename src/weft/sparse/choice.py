@@ -21,6 +21,7 @@ from ..group.group import Group
 from ..schedules.hosts import hosts_of
 from ..wire.link import Link
 from .cost import Cost, Load
+from .factors import factored, named
 from .header import Header
 from .link import link_of
 from .record import apart
@@ -32,7 +33,6 @@ ALONE = "alone"
 EAGER = "eager"
 """What runs where all rows travelled in the opening exchange."""
 
-_SPARE = 64 << 20  # bytes of workspace allowed besides three times the rows of the rank with fewest
 _CODE = 8 << 20  # bytes that the first call needs besides: machine code, connections, headers
 _SORTING = 28  # bytes for each row that is sorted: keys, order, indices as given and as sent
 _CHUNK_SECONDS = 0.002  # seconds of a chunk on the link, at least: long beside a message's overhead
@@ -55,10 +55,16 @@ class _Line:
     milliseconds: float
     of_bound: float
     verdict: str
+    factors: str = ""
+
+    @property
+    def name(self) -> str:
+        """The algorithm with its factors, if it has some."""
+        return f"{self.algorithm} {self.factors}".strip()
 
     def __str__(self) -> str:
         return (
-            f"{self.algorithm:12}  {self.messages:8}  {self.bytes:10.0f}  {self.milliseconds:8.2f}"
+            f"{self.name:12}  {self.messages:8}  {self.bytes:10.0f}  {self.milliseconds:8.2f}"
             f"  {self.of_bound:8.2f}  {self.verdict}"
         ).rstrip()
 
@@ -92,9 +98,9 @@ class Explanation:
         load: the sizes it was chosen by.
         lines: for each algorithm: algorithm, messages (sent), bytes (received), milliseconds
             (predicted), of_bound (bytes, as a multiple of the bound), verdict ("chosen", how
-            much longer it would take, or "ruled out" and why). The chosen one comes first, then
-            those that could be chosen, quickest first, then those that are ruled out. Empty in a
-            group of one.
+            much longer it would take, or "ruled out" and why), factors (of `split`: "4x2", or "" if
+            it is flat). The chosen one comes first, then those that could be chosen, quickest
+            first, then those that are ruled out. Empty in a group of one.
         groups: of a list, the tables that are reduced together; those without rows are in none.
         calls: of a list that takes several calls, what each would do; `lines` is empty then.
         device: where the rows are, and for an accelerator how they travel: "cuda (nccl)".
@@ -179,7 +185,7 @@ class Explanation:
             return head
         rows = [
             (
-                line.algorithm,
+                line.name,
                 line.messages,
                 f"{line.bytes:.0f}",
                 f"{line.milliseconds:.2f}",
@@ -271,7 +277,7 @@ def choose(load: Load, algorithm: str) -> str:
 def predicted(load: Load, link: Link) -> Explanation:
     """What `auto` would choose for a load on a link that need not be here; communicates nothing."""
     index = torch.int32 if load.index == 4 else torch.int64
-    return explained(fitted(load, link), "auto", index)
+    return explained(factored(fitted(load, link)), "auto", index)
 
 
 def explained(load: Load, algorithm: str, index: torch.dtype) -> Explanation:
@@ -327,14 +333,9 @@ def together(calls: Sequence[Explanation]) -> Explanation:
     return Explanation(chosen, load, (), groups, tuple(calls))
 
 
-def workspace(load: Load) -> int:
-    """Bytes of workspace that `auto` lets a call use beside its result."""
-    return 3 * load.fewest * (load.row + load.index) + _SPARE
-
-
 def _lines(load: Load, algorithms: Iterable[Algorithm]) -> list[_Line]:
     """These algorithms, quickest first; the verdict says why one cannot be chosen."""
-    found, allowed = [], workspace(load)
+    found, allowed = [], load.workspace
     for algorithm in algorithms:
         cost = algorithm.cost(load)
         reason = algorithm.applies(load) or algorithm.pays(load)
@@ -350,4 +351,5 @@ def _line(name: str, cost: Cost, load: Load, verdict: str = "") -> _Line:
     assert load.link is not None
     of_bound = cost.bytes / load.bound if load.bound > 0 else 1.0
     milliseconds = 1e3 * cost.seconds(load.link)
-    return _Line(name, cost.messages, cost.bytes, milliseconds, of_bound, verdict)
+    factors = named(load.factors) if name == "split" else ""
+    return _Line(name, cost.messages, cost.bytes, milliseconds, of_bound, verdict, factors)

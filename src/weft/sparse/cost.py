@@ -28,6 +28,7 @@ _UNEVEN = 0.08  # of the bytes: streams between all pairs share links unevenly
 _CHUNKED = 0.3  # of its time: a stream of chunks keeps a core busy for longer than one message
 _MEMORY = 1 / 1.5e9  # seconds a byte, below which a copy costs as much as a message
 _SLOT = 4  # bytes that say where in a union an index belongs
+_SPARE = 64 << 20  # bytes of workspace allowed besides three times the rows of the rank with fewest
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,9 @@ class Load:
         rows_of_hosts: for each host the rows in the union of its ranks, and those in the union of
             all other ranks, where they were counted; None: they are estimated.
         link: the network's figures, where they are known.
+        summed: the rows that ranks have are sums of some ranks each, of an earlier stage.
+        factors: of `split`: ranks of a block that sum, blocks, and so on (`sparse.factors`); one
+            or none: it is flat.
     """
 
     ranks: int
@@ -76,6 +80,8 @@ class Load:
     hosts: Hosts | None = None
     rows_of_hosts: tuple[tuple[float, float], ...] | None = None
     link: Link | None = None
+    summed: bool = False
+    factors: tuple[int, ...] = ()
 
     @property
     def mean(self) -> float:
@@ -134,6 +140,16 @@ class Load:
     def of_partials(self) -> Load:
         """The load of a call whose rows are partial sums."""
         return self.but(row=self.partial)
+
+    @property
+    def given(self) -> int:
+        """Bytes of the values of a row that a rank has, and sends to who sums it."""
+        return self.partial if self.summed else self.row
+
+    @property
+    def workspace(self) -> int:
+        """Bytes of workspace that `auto` lets a call use beside its result."""
+        return 3 * self.fewest * (self.row + self.index) + _SPARE
 
     @property
     def direct(self) -> bool:

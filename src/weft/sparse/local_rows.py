@@ -8,7 +8,7 @@ copied twice, and the first part can be sent earlier.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 
 import torch
@@ -29,7 +29,10 @@ class LocalRows:
     Attributes:
         indices: sorted, unique.
         row_shape: shape of a row; a rank without rows learns it when the call opens.
+        at_hand: whether the rows are there, and need not be awaited.
     """
+
+    at_hand = True
 
     def __init__(
         self,
@@ -101,6 +104,23 @@ class LocalRows:
             found.append(slice(start, max(start, places[bisect_left(points, high)])))
         return found
 
+    def pieces(self, step: int, start: int, stop: int) -> Iterator[Tensor]:
+        """The values of the rows from `start` up to `stop`, in order, as they are there.
+
+        Args:
+            step: every piece but the last is a multiple of so many rows.
+            start, stop: which rows.
+        """
+        yield self.values[start:stop]
+
+    def source(self, part: slice) -> Callable[[int, int], Iterator[Tensor]]:
+        """The values of a part of the rows, to be asked for between two numbers in the part."""
+
+        def values(start: int, stop: int) -> Iterator[Tensor]:
+            return self.pieces(max(1, stop - start), part.start + start, part.start + stop)
+
+        return values
+
     def take(self, positions: Tensor, out: Tensor) -> None:
         """Write the rows at some positions (int32) among the indices to `out`."""
         if not positions.numel():
@@ -116,6 +136,48 @@ class LocalRows:
         self._values = None
         if self._lease is not None:
             self._lease.release()
+
+
+class SummedRows(LocalRows):
+    """Sums of an earlier stage, as rows of the next one: they are summed when they are asked for.
+
+    So the next stage sends its first rows while the earlier stage still receives.
+    """
+
+    at_hand = False
+
+    def __init__(self, rows: Rows, blocks: Iterator[tuple[int, int]]) -> None:
+        """
+        Args:
+            rows: canonical; their values are not there yet.
+            blocks: sums the rows, block by block in their order; yields where each begins and ends.
+        """
+        distinct = Distinct(rows.indices, None, None)
+        super().__init__(rows, distinct, OPS["sum"], rows.values.dtype, Pool())
+        self._blocks = blocks
+        self._there = 0  # rows that are summed
+
+    @property
+    def values(self) -> Tensor:
+        for _ in self._blocks:
+            pass
+        return super().values
+
+    def pieces(self, step: int, start: int, stop: int) -> Iterator[Tensor]:
+        while start < stop:
+            end = min(start + step, stop)
+            yield self._upto(end)[start:end]
+            start = end
+
+    def take(self, positions: Tensor, out: Tensor) -> None:
+        if positions.numel():
+            kernels.take(self._upto(int(positions.max()) + 1), positions, out=out)
+
+    def _upto(self, stop: int) -> Tensor:
+        """The values of the rows before `stop`."""
+        while self._there < stop:
+            _, self._there = next(self._blocks)
+        return self._given[:stop]
 
 
 def within(indices: Tensor, bounds: Sequence[int], highest: int) -> list[slice]:

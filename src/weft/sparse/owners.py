@@ -14,14 +14,15 @@ Workspace is bounded, whatever P is. A rank that owns nothing receives nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 
 import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from .. import kernels
-from ..group.group import Pending
+from ..group.group import Pending, Send
 from ..rows import Rows
 from .call import Call
 from .header import Header
@@ -30,7 +31,6 @@ from .stream import (
     VALUES,
     Inflow,
     Source,
-    at_hand,
     chunks,
     index_lists,
     merge_blocks,
@@ -38,52 +38,92 @@ from .stream import (
     wait_all,
 )
 
+Longs = NDArray[np.int64]
+
 _BINS = 64
 _LAST = (2**31 - 1, 2**63 - 1)  # the largest of each index dtype: a cut must fit in it, too
 
 
-def cuts(header: Header, ranks: int) -> list[int]:
-    """`ranks - 1` indices, ascending: owner r sums from cut r-1 up to, not including, cut r.
+def cuts(header: Header, ranks: int, owners: int | None = None) -> list[int]:
+    """Indices, one fewer than owners, ascending: owner r sums from cut r-1 up to cut r.
 
     Args:
         header: of all ranks together.
-        ranks: owners.
+        ranks: how many have the rows.
+        owners: how many share the sums; they get equally many. None: all ranks, with equal work.
     """
     points, weights, count = header.points, header.weights, len(header.points)
+    parts = owners or ranks
     if not count:
-        return [0] * (ranks - 1)
+        return [0] * (parts - 1)
     end = header.highest + (header.highest not in _LAST)
     bins = min(_BINS, count)
     starts = np.arange(bins, dtype=np.int64) * count // bins
     edges = np.append(points[starts], end)
     rows = np.add.reduceat(weights, starts)
-    width = np.maximum(np.diff(edges), 1)
-
-    # rows of `ranks` ranks, thrown into `width` places independently, meet in so many of them
-    missing = np.maximum(1.0 - rows / (width * float(ranks)), 0.0)
-    nobody = np.ones_like(missing)
-    power = ranks
-    while power:  # by multiplications alone: pow() is not the same everywhere
-        if power & 1:
-            nobody = nobody * missing
-        missing = missing * missing
-        power >>= 1
-    union = np.minimum(np.rint(width * (1.0 - nobody)).astype(np.int64), rows)
-    work = rows + (ranks - 1) * np.maximum(union, 1)
+    union = np.maximum(_union(rows, np.diff(edges), ranks, ranks), 1)
+    work = union if owners else rows + (ranks - 1) * union
 
     done = np.concatenate([[0], np.cumsum(work)])
     result = []
-    for rank in range(1, ranks):
-        goal = int(done[-1]) * rank // ranks
+    for part in range(1, parts):
+        goal = int(done[-1]) * part // parts
         at = int(np.searchsorted(done, goal, side="right")) - 1
         into = (goal - int(done[at])) * int(edges[at + 1] - edges[at]) // int(work[at])
         result.append(int(edges[at]) + into)
     return result
 
 
-def balanced(header: Header, ranks: int) -> list[int]:
+def _union(rows: Longs, width: Longs, ranks: int, some: int) -> Longs:
+    """Rows expected in the union of `some` of the ranks, which throw theirs independently.
+
+    Args:
+        rows: of all ranks, in each range of indices.
+        width: how many indices the range has.
+        ranks: all of them.
+        some: of how many ranks.
+    """
+    width = np.maximum(width, 1)
+    missing = np.maximum(1.0 - rows / (width * float(ranks)), 0.0)
+    nobody = np.ones_like(missing)
+    power = some
+    while power:  # by multiplications alone: pow() is not the same everywhere
+        if power & 1:
+            nobody = nobody * missing
+        missing = missing * missing
+        power >>= 1
+    found: Longs = np.minimum(np.rint(width * (1.0 - nobody)).astype(np.int64), rows)
+    return found
+
+
+def balanced(header: Header, ranks: int, owners: int | None = None) -> list[int]:
     """The cuts with both ends: rank r owns the indices from bound r up to, not including, r + 1."""
-    return [0, *cuts(header, ranks), header.highest + 1]
+    return [0, *cuts(header, ranks, owners), header.highest + 1]
+
+
+def of_blocks(header: Header, ranks: int, blocks: int, span: tuple[int, int]) -> Header:
+    """The header of what blocks of ranks have in a range of indices, each block summed.
+
+    Its points say how many rows to expect. Its `total` stays that of all ranks, which no list of
+    indices is longer than.
+
+    Args:
+        header: of all ranks together.
+        ranks: how many there are.
+        blocks: how many blocks.
+        span: the first index, and the end.
+    """
+    low, high = span
+    points = header.points
+    if not len(points):  # there are no rows
+        return header._replace(highest=high - 1)
+    ends = np.append(points[1:], header.highest + (header.highest not in _LAST))
+    inside = (ends > low) & (points < high)
+    places = np.maximum(points[inside], low)
+    width = ends[inside] - points[inside]
+    rows = _union(header.weights[inside], width, ranks, max(1, round(ranks / blocks)))
+    weights = np.maximum(np.minimum(rows * blocks, header.weights[inside]), 1)
+    return header._replace(highest=high - 1, points=places, weights=weights)
 
 
 def spans(bounds: Sequence[int]) -> dict[int, tuple[int, int]]:
@@ -98,6 +138,7 @@ class ToOwners:
     what the caller sends in between does not wait behind them.
 
     Attributes:
+        owner: which range is this rank's.
         union: of the received index lists. On an accelerator the lists have indices of
             neighbouring ranges, too: `union.below` then says where this rank's range begins and
             ends.
@@ -112,27 +153,32 @@ class ToOwners:
             bounds: size + 1 integers, ascending, the same on every rank: rank r owns the indices
                 from `bounds[r]` up to, not including, `bounds[r + 1]`.
         """
-        self._call, me, highest = call, call.group.rank, call.header.highest
+        self._call, me, highest = call.incoming, call.group.rank, call.header.highest
+        self.owner = me
         owns = [low < high and low <= highest for low, high in pairwise(bounds)]
         others = [peer for peer in call.group.peers if owns[peer]]
         sources = call.group.peers if owns[me] else []
         indices = rows.indices.to(call.wire_index)
         part = rows.parts(indices, bounds, highest)
-        values = rows.values
-        self._values = [values[each] for each in part]
+        self._rows = rows
+        self._part = part
         lists = {peer: indices[part[peer]] for peer in others}
         self._lists = index_lists(call, lists, sources, dict.fromkeys(sources, spans(bounds)[me]))
-        step = call.chunk_rows
-        self._lead = dict.fromkeys(others, 0)
-        if not call.load.lockstep:  # else both ends of what is sent would be posted by now
+        step = self._call.chunk_rows
+        ends = {peer: part[peer].start for peer in others}  # of what leaves at once
+        # else both ends of what is sent would be posted by now, or all of it summed
+        if rows.at_hand and not call.load.lockstep:
             for peer in others:
-                self._lead[peer] = step * -(-self._values[peer].shape[0] // (4 * step))
+                count = part[peer].stop - part[peer].start
+                quarter = step * -(-count // (4 * step))
+                ends[peer] = min(part[peer].start + quarter, part[peer].stop)
         self._sent: list[Pending] = []
-        self._send({peer: self._values[peer][:lead] for peer, lead in self._lead.items()})
+        self._send({peer: (part[peer].start, end) for peer, end in ends.items()})
+        self._rest = {peer: (end, part[peer].stop) for peer, end in ends.items()}
         found = self._lists.wait() | {me: indices[part[me]]}
         found = {rank: found[rank] for rank in sorted(found)}
         self._runs = [*found.values()]
-        self._inflows = {peer: Inflow(call, peer, found[peer].numel()) for peer in sources}
+        self._inflows = {peer: Inflow(self._call, peer, found[peer].numel()) for peer in sources}
         span = spans(bounds)[me] if call.load.staying else None
         self.union = united(call, found, span)
 
@@ -143,16 +189,24 @@ class ToOwners:
 
     def send_rest(self) -> None:
         """Send all values that were not sent yet."""
-        self._send({peer: self._values[peer][lead:] for peer, lead in self._lead.items()})
+        self._send(self._rest)
 
-    def _send(self, values: dict[int, Tensor]) -> None:
-        sends = [(peer, each) for peer in values for each in chunks(self._call, values[peer])]
+    def _send(self, parts: Mapping[int, tuple[int, int]]) -> None:
+        """Send the rows of some parts, each to a peer."""
+        sends: list[Send] = []
+        for peer, (start, stop) in parts.items():
+            for piece in self._rows.pieces(self._call.chunk_rows, start, stop):
+                sends += [(peer, chunk) for chunk in chunks(self._call, piece)]
+                if not self._rows.at_hand:  # it leaves while the next one is summed
+                    self._sent.append(self._call.group.post(sends, (), VALUES))
+                    sends = []
         self._sent.append(self._call.group.post(sends, (), VALUES))
 
     def sums(self, call: Call, union: kernels.Union, out: Tensor) -> Iterator[tuple[int, int]]:
         """Merge the rows that this rank owns, in rank order: see `merge_blocks`."""
         streams: dict[int, Source] = {r: inflow.pieces for r, inflow in self._inflows.items()}
-        streams[self._call.group.rank] = at_hand(self._values[self._call.group.rank])
+        me = self._call.group.rank
+        streams[me] = self._rows.source(self._part[me])
         sources = [streams[rank] for rank in sorted(streams)]
         return merge_blocks(call, self._runs, sources, union, out)
 

@@ -30,6 +30,7 @@ ENTRY_POINTS = "weft.algorithms"
 """The group of entry points by which installed packages offer algorithms."""
 
 _FIELD = 200  # bytes of the fingerprint for the names of a program's own algorithms
+_GONE = {"hierarchical": "use split, whose first factor is the ranks of a host"}
 _NOT_NAMES = ("auto", "alone", "eager")  # what else `algorithm=` and records say
 
 _log = logging.getLogger("weft")
@@ -289,6 +290,10 @@ def find(name: str, where: str = "") -> Algorithm:
     if why is not None:
         raise WeftError(f"{where}algorithm {name!r} of an installed package is missing: {why}")
     known = ", ".join(sorted(ALGORITHMS))
+    if name in _GONE:
+        raise WeftError(
+            f"{where}algorithm {name!r} is gone: {_GONE[name]}; there are auto, {known}"
+        )
     raise WeftError(f"{where}algorithm {name!r} is unknown: use auto or one of {known}")
 
 

@@ -24,7 +24,7 @@ from ..errors import WeftError
 from ..kernels.ops import HALVES, OPS, Op
 from ..rows import Rows
 from ..tensors import has_elements, is_made_of_others, is_transformed, lacking, plain
-from . import link, registry, sketch
+from . import factors, link, registry, sketch
 from .header import POINTS
 from .out import Out, checked
 
@@ -236,6 +236,7 @@ class Request:
         if said is not None:
             link.parse(said)  # raises here rather than when the link is needed
         self.fields["WEFT_LINK"] = "nothing" if said is None else said
+        self.fields["WEFT_FACTORS"] = "x".join(map(str, factors.asked())) or "nothing"
 
     def _take_dtype(self, own: torch.dtype) -> None:
         """Check that the op and the `wire_dtype` apply to values of this dtype."""

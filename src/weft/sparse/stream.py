@@ -8,7 +8,7 @@
   stream in and one out, which share its link evenly; streams between all pairs do not. Measured
   at 4 hosts of 1 Gbit/s: 1.1 times the limit, against 1.6. If links are as quick as memory, each
   rank sends to all others directly.
-* `laid_out` and `share`: one result for the sums of all owners of index ranges.
+* `laid_out` and `Share`: one result for the sums of all owners of index ranges.
 * `merge_blocks`: merges own rows and inflows in rank order, block by block, while later chunks are
   still on the wire.
 
@@ -139,7 +139,7 @@ class IndexLists(Lists):
         """See `index_lists`."""
         self._group, self._sources, self._dtype = call.group, sources, call.wire_index
         self._places, self._spans = call.load.places, spans
-        self._most = call.load.total * call.load.index  # bytes of any list
+        self._most = call.header.total * call.load.index  # bytes of any list
         self._leases: list[Lease] = []
         # a list that goes to several peers is packed once, and sent as one tensor
         packed: dict[int, tuple[Tensor, Tensor]] = {}
@@ -399,8 +399,8 @@ def laid_out(call: Call, summed: Sequence[Tensor]) -> tuple[Rows, list[Tensor]]:
 
     The sums are not there yet.
     """
-    result = call.result(sum(map(len, summed)))
-    indices = torch.cat(list(summed), out=result.indices)
+    result = call.result_at(*summed)
+    indices = result.indices
     if call.load.staying and indices.numel():  # else they were looked at when they came
         wrong = (indices[1:] <= indices[:-1]).any() | (indices[0] < 0)
         wrong |= indices[-1] >= call.load.places
@@ -411,19 +411,66 @@ def laid_out(call: Call, summed: Sequence[Tensor]) -> tuple[Rows, list[Tensor]]:
     return result, [result.values[part] for part in parts(map(len, summed))]
 
 
-def share(call: Call, summed: Sequence[Tensor]) -> tuple[Rows, Tensor, Ring]:
-    """The result of a call in which each rank sums an index range.
+class Share:
+    """What each rank of a group sums, on all of its ranks: an all-gather of sums in chunks.
 
-    Args:
-        call: the call this is for.
-        summed: the indices that each rank sums, in rank order.
-
-    Returns:
-        The result, with its indices; the part of its values that this rank sums; and a ring, which
-        receives the other ranks' sums into the result, and sends this rank's.
+    Attributes:
+        result: all ranks' sums, one after the other; its indices are there once it is laid out.
     """
-    result, values = laid_out(call, summed)
-    return result, values[call.group.rank], Ring(call, values, SUMS)
+
+    result: Rows
+
+    def __init__(self, call: Call, among: Call | None = None) -> None:
+        """
+        Args:
+            call: makes the result.
+            among: the same call for the ranks that share, if they are not all.
+        """
+        self._call = call
+        self._among = among or call
+        self._told = 0  # rows of this rank's that were sent
+
+    def tell(self, indices: Tensor, bounds: Spans) -> None:
+        """Send the list of what this rank sums.
+
+        Args:
+            indices: the list, in the dtype `call.wire_index`.
+            bounds: the range of each rank.
+        """
+        peers = self._among.group.peers
+        self._own = indices
+        self._lists = index_lists(self._among, dict.fromkeys(peers, indices), peers, bounds)
+
+    def heard(self) -> list[Tensor]:
+        """What each rank sums, in rank order."""
+        group = self._among.group
+        lists = self._lists.wait() | {group.rank: self._own}
+        return [lists[rank] for rank in range(group.size)]
+
+    def lay_out(self, lists: Sequence[Tensor]) -> Tensor:
+        """Begin to receive sums with these indices; where this rank writes its own."""
+        self.result, parts = laid_out(self._call, lists)
+        self._mine = parts[self._among.group.rank]
+        self._ring = Ring(self._among, parts, SUMS)
+        return self._mine
+
+    def send(self, stop: int) -> None:
+        """Send the sums before `stop` that were not sent; they do not change any more."""
+        step = self._among.chunk_rows
+        if stop < self._mine.shape[0]:
+            stop -= stop % step  # chunks are full, but the last one
+        if stop > self._told:
+            self._ring.send(self._mine[self._told : stop])
+            self._told = stop
+
+    def finish(self) -> Rows:
+        """Wait until all is received and sent; the result."""
+        self._ring.finish()
+        return self.result
+
+    def release(self) -> None:
+        """Give back the memory of the lists."""
+        self._lists.release()
 
 
 def merge_blocks(

@@ -47,7 +47,15 @@ NAME = "sparse_all_reduce of a list"
 
 _END = 2**63 - 1  # the largest end of a key space: the end, too, must fit in int64
 _SHORT = 2**31  # keys below fit in int32
-_FIELDS = ("op", "algorithm", "WEFT_LINK", "wire dtype", "number of tables", "device")
+_FIELDS = (
+    "op",
+    "algorithm",
+    "WEFT_LINK",
+    "WEFT_FACTORS",
+    "wire dtype",
+    "number of tables",
+    "device",
+)
 
 _TABLE = np.dtype(
     [

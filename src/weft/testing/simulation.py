@@ -18,7 +18,7 @@ from ..errors import WeftError
 from ..group.processes import ProcessWire
 from ..kernels import meter
 from ..rows import Rows
-from ..sparse import run
+from ..sparse import factors, run
 from ..sparse.cost import Cost, Load
 from ..sparse.link import set_link
 from ..sparse.registry import ALGORITHMS
@@ -94,7 +94,7 @@ def simulate(
             # two openings, of which the first is nothing but that: the difference is the schedule
             request = Request.of(rows(group.rank), op, algorithm, None, None)
             with run.opened(group, request, "sparse_all_reduce") as opening:
-                load = opening.call.load
+                load = factors.factored(opening.call.load, factors.asked())
             opened = simulated.clock(group)
             before = group.traffic.messages, group.traffic.bytes
             done = run.reduced(group, request)

@@ -28,17 +28,17 @@ from ..stream import VALUES, Ring, all_lists, at_hand, list_messages, merge_bloc
 
 def cost(load: Load) -> Cost:
     others, listed = load.ranks - 1, load.mean * load.index_of(load.mean)
-    received = others * (load.mean * load.row + listed)
+    received = others * (load.mean * load.given + listed)
     merged = load.merging(load.total, load.pieces(load.mean, load.ranks, load.union))
-    last = min(merged, load.mean * load.row)  # rows are merged in order, while the last ones come
+    last = min(merged, load.mean * load.given)  # rows are merged in order, while the last ones come
     return Cost(
         rounds=1 + load.hops(others, load.mean),
-        messages=others * (list_messages(listed) + load.chunks(load.mean, load.row)),
+        messages=others * (list_messages(listed) + load.chunks(load.mean, load.given)),
         bytes=received,
         merged=merged - last,
         overlapped=last,
         delayed=load.crowded(received),
-        memory=(load.total - load.fewest) * load.row + load.uniting(load.total, load.union),
+        memory=(load.total - load.fewest) * load.given + load.uniting(load.total, load.union),
     )
 
 
@@ -47,16 +47,18 @@ def gather(rows: LocalRows, call: Call) -> Rows:
     group = call.group
     runs, lists = all_lists(call, rows.indices.to(call.wire_index))
     counts = [run.numel() * (rank != group.rank) for rank, run in enumerate(runs)]
-    with group.lease(sum(counts) * call.load.row) as memory:
-        space = typed(memory, (sum(counts), *call.row_shape), call.dtype)
-        ring = Ring(call, torch.split(space, counts), VALUES)
-        ring.send(rows.values)
+    incoming = call.incoming
+    with group.lease(sum(counts) * call.load.given) as memory:
+        space = typed(memory, (sum(counts), *call.row_shape), incoming.dtype)
+        ring = Ring(incoming, torch.split(space, counts), VALUES)
+        for piece in rows.pieces(incoming.chunk_rows, 0, len(rows)):
+            ring.send(piece)
         union = united(call, dict(enumerate(runs)))
         result = call.result_at(union.indices)
         sources = [ring.source(rank) for rank in range(group.size)]
         sources[group.rank] = at_hand(rows.values)
-        for _ in merge_blocks(call, runs, sources, union, result.values):
-            pass
+        for _, stop in merge_blocks(call, runs, sources, union, result.values):
+            call.ready(stop)
         ring.finish()
     lists.release()
     return result

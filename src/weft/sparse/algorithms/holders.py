@@ -70,21 +70,21 @@ def cost(load: Load) -> Cost:
     steps = 1 if load.at_once else math.ceil(sums / relay_rows(load, sums))
     away = max(0.0, load.mean - sums)  # rows that are summed elsewhere, in equal parts
     pieces = others * steps * -math.expm1(-away / max(1, others * steps))
-    received = others * listed + (away + others * sums) * load.row
+    received = others * listed + away * load.given + others * sums * load.row
     made = load.merging(load.mean, pieces)
     told = PUT * load.union * load.row + load.ranks * steps * CALL
     return Cost(
         rounds=3 + load.hops(others, sums),
-        messages=round(load.parted(away / max(1, others), load.row, others))
+        messages=round(load.parted(away / max(1, others), load.given, others))
         + others * (list_messages(listed) + steps * bool(load.row)),
         bytes=received,
         # rows are dealt out before most of them are sent
-        merged=(PLACE + _DEAL) * load.total + away * load.row + made / max(1, steps),
+        merged=(PLACE + _DEAL) * load.total + away * load.given + made / max(1, steps),
         overlapped=made * (1 - 1 / max(1, steps)) + told,
         delayed=load.crowded(received),
-        memory=away * load.row
+        memory=away * load.given
         + (load.union * load.row if load.at_once else relay_memory(load, sums))
-        + min(away * load.row, others * window(load) * load.chunk),
+        + min(away * load.given, others * window(load) * load.chunk),
     )
 
 
@@ -101,7 +101,7 @@ def holders(own: LocalRows, call: Call) -> Rows:
         counts = [shares.count(rank) for rank in range(call.group.size)]
         step = max(1, counts[me]) if at_once else relay_rows(call.load, max(counts))
         sums = _Sums(call, own, union.slots, shares, step)
-        with _sent(call, own, kernels.deal(union.slots[me], shares, me)):
+        with _sent(call.incoming, own, kernels.deal(union.slots[me], shares, me)):
             (_tell_at_once if at_once else _tell)(call, sums, shares, counts, result.values)
         sums.release()
     lists.release()
@@ -185,6 +185,7 @@ class _Sums:
         rank alone holds."""
         me = call.group.rank
         self._call, self._own, self._step, self._alone = call, own, step, shares.alone(me)
+        self._incoming = call.incoming
         self._inflows: list[Inflow] = []
         self._runs: list[tuple[Tensor, Source, list[int]]] = []
         count = shares.count(me)
@@ -194,7 +195,7 @@ class _Sums:
             if rank == me:
                 self._rows, source = rows, self._pieces
             else:
-                self._inflows.append(Inflow(call, rank, len(rows)))
+                self._inflows.append(Inflow(self._incoming, rank, len(rows)))
                 source = self._inflows[-1].pieces
             bounds = [0, len(rows)]
             if count > step:
@@ -206,18 +207,21 @@ class _Sums:
     def _pieces(self, start: int, stop: int) -> Iterator[Tensor]:
         """This rank's own rows, as a source."""
         shape = stop - start, *self._call.row_shape
-        piece = torch.empty(shape, dtype=self._call.dtype, device=self._call.device)
+        piece = torch.empty(shape, dtype=self._incoming.dtype, device=self._call.device)
         self._own.take(self._rows[start:stop], piece)
         yield piece
 
     def write(self, number: int, out: Tensor) -> None:
         """Write chunk `number`; they are to be asked for in their order."""
         call, first = self._call, number * self._step
-        if first + len(out) <= self._alone:  # nothing is added, so nothing has to be widened
-            self._own.take(self._rows[first : first + len(out)], out)
-            call.finish(out, out)
+        is_alone = first + len(out) <= self._alone
+        sums = out
+        if not self._direct and not (is_alone and self._incoming.dtype == call.dtype):
+            sums = typed(self._lease.tensor, tuple(out.shape), call.partial)
+        if is_alone:  # nothing is added, so nothing has to be widened
+            self._own.take(self._rows[first : first + len(out)], sums)
+            call.finish(sums, out)
             return
-        sums = out if self._direct else typed(self._lease.tensor, tuple(out.shape), call.partial)
         for places, source, bounds in self._runs:
             row, last = bounds[number : number + 2]
             for piece in source(row, last) if row < last else ():

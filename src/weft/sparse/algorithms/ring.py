@@ -23,6 +23,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ... import kernels
+from ...group.group import Pending
 from ...rows import Rows
 from ...wire.memory import typed
 from ..call import Call
@@ -33,12 +34,10 @@ from ..registry import algorithm
 from ..stream import (
     IndexLists,
     Inflow,
-    all_lists,
-    at_hand,
+    Share,
     list_messages,
     merge_blocks,
     send_rows,
-    share,
     wait_all,
     window,
 )
@@ -96,26 +95,30 @@ def ring(own: LocalRows, call: Call) -> Rows:
         run = unions[-1].indices
 
     # now everybody's sums are known, and their places in the result
+    share = Share(call)
     if call.load.identical:
-        result, mine, sharing = share(call, [indices[rows] for rows in part])
+        mine = share.lay_out([indices[rows] for rows in part])
     else:
-        summed, all_ = all_lists(call, run, ranges)
-        result, mine, sharing = share(call, summed)
-        all_.release()
+        share.tell(run, ranges)
+        mine = share.lay_out(share.heard())
+        share.release()
     passed = call.of_partials()
     most = max((len(union.indices) for union in unions[:-1]), default=0)
     with group.lease(2 * most * passed.load.row) as memory:
         space = typed(memory, (2, most, *call.row_shape), call.partial)
 
         # and with the values
-        going = [send_rows(passed, right, own.values[part[passing[0]]].to(call.partial))]
+        first = part[passing[0]]
+        going: list[list[Pending]] = [[]]
+        for piece in own.pieces(passed.chunk_rows, first.start, first.stop):
+            going[0] += send_rows(passed, right, piece.to(call.partial))
         for step, owner in enumerate(passing[1:]):
             inflow = Inflow(passed, left, came[step].numel())
             runs = [came[step], indices[part[owner]]]
-            sources = [inflow.pieces, at_hand(own.values[part[owner]])]
+            sources = [inflow.pieces, own.source(part[owner])]
             if owner == me:
-                for start, stop in merge_blocks(call, runs, sources, unions[step], mine):
-                    sharing.send(mine[start:stop])
+                for _, stop in merge_blocks(call, runs, sources, unions[step], mine):
+                    share.send(stop)
             else:
                 if step:  # what went out two steps before must have left its memory
                     wait_all(going[step - 1])
@@ -124,7 +127,7 @@ def ring(own: LocalRows, call: Call) -> Rows:
                 for start, stop in merge_blocks(passed, runs, sources, unions[step], out):
                     going[-1] += send_rows(passed, right, out[start:stop])
             inflow.release()
-        sharing.finish()
+        result = share.finish()
         for sent in going:
             wait_all(sent)
     return result

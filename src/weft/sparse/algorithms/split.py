@@ -1,4 +1,4 @@
-"""split: the owner of an index range sums it, then shares the sums.
+"""split: the owner of an index range sums it, then shares the sums; in one stage, or in several.
 
 A sparse reduce-scatter followed by a sparse all-gather, each row received once for each rank that
 holds it, and once more for each that does not own it: within 1 + 1/P of the bound. The index
@@ -10,62 +10,217 @@ place in it, early. Owners merge chunk by chunk into their part of the result; e
 goes round the ring straight from there, and is received where it belongs. Workspace is bounded,
 whatever P is.
 
+With several factors (`factors`) the owners are those of a block, such as a host. What they sum is
+then summed among the ranks of one place, one of each block, by whatever algorithm is quickest
+there: its rows are the block's sums, which leave as they are made, and its result goes straight to
+the ranks of the block. Nothing is agreed on again: the headers of the call say what to expect. Sums
+of one block travel unrounded; complete sums are divided and rounded once, and shared in the dtype
+of the rows.
+
 Best for overlapping rows or many ranks: the general case.
 
 "SSAR_Split_allgather" of Renggli et al., "SparCML" (SC'19), section 5.3; balanced owners as in Li
-and Hoefler, "Near-optimal sparse allreduce" (PPoPP'22), section 3.
+and Hoefler, "Near-optimal sparse allreduce" (PPoPP'22), section 3; factors as in Zhao and Canny,
+"Kylix" (ICPP 2014), section 4, and with hosts first as in Goyal et al., "Accurate, Large Minibatch
+SGD" (2017), section 4.
 """
 
 from __future__ import annotations
 
+from copy import copy
+from dataclasses import replace
+
+from torch import Tensor
+
 from ...rows import Rows
+from ...wire.memory import typed
 from ..call import Call
 from ..cost import Cost, Load
-from ..local_rows import LocalRows
-from ..owners import ToOwners, balanced, spans
+from ..factors import blocks, handed, handing_on, middle, within
+from ..local_rows import LocalRows, SummedRows
+from ..owners import ToOwners, balanced, of_blocks, spans
 from ..registry import algorithm
-from ..stream import index_lists, list_messages, share, window
+from ..stream import Share, list_messages, window
 
 
 def cost(load: Load) -> Cost:
+    return _in_stages(load) if len(load.factors) > 1 else _flat(load)
+
+
+def _flat(load: Load) -> Cost:
     others, given, sums = load.ranks - 1, load.mean / load.ranks, load.union / load.ranks
     asked, told = (rows * load.index_of(rows * load.ranks) for rows in (given, sums))
-    received = others * ((given + sums) * load.row + asked + told)
-    values = load.parted(given, load.row, others) + load.parted(sums, load.row, others)
+    received = others * (given * load.given + sums * load.row + asked + told)
+    values = load.parted(given, load.given, others) + load.parted(sums, load.row, others)
     return Cost(
         rounds=3 + load.hops(others, sums),
         messages=others * (list_messages(asked) + list_messages(told)) + round(values),
         bytes=received,
         merged=load.merging(load.mean, load.pieces(given, load.ranks, sums)),
-        delayed=load.queue * others * (given * load.row + asked)
+        delayed=load.queue * others * (given * load.given + asked)
         + load.unevenly(received)
         + load.crowded(received),
         # the index lists of one's own share, then those of all sums
-        memory=min(load.mean * load.row, others * window(load) * load.chunk)
+        memory=min(load.mean * load.given, others * window(load) * load.chunk)
         + load.uniting(load.mean, sums)
         + load.union * load.listed(load.union),
     )
 
 
+def _in_stages(load: Load) -> Cost:
+    found = blocks(load)
+    block = within(load)
+    among_places, inner = middle(load)
+    inner_cost = among_places.cost(inner)
+    places = load.factors[0]
+    leading = places * len(found) / load.ranks  # the part of the ranks that has a place
+    given = load.mean / places
+    sums = load.union / places
+    asked = given * block.index_of(load.mean)
+    told = sums * block.index_of(load.union)
+
+    # the average rank gives to the owners of its block, and gets the sums of the others
+    owners = places - leading
+    others = load.ranks / len(found) - 1
+    up = owners * list_messages(asked) + load.parted(given, load.given, places) * owners / places
+    lists = leading * list_messages(told) + 1 - leading
+    down = others * (lists + leading * load.chunks(sums, load.row))
+    reduced = owners * (given * load.given + asked)
+    shared = owners * (sums * load.row + told)
+
+    merged = block.merging(block.ranks * given, load.pieces(given, block.ranks, sums))
+    slowest = inner_cost.slowest or inner_cost
+    if block.on_one_host:
+        assert inner.link is not None and load.link is not None
+        sharing = inner.link.beta / load.link.beta
+        # a block's rows are merged while those of other blocks are on the wire, and so are its sums
+        # handed on, if they are complete one after the other
+        meanwhile, after = handing_on(load, among_places.name)
+        slowest = replace(
+            slowest,
+            bytes=sharing * slowest.bytes,
+            delayed=sharing * slowest.delayed,
+            merged=slowest.merged + after,
+            overlapped=slowest.overlapped + handed(load) * reduced + merged + meanwhile,
+        )
+        hops = 0
+    else:
+        in_block = reduced + shared
+        slowest = replace(
+            slowest,
+            bytes=slowest.bytes + in_block,
+            delayed=slowest.delayed + block.unevenly(in_block) + block.crowded(in_block),
+            merged=slowest.merged + merged,
+        )
+        hops = block.hops(block.ranks - 1, sums)
+    memory = (
+        inner_cost.memory
+        + inner.mean * load.partial
+        + min(load.mean * load.given, block.ranks * window(block) * block.chunk)
+        + block.uniting(block.ranks * given, inner.mean)
+        + load.union * block.listed(load.union)
+    )
+    slowest = replace(
+        slowest,
+        rounds=slowest.rounds + 3 + hops,
+        messages=round(slowest.messages + up + down),
+        memory=memory,
+    )
+    return replace(
+        slowest,
+        messages=round(up + down + leading * inner_cost.messages),
+        bytes=reduced + shared + leading * inner_cost.bytes,
+        slowest=slowest,
+    )
+
+
 @algorithm(cost=cost, lockstep=True)
 def split(rows: LocalRows, call: Call) -> Rows:
-    group, others = call.group, call.group.peers
-    bounds = balanced(call.header, group.size)
-    moving = ToOwners(call, rows, bounds)
+    found = blocks(call.load)
+    block = next(ranks for ranks in found if call.group.rank in ranks)
+    is_flat = len(found) == 1
+    among = call if is_flat else _within(call, block)
+    bounds = _bounds(call, block)
+    moving = ToOwners(among, rows, bounds)
+    share = Share(call, among)
 
-    # what will be summed here, told to all ahead of the bulk of the values
-    told = moving.indices
-    sums = index_lists(call, dict.fromkeys(others, told), others, spans(bounds))
-    moving.send_rest()
+    if is_flat:
+        # what will be summed here, told to all ahead of the bulk of the values
+        share.tell(moving.indices, spans(bounds))
+        moving.send_rest()
 
-    # now the result's size is known, and the place of everybody's sums in it
-    summed = sums.wait() | {group.rank: told}
-    result, mine, ring = share(call, [summed[rank] for rank in range(group.size)])
+        # now the result's size is known, and the place of everybody's sums in it
+        mine = share.lay_out(share.heard())
+        for _, stop in moving.sums(call, moving.union, mine):
+            share.send(stop)
+    else:
+        moving.send_rest()
+        onward = _Onward(share, bounds, call.height)
+        place = block.index(call.group.rank)
+        if place < call.load.factors[0]:
+            _sum_between(call, moving, [ranks[place] for ranks in found], onward)
+        else:
+            onward.place(moving.indices)
 
-    for start, stop in moving.sums(call, moving.union, mine):
-        ring.send(mine[start:stop])
-    ring.finish()
-
+    result = share.finish()
     moving.finish()
-    sums.release()
+    share.release()
     return result
+
+
+def _within(call: Call, block: tuple[int, ...]) -> Call:
+    """The call among the ranks of a block."""
+    among = copy(call)
+    among.group = call.group.subset(block)
+    among.load = within(call.load)
+    return among
+
+
+def _bounds(call: Call, block: tuple[int, ...]) -> list[int]:
+    """The ranges of a block's ranks; those that have no place own nothing."""
+    if len(block) == call.group.size:
+        return balanced(call.header, call.group.size)
+    bounds = balanced(call.header, call.group.size, call.load.factors[0])
+    return bounds + bounds[-1:] * (len(block) + 1 - len(bounds))
+
+
+def _sum_between(call: Call, moving: ToOwners, place: list[int], onward: _Onward) -> None:
+    """Sum what the ranks of one place have of their blocks."""
+    inner = copy(call)
+    inner.group = call.group.subset(place)
+    algorithm, inner.load = middle(call.load)
+    inner.onward = onward
+    span = onward.bounds[moving.owner], onward.bounds[moving.owner + 1]
+    inner.header = of_blocks(call.header, call.group.size, len(place), span)
+    indices = moving.indices
+    with call.group.lease(len(indices) * call.load.partial) as memory:
+        sums = Rows(indices, typed(memory, (len(indices), *call.row_shape), call.partial))
+        merged = moving.sums(inner.incoming, moving.union, sums.values)
+        algorithm.run(SummedRows(sums, merged), inner)
+        onward.ready(onward.count)
+
+
+class _Onward:
+    """The sums of a place on their way to the ranks of the block.
+
+    Attributes:
+        bounds: the ranges of the block's ranks.
+        count: of the sums; known once they have their place.
+    """
+
+    count = 0
+
+    def __init__(self, share: Share, bounds: list[int], height: int | None) -> None:
+        self._share = share
+        self._height = height
+        self.bounds = bounds
+
+    def place(self, indices: Tensor) -> Rows:
+        """Tell the block which sums come; where they belong in the result."""
+        self.count = len(indices)
+        self._share.tell(indices, spans(self.bounds))
+        return Rows(indices, self._share.lay_out(self._share.heard()), self._height)
+
+    def ready(self, stop: int) -> None:
+        """Send what is complete."""
+        self._share.send(stop)

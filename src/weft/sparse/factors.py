@@ -1,0 +1,237 @@
+"""Factors: the blocks of ranks in which `split` sums first, and what runs between these.
+
+With factors (4, 2) eight ranks are two blocks of four. In a block each of four ranks sums a part
+of the indices. Then the ranks that have the same *place* in their blocks have the same part: among
+them runs another algorithm, whichever is quickest there. At the end a block's four ranks share what
+they got. One factor is a block of all ranks, with nothing to run between blocks. More than two are
+a split between the blocks, by the rest of the factors.
+
+A block is a host, where the factors are those of the hosts: then each row crosses a host's link
+once, whatever ranks of the host have it, and all ranks of the host take part in that. Where hosts
+have unequal numbers of ranks the first factor is that of the smallest: the others' further ranks
+have no place. Else neighbouring ranks are a block.
+
+The factors of a call are in `Load.factors`. All ranks find them from the same load, or are told by
+`WEFT_FACTORS`.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+
+from ..errors import WeftError
+from ..schedules.hosts import Hosts
+from ..wire.link import WITHIN
+from .cost import Load
+from .registry import ALGORITHMS, Algorithm
+
+_MANY = 16  # ranks on hosts of their own from which messages may be what limits
+_SMALLEST = 1 << 16  # bytes of a chunk
+# doubling's receives are as long as the call's rows, and dense_tail's table has the call's height
+_NOT_BETWEEN = ("doubling", "dense_tail")
+_HANDED = 4.0  # bytes merged in the time in which one is handed on within a host, if unknown
+
+Blocks = tuple[tuple[int, ...], ...]
+
+
+def named(factors: tuple[int, ...]) -> str:
+    """As users write factors: `4x2`; "" for one or none."""
+    return "x".join(map(str, factors)) if len(factors) > 1 else ""
+
+
+def parse(text: str) -> tuple[int, ...]:
+    """The factors that WEFT_FACTORS says. Raises WeftError."""
+    try:
+        factors = tuple(int(each) for each in text.split("x"))
+    except ValueError:
+        factors = ()
+    if not factors or min(factors) < 1:
+        raise WeftError(f"WEFT_FACTORS={text!r} is not a list of factors: e.g. 4x2")
+    return factors
+
+
+def asked() -> tuple[int, ...]:
+    """The factors that the environment asks for, the same on all ranks of a call; () for none."""
+    said = os.environ.get("WEFT_FACTORS")
+    return parse(said) if said else ()
+
+
+def factored(load: Load, factors: tuple[int, ...] = ()) -> Load:
+    """The load with the factors that are predicted to be quickest.
+
+    Args:
+        load: the sizes of the call, with the figures of its link.
+        factors: to be taken if the call's ranks can be divided so.
+    """
+    flat = load.but(factors=())
+    if load.at_once:  # messages travel in rounds, in which all ranks take part
+        return flat
+    if factors == (load.ranks,):
+        return flat
+    if factors and _divides(load, factors):
+        return load.but(factors=factors)
+    trials = [*_candidates(flat)]
+    return min([flat, *trials], key=_microseconds) if trials else flat
+
+
+def _candidates(load: Load) -> Iterator[Load]:
+    """Loads with factors worth a look."""
+    hosts = load.hosts
+    if hosts is None or len(hosts.ranks) == load.ranks:
+        root = next(n for n in range(math.isqrt(load.ranks), 0, -1) if load.ranks % n == 0)
+        if load.ranks < _MANY or root == 1:
+            return
+        first = root, load.ranks // root
+    else:
+        first = min(map(len, hosts.ranks)), len(hosts.ranks)
+    if not _divides(load, first):
+        return
+    found = load.but(factors=first)
+    yield found
+    further = factored(between(found)).factors
+    if further:
+        yield load.but(factors=(first[0], *further))
+
+
+def _microseconds(load: Load) -> int:
+    """What split is predicted to take: microseconds, which every machine rounds alike."""
+    assert load.link is not None
+    return round(1e6 * ALGORITHMS["split"].cost(load).seconds(load.link))
+
+
+def _divides(load: Load, factors: tuple[int, ...]) -> bool:
+    """Whether the ranks can be divided by these factors, and the op lets them."""
+    if len(factors) > 1 and _are_of_hosts(load, factors):
+        assert load.hosts is not None
+        return load.hosts.in_order or not load.in_order
+    return len(factors) > 1 and math.prod(factors) == load.ranks and min(factors) > 1
+
+
+def _are_of_hosts(load: Load, factors: tuple[int, ...]) -> bool:
+    """Whether the first factor is the ranks of a host, and the others those of the hosts."""
+    if load.hosts is None:
+        return False
+    sizes = [len(ranks) for ranks in load.hosts.ranks]
+    if len(sizes) == 1 or max(sizes) == 1:
+        return False
+    return factors[0] == min(sizes) and math.prod(factors[1:]) == len(sizes)
+
+
+def blocks(load: Load) -> Blocks:
+    """The ranks of each block of the first stage, ascending."""
+    if len(load.factors) < 2:
+        return (tuple(range(load.ranks)),)
+    if _are_of_hosts(load, load.factors):
+        assert load.hosts is not None
+        return load.hosts.ranks
+    size = load.factors[0]
+    return tuple(tuple(range(low, low + size)) for low in range(0, load.ranks, size))
+
+
+def _are_near(load: Load, found: Blocks) -> bool:
+    """Whether the ranks of each block share a host."""
+    if load.hosts is None:
+        return max(map(len, found)) == 1
+    of = load.hosts.of
+    return all(len({of[rank] for rank in block}) == 1 for block in found)
+
+
+def within(load: Load) -> Load:
+    """The load of the stages in a block: of the largest one."""
+    found = blocks(load)
+    ranks = max(map(len, found))
+    local = load.but(
+        ranks=ranks,
+        total=round(ranks * load.mean),
+        union=round(load.union_of(ranks)),
+        hosts=None,
+        rows_of_hosts=None,
+        factors=(),
+    )
+    if not _are_near(load, found):
+        return local
+    assert load.link is not None
+    link = replace(load.link, beta=min(load.link.beta, WITHIN))
+    return local.but(hosts=Hosts((0,) * ranks), link=link, gaps=False)
+
+
+def between(load: Load) -> Load:
+    """The load of what runs among the ranks of one place: one rank of each block."""
+    found = blocks(load)
+    places = load.factors[0]
+    rows = [load.union_of(len(block)) / places for block in found]
+    union = round(load.union / places)
+    # the places of a host share its link, so a chunk of the same duration is shorter
+    sharing = places if _are_near(load, found) else 1
+    assert load.link is not None
+    hosts = None
+    if load.hosts is not None:
+        hosts = Hosts.named([load.hosts.of[block[0]] for block in found])
+    inner = load.but(
+        ranks=len(found),
+        total=max(round(sum(rows)), union),
+        most=round(max(rows)),
+        fewest=round(min(rows)),
+        union=union,
+        height=None,
+        chunk=max(_SMALLEST, load.chunk >> (sharing.bit_length() - 1) // 2),
+        hosts=None if hosts is None or len(hosts.ranks) == len(found) else hosts,
+        link=replace(load.link, beta=load.link.beta * sharing),
+        rows_of_hosts=None,
+        summed=True,
+        factors=(),
+    )
+    further = load.factors[1:]
+    return inner.but(factors=further) if len(further) > 1 else inner
+
+
+def handed(load: Load) -> float:
+    """Bytes merged in the time in which one is handed on within a host."""
+    link = load.link
+    assert link is not None
+    return link.within / link.gamma if link.within else _HANDED
+
+
+def handing_on(load: Load, between_blocks: str) -> tuple[float, float]:
+    """What it costs to share complete sums in a block that is a host, in bytes merged.
+
+    Args:
+        load: of the call.
+        between_blocks: the algorithm that makes the sums. Those of `gather` are complete in the
+            order of their indices, so they are handed on while rows of the last block come.
+
+    Returns:
+        For sums that are handed on meanwhile, and for those after all are made.
+    """
+    found = blocks(load)
+    if not _are_near(load, found):
+        return 0.0, 0.0
+    places = load.factors[0]
+    whole = handed(load) * (places - 1) / places * load.union * load.row
+    meanwhile = whole / (len(found) - 1) if between_blocks == "gather" else 0.0
+    return meanwhile, whole - meanwhile
+
+
+def middle(load: Load) -> tuple[Algorithm, Load]:
+    """What runs between the blocks, and the load that it has; the same on every rank."""
+    inner = between(load)
+    if inner.factors or not _are_near(load, blocks(load)):  # then it is there to save messages
+        return ALGORITHMS["split"], inner
+    link = inner.link
+    assert link is not None
+
+    def order(algorithm: Algorithm) -> tuple[bool, int, str]:
+        cost = algorithm.cost(inner)
+        _, after = handing_on(load, algorithm.name)
+        seconds = cost.seconds(link) + after * link.gamma
+        return cost.memory > inner.workspace, round(1e6 * seconds), algorithm.name
+
+    able = [
+        each
+        for each in ALGORITHMS.values()
+        if each.builtin and each.name not in _NOT_BETWEEN and each.applies(inner) is None
+    ]
+    return min(able, key=order), inner

@@ -1,0 +1,462 @@
+"""split in stages, on groups of several hosts; flat it is under the tests of all algorithms."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import threading
+from itertools import pairwise
+
+import pytest
+import torch
+
+import weft
+from weft.schedules.hosts import Hosts, hosts_of, set_hosts
+from weft.sparse import ALGORITHMS, Load, factors, last_call
+from weft.sparse.header import Header
+from weft.sparse.link import set_link
+from weft.sparse.owners import balanced, of_blocks
+from weft.sparse.stream import VALUES
+from weft.testing import expected, run, simulated, spmd
+from weft.testing.simulation import simulate
+from weft.wire.link import MERGE, Link
+
+HOSTS = {  # by name of each rank's host
+    2: ("ab", "aa"),
+    3: ("abb", "aba", "abc"),
+    4: ("aabb", "abba", "abcd", "aaab"),
+    7: ("aaaabbb", "aaaaabc", "abababa", "aabbccc"),
+    8: ("aaaabbbb", "abcabcab", "aabbccdd"),
+    13: ("aaaabbbbccccd", "abcdefghijklm", "aaaaaaabbbbbb"),
+}
+SLOW = Link(50e-6, 8e-9, 0.35e-9, 50e-6)
+BETWEEN = sorted(set(ALGORITHMS) - {"doubling", "dense_tail"})
+LOCK = threading.Lock()
+
+
+def rows_of(rank, dtype=torch.float32, height=200, count=150):
+    draw = torch.Generator().manual_seed(rank)
+    values = torch.randint(-4, 5, (count, 3), generator=draw).to(dtype)
+    return weft.Rows(torch.randint(height, (count,), generator=draw), values, height)
+
+
+@functools.cache
+def world(size, op, dtype):
+    parts = [rows_of(rank, dtype, count=0 if rank == 1 else 150) for rank in range(size)]
+    return parts, expected(parts, op)
+
+
+def reduced(group, names, parts, op="sum", **options):
+    """By hosts of these names; the group is given back as it was."""
+    before = hosts_of(group)
+    set_hosts(group, Hosts.named(names))
+    try:
+        return weft.sparse_all_reduce(parts[group.rank], op, algorithm="split", **options)
+    finally:
+        set_hosts(group, before)
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """Sets the factors that a call of threads or of simulated ranks takes."""
+    return lambda text: monkeypatch.setenv("WEFT_FACTORS", text)
+
+
+def parsed(text):
+    return tuple(map(int, text.split("x")))
+
+
+def factors_of(names):
+    """Those of these hosts."""
+    counts = [names.count(name) for name in dict.fromkeys(names)]
+    several = 1 < len(counts) < len(names)
+    return f"{min(counts)}x{len(counts)}" if several else str(len(names))
+
+
+@pytest.mark.parametrize(
+    ("size", "names"), [(size, each) for size in HOSTS for each in HOSTS[size]]
+)
+def test_it_equals_the_definition(size, names, asked):
+    asked(factors_of(names))
+
+    def program(group):
+        set_link(group, SLOW)
+        for op, dtype in (("sum", torch.float32), ("avg", torch.bfloat16), ("min", torch.int8)):
+            with LOCK:  # ranks that are threads would each make them
+                parts, want = world(size, op, dtype)
+            total = reduced(group, names, parts, op)
+            assert torch.equal(total.indices, want.indices), (op, dtype)
+            torch.testing.assert_close(total.values, want.values)
+            assert last_call().algorithm == "split"
+        set_hosts(group, Hosts.named(names))
+        rows = world(size, "sum", torch.float32)[0][group.rank]
+        return weft.explain(rows, algorithm="split").load.factors
+
+    wanted = parsed(factors_of(names))
+    assert set(run(size, program)) == {wanted if len(wanted) > 1 else ()}
+
+
+@spmd(4, 7)
+def test_it_equals_the_definition_on_every_wire(group):
+    for names in HOSTS[group.size]:
+        with LOCK:
+            parts, want = world(group.size, "sum", torch.float32)
+        total = reduced(group, names, parts)
+        assert torch.equal(total.indices, want.indices), names
+        assert torch.equal(total.values, want.values), names
+
+
+@pytest.mark.parametrize("text", ["2x4", "4x2", "2x2x2", "8"])
+def test_a_variable_sets_factors(text, asked):
+    asked(text)
+
+    def program(group):
+        set_link(group, SLOW)
+        set_hosts(group, Hosts.named("aaaabbbb"))
+        parts, want = world(8, "sum", torch.float32)
+        total = reduced(group, "aaaabbbb", parts)
+        assert torch.equal(total.values, want.values)
+        said = weft.explain(parts[group.rank], algorithm="split")
+        return said.load.factors, said.lines[0].name
+
+    name = f"split {text}" if "x" in text else "split"
+    wanted = parsed(text) if "x" in text else ()
+    assert run(8, program) == [(wanted, name)] * 8
+
+
+def test_factors_that_do_not_divide_a_group_are_not_taken_there(asked):
+    asked("2x4")
+
+    def program(group):
+        parts, want = world(4, "sum", torch.float32)
+        return torch.equal(reduced(group, "aabb", parts).values, want.values)
+
+    assert run(4, program) == [True] * 4
+
+
+@pytest.mark.parametrize("text", ["4x", "two", "0x4", "-2x-4"])
+def test_a_variable_that_says_no_factors_is_an_error_on_every_rank(text, asked):
+    asked(text)
+
+    def program(group):
+        with pytest.raises(weft.WeftError, match=f"WEFT_FACTORS='{text}' is not a list of factors"):
+            reduced(group, "aabb", world(4, "sum", torch.float32)[0])
+
+    run(4, program)
+
+
+@pytest.mark.parametrize("between", BETWEEN)
+def test_any_algorithm_may_run_between_blocks(between, monkeypatch, asked):
+    asked("1x3")
+
+    def middle(load):
+        return ALGORITHMS[between], factors.between(load)
+
+    monkeypatch.setattr("weft.sparse.algorithms.split.middle", middle)
+    cases = (torch.float32, 200, (150, 150)), (torch.float16, 30, (0, 1)), (torch.int8, 9, (0, 0))
+    for dtype, height, counts in cases:
+        parts = [rows_of(rank, dtype, height, counts[rank % 2]) for rank in range(6)]
+        want = expected(parts)
+        for names, text in (("aabbca", "1x3"), ("aabbcc", "2x3")):
+            asked(text)
+            for total in run(6, reduced, names, parts):
+                assert torch.equal(total.indices, want.indices)
+                assert torch.equal(total.values, want.values)
+
+
+@pytest.mark.parametrize("text", ["2x4", "4x2", "2x2x2"])
+def test_real_numbers_have_the_same_bits_on_all_ranks_and_again(text, asked):
+    asked(text)
+    draw = torch.Generator().manual_seed(7)
+    parts = [
+        weft.Rows(torch.randint(300, (500,), generator=draw), torch.randn(500, 5, generator=draw))
+        for _ in range(8)
+    ]
+
+    def program(group):
+        return [reduced(group, "aaaabbbb", parts).values for _ in range(2)]
+
+    (first, _), *_ = found = run(8, program)
+    assert all(torch.equal(each, first) for both in found for each in both)
+
+
+@pytest.mark.parametrize("between", BETWEEN)
+@pytest.mark.parametrize("given", [torch.bfloat16, torch.float32])
+def test_sums_of_some_ranks_travel_unrounded(given, between, monkeypatch, asked):
+    """1 and 1/512 many times: rounded to bfloat16 between the stages, the small ones would go."""
+    asked("2x2")
+
+    def middle(load):
+        return ALGORITHMS[between], factors.between(load)
+
+    monkeypatch.setattr("weft.sparse.algorithms.split.middle", middle)
+    parts = []
+    for rank, value in enumerate([1.0, 2**-9, 2**-9, 2**-9]):
+        own = torch.arange(5000, 5100) + 100 * rank
+        indices = torch.cat([torch.arange(5000), own])
+        parts.append(weft.Rows(indices, torch.full((5100, 2), value, dtype=given), 6000))
+    wire_dtype = None if given is torch.bfloat16 else torch.bfloat16
+    for total in run(4, reduced, "aabb", parts, wire_dtype=wire_dtype):
+        assert total.values[:5000].eq(1 + 2**-7).all()  # of 1 + 3/512, rounded once
+        assert total.values[5000:5100].eq(1).all()
+        assert total.values[5100:].eq(2**-9).all()
+
+
+def test_lists_of_tables(asked):
+    asked("2x2")
+    parts = [[rows_of(rank), rows_of(rank + 9, count=rank)] for rank in range(4)]
+
+    def program(group):
+        return reduced(group, "aabb", parts)
+
+    for found in run(4, program):
+        for table, total in enumerate(found):
+            assert torch.equal(total.values, expected([part[table] for part in parts]).values)
+
+
+@spmd(8, on=("threads",))
+def test_some_ranks_of_some_hosts_are_a_group(group):
+    names = "abcabcab"
+    set_hosts(group, Hosts.named(names))
+    some = [0, 3, 4, 6, 7]  # aabab
+    if group.rank in some:
+        part = group.subset(some)
+        set_hosts(part, Hosts.named([names[rank] for rank in some]))
+        rows = rows_of(group.rank)
+        total = weft.sparse_all_reduce(rows, algorithm="split", group=part)
+        want = expected([rows_of(rank) for rank in some])
+        assert torch.equal(total.indices, want.indices)
+        assert torch.equal(total.values, want.values)
+
+
+@spmd(4, on=("threads",))
+def test_out_is_filled_where_the_caller_wants_it(group):
+    for dtype in (torch.float32, torch.bfloat16):
+        parts = [rows_of(rank, dtype) for rank in range(group.size)]
+        want = expected(parts, "avg")
+        out = torch.full((200,), -1), torch.full((200, 3), 7.0, dtype=dtype)
+        total = reduced(group, "aabb", parts, "avg", out=out)
+        assert total.values.data_ptr() == out[1].data_ptr()
+        assert torch.equal(out[0][: len(want)], want.indices)
+        assert torch.equal(out[1][: len(want)], want.values)
+
+
+@pytest.mark.parametrize("names", ["aaaabbbb", "aaabbbbb", "abababab"])
+def test_a_function_gets_its_operands_in_rank_order(names, asked):
+    """Where the ranks of a host are no neighbours the split is flat."""
+    asked(factors_of(names))
+
+    def last(left, right):
+        return right
+
+    parts = [rows_of(rank) for rank in range(8)]
+    want = expected(parts, last)
+
+    def program(group):
+        set_link(group, SLOW)
+        assert torch.equal(reduced(group, names, parts, last).values, want.values)
+        set_hosts(group, Hosts.named(names))
+        return weft.explain(parts[group.rank], last, algorithm="split").load.factors
+
+    in_order = Hosts.named(names).in_order
+    assert set(run(8, program)) == {parsed(factors_of(names)) if in_order else ()}
+
+
+@spmd(4, on=("threads",))
+def test_a_function_that_raises_is_everybodys_error(group):
+    def last(left, right):
+        return right
+
+    def fails(left, right):
+        raise KeyError("no")
+
+    fails.__module__, fails.__qualname__ = last.__module__, last.__qualname__
+    parts = [rows_of(rank) for rank in range(group.size)]
+    with pytest.raises(weft.WeftError, match=r"rank 2: KeyError: 'no'"):
+        reduced(group, "aabb", parts, last if group.rank != 2 else fails)
+    reduced(group, "aabb", parts)
+
+
+@spmd(4, on=("threads",))
+def test_a_rank_that_dies_is_everybodys_error(group):
+    def allocate(count, row_shape, dtypes):
+        if group.rank == 2:  # when the others of its place and of its host await it
+            group.abort("gone")
+        return torch.empty(count, dtype=dtypes[0]), torch.empty(count, *row_shape)
+
+    with pytest.raises(weft.WireError, match="rank 2 gave up: gone"):
+        reduced(group, "aabb", [rows_of(rank) for rank in range(4)], out=allocate)
+
+
+@spmd(8, on=("threads",))
+def test_only_sums_of_hosts_leave_them(group):
+    """The same rows everywhere: what leaves a host is that of one rank, whatever ranks it has."""
+    set_link(group, SLOW)
+    rows = weft.Rows(torch.arange(4000), torch.ones(4000, 8), 4000)
+    names = "aaaabbbb"
+    group.traffic.reset()
+    reduced(group, names, [rows] * group.size)
+    leaves = sum(
+        group.traffic.to.get(peer, 0) for peer in range(8) if names[peer] != names[group.rank]
+    )
+    opening = 4 * 8192  # to all ranks of the other host
+    assert leaves <= opening + 1.1 * 4000 * (8 * 4 + 4) / 4
+
+
+@pytest.mark.parametrize("kind", ["identical", "disjoint"])
+@pytest.mark.parametrize("names", ["aaaabbbb", "aabbccdd"])
+def test_workspace_is_what_was_predicted(names, kind, asked):
+    asked(factors_of(names))
+    count, opening = 12_000, 416 << 10  # bytes of a statement and of two lists' first messages
+
+    def program(group):
+        set_link(group, SLOW)
+        set_hosts(group, Hosts.named(names))
+        draw = torch.Generator().manual_seed(group.rank)
+        indices = torch.randperm(count, generator=draw)
+        if kind == "disjoint":
+            indices = indices * 8 + group.rank
+        rows = weft.Rows(indices, torch.ones(count, 80), count * 8)
+        load = weft.explain(rows, algorithm="split").load
+        pool = group.memory
+        pool.peak = pool.lent
+        total = weft.sparse_all_reduce(rows, algorithm="split")
+        assert pool.lent == 0, "a lease was not given back"
+        cost = ALGORITHMS["split"].cost(load.but(union=len(total)))
+        assert pool.peak <= cost.memory + count * load.row + opening * 7
+
+    run(8, program)
+
+
+# Simulated -------------------------------------------------------------------------------------
+
+NETWORK = Link(50e-6, 8e-9, MERGE, 10e-6)
+WITHIN = dataclasses.replace(NETWORK, beta=4 * MERGE)
+
+
+def spread(rank, count=6000, height=60_000):
+    draw = torch.Generator().manual_seed(rank)
+    indices = torch.randperm(height, generator=draw)[:count].sort().values
+    return weft.Rows(indices, torch.ones(count, 64), height)
+
+
+def test_a_call_is_opened_once_and_each_stage_sends_what_it_must(asked):
+    """2 hosts x 4: lists and values to 3 owners, to the other host, and sums to 3 ranks."""
+    asked("4x2")
+    done = simulate("split", lambda rank: spread(rank, 400, 4000), 8, NETWORK,
+                    hosts="aaaabbbb", within=WITHIN)  # fmt: skip
+    assert done.messages == 3 * 2 + 2 + 3 * 2  # a second opening would be seven more
+
+
+class Watched:
+    """What is under way; notes the simulated time at which it was waited for."""
+
+    def __init__(self, group, pending, times):
+        self.group, self.pending, self.times = group, pending, times
+
+    def wait(self):
+        found = self.pending.wait()
+        self.times.append(simulated.clock(self.group))
+        return found
+
+    def release(self):
+        self.pending.release()
+
+
+def test_the_second_stage_begins_before_the_first_has_ended(asked):
+    asked("4x2")
+    names = "aaaabbbb"
+
+    def program(group):
+        set_link(group, NETWORK)
+        sent, received = [], []
+        post = group.post
+
+        def watched(sends=(), recvs=(), channel=0):
+            for peer, tensor in sends:
+                if names[peer] != names[group.rank] and channel == VALUES and tensor.numel():
+                    sent.append(simulated.clock(group))
+            pending = post(sends, recvs, channel)
+            within = [peer for peer, _ in recvs if names[peer] == names[group.rank]]
+            if within and channel == VALUES:
+                return Watched(group, pending, received)
+            return pending
+
+        group.post = watched
+        weft.sparse_all_reduce(spread(group.rank, 30_000, 200_000), algorithm="split")
+        assert last_call().algorithm == "split"
+        return min(sent), max(received)
+
+    for first_sent, last_received in simulated.run(8, NETWORK, program, hosts=names, within=WITHIN):
+        assert first_sent < last_received
+
+
+@pytest.mark.parametrize(("ranks", "each"), [(8, 4), (8, 2), (16, 8), (64, 8), (64, 1)])
+def test_it_takes_what_was_predicted(ranks, each):
+    hosts = [f"{rank // each}" for rank in range(ranks)]
+    done = simulate("split", lambda rank: spread(rank, 1000, 20_000), ranks, NETWORK,
+                    hosts=hosts, within=WITHIN)  # fmt: skip
+    assert done.predicted == pytest.approx(done.seconds, rel=0.15)
+    assert done.messages == pytest.approx(done.cost.messages, rel=0.1)
+    assert done.bytes == pytest.approx(done.cost.bytes, rel=0.05)
+
+
+# The choice ------------------------------------------------------------------------------------
+
+
+def load_of(hosts, link=NETWORK, **changes):
+    load = Load(
+        len(hosts), len(hosts) * 50_000, 50_000, 50_000, 300_000, 1_000_000, 256, 256, 4,
+        places=1_000_000, link=link, hosts=Hosts.named(hosts),
+    )  # fmt: skip
+    return load.but(**changes)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "wanted"),
+    [("aaaabbbb", (4, 2)), ("aabbccdd", (2, 4)), ("aaaabbb", (3, 2)), ("aaaaabc", (1, 3)),
+     ("abcdefgh", ()), ("aaaaaaaa", ())],
+)  # fmt: skip
+def test_factors_are_those_of_the_hosts(hosts, wanted):
+    load = factors.factored(load_of(hosts))
+    assert load.factors == wanted
+    blocks = factors.blocks(load)
+    assert sorted(rank for block in blocks for rank in block) == list(range(len(hosts)))
+    if wanted:
+        assert [len(block) for block in blocks] == [hosts.count(name) for name in sorted({*hosts})]
+
+
+def test_two_hosts_gather_between_and_a_few_take_holders():
+    for hosts, name in (("aaaabbbb", "gather"), ("aabbccdd", "holders")):
+        load = factors.factored(load_of(hosts))
+        assert factors.middle(load)[0].name == name
+
+
+def test_wires_in_rounds_and_accelerators_are_flat():
+    for changes in ({"lockstep": True}, {"staying": True}):
+        assert factors.factored(load_of("aaaabbbb", **changes)).factors == ()
+
+
+def test_ranges_of_a_place_are_those_of_its_header():
+    parts = [rows_of(rank, height=5000, count=800).indices.unique() for rank in range(8)]
+    header = Header.together([Header.of(part, rank) for rank, part in enumerate(parts)])
+    union = torch.cat(parts).unique()
+    bounds = balanced(header, 8, 4)
+    assert bounds[0] == 0 and bounds[-1] == header.highest + 1 and len(bounds) == 5
+    sums = torch.searchsorted(union, torch.tensor(bounds)).diff()
+    assert sums.max() <= 1.15 * sums.float().mean()
+    for low, high in pairwise(bounds):
+        inner = of_blocks(header, 8, 2, (low, high))
+        assert balanced(inner, 2)[-1] == high
+        assert low < balanced(inner, 2)[1] < high
+        rows = sum(((part >= low) & (part < high)).sum() for part in parts)
+        assert 0.6 * rows <= inner.weights.sum() <= 1.2 * rows
+
+
+def test_the_old_name_says_what_to_write():
+    with pytest.raises(weft.WeftError, match="'hierarchical' is gone: use split, whose first"):
+        run(2, reduced_by, "hierarchical")
+
+
+def reduced_by(group, name):
+    return weft.sparse_all_reduce(rows_of(group.rank), algorithm=name)
