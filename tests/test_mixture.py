@@ -33,7 +33,10 @@ def test_random_programs(script: Callable[[str], ModuleType], world: str) -> Non
 
 
 @pytest.mark.parametrize("world", ["shm-2", "tcp-3", "torch-2"])
-def test_nothing_is_left(script: Callable[[str], ModuleType], world: str) -> None:
+def test_nothing_is_left(
+    script: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch, world: str
+) -> None:
+    monkeypatch.setenv("WEFT_KEEP", "0")  # as the script does, and for this test alone
     for told in script("benchmarks/soak.py").world(world, 0, 60, limit=patient(200.0)):
         assert told.programs == 60 and told.calls > 5 * 60
         assert told.end.files <= told.start.files and told.end.threads <= told.start.threads
