@@ -25,12 +25,14 @@ import torch
 from torch import Tensor
 
 import weft
-from weft.group.group import Group, Pending, Recv, Send
+from weft.group.group import Group
+from weft.group.pending import Pending
 from weft.sparse import codec
 from weft.sparse.bound import rows_of_average, rows_of_busiest
 from weft.sparse.link import set_link
 from weft.sparse.stream import SUMS, VALUES
 from weft.testing import run
+from weft.wire import Recv, Send
 from weft.wire.link import MERGE, Link
 from weft.wire.memory import Lease, Pool
 

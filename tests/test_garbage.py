@@ -103,9 +103,9 @@ def attacked(group, way, what):
         with pytest.raises(weft.WireError) as caught:
             weft.sparse_all_reduce(rows, algorithm="gather", group=given)
             if group.rank == CULPRIT and change is not None:
-                changed(group, which, change)
+                changed(given, which, change)
             elif group.rank == CULPRIT and what == "of a detector":
-                group._detector._send([0], {"bye": ["nobody"]})
+                group.session.detector.links.send(0, b'{"bye": ["nobody"]}\n')
             elif group.rank == CULPRIT and way == "torch":
                 framed(patch, gloo_frames, "_HEAD", lambda channel, length: (channel, -length))
             elif group.rank == CULPRIT:

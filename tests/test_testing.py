@@ -19,7 +19,6 @@ import torch.distributed as dist
 
 from weft.errors import WeftError, WireError
 from weft.group import default
-from weft.group.group import wire_for
 from weft.schedules import dense_all_reduce
 from weft.testing import RankFailure, gloo_of_one_thread, pool, processes, run, spmd
 from weft.testing.pace import MOST, patient
@@ -51,7 +50,7 @@ def test_results_come_in_rank_order(on):
 
 def uneven(group, sends, awaits, times):
     """Rounds with the other rank, over the wire of a device."""
-    over, other = wire_for(group, torch.ones(1)), 1 - group.rank
+    over, other = group.on(torch.device("cpu")), 1 - group.rank
     assert over is not group
     for _ in range(times[group.rank]):
         post = over.post([(other, torch.ones(sends, dtype=torch.uint8))], [(other, awaits)])
@@ -184,7 +183,7 @@ def test_the_environment_is_what_it_is_here(on, monkeypatch):
 
 def hang_on_rank_2(group):
     if group.rank == 2:
-        time.sleep(20 if group.host != "threads" else 3)  # a thread cannot be ended
+        time.sleep(20 if group.machine != "threads" else 3)  # a thread cannot be ended
     dense_all_reduce(group, torch.ones(1), "sum").wait()
 
 

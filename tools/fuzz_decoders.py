@@ -37,12 +37,13 @@ import torch
 
 import weft
 from weft import kernels, tensors
-from weft.group import group as base
 from weft.group.failure import detector
+from weft.group.group import Group
+from weft.group.session import Session
 from weft.sparse import codec
 from weft.sparse.link import set_link
 from weft.testing import run
-from weft.wire import framed
+from weft.wire import Features, framed
 from weft.wire.link import Link
 from weft.wire.memory import Pool
 from weft.wire.tcp.connection import Connection, Receive
@@ -266,23 +267,25 @@ def recorded(name, size):
     said = collections.defaultdict(list)
 
     def program(group):
-        def post(sends=(), recvs=(), channel=0, inner=group.post):
+        def post(sends=(), recvs=(), channel=0, inner=group.wire.post):
             for peer, message in sends:
                 said[group.rank, peer, channel].append(tensors.as_bytes(message).numpy().tobytes())
             return inner(sends, recvs, channel)
 
-        group.post = post
+        group.wire.post = post
         call(name, group)
 
     run(size, program)
     return said
 
 
-class Replayed(base.Group):
-    """A group on which recorded messages come, some of them spoilt."""
+class Replayed:
+    """A wire on which recorded messages come, some of them spoilt."""
+
+    device, features = torch.device("cpu"), Features()
 
     def __init__(self, rank, size, said, rng):
-        super().__init__(rank, size, 5.0, "host")
+        self.rank, self.size = rank, size
         self.coming = {key: collections.deque(each) for key, each in said.items() if key[1] == rank}
         for _ in range(rng.choice((1, 1, 3)) if self.coming else 0):
             queue = self.coming[rng.choice(sorted(self.coming))]
@@ -293,26 +296,17 @@ class Replayed(base.Group):
         queues = [self.coming.get((peer, self.rank, channel)) for peer, _ in recvs]
         return Coming(recvs, [queue.popleft() if queue else None for queue in queues])
 
-    def split(self, ranks):
-        raise NotImplementedError
-
-    def make_for_device(self, device):
-        raise NotImplementedError
-
     def lease(self, nbytes):
-        return self.memory.lease(nbytes)
-
-    def abort(self, reason):
         return None
 
-    def fail(self, peer, text):
-        return weft.WireError(text, rank=self.rank, culprit=peer)
+    def abort(self, failure):
+        return None
 
     def close(self):
-        super().close()
+        return None
 
 
-class Coming(base.Pending):
+class Coming:
     def __init__(self, recvs, messages):
         self.heard, self.places = [*zip(recvs, messages, strict=True)], []
 
@@ -325,8 +319,17 @@ class Coming(base.Pending):
             tensors.memory_of(self.places[-1])[: len(raw)] = raw
         return self.places
 
+    def done(self):
+        return False
+
     def release(self):
         return None
+
+
+def replaying(rank, size, said, rng):
+    """A group over such a wire, which knows no peers: there are none."""
+    wire, hosts = Replayed(rank, size, said, rng), ["threads"] * size
+    return Group(Session(wire, 5.0, hosts, detector=None, memory=Pool(), join=None))
 
 
 def replay(rng):
@@ -334,7 +337,7 @@ def replay(rng):
     name = rng.choice([*CALLS])
     size = rng.choice((2, 3, 2 if name in ALGORITHMS else 18))
     rank = rng.randrange(size)
-    with Replayed(rank, size, recorded(name, size), rng) as group:
+    with replaying(rank, size, recorded(name, size), rng) as group:
         try:
             result = call(name, group)
         except MemoryError:

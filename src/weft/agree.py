@@ -30,7 +30,8 @@ from torch import Tensor
 
 from .errors import WeftError
 from .group.failure.verdict import NAMED, differing
-from .group.group import SMALL, Group, Pending
+from .group.group import SMALL, Group
+from .group.pending import Pending
 
 T = TypeVar("T")
 

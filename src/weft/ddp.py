@@ -52,7 +52,7 @@ from .comm.opening import opened
 from .devices import Aside, Streams, accelerators, on_host
 from .errors import WeftError, WireError, entry
 from .group import process_group
-from .group.group import Group, wire_for
+from .group.group import Group
 from .group.worker import Work
 from .schedules import fast_all_reduce
 from .sparse import Record, last_call
@@ -194,7 +194,7 @@ class State:
                 return
             # divided first: a sum may overflow
             sent = gradient.div_(group.size).to(travelling(gradient.dtype, self.wire_dtype))
-            fast_all_reduce(wire_for(group, gradient), sent, "sum").wait()
+            fast_all_reduce(group.on(gradient.device), sent, "sum").wait()
             gradient.copy_(sent)  # which is nothing where it is the same tensor
 
         return reduction

@@ -40,6 +40,11 @@ def on_host(tensor: Tensor) -> bool:
     return tensor.is_cpu and not _asked
 
 
+def is_host(device: torch.device) -> bool:
+    """Whether tensors of a device go the way of the CPU."""
+    return device.type == "cpu" and not _asked
+
+
 @contextmanager
 def as_device() -> Iterator[None]:
     """For tests: CPU tensors are treated as if they were on an accelerator, in all threads."""

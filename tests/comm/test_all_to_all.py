@@ -7,7 +7,6 @@ import torch
 
 import weft
 from weft.comm import staging
-from weft.group.group import wire_for
 from weft.tensors import as_bytes
 from weft.testing import spmd
 
@@ -91,7 +90,7 @@ def test_shapes_need_not_agree(group):
 @pytest.mark.parametrize("most", [1, 1000, 100_000])
 @spmd(4, on=("threads", "device"))
 def test_no_round_moves_more_than_it_may(group, most):
-    over = wire_for(group, torch.empty(0))
+    over = group.on(torch.device("cpu"))
     seen, post = [], over.post
 
     def watched(sends=(), recvs=(), channel=0):

@@ -16,8 +16,6 @@ from weft.comm import staging
 from weft.comm.named import of_module
 from weft.devices import as_device
 from weft.group import default
-from weft.group.device import OnDevice
-from weft.group.group import wire_for
 from weft.nn import autograd
 from weft.schedules import dense
 from weft.tensors import as_bytes
@@ -81,15 +79,15 @@ CALLS = {
 @pytest.mark.parametrize("name", CALLS)
 @spmd(1, 2, 4, on=("device",))
 def test_no_value_goes_over_the_cpu_wire(group, name, rows):
-    seen, post = [], group.post
+    seen, post = [], group.wire.post
 
     def watched(sends=(), recvs=(), channel=0):
         seen.extend(MARK in as_bytes(tensor.detach()).numpy().tobytes() for _, tensor in sends)
         return post(sends, recvs, channel)
 
     apart = group.split(range(group.size))  # which values go over
-    group.devices[CPU] = OnDevice(group, CheckedRounds(apart.wire), "apart")
-    group.post = watched
+    group.session.carry_device(CheckedRounds(apart.wire), "apart")
+    group.wire.post = watched
     CALLS[name](group.size, rows)
     assert bool(seen) == (group.size > 1) and not any(seen)
 
@@ -130,7 +128,7 @@ def same(found, wanted):
 @spmd(3, on=("device",))
 def test_one_rank_has_its_tensors_elsewhere(group):
     if group.rank == 1:
-        group.devices[CPU].route = "xpu (xccl)"
+        group.session.devices[CPU].name = "xpu (xccl)"
     for name in ("all_to_all", "all_reduce", "exchange", "nn"):
         with pytest.raises(weft.WeftError, match=r"device: .*checked.* rank 1 has xpu \(xccl\)"):
             CALLS[name](3, 4)
@@ -156,7 +154,7 @@ def over_gloo(group, path):
     dist.init_process_group("gloo", **start)
     try:
         with weft.init(), as_device():
-            over = wire_for(default.resolve(None), torch.empty(0))
+            over = default.resolve(None).on(CPU)
             assert isinstance(over.wire, TorchRounds) and "gloo" in over.route
             for name in CALLS:
                 CALLS[name](group.size, 30_000)

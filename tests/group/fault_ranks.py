@@ -179,9 +179,7 @@ def rank(scenario: int, fault: str, victim: int, timeout: float) -> None:
         timeout=timedelta(seconds=30),
     )
     group = connect(store, RANK, SIZE, 30.0)  # a busy machine takes its time to start
-    assert group._detector is not None
-    group.timeout = group._detector.timeout = timeout
-    group._detector.links.wake()  # it would sleep for the timeout that it had
+    group.set_timeout(timeout)
 
     def call(number: int) -> None:
         if inside and number == FAULT and victim == RANK:

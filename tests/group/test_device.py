@@ -29,12 +29,9 @@ from weft import _torch, devices, kernels
 from weft.bootstrap.outcome import results
 from weft.devices import Aside, as_device, is_capturing
 from weft.group import process_group
-from weft.group.device import OnDevice, Watcher
-from weft.group.group import wire_for
-from weft.group.subset import Part
+from weft.group.watcher import Watcher
 from weft.kernels import reference
 from weft.sparse import ALGORITHMS, request
-from weft.sparse import run as opening
 from weft.sparse.cost import Load
 from weft.tensors import as_bytes
 from weft.testing import processes, run, threads
@@ -90,8 +87,8 @@ def counted(group, path, name):
         assert weft.explain(rows, group=dist.group.WORLD).device == "cpu (standin)"
         beside = process_group.of_group(None)
         ASKED.clear()
-        post = beside.post
-        beside.post = lambda sends=(), *rest: hosts.extend(sends) or post(sends, *rest)
+        post = beside.wire.post
+        beside.wire.post = lambda sends=(), *rest: hosts.extend(sends) or post(sends, *rest)
         found = weft.sparse_all_reduce(rows, algorithm=name, group=beside)
     record = weft.sparse.last_call(beside)
     dist.destroy_process_group()
@@ -131,14 +128,14 @@ def of_config(monkeypatch, config):
     """The group of a process group with these backends."""
     monkeypatch.setattr(dist, "get_backend_config", lambda group: config)
     group, there = threads.group(1)[0], threading.Thread()  # can be referred to weakly
-    group.process_group = lambda: there
+    group.session.process_group = lambda: there
     return group
 
 
 def test_tensors_go_over_the_group_that_takes_them(monkeypatch, caplog):
     group = of_config(monkeypatch, "cpu:gloo")
     with as_device():
-        over = wire_for(group, torch.empty(0))
+        over = group.on(CPU)
     assert isinstance(over.wire, TorchRounds) and over.route == "cpu (gloo)"
     assert not caplog.records
     group.close()
@@ -149,9 +146,8 @@ STAGED = [("cpu:gloo", "cuda"), ("cpu:gloo,cuda:gloo", "cuda"), ("cpu:gloo,cuda:
 
 @pytest.mark.parametrize(("config", "kind"), STAGED)
 def test_else_they_go_through_the_host_which_is_logged_once(monkeypatch, caplog, config, kind):
-    group, there = of_config(monkeypatch, config), SimpleNamespace(device=torch.device(kind))
-    there.is_cpu = False
-    over = [wire_for(group, there) for _ in range(3)][-1]
+    group = of_config(monkeypatch, config)
+    over = [group.on(torch.device(kind)) for _ in range(3)][-1]
     assert isinstance(over.wire, Staged) and over.route == f"{kind} (staged through the host)"
     through = "are copied through the host: the group's backends are"
     assert caplog.messages == [f"rank 0: tensors on {kind} {through} {config}"]
@@ -291,7 +287,7 @@ def test_each_group_computes_in_streams_of_its_own(monkeypatch):
     assert found == [1, 2, 3, 4, 1, 2]
     # of a pool that programs do not draw from
     assert made == [(cuda, -1), (other, -1), (cuda, -1), (other, -1)]
-    assert Part(one, [0]).streams is one.streams
+    assert one.subset([0]).streams is one.streams
 
 
 def test_results_are_joined_in_one_stream_of_a_device(monkeypatch):
@@ -316,16 +312,18 @@ def test_results_are_joined_in_one_stream_of_a_device(monkeypatch):
 def test_who_has_no_rows_learns_where_they_are(monkeypatch):
     """Its own, which are none, lie on the host."""
 
-    def of_what_is_there(group, like):
-        return group if like is request.NOTHING.values else wire_for(group, like)
+    def at_first(group, on):
+        answers = iter([group])
+        return lambda device: next(answers, None) or on(group, device)
 
     def body(group):
         rows = torch.tensor([7, 2]), torch.ones(2, 3)
         for options in ({}, {"wire_dtype": torch.bfloat16}):
+            if group.rank != 1:
+                group.on = at_first(group, type(group).on)
             found = weft.sparse_broadcast(rows if group.rank == 1 else None, 1, group, **options)
             assert all(map(torch.equal, found, rows))
 
-    monkeypatch.setattr(opening, "wire_for", of_what_is_there)
     run(3, body, on="device")
     used = SimpleNamespace(is_initialized=lambda: True)
     monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 1)
@@ -363,7 +361,7 @@ def watching(monkeypatch):
     claimed = []
     monkeypatch.setattr(torch.accelerator, "set_device_index", claimed.append)
     groups = threads.group(2, timeout=patient(300.0))  # no test comes near it
-    watcher = Watcher(groups[0], torch.device("cuda", 1), "a round over nccl")
+    watcher = Watcher(groups[0].session, torch.device("cuda", 1), "a round over nccl")
     yield SimpleNamespace(groups=groups, watcher=watcher, claimed=claimed)
     watcher.end()
     thread = watcher._thread
@@ -400,7 +398,7 @@ def test_what_fails_while_it_is_watched_does_not_end_the_watch(watching, caplog)
 
 
 def test_a_group_breaks_if_a_stream_waits_past_the_deadline(watching):
-    watching.groups[0].timeout = 0.3
+    watching.groups[0].set_timeout(0.3)
     watching.watcher.watch(Watched(False))
     why = "rank 0 gave up: a round over nccl was not through after 0.3 s"
     for group in watching.groups:  # every rank is told
@@ -445,25 +443,29 @@ class InStreams:
         pass
 
 
+def in_streams(group):
+    wire = InStreams(group.rank, group.size)
+    group.session.carry_device(wire, "nccl")
+    return group.on(wire.device)
+
+
 def test_a_round_that_does_not_begin_ends_at_the_deadline(watching):
     """As the first one of NCCL, which makes its communicator when all have come."""
     first, _ = watching.groups
-    first.timeout = 0.3
-    over = OnDevice(first, InStreams(0, 2), "nccl")
+    first.set_timeout(0.3)
+    over = in_streams(first)
     began = time.monotonic()
     with pytest.raises(weft.WireError, match=r"a round over nccl was not through after 0\.3 s"):
         over.post([(1, torch.ones(3))]).wait()
     assert time.monotonic() - began < patient(30.0)
-    over.close()
 
 
 def test_a_group_that_breaks_ends_what_streams_wait_for(watching):
     first, second = watching.groups
-    over = OnDevice(first, InStreams(0, 2), "nccl")
+    over = in_streams(first)
     threading.Timer(0.1, second.abort, ["no memory left"]).start()
     with pytest.raises(weft.WireError, match="rank 1 gave up: no memory left"):
         over.post([(1, torch.ones(3))]).wait()
-    over.close()
 
 
 # what every rank is told
@@ -497,7 +499,7 @@ def test_who_sends_wrong_indices_is_named(name, number, index):
 
     def body(group):
         kind = Garbles if group.rank == 1 else CheckedRounds
-        group.devices[CPU] = OnDevice(group, kind(group.wire), "garbled")
+        group.session.carry_device(kind(group.wire), "garbled")
         rows = weft.Rows(some(group.rank, "cpu")[0], torch.ones(400, 8), 900)
         calls = {
             "all_gather": lambda: weft.sparse_all_gather(rows),
@@ -592,7 +594,7 @@ def test_a_host_waits_twice_in_a_call(monkeypatch, on):
         ids, values = some(group.rank, on)
         meeting = Meeting(group.rank)
         rounds = rounds_over(lambda: meeting, group.rank, 3, ids.device)
-        group.devices[ids.device] = OnDevice(group, rounds, "threads")
+        group.session.carry_device(rounds, "threads")
         coo = torch.sparse_coo_tensor(ids[None], values, (900, 8), check_invariants=False)
         out = torch.empty_like(ids).repeat(3), values.repeat(3, 1)
         rows, half = weft.Rows(ids, values, 900), weft.Rows(ids, values.bfloat16(), 900)
@@ -661,7 +663,7 @@ def one_rank():
     dist.init_process_group("cpu:gloo,cuda:nccl")
     with weft.init(timeout=60) as group:
         ids, values = some(0, "cuda")
-        over = wire_for(group, values)
+        over = group.on(values.device)
         (sums,) = Aside(
             group.streams, values.device, lambda: over.all_reduce(values.clone(), "sum").wait()
         ).run()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from weft.bootstrap.outcome import results
 from weft.schedules.hosts import Hosts, hosts_of
 from weft.testing import spmd, threads
@@ -9,9 +11,8 @@ from weft.testing.threads import on_groups
 
 
 def found(group):
-    hosts = hosts_of(group)
     sent = group.traffic.messages
-    assert hosts_of(group) is hosts  # who asks again sends nothing
+    hosts = hosts_of(group)
     assert group.traffic.messages == sent
     return hosts
 
@@ -30,7 +31,18 @@ def test_ranks_of_one_machine_are_on_one_host(group):
     assert hosts == Hosts((0,) * group.size) and hosts.in_order
 
 
-def test_the_environment_names_a_host(monkeypatch):
-    monkeypatch.setenv("WEFT_HOST", "everywhere")
-    groups = threads.group(2, hosts=["red", "blue"])
-    assert results(on_groups(groups, found), "threads") == [Hosts((0, 0))] * 2
+@pytest.mark.parametrize("hosts", [(0, 0, 0), (0, 1, 0), (0, 1, 2)])
+@spmd(3, on=("processes", "torch"))
+def test_the_environment_names_a_host(group, hosts):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("WEFT_HOST", str(hosts[group.rank]))
+        joined = group.split(range(3))
+    with joined as part:
+        assert found(part) == Hosts(hosts)
+        if group.rank != 1:
+            assert found(part.subset([2, 0])) == Hosts((0, int(hosts[2] != hosts[0])))
+
+
+def test_some_ranks_have_the_hosts_that_they_have_among_all():
+    groups = threads.group(5, hosts=["red", "blue", "red", "green", "blue"])
+    assert hosts_of(groups[2].subset([4, 2, 1])).ranks == ((0, 2), (1,))

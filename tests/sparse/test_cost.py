@@ -9,7 +9,6 @@ import torch
 
 import weft
 from weft.schedules import dense_all_reduce
-from weft.schedules.hosts import Hosts, set_hosts
 from weft.sparse import ALGORITHMS, Cost, Load, last_call
 from weft.sparse.link import set_link
 from weft.testing import spmd
@@ -39,7 +38,7 @@ def test_what_is_sent_is_what_was_predicted(group, name, kind):
 @pytest.mark.parametrize("hosts", ["aaaabbbb", "abababab", "aabbccdd", "aaabbbbb"])
 @spmd(8, on=("threads",))
 def test_what_is_sent_within_and_between_hosts(group, hosts, kind):
-    set_hosts(group, Hosts.named(hosts))
+    group.session.hosts = tuple(hosts)
     set_link(group, Link(50e-6, 8e-9, 0.35e-9, 50e-6))
     check(group, "split", kind, in_stages=True)
 

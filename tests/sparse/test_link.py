@@ -8,7 +8,6 @@ import pytest
 import torch
 
 import weft
-from weft.schedules.hosts import Hosts, hosts_of, set_hosts
 from weft.sparse import link
 from weft.sparse.link import link_of, measure
 from weft.testing import run, spmd
@@ -100,7 +99,7 @@ def test_bytes_go_round_all_hosts_and_round_each(monkeypatch, hosts, rings):
     monkeypatch.setattr(link, "_round", took)
 
     def program(group):
-        set_hosts(group, Hosts.named(hosts))
+        group.session.hosts = tuple(hosts)
         return measure(group)
 
     found = run(4, program)
@@ -114,10 +113,10 @@ def test_bytes_go_round_all_hosts_and_round_each(monkeypatch, hosts, rings):
 
 @spmd(4)
 def test_what_a_host_does_within_is_measured_with_its_link(group):
-    before = hosts_of(group)
-    set_hosts(group, Hosts.named("abab"))
+    before = group.session.hosts
+    group.session.hosts = tuple("abab")
     found = measure(group)
-    set_hosts(group, before)
+    group.session.hosts = before
     assert 0 < found.within < 1e-6
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import weft
-from weft.schedules.hosts import Hosts, hosts_of, set_hosts
+from weft.schedules.hosts import Hosts
 from weft.sparse import ALGORITHMS, Load, factors, last_call
 from weft.sparse.header import Header
 from weft.sparse.link import set_link
@@ -48,12 +48,12 @@ def world(size, op, dtype):
 
 def reduced(group, names, parts, op="sum", **options):
     """By hosts of these names; the group is given back as it was."""
-    before = hosts_of(group)
-    set_hosts(group, Hosts.named(names))
+    before = group.session.hosts
+    group.session.hosts = tuple(names)
     try:
         return weft.sparse_all_reduce(parts[group.rank], op, algorithm="split", **options)
     finally:
-        set_hosts(group, before)
+        group.session.hosts = before
 
 
 @pytest.fixture
@@ -88,7 +88,7 @@ def test_it_equals_the_definition(size, names, asked):
             assert torch.equal(total.indices, want.indices), (op, dtype)
             torch.testing.assert_close(total.values, want.values)
             assert last_call().algorithm == "split"
-        set_hosts(group, Hosts.named(names))
+        group.session.hosts = tuple(names)
         rows = world(size, "sum", torch.float32)[0][group.rank]
         return weft.explain(rows, algorithm="split").load.factors
 
@@ -112,7 +112,7 @@ def test_a_variable_sets_factors(text, asked):
 
     def program(group):
         set_link(group, SLOW)
-        set_hosts(group, Hosts.named("aaaabbbb"))
+        group.session.hosts = tuple("aaaabbbb")
         parts, want = world(8, "sum", torch.float32)
         total = reduced(group, "aaaabbbb", parts)
         assert torch.equal(total.values, want.values)
@@ -217,11 +217,10 @@ def test_lists_of_tables(asked):
 @spmd(8, on=("threads",))
 def test_some_ranks_of_some_hosts_are_a_group(group):
     names = "abcabcab"
-    set_hosts(group, Hosts.named(names))
+    group.session.hosts = tuple(names)
     some = [0, 3, 4, 6, 7]  # aabab
     if group.rank in some:
         part = group.subset(some)
-        set_hosts(part, Hosts.named([names[rank] for rank in some]))
         rows = rows_of(group.rank)
         total = weft.sparse_all_reduce(rows, algorithm="split", group=part)
         want = expected([rows_of(rank) for rank in some])
@@ -255,7 +254,7 @@ def test_a_function_gets_its_operands_in_rank_order(names, asked):
     def program(group):
         set_link(group, SLOW)
         assert torch.equal(reduced(group, names, parts, last).values, want.values)
-        set_hosts(group, Hosts.named(names))
+        group.session.hosts = tuple(names)
         return weft.explain(parts[group.rank], last, algorithm="split").load.factors
 
     in_order = Hosts.named(names).in_order
@@ -311,7 +310,7 @@ def test_workspace_is_what_was_predicted(names, kind, asked):
 
     def program(group):
         set_link(group, SLOW)
-        set_hosts(group, Hosts.named(names))
+        group.session.hosts = tuple(names)
         draw = torch.Generator().manual_seed(group.rank)
         indices = torch.randperm(count, generator=draw)
         if kind == "disjoint":
@@ -349,7 +348,7 @@ def test_a_call_is_opened_once_and_each_stage_sends_what_it_must(asked):
 
 
 class Watched:
-    """What is under way; notes the simulated time at which it was waited for."""
+    """What a wire has under way; notes the simulated time at which it was waited for."""
 
     def __init__(self, group, pending, times):
         self.group, self.pending, self.times = group, pending, times
@@ -359,8 +358,8 @@ class Watched:
         self.times.append(simulated.clock(self.group))
         return found
 
-    def release(self):
-        self.pending.release()
+    def __getattr__(self, name):
+        return getattr(self.pending, name)
 
 
 def test_the_second_stage_begins_before_the_first_has_ended(asked):
@@ -370,7 +369,7 @@ def test_the_second_stage_begins_before_the_first_has_ended(asked):
     def program(group):
         set_link(group, NETWORK)
         sent, received = [], []
-        post = group.post
+        post = group.wire.post  # over which the ranks of a stage send, too
 
         def watched(sends=(), recvs=(), channel=0):
             for peer, tensor in sends:
@@ -382,7 +381,7 @@ def test_the_second_stage_begins_before_the_first_has_ended(asked):
                 return Watched(group, pending, received)
             return pending
 
-        group.post = watched
+        group.wire.post = watched
         weft.sparse_all_reduce(spread(group.rank, 30_000, 200_000), algorithm="split")
         assert last_call().algorithm == "split"
         return min(sent), max(received)

@@ -25,7 +25,6 @@ import weft
 from weft import devices, kernels
 from weft.bootstrap.outcome import results
 from weft.devices import Aside, as_device
-from weft.group.device import OnDevice
 from weft.kernels import reference
 from weft.sparse import ALGORITHMS, run
 from weft.sparse.cost import Load
@@ -177,7 +176,7 @@ def calls(machine, group):
     machine.begin(group.rank)
     process_group = SimpleNamespace(bound_device_id=None)
     rounds = rounds_over(lambda: process_group, group.rank, RANKS, CPU)
-    group.devices[CPU] = OnDevice(group, rounds, "threads")
+    group.session.carry_device(rounds, "threads")
     draw = torch.Generator().manual_seed(group.rank)
     with Sanitizer(machine):
         for name in NAMES:

@@ -120,7 +120,8 @@ def test_reductions_that_differ_are_told_apart():
 
 def test_hosts_have_names():
     groups = threads.group(3, hosts=["a", "b", "a"])
-    assert [group.host for group in groups] == ["a", "b", "a"]
+    assert [group.machine for group in groups] == ["a", "b", "a"]
+    assert {group.hosts for group in groups} == {("a", "b", "a")}
     with pytest.raises(WeftError, match="2 hosts for 3 ranks"):
         threads.group(3, hosts=["a", "b"])
     with pytest.raises(WeftError, match="at least one rank, not 0"):
@@ -131,7 +132,9 @@ def test_parts_have_the_hosts_of_their_ranks():
     groups = threads.group(3, hosts=["a", "b", "c"])
     parts = [group.split([2, 0]) for group in groups]
     assert parts[1] is None
-    assert (parts[2].rank, parts[2].host, parts[0].rank, parts[0].host) == (0, "c", 1, "a")
+    assert (parts[2].rank, parts[0].rank) == (0, 1)
+    assert (parts[2].machine, parts[0].machine) == ("c", "a")
+    assert parts[0].hosts == parts[2].hosts == groups[1].hosts[::-2] == ("c", "a")
 
 
 def test_parts_that_differ_are_noticed():

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..group.group import Pending
+from ..group.pending import Pending
 from ..group.worker import Work
 from ..tensors import as_bytes, is_plain, plain
 

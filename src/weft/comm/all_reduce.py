@@ -22,7 +22,6 @@ from ..agree import is_direct
 from ..devices import is_capturing, on_host
 from ..errors import entry
 from ..group import default
-from ..group.group import wire_for
 from ..schedules import dense, dense_all_reduce
 from ..sparse.request import op_name, travelling, wrong_wire_dtype
 from ..tensors import has_elements, lacking, memory_of
@@ -127,7 +126,7 @@ class _Reduction(Linear):
 
     def run(self, tensors: Sequence[Tensor], mode: Mode) -> tuple[list[Tensor], bool]:
         group, given = self.group, tensors[0]
-        over = wire_for(group, given)
+        over = group.on(given.device)
         eager = is_direct(group) and self.error is None and given.nbytes <= _EAGER
         eager = eager and on_host(given)
         fields: dict[str, object] = {"op": self.op}

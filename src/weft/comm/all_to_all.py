@@ -21,7 +21,7 @@ from ..agree import is_direct
 from ..devices import on_host
 from ..errors import entry
 from ..group import default
-from ..group.group import SMALL, Group, wire_for
+from ..group.group import SMALL, Group
 from ..schedules import dense_all_reduce
 from ..tensors import memory_of
 from ..wire.memory import fresh
@@ -114,7 +114,7 @@ class Scatter(Linear):
 
     def run(self, tensors: Sequence[Tensor], mode: Mode) -> tuple[list[Tensor], bool]:
         group, like, limit = self.group, tensors[self.group.rank], self.limit or NO_LIMIT
-        over = wire_for(group, like)
+        over = group.on(like.device)
         fields = dict(self.fields)
         if self.error is None:
             fields |= {"dtype": like.dtype, "device": over.route}

@@ -11,7 +11,8 @@ import weakref
 
 from ..errors import StillRunning, entry, names
 from ..group import default
-from ..group.group import Group, Pending, is_duration
+from ..group.group import Group, is_duration
+from ..group.pending import Pending
 from ..group.worker import Work
 from .opening import opened
 

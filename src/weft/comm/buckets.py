@@ -18,7 +18,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ..group.group import Group, Pending, wire_for
+from ..group.group import Group
+from ..group.pending import Pending
 from ..schedules import dense_all_reduce
 from ..sparse.request import travelling
 from ..tensors import flattened, is_plain, plain
@@ -127,7 +128,7 @@ class _UnderWay:
         self, group: Group, bucket: _Bucket, start: Callable[[Group, Tensor], Pending], given: bool
     ) -> None:
         self._bucket, first = bucket, bucket.pieces[0]
-        over = wire_for(group, first)
+        over = group.on(first.device)
         if len(bucket.pieces) == 1 and first.dtype == bucket.dtype:
             self._flat = first
         else:

@@ -21,7 +21,8 @@ from torch import Tensor
 
 from ..agree import BODY, Agreement, Private, agree
 from ..errors import WeftError
-from ..group.group import Group, Pending
+from ..group.group import Group
+from ..group.pending import Pending
 
 NO_LIMIT = (1 << 63) - 1
 """The limit of a rank that has none."""

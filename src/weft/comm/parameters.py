@@ -21,7 +21,8 @@ from torch.autograd.graph import increment_version
 from ..devices import on_host
 from ..errors import entry
 from ..group import default
-from ..group.group import Group, Pending
+from ..group.group import Group
+from ..group.pending import Pending
 from ..schedules.chain import Chain
 from ..sparse.request import root_in, wrong_root
 from ..tensors import as_bytes, plain

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from ..errors import WeftError
 from ..wire import mpi, torch_gloo
 from ..wire.framed import CarriedSockets, Carrier
-from ..wire.machine import digest_of, host_name
+from ..wire.machine import own_host
 from ..wire.store import AbsentError, told
 from ..wire.tcp.address import own_address
 from ..wire.tcp.listener import CONTROL, STRANGERS, Endpoint, Listener, make_room
@@ -42,20 +42,37 @@ class _Statement:
 
     Attributes:
         wire: the name of the wire that it was asked for.
+        host: the name of its host.
         carrier: what carries its links; "": sockets.
         trouble: why it cannot be joined, or "".
         endpoint: where it listens, as the values of an `Endpoint`; empty: nowhere.
     """
 
     wire: str
+    host: str
     carrier: str
     trouble: str
     endpoint: dict[str, object]
 
 
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """What all ranks know once they are joined.
+
+    Attributes:
+        links: of this rank, to all others.
+        hosts: for each rank the name of its host.
+        carrier: the name of what carries the links; "": sockets.
+    """
+
+    links: ControlLinks
+    hosts: tuple[str, ...]
+    carrier: str
+
+
 def join_links(
     store: dist.Store, rank: int, size: int, timeout: float, wire: str, trouble: str = ""
-) -> ControlLinks:
+) -> Joined:
     """Join this rank to all others by control links; collective.
 
     Args:
@@ -84,22 +101,23 @@ def join_links(
             except OSError as error:
                 trouble = trouble or f"it cannot listen: {error}"
         endpoint = {} if listener is None else asdict(listener.endpoint)
-        own = asdict(_Statement(wire, carrier, trouble, endpoint))
+        own = asdict(_Statement(wire, own_host(), carrier, trouble, endpoint))
         said = told(store, "statement", own, rank, size, timeout, "did not join")
         statements = [_Statement(**each) for each in said]
         _raise_if_they_differ(statements, store, rank)
-        carriers = [each.carrier for each in statements if each.carrier]
-        if not carriers:
+        hosts = tuple(each.host for each in statements)
+        # if one rank may open no sockets, the links of all are carried
+        agreed = next((each.carrier for each in statements if each.carrier), "")
+        if not agreed:
             assert listener is not None
-            return _over_sockets(listener, statements, rank, deadline)
+            return Joined(_over_sockets(listener, statements, rank, deadline), hosts, agreed)
     left = max(0.1, deadline - time.monotonic())
-    carrier_at = CARRIERS[carriers[0]]
-    return _carried(carrier_at(dist.PrefixStore("links", store), rank, size, left), rank, size)
+    carried = CARRIERS[agreed](dist.PrefixStore("links", store), rank, size, left)
+    return Joined(_carried(carried, rank, size), hosts, agreed)
 
 
 def _listener(store: dist.Store, size: int) -> Listener:
-    host = digest_of(host_name()).hex()
-    return Listener(own_address(store), size + STRANGERS, host)
+    return Listener(own_address(store), size + STRANGERS, own_host())
 
 
 def _raise_if_they_differ(statements: Sequence[_Statement], store: dist.Store, rank: int) -> None:

@@ -11,6 +11,7 @@ import threading
 from contextvars import ContextVar
 
 from ..errors import WeftError
+from . import process_group
 from .failure import last_error
 from .group import Group
 
@@ -60,8 +61,6 @@ def resolve(group: object) -> Group:
     try:
         if group is None:
             return current()
-        from . import process_group  # here: most calls never need it
-
         return process_group.of(group)
     except WeftError as error:
         last_error.note(error)

@@ -10,10 +10,9 @@ import logging
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
-if TYPE_CHECKING:
-    from .recorder import Call
+from .recorder import Call
 
 _log = logging.getLogger("weft")
 _lock = threading.Lock()

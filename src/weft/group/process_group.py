@@ -12,6 +12,8 @@ import os
 import threading
 import time
 import weakref
+from collections.abc import Callable
+from dataclasses import replace
 from typing import cast
 
 import torch
@@ -21,7 +23,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from .. import _torch
 from ..errors import WeftError, WireError
 from ..wire import mpi, torch_gloo, watch
-from ..wire.machine import host_name
+from ..wire.interface import Wire
+from ..wire.machine import host_name, own_host
 from ..wire.memory import Pool
 from ..wire.registry import Start, make_wire, register_wire, wire_named
 from ..wire.store import AbsentError
@@ -29,7 +32,8 @@ from ..wire.tcp import wire as tcp
 from . import recorder
 from .control import join_links
 from .failure.detector import Detector
-from .processes import ProcessWire
+from .group import Group
+from .session import Session
 
 register_wire("tcp", tcp.make)
 register_wire("torch", torch_gloo.make)
@@ -40,7 +44,7 @@ _MOMENT = 0.1  # seconds
 _asked: str | None = None  # the wire that the program asks for
 _lock = threading.Lock()
 _locks: weakref.WeakKeyDictionary[dist.ProcessGroup, threading.Lock] = weakref.WeakKeyDictionary()
-_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, ProcessWire] = weakref.WeakKeyDictionary()
+_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, Group] = weakref.WeakKeyDictionary()
 
 
 def choose(wire: str | None, slow: float | None = None) -> None:
@@ -97,7 +101,7 @@ def connect(
     name: str = "world",
     wire: str | None = None,
     process_group: dist.ProcessGroup | None = None,
-) -> ProcessWire:
+) -> Group:
     """Join ranks that share a store into a group; collective, all with the same name.
 
     Only this function and `split` use the store, so it may end with its host afterwards. Groups of
@@ -110,7 +114,8 @@ def connect(
         timeout: seconds that joining as a whole, and then any one wait, may last.
         name: tells groups that are made at the same time apart.
         wire: the name of what carries bytes, in this group and in those that are split off; the
-            same on every rank. None: the chosen one.
+            same on every rank. None: the chosen one. One that is `lockstep` or `exact` carries
+            payloads alone, and "tcp" the openings, or what carries the control links.
         process_group: torch's, that the group is made for; for wires that use it.
 
     Raises:
@@ -127,33 +132,44 @@ def connect(
     """
     if not 0 <= rank < size:
         raise WeftError(f"rank {rank} is none of {size} ranks")
-    chosen_wire = wire or _name()
-    trouble = _trouble_with(chosen_wire)
+    return Group(_join(store, rank, size, timeout, name, wire or _name(), process_group))
+
+
+def _join(
+    store: dist.Store,
+    rank: int,
+    size: int,
+    timeout: float,
+    name: str,
+    wire: str,
+    process_group: dist.ProcessGroup | None,
+) -> Session:
+    """This rank's end of a new session; the arguments and errors are those of `connect`."""
+    trouble = _trouble_with(wire)
     deadline = time.monotonic() + timeout
     memory = Pool()
     space = store
 
-    def part(ranks: tuple[int, ...], name: str) -> ProcessWire:
-        own, count = ranks.index(rank), len(ranks)
-        return connect(space, own, count, timeout, name=name, wire=chosen_wire)
+    def join(ranks: tuple[int, ...], name: str) -> Session:
+        return _join(space, ranks.index(rank), len(ranks), timeout, name, wire, None)
 
     if size == 1:
         if trouble:
             raise WeftError(f"{_me()}{trouble}")
-        return ProcessWire(timeout, tcp.TcpWire(rank, size, {}, memory), None, memory, part)
+        alone = tcp.TcpWire(rank, size, {}, memory)
+        return Session(alone, timeout, [own_host()], detector=None, memory=memory, join=join)
     try:
         generation = store.add(f"weft/{name}/{rank}", 1)
         space = dist.PrefixStore(f"weft/{name}/{generation}", store)
-        links = join_links(space, rank, size, timeout, chosen_wire, trouble)
+        joined = join_links(space, rank, size, timeout, wire, trouble)
     except (RuntimeError, OSError) as error:  # of the store, of the sockets
         raise _not_joined(error, rank, size, name, timeout) from error
-    detector = Detector(rank, timeout, links, watch.chosen())
+    detector = Detector(rank, timeout, joined.links, watch.chosen())
     start = Start(
         rank=rank,
         size=size,
         device=torch.device("cpu"),
-        # at least a moment: then who is missing says so, and not that no time was left
-        timeout=max(deadline - time.monotonic(), _MOMENT),
+        timeout=_left(deadline),
         host=host_name(),
         exchange=functools.partial(detector.exchange, until=deadline),
         memory=memory,
@@ -161,12 +177,47 @@ def connect(
         store=dist.PrefixStore("wire", space),
     )
     try:
-        made = make_wire(chosen_wire, wire_named(chosen_wire), start, detector.early)
+        openings, payloads = _make_wires(
+            wire, joined.carrier or "tcp", start, detector.early, deadline
+        )
     except BaseException:
         detector.close()
         raise
-    detector.guard(made)
-    return ProcessWire(timeout, made, detector, memory, part)
+    hosts = joined.hosts
+    session = Session(openings, timeout, hosts, detector=detector, memory=memory, join=join)
+    if payloads is not None:
+        session.carry_payloads(payloads, wire)
+    return session
+
+
+def _make_wires(
+    name: str, beside: str, start: Start, early: Callable[[], list[bytes]], deadline: float
+) -> tuple[Wire, Wire | None]:
+    """Make the wire of a name; what carries openings, and what carries payloads, if others do.
+
+    Args:
+        name: of the wire that was asked for.
+        beside: the name of that which carries openings where the first one cannot.
+        start: what the factories are given.
+        early: see `make_wire`.
+        deadline: when both have to be made.
+    """
+    wire = make_wire(name, wire_named(name), start, early)
+    # features are equal on all ranks, so all of them make a second wire, or none does
+    if not wire.features.lockstep and not wire.features.exact:
+        return wire, None
+    store = None if start.store is None else dist.PrefixStore("openings", start.store)
+    start = replace(start, store=store, timeout=_left(deadline))
+    try:
+        return make_wire(beside, wire_named(beside), start, early), wire
+    except BaseException:
+        wire.close()
+        raise
+
+
+def _left(deadline: float) -> float:
+    """Seconds until a deadline; at least a moment, so that who is missing is what is said."""
+    return max(deadline - time.monotonic(), _MOMENT)
 
 
 def _not_joined(error: Exception, rank: int, size: int, name: str, timeout: float) -> WireError:
@@ -181,7 +232,7 @@ def _not_joined(error: Exception, rank: int, size: int, name: str, timeout: floa
     )
 
 
-def of(handle: object) -> ProcessWire:
+def of(handle: object) -> Group:
     """The group that a ProcessGroup or a 1-D DeviceMesh stands for.
 
     Raises:
@@ -207,9 +258,7 @@ def has_default() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
-def of_group(
-    process_group: dist.ProcessGroup | None, *, timeout: float | None = None
-) -> ProcessWire:
+def of_group(process_group: dist.ProcessGroup | None, *, timeout: float | None = None) -> Group:
     """The group that a process group of the caller's stands for; None is the default one.
 
     Its first use is collective among the ranks, and joins them beside the process group; later ones
@@ -248,9 +297,7 @@ def of_group(
         return group
 
 
-def _joined(
-    process_group: dist.ProcessGroup, store: dist.Store, timeout: float | None
-) -> ProcessWire:
+def _joined(process_group: dist.ProcessGroup, store: dist.Store, timeout: float | None) -> Group:
     """A new group of the ranks of a process group; collective among them."""
     own = getattr(process_group, "timeout", None)  # of a backend of weft's
     limit = timeout or own or _torch.timeout_of(process_group)
@@ -265,9 +312,10 @@ def _joined(
         process_group=process_group,
     )
     name = "world" if process_group is dist.group.WORLD else process_group.group_name
-    group.name = recorder.begin(dist.get_rank(), dist.get_world_size(), name)
-    group.global_ranks = tuple(dist.get_process_group_ranks(process_group))
-    group.process_group = weakref.ref(process_group)
+    session = group.session
+    session.name = recorder.begin(dist.get_rank(), dist.get_world_size(), name)
+    session.global_ranks = tuple(dist.get_process_group_ranks(process_group))
+    session.process_group = weakref.ref(process_group)
     return group
 
 

@@ -1,6 +1,6 @@
-"""The worker: one queue for each wire, in which calls take their turn.
+"""The worker: one queue for each session, in which calls take their turn.
 
-Calls must reach the group in the same order on every rank. A synchronous call runs in the caller's
+Calls must reach a group in the same order on every rank. A synchronous call runs in the caller's
 own thread when nothing is queued (no hop, no wake-up); an asynchronous one runs on the worker's
 thread, and a synchronous one behind it waits for its turn.
 """
@@ -18,7 +18,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import nullcontext
 from datetime import timedelta
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import torch
 
@@ -26,14 +26,31 @@ from .._torch import profiled, profiled_until, without_modes, without_transforms
 from ..devices import Aside
 from ..errors import Error, StillRunning, WeftError, WireError, entry
 from . import listeners, recorder
-
-if TYPE_CHECKING:
-    from .group import Group
+from .traffic import Traffic
 
 T = TypeVar("T")
 
 _GRACE = 1.0  # seconds that a call under way gets to finish when the interpreter exits
 _LAST = 1.0  # seconds to end in after its group was aborted
+
+
+class Member(Protocol):
+    """What a worker knows of whom it works for: a session, as one of its ranks has it.
+
+    Attributes:
+        rank: this rank's number.
+        name: of the group, for records.
+        timeout: seconds that any one wait may last.
+        traffic: what this rank sent.
+    """
+
+    rank: int
+    name: str
+    timeout: float
+    traffic: Traffic
+
+    def abort(self, reason: str) -> None:
+        """Break the group for all ranks, on account of this one."""
 
 
 class Worker:
@@ -64,8 +81,8 @@ class Worker:
         >>> group.close()
     """
 
-    def __init__(self, group: Group) -> None:
-        self._group = group
+    def __init__(self, member: Member) -> None:
+        self._member = member
         self.calls, self.made, self.doing = 0, 0, ""
         self.now: recorder.Call | None = None
         self._entered: dict[tuple[int, ...], int] = {}  # how many calls, by the ranks they are of
@@ -78,9 +95,9 @@ class Worker:
         self._line: deque[object] = deque()  # the calls in order; the first one has the group
         self._owner: int | None = None  # the thread that runs a job
         self._several = False  # whether that job may make calls itself
-        self._jobs = _Server(f"weft worker {self._group.rank}")
+        self._jobs = _Server(f"weft worker {self._member.rank}")
         # a callback that waits for another call must not block the thread that runs the calls
-        self._callbacks = _Server(f"weft callbacks {self._group.rank}")
+        self._callbacks = _Server(f"weft callbacks {self._member.rank}")
 
     @without_transforms
     @without_modes
@@ -102,7 +119,7 @@ class Worker:
             except BaseException as error:
                 self._line.remove(turn)
                 self._turns.notify_all()
-                self._group.abort(_text(error))
+                self._member.abort(_text(error))
                 raise
         with profiled(name):
             return self._run(turn, name, job)
@@ -159,14 +176,14 @@ class Worker:
         with self._lock:
             self._stopped = True
         if not self._jobs.end(grace):
-            self._group.abort(f"its process ends while {self.doing or 'a call'} runs")
+            self._member.abort(f"its process ends while {self.doing or 'a call'} runs")
             self._jobs.end(_LAST)
-        self._callbacks.end(grace or self._group.timeout)  # a user's callback may take any time
+        self._callbacks.end(grace or self._member.timeout)  # a user's callback may take any time
         _running.discard(self)
 
     def _draw(self, name: str) -> object:
         """A place in the line for the next call; with the lock held."""
-        rank = self._group.rank
+        rank = self._member.rank
         if self._owner == threading.get_ident():
             raise WeftError(
                 f"rank {rank}: {name} was called from inside {self.doing}, which still has "
@@ -198,8 +215,8 @@ class Worker:
 
     def _do(self, name: str, job: Callable[[], T], several: bool = False) -> T:
         """Run a job in this thread's turn."""
-        outer, group = (self.doing, self._several, self.now), self._group
-        call = recorder.Call(group.name, self.calls + 1, name, group.traffic)
+        outer, member = (self.doing, self._several, self.now), self._member
+        call = recorder.Call(member.name, self.calls + 1, name, member.traffic)
         try:
             self.calls += 1
             self.doing, self._several, self.now = name, several, call
@@ -209,14 +226,14 @@ class Worker:
         except BaseException as error:
             call.close(_text(error))
             if not isinstance(error, Error):
-                group.abort(call.error)
+                member.abort(call.error)
             elif isinstance(error, WireError):
                 recorder.write(call.error)
             raise
         finally:
             self.doing, self._several, self.now = outer
             if not self.doing:  # else it is a part of the call around it
-                listeners.told(call, group.rank)
+                listeners.told(call, member.rank)
 
     def _serve(self, turn: object, job: Callable[[], T], several: bool, work: Work[T]) -> None:
         """On the thread of jobs: run one when its turn comes."""
@@ -311,19 +328,19 @@ class Work(Generic[T]):
             worker = self._worker
             if worker._owner == threading.get_ident():
                 raise WeftError(
-                    f"rank {worker._group.rank}: {self._name} waits for its turn behind "
+                    f"rank {worker._member.rank}: {self._name} waits for its turn behind "
                     f"{worker.doing}, which waits for it: wait outside"
                 )
             if worker._forked:
                 raise WeftError(
-                    f"rank {worker._group.rank}: {self._name} was under way when this process was "
+                    f"rank {worker._member.rank}: {self._name} was under way when this process was "
                     "forked: wait for it in the parent"
                 )
             try:
                 self._done.exception(seconds)
             except TimeoutError:
                 raise StillRunning(
-                    f"rank {worker._group.rank}: {self._name} is still under way after {seconds} "
+                    f"rank {worker._member.rank}: {self._name} is still under way after {seconds} "
                     "s: wait again, or longer"
                 ) from None
         return self.result()

@@ -26,7 +26,7 @@ from .._torch import in_forward_mode, is_wrapped
 from ..devices import is_capturing
 from ..errors import WeftError, entry
 from ..grid import Shape
-from ..group.group import Group, wire_for
+from ..group.group import Group
 from ..tensors import as_bytes, plain
 from .executor import assemble, execute, has_addition
 from .handshake import Statement, handshake, payload_of
@@ -123,7 +123,7 @@ class Call:
             statement = Statement(shape, asks, records, payload_of(x, self.ranks))
             # compiled code has fixed the dtype of its result already
             dtype = own if x.numel() or self.compiled else None
-            device = wire_for(self.group, x).route
+            device = self.group.on(x.device).route
         fields = {
             "partition": self.spec.grids,
             "arguments": self.spec.arguments,
@@ -168,7 +168,7 @@ class Call:
             same = x.dtype == dtype
             typed = x.detach() if same else torch.empty_like(x, dtype=dtype)
             local = typed.resolve_conj().resolve_neg()
-            y = execute(plan, local, wire_for(group, local, self.ranks))
+            y = execute(plan, local, group.on(local.device, self.ranks))
         if group.rank not in plan.want.shapes:
             y = y.new_empty(self.nothing)
         return Moved(self, said, dtype, needs, y)

@@ -25,7 +25,8 @@ from torch import Tensor
 
 from ..devices import on_host
 from ..grid import Box
-from ..group.group import Group, Pending
+from ..group.group import Group
+from ..group.pending import Pending
 from ..plan import Local, Plan, Write
 from ..schedules import dense_all_reduce
 from ..schedules.chain import Chain

@@ -14,7 +14,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..group.group import Group, Pending
+from ..group.group import Group
+from ..group.pending import Pending
 
 _CHANNEL = 4  # that no other room uses
 _CHUNKS = (128 << 10, 512 << 10)  # bytes of the smallest (but for the last) and the largest chunk

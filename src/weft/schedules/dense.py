@@ -25,7 +25,8 @@ from torch import Tensor
 
 from ..devices import on_host
 from ..errors import WeftError
-from ..group.group import Group, Pending
+from ..group.group import Group
+from ..group.pending import Pending
 from ..tensors import flattened
 
 SMALL = 1 << 13  # bytes that every rank rather sends whole to all others

@@ -1,18 +1,16 @@
 """Which ranks share a host: for schedules that keep messages off the network.
 
-Ranks find out once for each group, by telling each other the names of their hosts, so all of them
-see the same. `wire.machine` says what a host is called.
+Ranks tell each other the names of their hosts when they join, so all of them see the same.
+`wire.machine` says what a host is called.
 """
 
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..group.group import Group
-from ..wire.machine import digest_of
 
 
 @dataclass(frozen=True)
@@ -53,16 +51,11 @@ class Hosts:
         return list(self.of) == sorted(self.of)
 
 
-_known: weakref.WeakKeyDictionary[Group, Hosts] = weakref.WeakKeyDictionary()
-
-
 def hosts_of(group: Group) -> Hosts:
-    """The hosts of a group's ranks; the first call on a group is collective."""
-    if group not in _known:
-        set_hosts(group, Hosts.named(group.all_gather_bytes(digest_of(group.host), bytes)))
-    return _known[group]
+    """The hosts of a group's ranks; nothing is sent."""
+    return _named(group.hosts)
 
 
-def set_hosts(group: Group, hosts: Hosts) -> None:
-    """Set the hosts of a group's ranks, the same on every rank."""
-    _known[group] = hosts
+@functools.lru_cache(maxsize=64)  # calls ask again and again
+def _named(names: tuple[str, ...]) -> Hosts:
+    return Hosts.named(names)

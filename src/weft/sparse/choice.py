@@ -24,7 +24,6 @@ from .cost import Cost, Load
 from .factors import factored, named
 from .header import Header
 from .link import link_of
-from .record import apart
 from .registry import ALGORITHMS, Algorithm, find
 
 ALONE = "alone"
@@ -212,9 +211,7 @@ def with_link(group: Group, load: Load, *, staying: bool = False, lockstep: bool
             each, unpacked.
     """
     link = link_of(group)
-    with apart(group):
-        hosts = hosts_of(group)
-    load = fitted(load.but(hosts=hosts), link)
+    load = fitted(load.but(hosts=hosts_of(group)), link)
     if staying or lockstep:
         load = load.but(chunk=_WHOLE, gaps=False, staying=staying, lockstep=lockstep)
     return load

@@ -129,7 +129,7 @@ def _agreed(
         within: see `Link`; 0: not measured.
     """
     steps = [_steps(each) for each in (alpha, beta, work, carry, within)]
-    message = _FIGURES.pack(*steps, os.cpu_count() or 1, group.host.encode())
+    message = _FIGURES.pack(*steps, os.cpu_count() or 1, group.machine.encode())
     heard = group.all_gather_bytes(message, _figures)
     *steps_of, cores, hosts = zip(*heard, strict=True)
     # ranks for each core, on the most crowded host

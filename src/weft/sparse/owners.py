@@ -22,8 +22,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from .. import kernels
-from ..group.group import Pending, Send
+from ..group.pending import Pending
 from ..rows import Rows
+from ..wire.interface import Send
 from .call import Call
 from .header import Header
 from .local_rows import LocalRows

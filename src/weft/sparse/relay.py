@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
-from ..group.group import Pending
+from ..group.pending import Pending
 from ..wire.memory import typed
 from .call import Call
 from .cost import Load

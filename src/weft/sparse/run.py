@@ -20,7 +20,7 @@ from .. import kernels
 from ..agree import Agreement, agree, confess, is_direct
 from ..devices import current, on_host
 from ..errors import WeftError
-from ..group.group import Group, wire_for
+from ..group.group import Group
 from ..rows import Rows
 from ..tensors import dtype_in
 from .call import Call, row_bytes, shape_in
@@ -97,7 +97,7 @@ def opened(
         looks: exchange headers only, even if the rows would fit in the opening exchange.
     """
     given = request.rows
-    over = wire_for(group, given.values)
+    over = group.on(given.values.device)
     if not on_host(given.indices):  # `looked_at` left this to us: weft's stream is current only now
         request.look() if moves else request.sort()
     request.fields.setdefault("device", over.route)  # None: this rank learns it from others
@@ -129,7 +129,7 @@ def opened(
         _learn(agreement, request, call, moves=moves)
         if request.fields["device"] is None:
             call.given = _nothing_on(agreement.field("device", _kind_in))
-            over = call.group = wire_for(group, call.given.values)
+            over = call.group = group.on(call.given.values.device)
         own.row_shape = call.row_shape
         counted = None if is_direct(group) else header
         unpack = partial(Header.unpack, moves=moves, height=call.height, counted=counted)

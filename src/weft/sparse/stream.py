@@ -30,7 +30,8 @@ from torch import Tensor
 
 from .. import kernels
 from ..errors import WireError
-from ..group.group import SMALL, Pending
+from ..group.group import SMALL
+from ..group.pending import Pending
 from ..rows import Rows
 from ..wire.interface import Lease
 from ..wire.memory import typed

@@ -32,7 +32,7 @@ from .. import kernels
 from ..agree import BODY, agree, confess, is_direct
 from ..devices import on_host
 from ..errors import WeftError
-from ..group.group import Group, wire_for
+from ..group.group import Group
 from ..rows import Rows
 from ..tensors import as_bytes, extent, has_elements
 from ..wire.memory import fresh
@@ -356,7 +356,7 @@ def _stated(group: Group, requests: Sequence[Request], error: str | None, name: 
     Raises:
         WeftError: arguments are wrong on some rank, or ranks differ; the same text on every rank.
     """
-    over = wire_for(group, requests[0].rows.values)
+    over = group.on(requests[0].rows.values.device)
     if not on_host(requests[0].rows.values) and error is None:
         error = _surveyed(requests)
     requests[0].fields["device"] = over.route

@@ -25,7 +25,8 @@ import torch
 from torch import Tensor
 
 from ..errors import WireError
-from ..group.group import Group, Pending
+from ..group.group import Group
+from ..group.pending import Pending
 from ..schedules import dense_all_reduce
 from .clauses import COMBINE
 from .pace import patient

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from ..bootstrap.outcome import results
-from ..group.processes import ProcessWire
-from ..schedules.hosts import Hosts, set_hosts
-from ..wire.in_process.room import RoomWire
+from ..group.group import Group
 from ..wire.in_process.simulated import Network, SimulatedWire
 from ..wire.link import Link
 from ..wire.memory import Pool
@@ -20,8 +17,6 @@ T = TypeVar("T")
 
 _BLOCK = 64  # bytes of the smallest lease: a million pairs of ranks may have some each
 
-_wires: weakref.WeakKeyDictionary[ProcessWire, SimulatedWire] = weakref.WeakKeyDictionary()
-
 
 def group(
     size: int,
@@ -30,7 +25,7 @@ def group(
     *,
     hosts: Sequence[str] | None = None,
     within: Link | None = None,
-) -> list[ProcessWire]:
+) -> list[Group]:
     """The group of each of `size` simulated ranks, to be used by one thread each; see also `run`.
 
     Args:
@@ -46,24 +41,23 @@ def group(
     names = names_of_hosts(hosts or [f"simulated {rank}" for rank in range(size)], size)
     network = Network(names, link, within)
     memory = functools.partial(Pool, _BLOCK)
-    return Crew(network.wires(), names, timeout, network.wires, _know, memory).groups()
+    crew = Crew(network.wires(), names, timeout, network.wires, memory)
+    return [Group(session) for session in crew.sessions()]
 
 
-def _know(group: ProcessWire, wire: RoomWire, hosts: Sequence[str]) -> None:
-    """Know the wire of a group, and tell it its hosts: no message has to."""
-    assert isinstance(wire, SimulatedWire)
-    _wires[group] = wire
-    set_hosts(group, Hosts.named(hosts))
-
-
-def clock(group: ProcessWire) -> float:
+def clock(group: Group) -> float:
     """Simulated seconds that have passed for a rank."""
-    return _wires[group].clock
+    return _wire_of(group).clock
 
 
-def compute(group: ProcessWire, nbytes: float) -> None:
+def compute(group: Group, nbytes: float) -> None:
     """Let the time pass for a rank that merging so many bytes takes."""
-    _wires[group].compute(nbytes)
+    _wire_of(group).compute(nbytes)
+
+
+def _wire_of(group: Group) -> SimulatedWire:
+    assert isinstance(group.wire, SimulatedWire)
+    return group.wire
 
 
 def run(

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from ..errors import WeftError
-from ..group.processes import ProcessWire
+from ..group.group import Group
 from ..kernels import meter
 from ..rows import Rows
 from ..sparse import factors, run
@@ -88,7 +88,7 @@ def simulate(
         True
     """
 
-    def program(group: ProcessWire) -> tuple[float, float, int, int, str, Load]:
+    def program(group: Group) -> tuple[float, float, int, int, str, Load]:
         set_link(group, link)
         with meter.metered(functools.partial(simulated.compute, group)):
             # two openings, of which the first is nothing but that: the difference is the schedule

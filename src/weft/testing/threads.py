@@ -9,16 +9,13 @@ from collections.abc import Callable, Mapping, Sequence
 from contextvars import copy_context
 from typing import Any, Protocol, TypeVar
 
-import torch
-
 from ..bootstrap.outcome import Outcome, place
 from ..errors import WeftError, WireError
 from ..group import default
-from ..group.device import OnDevice
 from ..group.failure.detector import Detector
 from ..group.failure.links import QueueLinks, links_of_threads
 from ..group.group import Group
-from ..group.processes import ProcessWire
+from ..group.session import Session
 from ..wire import watch
 from ..wire.checked_rounds import CheckedRounds
 from ..wire.in_process.room import RoomWire
@@ -33,7 +30,7 @@ def group(
     hosts: Sequence[str] | None = None,
     device: bool = False,
     lockstep: bool = False,
-) -> list[ProcessWire]:
+) -> list[Group]:
     """The group of each of `size` ranks, to be used by one thread each.
 
     Args:
@@ -58,17 +55,13 @@ def group(
     """
     wires = thread_wires(size)
     crew = Crew(wires, names_of_hosts(hosts or ["threads"] * size, size), timeout, _more_wires)
-    groups = crew.groups()
-    for each in groups:
+    sessions = crew.sessions()
+    for each in sessions:
         if device:
-            each.devices[torch.device("cpu")] = _in_rounds(each)
+            each.carry_device(CheckedRounds(each.openings.wire), "checked")
         if lockstep:
-            each.payloads = _in_rounds(each)
-    return groups
-
-
-def _in_rounds(group: ProcessWire) -> OnDevice:
-    return OnDevice(group, CheckedRounds(group.wire), "checked")
+            each.carry_payloads(CheckedRounds(each.openings.wire), "checked")
+    return [Group(each) for each in sessions]
 
 
 def _more_wires(ranks: Sequence[int]) -> list[RoomWire]:
@@ -87,7 +80,7 @@ def names_of_hosts(hosts: Sequence[str], size: int) -> list[str]:
 
 
 class Crew:
-    """What the groups of ranks have in common that are threads of this process."""
+    """What the sessions of ranks have in common that are threads of this process."""
 
     def __init__(
         self,
@@ -95,7 +88,6 @@ class Crew:
         hosts: Sequence[str],
         timeout: float,
         more_wires: Callable[[Sequence[int]], Sequence[RoomWire]],
-        on_group: Callable[[ProcessWire, RoomWire, Sequence[str]], object] | None = None,
         memory: Callable[[], Pool] = Pool,
     ) -> None:
         """
@@ -104,45 +96,39 @@ class Crew:
             hosts: the name of each rank's machine.
             timeout: seconds that any one wait may last.
             more_wires: makes wires among some of these ranks.
-            on_group: called with each new group, its wire, and the hosts of all its ranks.
             memory: makes a rank's workspace.
         """
         self._wires = wires
-        self._hosts = hosts
+        self._hosts = tuple(hosts)
         self._timeout = timeout
         self._more_wires = more_wires
-        self._on_group = on_group
         self._memory = memory
         self._lock = threading.Lock()
-        # by name: the ranks of a part, and those of its groups that no rank has come for
-        self._parts: dict[str, tuple[tuple[int, ...], dict[int, ProcessWire]]] = {}
+        # by name: the ranks of a part, and those of its sessions that no rank has come for
+        self._parts: dict[str, tuple[tuple[int, ...], dict[int, Session]]] = {}
 
-    def groups(self) -> list[ProcessWire]:
-        """The group of each rank, in rank order; for one call."""
+    def sessions(self) -> list[Session]:
+        """The session of each rank, in rank order; for one call."""
         links = links_of_threads(len(self._wires))
-        groups = []
-        for rank, wire in enumerate(self._wires):
-            group = ProcessWire(
-                self._timeout,
+        return [
+            Session(
                 wire,
-                self._detector(wire, links[rank]) if len(links) > 1 else None,
-                self._memory(),
-                functools.partial(self._part, rank),
-                self._hosts[rank],
+                self._timeout,
+                self._hosts,
+                detector=self._detector(wire, links[rank]) if len(links) > 1 else None,
+                memory=self._memory(),
+                join=functools.partial(self._join, rank),
+                machine=self._hosts[rank],
             )
-            if self._on_group is not None:
-                self._on_group(group, wire, self._hosts)
-            groups.append(group)
-        return groups
+            for rank, wire in enumerate(self._wires)
+        ]
 
     def _detector(self, wire: RoomWire, links: QueueLinks) -> Detector:
         thread = functools.partial(getattr, wire, "thread")
-        detector = Detector(wire.rank, self._timeout, links, watch.chosen(), thread)
-        detector.guard(wire)
-        return detector
+        return Detector(wire.rank, self._timeout, links, watch.chosen(), thread)
 
-    def _part(self, rank: int, ranks: tuple[int, ...], name: str) -> ProcessWire:
-        """A rank's group among some ranks; the first of them that comes makes it for all.
+    def _join(self, rank: int, ranks: tuple[int, ...], name: str) -> Session:
+        """A rank's session among some ranks; the first of them that comes makes it for all.
 
         Raises:
             WireError: other ranks make another one.
@@ -151,7 +137,7 @@ class Crew:
         with self._lock:
             if number not in self._parts:
                 self._parts[number] = ranks, self._make_part(ranks)
-            others, groups = self._parts[number]
+            others, sessions = self._parts[number]
         if others != ranks:
             raise WireError(
                 f"rank {rank}: rank {rank} makes a part of ranks {list(ranks)} where others make "
@@ -159,9 +145,9 @@ class Crew:
                 rank=rank,
                 culprit=rank,
             )
-        return groups.pop(ranks.index(rank))
+        return sessions.pop(ranks.index(rank))
 
-    def _make_part(self, ranks: tuple[int, ...]) -> dict[int, ProcessWire]:
+    def _make_part(self, ranks: tuple[int, ...]) -> dict[int, Session]:
         wires = self._more_wires(ranks)
         for rank, wire in zip(ranks, wires, strict=True):
             self._wires[rank].add_part(wire, ranks)
@@ -170,10 +156,9 @@ class Crew:
             [self._hosts[rank] for rank in ranks],
             self._timeout,
             lambda inner: self._more_wires([ranks[rank] for rank in inner]),
-            self._on_group,
             self._memory,
         )
-        return dict(enumerate(crew.groups()))
+        return dict(enumerate(crew.sessions()))
 
 
 def outcome_on(

@@ -34,3 +34,8 @@ def digest_of(machine: str) -> bytes:
     """16 bytes that name this process's host (WEFT_HOST, or machine and network)."""
     name = os.environ.get("WEFT_HOST") or f"{machine} {here()[1]}"
     return hashlib.blake2b(name.encode(), digest_size=_DIGEST).digest()
+
+
+def own_host() -> str:
+    """The name of this process's host, of which ranks share memory."""
+    return digest_of(host_name()).hex()

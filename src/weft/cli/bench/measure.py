@@ -346,7 +346,7 @@ class Network:
 
 def _network(job: Job, group: Group) -> Network:
     """The network of this group; collective."""
-    hosts = group.worker.call("hosts", lambda: hosts_of(group))
+    hosts = hosts_of(group)
     if job.link is None:
         return Network(hosts, None)
     measured = group.worker.call("link", lambda: weft.sparse.link.link_of(group))

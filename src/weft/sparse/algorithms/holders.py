@@ -39,7 +39,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ... import kernels
-from ...group.group import Pending
+from ...group.pending import Pending
 from ...kernels import Shares
 from ...kernels.meter import CALL, PLACE, PUT
 from ...rows import Rows

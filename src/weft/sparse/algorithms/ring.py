@@ -23,7 +23,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ... import kernels
-from ...group.group import Pending
+from ...group.pending import Pending
 from ...rows import Rows
 from ...wire.memory import typed
 from ..call import Call

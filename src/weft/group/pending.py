@@ -1,0 +1,183 @@
+"""What a group has posted: sends and receives under way, which are waited for.
+
+A wait ends with its messages, or with an error that names a rank (`session`).
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from ..wire import interface
+from ..wire.interface import Recv, Send, WireFailed
+from .route import Route
+from .session import Session
+
+
+class Pending(abc.ABC):
+    """Some sends and receives under way."""
+
+    @abc.abstractmethod
+    def wait(self) -> list[Tensor]:
+        """Wait until all of them are done; return what was received, in the order asked for.
+
+        Where the receive was a tensor, that tensor; where it was a maximum, a uint8 view of the
+        bytes that came, to be read only, and until `release()`. Waiting again returns the same.
+
+        Raises:
+            WireError: the deadline passed, or a peer or a link failed.
+        """
+
+    def release(self) -> None:
+        """Give back the leased views, if there are any: after `wait()`. Twice does nothing."""
+        return None
+
+    def awaited(self) -> list[int] | None:
+        """The ranks whose messages are not complete; any thread may ask, and no message moves.
+
+        Only for texts that name missing ranks. None: it is unknown.
+        """
+        return None
+
+    def is_through(self) -> bool:
+        """Whether `wait` would return at once; no message moves. False: it is unknown.
+
+        Only for the thread that waits, which may do something else first.
+        """
+        return False
+
+
+class Posted(Pending):
+    """What a wire of a session has under way.
+
+    Ranks have their numbers in the session here: so errors name them.
+
+    Attributes:
+        session: whose wire it is.
+        pending: the wire's.
+    """
+
+    def __init__(self, session: Session, pending: interface.Pending) -> None:
+        self.session = session
+        self.pending = pending
+        self._received: list[Tensor] | None = None
+
+    def wait(self) -> list[Tensor]:
+        if self._received is None:
+            self._received = self.receive()
+        return self._received
+
+    def receive(self) -> list[Tensor]:
+        """Wait for the messages, for the first `wait`; what it returns."""
+        return self.session.wait_for(self)
+
+    def is_through(self) -> bool:
+        return self.pending.done()
+
+    def release(self) -> None:
+        try:
+            self.pending.release()
+        except WireFailed as error:
+            self.session.raise_for(error.failure, "released what it had received")
+
+    @abc.abstractmethod
+    def awaited(self) -> list[int]:
+        """All ranks that are waited for."""
+
+    @abc.abstractmethod
+    def peer(self) -> int | None:
+        """The rank that is waited for; None: there is none."""
+
+    @abc.abstractmethod
+    def what(self) -> str:
+        """What is waited for, as a clause of an error."""
+
+
+class Exchange(Posted):
+    """The messages of one post, over a wire on which no other post waits for them."""
+
+    def __init__(
+        self,
+        session: Session,
+        pending: interface.Pending,
+        sends: Sequence[Send],
+        recvs: Sequence[Recv],
+    ) -> None:
+        super().__init__(session, pending)
+        self._sends = sends
+        self._recvs = recvs
+
+    def awaited(self) -> list[int]:
+        return self.pending.waiting_for()
+
+    def peer(self) -> int | None:
+        """The rank that is waited for; None: this post has no messages."""
+        return self._first()[0] if self._recvs or self._sends else None
+
+    def what(self) -> str:
+        """What is waited for, as a clause of an error."""
+        if not self._recvs and not self._sends:
+            return "awaited nothing"
+        peer, message = self._first()
+        if isinstance(message, int):
+            return f"awaited up to {message} bytes from rank {peer}"
+        if any(message is sent for _, sent in self._sends):
+            return f"was sending {message.nbytes} bytes to rank {peer}"
+        return f"awaited {message.nbytes} bytes from rank {peer}"
+
+    def _first(self) -> tuple[int, Tensor | int]:
+        """The first message that is not complete, with its peer: receives come first."""
+        missing = self.pending.waiting_for()
+        messages = [*self._recvs, *self._sends]
+        return next((each for each in messages if each[0] in missing), messages[-1])
+
+
+class Round(Posted):
+    """A post whose messages travel in a round, or a reduction: all ranks of a route are in it."""
+
+    def __init__(self, session: Session, pending: interface.Pending, route: Route) -> None:
+        super().__init__(session, pending)
+        self._route = route
+
+    def receive(self) -> list[Tensor]:
+        watcher = self._route.watcher
+        if watcher is not None:
+            # The host does not wait: the watcher has the deadline. It is told before, since to
+            # begin a round may take until a peer has come.
+            watcher.watch(self.pending)
+            return self.session.use(self.what(), self.pending.wait_stream)
+        if len(self._route.ranks) == 1:  # without peers there is nothing to wait for
+            return self.pending.wait()
+        return super().receive()
+
+    def awaited(self) -> list[int]:
+        """All others: a round needs each of them, whatever it brings."""
+        return [rank for rank in self._route.ranks if rank != self.session.rank]
+
+    def peer(self) -> int:
+        """The next of these ranks: from one to the next, waits lead to the one that does not."""
+        ranks = self._route.ranks
+        position = ranks.index(self.session.rank)
+        return ranks[(position + 1) % len(ranks)]
+
+    def what(self) -> str:
+        """What is waited for, as a clause of an error."""
+        return f"was in a round over {self._route.carrier or self._route.name}"
+
+
+class WithOwn(Pending):
+    """The messages of all other ranks, with this rank's own put in its place in rank order."""
+
+    def __init__(self, pending: Pending, rank: int, own: Tensor) -> None:
+        self._pending = pending
+        self._rank = rank
+        self._own = own
+
+    def wait(self) -> list[Tensor]:
+        received = self._pending.wait()
+        return [*received[: self._rank], self._own, *received[self._rank :]]
+
+    def release(self) -> None:
+        self._pending.release()

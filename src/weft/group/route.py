@@ -1,0 +1,129 @@
+"""The route of tensors: what carries those of one device between the ranks of a session.
+
+A session has a route for openings, on which every schedule runs, and lengths and index lists of
+unknown length travel. Most tensors of the CPU take it, too. Others have routes of their own:
+
+* tensors of the CPU, where `weft.init(wire=)` names a wire that works in rounds;
+* tensors of a device over the caller's process group, if its backend takes them, as NCCL, XCCL and
+  UCC do (gloo only those of the CPU);
+* else tensors of a device through the host: copies in page-locked memory, over the CPU's wire.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from ..wire.interface import Features, Lease, Rounds, Wire
+from ..wire.memory import Pool
+from ..wire.staged import Staged
+from ..wire.torch_rounds import backend_for, rounds_over
+from .watcher import Watcher
+
+T = TypeVar("T")
+
+_log = logging.getLogger("weft")
+
+
+class Route:
+    """A wire, with what a session has beside it; `among` narrows it to some of its ranks.
+
+    Attributes:
+        wire: what carries the tensors.
+        carrier: the name of the wire, for people: "nccl"; "" is that of the CPU.
+        memory: where workspaces are leased from, if not from the wire.
+        watcher: of what streams wait for; None: the host waits.
+        ranks: the ranks on it, by their numbers in the session, in the order of the wire's numbers.
+        name: of the device and the wire, for fingerprints: "cpu", "cuda (nccl)".
+    """
+
+    def __init__(
+        self,
+        wire: Wire,
+        carrier: str,
+        memory: Pool,
+        watcher: Watcher | None = None,
+        ranks: Sequence[int] | None = None,
+    ) -> None:
+        """`ranks`: None: all of the session."""
+        self.wire = wire
+        self.carrier = carrier
+        self.memory = memory
+        self.watcher = watcher
+        self.ranks = range(wire.size) if ranks is None else ranks
+        self.name = f"{wire.device.type} ({carrier})" if carrier else wire.device.type
+        self._of: Callable[[], Route | None] | None = None  # whole one (weak), which has this one
+        self._narrow: dict[tuple[int, ...], Route] = {}
+
+    def among(self, ranks: Collection[int]) -> Route:
+        """The route for calls in which these ranks of the session alone take part; no order.
+
+        A wire in rounds has rounds for them, the same ones each time: what a call posts has to lie
+        in one round. Any other wire serves some of its ranks as it is.
+        """
+        whole = self if self._of is None else self._of()
+        assert whole is not None  # the session keeps it, and who asks has the session
+        if not whole.wire.features.lockstep or len(ranks) == whole.wire.size:
+            return whole
+        ascending = tuple(sorted(ranks))
+        if ascending not in whole._narrow:
+            assert isinstance(whole.wire, Rounds)
+            wire = whole.wire.among(ascending)
+            narrow = Route(wire, whole.carrier, whole.memory, whole.watcher, ascending)
+            narrow._of = weakref.ref(whole)
+            whole._narrow.setdefault(ascending, narrow)
+        return whole._narrow[ascending]
+
+    def features_for(self, ranks: Sequence[int]) -> Features:
+        """What the wire has for these ranks of the session: it reduces over all of its own."""
+        features = self.wire.features
+        if not features.reduces or set(ranks) == set(self.ranks):
+            return features
+        return replace(features, reduces=frozenset())
+
+    def numbered(self, messages: Sequence[tuple[int, T]]) -> Sequence[tuple[int, T]]:
+        """Messages to ranks of the session, with these as the wire numbers them."""
+        if self._of is None:
+            return messages
+        return [(self.ranks.index(peer), message) for peer, message in messages]
+
+    def lease(self, nbytes: int) -> Lease:
+        """Memory that is best to send from."""
+        lease = self.wire.lease(nbytes)
+        return self.memory.lease(nbytes) if lease is None else lease
+
+    def close(self) -> None:
+        """Close the wire, and end the watch."""
+        if self.watcher is not None:
+            self.watcher.end()
+        self.wire.close()
+
+
+def wire_of_device(
+    process_group: dist.ProcessGroup | None, cpu_wire: Wire, device: torch.device
+) -> tuple[Wire, str]:
+    """A wire for tensors of a device, and its name; where the host carries them, the log says so.
+
+    Args:
+        process_group: of the same ranks, which the wire does not keep alive.
+        cpu_wire: what carries tensors of the CPU.
+        device: whose tensors there are to carry.
+    """
+    if process_group is not None:
+        backend = backend_for(process_group, device)
+        if backend is not None:
+            group = weakref.ref(process_group)
+            return rounds_over(group, cpu_wire.rank, cpu_wire.size, device), backend
+        _log.warning(
+            "rank %d: tensors on %s are copied through the host: the group's backends are %s",
+            cpu_wire.rank,
+            device.type,
+            dist.get_backend_config(process_group),
+        )
+    return Staged(cpu_wire, device), "staged through the host"

@@ -1,0 +1,375 @@
+"""The session: what ranks share from when they join until they leave, at one of them.
+
+A `Group` is a view of a session: all of its ranks or some, for tensors of one device. The session
+has what there is once: the wires, the control links with their failure detector, the verdict, the
+worker, the traffic.
+
+A wire moves the bytes, and says what it saw when it cannot. Control links run beside all wires. A
+wait ends with its messages, or with the verdict of the failure detector, which has the deadline and
+aborts the wires. Signals are handled during a wait. If a handler raises, as that of Ctrl-C does,
+the session breaks, since a message may be half transferred.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from multiprocessing.util import Finalize
+from typing import Any, NoReturn, Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .._torch import keep
+from ..devices import Streams, is_host
+from ..errors import WireError
+from ..wire import interface
+from ..wire.interface import Failure, WireFailed
+from ..wire.machine import host_name
+from ..wire.memory import Pool
+from .failure.detector import Detector, Wait
+from .failure.verdict import Verdict
+from .route import Route, wire_of_device
+from .traffic import Traffic
+from .watcher import Watcher
+from .worker import Worker
+
+T = TypeVar("T")
+
+
+class Waited(Wait, Protocol):
+    """Messages that are waited for.
+
+    Attributes:
+        pending: the wire's.
+    """
+
+    pending: interface.Pending
+
+    def what(self) -> str:
+        """What is waited for, as a clause of an error: "awaited 8 bytes from rank 2"."""
+
+
+class Session:
+    """One rank's end of what ranks have joined. They are numbered from 0, and errors say so, too.
+
+    Attributes:
+        rank: this rank's number.
+        size: how many ranks there are.
+        timeout: seconds that any one wait may last; `set_timeout` changes it.
+        hosts: for each rank the name of its host, see `Group.hosts`.
+        machine: the name of this rank's machine, see `Group.machine`.
+        name: the same on all ranks; "" if nobody gave it one.
+        global_ranks: the ranks, by their numbers in the job.
+        process_group: returns the process group of torch's that the session stands for, or None.
+        traffic: what was sent so far.
+        streams: in which this rank computes on accelerators.
+        openings: the route on which every schedule runs, and whatever is no payload travels.
+        payloads: the route of tensors of the CPU: the same, unless they have one of their own.
+        devices: the routes of tensors of those devices that there were tensors of.
+        detector: of failures, beside the wires; None: there are no peers.
+        closed: whether this rank has left.
+    """
+
+    def __init__(
+        self,
+        wire: interface.Wire,
+        timeout: float,
+        hosts: Sequence[str],
+        *,
+        detector: Detector | None,
+        memory: Pool,
+        join: Callable[[tuple[int, ...], str], Session],
+        machine: str | None = None,
+    ) -> None:
+        """
+        Args:
+            wire: of the CPU, neither `exact` nor `lockstep`; it is closed with the session.
+            timeout: seconds that any one wait may last.
+            hosts: for each rank the name of its host.
+            detector: beside the wires; it is closed with the session. None: there are no peers.
+            memory: where workspaces are leased from, if not from the wire.
+            join: joins some of the ranks, of which this one is one, given these and a name.
+            machine: the name of this rank's machine; None: of that which it runs on.
+        """
+        self.rank = wire.rank
+        self.size = wire.size
+        self.timeout = timeout
+        self.hosts = tuple(hosts)
+        self.machine = machine or host_name()
+        self.name = ""
+        self.global_ranks = tuple(range(wire.size))
+        self.process_group: Callable[[], dist.ProcessGroup | None] = lambda: None
+        self.traffic = Traffic(wire.rank)
+        self.streams = Streams()
+        self.openings = Route(wire, "", memory)
+        self.payloads = self.openings
+        self.devices: dict[torch.device, Route] = {}
+        self.closed = False
+        self._broken: Verdict | None = None  # what every use raises
+        self._worker: Worker | None = None
+        self._join: Callable[[tuple[int, ...], str], Session] | None = join
+        self._joined = 0  # how often some of the ranks were joined
+        self._lock = threading.Lock()  # held while the route of a device is made
+        self.detector = detector
+        self._wires: list[interface.Wire] = []  # what is aborted when the session breaks
+        self._guard(wire)
+        if detector is not None:
+            detector.call = weakref.WeakMethod(self._call)
+        # bye when the session is dropped, and at exit: of multiprocessing's processes, too
+        self._of_cpu = [wire]
+        self._leave = Finalize(self, _leave, (detector, self._of_cpu), exitpriority=0)
+        _made.add(self)
+
+    def route_for(self, device: torch.device) -> Route:
+        """The route of tensors of a device; the first call for an accelerator makes it."""
+        if is_host(device):
+            return self.payloads
+        if device not in self.devices:
+            with self._lock:
+                if device not in self.devices:  # no other thread has made it meanwhile
+                    cpu_wire = self.openings.wire
+                    self.carry_device(*wire_of_device(self.process_group(), cpu_wire, device))
+        return self.devices[device]
+
+    def carry_device(self, wire: interface.Wire, carrier: str) -> None:
+        """Have a wire of these ranks carry tensors of its device; it is closed with the session.
+
+        Args:
+            wire: of that device.
+            carrier: its name.
+        """
+        watcher = None
+        if wire.features.streams:
+            watcher = Watcher(self, wire.device, f"a round over {carrier}")
+        self._guard(wire)
+        self.devices[wire.device] = Route(wire, carrier, Pool(device=wire.device), watcher)
+
+    def carry_payloads(self, wire: interface.Wire, carrier: str) -> None:
+        """Have a wire of these ranks carry tensors of the CPU; it is closed with the session.
+
+        Openings and lengths stay where they are: such a wire may be `exact` or `lockstep`.
+        """
+        self._guard(wire)
+        self._of_cpu.append(wire)
+        self.payloads = Route(wire, carrier, self.openings.memory)
+
+    def _guard(self, wire: interface.Wire) -> None:
+        """See to it that a wire is aborted when the session breaks."""
+        self._wires.append(wire)
+        if self.detector is not None:
+            self.detector.guard(wire)
+
+    @property
+    def worker(self) -> Worker:
+        """The one queue in which calls take their turn, on whichever groups of the session."""
+        if self._worker is None:
+            self._worker = Worker(self)
+        return self._worker
+
+    def use(self, doing: str, wire_call: Callable[..., T], *args: Any) -> T:
+        """Call `wire_call(*args)` of a wire of this session, which does not wait for peers.
+
+        Args:
+            doing: what this rank does, as a clause of an error: "posted messages".
+            wire_call, args: the call.
+
+        Raises:
+            WireError: the session is broken, or breaks here.
+        """
+        self._check()
+        try:
+            return wire_call(*args)
+        except WireFailed as error:
+            self.raise_for(error.failure, doing)
+        except BaseException as error:
+            self._interrupted(error)
+            raise
+
+    def wait_for(self, wait: Waited) -> list[Tensor]:
+        """Wait for messages, without a limit: at the deadline the detector aborts the wires.
+
+        Raises:
+            WireError: the session is broken, or breaks here.
+        """
+        self._check()
+        detector = self.detector
+        if detector is None:  # without peers there is nothing to wait for
+            return wait.pending.wait()
+        began = time.monotonic()
+        detector.begin(wait)
+        try:
+            return wait.pending.wait()
+        except WireFailed as error:
+            self.raise_for(error.failure, wait.what(), wait)
+        except BaseException as error:
+            self._interrupted(error)
+            raise
+        finally:
+            self.traffic.waited += time.monotonic() - began
+            detector.end()
+
+    def set_timeout(self, seconds: float) -> None:
+        """Change what any one wait may last, of those that begin from now on."""
+        self.timeout = seconds
+        if self.detector is not None:
+            self.detector.timeout = seconds
+            self.detector.links.wake()  # it may sleep for as long as waits lasted before
+
+    def split(self, ranks: tuple[int, ...]) -> Session | None:
+        """Join some of the ranks by connections of their own; None where this rank is not one.
+
+        Every rank calls it, with the same distinct ranks.
+
+        Raises:
+            WireError: this session is broken, or somebody did not come in time.
+        """
+        self._check()
+        self._joined += 1
+        if self.rank not in ranks:
+            return None
+        assert self._join is not None  # else it is closed
+        name = f"sub{self._joined}:{','.join(map(str, ranks))}"
+        session = self._join(ranks, name)
+        session.name = f"{self.name}/{name}"
+        session.global_ranks = tuple(self.global_ranks[rank] for rank in ranks)
+        return session
+
+    def close(self) -> None:
+        """Leave: tell the peers that this is no death, and let go of everything. Twice is fine."""
+        if self.closed:
+            return
+        self.closed = True
+        self._join = None  # it holds the store, whose server ends when nobody does
+        self._leave()
+        if self._worker is not None:
+            self._worker.stop()
+        while self.devices:
+            self.devices.popitem()[1].close()
+        self.openings.memory.drain()
+
+    def abort(self, reason: str) -> None:
+        """Break the session, telling every peer that this rank did it; waits for nobody."""
+        verdict = Verdict(self.rank, f"rank {self.rank} gave up: {reason}")
+        if self.detector is not None:
+            self.detector.settle(verdict)
+        elif not self.closed:
+            self._break(verdict)
+
+    def fail(self, peer: int, text: str) -> WireError:
+        """Break the session for all ranks on account of a peer; the error to raise here."""
+        return self._break(self._settle(Verdict(peer, text)))
+
+    def diagnose(self, where: str) -> WireError | None:
+        """The error to raise after a call of another library failed, if a peer is to blame.
+
+        Args:
+            where: the call, as the end of the clause "while rank 0 was in ...".
+        """
+        verdict = None if self.detector is None else self.detector.blame()
+        if self._broken is None and verdict is not None:
+            self._break(verdict, f" while rank {self.rank} was in {where}")
+        return None if self._broken is None else self._broken.error(self.rank)
+
+    def raise_for(self, failure: Failure, doing: str, wait: Waited | None = None) -> NoReturn:
+        """Raise the error of a use of a wire that failed, with the detector's verdict.
+
+        Args:
+            failure: what the wire says.
+            doing: what this rank did, as a clause of the error.
+            wait: if it waited.
+
+        Raises:
+            WireError: always.
+        """
+        detector = self.detector
+        assert detector is not None  # without peers nothing fails
+        seconds = 0.0
+        lasting = ""
+        if wait is not None:
+            seconds = time.monotonic() - detector.since
+            lasting = f" for {seconds:.2f} s"
+        what = f" while rank {self.rank} {doing}{lasting}{self._where()}"
+        if self.closed:
+            raise WireError(f"rank {self.rank}: this group was closed{what}", rank=self.rank)
+        if wait is not None and seconds >= self.timeout:
+            what += f", past the timeout of {self.timeout:g} s"
+        raise self._break(detector.explain(failure, wait), what) from None
+
+    def _check(self) -> None:
+        """Raise what broke the session, if anything did."""
+        if self.closed:
+            why = "this group is closed; wait for asynchronous calls before weft.shutdown()"
+            raise WireError(f"rank {self.rank}: {why}", rank=self.rank)
+        if self._broken is None and self.detector is not None and self.detector.verdict:
+            where = f" while rank {self.rank} was{self._where()}" if self._call()[1] else ""
+            self._break(self.detector.verdict, where)
+        if self._broken is not None:
+            raise self._broken.error(self.rank) from None
+
+    def _interrupted(self, error: BaseException) -> None:
+        """Break the session: a handler of a signal raised while messages were being moved."""
+        kind = "SIGINT" if isinstance(error, KeyboardInterrupt) else type(error).__name__
+        verdict = self._settle(Verdict(self.rank, f"rank {self.rank} was interrupted ({kind})"))
+        # The memory of receives is the caller's again, so nothing may write there. An error here
+        # is less important than the interruption.
+        with contextlib.suppress(Exception):
+            self._abort_wires(verdict)
+
+    def _settle(self, verdict: Verdict) -> Verdict:
+        """Tell all ranks what broke the session; the verdict that counts, which is the first."""
+        return verdict if self.detector is None else self.detector.settle(verdict)
+
+    def _break(self, verdict: Verdict, where: str = "") -> WireError:
+        """Break the session here; the error to raise. `where` is what this rank was doing."""
+        self._broken = Verdict(verdict.culprit, f"{verdict.text}{where}")
+        self._abort_wires(verdict)
+        return self._broken.error(self.rank)
+
+    def _abort_wires(self, verdict: Verdict) -> None:
+        for wire in self._wires:
+            wire.abort(Failure("aborted", verdict.culprit, verdict.text))
+
+    def _where(self) -> str:
+        """The call that runs, as errors spell it."""
+        calls, doing = self._call()
+        return f" in {doing} (call {calls})" if doing else ""
+
+    def _call(self) -> tuple[int, str]:
+        """How many calls were started, and the name of the one that runs, or ""."""
+        return (0, "") if self._worker is None else (self._worker.calls, self._worker.doing)
+
+    def after_fork(self) -> None:
+        """In a forked child, where the session cannot be used, and has no threads."""
+        keep(self)
+        self._lock = threading.Lock()  # another thread may have held that one
+        if self._worker is not None:
+            self._worker.after_fork()
+        self.openings.wire.close()
+        if self.detector is not None:
+            self.detector.abandon()
+
+
+def _leave(detector: Detector | None, wires: Sequence[interface.Wire]) -> None:
+    """Say bye to all and let go of everything."""
+    with contextlib.ExitStack() as stack:  # also where a handler of a signal raises meanwhile
+        for wire in wires:
+            stack.callback(wire.close)
+        if detector is not None:
+            stack.callback(detector.close)  # first
+
+
+_made: weakref.WeakSet[Session] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for session in list(_made):
+        session.after_fork()
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -1,0 +1,150 @@
+"""Who looks whether what the stream of a device waits for comes, since the host does not wait.
+
+Where a device has streams a wait has the current stream wait, and returns. So no wait of the host
+ends at the deadline. A thread looks in its place, and breaks the session if something is late.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ..errors import WireError
+
+_log = logging.getLogger("weft")
+
+_PAUSES = (1e-4, 0.02)  # seconds between two looks at what is watched: the first, and the longest
+
+
+class Breakable(Protocol):
+    """What is broken where something is late: a session.
+
+    Attributes:
+        timeout: seconds that it may take.
+    """
+
+    timeout: float
+
+    def diagnose(self, where: str) -> WireError | None:
+        """Break it if a peer is to blame; the error, or None."""
+
+    def abort(self, reason: str) -> None:
+        """Break it on account of this rank."""
+
+
+class Watched(Protocol):
+    """Something that a device has yet to do."""
+
+    def done(self) -> bool:
+        """Whether it is through, or has failed. Any thread; never blocks."""
+
+
+class Watcher:
+    """Breaks a session if something does not come that the stream of a device waits for.
+
+    Else nobody would: a kernel of NCCL that waits for a dead rank ends only at NCCL's own deadline,
+    minutes later. Once the session is broken its wires are aborted, which ends the kernel.
+    """
+
+    def __init__(self, session: Breakable, device: torch.device, name: str) -> None:
+        """
+        Args:
+            session: which this does not keep alive.
+            device: whose streams wait.
+            name: of what is waited for, for errors: "a round over nccl".
+        """
+        self._queue: queue.SimpleQueue[tuple[Watched, Callable[[], object]] | None]
+        self._queue = queue.SimpleQueue()
+        self._session = weakref.ref(session)
+        self._device = device
+        self._name = name
+        self._thread: threading.Thread | None = None
+        # the thread ends with this object, too
+        weakref.finalize(self, self._queue.put, None).atexit = False
+
+    def watch(self, pending: Watched, then: Callable[[], object] = lambda: None) -> None:
+        """Watch something, behind what was given before; call `then` when it is through."""
+        self._queue.put((pending, then))
+        if self._thread is None:
+            self._thread = threading.Thread(
+                target=_watch,
+                args=[self._queue, self._session, self._device, self._name],
+                name="weft watcher",
+                daemon=True,
+            )
+            self._thread.start()
+
+    def watch_flag(self, flag: Tensor, then: Callable[[], object]) -> None:
+        """Call `then` once the device has computed a flag, if it is set.
+
+        Args:
+            flag: one bool, on the device.
+            then: called by the thread.
+        """
+        pinned = not flag.is_cpu
+        on_host = torch.empty(flag.shape, dtype=flag.dtype, device="cpu", pin_memory=pinned)
+        on_host.copy_(flag, non_blocking=True)  # the host reads it when that is through
+        self.watch(_Behind(flag), lambda: then() if on_host else None)
+
+    def end(self) -> None:
+        """End the thread, once all is through."""
+        self._queue.put(None)
+
+
+def _watch(
+    queued: queue.SimpleQueue[tuple[Watched, Callable[[], object]] | None],
+    session: Callable[[], Breakable | None],
+    device: torch.device,
+    name: str,
+) -> None:
+    """The thread of a watcher."""
+    torch.accelerator.set_device_index(device)  # else what it asks makes a context on device 0
+    while (item := queued.get()) is not None:
+        pending, then = item
+        try:
+            if _comes(pending, session, name):
+                then()
+        except Exception as error:  # what comes next is watched, too
+            _log.error("%s could not be watched: %s", name, repr(error))
+        del item, pending, then  # what they hold is not this idle thread's
+
+
+def _comes(pending: Watched, session: Callable[[], Breakable | None], name: str) -> bool:
+    """Wait until something is through; break the session at the deadline."""
+    began = time.monotonic()
+    pause, longest = _PAUSES
+    while not pending.done():
+        alive = session()
+        if alive is None:
+            return False  # nobody uses what comes
+        if time.monotonic() - began > alive.timeout:
+            if alive.diagnose(name) is None:
+                alive.abort(f"{name} was not through after {alive.timeout:g} s")
+            return False
+        del alive  # this thread does not keep it during the pause
+        time.sleep(pause)
+        pause = min(2 * pause, longest)
+    return True
+
+
+class _Behind:
+    """What the current stream of a tensor's device does by now; it holds the tensor."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+        self._event = torch.Event(tensor.device)
+        self._event.record(torch.accelerator.current_stream(tensor.device))
+
+    def done(self) -> bool:
+        try:
+            return self._event.query()
+        except RuntimeError as error:
+            return "captur" not in str(error)  # a graph is recorded meanwhile: ask again

@@ -1,0 +1,133 @@
+"""Views of a session: subsets, and groups for tensors of a device."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import weft
+from weft.bootstrap.outcome import results
+from weft.devices import as_device
+from weft.schedules import fast_all_reduce
+from weft.testing import spmd, threads
+from weft.testing.threads import on_groups
+from weft.wire import Features
+
+CPU = torch.device("cpu")
+
+
+@spmd(1, 3, on=("threads", "processes", "torch"))
+def test_what_a_group_is(group):
+    assert (group.session.rank, group.session.size) == (group.rank, group.size)
+    assert group.device == CPU and group.route == "cpu" and group.epoch == 0
+    assert len(group.hosts) == group.size and group.hosts.count(group.hosts[0]) == group.size
+    assert not group.features.lockstep and not group.features.exact
+    assert group.on(CPU) is group  # which carries them itself
+    assert group.on(CPU, [group.rank]) is group
+
+
+@spmd(3, on=("device",))
+def test_a_group_for_a_device_is_made_once(group):
+    over = group.on(CPU)
+    assert over is not group and over is group.on(CPU) is over.on(CPU)
+    assert (over.rank, over.size, over.route) == (group.rank, 3, "cpu (checked)")
+    assert over.worker is group.worker and over.traffic is group.traffic
+    assert over.memory is not group.memory
+    over.close()
+    assert not group.closed and not over.closed
+    over.wire.post = None  # what is of the CPU takes the CPU's wire
+    assert over.all_gather_bytes(bytes([group.rank]), ord) == [0, 1, 2]
+
+
+@spmd(4, on=("rounds",))
+def test_what_the_same_ranks_post_lies_in_the_same_rounds(group):
+    """Whichever view it is posted on: else the rounds that ranks check would not be equal."""
+    if group.rank == 3:
+        return
+    peers = [rank for rank in (0, 1, 2) if rank != group.rank]
+    orders = ([0, 1, 2], [2, 0, 1], [1, 2, 0])
+    first, second = (group.subset(orders[(group.rank + n) % 3]).on(CPU) for n in (0, 1))
+    assert first is not second and first.wire is second.wire
+    whole = group.on(CPU, [0, 1, 2])  # where ranks have the numbers that they have in the group
+    assert whole.wire is first.wire and (whole.rank, whole.size) == (group.rank, 4)
+
+    def posted(over, number):
+        places = [torch.zeros(2) for _ in peers]
+        of = {over.rank_in_errors(rank): rank for rank in range(over.size)}
+        sends = [(of[peer], torch.full((2,), 10.0 * number + group.rank)) for peer in peers]
+        pending = over.post(sends, [(of[p], place) for p, place in zip(peers, places, strict=True)])
+        return pending, [10.0 * number + peer for peer in peers]
+
+    views = (first, second, whole)
+    posts = [posted(views[(group.rank + n) % 3], n) for n in range(3)]
+    for pending, wanted in posts:
+        assert [each.tolist() for each in pending.wait()] == [[one, one] for one in wanted]
+
+
+class Summing:
+    """A wire that says that it adds up, and has no rounds; else it is another one."""
+
+    features = Features(reduces=frozenset({("sum", torch.float32)}))
+
+    def __init__(self, below):
+        self.below = below
+
+    def __getattr__(self, name):
+        return getattr(self.below, name)
+
+
+@spmd(3, on=("threads",))
+def test_a_wire_that_reduces_does_so_over_all_of_its_ranks_alone(group):
+    group.session.carry_payloads(Summing(group.wire), "sums")
+    assert group.on(CPU).features.reduces and group.subset([2, 0, 1]).on(CPU).features.reduces
+    if group.rank != 1:
+        part = group.subset([2, 0]).on(CPU)
+        assert part.wire is group.on(CPU).wire and not part.features.reduces
+        with pytest.raises(weft.WeftError, match=r"cpu \(sums\) reduces no sum of torch.float32"):
+            part.all_reduce(torch.ones(1), "sum")
+        total = torch.full((3,), float(group.rank))
+        fast_all_reduce(part, total, "sum").wait()  # in posts
+        assert total.tolist() == [2.0] * 3
+
+
+@spmd(4, on=("threads", "device"))
+def test_a_failure_of_one_view_is_one_of_all(group):
+    part = group.subset([3, 1, 2]) if group.rank else group
+    if group.rank == 3:
+        part.on(CPU).abort("out of memory")
+    else:
+        with pytest.raises(weft.WireError, match="rank 3 gave up: out of memory"):
+            while True:
+                group.all_gather_bytes(b"1", len)
+    for view in (group, part, group.on(CPU), part.on(CPU)):
+        error = view.diagnose("another library's call")
+        assert error.culprit == 3 and "out of memory" in str(error)
+        with pytest.raises(weft.WireError, match="rank 3 gave up"):
+            view.post()
+
+
+def test_a_view_stands_for_no_process_group_but_the_whole_does():
+    group = threads.group(1)[0]
+    there = object()
+    group.session.process_group = lambda: there
+    assert group.process_group() is there
+    pair = threads.group(2)
+    pair[0].session.process_group = lambda: there
+    assert pair[0].process_group() is there and pair[0].subset([1, 0]).process_group() is None
+    assert pair[0].subset([0]).process_group() is None
+    for each in (group, *pair):
+        each.close()
+
+
+def ranks_of_the_job(group):
+    group.session.global_ranks = (7, 3, 5)
+    if group.rank:
+        assert group.subset([2, 1]).global_ranks == (5, 3)
+    with as_device():
+        assert group.on(CPU).global_ranks == (7, 3, 5)
+    return group.global_ranks
+
+
+def test_ranks_have_their_numbers_in_the_job():
+    found = results(on_groups(threads.group(3), ranks_of_the_job), "threads")
+    assert found == [(7, 3, 5)] * 3

@@ -1,0 +1,213 @@
+"""A wire in rounds that `weft.init(wire=)` names: it carries tensors, and another the openings."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import weft
+from weft import nn
+from weft.group.process_group import connect
+from weft.sparse import ALGORITHMS
+from weft.sparse.cost import Load
+from weft.sparse.link import set_link
+from weft.testing import processes, round_wire, run
+from weft.testing.pace import patient
+from weft.wire.link import Link
+from weft.wire.registry import register_wire, wire_names
+
+CPU = torch.device("cpu")
+IN_ROUNDS = Load(2, 8, 4, 4, 6, 9, 4, 4, 4, lockstep=True)
+NAMES = sorted(name for name, found in ALGORITHMS.items() if found.applies(IN_ROUNDS) is None)
+SMALL = 16 << 10  # bytes that no message of an opening has
+
+
+def register():
+    if "rounds" not in wire_names():
+        register_wire("rounds", round_wire)
+
+
+@contextlib.contextmanager
+def in_rounds(group, path):
+    """A group of these ranks over the wire in rounds, and the messages on its other wire."""
+    register()
+    store = dist.FileStore(path, group.size)
+    with connect(store, group.rank, group.size, 90.0, wire="rounds") as made:
+        beside, post = [], made.wire.post
+
+        def watched(sends=(), recvs=(), channel=0):
+            beside.extend(tensor.nbytes for _, tensor in sends)
+            return post(sends, recvs, channel)
+
+        made.wire.post = watched
+        set_link(made, Link(50e-6, 2e-9, 1e-9, 20e-6))  # measuring it sends more
+        yield made, beside
+
+
+def rows_of(rank, dtype=torch.float32):
+    draw = torch.Generator().manual_seed(rank)
+    ids = torch.randint(9000, (4000 * (rank != 1),), generator=draw)  # too many for an opening
+    return weft.Rows(ids, torch.randint(-9, 9, (len(ids), 40), generator=draw).to(dtype), 9000)
+
+
+def sums(group, path):
+    rows = rows_of(group.rank)
+    with in_rounds(group, path) as (made, beside):
+        over = made.on(CPU)
+        if made.size > 1:
+            assert (over.route, over.features.lockstep) == ("cpu (rounds)", True)
+            assert not made.features.lockstep and made.route == "cpu"
+            assert weft.explain(rows, group=made).device == "cpu (rounds)"
+        for name in ("auto", *NAMES):
+            for op in ("sum", "max"):
+                wanted = weft.sparse_all_reduce(rows, op, group=group)
+                found = weft.sparse_all_reduce(rows, op, algorithm=name, group=made)
+                assert torch.equal(found.indices, wanted.indices), name
+                assert torch.equal(found.values, wanted.values), name
+        several = weft.sparse_all_reduce([rows, rows], group=made)
+        assert all(torch.equal(each.values.sum(), rows_sum(group, rows)) for each in several)
+        half = weft.sparse_all_reduce(rows_of(group.rank, torch.float16), group=made)
+        assert torch.equal(half.values.float().sum(), rows_sum(group, rows))
+        assert max(beside, default=0) < SMALL  # no rows went there
+
+
+def rows_sum(group, rows):
+    return weft.all_reduce(rows.values.sum(), group=group)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 7])
+def test_sparse_sums(size, tmp_path):
+    run(size, sums, str(tmp_path / "store"), on="processes")
+
+
+def refused(group, path):
+    with in_rounds(group, path) as (made, _):
+        texts = set()
+        for name in sorted(set(ALGORITHMS) - set(NAMES)):
+            with pytest.raises(weft.WeftError, match=f"algorithm {name} cannot serve") as caught:
+                weft.sparse_all_reduce(rows_of(group.rank), algorithm=name, group=made)
+            texts.add(str(caught.value))
+        found = weft.sparse_all_reduce(rows_of(group.rank), algorithm=NAMES[0], group=made)
+        return sorted(texts), len(found)
+
+
+def test_an_algorithm_that_needs_more_is_an_error_on_every_rank(tmp_path):
+    assert set(ALGORITHMS) > set(NAMES) > set()
+    first, *others = run(3, refused, str(tmp_path / "store"), on="processes")
+    assert others == [first] * 2 and len(first[0]) == len(ALGORITHMS) - len(NAMES)
+
+
+def layers(made, rows):
+    """On all ranks, and on some: the others know nothing of it."""
+    some = -(-made.size // 2)
+    results = []
+    for ranks in (made.size, some, some):
+        grid = weft.Partition(ranks, group=made)
+        for kind in (nn.AllGather, nn.AllSumReduce, nn.SumReduce, nn.Broadcast):
+            has = grid.active and (kind is not nn.Broadcast or not grid.rank)
+            x = torch.full((rows if has else 0, 3), float(made.rank + 1), requires_grad=True)
+            y = kind(grid, 0)(x)
+            y.sum().backward()
+            results += [y.detach(), x.grad]
+    return results
+
+
+def routines(made, rows):
+    """Collectives of `weft.comm`, also backward."""
+    x = torch.arange(2.0 * rows).view(rows, 2).requires_grad_()
+    received = weft.all_to_all([x * (to + made.rank) for to in range(made.size)], made)
+    total = weft.all_reduce(x * made.rank, group=made)
+    fetched = weft.exchange(x, [torch.arange(2)] * made.size, made)
+    torch.autograd.backward([*received, total], [torch.ones_like(x)] * (made.size + 1))
+    model = torch.nn.Linear(rows, 3)
+    torch.nn.init.constant_(model.weight, float(made.rank))
+    torch.nn.init.zeros_(model.bias)
+    weft.sync_params(model, group_src=made.size - 1, group=made)
+    model(torch.ones(2, rows) * made.rank).sum().backward()
+    weft.sync_grads(model, group=made)
+    weft.barrier(group=made)
+    moved = [each.detach() for each in (*received, total, *fetched, x.grad)]
+    return [*moved, model.weight.detach().clone(), model.weight.grad]
+
+
+def layers_and_routines(group, path):
+    with in_rounds(group, path) as (made, beside):
+        for body in (layers, routines):
+            for rows in (2, 20_000):
+                found, wanted = body(made, rows), body(group, rows)
+                assert all(map(torch.equal, found, wanted)), (body, rows)
+        inner = made.split(range(made.size - 1, -1, -1))
+        with inner:
+            assert inner.on(CPU).features.lockstep == (made.size > 1)
+            total = weft.all_reduce(torch.full((30_000,), float(made.rank)), group=inner)
+            assert total.eq(sum(range(made.size))).all()
+        # what is small travels with the openings of layers and routines
+        assert max(beside, default=0) < 256 << 10
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 7])
+def test_layers_and_routines(size, tmp_path):
+    run(size, layers_and_routines, str(tmp_path / "store"), on="processes")
+
+
+def by_name():
+    register()
+    with weft.init(timeout=60, wire="rounds") as group:
+        found = weft.sparse_all_reduce(rows_of(group.rank), algorithm="split")
+        return group.on(CPU).route, group.route, weft.config()["wire"], int(found.values.sum())
+
+
+def test_a_program_asks_for_it_by_its_name():
+    wanted = sum(int(rows_of(rank).values.sum()) for rank in range(3))
+    found = processes(3, by_name)
+    assert {each[:2] for each in found} == {("cpu (rounds)", "cpu")}
+    assert {each[3] for each in found} == {wanted}
+    assert processes(2, by_name, env={"WEFT_SAFE": "1"})[0][:2] == ("cpu (rounds)", "cpu")
+
+
+RANK = """
+import json, os, signal, sys, time, torch, weft
+import torch.distributed as dist
+from weft.testing import round_wire
+place, victim = sys.argv[1:]
+weft.register_wire("rounds", round_wire)
+group = weft.init(rendezvous=f"file://{place}", timeout=30.0, wire="rounds")
+exchange, done, rows = dist.all_to_all_single, [], (torch.arange(50_000), torch.ones(50_000, 8))
+def until(*given, **options):
+    done.append(given)
+    if len(done) == 5 and group.rank == int(victim):
+        print(json.dumps({"at": time.monotonic()}), flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+    return exchange(*given, **options)
+dist.all_to_all_single = until
+try:
+    while len(done) < 20:
+        weft.sparse_all_reduce(rows, algorithm="split")
+except weft.WireError as error:
+    print(json.dumps({"text": str(error), "culprit": error.culprit, "at": time.monotonic()}))
+sys.stdout.flush()
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_survivors_name_who_was_killed_in_a_round(programs, tmp_path, victim):
+    right = {**os.environ, "WORLD_SIZE": "3", "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)}
+    given = str(tmp_path / "place"), str(victim)
+    ranks = [programs(RANK, *given, env={**right, "RANK": str(rank)}) for rank in range(3)]
+    lines = {rank: each.communicate() for rank, each in enumerate(ranks) if rank != victim}
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(ranks[victim].pid, signal.SIGKILL)
+    began = json.loads(ranks[victim].communicate()[0])["at"]
+    for rank, (out, err) in lines.items():
+        assert out, err
+        said = json.loads(out)
+        assert said["culprit"] == victim, said
+        assert said["text"].startswith(f"rank {rank}: rank {victim} died while"), said
+        assert said["at"] - began < patient(5.0), said
