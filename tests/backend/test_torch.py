@@ -280,7 +280,7 @@ def ddp(me, size):
         assert torch.equal(model.module.dense.weight.grad, alone.dense.weight.grad)
 
 
-@pytest.mark.parametrize("body", ["erring", "unequal"])
+@pytest.mark.parametrize("body", ["erring", "unequal", "other_numbers"])
 def test_errors_reach_the_caller_and_the_next_call_works(ranks, body):
     texts = ranks(3, globals()[body])
     assert len({tuple(each) for each in texts}) == 1
@@ -330,6 +330,35 @@ def unequal(me, size):
             call(2 if me == 1 else 1).wait()
         said.append(str(caught.value))
         call(1).wait()
+    return said
+
+
+def other_numbers(me, size):
+    """One rank has more outputs, each with its input, than the others; then none."""
+    group, tensor, whole = serving(), torch.ones(2), torch.empty(2 * size)
+    parts = list(whole.chunk(size))
+    at_root = parts if me == 0 else []
+    calls = [
+        lambda lists: group.allgather([parts] * lists, [tensor] * lists),
+        lambda lists: group.all_gather_single([whole] * lists, [tensor] * lists),
+        lambda lists: group.reduce_scatter([tensor] * lists, [parts] * lists),
+        lambda lists: group.reduce_scatter_single([tensor] * lists, [whole] * lists),
+        lambda lists: group.gather([at_root] * lists, [tensor] * lists, 0),
+        lambda lists: group.scatter([tensor] * lists, [at_root] * lists, 0),
+    ]
+    said = []
+    for call in calls:
+        call(2).wait()
+        for lists in (2, 0):
+            with pytest.raises(weft.WeftError, match="outputs") as caught:
+                call(lists if me == 1 else 1).wait()
+            said.append(str(caught.value))
+            call(1).wait()
+    group.all_gather_single([], []).wait()
+    assert said[0] == (
+        "the ranks differ in number of outputs: ranks 0, 2 have 1, rank 1 has 2; pass the same on "
+        "every rank"
+    )
     return said
 
 

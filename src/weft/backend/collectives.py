@@ -31,6 +31,10 @@ _SAID = 200  # characters of sizes that ranks compare as text; longer texts by a
 
 _SHOWN = 8  # sizes that an error names
 
+_PAIRS = "number of outputs"
+"""A field: torch's lists of outputs and of inputs are as many calls. Each says how many there are,
+so that ranks whose lists differ hear of it in the first one."""
+
 Parts = Sequence[Tensor | None]
 """A tensor, or nothing, for each rank."""
 
@@ -60,10 +64,10 @@ def sparse_all_reduce(group: Group, tensors: list[Tensor], op: str) -> list[Tens
     return tensors
 
 
-def all_gather(group: Group, outs: list[Tensor], mine: Tensor) -> list[Tensor]:
+def all_gather(group: Group, outs: list[Tensor], mine: Tensor, pairs: int = 1) -> list[Tensor]:
     """Send every rank's tensor to every rank. `outs` may differ in size, but not between ranks."""
     error = _reason([mine, *outs]) or _misfit("output", outs, _own(group, mine))
-    _open(group, "all_gather", _said(outs), error)
+    _open(group, "all_gather", {_PAIRS: pairs, **_said(outs)}, error)
     _exchange(group, [mine] * group.size, outs)
     return outs
 
@@ -86,10 +90,12 @@ def all_gather_coalesced(
     return received
 
 
-def reduce_scatter(group: Group, out: Tensor, ins: list[Tensor], op: str) -> list[Tensor]:
+def reduce_scatter(
+    group: Group, out: Tensor, ins: list[Tensor], op: str, pairs: int = 1
+) -> list[Tensor]:
     """Reduce the ranks' `ins[p]` on rank p. They may differ in size, but not between ranks."""
     error = _reason([out, *ins], op) or _misfit("input", ins, _own(group, out))
-    _open(group, "reduce_scatter", {"op": op, **_said(ins)}, error)
+    _open(group, "reduce_scatter", {_PAIRS: pairs, "op": op, **_said(ins)}, error)
     _reduce_parts(group, out, ins, op)
     return [out]
 
@@ -112,18 +118,22 @@ def broadcast(group: Group, tensor: Tensor, root: int) -> list[Tensor]:
     return [tensor]
 
 
-def gather(group: Group, outs: list[Tensor], mine: Tensor, root: int) -> list[Tensor]:
+def gather(
+    group: Group, outs: list[Tensor], mine: Tensor, root: int, pairs: int = 1
+) -> list[Tensor]:
     """Send every rank's tensor to one rank; `outs` is empty on the others."""
     error = _reason([mine, *outs]) or _misfit("output", outs, _all(group, root, mine))
-    _open(group, "gather", {"root": root, **_said([mine])}, error)
+    _open(group, "gather", {_PAIRS: pairs, "root": root, **_said([mine])}, error)
     _exchange(group, _at(root, mine, group.size), outs)
     return outs
 
 
-def scatter(group: Group, out: Tensor, ins: list[Tensor], root: int) -> list[Tensor]:
+def scatter(
+    group: Group, out: Tensor, ins: list[Tensor], root: int, pairs: int = 1
+) -> list[Tensor]:
     """Send a tensor from one rank to each rank; `ins` is empty on the others."""
     error = _reason([out, *ins]) or _misfit("input", ins, _all(group, root, out))
-    _open(group, "scatter", {"root": root, **_said([out])}, error)
+    _open(group, "scatter", {_PAIRS: pairs, "root": root, **_said([out])}, error)
     _exchange(group, ins, _at(root, out, group.size))
     return [out]
 
@@ -147,6 +157,12 @@ def all_to_all(group: Group, outs: list[Tensor], ins: list[Tensor]) -> list[Tens
     return outs
 
 
+def none(group: Group, call: str) -> list[Tensor]:
+    """Take part in a call of no outputs and no inputs: all ranks raise if one has some."""
+    _open(group, call, {_PAIRS: 0}, None)
+    return []
+
+
 def refuse(group: Group, call: str, error: str) -> list[Tensor]:
     """Take part in a call with nothing but the error of this rank's arguments: all ranks raise it.
 
@@ -159,10 +175,10 @@ def refuse(group: Group, call: str, error: str) -> list[Tensor]:
     raise AssertionError("the opening exchange raises a rank's error on every rank")
 
 
-def all_gather_single(group: Group, out: Tensor, mine: Tensor) -> list[Tensor]:
+def all_gather_single(group: Group, out: Tensor, mine: Tensor, pairs: int = 1) -> list[Tensor]:
     """Send every rank's tensor to every rank, where they follow one another in one tensor."""
     place = _place(out)
-    all_gather(group, _split(place, [], group.size), mine)
+    all_gather(group, _split(place, [], group.size), mine, pairs)
     _put(place, out)
     return [out]
 
@@ -178,9 +194,11 @@ def gather_single(group: Group, out: Tensor, mine: Tensor, root: int) -> list[Te
     return [out]
 
 
-def reduce_scatter_single(group: Group, out: Tensor, mine: Tensor, op: str) -> list[Tensor]:
+def reduce_scatter_single(
+    group: Group, out: Tensor, mine: Tensor, op: str, pairs: int = 1
+) -> list[Tensor]:
     """Cut the ranks' tensors into equal parts, and reduce part p on rank p."""
-    return reduce_scatter(group, out, _split(_flat(mine), [], group.size), op)
+    return reduce_scatter(group, out, _split(_flat(mine), [], group.size), op, pairs)
 
 
 def all_to_all_single(

@@ -147,12 +147,15 @@ class Collectives:
     ) -> Collective:
         """Run a collective once for each output and its input, and with these other arguments.
 
-        If they are not as many, the collective does not run, and every rank is told why.
+        If they are not as many, or as many on every rank, every rank raises the same in this call.
         """
         if len(outs) != len(ins):
             error = f"{len(outs)} outputs and {len(ins)} inputs were given: pass as many of both"
             return self._start(opts, collectives.refuse, (collective.__name__, error))
-        calls = [(out, given, *others) for out, given in zip(outs, ins, strict=True)]
+        if not outs:
+            call = collective.__name__.removesuffix("_single")  # as the others open it
+            return self._start(opts, collectives.none, (call,))
+        calls = [(out, given, *others, len(outs)) for out, given in zip(outs, ins, strict=True)]
         return self._start(opts, collective, *calls)
 
     def _start(
