@@ -8,6 +8,7 @@ import importlib
 import importlib.util
 import json
 import os
+import random
 import shutil
 import signal
 import socket
@@ -100,6 +101,26 @@ def gone() -> Callable[[Iterable[int]], bool]:
         return not psutil.wait_procs(there, timeout=patient(30.0))[1]
 
     return gone
+
+
+_PORTS = range(10_000, 32_768)  # which Linux gives to nobody who connects, or asks for any port
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    """A port at which nobody listens, and that no other test has, of whatever run on this machine.
+
+    One that the system had chosen could be chosen again, for any connection, before the test uses
+    it.
+    """
+    while True:
+        number = random.SystemRandom().choice(_PORTS)
+        with socket.socket(socket.AF_UNIX) as reservation, contextlib.suppress(OSError):
+            if sys.platform.startswith("linux"):
+                reservation.bind(f"\0weft tests port {number}")
+            socket.create_server(("127.0.0.1", number)).close()
+            yield number
+            return
 
 
 class Program:

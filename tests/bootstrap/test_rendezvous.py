@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import socket
 import stat
 import subprocess
 import sys
@@ -24,6 +25,7 @@ from weft.bootstrap.launchers import Launch
 from weft.bootstrap.membership import Member, check
 from weft.bootstrap.rendezvous import File, Mpi, Tcp, place
 from weft.errors import WeftError, WireError
+from weft.testing.pace import patient
 
 ZERO, ONE = (Launch("environment", rank, 2, rank, 2) for rank in range(2))
 MASTER = {"MASTER_ADDR": "node1", "MASTER_PORT": "29500"}
@@ -144,6 +146,41 @@ def test_jobs_that_share_a_port_do_not_share_keys(port: int) -> None:
     assert first.open(ONE, soon(5)).store.get("there") == b"yes"
     assert not second.open(ONE, soon(5)).store.check(["there"])
     assert host.hosts
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the loopback has one address")
+def test_a_store_is_its_own_though_another_has_its_port_at_another_address(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In a process with many stores the system does choose a port twice."""
+    first, port = rendezvous.host("127.0.0.1")
+    listener = rendezvous._listener
+    monkeypatch.setattr(rendezvous, "_listener", lambda address, _: listener(address, port))
+    made: list[tuple[dist.TCPStore, int]] = []
+    hosts = threading.Thread(target=lambda: made.append(rendezvous.host("127.0.0.2")), daemon=True)
+    hosts.start()
+    hosts.join(patient(10.0))
+    ((second, same),) = made
+    assert same == port
+    second.set("there", "yes")
+    assert not first.check(["there"])
+
+
+def test_a_connection_that_comes_back_leads_to_no_store(
+    port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a port does that the system chose for the end that connects, where nobody listens."""
+
+    def to_itself(address: tuple[str, int], timeout: float) -> socket.socket:
+        sock = socket.socket()
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
+        sock.connect(address)
+        return sock
+
+    monkeypatch.setattr(socket, "create_connection", to_itself)
+    with pytest.raises(RuntimeError, match=f"127.0.0.1 port {port}: the connection came back"):
+        rendezvous.connect("127.0.0.1", port, 0.1)
 
 
 def test_rank_0_may_be_behind_an_address_that_is_not_its_host_s(

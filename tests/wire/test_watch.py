@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import time
 from pathlib import Path
 
@@ -104,9 +103,7 @@ def job(programs, tmp_path):
         (0, "tcp://127.0.0.1:{1}", "rank 0 is not there at tcp://127.0.0.1:{1} so far"),
     ],
 )
-def test_a_rank_that_has_not_come_is_told_of_once(programs, tmp_path, late, place, said):
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+def test_a_rank_that_has_not_come_is_told_of_once(programs, tmp_path, port, late, place, said):
     place, said = place.format(tmp_path, port), said.format(tmp_path, port)
     env = {**os.environ, "WORLD_SIZE": "3", "OMP_NUM_THREADS": "1", "WEFT_WATCH": "0.5"}
     source = "import sys, weft; weft.init(rendezvous=sys.argv[1], timeout=60.0)"

@@ -98,8 +98,10 @@ def host(address: str = "") -> tuple[dist.TCPStore, int]:
     """
     address = address or free_address()
     sock = _listener(address, 0)
-    port = sock.getsockname()[1]
-    return _hosted(address, port, sock.detach()), port
+    # port 0: else torch takes a store of this process that has the same port at another address;
+    # then nobody would accept what connects to this one, and its constructor would wait for ever
+    store = _hosted(address, 0, sock.detach())
+    return store, store.port
 
 
 def _hosted(address: str, port: int, listening: int | None, limit: float = 300.0) -> dist.TCPStore:
@@ -138,8 +140,11 @@ def connect(name: str, port: int, timeout: float, late: Late = None) -> dist.TCP
     refusal = ""
     for _ in pauses(deadline, late=late):
         try:
-            with socket.create_connection((name, port), _left(deadline)):
-                break
+            with socket.create_connection((name, port), _left(deadline)) as sock:
+                if sock.getsockname() != sock.getpeername():
+                    break
+                # where nobody listens at a port of those that the system gives to who connects
+                refusal = "the connection came back to this process"
         except OSError as error:  # refused, unreachable, or a name that nobody knows yet
             refusal = error.strerror or str(error)
     else:
