@@ -147,6 +147,16 @@ def receive() -> Any:
     return _launcher.recv()
 
 
+def ends_with_launcher() -> None:
+    """Promise that this process ends soon, and well, once `receive` has raised.
+
+    A process that does not say so gets SIGTERM when whoever started it is gone, and then its peers
+    see a death, of which they tell.
+    """
+    global _has_promised
+    _has_promised = True
+
+
 # The launcher's side.
 
 Listen = Callable[[int, Any], None]
@@ -333,6 +343,7 @@ def folder_of(module: str) -> str:
 
 
 _launcher: Connection | None = None  # set in a rank, for the life of the process
+_has_promised = False  # by `ends_with_launcher`
 _turn = threading.Lock()
 
 
@@ -377,6 +388,7 @@ def _follow_launcher() -> None:
     if parent is None:
         return
     parent.join()
-    os.kill(os.getpid(), signal.SIGTERM)
+    if not _has_promised:
+        os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(_GRACE)
     os.kill(os.getpid(), signal.SIGKILL)

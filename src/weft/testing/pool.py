@@ -28,7 +28,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ..bootstrap import rendezvous
-from ..bootstrap.local import Rank, end, pump, receive, send
+from ..bootstrap.local import Rank, end, ends_with_launcher, pump, receive, send
 from ..bootstrap.outcome import Outcome, place, results
 from ..errors import Error, WeftError
 from ..group.group import Group
@@ -267,6 +267,7 @@ def _serve(port: int) -> None:
         jobs.put(None)
 
     threading.Thread(target=listen, daemon=True).start()
+    ends_with_launcher()
     send("here")
     groups: dict[_Key, tuple[str, Group]] = {}
     while (job := jobs.get()) is not None:
