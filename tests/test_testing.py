@@ -251,7 +251,17 @@ def test_the_processes_end_when_the_caller_dies(tmp_path, gone):
         print(*weft.testing.run(2, body.pid, on="processes"), flush=True)
         os._exit(3)
     """
-    (tmp_path / "body.py").write_text("import os\ndef pid(group):\n    return os.getpid()\n")
+    body = """
+        import os, signal, time
+
+        def pid(group):
+            # rank 0 leaves last: a signal to rank 1 on its way would look like its death
+            signal.signal(signal.SIGTERM, signal.SIG_IGN if group.rank == 0 else signal.SIG_DFL)
+            close = group.close
+            group.close = lambda: (time.sleep(1.0 if group.rank == 0 else 0.3), close())
+            return os.getpid()
+    """
+    (tmp_path / "body.py").write_text(textwrap.dedent(body))
     (tmp_path / "program.py").write_text(textwrap.dedent(program))
     done = subprocess.run(
         [sys.executable, "-W", "error", str(tmp_path / "program.py")],
