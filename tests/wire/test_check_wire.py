@@ -492,6 +492,24 @@ class Shortens(Between):
         return self.inner.post((), [(peer, 10_000) for peer, _ in recvs], channel)
 
 
+class LosesEarly(Room):
+    """A message of a wrong length that came before its receive is taken for a loss."""
+
+    def add(self, end, key):
+        early = self.unmet.get(key)
+        if early and early[0].is_send and not end.is_send and early[0].nbytes != end.nbytes:
+            end.pending.wire.fail(Failure("lost", end.peer, "its connection was closed"))
+        else:
+            super().add(end, key)
+
+
+def nothing_after_a_failure(pending, timeout):
+    failure = pending.wire.failure()
+    if failure is not None:
+        raise WireFailed(failure)
+    return pending.inner.wait(timeout)
+
+
 # in processes: factories that a process can load
 
 
@@ -527,6 +545,18 @@ class ClosesForAll(Between):
 
 def closes_for_all(start):
     return ClosesForAll(weft_streams.make_wire(start))
+
+
+class StaysOpen(Between):
+    """A close in a forked child leaves the connections open there."""
+
+    def close(self):
+        if os.getpid() == self.inner.process:
+            self.inner.close()
+
+
+def stays_open(start):
+    return StaysOpen(weft_streams.make_wire(start))
 
 
 class Deaf(Between):
@@ -569,6 +599,32 @@ class Breaks(Later):
 
 def breaks_on_signals(start):
     return BreaksOnSignals(weft_streams.make_wire(start))
+
+
+class ClosesLater(Between):
+    """A close in the middle of a wait does nothing."""
+
+    is_waiting = False
+
+    def pending(self, inner):
+        return WaitsOnClosed(inner, self)
+
+    def close(self):
+        if not self.is_waiting:
+            self.inner.close()
+
+
+class WaitsOnClosed(Later):
+    def wait(self, timeout=None):
+        self.wire.is_waiting = True
+        try:
+            return self.inner.wait(timeout)
+        finally:
+            self.wire.is_waiting = False
+
+
+def closes_later(start):
+    return ClosesLater(weft_streams.make_wire(start))
 
 
 class TrustsAll(Between):
@@ -626,8 +682,11 @@ BROKEN = {
     "among": between(AscendingPart),
     "reduces": between(ReducesOnOneRank),
     "huge": between(Shortens),
+    "wrong_and_early": meeting(LosesEarly),
+    "closed_by_a_handler": closes_later,
+    "complete": waiting(nothing_after_a_failure),
 }
-OF_PROCESSES = {"dies", "forks", "signals", "strangers"}
+OF_PROCESSES = {"dies", "forks", "signals", "strangers", "closed_by_a_handler"}
 
 
 def test_every_clause_has_a_wire_that_breaks_it():
@@ -660,6 +719,10 @@ def test_what_a_handler_raises_must_change_nothing():
 
 def test_what_comes_belongs_into_the_memory_that_a_tensor_had_at_the_post():
     breaks("storages", between(BySize))
+
+
+def test_a_forked_child_must_let_go_of_the_connections():
+    breaks("forks", stays_open)
 
 
 def test_ranks_that_are_threads_keep_the_contract(short):

@@ -19,7 +19,8 @@ from weft.wire.interface import Failure, WireFailed
 from weft.wire.memory import Pool
 from weft.wire.registry import Start
 from weft.wire.tcp import wire as tcp
-from weft.wire.tcp.wire import TcpWire
+from weft.wire.tcp.listener import Listener
+from weft.wire.tcp.wire import Far, TcpWire
 
 
 @pytest.fixture
@@ -97,6 +98,29 @@ def test_a_close_in_the_middle_of_a_send_sends_nothing_twice(ends):
     assert caught.value.failure.kind == "lost"
     came = int(place.count_nonzero()) + 1
     assert torch.equal(place[:came], message[:came])
+
+
+def test_a_close_by_a_handler_during_a_sleep_ends_the_wait_as_any_other(monkeypatch):
+    """What the sleep says is ready is closed by then: sockets, the door, and what woke it."""
+    near, far = socket.socketpair()
+    listener = Listener("127.0.0.1", 8)
+    beyond = {2: listener.endpoint}
+    wire = TcpWire(0, 3, {1: near}, Pool(), far=Far(listener, beyond, 10.0))
+    ready = wire._ready
+
+    def interrupted(seconds):
+        socket.create_connection((listener.endpoint.address, listener.endpoint.port)).close()
+        far.sendall(b"a part of a frame")
+        wire._alarm[1].send(b"\0")
+        time.sleep(0.1)
+        events = ready(seconds)
+        wire.close()
+        return events
+
+    pending = wire.post((), [(1, 8)])
+    monkeypatch.setattr(wire, "_ready", interrupted)
+    with far, pytest.raises(WireFailed, match="this end was closed"):
+        pending.wait(10.0)
 
 
 def test_what_is_sent_to_a_rank_that_left_takes_no_memory():

@@ -50,7 +50,7 @@ _ABORT = 1.0  # seconds that a wait may take to end after an abort
 _HANDLED = 0.1  # seconds that the handler of a signal may have to wait for its turn
 _SIGNALS = 5  # the median of so many delays is looked at
 _CONNECT = 5.0  # seconds that a stranger waits for its connection
-_AFTER_FORK = 60.0  # seconds that a forked child lives, unless its parent's launcher ends it
+_AFTER_FORK = 60.0  # seconds in which the parent of a forked child ends
 
 
 class Body(Protocol):
@@ -198,21 +198,27 @@ def _delay_of_a_handler(pending: Pending, soon: float) -> float:
 
 
 def _close_in_a_child(wire: Wire, soon: float) -> None:
-    """Fork, and close the wire in the child, which lives on."""
+    """Fork, and close the wire in the child, which lives until others must have seen the death of
+    this process."""
     reads, writes = os.pipe()
+    ends, held = os.pipe()  # of which `held` is this process's alone: it closes as that dies
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # this process has threads, as programs
         child = os.fork()
     if child == 0:
         try:
+            os.setsid()  # whoever started the ranks ends what is left in their sessions
+            os.close(held)
             wire.close()
             os.write(writes, b"closed")
-            time.sleep(_AFTER_FORK)
+            select.select([ends], [], [], _AFTER_FORK)
+            time.sleep(soon + 1.0)
         except BaseException as error:
             os.write(writes, repr(error).encode())
         finally:
             os._exit(0)
     os.close(writes)
+    os.close(ends)
     has_ended, _, _ = select.select([reads], [], [], soon)
     result = os.read(reads, 1000).decode() if has_ended else "it hangs"
     os.close(reads)
@@ -826,3 +832,56 @@ def huge(wire: Wire, soon: float) -> None:
         del got  # before the next tensor takes as much memory
         pending.release()
         wire.post([(0, _number(1))]).wait(soon)
+
+
+@_clause(2, unless=("exact", "lockstep"))
+def wrong_and_early(wire: Wire, soon: float) -> None:
+    """a message of another length than was asked for is told of as such also if it came early."""
+    if wire.rank == 0:
+        wire.post([(1, _bytes(10))])
+        time.sleep(3 * _MOMENT)
+        return
+    time.sleep(_MOMENT)
+    _failure_of(lambda: wire.post((), [(0, _bytes(12))]).wait(soon), "garbled", 0, soon)
+
+
+@_clause(2, unless=("lockstep",), processes=True)
+def closed_by_a_handler(wire: Wire, soon: float) -> None:
+    """the handler of a signal may close the wire, which ends the wait, and nothing comes twice."""
+    data = torch.arange(_BIG)
+    if wire.rank == 1:
+        time.sleep(_MOMENT)
+        place = torch.zeros_like(data)
+        with contextlib.suppress(WireFailed):  # then not all has come
+            wire.post((), [(0, place)]).wait(soon)
+            assert torch.equal(place, data), "other bytes came than were sent"
+        _failure_of(lambda: wire.post((), [(0, 8)]).wait(soon), "lost", 0, soon)
+        return
+    pending = wire.post([(1, data)], [(1, 8)])
+    before = signal.signal(signal.SIGUSR1, lambda *_: wire.close())
+    timer = threading.Timer(1.1 * _MOMENT, os.kill, [os.getpid(), signal.SIGUSR1])
+    try:
+        timer.start()
+        pending.wait(soon)
+    except WireFailed:
+        return
+    finally:
+        timer.join()
+        signal.signal(signal.SIGUSR1, before)
+    raise AssertionError("the wait did not end")
+
+
+@_clause(2)
+def complete(wire: Wire, soon: float) -> None:
+    """a post that was complete before a failure returns what it received."""
+    peer = 1 - wire.rank
+    early = wire.post(
+        [(peer, _number(7)), (peer, _bytes(100, 9))], [(peer, _number()), (peer, 100)]
+    )
+    _swap(wire, peer, soon)  # which comes behind that
+    time.sleep(_MOMENT)
+    assert early.done(), "a post is not complete, though one behind it is"
+    wire.abort(Failure("aborted", peer, f"rank {peer} died"))
+    number, view = early.wait(soon)
+    assert number.item() == 7 and set(view.tolist()) == {9}, f"{number} and {view} were received"
+    early.release()

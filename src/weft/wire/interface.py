@@ -136,8 +136,8 @@ class Pending(Protocol):
 
         Raises:
             TimeoutError: not yet. Nothing has changed: wait again, or abort.
-            WireFailed: the wire has failed. From now on nothing writes to the memory of any post of
-                this wire. After an abort this may take a second.
+            WireFailed: the wire has failed, and not all had come. From now on nothing writes to the
+                memory of any post of this wire. It may take a second until a wait sees a failure.
         """
 
     def wait_stream(self) -> list[Tensor]:
@@ -211,8 +211,10 @@ class Wire(Protocol):
     def close(self) -> None:
         """Let go of everything; waits end, later uses raise WireFailed. Twice does nothing.
 
-        What was sent and waited for still arrives, which may take up to 5 seconds. In a forked
-        child it closes descriptors and mappings alone, and tells nobody.
+        It may be called by any thread, and by a handler of a signal in the middle of a wait. What
+        was sent and waited for still arrives, as far as 5 seconds are enough for it. In a child
+        that this process has forked it closes the child's copies of descriptors and mappings, and
+        no more: peers notice nothing, and still see when this process dies, though the child lives.
         """
 
 
@@ -226,6 +228,9 @@ class Reducing(Protocol):
         Args:
             tensor: contiguous, on the wire's device.
             op: with the tensor's dtype, one of `features.reduces`.
+
+        Returns:
+            A pending whose `wait` returns the tensor, in a list.
         """
 
 

@@ -137,6 +137,8 @@ class StagedPending:
 
     def _arrived(self, timeout: float | None) -> list[Tensor]:
         """What came, on the host. An abort of this wire ends it, too, though not the CPU's."""
+        if self._wire.failure() is not None and self._posted.done():
+            return self._posted.wait(0)  # it was complete before
         deadline = None if timeout is None else time.monotonic() + timeout
         while True:
             self._wire.check()

@@ -386,6 +386,8 @@ class TcpWire:
         self._is_moving = True
         try:
             for fd, event in events:
+                if self._is_closed:  # by a handler of a signal, or by a collection of garbage
+                    return
                 link = self._by_fd.get(fd)
                 if link is None:
                     self._handle_other(fd)
@@ -395,7 +397,7 @@ class TcpWire:
                     if link.due or event & select.POLLOUT:
                         link.flush()
                     self._watch(link)
-            if self._reaching:
+            if self._reaching and not self._is_closed:
                 self._retry_knocks()
         except BaseException as error:  # of a handler of a signal: a message may be half moved
             kind = type(error).__name__
