@@ -61,7 +61,7 @@ def test_a_send_longer_than_its_receive_breaks_the_wire(pair):
     first, second = pair
     received, sent = second.post((), [(0, 8)]), first.post([(1, torch.zeros(3))])
     for pending in (received, sent):
-        with pytest.raises(WireError, match=r"rank 0 sent 12 bytes to rank 1, .* most 8") as caught:
+        with pytest.raises(WireError, match="rank 0 sent 12 bytes for a receive of 8") as caught:
             pending.wait()
         assert caught.value.culprit == 0
 
@@ -112,7 +112,7 @@ def test_the_chain_of_waits_leads_to_the_one_who_is_late():
 def test_reductions_that_differ_are_told_apart():
     def body(group):
         values = torch.zeros(3 + group.rank)
-        with pytest.raises(WireError, match=r"rank 1 sent 16 bytes to rank 0, .* at most 12"):
+        with pytest.raises(WireError, match="rank 1 sent 16 bytes for a receive of 12"):
             dense_all_reduce(group, values, "sum").wait()
 
     run(2, body)

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from ...tensors import memory_of
 from ..interface import Failure, Features, Recv, Send, WireFailed
+from ..length import fault_of
 
 Bytes = NDArray[np.uint8]
 
@@ -110,13 +111,9 @@ class Room:
     def copy(self, source: End, target: End) -> None:
         """Copy a message, whose length has to fit its receive."""
         length = source.nbytes
-        fits = length <= target.nbytes if target.is_sized else length == target.nbytes
-        if not fits:
-            takes = "at most" if target.is_sized else "exactly"
-            text = (
-                f"rank {target.peer} sent {length} bytes to rank {source.peer}, which had posted a "
-                f"receive of {takes} {target.nbytes}"
-            )
+        fault = fault_of(length, target.nbytes, is_sized=target.is_sized)
+        if fault:
+            text = f"rank {target.peer} sent {fault}"
             target.pending.wire.fail(Failure("garbled", target.peer, text))
             return
         if target.is_sized:
