@@ -78,6 +78,7 @@ class Group:
         self.session = session
         self._is_view = ranks is not None or route is not None
         self._ranks = range(session.size) if ranks is None else ranks
+        # else messages need not be numbered anew, which each post would pay for
         self._is_renumbered = list(self._ranks) != list(range(len(self._ranks)))
         self._route = session.openings if route is None else route
         self._views: dict[Route, Group] = {}  # the same ranks, by the route of their tensors
@@ -180,6 +181,7 @@ class Group:
             pending = session.use("posted messages", self.wire.post, sends, recvs, channel)
             session.traffic.count(sends)
             return Exchange(session, pending, sends, recvs)
+        # the first wait carries this and what else was posted since the last round
         outgoing = self._route.numbered(sends)
         incoming = self._route.numbered(recvs)
         pending = session.use("posted messages", self.wire.post, outgoing, incoming, channel)

@@ -58,16 +58,18 @@ class Route:
         self.watcher = watcher
         self.ranks = range(wire.size) if ranks is None else ranks
         self.name = f"{wire.device.type} ({carrier})" if carrier else wire.device.type
-        self._of: Callable[[], Route | None] | None = None  # whole one (weak), which has this one
-        self._narrow: dict[tuple[int, ...], Route] = {}
+        # of a narrow route that of all ranks, which keeps it; None: this is the one of all ranks
+        self._whole: Callable[[], Route | None] | None = None
+        self._narrow: dict[tuple[int, ...], Route] = {}  # by their ranks, ascending
 
     def among(self, ranks: Collection[int]) -> Route:
-        """The route for calls in which these ranks of the session alone take part; no order.
+        """The route for calls in which these ranks of the session alone take part, in any order.
 
-        A wire in rounds has rounds for them, the same ones each time: what a call posts has to lie
-        in one round. Any other wire serves some of its ranks as it is.
+        A wire in rounds has rounds for them, the same ones each time it is asked: what a call posts
+        has to lie in one round, whichever view it is posted on. Any other wire serves some of its
+        ranks as it is.
         """
-        whole = self if self._of is None else self._of()
+        whole = self if self._whole is None else self._whole()
         assert whole is not None  # the session keeps it, and who asks has the session
         if not whole.wire.features.lockstep or len(ranks) == whole.wire.size:
             return whole
@@ -76,7 +78,7 @@ class Route:
             assert isinstance(whole.wire, Rounds)
             wire = whole.wire.among(ascending)
             narrow = Route(wire, whole.carrier, whole.memory, whole.watcher, ascending)
-            narrow._of = weakref.ref(whole)
+            narrow._whole = weakref.ref(whole)  # strongly, the two would keep each other
             whole._narrow.setdefault(ascending, narrow)
         return whole._narrow[ascending]
 
@@ -89,7 +91,7 @@ class Route:
 
     def numbered(self, messages: Sequence[tuple[int, T]]) -> Sequence[tuple[int, T]]:
         """Messages to ranks of the session, with these as the wire numbers them."""
-        if self._of is None:
+        if self._whole is None:
             return messages
         return [(self.ranks.index(peer), message) for peer, message in messages]
 
