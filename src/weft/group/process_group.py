@@ -79,7 +79,8 @@ def _trouble_with(name: str) -> str:
     try:
         wire_named(name)
     except WeftError as error:
-        return str(error)
+        is_of_variable = not _asked and name == os.environ.get("WEFT_WIRE")
+        return f"WEFT_WIRE: {error}" if is_of_variable else str(error)
     return ""
 
 
