@@ -33,9 +33,9 @@ def awaited(name):
     while not (folder / name).exists():
         time.sleep(0.01)
 
-def told(self, rank, peers, lane, deadline):
+def told(self, rank, peers, lane, *how):
     if lane != CONTROL:
-        return connect(self, rank, peers, lane, deadline)
+        return connect(self, rank, peers, lane, *how)
     turns.append(rank)
     there = psutil.Process().net_connections("inet")
     there = [each.laddr.ip for each in there if each.status == "LISTEN"]
@@ -44,7 +44,7 @@ def told(self, rank, peers, lane, deadline):
     (folder / "part").with_suffix(f".{rank}").rename(folder / f"wire{len(turns)}.{rank}")
     if rank == 1 and len(turns) == 2:
         awaited("strangers")
-    return connect(self, rank, peers, lane, deadline)
+    return connect(self, rank, peers, lane, *how)
 
 Listener.connect = told
 resource.setrlimit(resource.RLIMIT_NOFILE, (160, 160))

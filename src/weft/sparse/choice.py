@@ -1,9 +1,9 @@
 """The choice of an algorithm, and the table that explains it.
 
-`auto` takes the algorithm with the smallest predicted time among those that can serve the load, may
-pay for it (`Algorithm.pays`), and keep within the memory a call may use; if none keeps within that,
-the one that takes least. Everything it looks at came out of the combined header or was measured by
-all ranks together, so every rank chooses alike.
+`auto` takes the algorithm with the smallest predicted time among those that can serve the load and
+keep within the memory a call may use; if none keeps within that, the one that takes least.
+Everything it looks at came out of the combined header or was measured by all ranks together, so
+every rank chooses alike.
 """
 
 from __future__ import annotations
@@ -264,8 +264,7 @@ def choose(load: Load, algorithm: str) -> str:
             raise WeftError(f"algorithm {algorithm} cannot serve this call: {reason}")
         return algorithm
     serve = [found for found in ALGORITHMS.values() if found.applies(load) is None]
-    pay = [found for found in serve if found.pays(load) is None]
-    if fits := [line for line in _lines(load, pay) if not line.verdict]:
+    if fits := [line for line in _lines(load, serve) if not line.verdict]:
         return fits[0].algorithm
     # none keeps within the memory that is allowed
     return min(serve, key=lambda found: (round(found.cost(load).memory), found.name)).name
@@ -335,7 +334,7 @@ def _lines(load: Load, algorithms: Iterable[Algorithm]) -> list[_Line]:
     found, allowed = [], load.workspace
     for algorithm in algorithms:
         cost = algorithm.cost(load)
-        reason = algorithm.applies(load) or algorithm.pays(load)
+        reason = algorithm.applies(load)
         needed = cost.memory + load.fewest * (load.row + _SORTING) + _CODE
         if reason is None and needed > allowed:
             reason = f"needs {needed / 2**20:.0f} MiB of workspace, {allowed / 2**20:.0f} allowed"

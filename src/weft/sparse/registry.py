@@ -48,7 +48,6 @@ class Algorithm:
         run: the schedule.
         cost: what it costs for a load.
         applies: None, or why it cannot serve a load.
-        pays: None, or why `auto` does not choose it for a load that it can serve.
         replaced: the algorithm that had this name before, which `unregister` brings back.
     """
 
@@ -56,7 +55,6 @@ class Algorithm:
     run: Schedule
     cost: Callable[[Load], Cost]
     applies: Callable[[Load], str | None]
-    pays: Callable[[Load], str | None]
     replaced: Algorithm | None = None
 
     @property
@@ -158,7 +156,6 @@ def algorithm(
     *,
     cost: Callable[[Load], Cost],
     applies: Callable[[Load], str | None] = _always,
-    pays: Callable[[Load], str | None] = _always,
     lockstep: bool = False,
     replace: bool = False,
 ) -> Callable[[Schedule], Schedule]:
@@ -181,7 +178,6 @@ def algorithm(
             ranks compute it from the same figures, so it must give the same on every machine.
         applies: None, or in a few words why the algorithm cannot serve such a load, which is the
             error of a call that asks for it by name; by default it serves all.
-        pays: None, or why `auto` should leave it, though it could serve.
         lockstep: whether it serves wires in rounds, and tensors of accelerators: both ends of a
             message are posted before any rank waits, so that all ranks take part in the same rounds
             (`weft.wire.Features`); it makes tensors on `call.device`, and reads none of their
@@ -247,7 +243,7 @@ def algorithm(
                 f"algorithm {name!r} is registered already, {whose}: use another name, or "
                 "replace=True to take its place"
             )
-        ALGORITHMS.add(Algorithm(name, schedule, cost, serves, pays, before))
+        ALGORITHMS.add(Algorithm(name, schedule, cost, serves, before))
         return schedule
 
     return register
