@@ -33,6 +33,7 @@ CARRIERS: dict[str, Callable[[dist.Store, int, int, float], Carrier]] = {
 """What carries control links in place of sockets, by the name of the wire that says so."""
 
 _BUFFER = 1 << 17  # bytes that a link takes at once, whatever its peer does
+_MOMENT = 0.1  # seconds that a carrier has at least, however late all have come
 _PATIENCE = 5.0  # seconds in which the others can read at the store why there is no group
 
 
@@ -102,18 +103,19 @@ def join_links(
                 trouble = trouble or f"it cannot listen: {error}"
         endpoint = {} if listener is None else asdict(listener.endpoint)
         own = asdict(_Statement(wire, own_host(), carrier, trouble, endpoint))
-        said = told(store, "statement", own, rank, size, timeout, "did not join")
-        statements = [_Statement(**each) for each in said]
+        values = told(store, "statement", own, rank, size, timeout, "did not join")
+        statements = [_Statement(**each) for each in values]
         _raise_if_they_differ(statements, store, rank)
         hosts = tuple(each.host for each in statements)
         # if one rank may open no sockets, the links of all are carried
-        agreed = next((each.carrier for each in statements if each.carrier), "")
+        carriers = [each.carrier for each in statements if each.carrier]
+        agreed = carriers[0] if carriers else ""
         if not agreed:
             assert listener is not None
             return Joined(_over_sockets(listener, statements, rank, deadline), hosts, agreed)
-    left = max(0.1, deadline - time.monotonic())
-    carried = CARRIERS[agreed](dist.PrefixStore("links", store), rank, size, left)
-    return Joined(_carried(carried, rank, size), hosts, agreed)
+    seconds = max(_MOMENT, deadline - time.monotonic())
+    carrier_of_links = CARRIERS[agreed](dist.PrefixStore("links", store), rank, size, seconds)
+    return Joined(_carried(carrier_of_links, rank, size), hosts, agreed)
 
 
 def _listener(store: dist.Store, size: int) -> Listener:
@@ -147,6 +149,7 @@ def _first_fault(statements: Sequence[_Statement]) -> str:
 def _over_sockets(
     listener: Listener, statements: Sequence[_Statement], rank: int, deadline: float
 ) -> ControlLinks:
+    """Links over a socket to each peer; by the deadline, or an error says who did not come."""
     peers = {}
     for peer, each in enumerate(statements):
         if peer != rank:

@@ -78,7 +78,7 @@ class Group:
         self.session = session
         self._is_view = ranks is not None or route is not None
         self._ranks = range(session.size) if ranks is None else ranks
-        # else messages need not be numbered anew, which each post would pay for
+        # where numbers are those of the session, a post does not pay for numbering its messages
         self._is_renumbered = list(self._ranks) != list(range(len(self._ranks)))
         self._route = session.openings if route is None else route
         self._views: dict[Route, Group] = {}  # the same ranks, by the route of their tensors

@@ -98,10 +98,10 @@ def on_call(listener: Callable[[CallStats], object]) -> Listener:
         [('all_reduce', 0, 0)]
     """
     global _listeners
-    found = Listener(listener)
+    handle = Listener(listener)
     with _lock:
-        _listeners = (*_listeners, found)
-    return found
+        _listeners = (*_listeners, handle)
+    return handle
 
 
 def told(call: Call, rank: int) -> None:

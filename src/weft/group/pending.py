@@ -128,10 +128,17 @@ class Exchange(Posted):
         return f"awaited {message.nbytes} bytes from rank {peer}"
 
     def _first(self) -> tuple[int, Tensor | int]:
-        """The first message that is not complete, with its peer: receives come first."""
+        """The first message that is awaited, with its peer: receives come first.
+
+        A wire says which peers it awaits, and not which of their messages. So where both a receive
+        and a send of one peer were posted, it is the receive, though that may have come.
+        """
         missing = self.pending.waiting_for()
         messages = [*self._recvs, *self._sends]
-        return next((each for each in messages if each[0] in missing), messages[-1])
+        for message in messages:
+            if message[0] in missing:
+                return message
+        return messages[-1]  # all are complete by now
 
 
 class Round(Posted):

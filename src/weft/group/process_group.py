@@ -39,7 +39,7 @@ register_wire("tcp", tcp.make)
 register_wire("torch", torch_gloo.make)
 register_wire("mpi", mpi.make)
 
-_MOMENT = 0.1  # seconds
+_MOMENT = 0.1  # seconds that a wire has at least to be made in, however late all have come
 
 _asked: str | None = None  # the wire that the program asks for
 _lock = threading.Lock()
@@ -149,7 +149,7 @@ def _join(
     trouble = _trouble_with(wire)
     deadline = time.monotonic() + timeout
     memory = Pool()
-    space = store
+    space = store  # later: the part of it that these ranks have, where splits meet, too
 
     def join(ranks: tuple[int, ...], name: str) -> Session:
         return _join(space, ranks.index(rank), len(ranks), timeout, name, wire, None)
@@ -282,7 +282,7 @@ def of_group(process_group: dist.ProcessGroup | None, *, timeout: float | None =
         raise WeftError(f"{_me()}the caller is not in this group: only its ranks may call")
     with _lock:
         making = _locks.setdefault(process_group, threading.Lock())
-    with making:  # one thread joins the ranks, others wait for it
+    with making:  # one thread joins the ranks, which has a deadline; others wait for it
         group = _groups.get(process_group)
         store = store_of(process_group)
         if store is None:
@@ -300,8 +300,8 @@ def of_group(process_group: dist.ProcessGroup | None, *, timeout: float | None =
 
 def _joined(process_group: dist.ProcessGroup, store: dist.Store, timeout: float | None) -> Group:
     """A new group of the ranks of a process group; collective among them."""
-    own = getattr(process_group, "timeout", None)  # of a backend of weft's
-    limit = timeout or own or _torch.timeout_of(process_group)
+    own_timeout = getattr(process_group, "timeout", None)  # of a backend of weft's
+    limit = timeout or own_timeout or _torch.timeout_of(process_group)
     # a backend of weft's says itself how its ranks are joined
     wire: str | None = getattr(process_group, "wire_name", None)
     group = connect(
@@ -349,5 +349,5 @@ def store_of(group: dist.ProcessGroup) -> dist.Store | None:
         return None
     # torch's may have been that of a group of this name that is gone; one of weft's knows better,
     # or its backend for the CPU, where there are others for other devices
-    here: dist.Store | None = getattr(group, "space", None)
-    return here or getattr(_torch.backend_of(group, torch.device("cpu")), "space", store)
+    own_store: dist.Store | None = getattr(group, "space", None)
+    return own_store or getattr(_torch.backend_of(group, torch.device("cpu")), "space", store)

@@ -29,7 +29,7 @@ from ..wire import watch
 from .traffic import Traffic
 
 _KEPT = 1000  # calls
-_TOLD = ("group", "number", "name", "agreed", "ranks", "messages", "sent_bytes", "error")
+_WRITTEN = ("group", "number", "name", "agreed", "ranks", "messages", "sent_bytes", "error")
 _FOLDER = "WEFT_RECORD_DIR"
 
 _log = logging.getLogger("weft")
@@ -63,30 +63,44 @@ class Call:
     ranks: tuple[int, ...] = ()
     fields: tuple[tuple[str, str], ...] = ()
     end: float | None = None
-    error, figures = "", cast(Any, None)
+    error = ""
+    figures = cast(Any, None)
 
     def __init__(self, group: str, number: int, name: str, traffic: Traffic) -> None:
-        self.group, self.number, self.name, self._traffic = group, number, name, traffic
+        self.group = group
+        self.number = number
+        self.name = name
+        self._traffic = traffic
+        # messages and bytes before the call, and when it began; `leave_out` moves all three on
         self._before = traffic.messages, traffic.bytes, time.perf_counter()
         self._waited_before = traffic.waited
         _calls.append(self)
 
     def spent(self) -> tuple[int, int, float]:
         """Messages and bytes that this rank sent since the call began, and seconds."""
-        traffic, (messages, sent, start) = self._traffic, self._before
-        return traffic.messages - messages, traffic.bytes - sent, time.perf_counter() - start
+        messages, sent, start = self._before
+        return (
+            self._traffic.messages - messages,
+            self._traffic.bytes - sent,
+            time.perf_counter() - start,
+        )
 
     def leave_out(self, so_far: tuple[int, int, float]) -> None:
         """Do not count what was spent since `spent()` returned `so_far`."""
-        more = zip(self._before, self.spent(), so_far, strict=True)
-        messages, sent, start = (before + each - had for before, each, had in more)
-        self._before = int(messages), int(sent), start
+        messages, sent, start = self._before
+        now = self.spent()
+        self._before = (
+            messages + now[0] - so_far[0],
+            sent + now[1] - so_far[1],
+            start + now[2] - so_far[2],
+        )
 
     def close(self, error: str = "") -> None:
         """Note that the call has ended."""
         self.messages, self.sent_bytes, self.seconds = self.spent()
         self.waited = self._traffic.waited - self._waited_before
-        self.end, self.error = self._before[2] + self.seconds, error
+        self.end = self._before[2] + self.seconds
+        self.error = error
         if error and not self.messages:
             self.agreed = 0  # the group was broken before
 
@@ -117,16 +131,18 @@ def _is_free(number: int) -> bool:
 
 def write(why: str) -> None:
     """Write the file, if WEFT_RECORD_DIR is set; `why` is what has happened."""
-    folder, clock, now = os.environ.get(_FOLDER), time.time(), time.perf_counter()
+    folder = os.environ.get(_FOLDER)
+    clock = time.time()
+    offset = clock - time.perf_counter()
     if not folder or _rank.get("pid") != os.getpid():
         return
     with _lock:
-        calls = [_spelled(call, clock - now) for call in list(_calls)]
-        said = {**_rank, "written": clock, "why": why, "at": watch.standing(), "calls": calls}
+        calls = [_spelled(call, offset) for call in list(_calls)]
+        record = {**_rank, "written": clock, "why": why, "at": watch.standing(), "calls": calls}
         path = Path(folder, f"rank{_rank['rank']}.json")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.with_suffix(".new").write_text(json.dumps(said))
+            path.with_suffix(".new").write_text(json.dumps(record))
             path.with_suffix(".new").replace(path)
         except OSError as error:  # the error that brought us here is more important
             _complain(_rank["rank"], folder, error.strerror)
@@ -139,7 +155,10 @@ def _complain(rank: int, folder: str, why: str) -> None:
 
 def _spelled(call: Call, offset: float) -> dict[str, Any]:
     """A call as it is written; times plus `offset` are seconds since 1970."""
-    said = {name: getattr(call, name) for name in _TOLD}
-    said.update(start=call._before[2] + offset, end=call.end and call.end + offset)
-    said["fields"] = dict(call.fields)
-    return said if call.figures is None else {**said, **asdict(call.figures)}
+    record = {name: getattr(call, name) for name in _WRITTEN}
+    record["start"] = call._before[2] + offset
+    record["end"] = None if call.end is None else call.end + offset
+    record["fields"] = dict(call.fields)
+    if call.figures is not None:
+        record.update(asdict(call.figures))
+    return record

@@ -58,9 +58,10 @@ class Route:
         self.watcher = watcher
         self.ranks = range(wire.size) if ranks is None else ranks
         self.name = f"{wire.device.type} ({carrier})" if carrier else wire.device.type
-        # of a narrow route that of all ranks, which keeps it; None: this is the one of all ranks
+        # for a narrow route (weakly) the one of all ranks; None: this is the one of all ranks
         self._whole: Callable[[], Route | None] | None = None
-        self._narrow: dict[tuple[int, ...], Route] = {}  # by their ranks, ascending
+        # the narrow ones of this route of all ranks, by their ranks, ascending
+        self._narrow: dict[tuple[int, ...], Route] = {}
 
     def among(self, ranks: Collection[int]) -> Route:
         """The route for calls in which these ranks of the session alone take part, in any order.
@@ -110,10 +111,12 @@ class Route:
 def wire_of_device(
     process_group: dist.ProcessGroup | None, cpu_wire: Wire, device: torch.device
 ) -> tuple[Wire, str]:
-    """A wire for tensors of a device, and its name; where the host carries them, the log says so.
+    """A wire for tensors of a device, and its name.
+
+    Where there is a process group, and the host carries the tensors nevertheless, the log says so.
 
     Args:
-        process_group: of the same ranks, which the wire does not keep alive.
+        process_group: of the same ranks, which the wire does not keep alive; None: there is none.
         cpu_wire: what carries tensors of the CPU.
         device: whose tensors there are to carry.
     """

@@ -111,19 +111,19 @@ class Session:
         self.payloads = self.openings
         self.devices: dict[torch.device, Route] = {}
         self.closed = False
-        self._broken: Verdict | None = None  # what every use raises
+        self._broken: Verdict | None = None  # what every use raises; None: nobody has met it yet
         self._worker: Worker | None = None
         self._join: Callable[[tuple[int, ...], str], Session] | None = join
-        self._joined = 0  # how often some of the ranks were joined
+        self._splits = 0  # how often `split` was called, equally often on all ranks
         self._lock = threading.Lock()  # held while the route of a device is made
         self.detector = detector
         self._wires: list[interface.Wire] = []  # what is aborted when the session breaks
         self._guard(wire)
         if detector is not None:
             detector.call = weakref.WeakMethod(self._call)
+        self._cpu_wires = [wire]  # those that `_leave` closes, which has this very list
         # bye when the session is dropped, and at exit: of multiprocessing's processes, too
-        self._of_cpu = [wire]
-        self._leave = Finalize(self, _leave, (detector, self._of_cpu), exitpriority=0)
+        self._leave = Finalize(self, _leave, (detector, self._cpu_wires), exitpriority=0)
         _made.add(self)
 
     def route_for(self, device: torch.device) -> Route:
@@ -156,14 +156,8 @@ class Session:
         Openings and lengths stay where they are: such a wire may be `exact` or `lockstep`.
         """
         self._guard(wire)
-        self._of_cpu.append(wire)
+        self._cpu_wires.append(wire)
         self.payloads = Route(wire, carrier, self.openings.memory)
-
-    def _guard(self, wire: interface.Wire) -> None:
-        """See to it that a wire is aborted when the session breaks."""
-        self._wires.append(wire)
-        if self.detector is not None:
-            self.detector.guard(wire)
 
     @property
     def worker(self) -> Worker:
@@ -230,11 +224,11 @@ class Session:
             WireError: this session is broken, or somebody did not come in time.
         """
         self._check()
-        self._joined += 1
+        self._splits += 1
         if self.rank not in ranks:
             return None
         assert self._join is not None  # else it is closed
-        name = f"sub{self._joined}:{','.join(map(str, ranks))}"
+        name = f"sub{self._splits}:{','.join(map(str, ranks))}"
         session = self._join(ranks, name)
         session.name = f"{self.name}/{name}"
         session.global_ranks = tuple(self.global_ranks[rank] for rank in ranks)
@@ -301,6 +295,22 @@ class Session:
             what += f", past the timeout of {self.timeout:g} s"
         raise self._break(detector.explain(failure, wait), what) from None
 
+    def after_fork(self) -> None:
+        """In a forked child, where the session cannot be used, and has no threads."""
+        keep(self)
+        self._lock = threading.Lock()  # another thread may have held that one
+        if self._worker is not None:
+            self._worker.after_fork()
+        self.openings.wire.close()
+        if self.detector is not None:
+            self.detector.abandon()
+
+    def _guard(self, wire: interface.Wire) -> None:
+        """See to it that a wire is aborted when the session breaks."""
+        self._wires.append(wire)
+        if self.detector is not None:
+            self.detector.guard(wire)
+
     def _check(self) -> None:
         """Raise what broke the session, if anything did."""
         if self.closed:
@@ -313,7 +323,11 @@ class Session:
             raise self._broken.error(self.rank) from None
 
     def _interrupted(self, error: BaseException) -> None:
-        """Break the session: a handler of a signal raised while messages were being moved."""
+        """Break the session: something else than WireFailed was raised in a use of a wire.
+
+        That is by a handler of a signal, as that of Ctrl-C, or by torch. A message may be half
+        moved. Where there are peers, `_check` finds the verdict at the detector from now on.
+        """
         kind = "SIGINT" if isinstance(error, KeyboardInterrupt) else type(error).__name__
         verdict = self._settle(Verdict(self.rank, f"rank {self.rank} was interrupted ({kind})"))
         # The memory of receives is the caller's again, so nothing may write there. An error here
@@ -332,6 +346,7 @@ class Session:
         return self._broken.error(self.rank)
 
     def _abort_wires(self, verdict: Verdict) -> None:
+        """End all waits of this rank."""
         for wire in self._wires:
             wire.abort(Failure("aborted", verdict.culprit, verdict.text))
 
@@ -343,16 +358,6 @@ class Session:
     def _call(self) -> tuple[int, str]:
         """How many calls were started, and the name of the one that runs, or ""."""
         return (0, "") if self._worker is None else (self._worker.calls, self._worker.doing)
-
-    def after_fork(self) -> None:
-        """In a forked child, where the session cannot be used, and has no threads."""
-        keep(self)
-        self._lock = threading.Lock()  # another thread may have held that one
-        if self._worker is not None:
-            self._worker.after_fork()
-        self.openings.wire.close()
-        if self.detector is not None:
-            self.detector.abandon()
 
 
 def _leave(detector: Detector | None, wires: Sequence[interface.Wire]) -> None:

@@ -28,6 +28,7 @@ class Traffic:
         self.reset()
 
     def reset(self) -> None:
+        """Begin again at nothing."""
         self.messages = 0
         self.bytes = 0
         self.to: dict[int, int] = {}

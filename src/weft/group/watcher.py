@@ -47,6 +47,10 @@ class Watched(Protocol):
         """Whether it is through, or has failed. Any thread; never blocks."""
 
 
+_Item = tuple[Watched, Callable[[], object]]
+"""What is watched, and what is called when it is through."""
+
+
 class Watcher:
     """Breaks a session if something does not come that the stream of a device waits for.
 
@@ -61,8 +65,7 @@ class Watcher:
             device: whose streams wait.
             name: of what is waited for, for errors: "a round over nccl".
         """
-        self._queue: queue.SimpleQueue[tuple[Watched, Callable[[], object]] | None]
-        self._queue = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[_Item | None] = queue.SimpleQueue()
         self._session = weakref.ref(session)
         self._device = device
         self._name = name
@@ -100,7 +103,7 @@ class Watcher:
 
 
 def _watch(
-    queued: queue.SimpleQueue[tuple[Watched, Callable[[], object]] | None],
+    queued: queue.SimpleQueue[_Item | None],
     session: Callable[[], Breakable | None],
     device: torch.device,
     name: str,
@@ -110,15 +113,21 @@ def _watch(
     while (item := queued.get()) is not None:
         pending, then = item
         try:
-            if _comes(pending, session, name):
+            if _is_through_in_time(pending, session, name):
                 then()
         except Exception as error:  # what comes next is watched, too
             _log.error("%s could not be watched: %s", name, repr(error))
         del item, pending, then  # what they hold is not this idle thread's
 
 
-def _comes(pending: Watched, session: Callable[[], Breakable | None], name: str) -> bool:
-    """Wait until something is through; break the session at the deadline."""
+def _is_through_in_time(
+    pending: Watched, session: Callable[[], Breakable | None], name: str
+) -> bool:
+    """Wait until something is through; at the deadline break the session, and return False.
+
+    The time counts from when this thread begins to look, behind what was watched before. Where a
+    wire has failed, all that is pending on it is done, and the wait ends with that.
+    """
     began = time.monotonic()
     pause, longest = _PAUSES
     while not pending.done():

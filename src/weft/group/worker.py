@@ -30,8 +30,8 @@ from .traffic import Traffic
 
 T = TypeVar("T")
 
-_GRACE = 1.0  # seconds that a call under way gets to finish when the interpreter exits
-_LAST = 1.0  # seconds to end in after its group was aborted
+_GRACE = 1.0  # seconds that calls get to finish at exit, or where the group is broken
+_LAST = 1.0  # seconds in which they end after the group was aborted
 
 
 class Member(Protocol):
@@ -83,13 +83,18 @@ class Worker:
 
     def __init__(self, member: Member) -> None:
         self._member = member
-        self.calls, self.made, self.doing = 0, 0, ""
+        self.calls = 0
+        self.made = 0
+        self.doing = ""
         self.now: recorder.Call | None = None
         self._entered: dict[tuple[int, ...], int] = {}  # how many calls, by the ranks they are of
-        self._stopped = self._forked = self._lost = False
+        self._stopped = False
+        self._forked = False  # this is a child, and calls were perhaps under way in its parent
+        self._lost = False  # a call raised a WireError: the group is broken
         self._begin()
 
     def _begin(self) -> None:
+        """Begin with an empty line and no threads."""
         self._lock = threading.Lock()
         self._turns = threading.Condition(self._lock)
         self._line: deque[object] = deque()  # the calls in order; the first one has the group
@@ -114,6 +119,7 @@ class Worker:
         with self._lock:  # which takes less than the condition itself
             turn = self._draw(name)
             try:
+                # without a deadline: a call before this one ends by the deadlines of its own waits
                 while self._line[0] is not turn:
                     self._turns.wait()
             except BaseException as error:
@@ -127,8 +133,11 @@ class Worker:
     def enter(self, ranks: tuple[int, ...], fields: tuple[tuple[str, str], ...]) -> None:
         """Add to the record of the running call its ranks, and the fields that they compare."""
         if self.now is not None and not self.now.agreed:
-            self._entered[ranks] = self.now.agreed = self._entered.get(ranks, 0) + 1
-            self.now.ranks, self.now.fields = ranks, fields
+            number = self._entered.get(ranks, 0) + 1
+            self._entered[ranks] = number
+            self.now.agreed = number
+            self.now.ranks = ranks
+            self.now.fields = fields
 
     def submit(
         self, name: str, job: Callable[[], T] | Aside[T], *, several: bool = False
@@ -145,9 +154,10 @@ class Worker:
         """
         work: Work[T] = Work(self, name, job if isinstance(job, Aside) else None)
         context = contextvars.copy_context()
-        grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+        grad = torch.is_grad_enabled()
+        inference = torch.is_inference_mode_enabled()
 
-        def inside() -> T:
+        def as_here() -> T:
             with torch.inference_mode(inference), torch.set_grad_enabled(grad):
                 return context.run(job)
 
@@ -155,7 +165,7 @@ class Worker:
             turn = self._draw(name)
             work._end_range = profiled_until(name)
             try:
-                self._jobs.put(functools.partial(self._serve, turn, inside, several, work))
+                self._jobs.put(functools.partial(self._serve, turn, as_here, several, work))
             except RuntimeError:  # there is no thread more for this process
                 self._line.remove(turn)
                 raise
@@ -182,7 +192,10 @@ class Worker:
         _running.discard(self)
 
     def _draw(self, name: str) -> object:
-        """A place in the line for the next call; with the lock held."""
+        """A place in the line for the next call; with the lock held.
+
+        Who draws it has to see to it that it leaves the line: every later call waits for that.
+        """
         rank = self._member.rank
         if self._owner == threading.get_ident():
             raise WeftError(
@@ -214,12 +227,15 @@ class Worker:
                     self._turns.notify_all()
 
     def _do(self, name: str, job: Callable[[], T], several: bool = False) -> T:
-        """Run a job in this thread's turn."""
-        outer, member = (self.doing, self._several, self.now), self._member
+        """Run a job in this thread's turn, and record it as a call."""
+        member = self._member
+        outer = (self.doing, self._several, self.now)  # of the call that this one is a part of
         call = recorder.Call(member.name, self.calls + 1, name, member.traffic)
         try:
             self.calls += 1
-            self.doing, self._several, self.now = name, several, call
+            self.doing = name
+            self._several = several
+            self.now = call
             result = job()
             call.close()
             return result
@@ -238,6 +254,7 @@ class Worker:
     def _serve(self, turn: object, job: Callable[[], T], several: bool, work: Work[T]) -> None:
         """On the thread of jobs: run one when its turn comes."""
         with self._lock:
+            # without a deadline: a call before this one ends by the deadlines of its own waits
             while self._line[0] is not turn:
                 self._turns.wait()
         if work._aside is not None:
@@ -261,7 +278,8 @@ class _Server:
     """A daemon thread that runs functions in order; it starts with the first."""
 
     def __init__(self, name: str) -> None:
-        self._name, self._ended = name, False
+        self._name = name
+        self._ended = False
         self._queue: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
@@ -286,7 +304,8 @@ class _Server:
     def end(self, seconds: float | None = None) -> bool:
         """End the thread once the queue is empty; False if that took more than these seconds."""
         with self._lock:
-            self._ended, thread = True, self._thread
+            self._ended = True
+            thread = self._thread
         self._queue.put(None)
         if thread is None or thread is threading.current_thread():
             return True
@@ -299,13 +318,20 @@ class Work(Generic[T]):
 
     def __init__(self, worker: Worker, name: str, aside: Aside[T] | None = None) -> None:
         """`aside` is the job, where it runs in a stream of its own."""
-        self._worker, self._name, self._aside = worker, name, aside
+        self._worker = worker
+        self._name = name
+        self._aside = aside
         self._done: Future[T] = Future()
         self._end_range: Callable[[], None] = lambda: None  # of the profiler
 
     def __repr__(self) -> str:
-        ended = "done" if (error := self.exception()) is None else f"failed: {_text(error)}"
-        return f"<Work {self._name}: {ended if self.is_completed() else 'under way'}>"
+        if not self.is_completed():
+            state = "under way"
+        elif (error := self.exception()) is None:
+            state = "done"
+        else:
+            state = f"failed: {_text(error)}"
+        return f"<Work {self._name}: {state}>"
 
     def is_completed(self) -> bool:
         """Whether it has ended, well or not."""

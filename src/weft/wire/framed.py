@@ -38,7 +38,7 @@ _PIECE = 1 << 20  # bytes of the rest that are sent at a time
 _END = -1  # a channel: nothing more comes
 _NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
 _FOREVER = timedelta(days=1000)  # the group has the deadlines
-_FAREWELL = 5.0  # seconds in which peers that are alive take what was sent, and answer a farewell
+_FAREWELL = 5.0  # seconds in which peers that are alive take what was sent, and say farewell, too
 _HURRY = 0.5  # the same after a failure, when nothing need arrive, and for control links
 _LAST = 1.0  # seconds in which a thread ends whose wait was ended
 
@@ -72,7 +72,11 @@ class Carrier(Protocol):
 
 
 class _Frames:
-    """The frames between this rank and one peer; one thread puts, another gets."""
+    """The frames between this rank and one peer; one thread puts, another gets.
+
+    Neither has a deadline: a wait ends with its message, with an error of the carrier, which the
+    death of the peer makes, or with `Carrier.end_waits`.
+    """
 
     def __init__(self, carrier: Carrier, peer: int) -> None:
         self._carrier = carrier
@@ -211,8 +215,10 @@ class FramedWire:
         self._threads = _Threads(rank)
         self._process = os.getpid()
         self._changed = threading.Condition()  # with its lock held these are read and written:
-        self._asked: dict[tuple[int, int], deque[_Incoming]] = defaultdict(deque)  # peer, channel
-        self._came: dict[tuple[int, int], deque[Tensor]] = defaultdict(deque)
+        # By peer and channel the receives that wait for a message, and the messages that came
+        # before they were asked for. While the wire is sound, one of the two is empty.
+        self._receives: dict[tuple[int, int], deque[_Incoming]] = defaultdict(deque)
+        self._early: dict[tuple[int, int], deque[Tensor]] = defaultdict(deque)
         self._lost: dict[int, str] = {}  # why nothing more comes from a peer, or goes there
         self._left: set[int] = set()  # peers that said that nothing more comes
         self._failure: Failure | None = None
@@ -235,7 +241,7 @@ class FramedWire:
                 raise WireFailed(self._failure)
             for peer, want in recvs:
                 receive = _Incoming(want)
-                self._asked[peer, channel].append(receive)
+                self._receives[peer, channel].append(receive)
                 self._deliver(peer, channel)
                 messages.append((peer, receive))
         for peer, tensor in sends:
@@ -306,6 +312,7 @@ class FramedWire:
                     seconds = until - time.monotonic()
                     if seconds <= 0:
                         raise TimeoutError("the messages of a post are not complete")
+                    # a thread of a peer notifies at each message, and at its end; so does `abort`
                     self._changed.wait(None if timeout is None else seconds)
 
     def is_over(self, messages: Sequence[_Message]) -> bool:
@@ -317,11 +324,11 @@ class FramedWire:
 
     def _deliver(self, peer: int, channel: int) -> None:
         """Give messages that came to the receives that wait for them; with the lock held."""
-        came = self._came[peer, channel]
-        asked = self._asked[peer, channel]
-        while came and asked and self._failure is None:
-            message = came.popleft()
-            receive = asked.popleft()
+        messages = self._early[peer, channel]
+        receives = self._receives[peer, channel]
+        while messages and receives and self._failure is None:
+            message = messages.popleft()
+            receive = receives.popleft()
             if fault := receive.fault_of(len(message)):
                 self._refuse(peer, fault)
                 return
@@ -340,14 +347,16 @@ class FramedWire:
     # the threads of one peer
 
     def _receive(self, peer: int) -> None:
+        """Take every frame as it comes, also before it is asked for, until the peer's last."""
         frames = self._frames[peer]
         try:
             while (frame := frames.get()) is not None:
                 channel, message = frame
                 with self._changed:
-                    self._came[peer, channel].append(message)
+                    self._early[peer, channel].append(message)
                     self._deliver(peer, channel)
                     self._changed.notify_all()
+                del frame, message  # the receiver's: not this idle thread's
         except NoFrameError as error:
             self._refuse(peer, str(error))
         except RuntimeError:
@@ -359,6 +368,7 @@ class FramedWire:
         self._outgoing[peer].put(None)  # so that its thread ends, too
 
     def _send(self, peer: int) -> None:
+        """Send what is posted, until this wire is closed or nothing more comes from the peer."""
         frames = self._frames[peer]
         try:
             while (item := self._outgoing[peer].get()) is not None:
@@ -369,10 +379,10 @@ class FramedWire:
                 with self._changed:
                     send.done = True
                     self._changed.notify_all()
-                del item, send  # the caller's: not this idle thread's
+                del item, send, data  # the caller's: not this idle thread's
             frames.end()
         except RuntimeError:
-            pass
+            pass  # what could not be sent is not done, so whoever waits for it finds it lost
         self._lose(peer, "nothing more goes there")
 
 
@@ -452,6 +462,7 @@ class CarriedSockets:
             sock.close()
 
     def _hear(self, peer: int) -> None:
+        """The thread that brings a peer's bytes to its socket, until its last, or its death."""
         frames = self._frames[peer]
         sock = self._far_ends[peer]
         with contextlib.suppress(OSError):  # it is closed
@@ -469,6 +480,7 @@ class CarriedSockets:
                 sock.shutdown(socket.SHUT_RDWR)
 
     def _say(self, peer: int) -> None:
+        """The thread that sends a peer what its socket is given, until that is closed."""
         frames = self._frames[peer]
         with contextlib.suppress(OSError):
             try:

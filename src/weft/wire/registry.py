@@ -261,7 +261,7 @@ def make_wire(
             0's, or did not exchange as often as the others'.
     """
     ballot = _Ballot(name, start.exchange, early)
-    is_weak = False
+    is_weak = False  # whether another rank's end may have caused the fault
     made: object = None
     cause: Exception | None = None
     try:
@@ -273,6 +273,8 @@ def make_wire(
         fault = f"its factory raised {type(error).__name__}: {error}"
         cause = error
         is_weak = isinstance(error, ConnectionError | TimeoutError)
+    # The vote is this rank's message of the next round, whatever others do in that. Only what is no
+    # Exception, as Ctrl-C is none, has left without one: then others see this rank leave.
     try:
         if isinstance(made, Wire) and not fault:
             ballot.vote_for(made.features)
@@ -314,8 +316,8 @@ class _Ballot:
         self._name = name
         self._exchange = exchange
         self._early = early
-        self._error: Exception | None = None
-        self._has_given_up = False
+        self._error: Exception | None = None  # of the round in which it all ended
+        self._has_given_up = False  # `check` has raised here
 
     def check(self) -> None:
         """What a factory calls while it waits."""
@@ -359,13 +361,14 @@ class _Ballot:
             raise self._error
         try:
             messages = self._exchange(message)
-            self._check(messages)
+            self._raise_fault(messages)
         except Exception as error:
             self._error = error
             raise
         return [each[1:] for each in messages]
 
-    def _check(self, messages: list[bytes]) -> None:
+    def _raise_fault(self, messages: list[bytes]) -> None:
+        """Raise if a rank has no wire, or if not all do the same in this round."""
         kinds = [each[:1] for each in messages]
         for fault in (self._FAULT, self._LOST, self._GIVEN_UP):
             if fault not in kinds:
@@ -388,11 +391,11 @@ def _fault(wire: object, start: Start) -> str:
         return f"its factory returned {type(wire).__name__}, which is no Wire"
     if not isinstance(wire.features, Features):
         return f"the wire's features are {type(wire.features).__name__}, not Features"
-    found = wire.rank, wire.size, wire.device
-    wanted = start.rank, start.size, start.device
-    for what, has, needs in zip(("rank", "size", "device"), found, wanted, strict=True):
-        if has != needs:
-            return f"the wire has {what} {has}, and the group has {needs}"
+    for what in ("rank", "size", "device"):
+        found = getattr(wire, what)
+        wanted = getattr(start, what)
+        if found != wanted:
+            return f"the wire has {what} {found}, and the group has {wanted}"
     if wire.features.lockstep and not isinstance(wire, Rounds):
         return "the wire says lockstep, and has no `among`"
     if wire.features.reduces and not isinstance(wire, Reducing):

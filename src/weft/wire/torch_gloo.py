@@ -96,7 +96,8 @@ def make(start: Start) -> FramedWire:
 def _connected(start: Start) -> GlooCarrier:
     """`carrier_at` in a thread, since gloo waits for all ranks, also for one that has died.
 
-    If it is given up, the thread ends after the seconds that all ranks had to come.
+    gloo's own deadline, `start.timeout`, ends the wait for the thread, if not `start.check` before.
+    Then the thread goes on until that deadline.
     """
     store = start.store
     assert store is not None  # a group over gloo has one
@@ -116,6 +117,11 @@ def _connected(start: Start) -> GlooCarrier:
 
 def carrier_at(store: dist.Store, rank: int, size: int, timeout: float) -> GlooCarrier:
     """A gloo group of the ranks that meet at a store, which nobody else uses; collective.
+
+    Args:
+        store: where they meet.
+        rank, size: this rank, and how many there are.
+        timeout: seconds in which all must have come.
 
     Raises:
         RuntimeError: from gloo or the store.

@@ -42,6 +42,7 @@ _LATE = 0.5  # a thread that wakes up so many seconds late concludes that its pr
 _NEWS = 0.25  # seconds to wait for a verdict of another rank, before this rank asks
 _NAMED = 4  # reasons that are printed for one slow wait
 _LONGEST = 1 << 16  # bytes of a message between detectors
+_NOTHING_DUE = 3600.0  # seconds that the thread may sleep once there is a verdict
 
 _log = logging.getLogger("weft")
 
@@ -89,27 +90,31 @@ class Detector:
             thread: of a rank that is a thread: which one; None: that is not known yet. Without it
                 the rank is this process. Then a verdict goes to the log, too.
         """
-        self.rank, self.timeout = rank, timeout
+        self.rank = rank
+        self.timeout = timeout
         self._slow = slow
-        self._told: Callable[[], object] = lambda: None  # the last wait with a printed line (weak)
+        self._last_printed: Callable[[], object] = lambda: None  # of the waits, with a line (weak)
         self.verdict: Verdict | None = None
         self.left: dict[int, str] = {}
         self.waiting: Wait | None = None
-        self.since = self.began = time.monotonic()
+        self.since = time.monotonic()
+        self.began = self.since
         self.links = links
         self.call: Callable[[], Callable[[], tuple[int, str]] | None] = lambda: None
         self._wires: list[Wire] = []
         self._thread = thread
-        self._read: dict[int, bytes] = dict.fromkeys(links.peers(), b"")  # of lines not complete
+        self._peers = tuple(links.peers())  # all of them, also those that are gone since
+        self._rests = dict.fromkeys(self._peers, b"")  # what came of a line that is not complete
         self._lock = threading.RLock()
         self._settled = threading.Event()
         self._closed = False
-        # a failed wait, and the likely reason; (None, None): a call of another library failed
+        # What a thread waits to have explained: a failed wait, and the likely reason; (None, None):
+        # a call of another library failed. That thread sets it; that of the links asks, and clears.
         self._suspect: tuple[Wait | None, Verdict | None] | None = None
         self._inquiry: _Inquiry | None = None
-        self._renewed: Callable[[], object] = lambda: None  # the last wait that began anew (weak)
-        self._inquiries = 0
-        self._exchanges = 0
+        self._last_renewed: Callable[[], object] = lambda: None  # of the waits, by a pause (weak)
+        self._inquiries = 0  # how many there were
+        self._exchanges = 0  # how many this rank has come to
         self._exchanged: dict[tuple[int, int], bytes] = {}  # by peer and number of the exchange
         self._heard = threading.Condition()  # notified when something came that `exchange` awaits
         links.start(self)
@@ -124,8 +129,9 @@ class Detector:
 
     def begin(self, wait: Wait) -> None:
         """Note that the thread that uses the wire begins to wait."""
-        self.since = self.began = time.monotonic()
-        self.waiting = wait
+        self.since = time.monotonic()
+        self.began = self.since
+        self.waiting = wait  # last: who reads it first, and then `since`, has this wait's own
 
     def end(self) -> None:
         """Note that the wait is over, well or not."""
@@ -175,7 +181,7 @@ class Detector:
         self._send(peers, {"data": base64.b64encode(data).decode(), "of": number})
 
         def missing() -> list[int]:
-            return [peer for peer in self._read if (peer, number) not in self._exchanged]
+            return [peer for peer in self._peers if (peer, number) not in self._exchanged]
 
         def is_over() -> bool:
             late = missing()
@@ -188,7 +194,7 @@ class Detector:
             self.blame()  # in this second those may still come that are alive, and soon see the end
         if late := missing():
             raise self._not_exchanged(late)
-        everyones = {peer: self._exchanged.pop((peer, number)) for peer in self._read}
+        everyones = {peer: self._exchanged.pop((peer, number)) for peer in self._peers}
         everyones[self.rank] = data
         return [everyones[rank] for rank in sorted(everyones)]
 
@@ -238,12 +244,13 @@ class Detector:
         if peer is None:
             what = f"a link of rank {self.rank}"
         failed = Verdict(peer, f"{what} failed ({failure.text})")
+        # its control link may say more at once: that it died, or left, or another's verdict
         if not self._settled.wait(_NEWS):
             if peer is not None and peer in self.left:
                 return self.settle(left(peer, self.left[peer]))
             self._suspect = (wait, failed)
             self.links.wake()
-            self._settled.wait(_ANSWER + _NEWS)
+            self._settled.wait(_ANSWER + _NEWS)  # the ranks are asked, and judged
         return self.verdict or self.settle(failed)
 
     def blame(self) -> Verdict | None:
@@ -254,8 +261,10 @@ class Detector:
         self._suspect = (None, None)
         self.links.wake()
         if not self._settled.wait(_NEWS):
-            for peer, raised in list(self.left.items())[:1]:  # the first to leave
-                return self.settle(left(peer, raised))
+            leavers = list(self.left)
+            if leavers:
+                first = leavers[0]
+                return self.settle(left(first, self.left[first]))
             self._settled.wait(_ANSWER + _NEWS)
         return self.verdict
 
@@ -288,10 +297,21 @@ class Detector:
         self._inquiry = self._suspect = None
 
     def _send(self, peers: Sequence[int], message: dict[str, object]) -> None:
-        """Send without waiting: a peer that cannot take a few bytes is not listening."""
+        """Send without waiting: a peer that cannot take a few bytes is not listening.
+
+        A message is a line of JSON, and one of these (`_parsed` checks it):
+
+        * `verdict`: [culprit, text], once: from whoever settled it, and from each that learns it;
+        * `bye`: the error that this rank raised or "", as the last, where there was no verdict;
+        * `data`, and the number `of` the exchange;
+        * `ask`: the number of an inquiry, to all, at any time;
+        * `here`: the values of a `Place`, and `to` which inquiry: to the one that asks.
+        """
         data = json.dumps(message).encode() + b"\n"
         for peer in peers:
             self.links.send(peer, data)
+
+    # what the thread of the links calls, see `links.Reader`
 
     def fail(self, error: Exception) -> None:
         self.settle(Verdict(self.rank, f"the detector of rank {self.rank} failed: {error!r}"))
@@ -316,25 +336,28 @@ class Detector:
         Once in a wait. A thread that is late each time was not paused: the program holds the GIL.
         """
         waiting = self.waiting
-        if waiting is not None and self._renewed() is waiting:
+        if waiting is not None and self._last_renewed() is waiting:
             return
-        self._inquiry = None
+        self._inquiry = None  # its answers may have been late because of the pause
         if waiting is not None:
-            self._renewed = weakref.ref(waiting)
+            self._last_renewed = weakref.ref(waiting)
             self.since = time.monotonic()
 
     def due(self) -> float:
         if self.verdict is not None:
-            return time.monotonic() + 3600.0
+            return time.monotonic() + _NOTHING_DUE
         if self._inquiry is not None:
             return self._inquiry.until
-        if (waiting := self.waiting) is None:  # one that begins from now on may last as long
+        waiting = self.waiting
+        if waiting is None:  # one that begins from now on may last as long
             return time.monotonic() + min(self._slow, self.timeout)
         return self.since + self._patience(waiting)
 
     def _patience(self, wait: Wait) -> float:
         """Seconds of a wait after which all ranks are asked."""
-        return self.timeout if self._told() is wait else min(self._slow, self.timeout)
+        if self._last_printed() is wait:
+            return self.timeout
+        return min(self._slow, self.timeout)
 
     def _look_at_the_wires(self) -> None:
         """Settle what a wire is sure of, which it may have seen while nobody used it.
@@ -347,17 +370,21 @@ class Detector:
                 self.explain(failure, None)
 
     def _look_at_the_clock(self) -> None:
-        waiting = self.waiting if self._suspect is None else self._suspect[0]
+        """End an inquiry, or begin one: because of a suspect, or because a wait is late."""
+        suspect = self._suspect  # read once: another thread sets it, and a close clears it
+        waiting = self.waiting if suspect is None else suspect[0]
         since = self.since  # after `waiting`: of a wait that begins just now it is set first
-        inquiry, now = self._inquiry, time.monotonic()
-        if inquiry is not None and inquiry.about is not waiting:
-            self._inquiry = None  # that wait is over: all is well
-        elif inquiry is not None and now >= inquiry.until:
-            self._inquiry = None
-            self._judge(inquiry)
-        elif inquiry is not None or (waiting is None and self._suspect is None):
+        now = time.monotonic()
+        inquiry = self._inquiry
+        if inquiry is not None:
+            if inquiry.about is not waiting:
+                self._inquiry = None  # that wait is over: all is well
+            elif now >= inquiry.until:
+                self._inquiry = None
+                self._judge(inquiry)
             return
-        elif waiting is None or self._suspect or now >= since + self._patience(waiting):
+        is_late = waiting is not None and now >= since + self._patience(waiting)
+        if suspect is not None or is_late:
             self._ask(waiting)
 
     def _ask(self, about: Wait | None) -> None:
@@ -368,38 +395,47 @@ class Detector:
         self._send(sorted(asked), {"ask": self._inquiries})
 
     def _judge(self, inquiry: _Inquiry) -> None:
+        """Conclude from the answers: a verdict, a line about a slow wait, or nothing."""
         silent = inquiry.asked - inquiry.places.keys() - self.left.keys()
         places = {self.rank: self._place(), **inquiry.places}
         overdue = time.monotonic() >= self.began + self.timeout  # no link failed: nobody came
-        suspect, self._suspect = self._suspect, None
-        if suspect is not None and not silent and not (overdue and suspect[1]):
-            if suspect[1] is not None:
-                self.settle(suspect[1])
-        elif suspect is not None or time.monotonic() >= self.since + self.timeout:
+        suspect = self._suspect
+        self._suspect = None
+        if suspect is not None:
+            reason = suspect[1]
+            if silent or (overdue and reason is not None):
+                self.settle(judge(self.rank, places, silent, self.left))
+            elif reason is not None:
+                self.settle(reason)  # all are well, so it is what it looks like
+            # else all are well, and a call of another library failed: nobody is to blame
+        elif time.monotonic() >= self.since + self.timeout:
             self.settle(judge(self.rank, places, silent, self.left))
         elif inquiry.about is not None:
-            self._told = weakref.ref(inquiry.about)
+            self._last_printed = weakref.ref(inquiry.about)
             self._tell(inquiry.about.awaited(), places, silent)
 
     def _tell(self, awaited: Sequence[int], places: dict[int, Place], silent: set[int]) -> None:
         """Say on standard error who keeps this rank waiting."""
-        mine, why = places[self.rank], list[str]()
+        mine = places[self.rank]
+        why: list[str] = []
         for peer in awaited:
-            places[self.rank] = replace(mine, awaits=peer)
-            said = judge(self.rank, places, silent, self.left).text
-            if len(why) < _NAMED and said not in why:
-                why.append(said)
+            places[self.rank] = replace(mine, awaits=peer)  # as if it waited for this one
+            reason = judge(self.rank, places, silent, self.left).text
+            if len(why) < _NAMED and reason not in why:
+                why.append(reason)
         if why and mine.awaits is not None:  # else that wait is over
             watch.tell(self.rank, mine.seconds, (mine.calls, mine.doing), "; ".join(why))
 
     def _place(self) -> Place:
+        """Where this rank is."""
         call = self.call()
-        calls, doing = call() if call is not None else (0, "")
-        waiting, since = self.waiting, self.since
+        calls, doing = (0, "") if call is None else call()
+        waiting = self.waiting
+        since = self.since  # after `waiting`, see `begin`
         awaits = None if waiting is None else waiting.peer()
-        outside = waiting is None and not doing
-        told = last_error.since(since) if outside else ""
-        return Place(calls, doing, awaits, time.monotonic() - since, told, self._standing())
+        is_outside = waiting is None and not doing
+        raised = last_error.since(since) if is_outside else ""
+        return Place(calls, doing, awaits, time.monotonic() - since, raised, self._standing())
 
     def _standing(self) -> str:
         """Where the rank's program is, as "file:line in function", or ""."""
@@ -414,19 +450,15 @@ class Detector:
             if peer not in self.left:
                 self.settle(Verdict(peer, self._death_of(peer, news.error)))
             return
-        *lines, rest = (self._read[peer] + news.data).split(b"\n")
-        self._read[peer] = rest[:_LONGEST]
+        *lines, rest = (self._rests[peer] + news.data).split(b"\n")
+        self._rests[peer] = rest[:_LONGEST]  # of a longer one not all is kept: it is no message
         for line in lines:
             try:
-                message = _parsed(line, {self.rank, *self._read})
+                message = _parsed(line, {self.rank, *self._peers})
             except (ValueError, TypeError, OverflowError, RecursionError):
                 self.settle(Verdict(peer, f"rank {peer} sent what no detector says: {line[:80]!r}"))
                 return
             self._on_message(peer, message)
-
-    def _notify(self) -> None:
-        with self._heard:
-            self._heard.notify_all()
 
     def _death_of(self, peer: int, error: str) -> str:
         """What the end of a link means, without a bye."""
@@ -449,6 +481,11 @@ class Detector:
             self._send([peer], {"here": astuple(place), "to": message["ask"]})
         elif "here" in message and self._inquiry and self._inquiry.number == message["to"]:
             self._inquiry.places[peer] = Place(*message["here"])
+
+    def _notify(self) -> None:
+        """Wake up who waits in `exchange`."""
+        with self._heard:
+            self._heard.notify_all()
 
 
 def _parsed(line: bytes, ranks: Set[int]) -> dict[str, Any]:
@@ -476,8 +513,19 @@ def _parsed(line: bytes, ranks: Set[int]) -> dict[str, Any]:
 
 
 class _Inquiry:
-    """A question to all ranks: where are you?"""
+    """A question to all ranks: where are you?
+
+    Attributes:
+        number: of the question; the answers repeat it.
+        about: the wait that is late or has failed; None: a call of another library failed.
+        until: when those that have not answered count as silent, by `time.monotonic`.
+        asked: the ranks that are asked.
+        places: what they answered.
+    """
 
     def __init__(self, number: int, about: Wait | None, until: float, asked: set[int]) -> None:
-        self.number, self.about, self.until, self.asked = number, about, until, asked
+        self.number = number
+        self.about = about
+        self.until = until
+        self.asked = asked
         self.places: dict[int, Place] = {}

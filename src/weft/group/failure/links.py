@@ -21,9 +21,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 _LONGEST = 1 << 16  # bytes that are read at once
-_PATIENCE = 5.0  # seconds in which the thread must end
+_PATIENCE = 5.0  # seconds that a close waits for the thread, which lets go itself if it is later
 _AT_ONCE = 1000  # messages of threads that are taken from the queue before readers are called
-_LINK = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN}
+# how a link ends where the network is at fault; in any other way it ends because the peer does
+_NETWORK_FAULTS = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN}
 
 
 class News(NamedTuple):
@@ -148,15 +149,18 @@ class SocketLinks:
         self._let_go()
 
     def _let_go(self) -> None:
+        """Close everything. Twice is fine: a close and the end of the thread may both come here."""
         self._selector.close()
         for sock in (*self._sockets.values(), self._woken, self._waker):
             sock.close()
         self._sockets.clear()
 
     def _run(self, reader: Reader) -> None:
+        """The thread."""
         try:
             while not self._is_closed:
                 due = reader.due()
+                # until something comes, somebody calls `wake`, or the reader's time has come
                 ready = self._selector.select(max(0.0, due - time.monotonic()))
                 late = time.monotonic() - due
                 reader.handle(self._read(key.data for key, _ in ready), late)
@@ -181,21 +185,21 @@ class SocketLinks:
     def _read_from(self, peer: int) -> News:
         """What came from one peer; BlockingIOError: nothing did."""
         sock = self._sockets[peer]
-        wrong = ""
+        fault = ""
         try:
             data = sock.recv(_LONGEST)
         except BlockingIOError:
             raise
         except OSError as error:
             data = b""
-            if error.errno in _LINK:
-                wrong = str(error)
+            if error.errno in _NETWORK_FAULTS:
+                fault = str(error)
         if not data:
             self._selector.unregister(sock)
             with self._lock:
                 del self._sockets[peer]
             sock.close()
-        return News(peer, data, wrong)
+        return News(peer, data, fault)
 
 
 def links_of_threads(size: int) -> list[QueueLinks]:
@@ -270,6 +274,7 @@ class _Shared:
         self.queue.put((rank, None))  # the thread ends where this one was the last
 
     def _run(self) -> None:
+        """The thread: it ends where no reader is left."""
         due = math.inf  # the earliest time of a reader, or some time before that
         while True:
             news = self._next(due)
@@ -279,9 +284,9 @@ class _Shared:
                     return
                 readers = dict(self._readers)
             late = time.monotonic() - due
-            if late < 0:
+            if late < 0:  # nobody's time has come: those alone for whom something came
                 readers = {rank: reader for rank, reader in readers.items() if rank in news}
-            else:
+            else:  # all are called, and asked when they are due
                 due = math.inf
             for rank, reader in readers.items():
                 try:

@@ -113,7 +113,7 @@ def judge(
     """
     if silent:
         return _silent(me, places, sorted(silent))
-    chain = [me]
+    chain = [me]  # this rank, the rank that it waits for, the rank that that one waits for, ...
     while (following := places[chain[-1]].awaits) is not None:
         if following in gone:
             return left(following, gone[following])
@@ -135,7 +135,8 @@ def _silent(me: int, places: Mapping[int, Place], silent: Sequence[int]) -> Verd
 
 def _behind(me: int, last: int, places: Mapping[int, Place]) -> Verdict:
     """All answered, and the waits lead to a rank that waits for nobody."""
-    mine, its = places[me], places[last]
+    mine = places[me]
+    its = places[last]
     if mine.doing and its.calls < mine.calls:
         return Verdict(last, f"rank {last} has not entered {mine.call}: it {its}")
     if mine.doing and its.calls > mine.calls:
@@ -147,7 +148,7 @@ def _in_a_circle(me: int, places: Mapping[int, Place]) -> Verdict:
     """All answered, and ranks wait for each other: one is in another call, or messages differ."""
     mine = places[me]
     calls = {rank: (place.calls, place.doing) for rank, place in places.items()}
-    often = Counter(calls.values())
+    often = Counter(calls.values())  # how many ranks are in a call
     if len(often) == 1:
         where = f" in {mine.call}" if mine.doing else ""
         return Verdict(
