@@ -56,7 +56,7 @@ class Posted(Pending):
 
     Attributes:
         session: whose wire it is.
-        pending: the wire's.
+        pending: what the wire gave for it.
     """
 
     def __init__(self, session: Session, pending: interface.Pending) -> None:

@@ -117,11 +117,10 @@ class Session:
         self._splits = 0  # how often `split` was called, equally often on all ranks
         self._lock = threading.Lock()  # held while the route of a device is made
         self.detector = detector
-        self._wires: list[interface.Wire] = []  # what is aborted when the session breaks
-        self._guard(wire)
         if detector is not None:
+            detector.guard(wire)
             detector.call = weakref.WeakMethod(self._call)
-        self._cpu_wires = [wire]  # those that `_leave` closes, which has this very list
+        self._cpu_wires = [wire]  # beside those of `devices`; `_leave` shares this list
         # bye when the session is dropped, and at exit: of multiprocessing's processes, too
         self._leave = Finalize(self, _leave, (detector, self._cpu_wires), exitpriority=0)
         _made.add(self)
@@ -147,7 +146,8 @@ class Session:
         watcher = None
         if wire.features.streams:
             watcher = Watcher(self, wire.device, f"a round over {carrier}")
-        self._guard(wire)
+        if self.detector is not None:
+            self.detector.guard(wire)
         self.devices[wire.device] = Route(wire, carrier, Pool(device=wire.device), watcher)
 
     def carry_payloads(self, wire: interface.Wire, carrier: str) -> None:
@@ -155,7 +155,8 @@ class Session:
 
         Openings and lengths stay where they are: such a wire may be `exact` or `lockstep`.
         """
-        self._guard(wire)
+        if self.detector is not None:
+            self.detector.guard(wire)
         self._cpu_wires.append(wire)
         self.payloads = Route(wire, carrier, self.openings.memory)
 
@@ -305,12 +306,6 @@ class Session:
         if self.detector is not None:
             self.detector.abandon()
 
-    def _guard(self, wire: interface.Wire) -> None:
-        """See to it that a wire is aborted when the session breaks."""
-        self._wires.append(wire)
-        if self.detector is not None:
-            self.detector.guard(wire)
-
     def _check(self) -> None:
         """Raise what broke the session, if anything did."""
         if self.closed:
@@ -346,8 +341,9 @@ class Session:
         return self._broken.error(self.rank)
 
     def _abort_wires(self, verdict: Verdict) -> None:
-        """End all waits of this rank."""
-        for wire in self._wires:
+        """End all waits of this rank, now: the detector's thread may not have come to that yet."""
+        device_wires = [route.wire for route in list(self.devices.values())]
+        for wire in [*self._cpu_wires, *device_wires]:
             wire.abort(Failure("aborted", verdict.culprit, verdict.text))
 
     def _where(self) -> str:

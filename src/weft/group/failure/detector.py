@@ -1,14 +1,14 @@
-"""The failure detector: it notices failures of a wire's ranks and names the culprit.
+"""The failure detector: it notices failures of a session's ranks and names the culprit.
 
 The thread of the control links (`links`) sleeps on them and calls the detector. The end of a link
 without a "bye" means that the peer died. There are no heartbeats: a rank that is paused, or in
 foreign code, is not suspected until a wait is late. When a wait reaches its deadline, the detector
 asks all ranks where they are. It blames a rank that does not answer, or that is not in the call in
 which the others wait for it. The first verdict counts: it goes to all ranks and to the log (a
-launcher may be about to end this process), and the wire is cut, which ends this rank's waits.
+launcher may be about to end this process), and ends this rank's waits, by an abort of its wires.
 
-The thread costs nothing while all is well. All waits of a wire have the same timeout, so it wakes
-up once in that time, and checks whether a wait has lasted that long. After the seconds of
+The thread costs nothing while all is well. All waits of a session have the same timeout, so it
+wakes up once in that time, and checks whether a wait has lasted that long. After the seconds of
 `weft.init(watch=)` it asks the ranks, too, but then only prints what it finds.
 """
 
@@ -58,11 +58,11 @@ class Wait(Protocol):
 
 
 class Detector:
-    """The failure detector of one rank on one wire; it is the reader of its links.
+    """The failure detector of one rank of a session; it is the reader of its links.
 
     Attributes:
         links: to the detectors of the peers.
-        verdict: what broke the wire, or None.
+        verdict: what broke the session, or None.
         left: the ranks that said bye, each with the error that it raised before, or "".
         waiting: the current wait, or None.
         since: when the current wait began or, without one, when the last ended; by
@@ -101,7 +101,7 @@ class Detector:
         self.began = self.since
         self.links = links
         self.call: Callable[[], Callable[[], tuple[int, str]] | None] = lambda: None
-        self._wires: list[Wire] = []
+        self._wires: list[Wire] = []  # of the session: what a verdict aborts
         self._thread = thread
         self._peers = tuple(links.peers())  # all of them, also those that are gone since
         self._rests = dict.fromkeys(self._peers, b"")  # what came of a line that is not complete
@@ -120,7 +120,7 @@ class Detector:
         links.start(self)
 
     def guard(self, wire: Wire) -> None:
-        """Abort a wire of these ranks as soon as there is a verdict."""
+        """Abort a wire of the session as soon as there is a verdict."""
         with self._lock:
             self._wires.append(wire)
             verdict = self.verdict
@@ -128,7 +128,7 @@ class Detector:
             wire.abort(Failure("aborted", verdict.culprit, verdict.text))
 
     def begin(self, wait: Wait) -> None:
-        """Note that the thread that uses the wire begins to wait."""
+        """Note that the thread that uses the session begins to wait."""
         self.since = time.monotonic()
         self.began = self.since
         self.waiting = wait  # last: who reads it first, and then `since`, has this wait's own
@@ -139,7 +139,7 @@ class Detector:
         self.since = time.monotonic()
 
     def settle(self, verdict: Verdict) -> Verdict:
-        """Break the wire for every rank, unless it is broken; returns the verdict that counts."""
+        """Break the session for every rank, unless it is broken; the verdict that counts."""
         with self._lock:
             if self.verdict is not None:
                 return self.verdict
@@ -256,7 +256,7 @@ class Detector:
     def blame(self) -> Verdict | None:
         """Find, within about a second, why a call of another library failed.
 
-        None: no rank died, left, or is silent. Then the wire still works.
+        None: no rank died, left, or is silent. Then the session still works.
         """
         self._suspect = (None, None)
         self.links.wake()

@@ -34,9 +34,9 @@ def since(moment: float, *, handled: bool = False) -> str:
     """The last error, if it was raised after `moment`; else "".
 
     Args:
-        moment: when the wire was last used, by `time.monotonic`.
+        moment: when the session was last used, by `time.monotonic`.
         handled: whether the exception that the calling thread is handling counts, too: a `with`
-            block or a `finally` may close the wire because of it.
+            block or a `finally` may close the group because of it.
     """
     error = sys.exc_info()[1]
     if handled and error is not None:

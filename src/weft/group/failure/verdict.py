@@ -18,7 +18,7 @@ NAMED = 8
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What broke the wire.
+    """What broke the session.
 
     Attributes:
         culprit: the rank to blame, or None.
