@@ -36,7 +36,7 @@ def listeners():
         yield [stack.enter_context(Listener("127.0.0.1", 8)) for _ in range(3)]
 
 
-def test_every_two_ranks_are_joined_whoever_else_knocks(listeners):
+def test_every_two_ranks_are_joined_whoever_else_connects(listeners):
     endpoint = listeners[0].endpoint
     with ExitStack() as stack:
         for words in (b"", b"GET / HTTP/1.1\r\n\r\n" + bytes(60), bytes(3) + b"\1" + bytes(60)):
@@ -94,9 +94,11 @@ def test_who_reads_along_cannot_come_in_a_rank_s_place(listeners):
     said, answers = [], []
 
     def between():
-        with door:
-            door.accept()[0].close()  # as if there were a crowd: the rank comes again
-            near, far, own = door.accept()[0], *map(socket.create_connection, [at, at])
+        with server:
+            server.accept()[0].close()  # as with too many connections: the rank connects again
+            near, _ = server.accept()
+            far = socket.create_connection(at)
+            own = socket.create_connection(at)
             with near, far, own:
                 near.sendall(nonce := far.recv(16))
                 said.append(near.recv(56))
@@ -108,11 +110,11 @@ def test_who_reads_along_cannot_come_in_a_rank_s_place(listeners):
                 said.extend((nonce, proof))
 
     with ExitStack() as stack:
-        door = socket.create_server(("127.0.0.1", 0))
-        door.settimeout(10.0)
+        server = socket.create_server(("127.0.0.1", 0))
+        server.settimeout(10.0)
         thread = threading.Thread(target=between)
         thread.start()
-        listener.endpoint = replace(listener.endpoint, port=door.getsockname()[1])
+        listener.endpoint = replace(listener.endpoint, port=server.getsockname()[1])
         made = joined([listener, other], time.monotonic() + 10.0, stack)
         thread.join()
     assert sorted(made[1]) == [0]
@@ -122,11 +124,11 @@ def test_who_reads_along_cannot_come_in_a_rank_s_place(listeners):
 
 
 def test_who_listens_in_a_rank_s_place_is_found_out(listeners):
-    with socket.create_server(("127.0.0.1", 0)) as door:
-        endpoint = Endpoint("127.0.0.1", door.getsockname()[1], "0" * 32)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        endpoint = Endpoint("127.0.0.1", server.getsockname()[1], "0" * 32)
 
         def listen():
-            with door.accept()[0] as sock:
+            with server.accept()[0] as sock:
                 sock.sendall(bytes(48))
                 sock.recv(56)
 

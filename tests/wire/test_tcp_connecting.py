@@ -70,14 +70,14 @@ def one_is_early(wire):
     if wire.rank == 0:
         wire.post([(1, torch.ones(5))]).wait(patient(20.0))
         return True
-    time.sleep(1.0)  # longer than the lower rank's courtesy: both may knock
+    time.sleep(1.0)  # longer than the lower rank waits: both may connect
     place = torch.zeros(5)
     wire.post((), [(0, place)]).wait(patient(20.0))
     return bool(place.all())
 
 
-def both_knock(wire, rounds=20):
-    """Whoever is let in, one connection is left, and nothing is lost."""
+def both_connect(wire, rounds=20):
+    """Whichever is kept, one connection is left, and nothing is lost."""
     for number in range(rounds):
         swap(wire, 1 - wire.rank, float(number))
     made = len(connections())
@@ -85,9 +85,9 @@ def both_knock(wire, rounds=20):
     return made
 
 
-def make_impolite(start):
-    """Lower ranks knock at once."""
-    tcp._COURTESY = 0.0
+def make_at_once(start):
+    """Lower ranks connect at once."""
+    tcp._LOWER_DELAY = 0.0
     return make_far(start)
 
 
@@ -96,6 +96,6 @@ def test_a_message_waits_for_its_connection():
 
 
 @pytest.mark.parametrize("attempt", range(3))
-def test_of_two_that_knock_at_each_other_one_is_let_in(attempt):
-    first, second = ranks_as_processes(make_impolite)(2, both_knock)
+def test_of_two_ranks_that_connect_to_each_other_one_connection_is_kept(attempt):
+    first, second = ranks_as_processes(make_at_once)(2, both_connect)
     assert first == second

@@ -101,7 +101,7 @@ def test_a_close_in_the_middle_of_a_send_sends_nothing_twice(ends):
 
 
 def test_a_close_by_a_handler_during_a_sleep_ends_the_wait_as_any_other(monkeypatch):
-    """What the sleep says is ready is closed by then: sockets, the door, and what woke it."""
+    """What the sleep says is ready is closed by then: sockets, and what woke it."""
     near, far = socket.socketpair()
     listener = Listener("127.0.0.1", 8)
     beyond = {2: listener.endpoint}

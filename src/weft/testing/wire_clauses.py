@@ -234,7 +234,7 @@ def _strangers() -> list[socket.socket]:
             connection = socket.socket(family)
             connection.settimeout(_CONNECT)
             connection.connect(address)
-            with contextlib.suppress(ConnectionError):  # it was shown the door already
+            with contextlib.suppress(ConnectionError):  # it was refused already
                 connection.sendall(data)
             connections.append(connection)
     return connections

@@ -10,9 +10,13 @@ Each listener has a random token, known to its ranks from the store or from the 
 ends of a connection prove that they know it, without sending it, in three messages:
 
 * the listener sends a nonce: random bytes, new for each connection;
-* the other end sends its rank, the lane, a nonce of its own, and an HMAC, with the token as key, of
-  all that and of the listener's nonce;
+* the other end sends its hello, which is its rank, the lane and a nonce of its own, and an HMAC,
+  with the token as key, of the listener's nonce and the hello;
 * the listener sends another HMAC of the same.
+
+`Attempt` is the end that connects, `Candidate` a connection at the listener's end, and `Acceptor`
+has all candidates of a listener. A wire polls them while it moves messages; `Listener.connect`
+waits for them.
 
 So strangers are refused, and a recorded handshake cannot be replayed. What follows on the
 connection is not signed.
@@ -26,7 +30,6 @@ import contextlib
 import errno
 import hashlib
 import logging
-import math
 import os
 import resource
 import secrets
@@ -46,7 +49,9 @@ import psutil
 
 from ..store import AbsentError
 
-MESSAGES, CONTROL = LANES = range(2)
+MESSAGES = 0
+CONTROL = 1
+LANES = (MESSAGES, CONTROL)
 """What a socket is for."""
 
 AGAIN = 0.1
@@ -55,23 +60,26 @@ AGAIN = 0.1
 STRANGERS = 128
 """Open connections, beyond the ranks', that have not proved who they are."""
 
-_TOKEN = _NONCE = 16  # bytes
+_TOKEN = 16  # bytes
+_NONCE = 16  # bytes
 _PROOF = 32  # bytes of an HMAC
-# the first two pass when a link has just come up; the others, if the listener had too many guests
-_PASSING = {errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ECONNRESET, errno.EPIPE}
-_UNIX = 1.0  # seconds that a listener on this host has to accept
-_NAMES = sys.platform.startswith("linux")  # abstract names of Unix sockets exist
-_WHO = struct.Struct(f"!II{_NONCE}s")  # rank, lane, and nonce of the end that connects
-_CONNECTS, _LISTENS = b"weft connects", b"weft listens"  # prefixes: which end sends the HMAC
-_OWN = 16  # files that a group opens besides its connections: listener, selectors, wake-up
-_UNKNOWN = 32  # assumed number of open files, if it cannot be found
-_SPARE = 128  # files for the rest of the program, if the hard limit allows
+# The first two pass when a link has just come up. The others come of a listener that had too many
+# candidates, and took this one for a stranger.
+_TRANSIENT = {errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ECONNRESET, errno.EPIPE}
+_UNIX_TIMEOUT = 1.0  # seconds that a listener on this host has to accept
+_HAS_ABSTRACT_NAMES = sys.platform.startswith("linux")  # of Unix sockets
+_HELLO = struct.Struct(f"!II{_NONCE}s")  # rank, lane, and nonce of the end that connects
+_CONNECTS = b"weft connects"  # prefixes of what the HMACs are of: which end sends it
+_LISTENS = b"weft listens"
+_OWN_FILES = 16  # that a group opens besides its connections: listener, selectors, wake-up
+_ASSUMED_FILES = 32  # that are open, where their number cannot be found
+_SPARE_FILES = 128  # for the rest of the program, if the hard limit allows
 
 _log = logging.getLogger("weft")
 
 
-def _all_is_well() -> None:
-    """What is checked while sockets are made where nobody watches the ranks."""
+def _check_nothing() -> None:
+    """The `check` of `connect` where nobody watches the ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +118,7 @@ class Listener:
         self._sock = socket.create_server(name, family=family, backlog=backlog)
         port = self._sock.getsockname()[1]
         self.endpoint = Endpoint(address.partition("%")[0], port, secrets.token_hex(_TOKEN), host)
-        # where there is none, they come by TCP, as all others
+        # without it the ranks of this host come by TCP, as all others
         self._unix = _unix(self.endpoint.token, backlog=backlog) if host else None
 
     def __enter__(self) -> Listener:
@@ -125,7 +133,7 @@ class Listener:
         peers: Mapping[int, Endpoint],
         lane: int,
         deadline: float,
-        check: Callable[[], None] = _all_is_well,
+        check: Callable[[], None] = _check_nothing,
     ) -> dict[int, socket.socket]:
         """Connect to lower ranks, and accept higher ones.
 
@@ -143,38 +151,42 @@ class Listener:
             AbsentError: somebody could not be reached, or did not come in time.
             OSError: the connection to somebody broke.
         """
-        made: dict[int, socket.socket] = {}
+        sockets: dict[int, socket.socket] = {}
         higher = {peer for peer in peers if peer > rank}
         try:
             for peer, endpoint in peers.items():
                 if peer < rank:
-                    made[peer] = self._connect(rank, peer, endpoint, lane, deadline, check)
-            self._accept(rank, made, higher, lane, deadline, check)
+                    sockets[peer] = self._connect(rank, peer, endpoint, lane, deadline, check)
+            self._accept(rank, sockets, higher, lane, deadline, check)
         except BaseException:
-            for sock in made.values():
+            for sock in sockets.values():
                 sock.close()
             raise
-        for sock in made.values():
+        for sock in sockets.values():
             send_at_once(sock)
-        return made
+        return sockets
 
-    def knock(self, rank: int, peer: int, endpoint: Endpoint, lane: int) -> Knock:
+    def attempt(self, rank: int, peer: int, endpoint: Endpoint, lane: int) -> Attempt:
         """Begin to connect to a peer.
 
-        It waits only where a listener of this host has many guests, for at most a second.
+        It waits only where the backlog of a listener of this host is full, for at most a second.
 
         Raises:
-            OSError: there is no file left.
+            OSError: there is no file left, or the address cannot be reached.
         """
-        where = endpoint.address + (self._scope if ":" in endpoint.address else "")
+        address = endpoint.address
+        if ":" in address:
+            address += self._scope
         is_near = endpoint.host == self.endpoint.host != ""
-        who = _WHO.pack(rank, lane, secrets.token_bytes(_NONCE))
-        return Knock(peer, who, endpoint, where, is_near=is_near)
+        hello = _HELLO.pack(rank, lane, secrets.token_bytes(_NONCE))
+        return Attempt(peer, hello, endpoint, address, is_near=is_near)
 
-    def door(self, rank: int, awaited: int) -> Door:
-        """The door for so many ranks that are to come."""
-        listening = [self._sock] if self._unix is None else [self._sock, self._unix]
-        return Door(rank, listening, self.endpoint.token, awaited + STRANGERS)
+    def acceptor(self, rank: int, awaited: int) -> Acceptor:
+        """What accepts so many ranks that are to come, at this rank."""
+        listening = [self._sock]
+        if self._unix is not None:
+            listening.append(self._unix)
+        return Acceptor(rank, listening, self.endpoint.token, awaited + STRANGERS)
 
     def close(self) -> None:
         self._sock.close()
@@ -195,46 +207,59 @@ class Listener:
             check()
             try:
                 _remaining(deadline)  # raises if there is none
-                knock = self.knock(rank, peer, endpoint, lane)
-                try:
-                    while not knock.advance():
-                        knock.sleep(min(_remaining(deadline), AGAIN))
-                        check()
-                except BaseException:
-                    knock.sock.close()
-                    raise
-                return knock.sock
+                attempt = self.attempt(rank, peer, endpoint, lane)
+                _finish(attempt, deadline, check)
+                return attempt.sock
             except OSError as error:
-                if not is_passing(error):
+                if not is_transient(error):
                     raise AbsentError([peer], unreachable(endpoint, error)) from error
                 time.sleep(AGAIN)
 
     def _accept(
         self,
         rank: int,
-        made: dict[int, socket.socket],
+        sockets: dict[int, socket.socket],
         missing: set[int],
         lane: int,
         deadline: float,
         check: Callable[[], None],
     ) -> None:
-        """Accept connections with a valid proof; strangers are refused, and delay nobody."""
-        with contextlib.closing(self.door(rank, len(missing))) as door:
+        """Accept missing ranks, and put them into `sockets`.
+
+        Strangers are refused, and delay nobody.
+        """
+        with contextlib.closing(self.acceptor(rank, len(missing))) as acceptor:
             while missing:
                 check()
                 left = deadline - time.monotonic()
-                for guest, (peer, its_lane) in door.introduced(max(0.0, min(left, AGAIN))):
+                proven = acceptor.proven(max(0.0, min(left, AGAIN)))
+                for candidate, peer, its_lane in proven:
                     if peer in missing and its_lane == lane:
-                        made[peer] = door.admit(guest)
+                        sockets[peer] = acceptor.confirm(candidate)
                         missing.discard(peer)
                     else:
-                        door.refuse(guest, f"it knows the token, but rank {peer} is not awaited")
+                        acceptor.refuse(candidate, not_awaited(peer))
                 if missing and left <= 0:  # also where strangers never stop coming
                     raise AbsentError(sorted(missing), "did not connect")
 
 
-class Knock:
-    """A connection to a peer's listener, until both ends have proved who they are.
+def _finish(attempt: Attempt, deadline: float, check: Callable[[], None]) -> None:
+    """Wait until both ends have proved who they are; what is raised closes the socket.
+
+    Raises:
+        OSError: the connection failed, or the deadline passed.
+    """
+    try:
+        while not attempt.advance():
+            attempt.sleep(min(_remaining(deadline), AGAIN))
+            check()
+    except BaseException:
+        attempt.sock.close()
+        raise
+
+
+class Attempt:
+    """An attempt to connect to a peer's listener, until both ends have proved who they are.
 
     Attributes:
         peer: the rank that listens.
@@ -242,27 +267,37 @@ class Knock:
     """
 
     def __init__(
-        self, peer: int, who: bytes, endpoint: Endpoint, where: str, *, is_near: bool
+        self, peer: int, hello: bytes, endpoint: Endpoint, address: str, *, is_near: bool
     ) -> None:
-        """`where` is the address to connect to, if it is not this host (`is_near`)."""
+        """
+        Args:
+            peer: the rank that listens.
+            hello: of this rank, for one connection.
+            endpoint: of the peer.
+            address: to connect to where there is no Unix socket.
+            is_near: whether the peer is on this host, and a Unix socket is tried first.
+
+        Raises:
+            OSError: there is no file left, or the address cannot be reached.
+        """
         self.peer = peer
-        self._who = who
+        self._hello = hello
         self._token = endpoint.token
-        self._asked = b""  # the listener's nonce, and who this is: what proofs are HMACs of
-        self._heard = b""
+        self._signed = b""  # what the proofs are HMACs of; b"" until the listener's nonce is there
+        self._received = b""  # of the message that the listener sends next
         self._is_connected = False
-        unix = _unix(endpoint.token, timeout=_UNIX) if is_near else None
+        unix = _unix(endpoint.token, timeout=_UNIX_TIMEOUT) if is_near else None
         if unix is not None:
             self.sock = unix
             self._is_connected = True
             unix.setblocking(False)
             return
-        address = socket.getaddrinfo(
-            where, endpoint.port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST
+        family, _, _, _, name = socket.getaddrinfo(
+            address, endpoint.port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST
         )[0]
-        self.sock = socket.socket(address[0], socket.SOCK_STREAM)
+        self.sock = socket.socket(family, socket.SOCK_STREAM)
         self.sock.setblocking(False)
-        code = self.sock.connect_ex(address[4])
+        code = self.sock.connect_ex(name)
         if code not in (0, errno.EINPROGRESS):
             self.sock.close()
             raise OSError(code, os.strerror(code))
@@ -285,36 +320,44 @@ class Knock:
             OSError: the connection failed, or who listens does not know the token.
         """
         if not self._is_connected:
-            poll = select.poll()
-            poll.register(self.sock, select.POLLOUT)
-            if not poll.poll(0):
+            self._is_connected = self._has_connected()
+            if not self._is_connected:
                 return False
-            code = self.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-            if code:
-                raise OSError(code, os.strerror(code))
-            self._is_connected = True
-        if not self._asked:
-            if not self._hear(_NONCE):
+        if not self._signed:
+            if not self._read(_NONCE):
                 return False
-            self._asked = self._heard + self._who
-            self._heard = b""
-            self.sock.send(self._who + _proof(self._token, _CONNECTS, self._asked))
-        if not self._hear(_PROOF):
+            self._signed = self._received + self._hello
+            self._received = b""
+            self.sock.send(self._hello + _proof(self._token, _CONNECTS, self._signed))
+        if not self._read(_PROOF):
             return False
-        if not compare_digest(self._heard, _proof(self._token, _LISTENS, self._asked)):
+        if not compare_digest(self._received, _proof(self._token, _LISTENS, self._signed)):
             raise OSError("who listens there does not know the token of that rank")
         return True
 
-    def _hear(self, count: int) -> bool:
-        """Read up to `count` bytes and no more; whether all are there."""
-        while len(self._heard) < count:
+    def _has_connected(self) -> bool:
+        poll = select.poll()
+        poll.register(self.sock, select.POLLOUT)
+        if not poll.poll(0):
+            return False
+        code = self.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if code:
+            raise OSError(code, os.strerror(code))
+        return True
+
+    def _read(self, count: int) -> bool:
+        """Read a message of `count` bytes, as far as it is there; whether all of it is.
+
+        Not a byte more: what follows the listener's proof is for others.
+        """
+        while len(self._received) < count:
             try:
-                more = self.sock.recv(count - len(self._heard))
+                more = self.sock.recv(count - len(self._received))
             except BlockingIOError:
                 return False
             if not more:
                 raise ConnectionResetError(errno.ECONNRESET, "it hung up")
-            self._heard += more
+            self._received += more
         return True
 
 
@@ -324,9 +367,9 @@ def send_at_once(sock: socket.socket) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
-def is_passing(error: OSError) -> bool:
-    """Whether it may pass: a link that has just come up, or a crowd at the listener."""
-    return error.errno in _PASSING
+def is_transient(error: OSError) -> bool:
+    """Whether it may pass: a link that has just come up, or a listener with many connections."""
+    return error.errno in _TRANSIENT
 
 
 def unreachable(endpoint: Endpoint, error: OSError) -> str:
@@ -335,34 +378,55 @@ def unreachable(endpoint: Endpoint, error: OSError) -> str:
     return f"cannot be reached at {endpoint.address} port {endpoint.port} ({why})"
 
 
+def not_awaited(peer: int) -> str:
+    """Why a candidate is refused that has proved that it is a rank, and not one that is to come."""
+    return f"it knows the token, but rank {peer} is not awaited"
+
+
 @dataclass(slots=True, eq=False)
-class _Guest:
-    """A connection without a valid proof so far: its origin, our nonce, and the bytes read."""
+class Candidate:
+    """A connection that a listener has accepted, and which may be a rank's.
+
+    Attributes:
+        sock: non-blocking.
+        origin: the address of the other end, for the log.
+        nonce: what was sent to it.
+        received: what came of its hello and its proof.
+    """
 
     sock: socket.socket
     origin: str
     nonce: bytes
-    said: bytes = b""
+    received: bytes = b""
 
     @property
-    def asked(self) -> bytes:
-        """The bytes that the proofs are HMACs of: our nonce, and what the guest says it is."""
-        return self.nonce + self.said[: _WHO.size]
+    def signed(self) -> bytes:
+        """The bytes that the proofs are HMACs of: the nonce, and the hello of the other end."""
+        return self.nonce + self.received[: _HELLO.size]
 
 
-class Door:
-    """The connections that have not proved yet which rank they are.
+class Acceptor:
+    """Accepts the connections at a listener, until each has proved which rank it is.
 
-    A rank sends its proof as soon as it has the nonce. So if there are too many connections, or no
+    A rank sends its proof as soon as it has the nonce. So if there are too many candidates, or no
     file descriptor is left, the oldest one is taken for a stranger and closed. If it was a rank
     after all, that rank connects again.
     """
 
     def __init__(
-        self, rank: int, listening: Sequence[socket.socket], token: str, room: int
+        self, rank: int, listening: Sequence[socket.socket], token: str, limit: int
     ) -> None:
-        self._rank, self._token, self._room = rank, token, room
-        self._guests: list[_Guest] = []  # in the order in which they came
+        """
+        Args:
+            rank: this rank, for the log.
+            listening: the sockets to accept at.
+            token: of the listener.
+            limit: how many candidates there may be at a time.
+        """
+        self._rank = rank
+        self._token = token
+        self._limit = limit
+        self._candidates: list[Candidate] = []  # in the order in which they came
         self._refused: Counter[tuple[str, str]] = Counter()  # by where from, and why
         self._selector = selectors.DefaultSelector()
         for sock in listening:
@@ -370,93 +434,96 @@ class Door:
             self._selector.register(sock, selectors.EVENT_READ)
 
     def fileno(self) -> int:
-        """A descriptor to wait at: it is readable where `introduced` has something to do."""
+        """A descriptor to wait at: it is readable where `proven` has something to do."""
         return self._selector.fileno()
 
-    def admit(self, guest: _Guest) -> socket.socket:
-        """The connection of a guest with a valid proof, which is told so."""
+    def proven(self, seconds: float) -> Iterator[tuple[Candidate, int, int]]:
+        """Yield connections with a valid proof, with rank and lane; wait at most so many seconds.
+
+        Who gets one calls `confirm` or `refuse`, or closes its socket.
+        """
+        for key, _ in self._selector.select(seconds):
+            candidate = key.data
+            if candidate is None:
+                assert isinstance(key.fileobj, socket.socket)
+                self._accept(key.fileobj)
+            elif candidate in self._candidates:  # else it was refused a moment ago
+                more = b""
+                with contextlib.suppress(OSError):  # the other end is gone
+                    more = candidate.sock.recv(_HELLO.size + _PROOF - len(candidate.received))
+                candidate.received += more
+                if more and len(candidate.received) < _HELLO.size + _PROOF:
+                    continue
+                proof = candidate.received[_HELLO.size :]
+                if compare_digest(proof, _proof(self._token, _CONNECTS, candidate.signed)):
+                    self._forget(candidate)
+                    peer, lane, _ = _HELLO.unpack_from(candidate.received)
+                    yield candidate, peer, lane
+                else:
+                    self._refuse_unproven(candidate)
+
+    def confirm(self, candidate: Candidate) -> socket.socket:
+        """Send the listener's proof to one that `proven` gave; its socket."""
         with contextlib.suppress(OSError):  # the other end is gone
-            guest.sock.send(_proof(self._token, _LISTENS, guest.asked))
-        return guest.sock
+            candidate.sock.send(_proof(self._token, _LISTENS, candidate.signed))
+        return candidate.sock
+
+    def refuse(self, candidate: Candidate, why: str) -> None:
+        """Close a connection that `proven` gave, and count it for the log."""
+        self._refused[candidate.origin, why] += 1
+        candidate.sock.close()
 
     def close(self) -> None:
         """Close the connections that are left, and log those that were refused."""
-        while self._guests:
-            self._dismiss()
+        while self._candidates:
+            self._refuse_unproven(self._candidates[0])
         self._selector.close()
         self._log_refused()
 
     def abandon(self) -> None:
         """Close the descriptors in a forked child; the selector is the parent's, too."""
         self._selector.close()
-        for guest in self._guests:
-            guest.sock.close()
+        for candidate in self._candidates:
+            candidate.sock.close()
 
     def _log_refused(self) -> None:
         for (origin, why), times in self._refused.items():
             what = "a connection" if times == 1 else f"{times} connections"
             _log.warning("rank %d refused %s from %s: %s", self._rank, what, origin, why)
 
-    def introduced(self, seconds: float) -> Iterator[tuple[_Guest, tuple[int, int]]]:
-        """Yield guests with a valid proof, with rank and lane; wait at most so many seconds."""
-        for key, _ in self._selector.select(seconds):
-            sock, guest = key.fileobj, key.data
-            assert isinstance(sock, socket.socket)
-            if guest is None:
-                self._let_in(sock)
-            elif guest in self._guests:  # else it was sent away a moment ago
-                more = b""
-                with contextlib.suppress(OSError):  # the other end is gone
-                    more = sock.recv(_WHO.size + _PROOF - len(guest.said))
-                guest.said += more
-                if more and len(guest.said) < _WHO.size + _PROOF:
-                    continue
-                right = _proof(self._token, _CONNECTS, guest.asked)
-                if compare_digest(guest.said[_WHO.size :], right):
-                    self._forget(guest)
-                    yield guest, _WHO.unpack_from(guest.said)[:2]
-                else:
-                    self._dismiss(guest)
-
-    def refuse(self, guest: _Guest, why: str = "it did not prove that it knows the token") -> None:
-        """Close a connection that is no guest any more, and remember why."""
-        self._refused[guest.origin, why] += 1
-        guest.sock.close()
-
-    def _let_in(self, listening: socket.socket) -> None:
-        if len(self._guests) >= self._room:
-            self._dismiss()
+    def _accept(self, listening: socket.socket) -> None:
+        """Accept a connection, and send it its nonce."""
+        if len(self._candidates) >= self._limit:
+            self._refuse_unproven(self._candidates[0])
         try:
             sock, name = listening.accept()
         except (BlockingIOError, ConnectionAbortedError):  # who came is gone again
             return
         except OSError:  # no file is left
-            if not self._guests:
+            if not self._candidates:
                 raise
-            self._dismiss()
+            self._refuse_unproven(self._candidates[0])
             return
         sock.setblocking(False)
         origin = "this host" if sock.family == socket.AF_UNIX else name[0]
-        guest = _Guest(sock, origin, secrets.token_bytes(_NONCE))
+        candidate = Candidate(sock, origin, secrets.token_bytes(_NONCE))
         with contextlib.suppress(OSError):  # the other end is gone, which is read soon
-            sock.send(guest.nonce)
-        self._guests.append(guest)
-        self._selector.register(sock, selectors.EVENT_READ, guest)
+            sock.send(candidate.nonce)
+        self._candidates.append(candidate)
+        self._selector.register(sock, selectors.EVENT_READ, candidate)
 
-    def _dismiss(self, guest: _Guest | None = None) -> None:
-        """Refuse a guest, by default the oldest."""
-        guest = guest or self._guests[0]
-        self._forget(guest)
-        self.refuse(guest)
+    def _refuse_unproven(self, candidate: Candidate) -> None:
+        self._forget(candidate)
+        self.refuse(candidate, "it did not prove that it knows the token")
 
-    def _forget(self, guest: _Guest) -> None:
-        self._guests.remove(guest)
-        self._selector.unregister(guest.sock)
+    def _forget(self, candidate: Candidate) -> None:
+        self._candidates.remove(candidate)
+        self._selector.unregister(candidate.sock)
 
 
-def _proof(token: str, side: bytes, asked: bytes) -> bytes:
-    """The HMAC by which one end of a connection proves that it knows the token."""
-    return digest(token.encode(), side + asked, "sha256")
+def _proof(token: str, side: bytes, signed: bytes) -> bytes:
+    """The HMAC by which one end of a connection, `side`, proves that it knows the token."""
+    return digest(token.encode(), side + signed, "sha256")
 
 
 def _unix(token: str, *, backlog: int = 0, timeout: float | None = None) -> socket.socket | None:
@@ -464,7 +531,7 @@ def _unix(token: str, *, backlog: int = 0, timeout: float | None = None) -> sock
 
     None if that fails. The name is a hash of the token, since every user can read it.
     """
-    if not _NAMES:
+    if not _HAS_ABSTRACT_NAMES:
         return None
     name = f"\0weft-{hashlib.blake2b(token.encode(), digest_size=16).hexdigest()}"
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -482,6 +549,7 @@ def _unix(token: str, *, backlog: int = 0, timeout: float | None = None) -> sock
 
 
 def _remaining(deadline: float) -> float:
+    """Seconds until a deadline. Raises TimeoutError: there are none."""
     remaining = deadline - time.monotonic()
     if remaining <= 0:
         raise TimeoutError("no time was left to connect")
@@ -499,20 +567,21 @@ def make_room(peers: int) -> str | None:
     try:
         opened = psutil.Process().num_fds()
     except psutil.Error:  # /proc is hidden from this process
-        opened = _UNKNOWN
-    needed = opened + (len(LANES) + 1) * peers + _OWN
+        opened = _ASSUMED_FILES
+    needed = opened + (len(LANES) + 1) * peers + _OWN_FILES
     if soft == resource.RLIM_INFINITY or needed <= soft:
         return None
-    wanted, most = needed + _SPARE, math.inf if hard == resource.RLIM_INFINITY else hard
+    wanted = needed + _SPARE_FILES
+    limit = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
     try:
-        if needed > most:
+        if needed > limit:
             raise ValueError(f"the hard limit is {hard}")
-        resource.setrlimit(resource.RLIMIT_NOFILE, (int(min(wanted, most)), hard))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
     except (OSError, ValueError) as error:  # macOS has a limit above the hard one's infinity
         return (
             f"{len(LANES) * peers} connections need {needed} open files with the {opened} that "
             f"are open, and {error}: raise it (ulimit -Hn {wanted}, or LimitNOFILE of the service "
             "that starts the ranks)"
         )
-    _log.info("the limit of open files is %d now, it was %d", min(wanted, most), soft)
+    _log.info("the limit of open files is %d now, it was %d", limit, soft)
     return None

@@ -7,14 +7,15 @@ milliseconds; in between the kernel buffers what comes. Otherwise that thread sl
 when it is needed first; messages in a segment do not need it.
 
 Ranks of one host are connected from the start, since they pass each other their segments. Ranks of
-two hosts connect when they first have messages for each other: the higher one knocks at the
-listener of the lower one, whose door stays open. Until then their messages wait. If the higher one
-does not come soon, the lower one knocks: so it finds out where that one is gone.
+two hosts connect when they first have messages for each other: the higher one connects to the
+listener of the lower one, which listens as long as the wire lives. Until then their messages wait.
+If the higher one does not come soon, the lower one connects: so it finds out where that one is
+gone.
 
 What threads wait for, and how long:
 
-* `finish`, until its messages are complete: as long as its caller says. A socket, the door, a knock
-  or the alarm, which `abort` sets off, ends each sleep.
+* `finish`, until its messages are complete: as long as its caller says. A socket of a peer, one
+  that is being connected or accepted, or the alarm, which `abort` sets off, ends each sleep.
 * `_turn`, which a thread holds in all of its `finish`, asleep or not: so a `release` in another
   thread lasts as long as that wait. `close` waits for `_TURN_WAIT`, then aborts, which ends it.
 * `close`: up to `_LINGER` until the sockets have taken what was sent, and for the wire's thread.
@@ -56,10 +57,12 @@ from .listener import (
     AGAIN,
     MESSAGES,
     STRANGERS,
+    Acceptor,
+    Attempt,
     Endpoint,
-    Knock,
     Listener,
-    is_passing,
+    is_transient,
+    not_awaited,
     send_at_once,
     unreachable,
 )
@@ -71,7 +74,7 @@ _TICK = 0.004  # seconds between two looks of the thread
 _TURN_WAIT = 0.1  # seconds that a close waits for whoever moves something
 _LINGER = 5.0  # seconds in which a close sends what is left
 _SPIN = 50e-6  # seconds that a wait looks by itself before it sleeps until it is woken
-_COURTESY = 0.25  # seconds in which a higher rank comes by itself
+_LOWER_DELAY = 0.25  # seconds that the lower of two ranks waits before it connects, too
 _LONGEST = 3600.0  # seconds of one sleep; a wait without a limit sleeps again
 _BUFFER = 4 << 20  # bytes of a Unix socket's buffers; with the small default it is 4 times slower
 _SHORTEST = 0.1  # seconds that peers have at least to pass their segments
@@ -86,7 +89,7 @@ class Far:
     """How ranks of other hosts are reached.
 
     Attributes:
-        listener: where higher ranks knock.
+        listener: of this rank.
         endpoints: of the ranks that are not connected yet.
         timeout: seconds in which one must be reached.
     """
@@ -148,14 +151,16 @@ class TcpWire:
             mapped = peer in seen_by
             self.connections[peer] = Connection(peer, None, (seen or {}).get(peer), mapped=mapped)
         self._far = far
-        self._knocks: dict[int, Knock] = {}  # by descriptor
-        # peers that are wanted and not connected, and until when to knock if it may help
-        self._reaching: dict[int, float] = {}
-        self._again: dict[int, float] = {}  # when to knock again, by peer
-        self._door = None
+        # Peers of other hosts that a message is for, and that are not connected, each with the time
+        # until which attempts are repeated. Unless it is lost, a peer has one attempt under way, or
+        # one that is due.
+        self._unconnected: dict[int, float] = {}
+        self._attempts: dict[int, Attempt] = {}  # under way, by descriptor
+        self._due: dict[int, float] = {}  # when to attempt it, by peer
+        self._acceptor: Acceptor | None = None
         if far is not None:
-            self._door = far.listener.door(rank, len(far.endpoints))
-            self._poll.register(self._door, select.POLLIN)
+            self._acceptor = far.listener.acceptor(rank, len(far.endpoints))
+            self._poll.register(self._acceptor, select.POLLIN)
         # Who moves messages holds it. Reentrant, since a collection of garbage may close a wire in
         # the middle of anything.
         self._turn = threading.RLock()
@@ -166,7 +171,7 @@ class TcpWire:
         self._failing = threading.RLock()  # held while `_failure` is set
         self._is_closed = False
         for peer, sock in sockets.items():
-            self._connected(peer, sock)
+            self._on_connected(peer, sock)
 
     def post(
         self, sends: Sequence[Send] = (), recvs: Sequence[Recv] = (), channel: int = 0
@@ -218,7 +223,7 @@ class TcpWire:
                 link.flush()
                 self._watch(link)
             if link.sock is None:
-                self._reach(link.peer)
+                self._connect_to(link.peer)
                 needs_thread = True
         if needs_thread:
             self._wake_thread()
@@ -295,9 +300,9 @@ class TcpWire:
         self._thread = None
         self._has_work = threading.Event()
         self._failure = self._failure or Failure("broken", self.rank, "this process was forked")
-        if self._door is not None:
-            self._door.abandon()
-        self._door = None
+        if self._acceptor is not None:
+            self._acceptor.abandon()
+        self._acceptor = None
         self._release_all()
 
     def _release_all(self) -> None:
@@ -306,11 +311,11 @@ class TcpWire:
             self.segment.close()
         for link in self.connections.values():
             link.close()
-        for knock in self._knocks.values():
-            knock.sock.close()
-        self._knocks.clear()
-        if self._door is not None:
-            self._door.close()
+        for attempt in self._attempts.values():
+            attempt.sock.close()
+        self._attempts.clear()
+        if self._acceptor is not None:
+            self._acceptor.close()
         if self._far is not None:
             self._far.listener.close()
         for end in self._alarm:
@@ -392,13 +397,13 @@ class TcpWire:
                 if link is None:
                     self._handle_other(fd)
                 elif self._failure is None:  # else nothing may write to anybody's memory
-                    if event & ~select.POLLOUT:
+                    if event & ~select.POLLOUT:  # bytes, an error, or the end
                         link.receive()
                     if link.due or event & select.POLLOUT:
                         link.flush()
                     self._watch(link)
-            if self._reaching and not self._is_closed:
-                self._retry_knocks()
+            if self._due and not self._is_closed:
+                self._attempt_those_due()
         except BaseException as error:  # of a handler of a signal: a message may be half moved
             kind = type(error).__name__
             self._fail(Failure("broken", self.rank, f"{kind} was raised while messages moved"))
@@ -421,7 +426,7 @@ class TcpWire:
             os.sched_yield()
             ready = self._poll.poll(0)
             now = time.monotonic()
-        longest = AGAIN if self._reaching else _LONGEST
+        longest = AGAIN if self._unconnected else _LONGEST
         return ready or self._poll.poll(min(seconds, longest) * 1e3)
 
     def _drain_alarm(self) -> None:
@@ -446,97 +451,99 @@ class TcpWire:
 
     # connecting to ranks of other hosts
 
-    def _reach(self, peer: int) -> None:
-        """Knock at a rank, unless that is under way: at a higher one later, if it does not come."""
+    def _connect_to(self, peer: int) -> None:
+        """Connect to a rank, unless that is under way; to a higher one only if it does not come."""
         assert self._far is not None
-        if peer in self._reaching:
+        if peer in self._unconnected:
             return
         now = time.monotonic()
-        self._reaching[peer] = now + self._far.timeout
+        self._unconnected[peer] = now + self._far.timeout
         if peer < self.rank:
-            self._knock(peer)
+            self._attempt(peer)
         else:
-            self._again[peer] = now + _COURTESY
+            self._due[peer] = now + _LOWER_DELAY
 
-    def _knock(self, peer: int) -> None:
+    def _attempt(self, peer: int) -> None:
+        """Begin to connect to a rank."""
         assert self._far is not None
         endpoint = self._far.endpoints[peer]
         try:
-            knock = self._far.listener.knock(self.rank, peer, endpoint, MESSAGES)
+            attempt = self._far.listener.attempt(self.rank, peer, endpoint, MESSAGES)
         except OSError as error:
-            self._knock_failed(peer, error)
+            self._on_failed_attempt(peer, error)
             return
-        self._knocks[knock.sock.fileno()] = knock
-        self._poll.register(knock.sock, knock.wanted)
+        self._attempts[attempt.sock.fileno()] = attempt
+        self._poll.register(attempt.sock, attempt.wanted)
 
-    def _knock_failed(self, peer: int, error: OSError) -> None:
-        """Knock again later if that may help; else the peer is lost."""
+    def _on_failed_attempt(self, peer: int, error: OSError) -> None:
+        """Have another one made later if that may help; else the peer is lost."""
         now = time.monotonic()
-        if is_passing(error) and now < self._reaching[peer]:
-            self._again[peer] = now + AGAIN
+        if is_transient(error) and now < self._unconnected[peer]:
+            self._due[peer] = now + AGAIN
         else:
             assert self._far is not None
             self.connections[peer].lose(unreachable(self._far.endpoints[peer], error))
 
-    def _retry_knocks(self) -> None:
-        """Knock where it is time."""
+    def _attempt_those_due(self) -> None:
         now = time.monotonic()
-        for peer in [peer for peer, due in self._again.items() if due <= now]:
-            del self._again[peer]
-            self._knock(peer)
+        for peer in [peer for peer, due in self._due.items() if due <= now]:
+            del self._due[peer]
+            self._attempt(peer)
 
     def _handle_other(self, fd: int) -> None:
         """Go on with a connection that is not made yet, or read what has woken this thread."""
-        if fd in self._knocks:
+        if fd in self._attempts:
             self._advance(fd)
-        elif self._door is not None and fd == self._door.fileno():
-            self._let_in()
+        elif self._acceptor is not None and fd == self._acceptor.fileno():
+            self._accept()
         else:
             self._drain_alarm()
 
     def _advance(self, fd: int) -> None:
-        knock = self._knocks[fd]
+        """Go on with an attempt."""
+        attempt = self._attempts[fd]
         try:
-            is_through = knock.advance()
+            is_through = attempt.advance()
         except OSError as error:
-            self._forget_knock(fd)
-            knock.sock.close()
-            self._knock_failed(knock.peer, error)
+            self._forget_attempt(fd)
+            attempt.sock.close()
+            self._on_failed_attempt(attempt.peer, error)
             return
         if is_through:
-            self._forget_knock(fd)
-            self._connected(knock.peer, knock.sock)
+            self._forget_attempt(fd)
+            self._on_connected(attempt.peer, attempt.sock)
         else:
-            self._poll.modify(fd, knock.wanted)
+            self._poll.modify(fd, attempt.wanted)
 
-    def _forget_knock(self, fd: int) -> None:
+    def _forget_attempt(self, fd: int) -> None:
         self._poll.unregister(fd)
-        del self._knocks[fd]
+        del self._attempts[fd]
 
-    def _let_in(self) -> None:
+    def _accept(self) -> None:
         """Take the connections of ranks that have proved who they are.
 
-        Of two ranks that knock at each other the higher one is let in.
+        Of two ranks that connect to each other at the same time, the connection that the higher one
+        makes is kept: this rank closes one of a lower rank while it connects to that itself.
         """
-        assert self._door is not None
-        for guest, (peer, lane) in self._door.introduced(0.0):
+        assert self._acceptor is not None
+        for candidate, peer, lane in self._acceptor.proven(0.0):
             link = self.connections.get(peer)
             if lane != MESSAGES or link is None:
-                self._door.refuse(guest, f"it knows the token, but rank {peer} is not awaited")
-            elif link.sock is not None or (peer < self.rank and peer in self._reaching):
-                guest.sock.close()  # there is a better one
+                self._acceptor.refuse(candidate, not_awaited(peer))
+            elif link.sock is not None or (peer < self.rank and peer in self._unconnected):
+                candidate.sock.close()
             else:
-                self._connected(peer, self._door.admit(guest))
+                self._on_connected(peer, self._acceptor.confirm(candidate))
 
-    def _connected(self, peer: int, sock: socket.socket) -> None:
-        """Send what has waited for the socket."""
-        for fd in [fd for fd, knock in self._knocks.items() if knock.peer == peer]:
-            self._knocks[fd].sock.close()
-            self._forget_knock(fd)
-        self._again.pop(peer, None)
+    def _on_connected(self, peer: int, sock: socket.socket) -> None:
+        """Use a socket for a peer: end this rank's own attempt, and send what has waited for it."""
+        for fd in [fd for fd, attempt in self._attempts.items() if attempt.peer == peer]:
+            self._attempts[fd].sock.close()
+            self._forget_attempt(fd)
+        self._due.pop(peer, None)
+        self._unconnected.pop(peer, None)
         sock.setblocking(False)
         send_at_once(sock)
-        self._reaching.pop(peer, None)
         link = self.connections[peer]
         link.attach(sock)
         self._by_fd[link.fd] = link
