@@ -32,7 +32,8 @@ def clear(reason: str) -> None:
     """Forget the default group; `reason` completes the error that later calls raise."""
     global _process, _why_none
     if _process is _local.get() or _local.get() is None:
-        _process, _why_none = None, reason
+        _process = None
+    _why_none = reason
     _local.set(None)
 
 

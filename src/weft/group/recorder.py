@@ -58,8 +58,11 @@ class Call:
         figures: a dataclass with more of it, or None.
     """
 
-    agreed = messages = sent_bytes = 0
-    seconds = waited = 0.0
+    agreed = 0
+    messages = 0
+    sent_bytes = 0
+    seconds = 0.0
+    waited = 0.0
     ranks: tuple[int, ...] = ()
     fields: tuple[tuple[str, str], ...] = ()
     end: float | None = None
@@ -117,7 +120,8 @@ def begin(rank: int, size: int, group: str) -> str:
         if _FOLDER in os.environ and is_main and _is_free(signal.SIGUSR1):
             signal.signal(signal.SIGUSR1, lambda *_: write("SIGUSR1"))
     _rank.update(rank=rank, size=size)
-    _names[group] = number = _names.get(group, 0) + 1
+    number = _names.get(group, 0) + 1
+    _names[group] = number
     return group if number == 1 else f"{group} ({number})"
 
 

@@ -54,11 +54,13 @@ class Lease:
             tensor: the leased part of it.
         """
         self._pool: Pool | None = pool
-        self._block, self.tensor = block, tensor
+        self._block = block
+        self.tensor = tensor
 
     def release(self) -> None:
         """Give the memory back; afterwards nobody may touch it. Releasing twice does nothing."""
-        pool, self._pool = self._pool, None
+        pool = self._pool
+        self._pool = None
         if pool is not None:
             pool._take_back(self._block, self.tensor.numel())
 
@@ -82,11 +84,13 @@ class Pool:
     """
 
     def __init__(self, smallest: int = _SMALLEST, device: torch.device | None = None) -> None:
-        self._smallest, self._device = smallest, device
+        self._smallest = smallest
+        self._device = device
         self._free: dict[int, list[Tensor]] = {}  # by their sizes
         self.segment: Segment | None = None
         self._lock = threading.Lock()
-        self.lent = self.peak = 0
+        self.lent = 0
+        self.peak = 0
 
     def lease(self, nbytes: int, *, shared: bool = False) -> Lease:
         """Workspace of `nbytes` bytes, at least 64-byte aligned, holding anything.
@@ -104,8 +108,10 @@ class Pool:
             offset = segment.allocate(nbytes)
             if offset is not None:
                 return Lease(self, offset, memory[offset : offset + nbytes])
-        size = max(self._smallest, 1 << max(0, nbytes - 1).bit_length())
-        size = nbytes if self._device is not None else size
+        if self._device is None:
+            size = max(self._smallest, 1 << max(0, nbytes - 1).bit_length())
+        else:
+            size = nbytes
         with self._lock:
             blocks = self._free.get(size)
             block = blocks.pop() if blocks else None
@@ -225,7 +231,8 @@ class _Piece:
     __slots__ = ("first", "pages", "passed_over", "size")
 
     def __init__(self, size: int) -> None:
-        self.size, self.passed_over = size, 0
+        self.size = size
+        self.passed_over = 0
         huge = size >= _HUGE  # a smaller piece would have all of such a page filled with zeros
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
         self.pages = mmap.mmap(-1, size + _HUGE if huge else size, flags=flags)
@@ -240,12 +247,12 @@ class _Piece:
 def _shelf() -> Shelf:
     """The shelf of this process."""
     limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 64
-    said = os.environ.get("WEFT_KEEP")
-    if said is not None:
-        if said.isascii() and said.isdigit():
-            limit = int(said) << 20
+    value = os.environ.get("WEFT_KEEP")
+    if value is not None:
+        if value.isascii() and value.isdigit():
+            limit = int(value) << 20
         else:  # other ranks are in the same call, so this rank must not raise here
-            _log.warning("WEFT_KEEP is %r, not a number of MiB: keeping %d", said, limit >> 20)
+            _log.warning("WEFT_KEEP is %r, not a number of MiB: keeping %d", value, limit >> 20)
     return Shelf(limit)
 
 

@@ -57,13 +57,16 @@ class World:
     """
 
     def __init__(self, mpi: Any, comm: Any) -> None:
-        self.mpi, self.comm = mpi, comm
-        self.rank, self.size = comm.rank, comm.size
+        self.mpi = mpi
+        self.comm = comm
+        self.rank = comm.rank
+        self.size = comm.size
         self.contexts = itertools.count()
         self.limit = 1 + (comm.Get_attr(mpi.TAG_UB) or 32767)  # what the standard promises
-        self.process, self.patience = os.getpid(), math.inf
-        self._posted: list[_Request] = []
-        self._stir = threading.Event()
+        self.process = os.getpid()
+        self.patience = math.inf
+        self._posted: list[_Request] = []  # under way; read and changed with `_turn` held
+        self._stir = threading.Event()  # set where there is something new to poll for
         self._thread: threading.Thread | None = None
 
     def broadcast(self, text: str, timeout: float) -> str:
@@ -118,8 +121,9 @@ class World:
         with _turn:
             try:
                 found = self.mpi.Request.Testsome([each.request for each in self._posted]) or ()
-            except Exception as wrong:  # mpi4py's, of whatever went wrong in MPI
-                found, error = range(len(self._posted)), wrong
+            except Exception as raised:  # mpi4py's, of whatever went wrong in MPI
+                found = range(len(self._posted))
+                error = raised
             through = [self._posted[at] for at in found]
             self._posted = [each for each in self._posted if each not in through]
         for each in through:
@@ -192,7 +196,8 @@ def start_mpi(timeout: float) -> World:
                 "MPI_THREAD_MULTIPLE (mpi4py.rc.thread_level), or let weft.init() start it"
             )
         comm, request = mpi.COMM_WORLD.Idup()
-    rank, size = mpi.COMM_WORLD.rank, mpi.COMM_WORLD.size
+    rank = mpi.COMM_WORLD.rank
+    size = mpi.COMM_WORLD.size
     _await(request, timeout, rank, f"the {size} ranks did not all start MPI")
     _world = World(mpi, comm)
     if ours:
@@ -319,8 +324,9 @@ def carrier_at(store: dist.Store, rank: int, size: int, timeout: float) -> Carri
     deadline = time.monotonic() + timeout
     world = start_mpi(timeout)
     context = _context(world, rank)
-    missing, left = "came, and then did not say its number in MPI", deadline - time.monotonic()
-    places = told(store, "mpi", [world.rank, context], rank, size, left, missing)
+    missing = "came, and then did not say its number in MPI"
+    seconds = deadline - time.monotonic()
+    places = told(store, "mpi", [world.rank, context], rank, size, seconds, missing)
     _check_places(places)
     return _Messages(world, context, places)
 

@@ -59,7 +59,8 @@ class Segment:
         Raises:
             OSError: it cannot be mapped.
         """
-        self.fd, self.nbytes = fd, nbytes
+        self.fd = fd
+        self.nbytes = nbytes
         self._pages = mmap.mmap(fd, nbytes)
         self.memory: Tensor | None = torch.frombuffer(self._pages, dtype=torch.uint8)
         self._address = self.memory.data_ptr()
@@ -68,7 +69,8 @@ class Segment:
         self._free = [(0, nbytes)]  # first byte and end of each part, ascending
         self._taken: dict[int, int] = {}  # bytes of each part that is in use, by its first
         self._touched = 0  # the end of the pages that were used and not released
-        self._peak = self._quiet = 0  # the end of the memory used since all was free; see `_rest`
+        self._peak = 0  # the end of the memory that was used since all was free
+        self._quiet = 0  # how often in a row the peak was less than half of what is touched
         self._process = os.getpid()
 
     @classmethod
@@ -110,7 +112,8 @@ class Segment:
     def free(self, offset: int) -> None:
         """Free memory that `allocate` gave."""
         with self._lock:
-            start, end = offset, offset + self._taken.pop(offset)
+            start = offset
+            end = offset + self._taken.pop(offset)
             at = bisect.bisect(self._free, (start, end))
             if at < len(self._free) and self._free[at][0] == end:
                 end = self._free.pop(at)[1]
@@ -124,7 +127,10 @@ class Segment:
     def _rest(self) -> None:
         """All memory is free: release pages that were not used for a while."""
         self._touched = max(self._touched, self._peak)
-        self._quiet = self._quiet + 1 if 2 * self._peak < self._touched else 0
+        if 2 * self._peak < self._touched:
+            self._quiet += 1
+        else:
+            self._quiet = 0
         if self._quiet >= _QUIET:
             self._let_go(self._peak)
         self._peak = 0
@@ -136,9 +142,11 @@ class Segment:
             self._let_go(max((at + size for at, size in self._taken.items()), default=0))
 
     def _let_go(self, start: int) -> None:
+        """Release the pages from there on."""
         if start < self._touched and self.fd >= 0 and os.getpid() == self._process:
             self._pages.madvise(mmap.MADV_REMOVE, start, self._touched - start)
-        self._touched, self._quiet = start, 0
+        self._touched = start
+        self._quiet = 0
 
     def offset_of(self, tensor: Tensor) -> int | None:
         """The offset of a tensor in the segment; None if it is elsewhere."""
@@ -157,7 +165,8 @@ class Segment:
         if os.getpid() != self._process:  # forked: another thread of the parent may have had it
             self._lock = threading.RLock()
         with self._lock:
-            fd, self.fd = self.fd, -1
+            fd = self.fd
+            self.fd = -1
             if fd >= 0:
                 os.close(fd)
                 self.memory = None
@@ -187,7 +196,8 @@ class Peer:
             # of torch, that nobody may write there
             warnings.filterwarnings("ignore", "The given buffer is not writable")
             self.memory = torch.frombuffer(pages, dtype=torch.uint8)
-        self.nbytes, self.address = nbytes, self.memory.data_ptr()
+        self.nbytes = nbytes
+        self.address = self.memory.data_ptr()
 
 
 def exchange(
@@ -205,19 +215,21 @@ def exchange(
     Raises:
         OSError: a peer went away, or said nothing in time.
     """
-    hello = _HELLO.pack(0 if segment is None else segment.nbytes)
+    own_bytes = 0 if segment is None else segment.nbytes
+    own_fds = [] if segment is None else [segment.fd]
     for sock in sockets.values():
-        socket.send_fds(sock, [hello], [] if segment is None else [segment.fd])
+        socket.send_fds(sock, [_HELLO.pack(own_bytes)], own_fds)
     seen: dict[int, Peer] = {}
     for peer, sock in sockets.items():
-        said, fds, _, _ = socket.recv_fds(sock, _HELLO.size, 1, socket.MSG_CMSG_CLOEXEC)
-        if len(said) < _HELLO.size:
+        hello, fds, _, _ = socket.recv_fds(sock, _HELLO.size, 1, socket.MSG_CMSG_CLOEXEC)
+        if len(hello) < _HELLO.size:
             raise ConnectionError(f"rank {peer} went away while it was connected to")
+        nbytes = _HELLO.unpack(hello)[0]
         for fd in fds:
-            with contextlib.suppress(OSError, ValueError):  # it sends over its socket
-                if _fits(len(sockets) + 1, *_HELLO.unpack(said)):
-                    seen[peer] = Peer(fd, *_HELLO.unpack(said))
+            with contextlib.suppress(OSError, ValueError):  # then the peer sends over its socket
+                if _fits(len(sockets) + 1, nbytes):
+                    seen[peer] = Peer(fd, nbytes)
             os.close(fd)
-        sock.sendall(bytes([peer in seen]))
+        sock.sendall(bytes([peer in seen]))  # whether its segment is mapped here
     seen_by = {peer for peer, sock in sockets.items() if sock.recv(1) == b"\1"}
     return seen, seen_by

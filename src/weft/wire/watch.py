@@ -1,8 +1,7 @@
 """The line on standard error about a slow wait, and where a rank's program stands.
 
-Each wire prints about its own waits; the wire between processes does so in the detector's thread.
-Before there is a wire, `store.pauses` does. The line changes nothing else, so ranks may set
-different times.
+The failure detector prints it about the waits of a session. Before there is one, `store.pauses`
+does. The line changes nothing else, so ranks may set different times.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _asked: float | None = None  # what the program asks for
 
 
 def choose(seconds: float | None) -> None:
-    """Set the seconds for wires that are made from now on; None: the environment's."""
+    """Set the seconds for groups that are made from now on; None: the environment's."""
     global _asked
     _asked = seconds
 
@@ -38,11 +37,15 @@ def chosen() -> float:
     Raises:
         WeftError: it is no number of seconds above 0.
     """
-    said = os.environ.get("WEFT_WATCH") or math.inf if _asked is None else _asked
+    value: float | str | None = _asked
+    if value is None:
+        value = os.environ.get("WEFT_WATCH") or math.inf
     with contextlib.suppress(ValueError, TypeError):
-        if float(said) > 0:
-            return float(said)
-    raise WeftError(f"watch (or WEFT_WATCH) is {said!r}: pass a number of seconds above 0, or None")
+        if float(value) > 0:
+            return float(value)
+    raise WeftError(
+        f"watch (or WEFT_WATCH) is {value!r}: pass a number of seconds above 0, or None"
+    )
 
 
 def chosen_by() -> str:
@@ -57,10 +60,12 @@ def standing(thread: int | None = None) -> str:
 
     That is its innermost frame outside weft, torch and Python's own library.
     """
-    frame = innermost = sys._current_frames().get(thread or threading.main_thread().ident or 0)
+    innermost = sys._current_frames().get(thread or threading.main_thread().ident or 0)
+    frame = innermost
     while frame is not None and _is_library(frame.f_code.co_filename):
         frame = frame.f_back
-    if (frame := frame or innermost) is None:
+    frame = frame or innermost
+    if frame is None:
         return "an unknown line"
     return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_qualname}"
 

@@ -283,7 +283,8 @@ class Detector:
                 self._send(self.links.peers(), {"bye": bye})
         self.links.close()
         # these may hold a wait, with messages that lie in memory of peers
-        self._inquiry = self._suspect = None
+        self._inquiry = None
+        self._suspect = None
 
     def abandon(self) -> None:
         """In a forked child: close this copy of the links, without a word to anybody.
@@ -294,7 +295,8 @@ class Detector:
         self._lock = threading.RLock()  # the thread of the links may have had that one
         self.verdict = Verdict(None, "a forked process cannot use its parent's group")
         self.links.abandon()
-        self._inquiry = self._suspect = None
+        self._inquiry = None
+        self._suspect = None
 
     def _send(self, peers: Sequence[int], message: dict[str, object]) -> None:
         """Send without waiting: a peer that cannot take a few bytes is not listening.

@@ -59,12 +59,19 @@ _PARTS = 512  # buffers in one system call
 
 
 class Block:
-    """A copy of a message in the segment, which is freed when all readers have read it."""
+    """A copy of a message in the segment, which is freed when all readers have read it.
+
+    Attributes:
+        offset: where it is.
+        readers: the peers that it was sent to and that have not read it.
+    """
 
     __slots__ = ("_segment", "offset", "readers")
 
     def __init__(self, segment: shm.Segment, offset: int) -> None:
-        self._segment, self.offset, self.readers = segment, offset, 0
+        self._segment = segment
+        self.offset = offset
+        self.readers = 0
 
     def read(self) -> None:
         """Note that one reader has read it."""
@@ -81,14 +88,18 @@ class Send:
         memory: its bytes, which are held; None if the message was copied.
         offset: its place in the segment; -1: it is not there.
         block: the copy in the segment, if it was copied.
+        number: its place among the sends of its channel, from 1.
     """
 
     __slots__ = ("block", "done", "memory", "nbytes", "number", "offset")
 
     def __init__(self, tensor: Tensor, offset: int = -1, block: Block | None = None) -> None:
-        self.nbytes, self.offset, self.block = tensor.nbytes, offset, block
+        self.nbytes = tensor.nbytes
+        self.offset = offset
+        self.block = block
         self.memory = memory_of(tensor) if block is None else None
-        self.done, self.number = block is not None, 0
+        self.done = block is not None
+        self.number = 0  # not sent yet
 
 
 class Receive:
@@ -134,13 +145,24 @@ class Receive:
 
     def release(self) -> None:
         """Give back leased memory, if there is any. Twice is fine."""
-        release, self._release = self._release, None
+        release = self._release
+        self._release = None
         if release is not None:
             release()
 
 
 class _Arrived:
-    """A message that came before it was asked for."""
+    """A message that came before it was asked for.
+
+    Attributes:
+        length: its bytes.
+        offset: where it is, if it is in the segment of the peer.
+        number: of its frame, if it is in the segment: what a READ frame says; 0: it is not there.
+        lent: whether the peer's program may not change that memory before it was read.
+        data: it, as far as it has come, if it comes through the socket; else None.
+        whole: whether all of it is there.
+        receive: which it goes to once it is whole; None: nobody has asked for it yet.
+    """
 
     __slots__ = ("data", "length", "lent", "number", "offset", "receive", "whole")
 
@@ -148,14 +170,17 @@ class _Arrived:
         self, length: int, offset: int = 0, number: int = 0, *, lent: bool = False
     ) -> None:
         """One that comes through the socket or, with a number, lies in the segment of the peer."""
-        self.length, self.offset, self.number, self.lent = length, offset, number, lent
+        self.length = length
+        self.offset = offset
+        self.number = number
+        self.lent = lent
         self.data: bytearray | memoryview | None = None
         if not number:
             # a false length costs nothing: pages of `fresh` that are not touched are free
             large = length > EAGER
             self.data = memory_of(fresh((length,), torch.uint8)) if large else bytearray(length)
         self.whole = number > 0
-        self.receive: Receive | None = None  # that it goes to when it is whole
+        self.receive: Receive | None = None
 
 
 class Connection:
@@ -187,21 +212,21 @@ class Connection:
             self.attach(sock)
         # what is to be received, by channel
         self._receives: dict[int, deque[Receive]] = defaultdict(deque)
-        self._asked: dict[int, int] = defaultdict(int)  # receives so far
-        self._credits: dict[int, int] = {}  # of which the peer is still to be told
-        self._arrived: dict[int, deque[_Arrived]] = defaultdict(deque)
+        self._receive_count: dict[int, int] = defaultdict(int)  # so far
+        self._credits: dict[int, int] = {}  # up to which of these the peer is yet to be told
+        self._arrived: dict[int, deque[_Arrived]] = defaultdict(deque)  # that nobody asked for yet
         self._ahead = memoryview(bytearray(_AHEAD))
         self._end = 0  # bytes read ahead and not looked at; none, while a message is to be filled
         self._into: memoryview | None = None  # what is still missing of the message that comes
-        self._coming: Receive | _Arrived | None = None
+        self._coming: Receive | _Arrived | None = None  # that message
         self._wakes_at = 1  # bytes that must be there before the socket counts as readable
         # LENT and COPIED frames that came. They have no number on the way: both ends count them,
         # and a connection keeps their order, so the peer's `_announced` means the same message.
         self._seen = 0
         # what is to be sent, by channel
         self._sends: dict[int, deque[Send]] = defaultdict(deque)  # that wait for a credit
-        self._posted: dict[int, int] = defaultdict(int)  # sends so far
-        self._allowed: dict[int, int] = defaultdict(int)  # the last receive that the peer told of
+        self._send_count: dict[int, int] = defaultdict(int)  # so far
+        self._last_credit: dict[int, int] = defaultdict(int)  # up to which the peer wants them
         self._ready: deque[tuple[int, Send]] = deque()  # with their channels, in order
         self._parts: list[bytes | memoryview] = []  # what is being sent
         self._leaving: list[Send] = []  # the messages among that
@@ -243,15 +268,17 @@ class Connection:
         if self.lost:
             self._forget(send)
             return
-        send.number = self._posted[channel] = self._posted[channel] + 1
+        self._send_count[channel] += 1
+        send.number = self._send_count[channel]
         self._sends[channel].append(send)
         self._admit(channel)
 
     def _admit(self, channel: int) -> None:
         """Queue the messages of a channel that have a credit, or need none."""
-        waiting, allowed = self._sends[channel], self._allowed[channel]
+        waiting = self._sends[channel]
+        credit = self._last_credit[channel]
         while waiting and (
-            self.mapped or waiting[0].nbytes <= EAGER or waiting[0].number <= allowed
+            self.mapped or waiting[0].nbytes <= EAGER or waiting[0].number <= credit
         ):
             self._ready.append((channel, waiting.popleft()))
             self.due = True
@@ -286,7 +313,8 @@ class Connection:
 
     def _load(self) -> None:
         """Load the next frames and messages into `_parts`."""
-        parts, size = self._parts, 0
+        parts = self._parts
+        size = 0
         if self._credits or self._read:
             notes = [_FRAME.pack(_CREDIT, at, 0, last) for at, last in self._credits.items()]
             notes += [_FRAME.pack(_READ, 0, 0, number) for number in self._read]
@@ -321,7 +349,8 @@ class Connection:
 
     def expect(self, channel: int, receive: Receive) -> None:
         """Post a receive for the next message of a channel; `flush` sends a credit, if needed."""
-        number = self._asked[channel] = self._asked[channel] + 1
+        self._receive_count[channel] += 1
+        number = self._receive_count[channel]
         if arrived := self._arrived[channel]:
             message = arrived.popleft()
             if self._fits(message.length, receive):
@@ -391,12 +420,14 @@ class Connection:
 
     def _parse(self) -> None:
         """Handle the frames that were read ahead."""
-        ahead, start, end = self._ahead, 0, self._end
+        ahead = self._ahead
+        start = 0  # of what is not looked at yet
+        end = self._end
         while end - start >= _FRAME.size and not self.lost:
             kind, channel, length, number = _FRAME.unpack_from(ahead, start)
             start += _FRAME.size
             if kind != _DATA:
-                self._heed(kind, channel, length, number)
+                self._handle(kind, channel, length, number)
                 continue
             into = self._place_for(channel, length)
             here = min(end - start, length)
@@ -424,16 +455,19 @@ class Connection:
         try:
             if length > EAGER and self.segment is None:
                 raise MemoryError
-            message = self._coming = _Arrived(length)
+            message = _Arrived(length)
         except (MemoryError, OverflowError):
             self._refuse(f"a message of {length} bytes that nobody awaits")
             return None
+        self._coming = message
         self._arrived[channel].append(message)
         return memoryview(message.data or bytearray())
 
     def _finish(self) -> None:
         """Complete the message whose last byte has come."""
-        message, self._coming, self._into = self._coming, None, None
+        message = self._coming
+        self._coming = None
+        self._into = None
         if isinstance(message, Receive):
             message.done = True
         elif message is not None:
@@ -441,10 +475,10 @@ class Connection:
             if message.receive is not None:
                 self._deliver(message, message.receive)
 
-    def _heed(self, kind: int, channel: int, length: int, number: int) -> None:
+    def _handle(self, kind: int, channel: int, length: int, number: int) -> None:
         """Handle a frame that no bytes follow."""
         if kind == _CREDIT:
-            self._allowed[channel] = max(number, self._allowed[channel])
+            self._last_credit[channel] = max(number, self._last_credit[channel])
             self._admit(channel)
         elif kind == _READ and number in self._unread:
             self._let_go(self._unread.pop(number))
@@ -474,7 +508,9 @@ class Connection:
 
     def _deliver(self, message: _Arrived, receive: Receive) -> None:
         """Give a complete message to its receive."""
-        length, offset, number = message.length, message.offset, message.number
+        length = message.length
+        offset = message.offset
+        number = message.number
         if message.data is not None:
             receive.place(length)[:] = message.data
         else:
@@ -528,7 +564,9 @@ class Connection:
         """
         if self.sock is not None:
             self.sock.close()
-        self.segment = self._into = self._coming = None
+        self.segment = None
+        self._into = None
+        self._coming = None
         for by_channel in (self._receives, self._arrived, self._sends, self._unread):
             by_channel.clear()
         for messages in (self._ready, self._parts, self._leaving):
