@@ -113,7 +113,7 @@ def broadcast(group: Group, tensor: Tensor, root: int) -> list[Tensor]:
     """Send one rank's tensor to all ranks, in place."""
     _open(group, "broadcast", {"root": root, **_said([tensor])}, _reason([tensor]))
     flat = _flat(tensor)
-    ScatterAllGather(group, root, flat).wait()
+    ScatterAllGather(group, root, flat).start().wait()
     _put(flat, tensor)
     return [tensor]
 

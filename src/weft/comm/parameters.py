@@ -3,8 +3,8 @@
 All names, dtypes, shapes and shared tensors are compared before anything is overwritten. Then the
 bytes go in `buckets`:
 
-* of the host along a chain of ranks, in chunks (`weft.chain`), so that each rank receives and sends
-  them at most once;
+* of the host along a chain of ranks, in chunks (`schedules.chain`), so that each rank receives and
+  sends them at most once;
 * of an accelerator in two exchanges: each rank is sent a part, and sends that to the others, as van
   de Geijn's broadcast does; Thakur, Rabenseifner and Gropp, "Optimization of collective
   communication operations in MPICH" (IJHPCA 2005), section 4.2.
@@ -13,6 +13,7 @@ bytes go in `buckets`:
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -88,8 +89,8 @@ def _broadcast(group: Group, source: int, owners: Iterable[Tensor]) -> None:
 
     def start(over: Group, memory: Tensor) -> Pending:
         if on_host(memory) and not over.features.lockstep:
-            return Chain(over, chain, memory)
-        return ScatterAllGather(over, source, memory)
+            return Chain(over, chain, memory).start()
+        return ScatterAllGather(over, source, memory).start()
 
     in_buckets(group, map(as_bytes, values), start, given=here, taken=not here)
     if here:
@@ -109,19 +110,43 @@ def _writable(tensor: Tensor) -> Tensor:
 
 
 class ScatterAllGather(Pending):
-    """Memory on its way in equal parts: one to each rank, then from there to all others."""
+    """Memory on its way in equal parts: one to each rank, then from there to all others.
+
+    `start` it, then `wait`, once.
+    """
 
     def __init__(self, group: Group, source: int, memory: Tensor) -> None:
-        self._group, self._source, self._memory = group, source, memory
-        self._parts, here = memory.tensor_split(group.size), group.rank == source
-        sends = [(peer, self._parts[peer]) for peer in group.peers] if here else []
-        recvs = [] if here else [(source, self._parts[group.rank])]
-        self._first = group.post(sends, recvs, _CHANNEL)
+        """
+        Args:
+            group: the ranks that take part.
+            source: the rank whose memory goes to all.
+            memory: of the same length and dtype on every rank; filled, but for that of `source`.
+        """
+        self._group = group
+        self._source = source
+        self._memory = memory
+        self._parts = memory.tensor_split(group.size)
+        self._scatter: Pending | None = None
+
+    def start(self) -> Self:
+        """Begin: the source sends each rank its part."""
+        group = self._group
+        if group.rank == self._source:
+            parts = [(peer, self._parts[peer]) for peer in group.peers]
+            self._scatter = group.post(parts, (), _CHANNEL)
+        else:
+            own_part = (self._source, self._parts[group.rank])
+            self._scatter = group.post((), [own_part], _CHANNEL)
+        return self
 
     def wait(self) -> list[Tensor]:
-        group, parts, source = self._group, self._parts, self._source
-        self._first.wait()
-        sends = [(peer, parts[group.rank]) for peer in group.peers if peer != source]
-        recvs = [] if group.rank == source else [(peer, parts[peer]) for peer in group.peers]
+        assert self._scatter is not None  # it was started
+        self._scatter.wait()
+        group = self._group
+        own_part = self._parts[group.rank]
+        sends = [(peer, own_part) for peer in group.peers if peer != self._source]
+        recvs = []
+        if group.rank != self._source:
+            recvs = [(peer, self._parts[peer]) for peer in group.peers]
         group.post(sends, recvs, _CHANNEL).wait()
         return [self._memory]

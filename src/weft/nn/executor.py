@@ -199,7 +199,7 @@ def _along_a_chain(plan: Plan, x: Tensor, group: Group) -> Tensor:
         leases.append(group.lease(math.prod(shape) * wide.itemsize))
         total = typed(leases[0].tensor, shape, wide)
     own = x.reshape(-1) if group.rank in plan.have.shapes else None
-    Chain(group, chain, total.view(-1), own).wait()
+    Chain(group, chain, total.view(-1), own).start().wait()
     if y is not None and y is not total:
         y.copy_(total)
     for lease in leases:

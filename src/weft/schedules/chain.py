@@ -9,7 +9,9 @@ switched clusters" (JPDC 2008).
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -22,46 +24,74 @@ _CHUNKS = (128 << 10, 512 << 10)  # bytes of the smallest (but for the last) and
 
 
 class Chain(Pending):
-    """Memory on its way along a chain of ranks.
+    """Memory on its way along a chain of ranks: `start` it, then `wait`.
 
-    Several may be under way at once, if all ranks made them in the same order.
+    Several may be under way at once, if all ranks start and wait for them in the same order.
 
-    Args:
-        group: the group of these ranks.
-        ranks: the chain, the same on each of them, this one included.
-        memory: 1-D, of the same length and dtype on all; sent by the first, filled on the others.
-        own: of the length and dtype of `memory`: the first rank copies it there before it sends,
-            each of the others adds it to what it received. None: nothing is added.
+    Example:
+        >>> import torch, weft
+        >>> from weft.schedules import Chain
+        >>> from weft.testing import run
+        >>> def program(group):
+        ...     total = torch.empty(1)
+        ...     Chain(group, [0, 1, 2], total, torch.tensor([float(group.rank)])).start().wait()
+        ...     return total.item()
+        >>> run(3, program)
+        [0.0, 1.0, 3.0]
     """
 
     def __init__(
         self, group: Group, ranks: Sequence[int], memory: Tensor, own: Tensor | None = None
     ) -> None:
-        at, (least, most) = ranks.index(group.rank), _CHUNKS
-        nbytes = max(least, min(most, memory.nbytes // (4 * len(ranks))))
-        step = max(1, nbytes // memory.itemsize)
-        self._group, self._memory = group, memory
-        self._chunks = torch.split(memory, step)
-        self._own = () if own is None else torch.split(own, step)
-        self._next = ranks[at + 1 : at + 2]
-        self._coming: list[Pending] = []
-        self._going: list[Pending] = []
-        if at:
-            self._coming = [group.post((), [(ranks[at - 1], c)], _CHANNEL) for c in self._chunks]
-        else:
-            for number in range(len(self._chunks)):
-                self._pass_on(number)
+        """
+        Args:
+            group: the group of these ranks.
+            ranks: the chain, the same on each of them, this one included.
+            memory: 1-D, of the same length and dtype on all; sent by the first, filled on the
+                others.
+            own: of the length and dtype of `memory`: the first rank copies it there before it
+                sends, each of the others adds it to what it received. None: nothing is added.
+        """
+        position = ranks.index(group.rank)
+        is_last = position == len(ranks) - 1
+        smallest, largest = _CHUNKS
+        chunk_bytes = max(smallest, min(largest, memory.nbytes // (4 * len(ranks))))
+        length = max(1, chunk_bytes // memory.itemsize)
+        self._group = group
+        self._memory = memory
+        self._chunks = torch.split(memory, length)
+        self._own = None if own is None else torch.split(own, length)
+        self._previous = ranks[position - 1] if position else None
+        self._next = None if is_last else ranks[position + 1]
+        self._receives: deque[tuple[int, Pending]] = deque()  # of chunks, by their numbers
+        self._sends: list[Pending] = []
 
-    def _pass_on(self, number: int) -> None:
-        chunk = self._chunks[number]
-        if self._own:
-            (chunk.add_ if self._coming else chunk.copy_)(self._own[number])
-        self._going += [self._group.post([(rank, chunk)], (), _CHANNEL) for rank in self._next]
+    def start(self) -> Self:
+        """Begin: the first rank sends all chunks, the others post their receives."""
+        if self._previous is None:
+            for number, chunk in enumerate(self._chunks):
+                if self._own is not None:
+                    chunk.copy_(self._own[number])
+                self._send(chunk)
+            return self
+        for number, chunk in enumerate(self._chunks):
+            pending = self._group.post((), [(self._previous, chunk)], _CHANNEL)
+            self._receives.append((number, pending))
+        return self
 
     def wait(self) -> list[Tensor]:
-        for number, pending in enumerate(self._coming):
+        while self._receives:
+            number, pending = self._receives.popleft()
             pending.wait()
-            self._pass_on(number)
-        for pending in self._going:
+            chunk = self._chunks[number]
+            if self._own is not None:
+                chunk.add_(self._own[number])
+            self._send(chunk)
+        for pending in self._sends:
             pending.wait()
         return [self._memory]
+
+    def _send(self, chunk: Tensor) -> None:
+        """Send a chunk to the next rank, if there is one."""
+        if self._next is not None:
+            self._sends.append(self._group.post([(self._next, chunk)], (), _CHANNEL))
