@@ -510,6 +510,35 @@ def nothing_after_a_failure(pending, timeout):
     return pending.inner.wait(timeout)
 
 
+class ReleasesWhileSound(Between):
+    """To release is a use, which raises once the wire has failed."""
+
+    def pending(self, inner):
+        return RaisesOnceFailed(inner, self)
+
+
+class RaisesOnceFailed(Later):
+    def release(self):
+        failure = self.wire.failure()
+        if failure is not None:
+            raise WireFailed(failure)
+        self.inner.release()
+
+
+class ReleasesInOneThread(Between):
+    """What a thread has posted no other one releases."""
+
+    def pending(self, inner):
+        return OfOneThread(inner, threading.get_ident())
+
+
+class OfOneThread(Later):
+    def release(self):
+        if threading.get_ident() != self.wire:
+            raise RuntimeError("another thread posted this")
+        self.inner.release()
+
+
 # in processes: factories that a process can load
 
 
@@ -685,6 +714,7 @@ BROKEN = {
     "wrong_and_early": meeting(LosesEarly),
     "closed_by_a_handler": closes_later,
     "complete": waiting(nothing_after_a_failure),
+    "released": between(ReleasesWhileSound),
 }
 OF_PROCESSES = {"dies", "forks", "signals", "strangers", "closed_by_a_handler"}
 
@@ -719,6 +749,10 @@ def test_what_a_handler_raises_must_change_nothing():
 
 def test_what_comes_belongs_into_the_memory_that_a_tensor_had_at_the_post():
     breaks("storages", between(BySize))
+
+
+def test_what_came_may_be_released_by_another_thread():
+    breaks("released", between(ReleasesInOneThread))
 
 
 def test_a_forked_child_must_let_go_of_the_connections():

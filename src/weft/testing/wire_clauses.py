@@ -21,6 +21,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
@@ -885,3 +886,27 @@ def complete(wire: Wire, soon: float) -> None:
     number, view = early.wait(soon)
     assert number.item() == 7 and set(view.tolist()) == {9}, f"{number} and {view} were received"
     early.release()
+
+
+@_clause(2, unless=("lockstep",))
+def released(wire: Wire, soon: float) -> None:
+    """any thread releases what came by size, while another one waits and after a failure, too."""
+    peer = 1 - wire.rank
+    posts = [wire.post([(peer, _bytes(_MEDIUM))], [(peer, _MEDIUM)]) for _ in range(2)]
+    for each in posts:
+        each.wait(soon)
+    with ThreadPoolExecutor(1) as other:
+        if wire.rank == 0:
+            late = wire.post((), [(peer, _number())])
+            release = other.submit(posts[0].release)
+            late.wait(soon)
+        else:
+            time.sleep(_MOMENT)
+            wire.post([(peer, _number())]).wait(soon)
+            release = other.submit(posts[0].release)
+        release.result(soon)
+    _swap(wire, peer, soon)
+    time.sleep(_MOMENT)  # in which the peer has got its number, too
+    wire.abort(Failure("aborted", peer, f"rank {peer} died"))
+    posts[1].release()
+    posts[1].release()

@@ -155,8 +155,16 @@ class Pending(Protocol):
         """The peers of messages that are not complete, ascending, for texts; any thread."""
 
     def release(self) -> None:
-        """Give back what came by size; after a wait. Twice does nothing. Otherwise as
-        `Lease.release`."""
+        """Give back what came by size; after a wait. Twice does nothing.
+
+        Any thread, also once the wire has failed. It waits for no peer; but where another thread
+        is in a wait of this wire, it may take as long as that. On a device the memory is used again
+        when the stream that is current now is through.
+
+        Raises:
+            WireFailed: the wire fails here, as one may that sees that the caller wrote to what it
+                may only read.
+        """
 
 
 @runtime_checkable
