@@ -30,7 +30,7 @@ import torch.distributed as dist
 
 from ..errors import WeftError, WireError, names
 from ..group.failure.verdict import differing
-from ..wire.machine import here
+from ..wire.machine import machine_and_network
 from ..wire.store import has, pauses
 from ..wire.tcp.address import is_loopback, own_address
 from . import backends, rendezvous
@@ -298,7 +298,7 @@ def _differ(members: Sequence[Member], what: str, of: Callable[[Member], object]
 
 def _machine() -> str:
     """The name of this machine and of its network namespace; empty if they are unknown."""
-    name, network = here()
+    name, network = machine_and_network()
     if network or not sys.platform.startswith("linux"):
         return f"{name} {network}"
     _log.warning(

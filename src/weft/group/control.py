@@ -21,7 +21,7 @@ from ..errors import WeftError
 from ..wire import mpi, torch_gloo
 from ..wire.framed import CarriedSockets, Carrier
 from ..wire.machine import own_host
-from ..wire.store import AbsentError, told
+from ..wire.store import AbsentError, exchange
 from ..wire.tcp.address import own_address
 from ..wire.tcp.listener import CONTROL, STRANGERS, Endpoint, Listener, make_room
 from .failure.links import ControlLinks, SocketLinks
@@ -103,7 +103,7 @@ def join_links(
                 trouble = trouble or f"it cannot listen: {error}"
         endpoint = {} if listener is None else asdict(listener.endpoint)
         own = asdict(_Statement(wire, own_host(), carrier, trouble, endpoint))
-        values = told(store, "statement", own, rank, size, timeout, "did not join")
+        values = exchange(store, "statement", own, rank, size, timeout, "did not join")
         statements = [_Statement(**each) for each in values]
         _raise_if_they_differ(statements, store, rank)
         hosts = tuple(each.host for each in statements)
@@ -128,7 +128,7 @@ def _raise_if_they_differ(statements: Sequence[_Statement], store: dist.Store, r
     if fault:
         # the store may end with this program: wait until all ranks have read from it
         with contextlib.suppress(RuntimeError, AbsentError):  # some may never read it
-            told(store, "read", None, rank, len(statements), _PATIENCE, "")
+            exchange(store, "read", None, rank, len(statements), _PATIENCE, "")
         raise WeftError(fault)
 
 

@@ -104,7 +104,7 @@ def on_call(listener: Callable[[CallStats], object]) -> Listener:
     return handle
 
 
-def told(call: Call, rank: int) -> None:
+def tell_all(call: Call, rank: int) -> None:
     """Tell all listeners of a call that has ended."""
     if not _listeners:
         return

@@ -249,7 +249,7 @@ class Worker:
         finally:
             self.doing, self._several, self.now = outer
             if not self.doing:  # else it is a part of the call around it
-                listeners.told(call, member.rank)
+                listeners.tell_all(call, member.rank)
 
     def _serve(self, turn: object, job: Callable[[], T], several: bool, work: Work[T]) -> None:
         """On the thread of jobs: run one when its turn comes."""

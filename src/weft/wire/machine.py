@@ -16,7 +16,7 @@ _DIGEST = 16  # bytes in which a name travels
 
 
 @functools.cache
-def here() -> tuple[str, int]:
+def machine_and_network() -> tuple[str, int]:
     """The name of this machine, and the number of its network namespace; 0: unknown."""
     try:
         name = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -27,12 +27,12 @@ def here() -> tuple[str, int]:
 
 def host_name() -> str:
     """The name of this machine, the same in all its containers and network namespaces."""
-    return here()[0]
+    return machine_and_network()[0]
 
 
 def digest_of(machine: str) -> bytes:
     """16 bytes that name this process's host (WEFT_HOST, or machine and network)."""
-    name = os.environ.get("WEFT_HOST") or f"{machine} {here()[1]}"
+    name = os.environ.get("WEFT_HOST") or f"{machine} {machine_and_network()[1]}"
     return hashlib.blake2b(name.encode(), digest_size=_DIGEST).digest()
 
 

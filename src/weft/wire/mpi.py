@@ -32,7 +32,7 @@ from ..errors import WeftError, WireError
 from .framed import Carrier, FramedWire
 from .interface import Failure
 from .registry import Start
-from .store import told
+from .store import exchange
 
 _YIELDS = 30  # polls with only a yield between them, before a wait sleeps
 _NAP = (2e-5, 5e-4)  # seconds of the shortest sleep of a wait, and of the longest at its start
@@ -326,7 +326,7 @@ def carrier_at(store: dist.Store, rank: int, size: int, timeout: float) -> Carri
     context = _context(world, rank)
     missing = "came, and then did not say its number in MPI"
     seconds = deadline - time.monotonic()
-    places = told(store, "mpi", [world.rank, context], rank, size, seconds, missing)
+    places = exchange(store, "mpi", [world.rank, context], rank, size, seconds, missing)
     _check_places(places)
     return _Messages(world, context, places)
 

@@ -38,7 +38,7 @@ ENTRY_POINTS = "weft.wires"
 """The group of entry points by which installed packages offer wires."""
 
 
-def _all_is_well() -> None:
+def _check_nothing() -> None:
     """What `Start.check` is where nobody watches the ranks."""
 
 
@@ -71,7 +71,7 @@ class Start:
     host: str
     exchange: Callable[[bytes], list[bytes]]
     memory: Pool
-    check: Callable[[], None] = _all_is_well
+    check: Callable[[], None] = _check_nothing
     process_group: dist.ProcessGroup | None = None
     cpu_wire: Wire | None = None
     store: dist.Store | None = None

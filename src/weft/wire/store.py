@@ -1,4 +1,4 @@
-"""How ranks tell each other something by a store, before there is a wire."""
+"""How ranks exchange values at a store, before there is a wire."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class AbsentError(TimeoutError):
         self.ranks = list(ranks)
 
 
-def told(
+def exchange(
     store: dist.Store, what: str, own: object, rank: int, size: int, timeout: float, missing: str
 ) -> list[Any]:
     """Exchange a value between all ranks, as JSON; the values in rank order. Collective.
@@ -54,13 +54,20 @@ def told(
     store.set(f"{what}/{rank}", json.dumps(own))
     keys = [f"{what}/{each}" for each in range(size)]
 
-    def late() -> list[int]:
+    def absent() -> list[int]:
         return [each for each, key in enumerate(keys) if not store.check([key])]
 
-    slow = rank, lambda: f"{names(found)} {missing} so far" if (found := late()) else ""
-    if not all(has(store, key, deadline, size, slow) for key in keys) and (absent := late()):
-        raise AbsentError(absent, missing)
-    return [json.loads(said) for said in store.multi_get(keys)]
+    def who_is_absent() -> str:
+        ranks = absent()
+        return f"{names(ranks)} {missing} so far" if ranks else ""
+
+    late = (rank, who_is_absent)
+    all_came = all(has(store, key, deadline, size, late) for key in keys)
+    if not all_came:
+        ranks = absent()
+        if ranks:  # else the last one came just now
+            raise AbsentError(ranks, missing)
+    return [json.loads(value) for value in store.multi_get(keys)]
 
 
 def has(store: dist.Store, key: str, deadline: float, ranks: int, late: Late = None) -> bool:

@@ -42,9 +42,13 @@ def interfaces() -> tuple[Interface, ...]:
         >>> any("127.0.0.1" in interface.addresses for interface in interfaces())
         True
     """
-    found = psutil.net_if_addrs()  # which knows no order
-    named = [name for _, name in socket.if_nameindex() if name in found]
-    return tuple(Interface(name, each) for name in named if (each := _addresses(found[name])))
+    by_name = psutil.net_if_addrs()  # which knows no order
+    in_order = []
+    for _, name in socket.if_nameindex():
+        addresses = _addresses(by_name.get(name, ()))
+        if addresses:
+            in_order.append(Interface(name, addresses))
+    return tuple(in_order)
 
 
 def interface_of(address: str) -> str | None:
@@ -57,9 +61,9 @@ def named_for_gloo() -> tuple[str, ...]:
 
     weft reads more than names of interfaces in that variable: see `own_address`.
     """
-    there = {name for _, name in socket.if_nameindex()}
-    named = os.environ.get(GLOO, "").split(",")
-    return tuple(named) if there.issuperset(named) else ()
+    known = {name for _, name in socket.if_nameindex()}
+    names = os.environ.get(GLOO, "").split(",")
+    return tuple(names) if known.issuperset(names) else ()
 
 
 def gloo_interfaces(store: dist.Store) -> tuple[str, ...]:
@@ -71,8 +75,9 @@ def gloo_interfaces(store: dist.Store) -> tuple[str, ...]:
     Raises:
         OSError: as `own_address`.
     """
-    if named := named_for_gloo():
-        return named
+    names = named_for_gloo()
+    if names:
+        return names
     interface = interface_of(own_address(store))
     return () if interface is None else (interface,)
 
@@ -86,11 +91,11 @@ def own_address(store: dist.Store | None = None) -> str:
     host, port = _server(store)
     route = None if host is None else _towards(host, port)
     for variable in VARIABLES:
-        named = os.environ.get(variable, "").strip()
-        if named.startswith("^"):
-            return _beside(variable, named, host, route)
-        if named:
-            return _of_interfaces(variable, named, route)
+        value = os.environ.get(variable, "").strip()
+        if value.startswith("^"):
+            return _address_beside(variable, value, host, route)
+        if value:
+            return _address_of(variable, value, route)
     return free_address(host, route)
 
 
@@ -98,16 +103,18 @@ def free_address(
     host: str | None = None, route: str | None = None, never: Set[str] = frozenset()
 ) -> str:
     """The address of the route to the store's host, else another one; none of those in `never`."""
-    meant = host is not None and (host.lower() == "localhost" or is_loopback(host))
-    if route is not None and route not in never and (meant or not is_loopback(route)):
+    is_local = host is not None and (host.lower() == "localhost" or is_loopback(host))
+    if route is not None and route not in never and (is_local or not is_loopback(route)):
         return route
-    others = (each for each in _of_machine() if each not in never and _leads_here(each))
-    return next(others, _LOOPBACK)
+    for address in _of_machine():
+        if address not in never and _leads_here(address):
+            return address
+    return _LOOPBACK
 
 
 def is_here(name: str) -> bool:
     """Whether a host's name or number is this machine's."""
-    return any(is_own(str(each[0])) for *_, each in _found(name, None, socket.SOCK_STREAM))
+    return any(is_own(str(each[0])) for *_, each in _resolved(name, None, socket.SOCK_STREAM))
 
 
 def is_own(address: str) -> bool:
@@ -133,19 +140,22 @@ def _server(store: dist.Store | None) -> tuple[str | None, int]:
     """Host and port of the store's server, if it has one."""
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
-    return (store.host, store.port) if isinstance(store, dist.TCPStore) else (None, 0)
+    if isinstance(store, dist.TCPStore):
+        return store.host, store.port
+    return None, 0
 
 
 def _towards(host: str, port: int) -> str | None:
     """This machine's address on the way to a host; nothing is sent."""
-    for family, kind, _, _, name in _found(host, port, socket.SOCK_DGRAM):
+    for family, kind, _, _, name in _resolved(host, port, socket.SOCK_DGRAM):
         with contextlib.suppress(OSError), socket.socket(family, kind) as sock:
             sock.connect(name)  # fails where there is no route by this family
             return str(sock.getsockname()[0])
     return None
 
 
-def _found(host: str, port: int | None, kind: socket.SocketKind) -> list[Any]:
+def _resolved(host: str, port: int | None, kind: socket.SocketKind) -> list[Any]:
+    """What `socket.getaddrinfo` knows of a host; nothing, if it knows none of that name."""
     try:
         return list(socket.getaddrinfo(host, port, type=kind))
     except OSError:
@@ -154,9 +164,11 @@ def _found(host: str, port: int | None, kind: socket.SocketKind) -> list[Any]:
 
 def _of_machine() -> Iterator[str]:
     """Addresses by which others may know this machine, the likeliest first."""
-    yield from (name[0] for *_, name in _found(socket.gethostname(), None, socket.SOCK_STREAM))
-    if (out := _towards(_OUT, 9)) is not None:
-        yield out
+    for *_, name in _resolved(socket.gethostname(), None, socket.SOCK_STREAM):
+        yield name[0]
+    outwards = _towards(_OUT, 9)
+    if outwards is not None:
+        yield outwards
     for each in interfaces():
         yield from each.addresses
 
@@ -166,43 +178,55 @@ def _leads_here(address: str) -> bool:
     return not is_loopback(address) and is_own(address)
 
 
-def _of_interfaces(variable: str, named: str, route: str | None) -> str:
-    """The address of the first named interface that has one; of several, that of the route."""
-    there = interfaces()
-    for name in filter(None, map(str.strip, named.split(","))):
-        try:
-            ipaddress.ip_address(name.partition("%")[0])
-        except ValueError:
-            exact = [each for each in there if each.name == name]
-            for each in exact or [each for each in there if each.name.startswith(name)]:
-                return route if route in each.addresses and route else each.addresses[0]
-        else:
+def _address_of(variable: str, value: str, route: str | None) -> str:
+    """The address of the first interface in a list that has one; of several, that of the route."""
+    known = interfaces()
+    for name in filter(None, map(str.strip, value.split(","))):
+        if _is_address(name):
             if is_own(name):
                 return name
+            continue
+        matching = [each for each in known if each.name == name]
+        if not matching:
+            matching = [each for each in known if each.name.startswith(name)]
+        if matching:
+            addresses = matching[0].addresses
+            return route if route is not None and route in addresses else addresses[0]
     raise OSError(
-        f"{variable}={named} names no interface with an address, and no address, of "
-        f"{socket.gethostname()}: there are {_listed(there)}"
+        f"{variable}={value} names no interface with an address, and no address, of "
+        f"{socket.gethostname()}: there are {_listed(known)}"
     )
 
 
-def _beside(variable: str, named: str, host: str | None, route: str | None) -> str:
+def _is_address(name: str) -> bool:
+    """Whether it is a numeric address, and no name of an interface."""
+    try:
+        ipaddress.ip_address(name.partition("%")[0])
+    except ValueError:
+        return False
+    return True
+
+
+def _address_beside(variable: str, value: str, host: str | None, route: str | None) -> str:
     """The free choice without the interfaces that a `^` list excludes."""
-    banned = tuple(name for each in named.split(",") if (name := each.strip(" ^")))
-    there = interfaces()
-    beside = [each for each in there if banned and each.name.startswith(banned)]
-    never = {address for each in beside for address in each.addresses}
+    known = interfaces()
+    beginnings = tuple(name for each in value.split(",") if (name := each.strip(" ^")))
+    never: set[str] = set()
+    for each in known:
+        if each.name.startswith(beginnings):
+            never.update(each.addresses)
     address = free_address(host, route, never)
     if address in never:
-        raise OSError(f"{variable}={named} leaves no interface: there are {_listed(there)}")
+        raise OSError(f"{variable}={value} leaves no interface: there are {_listed(known)}")
     return address
 
 
-def _listed(there: Sequence[Interface]) -> str:
-    return ", ".join(f"{each.name} ({each.addresses[0]})" for each in there)
+def _listed(known: Sequence[Interface]) -> str:
+    return ", ".join(f"{each.name} ({each.addresses[0]})" for each in known)
 
 
-def _addresses(found: Iterable[Any]) -> tuple[str, ...]:
+def _addresses(entries: Iterable[Any]) -> tuple[str, ...]:
     """Numeric addresses: IPv4, then IPv6, then link-local IPv6 with its scope."""
-    ipv4 = [each.address for each in found if each.family == socket.AF_INET]
-    ipv6 = [each.address for each in found if each.family == socket.AF_INET6]
+    ipv4 = [each.address for each in entries if each.family == socket.AF_INET]
+    ipv6 = [each.address for each in entries if each.family == socket.AF_INET6]
     return (*ipv4, *sorted(ipv6, key=lambda address: "%" in address))
