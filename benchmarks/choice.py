@@ -3,11 +3,13 @@
     python benchmarks/choice.py --docs docs/choice.md          # all, into the manual: 25 minutes
     python benchmarks/choice.py --link 4x1gbit --case zipf,full    # or a part of it ...
     python benchmarks/choice.py --read --docs docs/choice.md       # ... and then into the manual
+    python benchmarks/choice.py --link one-host --case text,ratings,graph,tables   # real work
 
 All algorithms take turns in one run, so noise affects all alike. Links and cases are those of
-`goals.py`. The figure is the median time of `auto` over the least median time of all algorithms:
-1.00 means that no algorithm was faster. Over a network `dense_tail` is left out if the dense tensor
-has more rows than all ranks together: there it takes 5 to 30 times as long as the fastest.
+`goals.py`; cases of `weft bench --case real` can be named, too. The figure is the median time of
+`auto` over the least median time of all algorithms: 1.00 means that no algorithm was faster. Over a
+network `dense_tail` is left out if the dense tensor has more rows than all ranks together: there it
+takes 5 to 30 times as long as the fastest.
 
 The exit status is 0 if the figure is at most 1.15 in 30 of the 35 cases (in six of seven, if there
 are fewer), 1 if not or if a result was wrong, 2 if something could not be run.
@@ -29,11 +31,13 @@ import torch
 import typer
 
 from goals import CASES, HERE, LINKS, Link, asked, command
-from weft.cli.bench.cases import CASES as SIZES
+from weft.cli.bench.cases import CASES as DRAWN
+from weft.cli.bench.cases import REAL
 from weft.sparse import ALGORITHMS
 
 LIMIT, SHARE = 1.15, 30 / 35
 FIVE = tuple(LINKS)[:5]  # those of docs/choice.md
+SIZES = DRAWN | REAL
 ROOT = HERE.parent
 BEGIN, END = "<!-- figures -->", "<!-- /figures -->"
 
@@ -77,7 +81,7 @@ def choices(out: Path) -> list[Choice]:
     """What the files of a folder say, in the order of LINKS and CASES."""
     found = []
     for link in LINKS:
-        for case in CASES:
+        for case in (*CASES, *REAL):
             file = out / f"{link}-{case}.json"
             if file.exists() and (text := file.read_text(encoding="utf-8")):
                 read = json.loads(text)
@@ -228,7 +232,7 @@ def main(
     docs: Annotated[Path | None, typer.Option(help="Page to put tables and picture into.")] = None,
 ) -> None:
     """Say whether `auto` takes what is quickest."""
-    links, cases = asked("choice", link, case)
+    links, cases = asked("choice", link, case, SIZES)
     out = out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     if not read_only:

@@ -275,10 +275,12 @@ def picture(runs: dict[str, list[list[Row]]], file: Path) -> None:
     pictures.write(file, file.suffix[1:], 8, 3.2, draw)
 
 
-def asked(tool: str, link: str, case: str) -> tuple[list[str], list[str]]:
+def asked(
+    tool: str, link: str, case: str, known: Iterable[str] = CASES
+) -> tuple[list[str], list[str]]:
     """The names in --link and --case; ends the tool if there is one that it does not know."""
     links, cases = link.split(","), case.split(",")
-    for option, names, there_is in (("link", links, LINKS), ("case", cases, CASES)):
+    for option, names, there_is in (("link", links, LINKS), ("case", cases, known)):
         for name in names:
             if name not in there_is:
                 print(f"{tool}: unknown --{option} {name!r}: there is {', '.join(there_is)}")

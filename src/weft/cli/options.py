@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib.util import find_spec
@@ -16,7 +16,7 @@ from typer import Option
 
 import weft
 
-from .bench.cases import CASES, Case, Distribution, Dtype
+from .bench.cases import CASES, REAL, Case, Distribution, Dtype
 
 
 def writable(path: Path | None) -> Path | None:
@@ -55,6 +55,15 @@ Cases = Annotated[
     Option(
         metavar="NAMES",
         help=f"Some of {', '.join(CASES)}, divided by commas; or all.",
+        show_default="your own sizes, if any",
+        rich_help_panel=THE_CASE,
+    ),
+]
+CasesOrReal = Annotated[
+    str | None,
+    Option(
+        metavar="NAMES",
+        help=f"Some of {', '.join(CASES)}, or all; of {', '.join(REAL)}, or real.",
         show_default="your own sizes, if any",
         rich_help_panel=THE_CASE,
     ),
@@ -123,21 +132,38 @@ def refuse(option: str, words: str) -> NoReturn:
     raise typer.BadParameter(words, param_hint=option)
 
 
-def names(option: str, given: str, there_is: Iterable[str]) -> tuple[str, ...]:
-    """A list that is divided by commas, of known names; "all" of them.
+def names(
+    option: str,
+    given: str,
+    there_is: Iterable[str],
+    groups: Mapping[str, Iterable[str]] | None = None,
+) -> tuple[str, ...]:
+    """A list that is divided by commas, of known names.
+
+    Args:
+        option: that it was given to.
+        given: the list; "all" are all that there is.
+        there_is: the known names.
+        groups: lists of names that have a name of their own, as "all" has.
 
     Example:
         >>> names("--case", "a, b", ["a", "b", "c"]), names("--case", "all", ["a", "b", "c"])
         (('a', 'b'), ('a', 'b', 'c'))
+        >>> names("--case", "a,real", ["a"], {"real": ["b", "c"]})
+        ('a', 'b', 'c')
     """
-    known = list(there_is)
-    if given == "all":
-        return tuple(known)
-    found = tuple(dict.fromkeys(name.strip() for name in given.split(",") if name.strip()))
-    unknown = [name for name in found if name not in known]
-    if unknown or not found:
-        refuse(option, f"unknown {(*unknown, given)[0]!r}: choose from {', '.join(known)}")
-    return found
+    groups = groups or {}
+    known = [*there_is, *(name for group in groups.values() for name in group)]
+    lists = {"all": [*there_is]} | {name: [*group] for name, group in groups.items()}
+    choice = f"choose from {', '.join([*known, *groups])}"
+    found: list[str] = []
+    for name in filter(None, map(str.strip, given.split(","))):
+        if name not in known and name not in lists:
+            refuse(option, f"unknown {name!r}: {choice}")
+        found += lists.get(name, [name])
+    if not found:
+        refuse(option, f"unknown {given!r}: {choice}")
+    return tuple(dict.fromkeys(found))
 
 
 def rate(given: str) -> float:
@@ -160,6 +186,7 @@ def cases_of(
     kind: dict[str, Any],
     size: float = 1.0,
     density: float | None = None,
+    real: Mapping[str, Case] | None = None,
 ) -> tuple[Case, ...]:
     """The cases that options ask for.
 
@@ -170,11 +197,14 @@ def cases_of(
         kind: what else all cases are to have.
         size: times the rows and the height of a case.
         density: rows over height, which gives the one of them that is not given.
+        real: cases of real work that can be asked for, too, also by the name "real".
     """
     own = {name: value for name, value in own.items() if value is not None}
     if density is not None and "rows" in own and "height" in own:
         refuse("--density", "density is --rows divided by --height: give two of the three")
-    cases = [CASES[name] for name in names("--case", given or default, CASES)]
+    known = CASES | dict(real or {})
+    groups = {"real": real} if real else None
+    cases = [known[name] for name in names("--case", given or default, CASES, groups)]
     if given is None and (own or density is not None):
         cases = [replace(CASES["uniform"], name="own")]
     made = []

@@ -12,6 +12,7 @@ Distributions:
   f - 1, as in a vocabulary sorted by frequency, so the common rows lie together at the front; with
   `ids="shuffled"` the frequencies are scattered over the indices, the same way on all ranks.
 * `identical`: as uniform, but every rank has the same indices (its values are its own).
+* `text`, `ratings`, `graph`, `tables`: of real work; see `real`. Each has the height of its data.
 
 Values: `integers` are small whole numbers (-8 to 8; -1 and 1 for products), which add without
 rounding in every order; `normal` are real ones, which do not.
@@ -40,6 +41,8 @@ from torch import Tensor
 
 import weft
 
+from .real import TRACES
+
 Distribution = Literal["uniform", "zipf", "identical"]
 Dtype = Literal[
     "float32", "float64", "float16", "bfloat16", "int8", "int16", "int32", "int64", "uint8", "bool"
@@ -60,7 +63,7 @@ class Case:
         rows: indices of a rank, duplicates counted.
         height: rows of the dense tensor.
         width: values of a row; 1 means plain numbers, of row shape `()`.
-        distribution: uniform, zipf or identical.
+        distribution: uniform, zipf or identical, or of real work: a name in `real.TRACES`.
         ids: for zipf, "frequency" or "shuffled".
         values: "integers" or "normal".
         dtype, index_dtype: names of torch dtypes.
@@ -98,22 +101,32 @@ class Case:
         """Whether rounding enters, of weft or of a peer, so that ranks and orders may differ."""
         return self.values == "normal" or self.torch_dtype.itemsize == 2
 
+    @property
+    def heights(self) -> tuple[int, ...]:
+        """Rows of each table: of one, if the case is not one of many tables."""
+        trace = TRACES.get(self.distribution)
+        return (self.height,) if trace is None else trace.heights
+
     def scaled(self, size: float) -> Case:
-        """The same case with `size` times the rows and the height.
+        """The same case with `size` times the rows and the height, which real data keep.
 
         Example:
             >>> CASES["uniform"].scaled(0.1).rows
             5000
         """
-        return replace(
-            self, rows=max(1, round(self.rows * size)), height=max(1, round(self.height * size))
-        )
+        rows = max(1, round(self.rows * size))
+        if self.distribution in TRACES:
+            return replace(self, rows=rows)
+        return replace(self, rows=rows, height=max(1, round(self.height * size)))
 
     def fault(self) -> str | None:
         """Why this case cannot be made, or None if it can."""
         if min(self.rows, self.height, self.width) < 1:
             return f"rows {self.rows}, height {self.height}, width {self.width}: each is at least 1"
-        if self.distribution != "zipf" and self.rows > self.height:
+        if self.height != sum(self.heights):
+            data = sum(self.heights)
+            return f"the height of {self.distribution} is that of its data, {data}: leave it out"
+        if self.distribution in ("uniform", "identical") and self.rows > self.height:
             return (
                 f"{self.rows} distinct rows do not fit in a height of {self.height}: "
                 "take fewer, or --distribution zipf, which has duplicates"
@@ -145,12 +158,26 @@ CASES: dict[str, Case] = {
 }
 """The cases by name; sizes are those of one rank."""
 
+REAL: dict[str, Case] = {
+    name: Case(name, rows, sum(TRACES[name].heights), width, distribution=name)
+    for name, rows, width in (
+        ("text", 32_768, 64),
+        ("ratings", 4_096, 64),
+        ("graph", 16_384, 64),
+        ("tables", 512 * len(TRACES["tables"].heights), 16),
+    )
+}
+"""The cases of real work by name."""
+
 
 def indices(case: Case, rank: int, seed: int) -> Tensor:
     """Which rows that rank has: `[rows]`, in no order, with duplicates if the case has them."""
     who = _EVERYBODY if case.distribution == "identical" else rank
     stream = _stream(case, seed, who, "indices")
-    if case.distribution == "zipf":
+    if case.distribution in TRACES:
+        shared = _stream(case, seed, _EVERYBODY, "indices")
+        drawn = TRACES[case.distribution].draw(case.rows, rank, shared, stream)
+    elif case.distribution == "zipf":
         places = _zipf(case.height).searchsorted(stream.random(case.rows), side="right")
         # rounding may leave the last sum below a draw
         drawn = np.minimum(places, case.height - 1).astype(np.int64)

@@ -18,8 +18,9 @@ import weft
 from weft.testing import launch, send
 
 from .. import options
-from .cases import CASES, Ids, IndexDtype, Numbers, Op
+from .cases import CASES, REAL, Ids, IndexDtype, Numbers, Op
 from .measure import PEERS, Job, run
+from .real import TRACES
 from .results import Shown
 
 _ALL = ",".join(PEERS)
@@ -32,7 +33,7 @@ _HOW = "How it is timed"
 
 
 def bench(
-    case: options.Cases = None,
+    case: options.CasesOrReal = None,
     size: Annotated[
         float,
         Option(help="Times the rows and the height of each.", rich_help_panel=options.THE_CASE),
@@ -114,7 +115,11 @@ def bench(
         options.refuse("--unprivileged", "it needs prctl, which only Linux has")
     own = {"rows": rows, "height": height, "width": width, "distribution": distribution}
     kind = {"ids": ids, "values": values, "dtype": dtype, "index_dtype": index_dtype, "op": op}
-    cases = options.cases_of(case, _QUICK, own, kind, size, density)
+    cases = options.cases_of(case, _QUICK, own, kind, size, density, REAL)
+    for one in cases:
+        trace = TRACES.get(one.distribution)
+        if trace is not None and (missing := trace.missing()) is not None:
+            options.refuse(f"case {one.name}", missing)
     algorithms = options.names("--algorithm", algorithm, ("auto", *weft.sparse.ALGORITHMS))
     others = () if peers == "none" else options.names("--peers", peers, PEERS)
     when = iters, warmup, check

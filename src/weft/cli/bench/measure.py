@@ -12,6 +12,8 @@ Contenders are weft's algorithms and the peers, what a user would call instead:
   64 MiB. Making it dense is part of the time, taking the rows out again is not: its result stays
   dense.
 
+Where a case has many tables, weft gets them as a list in one call, and a peer is called for each.
+
 All start from the same rows. What only brings them into the form a call takes (int64 indices in a
 COO tensor) is not timed.
 
@@ -55,6 +57,13 @@ DENSE_LIMIT = 64 << 20
 _OK: Status = ("ok", "")
 
 
+Table = weft.Rows | Tensor
+"""What a call returns: rows, a COO tensor, or a dense one."""
+
+Result = Table | list[Table]
+"""The same of a case of one table, or of many."""
+
+
 @dataclass(slots=True)
 class Contender:
     """One way to do the job, and how it fared on this rank.
@@ -72,7 +81,7 @@ class Contender:
 
     name: str
     prepare: Callable[[], Any]
-    call: Callable[[Any], weft.Rows | Tensor]
+    call: Callable[[Any], Result]
     status: Status = _OK
     digest: str = ""
     changed: bool = False
@@ -87,31 +96,56 @@ class Contender:
 
 def contender(name: str, case: Case, indices: Tensor, values: Tensor) -> Contender:
     """Who has that name; refused, where it cannot take part in this case."""
+    tables = tables_of(case, indices, values)
 
-    def by_weft(rows: weft.Rows) -> weft.Rows:
+    def by_weft(rows: weft.Rows | list[weft.Rows]) -> Result:
         algorithm = name.removeprefix(OWN)
-        found: weft.Rows = weft.sparse_all_reduce(rows, case.op, algorithm=algorithm)
+        found: Result = weft.sparse_all_reduce(rows, case.op, algorithm=algorithm)
         return found
 
-    def by_peer(coo: Tensor) -> Tensor:
+    def by_peer(coos: list[Tensor]) -> Result:
+        totals: list[Table] = [of_one(coo) for coo in coos]
+        return totals[0] if len(totals) == 1 else totals
+
+    def of_one(coo: Tensor) -> Tensor:
         total = PEERS[name](coo)
         return total.div_(dist.get_world_size()) if case.op == "avg" else total
 
-    def coo() -> Tensor:
-        """A new one each time, since `all_reduce` changes the one it is given."""
-        shape = (case.height, *case.row_shape)
-        return torch.sparse_coo_tensor(indices[None].long(), values, shape, check_invariants=False)
+    def new_coos() -> list[Tensor]:
+        """New ones each time, since `all_reduce` changes those it is given."""
+        return [coo_of(rows) for rows in tables]
 
     if name not in PEERS:
-        rows = weft.Rows(indices, values, case.height)
-        return Contender(name, lambda: rows, by_weft)
-    one, nbytes = Contender(name, coo, by_peer), case.height * case.row_bytes
+        return Contender(name, lambda: tables[0] if len(tables) == 1 else tables, by_weft)
+    one = Contender(name, new_coos, by_peer)
+    nbytes = case.height * case.row_bytes
     if case.op not in ("sum", "avg"):
         one.status = "refused", f"{name} has no {case.op} of sparse tensors"
     elif name == "dense" and nbytes > DENSE_LIMIT:
         why = f"the table has {mib(nbytes)}, dense takes up to {mib(DENSE_LIMIT)}"
         one.status = "refused", why
     return one
+
+
+def tables_of(case: Case, indices: Tensor, values: Tensor) -> list[weft.Rows]:
+    """The rows of each table of a case."""
+    if len(case.heights) == 1:
+        return [weft.Rows(indices, values, case.height)]
+    tables = []
+    start = 0
+    for height in case.heights:
+        is_here = (indices >= start) & (indices < start + height)
+        tables.append(weft.Rows(indices[is_here] - start, values[is_here], height))
+        start += height
+    return tables
+
+
+def coo_of(rows: weft.Rows) -> Tensor:
+    """Rows as a COO tensor; duplicates stay."""
+    assert rows.height is not None  # every table of a case has one
+    shape = (rows.height, *rows.row_shape)
+    where = rows.indices[None].long()
+    return torch.sparse_coo_tensor(where, rows.values, shape, check_invariants=False)
 
 
 def _torch(coo: Tensor) -> Tensor:
@@ -149,17 +183,41 @@ def _dense(coo: Tensor) -> Tensor:
 
 
 PEERS = {"torch": _torch, "horovod": _horovod, "dense": _dense}
-"""What a user would call instead of weft, by name: a COO tensor in, the sum out."""
+"""What a user would call instead of weft, by name, for each table: a COO tensor in, the sum out."""
 
 
-def parts(result: weft.Rows | Tensor) -> tuple[Tensor, ...]:
-    """A result as tensors that can be compared: indices and values, or a dense table."""
+def parts(result: Result) -> tuple[Tensor, ...]:
+    """A result as tensors that can be compared: indices and values, or a dense table.
+
+    Many tables are one then, each behind the one before it.
+    """
+    if isinstance(result, list):
+        return _joined(result)
     if isinstance(result, weft.Rows):
         return result.indices, result.values
     if not result.is_sparse:
         return (result,)
     whole = result.coalesce()
     return whole.indices()[0], whole.values()
+
+
+def _joined(tables: list[Table]) -> tuple[Tensor, ...]:
+    """The parts of one table in which each of these lies behind the one before it."""
+    start = 0
+    found = []
+    for table in tables:
+        one = parts(table)
+        if len(one) == 2:
+            one = one[0].long() + start, one[1]
+        found.append(one)
+        start += _height_of(table)
+    return tuple(torch.cat(column) for column in zip(*found, strict=True))
+
+
+def _height_of(table: Table) -> int:
+    height = table.height if isinstance(table, weft.Rows) else table.shape[0]
+    assert height is not None  # every table of a case has one
+    return height
 
 
 def fault(parts: tuple[Tensor, ...], answer: Answer) -> str | None:
