@@ -10,11 +10,13 @@ asked for. The host waits for neither.
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import functools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -64,6 +66,42 @@ def _count(by: int) -> None:
 def is_capturing(device: torch.device) -> bool:
     """Whether the current stream records a CUDA graph, in which no size can be read."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+_OWN_CAPTURES = 1  # cudaStreamCaptureModeThreadLocal
+
+
+def claim_thread(device: torch.device) -> None:
+    """Make a device that of the current thread, which is weft's own.
+
+    Else it has device 0, where torch makes a context as soon as a stream of another is left. And by
+    default CUDA ends the capture of a graph in any thread as soon as another thread asks whether an
+    event is through; from here on this one may ask.
+    """
+    torch.accelerator.set_device_index(device)
+    runtime = _cuda_runtime() if device.type == "cuda" else None
+    if runtime is not None:
+        mode = ctypes.c_int(_OWN_CAPTURES)
+        runtime.cudaThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+
+
+@functools.cache
+def _cuda_runtime() -> ctypes.CDLL | None:
+    """CUDA's runtime as torch has loaded it; None: there is none. torch has no name for the mode of
+    a thread."""
+    path = _loaded("libcudart.so")
+    return None if path is None else ctypes.CDLL(path)
+
+
+def _loaded(library: str) -> str | None:
+    """The path of a library that this process has loaded, by the beginning of its name."""
+    maps = Path("/proc/self/maps")
+    if not maps.exists():  # not Linux
+        return None
+    # address, permissions, offset, device, inode, path
+    fields = [line.split(maxsplit=5) for line in maps.read_text().splitlines()]
+    paths = [each[5] for each in fields if len(each) == 6]
+    return next((path for path in paths if Path(path).name.startswith(library)), None)
 
 
 def accelerators(device: torch.device) -> list[int | str | torch.device]:
@@ -152,12 +190,9 @@ class Aside(Generic[T]):
         return result
 
     def claim_thread(self) -> None:
-        """Make the device that of this thread, which is weft's own.
-
-        Else it has device 0, where torch makes a context as soon as a stream of another is left.
-        """
+        """Make the device that of this thread, which is weft's own."""
         if self.accelerators:
-            torch.accelerator.set_device_index(self._device)
+            claim_thread(self._device)
 
     def run(self) -> T:
         """Do it here and now; the result, for the stream that is current."""

@@ -11,6 +11,7 @@ import gc
 import json
 import os
 import signal
+import sys
 import threading
 import time
 import warnings
@@ -29,6 +30,8 @@ from weft import _torch, devices, kernels
 from weft.bootstrap.outcome import results
 from weft.devices import Aside, as_device, is_capturing
 from weft.group import process_group
+from weft.group import session as session_module
+from weft.group import worker as worker_module
 from weft.group.watcher import Watcher
 from weft.kernels import reference
 from weft.sparse import ALGORITHMS, request
@@ -382,6 +385,31 @@ def test_what_is_watched_is_held_until_it_is_through(watching):
     assert watching.claimed == [torch.device("cuda", 1)]  # once, by its thread
 
 
+def test_threads_of_wefts_end_no_capture_of_a_graph_in_others(watching, monkeypatch):
+    modes = []
+
+    def exchange(mode):
+        modes.append((threading.current_thread().name, mode._obj.value))
+
+    runtime = SimpleNamespace(cudaThreadExchangeStreamCaptureMode=exchange)
+    monkeypatch.setattr(devices, "_cuda_runtime", lambda: runtime)
+    through = threading.Event()
+    watching.watcher.watch(Watched(True), through.set)
+    assert through.wait(patient(20.0))
+    devices.claim_thread(torch.device("xpu", 0))  # where there is no such thing
+    monkeypatch.setattr(torch, "Event", MagicMock())
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda on: None)
+    cuda = torch.device("cuda", 1)
+    Aside(devices.Streams(), cuda, None).claim_thread()
+    assert modes == [("weft watcher", 1), (threading.current_thread().name, 1)]
+
+
+def test_a_library_is_found_where_torch_has_loaded_it():
+    assert devices._loaded("libno_such_library") is None
+    if sys.platform.startswith("linux"):
+        assert os.path.samefile(devices._loaded("libtorch_cpu.so"), torch_library("torch_cpu"))
+
+
 def test_what_fails_while_it_is_watched_does_not_end_the_watch(watching, caplog):
     failing = [Watched(RuntimeError("the device failed")), Watched(True)]
     held = [weakref.ref(each) for each in failing]
@@ -414,6 +442,10 @@ def refuses(group, why):
     return False
 
 
+def torch_library(name):
+    return os.path.join(os.path.dirname(torch.__file__), "lib", f"lib{name}.so")
+
+
 class InStreams:
     """A wire of a device, whose rounds do not begin before a peer comes, which none does."""
 
@@ -443,8 +475,15 @@ class InStreams:
         pass
 
 
-def in_streams(group):
-    wire = InStreams(group.rank, group.size)
+class GoesOn(InStreams):
+    """A wire of a device, in whose stream nothing has come by now, and nobody waits for that."""
+
+    def wait_stream(self):
+        return []
+
+
+def in_streams(group, kind=InStreams):
+    wire = kind(group.rank, group.size)
     group.session.carry_device(wire, "nccl")
     return group.on(wire.device)
 
@@ -466,6 +505,72 @@ def test_a_group_that_breaks_ends_what_streams_wait_for(watching):
     threading.Timer(0.1, second.abort, ["no memory left"]).start()
     with pytest.raises(weft.WireError, match="rank 1 gave up: no memory left"):
         over.post([(1, torch.ones(3))]).wait()
+
+
+@pytest.mark.parametrize("read", [False, True])
+def test_a_call_raises_if_its_stream_has_gone_on_with_garbage(watching, read):
+    first, second = watching.groups
+    over = in_streams(first, GoesOn)
+
+    def job():
+        over.post([(1, torch.ones(3))]).wait()
+        second.abort("no memory left")
+        assert until(lambda: first.session.detector.verdict)
+        if read:
+            raise RuntimeError("cannot allocate as many bytes as were read in garbage")
+        return "garbage"
+
+    with pytest.raises(weft.WireError, match="rank 1 gave up: no memory left"):
+        first.worker.call("sum", job)
+    with pytest.raises(weft.WireError, match="rank 1 gave up: no memory left"):
+        first.check()
+
+
+def test_a_result_is_not_handed_out_once_the_group_has_broken(watching, clock, monkeypatch):
+    """Its stream may still have waited for messages."""
+    first, second = watching.groups
+    job = Aside(first.streams, torch.device("cuda", 1), lambda: torch.ones(3))
+    work = first.worker.submit("call", job)
+    assert until(work.is_completed)
+    assert work.wait().tolist() == [1.0] * 3
+    second.abort("no memory left")
+    assert until(lambda: first.session.detector.verdict)
+    with pytest.raises(weft.WireError, match="rank 1 gave up: no memory left"):
+        work.wait()
+    future = MagicMock()
+    monkeypatch.setattr(Aside, "apart", lambda job: contextlib.nullcontext())
+    worker_module._complete(future, work)
+    ((error,), _) = future.set_exception.call_args
+    assert isinstance(error, weft.WireError) and not future.set_result.called
+    first.close()  # after which nothing breaks it
+    assert work.wait().tolist() == [1.0] * 3
+
+
+def test_a_call_that_ended_well_before_the_group_broke_returns(watching):
+    first, second = watching.groups
+
+    def job():
+        second.abort("no memory left")
+        assert until(lambda: first.session.detector.verdict)
+        return "what the host has waited for"
+
+    first.check()
+    over = in_streams(first, GoesOn)
+    first.worker.call("before", lambda: over.post([(1, torch.ones(3))]).wait())
+    assert first.worker.call("sum", job) == "what the host has waited for"
+
+
+@pytest.mark.parametrize(("queues", "warns"), [("1", True), ("8", False), (None, False)])
+def test_streams_that_share_one_queue_are_logged_once(watching, monkeypatch, caplog, queues, warns):
+    session_module._warn_of_one_queue.cache_clear()
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    if queues is not None:
+        monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", queues)
+    for group in (watching.groups[0], watching.groups[0].subset([0])):
+        in_streams(group)
+    found = [text for text in caplog.messages if "CUDA_DEVICE_MAX_CONNECTIONS=1" in text]
+    assert len(found) == warns
+    session_module._warn_of_one_queue.cache_clear()
 
 
 # what every rank is told

@@ -339,6 +339,24 @@ class Group:
         """
         return self.session.diagnose(where)
 
+    def check(self) -> None:
+        """Raise if the group is broken, as far as this rank knows; it asks nobody.
+
+        On an accelerator the host does not wait for the last messages of a call, and a rank that
+        dies meanwhile leaves garbage in the result. So wait for the device, and call this, before
+        you keep what cannot be had again:
+
+        ```python
+        torch.accelerator.synchronize()
+        group.check()
+        torch.save(model.state_dict(), path)
+        ```
+
+        Raises:
+            WireError: the group is broken or closed.
+        """
+        self.session.check()
+
     def abort(self, reason: str) -> None:
         """Break the group, telling every peer that this rank did it and why; waits for no peer.
 

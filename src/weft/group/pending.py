@@ -154,6 +154,7 @@ class Round(Posted):
             # The host does not wait: the watcher has the deadline. It is told before, since to
             # begin a round may take until a peer has come.
             watcher.watch(self.pending)
+            self.session.streaming = True
             return self.session.use(self.what(), self.pending.wait_stream)
         if len(self._route.ranks) == 1:  # without peers there is nothing to wait for
             return self.pending.wait()

@@ -13,6 +13,8 @@ the session breaks, since a message may be half transferred.
 from __future__ import annotations
 
 import contextlib
+import functools
+import logging
 import os
 import threading
 import time
@@ -40,6 +42,8 @@ from .watcher import Watcher
 from .worker import Worker
 
 T = TypeVar("T")
+
+_log = logging.getLogger("weft")
 
 
 class Waited(Wait, Protocol):
@@ -73,6 +77,7 @@ class Session:
         payloads: the route of tensors of the CPU: the same, unless they have one of their own.
         devices: the routes of tensors of those devices that there were tensors of.
         detector: of failures, beside the wires; None: there are no peers.
+        streaming: whether a stream waits for messages of the call that runs, and the host does not.
         closed: whether this rank has left.
     """
 
@@ -110,6 +115,7 @@ class Session:
         self.openings = Route(wire, "", memory)
         self.payloads = self.openings
         self.devices: dict[torch.device, Route] = {}
+        self.streaming = False
         self.closed = False
         self._broken: Verdict | None = None  # what every use raises; None: nobody has met it yet
         self._worker: Worker | None = None
@@ -146,6 +152,8 @@ class Session:
         watcher = None
         if wire.features.streams:
             watcher = Watcher(self, wire.device, f"a round over {carrier}")
+            if wire.device.type == "cuda":
+                _warn_of_one_queue(self.rank)
         if self.detector is not None:
             self.detector.guard(wire)
         self.devices[wire.device] = Route(wire, carrier, Pool(device=wire.device), watcher)
@@ -177,7 +185,7 @@ class Session:
         Raises:
             WireError: the session is broken, or breaks here.
         """
-        self._check()
+        self.check()
         try:
             return wire_call(*args)
         except WireFailed as error:
@@ -192,7 +200,7 @@ class Session:
         Raises:
             WireError: the session is broken, or breaks here.
         """
-        self._check()
+        self.check()
         detector = self.detector
         if detector is None:  # without peers there is nothing to wait for
             return wait.pending.wait()
@@ -224,7 +232,7 @@ class Session:
         Raises:
             WireError: this session is broken, or somebody did not come in time.
         """
-        self._check()
+        self.check()
         self._splits += 1
         if self.rank not in ranks:
             return None
@@ -306,8 +314,12 @@ class Session:
         if self.detector is not None:
             self.detector.abandon()
 
-    def _check(self) -> None:
-        """Raise what broke the session, if anything did."""
+    def check(self) -> None:
+        """Raise what broke the session, if anything did.
+
+        Raises:
+            WireError: the session is broken or closed.
+        """
         if self.closed:
             why = "this group is closed; wait for asynchronous calls before weft.shutdown()"
             raise WireError(f"rank {self.rank}: {why}", rank=self.rank)
@@ -354,6 +366,18 @@ class Session:
     def _call(self) -> tuple[int, str]:
         """How many calls were started, and the name of the one that runs, or ""."""
         return (0, "") if self._worker is None else (self._worker.calls, self._worker.doing)
+
+
+@functools.cache
+def _warn_of_one_queue(rank: int) -> None:
+    """Say that this process has its streams in one queue, if it has; once."""
+    if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+        _log.warning(
+            "rank %d: CUDA_DEVICE_MAX_CONNECTIONS=1 puts all streams of a device into one queue: "
+            "where ranks use two groups in different orders, these wait for each other. Unset it, "
+            "or make all calls on all groups in one order, asynchronous ones included",
+            rank,
+        )
 
 
 def _leave(detector: Detector | None, wires: Sequence[interface.Wire]) -> None:

@@ -17,6 +17,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from ..devices import claim_thread
 from ..errors import WireError
 
 _log = logging.getLogger("weft")
@@ -109,7 +110,7 @@ def _watch(
     name: str,
 ) -> None:
     """The thread of a watcher."""
-    torch.accelerator.set_device_index(device)  # else what it asks makes a context on device 0
+    claim_thread(device)
     while (item := queued.get()) is not None:
         pending, then = item
         try:

@@ -42,12 +42,19 @@ class Member(Protocol):
         name: of the group, for records.
         timeout: seconds that any one wait may last.
         traffic: what this rank sent.
+        streaming: whether a stream waits for messages of the call that runs, and the host does not.
+        closed: whether this rank has left.
     """
 
     rank: int
     name: str
     timeout: float
     traffic: Traffic
+    streaming: bool
+    closed: bool
+
+    def check(self) -> None:
+        """Raise what broke the group, if anything did."""
 
     def abort(self, reason: str) -> None:
         """Break the group for all ranks, on account of this one."""
@@ -236,7 +243,7 @@ class Worker:
             self.doing = name
             self._several = several
             self.now = call
-            result = job()
+            result = self._sound(job)
             call.close()
             return result
         except BaseException as error:
@@ -249,7 +256,25 @@ class Worker:
         finally:
             self.doing, self._several, self.now = outer
             if not self.doing:  # else it is a part of the call around it
+                member.streaming = False
                 listeners.tell_all(call, member.rank)
+
+    def _sound(self, job: Callable[[], T]) -> T:
+        """What a job returns, unless the group broke while a stream waited for messages.
+
+        That stream was not stopped. It went on with whatever the memory held, and so did the job,
+        if it read numbers there.
+        """
+        member = self._member
+        try:
+            result = job()
+        except Exception as error:
+            if member.streaming and not isinstance(error, Error):
+                member.check()
+            raise
+        if member.streaming:
+            member.check()
+        return result
 
     def _serve(self, turn: object, job: Callable[[], T], several: bool, work: Work[T]) -> None:
         """On the thread of jobs: run one when its turn comes."""
@@ -377,12 +402,19 @@ class Work(Generic[T]):
 
         Raises:
             WeftError: it has not ended.
+            WireError: the result is on an accelerator, and the group has broken since, when a
+                stream may still have waited for messages: it may be garbage.
             Exception: whatever the call raised.
         """
         if not self.is_completed():
             raise WeftError(f"{self._name} is still under way: wait() for it first")
         result = self._done.result()
-        return result if self._aside is None else self._aside.joined(result)
+        if self._aside is None:
+            return result
+        member = self._worker._member
+        if self._aside.accelerators and not member.closed:
+            member.check()
+        return self._aside.joined(result)
 
     def exception(self) -> BaseException | None:
         """What the call raised, or None: it has not ended, or it ended well."""
@@ -417,8 +449,11 @@ def _complete(raw: torch.futures.Future[T], work: Work[T]) -> None:
             work._aside.claim_thread()
         # the event that a Future with devices keeps for its readers is one of this stream's
         with nullcontext() if work._aside is None else work._aside.apart():
-            raw.set_result(work.result())
-    else:  # torch takes no KeyboardInterrupt
+            try:
+                raw.set_result(work.result())
+            except WireError as broken:  # the group, since the call has ended
+                error = broken
+    if error is not None:  # torch takes no KeyboardInterrupt
         known = error if isinstance(error, Exception) else RuntimeError(_text(error))
         raw.set_exception(known)  # type: ignore[arg-type]  # torch's stub says T
 
