@@ -9,7 +9,9 @@ import time
 
 import pytest
 
+from weft.group.failure import links as links_module
 from weft.group.failure.links import SocketLinks, links_of_threads
+from weft.testing.pace import patient
 
 
 def over_sockets(size):
@@ -146,6 +148,18 @@ def test_one_that_has_closed_is_no_peer_and_is_called_no_more(make):
     assert readers[1].data == {}
 
 
+def test_a_goodbye_comes_last(make):
+    first, second, third = make(3)
+    readers = [Reader(links) for links in (second, third)]
+    second.send(2, b"x")
+    first.send(2, b"before ")
+    first.close(b"goodbye")
+    first.close(b"again")
+    for reader, data in zip(readers, (b"goodbye", b"before goodbye"), strict=True):
+        reader.has(lambda reader, data=data: reader.data.get(0) == data)
+    assert second.peers() == [2]
+
+
 def test_a_reader_that_raises_is_told_so_and_the_others_go_on(make):
     first, second, third = make(3)
     broken, other = Reader(first), Reader(second)
@@ -201,6 +215,27 @@ def test_nothing_follows_a_message_of_which_a_part_was_sent():
     reader.has(lambda reader: reader.ended == [0])
     assert set(reader.data[0]) == {ord("a")}
     for links in (first, second):
+        links.close()
+
+
+def test_threads_that_close_together_hear_nothing_of_it(monkeypatch, nothing_left):
+    """Of n ranks that each told all others, the last would have heard n messages."""
+    monkeypatch.setattr(links_module, "_GOODBYES", patient(60.0))
+    with nothing_left():
+        ranks = links_of_threads(64)
+        readers = [Reader(links) for links in ranks]
+        for links in ranks:
+            links.close(b"goodbye")
+    assert [reader.data for reader in readers] == [{}] * 64
+
+
+def test_a_thread_that_begins_later_wakes_nobody():
+    ranks = links_of_threads(8)
+    readers = [Reader(links) for links in ranks]
+    ranks[1].send(0, b"x")
+    readers[0].has(lambda reader: reader.data == {1: b"x"})
+    assert [reader.times for reader in readers[1:]] == [[]] * 7
+    for links in ranks:
         links.close()
 
 

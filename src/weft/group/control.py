@@ -174,8 +174,8 @@ class _CarriedLinks(SocketLinks):
         super().__init__(carried.sockets)
         self._carried = carried
 
-    def close(self) -> None:
-        super().close()
+    def close(self, goodbye: bytes = b"") -> None:
+        super().close(goodbye)
         self._carried.close()
 
     def abandon(self) -> None:

@@ -110,12 +110,13 @@ class Crew:
     def sessions(self) -> list[Session]:
         """The session of each rank, in rank order; for one call."""
         links = links_of_threads(len(self._wires))
+        slow = watch.chosen()
         return [
             Session(
                 wire,
                 self._timeout,
                 self._hosts,
-                detector=self._detector(wire, links[rank]) if len(links) > 1 else None,
+                detector=self._detector(wire, links[rank], slow) if len(links) > 1 else None,
                 memory=self._memory(),
                 join=functools.partial(self._join, rank),
                 machine=self._hosts[rank],
@@ -123,9 +124,9 @@ class Crew:
             for rank, wire in enumerate(self._wires)
         ]
 
-    def _detector(self, wire: RoomWire, links: QueueLinks) -> Detector:
+    def _detector(self, wire: RoomWire, links: QueueLinks, slow: float) -> Detector:
         thread = functools.partial(getattr, wire, "thread")
-        return Detector(wire.rank, self._timeout, links, watch.chosen(), thread)
+        return Detector(wire.rank, self._timeout, links, slow, thread)
 
     def _join(self, rank: int, ranks: tuple[int, ...], name: str) -> Session:
         """A rank's session among some ranks; the first of them that comes makes it for all.

@@ -278,10 +278,10 @@ class Detector:
             if self._closed:
                 return
             self._closed = True
+            goodbye = b""
             if self.verdict is None:
-                bye = last_error.since(self.since, handled=True)
-                self._send(self.links.peers(), {"bye": bye})
-        self.links.close()
+                goodbye = _line({"bye": last_error.since(self.since, handled=True)})
+        self.links.close(goodbye)
         # these may hold a wait, with messages that lie in memory of peers
         self._inquiry = None
         self._suspect = None
@@ -309,7 +309,7 @@ class Detector:
         * `ask`: the number of an inquiry, to all, at any time;
         * `here`: the values of a `Place`, and `to` which inquiry: to the one that asks.
         """
-        data = json.dumps(message).encode() + b"\n"
+        data = _line(message)
         for peer in peers:
             self.links.send(peer, data)
 
@@ -488,6 +488,11 @@ class Detector:
         """Wake up who waits in `exchange`."""
         with self._heard:
             self._heard.notify_all()
+
+
+def _line(message: dict[str, object]) -> bytes:
+    """A message as it is sent."""
+    return json.dumps(message).encode() + b"\n"
 
 
 def _parsed(line: bytes, ranks: Set[int]) -> dict[str, Any]:

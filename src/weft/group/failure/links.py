@@ -23,6 +23,7 @@ from typing import NamedTuple, Protocol
 _LONGEST = 1 << 16  # bytes that are read at once
 _PATIENCE = 5.0  # seconds that a close waits for the thread, which lets go itself if it is later
 _AT_ONCE = 1000  # messages of threads that are taken from the queue before readers are called
+_GOODBYES = 0.1  # seconds in which goodbyes of threads are collected, as whole groups say them
 # how a link ends where the network is at fault; in any other way it ends because the peer does
 _NETWORK_FAULTS = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN}
 
@@ -46,7 +47,7 @@ class Reader(Protocol):
 
     def due(self) -> float:
         """When to be called at the latest, by `time.monotonic`. An earlier time than before counts
-        from the next call on, or from the next `wake`."""
+        from the next call on, or from the next `wake`. `ControlLinks.start` may ask, too."""
 
     def handle(self, news: Sequence[News], late: float) -> None:
         """Take what came.
@@ -76,11 +77,14 @@ class ControlLinks(Protocol):
     def wake(self) -> None:
         """Have the reader called soon."""
 
-    def close(self) -> None:
+    def close(self, goodbye: bytes = b"") -> None:
         """End the links and the calls of the reader. Twice is fine.
 
         A collection of garbage may bring a thread here in the middle of anything: even of what the
         reader does, or waits for. Then the links end when the reader returns.
+
+        Args:
+            goodbye: what all peers are sent before.
         """
 
     def abandon(self) -> None:
@@ -131,7 +135,10 @@ class SocketLinks:
         with contextlib.suppress(OSError):  # it has enough to read as it is, or is gone
             self._waker.send(b"\0")
 
-    def close(self) -> None:
+    def close(self, goodbye: bytes = b"") -> None:
+        if goodbye:
+            for peer in self.peers():
+                self.send(peer, goodbye)
         with self._lock:
             self._is_closed = True
             self.wake()  # before the thread, which may be awake, has closed what that takes
@@ -230,14 +237,15 @@ class QueueLinks:
         self._shared.add(self._rank, reader)
 
     def send(self, peer: int, data: bytes) -> None:
-        if {peer, self._rank} <= self._shared.open:
+        ranks = self._shared.open
+        if peer in ranks and self._rank in ranks:
             self._shared.queue.put((peer, News(self._rank, data)))
 
     def wake(self) -> None:
         self._shared.queue.put((self._rank, None))
 
-    def close(self) -> None:
-        self._shared.remove(self._rank)
+    def close(self, goodbye: bytes = b"") -> None:
+        self._shared.remove(self._rank, goodbye)
 
     def abandon(self) -> None:
         """Do nothing: the thread is the parent's, and a queue is no descriptor."""
@@ -258,43 +266,73 @@ class _Shared:
         self._lock = threading.RLock()
         self._readers: dict[int, Reader] = {}
         self._has_thread = False
+        self._due = math.inf  # the earliest time of a reader, or some time before that
+        # What ranks said as they closed, for all who are there when it is handed out. Ranks close
+        # together: told one by one, each of n would hear of n others that it waits for no more.
+        self._goodbyes: list[News] = []
+        self._handed_out = math.inf  # when these are handed out
 
     def add(self, rank: int, reader: Reader) -> None:
+        due = reader.due()
         with self._lock:
             self._readers[rank] = reader
+            is_earlier = due < self._due
+            self._due = min(due, self._due)
             if not self._has_thread:
                 self._has_thread = True
                 threading.Thread(target=self._run, name="weft detectors", daemon=True).start()
-        self.queue.put((rank, None))  # its time may come before that of the others
+            elif is_earlier:
+                self.queue.put((rank, None))
 
-    def remove(self, rank: int) -> None:
+    def remove(self, rank: int, goodbye: bytes = b"") -> None:
         with self._lock:
+            if goodbye and rank in self.open:
+                self._goodbyes.append(News(rank, goodbye))
             self.open.discard(rank)
             self._readers.pop(rank, None)
-        self.queue.put((rank, None))  # the thread ends where this one was the last
+            is_last = not self._readers
+            is_first = bool(self._goodbyes) and self._handed_out == math.inf
+            if is_first:
+                self._handed_out = time.monotonic() + _GOODBYES
+        if is_first or is_last:
+            self.queue.put((rank, None))  # the thread hears of a time, or ends
 
     def _run(self) -> None:
         """The thread: it ends where no reader is left."""
-        due = math.inf  # the earliest time of a reader, or some time before that
         while True:
-            news = self._next(due)
+            news = self._next(min(self._due, self._handed_out))
             with self._lock:
                 if not self._readers:
                     self._has_thread = False
                     return
                 readers = dict(self._readers)
-            late = time.monotonic() - due
-            if late < 0:  # nobody's time has come: those alone for whom something came
-                readers = {rank: reader for rank, reader in readers.items() if rank in news}
-            else:  # all are called, and asked when they are due
-                due = math.inf
+                for each in self._goodbyes_to_hand_out():
+                    for rank in readers:
+                        news.setdefault(rank, []).append(each)
+                late = time.monotonic() - self._due
+                if late < 0:  # nobody's time has come: those alone for whom something came
+                    readers = {rank: readers[rank] for rank in news if rank in readers}
+                else:  # all are called, and asked when they are due
+                    self._due = math.inf
             for rank, reader in readers.items():
                 try:
                     reader.handle(news.get(rank, []), late)
-                    due = min(due, reader.due())
+                    due = reader.due()
                 except Exception as error:
                     self.remove(rank)
                     reader.fail(error)
+                    continue
+                with self._lock:
+                    self._due = min(self._due, due)
+
+    def _goodbyes_to_hand_out(self) -> list[News]:
+        """Those that were said, if it is time; with the lock held."""
+        if time.monotonic() < self._handed_out:
+            return []
+        # in this order, as a collection of garbage may bring this thread to `remove` in between
+        self._handed_out = math.inf
+        goodbyes, self._goodbyes = self._goodbyes, []
+        return goodbyes
 
     def _next(self, due: float) -> dict[int, list[News]]:
         """Sleep until something comes, or until a time; what came, by the rank that it is for."""

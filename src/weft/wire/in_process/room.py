@@ -234,8 +234,8 @@ class RoomWire:
             # what was sent and waited for has been copied already
             self._end(Failure("aborted", None, f"rank {self.rank} has closed its wire"))
             self.room.gone.add(self.rank)
-            for condition in self.room.changed:
-                condition.notify_all()
+            for rank in self.room.waiting:
+                self.room.changed[rank].notify_all()
             self.room.look()
 
     def fail(self, failure: Failure) -> None:
