@@ -234,3 +234,55 @@ def test_errors_are_the_same_on_every_rank(group, said):
     collectives.all_gather(group, heard, mine)
     assert all(bytes(each.tolist()) == text.encode() for each in heard)
     weft.barrier(group=group)  # the next call works
+
+
+SMALL = 1 << 13  # bytes that no message of an opening has
+APART = 1 << 30  # channels from here on are those of rounds
+
+
+def in_rounds(group):
+    """Of one sample of all: large parts, and some that are empty on some ranks."""
+    size, rank, count = group.size, group.rank, 5000
+    total = torch.stack([part(each, count) for each in range(size)]).sum(0)
+    counts = [(count + each) * (each != 1) for each in range(size)]
+
+    tensor = part(rank, count)
+    collectives.all_reduce(group, [tensor], "sum")
+    assert torch.equal(tensor, total)
+    tensor = part(rank, count)
+    collectives.broadcast(group, tensor, size - 1)
+    assert torch.equal(tensor, part(size - 1, count))
+    tensor = part(rank, count)
+    collectives.reduce(group, tensor, 0, "sum")
+    assert torch.equal(tensor, total if rank == 0 else part(rank, count))
+    outs = [torch.zeros(each) for each in counts]
+    collectives.all_gather(group, outs, part(rank, counts[rank]))
+    assert all(torch.equal(out, part(each, counts[each])) for each, out in enumerate(outs))
+    out = torch.zeros(counts[rank])
+    collectives.reduce_scatter(group, out, [part(rank, each) for each in counts], "sum")
+    assert torch.equal(out, torch.stack([part(each, len(out)) for each in range(size)]).sum(0))
+    outs = [torch.zeros(count) for _ in range(size)] if rank == 0 else []
+    collectives.gather(group, outs, part(rank, count), 0)
+    assert all(torch.equal(out, part(each, count)) for each, out in enumerate(outs))
+    out = torch.zeros(count)
+    collectives.scatter(group, out, [part(each, count) for each in range(size)] * (rank == 0), 0)
+    assert torch.equal(out, part(rank, count))
+    # only the first two ranks have something for each other
+    sizes = [count * (rank < 2 and to < 2) for to in range(size)]
+    outs = [torch.zeros(each) for each in sizes]
+    collectives.all_to_all(group, outs, [part(rank, each) for each in sizes])
+    assert all(torch.equal(out, part(each, len(out))) for each, out in enumerate(outs))
+
+
+@spmd(2, 3, 4, 7, on=["rounds"])
+def test_where_tensors_have_a_wire_in_rounds_they_travel_there(group):
+    beside, post = [], group.wire.post
+
+    def watched(sends=(), recvs=(), channel=0):
+        if channel < APART:  # rounds travel over the same wire
+            beside.extend(tensor.nbytes for _, tensor in sends)
+        return post(sends, recvs, channel)
+
+    group.wire.post = watched
+    in_rounds(group)
+    assert max(beside) < SMALL

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 import weft
 from weft import nn
+from weft.group import process_group
 from weft.group.process_group import connect
 from weft.sparse import ALGORITHMS
 from weft.sparse.cost import Load
@@ -169,6 +170,28 @@ def test_a_program_asks_for_it_by_its_name():
     assert {each[:2] for each in found} == {("cpu (rounds)", "cpu")}
     assert {each[3] for each in found} == {wanted}
     assert processes(2, by_name, env={"WEFT_SAFE": "1"})[0][:2] == ("cpu (rounds)", "cpu")
+
+
+def of_torch():
+    register()
+    dist.init_process_group("weft")
+    group = process_group.of_group(None)
+    beside, post = [], group.wire.post
+
+    def watched(sends=(), recvs=(), channel=0):
+        beside.extend(tensor.nbytes for _, tensor in sends)
+        return post(sends, recvs, channel)
+
+    group.wire.post = watched
+    tensor = torch.full((30_000,), float(dist.get_rank()))
+    dist.all_reduce(tensor)
+    assert max(beside) < SMALL
+    dist.destroy_process_group()
+    return group.on(CPU).route, tensor[[0, -1]].tolist()
+
+
+def test_collectives_of_torch_take_it():
+    assert processes(3, of_torch, env={"WEFT_WIRE": "rounds"}) == [("cpu (rounds)", [3.0] * 2)] * 3
 
 
 RANK = """

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
+from types import SimpleNamespace
+from unittest.mock import MagicMock, call
 
 import pytest
 import torch
@@ -11,6 +14,7 @@ import weft
 from weft.sparse import link
 from weft.sparse.link import link_of, measure
 from weft.testing import run, spmd
+from weft.wire.interface import Features, LinkFigures
 from weft.wire.link import Link
 
 
@@ -127,6 +131,83 @@ def test_the_environment_may_say_them(monkeypatch):
     assert found.beta == pytest.approx(8e-9, rel=0.1)
     assert found.carry == found.within == 0  # not known
     assert "1 Gbit/s" in str(Link(1e-4, 8e-9, 1e-9, 1e-5))
+
+
+def rows_of(rank):
+    return weft.Rows(torch.arange(5000), torch.ones(5000, 8) * rank, 5000)
+
+
+APART = 1 << 30  # channels from here on are those of rounds
+
+
+@pytest.mark.parametrize("on", ["rounds", "device"])
+def test_the_figures_are_those_of_what_carries_the_rows(monkeypatch, on):
+    monkeypatch.delenv("WEFT_LINK", raising=False)
+
+    def program(group):
+        beside, apart, post = [], [], group.wire.post
+
+        def watched(sends=(), recvs=(), channel=0):
+            # rounds travel over the same wire
+            (apart if channel >= APART else beside).extend(sent.nbytes for _, sent in sends)
+            return post(sends, recvs, channel)
+
+        group.wire.post = watched
+        group.session.hosts = tuple("aab")
+        found = [weft.explain(rows_of(group.rank)).link for _ in range(2)]
+        assert max(beside) < 1 << 16 and max(apart) >= 1 << 19
+        return found
+
+    first, *others = run(3, program, on=on)
+    assert others == [first] * 2
+    assert 0 < first[0].within < 1e-4
+
+
+STATED = LinkFigures(1e-3, 1e-8, 1e-5)
+WITHIN = LinkFigures(1e-5, 1e-9, 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "within", "wanted"),
+    [
+        ("aaa", None, (1e-3, 1e-8, 0.0)),
+        ("aaa", WITHIN, (1e-5, 1e-9, 0.0)),
+        ("abc", WITHIN, (1e-3, 1e-8, 0.0)),
+        ("aab", WITHIN, (1e-3, 1e-8, 1e-9)),
+        ("aab", None, (1e-3, 1e-8, 0.0)),
+    ],
+)
+def test_a_wire_may_state_them(monkeypatch, hosts, within, wanted):
+    monkeypatch.delenv("WEFT_LINK", raising=False)
+    monkeypatch.setattr(link, "_round", lambda *_: 1 / 0)  # nobody measures
+
+    def program(group):
+        group.session.hosts = tuple(hosts)
+        group.features = replace(group.features, between=STATED, within=within)
+        return link_of(group), link_of(group)
+
+    for found in run(3, program):
+        for one in found:
+            assert [one.alpha, one.beta] == pytest.approx(wanted[:2], rel=0.15)
+            assert one.within == pytest.approx(wanted[2], rel=0.15)
+            assert one.work > 0
+
+
+def test_the_host_waits_for_a_stream_that_is_measured(monkeypatch):
+    asked = MagicMock()
+    monkeypatch.setattr(torch, "Event", asked.event)
+    monkeypatch.setattr(torch.accelerator, "current_stream", asked.stream)
+    group = SimpleNamespace(features=Features(streams=True), device=torch.device("cuda", 1))
+    stream = asked.stream.return_value
+    link._wait(group, asked.pending)
+    assert asked.mock_calls == [
+        call.pending.wait(),
+        call.event(group.device),
+        call.stream(group.device),
+        call.event().record(stream),
+        call.event().synchronize(),
+        call.pending.release(),
+    ]
 
 
 @pytest.mark.parametrize("text", ["fast", "1", "1,0", "-1,5", "1,2,3", "nan,1", "1,inf"])

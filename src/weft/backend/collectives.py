@@ -3,8 +3,8 @@
 They take any dtype; a reduction must be defined for it. Each begins with an opening exchange
 (`agree`), in which every rank learns what every other rank was asked for. So wrong or differing
 arguments raise the same WeftError on all ranks, and the next call works. Then messages go directly
-from rank to rank. Reductions add in rank order, so all ranks that get the result have the same
-bits.
+from rank to rank, over the wire of the CPU's tensors. Reductions add in rank order, so all ranks
+that get the result have the same bits.
 """
 
 from __future__ import annotations
@@ -42,9 +42,10 @@ Parts = Sequence[Tensor | None]
 def all_reduce(group: Group, tensors: list[Tensor], op: str) -> list[Tensor]:
     """Reduce each tensor over all ranks, in place."""
     _open(group, "all_reduce", {"op": op, **_said(tensors)}, _reason(tensors, op))
+    over = _over(group)
     for tensor in tensors:
         flat = _flat(tensor)
-        dense_all_reduce(group, flat, _sum(op)).wait()
+        dense_all_reduce(over, flat, _sum(op)).wait()
         _mean(flat, op, group.size)
         _put(flat, tensor)
     return tensors
@@ -113,7 +114,7 @@ def broadcast(group: Group, tensor: Tensor, root: int) -> list[Tensor]:
     """Send one rank's tensor to all ranks, in place."""
     _open(group, "broadcast", {"root": root, **_said([tensor])}, _reason([tensor]))
     flat = _flat(tensor)
-    ScatterAllGather(group, root, flat).start().wait()
+    ScatterAllGather(_over(group), root, flat).start().wait()
     _put(flat, tensor)
     return [tensor]
 
@@ -228,6 +229,11 @@ def _open(
         return [bytes(each) for each in said.own(len(own))]
 
 
+def _over(group: Group) -> Group:
+    """The group as it carries tensors of the CPU, which may have a wire of their own."""
+    return group.on(torch.device("cpu"))
+
+
 def _own(group: Group, tensor: Tensor) -> list[int | None]:
     """The required sizes of a tensor for each rank: this rank's only."""
     return [tensor.numel() if rank == group.rank else None for rank in range(group.size)]
@@ -283,7 +289,7 @@ def _exchange(group: Group, gives: Parts, takes: Parts) -> None:
     outgoing = {p: flats[id(each)] for p, each in enumerate(gives) if id(each) in flats}
     wanted = {p: each for p, each in enumerate(takes) if each is not None and each.numel()}
     incoming = {p: _place(each) for p, each in wanted.items()}
-    moved(group, outgoing, incoming)
+    moved(_over(group), outgoing, incoming)
     if group.rank in incoming and group.rank in outgoing:
         incoming[group.rank].copy_(outgoing[group.rank])
     for peer, place in incoming.items():
@@ -297,7 +303,7 @@ def _reduce_parts(group: Group, out: Tensor, parts: Sequence[Tensor], op: str) -
     for start in range(0, max(map(len, flats)), step):
         chunks = [flat[start : start + step] for flat in flats]
         mine = len(chunks[group.rank])
-        with group.lease(group.size * chunks[group.rank].nbytes) as memory:
+        with _over(group).lease(group.size * chunks[group.rank].nbytes) as memory:
             slots = list(typed(memory, (group.size, mine), out.dtype))
             _exchange(group, chunks, slots)
             if mine:

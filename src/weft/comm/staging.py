@@ -64,7 +64,8 @@ def moved(
     """
     after = [peer for peer in group.peers if peer in outgoing]
     before = [peer for peer in reversed(group.peers) if peer in incoming]
-    for number in range(rounds if after or before else 0):
+    takes_part = bool(after or before) or group.features.lockstep
+    for number in range(rounds if takes_part else 0):
         sends = [(peer, _piece(outgoing[peer], number, rounds)) for peer in after]
         recvs = [(peer, _piece(incoming[peer], number, rounds)) for peer in before]
         group.post(

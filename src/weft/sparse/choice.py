@@ -205,7 +205,7 @@ def with_link(group: Group, load: Load, *, staying: bool = False, lockstep: bool
     """The load with the figures of the group's link and hosts, and what suits them; collective.
 
     Args:
-        group: the group, for CPU tensors.
+        group: the group, for the device of the rows.
         load: the sizes of the call.
         staying, lockstep: of the load. If one is set, lists and values are sent in one message
             each, unpacked.

@@ -1,12 +1,14 @@
-"""The figures of a group's network: said by the environment, or measured.
+"""The figures of a group's network: said by the environment, stated by the wire, or measured.
 
-The first call of a group that needs the figures finds them, on all ranks together. They are what
-`WEFT_LINK=latency_us,gbit` says, the same on every rank, or else a measurement: bytes go round the
-ring of ranks for a few tens of milliseconds, or for 20 latencies where that is longer. They go host
-by host, so that one stream enters each host and one leaves it. Where some ranks, but not all, share
-a host, bytes go round the ranks of each host, too. The next call that needs the figures measures
-again, and weft keeps the better ones: else a machine that was busy at start-up would seem slow as
-long as the group lives.
+The first call of a group that needs the figures finds them, on all ranks together. They are those
+of what carries the group's tensors: a device has a wire of its own. They are what
+`WEFT_LINK=latency_us,gbit` says, the same on every rank, else what the wire states as constants of
+its kind (`Features.between`), or else a measurement: bytes go round the ring of ranks for a few
+tens of milliseconds, or for 20 latencies where that is longer. They go host by host, so that one
+stream enters each host and one leaves it. Where some ranks, but not all, share a host, bytes go
+round the ranks of each host, too. The next call that needs the figures measures again, and weft
+keeps the better ones: else a machine that was busy at start-up would seem slow as long as the group
+lives.
 
 All ranks take the slowest rank's figures, rounded to coarse steps, so that they compute the same
 costs and small noise does not change a choice.
@@ -29,7 +31,8 @@ import torch
 
 from ..errors import WeftError
 from ..group.group import Group
-from ..schedules import dense_all_reduce
+from ..group.pending import Pending
+from ..group.session import Session
 from ..schedules.hosts import hosts_of
 from ..wire.link import MERGE, Link
 from .record import apart
@@ -42,21 +45,29 @@ _MEASURED = 2  # calls that measure: other work on a machine only ever slows a l
 _EXCHANGES, _PASSES = 12, 2  # of latency, and of rate: the quickest counts
 _FIGURES = struct.Struct("<6q64s")  # steps of alpha, beta, work, carry, within; cores, whose
 _UNKNOWN = -200  # steps: quarters of a power of two; of a figure that was not measured
+_SMALL = 256  # bytes of a small message
+_CHANNEL = 7  # that no other room uses
+_NANOSECONDS = struct.Struct("<q")
 
 _links: WeakKeyDictionary[Group, tuple[Link, int]] = WeakKeyDictionary()
 """The figures of each group, and how many calls are still to measure them."""
 
+_set: WeakKeyDictionary[Session, Link] = WeakKeyDictionary()
+"""The figures that a program has set."""
+
 
 def link_of(group: Group) -> Link:
-    """The figures of a group's network; found the first time, by all ranks together.
+    """The figures of what carries a group's tensors; found the first time, by all ranks together.
 
     Raises:
         WeftError: WEFT_LINK does not say them; on every rank.
     """
+    if group.session in _set:
+        return _set[group.session]
     known, more = _links.get(group, (None, _MEASURED))
     if known is None or more:
         with apart(group):  # the record of the call that needs the figures leaves this out
-            found = _said(group) if known is None else None
+            found = _said(group) or _stated(group) if known is None else None
             if found is not None:
                 more = 0
             else:
@@ -70,14 +81,31 @@ def link_of(group: Group) -> Link:
 
 
 def set_link(group: Group, link: Link) -> None:
-    """Set the figures of a group; every rank must set the same."""
-    _links[group] = link, 0
+    """Set the figures of a group, whatever carries its tensors; every rank must set the same.
+
+    They are those of its subsets, too.
+    """
+    _set[group.session] = link
 
 
 def _said(group: Group) -> Link | None:
     """The figures that the environment gives; None without."""
     said = os.environ.get("WEFT_LINK")
     return None if said is None else _agreed(group, *parse(said), _WORK)
+
+
+def _stated(group: Group) -> Link | None:
+    """The figures that the wire states as constants of its kind; None if it does not."""
+    between, within = group.features.between, group.features.within
+    if between is None:
+        return None
+    hosts = hosts_of(group).ranks
+    inside = 0.0
+    if len(hosts) == 1:
+        between = within or between
+    elif within is not None and len(hosts) < group.size:
+        inside = within.seconds_a_byte
+    return _agreed(group, between.latency, between.seconds_a_byte, between.work, within=inside)
 
 
 def parse(text: str) -> tuple[float, float]:
@@ -102,7 +130,7 @@ def _positive(figure: Any) -> float:
 
 
 def measure(group: Group) -> Link:
-    """Measure the link of a group; collective, every rank gets the same figures."""
+    """Measure what carries a group's tensors; collective, every rank gets the same figures."""
     hosts = hosts_of(group).ranks
     alpha, work = _latency(group)
     host_by_host = [*itertools.chain(*hosts)]
@@ -163,13 +191,26 @@ def _figures(raw: bytes) -> tuple[Any, ...]:
 
 def _latency(group: Group) -> tuple[float, float]:
     """Seconds of a small exchange with all ranks, and CPU seconds of one of its messages."""
-    message, best, busy = bytes(256), math.inf, []
+    message = torch.zeros(_SMALL, dtype=torch.uint8, device=group.device)
+    sends = [(peer, message) for peer in group.peers]
+    recvs = [(peer, _SMALL) for peer in group.peers]
+    best, busy = math.inf, []
     for _ in range(_EXCHANGES):
         start, before = time.perf_counter(), time.process_time()
-        group.all_gather_bytes(message, len)
+        _wait(group, group.post(sends, recvs, _CHANNEL))
         best = min(best, time.perf_counter() - start)
         busy.append(time.process_time() - before)
     return best, statistics.median(busy) / max(1, group.size - 1)
+
+
+def _wait(group: Group, pending: Pending) -> None:
+    """Wait for messages on the host, also where a stream waits for them."""
+    pending.wait()
+    if group.features.streams:
+        event = torch.Event(group.device)
+        event.record(torch.accelerator.current_stream(group.device))
+        event.synchronize()
+    pending.release()
 
 
 def _rate(group: Group, ring: Sequence[int], latency: float) -> tuple[float, float]:
@@ -201,17 +242,23 @@ def _round(group: Group, ring: Sequence[int], nbytes: int) -> tuple[float, float
     place = ring.index(group.rank)
     after = ring[(place + 1) % len(ring)]
     before = ring[place - 1]
-    seconds = busy = 0.0
-    if len(ring) > 1:
-        with group.lease(nbytes) as outgoing, group.lease(nbytes) as incoming:
-            start, busy = time.perf_counter(), time.process_time()
-            group.post([(after, outgoing)], [(before, incoming)]).wait()
-            seconds, busy = time.perf_counter() - start, time.process_time() - busy
+    if len(ring) == 1:
+        _wait(group, group.post())  # in the others' round, if there are rounds
+        return _slowest(group, 0.0), 0.0
+    with group.lease(nbytes) as outgoing, group.lease(nbytes) as incoming:
+        start, busy = time.perf_counter(), time.process_time()
+        _wait(group, group.post([(after, outgoing)], [(before, incoming)], _CHANNEL))
+        seconds, busy = time.perf_counter() - start, time.process_time() - busy
     return _slowest(group, seconds), busy
 
 
 def _slowest(group: Group, seconds: float) -> float:
     """The most seconds of any rank; collective."""
-    nanoseconds = torch.tensor([int(seconds * 1e9)])
-    dense_all_reduce(group, nanoseconds, "max").wait()
-    return int(nanoseconds) * 1e-9
+    own = _NANOSECONDS.pack(int(seconds * 1e9))
+    return max(group.all_gather_bytes(own, _seconds_in)) * 1e-9
+
+
+def _seconds_in(raw: bytes) -> int:
+    """Nanoseconds that a rank says. Raises struct.error if they are none."""
+    nanoseconds: int = _NANOSECONDS.unpack(raw)[0]
+    return nanoseconds

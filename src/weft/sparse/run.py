@@ -146,7 +146,7 @@ def opened(
                 )
         if group.size > 1 and not is_over:
             lockstep = over.features.lockstep
-            call.load = with_link(group, call.load, staying=staying, lockstep=lockstep)
+            call.load = with_link(over, call.load, staying=staying, lockstep=lockstep)
         everyone = [one.rows for one in said if one.rows is not None]
         yield Opened(call, own, said, everyone if is_over else None)
     finally:

@@ -407,7 +407,8 @@ def _network(job: Job, group: Group) -> Network:
     hosts = hosts_of(group)
     if job.link is None:
         return Network(hosts, None)
-    measured = group.worker.call("link", lambda: weft.sparse.link.link_of(group))
+    over = group.on(torch.device("cpu"))
+    measured = group.worker.call("link", lambda: weft.sparse.link.link_of(over))
     return Network(hosts, replace(measured, beta=8 / job.link))
 
 
