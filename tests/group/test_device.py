@@ -32,6 +32,7 @@ from weft.devices import Aside, as_device, is_capturing
 from weft.group import process_group
 from weft.group import session as session_module
 from weft.group import worker as worker_module
+from weft.group.route import backend_for
 from weft.group.watcher import Watcher
 from weft.kernels import reference
 from weft.sparse import ALGORITHMS, request
@@ -43,7 +44,7 @@ from weft.testing.threads import on_groups
 from weft.wire.checked_rounds import CheckedRounds
 from weft.wire.interface import Features, WireFailed
 from weft.wire.staged import Staged
-from weft.wire.torch_rounds import TorchRounds, backend_for, rounds_over
+from weft.wire.torch_rounds import TorchRounds, rounds_over
 
 CPU = torch.device("cpu")
 STAYING = Load(2, 8, 4, 4, 6, 9, 4, 4, 4, staying=True)
@@ -155,6 +156,23 @@ def test_else_they_go_through_the_host_which_is_logged_once(monkeypatch, caplog,
     through = "are copied through the host: the group's backends are"
     assert caplog.messages == [f"rank 0: tensors on {kind} {through} {config}"]
     group.close()
+
+
+CARRIED = [("cpu:gloo,cuda:nccl", "cuda", "nccl"), ("cuda:nccl", "cuda", "nccl")]
+CARRIED += [("cpu:gloo,xpu:xccl", "xpu", "xccl"), ("cpu:gloo", "cpu", "gloo")]
+REFUSED = [("cpu:gloo", "cuda"), ("cpu:gloo,cuda:gloo", "cuda"), ("cpu:gloo,cuda:nccl", "xpu")]
+
+
+@pytest.mark.parametrize(("config", "kind", "name"), CARRIED)
+def test_a_group_whose_backend_takes_tensors_of_the_device(monkeypatch, config, kind, name):
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: config)
+    assert backend_for(threading.Thread(), torch.device(kind)) == name
+
+
+@pytest.mark.parametrize(("config", "kind"), REFUSED)
+def test_a_group_whose_backend_does_not(monkeypatch, config, kind):
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: config)
+    assert backend_for(threading.Thread(), torch.device(kind)) is None
 
 
 def test_of_a_group_for_two_devices_torch_before_2_14_keeps_what_is_written_in_python_alone():

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import platform
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from weft.errors import WeftError
 from weft.testing.wires import check_wire, ranks_as_threads
 from weft.wire import staged as module
 from weft.wire.in_process.threads import thread_wires
-from weft.wire.interface import Failure, Features, WireFailed
-from weft.wire.memory import Pool
-from weft.wire.registry import Start
-from weft.wire.staged import Staged, staged
+from weft.wire.interface import Failure, WireFailed
+from weft.wire.staged import Staged
 
 CPU = torch.device("cpu")
 
@@ -113,22 +109,6 @@ def test_what_is_sent_is_there_before_it_is_posted(monkeypatch):
     assert asked == ["waits", "posts", "posts"]
     Staged(second, CPU).post((), [(0, torch.zeros(2))]).wait(10.0)
     pending.wait(10.0)
-
-
-def start_of(rank, device, cpu_wire):
-    return Start(
-        rank, 2, device, 1.0, platform.node(), lambda data: [data] * 2, Pool(), cpu_wire=cpu_wire
-    )
-
-
-def test_the_log_says_that_tensors_go_through_the_host(caplog):
-    first, _ = thread_wires(2)
-    wire = staged(start_of(0, torch.device("cuda", 0), first))
-    assert (wire.device, wire.features) == (torch.device("cuda", 0), Features())
-    why = "are copied through the host: no process group carries them"
-    assert caplog.messages == [f"rank 0: tensors on cuda {why}"]
-    with pytest.raises(WeftError, match="rank 1: there is no wire of the CPU"):
-        staged(start_of(1, torch.device("cuda", 0), None))
 
 
 def test_memory_is_page_locked_for_a_device_alone(monkeypatch):

@@ -9,7 +9,6 @@ import gc
 import threading
 import time
 import weakref
-from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -17,7 +16,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from weft.errors import WeftError
 from weft.testing import (
     check_wire,
     make_wires,
@@ -29,9 +27,7 @@ from weft.testing.pace import patient
 from weft.testing.wires import NUMBERS
 from weft.wire import torch_rounds
 from weft.wire.interface import Failure, Features, Reducing, Rounds, WireFailed
-from weft.wire.memory import Pool
-from weft.wire.registry import Start
-from weft.wire.torch_rounds import backend_for, rounds_over
+from weft.wire.torch_rounds import rounds_over
 
 CPU = torch.device("cpu")
 SOON = 20.0  # seconds of waits that end by what the test does
@@ -220,29 +216,6 @@ def test_the_first_failure_stays_and_a_group_that_is_gone_is_lost():
 
 
 # which group
-
-
-CARRIED = [("cpu:gloo,cuda:nccl", "cuda", "nccl"), ("cuda:nccl", "cuda", "nccl")]
-CARRIED += [("cpu:gloo,xpu:xccl", "xpu", "xccl"), ("cpu:gloo", "cpu", "gloo")]
-REFUSED = [("cpu:gloo", "cuda"), ("cpu:gloo,cuda:gloo", "cuda"), ("cpu:gloo,cuda:nccl", "xpu")]
-
-
-@pytest.mark.parametrize(("config", "kind", "name"), CARRIED)
-def test_a_group_whose_backend_takes_tensors_of_the_device(monkeypatch, config, kind, name):
-    monkeypatch.setattr(dist, "get_backend_config", lambda group: config)
-    assert backend_for(threading.Thread(), torch.device(kind)) == name
-
-
-@pytest.mark.parametrize(("config", "kind"), REFUSED)
-def test_a_group_whose_backend_does_not(monkeypatch, config, kind):
-    monkeypatch.setattr(dist, "get_backend_config", lambda group: config)
-    device, group = torch.device(kind), threading.Thread()
-    assert backend_for(group, device) is None
-    start = Start(1, 2, device, 1.0, "here", None, Pool(), process_group=group)
-    with pytest.raises(WeftError, match=f"takes no tensors on {kind}: its backends are {config}"):
-        torch_rounds.torch_rounds(start)
-    with pytest.raises(WeftError, match="rank 1: there is no process group"):
-        torch_rounds.torch_rounds(replace(start, process_group=None))
 
 
 # streams: who waits for whom, and how long memory is held

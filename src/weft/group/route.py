@@ -20,15 +20,18 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
+from .._torch import serves
 from ..wire.interface import Features, Lease, Rounds, Wire
 from ..wire.memory import Pool
 from ..wire.staged import Staged
-from ..wire.torch_rounds import backend_for, rounds_over
+from ..wire.torch_rounds import rounds_over
 from .watcher import Watcher
 
 T = TypeVar("T")
 
 _log = logging.getLogger("weft")
+
+_HOST_ONLY = ("gloo", "weft", "mpi", "fake", "undefined")  # backends that take CPU tensors only
 
 
 class Route:
@@ -132,3 +135,14 @@ def wire_of_device(
             dist.get_backend_config(process_group),
         )
     return Staged(cpu_wire, device), "staged through the host"
+
+
+def backend_for(group: dist.ProcessGroup, device: torch.device) -> str | None:
+    """The name of a group's backend for tensors of a device; None if none takes them."""
+    pairs = (pair.partition(":") for pair in dist.get_backend_config(group).split(","))
+    backends = {kind: name for kind, _, name in pairs}
+    backend = backends.get(device.type, "undefined")
+    takes = backend not in _HOST_ONLY or (backend == "gloo" and device.type == "cpu")
+    # if one of several backends is written in Python, torch keeps only that one: ask the group
+    is_there = len(set(backends.values())) == 1 or serves(group, device)
+    return backend if takes and is_there else None

@@ -53,8 +53,8 @@ def group(
         >>> sent.wait()
         []
     """
-    wires = thread_wires(size)
-    crew = Crew(wires, names_of_hosts(hosts or ["threads"] * size, size), timeout, _more_wires)
+    names = names_of_hosts(hosts or ["threads"] * size, size)
+    crew = Crew(thread_wires(size), names, timeout, _more_wires)
     sessions = crew.sessions()
     for each in sessions:
         if device:
@@ -72,8 +72,10 @@ def names_of_hosts(hosts: Sequence[str], size: int) -> list[str]:
     """The name of each rank's host.
 
     Raises:
-        WeftError: there is not one for each.
+        WeftError: there is not one for each, or there are no ranks.
     """
+    if size < 1:
+        raise WeftError(f"a group has at least one rank, not {size}")
     if len(hosts) != size:
         raise WeftError(f"{len(hosts)} hosts for {size} ranks: give one for each")
     return list(hosts)

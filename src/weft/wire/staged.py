@@ -7,37 +7,16 @@ and is copied to the device at the wait.
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from ..errors import WeftError
 from .interface import Failure, Features, Pending, Recv, Send, Wire, WireFailed
-from .registry import Start
-
-_log = logging.getLogger("weft")
 
 _APART = 1 << 30  # exchanges channels that the CPU's own messages do not use for those they do
 _LOOK = 0.05  # seconds between two looks at whether this wire was aborted
-
-
-def staged(start: Start) -> Staged:
-    """The wire over `start.cpu_wire`; a factory. The log says that tensors go through the host.
-
-    Raises:
-        WeftError: there is no wire of the CPU.
-    """
-    if start.cpu_wire is None:
-        raise WeftError(f"rank {start.rank}: there is no wire of the CPU to copy tensors to")
-    _log.warning(
-        "rank %d: tensors on %s are copied through the host: no process group carries them",
-        start.rank,
-        start.device.type,
-    )
-    return Staged(start.cpu_wire, start.device)
 
 
 class Staged:

@@ -43,15 +43,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .._torch import serves
-from ..errors import WeftError
 from .interface import Failure, Features, Recv, Send, WireFailed
-from .registry import Start
 
 _log = logging.getLogger("weft")
 
 _GRAIN = 16  # bytes: messages begin at a multiple, enough for any dtype
-_HOST_ONLY = ("gloo", "weft", "mpi", "fake", "undefined")  # backends that take CPU tensors only
 _PAUSES = (1e-4, 0.01)  # seconds between two looks at an event: the first, and the longest
 _FOREVER = timedelta(days=1000)  # the limits are the caller's
 _LAST = 5.0  # seconds that a close may take
@@ -73,23 +69,6 @@ _FEATURES = Features(
 )
 
 
-def torch_rounds(start: Start) -> TorchRounds:
-    """The wire over the caller's process group, which it does not keep alive; a factory.
-
-    Raises:
-        WeftError: there is no group, or its backend does not take tensors of this device.
-    """
-    group = start.process_group
-    if group is None:
-        raise WeftError(f"rank {start.rank}: there is no process group to carry tensors")
-    if backend_for(group, start.device) is None:
-        raise WeftError(
-            f"rank {start.rank}: the process group takes no tensors on {start.device.type}: its "
-            f"backends are {dist.get_backend_config(group)}"
-        )
-    return rounds_over(weakref.ref(group), start.rank, start.size, start.device)
-
-
 def rounds_over(
     group: Callable[[], Any], rank: int, size: int, device: torch.device
 ) -> TorchRounds:
@@ -102,17 +81,6 @@ def rounds_over(
     """
     kind = _InStream if has_streams(device) else _OnThread
     return TorchRounds(kind(group, size, device), range(size), rank)
-
-
-def backend_for(group: dist.ProcessGroup, device: torch.device) -> str | None:
-    """The name of a group's backend for tensors of a device; None if none takes them."""
-    pairs = (pair.partition(":") for pair in dist.get_backend_config(group).split(","))
-    backends = {kind: name for kind, _, name in pairs}
-    backend = backends.get(device.type, "undefined")
-    takes = backend not in _HOST_ONLY or (backend == "gloo" and device.type == "cpu")
-    # if one of several backends is written in Python, torch keeps only that one: ask the group
-    is_there = len(set(backends.values())) == 1 or serves(group, device)
-    return backend if takes and is_there else None
 
 
 def has_streams(device: torch.device) -> bool:

@@ -31,7 +31,6 @@ import heapq
 import threading
 from collections.abc import Sequence
 
-from ...errors import WeftError
 from ..link import Link
 from .room import End, Room, RoomPending, RoomWire
 
@@ -52,7 +51,7 @@ class Network:
 
     def __init__(self, hosts: Sequence[str], link: Link, within: Link | None = None) -> None:
         if not hosts:
-            raise WeftError("a group has at least one rank, not 0")
+            raise ValueError("a group has at least one rank, not 0")
         size = len(hosts)
         lock = threading.RLock()
         self.link = link

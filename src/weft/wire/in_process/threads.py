@@ -11,7 +11,6 @@ from __future__ import annotations
 import numpy as np
 from torch import Tensor
 
-from ...errors import WeftError
 from ..interface import Failure
 from .room import Bytes, End, Room, RoomPending, RoomWire
 
@@ -22,7 +21,7 @@ def thread_wires(size: int) -> list[ThreadWire]:
     """The wires of a group of `size` ranks, to be used by one thread each.
 
     Raises:
-        WeftError: there are no ranks.
+        ValueError: there are no ranks.
 
     Example:
         >>> import torch
@@ -34,7 +33,7 @@ def thread_wires(size: int) -> list[ThreadWire]:
         []
     """
     if size < 1:
-        raise WeftError(f"a group has at least one rank, not {size}")
+        raise ValueError(f"a group has at least one rank, not {size}")
     room = Room(size)
     return [ThreadWire(rank, room) for rank in range(size)]
 
