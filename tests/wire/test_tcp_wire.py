@@ -138,6 +138,23 @@ def test_what_is_sent_to_a_rank_that_left_takes_no_memory():
     wire.close()
 
 
+def test_a_copy_for_two_ranks_is_kept_for_the_second_though_the_first_has_left():
+    near, far = socket.socketpair()
+    other, its = socket.socketpair()
+    segment = shm.Segment.make(1 << 20)
+    if segment is None:
+        pytest.skip("memfd_create is refused here")
+    wire = TcpWire(0, 3, {1: near, 2: other}, Pool(), segment, seen_by={1, 2})
+    far.close()
+    while not wire.connections[1].lost:
+        wire.move()
+    tensor = torch.zeros(1 << 18, dtype=torch.uint8)
+    wire.post([(1, tensor), (2, tensor)]).wait(10.0)
+    assert segment.allocate(1 << 20) is None  # the second has yet to read it
+    wire.close()
+    its.close()
+
+
 def test_what_had_not_gone_to_a_rank_that_left_takes_no_memory():
     near, far = socket.socketpair()
     segment = shm.Segment.make(1 << 20)

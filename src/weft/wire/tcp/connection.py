@@ -63,7 +63,8 @@ class Block:
 
     Attributes:
         offset: where it is.
-        readers: the peers that it was sent to and that have not read it.
+        readers: the peers that it was sent to and that have not read it, and the post that sends
+            it, until it has gone to all of them.
     """
 
     __slots__ = ("_segment", "offset", "readers")

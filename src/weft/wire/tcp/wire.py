@@ -218,6 +218,9 @@ class TcpWire:
                 needs_thread |= send.nbytes > INLINE
             link.send(channel, send)
             messages.append((link, send))
+        for _, block in places.values():
+            if block is not None:
+                block.read()  # from here on it is its readers' alone
         for link, _ in messages:
             if link.due:
                 link.flush()
@@ -239,7 +242,10 @@ class TcpWire:
             block = None
             if offset is None:
                 offset = self.segment.stage(tensor)
-                block = None if offset is None else Block(self.segment, offset)
+                if offset is not None:
+                    block = Block(self.segment, offset)
+                    # this post: a peer that is gone must not free what is yet to go to another
+                    block.readers = 1
             places[id(tensor)] = (-1 if offset is None else offset, block)
         offset, block = places[id(tensor)]
         if block is not None:
