@@ -19,7 +19,8 @@ WIDTH, CHUNK_ROWS = 32, 2048
 
 def rows_of(rank, kind, size):
     """Evenly spread rows, so that every owner has exactly its share."""
-    count, height = 4096 * size, 16384 * size
+    count = int(4096 * size)
+    height = 4 * count
     step = height // count
     shift = {"identical": 0, "disjoint": rank % step, "half": rank % 2}[kind]
     return weft.Rows(torch.arange(count) * step + shift, torch.ones(count, WIDTH), height)
@@ -46,7 +47,8 @@ def test_what_is_sent_within_and_between_hosts(group, hosts, kind):
 def check(group, name, kind, in_stages=False):
     if kind == "disjoint" and group.size > 4:
         kind = "half"  # four places between two rows: no more than four ranks can be disjoint
-    rows = rows_of(group.rank, kind, group.size)
+    # in stages the last chunk is half full, so a range that is a little larger has no more chunks
+    rows = rows_of(group.rank, kind, 6.5 if in_stages else group.size)
     said = {line.algorithm: line for line in weft.explain(rows, algorithm=name).lines}[name]
     weft.sparse_all_reduce(rows, algorithm=name)
     record = last_call()
@@ -61,11 +63,14 @@ def check(group, name, kind, in_stages=False):
     cost = ALGORITHMS[name].cost(exact)
     # who shares rows with whom a load does not say: here with every other rank only
     # and a part of some ranks' rows may take a chunk more than an even one
-    partners = (name != "holders" or kind == "identical") and not in_stages
+    partners = name != "holders" or kind == "identical"
     assert messages == pytest.approx(cost.messages, rel=0.1 if partners else 0.2, abs=1)
     # what some ranks' rows add up to is modelled as if ranks were alike, which odd and even are not
     exactly = (name not in ("doubling", "ring") and not in_stages) or kind == "identical"
-    assert sent == pytest.approx(cost.bytes, rel=0.03 if exactly else 0.25, abs=header * group.size)
+    loosely = 0.15 if in_stages else 0.25
+    assert sent == pytest.approx(
+        cost.bytes, rel=0.03 if exactly else loosely, abs=header * group.size
+    )
     assert said.bytes == pytest.approx(cost.bytes, rel=0.2)  # the union was a guess
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import threading
 from itertools import pairwise
 
@@ -16,7 +17,7 @@ from weft.sparse import ALGORITHMS, Load, factors, last_call
 from weft.sparse.header import Header
 from weft.sparse.link import set_link
 from weft.sparse.owners import balanced, of_blocks
-from weft.sparse.stream import VALUES
+from weft.sparse.stream import SUMS, VALUES
 from weft.testing import expected, run, simulated, spmd
 from weft.testing.simulation import simulate
 from weft.wire.link import MERGE, Link
@@ -342,7 +343,7 @@ def spread(rank, count=6000, height=60_000):
 def test_a_call_is_opened_once_and_each_stage_sends_what_it_must(asked):
     """2 hosts x 4: lists and values to 3 owners, to the other host, and sums to 3 ranks."""
     asked("4x2")
-    done = simulate("split", lambda rank: spread(rank, 400, 4000), 8, NETWORK,
+    done = simulate("split", lambda rank: spread(rank, 100, 1000), 8, NETWORK,
                     hosts="aaaabbbb", within=WITHIN)  # fmt: skip
     assert done.messages == 3 * 2 + 2 + 3 * 2  # a second opening would be seven more
 
@@ -362,32 +363,88 @@ class Watched:
         return getattr(self.pending, name)
 
 
+def watched(group, rows, is_sent, is_received):
+    """When the first message of some left this rank, and the last of others came, in one call.
+
+    Both are told by the peer and the channel.
+    """
+    set_link(group, NETWORK)
+    sent, received = [], []
+    post = group.wire.post  # over which the ranks of a stage send, too
+
+    def watching(sends=(), recvs=(), channel=0):
+        for peer, tensor in sends:
+            if is_sent(peer, channel) and tensor.numel():
+                sent.append(simulated.clock(group))
+        pending = post(sends, recvs, channel)
+        if any(is_received(peer, channel) for peer, _ in recvs):
+            return Watched(group, pending, received)
+        return pending
+
+    group.wire.post = watching
+    total = weft.sparse_all_reduce(rows, algorithm="split")
+    assert last_call().algorithm == "split"
+    # a rank without a place neither sends nor receives any
+    return min(sent, default=-math.inf), max(received, default=math.inf), total
+
+
 def test_the_second_stage_begins_before_the_first_has_ended(asked):
     asked("4x2")
     names = "aaaabbbb"
 
     def program(group):
-        set_link(group, NETWORK)
-        sent, received = [], []
-        post = group.wire.post  # over which the ranks of a stage send, too
+        def is_near(peer):
+            return names[peer] == names[group.rank]
 
-        def watched(sends=(), recvs=(), channel=0):
-            for peer, tensor in sends:
-                if names[peer] != names[group.rank] and channel == VALUES and tensor.numel():
-                    sent.append(simulated.clock(group))
-            pending = post(sends, recvs, channel)
-            within = [peer for peer, _ in recvs if names[peer] == names[group.rank]]
-            if within and channel == VALUES:
-                return Watched(group, pending, received)
-            return pending
+        return watched(
+            group,
+            spread(group.rank, 30_000, 200_000),
+            lambda peer, channel: channel == VALUES and not is_near(peer),
+            lambda peer, channel: channel == VALUES and is_near(peer),
+        )
 
-        group.wire.post = watched
-        weft.sparse_all_reduce(spread(group.rank, 30_000, 200_000), algorithm="split")
-        assert last_call().algorithm == "split"
-        return min(sent), max(received)
-
-    for first_sent, last_received in simulated.run(8, NETWORK, program, hosts=names, within=WITHIN):
+    found = simulated.run(8, NETWORK, program, hosts=names, within=WITHIN)
+    for first_sent, last_received, _ in found:
         assert first_sent < last_received
+
+
+@pytest.mark.parametrize(
+    ("between", "names"),
+    [
+        ("gather", "aaaabbbb"),
+        ("ring", "aabbccdd"),
+        ("split", "aabbccdd"),
+        ("split", "abcdabcd"),
+        ("split", "aaabbccc"),
+    ],
+)
+def test_a_block_shares_its_first_sums_before_the_last_have_come(
+    between, names, monkeypatch, asked
+):
+    asked(factors_of(names))
+
+    def middle(load):
+        return ALGORITHMS[between], factors.between(load)
+
+    monkeypatch.setattr("weft.sparse.algorithms.split.middle", middle)
+    rows = spread(0)  # the same everywhere
+
+    def program(group):
+        def is_near(peer):
+            return names[peer] == names[group.rank]
+
+        return watched(
+            group,
+            rows,
+            lambda peer, channel: channel == SUMS and is_near(peer),
+            lambda peer, channel: channel in (VALUES, SUMS) and not is_near(peer),
+        )
+
+    found = simulated.run(len(names), NETWORK, program, hosts=names, within=WITHIN)
+    for first_sent, last_received, total in found:
+        assert first_sent < last_received
+        assert torch.equal(total.indices, rows.indices)
+        assert torch.equal(total.values, len(names) * rows.values)
 
 
 @pytest.mark.parametrize(("ranks", "each"), [(8, 4), (8, 2), (16, 8), (64, 8), (64, 1)])
@@ -395,6 +452,18 @@ def test_it_takes_what_was_predicted(ranks, each):
     hosts = [f"{rank // each}" for rank in range(ranks)]
     done = simulate("split", lambda rank: spread(rank, 1000, 20_000), ranks, NETWORK,
                     hosts=hosts, within=WITHIN)  # fmt: skip
+    assert done.predicted == pytest.approx(done.seconds, rel=0.15)
+    assert done.messages == pytest.approx(done.cost.messages, rel=0.1)
+    assert done.bytes == pytest.approx(done.cost.bytes, rel=0.05)
+
+
+@pytest.mark.parametrize("hosts", ["aaaabbbb", "aabbccdd"])
+def test_on_a_fast_link_it_takes_what_was_predicted(hosts):
+    """Where the stages within a host take about as long as the bytes that leave it."""
+    link = dataclasses.replace(NETWORK, beta=0.8e-9)
+    done = simulate("split", lambda rank: spread(rank, 5000, 100_000), 8, link,
+                    hosts=hosts, within=WITHIN)  # fmt: skip
+    assert len(done.load.factors) == 2
     assert done.predicted == pytest.approx(done.seconds, rel=0.15)
     assert done.messages == pytest.approx(done.cost.messages, rel=0.1)
     assert done.bytes == pytest.approx(done.cost.bytes, rel=0.05)

@@ -38,8 +38,8 @@ class Onward(Protocol):
     def place(self, indices: Tensor) -> Rows:
         """Memory for a result with these indices, which are there already."""
 
-    def ready(self, stop: int) -> None:
-        """Take the rows before `stop`, which do not change any more."""
+    def ready(self, stop: int, rank: int) -> None:
+        """Take the rows of a rank's part before `stop`, which do not change any more."""
 
 
 @dataclass
@@ -154,10 +154,15 @@ class Call:
         torch.cat(lists, out=result.indices)
         return result
 
-    def ready(self, stop: int) -> None:
-        """Say that the result's rows before `stop` are as they will be; a schedule need not."""
+    def ready(self, stop: int, rank: int = 0) -> None:
+        """Say that some of the result is as it will be; a schedule need not.
+
+        Args:
+            stop: up to which row of the part.
+            rank: whose part of the result, if each rank makes one.
+        """
         if self.onward is not None:
-            self.onward.ready(stop)
+            self.onward.ready(stop, rank)
 
     def widened(self, result: Rows) -> Rows:
         """A schedule's result, converted in place to the dtype of the caller's values; call once.

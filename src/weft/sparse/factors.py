@@ -32,6 +32,10 @@ _MANY = 16  # ranks on hosts of their own from which messages may be what limits
 _SMALLEST = 1 << 16  # bytes of a chunk
 # doubling's receives are as long as the call's rows, and dense_tail's table has the call's height
 _NOT_BETWEEN = ("doubling", "dense_tail")
+# each rank sums a range; it has its own first, then that of its left neighbour, and so on
+_IN_PARTS = ("ring", "split")
+# the part of a block's sums that is made before the first of them leaves the block
+_BEFORE = {"gather": 0.5, "split": 0.5}
 _HANDED = 4.0  # bytes merged in the time in which one is handed on within a host, if unknown
 
 Blocks = tuple[tuple[int, ...], ...]
@@ -155,7 +159,8 @@ def within(load: Load) -> Load:
         return local
     assert load.link is not None
     link = replace(load.link, beta=min(load.link.beta, WITHIN))
-    return local.but(hosts=Hosts((0,) * ranks), link=link, gaps=False)
+    hosts = Hosts((0,) * ranks)
+    return local.but(hosts=hosts, link=link, gaps=False, chunk=_chunk_on_hosts(load, found))
 
 
 def between(load: Load) -> Load:
@@ -164,9 +169,14 @@ def between(load: Load) -> Load:
     places = load.factors[0]
     rows = [load.union_of(len(block)) / places for block in found]
     union = round(load.union / places)
-    # the places of a host share its link, so a chunk of the same duration is shorter
-    sharing = places if _are_near(load, found) else 1
     assert load.link is not None
+    sharing = 1
+    chunk = load.chunk
+    if _are_near(load, found):
+        sharing = places
+        # the places of a host share its link, so a chunk of the same duration is shorter
+        shorter = max(_SMALLEST, chunk >> (sharing.bit_length() - 1) // 2)
+        chunk = min(shorter, _chunk_on_hosts(load, found))
     hosts = None
     if load.hosts is not None:
         hosts = Hosts.named([load.hosts.of[block[0]] for block in found])
@@ -177,7 +187,7 @@ def between(load: Load) -> Load:
         fewest=round(min(rows)),
         union=union,
         height=None,
-        chunk=max(_SMALLEST, load.chunk >> (sharing.bit_length() - 1) // 2),
+        chunk=chunk,
         hosts=None if hosts is None or len(hosts.ranks) == len(found) else hosts,
         link=replace(load.link, beta=load.link.beta * sharing),
         rows_of_hosts=None,
@@ -188,6 +198,42 @@ def between(load: Load) -> Load:
     return inner.but(factors=further) if len(further) > 1 else inner
 
 
+def in_parts(load: Load, algorithm: Algorithm, inner: Load) -> bool:
+    """Whether a block shares complete sums range by range, of one rank of a place each.
+
+    The range of this rank is complete first, then that of its left neighbour, and so on. It is so
+    where ranges are large enough to be messages of their own, within a host.
+
+    Args:
+        load: of the call.
+        algorithm: between the blocks.
+        inner: its load.
+    """
+    if algorithm.name not in _IN_PARTS or inner.factors or not _are_near(load, blocks(load)):
+        return False
+    return 2 * inner.union * load.row >= inner.ranks * within(load).chunk
+
+
+def _chunk_on_hosts(load: Load, found: Blocks) -> int:
+    """Bytes of values sent at a time where blocks are hosts, and their stages overlap.
+
+    With n chunks of what a place sums, an n-th of the time of the stages within the host does not
+    overlap with the bytes of other hosts, and a rank sends n times as many messages: together least
+    where n is the root of that time over the work of the messages.
+    """
+    link = load.link
+    assert link is not None
+    places = load.factors[0]
+    moved = (load.mean + load.union) * load.row * (places - 1) / places
+    seconds = handed(load) * link.gamma * moved
+    work = link.work * (places + len(found) - 2)
+    count = math.sqrt(seconds / work) if work else math.inf
+    part = load.union * load.row / places
+    # to the nearest power: see `choice.fitted`
+    nearest = 1 << max(0, round(math.sqrt(0.5) * part / max(1.0, count)) - 1).bit_length()
+    return min(load.chunk, max(_SMALLEST, nearest))
+
+
 def handed(load: Load) -> float:
     """Bytes merged in the time in which one is handed on within a host."""
     link = load.link
@@ -195,24 +241,52 @@ def handed(load: Load) -> float:
     return link.within / link.gamma if link.within else _HANDED
 
 
-def handing_on(load: Load, between_blocks: str) -> tuple[float, float]:
-    """What it costs to share complete sums in a block that is a host, in bytes merged.
+def on_hosts(load: Load, algorithm: Algorithm, inner: Load) -> tuple[float, float]:
+    """What the stages in a block that is a host cost its ranks, in bytes merged.
 
     Args:
         load: of the call.
-        between_blocks: the algorithm that makes the sums. Those of `gather` are complete in the
-            order of their indices, so they are handed on while rows of the last block come.
+        algorithm: between the blocks.
+        inner: its load.
 
     Returns:
-        For sums that are handed on meanwhile, and for those after all are made.
+        What nothing else overlaps, and what passes while bytes of other hosts are on the wire.
     """
     found = blocks(load)
     if not _are_near(load, found):
         return 0.0, 0.0
+    block = within(load)
     places = load.factors[0]
-    whole = handed(load) * (places - 1) / places * load.union * load.row
-    meanwhile = whole / (len(found) - 1) if between_blocks == "gather" else 0.0
-    return meanwhile, whole - meanwhile
+    given = load.mean / places
+    sums = load.union / places
+    received = (block.ranks - 1) * given * (load.given + block.index_of(load.mean))
+    reduced = handed(load) * received
+    reduced += block.merging(block.ranks * given, inner.pieces(given, block.ranks, inner.mean))
+    chunks = max(1, block.chunks(given, load.given))
+    before = reduced * _BEFORE.get(algorithm.name, 1.0) if chunks > 1 else reduced
+
+    # places take turns on the host's link, so in the first turn nothing is handed on
+    shared = handed(load) * (places - 1) * sums * load.row
+    chunks = max(1, block.chunks(sums, load.row))
+    overlap = (1 - 1 / places) * (1 - 1 / chunks)
+    during = min(shared, overlap * _completing(load, algorithm, inner, shared))
+    return before + shared - during, reduced - before + during
+
+
+def _completing(load: Load, algorithm: Algorithm, inner: Load, shared: float) -> float:
+    """For how long the sums of a place become complete, one after the other, in bytes merged.
+
+    Meanwhile they are handed on.
+    """
+    link = inner.link
+    assert link is not None
+    wire = link.beta / link.gamma
+    if in_parts(load, algorithm, inner):
+        return (inner.ranks - 1) / inner.ranks * inner.union * inner.row * wire
+    if algorithm.name == "gather":  # as the last block's rows come
+        return inner.mean * inner.row * wire
+    # messages that are not divided leave a place after a place
+    return shared if inner.union * inner.row <= inner.ranks * inner.chunk else 0.0
 
 
 def middle(load: Load) -> tuple[Algorithm, Load]:
@@ -225,8 +299,8 @@ def middle(load: Load) -> tuple[Algorithm, Load]:
 
     def order(algorithm: Algorithm) -> tuple[bool, int, str]:
         cost = algorithm.cost(inner)
-        _, after = handing_on(load, algorithm.name)
-        seconds = cost.seconds(link) + after * link.gamma
+        alone, _ = on_hosts(load, algorithm, inner)
+        seconds = cost.seconds(link) + alone * link.gamma
         return cost.memory > inner.workspace, round(1e6 * seconds), algorithm.name
 
     able = [

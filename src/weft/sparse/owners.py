@@ -27,7 +27,7 @@ from ..rows import Rows
 from ..wire.interface import Send
 from .call import Call
 from .header import Header
-from .local_rows import LocalRows
+from .local_rows import LocalRows, within
 from .stream import (
     VALUES,
     Inflow,
@@ -125,6 +125,17 @@ def of_blocks(header: Header, ranks: int, blocks: int, span: tuple[int, int]) ->
     rows = _union(header.weights[inside], width, ranks, max(1, round(ranks / blocks)))
     weights = np.maximum(np.minimum(rows * blocks, header.weights[inside]), 1)
     return header._replace(highest=high - 1, points=places, weights=weights)
+
+
+def owned(header: Header, ranks: int, indices: Tensor) -> list[slice]:
+    """The part of sorted indices that each rank owns.
+
+    Args:
+        header: of all ranks together.
+        ranks: how many there are.
+        indices: all that `ranks` have together, or some of them.
+    """
+    return within(indices, balanced(header, ranks), header.highest)
 
 
 def spans(bounds: Sequence[int]) -> dict[int, tuple[int, int]]:

@@ -54,6 +54,9 @@ in the order of the rows."""
 Spans = Mapping[int, tuple[int, int]]
 """By rank an index range: its first index, and its end, which is not in it."""
 
+Runs = Sequence[Sequence[slice]]
+"""For each rank the runs in which its rows are sent, in their order; together they are all."""
+
 _ANYWHERE: Spans = {}
 _SLOTS = 8  # chunks that one inflow has posted ahead, at most
 _WINDOW = 48 << 20  # bytes that all inflows of a rank have posted ahead, at least 2 chunks each
@@ -339,9 +342,25 @@ class Ring:
     together. That takes fewer copies, and is for links that are about as quick as memory.
     """
 
-    def __init__(self, call: Call, memory: Sequence[Tensor], channel: int) -> None:
-        """Post the receives; `memory[r]` is where the rows of rank r belong."""
+    def __init__(
+        self,
+        call: Call,
+        memory: Sequence[Tensor],
+        channel: int,
+        runs: Runs | None = None,
+        received: Callable[[int, int], object] | None = None,
+    ) -> None:
+        """Post the receives.
+
+        Args:
+            call: the call this is for.
+            memory: for each rank, where its rows belong.
+            channel: on which they travel.
+            runs: in which order the rows of each rank come; by default in that of the memory.
+            received: called when rows have come, with how many of a rank have, and with that rank.
+        """
         self._call, self._channel, self._memory = call, channel, memory
+        self._received = received
         group = call.group
         self._right, self._direct = (group.rank + 1) % group.size, call.load.direct
         self._to = group.peers if self._direct else [self._right][: group.size - 1]
@@ -350,14 +369,18 @@ class Ring:
         # posts in order: whose chunks each receives, and into which memory
         self._coming: deque[tuple[list[tuple[int, Tensor]], Pending]] = deque()
         origins = [(group.rank - distance) % group.size for distance in range(1, group.size)]
-        flows = [[(origin, chunk) for chunk in chunks(call, memory[origin])] for origin in origins]
+        flows: list[list[tuple[int, Tensor]]] = []
+        for origin in origins:
+            rows = memory[origin]
+            some_rows = [rows] if runs is None else [rows[run] for run in runs[origin]]
+            flows.append([(origin, chunk) for run in some_rows for chunk in chunks(call, run)])
         for each in zip_longest(*flows) if self._direct else zip(chain(*flows)):
             some = [one for one in each if one is not None]
             recvs = some if self._direct else [((group.rank - 1) % group.size, some[0][1])]
             self._coming.append((some, group.post((), recvs, channel)))
 
     def send(self, values: Tensor) -> None:
-        """Send rows of this rank's own; all but the last piece a multiple of a chunk."""
+        """Send rows of this rank's own; all but the last piece of a run a multiple of a chunk."""
         for chunk in chunks(self._call, values):
             self._send(chunk)
 
@@ -382,6 +405,8 @@ class Ring:
             if not self._direct and origin != self._right:
                 self._send(chunk)
             self._here[origin] += chunk.shape[0]
+            if self._received is not None:
+                self._received(self._here[origin], origin)
 
     def finish(self) -> None:
         """Wait until all rows are received and sent on."""
@@ -429,7 +454,7 @@ class Share:
         """
         self._call = call
         self._among = among or call
-        self._told = 0  # rows of this rank's that were sent
+        self._is_of_all = self._among is call
 
     def tell(self, indices: Tensor, bounds: Spans) -> None:
         """Send the list of what this rank sums.
@@ -448,21 +473,44 @@ class Share:
         lists = self._lists.wait() | {group.rank: self._own}
         return [lists[rank] for rank in range(group.size)]
 
-    def lay_out(self, lists: Sequence[Tensor]) -> Tensor:
-        """Begin to receive sums with these indices; where this rank writes its own."""
+    def lay_out(self, lists: Sequence[Tensor], runs: Runs | None = None) -> Tensor:
+        """Begin to receive sums; where this rank writes its own.
+
+        Args:
+            lists: for each rank the indices of its sums.
+            runs: in which order the sums of each rank are complete; by default in that of their
+                indices.
+        """
         self.result, parts = laid_out(self._call, lists)
-        self._mine = parts[self._among.group.rank]
-        self._ring = Ring(self._among, parts, SUMS)
+        if runs is None:
+            runs = [[slice(0, len(part))] for part in parts]
+        rank = self._among.group.rank
+        self._mine = parts[rank]
+        self._runs = runs[rank]
+        self._sent = [run.start for run in self._runs]  # of each run, the first row not sent
+        self._ready = [*self._sent]  # of each run, the first row that may change
+        received = self._call.ready if self._is_of_all else None
+        self._ring = Ring(self._among, parts, SUMS, runs, received)
         return self._mine
 
-    def send(self, stop: int) -> None:
-        """Send the sums before `stop` that were not sent; they do not change any more."""
-        step = self._among.chunk_rows
-        if stop < self._mine.shape[0]:
-            stop -= stop % step  # chunks are full, but the last one
-        if stop > self._told:
-            self._ring.send(self._mine[self._told : stop])
-            self._told = stop
+    def send(self, stop: int, number: int = 0) -> None:
+        """Send the sums of a run before `stop` that were not sent; they do not change any more.
+
+        A run waits until those before it are sent: the others receive runs in their order.
+        """
+        self._ready[number] = stop
+        for run, rows in enumerate(self._runs):
+            start = self._sent[run]
+            end = self._ready[run]
+            if end < rows.stop:
+                end -= (end - rows.start) % self._among.chunk_rows  # chunks are full, but the last
+            if end > start:
+                self._ring.send(self._mine[start:end])
+                self._sent[run] = end
+            if end < rows.stop:
+                break
+        if self._is_of_all:
+            self._call.ready(stop, self._among.group.rank)
 
     def finish(self) -> Rows:
         """Wait until all is received and sent; the result."""

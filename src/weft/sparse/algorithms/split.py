@@ -36,9 +36,10 @@ from ...rows import Rows
 from ...wire.memory import typed
 from ..call import Call
 from ..cost import Cost, Load
-from ..factors import blocks, handed, handing_on, middle, within
+from ..factors import Blocks, blocks, in_parts, middle, on_hosts, within
+from ..header import Header
 from ..local_rows import LocalRows, SummedRows
-from ..owners import ToOwners, balanced, of_blocks, spans
+from ..owners import ToOwners, balanced, of_blocks, owned, spans
 from ..registry import algorithm
 from ..stream import Share, list_messages, window
 
@@ -82,36 +83,41 @@ def _in_stages(load: Load) -> Cost:
     # the average rank gives to the owners of its block, and gets the sums of the others
     owners = places - leading
     others = load.ranks / len(found) - 1
-    up = owners * list_messages(asked) + load.parted(given, load.given, places) * owners / places
+    up = owners * list_messages(asked) + block.parted(given, load.given, places) * owners / places
     lists = leading * list_messages(told) + 1 - leading
-    down = others * (lists + leading * load.chunks(sums, load.row))
+    runs = len(found) if in_parts(load, among_places, inner) else 1
+    down = others * (lists + leading * runs * block.chunks(sums / runs, load.row))
     reduced = owners * (given * load.given + asked)
     shared = owners * (sums * load.row + told)
 
-    merged = block.merging(block.ranks * given, load.pieces(given, block.ranks, sums))
     slowest = inner_cost.slowest or inner_cost
     if block.on_one_host:
         assert inner.link is not None and load.link is not None
         sharing = inner.link.beta / load.link.beta
-        # a block's rows are merged while those of other blocks are on the wire, and so are its sums
-        # handed on, if they are complete one after the other
-        meanwhile, after = handing_on(load, among_places.name)
+        alone, meanwhile = on_hosts(load, among_places, inner)
         slowest = replace(
             slowest,
             bytes=sharing * slowest.bytes,
             delayed=sharing * slowest.delayed,
-            merged=slowest.merged + after,
-            overlapped=slowest.overlapped + handed(load) * reduced + merged + meanwhile,
+            merged=slowest.merged + alone,
+            overlapped=slowest.overlapped + meanwhile,
+        )
+        # a rank posts messages within the host while the link carries what other places send
+        messages = slowest.messages
+        slowest = replace(
+            slowest, overlapped=slowest.overlapped + (up + down) * load.link.work / load.link.gamma
         )
         hops = 0
     else:
         in_block = reduced + shared
+        merged = block.merging(block.ranks * given, block.pieces(given, block.ranks, sums))
         slowest = replace(
             slowest,
             bytes=slowest.bytes + in_block,
             delayed=slowest.delayed + block.unevenly(in_block) + block.crowded(in_block),
             merged=slowest.merged + merged,
         )
+        messages = round(slowest.messages + up + down)
         hops = block.hops(block.ranks - 1, sums)
     memory = (
         inner_cost.memory
@@ -123,7 +129,7 @@ def _in_stages(load: Load) -> Cost:
     slowest = replace(
         slowest,
         rounds=slowest.rounds + 3 + hops,
-        messages=round(slowest.messages + up + down),
+        messages=messages,
         memory=memory,
     )
     return replace(
@@ -155,10 +161,11 @@ def split(rows: LocalRows, call: Call) -> Rows:
             share.send(stop)
     else:
         moving.send_rest()
-        onward = _Onward(share, bounds, call.height)
+        between = _Between(call, found, bounds)
         place = block.index(call.group.rank)
+        onward = _Onward(share, between, place, found.index(block))
         if place < call.load.factors[0]:
-            _sum_between(call, moving, [ranks[place] for ranks in found], onward)
+            _sum_between(call, moving, between, onward)
         else:
             onward.place(moving.indices)
 
@@ -184,43 +191,75 @@ def _bounds(call: Call, block: tuple[int, ...]) -> list[int]:
     return bounds + bounds[-1:] * (len(block) + 1 - len(bounds))
 
 
-def _sum_between(call: Call, moving: ToOwners, place: list[int], onward: _Onward) -> None:
+class _Between:
+    """What runs between the blocks.
+
+    Attributes:
+        call: the call.
+        blocks: the ranks of each.
+        bounds: the ranges of a block's ranks.
+        algorithm, load: what runs among the ranks of a place, and the load that it has.
+    """
+
+    def __init__(self, call: Call, found: Blocks, bounds: list[int]) -> None:
+        self.call = call
+        self.blocks = found
+        self.bounds = bounds
+        self.algorithm, self.load = middle(call.load)
+
+    def header(self, place: int) -> Header:
+        """Of the ranks of a place together."""
+        span = self.bounds[place], self.bounds[place + 1]
+        return of_blocks(self.call.header, self.call.group.size, len(self.blocks), span)
+
+    def runs(self, place: int, indices: Tensor, block: int) -> list[slice]:
+        """The sums of a place in the order in which its rank of a block gets them."""
+        if not in_parts(self.call.load, self.algorithm, self.load):
+            return [slice(0, len(indices))]
+        count = len(self.blocks)
+        parts = owned(self.header(place), count, indices)
+        return [parts[(block - step) % count] for step in range(count)]
+
+
+def _sum_between(call: Call, moving: ToOwners, between: _Between, onward: _Onward) -> None:
     """Sum what the ranks of one place have of their blocks."""
     inner = copy(call)
-    inner.group = call.group.subset(place)
-    algorithm, inner.load = middle(call.load)
+    inner.group = call.group.subset([ranks[moving.owner] for ranks in between.blocks])
+    inner.load = between.load
+    inner.header = between.header(moving.owner)
     inner.onward = onward
-    span = onward.bounds[moving.owner], onward.bounds[moving.owner + 1]
-    inner.header = of_blocks(call.header, call.group.size, len(place), span)
     indices = moving.indices
     with call.group.lease(len(indices) * call.load.partial) as memory:
         sums = Rows(indices, typed(memory, (len(indices), *call.row_shape), call.partial))
         merged = moving.sums(inner.incoming, moving.union, sums.values)
-        algorithm.run(SummedRows(sums, merged), inner)
-        onward.ready(onward.count)
+        between.algorithm.run(SummedRows(sums, merged), inner)
+        onward.finish()
 
 
 class _Onward:
-    """The sums of a place on their way to the ranks of the block.
+    """The sums of a place on their way to the ranks of the block."""
 
-    Attributes:
-        bounds: the ranges of the block's ranks.
-        count: of the sums; known once they have their place.
-    """
-
-    count = 0
-
-    def __init__(self, share: Share, bounds: list[int], height: int | None) -> None:
+    def __init__(self, share: Share, between: _Between, place: int, block: int) -> None:
         self._share = share
-        self._height = height
-        self.bounds = bounds
+        self._between = between
+        self._place = place
+        self._block = block
+        self._runs: list[slice] = []  # of this place's sums
 
     def place(self, indices: Tensor) -> Rows:
         """Tell the block which sums come; where they belong in the result."""
-        self.count = len(indices)
-        self._share.tell(indices, spans(self.bounds))
-        return Rows(indices, self._share.lay_out(self._share.heard()), self._height)
+        self._share.tell(indices, spans(self._between.bounds))
+        lists = self._share.heard()
+        runs = [self._between.runs(place, sums, self._block) for place, sums in enumerate(lists)]
+        self._runs = runs[self._place]
+        return Rows(indices, self._share.lay_out(lists, runs), self._between.call.height)
 
-    def ready(self, stop: int) -> None:
-        """Send what is complete."""
-        self._share.send(stop)
+    def ready(self, stop: int, rank: int) -> None:
+        """Send what is complete of the part that a rank of the place sums."""
+        number = (self._block - rank) % len(self._runs)
+        self._share.send(self._runs[number].start + stop, number)
+
+    def finish(self) -> None:
+        """Send what is left: all is complete."""
+        for number, run in enumerate(self._runs):
+            self._share.send(run.stop, number)
