@@ -222,11 +222,13 @@ def test_another_release_is_refused_with_the_remedy() -> None:
         source.read("x/y.txt")
 
 
-def test_it_measures_what_is_installed_and_what_lies_in_a_wheel(site: Path, tmp_path: Path) -> None:
+@pytest.fixture
+def beside_a_wheel(site: Path, tmp_path: Path) -> dict[str, str]:
+    """An environment in which wordsegment is installed and recbole is a wheel."""
     wheel = tmp_path / "recbole-1.2.3-py3-none-any.whl"
     words = tmp_path / "words"
     words.mkdir()
-    with zipfile.ZipFile(wheel, "w") as archive:
+    with zipfile.ZipFile(wheel, "w", zipfile.ZIP_DEFLATED) as archive:
         for file in filter(Path.is_file, site.rglob("*")):
             name = file.relative_to(site)
             if "recbole" in name.parts[0]:
@@ -234,11 +236,33 @@ def test_it_measures_what_is_installed_and_what_lies_in_a_wheel(site: Path, tmp_
             else:
                 (words / name).parent.mkdir(exist_ok=True)
                 os.link(file, words / name)
+    return os.environ | {"PYTHONPATH": f"{wheel}{os.pathsep}{words}"}
+
+
+def test_a_wheel_is_not_read_where_other_ranks_read_it(beside_a_wheel: dict[str, str]) -> None:
+    """Ranks are forks of a process in which importlib has it open: they share its file position."""
+    program = """
+from importlib import metadata
+from weft.cli.bench.real import TRACES
+trace = TRACES["ratings"]
+assert trace.missing() is None
+opened = metadata.distribution("recbole").locate_file(trace.file).root.fp
+before = opened.tell()
+assert trace.source.read(trace.file).startswith("user_id:token\titem_id:token")
+assert opened.tell() == before
+"""
+    line = [sys.executable, "-c", program]
+    done = subprocess.run(line, env=beside_a_wheel, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+
+
+def test_it_measures_what_is_installed_and_what_lies_in_a_wheel(
+    beside_a_wheel: dict[str, str], tmp_path: Path
+) -> None:
     found = tmp_path / "found.json"
     line = [sys.executable, "-m", "weft", "bench", "--ranks", "2", "--case", "real", "--size"]
     line += ["0.02", "--iters", "1", "--warmup", "0", "--algorithm", "auto,gather", "--json", found]
-    environment = os.environ | {"PYTHONPATH": f"{wheel}{os.pathsep}{words}"}
-    done = subprocess.run(line, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(line, env=beside_a_wheel, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = json.loads(found.read_text(encoding="utf-8"))["rows"]
     status = [(row["case"], row["by"], row["status"]) for row in rows]

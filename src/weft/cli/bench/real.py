@@ -22,6 +22,7 @@ on: installed by `pip install --no-deps`, or as a wheel on PYTHONPATH.
 
 from __future__ import annotations
 
+import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -88,7 +89,13 @@ class Source:
         """
         if (why := self.missing(file)) is not None:
             raise weft.WeftError(why)
-        return self._path(file).read_text(encoding="utf-8")
+        path = self._path(file)
+        if not isinstance(path, zipfile.Path):
+            return path.read_text(encoding="utf-8")
+        # the wheel is open already, also in the process that ranks are forked from: they would
+        # share a place in it, so each opens it again
+        with zipfile.ZipFile(str(path.root.filename)) as wheel:
+            return wheel.read(file).decode("utf-8")
 
     def check(self, what: str, found: int, expected: int) -> None:
         """Refuse data that are not those for which the height of the case is right.
