@@ -75,6 +75,14 @@ def test_ranks_are_threads_or_processes():
     assert len({pid for pid, _ in others} | {os.getpid()}) == 4
 
 
+def test_a_call_without_a_group_is_not_told_of_bodies_that_ran_before():
+    """The ranks had groups of their own; this thread never had one."""
+    default.clear("call weft.init() first")
+    run(2, rank_and_base, 0)
+    with pytest.raises(WeftError, match=r"call weft\.init\(\) first"):
+        default.resolve(None)
+
+
 def test_processes_are_kept():
     assert run(2, process_ids, on="processes") == run(4, process_ids, on="processes")[:2]
 

@@ -362,10 +362,12 @@ def end_by_abort():
     with of_group(None) as group:
         message = torch.full((1 << 27,), 1 - group.rank, dtype=torch.uint8)
         if group.rank == 1:
-            group.post((), [(0, message)])
+            pending = group.post((), [(0, message)])
             while not message[1 << 24]:
                 time.sleep(0.0003)
             group.abort("enough")
+            with pytest.raises(WireError, match="rank 1 gave up: enough"):
+                pending.wait()  # from now on nothing writes; a thread may have been at it before
             came = bisect.bisect(range(len(message)), 0, key=lambda at: 1 - int(message[at]))
             time.sleep(0.1)
             assert not message[came:].any()

@@ -33,7 +33,7 @@ def clear(reason: str) -> None:
     global _process, _why_none
     if _process is _local.get() or _local.get() is None:
         _process = None
-    _why_none = reason
+        _why_none = reason
     _local.set(None)
 
 
