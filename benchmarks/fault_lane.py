@@ -191,8 +191,11 @@ def program(cell: Cell, rank: int, say: Callable[..., None], order: int) -> None
     before = held()
     failed = functools.partial(say_error, say)
     try:
-        # as programs do: the block names who is to blame for an error of gloo's
-        with contextlib.nullcontext() if cell.wire == "gloo" else weft.init(timeout=DEADLINE):
+        with contextlib.ExitStack() as stack:
+            if cell.wire != "gloo":
+                # as programs do: the block names who is to blame for an error of gloo's
+                group = stack.enter_context(weft.init(timeout=START))
+                group.set_timeout(DEADLINE)  # many ranks on few cores take longer to start
             try:
                 calls_until_failure(cell, rank, say, order)
             except weft.WireError as error:
