@@ -123,12 +123,18 @@ def test_a_close_by_a_handler_during_a_sleep_ends_the_wait_as_any_other(monkeypa
         pending.wait(10.0)
 
 
-def test_what_is_sent_to_a_rank_that_left_takes_no_memory():
+@pytest.fixture
+def segment():
+    """A segment of 1 MiB, of a rank whose peers map it; without memfd_create hosts share none."""
+    made = shm.Segment.make(1 << 20)
+    if made is None:
+        pytest.skip("memfd_create is refused here")
+    return made
+
+
+def test_what_is_sent_to_a_rank_that_left_takes_no_memory(segment):
     """Such sends are complete, since they are copied; nobody will ever say that they were read."""
     near, far = socket.socketpair()
-    segment = shm.Segment.make(1 << 20)
-    if segment is None:
-        pytest.skip("memfd_create is refused here")
     wire = TcpWire(0, 2, {1: near}, Pool(), segment, seen_by={1})
     far.close()
     for _ in range(3):
@@ -138,12 +144,9 @@ def test_what_is_sent_to_a_rank_that_left_takes_no_memory():
     wire.close()
 
 
-def test_a_copy_for_two_ranks_is_kept_for_the_second_though_the_first_has_left():
+def test_a_copy_for_two_ranks_is_kept_for_the_second_though_the_first_has_left(segment):
     near, far = socket.socketpair()
     other, its = socket.socketpair()
-    segment = shm.Segment.make(1 << 20)
-    if segment is None:
-        pytest.skip("memfd_create is refused here")
     wire = TcpWire(0, 3, {1: near, 2: other}, Pool(), segment, seen_by={1, 2})
     far.close()
     while not wire.connections[1].lost:
@@ -155,11 +158,8 @@ def test_a_copy_for_two_ranks_is_kept_for_the_second_though_the_first_has_left()
     its.close()
 
 
-def test_what_had_not_gone_to_a_rank_that_left_takes_no_memory():
+def test_what_had_not_gone_to_a_rank_that_left_takes_no_memory(segment):
     near, far = socket.socketpair()
-    segment = shm.Segment.make(1 << 20)
-    if segment is None:
-        pytest.skip("memfd_create is refused here")
     wire = TcpWire(0, 2, {1: near}, Pool(), segment, seen_by={1})
     link = wire.connections[1]
     while not link.unsent:  # until the socket takes no more
