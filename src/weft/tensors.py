@@ -12,8 +12,6 @@ from torch.nn.parameter import is_lazy
 
 from ._torch import is_wrapped, lacks_address
 
-_PLAIN = {torch.float32, torch.float64, torch.int32, torch.int64, torch.uint8}  # as NumPy's own
-
 
 def has_elements(tensor: Tensor) -> bool:
     """Whether a tensor lies somewhere, with strides: no sparse, nested, meta or lazy one does.
@@ -112,18 +110,6 @@ def as_bytes(tensor: Tensor) -> Tensor:
     if not tensor.numel():
         return tensor.new_empty(0, dtype=torch.uint8)
     return flattened(tensor).view(torch.uint8)
-
-
-def memory_of(tensor: Tensor) -> memoryview:
-    """The bytes of a plain tensor, to be read and written without torch operations.
-
-    They stay where they are, and are held, whatever becomes of the tensor: it may get other memory
-    (`tensor.data = other`, `set_`), and torch resizes no storage that NumPy has seen.
-    """
-    alias = tensor.detach()
-    if tensor.dtype in _PLAIN and tensor.numel():
-        return alias.numpy().data.cast("B")  # takes a third of the time
-    return as_bytes(alias).numpy().data
 
 
 def flattened(tensor: Tensor) -> Tensor:

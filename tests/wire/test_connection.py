@@ -8,8 +8,8 @@ import struct
 import pytest
 import torch
 
-from weft.wire import shm
 from weft.wire.memory import Pool
+from weft.wire.tcp import shm
 from weft.wire.tcp.connection import EAGER, Connection, Receive
 
 FRAME = struct.Struct("<IIQQ")  # kind, channel, length, number or offset

@@ -1,4 +1,4 @@
-"""`weft.wire.shm`: segments give memory, and messages through them arrive whole."""
+"""`weft.wire.tcp.shm`: segments give memory, and messages through them arrive whole."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ import torch
 
 import weft
 from weft.testing import processes, run
-from weft.wire import shm
-from weft.wire.shm import Segment, exchange
+from weft.wire.tcp import shm
+from weft.wire.tcp.shm import Segment, exchange
 
 PAGE = mmap.PAGESIZE
 

@@ -13,11 +13,11 @@ import time
 import pytest
 import torch
 
-from weft.wire import shm
 from weft.wire.framed import FramedWire
 from weft.wire.interface import Failure, WireFailed
 from weft.wire.memory import Pool
 from weft.wire.registry import Start
+from weft.wire.tcp import shm
 from weft.wire.tcp import wire as tcp
 from weft.wire.tcp.listener import Listener
 from weft.wire.tcp.wire import Far, TcpWire

@@ -24,8 +24,8 @@ from ..errors import entry
 from ..group import default
 from ..schedules import dense, dense_all_reduce
 from ..sparse.request import op_name, travelling, wrong_wire_dtype
-from ..tensors import has_elements, lacking, memory_of
-from ..wire.memory import fresh
+from ..tensors import has_elements, lacking
+from ..wire.memory import fresh, memory_of
 from .differentiable import Linear, apply
 from .opening import Mode, opened
 from .rounding import narrowed

@@ -23,8 +23,7 @@ from ..errors import entry
 from ..group import default
 from ..group.group import SMALL, Group
 from ..schedules import dense_all_reduce
-from ..tensors import memory_of
-from ..wire.memory import fresh
+from ..wire.memory import fresh, memory_of
 from .differentiable import Linear, apply
 from .opening import NO_LIMIT, Mode, opened
 from .staging import moved, unsendable, wrong_bytes

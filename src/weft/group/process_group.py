@@ -24,7 +24,7 @@ from .. import _torch
 from ..errors import WeftError, WireError
 from ..wire import mpi, torch_gloo, watch
 from ..wire.interface import Wire
-from ..wire.machine import host_name, own_host
+from ..wire.machine import own_host
 from ..wire.memory import Pool
 from ..wire.registry import Start, make_wire, register_wire, wire_named
 from ..wire.store import AbsentError
@@ -171,7 +171,7 @@ def _join(
         size=size,
         device=torch.device("cpu"),
         timeout=_left(deadline),
-        host=host_name(),
+        host=joined.hosts[rank],
         exchange=functools.partial(detector.exchange, until=deadline),
         memory=memory,
         process_group=process_group,

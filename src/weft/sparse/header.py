@@ -26,8 +26,7 @@ from .. import kernels
 from ..agree import BODY
 from ..kernels import Survey
 from ..rows import Rows
-from ..tensors import memory_of
-from ..wire.memory import typed
+from ..wire.memory import memory_of, typed
 from . import sketch
 
 POINTS = 128

@@ -24,8 +24,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from ..tensors import as_bytes
+
 if TYPE_CHECKING:
-    from .shm import Segment
+    from .tcp.shm import Segment
 
 _log = logging.getLogger("weft")
 
@@ -33,6 +35,7 @@ _SMALLEST = 1 << 12  # bytes; a block is never smaller, unless a pool says so
 _HUGE = 1 << 21  # bytes of a huge page on x86-64 and most of arm64
 _WORTH_SHARING = 1 << 16  # bytes; smaller messages go through sockets
 _WORTH_KEEPING = 1 << 20  # bytes; smaller results are left to the allocator of torch
+_PLAIN = {torch.float32, torch.float64, torch.int32, torch.int64, torch.uint8}  # as NumPy's own
 
 SPARE = 1.25
 """How many times the requested size a kept piece may have to be used."""
@@ -133,6 +136,39 @@ class Pool:
             self._free.clear()
         if self.segment is not None:
             self.segment.drain()
+
+
+def memory_of(tensor: Tensor) -> memoryview:
+    """The bytes of a plain tensor, to be read and written without torch operations.
+
+    They stay where they are, and are held, whatever becomes of the tensor: it may get other memory
+    (`tensor.data = other`, `set_`), and torch resizes no storage that NumPy has seen.
+    """
+    alias = tensor.detach()
+    if tensor.dtype in _PLAIN and tensor.numel():
+        return alias.numpy().data.cast("B")  # takes a third of the time
+    return as_bytes(alias).numpy().data
+
+
+def fault_of(length: int, limit: int, *, is_sized: bool) -> str:
+    """What is wrong with a message of that length, as the end of "rank 1 sent ..."; "": nothing.
+
+    Args:
+        length: of the message, in bytes.
+        limit: the bytes of the receive's tensor or, by size, the most that may come.
+        is_sized: whether the receive is by size.
+
+    Example:
+        >>> fault_of(9, 8, is_sized=True), fault_of(7, 8, is_sized=False)
+        ('9 bytes for a receive of 8', '7 bytes for a receive of exactly 8')
+        >>> fault_of(7, 8, is_sized=True)
+        ''
+    """
+    if is_sized and length > limit:
+        return f"{length} bytes for a receive of {limit}"
+    if not is_sized and length != limit:
+        return f"{length} bytes for a receive of exactly {limit}"
+    return ""
 
 
 def typed(memory: Tensor, shape: tuple[int, ...], dtype: torch.dtype, offset: int = 0) -> Tensor:

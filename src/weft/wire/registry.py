@@ -51,7 +51,7 @@ class Start:
         size: how many ranks there are.
         device: whose tensors the wire is to carry.
         timeout: seconds after which the group gives up a wait; also for what the factory waits for.
-        host: the name of this rank's machine; ranks with equal names share one.
+        host: the name of this rank's host; ranks with equal names share a machine and its network.
         exchange: `exchange(data)` sends up to 16 KiB to all ranks, and returns every rank's, in
             rank order. All ranks call it equally often. It raises WeftError on all of them if one
             has raised in its factory, and WireError if one died.

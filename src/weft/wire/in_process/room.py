@@ -21,9 +21,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ...tensors import memory_of
 from ..interface import Failure, Features, Recv, Send, WireFailed
-from ..length import fault_of
+from ..memory import fault_of, memory_of
 
 Bytes = NDArray[np.uint8]
 

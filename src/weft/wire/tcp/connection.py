@@ -10,7 +10,7 @@ channel belongs to the n-th receive of its peer there. A message is sent in one 
   is posted;
 * *by credit*: a longer message is sent once the peer has posted the receive. The peer sends a
   credit with the number of its last receive of the channel, but only for receives that long;
-* *by the segment* (`wire.shm`), if the peer has mapped this rank's segment: a frame says where the
+* *by the segment* (`shm`), if the peer has mapped this rank's segment: a frame says where the
   message is. A tensor outside the segment is copied into it, so its owner may change it at once. A
   tensor in the segment is lent: its owner may change it when the peer has copied it and said so.
 
@@ -32,10 +32,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ...tensors import memory_of
-from .. import shm
-from ..length import fault_of
-from ..memory import Lease, Pool, fresh
+from ..memory import Lease, Pool, fault_of, fresh, memory_of
+from . import shm
 
 _START = ctypes.c_char * 0  # where memory begins
 

@@ -45,12 +45,10 @@ from dataclasses import astuple, dataclass
 import torch
 from torch import Tensor
 
-from .. import shm
 from ..interface import Failure, Features, Recv, Send, WireFailed
-from ..machine import digest_of
 from ..memory import Lease, Pool
 from ..registry import Start
-from . import connection
+from . import connection, shm
 from .address import own_address
 from .connection import Block, Connection, Receive
 from .listener import (
@@ -663,13 +661,12 @@ def make(start: Start) -> TcpWire:
         OSError: from the sockets.
     """
     deadline = time.monotonic() + start.timeout
-    host = digest_of(start.host).hex()
-    listener = Listener(own_address(start.store), start.size + STRANGERS, host)
+    listener = Listener(own_address(start.store), start.size + STRANGERS, start.host)
     sockets: dict[int, socket.socket] = {}
     try:
         peers = _exchange_endpoints(start, listener.endpoint)
-        near = {peer: each for peer, each in peers.items() if each.host == host}
-        far = {peer: each for peer, each in peers.items() if each.host != host}
+        near = {peer: each for peer, each in peers.items() if each.host == start.host}
+        far = {peer: each for peer, each in peers.items() if each.host != start.host}
         sockets = listener.connect(start.rank, near, MESSAGES, deadline, start.check)
         segment, seen, seen_by = _exchange_segments(sockets, deadline)
     except BaseException:
