@@ -3,6 +3,7 @@
     python benchmarks/goals.py                          # all of it; an hour on a small machine
     python benchmarks/goals.py --link 4x1gbit --case uniform,wide --runs 1
     python benchmarks/goals.py --read                   # judge the files of an earlier run again
+    python benchmarks/goals.py --read --table           # and print them as in docs/performance.md
 
 Links: `one-host` is this machine with 4 ranks, `one-host-2` and `one-host-8` with 2 and 8. `PxRATE`
 is P virtual hosts that are joined by links of that rate (`tools/netlab`, which needs root and
@@ -201,10 +202,17 @@ def judge(runs: dict[str, list[list[Row]]]) -> list[Verdict]:
     return verdicts
 
 
-def command(link: Link, cases: Iterable[str], algorithm: str, file: Path, size: float) -> list[str]:
+def command(
+    link: Link,
+    cases: Iterable[str],
+    algorithm: str,
+    file: Path,
+    size: float,
+    peers: str = "all",
+) -> list[str]:
     """The command line that measures some cases on a link."""
     bench = [sys.executable, "-m", "weft", "bench", "--case", ",".join(cases)]
-    bench += ["--algorithm", algorithm, "--size", str(size)]
+    bench += ["--algorithm", algorithm, "--peers", peers, "--size", str(size)]
     bench += ["--iters", str(link.iters), "--warmup", "1", "--json", str(file), "--unprivileged"]
     if link.rate is None:
         return [*bench, "--ranks", str(link.hosts)]
@@ -215,7 +223,7 @@ def command(link: Link, cases: Iterable[str], algorithm: str, file: Path, size: 
     return [*netlab, "--timeout", "7200", "--", *bench, "--link", link.rate]
 
 
-def measure(link: Link, cases: list[str], run: int, out: Path, size: float) -> None:
+def measure(link: Link, cases: list[str], run: int, out: Path, size: float, peers: str) -> None:
     """Run the bench of one link once, each case in processes of its own.
 
     In a process that served other cases before, malloc keeps the pages of large tensors, and
@@ -226,7 +234,7 @@ def measure(link: Link, cases: list[str], run: int, out: Path, size: float) -> N
     for case in cases:
         file = out / "last.json"
         file.unlink(missing_ok=True)
-        argv = command(link, [case], "auto", file, size)
+        argv = command(link, [case], "auto", file, size, peers)
         done = subprocess.run(argv, env=dict(os.environ, OMP_NUM_THREADS="1"), check=False)
         if done.returncode not in (0, 1) or not file.exists():  # 1: a wrong result, in the file
             print(f"goals: {' '.join(argv)} ended with {done.returncode}", file=sys.stderr)
@@ -275,6 +283,51 @@ def picture(runs: dict[str, list[list[Row]]], file: Path) -> None:
     pictures.write(file, file.suffix[1:], 8, 3.2, draw)
 
 
+COLUMNS = {  # of a table: a figure of `weft bench --json` by its heading
+    "torch / weft": "torch_ratio",
+    "horovod / weft": "horovod_ratio",
+    "dense / weft": "dense_ratio",
+    "time / bound": "time_ratio",
+    "time / host bound": "host_ratio",
+}
+
+
+def tables(runs: dict[str, list[list[Row]]]) -> str:
+    """A table in Markdown for each link: what `auto` took, its time, and what it is judged by."""
+    return "\n\n".join(f"{link}, {len(runs[link])} runs\n\n{table(runs[link])}" for link in runs)
+
+
+def table(runs: list[list[Row]]) -> str:
+    """The table of one link: a line for each case, with medians of the runs and their range."""
+    autos: dict[str, list[Row]] = {}
+    for row in (row for run in runs for row in run):
+        if row["by"] == "weft:auto" and row["status"] == "ok":
+            autos.setdefault(row["case"], []).append(row)
+    measured = [
+        heading
+        for heading, key in COLUMNS.items()
+        if any(row.get(key) is not None for rows in autos.values() for row in rows)
+    ]
+    lines = [
+        f"| case | algorithm | ms | {' | '.join(measured)} |",
+        "|---" * (3 + len(measured)) + "|",
+    ]
+    for case, rows in autos.items():
+        took = statistics.median(row["median_seconds"] for row in rows) * 1e3
+        names = " or ".join(sorted({row["algorithm"] for row in rows}))
+        cells = [spread([row.get(COLUMNS[heading]) for row in rows]) for heading in measured]
+        lines.append(f"| {case} | {names} | {took:.1f} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def spread(figures: Iterable[float | None]) -> str:
+    """The median of some figures with the least and the most; "-": there are none."""
+    found = [figure for figure in figures if figure is not None]
+    if not found:
+        return "-"
+    return f"{statistics.median(found):.2f} ({min(found):.2f} to {max(found):.2f})"
+
+
 def asked(
     tool: str, link: str, case: str, known: Iterable[str] = CASES
 ) -> tuple[list[str], list[str]]:
@@ -293,8 +346,10 @@ def main(
     case: Annotated[str, typer.Option(help="Cases, divided by commas.")] = ",".join(CASES),
     runs: Annotated[int, typer.Option(help="How often each link is measured.")] = 3,
     size: Annotated[float, typer.Option(help="Times the rows and heights; goals are for 1.")] = 1.0,
+    peers: Annotated[str, typer.Option(help="As of weft bench; few save time.")] = "all",
     out: Annotated[Path, typer.Option(help="Folder of the JSON files.")] = Path("build/goals"),
     drawn: Annotated[Path | None, typer.Option("--picture", help="Draw them to a file.")] = None,
+    tabled: Annotated[bool, typer.Option("--table", help="Print them in Markdown, too.")] = False,
     read_only: Annotated[bool, typer.Option("--read", help="Judge what is there.")] = False,
 ) -> None:
     """Say which of the project's goals of speed are reached."""
@@ -306,11 +361,13 @@ def main(
             for older in out.glob(f"{name}-?.json"):
                 older.unlink()  # figures of two sessions must not be judged as one
             for run in range(1, runs + 1):
-                measure(LINKS[name], cases, run, out, size)
+                measure(LINKS[name], cases, run, out, size, peers)
     found = {name: rows for name, rows in read(out).items() if name in links}
     verdicts = [verdict for verdict in judge(found) if verdict.goal.case in cases]
     if drawn is not None:
         picture(found, drawn)
+    if tabled:
+        print(tables(found), end="\n\n")
     print(f"{'link':10} {'case':10} {'figure':18} {'goal':8} {'median (range)':24} verdict")
     for verdict in verdicts:
         print(verdict.line())
