@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+import json
 import math
+import os
+import signal
 import threading
 from itertools import pairwise
 
@@ -19,6 +23,7 @@ from weft.sparse.link import set_link
 from weft.sparse.owners import balanced, of_blocks
 from weft.sparse.stream import SUMS, VALUES
 from weft.testing import expected, run, simulated, spmd
+from weft.testing.pace import patient
 from weft.testing.simulation import simulate
 from weft.wire.link import MERGE, Link
 
@@ -32,6 +37,7 @@ HOSTS = {  # by name of each rank's host
 }
 SLOW = Link(50e-6, 8e-9, 0.35e-9, 50e-6)
 BETWEEN = sorted(set(ALGORITHMS) - {"doubling", "dense_tail"})
+LOCKSTEP = Load(2, 8, 4, 4, 6, 9, 4, 4, 4, staying=True, lockstep=True)
 LOCK = threading.Lock()
 
 
@@ -45,6 +51,10 @@ def rows_of(rank, dtype=torch.float32, height=200, count=150):
 def world(size, op, dtype):
     parts = [rows_of(rank, dtype, count=0 if rank == 1 else 150) for rank in range(size)]
     return parts, expected(parts, op)
+
+
+IN_ROUNDS = ("rounds", "device")  # the latter is the way of tensors on an accelerator
+MIDDLES = sorted(name for name in BETWEEN if ALGORITHMS[name].applies(LOCKSTEP) is None)
 
 
 def reduced(group, names, parts, op="sum", **options):
@@ -61,6 +71,14 @@ def reduced(group, names, parts, op="sum", **options):
 def asked(monkeypatch):
     """Sets the factors that a call of threads or of simulated ranks takes."""
     return lambda text: monkeypatch.setenv("WEFT_FACTORS", text)
+
+
+def real_parts():
+    draw = torch.Generator().manual_seed(7)
+    return [
+        weft.Rows(torch.randint(300, (500,), generator=draw), torch.randn(500, 5, generator=draw))
+        for _ in range(8)
+    ]
 
 
 def parsed(text):
@@ -95,6 +113,83 @@ def test_it_equals_the_definition(size, names, asked):
 
     wanted = parsed(factors_of(names))
     assert set(run(size, program)) == {wanted if len(wanted) > 1 else ()}
+
+
+@pytest.mark.parametrize("on", IN_ROUNDS)
+@pytest.mark.parametrize(
+    ("names", "text"),
+    [
+        *((names, factors_of(names)) for size in (4, 7, 8) for names in HOSTS[size]),
+        ("abcdefgh", "2x4"),
+        ("aabbccdd", "2x2x2"),
+    ],
+)
+def test_its_stages_run_in_rounds(names, text, on, asked):
+    """The schedule is right only if every rank posts both ends before it waits: see there."""
+    asked(text)
+    size = len(names)
+
+    def program(group):
+        set_link(group, SLOW)
+        found = []
+        for op, dtype in (("sum", torch.float32), ("avg", torch.bfloat16), ("min", torch.int8)):
+            with LOCK:
+                parts, want = world(size, op, dtype)
+            total = reduced(group, names, parts, op)
+            assert torch.equal(total.indices, want.indices), (op, dtype)
+            torch.testing.assert_close(total.values, want.values)
+            found.append(total.values)
+        group.session.hosts = tuple(names)
+        rows = world(size, "sum", torch.float32)[0][group.rank]
+        return found, weft.explain(rows, algorithm="split").load.factors
+
+    (first, taken), *others = run(size, program, on=on)
+    assert taken == (parsed(text) if "x" in text else ())
+    for found, same in others:
+        assert same == taken
+        assert all(map(torch.equal, found, first))
+
+
+@pytest.mark.parametrize("on", IN_ROUNDS)
+@pytest.mark.parametrize("names", ["aabbcca", "abcabcab"])
+@pytest.mark.parametrize("between", MIDDLES)
+def test_whatever_runs_in_rounds_may_run_between_blocks_there(
+    between, names, on, monkeypatch, asked
+):
+    def middle(load):
+        return ALGORITHMS[between], factors.between(load)
+
+    monkeypatch.setattr("weft.sparse.algorithms.split.middle", middle)
+    asked(factors_of(names))
+    size = len(names)
+    parts = [[rows_of(rank), rows_of(rank + 9, count=40 * (rank % 3))] for rank in range(size)]
+    of_one = [tables[1] for tables in parts]
+
+    def program(group):
+        return reduced(group, names, parts), reduced(group, names, of_one)
+
+    wanted = [expected([tables[number] for tables in parts]) for number in range(2)]
+    for several, one in run(size, program, on=on):
+        for total, want in zip([*several, one], [*wanted, wanted[1]], strict=True):
+            assert torch.equal(total.indices, want.indices)
+            assert torch.equal(total.values, want.values)
+
+
+@pytest.mark.parametrize("text", ["4x2", "2x2x2"])
+def test_in_rounds_real_numbers_have_the_bits_that_they_have_elsewhere(text, monkeypatch, asked):
+    asked(text)
+
+    def middle(load):  # `auto` would take another one there
+        return ALGORITHMS["split"], factors.between(load)
+
+    monkeypatch.setattr("weft.sparse.algorithms.split.middle", middle)
+    parts = real_parts()
+
+    def program(group):
+        return reduced(group, "aaaabbbb", parts).values
+
+    first, *others = [*run(8, program), *run(8, program, on="rounds")]
+    assert all(torch.equal(each, first) for each in others)
 
 
 @spmd(4, 7)
@@ -168,11 +263,7 @@ def test_any_algorithm_may_run_between_blocks(between, monkeypatch, asked):
 @pytest.mark.parametrize("text", ["2x4", "4x2", "2x2x2"])
 def test_real_numbers_have_the_same_bits_on_all_ranks_and_again(text, asked):
     asked(text)
-    draw = torch.Generator().manual_seed(7)
-    parts = [
-        weft.Rows(torch.randint(300, (500,), generator=draw), torch.randn(500, 5, generator=draw))
-        for _ in range(8)
-    ]
+    parts = real_parts()
 
     def program(group):
         return [reduced(group, "aaaabbbb", parts).values for _ in range(2)]
@@ -286,6 +377,60 @@ def test_a_rank_that_dies_is_everybodys_error(group):
 
     with pytest.raises(weft.WireError, match="rank 2 gave up: gone"):
         reduced(group, "aabb", [rows_of(rank) for rank in range(4)], out=allocate)
+
+
+RANK = """
+import json, os, signal, sys, time, torch, weft
+from weft.testing import round_wire
+place, victim, stage = sys.argv[1:]
+weft.register_wire("rounds", round_wire)
+group = weft.init(rendezvous=f"file://{place}", timeout=30.0, wire="rounds")
+calls = 0
+def dies_in(here):
+    if calls == 2 and here == stage and group.rank == int(victim):
+        print(json.dumps({"at": time.monotonic()}), flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+def add(left, right):  # as a block's rows are summed: ranks of other blocks wait for the sums
+    dies_in("the first")
+    return left + right
+def allocate(count, row_shape, dtypes):  # as a block is told its sums, before they come
+    dies_in("the last")
+    return torch.empty(count, dtype=dtypes[0]), torch.empty(count, *row_shape, dtype=dtypes[1])
+rows = weft.Rows(torch.arange(50_000), torch.ones(50_000, 8), 50_000)
+try:
+    while calls < 5:
+        calls += 1
+        weft.sparse_all_reduce(rows, add, algorithm="split", out=allocate)
+        if calls == 1:
+            print(json.dumps({"factors": weft.explain(rows, add, algorithm="split").load.factors}))
+except weft.WireError as error:
+    print(json.dumps({"text": str(error), "culprit": error.culprit, "at": time.monotonic()}))
+sys.stdout.flush()
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize("victim", [0, 3])
+@pytest.mark.parametrize("stage", ["the first", "the last"])
+def test_survivors_name_who_was_killed_in_a_stage_of_rounds(programs, tmp_path, victim, stage):
+    """Ranks 0 and 1 are a block, and 2 and 3; who waits for whom depends on the stage."""
+    given = str(tmp_path / "place"), str(victim), stage
+    right = {**os.environ, "WORLD_SIZE": "4", "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)}
+    right["WEFT_FACTORS"] = "2x2"
+    hosts = [{"RANK": str(rank), "WEFT_HOST": "aabb"[rank]} for rank in range(4)]
+    ranks = [programs(RANK, *given, env={**right, **mine}) for mine in hosts]
+    lines = {rank: each.communicate() for rank, each in enumerate(ranks) if rank != victim}
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(ranks[victim].pid, signal.SIGKILL)
+    told = [json.loads(line) for line in ranks[victim].communicate()[0].splitlines()]
+    began = told[-1]["at"]
+    for rank, (out, err) in lines.items():
+        assert out, err
+        first, said = map(json.loads, out.splitlines())
+        assert first["factors"] == [2, 2]
+        assert said["culprit"] == victim, said
+        assert said["text"].startswith(f"rank {rank}: rank {victim} died while"), said
+        assert said["at"] - began < patient(5.0), said
 
 
 @spmd(8, on=("threads",))
@@ -500,9 +645,14 @@ def test_two_hosts_gather_between_and_a_few_take_holders():
         assert factors.middle(load)[0].name == name
 
 
-def test_wires_in_rounds_and_accelerators_are_flat():
-    for changes in ({"lockstep": True}, {"staying": True}):
-        assert factors.factored(load_of("aaaabbbb", **changes)).factors == ()
+@pytest.mark.parametrize("changes", [{"lockstep": True}, {"staying": True, "lockstep": True}])
+def test_wires_in_rounds_and_accelerators_are_flat_unless_factors_are_asked_for(changes):
+    load = load_of("aaaabbbb", chunk=1 << 48, **changes)
+    assert factors.factored(load).factors == ()
+    found = factors.factored(load, (4, 2))
+    assert found.factors == (4, 2)
+    # a message of a round is not cut, in no stage
+    assert factors.within(found).chunk == factors.between(found).chunk == load.chunk
 
 
 def test_ranges_of_a_place_are_those_of_its_header():

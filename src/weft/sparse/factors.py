@@ -12,7 +12,8 @@ have unequal numbers of ranks the first factor is that of the smallest: the othe
 have no place. Else neighbouring ranks are a block.
 
 The factors of a call are in `Load.factors`. All ranks find them from the same load, or are told by
-`WEFT_FACTORS`.
+`WEFT_FACTORS`. On accelerators and wires in rounds they have to be told: each stage takes rounds of
+its ranks alone, and what these take was never measured.
 """
 
 from __future__ import annotations
@@ -71,12 +72,12 @@ def factored(load: Load, factors: tuple[int, ...] = ()) -> Load:
         factors: to be taken if the call's ranks can be divided so.
     """
     flat = load.but(factors=())
-    if load.at_once:  # messages travel in rounds, in which all ranks take part
-        return flat
     if factors == (load.ranks,):
         return flat
     if factors and _divides(load, factors):
         return load.but(factors=factors)
+    if load.at_once:
+        return flat
     trials = [*_candidates(flat)]
     return min([flat, *trials], key=_microseconds) if trials else flat
 
@@ -174,9 +175,10 @@ def between(load: Load) -> Load:
     chunk = load.chunk
     if _are_near(load, found):
         sharing = places
-        # the places of a host share its link, so a chunk of the same duration is shorter
-        shorter = max(_SMALLEST, chunk >> (sharing.bit_length() - 1) // 2)
-        chunk = min(shorter, _chunk_on_hosts(load, found))
+        if not load.at_once:
+            # the places of a host share its link, so a chunk of the same duration is shorter
+            shorter = max(_SMALLEST, chunk >> (sharing.bit_length() - 1) // 2)
+            chunk = min(shorter, _chunk_on_hosts(load, found))
     hosts = None
     if load.hosts is not None:
         hosts = Hosts.named([load.hosts.of[block[0]] for block in found])
@@ -221,6 +223,8 @@ def _chunk_on_hosts(load: Load, found: Blocks) -> int:
     overlap with the bytes of other hosts, and a rank sends n times as many messages: together least
     where n is the root of that time over the work of the messages.
     """
+    if load.at_once:  # messages are not cut
+        return load.chunk
     link = load.link
     assert link is not None
     places = load.factors[0]

@@ -128,7 +128,7 @@ def _in_stages(load: Load) -> Cost:
     )
     slowest = replace(
         slowest,
-        rounds=slowest.rounds + 3 + hops,
+        rounds=slowest.rounds + (4 if load.lockstep else 3) + hops,
         messages=messages,
         memory=memory,
     )
@@ -161,6 +161,9 @@ def split(rows: LocalRows, call: Call) -> Rows:
             share.send(stop)
     else:
         moving.send_rest()
+        if call.load.lockstep:
+            # the round of the block's rows, also for ranks that sum none, and so await none
+            among.group.post().wait()
         between = _Between(call, found, bounds)
         place = block.index(call.group.rank)
         onward = _Onward(share, between, place, found.index(block))
