@@ -6,6 +6,9 @@ import contextlib
 import json
 import os
 import signal
+import socket
+import time
+import warnings
 
 import pytest
 import torch
@@ -18,7 +21,7 @@ from weft.group.process_group import connect
 from weft.sparse import ALGORITHMS
 from weft.sparse.cost import Load
 from weft.sparse.link import set_link
-from weft.testing import processes, round_wire, run
+from weft.testing import RankFailure, processes, round_wire, run
 from weft.testing.pace import patient
 from weft.wire.link import Link
 from weft.wire.registry import register_wire, wire_names
@@ -234,3 +237,50 @@ def test_survivors_name_who_was_killed_in_a_round(programs, tmp_path, victim):
         assert said["culprit"] == victim, said
         assert said["text"].startswith(f"rank {rank}: rank {victim} died while"), said
         assert said["at"] - began < patient(5.0), said
+
+
+def with_a_socket(start):
+    """The wire in rounds of two ranks, with a socket between them that it closes."""
+    wire = round_wire(start)
+    close_rounds = wire.close
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        ports = start.exchange(str(listening.getsockname()[1]).encode())
+        if start.rank == 0:
+            wire.socket, _ = listening.accept()
+        else:
+            wire.socket = socket.create_connection(("127.0.0.1", int(ports[0])))
+        start.exchange(b"")  # rank 0 listens until rank 1 has connected
+
+    def close():
+        wire.socket.close()
+        close_rounds()
+
+    wire.close = close
+    return wire
+
+
+def dies_with_a_child(folder):
+    """Rank 1 is killed, while a child that it has forked goes on, in a session of its own."""
+    register_wire("socket", with_a_socket)
+    with weft.init(wire="socket", timeout=300) as group:
+        weft.barrier()
+        if group.rank == 1:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", DeprecationWarning)  # this process has threads
+                child = os.fork()
+            if child == 0:
+                os.setsid()  # else whoever started the ranks ends it with its parent
+                time.sleep(patient(15))
+                os._exit(0)
+            os.kill(os.getpid(), signal.SIGKILL)
+        payloads = group.on(CPU).wire
+        payloads.socket.settimeout(patient(10))
+        end = payloads.socket.recv(1)
+        (folder / "end").write_bytes(end or b"the connection has ended")
+
+
+def test_a_forked_child_holds_no_connection_of_the_wire_of_payloads(tmp_path):
+    """Else the peers, who wait for its parent there, would not see that this has died."""
+    with pytest.raises(RankFailure, match=r"(?s)rank 1 .*SIGKILL"):
+        processes(2, dies_with_a_child, tmp_path)
+    assert (tmp_path / "end").read_text() == "the connection has ended"

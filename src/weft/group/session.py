@@ -310,9 +310,12 @@ class Session:
         self._lock = threading.Lock()  # another thread may have held that one
         if self._worker is not None:
             self._worker.after_fork()
-        self.openings.wire.close()
-        if self.detector is not None:
-            self.detector.abandon()
+        with contextlib.ExitStack() as stack:  # also where the close of a program's own wire raises
+            # what the child kept open would hide the death of this process's parent from peers
+            for wire in self._wires():
+                stack.callback(wire.close)
+            if self.detector is not None:
+                stack.callback(self.detector.abandon)  # first
 
     def check(self) -> None:
         """Raise what broke the session, if anything did.
@@ -354,9 +357,12 @@ class Session:
 
     def _abort_wires(self, verdict: Verdict) -> None:
         """End all waits of this rank, now: the detector's thread may not have come to that yet."""
-        device_wires = [route.wire for route in list(self.devices.values())]
-        for wire in [*self._cpu_wires, *device_wires]:
+        for wire in self._wires():
             wire.abort(Failure("aborted", verdict.culprit, verdict.text))
+
+    def _wires(self) -> list[interface.Wire]:
+        """All wires that there are now; another thread may make that of a device meanwhile."""
+        return [*self._cpu_wires, *(route.wire for route in list(self.devices.values()))]
 
     def _where(self) -> str:
         """The call that runs, as errors spell it."""
