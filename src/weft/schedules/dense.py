@@ -19,6 +19,7 @@ import functools
 import math
 import weakref
 from collections.abc import Callable, Sequence
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -35,8 +36,9 @@ _LARGE = 256 << 20  # the same on an accelerator, where each exchange costs more
 _BLOCK = 1 << 15  # elements that are combined at once, in memory that stays in the cache
 _ALIGN = 64  # bytes that parts and chunks are multiples of
 
-_SCATTER, _GATHER = (1 << 16, 1 << 19), (1 << 17, 1 << 20)
-# = channels of their own, two of each kind: reductions in parts alternate between them
+# channels of their own, two of each kind: reductions in parts alternate between them
+_SCATTER = (1 << 16, 1 << 19)
+_GATHER = (1 << 17, 1 << 20)
 _lanes: weakref.WeakKeyDictionary[Group, int] = weakref.WeakKeyDictionary()  # the last one used
 
 OPS: dict[str, Callable[..., Tensor]] = {
@@ -73,8 +75,8 @@ def dense_all_reduce(group: Group, tensor: Tensor, op: str) -> Pending:
         group.post()  # which raises if the group is broken
         return _Reduction(tensor)
     if tensor.nbytes <= SMALL and on_host(tensor):
-        return _Whole(group, tensor, op)
-    return _Parts(group, tensor, op)
+        return _Whole(group, tensor, op).start()
+    return _Parts(group, tensor, op).start()
 
 
 def fast_all_reduce(group: Group, tensor: Tensor, op: str) -> Pending:
@@ -109,82 +111,105 @@ def scratch_bytes(ranks: int, nbytes: float) -> float:
 
 
 class _Reduction(Pending):
-    """A reduction that `_run` completes in the first `wait`; here there is nothing to do."""
+    """A reduction that `_complete` completes in the first `wait`; here there is nothing to do."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self._tensor, self._done = tensor, False
+        self._tensor = tensor
+        self._is_complete = False
 
     def wait(self) -> list[Tensor]:
-        if not self._done:
-            self._run()
-            self._done = True
+        if not self._is_complete:
+            self._complete()
+            self._is_complete = True
         return [self._tensor]
 
-    def _run(self) -> None:
+    def _complete(self) -> None:
         return None
 
 
 class _Whole(_Reduction):
-    """From each to all, then everyone reduces the same."""
+    """From each to all, then everyone reduces the same: `start` it, then `wait`."""
 
     def __init__(self, group: Group, tensor: Tensor, op: str) -> None:
         super().__init__(tensor)
+        self._group = group
         self._op = op
-        own = flattened(tensor).view(torch.uint8)
-        self._pending = group.small_all_gather(own, len(own))
+        self._contributions: Pending | None = None  # of all ranks; None: not started
 
-    def _run(self) -> None:
-        reduce(self._pending.wait(), self._op, self._tensor)
-        self._pending.release()
+    def start(self) -> Self:
+        """Send the whole tensor to all others, and begin to receive theirs."""
+        own = flattened(self._tensor).view(torch.uint8)
+        self._contributions = self._group.small_all_gather(own, len(own))
+        return self
+
+    def _complete(self) -> None:
+        contributions = self._contributions
+        assert contributions is not None
+        reduce(contributions.wait(), self._op, self._tensor)
+        contributions.release()
 
 
 class _Parts(_Reduction):
-    """Each rank reduces its part and sends it to all, chunk by chunk."""
+    """Each rank reduces its part and sends it to all, chunk by chunk: `start` it, then `wait`."""
 
     def __init__(self, group: Group, tensor: Tensor, op: str) -> None:
         super().__init__(tensor)
-        self._group, self._op, self._flat = group, op, flattened(tensor)
+        self._group = group
+        self._op = op
+        self._flat = flattened(tensor)
         grain = max(1, _ALIGN // tensor.element_size())  # elements
-        self._part = (
-            -(-len(self._flat) // group.size // grain) * grain
-        )  # of the last it may be less
+        # elements of a rank's part; the last part may have fewer
+        self._part = -(-len(self._flat) // group.size // grain) * grain
         scratch = SCRATCH if on_host(tensor) else _LARGE
         chunk = scratch // (group.size - 1) // tensor.element_size()
-        self._step = max(grain, chunk // grain * grain)
+        self._step = max(grain, chunk // grain * grain)  # elements of a chunk
+        self._lane = 0
+        self._scatter: Pending | None = None  # of the next chunk
+
+    def start(self) -> Self:
+        """Send the first chunk of each part to the rank that reduces it."""
         # reductions of one lane match in the order in which they begin, which is the same on all
         # ranks: so two reductions may be under way at once
-        self._lane = _lanes[group] = 1 - _lanes.get(group, 1)
-        self._scatter: Pending | None = self._scatter_chunk(0)
+        self._lane = 1 - _lanes.get(self._group, 1)
+        _lanes[self._group] = self._lane
+        self._scatter = self._scatter_chunk(0)
+        return self
 
-    def _run(self) -> None:
-        group, others = self._group, self._group.peers
+    def _complete(self) -> None:
+        """Reduce this rank's part, chunk by chunk, and send each to all; receive the others'."""
+        group = self._group
         gathers = []
         for start in range(0, self._part, self._step):
             own = self._reduced(start)
-            recvs = [(peer, self._piece(peer, start)) for peer in others]
-            gathers.append(group.post([(p, own) for p in others], recvs, _GATHER[self._lane]))
+            sends = [(peer, own) for peer in group.peers]
+            recvs = [(peer, self._piece(peer, start)) for peer in group.peers]
+            gathers.append(group.post(sends, recvs, _GATHER[self._lane]))
         for pending in gathers:
             pending.wait()
 
     def _piece(self, rank: int, start: int) -> Tensor:
         """The chunk that begins `start` elements into rank's part; it may be empty."""
-        first, end = rank * self._part, min((rank + 1) * self._part, len(self._flat))
+        first = rank * self._part
+        end = min(first + self._part, len(self._flat))
         return self._flat[min(first + start, end) : min(first + start + self._step, end)]
 
     def _scatter_chunk(self, start: int) -> Pending | None:
         """Send a chunk of each part to whom it belongs; collect one's own from all."""
         if start >= self._part:
             return None
-        nbytes, others = self._piece(self._group.rank, start).nbytes, self._group.peers
-        sends = [(peer, self._piece(peer, start)) for peer in others]
-        return self._group.post(sends, [(peer, nbytes) for peer in others], _SCATTER[self._lane])
+        group = self._group
+        nbytes = self._piece(group.rank, start).nbytes
+        sends = [(peer, self._piece(peer, start)) for peer in group.peers]
+        recvs = [(peer, nbytes) for peer in group.peers]
+        return group.post(sends, recvs, _SCATTER[self._lane])
 
     def _reduced(self, start: int) -> Tensor:
         """One's own chunk, reduced; the next is on its way meanwhile."""
         pending = self._scatter
         assert pending is not None
         self._scatter = self._scatter_chunk(start + self._step)
-        group, own = self._group, self._piece(self._group.rank, start)
+        group = self._group
+        own = self._piece(group.rank, start)
         parts = dict(zip(group.peers, pending.wait(), strict=True)) | {group.rank: own}
         reduce([parts[rank] for rank in range(group.size)], self._op, own)
         pending.release()
