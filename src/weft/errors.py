@@ -56,6 +56,18 @@ class WireError(Error, ConnectionError):
         self.culprit = culprit
 
 
+class AbsentError(TimeoutError):
+    """Some ranks did not come, or could not be reached, in time; users get a WireError of it.
+
+    Attributes:
+        ranks: these ranks, in order.
+    """
+
+    def __init__(self, ranks: Sequence[int], what: str) -> None:
+        super().__init__(f"{names(ranks)} {what}")
+        self.ranks = list(ranks)
+
+
 def entry(function: Callable[P, T]) -> Callable[P, T]:
     """The same function, as users call it: what is below it is not in the traceback of an error.
 

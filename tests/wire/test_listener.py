@@ -12,7 +12,8 @@ from dataclasses import replace
 
 import pytest
 
-from weft.wire.tcp.listener import CONTROL, MESSAGES, AbsentError, Endpoint, Listener
+from weft.errors import AbsentError
+from weft.wire.tcp.listener import CONTROL, MESSAGES, Endpoint, Listener
 
 
 def joined(listeners, deadline, stack):

@@ -9,31 +9,34 @@ torch or MPI open carries the bytes of all links.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
+import torch
 import torch.distributed as dist
 
-from ..errors import WeftError
+from ..errors import AbsentError, WeftError
 from ..wire import mpi, torch_gloo
 from ..wire.framed import CarriedSockets, Carrier
 from ..wire.machine import own_host
-from ..wire.store import AbsentError, exchange
+from ..wire.memory import Pool
+from ..wire.registry import Start, seconds_left
+from ..wire.store import exchange
 from ..wire.tcp.address import own_address
 from ..wire.tcp.listener import CONTROL, STRANGERS, Endpoint, Listener, make_room
 from .failure.links import ControlLinks, SocketLinks
 
-CARRIERS: dict[str, Callable[[dist.Store, int, int, float], Carrier]] = {
-    "torch": torch_gloo.carrier_at,
-    "mpi": mpi.carrier_at,
+CARRIERS: dict[str, Callable[[Start], Carrier]] = {
+    "torch": torch_gloo.carrier,
+    "mpi": mpi.carrier,
 }
 """What carries control links in place of sockets, by the name of the wire that says so."""
 
 _BUFFER = 1 << 17  # bytes that a link takes at once, whatever its peer does
-_MOMENT = 0.1  # seconds that a carrier has at least, however late all have come
 _PATIENCE = 5.0  # seconds in which the others can read at the store why there is no group
 
 
@@ -113,9 +116,18 @@ def join_links(
         if not agreed:
             assert listener is not None
             return Joined(_over_sockets(listener, statements, rank, deadline), hosts, agreed)
-    seconds = max(_MOMENT, deadline - time.monotonic())
-    carrier_of_links = CARRIERS[agreed](dist.PrefixStore("links", store), rank, size, seconds)
-    return Joined(_carried(carrier_of_links, rank, size), hosts, agreed)
+    space = dist.PrefixStore("links", store)
+    start = Start(
+        rank=rank,
+        size=size,
+        device=torch.device("cpu"),
+        timeout=seconds_left(deadline),
+        host=hosts[rank],
+        exchange=_exchange_at(space, rank, size, deadline),
+        memory=Pool(),
+        store=space,
+    )
+    return Joined(_carried(CARRIERS[agreed](start), rank, size), hosts, agreed)
 
 
 def _listener(store: dist.Store, size: int) -> Listener:
@@ -159,6 +171,21 @@ def _over_sockets(
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER)
         sock.setblocking(False)
     return SocketLinks(sockets)
+
+
+def _exchange_at(
+    store: dist.Store, rank: int, size: int, deadline: float
+) -> Callable[[bytes], list[bytes]]:
+    """A function that exchanges bytes at the store, as `Start.exchange` does; by the deadline."""
+    rounds = itertools.count()
+
+    def exchange_bytes(data: bytes) -> list[bytes]:
+        key = f"round {next(rounds)}"
+        missing = "came, and then did not join the control links"
+        values = exchange(store, key, data.hex(), rank, size, seconds_left(deadline), missing)
+        return [bytes.fromhex(each) for each in values]
+
+    return exchange_bytes
 
 
 def _carried(carrier: Carrier, rank: int, size: int) -> ControlLinks:

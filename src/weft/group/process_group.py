@@ -21,13 +21,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from .. import _torch
-from ..errors import WeftError, WireError
+from ..errors import AbsentError, WeftError, WireError
 from ..wire import mpi, torch_gloo, watch
 from ..wire.interface import Wire
 from ..wire.machine import own_host
 from ..wire.memory import Pool
-from ..wire.registry import Start, make_wire, register_wire, wire_named
-from ..wire.store import AbsentError
+from ..wire.registry import Start, make_wire, register_wire, seconds_left, wire_named
 from ..wire.tcp import wire as tcp
 from . import recorder
 from .control import join_links
@@ -38,8 +37,6 @@ from .session import Session
 register_wire("tcp", tcp.make)
 register_wire("torch", torch_gloo.make)
 register_wire("mpi", mpi.make)
-
-_MOMENT = 0.1  # seconds that a wire has at least to be made in, however late all have come
 
 _asked: str | None = None  # the wire that the program asks for
 _lock = threading.Lock()
@@ -170,7 +167,7 @@ def _join(
         rank=rank,
         size=size,
         device=torch.device("cpu"),
-        timeout=_left(deadline),
+        timeout=seconds_left(deadline),
         host=joined.hosts[rank],
         exchange=functools.partial(detector.exchange, until=deadline),
         memory=memory,
@@ -208,17 +205,12 @@ def _make_wires(
     if not wire.features.lockstep and not wire.features.exact:
         return wire, None
     store = None if start.store is None else dist.PrefixStore("openings", start.store)
-    start = replace(start, store=store, timeout=_left(deadline))
+    start = replace(start, store=store, timeout=seconds_left(deadline))
     try:
         return make_wire(beside, wire_named(beside), start, early), wire
     except BaseException:
         wire.close()
         raise
-
-
-def _left(deadline: float) -> float:
-    """Seconds until a deadline; at least a moment, so that who is missing is what is said."""
-    return max(deadline - time.monotonic(), _MOMENT)
 
 
 def _not_joined(error: Exception, rank: int, size: int, name: str, timeout: float) -> WireError:

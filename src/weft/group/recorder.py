@@ -142,7 +142,7 @@ def write(why: str) -> None:
         return
     with _lock:
         calls = [_spelled(call, offset) for call in list(_calls)]
-        record = {**_rank, "written": clock, "why": why, "at": watch.standing(), "calls": calls}
+        record = {**_rank, "written": clock, "why": why, "at": watch.program_line(), "calls": calls}
         path = Path(folder, f"rank{_rank['rank']}.json")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)

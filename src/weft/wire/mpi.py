@@ -25,14 +25,12 @@ from datetime import timedelta
 from multiprocessing.util import Finalize
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import WeftError, WireError
-from .framed import Carrier, FramedWire
+from .framed import FramedWire
 from .interface import Failure
 from .registry import Start
-from .store import exchange
 
 _YIELDS = 30  # polls with only a yield between them, before a wait sleeps
 _NAP = (2e-5, 5e-4)  # seconds of the shortest sleep of a wait, and of the longest at its start
@@ -303,30 +301,23 @@ def make(start: Start) -> MpiWire:
     """Make this rank's end of the wire; for the registry.
 
     Raises:
-        WeftError: as `carrier_at`.
+        WeftError: as `carrier`.
     """
-    world = start_mpi(start.timeout)
-    own = [world.rank, _context(world, start.rank)]
-    places = [json.loads(each) for each in start.exchange(json.dumps(own).encode())]
-    _check_places(places)
-    wire = MpiWire(_Messages(world, own[1], places), start.rank, start.size, start.timeout)
+    wire = MpiWire(carrier(start), start.rank, start.size, start.timeout)
     wire.start()
     return wire
 
 
-def carrier_at(store: dist.Store, rank: int, size: int, timeout: float) -> Carrier:
-    """What carries the control links of the ranks that meet at a store; collective.
+def carrier(start: Start) -> _Messages:
+    """What carries the frames of a wire, or of control links, between these ranks; collective.
 
     Raises:
-        RuntimeError: from the store.
         WeftError: MPI cannot be had, or this process has had more groups than tags can tell apart.
     """
-    deadline = time.monotonic() + timeout
-    world = start_mpi(timeout)
-    context = _context(world, rank)
-    missing = "came, and then did not say its number in MPI"
-    seconds = deadline - time.monotonic()
-    places = exchange(store, "mpi", [world.rank, context], rank, size, seconds, missing)
+    world = start_mpi(start.timeout)
+    context = _context(world, start.rank)
+    own = json.dumps([world.rank, context]).encode()
+    places = [json.loads(each) for each in start.exchange(own)]
     _check_places(places)
     return _Messages(world, context, places)
 

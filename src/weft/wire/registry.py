@@ -19,6 +19,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
@@ -30,6 +31,8 @@ import torch.distributed as dist
 from ..errors import WeftError
 from .interface import Features, Reducing, Rounds, Wire
 from .memory import Pool
+
+_MOMENT = 0.1  # seconds, see `seconds_left`
 
 EXCHANGED = 1 << 14
 """Bytes that a factory may exchange at once."""
@@ -75,6 +78,22 @@ class Start:
     process_group: dist.ProcessGroup | None = None
     cpu_wire: Wire | None = None
     store: dist.Store | None = None
+
+
+def seconds_left(deadline: float) -> float:
+    """Seconds until a deadline by which something has to be made; at least a tenth of one.
+
+    However late the last rank has come, the others then say who is missing, not that no time was
+    left to look.
+
+    Args:
+        deadline: by `time.monotonic`.
+
+    Example:
+        >>> seconds_left(time.monotonic() - 5.0)
+        0.1
+    """
+    return max(deadline - time.monotonic(), _MOMENT)
 
 
 Factory = Callable[[Start], Wire]
@@ -262,11 +281,11 @@ def make_wire(
     """
     ballot = _Ballot(name, start.exchange, early)
     is_weak = False  # whether another rank's end may have caused the fault
-    made: object = None
+    product: object = None  # what the factory has returned, a wire or not
     cause: Exception | None = None
     try:
-        made = factory(dataclasses.replace(start, exchange=ballot.exchange, check=ballot.check))
-        fault = _fault(made, start)
+        product = factory(dataclasses.replace(start, exchange=ballot.exchange, check=ballot.check))
+        fault = _fault(product, start)
     except _GivenUp as error:
         fault = str(error)
     except Exception as error:
@@ -276,12 +295,12 @@ def make_wire(
     # The vote is this rank's message of the next round, whatever others do in that. Only what is no
     # Exception, as Ctrl-C is none, has left without one: then others see this rank leave.
     try:
-        if isinstance(made, Wire) and not fault:
-            ballot.vote_for(made.features)
-            return made
+        if isinstance(product, Wire) and not fault:
+            ballot.vote_for(product.features)
+            return product
         ballot.vote_against(fault, is_weak=is_weak)
     except BaseException as error:
-        close = getattr(made, "close", None)
+        close = getattr(product, "close", None)
         if callable(close):
             close()
         if cause is not None:

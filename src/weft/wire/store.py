@@ -6,12 +6,12 @@ import json
 import math
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch.distributed as dist
 
-from ..errors import names
+from ..errors import AbsentError, names
 from . import watch
 
 _GROWTH = 1.5  # from one pause to the next
@@ -19,18 +19,6 @@ _GROWTH = 1.5  # from one pause to the next
 Late = tuple[int, Callable[[], str]] | None
 """For the line about a slow wait (`weft.init(watch=)`): the rank that waits, and a function that
 says who is missing, or "" if nobody is any more. None: print no line."""
-
-
-class AbsentError(TimeoutError):
-    """Some ranks did not come, or could not be reached, in time.
-
-    Attributes:
-        ranks: these ranks, in order.
-    """
-
-    def __init__(self, ranks: Sequence[int], what: str) -> None:
-        super().__init__(f"{names(ranks)} {what}")
-        self.ranks = list(ranks)
 
 
 def exchange(

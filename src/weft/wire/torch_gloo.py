@@ -17,7 +17,6 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from .. import _torch
@@ -94,18 +93,16 @@ def make(start: Start) -> FramedWire:
 
 
 def _connected(start: Start) -> GlooCarrier:
-    """`carrier_at` in a thread, since gloo waits for all ranks, also for one that has died.
+    """`carrier` in a thread, since gloo waits for all ranks, also for one that has died.
 
     gloo's own deadline, `start.timeout`, ends the wait for the thread, if not `start.check` before.
     Then the thread goes on until that deadline.
     """
-    store = start.store
-    assert store is not None  # a group over gloo has one
     made: Future[GlooCarrier] = Future()
 
     def connect() -> None:
         try:
-            made.set_result(carrier_at(store, start.rank, start.size, start.timeout))
+            made.set_result(carrier(start))
         except Exception as error:
             made.set_exception(error)
 
@@ -115,18 +112,18 @@ def _connected(start: Start) -> GlooCarrier:
     return made.result()
 
 
-def carrier_at(store: dist.Store, rank: int, size: int, timeout: float) -> GlooCarrier:
-    """A gloo group of the ranks that meet at a store, which nobody else uses; collective.
+def carrier(start: Start) -> GlooCarrier:
+    """A gloo group of these ranks, which nobody else uses, for a wire or for control links.
 
-    Args:
-        store: where they meet.
-        rank, size: this rank, and how many there are.
-        timeout: seconds in which all must have come.
+    Collective: gloo waits for all ranks, until `start.timeout`, and calls no `start.check`.
 
     Raises:
         RuntimeError: from gloo or the store.
     """
+    store = start.store
+    assert store is not None  # a group over gloo has one
     before = _open_sockets()
-    group = _torch.gloo_group(store, rank, size, timeout, gloo_interfaces(store))
+    interfaces = gloo_interfaces(store)
+    group = _torch.gloo_group(store, start.rank, start.size, start.timeout, interfaces)
     # gloo does not say which are its own; one that another thread opened meanwhile is taken for it
     return GlooCarrier(group, _open_sockets() - before)

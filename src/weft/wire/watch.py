@@ -55,10 +55,13 @@ def chosen_by() -> str:
     return "WEFT_WATCH" if os.environ.get("WEFT_WATCH") else "default"
 
 
-def standing(thread: int | None = None) -> str:
-    """Where a thread (None: the main one) is in the user's program: "file:line in function".
+def program_line(thread: int | None = None) -> str:
+    """The line of the user's program at which a thread is: "file:line in function".
 
     That is its innermost frame outside weft, torch and Python's own library.
+
+    Args:
+        thread: its identifier; None: the main one.
     """
     innermost = sys._current_frames().get(thread or threading.main_thread().ident or 0)
     frame = innermost

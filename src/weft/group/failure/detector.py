@@ -437,14 +437,14 @@ class Detector:
         awaits = None if waiting is None else waiting.peer()
         is_outside = waiting is None and not doing
         raised = last_error.since(since) if is_outside else ""
-        return Place(calls, doing, awaits, time.monotonic() - since, raised, self._standing())
+        return Place(calls, doing, awaits, time.monotonic() - since, raised, self._program_line())
 
-    def _standing(self) -> str:
+    def _program_line(self) -> str:
         """Where the rank's program is, as "file:line in function", or ""."""
         if self._thread is None:
-            return watch.standing()
+            return watch.program_line()
         thread = self._thread()
-        return "" if thread is None else watch.standing(thread)
+        return "" if thread is None else watch.program_line(thread)
 
     def _read_news(self, news: News) -> None:
         peer = news.peer

@@ -138,8 +138,11 @@ class Room:
             else:
                 del self.unmet[key]
 
-    def look(self) -> None:
-        """A rank begins to wait, or has left: see whether all wait, and none with a limit."""
+    def fail_if_all_wait(self) -> None:
+        """Fail those that wait if nobody else is left, and none of their waits will end.
+
+        It is called when a rank begins to wait, and when one has left.
+        """
         everybody_waits = len(self.waiting) >= self.size - len(self.gone)
         if everybody_waits and not self.may_go_on():
             self.fail_as_stuck()
@@ -235,7 +238,7 @@ class RoomWire:
             self.room.gone.add(self.rank)
             for rank in self.room.waiting:
                 self.room.changed[rank].notify_all()
-            self.room.look()
+            self.room.fail_if_all_wait()
 
     def fail(self, failure: Failure) -> None:
         """Fail with this, unless the wire has failed already; with the lock held."""
@@ -371,7 +374,7 @@ class RoomPending:
         waiting[wire.rank] = self
         try:
             while not self.is_over():
-                wire.room.look()
+                wire.room.fail_if_all_wait()
                 if self.is_over():
                     return True
                 seconds = None if until is None else until - time.monotonic()

@@ -47,7 +47,7 @@ from typing import Any
 
 import psutil
 
-from ..store import AbsentError
+from ...errors import AbsentError
 
 MESSAGES = 0
 CONTROL = 1

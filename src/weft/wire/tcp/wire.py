@@ -47,7 +47,7 @@ from torch import Tensor
 
 from ..interface import Failure, Features, Recv, Send, WireFailed
 from ..memory import Lease, Pool
-from ..registry import Start
+from ..registry import Start, seconds_left
 from . import connection, shm
 from .address import own_address
 from .connection import Block, Connection, Receive
@@ -75,7 +75,6 @@ _SPIN = 50e-6  # seconds that a wait looks by itself before it sleeps until it i
 _LOWER_DELAY = 0.25  # seconds that the lower of two ranks waits before it connects, too
 _LONGEST = 3600.0  # seconds of one sleep; a wait without a limit sleeps again
 _BUFFER = 4 << 20  # bytes of a Unix socket's buffers; with the small default it is 4 times slower
-_SHORTEST = 0.1  # seconds that peers have at least to pass their segments
 
 _Received = tuple[Connection, Receive]
 _Message = tuple[Connection, Receive | connection.Send]
@@ -694,7 +693,7 @@ def _exchange_segments(
     """This rank's segment, those of peers of its host, and the peers that have mapped this one."""
     near = {peer: sock for peer, sock in sockets.items() if sock.family == socket.AF_UNIX}
     for sock in near.values():
-        sock.settimeout(max(deadline - time.monotonic(), _SHORTEST))
+        sock.settimeout(seconds_left(deadline))
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _BUFFER)
     segment = shm.Segment.make() if near else None
