@@ -10,11 +10,12 @@ import torch
 
 from weft.wire.memory import Pool
 from weft.wire.tcp import shm
-from weft.wire.tcp.connection import EAGER, Connection, Receive
+from weft.wire.tcp.connection import EAGER, Block, Connection, Receive, Send
 
 FRAME = struct.Struct("<IIQQ")  # kind, channel, length, number or offset
 DATA, CREDIT, LENT, COPIED, READ = range(5)
 TOP = (1 << 64) - 1
+SEGMENT = 1 << 20  # bytes of the segment that the fixture gives
 
 
 @pytest.fixture
@@ -24,6 +25,89 @@ def ends():
     mine.setblocking(False)
     with mine, theirs:
         yield Connection(1, mine, None, mapped=False), theirs
+
+
+def bytes_at(theirs):
+    """What has come at the socket of the peer."""
+    try:
+        return theirs.recv(1 << 20, socket.MSG_DONTWAIT)
+    except BlockingIOError:
+        return b""
+
+
+def test_a_short_message_follows_its_frame_at_once(ends):
+    connection, theirs = ends
+    connection.send(3, Send(torch.arange(5, dtype=torch.uint8)))
+    connection.flush()
+    assert bytes_at(theirs) == FRAME.pack(DATA, 3, 5, 0) + bytes(range(5))
+
+
+def test_a_long_message_follows_its_frame_when_there_is_a_credit(ends):
+    connection, theirs = ends
+    for length in (4, EAGER + 1):
+        connection.send(3, Send(torch.zeros(length, dtype=torch.uint8)))
+        connection.flush()
+    assert bytes_at(theirs) == FRAME.pack(DATA, 3, 4, 0) + bytes(4)
+    for credit in (FRAME.pack(CREDIT, 4, 0, 2), FRAME.pack(CREDIT, 3, 0, 1)):
+        theirs.sendall(credit)
+        connection.receive()
+        connection.flush()
+        assert bytes_at(theirs) == b"", "that is for another channel, or for the message before"
+    theirs.sendall(FRAME.pack(CREDIT, 3, 0, 2))
+    connection.receive()
+    connection.flush()
+    assert bytes_at(theirs).startswith(FRAME.pack(DATA, 3, EAGER + 1, 0))
+
+
+def test_receives_of_long_messages_send_credits(ends):
+    connection, theirs = ends
+    for limit in (EAGER + 1, EAGER, EAGER + 1, EAGER):
+        connection.expect(6, Receive(limit, Pool()))
+    connection.flush()
+    assert bytes_at(theirs) == FRAME.pack(CREDIT, 6, 0, 3)
+    theirs.sendall(FRAME.pack(DATA, 9, 2, 0) + bytes(2))
+    connection.receive()
+    connection.expect(9, Receive(EAGER + 1, Pool()))
+    connection.flush()
+    assert bytes_at(theirs) == b"", "the message has come"
+
+
+def test_messages_in_a_segment_are_told_of_and_acknowledged(segment):
+    """Also where they come before they are asked for; a copy is read where it lies."""
+    near, far = socket.socketpair()
+    with near, far:
+        near.setblocking(False)
+        far.setblocking(False)
+        sender = Connection(1, near, None, mapped=True)
+        message = torch.arange(100, dtype=torch.uint8)
+        at = segment.stage(message)
+        block = Block(segment, segment.stage(message))
+        block.readers = 1
+        sends = [Send(message, at), Send(message, block.offset, block)]
+        for send in sends:
+            sender.send(5, send)
+        sender.flush()
+        frames = bytes_at(far)
+        lent = FRAME.pack(LENT, 5, 100, at)
+        assert frames == lent + FRAME.pack(COPIED, 5, 100, block.offset)
+        assert [send.done for send in sends] == [False, True]
+
+        far.sendall(FRAME.pack(READ, 0, 0, 2) + FRAME.pack(READ, 0, 0, 1))
+        sender.receive()
+        assert sends[0].done and not block.readers
+
+        receiver = Connection(0, far, shm.Peer(segment.fd, SEGMENT), mapped=False)
+        near.sendall(frames)
+        receiver.receive()
+        receives = [Receive(100, Pool()), Receive(100, Pool())]
+        for receive in receives:
+            receiver.expect(5, receive)
+        receiver.flush()
+        assert bytes_at(near) == FRAME.pack(READ, 0, 0, 1), "the view of the copy is not released"
+        assert all(torch.equal(receive.tensor, message) for receive in receives)
+        receives[1].release()
+        receiver.flush()
+        assert bytes_at(near) == FRAME.pack(READ, 0, 0, 2)
 
 
 @pytest.mark.parametrize(
@@ -51,20 +135,16 @@ def test_a_frame_that_makes_no_sense_ends_the_connection(ends, frame, said):
 
 
 @pytest.mark.parametrize(
-    ("offset", "length"), [(0, 4097), (4096, 1), (TOP, 1), (1, TOP), (4000, 97)]
+    ("offset", "length"), [(0, SEGMENT + 1), (SEGMENT, 1), (TOP, 1), (1, TOP), (SEGMENT - 96, 97)]
 )
-def test_what_lies_outside_of_a_segment_is_not_read(offset, length):
-    segment = shm.Segment.make(4096)
-    if segment is None:
-        pytest.skip("memfd_create is refused here")
+def test_what_lies_outside_of_a_segment_is_not_read(segment, offset, length):
     mine, theirs = socket.socketpair()
     with mine, theirs:
         mine.setblocking(False)
-        connection = Connection(1, mine, shm.Peer(segment.fd, 4096), mapped=False)
+        connection = Connection(1, mine, shm.Peer(segment.fd, SEGMENT), mapped=False)
         theirs.sendall(FRAME.pack(LENT, 0, length, offset))
         connection.receive()
         assert "where none may be" in connection.garbled
-    segment.close()
 
 
 def test_frames_may_come_byte_by_byte(ends):

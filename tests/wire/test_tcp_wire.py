@@ -123,15 +123,6 @@ def test_a_close_by_a_handler_during_a_sleep_ends_the_wait_as_any_other(monkeypa
         pending.wait(10.0)
 
 
-@pytest.fixture
-def segment():
-    """A segment of 1 MiB, of a rank whose peers map it; without memfd_create hosts share none."""
-    made = shm.Segment.make(1 << 20)
-    if made is None:
-        pytest.skip("memfd_create is refused here")
-    return made
-
-
 def test_what_is_sent_to_a_rank_that_left_takes_no_memory(segment):
     """Such sends are complete, since they are copied; nobody will ever say that they were read."""
     near, far = socket.socketpair()

@@ -3,19 +3,51 @@
 Nothing here waits: `flush` sends what the socket takes, `receive` reads what is there. The wire
 calls them.
 
-A frame has a kind, a channel, a length and a number. The n-th message that a rank sends on a
-channel belongs to the n-th receive of its peer there. A message is sent in one of three ways:
+The n-th message that a rank sends on a channel belongs to the n-th receive of its peer there. A
+message goes in one of three ways:
 
-* *eager*: up to `EAGER` bytes follow their frame at once, and the peer keeps them until a receive
-  is posted;
-* *by credit*: a longer message is sent once the peer has posted the receive. The peer sends a
-  credit with the number of its last receive of the channel, but only for receives that long;
-* *by the segment* (`shm`), if the peer has mapped this rank's segment: a frame says where the
-  message is. A tensor outside the segment is copied into it, so its owner may change it at once. A
-  tensor in the segment is lent: its owner may change it when the peer has copied it and said so.
+* *eager*: up to `EAGER` bytes go at once, and the peer keeps them until a receive is posted;
+* *by credit*: a longer message goes once the peer has posted the receive, and said so;
+* *by the segment* (`shm`), where the peer has mapped this rank's segment, and the wire says so for
+  messages of more than `wire.INLINE` bytes: a frame says where the message is. A tensor outside the
+  segment is copied into it, so its owner may change it at once. A tensor in the segment is lent:
+  its owner may change it when the peer has copied it and said so. A message for which the segment
+  has no room goes through the socket at once, however long it is, and the peer keeps it.
 
 A receive by size does not copy a message that was copied into the segment. It gives a view of the
 segment, and acknowledges the message when the view is released.
+
+What is on the socket of lane MESSAGES, from its first byte:
+
+| bytes         | what                          | who sends it, and when                       |
+|---------------|-------------------------------|----------------------------------------------|
+| 16            | nonce                         | who listens, as it has accepted              |
+| 24, 32        | hello, and proof of the token | who connects, when it has the nonce          |
+| 32            | proof of the token            | who listens, when the other proof was right  |
+| 8, descriptor | bytes of the segment          | Unix sockets: each end, in the factory       |
+| 1             | whether it was mapped         | Unix sockets: each end, when it has those    |
+| 24            | a frame, see below            | each end, at any time                        |
+| its length    | a message                     | each end, right behind the message's frame   |
+
+The first three are told of in `listener` (on a control link they are the same, and lines of JSON
+follow), the next two in `shm.exchange`. Who closes its end says nothing before: that is for the
+control links.
+
+A frame has a kind, a channel, a length and a number, which is the last of these:
+
+| kind     | number | who sends it, and when                                                     |
+|----------|--------|----------------------------------------------------------------------------|
+| 0 DATA   | 0      | who has a message for the socket; its bytes follow                         |
+| 1 CREDIT | n      | who has posted receives of more than `EAGER` bytes, of which the last is   |
+|          |        | the n-th of the channel: messages up to the n-th may come. None is sent by |
+|          |        | who has mapped the segment of its peer, or has the message                 |
+| 2 LENT   | offset | who has a message in its segment, in memory of its program                 |
+| 3 COPIED | offset | who has a message in its segment, in a copy that the wire has made         |
+| 4 READ   | n      | who has read the n-th of all LENT and COPIED messages that came on this    |
+|          |        | connection: that memory is its owner's again                               |
+
+Both kinds of n begin at 1. CREDIT has no length, and READ has no channel either: these are 0 there.
+Both go before the messages that wait. READ may wait for another frame: see `was_read`.
 """
 
 from __future__ import annotations
@@ -40,14 +72,14 @@ _START = ctypes.c_char * 0  # where memory begins
 EAGER = 1 << 17
 """Bytes of a message up to which it is sent whether or not it is awaited."""
 
-_FRAME = struct.Struct("<IIQQ")  # kind, channel, length, number or offset
+_FRAME = struct.Struct("<IIQQ")  # kind, channel, length, number
 
-# The kinds of frames, with what stands in them; either end sends each of them.
-_DATA = 0  # channel, length, 0: a message, whose bytes follow
-_CREDIT = 1  # channel, 0, number: receives are posted for the messages up to that number there
-_LENT = 2  # channel, length, offset: a message in the sender's segment, in memory of its program
-_COPIED = 3  # channel, length, offset: a message in the sender's segment, a copy
-_READ = 4  # 0, 0, number: one of the peer's messages in its segment was read; see `_announced`
+# the kinds of frames; the table above says who sends them, and when
+_DATA = 0
+_CREDIT = 1
+_LENT = 2
+_COPIED = 3
+_READ = 4
 
 _AHEAD = 1 << 16  # bytes read at a time while the next length is not known
 _LOT = 1 << 18  # bytes of a long message that must be there before the socket wakes us up
@@ -136,8 +168,8 @@ class Receive:
             self._place = memory_of(lease.tensor)
         return self._place
 
-    def look(self, view: Tensor, release: Callable[[], object]) -> None:
-        """Set the view in which the message is, and what to call when it is released."""
+    def set_view(self, view: Tensor, release: Callable[[], object]) -> None:
+        """Take a view of the message as it is; `release` is called when that is released."""
         self.tensor = view
         self._release = release
         self.done = True
@@ -215,9 +247,11 @@ class Connection:
         self._credits: dict[int, int] = {}  # up to which of these the peer is yet to be told
         self._arrived: dict[int, deque[_Arrived]] = defaultdict(deque)  # that nobody asked for yet
         self._ahead = memoryview(bytearray(_AHEAD))
-        self._end = 0  # bytes read ahead and not looked at; none, while a message is to be filled
+        self._ahead_bytes = (
+            0  # bytes read ahead and not looked at; none, while a message is to be filled
+        )
         self._into: memoryview | None = None  # what is still missing of the message that comes
-        self._coming: Receive | _Arrived | None = None  # that message
+        self._incoming: Receive | _Arrived | None = None  # that message
         self._wakes_at = 1  # bytes that must be there before the socket counts as readable
         # LENT and COPIED frames that came. They have no number on the way: both ends count them,
         # and a connection keeps their order, so the peer's `_announced` means the same message.
@@ -228,10 +262,10 @@ class Connection:
         self._last_credit: dict[int, int] = defaultdict(int)  # up to which the peer wants them
         self._ready: deque[tuple[int, Send]] = deque()  # with their channels, in order
         self._parts: list[bytes | memoryview] = []  # what is being sent
-        self._leaving: list[Send] = []  # the messages among that
+        self._outgoing: list[Send] = []  # the messages among that
         self._announced = 0  # LENT and COPIED frames that were sent
         self._unread: dict[int, Send] = {}  # those not acknowledged, by number
-        self._read: list[int] = []  # numbers of messages to be acknowledged
+        self._acknowledgements: list[int] = []  # the numbers of READ frames to be sent
         self._owed = 0  # the bytes of those messages
         self.due = False
 
@@ -288,7 +322,7 @@ class Connection:
         if self.sock is None:
             return
         parts = self._parts
-        while not self.lost and (parts or self._ready or self._credits or self._read):
+        while not self.lost and (parts or self._ready or self._credits or self._acknowledgements):
             if not parts:
                 self._load()
             try:
@@ -306,20 +340,20 @@ class Connection:
                 rest = memoryview(parts[0])[sent:]
                 parts[:1] = [rest]  # no error if a handler of a signal has closed this meanwhile
             else:
-                for send in self._leaving:
+                for send in self._outgoing:
                     send.done = True
-                self._leaving.clear()
+                self._outgoing.clear()
 
     def _load(self) -> None:
         """Load the next frames and messages into `_parts`."""
         parts = self._parts
         size = 0
-        if self._credits or self._read:
+        if self._credits or self._acknowledgements:
             notes = [_FRAME.pack(_CREDIT, at, 0, last) for at, last in self._credits.items()]
-            notes += [_FRAME.pack(_READ, 0, 0, number) for number in self._read]
+            notes += [_FRAME.pack(_READ, 0, 0, number) for number in self._acknowledgements]
             parts.append(b"".join(notes))
             self._credits.clear()
-            self._read.clear()
+            self._acknowledgements.clear()
             self._owed = 0
         while self._ready and size < _AHEAD and len(parts) < _PARTS:
             channel, send = self._ready.popleft()
@@ -333,14 +367,14 @@ class Connection:
             if send.nbytes and send.memory is not None:
                 parts.append(send.memory)
                 size += send.nbytes
-            self._leaving.append(send)
+            self._outgoing.append(send)
 
     def was_read(self, number: int, nbytes: int, *, awaited: bool) -> None:
         """Tell the peer that one of its messages was read.
 
         With the next frame; at once, if the peer waits for it (`awaited`) or much is owed.
         """
-        self._read.append(number)
+        self._acknowledgements.append(number)
         self._owed += nbytes
         self.due |= awaited or self._owed > _OWED
 
@@ -377,10 +411,10 @@ class Connection:
         moved = 0
         while not self.lost and moved < _TURN:
             into = self._into
-            room = _AHEAD + (-self._end if into is None else len(into))
+            room = _AHEAD + (-self._ahead_bytes if into is None else len(into))
             try:
                 if into is None:
-                    count = self.sock.recv_into(self._ahead[self._end :])
+                    count = self.sock.recv_into(self._ahead[self._ahead_bytes :])
                 else:
                     count = self.sock.recvmsg_into([into, self._ahead])[0]
             except BlockingIOError:
@@ -393,11 +427,11 @@ class Connection:
                 break
             moved += count
             if into is None:
-                self._end += count
+                self._ahead_bytes += count
             elif count < len(into):
                 self._into = into[count:]
             else:
-                self._end = count - len(into)
+                self._ahead_bytes = count - len(into)
                 self._finish()
             if self._into is None:
                 self._parse()
@@ -421,7 +455,7 @@ class Connection:
         """Handle the frames that were read ahead."""
         ahead = self._ahead
         start = 0  # of what is not looked at yet
-        end = self._end
+        end = self._ahead_bytes
         while end - start >= _FRAME.size and not self.lost:
             kind, channel, length, number = _FRAME.unpack_from(ahead, start)
             start += _FRAME.size
@@ -439,9 +473,9 @@ class Connection:
                 self._into = into[here:]
                 break
             self._finish()
-        self._end = end - start
-        if start and self._end:
-            ahead[: self._end] = bytes(ahead[start:end])
+        self._ahead_bytes = end - start
+        if start and self._ahead_bytes:
+            ahead[: self._ahead_bytes] = bytes(ahead[start:end])
 
     def _place_for(self, channel: int, length: int) -> memoryview | None:
         """The memory for the message that comes now; None: it is refused."""
@@ -449,7 +483,7 @@ class Connection:
             receive = waiting.popleft()
             if not self._fits(length, receive):
                 return None
-            self._coming = receive
+            self._incoming = receive
             return receive.place(length)
         try:
             if length > EAGER and self.segment is None:
@@ -458,14 +492,14 @@ class Connection:
         except (MemoryError, OverflowError):
             self._refuse(f"a message of {length} bytes that nobody awaits")
             return None
-        self._coming = message
+        self._incoming = message
         self._arrived[channel].append(message)
         return memoryview(message.data or bytearray())
 
     def _finish(self) -> None:
         """Complete the message whose last byte has come."""
-        message = self._coming
-        self._coming = None
+        message = self._incoming
+        self._incoming = None
         self._into = None
         if isinstance(message, Receive):
             message.done = True
@@ -516,7 +550,7 @@ class Connection:
             assert self.segment is not None
             if receive.tensor is None and not message.lent:
                 view = self.segment.memory[offset : offset + length]
-                receive.look(view, lambda: self.was_read(number, length, awaited=False))
+                receive.set_view(view, lambda: self.was_read(number, length, awaited=False))
                 return
             place = ctypes.addressof(_START.from_buffer(receive.place(length)))
             ctypes.memmove(place, self.segment.address + offset, length)
@@ -565,8 +599,8 @@ class Connection:
             self.sock.close()
         self.segment = None
         self._into = None
-        self._coming = None
+        self._incoming = None
         for by_channel in (self._receives, self._arrived, self._sends, self._unread):
             by_channel.clear()
-        for messages in (self._ready, self._parts, self._leaving):
+        for messages in (self._ready, self._parts, self._outgoing):
             messages.clear()
