@@ -121,8 +121,15 @@ def over_bound(auto: Row) -> float | None:
 
 
 def over_host_bound(auto: Row) -> float | None:
-    """Weft's time over the least with these ranks on these hosts."""
-    return auto["host_ratio"]
+    """Weft's time over that of the bytes that each host's link must carry.
+
+    `host_ratio` also counts what the ranks of a host exchange, by figures that are measured beside
+    the case: on a busy machine these are larger than all that the links take.
+    """
+    if not auto.get("host_bound_bytes") or not auto.get("link"):
+        return None
+    bytes_a_second = auto["link"] / 8
+    return auto["median_seconds"] * bytes_a_second / auto["host_bound_bytes"]
 
 
 TORCH = {  # torch.distributed.all_reduce of the COO tensor over weft, at least
@@ -283,12 +290,12 @@ def picture(runs: dict[str, list[list[Row]]], file: Path) -> None:
     pictures.write(file, file.suffix[1:], 8, 3.2, draw)
 
 
-COLUMNS = {  # of a table: a figure of `weft bench --json` by its heading
-    "torch / weft": "torch_ratio",
-    "horovod / weft": "horovod_ratio",
-    "dense / weft": "dense_ratio",
-    "time / bound": "time_ratio",
-    "time / host bound": "host_ratio",
+COLUMNS: dict[str, Figure] = {  # of a table, by heading
+    "torch / weft": over("torch"),
+    "horovod / weft": over("horovod"),
+    "dense / weft": over("dense"),
+    "time / bound": over_bound,
+    "time / host bound": over_host_bound,
 }
 
 
@@ -305,8 +312,8 @@ def table(runs: list[list[Row]]) -> str:
             autos.setdefault(row["case"], []).append(row)
     measured = [
         heading
-        for heading, key in COLUMNS.items()
-        if any(row.get(key) is not None for rows in autos.values() for row in rows)
+        for heading, figure in COLUMNS.items()
+        if any(figure(row) is not None for rows in autos.values() for row in rows)
     ]
     lines = [
         f"| case | algorithm | ms | {' | '.join(measured)} |",
@@ -315,7 +322,7 @@ def table(runs: list[list[Row]]) -> str:
     for case, rows in autos.items():
         took = statistics.median(row["median_seconds"] for row in rows) * 1e3
         names = " or ".join(sorted({row["algorithm"] for row in rows}))
-        cells = [spread([row.get(COLUMNS[heading]) for row in rows]) for heading in measured]
+        cells = [spread([COLUMNS[heading](row) for row in rows]) for heading in measured]
         lines.append(f"| {case} | {names} | {took:.1f} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
