@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -10,9 +11,10 @@ import torch
 import weft
 from weft.kernels import meter
 from weft.sparse import ALGORITHMS
+from weft.sparse.factors import middle
 from weft.testing import expected, simulated
 from weft.testing.simulation import simulate
-from weft.wire.link import MERGE, Link
+from weft.wire.link import MERGE, WITHIN, Link
 
 SLOW = Link(alpha=50e-6, beta=8e-9, gamma=MERGE, work=10e-6)
 BUSY = Link(alpha=20e-6, beta=0.8e-9, gamma=30 * MERGE, work=5e-6)  # arithmetic decides
@@ -57,6 +59,27 @@ def test_64_ranks_on_hosts_of_several(each, link):
     within = replace(link, beta=4 * link.gamma)
     hosts = [f"{rank // each}" for rank in range(64)]
     check(simulate("split", spread, 64, link, hosts=hosts, within=within))
+
+
+@pytest.mark.parametrize("name", ["dense_tail", "gather", "split"])
+@pytest.mark.parametrize("gbit", [25, 100])  # round the ring, and directly
+def test_hosts_whose_ranks_share_a_link_as_quick_as_memory(name, gbit, monkeypatch):
+    monkeypatch.setenv("WEFT_FACTORS", "8")
+    link = Link(alpha=20e-6, beta=8e-9 / gbit, gamma=MERGE, work=5e-6, within=WITHIN)
+    within = replace(link, beta=WITHIN)
+    rows = partial(spread, count=4000, height=80_000)
+    check(simulate(name, rows, 8, link, hosts="aaaabbbb", within=within))
+
+
+def test_two_hosts_gather_what_their_ranks_summed():
+    # split was taken between them, and took an eighth longer: the cost of gather was too high
+    link = Link(alpha=20e-6, beta=0.8e-9, gamma=MERGE, work=5e-6, within=WITHIN)
+    within = replace(link, beta=WITHIN)
+    rows = weft.Rows(torch.arange(4000) * 20, ONES[:4000], 80_000)
+    done = simulate("split", lambda _: rows, 8, link, hosts="aaaabbbb", within=within)
+    between, _ = middle(done.load)
+    assert between.name == "gather"
+    check(done)
 
 
 def test_a_number_of_ranks_that_is_no_power_of_two():

@@ -155,10 +155,12 @@ class Load:
     def direct(self) -> bool:
         """Whether an all-gather sends directly to all ranks instead of round the ring.
 
-        So it does if the link is about as quick as memory, and where each step of a ring would be a
-        round of its own.
+        So it does where each step of a ring would be a round of its own, and if the link is about
+        as quick as memory, also where the ranks of a host share it.
         """
-        return self.at_once or (self.link is not None and self.link.beta < _MEMORY)
+        if self.at_once:
+            return True
+        return self.link is not None and (1 + self.queue) * self.link.beta < _MEMORY
 
     @property
     def at_once(self) -> bool:
@@ -240,6 +242,10 @@ class Load:
         """
         return count if rows * self.row <= self.chunk and not self.at_once else 0
 
+    def hops_of_shared(self, rows: float) -> int:
+        """Rounds of an all-gather (`stream.Ring`) with this many rows from each rank."""
+        return 0 if self.direct else self.hops(self.ranks - 1, rows)
+
     def crowded(self, nbytes: float) -> float:
         """The delay of a stream of chunks by busy cores, as bytes that could be received then.
 
@@ -249,6 +255,13 @@ class Load:
             return 0.0
         idle = max(0.0, 1 - self.link.busy / self.link.beta)
         return nbytes * max(0.0, _CHUNKED - idle)
+
+    def shared(self, nbytes: float) -> float:
+        """The delay of an all-gather in which a rank receives `nbytes`, by ranks of its host.
+
+        Round the ring one stream enters a host. Sent directly, each rank of a host gets all.
+        """
+        return self.queue * nbytes if self.direct else 0.0
 
     def unevenly(self, nbytes: float) -> float:
         """The delay of `nbytes` from all peers that share links unevenly, as bytes received."""

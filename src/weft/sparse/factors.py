@@ -35,8 +35,6 @@ _SMALLEST = 1 << 16  # bytes of a chunk
 _NOT_BETWEEN = ("doubling", "dense_tail")
 # each rank sums a range; it has its own first, then that of its left neighbour, and so on
 _IN_PARTS = ("ring", "split")
-# the part of a block's sums that is made before the first of them leaves the block
-_BEFORE = {"gather": 0.5, "split": 0.5}
 _HANDED = 4.0  # bytes merged in the time in which one is handed on within a host, if unknown
 
 Blocks = tuple[tuple[int, ...], ...]
@@ -266,8 +264,7 @@ def on_hosts(load: Load, algorithm: Algorithm, inner: Load) -> tuple[float, floa
     received = (block.ranks - 1) * given * (load.given + block.index_of(load.mean))
     reduced = handed(load) * received
     reduced += block.merging(block.ranks * given, inner.pieces(given, block.ranks, inner.mean))
-    chunks = max(1, block.chunks(given, load.given))
-    before = reduced * _BEFORE.get(algorithm.name, 1.0) if chunks > 1 else reduced
+    before = reduced * _part_before(places, algorithm, inner)
 
     # places take turns on the host's link, so in the first turn nothing is handed on
     shared = handed(load) * (places - 1) * sums * load.row
@@ -275,6 +272,24 @@ def on_hosts(load: Load, algorithm: Algorithm, inner: Load) -> tuple[float, floa
     overlap = (1 - 1 / places) * (1 - 1 / chunks)
     during = min(shared, overlap * _completing(load, algorithm, inner, shared))
     return before + shared - during, reduced - before + during
+
+
+def _part_before(places: int, algorithm: Algorithm, inner: Load) -> float:
+    """The part of a block's sums that is made before those of a place begin to cross the link.
+
+    The ranks of a block send to its places one after the other. A place then sends its sums in the
+    order of the indices, a chunk when it is made. With `gather` the first chunk goes to all. With
+    `split` the first range goes to its owner, from where complete sums come to all others once it
+    is made. Other algorithms begin when all sums are made. It is that of the average place.
+    """
+    first = 1 / max(1, inner.chunks(inner.mean, inner.given))
+    if algorithm.name == "gather":
+        own = first
+    elif algorithm.name == "split" and not inner.factors:
+        own = min(1.0, 1 / inner.ranks + first)
+    else:
+        return 1.0
+    return (places - 1) / (2 * places) + own / places
 
 
 def _completing(load: Load, algorithm: Algorithm, inner: Load, shared: float) -> float:

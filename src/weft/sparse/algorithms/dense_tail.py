@@ -41,14 +41,16 @@ def cost(load: Load) -> Cost:
     # rows that are taken out of the table, unless all are there
     taken = 0 if load.union >= (load.height or 0) else load.union
     return Cost(
-        rounds=3 + load.hops(others, height),
+        rounds=3 + load.hops_of_shared(height),
         messages=others * (list_messages(asked) + 1 + load.chunks(height, load.row))
         + round(load.parted(given, load.row, others)),
         bytes=received,
         merged=load.merging(load.mean, load.pieces(given, load.ranks, height))
         + taken * load.row
         + unite_bytes(load, load.height or 0),
-        delayed=load.queue * others * (given * load.row + asked) + load.crowded(received),
+        delayed=load.queue * others * (given * load.row + asked + height / 8)
+        + load.shared(others * height * load.row)
+        + load.crowded(received),
         # all rows may lie in one rank's range
         memory=(height * load.ranks + load.union) * load.row
         + load.uniting(load.total, load.union)

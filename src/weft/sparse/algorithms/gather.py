@@ -32,12 +32,14 @@ def cost(load: Load) -> Cost:
     merged = load.merging(load.total, load.pieces(load.mean, load.ranks, load.union))
     last = min(merged, load.mean * load.given)  # rows are merged in order, while the last ones come
     return Cost(
-        rounds=1 + load.hops(others, load.mean),
+        rounds=1 + load.hops_of_shared(load.mean),
         messages=others * (list_messages(listed) + load.chunks(load.mean, load.given)),
         bytes=received,
         merged=merged - last,
         overlapped=last,
-        delayed=load.crowded(received),
+        delayed=load.queue * others * listed
+        + load.shared(others * load.mean * load.given)
+        + load.crowded(received),
         memory=(load.total - load.fewest) * load.given + load.uniting(load.total, load.union),
     )
 

@@ -81,7 +81,7 @@ def cost(load: Load) -> Cost:
         # rows are dealt out before most of them are sent
         merged=(PLACE + _DEAL) * load.total + away * load.given + made / max(1, steps),
         overlapped=made * (1 - 1 / max(1, steps)) + told,
-        delayed=load.crowded(received),
+        delayed=load.queue * others * listed + load.crowded(received),
         memory=away * load.given
         + (load.union * load.row if load.at_once else relay_memory(load, sums))
         + min(away * load.given, others * window(load) * load.chunk),

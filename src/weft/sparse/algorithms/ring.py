@@ -51,16 +51,18 @@ def cost(load: Load) -> Cost:
     lists = [0.0 if load.identical else run * load.index_of(run * load.ranks) for run in runs]
     listed = 0 if load.identical else sum(map(list_messages, lists)) + others * list_messages(told)
     values = sum(load.parted(run, load.partial, 1) for run in runs)
-    received = sum(runs) * load.partial + sum(lists) + others * (sums * load.row + told)
+    shared = others * sums * load.row
+    received = sum(runs) * load.partial + sum(lists) + shared + others * told
+    hops = load.hops(others, sums) + load.hops_of_shared(sums)
     return Cost(
-        rounds=(1 if load.identical else others + 1) + load.hops(2 * others, sums),
+        rounds=(1 if load.identical else others + 1) + hops,
         messages=listed + round(values + load.parted(sums, load.row, others)),
         bytes=received,
         merged=load.merging(
             sum(runs) + others * mine,
             sum(load.pieces(run, 1, run) + load.pieces(mine, 1, run) for run in runs),
         ),
-        delayed=load.crowded(received),
+        delayed=load.queue * others * told + load.shared(shared) + load.crowded(received),
         memory=2 * sums * load.partial + min(sums * load.partial, window(load) * load.chunk),
     )
 

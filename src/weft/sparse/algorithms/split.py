@@ -54,11 +54,12 @@ def _flat(load: Load) -> Cost:
     received = others * (given * load.given + sums * load.row + asked + told)
     values = load.parted(given, load.given, others) + load.parted(sums, load.row, others)
     return Cost(
-        rounds=3 + load.hops(others, sums),
+        rounds=3 + load.hops_of_shared(sums),
         messages=others * (list_messages(asked) + list_messages(told)) + round(values),
         bytes=received,
         merged=load.merging(load.mean, load.pieces(given, load.ranks, sums)),
-        delayed=load.queue * others * (given * load.given + asked)
+        delayed=load.queue * others * (given * load.given + asked + told)
+        + load.shared(others * sums * load.row)
         + load.unevenly(received)
         + load.crowded(received),
         # the index lists of one's own share, then those of all sums
@@ -118,7 +119,7 @@ def _in_stages(load: Load) -> Cost:
             merged=slowest.merged + merged,
         )
         messages = round(slowest.messages + up + down)
-        hops = block.hops(block.ranks - 1, sums)
+        hops = block.hops_of_shared(sums)
     memory = (
         inner_cost.memory
         + inner.mean * load.partial
