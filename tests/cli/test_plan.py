@@ -1,6 +1,7 @@
 """`weft plan`: what it predicts, and what it refuses."""
 
 import json
+import math
 import re
 import shlex
 from dataclasses import asdict
@@ -26,7 +27,9 @@ def invoke(options: str) -> Result:
 
 def lines(result: Result) -> list[list[str]]:
     """Of the tables that say what is chosen."""
-    words = [line.split() for line in result.stdout.splitlines()]
+    # the factors of split follow its name
+    text = re.sub(r"(split) \d+(x\d+)+", r"\1", result.stdout)
+    words = [line.split() for line in text.splitlines()]
     rows = [line for line in words if len(line) == 9 and line[0].isdigit()]
     return [line for line in rows if line[2] in {"eager", *ALGORITHMS}]
 
@@ -105,6 +108,23 @@ def of(distribution: str, rows: int, height: int) -> Sizes:
     return drawn(Case("own", rows, height, width=1, distribution=distribution))
 
 
+def test_thousands_of_ranks_are_shown_with_their_factors_and_what_was_measured(
+    tmp_path: Path,
+) -> None:
+    picture = tmp_path / "plan.svg"
+    result = invoke(f"--ranks 1024,10240 --per-host 8 --link 10gbit --plot {picture}")
+    assert result.exit_code == 0, result.output
+    found = re.findall(r"^ *(\d+) +\d+ +split 8x(\S+)", result.stdout, re.MULTILINE)
+    for ranks, factors in found:
+        assert 8 * math.prod(map(int, factors.split("x"))) == int(ranks)
+    assert [ranks for ranks, _ in found] == ["1024", "10240"]
+    assert "All figures of the tables are predicted" in result.stdout
+    assert "\nMeasured, by weft's authors: the rates of merging and within a host" in result.stdout
+    drawn = picture.read_text("utf-8")
+    assert ">least of any<" in drawn and ">split<" in drawn
+    assert ">eager<" not in drawn  # which no line and no place of the map is
+
+
 def test_expected_unions() -> None:
     uniform = of("uniform", 100, 1000)
     assert uniform.union(1) == pytest.approx(100)
@@ -145,6 +165,7 @@ def test_a_recorded_run_says_the_overlap(tmp_path: Path) -> None:
     result = invoke(f"--record {file} --ranks 4,32")
     assert result.exit_code == 0, result.output
     assert [line[0] for line in lines(result)] == ["4", "32"] * 2
+    assert f"Measured, in {file}: rows and their overlap, of its ranks." in result.stdout
 
 
 @pytest.mark.parametrize(
@@ -189,7 +210,7 @@ def test_a_table_that_is_too_wide_loses_nothing(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("TERM", "dumb")
     monkeypatch.setenv("COLUMNS", "80")
     text = re.sub(r"\x1b\[[0-9;]*m", "", invoke("--ranks 4,4096 --link 1gbit").stdout)
-    tables = text[text.index("ranks") : text.index("ms, and")]
+    tables = text[text.index("ranks") : text.index("All figures")]
     assert all(len(line) <= 80 for line in tables.splitlines()) and "…" not in tables
 
 

@@ -20,11 +20,16 @@ _RANKS = "2,4,8,16,32,64,128,256,512,1024,2048,4096"
 _LINK, _LATENCY, _WORK = "1gbit,10gbit", 50.0, 10.0
 _CLUSTER = "The cluster"
 _NOTE = (
+    "All figures of the tables are predicted; nothing was sent. "
     "ms, and the figures under the algorithms' names: milliseconds after the opening exchange; "
     "-: cannot serve, or needs more workspace than auto allows; MB and messages: of a rank; "
     "xbound: MB over the least that a rank must receive. host-ms: the least time of any exact "
-    "schedule with these ranks on these hosts, which is the bound where ranks share hosts; "
-    "xhost: ms over that"
+    "schedule with these ranks on these hosts, which is the bound where ranks share hosts, an "
+    "index counted as 4 bytes; xhost: ms over that, below 1 where packed indices take less"
+)
+_MEASURED = (
+    "Measured, by weft's authors: the rates of merging and within a host. docs/plan.md says which "
+    "calls and which simulated networks the same predictions were held against"
 )
 
 
@@ -96,7 +101,7 @@ def plan(
     if not found:
         options.refuse("--per-host", f"all of --ranks {ranks} are on one host, without a link")
     groups = [list(group) for _, group in groupby(found, lambda one: (one.sizes, one.link))]
-    _show(groups)
+    _show(groups, record)
     if alone := sorted(set(counts) - {one.ranks for one in found}):
         typer.echo(f"left out, since all are on one host: {', '.join(map(str, alone))} ranks")
     if json is not None:
@@ -129,8 +134,11 @@ def _links(speeds: str, latency: float, work: float) -> list[Named]:
     return [Named(name.strip(), link(options.rate(name))) for name in speeds.split(",")]
 
 
-def _show(groups: list[list[Prediction]]) -> None:
-    """Two tables for each case and link: what is chosen, and the time of each algorithm."""
+def _show(groups: list[list[Prediction]], record: Path | None) -> None:
+    """Two tables for each case and link: what is chosen, and the time of each algorithm.
+
+    Below them, what of this was measured.
+    """
     console = show.console()
     algorithms = list(weft.sparse.ALGORITHMS)
     for lines in groups:
@@ -145,6 +153,10 @@ def _show(groups: list[list[Prediction]]) -> None:
         times = [[str(one.ranks), *(_time(one, name) for name in algorithms)] for one in lines]
         console.print(show.table(["ranks", *algorithms], times, left=0), "")
     console.print(_NOTE, style="dim", soft_wrap=True)
+    measured = _MEASURED
+    if record is not None:
+        measured = f"Measured, in {record}: rows and their overlap, of its ranks. {measured}"
+    console.print(measured, style="dim", soft_wrap=True)
 
 
 def _chosen(one: Prediction) -> list[str]:
@@ -153,7 +165,7 @@ def _chosen(one: Prediction) -> list[str]:
     return [
         str(one.ranks),
         str(one.answer.load.union),
-        f"[bold]{best.algorithm}[/]",
+        f"[bold]{best.name}[/]",
         wording.number(best.milliseconds),
         wording.number(best.bytes, 1e-6),
         str(best.messages),

@@ -1,7 +1,8 @@
 """Where each algorithm wins: a picture with two panels for each case and link.
 
-Left, predicted time against ranks, a line for each algorithm. Right, which one is predicted to be
-the quickest, over ranks and rows a rank, rows drawn independently; the case itself is the line.
+Left, predicted time against ranks, a line for each algorithm, and the least time of any exact
+schedule, dashed. Right, which one is predicted to be the quickest, over ranks and rows a rank, rows
+drawn independently; the case itself is the line.
 """
 
 from __future__ import annotations
@@ -10,9 +11,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import NullLocator
 
@@ -30,31 +33,42 @@ def draw(path: Path, groups: Sequence[Sequence[Prediction]], names: Sequence[str
 
     def panels(figure: Figure) -> None:
         rows = figure.subplots(len(groups), 2, squeeze=False)
+        seen: set[str] = set()
         for (left, right), lines in zip(rows, groups, strict=True):
-            _times(left, lines, colours)
-            _map(right, lines, colours)
+            seen |= _times(left, lines, colours)
+            seen |= _map(right, lines, colours)
             left.set(title=f"{lines[0].sizes.case.name}, {lines[0].link.name}")
             right.set(title="predicted quickest, independent rows")
-        shown = [Patch(color=colour, label=name) for name, colour in colours.items()]
-        figure.legend(handles=shown, loc="outside upper center", ncols=min(len(names), 8))
+        shown: list[Artist] = [
+            Patch(color=colour, label=name) for name, colour in colours.items() if name in seen
+        ]
+        shown.append(Line2D([], [], color=pictures.INK, linestyle="--", label="least of any"))
+        figure.legend(handles=shown, loc="outside upper center", ncols=min(len(shown), 9))
 
     pictures.write(path, path.suffix[1:], 10.5, 3.1 * len(groups) + 0.6, panels)
 
 
-def _times(axes: Axes, lines: Sequence[Prediction], colours: Mapping[str, str]) -> None:
+def _times(axes: Axes, lines: Sequence[Prediction], colours: Mapping[str, str]) -> set[str]:
+    """Draw a line for each algorithm that serves some ranks; the names of these."""
+    seen = set()
     for name, colour in colours.items():
         points = [(one.ranks, one.times[name]) for one in lines if name in one.times]
         if points:
             axes.plot(*zip(*points, strict=True), color=colour, marker="o", markersize=3)
+            seen.add(name)
+    least = [one.least_ms for one in lines]
+    axes.plot([one.ranks for one in lines], least, color=pictures.INK, linestyle="--", linewidth=1)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     pictures.logarithmic(axes.yaxis)
     axes.set(xlabel="ranks", ylabel="predicted ms, logarithmic")
     axes.set_xticks(ranks := [one.ranks for one in lines], [str(count) for count in ranks])
     axes.xaxis.set_minor_locator(NullLocator())
+    return seen
 
 
-def _map(axes: Axes, lines: Sequence[Prediction], colours: Mapping[str, str]) -> None:
+def _map(axes: Axes, lines: Sequence[Prediction], colours: Mapping[str, str]) -> set[str]:
+    """Draw which algorithm is the quickest, over ranks and rows; the names of those that are."""
     first, ranks, order = lines[0], [one.ranks for one in lines], list(colours)
     most = first.sizes.case.height
     rows = [count for count in _ROWS if count <= most] or [1.0]
@@ -76,3 +90,4 @@ def _map(axes: Axes, lines: Sequence[Prediction], colours: Mapping[str, str]) ->
     axes.set_yscale("log")
     axes.set_xticks(range(len(ranks)), [str(count) for count in ranks])
     axes.set(xlabel="ranks", ylabel="rows a rank, logarithmic")
+    return {order[place] for found in winners for place in found}
