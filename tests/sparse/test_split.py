@@ -306,18 +306,50 @@ def test_lists_of_tables(asked):
             assert torch.equal(total.values, expected([part[table] for part in parts]).values)
 
 
-@spmd(8, on=("threads",))
-def test_some_ranks_of_some_hosts_are_a_group(group):
-    names = "abcabcab"
-    group.session.hosts = tuple(names)
-    some = [0, 3, 4, 6, 7]  # aabab
-    if group.rank in some:
+@pytest.mark.parametrize("on", ["threads", *IN_ROUNDS])
+def test_some_ranks_of_some_hosts_are_a_group(on, asked):
+    asked("2x2")
+    some = [0, 3, 4, 6, 7]  # of hosts aabab
+    want = expected([rows_of(rank) for rank in some])
+
+    def program(group):
+        set_link(group, SLOW)
+        group.session.hosts = tuple("abcabcab")
+        if group.rank not in some:
+            return None
         part = group.subset(some)
         rows = rows_of(group.rank)
         total = weft.sparse_all_reduce(rows, algorithm="split", group=part)
-        want = expected([rows_of(rank) for rank in some])
         assert torch.equal(total.indices, want.indices)
         assert torch.equal(total.values, want.values)
+        return weft.explain(rows, algorithm="split", group=part).load.factors
+
+    found = run(8, program, on=on)
+    assert [each for each in found if each is not None] == [(2, 2)] * 5
+
+
+@pytest.mark.parametrize(("wire_dtype", "unit"), [(torch.bfloat16, 2**-8), (torch.float16, 2**-11)])
+@pytest.mark.parametrize("names", ["aaaabbb", "aaaaabc", "abababa", "aabbccdd"])
+def test_values_that_travel_narrow_are_rounded_twice_in_all_stages(names, wire_dtype, unit, asked):
+    asked(factors_of(names))
+    draw = torch.Generator().manual_seed(3)
+    given = torch.zeros(len(names), 400, 4)
+    parts = []
+    for own in given:
+        indices = torch.randperm(400, generator=draw)[:300]
+        own[indices] = torch.rand(300, 4, generator=draw) + 0.5  # so that float32 adds exactly
+        parts.append(weft.Rows(indices, own[indices], 400))
+    rounded = given.to(wire_dtype).float().sum(0).to(wire_dtype).float()
+    exact = given.double().sum(0)
+    bound = unit * exact + unit * (1 + unit) * exact  # of docs/wire-dtype.md
+
+    def program(group):
+        return reduced(group, names, parts, wire_dtype=wire_dtype)
+
+    for found in run(len(names), program):
+        assert torch.equal(found.values, rounded[found.indices])
+        error = found.values.double() - exact[found.indices]
+        assert (error.abs() <= bound[found.indices]).all()
 
 
 @spmd(4, on=("threads",))
