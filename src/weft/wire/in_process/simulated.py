@@ -154,7 +154,7 @@ class _Room(Room):
         receiver = self.nodes[target.pending.wire.rank]
         self.network.carry(sender, receiver, source, target)
 
-    def look(self) -> None:
+    def fail_if_all_wait(self) -> None:
         self.network.advance()
 
 
