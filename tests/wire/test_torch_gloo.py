@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -17,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 import weft
+from weft import _torch
 from weft.group.process_group import connect
 from weft.schedules import dense_all_reduce
 from weft.testing import RankFailure, processes, run
@@ -253,3 +255,17 @@ def threads_of_gloo():
         time.sleep(1.0)  # a thread names itself when it first runs
         tasks = Path("/proc/self/task").glob("*/comm")
         return sum(task.read_text() == "pt_gloo_runloop\n" for task in tasks)
+
+
+def test_links_are_given_up_in_time_though_gloo_connects_for_longer(monkeypatch):
+    """As it does where a rank has died that had said at the store how it is reached."""
+    released = threading.Event()
+    monkeypatch.setattr(_torch, "gloo_group", lambda *_: released.wait(patient(20)))
+    store = dist.HashStore()
+    statement = {"wire": "torch", "host": "", "carrier": "torch", "trouble": "", "endpoint": {}}
+    dist.PrefixStore("weft/world/1", store).set("statement/1", json.dumps(statement))
+    try:
+        with pytest.raises(weft.WireError, match=r"rank 0: .*: gloo has not connected all ranks"):
+            connect(store, 0, 2, 0.3, wire="torch")
+    finally:
+        released.set()

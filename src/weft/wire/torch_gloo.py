@@ -11,6 +11,7 @@ import contextlib
 import os
 import stat
 import threading
+import time
 from collections.abc import Collection, Sequence
 from concurrent.futures import Future, wait
 from datetime import timedelta
@@ -29,6 +30,7 @@ _Socket = tuple[int, int]
 
 _NOTHING_COMES = 1  # a tag that no frame has
 _AT_ONCE = timedelta(milliseconds=1)
+_GRACE = 0.5  # seconds after its deadline in which gloo may say itself what is missing
 _LOOK = 0.1  # seconds between two looks at whether a wire can still come of it
 
 
@@ -85,41 +87,43 @@ def make(start: Start) -> FramedWire:
     """Make this rank's end of the wire; for the registry.
 
     Raises:
-        RuntimeError: from gloo or the store.
+        TimeoutError, RuntimeError: as `carrier`.
     """
-    wire = FramedWire(_connected(start), start.rank, start.size)
+    wire = FramedWire(carrier(start), start.rank, start.size)
     wire.start()
     return wire
-
-
-def _connected(start: Start) -> GlooCarrier:
-    """`carrier` in a thread, since gloo waits for all ranks, also for one that has died.
-
-    gloo's own deadline, `start.timeout`, ends the wait for the thread, if not `start.check` before.
-    Then the thread goes on until that deadline.
-    """
-    made: Future[GlooCarrier] = Future()
-
-    def connect() -> None:
-        try:
-            made.set_result(carrier(start))
-        except Exception as error:
-            made.set_exception(error)
-
-    threading.Thread(target=connect, name="weft gloo", daemon=True).start()
-    while not wait([made], _LOOK).done:
-        start.check()
-    return made.result()
 
 
 def carrier(start: Start) -> GlooCarrier:
     """A gloo group of these ranks, which nobody else uses, for a wire or for control links.
 
-    Collective: gloo waits for all ranks, until `start.timeout`, and calls no `start.check`.
+    Collective. gloo connects in a thread: it waits for all ranks, also for one that has died, and
+    where that had begun to connect for five times as long as it was told to. When this raises, the
+    thread goes on until gloo gives up.
 
     Raises:
+        TimeoutError: not all ranks are connected after `start.timeout` seconds.
         RuntimeError: from gloo or the store.
     """
+    deadline = time.monotonic() + start.timeout + _GRACE
+    connected: Future[GlooCarrier] = Future()
+
+    def connect() -> None:
+        try:
+            connected.set_result(_connect(start))
+        except Exception as error:
+            connected.set_exception(error)
+
+    threading.Thread(target=connect, name="weft gloo", daemon=True).start()
+    # until gloo is through, another rank has failed, or the time is over
+    while not wait([connected], _LOOK).done:
+        start.check()
+        if time.monotonic() > deadline:
+            raise TimeoutError("gloo has not connected all ranks")
+    return connected.result()
+
+
+def _connect(start: Start) -> GlooCarrier:
     store = start.store
     assert store is not None  # a group over gloo has one
     before = _open_sockets()
