@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import socket
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +14,16 @@ from dataclasses import replace
 import pytest
 
 from weft.errors import AbsentError
-from weft.wire.tcp.listener import CONTROL, MESSAGES, Endpoint, Listener
+from weft.wire.tcp.listener import (
+    CONTROL,
+    MESSAGES,
+    Endpoint,
+    Listener,
+    round_trip,
+    suit_distance,
+)
+
+linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="options of Linux's TCP")
 
 
 def joined(listeners, deadline, stack):
@@ -201,3 +211,54 @@ def test_a_link_that_is_not_up_yet_is_waited_for(listeners, monkeypatch):
 def test_an_address_of_another_machine_is_refused():
     with pytest.raises(OSError, match="Cannot assign"):
         Listener("192.0.2.1", 1)
+
+
+class Distant:
+    """A socket of a connection whose shortest round trip takes so long, as Linux would say it."""
+
+    family = socket.AF_INET
+
+    def __init__(self, microseconds, refuses=False):
+        self._info = bytes(148) + microseconds.to_bytes(4, sys.byteorder)
+        self._refuses = refuses
+        self.control = b"cubic"
+
+    def getsockopt(self, level, option, length):
+        assert (level, option) == (socket.IPPROTO_TCP, socket.TCP_INFO)
+        return self._info[:length]
+
+    def setsockopt(self, level, option, value):
+        assert (level, option) == (socket.IPPROTO_TCP, socket.TCP_CONGESTION)
+        if self._refuses:
+            raise PermissionError(errno.EPERM, "only for administrators")
+        self.control = value
+
+
+@linux
+@pytest.mark.parametrize(
+    ("microseconds", "refuses", "control"),
+    [(50_000, False, b"bbr"), (500, False, b"cubic"), (50_000, True, b"cubic")],
+)
+def test_only_connections_between_distant_hosts_change_their_congestion_control(
+    microseconds, refuses, control
+):
+    sock = Distant(microseconds, refuses)
+    suit_distance(sock)
+    assert sock.control == control
+
+
+@linux
+def test_the_round_trip_of_a_connection_is_read_where_linux_has_it():
+    """A connection within this machine has one, of less than a second, and keeps its control."""
+    with ExitStack() as stack:
+        server = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        sock = stack.enter_context(socket.create_connection(server.getsockname()))
+        other = stack.enter_context(server.accept()[0])
+        before = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
+        sock.sendall(b"x")
+        other.recv(1)
+        other.sendall(b"x")
+        sock.recv(1)
+        assert 0 < round_trip(sock) < 1_000_000
+        suit_distance(sock)
+        assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16) == before

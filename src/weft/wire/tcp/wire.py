@@ -62,6 +62,7 @@ from .listener import (
     is_transient,
     not_awaited,
     send_at_once,
+    suit_distance,
     unreachable,
 )
 
@@ -547,6 +548,7 @@ class TcpWire:
         self._unconnected.pop(peer, None)
         sock.setblocking(False)
         send_at_once(sock)
+        suit_distance(sock)
         link = self.connections[peer]
         link.attach(sock)
         self._by_fd[link.fd] = link
