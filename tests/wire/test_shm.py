@@ -8,6 +8,7 @@ import mmap
 import os
 import random
 import socket
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -83,12 +84,11 @@ def test_a_closed_segment_gives_no_memory_and_keeps_what_it_gave(segment):
 def shown(segments, descriptors=None):
     """What two ranks see of each other's segments after they were exchanged."""
     sockets = socket.socketpair()
-    for sock in sockets:
-        sock.settimeout(10.0)
 
     def show(rank):
         with sockets[rank]:
-            return exchange(segments[rank], {1 - rank: sockets[rank]})
+            deadline = time.monotonic() + 10.0
+            return exchange(segments[rank], {1 - rank: sockets[rank]}, deadline)
 
     with ThreadPoolExecutor(2) as pool:
         return list(pool.map(show, range(2)))

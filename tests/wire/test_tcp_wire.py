@@ -7,6 +7,7 @@ import os
 import select
 import signal
 import socket
+import struct
 import threading
 import time
 
@@ -123,6 +124,45 @@ def test_a_close_by_a_handler_during_a_sleep_ends_the_wait_as_any_other(monkeypa
         pending.wait(10.0)
 
 
+def test_a_close_by_a_handler_during_a_sleep_sends_what_was_posted_before(ends):
+    """A handler runs in the middle of the poll, which nothing may begin again meanwhile."""
+    first, second = ends
+    messages = [torch.full((1 << 16,), number, dtype=torch.uint8) for number in range(64)]
+    pending = first.post([(1, message) for message in messages], [(1, 1)])
+    before = signal.signal(signal.SIGALRM, lambda *_: first.close())
+    received = []
+
+    def read():
+        time.sleep(0.5)  # until the handler is in the close
+        for _ in messages:
+            [message] = second.post((), [(0, 1 << 16)]).wait(10.0)
+            received.append(int(message[0]))
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    signal.setitimer(signal.ITIMER_REAL, 0.2)
+    try:
+        with pytest.raises(WireFailed) as caught:
+            pending.wait(10.0)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+        reader.join()
+    assert caught.value.failure.kind == "aborted"
+    assert received == list(range(64))
+
+
+def test_a_post_that_awaits_two_ranks_fails_as_the_second_is_lost():
+    to_live, live = socket.socketpair()
+    to_dead, dead = socket.socketpair()
+    with contextlib.closing(TcpWire(0, 3, {1: to_live, 2: to_dead}, Pool())) as wire:
+        pending = wire.post((), [(1, 1), (2, 1)])
+        dead.close()
+        with pytest.raises(WireFailed) as caught:
+            pending.wait(10.0)
+    live.close()
+    assert (caught.value.failure.kind, caught.value.failure.peer) == ("lost", 2)
+
+
 def test_what_is_sent_to_a_rank_that_left_takes_no_memory(segment):
     """Such sends are complete, since they are copied; nobody will ever say that they were read."""
     near, far = socket.socketpair()
@@ -168,6 +208,22 @@ def open_files():
     return len(os.listdir("/proc/self/fd"))
 
 
+def test_segments_are_exchanged_by_one_deadline_and_an_end_is_told_from_a_refusal(segment):
+    sockets, others = zip(*(socket.socketpair() for _ in range(3)), strict=True)
+    for sock in others:
+        sock.send(struct.pack("<Q", 0))  # and nothing after that
+    start = time.monotonic()
+    with pytest.raises(TimeoutError):
+        shm.exchange(segment, dict(enumerate(sockets)), start + 0.5)
+    for sock in others:
+        sock.send(struct.pack("<Q", 0))
+    others[0].shutdown(socket.SHUT_WR)
+    with pytest.raises(ConnectionError, match="rank 0 went away"):
+        shm.exchange(segment, dict(enumerate(sockets)), time.monotonic() + 10.0)
+    for sock in (*sockets, *others):
+        sock.close()
+
+
 def test_a_factory_that_fails_leaves_no_descriptor(monkeypatch):
     """A peer that dies while segments are passed is a failure of the factory."""
 
@@ -179,7 +235,7 @@ def test_a_factory_that_fails_leaves_no_descriptor(monkeypatch):
 
         return Start(rank, 2, torch.device("cpu"), 10.0, "here", exchange, Pool())
 
-    def dying(segment, sockets):
+    def dying(segment, sockets, deadline):
         raise ConnectionError("rank 1 went away while it was connected to")
 
     def making(rank):

@@ -32,6 +32,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from ..registry import seconds_left
+
 ROOM = 1 << 30
 """Bytes of a segment, where the machine has eight times as much."""
 
@@ -201,13 +203,14 @@ class Peer:
 
 
 def exchange(
-    segment: Segment | None, sockets: Mapping[int, socket.socket]
+    segment: Segment | None, sockets: Mapping[int, socket.socket], deadline: float
 ) -> tuple[dict[int, Peer], set[int]]:
     """Send this rank's segment to the peers at these Unix sockets, and map theirs; collective.
 
     Args:
         segment: this rank's, or None.
-        sockets: by peer; blocking, with a timeout.
+        sockets: by peer; each wait sets their timeout.
+        deadline: by `time.monotonic`, when all must have answered.
 
     Returns:
         The segments of peers that were mapped here, and the peers that have mapped this rank's.
@@ -218,18 +221,31 @@ def exchange(
     own_bytes = 0 if segment is None else segment.nbytes
     own_fds = [] if segment is None else [segment.fd]
     for sock in sockets.values():
+        sock.settimeout(seconds_left(deadline))
         socket.send_fds(sock, [_HELLO.pack(own_bytes)], own_fds)
     seen: dict[int, Peer] = {}
     for peer, sock in sockets.items():
+        sock.settimeout(seconds_left(deadline))
         hello, fds, _, _ = socket.recv_fds(sock, _HELLO.size, 1, socket.MSG_CMSG_CLOEXEC)
-        if len(hello) < _HELLO.size:
-            raise ConnectionError(f"rank {peer} went away while it was connected to")
-        nbytes = _HELLO.unpack(hello)[0]
+        nbytes = _HELLO.unpack(hello)[0] if len(hello) == _HELLO.size else 0
         for fd in fds:
             with contextlib.suppress(OSError, ValueError):  # then the peer sends over its socket
                 if _fits(len(sockets) + 1, nbytes):
                     seen[peer] = Peer(fd, nbytes)
             os.close(fd)
+        if len(hello) < _HELLO.size:
+            raise _gone(peer)
         sock.sendall(bytes([peer in seen]))  # whether its segment is mapped here
-    seen_by = {peer for peer, sock in sockets.items() if sock.recv(1) == b"\1"}
+    seen_by = set()
+    for peer, sock in sockets.items():
+        sock.settimeout(seconds_left(deadline))
+        answer = sock.recv(1)
+        if not answer:
+            raise _gone(peer)
+        if answer == b"\1":
+            seen_by.add(peer)
     return seen, seen_by
+
+
+def _gone(peer: int) -> ConnectionError:
+    return ConnectionError(f"rank {peer} went away while it was connected to")

@@ -47,7 +47,7 @@ from torch import Tensor
 
 from ..interface import Failure, Features, Recv, Send, WireFailed
 from ..memory import Lease, Pool
-from ..registry import Start, seconds_left
+from ..registry import Start
 from . import connection, shm
 from .address import own_address
 from .connection import Block, Connection, Receive
@@ -149,9 +149,8 @@ class TcpWire:
             mapped = peer in seen_by
             self.connections[peer] = Connection(peer, None, (seen or {}).get(peer), mapped=mapped)
         self._far = far
-        # Peers of other hosts that a message is for, and that are not connected, each with the time
-        # until which attempts are repeated. Unless it is lost, a peer has one attempt under way, or
-        # one that is due.
+        # Peers of other hosts that a message is for, and that are neither connected nor lost, each
+        # with the time until which attempts are repeated: one is under way, or due.
         self._unconnected: dict[int, float] = {}
         self._attempts: dict[int, Attempt] = {}  # under way, by descriptor
         self._due: dict[int, float] = {}  # when to attempt it, by peer
@@ -163,6 +162,7 @@ class TcpWire:
         # the middle of anything.
         self._turn = threading.RLock()
         self._is_moving = False  # a connection is half through with something
+        self._has_lost = False  # a connection has ended
         self._thread: threading.Thread | None = None
         self._has_work = threading.Event()
         self._failure: Failure | None = None
@@ -223,7 +223,7 @@ class TcpWire:
             if link.due:
                 link.flush()
                 self._watch(link)
-            if link.sock is None:
+            if link.sock is None and not link.lost:
                 self._connect_to(link.peer)
                 needs_thread = True
         if needs_thread:
@@ -290,6 +290,12 @@ class TcpWire:
 
     def _send_rest(self) -> None:
         """Send what sockets have not taken yet: of that, something may have been waited for."""
+        # a handler of a signal may have brought this thread here in the middle of a poll, and no
+        # poll may be begun in another of the same object
+        self._poll = select.poll()
+        for fd, wanted in self._polled.items():
+            if wanted:
+                self._poll.register(fd, wanted)
         until = time.monotonic() + _LINGER
         while self._failure is None and any(link.unsent for link in self.connections.values()):
             seconds = until - time.monotonic()
@@ -348,6 +354,12 @@ class TcpWire:
         """Whether a message can come no more."""
         return any(link.lost and not message.done for link, message in messages)
 
+    def _raise_if_lost(self, messages: Sequence[_Message]) -> None:
+        """Fail with the first connection that has ended and has a message that is not through."""
+        for link, message in messages:
+            if link.lost and not message.done:
+                raise WireFailed(self._fail(_end_of(link)))
+
     def finish(self, messages: Sequence[_Message], timeout: float | None) -> None:
         """Move messages until all of these are through.
 
@@ -357,11 +369,11 @@ class TcpWire:
         """
         until = math.inf if timeout is None else time.monotonic() + timeout
         with self._turn:
-            for link, message in messages:
+            for _, message in messages:
                 while not message.done:
                     self._check()
-                    if link.lost:
-                        raise WireFailed(self._fail(_end_of(link)))
+                    if self._has_lost:
+                        self._raise_if_lost(messages)
                     seconds = until - time.monotonic()
                     self._step(max(0.0, seconds))
                     if seconds <= 0 and not message.done:
@@ -440,6 +452,7 @@ class TcpWire:
 
     def _watch(self, link: Connection) -> None:
         """Poll for what the connection wants now; nothing, if it is lost."""
+        self._has_lost |= bool(link.lost)
         wanted = link.wanted
         if wanted == self._polled.get(link.fd, 0):
             return
@@ -486,7 +499,9 @@ class TcpWire:
             self._due[peer] = now + AGAIN
         else:
             assert self._far is not None
+            del self._unconnected[peer]
             self.connections[peer].lose(unreachable(self._far.endpoints[peer], error))
+            self._has_lost = True
 
     def _attempt_those_due(self) -> None:
         now = time.monotonic()
@@ -532,7 +547,7 @@ class TcpWire:
         assert self._acceptor is not None
         for candidate, peer, lane in self._acceptor.proven(0.0):
             link = self.connections.get(peer)
-            if lane != MESSAGES or link is None:
+            if lane != MESSAGES or link is None or link.lost:
                 self._acceptor.refuse(candidate, not_awaited(peer))
             elif link.sock is not None or (peer < self.rank and peer in self._unconnected):
                 candidate.sock.close()
@@ -664,48 +679,44 @@ def make(start: Start) -> TcpWire:
     deadline = time.monotonic() + start.timeout
     listener = Listener(own_address(start.store), start.size + STRANGERS, start.host)
     sockets: dict[int, socket.socket] = {}
+    segment = None
     try:
         peers = _exchange_endpoints(start, listener.endpoint)
         near = {peer: each for peer, each in peers.items() if each.host == start.host}
         far = {peer: each for peer, each in peers.items() if each.host != start.host}
         sockets = listener.connect(start.rank, near, MESSAGES, deadline, start.check)
-        segment, seen, seen_by = _exchange_segments(sockets, deadline)
+        near_sockets = _near_sockets(sockets)
+        segment = shm.Segment.make() if near_sockets else None
+        seen, seen_by = shm.exchange(segment, near_sockets, deadline)
+        wire = TcpWire(
+            start.rank,
+            start.size,
+            sockets,
+            start.memory,
+            segment,
+            seen,
+            seen_by,
+            Far(listener, far, start.timeout) if far else None,
+        )
     except BaseException:
         for sock in sockets.values():
             sock.close()
+        if segment is not None:
+            segment.close()
         listener.close()
         raise
     if not far:
         listener.close()
-    return TcpWire(
-        start.rank,
-        start.size,
-        sockets,
-        start.memory,
-        segment,
-        seen,
-        seen_by,
-        Far(listener, far, start.timeout) if far else None,
-    )
+    return wire
 
 
-def _exchange_segments(
-    sockets: Mapping[int, socket.socket], deadline: float
-) -> tuple[shm.Segment | None, dict[int, shm.Peer], set[int]]:
-    """This rank's segment, those of peers of its host, and the peers that have mapped this one."""
+def _near_sockets(sockets: Mapping[int, socket.socket]) -> dict[int, socket.socket]:
+    """Those to ranks of this host, which may pass descriptors, with larger buffers."""
     near = {peer: sock for peer, sock in sockets.items() if sock.family == socket.AF_UNIX}
     for sock in near.values():
-        sock.settimeout(seconds_left(deadline))
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _BUFFER)
-    segment = shm.Segment.make() if near else None
-    try:
-        seen, seen_by = shm.exchange(segment, near)
-    except BaseException:
-        if segment is not None:
-            segment.close()
-        raise
-    return segment, seen, seen_by
+    return near
 
 
 def _exchange_endpoints(start: Start, own: Endpoint) -> dict[int, Endpoint]:
