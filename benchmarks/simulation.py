@@ -1,8 +1,10 @@
-"""Compare predicted times with simulated ones: the table of docs/plan.md.
+"""Compare predicted times with simulated ones: the tables of docs/plan.md and docs/choice.md.
 
     python benchmarks/simulation.py --ranks 64 --rows 500 --height 20000 --width 64
     python benchmarks/simulation.py --ranks 1024 --rows 128 --height 8192 --width 8
     python benchmarks/simulation.py --algorithm split --per-host 8
+    python benchmarks/simulation.py --ranks 8 --per-host 4 --rows 4000 --height 80000 \\
+        --algorithm auto --case uniform,zipf,identical,wide --link 1gbit,10gbit,25gbit,100gbit
 
 A simulated message takes less than 0.1 ms of a core, a pair of ranks some ten kilobytes. An
 algorithm takes seconds for 64 ranks and half a minute for 256. For 1,024 ranks it takes two to 47
@@ -12,6 +14,7 @@ minutes and 11 GiB; `doubling`, which sends few messages, takes a minute at most
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Annotated
 
@@ -19,13 +22,50 @@ import torch
 import typer
 
 import weft
-from weft.sparse import ALGORITHMS
+from weft.sparse import ALGORITHMS, Load
+from weft.sparse.factors import middle, named
 from weft.testing.simulation import simulate
-from weft.wire.link import MERGE, Link
+from weft.wire.link import MERGE, WITHIN, Link
 
 LINKS = {
     "1gbit": Link(50e-6, 8e-9, MERGE, 10e-6),
     "10gbit": Link(20e-6, 0.8e-9, MERGE, 5e-6),
+    "25gbit": Link(20e-6, 0.32e-9, MERGE, 5e-6),
+    "100gbit": Link(20e-6, 0.08e-9, MERGE, 5e-6),
+}
+
+
+def uniform(rank: int, rows: int, height: int, width: int) -> weft.Rows:
+    """Distinct rows, each as likely as any other."""
+    generator = torch.Generator().manual_seed(rank)
+    indices = torch.randperm(height, generator=generator)[:rows].sort().values
+    return weft.Rows(indices, torch.ones(rows, width), height)
+
+
+def zipf(rank: int, rows: int, height: int, width: int) -> weft.Rows:
+    """So many tokens: index i is drawn with a probability proportional to 1 / (i + 1)."""
+    generator = torch.Generator().manual_seed(rank)
+    chances = 1 / torch.arange(1, height + 1, dtype=torch.float64)
+    indices = torch.multinomial(chances, rows, replacement=True, generator=generator).unique()
+    return weft.Rows(indices, torch.ones(len(indices), width), height)
+
+
+def identical(rank: int, rows: int, height: int, width: int) -> weft.Rows:
+    """The same rows on all ranks, evenly spread."""
+    indices = torch.arange(rows) * (height // rows)
+    return weft.Rows(indices, torch.ones(rows, width), height)
+
+
+def wide(rank: int, rows: int, height: int, width: int) -> weft.Rows:
+    """As uniform, with rows 16 times as wide, and so many fewer."""
+    return uniform(rank, rows // 16, height // 16, 16 * width)
+
+
+CASES: dict[str, Callable[[int, int, int, int], weft.Rows]] = {
+    "uniform": uniform,
+    "zipf": zipf,
+    "identical": identical,
+    "wide": wide,
 }
 
 
@@ -35,34 +75,44 @@ def main(
     height: Annotated[int, typer.Option(help="Rows they are drawn from, uniformly.")] = 20_000,
     width: Annotated[int, typer.Option(help="Floats of a row.")] = 64,
     algorithm: Annotated[str, typer.Option(help="Names, divided by commas, or all.")] = "all",
-    link: Annotated[str, typer.Option(help="1gbit, 10gbit, or both.")] = "1gbit,10gbit",
+    link: Annotated[str, typer.Option(help=f"Some of {', '.join(LINKS)}.")] = "1gbit,10gbit",
     per_host: Annotated[int, typer.Option(help="Neighbouring ranks that share a host.")] = 1,
+    case: Annotated[str, typer.Option(help=f"Some of {', '.join(CASES)}.")] = "uniform",
 ) -> None:
-    """Print a line for each algorithm and link."""
-    values = torch.ones(rows, width)
-
-    def drawn(rank: int) -> weft.Rows:
-        generator = torch.Generator().manual_seed(rank)
-        indices = torch.randperm(height, generator=generator)[:rows].sort().values
-        return weft.Rows(indices, values, height)
-
+    """Print a line for each case, algorithm and link."""
     hosts = [f"{rank // per_host}" for rank in range(ranks)]
     print(f"# {ranks} ranks, {per_host} a host, {rows} rows of {width} floats, of {height}")
-    print("# algorithm   link    simulated ms  predicted ms  ratio  messages  opening ms  took s")
-    for name in ALGORITHMS if algorithm == "all" else algorithm.split(","):
-        for speed in link.split(","):
-            start = time.perf_counter()
-            between = LINKS[speed]
-            # a host's own network is its cores: to hand a byte on costs them four that are merged
-            within = replace(between, beta=4 * between.gamma)
-            done = simulate(name, drawn, ranks, between, hosts=hosts, within=within)
-            took = time.perf_counter() - start
-            print(
-                f"{name:13} {speed:7} {done.seconds * 1e3:12.3f}  {done.predicted * 1e3:12.3f}  "
-                f"{done.predicted / done.seconds:5.2f}  {done.messages:8.0f}  "
-                f"{done.opening * 1e3:10.3f}  {took:6.0f}",
-                flush=True,
-            )
+    print("# case      algorithm            link     simulated ms  predicted ms  of simulated")
+    print(f"#{'of time, messages, bytes':>85}")
+    for kind in case.split(","):
+        parts = [CASES[kind](rank, rows, height, width) for rank in range(ranks)]
+        for name in ALGORITHMS if algorithm == "all" else algorithm.split(","):
+            for speed in link.split(","):
+                between = LINKS[speed]
+                if 1 < per_host < ranks:
+                    between = replace(between, within=WITHIN)
+                within = replace(between, beta=WITHIN)
+                start = time.perf_counter()
+                done = simulate(name, parts.__getitem__, ranks, between, hosts=hosts, within=within)
+                took = time.perf_counter() - start
+                print(
+                    f"{kind:11} {ran(done.algorithm, done.load):20} {speed:8} "
+                    f"{done.seconds * 1e3:12.3f}  {done.predicted * 1e3:12.3f}  "
+                    f"{done.predicted / done.seconds:10.2f} "
+                    f"{done.cost.messages / done.messages:8.2f} "
+                    f"{done.cost.bytes / done.bytes:5.2f}  "
+                    f"{done.messages:.0f} messages, opening {done.opening * 1e3:.3f} ms, "
+                    f"took {took:.0f} s",
+                    flush=True,
+                )
+
+
+def ran(algorithm: str, load: Load) -> str:
+    """The algorithm that ran, with its factors and what ran between the blocks."""
+    if algorithm != "split" or len(load.factors) < 2:
+        return algorithm
+    between, _ = middle(load)
+    return f"split {named(load.factors)} {between.name}"
 
 
 if __name__ == "__main__":

@@ -1,0 +1,89 @@
+"""Each algorithm has a case in which it is chosen: those of docs/choice.md."""
+
+from __future__ import annotations
+
+import pytest
+
+from weft.schedules.hosts import Hosts
+from weft.sparse import ALGORITHMS, Load
+from weft.sparse.choice import predicted
+from weft.sparse.factors import middle
+from weft.wire.link import MERGE, WITHIN, Link
+
+
+def explained(hosts, each, gbit, rows, height, width, same):
+    """What `auto` would do with rows of so many floats, which ranks draw, or all have the same."""
+    ranks = hosts * each
+    union = rows if same else round(height * (1 - (1 - rows / height) ** ranks))
+    load = Load(
+        ranks,
+        total=ranks * rows,
+        most=rows,
+        fewest=rows,
+        union=union,
+        height=height,
+        row=4 * width,
+        partial=4 * width,
+        index=4,
+        places=height,
+        identical=same,
+        hosts=Hosts(tuple(rank // each for rank in range(ranks))),
+    )
+    link = Link(
+        alpha=50e-6 if gbit < 5 else 20e-6,
+        beta=8e-9 / gbit,
+        gamma=MERGE,
+        work=10e-6 if gbit < 5 else 5e-6,
+        within=WITHIN if 1 < hosts < ranks else 0.0,
+    )
+    return predicted(load, link)
+
+
+# hosts, ranks of each, Gbit/s, rows, height, floats of a row, whether all have the same rows
+ONE_EACH = {
+    "gather": (4, 1, 25, 600, 1_000_000, 64, False),
+    "doubling": (256, 1, 1, 60, 1_000_000, 1, False),
+    "holders": (4, 1, 1, 50_000, 1_000_000, 64, False),
+    "split": (64, 1, 100, 50_000, 1_000_000, 16, False),
+    "ring": (8, 1, 0.25, 50_000, 1_000_000, 16, True),
+    "mask": (4, 1, 100, 50_000, 1_000_000, 1, True),
+    "dense_tail": (16, 1, 1, 60_000, 100_000, 16, False),
+}
+SEVERAL = {
+    "gather": (2, 2, 100, 600, 1_000_000, 64, False),
+    "doubling": (8, 8, 100, 60, 1_000_000, 1, False),
+    "holders": (4, 2, 10, 50_000, 1_000_000, 1024, False),
+    "split": (2, 4, 100, 50_000, 1_000_000, 1, False),
+    "ring": (2, 4, 25, 600, 1_000_000, 1024, True),
+    "mask": (8, 2, 100, 50_000, 1_000_000, 1, True),
+    "dense_tail": (8, 2, 100, 600, 1_000, 1024, False),
+}
+BETWEEN = {
+    "gather": (2, 4, 10, 50_000, 1_000_000, 1, False),
+    "holders": (4, 2, 1, 50_000, 1_000_000, 64, False),
+    "ring": (8, 8, 0.25, 5_000, 1_000_000, 1, True),
+    "mask": (8, 8, 0.25, 600, 1_000_000, 1, True),
+    "split": (32, 8, 1, 5_000, 10_000, 1, False),
+}
+
+
+@pytest.mark.parametrize("name", ONE_EACH)
+def test_each_algorithm_is_chosen_with_one_rank_a_host(name):
+    assert explained(*ONE_EACH[name]).chosen == name
+
+
+@pytest.mark.parametrize("name", SEVERAL)
+def test_each_algorithm_is_chosen_with_several_ranks_on_several_hosts(name):
+    assert explained(*SEVERAL[name]).chosen == name
+
+
+@pytest.mark.parametrize("name", BETWEEN)
+def test_what_runs_between_hosts(name):
+    found = explained(*BETWEEN[name])
+    between, _ = middle(found.load)
+    assert (found.chosen, between.name) == ("split", name)
+
+
+def test_no_algorithm_is_without_a_case():
+    builtin = {name for name, found in ALGORITHMS.items() if found.builtin}
+    assert ONE_EACH.keys() == SEVERAL.keys() == builtin
