@@ -10,7 +10,7 @@ import torch
 
 from weft.wire.memory import Pool
 from weft.wire.tcp import shm
-from weft.wire.tcp.connection import EAGER, Block, Connection, Receive, Send
+from weft.wire.tcp.connection import EAGER, Block, Connection, Outgoing, Receive
 
 FRAME = struct.Struct("<IIQQ")  # kind, channel, length, number or offset
 DATA, CREDIT, LENT, COPIED, READ = range(5)
@@ -37,7 +37,7 @@ def bytes_at(theirs):
 
 def test_a_short_message_follows_its_frame_at_once(ends):
     connection, theirs = ends
-    connection.send(3, Send(torch.arange(5, dtype=torch.uint8)))
+    connection.send(3, Outgoing(torch.arange(5, dtype=torch.uint8)))
     connection.flush()
     assert bytes_at(theirs) == FRAME.pack(DATA, 3, 5, 0) + bytes(range(5))
 
@@ -45,7 +45,7 @@ def test_a_short_message_follows_its_frame_at_once(ends):
 def test_a_long_message_follows_its_frame_when_there_is_a_credit(ends):
     connection, theirs = ends
     for length in (4, EAGER + 1):
-        connection.send(3, Send(torch.zeros(length, dtype=torch.uint8)))
+        connection.send(3, Outgoing(torch.zeros(length, dtype=torch.uint8)))
         connection.flush()
     assert bytes_at(theirs) == FRAME.pack(DATA, 3, 4, 0) + bytes(4)
     for credit in (FRAME.pack(CREDIT, 4, 0, 2), FRAME.pack(CREDIT, 3, 0, 1)):
@@ -83,7 +83,7 @@ def test_messages_in_a_segment_are_told_of_and_acknowledged(segment):
         at = segment.stage(message)
         block = Block(segment, segment.stage(message))
         block.readers = 1
-        sends = [Send(message, at), Send(message, block.offset, block)]
+        sends = [Outgoing(message, at), Outgoing(message, block.offset, block)]
         for send in sends:
             sender.send(5, send)
         sender.flush()

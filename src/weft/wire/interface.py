@@ -49,7 +49,7 @@ class Features:
     """What a wire has beside `post`. Schedules are chosen by it, so all ranks have the same.
 
     Attributes:
-        exact: a receive by size is exactly as long as its message (NCCL, an all-to-all).
+        exact: a receive by size is exactly as long as its message, as in NCCL.
         lockstep: messages travel in rounds, see `Wire.post`; the wire is a `Rounds`.
         streams: `Pending.wait_stream` does not block the host.
         reduces: (op, dtype) of what `all_reduce` takes; with any, the wire is a `Reducing`.

@@ -24,13 +24,14 @@ What is on the socket of lane MESSAGES, from its first byte:
 | 16            | nonce                         | who listens, as it has accepted              |
 | 24, 32        | hello, and proof of the token | who connects, when it has the nonce          |
 | 32            | proof of the token            | who listens, when the other proof was right  |
-| 8, descriptor | bytes of the segment          | Unix sockets: each end, in the factory       |
+| 8, descriptor | bytes of the segment          | Unix sockets: each end, in `wire.make`       |
 | 1             | whether it was mapped         | Unix sockets: each end, when it has those    |
 | 24            | a frame, see below            | each end, at any time                        |
 | its length    | a message                     | each end, right behind the message's frame   |
 
 The first three are told of in `listener` (on a control link they are the same, and lines of JSON
-follow), the next two in `shm.exchange`. Who closes its end says nothing before: that is for the
+follow), the next two in `shm.exchange`. Numbers of the hello are in network byte order, all others
+have their lowest byte first. Who closes its end says nothing before: that is for the
 control links.
 
 A frame has a kind, a channel, a length and a number, which is the last of these:
@@ -39,8 +40,8 @@ A frame has a kind, a channel, a length and a number, which is the last of these
 |----------|--------|----------------------------------------------------------------------------|
 | 0 DATA   | 0      | who has a message for the socket; its bytes follow                         |
 | 1 CREDIT | n      | who has posted receives of more than `EAGER` bytes, of which the last is   |
-|          |        | the n-th of the channel: messages up to the n-th may come. None is sent by |
-|          |        | who has mapped the segment of its peer, or has the message                 |
+|          |        | the n-th of the channel: messages up to the n-th may come. Not sent where  |
+|          |        | the message is here already, or the peer's segment is mapped               |
 | 2 LENT   | offset | who has a message in its segment, in memory of its program                 |
 | 3 COPIED | offset | who has a message in its segment, in a copy that the wire has made         |
 | 4 READ   | n      | who has read the n-th of all LENT and COPIED messages that came on this    |
@@ -82,8 +83,9 @@ _COPIED = 3
 _READ = 4
 
 _AHEAD = 1 << 16  # bytes read at a time while the next length is not known
+_TOGETHER = 1 << 16  # bytes of messages up to which another one goes in the same system call
 _LOT = 1 << 18  # bytes of a long message that must be there before the socket wakes us up
-_TURN = 1 << 22  # bytes that a connection moves before others have their turn
+_SHARE = 1 << 22  # bytes that a connection moves before others have their turn
 _OWED = 4 << 20  # with more bytes to acknowledge, a frame is sent at once, not with the next one
 _PARTS = 512  # buffers in one system call
 
@@ -111,7 +113,7 @@ class Block:
             self._segment.free(self.offset)
 
 
-class Send:
+class Outgoing:
     """A message to be sent; `done` when its tensor may change again.
 
     Attributes:
@@ -247,24 +249,23 @@ class Connection:
         self._credits: dict[int, int] = {}  # up to which of these the peer is yet to be told
         self._arrived: dict[int, deque[_Arrived]] = defaultdict(deque)  # that nobody asked for yet
         self._ahead = memoryview(bytearray(_AHEAD))
-        self._ahead_bytes = (
-            0  # bytes read ahead and not looked at; none, while a message is to be filled
-        )
+        # of it, the bytes that were not looked at; none, while a message is to be filled
+        self._ahead_bytes = 0
         self._into: memoryview | None = None  # what is still missing of the message that comes
         self._incoming: Receive | _Arrived | None = None  # that message
         self._wakes_at = 1  # bytes that must be there before the socket counts as readable
-        # LENT and COPIED frames that came. They have no number on the way: both ends count them,
+        # LENT and COPIED frames that came. What they carry is an offset, and no n: both ends count,
         # and a connection keeps their order, so the peer's `_announced` means the same message.
         self._seen = 0
         # what is to be sent, by channel
-        self._sends: dict[int, deque[Send]] = defaultdict(deque)  # that wait for a credit
+        self._sends: dict[int, deque[Outgoing]] = defaultdict(deque)  # that wait for a credit
         self._send_count: dict[int, int] = defaultdict(int)  # so far
         self._last_credit: dict[int, int] = defaultdict(int)  # up to which the peer wants them
-        self._ready: deque[tuple[int, Send]] = deque()  # with their channels, in order
+        self._ready: deque[tuple[int, Outgoing]] = deque()  # with their channels, in order
         self._parts: list[bytes | memoryview] = []  # what is being sent
-        self._outgoing: list[Send] = []  # the messages among that
+        self._outgoing: list[Outgoing] = []  # the messages among that
         self._announced = 0  # LENT and COPIED frames that were sent
-        self._unread: dict[int, Send] = {}  # those not acknowledged, by number
+        self._unacknowledged: dict[int, Outgoing] = {}  # those not acknowledged, by number
         self._acknowledgements: list[int] = []  # the numbers of READ frames to be sent
         self._owed = 0  # the bytes of those messages
         self.due = False
@@ -296,7 +297,7 @@ class Connection:
 
     # sending
 
-    def send(self, channel: int, send: Send) -> None:
+    def send(self, channel: int, send: Outgoing) -> None:
         """Send a message behind those of its channel; `flush` does it."""
         if self.lost:
             self._forget(send)
@@ -355,11 +356,11 @@ class Connection:
             self._credits.clear()
             self._acknowledgements.clear()
             self._owed = 0
-        while self._ready and size < _AHEAD and len(parts) < _PARTS:
+        while self._ready and size < _TOGETHER and len(parts) < _PARTS:
             channel, send = self._ready.popleft()
             if send.offset >= 0:
                 self._announced += 1
-                self._unread[self._announced] = send
+                self._unacknowledged[self._announced] = send
                 kind = _LENT if send.block is None else _COPIED
                 parts.append(_FRAME.pack(kind, channel, send.nbytes, send.offset))
                 continue
@@ -405,11 +406,11 @@ class Connection:
         return not fault
 
     def receive(self) -> bool:
-        """Read what is there, up to `_TURN` bytes; whether there was anything."""
+        """Read what is there, up to `_SHARE` bytes; whether there was anything."""
         if self.sock is None:
             return False
         moved = 0
-        while not self.lost and moved < _TURN:
+        while not self.lost and moved < _SHARE:
             into = self._into
             room = _AHEAD + (-self._ahead_bytes if into is None else len(into))
             try:
@@ -432,13 +433,14 @@ class Connection:
                 self._into = into[count:]
             else:
                 self._ahead_bytes = count - len(into)
-                self._finish()
+                self._complete()
             if self._into is None:
                 self._parse()
             if count < room:  # that was all
                 break
         if self._slow:
-            self._wake_at(min(len(self._into or "-"), _LOT))
+            missing = 1 if self._into is None else len(self._into)
+            self._wake_at(min(missing, _LOT))
         return moved > 0
 
     def _wake_at(self, count: int) -> None:
@@ -472,7 +474,7 @@ class Connection:
             if here < length:
                 self._into = into[here:]
                 break
-            self._finish()
+            self._complete()
         self._ahead_bytes = end - start
         if start and self._ahead_bytes:
             ahead[: self._ahead_bytes] = bytes(ahead[start:end])
@@ -496,7 +498,7 @@ class Connection:
         self._arrived[channel].append(message)
         return memoryview(message.data or bytearray())
 
-    def _finish(self) -> None:
+    def _complete(self) -> None:
         """Complete the message whose last byte has come."""
         message = self._incoming
         self._incoming = None
@@ -513,8 +515,8 @@ class Connection:
         if kind == _CREDIT:
             self._last_credit[channel] = max(number, self._last_credit[channel])
             self._admit(channel)
-        elif kind == _READ and number in self._unread:
-            self._let_go(self._unread.pop(number))
+        elif kind == _READ and number in self._unacknowledged:
+            self._let_go(self._unacknowledged.pop(number))
         elif kind in (_LENT, _COPIED) and self._holds(number, length):
             self._seen += 1
             message = _Arrived(length, number, self._seen, lent=kind == _LENT)
@@ -533,7 +535,7 @@ class Connection:
         return self.segment is not None and offset + length <= self.segment.nbytes
 
     @staticmethod
-    def _let_go(send: Send) -> None:
+    def _let_go(send: Outgoing) -> None:
         """Complete a message in the segment: the peer has read it."""
         send.done = True
         if send.block is not None:
@@ -569,13 +571,13 @@ class Connection:
         self.lost = why
         waiting = itertools.chain.from_iterable(self._sends.values())
         ready = (send for _, send in self._ready)
-        for send in (*self._unread.values(), *ready, *waiting):
+        for send in (*self._unacknowledged.values(), *ready, *waiting):
             self._forget(send)
-        for messages in (self._unread, self._ready, self._sends):
+        for messages in (self._unacknowledged, self._ready, self._sends):
             messages.clear()
 
     @staticmethod
-    def _forget(send: Send) -> None:
+    def _forget(send: Outgoing) -> None:
         """Free the copy of a message that nobody will read."""
         if send.block is not None:
             send.block.read()
@@ -587,7 +589,7 @@ class Connection:
             return
         dropped = 0
         with contextlib.suppress(OSError):
-            while dropped < _TURN and (count := self.sock.recv_into(self._ahead)):
+            while dropped < _SHARE and (count := self.sock.recv_into(self._ahead)):
                 dropped += count
 
     def close(self) -> None:
@@ -600,7 +602,7 @@ class Connection:
         self.segment = None
         self._into = None
         self._incoming = None
-        for by_channel in (self._receives, self._arrived, self._sends, self._unread):
+        for by_channel in (self._receives, self._arrived, self._sends, self._unacknowledged):
             by_channel.clear()
         for messages in (self._ready, self._parts, self._outgoing):
             messages.clear()

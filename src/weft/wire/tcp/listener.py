@@ -1,18 +1,18 @@
 """Sockets between ranks, each of which has proved who it is.
 
 Each rank listens on a port of its own and tells the others its address. It connects to the ranks
-below it, and accepts those above. There is a socket for each lane: one for messages, one for the
-control link. Between ranks of one host these are Unix sockets if possible: a rank also listens
-under an abstract name (no file) that is made of its token; if a peer finds nobody under that name,
-it connects by TCP.
+below it, and accepts those above. The lane says what a socket is for: messages, or a control link;
+each has a listener of its own. Between ranks of one host these are Unix sockets if possible: a rank
+also listens under an abstract name (no file) that is made of its token; if a peer finds nobody
+under that name, it connects by TCP.
 
 Each listener has a random token, known to its ranks from the store or from the control links. Both
 ends of a connection prove that they know it, without sending it, in three messages:
 
 * the listener sends a nonce: random bytes, new for each connection;
-* the other end sends its hello, which is its rank, the lane and a nonce of its own, and an HMAC,
-  with the token as key, of the listener's nonce and the hello;
-* the listener sends another HMAC of the same.
+* the other end sends its hello, which is its rank, the lane and a nonce of its own, and an HMAC
+  with the token as key: of the words "weft connects", the listener's nonce, and the hello;
+* the listener sends one of the words "weft listens", and of the same nonce and hello.
 
 `Attempt` is the end that connects, `Candidate` a connection at the listener's end, and `Acceptor`
 has all candidates of a listener. A wire polls them while it moves messages; `Listener.connect`

@@ -78,7 +78,7 @@ _LONGEST = 3600.0  # seconds of one sleep; a wait without a limit sleeps again
 _BUFFER = 4 << 20  # bytes of a Unix socket's buffers; with the small default it is 4 times slower
 
 _Received = tuple[Connection, Receive]
-_Message = tuple[Connection, Receive | connection.Send]
+_Message = tuple[Connection, Receive | connection.Outgoing]
 """A message and the connection that it is on."""
 
 
@@ -212,7 +212,7 @@ class TcpWire:
             if link.mapped and tensor.nbytes > INLINE:
                 send = self._in_segment(tensor, places)
             else:
-                send = connection.Send(tensor)
+                send = connection.Outgoing(tensor)
                 needs_thread |= send.nbytes > INLINE
             link.send(channel, send)
             messages.append((link, send))
@@ -232,7 +232,7 @@ class TcpWire:
 
     def _in_segment(
         self, tensor: Tensor, places: dict[int, tuple[int, Block | None]]
-    ) -> connection.Send:
+    ) -> connection.Outgoing:
         """A message that the peer reads in the segment, if there is room for it."""
         if id(tensor) not in places:
             assert self.segment is not None
@@ -248,7 +248,7 @@ class TcpWire:
         offset, block = places[id(tensor)]
         if block is not None:
             block.readers += 1
-        return connection.Send(tensor, offset, block)
+        return connection.Outgoing(tensor, offset, block)
 
     def lease(self, nbytes: int) -> Lease | None:
         """Memory in the segment, which peers of this host read where it lies."""
