@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 import json
 import math
 import os
@@ -122,6 +123,7 @@ def test_it_equals_the_definition(size, names, asked):
         *((names, factors_of(names)) for size in (4, 7, 8) for names in HOSTS[size]),
         ("abcdefgh", "2x4"),
         ("aabbccdd", "2x2x2"),
+        ("abcdefg", "2x3"),  # blocks of two, two, and three ranks, of which one sums nothing
     ],
 )
 def test_its_stages_run_in_rounds(names, text, on, asked):
@@ -202,6 +204,27 @@ def test_it_equals_the_definition_on_every_wire(group):
         assert torch.equal(total.values, want.values), names
 
 
+@pytest.mark.parametrize("text", ["3x4", "2x2x3", "4x3", "2x6"])
+def test_a_prime_number_of_ranks_has_blocks_of_unequal_sizes(text, asked):
+    asked(text)
+    parts, _ = world(13, "sum", torch.float32)
+
+    def right(left, right):
+        return right
+
+    def program(group):
+        set_link(group, SLOW)
+        group.session.hosts = tuple("abcdefghijklm")
+        for op in ("sum", right):
+            want = expected(parts, op)
+            total = weft.sparse_all_reduce(parts[group.rank], op, algorithm="split")
+            assert torch.equal(total.indices, want.indices)
+            assert torch.equal(total.values, want.values)
+        return weft.explain(parts[group.rank], algorithm="split").load.factors
+
+    assert set(run(13, program)) == {parsed(text)}
+
+
 @pytest.mark.parametrize("text", ["2x4", "4x2", "2x2x2", "8"])
 def test_a_variable_sets_factors(text, asked):
     asked(text)
@@ -220,7 +243,7 @@ def test_a_variable_sets_factors(text, asked):
     assert run(8, program) == [(wanted, name)] * 8
 
 
-def test_factors_that_do_not_divide_a_group_are_not_taken_there(asked):
+def test_factors_that_do_not_fit_a_group_are_not_taken_there(asked):
     asked("2x4")
 
     def program(group):
@@ -624,7 +647,7 @@ def test_a_block_shares_its_first_sums_before_the_last_have_come(
         assert torch.equal(total.values, len(names) * rows.values)
 
 
-@pytest.mark.parametrize(("ranks", "each"), [(8, 4), (8, 2), (16, 8), (64, 8), (64, 1)])
+@pytest.mark.parametrize(("ranks", "each"), [(8, 4), (8, 2), (16, 8), (64, 8), (64, 1), (61, 1)])
 def test_it_takes_what_was_predicted(ranks, each):
     hosts = [f"{rank // each}" for rank in range(ranks)]
     done = simulate("split", lambda rank: spread(rank, 1000, 20_000), ranks, NETWORK,
@@ -669,6 +692,19 @@ def test_factors_are_those_of_the_hosts(hosts, wanted):
     assert sorted(rank for block in blocks for rank in block) == list(range(len(hosts)))
     if wanted:
         assert [len(block) for block in blocks] == [hosts.count(name) for name in sorted({*hosts})]
+
+
+@pytest.mark.parametrize("ranks", [61, 62, 1021, 10_007])
+def test_many_ranks_have_factors_whatever_their_number_is(ranks):
+    link = dataclasses.replace(NETWORK, beta=0.8e-9)
+    few = {"total": 500 * ranks, "most": 500, "fewest": 500, "union": 20_000}
+    load = factors.factored(load_of([*range(ranks)], link, **few))
+    blocks = factors.blocks(load)
+    assert [*itertools.chain(*blocks)] == [*range(ranks)]
+    sizes = {len(block) for block in blocks}
+    assert min(sizes) == load.factors[0] and max(sizes) <= load.factors[0] + 1
+    assert len(blocks) == math.prod(load.factors[1:])
+    assert max(load.factors) <= 2 * math.isqrt(ranks)  # no ring goes round all ranks
 
 
 def test_two_hosts_gather_between_and_a_few_take_holders():

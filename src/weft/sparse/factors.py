@@ -7,9 +7,10 @@ they got. One factor is a block of all ranks, with nothing to run between blocks
 a split between the blocks, by the rest of the factors.
 
 A block is a host, where the factors are those of the hosts: then each row crosses a host's link
-once, whatever ranks of the host have it, and all ranks of the host take part in that. Where hosts
-have unequal numbers of ranks the first factor is that of the smallest: the others' further ranks
-have no place. Else neighbouring ranks are a block.
+once, whatever ranks of the host have it, and all ranks of the host take part in that. Else
+neighbouring ranks are a block. Where blocks have unequal numbers of ranks the first factor is that
+of the smallest: the others' further ranks have no place. So 13 ranks may be 3x4, in blocks of four
+and three ranks.
 
 The factors of a call are in `Load.factors`. All ranks find them from the same load, or are told by
 `WEFT_FACTORS`. On accelerators and wires in rounds they have to be told: each stage takes rounds of
@@ -22,6 +23,7 @@ import math
 import os
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import pairwise
 
 from ..errors import WeftError
 from ..schedules.hosts import Hosts
@@ -67,12 +69,12 @@ def factored(load: Load, factors: tuple[int, ...] = ()) -> Load:
 
     Args:
         load: the sizes of the call, with the figures of its link.
-        factors: to be taken if the call's ranks can be divided so.
+        factors: to be taken if they fit the call's ranks.
     """
     flat = load.but(factors=())
     if factors == (load.ranks,):
         return flat
-    if factors and _divides(load, factors):
+    if factors and _fit(load, factors):
         return load.but(factors=factors)
     if load.at_once:
         return flat
@@ -84,13 +86,12 @@ def _candidates(load: Load) -> Iterator[Load]:
     """Loads with factors worth a look."""
     hosts = load.hosts
     if hosts is None or len(hosts.ranks) == load.ranks:
-        root = next(n for n in range(math.isqrt(load.ranks), 0, -1) if load.ranks % n == 0)
-        if load.ranks < _MANY or root == 1:
+        if load.ranks < _MANY:
             return
-        first = root, load.ranks // root
+        first = _nearly_square(load.ranks)
     else:
         first = min(map(len, hosts.ranks)), len(hosts.ranks)
-    if not _divides(load, first):
+    if not _fit(load, first):
         return
     found = load.but(factors=first)
     yield found
@@ -99,18 +100,33 @@ def _candidates(load: Load) -> Iterator[Load]:
         yield load.but(factors=(first[0], *further))
 
 
+def _nearly_square(ranks: int) -> tuple[int, int]:
+    """Ranks of a block, and blocks: about as many.
+
+    A divisor that is not far below the root leaves no rank without a place.
+    """
+    root = math.isqrt(ranks)
+    size = next(n for n in range(root, 0, -1) if ranks % n == 0)
+    if 2 * size < root:
+        size = root
+    count = ranks // size
+    return ranks // count, count
+
+
 def _microseconds(load: Load) -> int:
     """What split is predicted to take: microseconds, which every machine rounds alike."""
     assert load.link is not None
     return round(1e6 * ALGORITHMS["split"].cost(load).seconds(load.link))
 
 
-def _divides(load: Load, factors: tuple[int, ...]) -> bool:
-    """Whether the ranks can be divided by these factors, and the op lets them."""
+def _fit(load: Load, factors: tuple[int, ...]) -> bool:
+    """Whether the ranks can be put in such blocks, none smaller than said, and the op lets them."""
     if len(factors) > 1 and _are_of_hosts(load, factors):
         assert load.hosts is not None
         return load.hosts.in_order or not load.in_order
-    return len(factors) > 1 and math.prod(factors) == load.ranks and min(factors) > 1
+    if len(factors) < 2 or min(factors) < 2:
+        return False
+    return load.ranks // math.prod(factors[1:]) == factors[0]
 
 
 def _are_of_hosts(load: Load, factors: tuple[int, ...]) -> bool:
@@ -130,8 +146,9 @@ def blocks(load: Load) -> Blocks:
     if _are_of_hosts(load, load.factors):
         assert load.hosts is not None
         return load.hosts.ranks
-    size = load.factors[0]
-    return tuple(tuple(range(low, low + size)) for low in range(0, load.ranks, size))
+    count = math.prod(load.factors[1:])
+    bounds = [load.ranks * block // count for block in range(count + 1)]
+    return tuple(tuple(range(low, high)) for low, high in pairwise(bounds))
 
 
 def _are_near(load: Load, found: Blocks) -> bool:
