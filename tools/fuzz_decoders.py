@@ -45,7 +45,7 @@ from weft.sparse.link import set_link
 from weft.testing import run
 from weft.wire import Features, framed
 from weft.wire.link import Link
-from weft.wire.memory import Pool
+from weft.wire.memory import Pool, memory_of
 from weft.wire.tcp.connection import Connection, Receive
 
 REPLAYED = 20  # executions of which one replays a call
@@ -316,7 +316,7 @@ class Coming:
             if raw is None or len(raw) > most or most > 1 << 24:
                 raise weft.WireError("as a group does where less comes, or more", culprit=peer)
             self.places.append(tensor(bytearray(want)) if isinstance(want, int) else want)
-            tensors.memory_of(self.places[-1])[: len(raw)] = raw
+            memory_of(self.places[-1])[: len(raw)] = raw
         return self.places
 
     def done(self):
