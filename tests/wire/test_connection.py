@@ -13,7 +13,7 @@ from weft.wire.tcp import shm
 from weft.wire.tcp.connection import EAGER, Block, Connection, Outgoing, Receive
 
 FRAME = struct.Struct("<IIQQ")  # kind, channel, length, number or offset
-DATA, CREDIT, LENT, COPIED, READ = range(5)
+DATA, CREDIT, LENT, COPIED, READ, WAITS = range(6)
 TOP = (1 << 64) - 1
 SEGMENT = 1 << 20  # bytes of the segment that the fixture gives
 
@@ -47,7 +47,8 @@ def test_a_long_message_follows_its_frame_when_there_is_a_credit(ends):
     for length in (4, EAGER + 1):
         connection.send(3, Outgoing(torch.zeros(length, dtype=torch.uint8)))
         connection.flush()
-    assert bytes_at(theirs) == FRAME.pack(DATA, 3, 4, 0) + bytes(4)
+    waits = FRAME.pack(WAITS, 3, EAGER + 1, 2)
+    assert bytes_at(theirs) == FRAME.pack(DATA, 3, 4, 0) + bytes(4) + waits
     for credit in (FRAME.pack(CREDIT, 4, 0, 2), FRAME.pack(CREDIT, 3, 0, 1)):
         theirs.sendall(credit)
         connection.receive()
@@ -57,6 +58,20 @@ def test_a_long_message_follows_its_frame_when_there_is_a_credit(ends):
     connection.receive()
     connection.flush()
     assert bytes_at(theirs).startswith(FRAME.pack(DATA, 3, EAGER + 1, 0))
+
+
+def test_of_messages_that_wait_the_first_says_so_once(ends):
+    connection, theirs = ends
+    for _ in range(3):
+        connection.send(3, Outgoing(torch.zeros(EAGER + 1, dtype=torch.uint8)))
+        connection.flush()
+    assert bytes_at(theirs) == FRAME.pack(WAITS, 3, EAGER + 1, 1)
+    theirs.sendall(FRAME.pack(CREDIT, 3, 0, 1))
+    connection.receive()
+    connection.flush()
+    assert bytes_at(theirs).startswith(
+        FRAME.pack(WAITS, 3, EAGER + 1, 2) + FRAME.pack(DATA, 3, EAGER + 1, 0)
+    )
 
 
 def test_receives_of_long_messages_send_credits(ends):
@@ -120,6 +135,7 @@ def test_messages_in_a_segment_are_told_of_and_acknowledged(segment):
         ((DATA, 7, 7, 0), "7 bytes for a receive of exactly 8"),
         ((LENT, 7, 8, 0), "a frame of kind 2 for 8 bytes at 0"),  # no segment
         ((COPIED, 7, 8, TOP), "where none may be"),
+        ((WAITS, 7, EAGER + 1, 1), f"{EAGER + 1} bytes for a receive of exactly 8"),
         ((READ, 0, 0, 1), "a frame of kind 4 .* at 1"),  # nothing was sent
     ],
 )

@@ -18,7 +18,7 @@ from weft.wire.framed import FramedWire
 from weft.wire.interface import Failure, WireFailed
 from weft.wire.memory import Pool
 from weft.wire.registry import Start
-from weft.wire.tcp import shm
+from weft.wire.tcp import connection, shm
 from weft.wire.tcp import wire as tcp
 from weft.wire.tcp.listener import Listener
 from weft.wire.tcp.wire import Far, TcpWire
@@ -44,6 +44,29 @@ def test_a_message_of_a_wrong_length_is_garbled_also_if_it_came_before_its_recei
     failure = caught.value.failure
     assert (failure.kind, failure.peer) == ("garbled", 0)
     assert "8 bytes for a receive of exactly 9" in failure.text
+
+
+@pytest.mark.parametrize("is_sized", [False, True])
+@pytest.mark.parametrize("is_early", [False, True])
+def test_a_long_message_for_a_short_receive_is_garbled_and_waits_for_no_credit(
+    ends, is_early, is_sized
+):
+    first, second = ends
+    message = torch.zeros(connection.EAGER + 1, dtype=torch.uint8)
+    short = 9 if is_sized else torch.zeros(9, dtype=torch.uint8)
+    before = torch.zeros(5, dtype=torch.uint8)
+    with pytest.raises(WireFailed) as caught:
+        if is_early:
+            pending = second.post((), [(0, 5), (0, short)])
+        sent = first.post([(1, before), (1, message)])
+        sent.done()
+        if not is_early:
+            time.sleep(0.1)
+            second.move()  # what says that it waits is here before the receive
+            pending = second.post((), [(0, 5), (0, short)])
+        pending.wait(10.0)
+    assert (caught.value.failure.kind, caught.value.failure.peer) == ("garbled", 0)
+    assert str(connection.EAGER + 1) in caught.value.failure.text
 
 
 @pytest.mark.parametrize("gone", [False, True])

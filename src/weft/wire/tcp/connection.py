@@ -47,8 +47,11 @@ A frame has a kind, a channel, a length and a number, which is the last of these
 | 4 READ   | n      | who has read the n-th of all LENT and COPIED messages that came on this    |
 |          |        | connection: that memory is its owner's again                               |
 
-Both kinds of n begin at 1. CREDIT has no length, and READ has no channel either: these are 0 there.
-Both go before the messages that wait. READ may wait for another frame: see `was_read`.
+| 5 WAITS  | n      | who has a message of more than `EAGER` bytes, the n-th of its channel and  |
+|          |        | the next there, and no credit for it: its receive may be too short for one |
+
+Each n begins at 1. CREDIT has no length, and READ has no channel either: these are 0 there. All of
+them go before the messages that wait. READ may wait for another frame: see `was_read`.
 """
 
 from __future__ import annotations
@@ -81,6 +84,7 @@ _CREDIT = 1
 _LENT = 2
 _COPIED = 3
 _READ = 4
+_WAITS = 5
 
 _AHEAD = 1 << 16  # bytes read at a time while the next length is not known
 _TOGETHER = 1 << 16  # bytes of messages up to which another one goes in the same system call
@@ -248,6 +252,8 @@ class Connection:
         self._receive_count: dict[int, int] = defaultdict(int)  # so far
         self._credits: dict[int, int] = {}  # up to which of these the peer is yet to be told
         self._arrived: dict[int, deque[_Arrived]] = defaultdict(deque)  # that nobody asked for yet
+        # of the peer's last WAITS frame, by channel: the number of the message, and its length
+        self._waiting: dict[int, tuple[int, int]] = {}
         self._ahead = memoryview(bytearray(_AHEAD))
         # of it, the bytes that were not looked at; none, while a message is to be filled
         self._ahead_bytes = 0
@@ -261,6 +267,8 @@ class Connection:
         self._sends: dict[int, deque[Outgoing]] = defaultdict(deque)  # that wait for a credit
         self._send_count: dict[int, int] = defaultdict(int)  # so far
         self._last_credit: dict[int, int] = defaultdict(int)  # up to which the peer wants them
+        self._told: dict[int, int] = defaultdict(int)  # the last one of which the peer knows so
+        self._waits: list[tuple[int, int, int]] = []  # to be sent: channels, lengths and numbers
         self._ready: deque[tuple[int, Outgoing]] = deque()  # with their channels, in order
         self._parts: list[bytes | memoryview] = []  # what is being sent
         self._outgoing: list[Outgoing] = []  # the messages among that
@@ -316,6 +324,10 @@ class Connection:
         ):
             self._ready.append((channel, waiting.popleft()))
             self.due = True
+        if waiting and self._told[channel] < waiting[0].number:
+            self._told[channel] = waiting[0].number
+            self._waits.append((channel, waiting[0].nbytes, waiting[0].number))
+            self.due = True
 
     def flush(self) -> None:
         """Send what may be sent and the socket takes."""
@@ -323,7 +335,7 @@ class Connection:
         if self.sock is None:
             return
         parts = self._parts
-        while not self.lost and (parts or self._ready or self._credits or self._acknowledgements):
+        while not self.lost and (parts or self._ready or self._has_notes()):
             if not parts:
                 self._load()
             try:
@@ -345,14 +357,20 @@ class Connection:
                     send.done = True
                 self._outgoing.clear()
 
+    def _has_notes(self) -> bool:
+        """Whether there are frames to be sent that belong to no message."""
+        return bool(self._credits or self._acknowledgements or self._waits)
+
     def _load(self) -> None:
         """Load the next frames and messages into `_parts`."""
         parts = self._parts
         size = 0
-        if self._credits or self._acknowledgements:
+        if self._has_notes():
             notes = [_FRAME.pack(_CREDIT, at, 0, last) for at, last in self._credits.items()]
             notes += [_FRAME.pack(_READ, 0, 0, number) for number in self._acknowledgements]
+            notes += [_FRAME.pack(_WAITS, *each) for each in self._waits]
             parts.append(b"".join(notes))
+            self._waits.clear()
             self._credits.clear()
             self._acknowledgements.clear()
             self._owed = 0
@@ -394,6 +412,9 @@ class Connection:
                     message.receive = receive
             return
         self._receives[channel].append(receive)
+        waiting = self._waiting.get(channel)  # the peer's, for a credit that this receive may be
+        if waiting is not None and waiting[0] == number:
+            self._fits(waiting[1], receive)
         if receive.limit > EAGER and self.segment is None:
             self._credits[channel] = number
             self.due = True
@@ -515,6 +536,12 @@ class Connection:
         if kind == _CREDIT:
             self._last_credit[channel] = max(number, self._last_credit[channel])
             self._admit(channel)
+        elif kind == _WAITS:
+            self._waiting[channel] = (number, length)
+            posted = self._receives[channel]
+            first = self._receive_count[channel] - len(posted) + 1  # the number of posted[0]
+            if first <= number < first + len(posted):
+                self._fits(length, posted[number - first])
         elif kind == _READ and number in self._unacknowledged:
             self._let_go(self._unacknowledged.pop(number))
         elif kind in (_LENT, _COPIED) and self._holds(number, length):
