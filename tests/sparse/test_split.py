@@ -713,22 +713,6 @@ def test_two_hosts_gather_between_and_a_few_take_holders():
         assert factors.middle(load)[0].name == name
 
 
-def test_between_blocks_of_several_hosts_runs_what_is_quickest(asked):
-    """The same few rows on all of 64 hosts: their union is known, so `mask` sends no lists."""
-    load = load_of([*range(64)], total=64 * 500, most=500, fewest=500, union=500, identical=True)
-    load = factors.factored(load)
-    assert load.factors == (8, 8)
-    assert factors.middle(load)[0].name == "mask"
-    rows = spread(0, 500, 1_000_000)
-    times = {}
-    for text in ("8x8", "64"):
-        asked(text)
-        times[text] = simulate("split", lambda rank: rows, 64, NETWORK)
-    stages, flat = times.values()
-    assert stages.predicted == pytest.approx(stages.seconds, rel=0.15)
-    assert stages.seconds < flat.seconds and stages.messages <= 7 * 6 < flat.messages / 2
-
-
 @pytest.mark.parametrize("changes", [{"lockstep": True}, {"staying": True, "lockstep": True}])
 def test_wires_in_rounds_and_accelerators_are_flat_unless_factors_are_asked_for(changes):
     load = load_of("aaaabbbb", chunk=1 << 48, **changes)

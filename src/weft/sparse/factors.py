@@ -328,7 +328,7 @@ def _completing(load: Load, algorithm: Algorithm, inner: Load, shared: float) ->
 def middle(load: Load) -> tuple[Algorithm, Load]:
     """What runs between the blocks, and the load that it has; the same on every rank."""
     inner = between(load)
-    if inner.factors:
+    if inner.factors or not _are_near(load, blocks(load)):  # then it is there to save messages
         return ALGORITHMS["split"], inner
     link = inner.link
     assert link is not None
