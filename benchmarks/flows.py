@@ -53,7 +53,10 @@ def connect(flows: int, control: str) -> tuple[list[socket.socket], list[socket.
 
 def read(sock: socket.socket, nbytes: int) -> None:
     while nbytes > 0:
-        nbytes -= len(sock.recv(min(nbytes, AT_ONCE)))
+        count = len(sock.recv(min(nbytes, AT_ONCE)))
+        if not count:
+            raise ConnectionError("the rank before this one went away")
+        nbytes -= count
 
 
 def at_once(calls: list[Callable[[], None]]) -> None:

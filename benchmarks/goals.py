@@ -24,7 +24,7 @@ import os
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -198,7 +198,7 @@ def judge(runs: dict[str, list[list[Row]]]) -> list[Verdict]:
     verdicts = []
     for goal in GOALS:
         of_case = [
-            [row for row in run if row["case"] == goal.case and row["by"] == "weft:auto"]
+            [row for row in of_auto([run]) if row["case"] == goal.case]
             for run in runs.get(goal.link, [])
         ]
         autos = [rows[0] for rows in of_case if rows]
@@ -250,6 +250,12 @@ def measure(link: Link, cases: list[str], run: int, out: Path, size: float, peer
     (out / f"{link.name}-{run}.json").write_text(json.dumps({"rows": rows}), encoding="utf-8")
 
 
+def of_auto(runs: list[list[Row]]) -> Iterator[Row]:
+    """What `auto` did in each case of each run, also where that was wrong."""
+    for run in runs:
+        yield from (row for row in run if row["by"] == "weft:auto")
+
+
 def read(out: Path) -> dict[str, list[list[Row]]]:
     """The rows of every run in a folder, by link."""
     runs: dict[str, list[list[Row]]] = {}
@@ -271,7 +277,7 @@ def picture(runs: dict[str, list[list[Row]]], file: Path) -> None:
         axes = canvas.subplots()
         for number, link in enumerate(links):
             of: dict[str, list[float]] = {}
-            for row in (row for run in runs[link] for row in run if row["by"] == "weft:auto"):
+            for row in of_auto(runs[link]):
                 if row.get("torch_ratio"):
                     of.setdefault(row["case"], []).append(row["torch_ratio"])
             cases = [case for case in CASES if case in of]
@@ -307,8 +313,8 @@ def tables(runs: dict[str, list[list[Row]]]) -> str:
 def table(runs: list[list[Row]]) -> str:
     """The table of one link: a line for each case, with medians of the runs and their range."""
     autos: dict[str, list[Row]] = {}
-    for row in (row for run in runs for row in run):
-        if row["by"] == "weft:auto" and row["status"] == "ok":
+    for row in of_auto(runs):
+        if row["status"] == "ok":
             autos.setdefault(row["case"], []).append(row)
     measured = [
         heading

@@ -72,7 +72,7 @@ CASES: dict[str, Callable[[int, int, int, int], weft.Rows]] = {
 def main(
     ranks: Annotated[int, typer.Option(help="How many.")] = 64,
     rows: Annotated[int, typer.Option(help="Rows of a rank.")] = 500,
-    height: Annotated[int, typer.Option(help="Rows they are drawn from, uniformly.")] = 20_000,
+    height: Annotated[int, typer.Option(help="Rows they are drawn from.")] = 20_000,
     width: Annotated[int, typer.Option(help="Floats of a row.")] = 64,
     algorithm: Annotated[str, typer.Option(help="Names, divided by commas, or all.")] = "all",
     link: Annotated[str, typer.Option(help=f"Some of {', '.join(LINKS)}.")] = "1gbit,10gbit",

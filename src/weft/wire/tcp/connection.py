@@ -31,8 +31,7 @@ What is on the socket of lane MESSAGES, from its first byte:
 
 The first three are told of in `listener` (on a control link they are the same, and lines of JSON
 follow), the next two in `shm.exchange`. Numbers of the hello are in network byte order, all others
-have their lowest byte first. Who closes its end says nothing before: that is for the
-control links.
+have their lowest byte first. Who closes its end says nothing before: that is for the control links.
 
 A frame has a kind, a channel, a length and a number, which is the last of these:
 
@@ -46,7 +45,6 @@ A frame has a kind, a channel, a length and a number, which is the last of these
 | 3 COPIED | offset | who has a message in its segment, in a copy that the wire has made         |
 | 4 READ   | n      | who has read the n-th of all LENT and COPIED messages that came on this    |
 |          |        | connection: that memory is its owner's again                               |
-
 | 5 WAITS  | n      | who has a message of more than `EAGER` bytes, the n-th of its channel and  |
 |          |        | the next there, and no credit for it: its receive may be too short for one |
 

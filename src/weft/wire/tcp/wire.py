@@ -350,15 +350,12 @@ class TcpWire:
 
     # moving messages
 
-    def is_lost(self, messages: Sequence[_Message]) -> bool:
-        """Whether a message can come no more."""
-        return any(link.lost and not message.done for link, message in messages)
-
-    def _raise_if_lost(self, messages: Sequence[_Message]) -> None:
-        """Fail with the first connection that has ended and has a message that is not through."""
+    def lost_among(self, messages: Sequence[_Message]) -> Connection | None:
+        """The first connection that has ended with one of these messages not through."""
         for link, message in messages:
             if link.lost and not message.done:
-                raise WireFailed(self._fail(_end_of(link)))
+                return link
+        return None
 
     def finish(self, messages: Sequence[_Message], timeout: float | None) -> None:
         """Move messages until all of these are through.
@@ -372,8 +369,8 @@ class TcpWire:
             for _, message in messages:
                 while not message.done:
                     self._check()
-                    if self._has_lost:
-                        self._raise_if_lost(messages)
+                    if self._has_lost and (link := self.lost_among(messages)):
+                        raise WireFailed(self._fail(_end_of(link)))
                     seconds = until - time.monotonic()
                     self._step(max(0.0, seconds))
                     if seconds <= 0 and not message.done:
@@ -500,8 +497,9 @@ class TcpWire:
         else:
             assert self._far is not None
             del self._unconnected[peer]
-            self.connections[peer].lose(unreachable(self._far.endpoints[peer], error))
-            self._has_lost = True
+            link = self.connections[peer]
+            link.lose(unreachable(self._far.endpoints[peer], error))
+            self._watch(link)
 
     def _attempt_those_due(self) -> None:
         now = time.monotonic()
@@ -659,7 +657,7 @@ class TcpPending:
         return (
             self._is_complete()
             or self._wire.failure() is not None
-            or self._wire.is_lost(self._messages)
+            or self._wire.lost_among(self._messages) is not None
         )
 
 
