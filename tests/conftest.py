@@ -17,7 +17,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -190,6 +190,37 @@ def programs(template: socket.socket) -> Iterator[Callable[..., Program]]:
     yield start
     for each in started:
         each.end()
+
+
+@pytest.fixture
+def survivors(
+    programs: Callable[..., Program], tmp_path: Path
+) -> Callable[..., tuple[float, dict[int, list[dict[str, Any]]]]]:
+    """`survivors(source, arguments, ranks, victim)` runs ranks, one of which ends or stops itself.
+
+    `ranks` has the variables that each has alone. It gives when the victim says that this began
+    (its last line has "at"), and what each other rank printed: lines of JSON, by rank.
+    """
+
+    def outcome(
+        source: str, arguments: Sequence[str], ranks: Sequence[Mapping[str, str]], victim: int
+    ) -> tuple[float, dict[int, list[dict[str, Any]]]]:
+        shared = {"WORLD_SIZE": f"{len(ranks)}", "OMP_NUM_THREADS": "1", "TMPDIR": f"{tmp_path}"}
+        started = []
+        for rank, own in enumerate(ranks):
+            env = {**os.environ, **shared, "RANK": f"{rank}", **own}
+            started.append(programs(source, *arguments, env=env))
+        ends = {rank: each.communicate() for rank, each in enumerate(started) if rank != victim}
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(started[victim].pid, signal.SIGKILL)  # it may have stopped
+        last = started[victim].communicate()[0].splitlines()[-1]
+        printed = {}
+        for rank, (out, err) in ends.items():
+            assert out, err
+            printed[rank] = [json.loads(line) for line in out.splitlines()]
+        return json.loads(last)["at"], printed
+
+    return outcome
 
 
 @pytest.fixture

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import json
 import os
-import signal
 import sys
 import threading
 import time
@@ -224,18 +222,11 @@ os._exit(0)
 @pytest.mark.parametrize(
     ("how", "timeout", "late"), [("SIGKILL", 30.0, 0.0), ("SIGSTOP", 3.0, 3.0)]
 )
-def test_survivors_name_who_fails_in_an_exchange(programs, tmp_path, how, timeout, late, victim):
+def test_survivors_name_who_fails_in_an_exchange(survivors, tmp_path, how, timeout, late, victim):
     given = str(tmp_path / "place"), how, str(timeout), str(victim)
-    right = {**os.environ, "WORLD_SIZE": "3", "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)}
-    ranks = [programs(RANK, *given, env={**right, "RANK": str(rank)}) for rank in range(3)]
-    lines = {rank: each.communicate() for rank, each in enumerate(ranks) if rank != victim}
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(ranks[victim].pid, signal.SIGKILL)
-    began = json.loads(ranks[victim].communicate()[0])["at"]
+    began, printed = survivors(RANK, given, [{}] * 3, victim)
     why = {"SIGKILL": f"rank {victim} died", "SIGSTOP": f"rank {victim} does not answer"}[how]
-    for rank, (out, err) in lines.items():
-        assert out, err
-        said = json.loads(out)
+    for rank, [said] in printed.items():
         assert said["culprit"] == victim, said
         assert said["text"].startswith(f"rank {rank}: ") and why in said["text"]
         assert said["at"] - began < late + patient(1.0), said  # at once, or at the deadline

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import socket
@@ -223,17 +222,10 @@ os._exit(0)
 
 
 @pytest.mark.parametrize("victim", [0, 2])
-def test_survivors_name_who_was_killed_in_a_round(programs, tmp_path, victim):
-    right = {**os.environ, "WORLD_SIZE": "3", "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)}
+def test_survivors_name_who_was_killed_in_a_round(survivors, tmp_path, victim):
     given = str(tmp_path / "place"), str(victim)
-    ranks = [programs(RANK, *given, env={**right, "RANK": str(rank)}) for rank in range(3)]
-    lines = {rank: each.communicate() for rank, each in enumerate(ranks) if rank != victim}
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(ranks[victim].pid, signal.SIGKILL)
-    began = json.loads(ranks[victim].communicate()[0])["at"]
-    for rank, (out, err) in lines.items():
-        assert out, err
-        said = json.loads(out)
+    began, printed = survivors(RANK, given, [{}] * 3, victim)
+    for rank, [said] in printed.items():
         assert said["culprit"] == victim, said
         assert said["text"].startswith(f"rank {rank}: rank {victim} died while"), said
         assert said["at"] - began < patient(5.0), said

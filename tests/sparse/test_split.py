@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import itertools
-import json
 import math
-import os
-import signal
 import threading
 from itertools import pairwise
 
@@ -467,21 +463,12 @@ os._exit(0)
 
 @pytest.mark.parametrize("victim", [0, 3])
 @pytest.mark.parametrize("stage", ["the first", "the last"])
-def test_survivors_name_who_was_killed_in_a_stage_of_rounds(programs, tmp_path, victim, stage):
+def test_survivors_name_who_was_killed_in_a_stage_of_rounds(survivors, tmp_path, victim, stage):
     """Ranks 0 and 1 are a block, and 2 and 3; who waits for whom depends on the stage."""
     given = str(tmp_path / "place"), str(victim), stage
-    right = {**os.environ, "WORLD_SIZE": "4", "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)}
-    right["WEFT_FACTORS"] = "2x2"
-    hosts = [{"RANK": str(rank), "WEFT_HOST": "aabb"[rank]} for rank in range(4)]
-    ranks = [programs(RANK, *given, env={**right, **mine}) for mine in hosts]
-    lines = {rank: each.communicate() for rank, each in enumerate(ranks) if rank != victim}
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(ranks[victim].pid, signal.SIGKILL)
-    told = [json.loads(line) for line in ranks[victim].communicate()[0].splitlines()]
-    began = told[-1]["at"]
-    for rank, (out, err) in lines.items():
-        assert out, err
-        first, said = map(json.loads, out.splitlines())
+    ranks = [{"WEFT_FACTORS": "2x2", "WEFT_HOST": name} for name in "aabb"]
+    began, printed = survivors(RANK, given, ranks, victim)
+    for rank, (first, said) in printed.items():
         assert first["factors"] == [2, 2]
         assert said["culprit"] == victim, said
         assert said["text"].startswith(f"rank {rank}: rank {victim} died while"), said
