@@ -33,7 +33,7 @@ from ..wire.registry import Factory, Start, make_wire, wire_named
 from .clauses import stated
 from .pace import patient
 
-_START = 60.0  # seconds that new processes may take until they run a program of ours
+_START = 60.0  # seconds that new processes may take until they are at the store
 _AFTERMATH = 10.0  # seconds that the other ranks have to end, once one has failed
 _ANSWER = 2.0  # seconds that a rank has to say where it is
 _LEAVING = 5.0  # seconds in which a process ends, once its program has a result
@@ -250,6 +250,8 @@ def _run(
     """The program of a rank's process: make the wire, run the body, close the wire."""
     answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
     threading.Thread(target=_listen, args=(number, answers), daemon=True).start()
+    # before the limit of a run begins: torch asks a name server on the way
+    store = rendezvous.connect(rendezvous.LOOPBACK, port, patient(_START))
     send(_HERE)
     sys.path += [folder for folder in folders if folder]
     factory, body = pickle.loads(packed)
@@ -263,7 +265,6 @@ def _run(
         return everyones
 
     device = torch.device("cpu")
-    store = rendezvous.connect(rendezvous.LOOPBACK, port, timeout)
     host = platform.node()
     if apart:
         host += f" {number}"
