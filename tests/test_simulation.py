@@ -17,6 +17,7 @@ from weft.testing.simulation import simulate
 from weft.wire.link import MERGE, WITHIN, Link
 
 SLOW = Link(alpha=50e-6, beta=8e-9, gamma=MERGE, work=10e-6)
+FAR = Link(alpha=25e-3, beta=80e-9, gamma=MERGE, work=10e-6)  # a chunk takes 10 ms, a message 25
 BUSY = Link(alpha=20e-6, beta=0.8e-9, gamma=30 * MERGE, work=5e-6)  # arithmetic decides
 ONES = torch.ones(6000, 64)
 
@@ -51,6 +52,13 @@ def test_mask_where_all_ranks_have_the_same_rows():
 @pytest.mark.parametrize("name", ["doubling", "holders"])
 def test_64_ranks_that_merge_slowly(name):
     check(simulate(name, spread, 64, BUSY))
+
+
+def test_chunks_of_distant_ranks_do_not_wait_for_each_other_in_the_ring():
+    done = simulate("holders", partial(spread, count=6000, height=24_000), 4, FAR)
+    check(done)
+    waits = (done.seconds - done.cost.bytes * FAR.beta) / FAR.alpha
+    assert waits < 5  # two for the lists, one for the rows, and hardly any in the ring
 
 
 @pytest.mark.parametrize(("each", "link"), [(4, SLOW), (8, BUSY), (32, SLOW)])

@@ -5,9 +5,11 @@ receives chunks into slots, sends them on, and the caller copies them out before
 again.
 
 All ranks take the same *steps*, and a chunk moves one rank to the right in each. In step t a rank
-sends its own chunk t, and what it received in step t-1: chunk t-1 of its left neighbour, chunk t-2
-of the rank before that, and so on. What a rank sends in a step, and which slots it uses, depends on
-earlier steps only. So ranks never wait for each other in a circle, however few slots there are.
+sends its own chunk t. Then it receives what its left neighbour sent in step t-1, and sends that on:
+chunk t-1 of the neighbour, chunk t-2 of the rank before that, and so on. So its own chunk is on the
+wire while it waits for those of others, and no step waits for a message that leaves in it. What a
+rank sends in a step, and which slots it uses, depends on earlier steps only. So ranks never wait
+for each other in a circle, however few slots there are.
 """
 
 from __future__ import annotations
@@ -54,12 +56,12 @@ class Relay:
         self._left, self._right = (call.group.rank - 1) % ranks, (call.group.rank + 1) % ranks
         self.rows = relay_rows(call.load, max(counts))
         self._chunks = -(-max(counts) // self.rows)  # of the rank with most
-        self.steps = self._chunks + ranks - 2 if self._chunks else 0
+        self.steps = self._chunks + ranks - 1 if self._chunks else 0
         slots = _STEPS * ranks
         self._lease = call.group.lease(slots * self.rows * call.load.row)
         shape = (slots, self.rows, *call.row_shape)
         self._slots = typed(self._lease.tensor, shape, call.dtype).unbind()
-        # by step: the receives in their order, and the sends
+        # by the step in which they are sent: the receives in their order, and the sends
         self._coming: dict[int, list[tuple[int, Tensor, Pending]]] = {}
         self._going: dict[int, list[Pending]] = defaultdict(list)
         for step in range(_AHEAD):
@@ -74,7 +76,7 @@ class Relay:
         self._going[step].append(self._group.post([(self._right, slot)], (), SUMS))
 
     def turn(self, step: int) -> Iterator[tuple[int, int, Tensor]]:
-        """Receive the chunks of a step, and send them on.
+        """Receive what was sent in the step before, and send it on.
 
         This rank's own chunk must have been sent. The caller must exhaust the iterator.
 
@@ -83,11 +85,11 @@ class Relay:
         """
         wait_all(self._going.pop(step - 2, ()))
         self._receive(step + _AHEAD)
-        for distance, slot, pending in self._coming.pop(step):
+        for distance, slot, pending in self._coming.pop(step - 1, ()):
             pending.wait()
             if distance < self._group.size - 1:
-                self.send(step + 1, slot)
-            yield self._origin(distance), (step - distance + 1) * self.rows, slot
+                self.send(step, slot)
+            yield self._origin(distance), (step - distance) * self.rows, slot
 
     def finish(self) -> None:
         """Wait until everything is sent on, and give back the memory."""
@@ -96,14 +98,15 @@ class Relay:
         self._lease.release()
 
     def _receive(self, step: int) -> None:
-        """Post receives in the order in which the left neighbour sends: the farthest origin first.
+        """Post receives of what the left neighbour sends in a step: the nearest origin first.
 
-        In this step chunks come from ranks at a distance from `nearest` to `step + 1`: nearer ones
-        have no more, and chunks of farther ones are not that far yet.
+        These chunks come from ranks at a distance from `nearest` to `farthest`: nearer ones have no
+        more, and chunks of farther ones are not that far yet.
         """
         coming = self._coming[step] = []
         nearest = max(1, step - self._chunks + 2)
-        for distance in range(min(step + 1, self._group.size - 1), nearest - 1, -1):
+        farthest = min(step + 1, self._group.size - 1)
+        for distance in range(nearest, farthest + 1):
             slot = self._slot(step, distance)
             if slot is not None:
                 pending = self._group.post((), [(self._left, slot)], SUMS)
@@ -113,7 +116,7 @@ class Relay:
         return (self._group.rank - distance) % self._group.size
 
     def _slot(self, step: int, distance: int) -> Tensor | None:
-        """The slot of the chunk that comes over this distance in a step; 0: the own chunk."""
+        """The slot of a chunk that is sent to here, over this distance, in a step; 0: the own."""
         first = (step - max(0, distance - 1)) * self.rows
         count = min(self.rows, self._counts[self._origin(distance)] - first)
         if count <= 0:
