@@ -243,3 +243,5 @@ def test_what_cannot_be_checked_is_refused():
         check_algorithm(cost)
     with pytest.raises(weft.WeftError, match=r"sizes are \[1\]: .* two ranks or more"):
         check_algorithm("split", sizes=[1])
+    with pytest.raises(weft.WeftError, match=r"clauses have numbers from 1 to \d+, not 99"):
+        check_algorithm("split", clauses=[99])

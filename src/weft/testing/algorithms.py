@@ -28,7 +28,7 @@ from ..kernels.ops import DTYPES, OPS
 from ..rows import Rows
 from ..sparse import ALGORITHMS, Algorithm, Cost, Link, Load, last_call
 from ..sparse.link import set_link
-from .clauses import Outcome, raise_if_broken, title_of, tried
+from .clauses import Outcome, asked_for, raise_if_broken, title_of, tried
 from .oracle import expected
 from .spmd import run
 
@@ -118,7 +118,8 @@ def check_algorithm(
 
     Raises:
         AssertionError: some clauses fail; the text lists each with what is wrong.
-        WeftError: no such algorithm is registered, or a size is below 2.
+        WeftError: no such algorithm is registered, no clause has one of these numbers, or a size
+            is below 2.
 
     Example:
         >>> for outcome in check_algorithm("split", sizes=[3], clauses=[1, 2]):
@@ -129,11 +130,11 @@ def check_algorithm(
     if min(sizes, default=0) < 2:
         raise WeftError(f"sizes are {list(sizes)}: an algorithm runs on two ranks or more")
     trial = _Trial(_name_of(algorithm), tuple(sizes))
-    asked = set(clauses)
+    asked = asked_for(clauses, len(_CLAUSES))
     outcomes = [
         tried(number, title, functools.partial(body, trial))
         for number, (title, body) in enumerate(_CLAUSES, 1)
-        if not asked or number in asked
+        if number in asked
     ]
     raise_if_broken(f"algorithm {trial.name!r}", outcomes)
     return outcomes

@@ -5,11 +5,13 @@ from __future__ import annotations
 import functools
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from ..errors import WeftError
 
 COMBINE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "sum": torch.add,
@@ -51,6 +53,20 @@ def title_of(body: Callable[..., object]) -> str:
     """The title of a clause: the first line of its docstring."""
     assert body.__doc__ is not None
     return body.__doc__.splitlines()[0].rstrip(".")
+
+
+def asked_for(clauses: Iterable[int], count: int) -> set[int]:
+    """The numbers of the clauses to try; all, where none is asked for.
+
+    Raises:
+        WeftError: no clause of the `count` there are has one of these numbers.
+    """
+    known = set(range(1, count + 1))
+    asked = set(clauses) or known
+    unknown = asked - known
+    if unknown:
+        raise WeftError(f"clauses have numbers from 1 to {count}, not {min(unknown)}")
+    return asked
 
 
 def tried(number: int, title: str, check: Callable[[], object]) -> Outcome:

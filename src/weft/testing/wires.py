@@ -19,11 +19,10 @@ import torch
 
 from ..bootstrap.outcome import Outcome as Rank
 from ..bootstrap.outcome import results
-from ..errors import WeftError
 from ..wire.interface import Failure, Features, Wire
 from ..wire.memory import Pool
 from ..wire.registry import Factory, Start, make_wire, wire_named
-from .clauses import Outcome, raise_if_broken, stated, title_of, tried
+from .clauses import Outcome, asked_for, raise_if_broken, stated, title_of, tried
 from .pace import patient
 from .threads import on_threads
 from .wire_clauses import CLAUSES, Clause
@@ -87,10 +86,7 @@ def check_wire(
          2  tensors of every dtype and shape arrive as they were sent, from each to each  ok
          4  a channel waits for no other, whatever lies there  ok
     """
-    asked = set(clauses) or set(NUMBERS.values())
-    unknown = asked - set(NUMBERS.values())
-    if unknown:
-        raise WeftError(f"clauses have numbers from 1 to {len(CLAUSES)}, not {min(unknown)}")
+    asked = asked_for(clauses, len(CLAUSES))
     kept = _features(run) if features is None else features
     outcomes = []
     for number, clause in enumerate(CLAUSES, 1):

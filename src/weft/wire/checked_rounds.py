@@ -74,6 +74,7 @@ class CheckedRounds:
         posts = sorted(self._queued, key=lambda post: post.channel)
         self._queued = []
         begun = _Round(self, posts)
+        begun.start()
         for post in posts:
             post.round = begun
 
@@ -145,13 +146,17 @@ class _Round:
                 self._sent[peer] += tensor.nbytes
             for peer, into in post.recvs:
                 self._awaited[peer] += into if isinstance(into, int) else into.nbytes
+        self._others = [peer for peer in range(size) if peer != wire.rank]
+        self._totals: Pending | None = None  # under way, once the round has started
+
+    def start(self) -> None:
+        """Send this rank's totals to all others."""
         mine = bytearray(self._format.pack(*self._sent, *self._awaited))
         message = torch.frombuffer(mine, dtype=torch.uint8)
-        others = [rank for rank in wire.ranks if rank != wire.below.rank]
-        self._others = [peer for peer in range(size) if peer != wire.rank]
-        self._totals = wire.below.post(
-            [(rank, message) for rank in others],
-            [(rank, len(mine)) for rank in others],
+        ranks = [self._wire.ranks[peer] for peer in self._others]
+        self._totals = self._wire.below.post(
+            [(rank, message) for rank in ranks],
+            [(rank, len(mine)) for rank in ranks],
             _TOTALS,
         )
 
@@ -164,6 +169,7 @@ class _Round:
         """
         if self._is_carried:
             return
+        assert self._totals is not None
         totals = dict(zip(self._others, self._totals.wait(timeout), strict=True))
         numbers = {
             peer: self._format.unpack(each.numpy().tobytes()) for peer, each in totals.items()

@@ -1,6 +1,6 @@
 """What a network is like, in the few figures that costs and the simulated wire compute with.
 
-`weft.sparse.link` measures them, or reads them from a link profile.
+`weft.sparse.link` finds them: the environment or the wire says them, or it measures.
 """
 
 from __future__ import annotations

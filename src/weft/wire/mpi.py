@@ -111,7 +111,10 @@ class World:
             if moved or self._stir.is_set():
                 naps = _naps()
             self._stir.clear()
-            self._stir.wait(next(naps) if self._posted else None)
+            if self._posted:
+                self._stir.wait(next(naps))  # until it is time for the next poll
+            else:
+                self._stir.wait()  # until `post` has brought something to poll for
 
     def _complete(self) -> bool:
         """Complete the messages that MPI has moved since the last poll; whether there are any."""

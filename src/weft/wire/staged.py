@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from .interface import Failure, Features, Pending, Recv, Send, Wire, WireFailed
+from .memory import bytes_of
 
 _APART = 1 << 30  # exchanges channels that the CPU's own messages do not use for those they do
 _LOOK = 0.05  # seconds between two looks at whether this wire was aborted
@@ -75,7 +76,7 @@ class Staged:
         copies = []
         for tensor in tensors:
             copy = _locked(tensor.nbytes, self.device)
-            copies.append(copy.copy_(_bytes_of(tensor), non_blocking=True))
+            copies.append(copy.copy_(bytes_of(tensor), non_blocking=True))
         if copies and self.device.type != "cpu":
             torch.accelerator.current_stream(self.device).synchronize()
         return copies
@@ -94,7 +95,7 @@ class StagedPending:
         self._wire = wire
         self._posted = posted
         self._intos = intos
-        self._places = [None if isinstance(into, int) else _bytes_of(into) for into in intos]
+        self._places = [None if isinstance(into, int) else bytes_of(into) for into in intos]
         self._received: list[Tensor] | None = None
 
     def wait(self, timeout: float | None = None) -> list[Tensor]:
@@ -149,9 +150,3 @@ def _locked(nbytes: int, device: torch.device) -> Tensor:
     """Memory of the host for copies from or to a device: page-locked where that means anything."""
     is_locked = device.type != "cpu"
     return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=is_locked)
-
-
-def _bytes_of(tensor: Tensor) -> Tensor:
-    """The bytes of a contiguous tensor; they hold its storage, whatever becomes of the tensor."""
-    # not view(-1): what expand() makes of one element is contiguous, too, with a stride of 0
-    return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)

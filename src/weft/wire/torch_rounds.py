@@ -44,6 +44,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .interface import Failure, Features, Recv, Send, WireFailed
+from .memory import bytes_of
 
 _log = logging.getLogger("weft")
 
@@ -129,7 +130,7 @@ class TorchRounds:
         self.check()
         assert (op, tensor.dtype) in self.features.reduces
         pending = RoundPending(self, (), [(self.rank, tensor)], 0)
-        total = _bytes_of(tensor).clone()
+        total = bytes_of(tensor).clone()
         reduction = partial(_sum, total.view(tensor.dtype))
         pending.operation = self._operations.begin(reduction, total)
         pending.receives[0].part = total
@@ -249,7 +250,7 @@ class _Receive:
     def of(cls, peer: int, into: Tensor | int) -> _Receive:
         if isinstance(into, int):
             return cls(peer, into, None, into)
-        return cls(peer, into, _bytes_of(into), into.nbytes)
+        return cls(peer, into, bytes_of(into), into.nbytes)
 
 
 class RoundPending:
@@ -266,7 +267,7 @@ class RoundPending:
         self, wire: TorchRounds, sends: Sequence[Send], recvs: Sequence[Recv], channel: int
     ) -> None:
         self.channel = channel
-        self.sends = [(peer, _bytes_of(tensor)) for peer, tensor in sends]
+        self.sends = [(peer, bytes_of(tensor)) for peer, tensor in sends]
         self.receives = [_Receive.of(peer, into) for peer, into in recvs]
         self.operation: _Operation | None = None
         self._wire = wire
@@ -678,21 +679,18 @@ def _between_pairs(
             both.reverse()
         messages += [message for message in both if message[2].numel()]
     if group.bound_device_id is None:
-        return [
-            (group.send if sends else group.recv)([tensor], peer, 0)
-            for sends, peer, tensor in messages
-        ]
+        works = []
+        for sends, peer, tensor in messages:
+            if sends:
+                works.append(group.send([tensor], peer, 0))
+            else:
+                works.append(group.recv([tensor], peer, 0))
+        return works
     operations = [
         dist.P2POp(dist.isend if sends else dist.irecv, tensor, group=group, group_peer=peer)
         for sends, peer, tensor in messages
     ]
     return dist.batch_isend_irecv(operations) if operations else []
-
-
-def _bytes_of(tensor: Tensor) -> Tensor:
-    """The bytes of a contiguous tensor; they hold its storage, whatever becomes of the tensor."""
-    # not view(-1): what expand() makes of one element is contiguous, too, with a stride of 0
-    return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def _filled(nbytes: int) -> int:
