@@ -13,10 +13,14 @@ import torch.distributed as dist
 
 import weft
 from weft.sparse import ALGORITHMS
-from weft.testing import GroupContract, expected
+from weft.testing import GroupContract, check_wire, expected
+from weft.testing.clauses import stated
 from weft.testing.pace import patient
-from weft.wire import mpi
+from weft.testing.wires import NUMBERS
+from weft.wire import Features, mpi
 from weft.wire.interface import Failure
+from weft.wire.memory import Pool
+from weft.wire.registry import Start
 
 
 class TestMpi(GroupContract):
@@ -24,6 +28,35 @@ class TestMpi(GroupContract):
     def ranks(self, mpi_job):
         # what is tried at sizes above is the schedules, and those the other groups prove
         return lambda size, *args, **options: mpi_job(min(size, 4), *args, **options)
+
+
+def on_a_wire(group, body):
+    """The body on a wire of its own, beside the group's."""
+
+    def exchange(data):
+        return group.all_gather_bytes(data.ljust(100), bytes.rstrip)
+
+    start = Start(group.rank, group.size, group.device, 20.0, "host", exchange, Pool())
+    wire = mpi.make(start)
+    try:
+        return stated(body, wire)
+    except BaseException:
+        wire.abort(Failure("aborted", wire.rank, f"rank {wire.rank} gave up"))
+        raise
+    finally:
+        wire.close()
+
+
+@pytest.mark.parametrize("clause", NUMBERS)
+def test_the_wire_keeps_a_clause(mpi_job, clause):
+    def run(size, body, dies=()):
+        return mpi_job(min(size, 4), on_a_wire, body)
+
+    # with a rank that is killed mpirun ends the job; the ports where it listens are MPI's
+    not_for_mpi = {"dies", "forks", "strangers"}
+    run.are_processes = clause not in not_for_mpi
+    (outcome,) = check_wire(run, Features(), clauses=[NUMBERS[clause]])
+    assert bool(outcome.skipped) == (clause in not_for_mpi | {"among", "reduces", "huge"})
 
 
 def unwatched(group):

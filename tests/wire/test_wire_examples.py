@@ -91,6 +91,32 @@ def test_layers_and_routines_run_over_it(env, size):
     processes(size, layers_and_routines, env=env)
 
 
+# Bodies that run on ranks as processes, of every kind of call.
+SUITES = [
+    "tests/sparse/test_algorithms.py",
+    "tests/sparse/test_root.py",
+    "tests/nn/test_autograd.py",
+    "tests/comm/test_overlap.py",
+    "tests/comm/test_sync_grads.py",
+    "tests/comm/test_wire_dtype.py",
+]
+
+
+def test_the_tests_of_sparse_nn_and_comm_run_over_it(env):
+    """As a user's own tests do, by WEFT_WIRE alone."""
+    everywhere = {**os.environ, "PYTHONPATH": env["PACKAGES"], "WEFT_WIRE": env["WEFT_WIRE"]}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    done = subprocess.run(
+        [*command, "-k", "processes", *SUITES],
+        cwd=EXAMPLES.parent,
+        env=everywhere,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def until_one_dies():
     group = init(timeout=20)
     with pytest.raises(weft.WireError) as caught:

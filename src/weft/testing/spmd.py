@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 import zlib
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -19,7 +20,7 @@ TIMEOUT = 90.0  # seconds that one wait on a group may last; long, because the m
 LIMIT = 120.0  # seconds that a whole body may take on an idle machine
 
 
-_WIRES = {"threads": "", "device": "", "rounds": "", "processes": "tcp", "torch": "torch"}
+_KINDS = ("threads", "device", "rounds", "processes", "torch")
 
 
 def run(
@@ -43,8 +44,9 @@ def run(
         on: what the ranks are. "threads": threads of this process. "device": threads, but weft
             treats CPU tensors as it treats those on an accelerator. "rounds": threads, between
             which tensors travel in rounds, as over a wire that is `lockstep`. "processes":
-            processes, which are kept for later runs. "torch": the same processes, with a group over
-            a process group of torch's (`weft.init(wire="torch")`).
+            processes, which are kept for later runs, over the wire that WEFT_WIRE names, else TCP:
+            so tests run over a wire of one's own. "torch": the same processes, with a group over a
+            process group of torch's (`weft.init(wire="torch")`).
         timeout: seconds that any one wait may last.
         limit: seconds that the whole body may take. Ranks that have not ended then are reported as
             hanging, with their stacks. None: 120, up to four times as many on a busy machine.
@@ -60,17 +62,17 @@ def run(
         [10, 11, 12]
     """
     __tracebackhide__ = True  # pytest shows where the body failed, not how it was run
-    if on not in _WIRES:
-        raise WeftError(f"ranks run on {' or '.join(_WIRES)}, not on {on!r}")
+    if on not in _KINDS:
+        raise WeftError(f"ranks run on {' or '.join(_KINDS)}, not on {on!r}")
     most = patient(LIMIT) if limit is None else limit
-    if not _WIRES[on]:
-        with as_device() if on == "device" else nullcontext():
-            groups = group(size, timeout, device=on == "device", lockstep=on == "rounds")
-            return results(on_groups(groups, body, args, kwargs, limit=most), on)
-    from .pool import on_pool  # here: most uses need no processes
+    if on in ("processes", "torch"):
+        from .pool import on_pool  # here: most uses need no processes
 
-    key = _WIRES[on], size, timeout
-    return results(on_pool(key, body, args, kwargs, limit=most), on)
+        wire = "torch" if on == "torch" else os.environ.get("WEFT_WIRE") or "tcp"
+        return results(on_pool((wire, size, timeout), body, args, kwargs, limit=most), on)
+    with as_device() if on == "device" else nullcontext():
+        groups = group(size, timeout, device=on == "device", lockstep=on == "rounds")
+        return results(on_groups(groups, body, args, kwargs, limit=most), on)
 
 
 def spmd(
