@@ -95,10 +95,10 @@ def shown(segments, descriptors=None):
 
 
 def test_ranks_see_what_others_write(segment):
-    (seen, seen_by), (none, others) = shown([None, segment])
-    assert (seen_by, none, others) == (set(), {}, {0})
+    (segments, mapped_by), (none, others) = shown([None, segment])
+    assert (mapped_by, none, others) == (set(), {}, {0})
     offset = segment.stage(torch.arange(5))
-    assert seen[1].memory[offset : offset + 40].view(torch.int64).tolist() == [0, 1, 2, 3, 4]
+    assert segments[1].memory[offset : offset + 40].view(torch.int64).tolist() == [0, 1, 2, 3, 4]
 
 
 def test_a_segment_that_could_be_cut_off_is_refused(segment):
@@ -107,11 +107,11 @@ def test_a_segment_that_could_be_cut_off_is_refused(segment):
         fd = os.memfd_create("loose", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
 
     os.truncate(Loose.fd, Loose.nbytes)
-    (seen, _), (_, seen_by) = shown([segment, Loose])
-    assert seen == {} and seen_by == set()
+    (segments, _), (_, mapped_by) = shown([segment, Loose])
+    assert segments == {} and mapped_by == set()
     fcntl.fcntl(Loose.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
-    (seen, _), _ = shown([segment, Loose])
-    assert list(seen) == [1]
+    (segments, _), _ = shown([segment, Loose])
+    assert list(segments) == [1]
     os.close(Loose.fd)
 
 

@@ -130,19 +130,19 @@ def test_a_close_by_a_handler_during_a_sleep_ends_the_wait_as_any_other(monkeypa
     listener = Listener("127.0.0.1", 8)
     beyond = {2: listener.endpoint}
     wire = TcpWire(0, 3, {1: near}, Pool(), far=Far(listener, beyond, 10.0))
-    ready = wire._ready
+    wait_for_events = wire._wait_for_events
 
     def interrupted(seconds):
         socket.create_connection((listener.endpoint.address, listener.endpoint.port)).close()
         far.sendall(b"a part of a frame")
         wire._alarm[1].send(b"\0")
         time.sleep(0.1)
-        events = ready(seconds)
+        events = wait_for_events(seconds)
         wire.close()
         return events
 
     pending = wire.post((), [(1, 8)])
-    monkeypatch.setattr(wire, "_ready", interrupted)
+    monkeypatch.setattr(wire, "_wait_for_events", interrupted)
     with far, pytest.raises(WireFailed, match="this end was closed"):
         pending.wait(10.0)
 
@@ -189,7 +189,7 @@ def test_a_post_that_awaits_two_ranks_fails_as_the_second_is_lost():
 def test_what_is_sent_to_a_rank_that_left_takes_no_memory(segment):
     """Such sends are complete, since they are copied; nobody will ever say that they were read."""
     near, far = socket.socketpair()
-    wire = TcpWire(0, 2, {1: near}, Pool(), segment, seen_by={1})
+    wire = TcpWire(0, 2, {1: near}, Pool(), segment, mapped_by={1})
     far.close()
     for _ in range(3):
         wire.post([(1, torch.zeros(1 << 18, dtype=torch.uint8))]).wait(10.0)
@@ -201,7 +201,7 @@ def test_what_is_sent_to_a_rank_that_left_takes_no_memory(segment):
 def test_a_copy_for_two_ranks_is_kept_for_the_second_though_the_first_has_left(segment):
     near, far = socket.socketpair()
     other, its = socket.socketpair()
-    wire = TcpWire(0, 3, {1: near, 2: other}, Pool(), segment, seen_by={1, 2})
+    wire = TcpWire(0, 3, {1: near, 2: other}, Pool(), segment, mapped_by={1, 2})
     far.close()
     while not wire.connections[1].lost:
         wire.move()
@@ -214,7 +214,7 @@ def test_a_copy_for_two_ranks_is_kept_for_the_second_though_the_first_has_left(s
 
 def test_what_had_not_gone_to_a_rank_that_left_takes_no_memory(segment):
     near, far = socket.socketpair()
-    wire = TcpWire(0, 2, {1: near}, Pool(), segment, seen_by={1})
+    wire = TcpWire(0, 2, {1: near}, Pool(), segment, mapped_by={1})
     link = wire.connections[1]
     while not link.unsent:  # until the socket takes no more
         wire.post([(1, torch.zeros(1 << 12, dtype=torch.uint8))])

@@ -259,18 +259,20 @@ class Connection:
         self._incoming: Receive | _Arrived | None = None  # that message
         self._wakes_at = 1  # bytes that must be there before the socket counts as readable
         # LENT and COPIED frames that came. What they carry is an offset, and no n: both ends count,
-        # and a connection keeps their order, so the peer's `_announced` means the same message.
-        self._seen = 0
+        # and a connection keeps their order. So the same number is the same message as in the
+        # peer's `_announcements_sent`.
+        self._announcements_received = 0
         # what is to be sent, by channel
         self._sends: dict[int, deque[Outgoing]] = defaultdict(deque)  # that wait for a credit
         self._send_count: dict[int, int] = defaultdict(int)  # so far
         self._last_credit: dict[int, int] = defaultdict(int)  # up to which the peer wants them
         self._told: dict[int, int] = defaultdict(int)  # the last one of which the peer knows so
         self._waits: list[tuple[int, int, int]] = []  # to be sent: channels, lengths and numbers
-        self._ready: deque[tuple[int, Outgoing]] = deque()  # with their channels, in order
+        # those that need to wait no more, in order, with their channels
+        self._admitted: deque[tuple[int, Outgoing]] = deque()
         self._parts: list[bytes | memoryview] = []  # what is being sent
         self._outgoing: list[Outgoing] = []  # the messages among that
-        self._announced = 0  # LENT and COPIED frames that were sent
+        self._announcements_sent = 0  # LENT and COPIED frames that were sent
         self._unacknowledged: dict[int, Outgoing] = {}  # those not acknowledged, by number
         self._acknowledgements: list[int] = []  # the numbers of READ frames to be sent
         self._owed = 0  # the bytes of those messages
@@ -285,14 +287,14 @@ class Connection:
     @property
     def busy(self) -> bool:
         """Whether messages move only if somebody calls `flush` or `receive`."""
-        sending = self._parts or self._ready or any(self._sends.values())
+        sending = self._parts or self._admitted or any(self._sends.values())
         coming = self._into is not None or any(self._receives.values())
         return bool(sending or coming) and not self.lost
 
     @property
     def unsent(self) -> bool:
         """Whether something waits for the socket to take it."""
-        return bool(self._parts or self._ready) and self.sock is not None and not self.lost
+        return bool(self._parts or self._admitted) and self.sock is not None and not self.lost
 
     @property
     def wanted(self) -> int:
@@ -314,13 +316,13 @@ class Connection:
         self._admit(channel)
 
     def _admit(self, channel: int) -> None:
-        """Queue the messages of a channel that have a credit, or need none."""
+        """Admit the messages of a channel that have a credit, or need none."""
         waiting = self._sends[channel]
         credit = self._last_credit[channel]
         while waiting and (
             self.mapped or waiting[0].nbytes <= EAGER or waiting[0].number <= credit
         ):
-            self._ready.append((channel, waiting.popleft()))
+            self._admitted.append((channel, waiting.popleft()))
             self.due = True
         if waiting and self._told[channel] < waiting[0].number:
             self._told[channel] = waiting[0].number
@@ -333,7 +335,7 @@ class Connection:
         if self.sock is None:
             return
         parts = self._parts
-        while not self.lost and (parts or self._ready or self._has_notes()):
+        while not self.lost and (parts or self._admitted or self._has_notes()):
             if not parts:
                 self._load()
             try:
@@ -372,11 +374,11 @@ class Connection:
             self._credits.clear()
             self._acknowledgements.clear()
             self._owed = 0
-        while self._ready and size < _TOGETHER and len(parts) < _PARTS:
-            channel, send = self._ready.popleft()
+        while self._admitted and size < _TOGETHER and len(parts) < _PARTS:
+            channel, send = self._admitted.popleft()
             if send.offset >= 0:
-                self._announced += 1
-                self._unacknowledged[self._announced] = send
+                self._announcements_sent += 1
+                self._unacknowledged[self._announcements_sent] = send
                 kind = _LENT if send.block is None else _COPIED
                 parts.append(_FRAME.pack(kind, channel, send.nbytes, send.offset))
                 continue
@@ -543,8 +545,8 @@ class Connection:
         elif kind == _READ and number in self._unacknowledged:
             self._let_go(self._unacknowledged.pop(number))
         elif kind in (_LENT, _COPIED) and self._holds(number, length):
-            self._seen += 1
-            message = _Arrived(length, number, self._seen, lent=kind == _LENT)
+            self._announcements_received += 1
+            message = _Arrived(length, number, self._announcements_received, lent=kind == _LENT)
             waiting = self._receives.get(channel)
             if not waiting:
                 self._arrived[channel].append(message)
@@ -595,10 +597,10 @@ class Connection:
             return
         self.lost = why
         waiting = itertools.chain.from_iterable(self._sends.values())
-        ready = (send for _, send in self._ready)
-        for send in (*self._unacknowledged.values(), *ready, *waiting):
+        admitted = (send for _, send in self._admitted)
+        for send in (*self._unacknowledged.values(), *admitted, *waiting):
             self._forget(send)
-        for messages in (self._unacknowledged, self._ready, self._sends):
+        for messages in (self._unacknowledged, self._admitted, self._sends):
             messages.clear()
 
     @staticmethod
@@ -629,5 +631,5 @@ class Connection:
         self._incoming = None
         for by_channel in (self._receives, self._arrived, self._sends, self._unacknowledged):
             by_channel.clear()
-        for messages in (self._ready, self._parts, self._outgoing):
+        for messages in (self._admitted, self._parts, self._outgoing):
             messages.clear()

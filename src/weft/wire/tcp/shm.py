@@ -223,7 +223,7 @@ def exchange(
     for sock in sockets.values():
         sock.settimeout(seconds_left(deadline))
         socket.send_fds(sock, [_HELLO.pack(own_bytes)], own_fds)
-    seen: dict[int, Peer] = {}
+    segments: dict[int, Peer] = {}
     for peer, sock in sockets.items():
         sock.settimeout(seconds_left(deadline))
         hello, fds, _, _ = socket.recv_fds(sock, _HELLO.size, 1, socket.MSG_CMSG_CLOEXEC)
@@ -231,20 +231,20 @@ def exchange(
         for fd in fds:
             with contextlib.suppress(OSError, ValueError):  # then the peer sends over its socket
                 if _fits(len(sockets) + 1, nbytes):
-                    seen[peer] = Peer(fd, nbytes)
+                    segments[peer] = Peer(fd, nbytes)
             os.close(fd)
         if len(hello) < _HELLO.size:
             raise _gone(peer)
-        sock.sendall(bytes([peer in seen]))  # whether its segment is mapped here
-    seen_by = set()
+        sock.sendall(bytes([peer in segments]))  # whether its segment is mapped here
+    mapped_by = set()
     for peer, sock in sockets.items():
         sock.settimeout(seconds_left(deadline))
         answer = sock.recv(1)
         if not answer:
             raise _gone(peer)
         if answer == b"\1":
-            seen_by.add(peer)
-    return seen, seen_by
+            mapped_by.add(peer)
+    return segments, mapped_by
 
 
 def _gone(peer: int) -> ConnectionError:

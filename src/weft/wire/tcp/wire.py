@@ -112,8 +112,8 @@ class TcpWire:
         sockets: Mapping[int, socket.socket],
         memory: Pool,
         segment: shm.Segment | None = None,
-        seen: Mapping[int, shm.Peer] | None = None,
-        seen_by: Set[int] = frozenset(),
+        segments: Mapping[int, shm.Peer] | None = None,
+        mapped_by: Set[int] = frozenset(),
         far: Far | None = None,
     ) -> None:
         """
@@ -122,8 +122,8 @@ class TcpWire:
             sockets: connected, by peer; the wire closes them.
             memory: where receives by size get their memory.
             segment: of this rank.
-            seen: the segments of peers, mapped here.
-            seen_by: the peers that have mapped this rank's segment.
+            segments: of peers, mapped here.
+            mapped_by: the peers that have mapped this rank's segment.
             far: how peers are reached that are not connected yet; the wire closes its listener.
         """
         self.rank = rank
@@ -146,8 +146,9 @@ class TcpWire:
         if self._alarm:
             self._poll.register(self._alarm[0], select.POLLIN)
         for peer in {*sockets, *(far.endpoints if far else ())}:
-            mapped = peer in seen_by
-            self.connections[peer] = Connection(peer, None, (seen or {}).get(peer), mapped=mapped)
+            mapped = peer in mapped_by
+            its_segment = (segments or {}).get(peer)
+            self.connections[peer] = Connection(peer, None, its_segment, mapped=mapped)
         self._far = far
         # Peers of other hosts that a message is for, and that are neither connected nor lost, each
         # with the time until which attempts are repeated: one is under way, or due.
@@ -400,7 +401,7 @@ class TcpWire:
 
     def _step(self, seconds: float) -> None:
         """Wait until something can be moved, at most so many seconds, and move it."""
-        events = self._ready(seconds)
+        events = self._wait_for_events(seconds)
         self._is_moving = True
         try:
             for fd, event in events:
@@ -424,7 +425,7 @@ class TcpWire:
         finally:
             self._is_moving = False
 
-    def _ready(self, seconds: float) -> list[tuple[int, int]]:
+    def _wait_for_events(self, seconds: float) -> list[tuple[int, int]]:
         """Wait until something can be moved: by polling at first, then asleep.
 
         The ranks of a collective call arrive at nearly the same time, and waking a process costs
@@ -685,15 +686,15 @@ def make(start: Start) -> TcpWire:
         sockets = listener.connect(start.rank, near, MESSAGES, deadline, start.check)
         near_sockets = _near_sockets(sockets)
         segment = shm.Segment.make() if near_sockets else None
-        seen, seen_by = shm.exchange(segment, near_sockets, deadline)
+        segments, mapped_by = shm.exchange(segment, near_sockets, deadline)
         wire = TcpWire(
             start.rank,
             start.size,
             sockets,
             start.memory,
             segment,
-            seen,
-            seen_by,
+            segments,
+            mapped_by,
             Far(listener, far, start.timeout) if far else None,
         )
     except BaseException:
