@@ -10,6 +10,7 @@ import socket
 import struct
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -172,6 +173,69 @@ def test_a_close_by_a_handler_during_a_sleep_sends_what_was_posted_before(ends):
         reader.join()
     assert caught.value.failure.kind == "aborted"
     assert received == list(range(64))
+
+
+@contextlib.contextmanager
+def waits_in_a_thread(pending):
+    """Another thread waits in vain, until the end of the block; what it raises is in the list."""
+    failures = []
+
+    def wait():
+        with pytest.raises(WireFailed) as caught:
+            pending.wait(30.0)
+        failures.append(caught.value.failure.kind)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    time.sleep(0.2)  # until it is in the wait
+    yield failures
+    thread.join(30.0)
+
+
+def until_the_socket_is_full(wire):
+    """Post short messages to rank 1 until something waits for the socket; how many."""
+    count = 0
+    while not wire.connections[1].unsent:
+        wire.post([(1, torch.full((1 << 12,), count % 256, dtype=torch.uint8))])
+        count += 1
+    return count
+
+
+def test_a_close_while_another_thread_waits_sends_what_was_sent_before(segment):
+    """It is complete, since it was copied; who waits sends it meanwhile."""
+    sockets = socket.socketpair()
+    first = TcpWire(0, 2, {1: sockets[0]}, Pool(), segment, mapped_by={1})
+    mapped = {0: shm.Peer(segment.fd, segment.nbytes)}
+    second = TcpWire(1, 2, {0: sockets[1]}, Pool(), segments=mapped)
+    count = until_the_socket_is_full(first)
+    message = torch.arange(1 << 15)
+    first.post([(1, message)]).wait(10.0)
+    place = torch.zeros_like(message)
+
+    def read():
+        time.sleep(0.5)  # until the other end is in the close
+        for number in range(count):
+            [short] = second.post((), [(0, 1 << 12)]).wait(10.0)
+            assert int(short[0]) == number % 256
+        second.post((), [(0, place)]).wait(10.0)
+
+    with ThreadPoolExecutor(1) as pool, waits_in_a_thread(first.post((), [(1, 1)])) as failures:
+        reading = pool.submit(read)
+        first.close()
+        reading.result(30.0)
+    second.close()
+    assert torch.equal(place, message)
+    assert failures == ["aborted"]
+
+
+def test_a_close_while_another_thread_waits_ends_though_the_peer_takes_nothing(monkeypatch):
+    monkeypatch.setattr(tcp, "_LINGER", 0.3)
+    near, far = socket.socketpair()
+    wire = TcpWire(0, 2, {1: near}, Pool())
+    until_the_socket_is_full(wire)
+    with far, waits_in_a_thread(wire.post((), [(1, 1)])) as failures:
+        wire.close()
+    assert failures == ["aborted"]
 
 
 def test_a_post_that_awaits_two_ranks_fails_as_the_second_is_lost():

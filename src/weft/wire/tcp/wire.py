@@ -17,8 +17,9 @@ What threads wait for, and how long:
 * `finish`, until its messages are complete: as long as its caller says. A socket of a peer, one
   that is being connected or accepted, or the alarm, which `abort` sets off, ends each sleep.
 * `_turn`, which a thread holds in all of its `finish`, asleep or not: so a `release` in another
-  thread lasts as long as that wait. `close` waits for `_TURN_WAIT`, then aborts, which ends it.
+  thread lasts as long as that wait. A `close` in another thread ends it.
 * `close`: up to `_LINGER` until the sockets have taken what was sent, and for the wire's thread.
+  Where another thread is in a `finish`, that one sends the rest.
 * The wire's thread: until there is something to move, or the wire is closed.
 * The factory, for ranks of this host and their segments: until the deadline of the start.
 
@@ -70,12 +71,14 @@ INLINE = 1 << 16
 """Bytes of a message up to which it goes through the socket, also to whoever maps the segment."""
 
 _TICK = 0.004  # seconds between two looks of the thread
-_TURN_WAIT = 0.1  # seconds that a close waits for whoever moves something
+_TURN_WAIT = 0.1  # seconds after which a close asks whoever waits again whether the rest is sent
 _LINGER = 5.0  # seconds in which a close sends what is left
 _SPIN = 50e-6  # seconds that a wait looks by itself before it sleeps until it is woken
 _LOWER_DELAY = 0.25  # seconds that the lower of two ranks waits before it connects, too
 _LONGEST = 3600.0  # seconds of one sleep; a wait without a limit sleeps again
 _BUFFER = 4 << 20  # bytes of a Unix socket's buffers; with the small default it is 4 times slower
+
+_CLOSED = Failure("aborted", None, "this end was closed")
 
 _Received = tuple[Connection, Receive]
 _Message = tuple[Connection, Receive | connection.Outgoing]
@@ -168,6 +171,7 @@ class TcpWire:
         self._has_work = threading.Event()
         self._failure: Failure | None = None
         self._failing = threading.RLock()  # held while `_failure` is set
+        self._is_closing = False  # whoever waits ends that once all is sent
         self._is_closed = False
         for peer, sock in sockets.items():
             self._on_connected(peer, sock)
@@ -257,9 +261,7 @@ class TcpWire:
 
     def abort(self, failure: Failure) -> None:
         self._fail(failure)
-        for end in self._alarm[1:]:
-            with contextlib.suppress(OSError):  # full: it is awake; closed: nobody waits
-                end.send(b"\0")
+        self._set_off_alarm()
 
     def failure(self) -> Failure | None:
         return self._failure
@@ -268,15 +270,16 @@ class TcpWire:
         if os.getpid() != self._process:
             self._close_in_child()
             return
-        if self._turn.acquire(timeout=_TURN_WAIT):  # else somebody waits, and for nothing any more
+        until = time.monotonic() + _LINGER
+        if self._take_turn_to_close(until):
             try:
                 # a handler of a signal, or a collection of garbage, may have brought this thread
                 # here in the middle of a send: then to go on would send something twice
                 if not self._is_moving:
-                    self._send_rest()
+                    self._send_rest(until)
             finally:
                 self._turn.release()
-        self.abort(Failure("aborted", None, "this end was closed"))
+        self.abort(_CLOSED)
         with self._turn:
             try:
                 for link in () if self._is_closed else self.connections.values():
@@ -289,7 +292,20 @@ class TcpWire:
         if thread is not None and thread is not threading.current_thread():
             thread.join()
 
-    def _send_rest(self) -> None:
+    def _take_turn_to_close(self, until: float) -> bool:
+        """Take `_turn`; False: another thread has it still at that time.
+
+        One that is in a `finish` goes on as before until the sockets have taken what was sent, and
+        then ends its wait. It looks at that whenever the alarm is set off.
+        """
+        self._is_closing = True
+        while time.monotonic() < until:
+            self._set_off_alarm()
+            if self._turn.acquire(timeout=_TURN_WAIT):
+                return True
+        return False
+
+    def _send_rest(self, until: float) -> None:
         """Send what sockets have not taken yet: of that, something may have been waited for."""
         # a handler of a signal may have brought this thread here in the middle of a poll, and no
         # poll may be begun in another of the same object
@@ -297,12 +313,15 @@ class TcpWire:
         for fd, wanted in self._polled.items():
             if wanted:
                 self._poll.register(fd, wanted)
-        until = time.monotonic() + _LINGER
-        while self._failure is None and any(link.unsent for link in self.connections.values()):
+        while self._failure is None and self._has_unsent():
             seconds = until - time.monotonic()
             if seconds <= 0:
                 break
             self._step(seconds)
+
+    def _has_unsent(self) -> bool:
+        """Whether something waits for a socket to take it; with `_turn` held."""
+        return any(link.unsent for link in self.connections.values())
 
     def _close_in_child(self) -> None:
         """In a forked child, which has no thread; one of the parent's may have had the turn."""
@@ -443,10 +462,18 @@ class TcpWire:
         longest = AGAIN if self._unconnected else _LONGEST
         return ready or self._poll.poll(min(seconds, longest) * 1e3)
 
-    def _drain_alarm(self) -> None:
-        """Read the bytes that woke whoever waits."""
+    def _set_off_alarm(self) -> None:
+        """Wake up whoever waits; any thread."""
+        for end in self._alarm[1:]:
+            with contextlib.suppress(OSError):  # full: it is awake; closed: nobody waits
+                end.send(b"\0")
+
+    def _on_alarm(self) -> None:
+        """Read the bytes that woke this thread: the wire has failed, or is being closed."""
         with contextlib.suppress(BlockingIOError):
             self._alarm[0].recv(256)
+        if self._is_closing and not self._has_unsent():
+            self._fail(_CLOSED)
 
     def _watch(self, link: Connection) -> None:
         """Poll for what the connection wants now; nothing, if it is lost."""
@@ -515,7 +542,7 @@ class TcpWire:
         elif self._acceptor is not None and fd == self._acceptor.fileno():
             self._accept()
         else:
-            self._drain_alarm()
+            self._on_alarm()
 
     def _advance(self, fd: int) -> None:
         """Go on with an attempt."""
