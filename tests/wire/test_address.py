@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import socket
+import threading
 from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
 
+from weft.testing.pace import patient
 from weft.wire.tcp import address
 from weft.wire.tcp.address import Interface, interface_of, interfaces, own_address
 
@@ -142,3 +144,24 @@ def test_a_host_without_any_other_address_takes_the_loopback(machine):
 def test_what_leads_nowhere_is_passed_over():
     assert address._towards("host.invalid", 80) is None
     assert not address._leads_here("192.0.2.1") and not address._leads_here("127.0.0.1")
+
+
+def test_a_name_that_no_server_answers_for_is_not_waited_for(monkeypatch, caplog):
+    released = threading.Event()
+    answered = []
+    look_up = socket.getaddrinfo
+
+    def hanging(host, *args, **options):
+        if host == "node1.example" and not options.get("flags"):
+            released.wait(patient(20.0))
+            answered.append(host)
+            host = "127.0.0.1"
+        return look_up(host, *args, **options)
+
+    monkeypatch.setattr(socket, "getaddrinfo", hanging)
+    monkeypatch.setattr(address, "_LOOKUP", 0.2)
+    monkeypatch.setattr(address, "_server", lambda store: ("node1.example", 1))
+    assert address.is_own(own_address(dist.HashStore()))
+    assert answered == []
+    assert "within 0.2 s what node1.example is" in caplog.text
+    released.set()

@@ -11,9 +11,12 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
+import logging
 import os
 import socket
+import threading
 from collections.abc import Iterable, Iterator, Sequence, Set
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +28,9 @@ VARIABLES = ("WEFT_INTERFACE", "SAR_SOCKET_NAME", GLOO)
 
 _OUT = "192.0.2.1"  # reserved for documentation (RFC 5737): nobody's, so it leads out
 _LOOPBACK = "127.0.0.1"
+_LOOKUP = 10.0  # seconds for a name; the system waits for 5 s for each of its name servers, twice
+
+_log = logging.getLogger("weft")
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +126,9 @@ def is_here(name: str) -> bool:
 def is_own(address: str) -> bool:
     """Whether it is an address of this machine."""
     try:
-        family, kind, *_, name = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
+        family, kind, *_, name = socket.getaddrinfo(
+            address, 0, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST
+        )[0]
         with socket.socket(family, kind) as sock:
             sock.bind(name)
     except OSError:
@@ -155,11 +163,29 @@ def _towards(host: str, port: int) -> str | None:
 
 
 def _resolved(host: str, port: int | None, kind: socket.SocketKind) -> list[Any]:
-    """What `socket.getaddrinfo` knows of a host; nothing, if it knows none of that name."""
+    """What `socket.getaddrinfo` knows of a host; nothing, if it knows none of that name in time.
+
+    It looks a name up in a thread, since that may take as long as name servers do not answer, and
+    cannot be ended.
+    """
+    with contextlib.suppress(OSError):  # a number, for which no server is asked
+        return list(socket.getaddrinfo(host, port, type=kind, flags=socket.AI_NUMERICHOST))
+    answer: Future[list[Any]] = Future()
+
+    def look_up() -> None:
+        try:
+            answer.set_result(list(socket.getaddrinfo(host, port, type=kind)))
+        except Exception as error:
+            answer.set_exception(error)
+
+    threading.Thread(target=look_up, name="weft resolver", daemon=True).start()
     try:
-        return list(socket.getaddrinfo(host, port, type=kind))
-    except OSError:
-        return []
+        return answer.result(_LOOKUP)
+    except TimeoutError:
+        _log.warning("no name server has said within %g s what %s is", _LOOKUP, host)
+    except OSError:  # there is no such name
+        pass
+    return []
 
 
 def _of_machine() -> Iterator[str]:
