@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import resource
+
 import pytest
 
 from weft.wire.tcp import shm
@@ -14,3 +18,21 @@ def segment():
     if made is None:
         pytest.skip("memfd_create is refused here")
     return made
+
+
+@pytest.fixture
+def no_file_left():
+    """A block in which this process can open no file: it has as many as it may."""
+
+    @contextlib.contextmanager
+    def block():
+        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+        lowest_free = os.open(os.devnull, os.O_RDONLY)
+        os.close(lowest_free)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, limits[1]))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+    return block

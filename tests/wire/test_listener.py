@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import select
 import socket
 import sys
 import threading
@@ -13,12 +14,13 @@ from dataclasses import replace
 
 import pytest
 
-from weft.errors import AbsentError
+from weft.errors import AbsentError, WeftError
 from weft.wire.tcp.listener import (
     CONTROL,
     MESSAGES,
     Endpoint,
     Listener,
+    is_transient,
     round_trip,
     suit_distance,
 )
@@ -75,6 +77,53 @@ def test_who_comes_for_another_purpose_is_refused(listeners):
         for each in (waits, comes):
             with pytest.raises(AbsentError):
                 each.result()
+
+
+def test_a_rank_that_comes_early_has_to_come_again_and_no_warning_is_logged(listeners, caplog):
+    first, second, third = listeners
+    until = time.monotonic() + 20.0
+    with ThreadPoolExecutor(2) as pool:
+        waits = pool.submit(
+            first.connect, 0, {1: second.endpoint}, MESSAGES, until, lambda: None, {2}
+        )
+        early = third.attempt(2, 0, first.endpoint, MESSAGES)
+        with early.sock, pytest.raises(ConnectionResetError) as caught:
+            while not early.advance():
+                early.sleep(0.1)
+        assert is_transient(caught.value)
+        comes = pool.submit(second.connect, 1, {0: first.endpoint}, MESSAGES, until)
+        for each in (waits, comes):
+            for sock in each.result().values():
+                sock.close()
+    assert caplog.messages == []
+
+
+def test_a_rank_that_comes_as_this_one_leaves_is_not_called_a_stranger(listeners, caplog):
+    first, second, _ = listeners
+    acceptor = first.acceptor(0, 1)
+    attempt = second.attempt(1, 0, first.endpoint, MESSAGES)
+    with attempt.sock:
+        attempt.sleep(10.0)
+        attempt.advance()  # it is connected
+        assert not list(acceptor.proven(10.0))  # the nonce is sent
+        attempt.sleep(10.0)
+        attempt.advance()  # the hello and the proof are sent
+        select.select([acceptor], [], [], 10.0)
+        acceptor.close()
+    assert caplog.messages == []
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_where_no_file_is_left_no_other_rank_is_to_blame(listeners, no_file_left, rank):
+    """Rank 0 accepts, and rank 1 connects."""
+    peer = 1 - rank
+    with (
+        no_file_left(),
+        pytest.raises(WeftError, match=rf"^rank {rank}: no file descriptor .* \(ulimit -n, or"),
+    ):
+        listeners[rank].connect(
+            rank, {peer: listeners[peer].endpoint}, MESSAGES, time.monotonic() + 20.0
+        )
 
 
 class Gone(Exception):

@@ -5,17 +5,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import socket
 import time
 
 import psutil
 import pytest
 import torch
 
-from weft.testing import check_wire, ranks_as_processes
+from weft.testing import check_wire, make_wires, ranks_as_processes
 from weft.testing.pace import patient
 from weft.testing.wire_clauses import CLAUSES
+from weft.wire.interface import WireFailed
+from weft.wire.memory import Pool
 from weft.wire.tcp import wire as tcp
+from weft.wire.tcp.listener import Endpoint, Listener
 
 
 def make_far(start):
@@ -99,3 +104,69 @@ def test_a_message_waits_for_its_connection():
 def test_of_two_ranks_that_connect_to_each_other_one_connection_is_kept(attempt):
     first, second = ranks_as_processes(make_at_once)(2, both_connect)
     assert first == second
+
+
+@pytest.mark.parametrize("sender", [0, 1])
+def test_a_rank_is_reached_though_its_program_does_something_else(sender):
+    wires = make_wires(make_far, 2)
+    try:
+        wires[sender].post([(1 - sender, torch.ones(5))]).wait(patient(20.0))
+        place = torch.zeros(5)
+        wires[1 - sender].post((), [(sender, place)]).wait(patient(20.0))
+    finally:
+        for wire in wires:
+            wire.close()
+    assert place.all()
+
+
+@contextlib.contextmanager
+def beside_a_silent_rank(rank, timeout):
+    """A wire of one of two ranks; the other, on another host, takes connections and is silent."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        endpoint = Endpoint("127.0.0.1", silent.getsockname()[1], "0" * 32)
+        far = tcp.Far(Listener("127.0.0.1", 8), {1 - rank: endpoint}, timeout)
+        with contextlib.closing(tcp.TcpWire(rank, 2, {}, Pool(), far=far)) as wire:
+            yield wire
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_takes_a_connection_and_says_nothing_is_lost(rank):
+    with beside_a_silent_rank(rank, 0.5) as wire, pytest.raises(WireFailed) as caught:
+        wire.post((), [(1 - rank, 8)]).wait(patient(20.0))
+    failure = caught.value.failure
+    assert (failure.kind, failure.peer) == ("lost", 1 - rank)
+    assert failure.text.endswith("(no answer within 0.5 s)")
+
+
+def test_who_was_paused_itself_gives_the_other_as_long_again(monkeypatch):
+    monkeypatch.setattr(tcp, "_PAUSE", 0.5)
+    with beside_a_silent_rank(1, 1.0) as wire:
+        pending = wire.post((), [(0, 8)])
+        with wire._turn:  # as in foreign code that lets no other thread run
+            time.sleep(1.5)
+        assert not pending.done()
+        with pytest.raises(WireFailed, match="no answer within 1 s"):
+            pending.wait(patient(20.0))
+
+
+def test_no_file_left_to_connect_with_is_this_rank_s_own_failure(no_file_left):
+    with beside_a_silent_rank(1, 20.0) as wire, pytest.raises(WireFailed) as caught, no_file_left():
+        wire.post((), [(0, 8)]).wait(patient(20.0))
+    failure = caught.value.failure
+    assert (failure.kind, failure.peer) == ("broken", 1)
+    assert failure.text.startswith("no file descriptor is left for a connection to rank 0 (")
+    assert "(ulimit -n, or" in failure.text
+
+
+def test_no_file_left_to_accept_with_is_this_rank_s_own_failure(no_file_left):
+    with beside_a_silent_rank(0, 20.0) as wire:
+        at = wire._far.listener.endpoint
+        with (
+            socket.create_connection((at.address, at.port)),
+            pytest.raises(WireFailed) as caught,
+            no_file_left(),
+        ):
+            wire.post((), [(1, 8)]).wait(patient(20.0))
+    failure = caught.value.failure
+    assert (failure.kind, failure.peer) == ("broken", 0)
+    assert failure.text.startswith("no file descriptor is left for a connection that has come (")

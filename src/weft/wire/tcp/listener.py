@@ -40,14 +40,14 @@ import struct
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hmac import compare_digest, digest
 from typing import Any
 
 import psutil
 
-from ...errors import AbsentError
+from ...errors import AbsentError, WeftError
 
 MESSAGES = 0
 CONTROL = 1
@@ -66,6 +66,7 @@ _PROOF = 32  # bytes of an HMAC
 # The first two pass when a link has just come up. The others come of a listener that had too many
 # candidates, and took this one for a stranger.
 _TRANSIENT = {errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ECONNRESET, errno.EPIPE}
+_WITHOUT_FILES = {errno.EMFILE, errno.ENFILE}  # of this process, of the system
 _UNIX_TIMEOUT = 1.0  # seconds that a listener on this host has to accept
 _HAS_ABSTRACT_NAMES = sys.platform.startswith("linux")  # of Unix sockets
 _HELLO = struct.Struct(f"!II{_NONCE}s")  # rank, lane, and nonce of the end that connects
@@ -137,6 +138,7 @@ class Listener:
         lane: int,
         deadline: float,
         check: Callable[[], None] = _check_nothing,
+        later: Container[int] = (),
     ) -> dict[int, socket.socket]:
         """Connect to lower ranks, and accept higher ones.
 
@@ -146,12 +148,14 @@ class Listener:
             lane: what the sockets are for.
             deadline: as `time.monotonic` tells it.
             check: called again and again; raises what is no OSError if somebody will not come.
+            later: ranks that are to connect some time. One that does so now has to come again.
 
         Returns:
             The sockets, by peer.
 
         Raises:
             AbsentError: somebody could not be reached, or did not come in time.
+            WeftError: this process may open no more files.
             OSError: the connection to somebody broke.
         """
         sockets: dict[int, socket.socket] = {}
@@ -160,10 +164,13 @@ class Listener:
             for peer, endpoint in peers.items():
                 if peer < rank:
                     sockets[peer] = self._connect(rank, peer, endpoint, lane, deadline, check)
-            self._accept(rank, sockets, higher, lane, deadline, check)
-        except BaseException:
+            self._accept(rank, sockets, higher, lane, deadline, check, later)
+        except BaseException as error:
             for sock in sockets.values():
                 sock.close()
+            if isinstance(error, OSError) and is_without_files(error):
+                what = "the connections to other ranks"
+                raise WeftError(f"rank {rank}: {without_files(what, error)}") from error
             raise
         for sock in sockets.values():
             send_at_once(sock)
@@ -214,6 +221,8 @@ class Listener:
                 _finish(attempt, deadline, check)
                 return attempt.sock
             except OSError as error:
+                if is_without_files(error):
+                    raise
                 if not is_transient(error):
                     raise AbsentError([peer], unreachable(endpoint, error)) from error
                 time.sleep(AGAIN)
@@ -226,6 +235,7 @@ class Listener:
         lane: int,
         deadline: float,
         check: Callable[[], None],
+        later: Container[int],
     ) -> None:
         """Accept missing ranks, and put them into `sockets`.
 
@@ -237,9 +247,11 @@ class Listener:
                 left = deadline - time.monotonic()
                 proven = acceptor.proven(max(0.0, min(left, AGAIN)))
                 for candidate, peer, its_lane in proven:
-                    if peer in missing and its_lane == lane:
+                    if its_lane == lane and peer in missing:
                         sockets[peer] = acceptor.confirm(candidate)
                         missing.discard(peer)
+                    elif its_lane == lane and peer in later:
+                        candidate.sock.close()
                     else:
                         acceptor.refuse(candidate, not_awaited(peer))
                 if missing and left <= 0:  # also where strangers never stop coming
@@ -401,6 +413,20 @@ def is_transient(error: OSError) -> bool:
     return error.errno in _TRANSIENT
 
 
+def is_without_files(error: OSError) -> bool:
+    """Whether this process, or its system, has no file descriptor left: no peer is to blame."""
+    return error.errno in _WITHOUT_FILES
+
+
+def without_files(what: str, error: OSError) -> str:
+    """That there is no file descriptor for something, as a clause, and what helps."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return (
+        f"no file descriptor is left for {what} ({error.strerror}): this process may open {soft}; "
+        "raise that (ulimit -n, or LimitNOFILE of the service that starts the ranks), or close some"
+    )
+
+
 def unreachable(endpoint: Endpoint, error: OSError) -> str:
     """That a peer cannot be reached, as the end of a clause."""
     why = error.strerror or str(error)
@@ -477,14 +503,10 @@ class Acceptor:
                 assert isinstance(key.fileobj, socket.socket)
                 self._accept(key.fileobj)
             elif candidate in self._candidates:  # else it was refused a moment ago
-                more = b""
-                with contextlib.suppress(OSError):  # the other end is gone
-                    more = candidate.sock.recv(_HELLO.size + _PROOF - len(candidate.received))
-                candidate.received += more
+                more = self._read(candidate)
                 if more and len(candidate.received) < _HELLO.size + _PROOF:
                     continue
-                proof = candidate.received[_HELLO.size :]
-                if compare_digest(proof, _proof(self._token, _CONNECTS, candidate.signed)):
+                if self._is_proven(candidate):
                     self._forget(candidate)
                     peer, lane, _ = _HELLO.unpack_from(candidate.received)
                     yield candidate, peer, lane
@@ -503,9 +525,17 @@ class Acceptor:
         candidate.sock.close()
 
     def close(self) -> None:
-        """Close the connections that are left, and log those that were refused."""
-        while self._candidates:
-            self._refuse_unproven(self._candidates[0])
+        """Close the connections that are left, and log those that were refused.
+
+        A rank that comes as this one leaves is not refused.
+        """
+        for candidate in list(self._candidates):
+            self._read(candidate)
+            if self._is_proven(candidate):
+                self._forget(candidate)
+                candidate.sock.close()
+            else:
+                self._refuse_unproven(candidate)
         self._selector.close()
         self._log_refused()
 
@@ -540,6 +570,19 @@ class Acceptor:
             sock.send(candidate.nonce)
         self._candidates.append(candidate)
         self._selector.register(sock, selectors.EVENT_READ, candidate)
+
+    def _read(self, candidate: Candidate) -> bytes:
+        """Read what is there of its hello and its proof; what was read."""
+        more = b""
+        with contextlib.suppress(OSError):  # the other end is gone, or nothing is there
+            more = candidate.sock.recv(_HELLO.size + _PROOF - len(candidate.received))
+        candidate.received += more
+        return more
+
+    def _is_proven(self, candidate: Candidate) -> bool:
+        """Whether all of its hello and its proof has come, and the proof is right."""
+        proof = candidate.received[_HELLO.size :]
+        return compare_digest(proof, _proof(self._token, _CONNECTS, candidate.signed))
 
     def _refuse_unproven(self, candidate: Candidate) -> None:
         self._forget(candidate)

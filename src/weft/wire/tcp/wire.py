@@ -3,14 +3,15 @@
 The thread that waits for a message moves all messages meanwhile, so no message passes from thread
 to thread. A wait sleeps in `poll` until a socket has something. While nobody waits and long
 messages are under way, as in the arithmetic between two waits, a thread moves them every few
-milliseconds; in between the kernel buffers what comes. Otherwise that thread sleeps. It is started
-when it is needed first; messages in a segment do not need it.
+milliseconds; in between the kernel buffers what comes. Otherwise that thread sleeps, or looks once
+a second whether a rank of another host connects. Where there are none it is started when it is
+needed first; messages in a segment do not need it.
 
 Ranks of one host are connected from the start, since they pass each other their segments. Ranks of
 two hosts connect when they first have messages for each other: the higher one connects to the
 listener of the lower one, which listens as long as the wire lives. Until then their messages wait.
 If the higher one does not come soon, the lower one connects: so it finds out where that one is
-gone.
+gone. One that does not answer in `Far.timeout` seconds is lost.
 
 What threads wait for, and how long:
 
@@ -20,7 +21,8 @@ What threads wait for, and how long:
   thread lasts as long as that wait. A `close` in another thread ends it.
 * `close`: up to `_LINGER` until the sockets have taken what was sent, and for the wire's thread.
   Where another thread is in a `finish`, that one sends the rest.
-* The wire's thread: until there is something to move, or the wire is closed.
+* The wire's thread: until there is something to move, or the wire is closed; with ranks of other
+  hosts for `_IDLE_LOOK` at most.
 * The factory, for ranks of this host and their segments: until the deadline of the start.
 
 weft moves its bytes itself since a wait has to end at once where a rank dies: gloo never fails a
@@ -61,21 +63,26 @@ from .listener import (
     Endpoint,
     Listener,
     is_transient,
+    is_without_files,
     not_awaited,
     send_at_once,
     suit_distance,
     unreachable,
+    without_files,
 )
 
 INLINE = 1 << 16
 """Bytes of a message up to which it goes through the socket, also to whoever maps the segment."""
 
 _TICK = 0.004  # seconds between two looks of the thread
+_IDLE_LOOK = 1.0  # seconds between two looks of a thread that waits for ranks of other hosts alone
 _TURN_WAIT = 0.1  # seconds after which a close asks whoever waits again whether the rest is sent
 _LINGER = 5.0  # seconds in which a close sends what is left
 _SPIN = 50e-6  # seconds that a wait looks by itself before it sleeps until it is woken
 _LOWER_DELAY = 0.25  # seconds that the lower of two ranks waits before it connects, too
 _LONGEST = 3600.0  # seconds of one sleep; a wait without a limit sleeps again
+_PAUSE = 2 * _IDLE_LOOK  # without a look for as long this rank was paused, and nobody is late
+_CONNECTING = 60.0  # seconds in which a rank must be reached, also if the start has fewer left
 _BUFFER = 4 << 20  # bytes of a Unix socket's buffers; with the small default it is 4 times slower
 
 _CLOSED = Failure("aborted", None, "this end was closed")
@@ -92,7 +99,7 @@ class Far:
     Attributes:
         listener: of this rank.
         endpoints: of the ranks that are not connected yet.
-        timeout: seconds in which one must be reached.
+        timeout: seconds in which one must be reached, and after which one that is silent is lost.
     """
 
     listener: Listener
@@ -154,10 +161,11 @@ class TcpWire:
             self.connections[peer] = Connection(peer, None, its_segment, mapped=mapped)
         self._far = far
         # Peers of other hosts that a message is for, and that are neither connected nor lost, each
-        # with the time until which attempts are repeated: one is under way, or due.
+        # with the time when it is late. Until then an attempt is under way, or due.
         self._unconnected: dict[int, float] = {}
         self._attempts: dict[int, Attempt] = {}  # under way, by descriptor
         self._due: dict[int, float] = {}  # when to attempt it, by peer
+        self._last_look = -math.inf  # when this rank looked last at who is due, and who is late
         self._acceptor: Acceptor | None = None
         if far is not None:
             self._acceptor = far.listener.acceptor(rank, len(far.endpoints))
@@ -175,6 +183,12 @@ class TcpWire:
         self._is_closed = False
         for peer, sock in sockets.items():
             self._on_connected(peer, sock)
+
+    def start(self) -> None:
+        """Have ranks of other hosts accepted, whatever this rank does meanwhile."""
+        if self._acceptor is not None:
+            with self._turn:
+                self._wake_thread()
 
     def post(
         self, sends: Sequence[Send] = (), recvs: Sequence[Recv] = (), channel: int = 0
@@ -435,8 +449,8 @@ class TcpWire:
                     if link.due or event & select.POLLOUT:
                         link.flush()
                     self._watch(link)
-            if self._due and not self._is_closed:
-                self._attempt_those_due()
+            if self._unconnected and not self._is_closed:
+                self._go_on_connecting()
         except BaseException as error:  # of a handler of a signal: a message may be half moved
             kind = type(error).__name__
             self._fail(Failure("broken", self.rank, f"{kind} was raised while messages moved"))
@@ -512,7 +526,10 @@ class TcpWire:
         try:
             attempt = self._far.listener.attempt(self.rank, peer, endpoint, MESSAGES)
         except OSError as error:
-            self._on_failed_attempt(peer, error)
+            if is_without_files(error):
+                self._fail_without_files(f"a connection to rank {peer}", error)
+            else:
+                self._on_failed_attempt(peer, error)
             return
         self._attempts[attempt.sock.fileno()] = attempt
         self._poll.register(attempt.sock, attempt.wanted)
@@ -523,17 +540,44 @@ class TcpWire:
         if is_transient(error) and now < self._unconnected[peer]:
             self._due[peer] = now + AGAIN
         else:
-            assert self._far is not None
-            del self._unconnected[peer]
-            link = self.connections[peer]
-            link.lose(unreachable(self._far.endpoints[peer], error))
-            self._watch(link)
+            self._give_up(peer, error)
 
-    def _attempt_those_due(self) -> None:
+    def _give_up(self, peer: int, error: OSError) -> None:
+        """Lose a peer that cannot be reached."""
+        assert self._far is not None
+        self._end_attempts(peer)
+        link = self.connections[peer]
+        link.lose(unreachable(self._far.endpoints[peer], error))
+        self._watch(link)
+
+    def _end_attempts(self, peer: int) -> None:
+        """Neither go on nor begin to connect to a peer."""
+        for fd in [fd for fd, attempt in self._attempts.items() if attempt.peer == peer]:
+            self._attempts[fd].sock.close()
+            self._forget_attempt(fd)
+        self._due.pop(peer, None)
+        self._unconnected.pop(peer, None)
+
+    def _go_on_connecting(self) -> None:
+        """Attempt to connect to those that are due, and give up those that are late."""
+        assert self._far is not None
         now = time.monotonic()
-        for peer in [peer for peer, due in self._due.items() if due <= now]:
-            del self._due[peer]
-            self._attempt(peer)
+        was_paused = now - self._last_look > _PAUSE
+        self._last_look = now
+        for peer, end in list(self._unconnected.items()):
+            if now >= end and was_paused:
+                # this process was stopped, or busy in foreign code: the answer may have come
+                self._unconnected[peer] = now + self._far.timeout
+            elif now >= end:
+                silence = f"no answer within {self._far.timeout:g} s"
+                self._give_up(peer, TimeoutError(silence))
+            elif self._due.get(peer, math.inf) <= now:
+                del self._due[peer]
+                self._attempt(peer)
+
+    def _fail_without_files(self, what: str, error: OSError) -> None:
+        """Fail, because of this process and no peer."""
+        self._fail(Failure("broken", self.rank, without_files(what, error)))
 
     def _handle_other(self, fd: int) -> None:
         """Go on with a connection that is not made yet, or read what has woken this thread."""
@@ -571,22 +615,23 @@ class TcpWire:
         makes is kept: this rank closes one of a lower rank while it connects to that itself.
         """
         assert self._acceptor is not None
-        for candidate, peer, lane in self._acceptor.proven(0.0):
-            link = self.connections.get(peer)
-            if lane != MESSAGES or link is None or link.lost:
-                self._acceptor.refuse(candidate, not_awaited(peer))
-            elif link.sock is not None or (peer < self.rank and peer in self._unconnected):
-                candidate.sock.close()
-            else:
-                self._on_connected(peer, self._acceptor.confirm(candidate))
+        try:
+            for candidate, peer, lane in self._acceptor.proven(0.0):
+                link = self.connections.get(peer)
+                if lane != MESSAGES or link is None or link.lost:
+                    self._acceptor.refuse(candidate, not_awaited(peer))
+                elif link.sock is not None or (peer < self.rank and peer in self._unconnected):
+                    candidate.sock.close()
+                else:
+                    self._on_connected(peer, self._acceptor.confirm(candidate))
+        except OSError as error:
+            if not is_without_files(error):
+                raise
+            self._fail_without_files("a connection that has come", error)
 
     def _on_connected(self, peer: int, sock: socket.socket) -> None:
         """Use a socket for a peer: end this rank's own attempt, and send what has waited for it."""
-        for fd in [fd for fd, attempt in self._attempts.items() if attempt.peer == peer]:
-            self._attempts[fd].sock.close()
-            self._forget_attempt(fd)
-        self._due.pop(peer, None)
-        self._unconnected.pop(peer, None)
+        self._end_attempts(peer)
         sock.setblocking(False)
         send_at_once(sock)
         suit_distance(sock)
@@ -612,7 +657,7 @@ class TcpWire:
     def _run_thread(self) -> None:
         try:
             while True:
-                self._has_work.wait()
+                self._has_work.wait(None if self._acceptor is None else _IDLE_LOOK)
                 if self._is_closed:
                     return
                 time.sleep(_TICK)
@@ -700,20 +745,26 @@ def make(start: Start) -> TcpWire:
     """Connect this rank to all others, and map the memory of those of its host; for the registry.
 
     Raises:
+        WeftError: this process may open no more files.
         OSError: from the sockets.
     """
     deadline = time.monotonic() + start.timeout
-    listener = Listener(own_address(start.store), start.size + STRANGERS, start.host)
-    sockets: dict[int, socket.socket] = {}
-    segment = None
-    try:
+    with contextlib.ExitStack() as stack:  # which closes what was opened, if a step fails
+        address = own_address(start.store)
+        listener = stack.enter_context(Listener(address, start.size + STRANGERS, start.host))
         peers = _exchange_endpoints(start, listener.endpoint)
         near = {peer: each for peer, each in peers.items() if each.host == start.host}
         far = {peer: each for peer, each in peers.items() if each.host != start.host}
-        sockets = listener.connect(start.rank, near, MESSAGES, deadline, start.check)
+        sockets = listener.connect(start.rank, near, MESSAGES, deadline, start.check, far)
+        for sock in sockets.values():
+            stack.callback(sock.close)
         near_sockets = _near_sockets(sockets)
         segment = shm.Segment.make() if near_sockets else None
+        if segment is not None:
+            stack.callback(segment.close)
         segments, mapped_by = shm.exchange(segment, near_sockets, deadline)
+        # what is left of the start may be next to nothing, where a rank came late
+        timeout = max(start.timeout, _CONNECTING)
         wire = TcpWire(
             start.rank,
             start.size,
@@ -722,17 +773,13 @@ def make(start: Start) -> TcpWire:
             segment,
             segments,
             mapped_by,
-            Far(listener, far, start.timeout) if far else None,
+            Far(listener, far, timeout) if far else None,
         )
-    except BaseException:
-        for sock in sockets.values():
-            sock.close()
-        if segment is not None:
-            segment.close()
-        listener.close()
-        raise
-    if not far:
-        listener.close()
+        stack.callback(wire.close)
+        wire.start()
+        if not far:
+            listener.close()
+        stack.pop_all()
     return wire
 
 
