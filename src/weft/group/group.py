@@ -236,7 +236,10 @@ class Group:
         return [self.decode(rank, what, decode, each) for rank, each in enumerate(heard)]
 
     def lease(self, nbytes: int) -> Lease:
-        """Workspace that is best to send from: peers of this host read it where it lies."""
+        """Workspace that is best to send from: peers of this host read it where it lies.
+
+        They do that in a wait. So a send from there may be complete only once its receiver waits.
+        """
         return self._route.lease(nbytes)
 
     def on(self, device: torch.device, ranks: Sequence[int] | None = None) -> Group:

@@ -74,7 +74,8 @@ class Failure:
             peer may have ended because of another.
             "garbled": the peer sent what no rank may send, or another length than was asked for.
             "broken": something at this end failed.
-            "stuck": all ranks wait, none with a limit, so nothing will ever come.
+            "stuck": all ranks wait, none with a limit, so nothing will ever come. Only a wire that
+            sees the waits of all ranks can say so, such as one between threads of a process.
             "aborted": `abort` was called, with this.
         peer: whom it is about; None where the wire cannot say.
         text: a clause, such as "the connection to rank 2 was reset".
@@ -192,9 +193,12 @@ class Wire(Protocol):
         channel meets the peer's n-th receive from this rank on that channel, whichever is posted
         first; other pairs and other channels wait for neither. Messages move while nobody waits.
 
-        A send may be complete before its receive is posted, or only then; it never waits for a
-        `release`. A peer that is gone fails the wire when something is awaited of it, and not
-        before: ranks close early.
+        A send may be complete before its receive is posted, or only then; where the receiver copies
+        from memory that both share, only when it is in a wait, for whatever, or asks `done`. It
+        never waits for a `release`.
+
+        A peer that is gone fails the wire when something is awaited of it, and not before: ranks
+        close early.
 
         With `features.lockstep` the first wait carries all that was posted since the last round, by
         channel. Every rank (of `among`) posts the other ends of these messages before it waits, and
@@ -205,7 +209,11 @@ class Wire(Protocol):
         """
 
     def lease(self, nbytes: int) -> Lease | None:
-        """Memory that is best to send from and to receive into; None: any is as good."""
+        """Memory that is best to send from and to receive into; None: any is as good.
+
+        Peers may read a message where it lies. So a send from there may be complete later than one
+        that the wire copies, see `post`.
+        """
 
     def abort(self, failure: Failure) -> None:
         """Fail with this, unless the wire has failed already: every wait of this rank ends.
