@@ -257,15 +257,40 @@ def threads_of_gloo():
         return sum(task.read_text() == "pt_gloo_runloop\n" for task in tasks)
 
 
-def test_links_are_given_up_in_time_though_gloo_connects_for_longer(monkeypatch):
-    """As it does where a rank has died that had said at the store how it is reached."""
+@pytest.fixture
+def gloo_connects_for_long(monkeypatch):
+    """As it does where a rank has died that had said at the store where it listens; on rank 2 it
+    fails at once."""
     released = threading.Event()
-    monkeypatch.setattr(_torch, "gloo_group", lambda *_: released.wait(patient(20)))
+
+    def connecting(store, rank, *_):
+        if rank == 2:
+            raise RuntimeError("there is no such device")
+        released.wait(patient(60.0))
+
+    monkeypatch.setattr(_torch, "gloo_group", connecting)
+    yield
+    released.set()
+
+
+def name_rank_2(store, ranks, timeout, text):
+    """These ranks of three, as threads, all raise that it was rank 2."""
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        calls = [pool.submit(connect, store, rank, 3, timeout, wire="torch") for rank in ranks]
+        for rank, call in zip(ranks, calls, strict=True):
+            with pytest.raises(weft.WireError, match=f"^rank {rank}: .*: rank 2 {text}") as caught:
+                call.result()
+            assert caught.value.culprit == 2
+
+
+def test_a_rank_that_dies_while_gloo_connects_links_is_named_in_time(gloo_connects_for_long):
     store = dist.HashStore()
     statement = {"wire": "torch", "host": "", "carrier": "torch", "trouble": "", "endpoint": {}}
-    dist.PrefixStore("weft/world/1", store).set("statement/1", json.dumps(statement))
-    try:
-        with pytest.raises(weft.WireError, match=r"rank 0: .*: gloo has not connected all ranks"):
-            connect(store, 0, 2, 0.3, wire="torch")
-    finally:
-        released.set()
+    dist.PrefixStore("weft/world/1", store).set("statement/2", json.dumps(statement))
+    name_rank_2(store, [0, 1], 1.0, "came, and then did not join the control links before")
+
+
+def test_a_rank_for_which_gloo_fails_is_named_by_all_at_once(gloo_connects_for_long):
+    """Later they would say that nobody knows why."""
+    text = r"did not join the control links \(there is no such device\) before"
+    name_rank_2(dist.HashStore(), [0, 1, 2], patient(30.0), text)

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import os
 import socket
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -25,19 +26,14 @@ from ..wire.framed import CarriedSockets, Carrier
 from ..wire.machine import own_host
 from ..wire.memory import Pool
 from ..wire.registry import Start, seconds_left
-from ..wire.store import exchange
+from ..wire.store import exchange, has
 from ..wire.tcp.address import own_address
 from ..wire.tcp.listener import CONTROL, STRANGERS, Endpoint, Listener, make_room
 from .failure.links import ControlLinks, SocketLinks
 
-CARRIERS: dict[str, Callable[[Start], Carrier]] = {
-    "torch": torch_gloo.carrier,
-    "mpi": mpi.carrier,
-}
-"""What carries control links in place of sockets, by the name of the wire that says so."""
-
 _BUFFER = 1 << 17  # bytes that a link takes at once, whatever its peer does
 _PATIENCE = 5.0  # seconds in which the others can read at the store why there is no group
+_ANSWER = 0.7  # seconds in which ranks answer a roll call
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,6 +182,82 @@ def _exchange_at(
         return [bytes.fromhex(each) for each in values]
 
     return exchange_bytes
+
+
+def _gloo_carrier(start: Start) -> Carrier:
+    """As `torch_gloo.carrier`; where it fails, all ranks say whose failure it is.
+
+    Raises:
+        AbsentError: a rank has failed in this, or has died, which is found out when a rank has
+            waited for `start.timeout` seconds.
+        TimeoutError, RuntimeError: gloo has failed, and nobody knows why.
+    """
+    assert start.store is not None
+    roll = _RollCall(start.store, start.rank, start.size, start.timeout)
+    try:
+        carrier = torch_gloo.carrier(replace(start, check=roll.check))
+    except AbsentError:  # of which another rank has told
+        raise
+    except (TimeoutError, RuntimeError) as error:
+        raise roll.explain(error) from error
+    roll.answer()  # for good: nothing is asked of this rank from here on
+    return carrier
+
+
+class _RollCall:
+    """What ranks tell each other at the store while gloo connects them for control links.
+
+    Before there are links nobody sees that a rank dies. So a rank for which gloo has failed calls
+    the roll, which all others answer in `check`. Then it says who is missing, or that it is its own
+    failure, and all ranks raise the first of these statements.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout: float) -> None:
+        self._store = store
+        self._rank = rank
+        self._size = size
+        # after this gloo may have failed because others were late, and not because of this rank
+        self._own_until = time.monotonic() + timeout / 2
+
+    def check(self) -> None:
+        """Answer a roll call, if there was one, and raise what was said after it."""
+        if self._store.check(["roll call"]):
+            self.answer()
+        if self._store.check(["failure"]):
+            raise self._failure()
+
+    def answer(self) -> None:
+        """Say that this rank is there."""
+        self._store.set(f"here {self._rank}", "")
+
+    def explain(self, error: Exception) -> Exception:
+        """What to raise where gloo has failed here: the same on all ranks, if anybody knows why."""
+        self._store.set("roll call", "")
+        self.answer()
+        until = time.monotonic() + _ANSWER
+        keys = [f"here {rank}" for rank in range(self._size)]
+        missing = [rank for rank, key in enumerate(keys) if not has(self._store, key, until, 1)]
+        if missing:
+            return self._say(missing, "came, and then did not join the control links")
+        if time.monotonic() < self._own_until:
+            return self._say([self._rank], f"did not join the control links ({error})")
+        return error
+
+    def _say(self, ranks: Sequence[int], what: str) -> AbsentError:
+        """Say whose failure it is, unless another rank has; what was said."""
+        self._store.compare_set("failure", "", json.dumps([ranks, what]))
+        return self._failure()
+
+    def _failure(self) -> AbsentError:
+        ranks, what = json.loads(self._store.get("failure"))
+        return AbsentError(ranks, what)
+
+
+CARRIERS: dict[str, Callable[[Start], Carrier]] = {
+    "torch": _gloo_carrier,
+    "mpi": mpi.carrier,
+}
+"""What carries control links in place of sockets, by the name of the wire that says so."""
 
 
 def _carried(carrier: Carrier, rank: int, size: int) -> ControlLinks:
