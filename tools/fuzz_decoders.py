@@ -37,7 +37,7 @@ import torch
 
 import weft
 from weft import kernels, tensors
-from weft.group.failure import detector
+from weft.group.failure import messages
 from weft.group.group import Group
 from weft.group.session import Session
 from weft.sparse import codec
@@ -202,11 +202,13 @@ def gloo():
 
 def words():
     def read(message):
-        message = detector._parsed(message.numpy().tobytes(), {0, 1, 2})
-        str(detector.Place(*message.get("here", (1, "", None, 0.5))))
+        message = messages.parse(message.numpy().tobytes(), {0, 1, 2})
+        if "here" in message:
+            str(messages.place_of(message["here"]))
 
     said = b'{"verdict": [1, "rank 1 died"]}', b'{"bye": ""}', b'{"ask": 3}', b"[" * 5000
-    return [*said, b'{"here": [7, "barrier", 2, 0.3, ""], "to": 3}'], read
+    here = b'{"here": [7, "barrier", 2, 0.3, "", "a.py:1", [2], [[7, "barrier"]]], "to": 3}'
+    return [*said, here], read
 
 
 DECODERS = {

@@ -13,16 +13,18 @@ from contextlib import ExitStack
 import pytest
 
 from weft import WeftError, WireError
-from weft.group.failure import detector as module
 from weft.group.failure import links
-from weft.group.failure.detector import Detector
+from weft.group.failure.detector import ANSWER, EXCHANGED, LATE, Detector, Progress
 from weft.group.failure.links import SocketLinks
+from weft.group.failure.messages import line_of
 from weft.group.failure.verdict import Verdict
-from weft.wire.interface import Failure
+from weft.testing.pace import patient
 
 
 class Wait:
     """A wait for one peer."""
+
+    wire_name = ""
 
     def __init__(self, peer: int) -> None:
         self._peer = peer
@@ -30,12 +32,45 @@ class Wait:
     def peer(self) -> int:
         return self._peer
 
+    def awaited(self) -> list[int]:
+        return [self._peer]
 
-LOST = Failure("lost", 1, "reset")
+
+HISTORY = ((6, "sparse_all_reduce"), (7, "barrier"))
 
 
-def running() -> tuple[int, str]:
-    return 7, "barrier"
+def until(condition) -> None:
+    """Wait until something is so."""
+    late = time.monotonic() + patient(10.0)
+    while not condition():
+        assert time.monotonic() < late
+        time.sleep(0.001)
+
+
+def place(calls, doing="", awaits=None, seconds=9.0):
+    """Where a rank is, as it says so."""
+    return [calls, doing, awaits, seconds, "", "", [] if awaits is None else [awaits], []]
+
+
+class LateLinks:
+    """Links whose thread comes late to their reader, as that of a process that was stopped."""
+
+    def __init__(self, inside: SocketLinks) -> None:
+        self._inside = inside
+        self.pauses: list[float] = []
+        for name in ("peers", "send", "wake", "close", "abandon"):
+            setattr(self, name, getattr(inside, name))
+
+    def start(self, reader) -> None:
+        self._reader = reader
+        self.due = reader.due
+        self.fail = reader.fail
+        self._inside.start(self)
+
+    def handle(self, news, late) -> None:
+        pause = self.pauses.pop(0) if self.pauses else 0.0
+        time.sleep(pause)
+        self._reader.handle(news, late + pause)
 
 
 class Peers:
@@ -51,21 +86,20 @@ class Peers:
             stack.callback(self.ends[peer].close)
         self.cuts: list[float] = []
         self.unread = {1: b"", 2: b""}
-        self.links = SocketLinks(mesh)
+        self.fault: Verdict | None = None  # what rank 0 is sure of
+        self.links = LateLinks(SocketLinks(mesh))
         self.watch = Detector(0, timeout, self.links)
-        self.watch.call = lambda: lambda: (7, "barrier")
-        self.watch.guard(self)
+        self.watch.progress = lambda: lambda: Progress(7, "barrier", HISTORY)
+        self.watch.guard(self.end_waits, lambda: self.fault)
         stack.callback(self.watch.close)
 
-    def abort(self, failure: Failure) -> None:
-        """As the group that the detector guards."""
+    def end_waits(self, verdict: Verdict) -> None:
+        """As the session whose waits the detector looks after."""
+        assert verdict == self.watch.verdict
         self.cuts.append(time.monotonic())
 
-    def failure(self) -> None:
-        return None
-
     def say(self, peer: int, **message: object) -> None:
-        self.ends[peer].sendall(json.dumps(message).encode() + b"\n")
+        self.ends[peer].sendall(line_of(message))
 
     def hear(self, peer: int) -> dict[str, object]:
         while b"\n" not in self.unread[peer]:
@@ -77,11 +111,7 @@ class Peers:
         return json.loads(line)
 
     def settled(self) -> Verdict:
-        assert self.watch._settled.wait(10.0), "no verdict"
-        until = time.monotonic() + 10.0  # the waits are cut just after the verdict is known
-        while not self.cuts:
-            assert time.monotonic() < until, "a verdict, and nothing was cut"
-            time.sleep(0.001)
+        until(lambda: self.cuts)  # the waits are ended just after the verdict is known
         assert self.watch.verdict is not None
         return self.watch.verdict
 
@@ -114,7 +144,7 @@ def test_a_reset_is_a_death(peers):
             stack.callback(watch.close)
             far.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, bytes([1, 0, 0, 0, 0, 0, 0, 0]))
             far.close()
-            assert watch._settled.wait(10.0)
+            until(lambda: watch.verdict)
             assert watch.verdict == Verdict(1, "rank 1 died")
     assert three.watch.verdict is None
 
@@ -125,7 +155,7 @@ def test_a_goodbye_is_no_death(peers):
     three.ends[2].close()
     three.say(1, ask=1)
     assert "here" in three.hear(1)  # so all before was read
-    assert three.watch.verdict is None and three.watch.left == {2: ""}
+    assert three.watch.verdict is None and three.watch.leavers == {2: ""}
 
 
 def test_a_verdict_is_passed_on(peers):
@@ -194,7 +224,7 @@ def test_an_exchange_ends_with_who_is_to_blame(peers, fault, culprit, text):
     else:
         for peer in (1, 2) if fault == "absence" else (1,):
             assert "data" in three.hear(peer)
-            three.say(peer, here=[0, "", None, 9.0, "", ""], to=three.hear(peer)["ask"])
+            three.say(peer, here=place(0), to=three.hear(peer)["ask"])
     thread.join(10.0)
     (error,) = results
     assert isinstance(error, WireError) and error.culprit == culprit
@@ -208,7 +238,7 @@ def test_what_comes_at_the_last_moment_is_exchanged(peers):
     three.say(1, data="b25l", of=1)
     for peer in (1, 2):
         assert "data" in three.hear(peer)
-        three.say(peer, here=[0, "", 0, 0.1, "", ""], to=three.hear(peer)["ask"])
+        three.say(peer, here=place(0, awaits=0), to=three.hear(peer)["ask"])
     three.say(2, data="dHdv", of=1)
     thread.join(10.0)
     assert three.watch.verdict is None
@@ -220,10 +250,8 @@ def test_what_has_come_early_is_seen_before_it_is_exchanged(peers):
     assert three.watch.early() == []
     three.say(2, data="dHdv", of=1)
     three.say(2, data="bmV4dA==", of=2)
-    until = time.monotonic() + 10.0
-    while not (found := three.watch.early()):
-        assert time.monotonic() < until
-    assert found == [b"two"]
+    until(three.watch.early)
+    assert three.watch.early() == [b"two"]
     three.ends[1].close()
     three.settled()
     with pytest.raises(WireError, match="rank 1 died"):
@@ -232,19 +260,20 @@ def test_what_has_come_early_is_seen_before_it_is_exchanged(peers):
 
 def test_an_exchange_has_a_limit(peers):
     with pytest.raises(WeftError, match=r"16386 bytes are too many .* which take 16385"):
-        peers().watch.exchange(bytes(module.EXCHANGED + 1))
+        peers().watch.exchange(bytes(EXCHANGED + 1))
 
 
 def test_it_tells_where_it_is(peers):
     three = peers()
     three.say(1, ask=3)
-    calls, doing, awaits, seconds, raised, at = three.hear(1)["here"]
-    assert (calls, doing, awaits, raised) == (7, "barrier", None, "") and 0 <= seconds < 10
-    assert ":" in at
+    calls, doing, awaits, seconds, raised, at, awaited, history = three.hear(1)["here"]
+    assert (calls, doing, awaits, raised, awaited) == (7, "barrier", None, "", [])
+    assert seconds >= 0 and ":" in at
+    assert history == [list(each) for each in HISTORY]
     three.watch.begin(Wait(2))
     three.say(1, ask=4)
     heard = three.hear(1)
-    assert heard["here"][2] == 2 and heard["to"] == 4
+    assert heard["here"][2] == 2 and heard["here"][6] == [2] and heard["to"] == 4
     three.watch.end()
 
 
@@ -252,18 +281,18 @@ def test_at_the_deadline_it_asks_and_the_silent_is_named(peers):
     three = peers(0.3)
     began = time.monotonic()
     three.watch.begin(Wait(1))
-    three.say(1, here=[7, "barrier", 2, 0.3, "", ""], to=three.hear(1)["ask"])
+    three.say(1, here=place(7, "barrier", 2), to=three.hear(1)["ask"])
     assert "ask" in three.hear(2)
     assert three.settled().text.startswith("rank 2 does not answer")
-    assert 0.3 + module._ANSWER - 0.05 < three.cuts[0] - began < 5.0
+    assert three.cuts[0] - began > 0.3 + ANSWER - 0.05, "it had less time to answer"
     three.watch.end()
 
 
 def test_at_the_deadline_the_one_that_is_behind_is_named(peers):
     three = peers(0.3)
     three.watch.begin(Wait(1))
-    three.say(1, here=[7, "barrier", 2, 0.3, "", ""], to=three.hear(1)["ask"])
-    three.say(2, here=[6, "", None, 9.0, "", ""], to=three.hear(2)["ask"])
+    three.say(1, here=place(7, "barrier", 2), to=three.hear(1)["ask"])
+    three.say(2, here=place(6), to=three.hear(2)["ask"])
     assert three.settled().culprit == 2
     assert three.watch.verdict.text.startswith("rank 2 has not entered call 7 (barrier)")
     three.watch.end()
@@ -274,7 +303,7 @@ def test_a_wait_that_ends_while_ranks_are_asked_is_forgotten(peers):
     three.watch.begin(Wait(1))
     assert "ask" in three.hear(1)
     three.watch.end()
-    time.sleep(module._ANSWER + 0.5)
+    time.sleep(ANSWER + 0.5)
     assert three.watch.verdict is None
     three.watch.begin(Wait(1))
     assert "ask" in three.hear(1)  # the next one is looked after, too
@@ -293,20 +322,10 @@ def test_a_wait_has_its_whole_time_however_late_it_begins(peers):
 
 def test_a_rank_that_was_paused_itself_forgets_what_it_missed(peers):
     three = peers(0.3)
-    select = three.links._selector.select
-    paused = threading.Event()
-
-    def pause(timeout):  # as if the process had been stopped meanwhile
-        ready = select(timeout)
-        if not paused.is_set():
-            paused.set()
-            time.sleep(1.0)
-        return ready
-
-    three.links._selector.select = pause
+    three.links.pauses = [1.0]
     three.links.wake()
     three.watch.begin(Wait(1))
-    assert paused.wait(10.0)
+    until(lambda: not three.links.pauses)
     began = time.monotonic()
     assert "ask" in three.hear(1)
     assert time.monotonic() - began > 1.25, "the pause was counted"
@@ -316,18 +335,11 @@ def test_a_rank_that_was_paused_itself_forgets_what_it_missed(peers):
 def test_a_thread_that_is_late_each_time_was_not_paused(peers):
     """As where another thread of the program hardly ever gives up the GIL."""
     three = peers(0.1)
-    select = three.links._selector.select
-
-    def starved(timeout):
-        ready = select(timeout)
-        if timeout < 1.0:
-            time.sleep(module._LATE + 0.1)
-        return ready
-
-    three.links._selector.select = starved
+    three.links.pauses = [LATE + 0.1] * 100
     three.watch.begin(Wait(1))
     assert "ask" in three.hear(1)
     assert three.settled().text.startswith("rank 0 hears none of the others")
+    three.links.pauses.clear()
     three.watch.end()
 
 
@@ -339,10 +351,10 @@ def test_a_failed_wait_is_explained_by_what_is_found_out(peers, overdue):
     three.watch.begin(wait)
     three.watch.began -= 25.0 * overdue
     found = []
-    thread = threading.Thread(target=lambda: found.append(three.watch.explain(LOST, wait)))
+    thread = threading.Thread(target=lambda: found.append(three.watch.explain(1, "reset", wait)))
     thread.start()
-    for peer, place in ((1, [7, "barrier", 2, 9.0, "", ""]), (2, [6, "", None, 9.0, "", ""])):
-        three.say(peer, here=place, to=three.hear(peer)["ask"])
+    for peer, where in ((1, place(7, "barrier", 2)), (2, place(6))):
+        three.say(peer, here=where, to=three.hear(peer)["ask"])
     thread.join(10.0)
     three.watch.end()
     absent = "rank 2 has not entered call 7 (barrier): it has been outside weft for 9.0 s"
@@ -354,23 +366,40 @@ def test_a_failed_wait_for_one_that_left_says_so(peers):
     three = peers()
     three.say(1, bye="KeyError: 7")
     wait = Wait(1)
-    assert three.watch.explain(LOST, wait) == Verdict(
-        1, "rank 1 left, after it raised (KeyError: 7)"
-    )
+    left = Verdict(1, "rank 1 left, after it raised (KeyError: 7)")
+    assert three.watch.explain(1, "reset", wait) == left
 
 
-@pytest.mark.parametrize(
-    ("failure", "verdict"),
-    [
-        (Failure("garbled", 2, "rank 2 sent no frame"), Verdict(2, "rank 2 sent no frame")),
-        (Failure("broken", 0, "no memory"), Verdict(0, "rank 0: no memory")),
-        (Failure("stuck", None, "all wait"), Verdict(None, "all wait")),
-    ],
-)
-def test_what_a_wire_is_sure_of_is_the_verdict_at_once(peers, failure, verdict):
+def test_a_failed_wait_over_a_wire_of_ones_own_names_the_wire(peers):
     three = peers()
-    assert three.watch.explain(failure, None) == verdict
-    assert three.hear(1) == {"verdict": [verdict.culprit, verdict.text]}
+    wait = Wait(1)
+    wait.wire_name = "mine"
+    three.watch.begin(wait)
+    thread = threading.Thread(target=three.watch.explain, args=(1, "reset", wait))
+    thread.start()
+    for peer in (1, 2):
+        three.say(peer, here=place(7, "barrier"), to=three.hear(peer)["ask"])
+    thread.join(10.0)
+    three.watch.end()
+    text = "the link between rank 0 and rank 1 over wire 'mine' failed (reset)"
+    assert three.watch.verdict == Verdict(1, text)
+
+
+def test_what_a_rank_is_sure_of_is_the_verdict_though_it_does_not_wait(peers):
+    three = peers()
+    three.fault = Verdict(2, "rank 2 sent no frame")
+    three.say(1, ask=1)  # as others do who wait for this rank
+    assert three.settled() == three.fault
+    assert "here" in three.hear(1)
+    assert three.hear(1) == {"verdict": [2, "rank 2 sent no frame"]}
+
+
+def test_waits_that_begin_after_the_verdict_are_ended(peers):
+    three = peers()
+    three.watch.settle(Verdict(2, "rank 2 died"))
+    ended = []
+    three.watch.guard(ended.append, lambda: None)
+    assert ended == [Verdict(2, "rank 2 died")]
 
 
 def test_closing_lets_go_of_a_wait_that_was_looked_into(peers):
@@ -392,22 +421,19 @@ def test_closing_lets_go_of_a_wait_that_was_looked_into(peers):
     [
         ({}, "rank 2 does not answer (stopped, cut off, or stuck in foreign code)"),
         ({"bye": "KeyError: 7"}, "rank 2 left, after it raised (KeyError: 7)"),
-        ({"here": [6, "", None, 9.0, "", ""]}, None),
+        ({"here": place(6)}, None),
     ],
 )
 def test_a_failed_call_of_another_library_is_explained_by_who_is_silent(peers, said, found):
     three = peers()
     if "bye" in said:
         three.say(2, **said)
-        until = time.monotonic() + 10.0
-        while not three.watch.left:
-            assert time.monotonic() < until
-            time.sleep(0.001)
+        until(lambda: three.watch.leavers)
     told = []
     thread = threading.Thread(target=lambda: told.append(three.watch.blame()))
     thread.start()
     if "bye" not in said:
-        three.say(1, here=[6, "", None, 9.0, "", ""], to=three.hear(1)["ask"])
+        three.say(1, here=place(6), to=three.hear(1)["ask"])
         asked = three.hear(2)["ask"]
         if said:
             three.say(2, **said, to=asked)
@@ -431,21 +457,19 @@ def test_closing_waits_for_no_thread_that_waits_for_whoever_closes(peers, monkey
     three, handler = peers(), logging.NullHandler()
     handler.handle = lambda record: held.wait(30)
     held = threading.Event()
-    module._log.addHandler(handler)
+    log = logging.getLogger("weft")
+    log.addHandler(handler)
     try:
         three.ends[2].close()  # which its thread says in the log
-        assert three.watch._settled.wait(10.0)
+        three.settled()
         closing = threading.Thread(target=three.watch.close, daemon=True)
         closing.start()
         closing.join(10.0)
         assert not closing.is_alive()
     finally:
         held.set()
-        module._log.removeHandler(handler)
-    until = time.monotonic() + 10.0
-    while three.links.peers():
-        assert time.monotonic() < until, "nobody closed the sockets"
-        time.sleep(0.001)
+        log.removeHandler(handler)
+    until(lambda: not three.links.peers())  # somebody has closed the sockets
 
 
 @pytest.mark.parametrize("blocks", [True, False])
@@ -460,18 +484,19 @@ def test_waits_end_whatever_a_handler_of_the_log_does(peers, blocks):
     if not blocks:
         held.set()
     handler.handle = handle
-    module._log.addHandler(handler)
+    log = logging.getLogger("weft")
+    log.addHandler(handler)
     try:
         three.ends[2].close()
         assert three.settled() == Verdict(2, "rank 2 died")
     finally:
         held.set()
-        module._log.removeHandler(handler)
+        log.removeHandler(handler)
 
 
 def test_a_peer_that_reads_nothing_holds_nobody_up(peers):
     three = peers()
-    for _ in range(20_000):
-        three.watch._send([2], {"ask": 1})
+    for number in range(5_000):
+        three.say(2, ask=number)  # of whose answers it reads none
     three.say(1, ask=1)
     assert "here" in three.hear(1)

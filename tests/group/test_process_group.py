@@ -13,6 +13,7 @@ import signal
 import threading
 import time
 import types
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -24,7 +25,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from weft import WeftError, WireError
-from weft.group import control, process_group
+from weft.group import control
 from weft.group.process_group import connect, of, of_group
 from weft.schedules import dense_all_reduce
 from weft.testing import processes, run
@@ -131,9 +132,10 @@ def destroy(group, path):
         again = of_group(None)  # and weft.init, later
         assert again is not world
         talk(again)
+        made = [weakref.ref(each) for each in (again, world, kept)]
         del again, world, kept, pair
     gc.collect()
-    assert not process_group._groups, "the group outlives its group"
+    assert [each() for each in made] == [None] * 3, "the group outlives its process group"
     with pytest.raises(WeftError, match=r"call weft.init\(\) first"):
         of_group(None)
 
@@ -238,12 +240,12 @@ def test_what_came_while_nobody_waited_is_blamed_on_its_sender():
         joining = [pool.submit(connect, store, rank, 3, 2.0) for rank in range(3)]
         groups = [each.result() for each in joining]
     place = torch.zeros(1 << 17, dtype=torch.uint8)
-    groups[0].post((), [(1, place)])  # so that its thread reads what comes
-    groups[0].wire._wake_thread()
+    pending = groups[0].post((), [(1, place)])
     groups[1].wire.connections[0].sock.send(b"\xff" * 24)
     until = time.monotonic() + 20.0
     while groups[0].wire.failure() is None:
         assert time.monotonic() < until
+        pending.is_through()  # which reads what comes, and does not wait
         time.sleep(0.01)
     with pytest.raises(WireError, match="rank 1 sent a frame of kind") as caught:
         groups[2].post((), [(0, 8)]).wait()

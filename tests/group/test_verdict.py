@@ -9,20 +9,27 @@ from weft.group.failure.verdict import Place, judge
 CALL = "sparse_all_reduce"
 
 
-def waits(awaits: int, calls: int = 5, doing: str = CALL) -> Place:
-    return Place(calls, doing, awaits, 2.0)
+def waits(
+    awaits: int,
+    calls: int = 5,
+    doing: str = CALL,
+    *,
+    more: tuple[int, ...] = (),
+    history: tuple[tuple[int, str], ...] = (),
+) -> Place:
+    return Place(calls, doing, awaits, 2.0, awaited=(awaits, *more), history=history)
 
 
 def busy(calls: int = 5, doing: str = CALL) -> Place:
     return Place(calls, doing, None, 3.0)
 
 
-def outside(calls: int = 4, raised: str = "") -> Place:
-    return Place(calls, "", None, 12.3, raised)
+def outside(calls: int = 4, raised: str = "", history: tuple[tuple[int, str], ...] = ()) -> Place:
+    return Place(calls, "", None, 12.3, raised, history=history)
 
 
 @pytest.mark.parametrize(
-    ("places", "silent", "left", "culprit", "text"),
+    ("places", "silent", "leavers", "culprit", "text"),
     [
         # those that do not answer come first, whoever waits for whom
         ({0: waits(1), 1: waits(0)}, {2}, {}, 2, "rank 2 does not answer (stopped"),
@@ -55,7 +62,7 @@ def outside(calls: int = 4, raised: str = "") -> Place:
             "nobody",
         ),
         (
-            {0: waits(1), 1: outside(5)},
+            {0: waits(1), 1: outside(5, history=((5, "send"),))},
             set(),
             {},
             1,
@@ -67,6 +74,14 @@ def outside(calls: int = 4, raised: str = "") -> Place:
             {},
             1,
             "rank 1 is past call 5 (sparse_all_reduce) already: it has been outside weft",
+        ),
+        (
+            {0: waits(1), 1: outside(5, history=((5, CALL),))},
+            set(),
+            {},
+            1,
+            "rank 1 is past call 5 (sparse_all_reduce), where rank 0 waits for it: it has been "
+            "outside weft for 12.3 s; the link is too slow, or the ranks disagree on what to send",
         ),
         # without calls, the group is used by itself
         (
@@ -96,7 +111,7 @@ def outside(calls: int = 4, raised: str = "") -> Place:
         ),
         # all wait for each other: who is in another call
         (
-            {0: waits(1), 1: waits(0, 4, "barrier")},
+            {0: waits(1, history=((4, CALL), (5, CALL))), 1: waits(0, 4, "barrier")},
             set(),
             {},
             1,
@@ -111,24 +126,99 @@ def outside(calls: int = 4, raised: str = "") -> Place:
             "rank 1 is in call 5 (barrier)",
         ),
         (
-            {0: waits(1, 4), 1: waits(2), 2: waits(0)},
+            {0: waits(1, 4, "barrier"), 1: waits(2, history=((4, CALL),)), 2: waits(0)},
             set(),
             {},
             0,
-            "rank 0 is in call 4 (sparse_all_reduce)",
+            "rank 0 is in call 4 (barrier)",
+        ),
+        # calls of some of the ranks, before this one, are no other calls
+        (
+            {0: waits(1, history=((4, "barrier"),)), 1: waits(0, history=((4, CALL),))},
+            set(),
+            {},
+            None,
+            "not all came in time between rank 0 and rank 1 in call 5",
+        ),
+        # all wait for each other, and one is past the call of others: what it sent is missing
+        (
+            {0: waits(1), 1: waits(0, 6, history=((5, CALL), (6, CALL))), 2: waits(1)},
+            set(),
+            {},
+            1,
+            "rank 1 is past call 5 (sparse_all_reduce), where ranks 0 and 2 wait for it: it is in "
+            "call 6 (sparse_all_reduce) and has waited for rank 0 for 2.0 s; the link is too slow, "
+            "or the ranks disagree on what to send",
+        ),
+        # two are past it: who is to blame is unknown
+        (
+            {
+                0: waits(1, 4, more=(2,)),
+                1: waits(0, history=((4, CALL),)),
+                2: waits(0, history=((4, CALL),)),
+            },
+            set(),
+            {},
+            None,
+            "rank 1 is past call 4 (sparse_all_reduce), where rank 0 waits for it",
         ),
         # all wait for each other in the same call
         (
             {0: waits(1), 1: waits(0)},
             set(),
             {},
+            None,
+            "not all came in time between rank 0 and rank 1 in call 5 (sparse_all_reduce), though "
+            "all answer: the link is too slow, or the ranks disagree on what to send",
+        ),
+        (
+            {0: waits(1, more=(2,)), 1: waits(0, more=(2,)), 2: waits(0, more=(1,))},
+            set(),
+            {},
+            None,
+            "not all came in time between ranks 0, 1 and 2 in call 5 (sparse_all_reduce), though",
+        ),
+        # one of them is at an end of all that is missing
+        (
+            {0: waits(1), 1: waits(0, more=(2, 3)), 2: waits(1), 3: waits(1)},
+            set(),
+            {},
             1,
-            "not all came in time between rank 1 and rank 0 in call 5 (sparse_all_reduce), though "
-            "both answer: the link is too slow, or the ranks disagree on what to send",
+            "not all came in time between rank 1 and ranks 0, 2 and 3 in call 5",
+        ),
+        # of many ranks some are named
+        (
+            {rank: waits((rank + 1) % 20, more=((rank + 2) % 20,)) for rank in range(20)},
+            set(),
+            {},
+            None,
+            "not all came in time between ranks 0, 1, 2, 3, 4, 5, 6, 7 and 12 more in call 5",
         ),
     ],
 )
-def test_judge(places, silent, left, culprit, text):
-    verdict = judge(0, places, silent, left)
+def test_judge(places, silent, leavers, culprit, text):
+    verdict = judge(0, places, silent, leavers)
     assert verdict.culprit == culprit
     assert verdict.text.startswith(text), verdict.text
+
+
+@pytest.mark.parametrize(
+    "places",
+    [
+        {0: waits(1), 1: waits(0)},
+        {0: waits(1), 1: waits(0, 6)},
+        {0: waits(1), 1: outside(5, history=((5, CALL),))},
+    ],
+)
+def test_a_wire_that_weft_does_not_have_is_named_where_messages_are_missing(places):
+    verdict = judge(0, places, set(), {}, wire="mine")
+    assert verdict.text.endswith(
+        "the link is too slow, the ranks disagree on what to send, or wire 'mine' lost a message "
+        "(try it by weft doctor --wire mine, or by weft.testing.check_wire)"
+    )
+    assert "wire" not in judge(0, places, set(), {}).text
+
+
+def test_a_wire_is_not_named_where_a_rank_makes_other_calls():
+    places = {0: waits(1), 1: waits(0, doing="barrier")}
+    assert "mine" not in judge(0, places, set(), {}, wire="mine").text

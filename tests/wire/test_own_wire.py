@@ -148,7 +148,8 @@ def after_a_broken(factory):
 )
 def test_what_goes_wrong_in_a_factory_raises_on_all_and_the_next_init_works(factory, text):
     for said, result in processes(3, after_a_broken, factory):
-        assert said == f"wire 'mine' cannot be used: {text}"
+        remedy = "mend it there, or give all ranks another weft.init(wire=) or WEFT_WIRE"
+        assert said == f"wire 'mine' cannot be used: {text}; {remedy}"
         assert result == expected(3)
 
 

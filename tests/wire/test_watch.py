@@ -21,7 +21,7 @@ import faulthandler, os, pathlib, signal, sys, time, torch, weft
 from weft.group.failure import detector
 place, how = sys.argv[1:]
 if how == "sleep":
-    detector._ANSWER = 3.0  # on a busy machine an answer may be slow, and is not to be missed
+    detector.ANSWER = 3.0  # on a busy machine an answer may be slow, and is not to be missed
 loads = pathlib.Path(place + ".loads")
 def load_batch(file):
     while loads.touch() or not os.path.exists(file): time.sleep(0.02)

@@ -174,19 +174,20 @@ class Group:
         self._check_peers(sends)
         self._check_peers(recvs)
         session = self.session
+        route = self._route
         if self._is_renumbered:
             sends = [(self._ranks[peer], tensor) for peer, tensor in sends]
             recvs = [(self._ranks[peer], into) for peer, into in recvs]
         if not self.features.lockstep:
-            pending = session.use("posted messages", self.wire.post, sends, recvs, channel)
+            pending = session.use(route, "posted messages", self.wire.post, sends, recvs, channel)
             session.traffic.count(sends)
-            return Exchange(session, pending, sends, recvs)
+            return Exchange(session, pending, route, sends, recvs)
         # the first wait carries this and what else was posted since the last round
-        outgoing = self._route.numbered(sends)
-        incoming = self._route.numbered(recvs)
-        pending = session.use("posted messages", self.wire.post, outgoing, incoming, channel)
+        outgoing = route.numbered(sends)
+        incoming = route.numbered(recvs)
+        pending = session.use(route, "posted messages", self.wire.post, outgoing, incoming, channel)
         session.traffic.count(sends)
-        return Round(session, pending, self._route)
+        return Round(session, pending, route)
 
     def all_reduce(self, tensor: Tensor, op: str) -> Pending:
         """Start reducing over all ranks, in place, where `features.reduces` has it.
@@ -203,8 +204,9 @@ class Group:
         wire = self.wire
         assert isinstance(wire, Reducing)
         alias = tensor.detach()  # the caller may give its tensor other memory meanwhile
-        pending = self.session.use("began a reduction", wire.all_reduce, alias, op)
-        return Round(self.session, pending, self._route)
+        route = self._route
+        pending = self.session.use(route, "began a reduction", wire.all_reduce, alias, op)
+        return Round(self.session, pending, route)
 
     def small_all_gather(self, message: Tensor, cap: int) -> Pending:
         """Start sending a small message (uint8, 1-D, at most `cap` bytes) from each to all.
@@ -390,7 +392,10 @@ class Group:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Leave. If a process group raised, raise an error that names the culprit instead."""
         lost = self.diagnose("a call of torch.distributed's") if is_of_group(error) else None
-        (self._end or self.close)()
+        if self._end is not None:
+            self._end()
+        else:
+            self.close()
         if lost is not None:
             raise lost from error
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from ..wire import interface
-from ..wire.interface import Recv, Send, WireFailed
+from ..wire.interface import Recv, Send
 from .route import Route
 from .session import Session
 
@@ -57,11 +57,13 @@ class Posted(Pending):
     Attributes:
         session: whose wire it is.
         pending: what the wire gave for it.
+        wire_name: of the wire, for texts; "": it is one of weft's own.
     """
 
-    def __init__(self, session: Session, pending: interface.Pending) -> None:
+    def __init__(self, session: Session, pending: interface.Pending, route: Route) -> None:
         self.session = session
         self.pending = pending
+        self.wire_name = route.registered
         self._received: list[Tensor] | None = None
 
     def wait(self) -> list[Tensor]:
@@ -79,8 +81,8 @@ class Posted(Pending):
     def release(self) -> None:
         try:
             self.pending.release()
-        except WireFailed as error:
-            self.session.raise_for(error.failure, "released what it had received")
+        except Exception as error:
+            self.session.raise_for(error, self.wire_name, "released what it had received")
 
     @abc.abstractmethod
     def awaited(self) -> list[int]:
@@ -102,10 +104,11 @@ class Exchange(Posted):
         self,
         session: Session,
         pending: interface.Pending,
+        route: Route,
         sends: Sequence[Send],
         recvs: Sequence[Recv],
     ) -> None:
-        super().__init__(session, pending)
+        super().__init__(session, pending, route)
         self._sends = sends
         self._recvs = recvs
 
@@ -145,7 +148,7 @@ class Round(Posted):
     """A post whose messages travel in a round, or a reduction: all ranks of a route are in it."""
 
     def __init__(self, session: Session, pending: interface.Pending, route: Route) -> None:
-        super().__init__(session, pending)
+        super().__init__(session, pending, route)
         self._route = route
 
     def receive(self) -> list[Tensor]:
@@ -155,7 +158,7 @@ class Round(Posted):
             # begin a round may take until a peer has come.
             watcher.watch(self.pending)
             self.session.streaming = True
-            return self.session.use(self.what(), self.pending.wait_stream)
+            return self.session.use(self._route, self.what(), self.pending.wait_stream)
         if len(self._route.ranks) == 1:  # without peers there is nothing to wait for
             return self.pending.wait()
         return super().receive()

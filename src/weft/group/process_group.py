@@ -37,8 +37,9 @@ from .session import Session
 register_wire("tcp", tcp.make)
 register_wire("torch", torch_gloo.make)
 register_wire("mpi", mpi.make)
+_OWN = (tcp.make, torch_gloo.make, mpi.make)  # which errors need not name
 
-_asked: str | None = None  # the wire that the program asks for
+_wire_of_program: str | None = None  # what `weft.init(wire=)` said; None: nothing
 _lock = threading.Lock()
 _locks: weakref.WeakKeyDictionary[dist.ProcessGroup, threading.Lock] = weakref.WeakKeyDictionary()
 _groups: weakref.WeakKeyDictionary[dist.ProcessGroup, Group] = weakref.WeakKeyDictionary()
@@ -47,8 +48,8 @@ _groups: weakref.WeakKeyDictionary[dist.ProcessGroup, Group] = weakref.WeakKeyDi
 def choose(wire: str | None, slow: float | None = None) -> None:
     """Set the wire of groups that are made from now on, and `slow`, their seconds of a wait until a
     line about it is printed. None: the environment's."""
-    global _asked
-    _asked = wire
+    global _wire_of_program
+    _wire_of_program = wire
     watch.choose(slow)
 
 
@@ -66,7 +67,7 @@ def chosen() -> str:
 
 def _name() -> str:
     safe = "torch" if os.environ.get("WEFT_SAFE") == "1" else "tcp"
-    return _asked or os.environ.get("WEFT_WIRE") or safe
+    return _wire_of_program or os.environ.get("WEFT_WIRE") or safe
 
 
 def _trouble_with(name: str) -> str:
@@ -76,14 +77,14 @@ def _trouble_with(name: str) -> str:
     try:
         wire_named(name)
     except WeftError as error:
-        is_of_variable = not _asked and name == os.environ.get("WEFT_WIRE")
+        is_of_variable = not _wire_of_program and name == os.environ.get("WEFT_WIRE")
         return f"WEFT_WIRE: {error}" if is_of_variable else str(error)
     return ""
 
 
 def chosen_by() -> str:
     """Where `chosen` is from: an argument, a variable, or "default"."""
-    if _asked:
+    if _wire_of_program:
         return "weft.init(wire=)"
     if os.environ.get("WEFT_WIRE"):
         return "WEFT_WIRE"
@@ -181,10 +182,18 @@ def _join(
     except BaseException:
         detector.close()
         raise
-    hosts = joined.hosts
-    session = Session(openings, timeout, hosts, detector=detector, memory=memory, join=join)
+    registered = "" if wire_named(wire) in _OWN else wire
+    session = Session(
+        openings,
+        timeout,
+        joined.hosts,
+        detector=detector,
+        memory=memory,
+        join=join,
+        registered=registered if payloads is None else "",
+    )
     if payloads is not None:
-        session.carry_payloads(payloads, wire)
+        session.carry_payloads(payloads, wire, registered)
     return session
 
 
@@ -199,18 +208,31 @@ def _make_wires(
         start: what the factories are given.
         early: see `make_wire`.
         deadline: when both have to be made.
+
+    Raises:
+        WeftError: some rank cannot have its end of one of them; the same on every rank.
+        WireError: somebody did not come in time, or died.
     """
-    wire = make_wire(name, wire_named(name), start, early)
+    wire = _made_by_all(name, start, early)
     # features are equal on all ranks, so all of them make a second wire, or none does
     if not wire.features.lockstep and not wire.features.exact:
         return wire, None
     store = None if start.store is None else dist.PrefixStore("openings", start.store)
     start = replace(start, store=store, timeout=seconds_left(deadline))
     try:
-        return make_wire(beside, wire_named(beside), start, early), wire
+        return _made_by_all(beside, start, early), wire
     except BaseException:
         wire.close()
         raise
+
+
+def _made_by_all(name: str, start: Start, early: Callable[[], list[bytes]]) -> Wire:
+    """This rank's end of the wire of a name; arguments and errors are those of `_make_wires`."""
+    try:
+        return make_wire(name, wire_named(name), start, early)
+    except WeftError as error:
+        remedy = "mend it there, or give all ranks another weft.init(wire=) or WEFT_WIRE"
+        raise WeftError(f"{error}; {remedy}") from error.__cause__
 
 
 def _not_joined(error: Exception, rank: int, size: int, name: str, timeout: float) -> WireError:

@@ -40,6 +40,8 @@ class Route:
     Attributes:
         wire: what carries the tensors.
         carrier: the name of the wire, for people: "nccl"; "" is that of the CPU.
+        registered: the name by which a program or a package registered the wire; "": it is one of
+            weft's own.
         memory: where workspaces are leased from, if not from the wire.
         watcher: of what streams wait for; None: the host waits.
         ranks: the ranks on it, by their numbers in the session, in the order of the wire's numbers.
@@ -53,10 +55,12 @@ class Route:
         memory: Pool,
         watcher: Watcher | None = None,
         ranks: Sequence[int] | None = None,
+        registered: str = "",
     ) -> None:
         """`ranks`: None: all of the session."""
         self.wire = wire
         self.carrier = carrier
+        self.registered = registered
         self.memory = memory
         self.watcher = watcher
         self.ranks = range(wire.size) if ranks is None else ranks
@@ -81,7 +85,9 @@ class Route:
         if ascending not in whole._narrow:
             assert isinstance(whole.wire, Rounds)
             wire = whole.wire.among(ascending)
-            narrow = Route(wire, whole.carrier, whole.memory, whole.watcher, ascending)
+            narrow = Route(
+                wire, whole.carrier, whole.memory, whole.watcher, ascending, whole.registered
+            )
             narrow._whole = weakref.ref(whole)  # strongly, the two would keep each other
             whole._narrow.setdefault(ascending, narrow)
         return whole._narrow[ascending]

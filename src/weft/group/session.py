@@ -7,7 +7,8 @@ worker, the traffic.
 A wire moves the bytes, and says what it saw when it cannot. Control links run beside all wires. A
 wait ends with its messages, or with the verdict of the failure detector, which has the deadline and
 aborts the wires. Signals are handled during a wait. If a handler raises, as that of Ctrl-C does,
-the session breaks, since a message may be half transferred.
+the session breaks, since a message may be half transferred. So it does if a wire raises what none
+may raise.
 """
 
 from __future__ import annotations
@@ -34,11 +35,12 @@ from ..wire import interface
 from ..wire.interface import Failure, WireFailed
 from ..wire.machine import host_name
 from ..wire.memory import Pool
-from .failure.detector import Detector, Wait
+from .failure.detector import Detector, Progress, Wait
 from .failure.verdict import Verdict
 from .route import Route, wire_of_device
 from .traffic import Traffic
 from .watcher import Watcher
+from .wires import Wires, is_of_a_signal, verdict_on, verdict_on_exception
 from .worker import Worker
 
 T = TypeVar("T")
@@ -91,6 +93,7 @@ class Session:
         memory: Pool,
         join: Callable[[tuple[int, ...], str], Session],
         machine: str | None = None,
+        registered: str = "",
     ) -> None:
         """
         Args:
@@ -101,6 +104,8 @@ class Session:
             memory: where workspaces are leased from, if not from the wire.
             join: joins some of the ranks, of which this one is one, given these and a name.
             machine: the name of this rank's machine; None: of that which it runs on.
+            registered: the name by which a program or a package registered the wire; "": it is one
+                of weft's own.
         """
         self.rank = wire.rank
         self.size = wire.size
@@ -112,7 +117,7 @@ class Session:
         self.process_group: Callable[[], dist.ProcessGroup | None] = lambda: None
         self.traffic = Traffic(wire.rank)
         self.streams = Streams()
-        self.openings = Route(wire, "", memory)
+        self.openings = Route(wire, "", memory, registered=registered)
         self.payloads = self.openings
         self.devices: dict[torch.device, Route] = {}
         self.streaming = False
@@ -122,10 +127,12 @@ class Session:
         self._join: Callable[[tuple[int, ...], str], Session] | None = join
         self._splits = 0  # how often `split` was called, equally often on all ranks
         self._lock = threading.Lock()  # held while the route of a device is made
+        self._wires = Wires(wire.rank)
+        self._wires.add(wire, registered)
         self.detector = detector
         if detector is not None:
-            detector.guard(wire)
-            detector.call = weakref.WeakMethod(self._call)
+            detector.progress = weakref.WeakMethod(self._progress)
+            detector.guard(self._wires.abort, self._wires.find_fault)
         self._cpu_wires = [wire]  # beside those of `devices`; `_leave` shares this list
         # bye when the session is dropped, and at exit: of multiprocessing's processes, too
         self._leave = Finalize(self, _leave, (detector, self._cpu_wires), exitpriority=0)
@@ -137,10 +144,15 @@ class Session:
             return self.payloads
         if device not in self.devices:
             with self._lock:
-                if device not in self.devices:  # no other thread has made it meanwhile
-                    cpu_wire = self.openings.wire
-                    self.carry_device(*wire_of_device(self.process_group(), cpu_wire, device))
+                self._make_route(device)
         return self.devices[device]
+
+    def _make_route(self, device: torch.device) -> None:
+        """Make the route of a device, unless another thread has made it; with the lock held."""
+        if device in self.devices:
+            return
+        wire, carrier = wire_of_device(self.process_group(), self.openings.wire, device)
+        self.carry_device(wire, carrier)
 
     def carry_device(self, wire: interface.Wire, carrier: str) -> None:
         """Have a wire of these ranks carry tensors of its device; it is closed with the session.
@@ -154,19 +166,28 @@ class Session:
             watcher = Watcher(self, wire.device, f"a round over {carrier}")
             if wire.device.type == "cuda":
                 _warn_of_one_queue(self.rank)
-        if self.detector is not None:
-            self.detector.guard(wire)
+        self._look_after(wire, "")
         self.devices[wire.device] = Route(wire, carrier, Pool(device=wire.device), watcher)
 
-    def carry_payloads(self, wire: interface.Wire, carrier: str) -> None:
+    def carry_payloads(self, wire: interface.Wire, carrier: str, registered: str = "") -> None:
         """Have a wire of these ranks carry tensors of the CPU; it is closed with the session.
 
         Openings and lengths stay where they are: such a wire may be `exact` or `lockstep`.
+
+        Args:
+            wire: of the CPU.
+            carrier: its name.
+            registered: the same name, if the wire is none of weft's own.
         """
-        if self.detector is not None:
-            self.detector.guard(wire)
+        self._look_after(wire, registered)
         self._cpu_wires.append(wire)
-        self.payloads = Route(wire, carrier, self.openings.memory)
+        self.payloads = Route(wire, carrier, self.openings.memory, registered=registered)
+
+    def _look_after(self, wire: interface.Wire, registered: str) -> None:
+        """Have a verdict abort a wire, also one that is there already."""
+        self._wires.add(wire, registered)
+        if self.detector is not None and self.detector.verdict is not None:
+            self._wires.abort(self.detector.verdict)
 
     @property
     def worker(self) -> Worker:
@@ -175,10 +196,11 @@ class Session:
             self._worker = Worker(self)
         return self._worker
 
-    def use(self, doing: str, wire_call: Callable[..., T], *args: Any) -> T:
+    def use(self, route: Route, doing: str, wire_call: Callable[..., T], *args: Any) -> T:
         """Call `wire_call(*args)` of a wire of this session, which does not wait for peers.
 
         Args:
+            route: that of the wire.
             doing: what this rank does, as a clause of an error: "posted messages".
             wire_call, args: the call.
 
@@ -188,11 +210,8 @@ class Session:
         self.check()
         try:
             return wire_call(*args)
-        except WireFailed as error:
-            self.raise_for(error.failure, doing)
         except BaseException as error:
-            self._interrupted(error)
-            raise
+            self.raise_for(error, route.registered, doing)
 
     def wait_for(self, wait: Waited) -> list[Tensor]:
         """Wait for messages, without a limit: at the deadline the detector aborts the wires.
@@ -207,12 +226,11 @@ class Session:
         began = time.monotonic()
         detector.begin(wait)
         try:
+            # ended by the last message; by an abort, once there is a verdict, which there is at the
+            # deadline at the latest; or by the handler of a signal that raises
             return wait.pending.wait()
-        except WireFailed as error:
-            self.raise_for(error.failure, wait.what(), wait)
         except BaseException as error:
-            self._interrupted(error)
-            raise
+            self.raise_for(error, wait.wire_name, wait.what(), wait)
         finally:
             self.traffic.waited += time.monotonic() - began
             detector.end()
@@ -279,30 +297,62 @@ class Session:
             self._break(verdict, f" while rank {self.rank} was in {where}")
         return None if self._broken is None else self._broken.error(self.rank)
 
-    def raise_for(self, failure: Failure, doing: str, wait: Waited | None = None) -> NoReturn:
-        """Raise the error of a use of a wire that failed, with the detector's verdict.
+    def raise_for(
+        self, error: BaseException, wire_name: str, doing: str, wait: Waited | None = None
+    ) -> NoReturn:
+        """Break the session for what a use of a wire raised, and raise what the caller gets.
+
+        That is a WireError with a verdict, but for what the handler of a signal raised, as that of
+        Ctrl-C does: it leaves as it is.
 
         Args:
-            failure: what the wire says.
+            error: what was raised, and is handled now.
+            wire_name: of the wire, for texts; "": it is one of weft's own.
             doing: what this rank did, as a clause of the error.
             wait: if it waited.
+        """
+        if isinstance(error, WireFailed):
+            where = self._while(doing, wait)
+            raise self._break(self._verdict_on(error.failure, wire_name, wait), where) from None
+        if is_of_a_signal(error):
+            self._interrupted(error)
+            raise error
+        assert isinstance(error, Exception)
+        where = self._while(doing, wait)
+        raise self._break(self._verdict_on_exception(error, wire_name), where) from error
+
+    def _while(self, doing: str, wait: Waited | None) -> str:
+        """What this rank did as a wire failed, as the end of an error.
 
         Raises:
-            WireError: always.
+            WireError: it has closed the session itself, which is why the wire failed.
         """
-        detector = self.detector
-        assert detector is not None  # without peers nothing fails
         seconds = 0.0
         lasting = ""
-        if wait is not None:
-            seconds = time.monotonic() - detector.since
+        if wait is not None and self.detector is not None:
+            seconds = time.monotonic() - self.detector.since
             lasting = f" for {seconds:.2f} s"
-        what = f" while rank {self.rank} {doing}{lasting}{self._where()}"
+        text = f" while rank {self.rank} {doing}{lasting}{self._where()}"
         if self.closed:
-            raise WireError(f"rank {self.rank}: this group was closed{what}", rank=self.rank)
+            raise WireError(f"rank {self.rank}: this group was closed{text}", rank=self.rank)
         if wait is not None and seconds >= self.timeout:
-            what += f", past the timeout of {self.timeout:g} s"
-        raise self._break(detector.explain(failure, wait), what) from None
+            text += f", past the timeout of {self.timeout:g} s"
+        return text
+
+    def _verdict_on(self, failure: Failure, wire_name: str, wait: Waited | None) -> Verdict:
+        """The verdict behind a failure of a wire, which this may take a second to find."""
+        detector = self.detector
+        assert detector is not None  # without peers nothing fails
+        if failure.kind == "aborted" and detector.verdict is not None:
+            return detector.verdict
+        if failure.kind == "lost":
+            return detector.explain(failure.peer, failure.text, wait)
+        return detector.settle(verdict_on(failure, self.rank, wire_name))
+
+    def _verdict_on_exception(self, error: Exception, wire_name: str) -> Verdict:
+        """The verdict on a wire that raised what none may raise, unless others know of more."""
+        verdict = None if self.detector is None else self.detector.news()
+        return verdict or self._settle(verdict_on_exception(error, self.rank, wire_name))
 
     def after_fork(self) -> None:
         """In a forked child, where the session cannot be used, and has no threads."""
@@ -312,7 +362,7 @@ class Session:
             self._worker.after_fork()
         with contextlib.ExitStack() as stack:  # also where the close of a program's own wire raises
             # what the child kept open would hide the death of this process's parent from peers
-            for wire in self._wires():
+            for wire in self._wires.all():
                 stack.callback(wire.close)
             if self.detector is not None:
                 stack.callback(self.detector.abandon)  # first
@@ -327,23 +377,21 @@ class Session:
             why = "this group is closed; wait for asynchronous calls before weft.shutdown()"
             raise WireError(f"rank {self.rank}: {why}", rank=self.rank)
         if self._broken is None and self.detector is not None and self.detector.verdict:
-            where = f" while rank {self.rank} was{self._where()}" if self._call()[1] else ""
+            where = f" while rank {self.rank} was{self._where()}" if self._progress().doing else ""
             self._break(self.detector.verdict, where)
         if self._broken is not None:
             raise self._broken.error(self.rank) from None
 
     def _interrupted(self, error: BaseException) -> None:
-        """Break the session: something else than WireFailed was raised in a use of a wire.
+        """Break the session: the handler of a signal raised in a use of a wire, as that of Ctrl-C.
 
-        That is by a handler of a signal, as that of Ctrl-C, or by torch. A message may be half
-        moved. Where there are peers, `_check` finds the verdict at the detector from now on.
+        A message may be half moved. Where there are peers, `check` finds the verdict at the
+        detector from now on.
         """
         kind = "SIGINT" if isinstance(error, KeyboardInterrupt) else type(error).__name__
         verdict = self._settle(Verdict(self.rank, f"rank {self.rank} was interrupted ({kind})"))
-        # The memory of receives is the caller's again, so nothing may write there. An error here
-        # is less important than the interruption.
-        with contextlib.suppress(Exception):
-            self._abort_wires(verdict)
+        # the memory of receives is the caller's again, so nothing may write there
+        self._wires.abort(verdict)
 
     def _settle(self, verdict: Verdict) -> Verdict:
         """Tell all ranks what broke the session; the verdict that counts, which is the first."""
@@ -352,26 +400,20 @@ class Session:
     def _break(self, verdict: Verdict, where: str = "") -> WireError:
         """Break the session here; the error to raise. `where` is what this rank was doing."""
         self._broken = Verdict(verdict.culprit, f"{verdict.text}{where}")
-        self._abort_wires(verdict)
+        self._wires.abort(verdict)  # the detector's thread may not have come to that yet
         return self._broken.error(self.rank)
-
-    def _abort_wires(self, verdict: Verdict) -> None:
-        """End all waits of this rank, now: the detector's thread may not have come to that yet."""
-        for wire in self._wires():
-            wire.abort(Failure("aborted", verdict.culprit, verdict.text))
-
-    def _wires(self) -> list[interface.Wire]:
-        """All wires that there are now; another thread may make that of a device meanwhile."""
-        return [*self._cpu_wires, *(route.wire for route in list(self.devices.values()))]
 
     def _where(self) -> str:
         """The call that runs, as errors spell it."""
-        calls, doing = self._call()
+        calls, doing, _ = self._progress()
         return f" in {doing} (call {calls})" if doing else ""
 
-    def _call(self) -> tuple[int, str]:
-        """How many calls were started, and the name of the one that runs, or ""."""
-        return (0, "") if self._worker is None else (self._worker.calls, self._worker.doing)
+    def _progress(self) -> Progress:
+        """How far this rank is in its program; any thread."""
+        worker = self._worker
+        if worker is None:
+            return Progress()
+        return Progress(worker.calls, worker.doing, worker.history)
 
 
 @functools.cache

@@ -96,7 +96,12 @@ class Watcher:
         pinned = not flag.is_cpu
         on_host = torch.empty(flag.shape, dtype=flag.dtype, device="cpu", pin_memory=pinned)
         on_host.copy_(flag, non_blocking=True)  # the host reads it when that is through
-        self.watch(_Behind(flag), lambda: then() if on_host else None)
+
+        def then_if_set() -> None:
+            if on_host:
+                then()
+
+        self.watch(_Behind(flag), then_if_set)
 
     def end(self) -> None:
         """End the thread, once all is through."""
@@ -111,6 +116,7 @@ def _watch(
 ) -> None:
     """The thread of a watcher."""
     claim_thread(device)
+    # ended by `end`, or by the end of the watcher, which both put None
     while (item := queued.get()) is not None:
         pending, then = item
         try:

@@ -32,6 +32,7 @@ T = TypeVar("T")
 
 _GRACE = 1.0  # seconds that calls get to finish at exit, or where the group is broken
 _LAST = 1.0  # seconds in which they end after the group was aborted
+_REMEMBERED = 8  # calls in `Worker.history`
 
 
 class Member(Protocol):
@@ -75,6 +76,7 @@ class Worker:
         calls: how many calls were started.
         made: how many calls were started or queued.
         doing: the name of the call that runs, "" between calls.
+        history: the numbers and names of the last calls that were started; any thread reads it.
         now: the record of that call, or None.
 
     Example:
@@ -93,6 +95,7 @@ class Worker:
         self.calls = 0
         self.made = 0
         self.doing = ""
+        self.history: tuple[tuple[int, str], ...] = ()
         self.now: recorder.Call | None = None
         self._entered: dict[tuple[int, ...], int] = {}  # how many calls, by the ranks they are of
         self._stopped = False
@@ -241,6 +244,7 @@ class Worker:
         try:
             self.calls += 1
             self.doing = name
+            self.history = (*self.history[1 - _REMEMBERED :], (self.calls, name))
             self._several = several
             self.now = call
             result = self._sound(job)

@@ -22,13 +22,13 @@ _WEFT = Path(__file__).parents[2]
 _LIBRARIES = tuple(os.path.join(each, "") for each in (_WEFT, torch.__path__[0]))
 _PYTHON = os.path.join(sysconfig.get_path("stdlib"), "")
 
-_asked: float | None = None  # what the program asks for
+_seconds_of_program: float | None = None  # what `weft.init(watch=)` said; None: nothing
 
 
 def choose(seconds: float | None) -> None:
     """Set the seconds for groups that are made from now on; None: the environment's."""
-    global _asked
-    _asked = seconds
+    global _seconds_of_program
+    _seconds_of_program = seconds
 
 
 def chosen() -> float:
@@ -37,7 +37,7 @@ def chosen() -> float:
     Raises:
         WeftError: it is no number of seconds above 0.
     """
-    value: float | str | None = _asked
+    value: float | str | None = _seconds_of_program
     if value is None:
         value = os.environ.get("WEFT_WATCH") or math.inf
     with contextlib.suppress(ValueError, TypeError):
@@ -50,7 +50,7 @@ def chosen() -> float:
 
 def chosen_by() -> str:
     """Where `chosen` is from: an argument, a variable, or "default"."""
-    if _asked is not None:
+    if _seconds_of_program is not None:
         return "weft.init(watch=)"
     return "WEFT_WATCH" if os.environ.get("WEFT_WATCH") else "default"
 

@@ -5,7 +5,10 @@ without a "bye" means that the peer died. There are no heartbeats: a rank that i
 foreign code, is not suspected until a wait is late. When a wait reaches its deadline, the detector
 asks all ranks where they are. It blames a rank that does not answer, or that is not in the call in
 which the others wait for it. The first verdict counts: it goes to all ranks and to the log (a
-launcher may be about to end this process), and ends this rank's waits, by an abort of its wires.
+launcher may be about to end this process), and ends this rank's waits.
+
+The detector knows no wire. Who uses it says how waits are ended, and what is known to be wrong
+(`guard`), and asks it to explain what was lost (`explain`).
 
 The thread costs nothing while all is well. All waits of a session have the same timeout, so it
 wakes up once in that time, and checks whether a wait has lasted that long. After the seconds of
@@ -16,39 +19,62 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import json
 import logging
 import math
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence, Set
-from dataclasses import astuple, replace
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import NamedTuple, Protocol
 
 from ...errors import WeftError, WireError, names
 from ...wire import watch
-from ...wire.interface import Failure, Wire
 from .. import recorder
 from . import last_error
 from .links import ControlLinks, News
-from .verdict import Place, Verdict, judge, left
+from .messages import Message, line_of, parse, place_of, values_of
+from .verdict import Place, Verdict, judge, on_leaver
 
 EXCHANGED = (1 << 14) + 1
 """Bytes that may be exchanged at once: 16 KiB of a factory's, and one that says what they are."""
 
-_ANSWER = 0.7  # seconds in which ranks must say where they are
-_LATE = 0.5  # a thread that wakes up so many seconds late concludes that its process was paused
+ANSWER = 0.7
+"""Seconds in which ranks must say where they are."""
+
+LATE = 0.5
+"""A thread that wakes up so many seconds late concludes that its process was paused."""
+
 _NEWS = 0.25  # seconds to wait for a verdict of another rank, before this rank asks
-_NAMED = 4  # reasons that are printed for one slow wait
+_NAMED = 4  # reasons that are printed for one slow wait; ranks that are told to be awaited
 _LONGEST = 1 << 16  # bytes of a message between detectors
 _NOTHING_DUE = 3600.0  # seconds that the thread may sleep once there is a verdict
 
 _log = logging.getLogger("weft")
 
 
+class Progress(NamedTuple):
+    """How far a rank is in its program.
+
+    Attributes:
+        calls: how many calls it has started.
+        doing: the name of the one that runs, or "".
+        history: the numbers and names of the last ones that it has started.
+    """
+
+    calls: int = 0
+    doing: str = ""
+    history: tuple[tuple[int, str], ...] = ()
+
+
 class Wait(Protocol):
-    """A wait that has not ended."""
+    """A wait that has not ended.
+
+    Attributes:
+        wire_name: of what carries the messages, for texts; "": a wire of weft's own.
+    """
+
+    wire_name: str
 
     def peer(self) -> int | None:
         """The rank whose message is waited for now, or None."""
@@ -63,13 +89,12 @@ class Detector:
     Attributes:
         links: to the detectors of the peers.
         verdict: what broke the session, or None.
-        left: the ranks that said bye, each with the error that it raised before, or "".
+        leavers: the ranks that said bye, each with the error that it raised before, or "".
         waiting: the current wait, or None.
         since: when the current wait began or, without one, when the last ended; by
             `time.monotonic`. If this rank was paused in a wait, it is when the pause ended.
         began: when the last wait began, without regard to pauses.
-        call: a weak reference to a function that returns how many calls were started, and the name
-            of the one that runs.
+        progress: a weak reference to a function that says how far this rank is.
     """
 
     def __init__(
@@ -95,13 +120,15 @@ class Detector:
         self._slow = slow
         self._last_printed: Callable[[], object] = lambda: None  # of the waits, with a line (weak)
         self.verdict: Verdict | None = None
-        self.left: dict[int, str] = {}
+        self.leavers: dict[int, str] = {}
         self.waiting: Wait | None = None
         self.since = time.monotonic()
         self.began = self.since
         self.links = links
-        self.call: Callable[[], Callable[[], tuple[int, str]] | None] = lambda: None
-        self._wires: list[Wire] = []  # of the session: what a verdict aborts
+        self.progress: Callable[[], Callable[[], Progress] | None] = lambda: None
+        # what ends this rank's waits, and what says what is known to be wrong; see `guard`
+        self._end_waits: Callable[[Verdict], None] = lambda verdict: None
+        self._find_fault: Callable[[], Verdict | None] = lambda: None
         self._thread = thread
         self._peers = tuple(links.peers())  # all of them, also those that are gone since
         self._rests = dict.fromkeys(self._peers, b"")  # what came of a line that is not complete
@@ -119,13 +146,21 @@ class Detector:
         self._heard = threading.Condition()  # notified when something came that `exchange` awaits
         links.start(self)
 
-    def guard(self, wire: Wire) -> None:
-        """Abort a wire of the session as soon as there is a verdict."""
-        with self._lock:
-            self._wires.append(wire)
-            verdict = self.verdict
-        if verdict is not None:
-            wire.abort(Failure("aborted", verdict.culprit, verdict.text))
+    def guard(
+        self, end_waits: Callable[[Verdict], None], find_fault: Callable[[], Verdict | None]
+    ) -> None:
+        """Begin to look after waits.
+
+        Args:
+            end_waits: ends all waits of this rank, also those that begin later; any thread calls it
+                as soon as there is a verdict, perhaps twice.
+            find_fault: says what this rank is sure of, which it may have seen while nobody waited,
+                or None. The thread of the links calls it.
+        """
+        self._find_fault = find_fault
+        self._end_waits = end_waits  # before the next line: `settle` sets the verdict, then calls
+        if self.verdict is not None:
+            end_waits(self.verdict)
 
     def begin(self, wait: Wait) -> None:
         """Note that the thread that uses the session begins to wait."""
@@ -148,8 +183,7 @@ class Detector:
                 return verdict
             self._send(self.links.peers(), {"verdict": [verdict.culprit, verdict.text]})
         # what follows may block or raise: a handler of the log, a file; waits end before that
-        for wire in self._wires:
-            wire.abort(Failure("aborted", verdict.culprit, verdict.text))
+        self._end_waits(verdict)
         self._settled.set()
         self._notify()
         with contextlib.suppress(Exception):  # of a handler: who waits raises what matters more
@@ -185,10 +219,12 @@ class Detector:
 
         def is_over() -> bool:
             late = missing()
-            return not late or self.verdict is not None or not self.left.keys().isdisjoint(late)
+            return not late or self.verdict is not None or not self.leavers.keys().isdisjoint(late)
 
         seconds = self.timeout if until is None else max(0.0, until - time.monotonic())
         with self._heard:
+            # ended by the thread of the links, with the last message, a bye, or a verdict; else by
+            # the deadline
             ended = self._heard.wait_for(is_over, seconds)
         if not ended:
             self.blame()  # in this second those may still come that are alive, and soon see the end
@@ -204,9 +240,9 @@ class Detector:
         Raises:
             WireError: there will be none, since a rank died or left.
         """
-        gone = list(self.left)
-        if self.verdict is not None or gone:
-            raise self._not_exchanged(gone)
+        leavers = list(self.leavers)
+        if self.verdict is not None or leavers:
+            raise self._not_exchanged(leavers)
         number = self._exchanges + 1
         return [data for (_, of), data in list(self._exchanged.items()) if of == number]
 
@@ -214,44 +250,44 @@ class Detector:
         """The error where these ranks' bytes did not come."""
         if self.verdict is not None:
             return self.verdict.error(self.rank)
-        gone = next((peer for peer in late if peer in self.left), None)
-        if gone is not None:
-            verdict = self.settle(left(gone, self.left[gone]))
+        leaver = next((peer for peer in late if peer in self.leavers), None)
+        if leaver is not None:
+            verdict = self.settle(on_leaver(leaver, self.leavers[leaver]))
         else:
             text = f"{names(late)} did not come to make the wire within {self.timeout:g} s"
             verdict = self.settle(Verdict(late[0], text))
         return verdict.error(self.rank)
 
-    def explain(self, failure: Failure, wait: Wait | None) -> Verdict:
-        """The verdict behind what a wire raised here, which this may take about a second to find.
+    def explain(self, peer: int | None, text: str, wait: Wait | None) -> Verdict:
+        """The verdict behind a lost peer: it died, or left, or raised because of another.
+
+        To find it may take about a second.
 
         Args:
-            failure: the wire's.
-            wait: the wait that raised it, or None.
+            peer: whose messages do not come any more; None: that is unknown.
+            text: what was seen, as a clause: "the connection was reset".
+            wait: that for these messages, or None.
         """
-        if failure.kind == "aborted" and self.verdict is not None:
-            return self.verdict
-        if failure.kind == "broken":
-            return self.settle(Verdict(self.rank, f"rank {self.rank}: {failure.text}"))
-        if failure.kind != "lost":  # nothing that happened elsewhere makes that
-            return self.settle(Verdict(failure.peer, failure.text))
-        return self._find_out(failure, wait)
-
-    def _find_out(self, failure: Failure, wait: Wait | None) -> Verdict:
-        """The verdict behind a lost peer: it died, or left, or raised because of another."""
-        peer = failure.peer
         what = f"the link between rank {self.rank} and rank {peer}"
         if peer is None:
             what = f"a link of rank {self.rank}"
-        failed = Verdict(peer, f"{what} failed ({failure.text})")
+        if wait is not None and wait.wire_name:
+            what += f" over wire {wait.wire_name!r}"
+        failed = Verdict(peer, f"{what} failed ({text})")
         # its control link may say more at once: that it died, or left, or another's verdict
-        if not self._settled.wait(_NEWS):
-            if peer is not None and peer in self.left:
-                return self.settle(left(peer, self.left[peer]))
+        if self.news() is None:
+            if peer is not None and peer in self.leavers:
+                return self.settle(on_leaver(peer, self.leavers[peer]))
             self._suspect = (wait, failed)
             self.links.wake()
-            self._settled.wait(_ANSWER + _NEWS)  # the ranks are asked, and judged
+            # ended by the verdict, once the ranks were asked and judged; else by the time for that
+            self._settled.wait(ANSWER + _NEWS)
         return self.verdict or self.settle(failed)
+
+    def news(self) -> Verdict | None:
+        """The verdict, for which this waits a moment: another rank may have seen more."""
+        self._settled.wait(_NEWS)  # ended by `settle`, or by the time
+        return self.verdict
 
     def blame(self) -> Verdict | None:
         """Find, within about a second, why a call of another library failed.
@@ -260,12 +296,13 @@ class Detector:
         """
         self._suspect = (None, None)
         self.links.wake()
-        if not self._settled.wait(_NEWS):
-            leavers = list(self.left)
+        if self.news() is None:
+            leavers = list(self.leavers)
             if leavers:
                 first = leavers[0]
-                return self.settle(left(first, self.left[first]))
-            self._settled.wait(_ANSWER + _NEWS)
+                return self.settle(on_leaver(first, self.leavers[first]))
+            # ended by a verdict; else by the time in which the ranks are asked and judged
+            self._settled.wait(ANSWER + _NEWS)
         return self.verdict
 
     def close(self) -> None:
@@ -280,7 +317,7 @@ class Detector:
             self._closed = True
             goodbye = b""
             if self.verdict is None:
-                goodbye = _line({"bye": last_error.since(self.since, handled=True)})
+                goodbye = line_of({"bye": last_error.since(self.since, handled=True)})
         self.links.close(goodbye)
         # these may hold a wait, with messages that lie in memory of peers
         self._inquiry = None
@@ -298,18 +335,9 @@ class Detector:
         self._inquiry = None
         self._suspect = None
 
-    def _send(self, peers: Sequence[int], message: dict[str, object]) -> None:
-        """Send without waiting: a peer that cannot take a few bytes is not listening.
-
-        A message is a line of JSON, and one of these (`_parsed` checks it):
-
-        * `verdict`: [culprit, text], once: from whoever settled it, and from each that learns it;
-        * `bye`: the error that this rank raised or "", as the last, where there was no verdict;
-        * `data`, and the number `of` the exchange;
-        * `ask`: the number of an inquiry, to all, at any time;
-        * `here`: the values of a `Place`, and `to` which inquiry: to the one that asks.
-        """
-        data = _line(message)
+    def _send(self, peers: Sequence[int], message: Message) -> None:
+        """Send without waiting: a peer that cannot take a few bytes is not listening."""
+        data = line_of(message)
         for peer in peers:
             self.links.send(peer, data)
 
@@ -323,12 +351,12 @@ class Detector:
     def handle(self, news: Sequence[News], late: float) -> None:
         if self._closed:
             return
-        if late > _LATE:
+        if late > LATE:
             self._begin_anew()
         for each in news:
             self._read_news(each)
         if self.verdict is None:
-            self._look_at_the_wires()
+            self._look_for_faults()
         if self.verdict is None:
             self._look_at_the_clock()
 
@@ -361,15 +389,14 @@ class Detector:
             return self.timeout
         return min(self._slow, self.timeout)
 
-    def _look_at_the_wires(self) -> None:
-        """Settle what a wire is sure of, which it may have seen while nobody used it.
+    def _look_for_faults(self) -> None:
+        """Settle what this rank is sure of, which it may have seen while nobody waited.
 
         Else a rank that others ask where it is would be taken for the one that keeps them waiting.
         """
-        for wire in self._wires:
-            failure = wire.failure()
-            if failure is not None and failure.kind in ("garbled", "broken"):
-                self.explain(failure, None)
+        fault = self._find_fault()
+        if fault is not None:
+            self.settle(fault)
 
     def _look_at_the_clock(self) -> None:
         """End an inquiry, or begin one: because of a suspect, or because a wait is late."""
@@ -392,37 +419,43 @@ class Detector:
     def _ask(self, about: Wait | None) -> None:
         """Ask all where they are."""
         self._inquiries += 1
-        asked = set(self.links.peers()) - set(self.left)
-        self._inquiry = _Inquiry(self._inquiries, about, time.monotonic() + _ANSWER, asked)
+        asked = set(self.links.peers()) - set(self.leavers)
+        self._inquiry = _Inquiry(self._inquiries, about, time.monotonic() + ANSWER, asked)
         self._send(sorted(asked), {"ask": self._inquiries})
 
     def _judge(self, inquiry: _Inquiry) -> None:
         """Conclude from the answers: a verdict, a line about a slow wait, or nothing."""
-        silent = inquiry.asked - inquiry.places.keys() - self.left.keys()
+        silent = inquiry.asked - inquiry.places.keys() - self.leavers.keys()
         places = {self.rank: self._place(), **inquiry.places}
         overdue = time.monotonic() >= self.began + self.timeout  # no link failed: nobody came
+        wait = inquiry.about
         suspect = self._suspect
         self._suspect = None
         if suspect is not None:
             reason = suspect[1]
             if silent or (overdue and reason is not None):
-                self.settle(judge(self.rank, places, silent, self.left))
+                self.settle(self._judgement(wait, places, silent))
             elif reason is not None:
                 self.settle(reason)  # all are well, so it is what it looks like
             # else all are well, and a call of another library failed: nobody is to blame
         elif time.monotonic() >= self.since + self.timeout:
-            self.settle(judge(self.rank, places, silent, self.left))
-        elif inquiry.about is not None:
-            self._last_printed = weakref.ref(inquiry.about)
-            self._tell(inquiry.about.awaited(), places, silent)
+            self.settle(self._judgement(wait, places, silent))
+        elif wait is not None:
+            self._last_printed = weakref.ref(wait)
+            self._tell(wait, places, silent)
 
-    def _tell(self, awaited: Sequence[int], places: dict[int, Place], silent: set[int]) -> None:
+    def _judgement(self, wait: Wait | None, places: dict[int, Place], silent: set[int]) -> Verdict:
+        """Who is to blame for a wait, from where the ranks are."""
+        wire_name = "" if wait is None else wait.wire_name
+        return judge(self.rank, places, silent, self.leavers, wire_name)
+
+    def _tell(self, wait: Wait, places: dict[int, Place], silent: set[int]) -> None:
         """Say on standard error who keeps this rank waiting."""
         mine = places[self.rank]
         why: list[str] = []
-        for peer in awaited:
+        for peer in wait.awaited():
             places[self.rank] = replace(mine, awaits=peer)  # as if it waited for this one
-            reason = judge(self.rank, places, silent, self.left).text
+            reason = self._judgement(wait, places, silent).text
             if len(why) < _NAMED and reason not in why:
                 why.append(reason)
         if why and mine.awaits is not None:  # else that wait is over
@@ -430,14 +463,26 @@ class Detector:
 
     def _place(self) -> Place:
         """Where this rank is."""
-        call = self.call()
-        calls, doing = (0, "") if call is None else call()
+        find_progress = self.progress()
+        progress = Progress() if find_progress is None else find_progress()
         waiting = self.waiting
         since = self.since  # after `waiting`, see `begin`
-        awaits = None if waiting is None else waiting.peer()
-        is_outside = waiting is None and not doing
-        raised = last_error.since(since) if is_outside else ""
-        return Place(calls, doing, awaits, time.monotonic() - since, raised, self._program_line())
+        awaits = None
+        awaited: tuple[int, ...] = ()
+        if waiting is not None:
+            awaits = waiting.peer()
+            awaited = tuple(waiting.awaited())[:_NAMED]
+        is_outside = waiting is None and not progress.doing
+        return Place(
+            calls=progress.calls,
+            doing=progress.doing,
+            awaits=awaits,
+            seconds=time.monotonic() - since,
+            raised=last_error.since(since) if is_outside else "",
+            at=self._program_line(),
+            awaited=awaited,
+            history=progress.history,
+        )
 
     def _program_line(self) -> str:
         """Where the rank's program is, as "file:line in function", or ""."""
@@ -449,14 +494,14 @@ class Detector:
     def _read_news(self, news: News) -> None:
         peer = news.peer
         if not news.data:
-            if peer not in self.left:
+            if peer not in self.leavers:
                 self.settle(Verdict(peer, self._death_of(peer, news.error)))
             return
         *lines, rest = (self._rests[peer] + news.data).split(b"\n")
         self._rests[peer] = rest[:_LONGEST]  # of a longer one not all is kept: it is no message
         for line in lines:
             try:
-                message = _parsed(line, {self.rank, *self._peers})
+                message = parse(line, {self.rank, *self._peers})
             except (ValueError, TypeError, OverflowError, RecursionError):
                 self.settle(Verdict(peer, f"rank {peer} sent what no detector says: {line[:80]!r}"))
                 return
@@ -468,55 +513,25 @@ class Detector:
             return f"the link between rank {self.rank} and rank {peer} is lost ({error})"
         return f"rank {peer} died"
 
-    def _on_message(self, peer: int, message: dict[str, Any]) -> None:
+    def _on_message(self, peer: int, message: Message) -> None:
         if "verdict" in message:
             culprit, text = message["verdict"]
             self.settle(Verdict(culprit, text))
         elif "bye" in message:
-            self.left[peer] = str(message["bye"])
+            self.leavers[peer] = message["bye"]
             self._notify()
         elif "data" in message:
             self._exchanged[peer, message["of"]] = base64.b64decode(message["data"])
             self._notify()
         elif "ask" in message:
-            place = self._place()
-            self._send([peer], {"here": astuple(place), "to": message["ask"]})
+            self._send([peer], {"here": values_of(self._place()), "to": message["ask"]})
         elif "here" in message and self._inquiry and self._inquiry.number == message["to"]:
-            self._inquiry.places[peer] = Place(*message["here"])
+            self._inquiry.places[peer] = place_of(message["here"])
 
     def _notify(self) -> None:
         """Wake up who waits in `exchange`."""
         with self._heard:
             self._heard.notify_all()
-
-
-def _line(message: dict[str, object]) -> bytes:
-    """A message as it is sent."""
-    return json.dumps(message).encode() + b"\n"
-
-
-def _parsed(line: bytes, ranks: Set[int]) -> dict[str, Any]:
-    """Read and check a message of another rank's detector.
-
-    Raises:
-        ValueError, TypeError, OverflowError, RecursionError: it is invalid.
-    """
-    message: dict[str, Any] = json.loads(line)
-    match message, len(message):
-        case (({"verdict": [None, str()]} | {"bye": str()} | {"ask": int()}), 1):
-            return message
-        case {"verdict": [int() as culprit, str()]}, 1 if culprit in ranks:
-            return message
-        case {"data": str() as data, "of": int()}, 2:
-            base64.b64decode(data, validate=True)
-            return message
-        case {
-            "here": [int(), str(), None | int(), int() | float() as s, str(), str()],
-            "to": int(),
-        }, 2:
-            float(s)  # which an integer may be too large for
-            return message
-    raise ValueError("no message of this kind is known")
 
 
 class _Inquiry:

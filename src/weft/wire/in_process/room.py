@@ -380,6 +380,8 @@ class RoomPending:
                 seconds = None if until is None else until - time.monotonic()
                 if seconds is not None and seconds <= 0:
                     return self.is_over_now()
+                # ended by a peer that posts the other end, by a failure of this wire (a close, an
+                # abort, a peer that is gone, all that wait), or by the time
                 wire.changed.wait(seconds)
         finally:
             if waiting.get(wire.rank) is self:

@@ -1,0 +1,130 @@
+"""All wires of a session at one rank: what a verdict aborts, and what they say of failures.
+
+A wire says what it saw, and a session needs a verdict. The failure detector knows no wire: it is
+given two functions of `Wires`.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import signal
+from collections.abc import Callable
+from types import CodeType
+from typing import Any
+
+from ..wire.interface import Failure, Wire
+from .failure.verdict import Verdict, how_to_try
+
+_LONGEST = 500  # characters of an exception that travel
+_ALIKE = (
+    "(all ranks must run the same program and version, and post the same lengths to each other)"
+)
+
+_log = logging.getLogger("weft")
+
+
+class Wires:
+    """The wires of a session at one rank, with their names for texts."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._wires: list[tuple[Wire, str]] = []
+
+    def add(self, wire: Wire, name: str) -> None:
+        """Add a wire.
+
+        Args:
+            wire: of the session.
+            name: by which a program or a package registered it; "": it is one of weft's own.
+        """
+        self._wires.append((wire, name))
+
+    def all(self) -> list[Wire]:
+        """Those that there are now; another thread may add that of a device meanwhile."""
+        return [wire for wire, _ in self._wires]
+
+    def abort(self, verdict: Verdict) -> None:
+        """End all waits of this rank; any thread."""
+        for wire in self.all():
+            try:
+                wire.abort(Failure("aborted", verdict.culprit, verdict.text))
+            except Exception as error:  # the waits of the others end all the same
+                _log.error("rank %d: a wire cannot be aborted: %r", self._rank, error)
+
+    def find_fault(self) -> Verdict | None:
+        """What a wire is sure of, which it may have seen while nobody used it; any thread."""
+        for wire, name in list(self._wires):
+            failure = wire.failure()
+            if failure is not None and failure.kind in ("garbled", "broken"):
+                return verdict_on(failure, self._rank, name)
+        return None
+
+
+def verdict_on(failure: Failure, rank: int, name: str) -> Verdict:
+    """The verdict on what a wire is sure of: any failure but "lost", which others may explain.
+
+    Args:
+        failure: what it says.
+        rank: whose wire it is.
+        name: of the wire; "": it is one of weft's own.
+
+    Example:
+        >>> verdict_on(Failure("broken", None, "no memory left"), 1, "").text
+        'rank 1: no memory left'
+        >>> verdict_on(Failure("stuck", None, "all ranks wait"), 1, "")
+        Verdict(culprit=None, text='all ranks wait')
+    """
+    if failure.kind == "garbled":
+        return Verdict(failure.peer, f"{failure.text} {_ALIKE}")
+    if failure.kind != "broken":
+        return Verdict(failure.peer, failure.text)
+    if name:
+        text = f"rank {rank}: wire {name!r} failed: {failure.text} {how_to_try(name)}"
+        return Verdict(rank, text)
+    return Verdict(rank, f"rank {rank}: {failure.text}")
+
+
+def verdict_on_exception(error: Exception, rank: int, name: str) -> Verdict:
+    """The verdict on a wire that raised what none may raise; `rank` and `name` as above."""
+    what = " ".join(f"{type(error).__name__}: {error}".split())[:_LONGEST]
+    if name:
+        return Verdict(rank, f"rank {rank}: wire {name!r} raised {what} {how_to_try(name)}")
+    return Verdict(rank, f"rank {rank}: its wire raised {what}")
+
+
+def is_of_a_signal(error: BaseException) -> bool:
+    """Whether the handler of a signal raised this in the middle of whatever else ran.
+
+    What is no Exception, such as KeyboardInterrupt, counts as that. For others the traceback shows
+    it: the code of a handler that is installed is in it.
+    """
+    if not isinstance(error, Exception):
+        return True
+    handlers = _codes_of_handlers()
+    trace = error.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_code in handlers:
+            return True
+        trace = trace.tb_next
+    return False
+
+
+def _codes_of_handlers() -> set[CodeType]:
+    """The code of all handlers of signals that are written in Python."""
+    codes = set()
+    for number in signal.valid_signals():
+        handler = signal.getsignal(number)
+        code = _code_of(handler) if callable(handler) else None
+        if code is not None:
+            codes.add(code)
+    return codes
+
+
+def _code_of(handler: Callable[..., Any]) -> CodeType | None:
+    """The code of a function, of a method, or of an object that can be called."""
+    while isinstance(handler, functools.partial):
+        handler = handler.func
+    call = handler if hasattr(handler, "__code__") else type(handler).__call__
+    code: CodeType | None = getattr(call, "__code__", None)
+    return code

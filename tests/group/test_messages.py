@@ -1,0 +1,79 @@
+"""`weft.group.failure.messages`: what one detector says, another reads, and nothing else."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from weft.group.failure.messages import line_of, parse, place_of, values_of
+from weft.group.failure.verdict import Place
+
+RANKS = {0, 1, 2}
+HERE = [7, "barrier", 2, 0.5, "", "train.py:6 in load_batch", [2], [[6, "all_reduce"]]]
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"verdict": [2, "rank 2 died"]},
+        {"verdict": [None, "all wait"]},
+        {"bye": ""},
+        {"ask": 3},
+        {"data": "b25l", "of": 1},
+        {"here": HERE, "to": 3},
+        {"here": [0, "", None, 3, "KeyError: 7", "", [], []], "to": 1},
+    ],
+)
+def test_a_message_is_read_as_it_was_sent(message):
+    line = line_of(message)
+    assert line.endswith(b"\n") and line.count(b"\n") == 1
+    assert parse(line[:-1], RANKS) == message
+
+
+def test_a_place_is_read_as_it_was_sent():
+    place = Place(7, "barrier", 2, 0.5, "", "a.py:1", awaited=(2, 0), history=((6, "all_reduce"),))
+    message = parse(line_of({"here": values_of(place), "to": 1}), RANKS)
+    assert place_of(message["here"]) == place
+
+
+def changed(at, value):
+    """A place with one value that none has."""
+    return {"here": [*HERE[:at], value, *HERE[at + 1 :]], "to": 3}
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        7,
+        [],
+        {},
+        {"verdict": [3, "no such rank"]},
+        {"verdict": [True, "no number"]},
+        {"verdict": [1]},
+        {"verdict": [1, 2]},
+        {"verdict": [1, "two at once"], "bye": ""},
+        {"bye": 1},
+        {"ask": "3"},
+        {"data": "b25l"},
+        {"data": "no base64", "of": 1},
+        {"data": "b25l", "of": 1.5},
+        {"here": HERE},
+        {"here": HERE[:-1], "to": 3},
+        changed(0, "7"),
+        changed(1, None),
+        changed(2, "2"),
+        changed(3, "soon"),
+        changed(3, 10**400),
+        changed(4, 0),
+        changed(5, None),
+        changed(6, 2),
+        changed(6, ["2"]),
+        changed(7, [[6]]),
+        changed(7, [["6", "all_reduce"]]),
+        changed(7, {}),
+    ],
+)
+def test_what_no_detector_says_is_refused(message):
+    with pytest.raises((ValueError, TypeError, OverflowError)):
+        parse(json.dumps(message).encode(), RANKS)

@@ -1,0 +1,216 @@
+"""Groups over a wire that does something wrong: all ranks say what, and the next init works."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+import weft
+from weft.testing import processes
+from weft.testing.pace import patient
+from weft.wire import Failure, Features, WireFailed, register_wire
+from weft.wire.tcp import wire as tcp
+
+BAD = 1
+"""The rank whose wire does something wrong."""
+
+HOW = "(try it by weft doctor --wire mine, or by weft.testing.check_wire)"
+LOST = (
+    "the link is too slow, the ranks disagree on what to send, or wire 'mine' lost a message " + HOW
+)
+
+
+class Mine:
+    """A wire of a program's own: TCP, until something is wrong with it.
+
+    Attributes:
+        fault: what is wrong; "": nothing.
+    """
+
+    def __init__(self, inside):
+        self.inside = inside
+        self.rank = inside.rank
+        self.size = inside.size
+        self.device = inside.device
+        self.features = inside.features
+        self.fault = ""
+        for name in ("abort", "failure", "close"):
+            setattr(self, name, getattr(inside, name))
+
+    def post(self, sends=(), recvs=(), channel=0):
+        if self.fault == "raises in post":
+            raise ValueError("there is no queue left")
+        if self.fault == "breaks":
+            self.abort(Failure("broken", None, "there is no memory left"))
+        if self.fault == "completes nothing":
+            return Never(self, sends, recvs)
+        if self.fault == "sends nothing":
+            sends = ()
+        pending = self.inside.post(sends, recvs, channel)
+        return Raising(pending) if self.fault == "raises in wait" else pending
+
+    def lease(self, nbytes):
+        return None
+
+
+class Never:
+    """The messages of a post, none of which ever comes."""
+
+    def __init__(self, wire, sends, recvs):
+        self.wire = wire
+        self.peers = sorted({peer for peer, _ in (*sends, *recvs)})
+
+    def wait(self, timeout=None):
+        while self.wire.failure() is None:
+            threading.Event().wait(0.02)
+        raise WireFailed(self.wire.failure())
+
+    def done(self):
+        return self.wire.failure() is not None
+
+    def waiting_for(self):
+        return self.peers
+
+    def release(self):
+        pass
+
+
+class Raising:
+    """The messages of a post, which cannot be waited for."""
+
+    def __init__(self, inside):
+        self.inside = inside
+        for name in ("done", "waiting_for", "release"):
+            setattr(self, name, getattr(inside, name))
+
+    def wait(self, timeout=None):
+        raise KeyError("no such message")
+
+
+def make(start):
+    return Mine(tcp.make(start))
+
+
+def the_next_works():
+    """A group that is made after another has failed."""
+    with weft.init(timeout=60):
+        return weft.all_reduce(torch.ones(1)).item()
+
+
+def after_a_fault(fault, ranks):
+    """What a rank raises where this is wrong on those ranks from the second call on."""
+    register_wire("mine", make)
+    group = weft.init(timeout=60, wire="mine")
+    weft.all_reduce(torch.ones(3))
+    group.set_timeout(patient(2.0))
+    if group.rank in ranks:
+        group.wire.fault = fault
+    with pytest.raises(weft.WireError) as caught:
+        for _ in range(3):
+            weft.all_reduce(torch.ones(3))
+    with pytest.raises(weft.WireError) as again:
+        weft.barrier()
+    assert str(again.value) == str(caught.value)
+    weft.shutdown()
+    cause = repr(caught.value.__cause__)
+    return str(caught.value), caught.value.culprit, cause, the_next_works()
+
+
+@pytest.mark.parametrize(
+    ("fault", "ranks", "culprit", "text"),
+    [
+        (
+            "sends nothing",
+            [BAD],
+            BAD,
+            "rank 1 is past call 2 (all_reduce), where ranks 0 and 2 wait for it: it is in call 3 "
+            "(all_reduce) and has waited for rank",
+        ),
+        (
+            "completes nothing",
+            [BAD],
+            BAD,
+            "not all came in time between rank 1 and ranks 0 and 2 in call 2 (all_reduce), though "
+            f"all answer: {LOST}",
+        ),
+        (
+            "completes nothing",
+            [0, 1, 2],
+            None,
+            "not all came in time between ranks 0, 1 and 2 in call 2 (all_reduce), though all "
+            f"answer: {LOST}",
+        ),
+        ("breaks", [BAD], BAD, f"rank 1: wire 'mine' failed: there is no memory left {HOW}"),
+        (
+            "raises in post",
+            [BAD],
+            BAD,
+            f"rank 1: wire 'mine' raised ValueError: there is no queue left {HOW}",
+        ),
+        (
+            "raises in wait",
+            [BAD],
+            BAD,
+            f"rank 1: wire 'mine' raised KeyError: 'no such message' {HOW}",
+        ),
+    ],
+)
+def test_what_a_wire_of_ones_own_does_wrong_is_told_alike_by_all(fault, ranks, culprit, text):
+    raised = {"raises in post": "ValueError", "raises in wait": "KeyError"}.get(fault, "None")
+    for rank, (said, blamed, cause, total) in enumerate(processes(3, after_a_fault, fault, ranks)):
+        assert said.startswith(f"rank {rank}: {text}"), said
+        assert said.endswith("; start the group again"), said
+        assert HOW in said
+        assert blamed == culprit
+        assert cause.startswith(raised if rank == BAD else "None"), cause
+        assert total == 3.0
+
+
+def make_with_other_features(start):
+    wire = make(start)
+    if start.rank == BAD:
+        wire.features = Features(exact=True)
+    return wire
+
+
+def refused():
+    register_wire("mine", make_with_other_features)
+    with pytest.raises(weft.WeftError) as caught:
+        weft.init(timeout=60, wire="mine")
+    return str(caught.value), the_next_works()
+
+
+def test_other_features_on_one_rank_are_refused_by_all():
+    for said, total in processes(3, refused):
+        assert said.startswith(
+            "wire 'mine' cannot be used: on rank 1 its features have exact True, on rank 0 False"
+        )
+        assert said.endswith(
+            "; mend it there, or give all ranks another weft.init(wire=) or WEFT_WIRE"
+        )
+        assert total == 3.0
+
+
+def lengths_differ():
+    """Rank 0 sends more than rank 1 receives; rank 2 waits for rank 0 in a call."""
+    group = weft.init(timeout=60)
+    weft.barrier()
+    with pytest.raises(weft.WireError) as caught:
+        if group.rank == 0:
+            group.post([(1, torch.ones(12))]).wait()
+        if group.rank == 1:
+            group.post((), [(0, 8)]).wait()
+        weft.all_reduce(torch.ones(3))
+    weft.shutdown()
+    return str(caught.value), caught.value.culprit, the_next_works()
+
+
+def test_a_message_of_another_length_is_told_alike_by_all():
+    for rank, (said, culprit, total) in enumerate(processes(3, lengths_differ)):
+        assert said.startswith(f"rank {rank}: rank 0 sent 48 bytes for a receive of 8"), said
+        assert "ranks must run the same program and version, and post the same lengths" in said
+        assert said.endswith("; start the group again"), said
+        assert culprit == 0
+        assert total == 3.0
