@@ -184,12 +184,17 @@ class Listener:
         Raises:
             OSError: there is no file left, or the address cannot be reached.
         """
+        hello = _HELLO.pack(rank, lane, secrets.token_bytes(_NONCE))
+        is_near = endpoint.host == self.endpoint.host != ""
+        near = _unix(endpoint.token, timeout=_UNIX_TIMEOUT) if is_near else None
+        if near is not None:
+            near.setblocking(False)
+            return Attempt(peer, hello, endpoint.token, near, is_connected=True)
         address = endpoint.address
         if ":" in address:
             address += self._scope
-        is_near = endpoint.host == self.endpoint.host != ""
-        hello = _HELLO.pack(rank, lane, secrets.token_bytes(_NONCE))
-        return Attempt(peer, hello, endpoint, address, is_near=is_near)
+        sock = _connecting(address, endpoint.port)
+        return Attempt(peer, hello, endpoint.token, sock, is_connected=False)
 
     def acceptor(self, rank: int, awaited: int) -> Acceptor:
         """What accepts so many ranks that are to come, at this rank."""
@@ -282,40 +287,23 @@ class Attempt:
     """
 
     def __init__(
-        self, peer: int, hello: bytes, endpoint: Endpoint, address: str, *, is_near: bool
+        self, peer: int, hello: bytes, token: str, sock: socket.socket, *, is_connected: bool
     ) -> None:
         """
         Args:
             peer: the rank that listens.
             hello: of this rank, for one connection.
-            endpoint: of the peer.
-            address: to connect to where there is no Unix socket.
-            is_near: whether the peer is on this host, and a Unix socket is tried first.
-
-        Raises:
-            OSError: there is no file left, or the address cannot be reached.
+            token: of the peer's listener.
+            sock: non-blocking, connected or being connected; its owner is the attempt.
+            is_connected: whether it is connected.
         """
         self.peer = peer
+        self.sock = sock
         self._hello = hello
-        self._token = endpoint.token
+        self._token = token
         self._signed = b""  # what the proofs are HMACs of; b"" until the listener's nonce is there
         self._received = b""  # of the message that the listener sends next
-        self._is_connected = False
-        unix = _unix(endpoint.token, timeout=_UNIX_TIMEOUT) if is_near else None
-        if unix is not None:
-            self.sock = unix
-            self._is_connected = True
-            unix.setblocking(False)
-            return
-        family, _, _, _, name = socket.getaddrinfo(
-            address, endpoint.port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST
-        )[0]
-        self.sock = socket.socket(family, socket.SOCK_STREAM)
-        self.sock.setblocking(False)
-        code = self.sock.connect_ex(name)
-        if code not in (0, errno.EINPROGRESS):
-            self.sock.close()
-            raise OSError(code, os.strerror(code))
+        self._is_connected = is_connected
 
     @property
     def wanted(self) -> int:
@@ -617,6 +605,24 @@ def _unix(token: str, *, backlog: int = 0, timeout: float | None = None) -> sock
     except OSError:
         sock.close()
         return None
+    return sock
+
+
+def _connecting(address: str, port: int) -> socket.socket:
+    """A non-blocking TCP socket that has begun to connect.
+
+    Raises:
+        OSError: there is no file left, or the address cannot be reached.
+    """
+    family, _, _, _, name = socket.getaddrinfo(
+        address, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST
+    )[0]
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    sock.setblocking(False)
+    code = sock.connect_ex(name)
+    if code not in (0, errno.EINPROGRESS):
+        sock.close()
+        raise OSError(code, os.strerror(code))
     return sock
 
 
