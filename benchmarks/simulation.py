@@ -1,14 +1,16 @@
 """Compare predicted times with simulated ones: the tables of docs/plan.md and docs/choice.md.
 
     python benchmarks/simulation.py --ranks 64 --rows 500 --height 20000 --width 64
-    python benchmarks/simulation.py --ranks 1024 --rows 128 --height 8192 --width 8
+    python benchmarks/simulation.py --ranks 1024 --rows 128 --height 8192 --width 8 \\
+        --algorithm auto --link 1gbit,10gbit
+    python benchmarks/simulation.py --ranks 4 --rows 30000 --height 600000 --link distant
     python benchmarks/simulation.py --algorithm split --per-host 8
     python benchmarks/simulation.py --ranks 8 --per-host 4 --rows 4000 --height 80000 \\
         --algorithm auto --case uniform,zipf,identical,wide --link 1gbit,10gbit,25gbit,100gbit
 
 A simulated message takes less than 0.1 ms of a core, a pair of ranks some ten kilobytes. An
 algorithm takes seconds for 64 ranks and half a minute for 256. For 1,024 ranks it takes two to 47
-minutes and 11 GiB; `doubling`, which sends few messages, takes a minute at most.
+minutes and 11 GiB; `doubling` and `split` with factors, which send few messages, take up to three.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ LINKS = {
     "10gbit": Link(20e-6, 0.8e-9, MERGE, 5e-6),
     "25gbit": Link(20e-6, 0.32e-9, MERGE, 5e-6),
     "100gbit": Link(20e-6, 0.08e-9, MERGE, 5e-6),
+    "distant": Link(25e-3, 80e-9, MERGE, 10e-6),  # 100 Mbit/s, 25 ms one way
 }
 
 

@@ -10,8 +10,7 @@ import torch
 
 import weft
 from weft.kernels import meter
-from weft.sparse import ALGORITHMS
-from weft.sparse.factors import middle
+from weft.sparse import ALGORITHMS, factors
 from weft.testing import expected, simulated
 from weft.testing.simulation import simulate
 from weft.wire.link import MERGE, WITHIN, Link
@@ -69,6 +68,31 @@ def test_64_ranks_on_hosts_of_several(each, link):
     check(simulate("split", spread, 64, link, hosts=hosts, within=within))
 
 
+def on_hosts_of_eight(gbit):
+    link = Link(alpha=20e-6, beta=8e-9 / gbit, gamma=MERGE, work=5e-6, within=WITHIN)
+    hosts = [f"{rank // 8}" for rank in range(64)]
+    return link, {"hosts": hosts, "within": replace(link, beta=WITHIN)}
+
+
+@pytest.mark.parametrize("name", ["dense_tail", "gather", "holders"])
+@pytest.mark.parametrize("gbit", [1, 10])
+def test_most_hops_of_a_ring_are_within_hosts_and_rows_to_all_share_their_links(name, gbit):
+    # each hop counted as one between hosts, whose links rows to holders had for themselves
+    link, on_hosts = on_hosts_of_eight(gbit)
+    check(simulate(name, partial(spread, height=2000), 64, link, **on_hosts))
+
+
+@pytest.mark.parametrize("name", ["holders", "mask"])
+@pytest.mark.parametrize("gbit", [10, 25])
+def test_places_of_a_host_that_end_together_hand_their_sums_on_at_the_end(name, gbit, monkeypatch):
+    others = {found for found in ALGORITHMS if found != name}
+    monkeypatch.setattr(factors, "_NOT_BETWEEN", others)
+    monkeypatch.setenv("WEFT_FACTORS", "8x8")
+    link, on_hosts = on_hosts_of_eight(gbit)
+    rows = partial(spread, count=500, height=20_000)
+    check(simulate("split", rows, 64, link, **on_hosts))
+
+
 @pytest.mark.parametrize("name", ["dense_tail", "gather", "split"])
 @pytest.mark.parametrize("gbit", [25, 100])  # round the ring, and directly
 def test_hosts_whose_ranks_share_a_link_as_quick_as_memory(name, gbit, monkeypatch):
@@ -85,7 +109,7 @@ def test_two_hosts_gather_what_their_ranks_summed():
     within = replace(link, beta=WITHIN)
     rows = weft.Rows(torch.arange(4000) * 20, ONES[:4000], 80_000)
     done = simulate("split", lambda _: rows, 8, link, hosts="aaaabbbb", within=within)
-    between, _ = middle(done.load)
+    between, _ = factors.middle(done.load)
     assert between.name == "gather"
     check(done)
 

@@ -17,6 +17,7 @@ from weft.cli.commands import app
 from weft.cli.pictures import ON_DARK
 from weft.cli.plan.predict import Sizes, drawn, recorded
 from weft.sparse import ALGORITHMS
+from weft.sparse.cost import MANY
 
 ROOT = Path(__file__).parents[2]
 
@@ -48,7 +49,7 @@ WINS = {  # a case of each algorithm
     "eager": "--rows 10 --height 1000 --link 1gbit --ranks 4",
     "gather": "--case uniform --link 1gbit --ranks 2",
     "holders": "--case uniform --link 1gbit --ranks 16",
-    "mask": "--case identical --link 1gbit --ranks 128",
+    "mask": "--distribution identical --rows 5000 --height 9999 --width 16 --link 10gbit --ranks 8",
     "ring": "--case identical --link 1gbit --ranks 8",
     "split": "--case uniform --link 10gbit --ranks 16",
 }
@@ -81,7 +82,9 @@ def test_figures_and_a_plot_are_written(tmp_path: Path) -> None:
         [chosen] = [line for line in one["algorithms"] if line["verdict"] == "chosen"]
         assert chosen["algorithm"] == one["chosen"]
         serving = [line for line in one["algorithms"] if line["verdict"].startswith("predicted")]
-        assert all(chosen["milliseconds"] <= line["milliseconds"] for line in serving)
+        # of many ranks hardly longer counts as equal
+        equal = 1.03 if one["ranks"] >= MANY else 1.0
+        assert all(chosen["milliseconds"] <= equal * line["milliseconds"] for line in serving)
 
 
 def test_the_bound_of_hosts_is_beside_that_of_ranks(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import pytest
 from weft.schedules.hosts import Hosts
 from weft.sparse import ALGORITHMS, Load
 from weft.sparse.choice import predicted
+from weft.sparse.cost import MANY, preferred
 from weft.sparse.factors import middle
 from weft.wire.link import MERGE, WITHIN, Link
 
@@ -82,6 +83,24 @@ def test_what_runs_between_hosts(name):
     found = explained(*BETWEEN[name])
     between, _ = middle(found.load)
     assert (found.chosen, between.name) == ("split", name)
+
+
+@pytest.mark.parametrize("rows", [5_000, 20_000, 50_000])
+def test_of_many_ranks_nearly_as_quick_with_fewer_messages_is_taken(rows):
+    found = explained(256, 1, 1, rows, 1_000_000, 64, False)
+    best, *others = found.lines
+    assert best.name == "split 16x16"
+    flat = ALGORITHMS["split"].cost(found.load.but(factors=()))
+    quicker = [each for each in others if each.verdict.endswith("with more messages")]
+    assert all(each.messages > best.messages for each in quicker)
+    # a ring of 255 hops is predicted to be a little quicker
+    assert 0.97 * best.milliseconds < 1e3 * flat.seconds(found.link) < best.milliseconds
+    assert flat.messages > best.messages
+
+
+def test_of_a_few_ranks_the_quickest_is_taken():
+    assert preferred(MANY, [1.00, 1.02, 1.04], [30, 20, 10]) == 1
+    assert preferred(MANY - 1, [1.00, 1.02, 1.04], [30, 20, 10]) == 0
 
 
 def test_no_algorithm_is_without_a_case():

@@ -9,10 +9,12 @@ import torch
 
 import weft
 from weft.schedules import dense_all_reduce
-from weft.sparse import ALGORITHMS, Cost, Load, last_call
+from weft.schedules.hosts import Hosts
+from weft.sparse import ALGORITHMS, Cost, Load, codec, last_call
 from weft.sparse.link import set_link
 from weft.testing import spmd
 from weft.wire.link import Link
+from weft.wire.memory import Pool
 
 WIDTH, CHUNK_ROWS = 32, 2048
 
@@ -93,6 +95,31 @@ def test_on_a_slow_link_too_where_indices_are_packed(group, name, wire_dtype):
     sent = torch.tensor([record.sent_bytes - opening])
     dense_all_reduce(group, sent, "sum").wait()
     assert sent.item() / group.size == pytest.approx(cost.bytes, rel=0.02)
+
+
+@pytest.mark.parametrize(("count", "share"), [(0, 0.1), (100, 0.001), (1000, 0.01), (5000, 0.02)])
+def test_a_short_list_is_not_packed_however_dense_it_is(count, share):
+    load = Load(32, 32_000, 1000, 1000, 30_000, None, 32, 32, 4, places=1_000_000, gaps=True)
+    places = round(load.places * share)
+    indices = torch.randperm(places)[:count].sort().values.to(torch.int32)
+    lease = codec.pack(indices, Pool(), gaps=True)
+    assert load.list_of(count, share) == pytest.approx(len(lease.tensor), rel=0.02)
+
+
+def test_hops_of_a_ring_wait_for_what_bytes_do_not_hide():
+    slow = Link(alpha=1e-3, beta=1e-6, gamma=1e-9, work=0.0)  # a row takes 1 ms, as a latency does
+    load = Load(5, 50, 10, 10, 50, None, 1000, 1000, 4, chunk=1000, link=slow)
+    # four hops of a latency, while four ranks' bytes pass: the last chunk takes four times 2 ms
+    assert load.hops(1) == pytest.approx(4)
+    # of two chunks the second leaves 1 ms later: 9 ms, where 8 ms of bytes pass
+    assert load.hops(2) == pytest.approx(1)
+    assert load.hops(10) == 1
+    # other groups' bytes pass meanwhile
+    assert load.but(sharing=2, link=dataclasses.replace(slow, beta=2e-6)).hops(1) == 1
+    # three of five ranks have the next one on another host
+    hosts = Hosts.named("aabbc")
+    within = load.but(hosts=hosts, link=dataclasses.replace(slow, within=0.5e-6))
+    assert within.hops(1) == pytest.approx(4 * (1 + 0.6 + 0.4 * 0.5) - 4)
 
 
 def test_a_stream_of_chunks_takes_longer_than_a_message_where_cores_limit():

@@ -45,6 +45,11 @@ class Hosts:
             found[host].append(rank)
         return tuple(map(tuple, found))
 
+    @functools.cached_property
+    def crossings(self) -> int:
+        """How many ranks have the next rank, in a ring, on another host."""
+        return sum(host != self.of[rank - 1] for rank, host in enumerate(self.of))
+
     @property
     def in_order(self) -> bool:
         """Whether the ranks of each host are neighbours."""

@@ -1,7 +1,9 @@
 """The choice of an algorithm, and the table that explains it.
 
 `auto` takes the algorithm with the smallest predicted time among those that can serve the load and
-keep within the memory a call may use; if none keeps within that, the one that takes least.
+keep within the memory a call may use. Among many ranks it takes the one with the fewest messages
+of those that are nearly as quick (`cost.preferred`). If none keeps within that memory, it takes the
+one that needs least.
 Everything it looks at came out of the combined header or was measured by all ranks together, so
 every rank chooses alike.
 """
@@ -20,7 +22,7 @@ from ..errors import WeftError
 from ..group.group import Group
 from ..schedules.hosts import hosts_of
 from ..wire.link import Link
-from .cost import Cost, Load
+from .cost import Cost, Load, preferred
 from .factors import factored, named
 from .header import Header
 from .link import link_of
@@ -265,7 +267,8 @@ def choose(load: Load, algorithm: str) -> str:
         return algorithm
     serve = [found for found in ALGORITHMS.values() if found.applies(load) is None]
     if fits := [line for line in _lines(load, serve) if not line.verdict]:
-        return fits[0].algorithm
+        seconds = [line.milliseconds / 1e3 for line in fits]
+        return fits[preferred(load.ranks, seconds, [line.messages for line in fits])].algorithm
     # none keeps within the memory that is allowed
     return min(serve, key=lambda found: (round(found.cost(load).memory), found.name)).name
 
@@ -310,7 +313,8 @@ def _why_not(line: _Line, best: _Line, algorithm: str) -> str:
         return f"{algorithm} was asked for"
     if best.algorithm == EAGER and line.milliseconds < best.milliseconds:
         return "not needed: the rows fit into the opening exchange, which every call has"
-    return f"predicted {line.milliseconds / max(best.milliseconds, 1e-9):.2f}x of the time"
+    why = f"predicted {line.milliseconds / max(best.milliseconds, 1e-9):.2f}x of the time"
+    return f"{why}, with more messages" if line.milliseconds < best.milliseconds else why
 
 
 def together(calls: Sequence[Explanation]) -> Explanation:

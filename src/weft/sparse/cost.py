@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 import math
 import operator
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,10 +25,14 @@ from ..wire.link import Link
 from . import codec
 from .bound import rows_of_average, rows_of_busiest
 
+MANY = 16
+"""Ranks from which messages may be what limits."""
+
 _UNEVEN = 0.08  # of the bytes: streams between all pairs share links unevenly
 _CHUNKED = 0.3  # of its time: a stream of chunks keeps a core busy for longer than one message
 _MEMORY = 1 / 1.5e9  # seconds a byte, below which a copy costs as much as a message
 _SLOT = 4  # bytes that say where in a union an index belongs
+_EQUAL = 3  # percent of the predicted time: so small a difference is none
 _SPARE = 64 << 20  # bytes of workspace allowed besides three times the rows of the rank with fewest
 
 
@@ -57,6 +62,8 @@ class Load:
             all other ranks, where they were counted; None: they are estimated.
         link: the network's figures, where they are known.
         summed: the rows that ranks have are sums of some ranks each, of an earlier stage.
+        sharing: so many groups of ranks have this load at the same time, over the same links;
+            `link.beta` is that of a byte of one of them.
         factors: of `split`: ranks of a block that sum, blocks, and so on (`sparse.factors`); one
             or none: it is flat.
     """
@@ -81,6 +88,7 @@ class Load:
     rows_of_hosts: tuple[tuple[float, float], ...] | None = None
     link: Link | None = None
     summed: bool = False
+    sharing: int = 1
     factors: tuple[int, ...] = ()
 
     @property
@@ -212,9 +220,18 @@ class Load:
 
     # indices
 
-    def index_of(self, count: float) -> float:
-        """Bytes of an index in a list of `count` indices."""
-        return codec.index_bytes(count, self.places, self.index) if self.gaps else self.index
+    def index_of(self, count: float, share: float = 1.0) -> float:
+        """Bytes of an index in a list of `count` indices, which lie in that share of the places."""
+        if not self.gaps:
+            return self.index
+        return codec.index_bytes(count, self.places * share, self.index)
+
+    def list_of(self, count: float, share: float = 1.0) -> float:
+        """Bytes of the message that lists `count` indices, which lie in that share of the places.
+
+        A long list travels in two.
+        """
+        return codec.PREFIX + count * self.index_of(count, share)
 
     def listed(self, count: float) -> float:
         """Bytes of memory for an index of a received list: as received, and again unpacked."""
@@ -234,17 +251,34 @@ class Load:
         """Messages to `peers` peers, each of which gets `rows` rows on average, and some none."""
         return peers * self.chunks(rows, row) * -math.expm1(-rows)
 
-    def hops(self, count: int, rows: float) -> int:
-        """Rounds of `count` hops round the ring with this many rows from each rank.
+    def hops(self, rows: float) -> float:
+        """Rounds that rows wait for on their way round the ring, beside the time of their bytes.
 
-        With several chunks hops overlap, and no round is waited for. Where all is sent at once
-        there are no hops.
+        A rank's last chunk leaves after its others. Then each hop takes it a latency, and the time
+        of its bytes. Meanwhile the links carry the chunks of all ranks. So there is a wait in each
+        hop if a rank has one small chunk. With many chunks there is one, for the last of them.
+
+        Args:
+            rows: of each rank.
         """
-        return count if rows * self.row <= self.chunk and not self.at_once else 0
+        link = self.link
+        if self.at_once or link is None or not link.alpha:
+            return 1.0
+        hops = self.ranks - 1
+        own = rows * self.row
+        chunk = min(own, self.chunk)
+        streaming = hops * own * link.beta
 
-    def hops_of_shared(self, rows: float) -> int:
-        """Rounds of an all-gather (`stream.Ring`) with this many rows from each rank."""
-        return 0 if self.direct else self.hops(self.ranks - 1, rows)
+        alone = link.beta / self.sharing  # seconds a byte while no other group sends
+        within = min(alone, link.within) if link.within else alone
+        crossing = 1.0 if self.hosts is None else self.hosts.crossings / self.ranks
+        hop = link.alpha + chunk * (crossing * alone + (1 - crossing) * within)
+        last = (own - chunk) * alone + hops * hop
+        return max(1.0, (last - streaming) / link.alpha)
+
+    def hops_of_shared(self, rows: float) -> float:
+        """The same of an all-gather (`stream.Ring`), which may send directly to all ranks."""
+        return 1.0 if self.direct else self.hops(rows)
 
     def crowded(self, nbytes: float) -> float:
         """The delay of a stream of chunks by busy cores, as bytes that could be received then.
@@ -303,7 +337,7 @@ class Cost:
         slowest: what the rank that all wait for does, where that is not the average one.
     """
 
-    rounds: int
+    rounds: float
     messages: int
     bytes: float
     merged: float = 0.0
@@ -325,6 +359,30 @@ class Cost:
         late = max(0.0, self.overlapped * link.gamma - idle)
         waiting = self.rounds * link.alpha + self.messages * link.work
         return waiting + streaming + late + self.merged * link.gamma
+
+
+def preferred(ranks: int, seconds: Sequence[float], messages: Sequence[int]) -> int:
+    """The number of the trial to take: the quickest, or of many ranks one with fewer messages.
+
+    Predictions are not exact to 3 percent. So of `MANY` ranks, all trials that are predicted to
+    take at most that much longer than the quickest count as quick as it. What a message needs
+    besides (a connection, memory, a rank that has to be there) is in no prediction.
+
+    Args:
+        ranks: how many take part.
+        seconds: predicted, of each trial.
+        messages: that a rank sends, of each trial.
+
+    Example:
+        >>> preferred(64, [1.00, 1.02, 1.04], [30, 20, 10])
+        1
+        >>> preferred(8, [1.00, 1.02, 1.04], [30, 20, 10])
+        0
+    """
+    times = [round(1e6 * each) for each in seconds]  # every machine rounds microseconds alike
+    longest = min(times) * (100 + (_EQUAL if ranks >= MANY else 0))
+    quickest = [number for number, time in enumerate(times) if 100 * time <= longest]
+    return min(quickest, key=lambda number: (messages[number], times[number]))
 
 
 _figures = operator.attrgetter(

@@ -28,10 +28,9 @@ from itertools import pairwise
 from ..errors import WeftError
 from ..schedules.hosts import Hosts
 from ..wire.link import WITHIN
-from .cost import Load
+from .cost import MANY, Load, preferred
 from .registry import ALGORITHMS, Algorithm
 
-_MANY = 16  # ranks on hosts of their own from which messages may be what limits
 _SMALLEST = 1 << 16  # bytes of a chunk
 # doubling's receives are as long as the call's rows, and dense_tail's table has the call's height
 _NOT_BETWEEN = ("doubling", "dense_tail")
@@ -65,7 +64,7 @@ def asked() -> tuple[int, ...]:
 
 
 def factored(load: Load, factors: tuple[int, ...] = ()) -> Load:
-    """The load with the factors that are predicted to be quickest.
+    """The load with the factors that are preferred by their predictions (`cost.preferred`).
 
     Args:
         load: the sizes of the call, with the figures of its link.
@@ -78,15 +77,20 @@ def factored(load: Load, factors: tuple[int, ...] = ()) -> Load:
         return load.but(factors=factors)
     if load.at_once:
         return flat
-    trials = [*_candidates(flat)]
-    return min([flat, *trials], key=_microseconds) if trials else flat
+    trials = [flat, *_candidates(flat)]
+    if len(trials) == 1:
+        return flat
+    assert load.link is not None
+    costs = [ALGORITHMS["split"].cost(trial) for trial in trials]
+    seconds = [cost.seconds(load.link) for cost in costs]
+    return trials[preferred(load.ranks, seconds, [cost.messages for cost in costs])]
 
 
 def _candidates(load: Load) -> Iterator[Load]:
     """Loads with factors worth a look."""
     hosts = load.hosts
     if hosts is None or len(hosts.ranks) == load.ranks:
-        if load.ranks < _MANY:
+        if load.ranks < MANY:
             return
         first = _nearly_square(load.ranks)
     else:
@@ -111,12 +115,6 @@ def _nearly_square(ranks: int) -> tuple[int, int]:
         size = root
     count = ranks // size
     return ranks // count, count
-
-
-def _microseconds(load: Load) -> int:
-    """What split is predicted to take: microseconds, which every machine rounds alike."""
-    assert load.link is not None
-    return round(1e6 * ALGORITHMS["split"].cost(load).seconds(load.link))
 
 
 def _fit(load: Load, factors: tuple[int, ...]) -> bool:
@@ -209,6 +207,7 @@ def between(load: Load) -> Load:
         link=replace(load.link, beta=load.link.beta * sharing),
         rows_of_hosts=None,
         summed=True,
+        sharing=sharing,
         factors=(),
     )
     further = load.factors[1:]
@@ -219,16 +218,21 @@ def in_parts(load: Load, algorithm: Algorithm, inner: Load) -> bool:
     """Whether a block shares complete sums range by range, of one rank of a place each.
 
     The range of this rank is complete first, then that of its left neighbour, and so on. It is so
-    where ranges are large enough to be messages of their own, within a host.
+    within a host, where a message costs less than to hand a range on, which the others' bytes hide.
 
     Args:
         load: of the call.
         algorithm: between the blocks.
         inner: its load.
     """
-    if algorithm.name not in _IN_PARTS or inner.factors or not _are_near(load, blocks(load)):
+    if load.at_once or algorithm.name not in _IN_PARTS or inner.factors:
         return False
-    return 2 * inner.union * load.row >= inner.ranks * within(load).chunk
+    if not _are_near(load, blocks(load)):
+        return False
+    link = load.link
+    assert link is not None
+    part = inner.union / inner.ranks * load.row
+    return handed(load) * link.gamma * part > link.work
 
 
 def _chunk_on_hosts(load: Load, found: Blocks) -> int:
@@ -278,7 +282,7 @@ def on_hosts(load: Load, algorithm: Algorithm, inner: Load) -> tuple[float, floa
     places = load.factors[0]
     given = load.mean / places
     sums = load.union / places
-    received = (block.ranks - 1) * given * (load.given + block.index_of(load.mean))
+    received = (block.ranks - 1) * (given * load.given + block.list_of(given, 1 / places))
     reduced = handed(load) * received
     reduced += block.merging(block.ranks * given, inner.pieces(given, block.ranks, inner.mean))
     before = reduced * _part_before(places, algorithm, inner)
@@ -287,7 +291,7 @@ def on_hosts(load: Load, algorithm: Algorithm, inner: Load) -> tuple[float, floa
     shared = handed(load) * (places - 1) * sums * load.row
     chunks = max(1, block.chunks(sums, load.row))
     overlap = (1 - 1 / places) * (1 - 1 / chunks)
-    during = min(shared, overlap * _completing(load, algorithm, inner, shared))
+    during = min(shared, overlap * _completing(load, algorithm, inner))
     return before + shared - during, reduced - before + during
 
 
@@ -309,7 +313,7 @@ def _part_before(places: int, algorithm: Algorithm, inner: Load) -> float:
     return (places - 1) / (2 * places) + own / places
 
 
-def _completing(load: Load, algorithm: Algorithm, inner: Load, shared: float) -> float:
+def _completing(load: Load, algorithm: Algorithm, inner: Load) -> float:
     """For how long the sums of a place become complete, one after the other, in bytes merged.
 
     Meanwhile they are handed on.
@@ -321,8 +325,9 @@ def _completing(load: Load, algorithm: Algorithm, inner: Load, shared: float) ->
         return (inner.ranks - 1) / inner.ranks * inner.union * inner.row * wire
     if algorithm.name == "gather":  # as the last block's rows come
         return inner.mean * inner.row * wire
-    # messages that are not divided leave a place after a place
-    return shared if inner.union * inner.row <= inner.ranks * inner.chunk else 0.0
+    # where each rank of a place sends one message, the last ones of the places come one by one
+    message = inner.union / inner.ranks * inner.row
+    return message * wire if message <= inner.chunk else 0.0
 
 
 def middle(load: Load) -> tuple[Algorithm, Load]:

@@ -69,8 +69,8 @@ def window(load: Load) -> int:
 
 
 def list_messages(size: float) -> int:
-    """Messages in which an index list of so many bytes travels."""
-    return 1 if codec.PREFIX + size <= HEAD else 2
+    """Messages in which an index list of so many bytes, with its prefix, travels."""
+    return 1 if size <= HEAD else 2
 
 
 class Lists(Protocol):

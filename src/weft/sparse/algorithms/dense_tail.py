@@ -36,12 +36,12 @@ from .mask import unite_bytes
 def cost(load: Load) -> Cost:
     others, given = load.ranks - 1, load.mean / load.ranks
     height = (load.height or 0) / load.ranks
-    asked = given * load.index_of(load.mean)
+    asked = load.list_of(given, 1 / load.ranks)
     received = others * (given * load.row + asked + height * (load.row + 1 / 8))
     # rows that are taken out of the table, unless all are there
     taken = 0 if load.union >= (load.height or 0) else load.union
     return Cost(
-        rounds=3 + load.hops_of_shared(height),
+        rounds=2 + load.hops_of_shared(height),
         messages=others * (list_messages(asked) + 1 + load.chunks(height, load.row))
         + round(load.parted(given, load.row, others)),
         bytes=received,

@@ -27,7 +27,7 @@ from ..stream import VALUES, Ring, all_lists, at_hand, list_messages, merge_bloc
 
 
 def cost(load: Load) -> Cost:
-    others, listed = load.ranks - 1, load.mean * load.index_of(load.mean)
+    others, listed = load.ranks - 1, load.list_of(load.mean)
     received = others * (load.mean * load.given + listed)
     merged = load.merging(load.total, load.pieces(load.mean, load.ranks, load.union))
     last = min(merged, load.mean * load.given)  # rows are merged in order, while the last ones come

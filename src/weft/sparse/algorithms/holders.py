@@ -66,7 +66,7 @@ from ..stream import (
 
 def cost(load: Load) -> Cost:
     others, sums = load.ranks - 1, load.union / load.ranks
-    listed = load.mean * load.index_of(load.mean)
+    listed = load.list_of(load.mean)
     steps = 1 if load.at_once else math.ceil(sums / relay_rows(load, sums))
     away = max(0.0, load.mean - sums)  # rows that are summed elsewhere, in equal parts
     pieces = others * steps * -math.expm1(-away / max(1, others * steps))
@@ -74,14 +74,14 @@ def cost(load: Load) -> Cost:
     made = load.merging(load.mean, pieces)
     told = PUT * load.union * load.row + load.ranks * steps * CALL
     return Cost(
-        rounds=3 + load.hops(others, sums),
+        rounds=2 + load.hops(sums),
         messages=round(load.parted(away / max(1, others), load.given, others))
         + others * (list_messages(listed) + steps * bool(load.row)),
         bytes=received,
         # rows are dealt out before most of them are sent
         merged=(PLACE + _DEAL) * load.total + away * load.given + made / max(1, steps),
         overlapped=made * (1 - 1 / max(1, steps)) + told,
-        delayed=load.queue * others * listed + load.crowded(received),
+        delayed=load.queue * (others * listed + away * load.given) + load.crowded(received),
         memory=away * load.given
         + (load.union * load.row if load.at_once else relay_memory(load, sums))
         + min(away * load.given, others * window(load) * load.chunk),

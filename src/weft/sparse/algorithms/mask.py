@@ -37,7 +37,7 @@ _LONG = 1 << 17  # bytes of a rank's part of the tensor: longer streams share li
 
 
 def cost(load: Load) -> Cost:
-    others, listed = load.ranks - 1, load.mean * load.index_of(load.mean)
+    others, listed = load.ranks - 1, load.list_of(load.mean)
     values = load.union * load.partial
     sums = Cost(2, 0, 0.0, 2 * values, memory=values * (load.partial != load.row))
     sums += reduction(load, values)
@@ -50,7 +50,7 @@ def cost(load: Load) -> Cost:
         received = others * listed
         messages = others * list_messages(listed)
         merged = load.total * float(PLACE)
-        bits = Cost(2, messages, received, merged, delayed=load.queue * received)
+        bits = Cost(1, messages, received, merged, delayed=load.queue * received)
     return bits + sums + Cost(0, 0, 0.0, load.merging(load.mean))
 
 

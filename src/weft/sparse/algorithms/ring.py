@@ -47,13 +47,13 @@ def cost(load: Load) -> Cost:
     others, share = load.ranks - 1, 1 / load.ranks
     runs = [load.union_of(ranks) * share for ranks in range(1, load.ranks)]
     mine, sums = load.mean * share, load.union * share
-    told = 0.0 if load.identical else sums * load.index_of(load.union)
-    lists = [0.0 if load.identical else run * load.index_of(run * load.ranks) for run in runs]
+    told = 0.0 if load.identical else load.list_of(sums, share)
+    lists = [0.0 if load.identical else load.list_of(run, share) for run in runs]
     listed = 0 if load.identical else sum(map(list_messages, lists)) + others * list_messages(told)
     values = sum(load.parted(run, load.partial, 1) for run in runs)
     shared = others * sums * load.row
     received = sum(runs) * load.partial + sum(lists) + shared + others * told
-    hops = load.hops(others, sums) + load.hops_of_shared(sums)
+    hops = load.hops(sums) + load.hops_of_shared(sums)
     return Cost(
         rounds=(1 if load.identical else others + 1) + hops,
         messages=listed + round(values + load.parted(sums, load.row, others)),

@@ -50,11 +50,11 @@ def cost(load: Load) -> Cost:
 
 def _flat(load: Load) -> Cost:
     others, given, sums = load.ranks - 1, load.mean / load.ranks, load.union / load.ranks
-    asked, told = (rows * load.index_of(rows * load.ranks) for rows in (given, sums))
+    asked, told = (load.list_of(rows, 1 / load.ranks) for rows in (given, sums))
     received = others * (given * load.given + sums * load.row + asked + told)
     values = load.parted(given, load.given, others) + load.parted(sums, load.row, others)
     return Cost(
-        rounds=3 + load.hops_of_shared(sums),
+        rounds=2 + load.hops_of_shared(sums),
         messages=others * (list_messages(asked) + list_messages(told)) + round(values),
         bytes=received,
         merged=load.merging(load.mean, load.pieces(given, load.ranks, sums)),
@@ -78,8 +78,8 @@ def _in_stages(load: Load) -> Cost:
     leading = places * len(found) / load.ranks  # the part of the ranks that has a place
     given = load.mean / places
     sums = load.union / places
-    asked = given * block.index_of(load.mean)
-    told = sums * block.index_of(load.union)
+    asked = block.list_of(given, 1 / places)
+    told = block.list_of(sums, 1 / places)
 
     # the average rank gives to the owners of its block, and gets the sums of the others
     owners = places - leading
@@ -93,8 +93,8 @@ def _in_stages(load: Load) -> Cost:
 
     slowest = inner_cost.slowest or inner_cost
     if block.on_one_host:
-        assert inner.link is not None and load.link is not None
-        sharing = inner.link.beta / load.link.beta
+        assert load.link is not None
+        sharing = inner.sharing
         alone, meanwhile = on_hosts(load, among_places, inner)
         slowest = replace(
             slowest,
@@ -108,7 +108,7 @@ def _in_stages(load: Load) -> Cost:
         slowest = replace(
             slowest, overlapped=slowest.overlapped + (up + down) * load.link.work / load.link.gamma
         )
-        hops = 0
+        hops = 1.0
     else:
         in_block = reduced + shared
         merged = block.merging(block.ranks * given, block.pieces(given, block.ranks, sums))
@@ -129,7 +129,7 @@ def _in_stages(load: Load) -> Cost:
     )
     slowest = replace(
         slowest,
-        rounds=slowest.rounds + (4 if load.lockstep else 3) + hops,
+        rounds=slowest.rounds + (3 if load.lockstep else 2) + hops,
         messages=messages,
         memory=memory,
     )

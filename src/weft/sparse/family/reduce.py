@@ -116,11 +116,11 @@ def _is_direct_quicker(load: Load) -> bool:
 
 def _to_one(load: Load) -> Cost:
     """The cost of the schedule `direct`, at the rank that gets the result, which has most to do."""
-    others, index = load.ranks - 1, load.index_of(load.mean)
+    others, listed = load.ranks - 1, load.list_of(load.mean)
     return Cost(
         rounds=2,
-        messages=others * (list_messages(load.mean * index) + load.chunks(load.mean, load.row)),
-        bytes=others * load.mean * (load.row + index),
+        messages=others * (list_messages(listed) + load.chunks(load.mean, load.row)),
+        bytes=others * (load.mean * load.row + listed),
         merged=load.merging(load.total, load.pieces(load.mean, load.ranks, load.union)),
     )
 
@@ -129,11 +129,11 @@ def _through_owners(load: Load) -> Cost:
     """The cost of the schedule `owners`, at the rank that gets the result, which has most to do."""
     others, share = load.ranks - 1, 1 / load.ranks
     asked, told = load.mean * share, load.union * share
-    indices = [rows * load.index_of(rows * load.ranks) for rows in (asked, told)]
+    lists = [load.list_of(rows, share) for rows in (asked, told)]
     return Cost(
         rounds=4,
-        messages=others * (list_messages(indices[0]) + load.chunks(asked, load.row) + 2),
-        bytes=others * ((asked + told) * load.row + sum(indices)),
+        messages=others * (list_messages(lists[0]) + load.chunks(asked, load.row) + 2),
+        bytes=others * ((asked + told) * load.row + sum(lists)),
         merged=load.merging(load.mean, load.pieces(asked, load.ranks, told)),
     )
 
