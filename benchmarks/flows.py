@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 import typer
 
-from weft.wire.tcp.address import own_address
+from weft.wire.address import own_address
 
 ROUNDS = 6
 AT_ONCE = 1 << 20  # bytes that are read at once

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import ParamSpec, TypeVar
 
 from ._torch import uncompiled, without_modes, without_transforms
@@ -92,6 +92,16 @@ def entry(function: Callable[P, T]) -> Callable[P, T]:
 def untransformed(function: Callable[P, T]) -> Callable[P, T]:
     """An `entry` that is outside of the transforms of torch.func's that its caller is in."""
     return entry(without_transforms(function))
+
+
+def there_are(known: Iterable[str]) -> str:
+    """The end of an error about a name: those that there are.
+
+    Example:
+        >>> there_are(["tcp", "mpi"])
+        'there are mpi, tcp'
+    """
+    return f"there are {', '.join(sorted(known))}"
 
 
 def names(ranks: Sequence[int]) -> str:

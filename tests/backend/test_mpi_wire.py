@@ -18,9 +18,9 @@ from weft.testing.clauses import stated
 from weft.testing.pace import patient
 from weft.testing.wires import NUMBERS
 from weft.wire import Features, mpi
+from weft.wire.factory import Start
 from weft.wire.interface import Failure
 from weft.wire.memory import Pool
-from weft.wire.registry import Start
 
 
 class TestMpi(GroupContract):

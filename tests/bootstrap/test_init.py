@@ -341,7 +341,8 @@ def test_what_was_called_transport_is_called_wire(monkeypatch):
         init(colour="red")
     monkeypatch.setenv("WEFT_TRANSPORT", "tcp")
     with pytest.raises(
-        WeftError, match="WEFT_TRANSPORT is called WEFT_WIRE now: set WEFT_WIRE=tcp"
+        WeftError,
+        match=r"WEFT_TRANSPORT is called WEFT_WIRE now: set WEFT_WIRE=tcp.*; there are mpi, tcp",
     ):
         init()
 

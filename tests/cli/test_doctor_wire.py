@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import subprocess
@@ -12,11 +11,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-import weft
 from weft.cli.commands import app
 from weft.testing.pace import patient
 from weft.testing.wires import NUMBERS
-from weft.wire import unregister_wire
 
 EXAMPLE = Path(__file__).parents[2] / "examples/wire_streams"
 
@@ -67,10 +64,7 @@ def doctor(packages, monkeypatch):
     monkeypatch.delitem(sys.modules, "broken_streams", raising=False)
     for folder in packages:
         monkeypatch.syspath_prepend(folder)
-    yield lambda name, *options: CliRunner().invoke(app, ["doctor", "--wire", name, *options])
-    for name in OFFERED:  # whose factories were found
-        with contextlib.suppress(weft.WeftError):
-            unregister_wire(name)
+    return lambda name, *options: CliRunner().invoke(app, ["doctor", "--wire", name, *options])
 
 
 def rows(done):

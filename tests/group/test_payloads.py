@@ -89,6 +89,17 @@ def test_sparse_sums(size, tmp_path):
     run(size, sums, str(tmp_path / "store"), on="processes")
 
 
+def in_place_of_tcp():
+    register_wire("tcp", round_wire, replace=True)
+    with weft.init(timeout=60, wire="tcp") as group:
+        indices, _ = weft.sparse_all_reduce((torch.tensor([group.rank, 9]), torch.ones(2, 3)))
+        return indices.tolist(), group.features.lockstep, group.on(CPU).features.lockstep
+
+
+def test_openings_go_over_weft_s_own_wire_whatever_has_its_name():
+    assert processes(2, in_place_of_tcp) == [([0, 1, 9], False, True)] * 2
+
+
 def refused(group, path):
     with in_rounds(group, path) as (made, _):
         texts = set()

@@ -239,8 +239,13 @@ def breaks(algorithm, clause, sizes=(2, 3)):
 
 
 def test_what_cannot_be_checked_is_refused():
-    with pytest.raises(weft.WeftError, match=r"<function cost .* is not registered: decorate it"):
+    known = "dense_tail, doubling, gather, "
+    with pytest.raises(
+        weft.WeftError, match=rf"<function cost .* is not registered: .*; there are {known}"
+    ):
         check_algorithm(cost)
+    with pytest.raises(weft.WeftError, match=rf"'splt' is unknown: use auto or one of {known}"):
+        check_algorithm("splt")
     with pytest.raises(weft.WeftError, match=r"sizes are \[1\]: .* two ranks or more"):
         check_algorithm("split", sizes=[1])
     with pytest.raises(weft.WeftError, match=r"clauses have numbers from 1 to \d+, not 99"):

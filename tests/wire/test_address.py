@@ -1,4 +1,4 @@
-"""`weft.wire.tcp.address`: where a rank listens."""
+"""`weft.wire.address`: where a rank listens."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pytest
 import torch.distributed as dist
 
 from weft.testing.pace import patient
-from weft.wire.tcp import address
-from weft.wire.tcp.address import Interface, interface_of, interfaces, own_address
+from weft.wire import address
+from weft.wire.address import Interface, interface_of, interfaces, own_address
 
 LOOPBACK = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
 

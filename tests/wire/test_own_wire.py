@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import signal
+import threading
 import time
 
 import pytest
@@ -228,6 +229,22 @@ def test_a_wire_that_is_registered_on_one_rank_only_is_refused_by_all():
         "rank 0: wire 'mine' is unknown: use one of mpi, tcp, torch, or register it first, on "
         "every rank"
     )
+
+
+def in_place_of(replaced, factory):
+    """The threads that carry something to or from the peer, over what is called torch."""
+    if replaced:
+        register_wire("torch", factory, replace=True)
+    with weft.init(timeout=30, wire="torch") as group:
+        weft.barrier()
+        between = f" {group.rank}-{1 - group.rank}"
+        return [each.name for each in threading.enumerate() if each.name.endswith(between)]
+
+
+def test_control_links_go_by_what_a_wire_is_and_not_by_its_name():
+    """Over weft's own wire "torch" they are carried by gloo, and so by threads."""
+    assert processes(2, in_place_of, True, make_mine) == [[], []]
+    assert all(processes(2, in_place_of, False, None))
 
 
 def unknown():

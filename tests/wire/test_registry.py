@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -12,17 +14,14 @@ import torch
 
 import weft
 from weft.group.failure.detector import EXCHANGED
+from weft.testing import round_wire
+from weft.wire import mpi, torch_gloo
+from weft.wire.factory import Start, make_wire
 from weft.wire.in_process.threads import thread_wires
 from weft.wire.interface import Failure, Features
 from weft.wire.memory import Pool
-from weft.wire.registry import (
-    Start,
-    make_wire,
-    register_wire,
-    unregister_wire,
-    wire_named,
-    wire_names,
-)
+from weft.wire.registry import register_wire, unregister_wire, wire_named, wire_names
+from weft.wire.tcp import wire as tcp
 
 # Names -------------------------------------------------------------------------------------------
 
@@ -50,14 +49,44 @@ def test_a_registered_wire_is_found_by_its_name(mine):
 def test_the_error_about_an_unknown_name_lists_the_names_there_are(mine):
     with pytest.raises(weft.WeftError, match=r"wire 'theirs' is unknown: use one of .*\bmine\b"):
         wire_named("theirs")
-    with pytest.raises(weft.WeftError, match=r"wire 'theirs' is unknown: use one of .*\bmine\b"):
+
+
+def test_every_error_about_a_name_lists_the_names_there_are(mine):
+    known = "there are mine, mpi, tcp, torch$"
+    with pytest.raises(weft.WeftError, match=rf"wire 'theirs' was not registered; {known}"):
         unregister_wire("theirs")
-
-
-def test_a_name_that_is_taken_is_refused(mine):
-    with pytest.raises(weft.WeftError, match=rf"'mine' is registered already, that of {__name__}"):
+    with pytest.raises(weft.WeftError, match=rf"'tcp' is one of weft's own, which stay; {known}"):
+        unregister_wire("tcp")
+    with pytest.raises(weft.WeftError, match=rf"already, one of weft's own: .*; {known}"):
+        register_wire("torch", make_mine)
+    with pytest.raises(weft.WeftError, match=rf"already, that of {__name__}: .*; {known}"):
         register_wire(mine, make_other)
+    with pytest.raises(weft.WeftError, match=rf"'a b' cannot be the name of a wire: .*; {known}"):
+        register_wire("a b", make_other)
     assert wire_named(mine) is make_mine
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["", " ", "x y", "-x", ".x", "x/y", "x,y", "é", 3, None],
+)
+def test_what_cannot_be_a_name_is_refused(name):
+    with pytest.raises(weft.WeftError, match=r"cannot be the name of a wire: use letters and dig"):
+        register_wire(name, make_mine)
+
+
+@pytest.mark.parametrize("name", ["x", "X9", "9", "my-wire", "my_wire", "my.wire-2"])
+def test_what_can_be_a_name(name):
+    register_wire(name, make_mine)
+    assert wire_named(name) is make_mine
+    unregister_wire(name)
+
+
+@pytest.mark.parametrize("factory", [3, None, "weft.wire.tcp.wire:make"])
+def test_what_is_no_factory_is_refused(factory):
+    with pytest.raises(weft.WeftError, match=f"'mine' needs a factory.* {factory!r} cannot be ca"):
+        register_wire("mine", factory)
+    assert "mine" not in wire_names()
 
 
 def test_a_wire_that_was_replaced_comes_back(mine):
@@ -67,20 +96,48 @@ def test_a_wire_that_was_replaced_comes_back(mine):
     assert wire_named(mine) is make_mine
 
 
-def test_one_of_weft_s_own_stays():
-    def make_own(start):
-        raise NotImplementedError
+def test_weft_s_own_are_found():
+    found = [wire_named(name) for name in ("mpi", "tcp", "torch")]
+    assert found == [mpi.make, tcp.make, torch_gloo.make]
 
-    make_own.__module__ = "weft.wire.own"
-    register_wire("own", make_own)
+
+def test_one_of_weft_s_own_is_replaced_and_comes_back():
+    register_wire("tcp", make_mine, replace=True)
+    assert wire_named("tcp") is make_mine
+    unregister_wire("tcp")
+    assert wire_named("tcp") is tcp.make
+
+
+def test_what_weft_brings_for_tests_is_registered_as_any_other():
+    register_wire("rounds", round_wire)
+    unregister_wire("rounds")
+    assert "rounds" not in wire_names()
+
+
+EARLY = """
+import sys, weft
+def make(start): raise NotImplementedError
+for change in (lambda: weft.register_wire("tcp", make), lambda: weft.wire.unregister_wire("zz")):
     try:
-        with pytest.raises(weft.WeftError, match="one of weft's own, which stay"):
-            unregister_wire("own")
-        with pytest.raises(weft.WeftError, match="registered already, one of weft's own"):
-            register_wire("own", make_mine)
-    finally:
-        make_own.__module__ = __name__
-        unregister_wire("own")
+        change()
+    except weft.WeftError as error:
+        print(error)
+assert "weft.wire.torch_gloo" not in sys.modules
+with weft.init() as group:
+    print(group.size)
+"""
+
+
+def test_weft_s_own_names_are_known_from_the_start():
+    """In a process that has used no wire."""
+    line = [sys.executable, "-c", EARLY]
+    done = subprocess.run(line, capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.splitlines() == [
+        "wire 'tcp' is registered already, one of weft's own: use another name, or replace=True to "
+        "take its place; there are mpi, tcp, torch",
+        "wire 'zz' was not registered; there are mpi, tcp, torch",
+        "1",
+    ]
 
 
 # What packages offer -----------------------------------------------------------------------------
@@ -110,12 +167,16 @@ def test_a_package_is_imported_when_its_wire_is_asked_for(installed):
         assert os.environ["OFFERED"] == "loaded"
     finally:
         os.environ.pop("OFFERED", None)
-        unregister_wire("offered")
 
 
 def test_what_a_program_registers_comes_before_what_a_package_offers(installed, mine):
     installed("offers_mine", mine, "raise OSError")
     assert wire_named(mine) is make_mine
+
+
+def test_weft_s_own_come_before_what_a_package_offers(installed):
+    installed("offers_tcp", "tcp", "raise OSError")
+    assert wire_named("tcp") is tcp.make
 
 
 @pytest.mark.parametrize(
@@ -128,14 +189,16 @@ def test_what_a_program_registers_comes_before_what_a_package_offers(installed, 
 )
 def test_a_package_that_cannot_offer_its_wire_is_told_of(installed, module, source, why):
     installed(module, "faulty", source)
-    with pytest.raises(weft.WeftError, match=f"wire 'faulty' .* is missing: {why}"):
+    known = "there are faulty, mpi, tcp, torch$"
+    with pytest.raises(weft.WeftError, match=f"wire 'faulty' .* is missing: {why}.*; {known}"):
         wire_named("faulty")
 
 
 def test_two_packages_that_offer_one_name_are_refused(installed):
     installed("first_of_two", "twice", "make = id")
     installed("second_of_two", "twice", "make = len")
-    with pytest.raises(weft.WeftError, match="as first_of_two:make and second_of_two:make: uninst"):
+    offers = "as first_of_two:make and second_of_two:make: uninstall all but one"
+    with pytest.raises(weft.WeftError, match=f"{offers}; there are mpi, tcp, torch, twice$"):
         wire_named("twice")
 
 

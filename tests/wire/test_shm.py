@@ -199,7 +199,7 @@ def test_frames_leave_by_themselves():
 def same_to_all(group):
     """A tensor that goes to several is copied once, and its copy makes room for the next."""
     group.memory.drain()
-    nbytes, descriptor = 5 << 20, group.memory.segment.fd  # more than is acknowledged late
+    nbytes, descriptor = 5 << 20, group.memory.source.fd  # more than is acknowledged late
     mine = torch.full((nbytes,), group.rank, dtype=torch.uint8)
     for _ in range(10):
         pending = group.post(

@@ -40,14 +40,14 @@ def test_ranks_are_new_processes_and_results_are_in_order(gone):
 
 @pytest.fixture
 def registered():
-    register_wire("of this test", weft_streams.make_wire)
-    yield "of this test"
-    unregister_wire("of this test")
+    register_wire("of-this-test", weft_streams.make_wire)
+    yield "of-this-test"
+    unregister_wire("of-this-test")
 
 
 def test_a_wire_is_run_by_its_name(registered):
     assert ranks_as_processes(registered)(2, rank_and_size) == [(0, 2), (1, 2)]
-    with pytest.raises(weft.WeftError, match=r"wire 'other' is unknown: use one of .*this test"):
+    with pytest.raises(weft.WeftError, match=r"wire 'other' is unknown: use one of .*this-test"):
         ranks_as_processes("other")
 
 

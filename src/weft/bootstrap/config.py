@@ -19,8 +19,8 @@ from ..errors import WeftError
 from ..group import process_group
 from ..group.group import Group
 from ..wire import watch
-from ..wire.tcp.address import VARIABLES as OF_INTERFACES
-from ..wire.tcp.address import interface_of, own_address
+from ..wire.address import VARIABLES as OF_INTERFACES
+from ..wire.address import interface_of, own_address
 from . import launchers
 
 _PREFIX = "WEFT_"

@@ -28,7 +28,7 @@ from ..group.failure import last_error
 from ..group.group import Group, is_duration
 from ..sparse import registry
 from ..wire import watch as slow
-from ..wire.tcp.address import (
+from ..wire.address import (
     GLOO,
     gloo_interfaces,
     interface_of,

@@ -30,9 +30,9 @@ import torch.distributed as dist
 
 from ..errors import WeftError, WireError, names
 from ..group.failure.verdict import differing
+from ..wire.address import is_loopback, own_address
 from ..wire.machine import machine_and_network
 from ..wire.store import has, pauses
-from ..wire.tcp.address import is_loopback, own_address
 from . import backends, rendezvous
 from .launchers import Launch
 from .rendezvous import Place, Rendezvous

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch.distributed as dist
 
 from ..errors import WeftError
-from ..wire.tcp.address import interface_of, own_address
+from ..wire.address import interface_of, own_address
 from ..wire.tcp.shm import Segment
 from . import backends, launchers
 from . import rendezvous as places

@@ -40,8 +40,7 @@ import torch.distributed as dist
 from .._torch import keep
 from ..errors import WeftError, WireError
 from ..wire import mpi
-from ..wire.store import Late, pauses
-from ..wire.tcp.address import (
+from ..wire.address import (
     VARIABLES,
     free_address,
     interfaces,
@@ -49,6 +48,7 @@ from ..wire.tcp.address import (
     is_loopback,
     own_address,
 )
+from ..wire.store import Late, pauses
 from .launchers import Launch
 
 LOOPBACK = "127.0.0.1"

@@ -22,12 +22,12 @@ import torch.distributed as dist
 
 from ..errors import AbsentError, WeftError
 from ..wire import mpi, torch_gloo
+from ..wire.address import own_address
+from ..wire.factory import Factory, Start, seconds_left
 from ..wire.framed import CarriedSockets, Carrier
 from ..wire.machine import own_host
 from ..wire.memory import Pool
-from ..wire.registry import Start, seconds_left
 from ..wire.store import exchange, has
-from ..wire.tcp.address import own_address
 from ..wire.tcp.listener import CONTROL, STRANGERS, Endpoint, Listener, make_room
 from .failure.links import ControlLinks, SocketLinks
 
@@ -71,7 +71,13 @@ class Joined:
 
 
 def join_links(
-    store: dist.Store, rank: int, size: int, timeout: float, wire: str, trouble: str = ""
+    store: dist.Store,
+    rank: int,
+    size: int,
+    timeout: float,
+    wire: str,
+    factory: Factory | None,
+    trouble: str = "",
 ) -> Joined:
     """Join this rank to all others by control links; collective.
 
@@ -80,6 +86,7 @@ def join_links(
         rank, size: this rank, and how many there are.
         timeout: seconds in which all must have come.
         wire: the name of the wire that is to be made over the links.
+        factory: what makes it; None: this rank is in trouble.
         trouble: why this rank cannot make it, which all ranks then raise.
 
     Raises:
@@ -89,9 +96,7 @@ def join_links(
         OSError: from the sockets.
     """
     deadline = time.monotonic() + timeout
-    carrier = wire if wire in CARRIERS else ""
-    if os.environ.get("WEFT_SAFE") == "1" and not carrier:
-        carrier = "torch"
+    carrier = _carrier_beside(factory)
     with contextlib.ExitStack() as stack:
         listener = None
         if not carrier:
@@ -123,7 +128,19 @@ def join_links(
         memory=Pool(),
         store=space,
     )
-    return Joined(_carried(CARRIERS[agreed](start), rank, size), hosts, agreed)
+    return Joined(_carried(_CARRIERS[agreed](start), rank, size), hosts, agreed)
+
+
+def _carrier_beside(factory: Factory | None) -> str:
+    """The name of what is to carry the links beside a wire that this makes; "": sockets.
+
+    Not the wire's name decides: a program may have registered another wire in the place of weft's.
+    """
+    if factory is mpi.make:
+        return "mpi"
+    if factory is torch_gloo.make or os.environ.get("WEFT_SAFE") == "1":
+        return "torch"
+    return ""
 
 
 def _listener(store: dist.Store, size: int) -> Listener:
@@ -253,11 +270,11 @@ class _RollCall:
         return AbsentError(ranks, what)
 
 
-CARRIERS: dict[str, Callable[[Start], Carrier]] = {
+_CARRIERS: dict[str, Callable[[Start], Carrier]] = {
     "torch": _gloo_carrier,
     "mpi": mpi.carrier,
 }
-"""What carries control links in place of sockets, by the name of the wire that says so."""
+"""What carries control links in place of sockets, by the name of weft's wire over the same."""
 
 
 def _carried(carrier: Carrier, rank: int, size: int) -> ControlLinks:

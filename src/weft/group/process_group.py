@@ -21,23 +21,19 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from .. import _torch
-from ..errors import AbsentError, WeftError, WireError
-from ..wire import mpi, torch_gloo, watch
+from ..errors import AbsentError, WeftError, WireError, there_are
+from ..wire import watch
+from ..wire.factory import Factory, Start, make_wire, seconds_left
 from ..wire.interface import Wire
 from ..wire.machine import own_host
 from ..wire.memory import Pool
-from ..wire.registry import Start, make_wire, register_wire, seconds_left, wire_named
-from ..wire.tcp import wire as tcp
+from ..wire.registry import is_own, own_wire, wire_named, wire_names
+from ..wire.tcp.wire import TcpWire
 from . import recorder
 from .control import join_links
 from .failure.detector import Detector
 from .group import Group
 from .session import Session
-
-register_wire("tcp", tcp.make)
-register_wire("torch", torch_gloo.make)
-register_wire("mpi", mpi.make)
-_OWN = (tcp.make, torch_gloo.make, mpi.make)  # which errors need not name
 
 _wire_of_program: str | None = None  # what `weft.init(wire=)` said; None: nothing
 _lock = threading.Lock()
@@ -60,8 +56,10 @@ def chosen() -> str:
         WeftError: there is no such wire, or WEFT_TRANSPORT is set, as it was called before.
     """
     name = _name()
-    if trouble := _trouble_with(name):
-        raise WeftError(f"{_me()}{trouble}")
+    try:
+        _factory_of(name)
+    except WeftError as error:
+        raise WeftError(f"{_me()}{error}") from error
     return name
 
 
@@ -70,16 +68,19 @@ def _name() -> str:
     return _wire_of_program or os.environ.get("WEFT_WIRE") or safe
 
 
-def _trouble_with(name: str) -> str:
-    """Why this rank cannot have the wire of this name, or ""."""
+def _factory_of(name: str) -> Factory:
+    """What makes the wire of this name; or WeftError says why this rank cannot have it."""
     if before := os.environ.get("WEFT_TRANSPORT"):
-        return f"WEFT_TRANSPORT is called WEFT_WIRE now: set WEFT_WIRE={before} instead"
+        raise WeftError(
+            f"WEFT_TRANSPORT is called WEFT_WIRE now: set WEFT_WIRE={before} instead; "
+            f"{there_are(wire_names())}"
+        )
     try:
-        wire_named(name)
+        return wire_named(name)
     except WeftError as error:
-        is_of_variable = not _wire_of_program and name == os.environ.get("WEFT_WIRE")
-        return f"WEFT_WIRE: {error}" if is_of_variable else str(error)
-    return ""
+        if _wire_of_program or name != os.environ.get("WEFT_WIRE"):
+            raise
+        raise WeftError(f"WEFT_WIRE: {error}") from error
 
 
 def chosen_by() -> str:
@@ -144,7 +145,12 @@ def _join(
     process_group: dist.ProcessGroup | None,
 ) -> Session:
     """This rank's end of a new session; the arguments and errors are those of `connect`."""
-    trouble = _trouble_with(wire)
+    factory = None
+    trouble = ""
+    try:
+        factory = _factory_of(wire)
+    except WeftError as error:
+        trouble = str(error)
     deadline = time.monotonic() + timeout
     memory = Pool()
     space = store  # later: the part of it that these ranks have, where splits meet, too
@@ -155,14 +161,15 @@ def _join(
     if size == 1:
         if trouble:
             raise WeftError(f"{_me()}{trouble}")
-        alone = tcp.TcpWire(rank, size, {}, memory)
+        alone = TcpWire(rank, size, {}, memory)
         return Session(alone, timeout, [own_host()], detector=None, memory=memory, join=join)
     try:
         generation = store.add(f"weft/{name}/{rank}", 1)
         space = dist.PrefixStore(f"weft/{name}/{generation}", store)
-        joined = join_links(space, rank, size, timeout, wire, trouble)
+        joined = join_links(space, rank, size, timeout, wire, factory, trouble)
     except (RuntimeError, OSError) as error:  # of the store, of the sockets
         raise _not_joined(error, rank, size, name, timeout) from error
+    assert factory is not None  # else every rank has raised this one's trouble
     detector = Detector(rank, timeout, joined.links, watch.chosen())
     start = Start(
         rank=rank,
@@ -177,12 +184,12 @@ def _join(
     )
     try:
         openings, payloads = _make_wires(
-            wire, joined.carrier or "tcp", start, detector.early, deadline
+            wire, factory, joined.carrier or "tcp", start, detector.early, deadline
         )
     except BaseException:
         detector.close()
         raise
-    registered = "" if wire_named(wire) in _OWN else wire
+    registered = "" if is_own(factory) else wire  # errors need not name weft's own
     session = Session(
         openings,
         timeout,
@@ -198,13 +205,19 @@ def _join(
 
 
 def _make_wires(
-    name: str, beside: str, start: Start, early: Callable[[], list[bytes]], deadline: float
+    name: str,
+    factory: Factory,
+    beside: str,
+    start: Start,
+    early: Callable[[], list[bytes]],
+    deadline: float,
 ) -> tuple[Wire, Wire | None]:
-    """Make the wire of a name; what carries openings, and what carries payloads, if others do.
+    """Make a wire; what carries openings, and what carries payloads, if others do.
 
     Args:
         name: of the wire that was asked for.
-        beside: the name of that which carries openings where the first one cannot.
+        factory: what makes it.
+        beside: the name of weft's own that carries openings where the first one cannot.
         start: what the factories are given.
         early: see `make_wire`.
         deadline: when both have to be made.
@@ -213,23 +226,25 @@ def _make_wires(
         WeftError: some rank cannot have its end of one of them; the same on every rank.
         WireError: somebody did not come in time, or died.
     """
-    wire = _made_by_all(name, start, early)
+    wire = _made_by_all(name, factory, start, early)
     # features are equal on all ranks, so all of them make a second wire, or none does
     if not wire.features.lockstep and not wire.features.exact:
         return wire, None
     store = None if start.store is None else dist.PrefixStore("openings", start.store)
     start = replace(start, store=store, timeout=seconds_left(deadline))
     try:
-        return _made_by_all(beside, start, early), wire
+        return _made_by_all(beside, own_wire(beside), start, early), wire
     except BaseException:
         wire.close()
         raise
 
 
-def _made_by_all(name: str, start: Start, early: Callable[[], list[bytes]]) -> Wire:
-    """This rank's end of the wire of a name; arguments and errors are those of `_make_wires`."""
+def _made_by_all(
+    name: str, factory: Factory, start: Start, early: Callable[[], list[bytes]]
+) -> Wire:
+    """This rank's end of a wire; the arguments and errors are those of `_make_wires`."""
     try:
-        return make_wire(name, wire_named(name), start, early)
+        return make_wire(name, factory, start, early)
     except WeftError as error:
         remedy = "mend it there, or give all ranks another weft.init(wire=) or WEFT_WIRE"
         raise WeftError(f"{error}; {remedy}") from error.__cause__

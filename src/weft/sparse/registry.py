@@ -18,7 +18,7 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING
 
 from ..agree import summed_up
-from ..errors import WeftError
+from ..errors import WeftError, there_are
 from ..rows import Rows
 from .cost import Cost, Load
 
@@ -235,13 +235,16 @@ def algorithm(
     def register(schedule: Schedule) -> Schedule:
         name = schedule.__name__
         if name in _NOT_NAMES:
-            raise WeftError(f"algorithm {name!r}: that name has another meaning; use another")
+            raise WeftError(
+                f"algorithm {name!r}: that name has another meaning; use another; "
+                f"{there_are(ALGORITHMS.loaded())}"
+            )
         before = ALGORITHMS.loaded().get(name)
         if before is not None and not replace:
             whose = "one of weft's own" if before.builtin else f"that of {before.run.__module__}"
             raise WeftError(
                 f"algorithm {name!r} is registered already, {whose}: use another name, or "
-                "replace=True to take its place"
+                f"replace=True to take its place; {there_are(ALGORITHMS.loaded())}"
             )
         ALGORITHMS.add(Algorithm(name, schedule, cost, serves, before))
         return schedule
@@ -270,7 +273,9 @@ def unregister(name: str) -> None:
         False
     """
     if find(name).builtin:
-        raise WeftError(f"algorithm {name!r} is one of weft's own, which stay")
+        raise WeftError(
+            f"algorithm {name!r} is one of weft's own, which stay; {there_are(ALGORITHMS)}"
+        )
     ALGORITHMS.remove(name)
 
 
@@ -284,12 +289,15 @@ def find(name: str, where: str = "") -> Algorithm:
         return ALGORITHMS[name]
     why = ALGORITHMS.why_missing(name)
     if why is not None:
-        raise WeftError(f"{where}algorithm {name!r} of an installed package is missing: {why}")
-    known = ", ".join(sorted(ALGORITHMS))
+        raise WeftError(
+            f"{where}algorithm {name!r} of an installed package is missing: {why}; "
+            f"{there_are(ALGORITHMS)}"
+        )
     if name in _GONE:
         raise WeftError(
-            f"{where}algorithm {name!r} is gone: {_GONE[name]}; there are auto, {known}"
+            f"{where}algorithm {name!r} is gone: {_GONE[name]}; {there_are(['auto', *ALGORITHMS])}"
         )
+    known = ", ".join(sorted(ALGORITHMS))
     raise WeftError(f"{where}algorithm {name!r} is unknown: use auto or one of {known}")
 
 

@@ -22,12 +22,13 @@ from torch import Tensor
 
 import weft
 
-from ..errors import WeftError, WireError
+from ..errors import WeftError, WireError, there_are
 from ..group.group import Group
 from ..kernels.ops import DTYPES, OPS
 from ..rows import Rows
 from ..sparse import ALGORITHMS, Algorithm, Cost, Link, Load, last_call
 from ..sparse.link import set_link
+from ..sparse.registry import find
 from .clauses import Outcome, asked_for, raise_if_broken, title_of, tried
 from .oracle import expected
 from .spmd import run
@@ -141,10 +142,15 @@ def check_algorithm(
 
 
 def _name_of(algorithm: str | Callable[..., Any]) -> str:
+    if isinstance(algorithm, str):
+        return find(algorithm).name
     for name, found in ALGORITHMS.items():
-        if algorithm in (name, found.run):
+        if algorithm == found.run:
             return name
-    raise WeftError(f"algorithm {algorithm!r} is not registered: decorate it with weft.algorithm")
+    raise WeftError(
+        f"algorithm {algorithm!r} is not registered: decorate it with weft.algorithm; "
+        f"{there_are(ALGORITHMS)}"
+    )
 
 
 # Rows and results ------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from typing import Any
 import torch.distributed as dist
 
 from .. import _torch
-from ..wire.tcp.address import gloo_interfaces
+from ..wire.address import gloo_interfaces
 
 _NAME = "gloo_of_one_thread"
 

@@ -11,8 +11,8 @@ from datetime import timedelta
 
 from .. import _torch
 from ..bootstrap import rendezvous
-from ..wire.registry import Start
-from ..wire.tcp.address import free_address, gloo_interfaces
+from ..wire.address import free_address, gloo_interfaces
+from ..wire.factory import Start
 from ..wire.torch_rounds import TorchRounds, rounds_over
 
 _FOREVER = timedelta(days=1000)  # of an operation: the limits are those of the waits

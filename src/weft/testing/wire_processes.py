@@ -27,9 +27,10 @@ from ..bootstrap import rendezvous
 from ..bootstrap.local import Rank, end, folder_of, pump, receive, send
 from ..bootstrap.outcome import Outcome, place, results
 from ..errors import WeftError, WireError
+from ..wire.factory import Factory, Start, make_wire
 from ..wire.interface import Failure, Wire
 from ..wire.memory import Pool
-from ..wire.registry import Factory, Start, make_wire, wire_named
+from ..wire.registry import wire_named
 from .clauses import stated
 from .pace import patient
 

@@ -19,9 +19,10 @@ import torch
 
 from ..bootstrap.outcome import Outcome as Rank
 from ..bootstrap.outcome import results
+from ..wire.factory import Factory, Start, make_wire
 from ..wire.interface import Failure, Features, Wire
 from ..wire.memory import Pool
-from ..wire.registry import Factory, Start, make_wire, wire_named
+from ..wire.registry import wire_named
 from .clauses import Outcome, asked_for, raise_if_broken, stated, title_of, tried
 from .pace import patient
 from .threads import on_threads

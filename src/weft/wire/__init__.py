@@ -1,9 +1,10 @@
 """How bytes get from rank to rank: what a wire is, and how one is registered.
 
 For a network of your own write a `Wire`, as the manual's page "To write a wire" does, and try it by
-`weft.testing.check_wire`. `interface` says what a wire promises, `registry` how a group makes one.
+`weft.testing.check_wire`. `interface` says what a wire promises, `factory` how a group makes one.
 """
 
+from .factory import Start
 from .interface import (
     CHANNELS,
     Failure,
@@ -18,7 +19,7 @@ from .interface import (
     Wire,
     WireFailed,
 )
-from .registry import Start, register_wire, unregister_wire
+from .registry import register_wire, unregister_wire
 
 __all__ = [
     "CHANNELS",

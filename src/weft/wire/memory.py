@@ -19,21 +19,17 @@ import os
 import threading
 import weakref
 from collections import deque
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from ..tensors import as_bytes
 
-if TYPE_CHECKING:
-    from .tcp.shm import Segment
-
 _log = logging.getLogger("weft")
 
 _SMALLEST = 1 << 12  # bytes; a block is never smaller, unless a pool says so
 _HUGE = 1 << 21  # bytes of a huge page on x86-64 and most of arm64
-_WORTH_SHARING = 1 << 16  # bytes; smaller messages go through sockets
 _WORTH_KEEPING = 1 << 20  # bytes; smaller results are left to the allocator of torch
 _PLAIN = {torch.float32, torch.float64, torch.int32, torch.int64, torch.uint8}  # as NumPy's own
 
@@ -53,7 +49,7 @@ class Lease:
         """
         Args:
             pool: to which it goes back.
-            block: the memory, or its offset in the segment.
+            block: the memory, or its offset in the pool's source.
             tensor: the leased part of it.
         """
         self._pool: Pool | None = pool
@@ -74,6 +70,25 @@ class Lease:
         self.release()
 
 
+class Source(Protocol):
+    """Memory that a wire brings, which its messages are best sent from; any thread may use it.
+
+    Attributes:
+        memory: uint8, 1-D; None once nothing can be allocated any more.
+    """
+
+    memory: Tensor | None
+
+    def allocate(self, nbytes: int) -> int | None:
+        """Allocate so many bytes; where they begin, or None if there is no room."""
+
+    def free(self, offset: int) -> None:
+        """Free what `allocate` gave."""
+
+    def drain(self) -> None:
+        """Give memory that is not in use back to the system."""
+
+
 class Pool:
     """Blocks of power-of-two sizes that are leased again and again; any thread may use it.
 
@@ -81,7 +96,7 @@ class Pool:
     size, and are freed after use.
 
     Attributes:
-        segment: memory that peers map; leases for data to be sent come from it. Or None.
+        source: what the wire has brought, or None.
         lent: bytes that are leased now, as requested.
         peak: the most bytes that were leased at once; to measure, set it to `lent` first.
     """
@@ -90,25 +105,25 @@ class Pool:
         self._smallest = smallest
         self._device = device
         self._free: dict[int, list[Tensor]] = {}  # by their sizes
-        self.segment: Segment | None = None
+        self.source: Source | None = None
         self._lock = threading.Lock()
         self.lent = 0
         self.peak = 0
 
-    def lease(self, nbytes: int, *, shared: bool = False) -> Lease:
+    def lease(self, nbytes: int, *, from_source: bool = False) -> Lease:
         """Workspace of `nbytes` bytes, at least 64-byte aligned, holding anything.
 
         Args:
             nbytes: how many.
-            shared: for data to be sent: it comes from the segment, if that has room.
+            from_source: it comes from the source, if that has room.
         """
         with self._lock:
             self.lent += nbytes
             self.peak = max(self.peak, self.lent)
-        segment = self.segment if shared and nbytes > _WORTH_SHARING else None
-        memory = None if segment is None else segment.memory  # now: another thread may close it
-        if segment is not None and memory is not None:
-            offset = segment.allocate(nbytes)
+        source = self.source if from_source else None
+        memory = None if source is None else source.memory  # now: another thread may close it
+        if source is not None and memory is not None:
+            offset = source.allocate(nbytes)
             if offset is not None:
                 return Lease(self, offset, memory[offset : offset + nbytes])
         if self._device is None:
@@ -127,15 +142,15 @@ class Pool:
             self.lent -= nbytes
             if isinstance(block, Tensor) and self._device is None:
                 self._free.setdefault(block.numel(), []).append(block)
-        if isinstance(block, int) and self.segment is not None:
-            self.segment.free(block)
+        if isinstance(block, int) and self.source is not None:
+            self.source.free(block)
 
     def drain(self) -> None:
         """Free all memory that is not leased."""
         with self._lock:
             self._free.clear()
-        if self.segment is not None:
-            self.segment.drain()
+        if self.source is not None:
+            self.source.drain()
 
 
 def bytes_of(tensor: Tensor) -> Tensor:

@@ -28,9 +28,9 @@ from typing import Any
 from torch import Tensor
 
 from ..errors import WeftError, WireError
+from .factory import Start
 from .framed import FramedWire
 from .interface import Failure
-from .registry import Start
 
 _YIELDS = 30  # polls with only a yield between them, before a wait sleeps
 _NAP = (2e-5, 5e-4)  # seconds of the shortest sleep of a wait, and of the longest at its start

@@ -1,6 +1,6 @@
-"""The wires by name: what `weft.init(wire=)` and WEFT_WIRE may say, and how one is made.
+"""The wires by name: what `weft.init(wire=)` and WEFT_WIRE may say.
 
-A wire of one's own is registered by a program, or offered by an installed package:
+Beside weft's own, a program may register a wire, or an installed package may offer one:
 
 ```toml
 [project.entry-points."weft.wires"]
@@ -9,140 +9,113 @@ streams = "my_package:make_wire"
 
 What stands there is the factory itself. It is imported when a program asks for this wire, and not
 before, for a package may need a library or a device that few programs have.
-
-A factory runs on every rank at once, `factory(start) -> Wire`. `make_wire` runs it, and has the
-ranks vote on what came of it, so that all of them have a wire, or all raise the same error.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import json
+import pkgutil
+import re
 import threading
-import time
-from collections.abc import Callable
-from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
-from typing import NoReturn
 
-import torch
-import torch.distributed as dist
-
-from ..errors import WeftError
-from .interface import Features, Reducing, Rounds, Wire
-from .memory import Pool
-
-_MOMENT = 0.1  # seconds, see `seconds_left`
-
-EXCHANGED = 1 << 14
-"""Bytes that a factory may exchange at once."""
+from ..errors import WeftError, there_are
+from .factory import Factory
 
 ENTRY_POINTS = "weft.wires"
 """The group of entry points by which installed packages offer wires."""
 
+_OWN = {
+    "mpi": "weft.wire.mpi:make",
+    "tcp": "weft.wire.tcp.wire:make",
+    "torch": "weft.wire.torch_gloo:make",
+}
+"""weft's own wires, and where their factories are, which are imported when they are asked for."""
 
-def _check_nothing() -> None:
-    """What `Start.check` is where nobody watches the ranks."""
-
-
-@dataclass(frozen=True, slots=True)
-class Start:
-    """What the factory of a wire is given, on each rank.
-
-    Attributes:
-        rank: this rank's number.
-        size: how many ranks there are.
-        device: whose tensors the wire is to carry.
-        timeout: seconds after which the group gives up a wait; also for what the factory waits for.
-        host: the name of this rank's host; ranks with equal names share a machine and its network.
-        exchange: `exchange(data)` sends up to 16 KiB to all ranks, and returns every rank's, in
-            rank order. All ranks call it equally often. It raises WeftError on all of them if one
-            has raised in its factory, and WireError if one died.
-        check: `check()` raises if another rank died, or has raised in its factory. A factory that
-            waits for other ranks in another way than by `exchange` calls it meanwhile, about ten
-            times a second, and lets go of what it has opened.
-        memory: where to lease memory for what is received by size.
-        process_group: torch's, if the caller's group was made over one.
-        cpu_wire: the group's wire for tensors of the CPU, for a wire of another device.
-        store: a store that all ranks share, for libraries that need one, where there is one.
-    """
-
-    rank: int
-    size: int
-    device: torch.device
-    timeout: float
-    host: str
-    exchange: Callable[[bytes], list[bytes]]
-    memory: Pool
-    check: Callable[[], None] = _check_nothing
-    process_group: dist.ProcessGroup | None = None
-    cpu_wire: Wire | None = None
-    store: dist.Store | None = None
-
-
-def seconds_left(deadline: float) -> float:
-    """Seconds until a deadline by which something has to be made; at least a tenth of one.
-
-    However late the last rank has come, the others then say who is missing, not that no time was
-    left to look.
-
-    Args:
-        deadline: by `time.monotonic`.
-
-    Example:
-        >>> seconds_left(time.monotonic() - 5.0)
-        0.1
-    """
-    return max(deadline - time.monotonic(), _MOMENT)
-
-
-Factory = Callable[[Start], Wire]
-"""Makes this rank's end of a wire. Every rank runs it at the same time."""
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
+"""What a name may be: environments, command lines and lists of names have to say it."""
 
 
 class _Registry:
     """The factories by name; any thread may use it.
 
-    A registered factory comes before one that a package offers under the same name.
+    One that a program has registered comes before weft's own, and that before a package's.
     """
 
     def __init__(self) -> None:
         self._registered: dict[str, list[Factory]] = {}  # by name; the last one holds
-        self._lock = threading.RLock()  # again by the same thread: a package registers when loaded
+        self._lock = threading.RLock()  # again by the same thread: an error lists the names
 
     def names(self) -> list[str]:
         with self._lock:
-            return sorted({*self._registered, *_offers()})
+            return sorted({*self._registered, *_OWN, *_offers()})
 
     def add(self, name: str, factory: Factory, *, replace: bool) -> None:
+        if not isinstance(name, str) or not _NAME.fullmatch(name):
+            raise WeftError(
+                f"{name!r} cannot be the name of a wire: use letters and digits, then also '_', "
+                f"'-' and '.', as in 'my-wire'; {self._there_are()}"
+            )
+        if not callable(factory):
+            raise WeftError(
+                f"wire {name!r} needs a factory, which is a function of a weft.wire.Start that "
+                f"returns the wire: {factory!r} cannot be called"
+            )
         with self._lock:
-            before = self._registered.setdefault(name, [])
-            if before and not replace:
+            before = self._registered.get(name, [])
+            if not replace and (before or name in _OWN):
+                whose = f"that of {before[-1].__module__}" if before else "one of weft's own"
                 raise WeftError(
-                    f"wire {name!r} is registered already, {_whose(before[-1])}: use another name, "
-                    "or replace=True to take its place"
+                    f"wire {name!r} is registered already, {whose}: use another name, or "
+                    f"replace=True to take its place; {self._there_are()}"
                 )
-            before.append(factory)
+            self._registered[name] = [*before, factory]
 
     def remove(self, name: str) -> None:
         with self._lock:
-            factories = self._registered.get(name)
-            if factories is None:
-                raise _unknown(name, sorted(self._registered))
-            if _is_own(factories[-1]):
-                raise WeftError(f"wire {name!r} is one of weft's own, which stay")
-            factories.pop()
-            if not factories:
-                del self._registered[name]
+            if name in self._registered:
+                self._registered[name].pop()
+                if not self._registered[name]:
+                    del self._registered[name]
+                return
+            why = "is one of weft's own, which stay" if name in _OWN else "was not registered"
+            raise WeftError(f"wire {name!r} {why}; {self._there_are()}")
 
     def find(self, name: str) -> Factory:
         with self._lock:
-            if name not in self._registered:
-                offers = _offers().get(name, [])
-                if not offers:
-                    raise _unknown(name, self.names())
-                self._registered[name] = [_loaded(name, offers)]
-            return self._registered[name][-1]
+            if name in self._registered:
+                return self._registered[name][-1]
+        return own_wire(name) if name in _OWN else self._offered(name)
+
+    def _offered(self, name: str) -> Factory:
+        """Import the factory that an installed package offers."""
+        offers = _offers().get(name, [])
+        if not offers:
+            raise WeftError(
+                f"wire {name!r} is unknown: use one of {', '.join(self.names())}, or register it "
+                "first, on every rank"
+            )
+        values = sorted({offer.value for offer in offers})
+        if len(values) > 1:
+            raise WeftError(
+                f"wire {name!r} is offered by several installed packages, as "
+                f"{' and '.join(values)}: uninstall all but one; {self._there_are()}"
+            )
+        missing = f"wire {name!r} of an installed package is missing: {values[0]}"
+        try:
+            factory: Factory = offers[0].load()
+        except Exception as error:
+            raise WeftError(
+                f"{missing} raised {type(error).__name__}: {error}; {self._there_are()}"
+            ) from error
+        if not callable(factory):
+            raise WeftError(
+                f"{missing} is {type(factory).__name__}, not a function that makes a wire; "
+                f"{self._there_are()}"
+            )
+        return factory
+
+    def _there_are(self) -> str:
+        return there_are(self.names())
 
 
 def _offers() -> dict[str, list[EntryPoint]]:
@@ -151,49 +124,6 @@ def _offers() -> dict[str, list[EntryPoint]]:
     for offer in entry_points(group=ENTRY_POINTS):
         offers.setdefault(offer.name, []).append(offer)
     return offers
-
-
-def _loaded(name: str, offers: list[EntryPoint]) -> Factory:
-    """Import the factory that a package offers."""
-    values = sorted({offer.value for offer in offers})
-    if len(values) > 1:
-        raise WeftError(
-            f"wire {name!r} is offered by several installed packages, as {' and '.join(values)}: "
-            "uninstall all but one"
-        )
-    try:
-        factory = offers[0].load()
-    except Exception as error:
-        raise WeftError(
-            f"wire {name!r} of an installed package is missing: {values[0]} raised "
-            f"{type(error).__name__}: {error}"
-        ) from error
-    if not callable(factory):
-        raise WeftError(
-            f"wire {name!r} of an installed package is missing: {values[0]} is "
-            f"{type(factory).__name__}, not a function that makes a wire"
-        )
-    found: Factory = factory
-    return found
-
-
-def _is_own(factory: Factory) -> bool:
-    module = getattr(factory, "__module__", None) or ""
-    is_an_example = module == __name__  # in a docstring below
-    return module.partition(".")[0] == "weft" and not is_an_example
-
-
-def _whose(factory: Factory) -> str:
-    if _is_own(factory):
-        return "one of weft's own"
-    return f"that of {getattr(factory, '__module__', type(factory).__module__)}"
-
-
-def _unknown(name: str, names: list[str]) -> WeftError:
-    known = ", ".join(names) or "(there is none)"
-    return WeftError(
-        f"wire {name!r} is unknown: use one of {known}, or register it first, on every rank"
-    )
 
 
 _WIRES = _Registry()
@@ -206,13 +136,14 @@ def register_wire(name: str, factory: Factory, *, replace: bool = False) -> None
     the wire keeps what `weft.wire.interface` says.
 
     Args:
-        name: of the wire.
+        name: of the wire: a letter or a digit, then also `_`, `-` and `.`.
         factory: makes this rank's end of it, `factory(start) -> Wire`; every rank runs it at the
             same time. A rank that cannot have the wire raises in it, and then all ranks raise.
         replace: take the place of a wire that has this name already.
 
     Raises:
-        WeftError: a wire of this name is registered, and `replace` is not set.
+        WeftError: a wire of this name is registered, and `replace` is not set; or a wire cannot
+            have this name, or the factory cannot be called.
 
     Example:
         >>> def make_mine(start):
@@ -244,189 +175,27 @@ def wire_named(name: str) -> Factory:
     return _WIRES.find(name)
 
 
+def own_wire(name: str) -> Factory:
+    """The factory of one of weft's own wires, also where another one has its name.
+
+    Example:
+        >>> own_wire("tcp") is wire_named("tcp")
+        True
+    """
+    factory: Factory = pkgutil.resolve_name(_OWN[name])
+    return factory
+
+
+def is_own(factory: Factory) -> bool:
+    """Whether this is the factory of one of weft's own wires."""
+    return any(factory is own_wire(name) for name in _OWN)
+
+
 def wire_names() -> list[str]:
-    """The names of all wires, those included that installed packages offer."""
+    """The names of all wires, those included that installed packages offer.
+
+    Example:
+        >>> {"mpi", "tcp", "torch"}.issubset(wire_names())
+        True
+    """
     return _WIRES.names()
-
-
-# Making one on every rank -----------------------------------------------------------------------
-
-
-def _nothing_early() -> list[bytes]:
-    """What has come early where nobody can tell."""
-    return []
-
-
-def make_wire(
-    name: str,
-    factory: Factory,
-    start: Start,
-    early: Callable[[], list[bytes]] = _nothing_early,
-) -> Wire:
-    """Run a factory on every rank at once, and return this rank's wire once all have theirs.
-
-    If one rank has none, the wires of the others are closed.
-
-    Args:
-        name: of the wire, for errors.
-        factory: makes the wire.
-        start: what it is given. What `start.exchange` raises leaves here as it is.
-        early: returns what other ranks have sent for the next exchange, and raises if that will not
-            come about. By this `Start.check` knows.
-
-    Raises:
-        WeftError: on every rank, naming the first rank that is to blame: its factory raised, or
-            returned something else than a wire of this group, or one with other features than rank
-            0's, or did not exchange as often as the others'.
-    """
-    ballot = _Ballot(name, start.exchange, early)
-    is_weak = False  # whether another rank's end may have caused the fault
-    product: object = None  # what the factory has returned, a wire or not
-    cause: Exception | None = None
-    try:
-        product = factory(dataclasses.replace(start, exchange=ballot.exchange, check=ballot.check))
-        fault = _fault(product, start)
-    except _GivenUp as error:
-        fault = str(error)
-    except Exception as error:
-        fault = f"its factory raised {type(error).__name__}: {error}"
-        cause = error
-        is_weak = isinstance(error, ConnectionError | TimeoutError)
-    # The vote is this rank's message of the next round, whatever others do in that. Only what is no
-    # Exception, as Ctrl-C is none, has left without one: then others see this rank leave.
-    try:
-        if isinstance(product, Wire) and not fault:
-            ballot.vote_for(product.features)
-            return product
-        ballot.vote_against(fault, is_weak=is_weak)
-    except BaseException as error:
-        close = getattr(product, "close", None)
-        if callable(close):
-            close()
-        if cause is not None:
-            raise error from cause
-        raise
-
-
-class _GivenUp(Exception):
-    """What `Start.check` raises: no wire will come of it, because of another rank."""
-
-
-class _Ballot:
-    """The messages of one making of a wire: what factories exchange, and then the votes.
-
-    A rank whose factory has raised votes at once, while the factories of others still exchange. So
-    a message begins with what it is. Every rank sees the same messages in the same round, hence all
-    of them come to the same end, without another round.
-    """
-
-    _DATA = b"d"
-    _MADE = b"m"
-    _FAULT = b"f"
-    _LOST = b"l"  # a fault that the end of another rank's factory may have caused
-    _GIVEN_UP = b"g"  # a fault that another rank's vote has caused
-
-    def __init__(
-        self,
-        name: str,
-        exchange: Callable[[bytes], list[bytes]],
-        early: Callable[[], list[bytes]],
-    ) -> None:
-        self._name = name
-        self._exchange = exchange
-        self._early = early
-        self._error: Exception | None = None  # of the round in which it all ended
-        self._has_given_up = False  # `check` has raised here
-
-    def check(self) -> None:
-        """What a factory calls while it waits."""
-        try:
-            kinds = [each[:1] for each in self._early()]
-        except Exception as error:  # which the next round raises, too
-            self._has_given_up = True
-            raise _GivenUp(str(error)) from error
-        if self._FAULT in kinds or self._LOST in kinds:
-            self._has_given_up = True
-            raise _GivenUp("another rank's factory has raised")
-
-    def exchange(self, data: bytes) -> list[bytes]:
-        """What a factory calls."""
-        if len(data) > EXCHANGED:
-            raise WeftError(f"{len(data)} bytes are too many to exchange at once: {EXCHANGED} are")
-        return self._round(self._DATA + data)
-
-    def vote_for(self, features: Features) -> None:
-        """A wire with these features was made here; raise if one cannot be used anywhere."""
-        everyones = [json.loads(each) for each in self._round(self._MADE + _spelled(features))]
-        for rank, found in enumerate(everyones):
-            for what, first in everyones[0].items():
-                if found[what] != first:
-                    raise WeftError(
-                        f"wire {self._name!r} cannot be used: on rank {rank} its features have "
-                        f"{what} {found[what]}, on rank 0 {first}; all ranks need the same"
-                    )
-
-    def vote_against(self, fault: str, *, is_weak: bool) -> NoReturn:
-        """None was made here, maybe because of another rank; raise what all ranks raise."""
-        kind = self._LOST if is_weak else self._FAULT
-        if self._has_given_up:
-            kind = self._GIVEN_UP
-        self._round(kind + fault.encode(errors="replace")[:EXCHANGED])
-        raise AssertionError("a round with a fault has raised")
-
-    def _round(self, message: bytes) -> list[bytes]:
-        """Exchange a message; what the ranks said, if all of them did the same."""
-        if self._error is not None:  # a factory went on after its exchange had raised
-            raise self._error
-        try:
-            messages = self._exchange(message)
-            self._raise_fault(messages)
-        except Exception as error:
-            self._error = error
-            raise
-        return [each[1:] for each in messages]
-
-    def _raise_fault(self, messages: list[bytes]) -> None:
-        """Raise if a rank has no wire, or if not all do the same in this round."""
-        kinds = [each[:1] for each in messages]
-        for fault in (self._FAULT, self._LOST, self._GIVEN_UP):
-            if fault not in kinds:
-                continue
-            rank = kinds.index(fault)
-            text = messages[rank][1:].decode(errors="ignore")  # the end may be cut off
-            raise WeftError(f"wire {self._name!r} cannot be used: on rank {rank} {text}")
-        if self._MADE in kinds and self._DATA in kinds:
-            early = kinds.index(self._MADE)
-            late = kinds.index(self._DATA)
-            raise WeftError(
-                f"wire {self._name!r} cannot be used: the factory on rank {early} has returned, "
-                f"while that on rank {late} still exchanges; all call `exchange` equally often"
-            )
-
-
-def _fault(wire: object, start: Start) -> str:
-    """What is wrong with what a factory returned; empty: nothing."""
-    if not isinstance(wire, Wire):
-        return f"its factory returned {type(wire).__name__}, which is no Wire"
-    if not isinstance(wire.features, Features):
-        return f"the wire's features are {type(wire.features).__name__}, not Features"
-    for what in ("rank", "size", "device"):
-        found = getattr(wire, what)
-        wanted = getattr(start, what)
-        if found != wanted:
-            return f"the wire has {what} {found}, and the group has {wanted}"
-    if wire.features.lockstep and not isinstance(wire, Rounds):
-        return "the wire says lockstep, and has no `among`"
-    if wire.features.reduces and not isinstance(wire, Reducing):
-        return "the wire says what it reduces, and has no `all_reduce`"
-    failure = wire.failure()
-    if failure is not None:
-        return f"the wire has failed already: {failure.text}"
-    return ""
-
-
-def _spelled(features: Features) -> bytes:
-    """The features as JSON, the same on ranks that have the same."""
-    values = dataclasses.asdict(features)
-    values["reduces"] = sorted(f"{op} of {dtype}" for op, dtype in features.reduces)
-    return json.dumps(values).encode()

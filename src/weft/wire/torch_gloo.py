@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from .. import _torch
+from .address import gloo_interfaces
+from .factory import Start
 from .framed import FramedWire, Waitable
-from .registry import Start
-from .tcp.address import gloo_interfaces
 
 _Socket = tuple[int, int]
 """The number of a descriptor, and the inode, which tells whether it is still that socket."""

@@ -29,15 +29,15 @@ from dataclasses import replace
 from typing import NamedTuple, Protocol
 
 from ...errors import WeftError, WireError, names
-from ...wire import watch
+from ...wire import factory, watch
 from .. import recorder
 from . import last_error
 from .links import ControlLinks, News
 from .messages import Message, line_of, parse, place_of, values_of
 from .verdict import Place, Verdict, judge, on_leaver
 
-EXCHANGED = (1 << 14) + 1
-"""Bytes that may be exchanged at once: 16 KiB of a factory's, and one that says what they are."""
+EXCHANGED = 1 + factory.EXCHANGED
+"""Bytes that may be exchanged at once: one that says what they are, and a factory's."""
 
 ANSWER = 0.7
 """Seconds in which ranks must say where they are."""

@@ -48,6 +48,7 @@ from typing import Any
 import psutil
 
 from ...errors import AbsentError, WeftError
+from ..factory import check_nothing
 
 MESSAGES = 0
 CONTROL = 1
@@ -80,10 +81,6 @@ _ASSUMED_FILES = 32  # that are open, where their number cannot be found
 _SPARE_FILES = 128  # for the rest of the program, if the hard limit allows
 
 _log = logging.getLogger("weft")
-
-
-def _check_nothing() -> None:
-    """The `check` of `connect` where nobody watches the ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +134,7 @@ class Listener:
         peers: Mapping[int, Endpoint],
         lane: int,
         deadline: float,
-        check: Callable[[], None] = _check_nothing,
+        check: Callable[[], None] = check_nothing,
         later: Container[int] = (),
     ) -> dict[int, socket.socket]:
         """Connect to lower ranks, and accept higher ones.

@@ -32,7 +32,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from ..registry import seconds_left
+from ..factory import seconds_left
 
 ROOM = 1 << 30
 """Bytes of a segment, where the machine has eight times as much."""

@@ -48,11 +48,11 @@ from dataclasses import astuple, dataclass
 import torch
 from torch import Tensor
 
+from ..address import own_address
+from ..factory import Start
 from ..interface import Failure, Features, Recv, Send, WireFailed
 from ..memory import Lease, Pool
-from ..registry import Start
 from . import connection, shm
-from .address import own_address
 from .connection import Block, Connection, Receive
 from .listener import (
     AGAIN,
@@ -142,7 +142,7 @@ class TcpWire:
         self.features = Features()
         self.segment = segment
         self._memory = memory
-        memory.segment = segment
+        memory.source = segment
         self._process = os.getpid()
 
         self.connections: dict[int, Connection] = {}
@@ -271,7 +271,9 @@ class TcpWire:
 
     def lease(self, nbytes: int) -> Lease | None:
         """Memory in the segment, which peers of this host read where it lies."""
-        return None if self.segment is None else self._memory.lease(nbytes, shared=True)
+        if self.segment is None or nbytes <= INLINE:
+            return None
+        return self._memory.lease(nbytes, from_source=True)
 
     def abort(self, failure: Failure) -> None:
         self._fail(failure)
