@@ -10,7 +10,7 @@ import torch
 
 import weft
 from weft.kernels import meter
-from weft.sparse import ALGORITHMS, factors
+from weft.sparse import ALGORITHMS, algorithms, factors
 from weft.testing import expected, simulated
 from weft.testing.simulation import simulate
 from weft.wire.link import MERGE, WITHIN, Link
@@ -76,21 +76,37 @@ def on_hosts_of_eight(gbit):
 
 @pytest.mark.parametrize("name", ["dense_tail", "gather", "holders"])
 @pytest.mark.parametrize("gbit", [1, 10])
-def test_most_hops_of_a_ring_are_within_hosts_and_rows_to_all_share_their_links(name, gbit):
-    # each hop counted as one between hosts, whose links rows to holders had for themselves
+def test_most_hops_of_a_ring_are_within_hosts(name, gbit):
     link, on_hosts = on_hosts_of_eight(gbit)
     check(simulate(name, partial(spread, height=2000), 64, link, **on_hosts))
+
+
+def test_rows_to_holders_share_the_links_of_hosts():
+    link, on_hosts = on_hosts_of_eight(1)
+    check(simulate("holders", partial(spread, count=400, height=1600), 64, link, **on_hosts))
 
 
 @pytest.mark.parametrize("name", ["holders", "mask"])
 @pytest.mark.parametrize("gbit", [10, 25])
 def test_places_of_a_host_that_end_together_hand_their_sums_on_at_the_end(name, gbit, monkeypatch):
-    others = {found for found in ALGORITHMS if found != name}
-    monkeypatch.setattr(factors, "_NOT_BETWEEN", others)
+    monkeypatch.setattr(factors, "_NOT_BETWEEN", ALGORITHMS.keys() - {name})
     monkeypatch.setenv("WEFT_FACTORS", "8x8")
     link, on_hosts = on_hosts_of_eight(gbit)
     rows = partial(spread, count=500, height=20_000)
     check(simulate("split", rows, 64, link, **on_hosts))
+
+
+def test_sums_of_small_ranges_are_handed_on_while_others_come(monkeypatch):
+    # a range is a quarter of a chunk
+    link, on_hosts = on_hosts_of_eight(25)
+    monkeypatch.setattr(factors, "_NOT_BETWEEN", ALGORITHMS.keys() - {"split"})
+    monkeypatch.setenv("WEFT_FACTORS", "8x8")
+    rows = partial(spread, count=200, height=8000)
+    done = simulate("split", rows, 64, link, **on_hosts)
+    check(done)
+    monkeypatch.setattr(algorithms.split, "in_parts", lambda *_: False)
+    at_the_end = simulate("split", rows, 64, link, **on_hosts)
+    assert done.seconds < 0.9 * at_the_end.seconds
 
 
 @pytest.mark.parametrize("name", ["dense_tail", "gather", "split"])
