@@ -155,8 +155,7 @@ class Pool:
 
 def bytes_of(tensor: Tensor) -> Tensor:
     """The bytes of a contiguous tensor; they hold its storage, whatever becomes of the tensor."""
-    # not view(-1): what expand() makes of one element is contiguous, too, with a stride of 0
-    return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+    return as_bytes(tensor.detach())
 
 
 def memory_of(tensor: Tensor) -> memoryview:
