@@ -16,7 +16,6 @@ import types
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict
 from datetime import timedelta
 
 import pytest
@@ -210,8 +209,8 @@ def test_ranks_that_ask_for_different_wires_are_told_though_one_has_died_since(m
     """The others wait for a moment until all have read why there is no group."""
     monkeypatch.setattr(control, "_PATIENCE", 0.2)
     store = dist.HashStore()
-    other = control._Statement("torch", host="there", carrier="torch", trouble="", endpoint={})
-    store.set("weft/x/1/statement/1", json.dumps(asdict(other)))
+    other = {"wire": "torch", "host": "there", "carrier": "torch", "trouble": "", "endpoint": {}}
+    store.set("weft/x/1/statement/1", json.dumps(other))
     with pytest.raises(WeftError, match="rank 0 was asked for wire 'tcp', and rank 1 for 'torch'"):
         connect(store, 0, 2, 10.0, name="x", wire="tcp")
 

@@ -49,7 +49,9 @@ class Mine:
         if self.fault == "sends nothing":
             sends = ()
         pending = self.inside.post(sends, recvs, channel)
-        return Raising(pending) if self.fault == "raises in wait" else pending
+        if self.fault in ("raises in wait", "raises in release"):
+            return Raising(pending, self.fault.removeprefix("raises in "))
+        return pending
 
     def lease(self, nbytes):
         return None
@@ -78,14 +80,14 @@ class Never:
 
 
 class Raising:
-    """The messages of a post, which cannot be waited for."""
+    """The messages of a post, one of whose methods raises."""
 
-    def __init__(self, inside):
-        self.inside = inside
-        for name in ("done", "waiting_for", "release"):
+    def __init__(self, inside, what):
+        for name in ("wait", "done", "waiting_for", "release"):
             setattr(self, name, getattr(inside, name))
+        setattr(self, what, self.fail)
 
-    def wait(self, timeout=None):
+    def fail(self, timeout=None):
         raise KeyError("no such message")
 
 
@@ -155,10 +157,18 @@ def after_a_fault(fault, ranks):
             BAD,
             f"rank 1: wire 'mine' raised KeyError: 'no such message' {HOW}",
         ),
+        (
+            "raises in release",
+            [BAD],
+            BAD,
+            f"rank 1: wire 'mine' raised KeyError: 'no such message' {HOW}",
+        ),
     ],
 )
 def test_what_a_wire_of_ones_own_does_wrong_is_told_alike_by_all(fault, ranks, culprit, text):
-    raised = {"raises in post": "ValueError", "raises in wait": "KeyError"}.get(fault, "None")
+    raised = "None"
+    if fault.startswith("raises"):
+        raised = "ValueError" if fault == "raises in post" else "KeyError"
     for rank, (said, blamed, cause, total) in enumerate(processes(3, after_a_fault, fault, ranks)):
         assert said.startswith(f"rank {rank}: {text}"), said
         assert said.endswith("; start the group again"), said
