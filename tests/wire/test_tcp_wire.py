@@ -35,6 +35,34 @@ def ends():
         wire.close()
 
 
+@pytest.fixture
+def far_ends():
+    """Two wires that are joined as those of two hosts are."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        near = socket.create_connection(server.getsockname())
+        far, _ = server.accept()
+    wires = [TcpWire(rank, 2, {1 - rank: each}, Pool()) for rank, each in enumerate((near, far))]
+    yield wires
+    for wire in wires:
+        wire.close()
+
+
+@pytest.mark.parametrize(("nbytes", "polls"), [(8, True), (4 * connection.EAGER, False)])
+def test_between_hosts_a_wait_polls_for_a_short_message_and_sleeps_for_a_long_one(
+    far_ends, monkeypatch, nbytes, polls
+):
+    first, second = far_ends
+    yields = []
+    monkeypatch.setattr(os, "sched_yield", lambda: yields.append(threading.get_ident()))
+    received = second.post((), [(0, nbytes)])
+    message = torch.zeros(nbytes, dtype=torch.uint8)
+    timer = threading.Timer(0.05, first.post, [[(1, message)]])  # its wire's thread moves it
+    timer.start()
+    received.wait(10.0)
+    timer.join()
+    assert bool(yields) == polls
+
+
 def test_a_message_of_a_wrong_length_is_garbled_also_if_it_came_before_its_receive(ends):
     first, second = ends
     for nbytes in (8, 1):
@@ -133,12 +161,12 @@ def test_a_close_by_a_handler_during_a_sleep_ends_the_wait_as_any_other(monkeypa
     wire = TcpWire(0, 3, {1: near}, Pool(), far=Far(listener, beyond, 10.0))
     wait_for_events = wire._wait_for_events
 
-    def interrupted(seconds):
+    def interrupted(seconds, spin):
         socket.create_connection((listener.endpoint.address, listener.endpoint.port)).close()
         far.sendall(b"a part of a frame")
         wire._alarm[1].send(b"\0")
         time.sleep(0.1)
-        events = wait_for_events(seconds)
+        events = wait_for_events(seconds, spin)
         wire.close()
         return events
 

@@ -138,6 +138,11 @@ class Outgoing:
         self.done = block is not None
         self.number = 0  # not sent yet
 
+    @property
+    def is_long(self) -> bool:
+        """Whether the socket takes it in several pieces."""
+        return self.nbytes >= _LOT
+
 
 class Receive:
     """A message to be received: into a given tensor or, by size, into memory for what comes.
@@ -164,6 +169,11 @@ class Receive:
         self._pool = pool
         self._release: Callable[[], object] | None = None
         self.done = False
+
+    @property
+    def is_long(self) -> bool:
+        """Whether it may come in several pieces; statements and heads of lists do not."""
+        return self.limit >= _LOT
 
     def place(self, length: int) -> memoryview:
         """Where a message of that length goes: memory that is held."""
@@ -229,6 +239,7 @@ class Connection:
         fd: its number, also after it is closed; -1: there is none yet.
         lost: why nothing moves here any more, or "".
         garbled: what the peer sent that is no message, or "".
+        is_far: whether it has a socket to another host, where bytes come packet by packet.
         mapped: whether the peer has mapped this rank's segment.
         segment: of the peer, mapped here, or None.
         due: whether something is to be sent that the peer may wait for.
@@ -244,7 +255,7 @@ class Connection:
         self.fd = -1
         self.lost = ""
         self.garbled = ""
-        self._slow = False
+        self.is_far = False
         if sock is not None:
             self.attach(sock)
         # what is to be received, by channel
@@ -284,7 +295,7 @@ class Connection:
         """Give it its socket, connected and non-blocking."""
         self.sock = sock
         self.fd = sock.fileno()
-        self._slow = sock.family != socket.AF_UNIX
+        self.is_far = sock.family != socket.AF_UNIX
 
     @property
     def busy(self) -> bool:
@@ -461,7 +472,7 @@ class Connection:
                 self._parse()
             if count < room:  # that was all
                 break
-        if self._slow:
+        if self.is_far:
             missing = 1 if self._into is None else len(self._into)
             self._wake_at(min(missing, _LOT))
         return moved > 0

@@ -75,6 +75,7 @@ INLINE = 1 << 16
 """Bytes of a message up to which it goes through the socket, also to whoever maps the segment."""
 
 _TICK = 0.004  # seconds between two looks of the thread
+_LONG_TICK = 0.016  # the same at most, where another thread waits and moves everything
 _IDLE_LOOK = 1.0  # seconds between two looks of a thread that waits for ranks of other hosts alone
 _TURN_WAIT = 0.1  # seconds after which a close asks whoever waits again whether the rest is sent
 _LINGER = 5.0  # seconds in which a close sends what is left
@@ -402,13 +403,14 @@ class TcpWire:
         """
         until = math.inf if timeout is None else time.monotonic() + timeout
         with self._turn:
-            for _, message in messages:
+            for awaited, message in messages:
+                spin = 0.0 if awaited.is_far and message.is_long else _SPIN
                 while not message.done:
                     self._check()
                     if self._has_lost and (link := self.lost_among(messages)):
                         raise WireFailed(self._fail(_end_of(link)))
                     seconds = until - time.monotonic()
-                    self._step(max(0.0, seconds))
+                    self._step(max(0.0, seconds), spin)
                     if seconds <= 0 and not message.done:
                         raise TimeoutError("the messages of a post are not complete")
 
@@ -434,9 +436,9 @@ class TcpWire:
             finally:
                 self._is_moving = False
 
-    def _step(self, seconds: float) -> None:
+    def _step(self, seconds: float, spin: float = _SPIN) -> None:
         """Wait until something can be moved, at most so many seconds, and move it."""
-        events = self._wait_for_events(seconds)
+        events = self._wait_for_events(seconds, spin)
         self._is_moving = True
         try:
             for fd, event in events:
@@ -460,23 +462,22 @@ class TcpWire:
         finally:
             self._is_moving = False
 
-    def _wait_for_events(self, seconds: float) -> list[tuple[int, int]]:
-        """Wait until something can be moved: by polling at first, then asleep.
+    def _wait_for_events(self, seconds: float, spin: float) -> list[tuple[int, int]]:
+        """Wait until something can be moved: by polling at first, for `spin`, then asleep.
 
         The ranks of a collective call arrive at nearly the same time, and waking a process costs
-        more than many polls. Between two polls other processes may have the core.
+        more than many polls. Between two polls other processes may have the core. The next piece
+        of a long message from another host takes longer to come, and is not polled for.
         """
-        ready = self._poll.poll(0)
-        if ready or seconds <= 0:
-            return ready
         now = time.monotonic()
-        until = now + min(seconds, _SPIN)
-        while not ready and now < until:
+        until = now + min(seconds, spin)
+        while now < until:
+            if ready := self._poll.poll(0):
+                return ready
             os.sched_yield()
-            ready = self._poll.poll(0)
             now = time.monotonic()
         longest = AGAIN if self._unconnected else _LONGEST
-        return ready or self._poll.poll(min(seconds, longest) * 1e3)
+        return self._poll.poll(min(seconds, longest) * 1e3)
 
     def _set_off_alarm(self) -> None:
         """Wake up whoever waits; any thread."""
@@ -657,14 +658,18 @@ class TcpWire:
                 self._thread = thread  # only now: one that could not start cannot be joined
 
     def _run_thread(self) -> None:
+        pause = _TICK
         try:
             while True:
                 self._has_work.wait(None if self._acceptor is None else _IDLE_LOOK)
                 if self._is_closed:
                     return
-                time.sleep(_TICK)
+                time.sleep(pause)
                 if not self._turn.acquire(blocking=False):
-                    continue  # another thread waits, and moves everything
+                    # Another thread waits, and moves everything. Each look costs it the core.
+                    pause = min(2 * pause, _LONG_TICK)
+                    continue
+                pause = _TICK
                 try:
                     if self._failure is None:
                         self._step(0.0)
