@@ -54,6 +54,8 @@ class Mine:
         return pending
 
     def lease(self, nbytes):
+        if self.fault == "raises in lease":
+            raise KeyError("no such memory")
         return None
 
 
@@ -110,6 +112,7 @@ def after_a_fault(fault, ranks):
     if group.rank in ranks:
         group.wire.fault = fault
     with pytest.raises(weft.WireError) as caught:
+        group.lease(8).release()
         for _ in range(3):
             weft.all_reduce(torch.ones(3))
     with pytest.raises(weft.WireError) as again:
@@ -156,6 +159,12 @@ def after_a_fault(fault, ranks):
             [BAD],
             BAD,
             f"rank 1: wire 'mine' raised KeyError: 'no such message' {HOW}",
+        ),
+        (
+            "raises in lease",
+            [BAD],
+            BAD,
+            f"rank 1: wire 'mine' raised KeyError: 'no such memory' {HOW}",
         ),
         (
             "raises in release",

@@ -241,8 +241,17 @@ class Group:
         """Workspace that is best to send from: peers of this host read it where it lies.
 
         They do that in a wait. So a send from there may be complete only once its receiver waits.
+
+        Raises:
+            WireError: the wire, one of a program's own, raised.
         """
-        return self._route.lease(nbytes)
+        route = self._route
+        try:
+            return route.lease(nbytes)
+        except Exception as error:
+            if not route.registered:  # weft's own raise where there is no memory left: the caller's
+                raise
+            self.session.raise_for(error, route.registered, f"leased {nbytes} bytes")
 
     def on(self, device: torch.device, ranks: Sequence[int] | None = None) -> Group:
         """This group, for tensors of a device; nothing is sent. It may be this group itself.
