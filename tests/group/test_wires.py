@@ -67,6 +67,34 @@ class Faulty:
         self.aborts.append(failure)
 
 
+class Mute(Faulty):
+    """A wire that cannot even say whether it has failed."""
+
+    def failure(self):
+        raise KeyError("no such device")
+
+
+def test_a_wire_that_raises_when_it_is_asked_is_to_blame():
+    wires = Wires(1)
+    wires.add(Faulty(), "")
+    wires.add(Mute(), "mine")
+    assert wires.find_fault() == verdict_on_exception(KeyError("no such device"), 1, "mine")
+
+
+def test_an_abort_reaches_all_wires_though_a_handler_of_the_log_raises(monkeypatch):
+    def handler(*args):
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr("weft.group.wires._log.error", handler)
+    wires = Wires(1)
+    last = Faulty()
+    wires.add(Faulty(raises=True), "")
+    wires.add(last, "")
+    with pytest.raises(OSError, match="no space"):
+        wires.abort(Verdict(0, "rank 0 died"))
+    assert len(last.aborts) == 1
+
+
 def test_an_abort_reaches_all_wires_though_one_raises(caplog):
     wires = Wires(1)
     kinds = [Faulty(), Faulty(raises=True), Faulty()]

@@ -138,6 +138,21 @@ def test_a_rank_that_takes_a_connection_and_says_nothing_is_lost(rank):
     assert failure.text.endswith("(no answer within 0.5 s)")
 
 
+def test_a_close_that_still_sends_may_give_up_a_rank_that_says_nothing():
+    """The attempt to reach that one ends while another one takes what was sent."""
+    near, taker = socket.socketpair()
+    with socket.create_server(("127.0.0.1", 0)) as silent, taker:
+        endpoint = Endpoint("127.0.0.1", silent.getsockname()[1], "0" * 32)
+        far = tcp.Far(Listener("127.0.0.1", 8), {0: endpoint}, 0.5)
+        wire = tcp.TcpWire(1, 3, {2: near}, Pool(), far=far)
+        wire.post((), [(0, 8)])
+        for _ in range(40):  # more than the socket takes
+            wire.post([(2, torch.ones(16_000))])
+        wire.close()
+        assert wire.failure().text == "this end was closed"
+        assert near.fileno() == -1
+
+
 def test_who_was_paused_itself_gives_the_other_as_long_again(monkeypatch):
     monkeypatch.setattr(tcp, "_PAUSE", 0.5)
     with beside_a_silent_rank(1, 1.0) as wire:

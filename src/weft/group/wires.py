@@ -46,16 +46,22 @@ class Wires:
 
     def abort(self, verdict: Verdict) -> None:
         """End all waits of this rank; any thread."""
+        errors = []
         for wire in self.all():
             try:
                 wire.abort(Failure("aborted", verdict.culprit, verdict.text))
             except Exception as error:  # the waits of the others end all the same
-                _log.error("rank %d: a wire cannot be aborted: %r", self._rank, error)
+                errors.append(error)
+        for each in errors:  # only now: a handler of the log may block, or raise
+            _log.error("rank %d: a wire cannot be aborted: %r", self._rank, each)
 
     def find_fault(self) -> Verdict | None:
         """What a wire is sure of, which it may have seen while nobody used it; any thread."""
         for wire, name in list(self._wires):
-            failure = wire.failure()
+            try:
+                failure = wire.failure()
+            except Exception as error:
+                return verdict_on_exception(error, self._rank, name)
             if failure is not None and failure.kind in ("garbled", "broken"):
                 return verdict_on(failure, self._rank, name)
         return None

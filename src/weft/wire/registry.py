@@ -63,7 +63,9 @@ class _Registry:
         with self._lock:
             before = self._registered.get(name, [])
             if not replace and (before or name in _OWN):
-                whose = f"that of {before[-1].__module__}" if before else "one of weft's own"
+                whose = "one of weft's own"
+                if before:
+                    whose = f"that of {getattr(before[-1], '__module__', 'a program')}"
                 raise WeftError(
                     f"wire {name!r} is registered already, {whose}: use another name, or "
                     f"replace=True to take its place; {self._there_are()}"

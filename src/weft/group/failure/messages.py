@@ -97,11 +97,14 @@ def _check_here(message: Message, ranks: Set[int]) -> None:
     _require(_is_number(message["to"]))
     calls, doing, awaits, seconds, raised, at, awaited, history = message["here"]
     _require(_is_number(calls))
-    _require(awaits is None or _is_number(awaits))
+    _require(awaits is None or (_is_number(awaits) and awaits in ranks))
+    _require(isinstance(seconds, float) or _is_number(seconds))
     float(seconds)  # which an integer may be too large for
     for text in (doing, raised, at):
         _require(isinstance(text, str))
-    _require(isinstance(awaited, list) and all(_is_number(rank) for rank in awaited))
+    _require(
+        isinstance(awaited, list) and all(_is_number(rank) and rank in ranks for rank in awaited)
+    )
     _require(isinstance(history, list))
     for number, name in history:
         _require(_is_number(number) and isinstance(name, str))

@@ -164,10 +164,10 @@ def _at_the_end(chain: Sequence[int], places: Mapping[int, Place], wire: str) ->
     last = chain[-1]
     mine = places[me]
     its = places[last]
-    if mine.doing and its.calls < mine.calls:
-        return Verdict(last, f"rank {last} has not entered {mine.call}: it {its}")
     if len(chain) > 1 and _is_past(its, places[chain[-2]]):
         return Verdict(last, _nothing_of(last, [chain[-2]], places, wire))
+    if mine.doing and its.calls < mine.calls:
+        return Verdict(last, f"rank {last} has not entered {mine.call}: it {its}")
     if mine.doing and its.calls > mine.calls:
         return Verdict(last, f"rank {last} is past {mine.call} already: it {its}")
     return Verdict(last, f"rank {last} keeps the others waiting: it {its}")

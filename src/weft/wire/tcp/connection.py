@@ -239,7 +239,8 @@ class Connection:
         fd: its number, also after it is closed; -1: there is none yet.
         lost: why nothing moves here any more, or "".
         garbled: what the peer sent that is no message, or "".
-        is_far: whether it has a socket to another host, where bytes come packet by packet.
+        is_far: whether its socket is one of TCP, over which bytes come packet by packet: all are
+            between hosts, and within one where no Unix socket can be had.
         mapped: whether the peer has mapped this rank's segment.
         segment: of the peer, mapped here, or None.
         due: whether something is to be sent that the peer may wait for.

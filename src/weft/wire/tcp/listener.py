@@ -47,7 +47,7 @@ from typing import Any
 
 import psutil
 
-from ...errors import AbsentError, WeftError
+from ...errors import AbsentError
 from ..factory import check_nothing
 
 MESSAGES = 0
@@ -152,8 +152,7 @@ class Listener:
 
         Raises:
             AbsentError: somebody could not be reached, or did not come in time.
-            WeftError: this process may open no more files.
-            OSError: the connection to somebody broke.
+            OSError: the connection to somebody broke, or no file may be opened any more.
         """
         sockets: dict[int, socket.socket] = {}
         higher = {peer for peer in peers if peer > rank}
@@ -166,8 +165,8 @@ class Listener:
             for sock in sockets.values():
                 sock.close()
             if isinstance(error, OSError) and is_without_files(error):
-                what = "the connections to other ranks"
-                raise WeftError(f"rank {rank}: {without_files(what, error)}") from error
+                text = without_files("the connections to other ranks", error)
+                raise OSError(error.errno, text) from error
             raise
         for sock in sockets.values():
             send_at_once(sock)
@@ -406,10 +405,13 @@ def is_without_files(error: OSError) -> bool:
 def without_files(what: str, error: OSError) -> str:
     """That there is no file descriptor for something, as a clause, and what helps."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return (
-        f"no file descriptor is left for {what} ({error.strerror}): this process may open {soft}; "
-        "raise that (ulimit -n, or LimitNOFILE of the service that starts the ranks), or close some"
+    remedy = (
+        f"this process may open {soft}; raise that (ulimit -n, or LimitNOFILE of the service that "
+        "starts the ranks), or close some"
     )
+    if error.errno == errno.ENFILE:
+        remedy = "the processes of this machine have opened all that it allows; raise fs.file-max"
+    return f"no file descriptor is left for {what} ({error.strerror}): {remedy}"
 
 
 def unreachable(endpoint: Endpoint, error: OSError) -> str:

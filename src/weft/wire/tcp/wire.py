@@ -18,7 +18,8 @@ What threads wait for, and how long:
 * `finish`, until its messages are complete: as long as its caller says. A socket of a peer, one
   that is being connected or accepted, or the alarm, which `abort` sets off, ends each sleep.
 * `_turn`, which a thread holds in all of its `finish`, asleep or not: so a `release` in another
-  thread lasts as long as that wait. A `close` in another thread ends it.
+  thread lasts as long as that wait. A `close` in another thread ends it, once what was sent is
+  on its way.
 * `close`: up to `_LINGER` until the sockets have taken what was sent, and for the wire's thread.
   Where another thread is in a `finish`, that one sends the rest.
 * The wire's thread: until there is something to move, or the wire is closed; with ranks of other
@@ -330,6 +331,8 @@ class TcpWire:
         for fd, wanted in self._polled.items():
             if wanted:
                 self._poll.register(fd, wanted)
+        for fd, attempt in self._attempts.items():
+            self._poll.register(fd, attempt.wanted)
         while self._failure is None and self._has_unsent():
             seconds = until - time.monotonic()
             if seconds <= 0:
@@ -567,11 +570,10 @@ class TcpWire:
         now = time.monotonic()
         was_paused = now - self._last_look > _PAUSE
         self._last_look = now
+        if was_paused:  # it was stopped, or busy in foreign code: answers may have come meanwhile
+            self._unconnected = dict.fromkeys(self._unconnected, now + self._far.timeout)
         for peer, end in list(self._unconnected.items()):
-            if now >= end and was_paused:
-                # this process was stopped, or busy in foreign code: the answer may have come
-                self._unconnected[peer] = now + self._far.timeout
-            elif now >= end:
+            if now >= end:
                 silence = f"no answer within {self._far.timeout:g} s"
                 self._give_up(peer, TimeoutError(silence))
             elif self._due.get(peer, math.inf) <= now:
@@ -752,7 +754,6 @@ def make(start: Start) -> TcpWire:
     """Connect this rank to all others, and map the memory of those of its host; for the registry.
 
     Raises:
-        WeftError: this process may open no more files.
         OSError: from the sockets.
     """
     deadline = time.monotonic() + start.timeout
