@@ -92,6 +92,19 @@ def outside(calls: int = 4, raised: str = "", history: tuple[tuple[int, str], ..
             "rank 2 is past call 5 (sparse_all_reduce), where rank 1 waits for it: it has been "
             "outside weft for 12.3 s; the link is too slow, or the ranks disagree on what to send",
         ),
+        # several are past it: perhaps this rank's own end loses what comes
+        (
+            {
+                0: waits(1, more=(2,)),
+                1: outside(5, history=((5, CALL),)),
+                2: outside(5, history=((5, CALL),)),
+            },
+            set(),
+            {},
+            None,
+            "rank 1 is past call 5 (sparse_all_reduce), where rank 0 waits for it: it has been "
+            "outside weft for 12.3 s; the link is too slow, or the ranks disagree on what to send",
+        ),
         # without calls, the group is used by itself
         (
             {0: waits(1, 0, ""), 1: outside(0)},

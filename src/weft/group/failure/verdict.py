@@ -165,7 +165,11 @@ def _at_the_end(chain: Sequence[int], places: Mapping[int, Place], wire: str) ->
     mine = places[me]
     its = places[last]
     if len(chain) > 1 and _is_past(its, places[chain[-2]]):
-        return Verdict(last, _nothing_of(last, [chain[-2]], places, wire))
+        waiter = chain[-2]
+        past = [peer for peer in places[waiter].missing if _passed(peer, waiter, places)]
+        # where several are past it, the waiter's own end may have lost what they sent
+        culprit = last if len(past) == 1 else None
+        return Verdict(culprit, _nothing_of(last, [waiter], places, wire))
     if mine.doing and its.calls < mine.calls:
         return Verdict(last, f"rank {last} has not entered {mine.call}: it {its}")
     if mine.doing and its.calls > mine.calls:
