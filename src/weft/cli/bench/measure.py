@@ -365,6 +365,15 @@ def _try(one: Contender, job: Job, case: Case, right: Answer | None) -> None:
         one.status = next((said for said, _ in everybody if said[0] == worst), one.status)
 
 
+def _meet() -> None:
+    """Wait until all ranks have come.
+
+    Not by gloo's barrier, which waits for earlier works, too, and may raise what one of them has
+    raised before.
+    """
+    dist.all_reduce(torch.zeros(1))
+
+
 def _time(starters: list[Contender], job: Job, doing: Callable[[str], None]) -> None:
     """Have them take turns."""
     gc.collect()
@@ -375,7 +384,7 @@ def _time(starters: list[Contender], job: Job, doing: Callable[[str], None]) -> 
             # in an order that is the same on all ranks
             for one in random.Random(f"{job.seed} {turn}").sample(starters, len(starters)):
                 given = one.prepare()
-                dist.barrier()
+                _meet()
                 begin = time.perf_counter()
                 result = one.call(given)
                 took = time.perf_counter() - begin
