@@ -29,11 +29,11 @@ from ..wire.machine import own_host
 from ..wire.memory import Pool
 from ..wire.store import exchange, has
 from ..wire.tcp.listener import CONTROL, STRANGERS, Endpoint, Listener, make_room
+from .failure.detector import ANSWER
 from .failure.links import ControlLinks, SocketLinks
 
 _BUFFER = 1 << 17  # bytes that a link takes at once, whatever its peer does
 _PATIENCE = 5.0  # seconds in which the others can read at the store why there is no group
-_ANSWER = 0.7  # seconds in which ranks answer a roll call
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,7 +251,7 @@ class _RollCall:
         """What to raise where gloo has failed here: the same on all ranks, if anybody knows why."""
         self._store.set("roll call", "")
         self.answer()
-        until = time.monotonic() + _ANSWER
+        until = time.monotonic() + ANSWER
         keys = [f"here {rank}" for rank in range(self._size)]
         missing = [rank for rank, key in enumerate(keys) if not has(self._store, key, until, 1)]
         if missing:

@@ -165,11 +165,10 @@ def _at_the_end(chain: Sequence[int], places: Mapping[int, Place], wire: str) ->
     mine = places[me]
     its = places[last]
     if len(chain) > 1 and _is_past(its, places[chain[-2]]):
-        waiter = chain[-2]
-        past = [peer for peer in places[waiter].missing if _passed(peer, waiter, places)]
+        waiters = [chain[-2]]
         # where several are past it, the waiter's own end may have lost what they sent
-        culprit = last if len(past) == 1 else None
-        return Verdict(culprit, _nothing_of(last, [waiter], places, wire))
+        culprit = last if len(_past(waiters, places)) == 1 else None
+        return Verdict(culprit, _nothing_of(last, waiters, places, wire))
     if mine.doing and its.calls < mine.calls:
         return Verdict(last, f"rank {last} has not entered {mine.call}: it {its}")
     if mine.doing and its.calls > mine.calls:
@@ -183,11 +182,7 @@ def _in_a_circle(me: int, places: Mapping[int, Place], wire: str) -> Verdict:
     if _make_different_calls(places, earliest):
         return _astray(me, places)
     behind = [rank for rank in sorted(places) if places[rank].calls == earliest]
-    # that a rank is past a call shows that it had all it needed there, and that those who still
-    # wait for it there did not get what it sent
-    past: set[int] = set()
-    for rank in behind:
-        past.update(peer for peer in places[rank].missing if _passed(peer, rank, places))
+    past = _past(behind, places)
     if past:
         first = min(past)
         waiters = [rank for rank in behind if first in places[rank].missing]
@@ -223,9 +218,18 @@ def _astray(me: int, places: Mapping[int, Place]) -> Verdict:
     )
 
 
-def _passed(peer: int, rank: int, places: Mapping[int, Place]) -> bool:
-    """Whether a peer, which answered, is known to be past the call in which a rank waits."""
-    return peer in places and _is_past(places[peer], places[rank])
+def _past(waiters: Sequence[int], places: Mapping[int, Place]) -> set[int]:
+    """The ranks that are known to be past a call in which one of these waits for them.
+
+    That a rank is past a call shows that it had all it needed there, and that those who still wait
+    for it there did not get what it sent.
+    """
+    past: set[int] = set()
+    for waiter in waiters:
+        waiting = places[waiter]
+        answered = waiting.missing & places.keys()
+        past.update(peer for peer in answered if _is_past(places[peer], waiting))
+    return past
 
 
 def _is_past(place: Place, waiting: Place) -> bool:
