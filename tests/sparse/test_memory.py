@@ -7,6 +7,7 @@ whole takes is measured by benchmarks/memory.py.
 from __future__ import annotations
 
 import dataclasses
+import gc
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 
 import weft
 from weft.sparse import ALGORITHMS, Load, choice
-from weft.testing import spmd
+from weft.testing import run, spmd
 from weft.wire.link import Link
 
 COUNT, WIDTH = 12_000, 80
@@ -54,6 +55,54 @@ def test_workspace_is_what_was_predicted(group, name, kind):
     cost = ALGORITHMS[name].cost(dataclasses.replace(load, union=len(total)))
     own = COUNT * load.row
     assert pool.peak <= cost.memory + own + OPENING * (group.size - 1)
+
+
+def tensors_that_stay(calls, program):
+    """Tensors that are left of so many calls on four ranks, where nobody collects garbage."""
+
+    def body(group):
+        rows = rows_of(group.rank, "disjoint", group.size)
+        rows = weft.Rows(rows.indices[:300], rows.values[:300], rows.height)
+        for _ in range(calls):
+            program(rows, group)
+
+    gc.collect()
+    before = sum(isinstance(each, torch.Tensor) for each in gc.get_objects())
+    gc.disable()
+    try:
+        run(4, body)
+        return sum(isinstance(each, torch.Tensor) for each in gc.get_objects()) - before
+    finally:
+        gc.enable()
+
+
+PROGRAMS = {
+    **{
+        name: lambda rows, group, name=name: weft.sparse_all_reduce(
+            rows, algorithm=name, group=group
+        )
+        for name in ("auto", *sorted(ALGORITHMS))
+    },
+    "list": lambda rows, group: weft.sparse_all_reduce([rows, rows], group=group),
+    "avg in bfloat16": lambda rows, group: weft.sparse_all_reduce(
+        rows, op="avg", wire_dtype=torch.bfloat16, group=group
+    ),
+    "function": lambda rows, group: weft.sparse_all_reduce(rows, op=torch.maximum, group=group),
+    "async": lambda rows, group: weft.sparse_all_reduce(rows, async_op=True, group=group).wait(),
+    "all_gather": lambda rows, group: weft.sparse_all_gather(rows, group=group),
+    "reduce_scatter": lambda rows, group: weft.sparse_reduce_scatter(rows, group=group),
+    "reduce": lambda rows, group: weft.sparse_reduce(rows, group_dst=1, group=group),
+    "broadcast": lambda rows, group: weft.sparse_broadcast(rows, group_src=1, group=group),
+}
+
+
+@pytest.mark.parametrize("factors", ["4", "2x2"])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_memory_is_free_without_the_garbage_collector(name, factors, monkeypatch):
+    """As in programs that switch it off, so that it does not stop a step of training."""
+    monkeypatch.setenv("WEFT_FACTORS", factors)
+    once = tensors_that_stay(1, PROGRAMS[name])
+    assert tensors_that_stay(5, PROGRAMS[name]) == once
 
 
 def promised(load):

@@ -42,6 +42,17 @@ class Onward(Protocol):
         """Take the rows of a rank's part before `stop`, which do not change any more."""
 
 
+@dataclass(slots=True)
+class Trouble:
+    """The exception that a caller's function raised first, or None.
+
+    It is apart from the call, which holds the function: that must not hold the call, or the memory
+    of each call would be kept until the garbage collector runs.
+    """
+
+    error: BaseException | None = None
+
+
 @dataclass
 class Call:
     """What every rank knows of a call when its schedule starts.
@@ -60,7 +71,7 @@ class Call:
         marks: ascending indices, for rows on an accelerator.
         below: for each mark the number of result rows with a smaller index. A schedule that finds
             these numbers anyway puts them here, which saves the host a wait; else it is empty.
-        trouble: the exception that a caller's function raised.
+        trouble: what a caller's function raised.
         target: memory of the caller's that the result must be copied to at the end.
         onward: takes the result, if the schedule is one stage of another one.
         divisor: what the result is divided by.
@@ -80,7 +91,7 @@ class Call:
     given: Rows | None = None
     marks: Sequence[int] = ()
     below: Sequence[int] = ()
-    trouble: BaseException | None = None
+    trouble: Trouble = field(default_factory=Trouble)
     target: Rows | None = None
     onward: Onward | None = None
     header: Header = field(init=False)
@@ -91,7 +102,7 @@ class Call:
     def __post_init__(self) -> None:
         self.divisor = self.group.size if self.op.mean else 1
         if not self.op.builtin:
-            self.op = replace(self.op, function=self._guarded(self.op.function))
+            self.op = replace(self.op, function=_guarded(self.op.function, self.trouble))
 
     @property
     def device(self) -> torch.device:
@@ -130,7 +141,8 @@ class Call:
                 if place[0].numel() != count:
                     raise WeftError(f"out returned {place[0].numel()} rows for {count}")
             except BaseException as error:
-                self.trouble, place = self.trouble or error, None
+                self.trouble.error = self.trouble.error or error
+                place = None
         elif self.out is not None and count <= self.out[0].numel():
             place = self.out[0][:count], self.out[1][:count]
         if place is not None and not self._can_write_to(place):
@@ -205,30 +217,33 @@ class Call:
         rows = () if self.given is None else (self.given.indices, self.given.values)
         return any(overlapping(one, other) for one in rows for other in place)
 
-    def _guarded(
-        self, function: Callable[[Tensor, Tensor], Tensor]
-    ) -> Callable[[Tensor, Tensor], Tensor]:
-        def combine(left: Tensor, right: Tensor) -> Tensor:
-            if self.trouble is not None:
-                return left
-            try:
-                both = function(left, right)
-                if not isinstance(both, Tensor):
-                    raise TypeError(f"op returned a {type(both).__name__}, not a tensor")
-                if not has_elements(both):
-                    raise ValueError(f"op returned a tensor that is {lacking(both)}")
-                got, wanted = ((tuple(t.shape), t.dtype, t.device) for t in (both, left))
-                if got != wanted:
-                    said = " for two operands of ".join(
-                        f"{shape} of {dtype} on {device}" for shape, dtype, device in (got, wanted)
-                    )
-                    raise ValueError(f"op returned {said}")
-            except BaseException as error:
-                self.trouble = error
-                return left
-            return both.detach()
 
-        return combine
+def _guarded(
+    function: Callable[[Tensor, Tensor], Tensor], trouble: Trouble
+) -> Callable[[Tensor, Tensor], Tensor]:
+    """A caller's function of two operands, which never raises: it returns the left one instead."""
+
+    def combine(left: Tensor, right: Tensor) -> Tensor:
+        if trouble.error is not None:
+            return left
+        try:
+            both = function(left, right)
+            if not isinstance(both, Tensor):
+                raise TypeError(f"op returned a {type(both).__name__}, not a tensor")
+            if not has_elements(both):
+                raise ValueError(f"op returned a tensor that is {lacking(both)}")
+            got, wanted = ((tuple(t.shape), t.dtype, t.device) for t in (both, left))
+            if got != wanted:
+                said = " for two operands of ".join(
+                    f"{shape} of {dtype} on {device}" for shape, dtype, device in (got, wanted)
+                )
+                raise ValueError(f"op returned {said}")
+        except BaseException as error:
+            trouble.error = error
+            return left
+        return both.detach()
+
+    return combine
 
 
 def partial_dtype(op: Op, dtype: torch.dtype, wide: torch.dtype | None) -> torch.dtype:

@@ -320,7 +320,7 @@ def settle(group: Group, name: str, call: Call, count: int | None = None) -> Non
     if count is not None and isinstance(call.out, tuple):
         room = call.out[0].numel()
         lacking = too_small(room, count) if room < count else None
-    confess(group, f"the end of {name}", call.trouble, lacking)
+    confess(group, f"the end of {name}", call.trouble.error, lacking)
 
 
 def too_small(room: int, count: int) -> str:

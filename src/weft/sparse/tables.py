@@ -446,4 +446,4 @@ def _handed_out(group: Group, request: Request, part: Rows) -> tuple[Rows, BaseE
     place = call.result(len(part))
     place.indices.copy_(part.indices)
     place.values.copy_(part.values)
-    return run.handed_out(place, call), call.trouble
+    return run.handed_out(place, call), call.trouble.error

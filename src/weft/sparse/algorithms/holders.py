@@ -193,7 +193,8 @@ class _Sums:
         for rank in range(call.group.size):
             rows, places = kernels.pick(slots[rank], shares, rank, me)
             if rank == me:
-                self._rows, source = rows, self._pieces
+                self._rows = rows
+                source = _own_rows(call, own, rows)
             else:
                 self._inflows.append(Inflow(self._incoming, rank, len(rows)))
                 source = self._inflows[-1].pieces
@@ -203,13 +204,6 @@ class _Sums:
             self._runs.append((places, source, bounds))
         self._direct = call.partial == call.dtype
         self._lease = call.group.lease(0 if self._direct else step * call.load.partial)
-
-    def _pieces(self, start: int, stop: int) -> Iterator[Tensor]:
-        """This rank's own rows, as a source."""
-        shape = stop - start, *self._call.row_shape
-        piece = torch.empty(shape, dtype=self._incoming.dtype, device=self._call.device)
-        self._own.take(self._rows[start:stop], piece)
-        yield piece
 
     def write(self, number: int, out: Tensor) -> None:
         """Write chunk `number`; they are to be asked for in their order."""
@@ -234,6 +228,22 @@ class _Sums:
         self._lease.release()
         for inflow in self._inflows:
             inflow.release()
+
+
+def _own_rows(call: Call, own: LocalRows, positions: Tensor) -> Source:
+    """This rank's own rows at some positions, as a source.
+
+    A function and no method of `_Sums`, which holds it: that would be a circle of references, and
+    the memory of a call would be kept until the garbage collector runs.
+    """
+
+    def pieces(start: int, stop: int) -> Iterator[Tensor]:
+        shape = stop - start, *call.row_shape
+        piece = torch.empty(shape, dtype=call.incoming.dtype, device=call.device)
+        own.take(positions[start:stop], piece)
+        yield piece
+
+    return pieces
 
 
 _SAMPLE = (512, 1024)  # places looked at: for many ranks, for few
