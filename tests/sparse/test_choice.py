@@ -90,7 +90,7 @@ def test_of_many_ranks_nearly_as_quick_with_fewer_messages_is_taken(rows):
     found = explained(256, 1, 1, rows, 1_000_000, 64, False)
     best, *others = found.lines
     assert best.name == "split 16x16"
-    flat = ALGORITHMS["split"].cost(found.load.but(factors=()))
+    flat = ALGORITHMS["split"].cost(found.load.but(stages=()))
     quicker = [each for each in others if each.verdict.endswith("with more messages")]
     assert all(each.messages > best.messages for each in quicker)
     # a ring of 255 hops is predicted to be a little quicker

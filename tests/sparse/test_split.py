@@ -404,6 +404,55 @@ def test_a_function_gets_its_operands_in_rank_order(names, asked):
     assert set(run(8, program)) == {parsed(factors_of(names)) if in_order else ()}
 
 
+@pytest.mark.parametrize(
+    ("names", "text", "is_taken"),
+    [
+        ("aaaabbbb", "2x2x2", True),
+        ("abcdefgh", "2x2x2", True),
+        ("abababab", "2x2x2", True),  # pairs, then pairs of these, whatever hosts they are on
+        ("aabbaabb", "2x2x2", False),  # the second stage would join blocks 0 and 2, of one host
+        ("aabbaabb", "2x4", True),
+        ("abababab", "4x2", False),
+    ],
+)
+def test_a_function_whose_order_matters_gets_its_operands_in_rank_order(
+    names, text, is_taken, asked
+):
+    asked(text)
+
+    def product(left, right):
+        """Of 2x2 matrices: associative, not commutative."""
+        return left @ right
+
+    parts = []
+    for rank in range(8):
+        draw = torch.Generator().manual_seed(rank)
+        values = torch.randint(-3, 4, (150, 2, 2), generator=draw)
+        parts.append(weft.Rows(torch.randperm(200, generator=draw)[:150], values, 200))
+    want = expected(parts, product)
+
+    def program(group):
+        set_link(group, SLOW)
+        assert torch.equal(reduced(group, names, parts, product).values, want.values)
+        group.session.hosts = tuple(names)
+        return weft.explain(parts[group.rank], product, algorithm="split").load.factors
+
+    assert set(run(8, program)) == {parsed(text) if is_taken else ()}
+
+
+@pytest.mark.parametrize("text", ["2x4", "4x2", "2x2x2", "3x2", "2x3"])
+def test_the_blocks_of_all_stages_keep_the_order_where_the_op_needs_it(text):
+    taken = 0
+    for names in itertools.product("ab", repeat=8):
+        load = factors.factored(load_of(names, in_order=True), parsed(text))
+        added = [[rank] for rank in range(8)]  # by each block, in order
+        for blocks in load.stages:
+            added = [[*itertools.chain(*(added[each] for each in block))] for block in blocks]
+        assert [*itertools.chain(*added)] == [*range(8)], names
+        taken += load.factors == parsed(text)
+    assert taken
+
+
 @spmd(4, on=("threads",))
 def test_a_function_that_raises_is_everybodys_error(group):
     def last(left, right):

@@ -25,6 +25,9 @@ from ..wire.link import Link
 from . import codec
 from .bound import rows_of_average, rows_of_busiest
 
+Blocks = tuple[tuple[int, ...], ...]
+"""The ranks of each block, ascending; every rank is in one."""
+
 MANY = 16
 """Ranks from which messages may be what limits."""
 
@@ -64,8 +67,9 @@ class Load:
         summed: the rows that ranks have are sums of some ranks each, of an earlier stage.
         sharing: so many groups of ranks have this load at the same time, over the same links;
             `link.beta` is that of a byte of one of them.
-        factors: of `split`: ranks of a block that sum, blocks, and so on (`sparse.factors`); one
-            or none: it is flat.
+        stages: of `split`: the blocks in which ranks sum first, then those of what runs between
+            these blocks, and so on (`sparse.factors`); (): it is flat. In each the ranks are
+            numbered from 0: after the first they are its blocks.
     """
 
     ranks: int
@@ -89,7 +93,17 @@ class Load:
     link: Link | None = None
     summed: bool = False
     sharing: int = 1
-    factors: tuple[int, ...] = ()
+    stages: tuple[Blocks, ...] = ()
+
+    @property
+    def factors(self) -> tuple[int, ...]:
+        """Of `split`: the ranks of a block that sum, in each stage, then the last number of blocks.
+
+        () if it is flat.
+        """
+        if not self.stages:
+            return ()
+        return *(min(map(len, blocks)) for blocks in self.stages), len(self.stages[-1])
 
     @property
     def mean(self) -> float:

@@ -12,23 +12,24 @@ neighbouring ranks are a block. Where blocks have unequal numbers of ranks the f
 of the smallest: the others' further ranks have no place. So 13 ranks may be 3x4, in blocks of four
 and three ranks.
 
-The factors of a call are in `Load.factors`. All ranks find them from the same load, or are told by
-`WEFT_FACTORS`. On accelerators and wires in rounds they have to be told: each stage takes rounds of
-its ranks alone, and what these take was never measured.
+The blocks of a call, of all its stages, are in `Load.stages`. They are found here once, together:
+whether factors mean hosts is asked in no other place. All ranks find them from the same load, or
+are told factors by `WEFT_FACTORS`. On accelerators and wires in rounds they have to be told: each
+stage takes rounds of its ranks alone, and what these take was never measured.
 """
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import pairwise
+from itertools import chain, pairwise
 
 from ..errors import WeftError
 from ..schedules.hosts import Hosts
 from ..wire.link import WITHIN
-from .cost import MANY, Load, preferred
+from .cost import MANY, Blocks, Load, preferred
 from .registry import ALGORITHMS, Algorithm
 
 _SMALLEST = 1 << 16  # bytes of a chunk
@@ -37,8 +38,6 @@ _NOT_BETWEEN = ("doubling", "dense_tail")
 # each rank sums a range; it has its own first, then that of its left neighbour, and so on
 _IN_PARTS = ("ring", "split")
 _HANDED = 4.0  # bytes merged in the time in which one is handed on within a host, if unknown
-
-Blocks = tuple[tuple[int, ...], ...]
 
 
 def named(factors: tuple[int, ...]) -> str:
@@ -70,11 +69,11 @@ def factored(load: Load, factors: tuple[int, ...] = ()) -> Load:
         load: the sizes of the call, with the figures of its link.
         factors: to be taken if they fit the call's ranks.
     """
-    flat = load.but(factors=())
+    flat = load.but(stages=())
     if factors == (load.ranks,):
         return flat
-    if factors and _fit(load, factors):
-        return load.but(factors=factors)
+    if stages := _stages(load, factors):
+        return load.but(stages=stages)
     if load.at_once:
         return flat
     trials = [flat, *_candidates(flat)]
@@ -92,16 +91,17 @@ def _candidates(load: Load) -> Iterator[Load]:
     if hosts is None or len(hosts.ranks) == load.ranks:
         if load.ranks < MANY:
             return
-        first = _nearly_square(load.ranks)
+        factors = _nearly_square(load.ranks)
     else:
-        first = min(map(len, hosts.ranks)), len(hosts.ranks)
-    if not _fit(load, first):
+        factors = min(map(len, hosts.ranks)), len(hosts.ranks)
+    stages = _stages(load, factors)
+    if not stages:
         return
-    found = load.but(factors=first)
+    found = load.but(stages=stages)
     yield found
-    further = factored(between(found)).factors
+    further = factored(between(found)).stages
     if further:
-        yield load.but(factors=(first[0], *further))
+        yield load.but(stages=(*stages, *further))
 
 
 def _nearly_square(ranks: int) -> tuple[int, int]:
@@ -117,36 +117,52 @@ def _nearly_square(ranks: int) -> tuple[int, int]:
     return ranks // count, count
 
 
-def _fit(load: Load, factors: tuple[int, ...]) -> bool:
-    """Whether the ranks can be put in such blocks, none smaller than said, and the op lets them."""
-    if len(factors) > 1 and _are_of_hosts(load, factors):
-        assert load.hosts is not None
-        return load.hosts.in_order or not load.in_order
-    if len(factors) < 2 or min(factors) < 2:
-        return False
-    return load.ranks // math.prod(factors[1:]) == factors[0]
+def _stages(load: Load, factors: Sequence[int]) -> tuple[Blocks, ...]:
+    """The blocks of each stage that has these factors; () if some do not fit, or the op forbids it.
+
+    An op that is a function must get its operands in the order of ranks, in every stage: the ranks
+    of a block are neighbours there.
+    """
+    stages: list[Blocks] = []
+    ranks = load.ranks
+    hosts = load.hosts
+    for stage, size in enumerate(factors[:-1], 1):
+        found = _divided(ranks, hosts, size, math.prod(factors[stage:]))
+        are_neighbours = [*chain(*found)] == [*range(ranks)]
+        if not found or (load.in_order and not are_neighbours):
+            return ()
+        stages.append(found)
+        ranks = len(found)
+        hosts = _hosts_of(hosts, found)
+    return tuple(stages)
 
 
-def _are_of_hosts(load: Load, factors: tuple[int, ...]) -> bool:
-    """Whether the first factor is the ranks of a host, and the others those of the hosts."""
-    if load.hosts is None:
-        return False
-    sizes = [len(ranks) for ranks in load.hosts.ranks]
-    if len(sizes) == 1 or max(sizes) == 1:
-        return False
-    return factors[0] == min(sizes) and math.prod(factors[1:]) == len(sizes)
+def _divided(ranks: int, hosts: Hosts | None, size: int, count: int) -> Blocks:
+    """Ranks in `count` blocks, the smallest of `size`; () if that cannot be.
+
+    These are the hosts, if there are as many, the smallest of that size; else neighbours.
+    """
+    if hosts is not None and len(hosts.ranks) == count > 1:
+        sizes = [len(block) for block in hosts.ranks]
+        if min(sizes) == size and max(sizes) > 1:
+            return hosts.ranks
+    if min(size, count) < 2 or ranks // count != size:
+        return ()
+    bounds = [ranks * block // count for block in range(count + 1)]
+    return tuple(tuple(range(low, high)) for low, high in pairwise(bounds))
+
+
+def _hosts_of(hosts: Hosts | None, found: Blocks) -> Hosts | None:
+    """The hosts of the first rank of each block; None if each has one of its own."""
+    if hosts is None:
+        return None
+    of_blocks = Hosts.named([hosts.of[block[0]] for block in found])
+    return None if len(of_blocks.ranks) == len(found) else of_blocks
 
 
 def blocks(load: Load) -> Blocks:
-    """The ranks of each block of the first stage, ascending."""
-    if len(load.factors) < 2:
-        return (tuple(range(load.ranks)),)
-    if _are_of_hosts(load, load.factors):
-        assert load.hosts is not None
-        return load.hosts.ranks
-    count = math.prod(load.factors[1:])
-    bounds = [load.ranks * block // count for block in range(count + 1)]
-    return tuple(tuple(range(low, high)) for low, high in pairwise(bounds))
+    """The ranks of each block of the first stage, ascending; flat, all ranks are one block."""
+    return load.stages[0] if load.stages else (tuple(range(load.ranks)),)
 
 
 def _are_near(load: Load, found: Blocks) -> bool:
@@ -167,7 +183,7 @@ def within(load: Load) -> Load:
         union=round(load.union_of(ranks)),
         hosts=None,
         rows_of_hosts=None,
-        factors=(),
+        stages=(),
     )
     if not _are_near(load, found):
         return local
@@ -192,10 +208,7 @@ def between(load: Load) -> Load:
             # the places of a host share its link, so a chunk of the same duration is shorter
             shorter = max(_SMALLEST, chunk >> (sharing.bit_length() - 1) // 2)
             chunk = min(shorter, _chunk_on_hosts(load, found))
-    hosts = None
-    if load.hosts is not None:
-        hosts = Hosts.named([load.hosts.of[block[0]] for block in found])
-    inner = load.but(
+    return load.but(
         ranks=len(found),
         total=max(round(sum(rows)), union),
         most=round(max(rows)),
@@ -203,15 +216,13 @@ def between(load: Load) -> Load:
         union=union,
         height=None,
         chunk=chunk,
-        hosts=None if hosts is None or len(hosts.ranks) == len(found) else hosts,
+        hosts=_hosts_of(load.hosts, found),
         link=replace(load.link, beta=load.link.beta * sharing),
         rows_of_hosts=None,
         summed=True,
         sharing=sharing,
-        factors=(),
+        stages=load.stages[1:],
     )
-    further = load.factors[1:]
-    return inner.but(factors=further) if len(further) > 1 else inner
 
 
 def in_parts(load: Load, algorithm: Algorithm, inner: Load) -> bool:
@@ -225,7 +236,7 @@ def in_parts(load: Load, algorithm: Algorithm, inner: Load) -> bool:
         algorithm: between the blocks.
         inner: its load.
     """
-    if load.at_once or algorithm.name not in _IN_PARTS or inner.factors:
+    if load.at_once or algorithm.name not in _IN_PARTS or inner.stages:
         return False
     if not _are_near(load, blocks(load)):
         return False
@@ -306,7 +317,7 @@ def _part_before(places: int, algorithm: Algorithm, inner: Load) -> float:
     first = 1 / max(1, inner.chunks(inner.mean, inner.given))
     if algorithm.name == "gather":
         own = first
-    elif algorithm.name == "split" and not inner.factors:
+    elif algorithm.name == "split" and not inner.stages:
         own = min(1.0, 1 / inner.ranks + first)
     else:
         return 1.0
@@ -333,7 +344,7 @@ def _completing(load: Load, algorithm: Algorithm, inner: Load) -> float:
 def middle(load: Load) -> tuple[Algorithm, Load]:
     """What runs between the blocks, and the load that it has; the same on every rank."""
     inner = between(load)
-    if inner.factors or not _are_near(load, blocks(load)):  # then it is there to save messages
+    if inner.stages or not _are_near(load, blocks(load)):  # then it is there to save messages
         return ALGORITHMS["split"], inner
     link = inner.link
     assert link is not None

@@ -35,8 +35,8 @@ from torch import Tensor
 from ...rows import Rows
 from ...wire.memory import typed
 from ..call import Call
-from ..cost import Cost, Load
-from ..factors import Blocks, blocks, in_parts, middle, on_hosts, within
+from ..cost import Blocks, Cost, Load
+from ..factors import blocks, in_parts, middle, on_hosts, within
 from ..header import Header
 from ..local_rows import LocalRows, SummedRows
 from ..owners import ToOwners, balanced, of_blocks, owned, spans
@@ -45,7 +45,7 @@ from ..stream import Share, list_messages, window
 
 
 def cost(load: Load) -> Cost:
-    return _in_stages(load) if len(load.factors) > 1 else _flat(load)
+    return _in_stages(load) if load.stages else _flat(load)
 
 
 def _flat(load: Load) -> Cost:
