@@ -97,6 +97,19 @@ def test_on_a_slow_link_too_where_indices_are_packed(group, name, wire_dtype):
     assert sent.item() / group.size == pytest.approx(cost.bytes, rel=0.02)
 
 
+@pytest.mark.parametrize("name", ["dense_tail", "gather", "holders", "split"])
+def test_sums_of_some_ranks_are_counted_as_they_travel(name):
+    """To who sums them with all their bits: 512 bytes, where complete sums have 256."""
+    load = Load(4, 40_000, 10_000, 10_000, 20_000, 40_000, 256, 512, 4, places=40_000)
+    rounded = ALGORITHMS[name].cost(load)
+    summed = ALGORITHMS[name].cost(load.but(summed=True))
+    sent = {"gather": 3 * load.mean, "holders": load.mean - load.union / 4}
+    rows = sent.get(name, 3 / 4 * load.mean)
+    assert summed.bytes - rounded.bytes == pytest.approx(rows * 256)
+    assert summed.memory >= rounded.memory
+    assert summed.messages > rounded.messages
+
+
 @pytest.mark.parametrize(("count", "share"), [(0, 0.1), (100, 0.001), (1000, 0.01), (5000, 0.02)])
 def test_a_short_list_is_not_packed_however_dense_it_is(count, share):
     load = Load(32, 32_000, 1000, 1000, 30_000, None, 32, 32, 4, places=1_000_000, gaps=True)

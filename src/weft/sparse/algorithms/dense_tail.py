@@ -37,24 +37,24 @@ def cost(load: Load) -> Cost:
     others, given = load.ranks - 1, load.mean / load.ranks
     height = (load.height or 0) / load.ranks
     asked = load.list_of(given, 1 / load.ranks)
-    received = others * (given * load.row + asked + height * (load.row + 1 / 8))
+    received = others * (given * load.given + asked + height * (load.row + 1 / 8))
     # rows that are taken out of the table, unless all are there
     taken = 0 if load.union >= (load.height or 0) else load.union
     return Cost(
         rounds=2 + load.hops_of_shared(height),
         messages=others * (list_messages(asked) + 1 + load.chunks(height, load.row))
-        + round(load.parted(given, load.row, others)),
+        + round(load.parted(given, load.given, others)),
         bytes=received,
         merged=load.merging(load.mean, load.pieces(given, load.ranks, height))
         + taken * load.row
         + unite_bytes(load, load.height or 0),
-        delayed=load.queue * others * (given * load.row + asked + height / 8)
+        delayed=load.queue * others * (given * load.given + asked + height / 8)
         + load.shared(others * height * load.row)
         + load.crowded(received),
         # all rows may lie in one rank's range
         memory=(height * load.ranks + load.union) * load.row
         + load.uniting(load.total, load.union)
-        + min(load.total * load.row, others * window(load) * load.chunk),
+        + min(load.total * load.given, others * window(load) * load.chunk),
     )
 
 
@@ -86,7 +86,8 @@ def dense_tail(rows: LocalRows, call: Call) -> Rows:
     ).wait()
     for peer, (low_end, end) in enumerate(pairwise(edges)):  # the last byte may not be used up
         if end % 8 and low_end < end and int(bits[peer][-1]) >> end % 8:
-            raise group.fail(peer, f"rank {peer} sent rows beyond the height of {height}")
+            name = group.rank_in_errors(peer)
+            raise group.fail(peer, f"rank {name} sent rows beyond the height of {height}")
     found = kernels.unite_bitmap(bitmap, moving.union.indices).indices
     result = call.result_at(found)
 
