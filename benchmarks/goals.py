@@ -327,10 +327,16 @@ def table(runs: list[list[Row]]) -> str:
     ]
     for case, rows in autos.items():
         took = statistics.median(row["median_seconds"] for row in rows) * 1e3
-        names = " or ".join(sorted({row["algorithm"] for row in rows}))
+        names = " or ".join(sorted({ran(row) for row in rows}))
         cells = [spread([COLUMNS[heading](row) for row in rows]) for heading in measured]
         lines.append(f"| {case} | {names} | {took:.1f} | {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def ran(row: Row) -> str:
+    """The algorithm, and its factors if it has some, as `weft.explain` has it."""
+    factors = row.get("factors") or ""  # files of older runs have none
+    return f"{row['algorithm']} {factors}".strip()
 
 
 def spread(figures: Iterable[float | None]) -> str:

@@ -25,7 +25,7 @@ import typer
 
 import weft
 from weft.sparse import ALGORITHMS, Load
-from weft.sparse.factors import middle, named
+from weft.sparse.factors import factors_of, middle
 from weft.testing.simulation import simulate
 from weft.wire.link import MERGE, WITHIN, Link
 
@@ -112,10 +112,11 @@ def main(
 
 def ran(algorithm: str, load: Load) -> str:
     """The algorithm that ran, with its factors and what ran between the blocks."""
-    if algorithm != "split" or len(load.factors) < 2:
+    factors = factors_of(algorithm, load)
+    if not factors:
         return algorithm
     between, _ = middle(load)
-    return f"split {named(load.factors)} {between.name}"
+    return f"{algorithm} {factors} {between.name}"
 
 
 if __name__ == "__main__":

@@ -69,13 +69,13 @@ def test_files_are_read_by_link(goals: ModuleType, tmp_path: Path) -> None:
 def test_a_table_has_medians_and_ranges_of_the_runs_that_were_right(goals: ModuleType) -> None:
     def run(median: float, torch: float, status: str = "ok") -> list[dict[str, Any]]:
         [auto, peer] = a_run("zipf", median, status, torch=torch)
-        return [auto | {"algorithm": "split"}, peer]
+        return [auto | {"algorithm": "split", "factors": "4x2"}, peer]
 
     runs = [run(1.0, 4.0), run(1.0, 2.0), run(1.0, 5.0), run(1.0, 99.0, "wrong")]
     assert goals.table(runs).splitlines() == [
         "| case | algorithm | ms | torch / weft | time / bound | time / host bound |",
         "|---|---|---|---|---|---|",
-        "| zipf | split | 1000.0 | 4.00 (2.00 to 5.00) "
+        "| zipf | split 4x2 | 1000.0 | 4.00 (2.00 to 5.00) "
         "| 1.00 (1.00 to 1.00) | 1.10 (1.10 to 1.10) |",
     ]
     assert goals.spread([None, None]) == "-"

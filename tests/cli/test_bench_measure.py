@@ -94,6 +94,7 @@ def test_all_contenders_are_right_and_timed() -> None:
                 assert row["bound_seconds"] == pytest.approx(row["bound_bytes"] * 8e-9)
         split = rows[case.name, "weft:split"]
         assert split["algorithm"] == "split" and split["sent_bytes"] and split["messages"]
+        assert split["factors"] == ""  # on one host
         assert rows[case.name, "torch"]["sent_bytes"] is None
         # the bound is what has to be received; the whole group sends what it receives
         assert split["bytes_ratio"] >= 1

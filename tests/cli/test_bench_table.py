@@ -22,7 +22,8 @@ PEERS = ("torch", "horovod", "dense")
 
 
 def rows() -> list[Row]:
-    records = [SimpleNamespace(algorithm="gather", sent_bytes=s, messages=6) for s in (50e6, 52e6)]
+    ran = {"algorithm": "split", "factors": "2x2", "messages": 6}
+    records = [SimpleNamespace(**ran, sent_bytes=sent) for sent in (50e6, 52e6)]
     ok = ("ok", "")
     found = [
         summary(CASE, LOAD, LINK, "weft:auto", ok, [0.1, 0.2, 0.4], records),
@@ -48,7 +49,8 @@ def test_figures_of_a_row() -> None:
     assert times == {"least": 0.1, "median": 0.2, "most": 0.4}
     assert auto["first_quartile_seconds"] == pytest.approx(0.15)
     assert auto["third_quartile_seconds"] == pytest.approx(0.3)
-    assert auto["algorithm"] == "gather" and torch["algorithm"] is None
+    assert (auto["algorithm"], auto["factors"]) == ("split", "2x2")
+    assert torch["algorithm"] is None and torch["factors"] is None
     assert (auto["sent_bytes"], auto["most_bytes"], auto["messages"]) == (51e6, 52e6, 6)
     assert auto["bytes_ratio"] == pytest.approx(51e6 / LOAD.bound)
     assert auto["bound_seconds"] == pytest.approx(LOAD.bound * 8e-9)
@@ -100,7 +102,8 @@ def test_columns_are_split_by_white_space_under_their_titles() -> None:
         "k": "50000",
         "union": "185000",
         "by": "weft:auto",
-        "algorithm": "gather",
+        "algorithm": "split",
+        "factors": "2x2",
         "ms": "200",
         "spread": "150..300",
         "MB": "51.0",
@@ -114,6 +117,15 @@ def test_columns_are_split_by_white_space_under_their_titles() -> None:
     assert title.index(" by") == data[0].index(" weft:auto")
     assert title.index("ms") + 2 == data[0].index(" 200 ") + 4
     assert "xlink" not in "".join(line for line in shown(link=False) if line[:2] != "# ")
+
+
+def test_algorithms_of_a_list_are_one_column() -> None:
+    ran = {"algorithm": "gather and split", "factors": "", "messages": 6, "sent_bytes": 50e6}
+    out = io.StringIO()
+    with Shown(Console(file=out), PEERS, False) as there:
+        row = summary(CASE, LOAD, None, "weft:auto", ("ok", ""), [0.1], [SimpleNamespace(**ran)])
+        there.show(("row", row))
+    assert out.getvalue().split()[4:6] == ["gather+split", "-"]
 
 
 def test_reasons_and_versions_are_comments() -> None:
@@ -152,7 +164,7 @@ def test_the_fields_of_a_file_are_those_of_its_version() -> None:
     """Whoever changes one also changes the version, and says so in the changelog."""
     head = " ".join(HEAD)
     setting = "case rows height width distribution ids values dtype index_dtype op"
-    sizes = "distinct total union by algorithm status why"
+    sizes = "distinct total union by algorithm factors status why"
     times = " ".join(
         f"{which}_seconds"
         for which in ("least", "first_quartile", "median", "third_quartile", "most")

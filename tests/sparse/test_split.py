@@ -82,6 +82,11 @@ def parsed(text):
     return tuple(map(int, text.split("x")))
 
 
+def named(text):
+    """What ran, with these factors."""
+    return f"split {text}" if "x" in text else "split"
+
+
 def factors_of(names):
     """Those of these hosts."""
     counts = [names.count(name) for name in dict.fromkeys(names)]
@@ -104,6 +109,7 @@ def test_it_equals_the_definition(size, names, asked):
             assert torch.equal(total.indices, want.indices), (op, dtype)
             torch.testing.assert_close(total.values, want.values)
             assert last_call().algorithm == "split"
+            assert last_call().name == named(factors_of(names))
         group.session.hosts = tuple(names)
         rows = world(size, "sum", torch.float32)[0][group.rank]
         return weft.explain(rows, algorithm="split").load.factors
@@ -231,12 +237,12 @@ def test_a_variable_sets_factors(text, asked):
         parts, want = world(8, "sum", torch.float32)
         total = reduced(group, "aaaabbbb", parts)
         assert torch.equal(total.values, want.values)
+        ran = last_call().name
         said = weft.explain(parts[group.rank], algorithm="split")
-        return said.load.factors, said.lines[0].name
+        return said.load.factors, said.lines[0].name, ran
 
-    name = f"split {text}" if "x" in text else "split"
     wanted = parsed(text) if "x" in text else ()
-    assert run(8, program) == [(wanted, name)] * 8
+    assert run(8, program) == [(wanted, named(text), named(text))] * 8
 
 
 def test_factors_that_do_not_fit_a_group_are_not_taken_there(asked):
@@ -318,7 +324,9 @@ def test_lists_of_tables(asked):
     parts = [[rows_of(rank), rows_of(rank + 9, count=rank)] for rank in range(4)]
 
     def program(group):
-        return reduced(group, "aabb", parts)
+        total = reduced(group, "aabb", parts)
+        assert last_call().name == "split 2x2"
+        return total
 
     for found in run(4, program):
         for table, total in enumerate(found):

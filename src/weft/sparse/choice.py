@@ -23,7 +23,7 @@ from ..group.group import Group
 from ..schedules.hosts import hosts_of
 from ..wire.link import Link
 from .cost import Cost, Load, preferred
-from .factors import factored, named
+from .factors import factored, factors_of
 from .header import Header
 from .link import link_of
 from .registry import ALGORITHMS, Algorithm, find
@@ -351,5 +351,5 @@ def _line(name: str, cost: Cost, load: Load, verdict: str = "") -> _Line:
     assert load.link is not None
     of_bound = cost.bytes / load.bound if load.bound > 0 else 1.0
     milliseconds = 1e3 * cost.seconds(load.link)
-    factors = named(load.factors) if name == "split" else ""
+    factors = factors_of(name, load)
     return _Line(name, cost.messages, cost.bytes, milliseconds, of_bound, verdict, factors)

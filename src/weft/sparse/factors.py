@@ -40,9 +40,9 @@ _IN_PARTS = ("ring", "split")
 _HANDED = 4.0  # bytes merged in the time in which one is handed on within a host, if unknown
 
 
-def named(factors: tuple[int, ...]) -> str:
-    """As users write factors: `4x2`; "" for one or none."""
-    return "x".join(map(str, factors)) if len(factors) > 1 else ""
+def factors_of(algorithm: str, load: Load) -> str:
+    """Those with which an algorithm runs, as users write them: `4x2`; "" for all but `split`."""
+    return "x".join(map(str, load.factors)) if algorithm == "split" else ""
 
 
 def parse(text: str) -> tuple[int, ...]:

@@ -30,6 +30,7 @@ class Record:
         seconds: from the opening to the result.
         ranges: of `sparse_reduce_scatter`: rank r owns the indices from `ranges[r]` up to, not
             including, `ranges[r + 1]`.
+        factors: of `split`, such as "4x2"; "" where it was flat, or did not run.
     """
 
     algorithm: str
@@ -41,6 +42,12 @@ class Record:
     bound_bytes: int
     seconds: float
     ranges: tuple[int, ...] | None = None
+    factors: str = ""
+
+    @property
+    def name(self) -> str:
+        """What ran, as `weft.explain` has it: the algorithm, and its factors if it has some."""
+        return f"{self.algorithm} {self.factors}".strip()
 
 
 _records: WeakKeyDictionary[Group, Record] = WeakKeyDictionary()

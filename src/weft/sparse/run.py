@@ -27,7 +27,7 @@ from .call import Call, row_bytes, shape_in
 from .choice import ALONE, EAGER, Explanation, choose, is_eager, with_link
 from .choice import explained as explained_choice
 from .cost import Load
-from .factors import asked, factored
+from .factors import asked, factored, factors_of
 from .header import Header, combined
 from .local_rows import LocalRows
 from .record import note
@@ -55,10 +55,16 @@ class Done:
     own: int
     below: Sequence[int]
 
+    @property
+    def factors(self) -> str:
+        """Of `split`, as users write them; "" where it was flat, or did not run."""
+        return factors_of(self.algorithm, self.load)
+
     def note(self, group: Group, **more: Any) -> None:
         """Store the figures of the call, whose turn it is."""
         figures = {"rows": self.own, "total": self.load.total, "union": len(self.rows)}
-        note(group, self.algorithm, bound=self.bound, **figures, **more)
+        factors = self.factors
+        note(group, self.algorithm, bound=self.bound, factors=factors, **figures, **more)
 
 
 @dataclass(frozen=True, slots=True)

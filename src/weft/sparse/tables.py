@@ -203,6 +203,7 @@ def reduced(group: Group, requests: Sequence[Request], error: str | None) -> lis
     note(
         group,
         " and ".join(dict.fromkeys(one.algorithm for one in done)) or nothing,
+        factors=" and ".join(dict.fromkeys(one.factors for one in done if one.factors)),
         rows=sum(one.own for one in done),
         total=sum(one.load.total for one in done),
         union=sum(len(one.rows) for one in done),

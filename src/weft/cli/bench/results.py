@@ -47,6 +47,7 @@ Row = dict[str, Any]
 * case and its setting: rows, height, width, distribution, ids, values, dtype, index_dtype, op;
 * distinct: rows of the average rank; total, union: K and U;
 * by: who was asked: `weft:` and the algorithm given, or a peer; algorithm: the one that ran;
+  factors: of `split`, such as "4x2", or "" where it was flat or another one ran;
 * status: "ok", "refused" or "wrong"; why: of those that are not ok;
 * median_seconds, first_quartile_seconds, third_quartile_seconds, least_seconds, most_seconds: over
   the iterations, of the slowest rank's times;
@@ -63,7 +64,8 @@ In a file each row also has what the head says: versions, ranks, hosts, and so o
 
 _TIMES = ("least", "first_quartile", "median", "third_quartile", "most")
 
-_WIDTHS = {"case": "<10", "by": "<14", "algorithm": "<9", "spread": ">15", "horovod/x": ">9"}
+_WIDTHS = {"case": "<10", "by": "<14", "algorithm": "<9", "factors": "<7"}
+_WIDTHS |= {"spread": ">15", "horovod/x": ">9"}
 """Of columns, where it is not 8, to the right."""
 
 
@@ -102,6 +104,7 @@ def summary(
         "union": load.union,
         "by": name,
         "algorithm": records[0].algorithm if records else None,
+        "factors": records[0].factors if records else None,
         "status": status[0],
         "why": status[1],
         **{f"{which}_seconds": time for which, time in zip(_TIMES, times, strict=True)},
@@ -133,6 +136,11 @@ def _ratio(value: float | None, least: float | None) -> float | None:
     return value / least if value and least else None
 
 
+def _one_word(said: str | None) -> str:
+    """As it stands in a column: a list of tables may have taken several, "gather and split"."""
+    return said.replace(" and ", "+") if said else "-"
+
+
 def _cells(row: Row, peers: Sequence[str]) -> dict[str, str]:
     """What is shown of a row, by title."""
     quartiles = [row["first_quartile_seconds"], row["third_quartile_seconds"]]
@@ -142,7 +150,8 @@ def _cells(row: Row, peers: Sequence[str]) -> dict[str, str]:
         "k": f"{row['distinct']:.0f}",
         "union": str(row["union"]),
         "by": row["by"],
-        "algorithm": row["algorithm"] or "-",
+        "algorithm": _one_word(row["algorithm"]),
+        "factors": _one_word(row["factors"]),
         "ms": number(row["median_seconds"], 1e3)
         if row["status"] == "ok"
         else row["status"].upper(),
@@ -181,7 +190,8 @@ class Shown:
     ) -> None:
         self._console, self._peers, self._note = console, peers, note
         self._file, self._sheet = file, sheet
-        self._titles = ["case", "k", "union", "by", "algorithm", "ms", "spread", "MB", "xbound"]
+        self._titles = ["case", "k", "union", "by", "algorithm", "factors"]
+        self._titles += ["ms", "spread", "MB", "xbound"]
         self._link = link
         self._head: dict[str, Any] = {}
         self._rows: list[Row] = []
