@@ -6,7 +6,9 @@ import dataclasses
 import functools
 import itertools
 import math
+import os
 import threading
+from contextlib import contextmanager
 from itertools import pairwise
 
 import pytest
@@ -19,7 +21,7 @@ from weft.sparse.header import Header
 from weft.sparse.link import set_link
 from weft.sparse.owners import balanced, of_blocks
 from weft.sparse.stream import SUMS, VALUES
-from weft.testing import expected, run, simulated, spmd
+from weft.testing import expected, processes, round_wire, run, simulated, spmd
 from weft.testing.pace import patient
 from weft.testing.simulation import simulate
 from weft.wire.link import MERGE, Link
@@ -68,6 +70,19 @@ def reduced(group, names, parts, op="sum", **options):
 def asked(monkeypatch):
     """Sets the factors that a call of threads or of simulated ranks takes."""
     return lambda text: monkeypatch.setenv("WEFT_FACTORS", text)
+
+
+@pytest.fixture
+def between_blocks(monkeypatch):
+    """Sets what runs between blocks, whatever is quickest."""
+
+    def take(name):
+        def middle(load):
+            return ALGORITHMS[name], factors.between(load)
+
+        monkeypatch.setattr("weft.sparse.algorithms.split.middle", middle)
+
+    return take
 
 
 def real_parts():
@@ -158,12 +173,9 @@ def test_its_stages_run_in_rounds(names, text, on, asked):
 @pytest.mark.parametrize("names", ["aabbcca", "abcabcab"])
 @pytest.mark.parametrize("between", MIDDLES)
 def test_whatever_runs_in_rounds_may_run_between_blocks_there(
-    between, names, on, monkeypatch, asked
+    between, names, on, between_blocks, asked
 ):
-    def middle(load):
-        return ALGORITHMS[between], factors.between(load)
-
-    monkeypatch.setattr("weft.sparse.algorithms.split.middle", middle)
+    between_blocks(between)
     asked(factors_of(names))
     size = len(names)
     parts = [[rows_of(rank), rows_of(rank + 9, count=40 * (rank % 3))] for rank in range(size)]
@@ -180,13 +192,9 @@ def test_whatever_runs_in_rounds_may_run_between_blocks_there(
 
 
 @pytest.mark.parametrize("text", ["4x2", "2x2x2"])
-def test_in_rounds_real_numbers_have_the_bits_that_they_have_elsewhere(text, monkeypatch, asked):
+def test_in_rounds_real_numbers_have_the_bits_that_they_have_elsewhere(text, between_blocks, asked):
     asked(text)
-
-    def middle(load):  # `auto` would take another one there
-        return ALGORITHMS["split"], factors.between(load)
-
-    monkeypatch.setattr("weft.sparse.algorithms.split.middle", middle)
+    between_blocks("split")  # `auto` would take another one there
     parts = real_parts()
 
     def program(group):
@@ -196,14 +204,50 @@ def test_in_rounds_real_numbers_have_the_bits_that_they_have_elsewhere(text, mon
     assert all(torch.equal(each, first) for each in others)
 
 
+@contextmanager
+def told(text):
+    """Ranks that are threads or processes take these factors in this block."""
+    os.environ["WEFT_FACTORS"] = text
+    try:
+        yield
+        weft.barrier()  # threads share the variable: all have read it
+    finally:
+        os.environ.pop("WEFT_FACTORS", None)
+    weft.barrier()  # before one of them sets it again
+
+
 @spmd(4, 7)
 def test_it_equals_the_definition_on_every_wire(group):
     for names in HOSTS[group.size]:
-        with LOCK:
-            parts, want = world(group.size, "sum", torch.float32)
-        total = reduced(group, names, parts)
+        text = factors_of(names)
+        with told(text):
+            with LOCK:
+                parts, want = world(group.size, "sum", torch.float32)
+            total = reduced(group, names, parts)
+            assert last_call().name == named(text)
         assert torch.equal(total.indices, want.indices), names
         assert torch.equal(total.values, want.values), names
+
+
+def summed_over_gloo(names, texts):
+    """In a process of its own."""
+    weft.register_wire("rounds", round_wire)
+    with weft.init(timeout=60, wire="rounds") as group:
+        for text in texts:
+            os.environ["WEFT_FACTORS"] = text
+            for op, dtype in (("sum", torch.float32), ("avg", torch.bfloat16), ("min", torch.int8)):
+                parts, want = world(group.size, op, dtype)
+                total = reduced(group, names, parts, op)
+                assert last_call().name == named(text)
+                assert torch.equal(total.indices, want.indices), (text, op)
+                torch.testing.assert_close(total.values, want.values)
+        return group.on(torch.device("cpu")).route
+
+
+@pytest.mark.parametrize(("names", "texts"), [("aabb", ("4", "2x2")), ("aabba", ("5", "2x2"))])
+def test_a_device_s_wire_over_gloo_sums_flat_and_in_stages(names, texts):
+    size = len(names)
+    assert processes(size, summed_over_gloo, names, texts) == ["cpu (rounds)"] * size
 
 
 @pytest.mark.parametrize("text", ["3x4", "2x2x3", "4x3", "2x6"])
@@ -267,13 +311,8 @@ def test_a_variable_that_says_no_factors_is_an_error_on_every_rank(text, asked):
 
 
 @pytest.mark.parametrize("between", BETWEEN)
-def test_any_algorithm_may_run_between_blocks(between, monkeypatch, asked):
-    asked("1x3")
-
-    def middle(load):
-        return ALGORITHMS[between], factors.between(load)
-
-    monkeypatch.setattr("weft.sparse.algorithms.split.middle", middle)
+def test_any_algorithm_may_run_between_blocks(between, between_blocks, asked):
+    between_blocks(between)
     cases = (torch.float32, 200, (150, 150)), (torch.float16, 30, (0, 1)), (torch.int8, 9, (0, 0))
     for dtype, height, counts in cases:
         parts = [rows_of(rank, dtype, height, counts[rank % 2]) for rank in range(6)]
@@ -299,14 +338,10 @@ def test_real_numbers_have_the_same_bits_on_all_ranks_and_again(text, asked):
 
 @pytest.mark.parametrize("between", BETWEEN)
 @pytest.mark.parametrize("given", [torch.bfloat16, torch.float32])
-def test_sums_of_some_ranks_travel_unrounded(given, between, monkeypatch, asked):
+def test_sums_of_some_ranks_travel_unrounded(given, between, between_blocks, asked):
     """1 and 1/512 many times: rounded to bfloat16 between the stages, the small ones would go."""
     asked("2x2")
-
-    def middle(load):
-        return ALGORITHMS[between], factors.between(load)
-
-    monkeypatch.setattr("weft.sparse.algorithms.split.middle", middle)
+    between_blocks(between)
     parts = []
     for rank, value in enumerate([1.0, 2**-9, 2**-9, 2**-9]):
         own = torch.arange(5000, 5100) + 100 * rank
@@ -379,16 +414,21 @@ def test_values_that_travel_narrow_are_rounded_twice_in_all_stages(names, wire_d
         assert (error.abs() <= bound[found.indices]).all()
 
 
-@spmd(4, on=("threads",))
-def test_out_is_filled_where_the_caller_wants_it(group):
-    for dtype in (torch.float32, torch.bfloat16):
-        parts = [rows_of(rank, dtype) for rank in range(group.size)]
-        want = expected(parts, "avg")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_out_is_filled_where_the_caller_wants_it(dtype, asked):
+    asked("2x2")
+    parts = [rows_of(rank, dtype) for rank in range(4)]
+    want = expected(parts, "avg")
+
+    def program(group):
         out = torch.full((200,), -1), torch.full((200, 3), 7.0, dtype=dtype)
         total = reduced(group, "aabb", parts, "avg", out=out)
+        assert last_call().name == "split 2x2"
         assert total.values.data_ptr() == out[1].data_ptr()
         assert torch.equal(out[0][: len(want)], want.indices)
         assert torch.equal(out[1][: len(want)], want.values)
+
+    run(4, program)
 
 
 @pytest.mark.parametrize("names", ["aaaabbbb", "aaabbbbb", "abababab"])
@@ -461,8 +501,9 @@ def test_the_blocks_of_all_stages_keep_the_order_where_the_op_needs_it(text):
     assert taken
 
 
-@spmd(4, on=("threads",))
-def test_a_function_that_raises_is_everybodys_error(group):
+def test_a_function_that_raises_is_everybodys_error(asked):
+    asked("2x2")
+
     def last(left, right):
         return right
 
@@ -470,21 +511,33 @@ def test_a_function_that_raises_is_everybodys_error(group):
         raise KeyError("no")
 
     fails.__module__, fails.__qualname__ = last.__module__, last.__qualname__
-    parts = [rows_of(rank) for rank in range(group.size)]
-    with pytest.raises(weft.WeftError, match=r"rank 2: KeyError: 'no'"):
-        reduced(group, "aabb", parts, last if group.rank != 2 else fails)
-    reduced(group, "aabb", parts)
+    parts = [rows_of(rank) for rank in range(4)]
+
+    def program(group):
+        with pytest.raises(weft.WeftError, match=r"rank 2: KeyError: 'no'"):
+            reduced(group, "aabb", parts, last if group.rank != 2 else fails)
+        reduced(group, "aabb", parts, last)
+        assert last_call().name == "split 2x2"
+
+    run(4, program)
 
 
-@spmd(4, on=("threads",))
-def test_a_rank_that_dies_is_everybodys_error(group):
-    def allocate(count, row_shape, dtypes):
-        if group.rank == 2:  # when the others of its place and of its host await it
-            group.abort("gone")
-        return torch.empty(count, dtype=dtypes[0]), torch.empty(count, *row_shape)
+def test_a_rank_that_dies_is_everybodys_error(asked):
+    asked("2x2")
+    parts = [rows_of(rank) for rank in range(4)]
 
-    with pytest.raises(weft.WireError, match="rank 2 gave up: gone"):
-        reduced(group, "aabb", [rows_of(rank) for rank in range(4)], out=allocate)
+    def program(group):
+        def allocate(count, row_shape, dtypes):
+            if group.rank == 2:  # when the others of its place and of its host await it
+                group.abort("gone")
+            return torch.empty(count, dtype=dtypes[0]), torch.empty(count, *row_shape)
+
+        reduced(group, "aabb", parts)
+        assert last_call().name == "split 2x2"
+        with pytest.raises(weft.WireError, match="rank 2 gave up: gone"):
+            reduced(group, "aabb", parts, out=allocate)
+
+    run(4, program)
 
 
 RANK = """
@@ -608,11 +661,11 @@ class Watched:
 
 
 def watched(group, rows, is_sent, is_received):
-    """When the first message of some left this rank, and the last of others came, in one call.
+    """One call: when some messages left this rank, and when others came, and its result.
 
-    Both are told by the peer and the channel.
+    Both are told by the peer and the channel. The times of those that came are those at which they
+    were waited for.
     """
-    set_link(group, NETWORK)
     sent, received = [], []
     post = group.wire.post  # over which the ranks of a stage send, too
 
@@ -627,29 +680,54 @@ def watched(group, rows, is_sent, is_received):
 
     group.wire.post = watching
     total = weft.sparse_all_reduce(rows, algorithm="split")
-    assert last_call().algorithm == "split"
-    # a rank without a place neither sends nor receives any
-    return min(sent, default=-math.inf), max(received, default=math.inf), total
+    return sent, received, total
 
 
-def test_the_second_stage_begins_before_the_first_has_ended(asked):
-    asked("4x2")
-    names = "aaaabbbb"
+def has_place(names):
+    """For each rank whether it has a place in its host: as many ranks as the smallest have one."""
+    blocks = Hosts.named(names).ranks
+    places = min(map(len, blocks))
+    return [any(rank in block[:places] for block in blocks) for rank in range(len(names))]
+
+
+@pytest.mark.parametrize(
+    ("between", "names", "gbit"),
+    [
+        ("gather", "aaaabbbb", 1),
+        # a rank begins with the range of its neighbour, which may be the last: on slow links, where
+        # chunks are short, that one is not complete at once, either
+        ("holders", "aabbccdd", 0.25),
+        ("ring", "aabbccdd", 0.25),
+        ("split", "aabbccdd", 0.25),
+        ("holders", "aaabbccc", 0.25),
+    ],
+)
+def test_the_second_stage_begins_before_the_first_has_ended(
+    between, names, gbit, between_blocks, asked
+):
+    asked(factors_of(names))
+    between_blocks(between)
+    link = dataclasses.replace(NETWORK, beta=8e-9 / gbit)
 
     def program(group):
         def is_near(peer):
             return names[peer] == names[group.rank]
 
-        return watched(
+        set_link(group, link)
+        found = watched(
             group,
             spread(group.rank, 30_000, 200_000),
             lambda peer, channel: channel == VALUES and not is_near(peer),
             lambda peer, channel: channel == VALUES and is_near(peer),
         )
+        assert last_call().name == named(factors_of(names))
+        return found
 
-    found = simulated.run(8, NETWORK, program, hosts=names, within=WITHIN)
-    for first_sent, last_received, _ in found:
-        assert first_sent < last_received
+    found = simulated.run(8, link, program, hosts=names, within=WITHIN)
+    for (sent, received, _), leads in zip(found, has_place(names), strict=True):
+        assert bool(sent) == bool(received) == leads
+        if leads:
+            assert min(sent) < max(received)
 
 
 @pytest.mark.parametrize(
@@ -663,32 +741,33 @@ def test_the_second_stage_begins_before_the_first_has_ended(asked):
     ],
 )
 def test_a_block_shares_its_first_sums_before_the_last_have_come(
-    between, names, monkeypatch, asked
+    between, names, between_blocks, asked
 ):
     asked(factors_of(names))
-
-    def middle(load):
-        return ALGORITHMS[between], factors.between(load)
-
-    monkeypatch.setattr("weft.sparse.algorithms.split.middle", middle)
+    between_blocks(between)
     rows = spread(0)  # the same everywhere
 
     def program(group):
         def is_near(peer):
             return names[peer] == names[group.rank]
 
-        return watched(
+        set_link(group, NETWORK)
+        found = watched(
             group,
             rows,
             lambda peer, channel: channel == SUMS and is_near(peer),
             lambda peer, channel: channel in (VALUES, SUMS) and not is_near(peer),
         )
+        assert last_call().name == named(factors_of(names))
+        return found
 
     found = simulated.run(len(names), NETWORK, program, hosts=names, within=WITHIN)
-    for first_sent, last_received, total in found:
-        assert first_sent < last_received
+    for (sent, received, total), leads in zip(found, has_place(names), strict=True):
         assert torch.equal(total.indices, rows.indices)
         assert torch.equal(total.values, len(names) * rows.values)
+        assert bool(received) == leads
+        if leads:
+            assert sent and min(sent) < max(received)
 
 
 @pytest.mark.parametrize(("ranks", "each"), [(8, 4), (8, 2), (16, 8), (64, 8), (64, 1), (61, 1)])
