@@ -337,6 +337,36 @@ def test_real_numbers_have_the_same_bits_on_all_ranks_and_again(text, asked):
 
 
 @pytest.mark.parametrize("between", BETWEEN)
+@pytest.mark.parametrize(
+    ("names", "text"),
+    [("abcdefgh", "2x4"), ("abcdefgh", "4x2"), ("aabbccdd", "2x4"), ("aaabbcca", "2x3")],
+)
+def test_sums_of_many_chunks_are_shared_once_they_are_complete(
+    names, text, between, between_blocks, asked
+):
+    """Also where ranks of a block do not share a host, and so hand nothing on early."""
+    asked(text)
+    between_blocks(between)
+    parts = []
+    for rank in range(8):
+        draw = torch.Generator().manual_seed(rank)
+        indices = torch.randperm(12_000, generator=draw)[:6000]
+        values = torch.randint(-4, 5, (6000, 64), generator=draw).float()
+        parts.append(weft.Rows(indices, values, 12_000))
+    want = expected(parts)
+
+    def program(group):
+        set_link(group, SLOW)
+        total = reduced(group, names, parts)
+        assert last_call().name == f"split {text}"
+        return total
+
+    for total in run(8, program):
+        assert torch.equal(total.indices, want.indices)
+        assert torch.equal(total.values, want.values)
+
+
+@pytest.mark.parametrize("between", BETWEEN)
 @pytest.mark.parametrize("given", [torch.bfloat16, torch.float32])
 def test_sums_of_some_ranks_travel_unrounded(given, between, between_blocks, asked):
     """1 and 1/512 many times: rounded to bfloat16 between the stages, the small ones would go."""

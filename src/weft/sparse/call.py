@@ -38,8 +38,13 @@ class Onward(Protocol):
     def place(self, indices: Tensor) -> Rows:
         """Memory for a result with these indices, which are there already."""
 
-    def ready(self, stop: int, rank: int) -> None:
-        """Take the rows of a rank's part before `stop`, which do not change any more."""
+    def ready(self, stop: int, rank: int | None) -> None:
+        """Take what does not change any more.
+
+        Args:
+            stop: up to which row: of the part of the result that a rank sums, or of all of it.
+            rank: whose part; None: the rows are those of all.
+        """
 
 
 @dataclass(slots=True)
@@ -166,13 +171,8 @@ class Call:
         torch.cat(lists, out=result.indices)
         return result
 
-    def ready(self, stop: int, rank: int = 0) -> None:
-        """Say that some of the result is as it will be; a schedule need not.
-
-        Args:
-            stop: up to which row of the part.
-            rank: whose part of the result, if each rank makes one.
-        """
+    def ready(self, stop: int, rank: int | None = None) -> None:
+        """Say that some of the result is as it will be; a schedule need not. See `Onward.ready`."""
         if self.onward is not None:
             self.onward.ready(stop, rank)
 

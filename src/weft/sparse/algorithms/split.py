@@ -203,6 +203,7 @@ class _Between:
         blocks: the ranks of each.
         bounds: the ranges of a block's ranks.
         algorithm, load: what runs among the ranks of a place, and the load that it has.
+        in_parts: whether sums are handed on in the parts that each rank of a place sums.
     """
 
     def __init__(self, call: Call, found: Blocks, bounds: list[int]) -> None:
@@ -210,6 +211,7 @@ class _Between:
         self.blocks = found
         self.bounds = bounds
         self.algorithm, self.load = middle(call.load)
+        self.in_parts = in_parts(call.load, self.algorithm, self.load)
 
     def header(self, place: int) -> Header:
         """Of the ranks of a place together."""
@@ -218,7 +220,7 @@ class _Between:
 
     def runs(self, place: int, indices: Tensor, block: int) -> list[slice]:
         """The sums of a place in the order in which its rank of a block gets them."""
-        if not in_parts(self.call.load, self.algorithm, self.load):
+        if not self.in_parts:
             return [slice(0, len(indices))]
         count = len(self.blocks)
         parts = owned(self.header(place), count, indices)
@@ -258,10 +260,13 @@ class _Onward:
         self._runs = runs[self._place]
         return Rows(indices, self._share.lay_out(lists, runs), self._between.call.height)
 
-    def ready(self, stop: int, rank: int) -> None:
-        """Send what is complete of the part that a rank of the place sums."""
-        number = (self._block - rank) % len(self._runs)
-        self._share.send(self._runs[number].start + stop, number)
+    def ready(self, stop: int, rank: int | None) -> None:
+        if rank is None:
+            self._share.send(stop)
+        elif self._between.in_parts:
+            number = (self._block - rank) % len(self._runs)
+            self._share.send(self._runs[number].start + stop, number)
+        # else `finish` sends all: the block gets sums in an order in which parts are not complete
 
     def finish(self) -> None:
         """Send what is left: all is complete."""
