@@ -14,7 +14,8 @@ import torch.distributed as dist
 
 import weft
 from weft.group.process_group import connect, store_of
-from weft.testing import RankFailure, processes
+from weft.testing import RankFailure, launch, processes, send
+from weft.testing.pace import patient
 from weft.wire import torch_gloo
 from weft.wire.registry import register_wire
 from weft.wire.tcp import wire as tcp
@@ -80,11 +81,12 @@ def killed_in_gloo(start):
 
 
 def stopped(start):
-    """The others wait for its connection then; its parent ends it."""
+    """The others wait for its connection then."""
 
     def exchange(data):
         messages = start.exchange(data)
         if start.rank == BROKEN:
+            send(os.getpid())
             os.kill(os.getpid(), signal.SIGSTOP)
         return messages
 
@@ -185,9 +187,24 @@ def test_who_dies_in_a_factory_is_named_by_the_others_long_before_the_deadline(f
         assert text.startswith(f"1 rank {rank}: rank 1 died")
 
 
+def tells_the_launcher(folder, factory, timeout):
+    tells(folder, factory, timeout)
+    send("told")
+
+
 def test_who_is_stopped_in_a_factory_is_named_by_the_others(tmp_path):
-    with pytest.raises(RankFailure, match="rank 1"):
-        processes(3, tells, tmp_path, stopped, 3, timeout=12.0)
+    """It is killed once they have told, since a rank that is stopped would never end."""
+    heard = []
+
+    def listen(rank, message):
+        heard.append(message)
+        if heard.count("told") == 2:
+            (pid,) = (message for message in heard if message != "told")
+            os.kill(pid, signal.SIGKILL)
+
+    arguments, env = (tmp_path, stopped, 3), {"OMP_NUM_THREADS": "1"}
+    with pytest.raises(RankFailure, match=r"(?s)rank 1 .*SIGKILL"):
+        launch(3, tells_the_launcher, arguments, on_message=listen, timeout=patient(60.0), env=env)
     texts = told(tmp_path)
     assert sorted(texts) == [0, 2]
     for rank, text in texts.items():
