@@ -138,8 +138,9 @@ def test_a_rank_that_takes_a_connection_and_says_nothing_is_lost(rank):
     assert failure.text.endswith("(no answer within 0.5 s)")
 
 
-def test_a_close_that_still_sends_may_give_up_a_rank_that_says_nothing():
+def test_a_close_that_still_sends_may_give_up_a_rank_that_says_nothing(monkeypatch):
     """The attempt to reach that one ends while another one takes what was sent."""
+    monkeypatch.setattr(tcp, "_LINGER", 1.5)
     near, taker = socket.socketpair()
     with socket.create_server(("127.0.0.1", 0)) as silent, taker:
         endpoint = Endpoint("127.0.0.1", silent.getsockname()[1], "0" * 32)
