@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
+
+from weft.testing import processes
 
 JOB = """
 import os, signal, sys, torch, weft
@@ -40,27 +45,40 @@ with weft.init(timeout=150) as group:
 """
 
 
+def run_here(script: str, kept: str) -> str:
+    """What the script prints in this process, a rank that need not start an interpreter."""
+    sys.argv = [script, kept]
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        runpy.run_path(script)
+    return printed.getvalue()
+
+
+def run_by_torchrun(script: Path, kept: Path, *dies: str) -> str:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node=2", "--max-restarts=2", str(script), str(kept)]
+    job = subprocess.run(
+        [*command, *dies],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert job.returncode == 0, job.stderr
+    return job.stdout
+
+
+def totals(printed: str) -> dict[str, str]:
+    return dict(line.split(": ") for line in printed.splitlines())
+
+
 def test_a_job_whose_ranks_die_goes_on_to_the_same_result(tmp_path: Path) -> None:
     script = tmp_path / "job.py"
     script.write_text(JOB)
-
-    def result(name: str, *dies: str) -> dict[str, str]:
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        command += ["--nproc-per-node=2", "--max-restarts=2", str(script), str(tmp_path / name)]
-        job = subprocess.run(
-            [*command, *dies],
-            capture_output=True,
-            text=True,
-            timeout=200,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
-        assert job.returncode == 0, job.stderr
-        return dict(line.split(": ") for line in job.stdout.splitlines())
-
-    undisturbed = result("whole")
+    lines = processes(2, run_here, str(script), str(tmp_path / "whole"))
+    undisturbed = totals("".join(lines))
     assert set(undisturbed) == {f"attempt 0 rank {rank} of 2" for rank in range(2)}
-    totals = set(undisturbed.values())
-    assert len(totals) == 1
-    disturbed = result("torn", "0:1", "1:0")  # rank 1 at the first, then rank 0, which hosts
-    assert set(disturbed) == {f"attempt 2 rank {rank} of 2" for rank in range(2)}
-    assert set(disturbed.values()) == totals
+    (total,) = set(undisturbed.values())
+    # rank 1 dies at the first, then rank 0, which hosts
+    disturbed = totals(run_by_torchrun(script, tmp_path / "torn", "0:1", "1:0"))
+    assert disturbed == {f"attempt 2 rank {rank} of 2": total for rank in range(2)}
