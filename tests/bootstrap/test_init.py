@@ -356,17 +356,8 @@ def test_nccl_says_what_it_needs() -> None:
 # Importing, leaving, forking.
 
 
-def in_python(program: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, timeout=150
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stderr == ""
-    return done.stdout
-
-
 def test_importing_weft_starts_nothing() -> None:
-    in_python(
+    program = (
         "import os, sys, torch, torch.distributed\n"
         "def held():\n"
         "    fds = [os.readlink(f'/proc/self/fd/{fd}') for fd in os.listdir('/proc/self/fd')\n"
@@ -377,17 +368,21 @@ def test_importing_weft_starts_nothing() -> None:
         "assert held() == before, (before, held())\n"
         "assert 'numba' not in sys.modules\n"
     )
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, timeout=150
+    )
+    assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_a_program_may_end_without_shutdown() -> None:
-    out = in_python(
-        "import threading, weft\n"
+def test_a_program_may_end_without_shutdown(programs) -> None:
+    program = programs(
         "from weft.bootstrap.init import init\n"
         "group = init()\n"
         "group.worker.submit('nothing', lambda: None).wait()\n"
-        "print('done')\n"
+        "print('done')\n",
+        strict=True,
     )
-    assert out == "done\n"
+    assert (program.communicate(), program.returncode) == (("done\n", ""), 0)
 
 
 def test_a_forked_child_does_not_say_goodbye_for_its_parent() -> None:

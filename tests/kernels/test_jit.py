@@ -112,7 +112,7 @@ work()
 del os.environ["WEFT_KERNELS"]
 assert jit.loops() is None
 """
-    run(body, tmp_path)
+    forked(1, body, tmp_path)
 
 
 def test_another_process_loads_what_one_compiled(tmp_path):

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 import warnings
@@ -60,11 +58,9 @@ print(weft.group.process_group.chosen(), weft.kernels.describe())
 """
 
 
-def test_to_be_safe_is_that_and_the_reference_kernels():
-    environment = {**os.environ, "WEFT_SAFE": "1"}
-    line = [sys.executable, "-c", SAFE]
-    said = subprocess.run(line, env=environment, capture_output=True, text=True, check=True)
-    assert said.stdout.startswith("torch torch operations (WEFT_SAFE=1)")
+def test_to_be_safe_is_that_and_the_reference_kernels(programs):
+    said, errors = programs(SAFE, env={**os.environ, "WEFT_SAFE": "1"}).communicate()
+    assert said.startswith("torch torch operations (WEFT_SAFE=1)"), errors
 
 
 def refusal(wire):
