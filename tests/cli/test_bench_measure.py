@@ -95,6 +95,8 @@ def test_all_contenders_are_right_and_timed() -> None:
         split = rows[case.name, "weft:split"]
         assert split["algorithm"] == "split" and split["sent_bytes"] and split["messages"]
         assert split["factors"] == ""  # on one host
+        assert split["predicted_seconds"] > 0
+        assert rows[case.name, "torch"]["predicted_seconds"] is None
         assert rows[case.name, "torch"]["sent_bytes"] is None
         # the bound is what has to be received; the whole group sends what it receives
         assert split["bytes_ratio"] >= 1

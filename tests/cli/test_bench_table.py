@@ -68,13 +68,32 @@ def test_with_several_ranks_on_a_host_the_bound_is_that_of_hosts(
     load = LOAD.but(hosts=Hosts((0, 0, 1, 1)), rows_of_hosts=counted)
     row = summary(CASE, load, LINK, "weft:auto", ("ok", ""), [0.3], [])
     assert row["host_bound_bytes"] == 95_000 * 260
-    assert row["host_bound_seconds"] == pytest.approx(95_000 * 260 * 8e-9)
-    assert row["host_ratio"] == pytest.approx(0.3 / (95_000 * 260 * 8e-9))
+    assert row["least_time_seconds"] == pytest.approx(95_000 * 260 * 8e-9)
+    assert row["least_time_ratio"] == pytest.approx(0.3 / (95_000 * 260 * 8e-9))
     assert row["bound_bytes"] == LOAD.bound  # that of a rank is beside it
-    for hosts, seen in ((1, False), (2, True), (4, False)):
+    for hosts, link, seen in (
+        (1, True, set()),
+        (2, True, {"hostMB", "least-ms", "xleast"}),
+        (2, False, {"hostMB"}),  # the bytes are known without a link, their time is not
+        (4, True, set()),
+    ):
         monkeypatch.setitem(HEAD, "hosts", hosts)
-        title = next(line for line in shown() if line.startswith("#case"))
-        assert ("xhost" in title.split()) == seen
+        title = next(line for line in shown(link) if line.startswith("#case"))
+        assert {"hostMB", "least-ms", "xleast"} & {*title.split()} == seen
+
+
+def test_the_bound_of_hosts_is_shown_in_bytes_and_in_time() -> None:
+    counted = ((90_000, 95_000), (95_000, 90_000))
+    load = LOAD.but(hosts=Hosts((0, 0, 1, 1)), rows_of_hosts=counted)
+    out = io.StringIO()
+    with Shown(Console(file=out), (), True) as there:
+        there.show(("head", HEAD | {"hosts": 2}))
+        there.show(("row", summary(CASE, load, LINK, "weft:auto", ("ok", ""), [0.3], [])))
+    *_, title, line = out.getvalue().splitlines()
+    cells = dict(zip(title[1:].split(), line.split(), strict=True))
+    assert cells["hostMB"] == "24.7"  # 95,000 rows of 260 bytes
+    assert cells["least-ms"] == "198"  # of 8 ns a byte
+    assert cells["xleast"] == "1.52"
 
 
 def test_no_bound_and_no_link_give_no_ratio() -> None:
@@ -149,7 +168,7 @@ def test_a_terminal_has_the_same_lines_and_what_goes_on() -> None:
 def test_a_file_has_a_version_and_rows_of_plain_values(tmp_path: Path) -> None:
     shown(file=tmp_path / "found.json")
     found = json.loads((tmp_path / "found.json").read_text())
-    assert found["version"] == VERSION == 1
+    assert found["version"] == VERSION == 2
     auto, _, horovod, _ = found["rows"]
     assert HEAD.items() <= auto.items()
     assert auto["height"] == 1_000_000 and auto["median_seconds"] == 0.2
@@ -169,8 +188,8 @@ def test_the_fields_of_a_file_are_those_of_its_version() -> None:
         f"{which}_seconds"
         for which in ("least", "first_quartile", "median", "third_quartile", "most")
     )
-    sent = "sent_bytes most_bytes messages bound_bytes bound_seconds bytes_ratio"
-    sent += " host_bound_bytes host_bound_seconds time_ratio host_ratio"
+    sent = "predicted_seconds sent_bytes most_bytes messages bound_bytes bound_seconds bytes_ratio"
+    sent += " host_bound_bytes least_time_seconds time_ratio least_time_ratio"
     ratios = "torch_ratio horovod_ratio dense_ratio"
     assert [*HEAD, *rows()[0]] == f"{head} {setting} {sizes} {times} {sent} {ratios}".split()
 

@@ -96,7 +96,7 @@ def test_the_bound_of_hosts_is_beside_that_of_ranks(tmp_path: Path) -> None:
         )
         [line] = lines(result)
         [one] = json.loads(figures.read_text())
-        least = one["host_bound_milliseconds"]
+        least = one["least_time_milliseconds"]
         assert float(line[7]) == pytest.approx(least, rel=0.01)
         assert float(line[8]) == pytest.approx(float(line[3]) / least, rel=0.05)
         found[per_host] = one
@@ -124,7 +124,8 @@ def test_thousands_of_ranks_are_shown_with_their_factors_and_what_was_measured(
     assert "All figures of the tables are predicted" in result.stdout
     assert "\nMeasured, by weft's authors: the rates of merging and within a host" in result.stdout
     drawn = picture.read_text("utf-8")
-    assert ">least of any<" in drawn and ">split<" in drawn
+    assert ">least time<" in drawn and ">split<" in drawn
+    assert ">all of it predicted; measured: the rates of merging" in drawn
     assert ">eager<" not in drawn  # which no line and no place of the map is
 
 
@@ -159,7 +160,7 @@ ROW |= {"distinct": 400.0, "total": 1600, "union": 1000}
 
 def test_a_recorded_run_says_the_overlap(tmp_path: Path) -> None:
     file = tmp_path / "found.json"
-    file.write_text(json.dumps({"version": 1, "rows": [ROW, ROW]}))
+    file.write_text(json.dumps({"version": 2, "rows": [ROW, ROW]}))
     [sizes] = recorded(file)
     load = sizes.load(4)
     assert (load.row, load.partial, sizes.rows) == (16, 32, 400.0)
@@ -189,14 +190,14 @@ def test_a_recorded_run_says_the_overlap(tmp_path: Path) -> None:
         ({"ranks": 0}, "of 0 ranks", {}),
         ({"ranks": 1}, "says nothing of how several overlap", {}),
         ({}, "is a record without a case", {"rows": []}),
-        ({}, "of version 2, this weft reads 1", {"version": 2}),
+        ({}, "of version 1, this weft reads 2", {"version": 1}),
     ],
 )
 def test_a_record_that_makes_no_sense_is_refused(
     changed: dict[str, Any], words: str, whole: dict[str, Any], tmp_path: Path
 ) -> None:
     file = tmp_path / "found.json"
-    file.write_text(json.dumps({"version": 1, "rows": [ROW | changed]} | whole))
+    file.write_text(json.dumps({"version": 2, "rows": [ROW | changed]} | whole))
     result = invoke(f"--record {file}")
     assert result.exit_code == 2, result.output
     assert words in result.stderr

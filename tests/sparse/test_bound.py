@@ -8,6 +8,7 @@ have no summand in common. All parts must end with the sum of all summands.
 from __future__ import annotations
 
 import functools
+import heapq
 import itertools
 import math
 
@@ -15,6 +16,7 @@ import pytest
 
 from weft.sparse import Hosts, Link, Load
 from weft.sparse.bound import rows_of_average, rows_of_busiest
+from weft.sparse.choice import predicted
 
 
 def closed(sums):
@@ -43,70 +45,102 @@ def messages_of(state):
             yield sender, receiver, tuple(after)
 
 
-def lacking(state, whole):
-    """How many parts cannot make the whole sum; each must still receive a message."""
-    return sum(whole not in sums for sums in state)
+def least_loads(held, charge):
+    """The loads of all schedules of one index, but for those that another is nowhere above.
 
+    Schedules are of any length. The search ends, since each message tells its receiver something,
+    and there are finitely many sums to tell.
 
-def schedules(held, messages):
-    """What parts receive and send, in each schedule of up to so many messages."""
+    Args:
+        held: summands of each part.
+        charge: what a message from one part to another adds to the load, a tuple of counts.
+    """
     first, whole = start_of(held)
-    parts = len(held)
-    found = {(first, (0,) * (2 * parts))}
-    ends = set()
-    for left in range(messages, -1, -1):
-        ends |= {load for state, load in found if not lacking(state, whole)}
-        after = set()
-        for state, load in found:
-            for sender, receiver, then in messages_of(state):
-                if lacking(then, whole) < left:  # else too few messages are left
-                    total = list(load)
-                    total[receiver] += 1
-                    total[parts + sender] += 1
-                    after.add((then, tuple(total)))
-        found = after
-    return ends
+    parts = range(len(held))
+
+    def arriving(receiver):
+        """What a message to a part adds at least, whoever sends it."""
+        charges = [charge(sender, receiver) for sender in parts if sender != receiver]
+        return tuple(map(min, zip(*charges, strict=True)))
+
+    def remaining(state):
+        """What must still be added: each part that cannot make the whole needs a message."""
+        needs = [arriving(part) for part in parts if whole not in state[part]]
+        return added(*needs) if needs else nothing
+
+    nothing = (0,) * len(charge(0, 1))
+    number = itertools.count()  # so that the queue never compares states
+    ends = []
+    seen = {}  # the least loads with which each state was reached
+    queue = [(0, next(number), first, nothing)]
+    while queue:
+        _, _, state, load = heapq.heappop(queue)
+        if is_beaten(added(load, remaining(state)), ends):
+            continue
+        if all(whole in sums for sums in state):
+            ends.append(load)
+            continue
+        for sender, receiver, then in messages_of(state):
+            after = added(load, charge(sender, receiver))
+            before = seen.setdefault(then, [])
+            least = added(after, remaining(then))
+            if is_beaten(after, before) or is_beaten(least, ends):
+                continue
+            before.append(after)
+            heapq.heappush(queue, (sum(least), next(number), then, after))
+    return best(ends)
+
+
+def added(*loads):
+    return tuple(map(sum, zip(*loads, strict=True)))
+
+
+def is_beaten(load, others):
+    """Whether another load is nowhere above this one."""
+    return any(all(x <= y for x, y in zip(other, load, strict=True)) for other in others)
+
+
+def best(loads):
+    """The loads of which no other is as small everywhere."""
+    found = []
+    for load in sorted(loads, key=sum):
+        if not is_beaten(load, found):
+            found.append(load)
+    return found
 
 
 @functools.cache
 def fewest(held):
     """The fewest messages of any schedule."""
-    return next(count for count in itertools.count() if schedules(held, count))
+    [(count,)] = least_loads(held, lambda sender, receiver: (1,))
+    return count
 
 
 @functools.cache
 def loads(held):
-    """What parts receive and send in schedules of the fewest messages, or one more.
+    """What parts receive, and then what they send, in all schedules: see `least_loads`."""
+    parts = len(held)
 
-    Those in which each part does as much as in another, or more, are left out.
-    """
-    return best(schedules(held, fewest(held) + 1))
+    def charge(sender, receiver):
+        counts = [0] * (2 * parts)
+        counts[receiver] += 1
+        counts[parts + sender] += 1
+        return tuple(counts)
+
+    return least_loads(held, charge)
 
 
-def best(vectors):
-    """The vectors of which no other is as small everywhere."""
-
-    def beaten(one):
-        return any(
-            other != one and all(x <= y for x, y in zip(other, one, strict=True))
-            for other in vectors
-        )
-
-    return [one for one in vectors if not beaten(one)]
+def loads_of_all(indices, loads_of_one):
+    """The least loads of several indices, each of which may take another schedule."""
+    sums = [(0,) * len(loads_of_one(indices[0])[0])]
+    for held in indices:
+        sums = best({added(one, other) for one in sums for other in loads_of_one(held)})
+    return sums
 
 
 def least_of_busiest(indices):
     """The least that the busiest part receives or sends; each index is what parts hold of it."""
-    sums = [(0,) * (2 * len(indices[0]))]
-    for held in indices:
-        sums = best(
-            {
-                tuple(x + y for x, y in zip(one, other, strict=True))
-                for one in sums
-                for other in loads(held)
-            }
-        )
-    return min(map(max, sums))
+    return min(map(max, loads_of_all(indices, loads)))
 
 
 def held_by(parts, most):
@@ -128,12 +162,13 @@ def test_and_so_it_does_between_hosts_however_many_ranks_of_one_hold_it(hosts, m
             assert fewest(held) == sum(count > 0 for count in held) + hosts - 2
 
 
-@pytest.mark.parametrize(("hosts", "rows"), [(2, 4), (3, 3)])
-def test_no_schedule_spares_the_busiest_host_more_than_the_bound_says(hosts, rows):
+@pytest.mark.parametrize(("hosts", "most", "rows"), [(2, 1, 4), (2, 2, 3), (3, 1, 3)])
+def test_no_schedule_spares_the_busiest_host_more_than_the_bound_says(hosts, most, rows):
+    """Of rows that up to `most` ranks of each host hold."""
     met = 0
-    cases = list(itertools.combinations_with_replacement(held_by(hosts, 1), rows))
+    cases = list(itertools.combinations_with_replacement(held_by(hosts, most), rows))
     for indices in cases:
-        own = [sum(held[host] for held in indices) for host in range(hosts)]
+        own = [sum(held[host] > 0 for held in indices) for host in range(hosts)]
         others = [
             sum(any(held[:host] + held[host + 1 :]) for held in indices) for host in range(hosts)
         ]
@@ -142,6 +177,63 @@ def test_no_schedule_spares_the_busiest_host_more_than_the_bound_says(hosts, row
         assert bound <= least
         met += bound == least
     assert met >= 0.9 * len(cases)  # and mostly a schedule is as good
+
+
+WITHIN = (0.1, 0.5, 1.0, 4.0)  # time of a row from a neighbour, where one from a host takes 1
+
+
+@pytest.mark.parametrize(("hosts", "rows"), [("ab", 3), ("aab", 2)])
+def test_no_schedule_is_quicker_than_the_least_time(hosts, rows):
+    """Ranks of some hosts, each of which holds each row or does not.
+
+    The time of a schedule is that of the rows into or out of the busiest host, or of the rank that
+    receives most from its neighbours, whichever takes longer.
+    """
+    names = sorted({*hosts})
+    number = [names.index(name) for name in hosts]
+    near = len(names) * 2  # where the counts of ranks begin
+
+    @functools.cache
+    def crossing_and_near(held):
+        def charge(sender, receiver):
+            counts = [0] * (near + len(hosts))
+            if hosts[sender] == hosts[receiver]:
+                counts[near + receiver] += 1
+            else:
+                counts[number[receiver]] += 1
+                counts[len(names) + number[sender]] += 1
+            return tuple(counts)
+
+        return least_loads(held, charge)
+
+    met = 0
+    cases = list(itertools.combinations_with_replacement(held_by(len(hosts), 1), rows))
+    for indices in cases:
+        found = loads_of_all(indices, crossing_and_near)
+        for within in WITHIN:
+            seconds = min(max(*load[:near], within * max(load[near:])) for load in found)
+            link = Link(0, 1 / 8, 0, 0, within=within / 8)
+            least = load_of(hosts, indices).least_seconds(link)
+            assert least <= seconds * (1 + 1e-9)
+            met += least == pytest.approx(seconds)
+    assert met >= 0.5 * len(WITHIN) * len(cases)  # and often a schedule is as quick
+
+
+def load_of(hosts, indices):
+    """The load of ranks of hosts that hold some rows, of eight bytes with their index."""
+    holders = list(zip(*indices, strict=True))  # for each rank which rows it holds
+    counts = [sum(rank) for rank in holders]
+
+    def union_of(names):
+        members = [rank for name, rank in zip(hosts, holders, strict=True) if name in names]
+        return sum(map(any, zip(*members, strict=True)))
+
+    names = {*hosts}
+    counted = tuple((union_of({host}), union_of(names - {host})) for host in sorted(names))
+    return Load(
+        len(hosts), sum(counts), max(counts), min(counts), len(indices), None, 4, 4, 4,
+        hosts=Hosts.named(hosts), rows_of_hosts=counted,
+    )  # fmt: skip
 
 
 def test_the_bound_of_ranks_is_that_of_hosts_with_a_rank_each():
@@ -189,3 +281,47 @@ def test_the_least_time_counts_what_ranks_of_a_host_receive_from_each_other():
     speed = 2 / 8e-9 + 8 / 16e-9
     assert load.least_seconds(slow_within) == pytest.approx(8 * 1750 * 260 / speed)
     assert load.least_seconds(slow_within) > crossing
+
+
+LINK = Link(1e-4, 8e-9, 1e-10, 1e-5, within=1e-10)
+SLOW_WITHIN = Link(1e-4, 8e-9, 1e-10, 1e-5, within=16e-9)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "link", "milliseconds", "why"),
+    [
+        (
+            "aaaaaaaa",
+            LINK,
+            1750 * 260 * 8e-6,
+            "all ranks share a host, so the bound is that of a rank",
+        ),
+        (
+            "abcdefgh",
+            LINK,
+            1750 * 260 * 8e-6,
+            "no rank shares its host, so the bound is that of a rank; the busiest must receive or "
+            "send 455000 bytes",
+        ),
+        (
+            "aaaabbbb",
+            LINK,
+            1000 * 260 * 8e-6,
+            "4 ranks share a host, so the bound is the host bound: 260000 bytes cross the link of "
+            "the busiest of 2 hosts",
+        ),
+        (
+            "aaaabbbb",
+            SLOW_WITHIN,
+            8 * 1750 * 260 / (2 / 8e-6 + 8 / 16e-6),
+            "4 ranks share a host, but the bound is that of a rank: the 455000 bytes that it "
+            "receives, from its host and over the link, take longer than the 260000 that cross the "
+            "link of the busiest host",
+        ),
+    ],
+)
+def test_explain_says_which_bytes_take_the_least_time(hosts, link, milliseconds, why):
+    """Of eight ranks that have the same 1,000 rows of 260 bytes."""
+    load = Load(8, 8000, 1000, 1000, 1000, None, 256, 256, 4, hosts=Hosts.named(hosts))
+    lines = str(predicted(load, link)).splitlines()
+    assert f"least time {milliseconds:.2f} ms: {why}" in lines

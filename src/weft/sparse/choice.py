@@ -157,13 +157,14 @@ class Explanation:
             )
         elif seconds > load.host_bound * link.beta:
             why = (
-                f"{max(hosts)} ranks share a host, but the bound is that of a rank: its bytes take "
-                "longer than those that cross the link of a host"
+                f"{max(hosts)} ranks share a host, but the bound is that of a rank: the "
+                f"{load.bound:.0f} bytes that it receives, from its host and over the link, take "
+                f"longer than the {load.host_bound:.0f} that cross the link of the busiest host"
             )
         else:
             why = (
-                f"{max(hosts)} ranks share a host, so the bound is that of hosts: "
-                f"{load.host_bound:.0f} bytes cross the link of the busiest of {len(hosts)}"
+                f"{max(hosts)} ranks share a host, so the bound is the host bound: "
+                f"{load.host_bound:.0f} bytes cross the link of the busiest of {len(hosts)} hosts"
             )
         return f"least time {1e3 * seconds:.2f} ms: {why}"
 

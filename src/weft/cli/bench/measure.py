@@ -77,6 +77,7 @@ class Contender:
         changed: the last result is not the first.
         seconds: of each iteration.
         record: what weft noted of the last call; None for a peer.
+        predicted: seconds that weft predicts; None for a peer.
     """
 
     name: str
@@ -87,6 +88,7 @@ class Contender:
     changed: bool = False
     seconds: list[float] = field(default_factory=list)
     record: Any = None
+    predicted: float | None = None
 
     @property
     def own(self) -> bool:
@@ -322,6 +324,8 @@ def _measure(
 
     starters = [one for one in contenders if one.status == _OK]
     _time(starters, job, doing)
+    for one in starters:
+        one.predicted = predicted(one, case)
     mine = {one.name: (one.seconds, one.record, one.changed) for one in starters}
     everybody = [mine] * ranks
     dist.all_gather_object(everybody, mine)
@@ -333,7 +337,7 @@ def _measure(
             one.status, seen = ("wrong", why), []
         seconds = [max(each) for each in zip(*(times for times, _, _ in seen), strict=True)]
         records = [record for _, record, _ in seen if record is not None]
-        rows.append((one.name, one.status, seconds, records))
+        rows.append((one.name, one.status, seconds, records, one.predicted))
     if rank == 0:
         load = sizes(case, ranks, job.seed, network.hosts)
         for row in compared([summary(case, load, network.link, *row) for row in rows]):
@@ -363,6 +367,20 @@ def _try(one: Contender, job: Job, case: Case, right: Answer | None) -> None:
         one.status = "wrong", f"the bits on ranks {others} are not those on rank 0"
     for worst in ("wrong", "refused"):
         one.status = next((said for said, _ in everybody if said[0] == worst), one.status)
+
+
+def predicted(one: Contender, case: Case) -> float | None:
+    """The seconds that `weft.explain` predicts for its call, opening exchange aside; collective.
+
+    None for a peer, and for a rank alone.
+    """
+    if not one.own:
+        return None
+    algorithm = one.name.removeprefix(OWN)
+    explanation = weft.explain(one.prepare(), case.op, algorithm=algorithm)
+    calls = explanation.calls or (explanation,)
+    chosen = [line for call in calls for line in call.lines if line.verdict == "chosen"]
+    return sum(line.milliseconds for line in chosen) / 1e3 if chosen else None
 
 
 def _meet() -> None:

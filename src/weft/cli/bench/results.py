@@ -38,7 +38,7 @@ Doing = tuple[str, str, float]
 Status = tuple[str, str]
 """What became of a contender: "ok", "refused" (does not serve this case) or "wrong", and why."""
 
-VERSION = 1
+VERSION = 2
 """Of the format of files; it changes when a field changes its name or meaning, or goes."""
 
 Row = dict[str, Any]
@@ -51,12 +51,14 @@ Row = dict[str, Any]
 * status: "ok", "refused" or "wrong"; why: of those that are not ok;
 * median_seconds, first_quartile_seconds, third_quartile_seconds, least_seconds, most_seconds: over
   the iterations, of the slowest rank's times;
+* predicted_seconds: that weft.explain predicts for the algorithm that ran, without the opening
+  exchange;
 * sent_bytes, messages: by the average rank; most_bytes: by the rank that sent most;
 * bound_bytes: that the average rank must receive; bound_seconds: what they take on the link;
 * bytes_ratio: bytes sent over the bound's; time_ratio: median over bound_seconds;
-* host_bound_bytes: that must cross the link of the busiest host; host_bound_seconds: the least time
-  of any exact schedule with these ranks on these hosts; host_ratio: median over that. These are the
-  bound where several ranks share each of several hosts;
+* host_bound_bytes: the host bound, which must cross the link of the busiest host;
+  least_time_seconds: the least time of any exact schedule with these ranks on these hosts;
+  least_time_ratio: median over that. Look at these where ranks share each of several hosts;
 * torch_ratio and so on: the peer's median over this one's: above 1, this one is faster.
 
 In a file each row also has what the head says: versions, ranks, hosts, and so on.
@@ -72,7 +74,8 @@ _WIDTHS |= {"spread": ">15", "horovod/x": ">9"}
 _LEGEND = (
     "ms: median of the slowest rank's time; spread: its quartiles; MB: sent by the average rank",
     "xbound: bytes sent / bytes of the bound; xlink: time / time of the bound's bytes on the link",
-    "xhost, where ranks share hosts, is the one to look at: time / least time on these hosts",
+    "where ranks share hosts: hostMB must cross the link of the busiest host; least-ms: the least",
+    "time of any exact schedule there; xleast, the ratio to look at: time / least time",
     "peer/x: the peer's time / this time, above 1 this is faster; link: bits a second of a rank",
     "horovod: Horovod's way, in torch (all-gather, coalesce); Horovod itself is not run",
 )
@@ -86,15 +89,20 @@ def summary(
     status: Status,
     seconds: Sequence[float],
     records: Sequence[Any],
+    predicted: float | None = None,
 ) -> Row:
-    """The row of one contender; `records` are what weft noted on each rank, none for a peer."""
+    """The row of one contender.
+
+    `records` are what weft noted on each rank, and `predicted` the seconds that it predicts: none
+    for a peer.
+    """
     sent = [int(record.sent_bytes) for record in records]
     mean = fmean(sent) if sent else None
     times = np.quantile(seconds, [0, 0.25, 0.5, 0.75, 1]).tolist() if seconds else [None] * 5
-    bound = host_bound = None
+    bound = least_time = None
     if link is not None:
         bound = load.bound * link.beta
-        host_bound = load.least_seconds(link)
+        least_time = load.least_seconds(link)
     setting = asdict(case)
     row = {
         "case": setting.pop("name"),
@@ -108,6 +116,7 @@ def summary(
         "status": status[0],
         "why": status[1],
         **{f"{which}_seconds": time for which, time in zip(_TIMES, times, strict=True)},
+        "predicted_seconds": predicted,
         "sent_bytes": mean,
         "most_bytes": max(sent, default=None),
         "messages": fmean(record.messages for record in records) if records else None,
@@ -115,10 +124,10 @@ def summary(
         "bound_seconds": bound,
         "bytes_ratio": _ratio(mean, load.bound),
         "host_bound_bytes": load.host_bound,
-        "host_bound_seconds": host_bound,
+        "least_time_seconds": least_time,
     }
     row["time_ratio"] = _ratio(row["median_seconds"], bound)
-    row["host_ratio"] = _ratio(row["median_seconds"], host_bound)
+    row["least_time_ratio"] = _ratio(row["median_seconds"], least_time)
     return row
 
 
@@ -159,7 +168,9 @@ def _cells(row: Row, peers: Sequence[str]) -> dict[str, str]:
         "MB": number(row["sent_bytes"], 1e-6),
         "xbound": number(row["bytes_ratio"]),
         "xlink": number(row["time_ratio"]),
-        "xhost": number(row["host_ratio"]),
+        "hostMB": number(row["host_bound_bytes"], 1e-6),
+        "least-ms": number(row["least_time_seconds"], 1e3),
+        "xleast": number(row["least_time_ratio"]),
         **{f"{peer}/x": number(row.get(f"{peer}_ratio")) for peer in peers},
     }
 
@@ -174,7 +185,7 @@ class Shown:
         console: for the table.
         peers: what is measured beside weft.
         link: whether the link's speed is known.
-        file: for `{"version": 1, "rows": [...]}`, times in seconds.
+        file: for `{"version": 2, "rows": [...]}`, times in seconds.
         sheet: for the same rows as comma-separated values.
         note: a line below the versions.
     """
@@ -232,10 +243,13 @@ class Shown:
             self._go_on(*what)
         elif kind == "head":
             self._head = what
+            ranks_share_hosts = 1 < what["hosts"] < what["ranks"]
             if self._link:
                 self._titles.append("xlink")
-                if 1 < what["hosts"] < what["ranks"]:
-                    self._titles.append("xhost")
+            if ranks_share_hosts:
+                self._titles.append("hostMB")
+            if ranks_share_hosts and self._link:
+                self._titles += ["least-ms", "xleast"]
             self._titles += [f"{peer}/x" for peer in self._peers]
             alone = ["one rank alone communicates nothing: --ranks 4 starts four"]
             notes = [self._note] if self._note else []

@@ -23,13 +23,13 @@ _NOTE = (
     "All figures of the tables are predicted; nothing was sent. "
     "ms, and the figures under the algorithms' names: milliseconds after the opening exchange; "
     "-: cannot serve, or needs more workspace than auto allows; MB and messages: of a rank; "
-    "xbound: MB over the least that a rank must receive. host-ms: the least time of any exact "
-    "schedule with these ranks on these hosts, which is the bound where ranks share hosts, an "
-    "index counted as 4 bytes; xhost: ms over that, below 1 where packed indices take less"
+    "xbound: MB over the least that a rank must receive. least-ms: the least time of any exact "
+    "schedule with these ranks on these hosts, an index counted as 4 bytes; xleast: ms over that, "
+    "below 1 where packed indices take less"
 )
 _MEASURED = (
     "Measured, by weft's authors: the rates of merging and within a host. docs/plan.md says which "
-    "calls and which simulated networks the same predictions were held against"
+    "simulated networks the same predictions were held against, and what of real calls was not"
 )
 
 
@@ -148,7 +148,8 @@ def _show(groups: list[list[Prediction]], record: Path | None) -> None:
         )
         words += f"{sizes.case.row_bytes} bytes each; link {link.name}: {link.link}"
         console.print(words, style="dim", soft_wrap=True)
-        titles = ["ranks", "union", "chosen", "ms", "MB", "messages", "xbound", "host-ms", "xhost"]
+        titles = ["ranks", "union", "chosen", "ms", "MB", "messages", "xbound"]
+        titles += ["least-ms", "xleast"]
         console.print(show.table(titles, map(_chosen, lines), left=0))
         times = [[str(one.ranks), *(_time(one, name) for name in algorithms)] for one in lines]
         console.print(show.table(["ranks", *algorithms], times, left=0), "")

@@ -24,6 +24,7 @@ from .predict import Prediction, predict
 
 _COLOURS = ("#8a8f98", "#2a78b5", "#d9822b", "#2f9e6e", "#b5485d", "#7a5aa8", "#b79b1d", "#3aa6b9",
             "#8c5b3f", "#d46fb0", "#5b7f2a", "#4b4f8f")  # fmt: skip
+_NOTE = "all of it predicted; measured: the rates of merging and of copies within a host"
 _ROWS = tuple(10.0**power for power in np.linspace(1, 6, 41))
 
 
@@ -42,8 +43,9 @@ def draw(path: Path, groups: Sequence[Sequence[Prediction]], names: Sequence[str
         shown: list[Artist] = [
             Patch(color=colour, label=name) for name, colour in colours.items() if name in seen
         ]
-        shown.append(Line2D([], [], color=pictures.INK, linestyle="--", label="least of any"))
+        shown.append(Line2D([], [], color=pictures.INK, linestyle="--", label="least time"))
         figure.legend(handles=shown, loc="outside upper center", ncols=min(len(shown), 9))
+        figure.supxlabel(_NOTE, fontsize=8)
 
     pictures.write(path, path.suffix[1:], 10.5, 3.1 * len(groups) + 0.6, panels)
 

@@ -182,7 +182,7 @@ class Prediction:
             "union": load.union,
             "bound_bytes": load.bound,
             "host_bound_bytes": load.host_bound,
-            "host_bound_milliseconds": self.least_ms,
+            "least_time_milliseconds": self.least_ms,
             "chosen": self.answer.chosen,
             "algorithms": [asdict(line) for line in self.answer.lines],
         }
