@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
+import weft
 from weft.schedules.hosts import Hosts
 from weft.sparse import ALGORITHMS, Load
 from weft.sparse.choice import predicted
 from weft.sparse.cost import MANY, preferred
-from weft.sparse.factors import middle
+from weft.sparse.factors import between, middle, on_hosts
 from weft.wire.link import MERGE, WITHIN, Link
 
 
@@ -96,6 +99,42 @@ def test_of_many_ranks_nearly_as_quick_with_fewer_messages_is_taken(rows):
     # a ring of 255 hops is predicted to be a little quicker
     assert 0.97 * best.milliseconds < 1e3 * flat.seconds(found.link) < best.milliseconds
     assert flat.messages > best.messages
+
+
+def test_between_many_hosts_nearly_as_quick_with_fewer_messages_is_taken():
+    load = explained(64, 2, 1, 50_000, 1_000_000, 64, False).load
+    assert load.factors == (2, 64)
+    inner = between(load)
+    link = inner.link
+
+    def seconds(name):
+        before, _ = on_hosts(load, ALGORITHMS[name], inner)
+        return ALGORITHMS[name].cost(inner).seconds(link) + before * link.gamma
+
+    # a ring of 63 hops is predicted to be a little quicker
+    assert 0.97 * seconds("split") < seconds("holders") < seconds("split")
+    messages = {name: ALGORITHMS[name].cost(inner).messages for name in ("holders", "split")}
+    assert messages["split"] < messages["holders"] / 3
+    assert middle(load)[0].name == "split"
+
+
+def test_more_messages_are_said_only_of_what_has_more():
+    def a_byte_less(load):
+        cost = ALGORITHMS["split"].cost(load)
+        return dataclasses.replace(cost, bytes=cost.bytes - 1)
+
+    @weft.algorithm(cost=a_byte_less)
+    def zzz(rows, call):
+        raise NotImplementedError
+
+    try:
+        found = explained(8, 1, 25, 50_000, 1_000_000, 1, False)
+    finally:
+        weft.sparse.unregister("zzz")
+    best, equal = found.lines[:2]
+    assert (best.name, equal.name) == ("split", "zzz")  # to a microsecond; then the name decides
+    assert equal.milliseconds < best.milliseconds and equal.messages == best.messages
+    assert equal.verdict == "predicted 1.00x of the time"
 
 
 def test_of_a_few_ranks_the_quickest_is_taken():

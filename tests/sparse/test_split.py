@@ -822,6 +822,46 @@ def test_on_a_fast_link_it_takes_what_was_predicted(hosts):
     assert done.bytes == pytest.approx(done.cost.bytes, rel=0.05)
 
 
+@pytest.mark.parametrize("gbit", [1, 10])
+@pytest.mark.parametrize("names", ["aaaabbbb", "aabbccdd"])
+@pytest.mark.parametrize("between", ["holders", "ring"])
+def test_what_runs_between_hosts_takes_what_was_predicted(
+    between, names, gbit, between_blocks, asked
+):
+    asked(factors_of(names))
+    between_blocks(between)
+    link = dataclasses.replace(NETWORK, beta=8e-9 / gbit, within=WITHIN.beta)
+    done = simulate("split", lambda rank: spread(rank, 4000, 80_000), 8, link,
+                    hosts=names, within=WITHIN)  # fmt: skip
+    assert done.load.factors == parsed(factors_of(names))
+    assert done.predicted == pytest.approx(done.seconds, rel=0.15)
+    assert done.messages == pytest.approx(done.cost.messages, rel=0.1)
+    assert done.bytes == pytest.approx(done.cost.bytes, rel=0.05)
+
+
+@pytest.mark.parametrize("gbit", [1, 10])
+@pytest.mark.parametrize("names", ["aaaabbbb", "aabbccdd"])
+@pytest.mark.parametrize(
+    ("given", "wire_dtype"), [(torch.bfloat16, None), (torch.float32, torch.bfloat16)]
+)
+def test_where_sums_of_some_ranks_travel_wider_it_takes_what_was_predicted(
+    given, wire_dtype, names, gbit, asked
+):
+    asked(factors_of(names))
+
+    def rows(rank):
+        part = spread(rank, 4000, 80_000)
+        return dataclasses.replace(part, values=part.values.to(given))
+
+    link = dataclasses.replace(NETWORK, beta=8e-9 / gbit, within=WITHIN.beta)
+    done = simulate("split", rows, 8, link, wire_dtype=wire_dtype, hosts=names, within=WITHIN)
+    assert done.load.partial == 2 * done.load.row
+    assert done.load.factors == parsed(factors_of(names))
+    assert done.predicted == pytest.approx(done.seconds, rel=0.15)
+    assert done.messages == pytest.approx(done.cost.messages, rel=0.1)
+    assert done.bytes == pytest.approx(done.cost.bytes, rel=0.05)
+
+
 # The choice ------------------------------------------------------------------------------------
 
 

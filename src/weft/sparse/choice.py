@@ -315,7 +315,8 @@ def _why_not(line: _Line, best: _Line, algorithm: str) -> str:
     if best.algorithm == EAGER and line.milliseconds < best.milliseconds:
         return "not needed: the rows fit into the opening exchange, which every call has"
     why = f"predicted {line.milliseconds / max(best.milliseconds, 1e-9):.2f}x of the time"
-    return f"{why}, with more messages" if line.milliseconds < best.milliseconds else why
+    is_quicker = line.milliseconds < best.milliseconds
+    return f"{why}, with more messages" if is_quicker and line.messages > best.messages else why
 
 
 def together(calls: Sequence[Explanation]) -> Explanation:

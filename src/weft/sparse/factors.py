@@ -29,7 +29,7 @@ from itertools import chain, pairwise
 from ..errors import WeftError
 from ..schedules.hosts import Hosts
 from ..wire.link import WITHIN
-from .cost import MANY, Blocks, Load, preferred
+from .cost import MANY, Blocks, Cost, Load, preferred
 from .registry import ALGORITHMS, Algorithm
 
 _SMALLEST = 1 << 16  # bytes of a chunk
@@ -309,10 +309,18 @@ def on_hosts(load: Load, algorithm: Algorithm, inner: Load) -> tuple[float, floa
 def _part_before(places: int, algorithm: Algorithm, inner: Load) -> float:
     """The part of a block's sums that is made before those of a place begin to cross the link.
 
-    The ranks of a block send to its places one after the other. A place then sends its sums in the
-    order of the indices, a chunk when it is made. With `gather` the first chunk goes to all. With
-    `split` the first range goes to its owner, from where complete sums come to all others once it
-    is made. Other algorithms begin when all sums are made. It is that of the average place.
+    The ranks of a block send to its places one after the other. A place then makes its sums in the
+    order of the indices, a chunk at a time, and sends what is made: with `gather` each chunk to
+    all. With `split` a place begins with the range of the rank after it, so one begins with the
+    first range and one with the last; it is counted as if all began with the first, which comes
+    back complete once its owner has it of all.
+
+    With `ring` a place begins with the range of the rank before it, and in the end all wait for the
+    place that had to begin with the last range. With `holders` rows that others sum leave chunk by
+    chunk, but complete sums, most of the bytes, begin to go round when all of the block's sums are
+    made. So these, and all others, are counted as if they began when all sums are made.
+
+    It is that of the average place.
     """
     first = 1 / max(1, inner.chunks(inner.mean, inner.given))
     if algorithm.name == "gather":
@@ -346,18 +354,29 @@ def middle(load: Load) -> tuple[Algorithm, Load]:
     inner = between(load)
     if inner.stages or not _are_near(load, blocks(load)):  # then it is there to save messages
         return ALGORITHMS["split"], inner
+    return _quickest(load, inner), inner
+
+
+def _quickest(load: Load, inner: Load) -> Algorithm:
+    """The algorithm between the hosts, by the rule of `choice.choose`.
+
+    Args:
+        load: of the call.
+        inner: of what runs between its blocks, which are hosts.
+    """
     link = inner.link
     assert link is not None
-
-    def order(algorithm: Algorithm) -> tuple[bool, int, str]:
-        cost = algorithm.cost(inner)
+    able: list[tuple[Algorithm, Cost]] = []
+    for name, algorithm in sorted(ALGORITHMS.items()):
+        if algorithm.builtin and name not in _NOT_BETWEEN and algorithm.applies(inner) is None:
+            able.append((algorithm, algorithm.cost(inner)))
+    fits = [(algorithm, cost) for algorithm, cost in able if cost.memory <= inner.workspace]
+    if not fits:
+        least, _ = min(able, key=lambda each: round(each[1].memory))
+        return least
+    seconds = []
+    for algorithm, cost in fits:
         alone, _ = on_hosts(load, algorithm, inner)
-        seconds = cost.seconds(link) + alone * link.gamma
-        return cost.memory > inner.workspace, round(1e6 * seconds), algorithm.name
-
-    able = [
-        each
-        for each in ALGORITHMS.values()
-        if each.builtin and each.name not in _NOT_BETWEEN and each.applies(inner) is None
-    ]
-    return min(able, key=order), inner
+        seconds.append(cost.seconds(link) + alone * link.gamma)
+    number = preferred(inner.ranks, seconds, [cost.messages for _, cost in fits])
+    return fits[number][0]

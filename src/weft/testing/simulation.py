@@ -59,6 +59,7 @@ def simulate(
     link: Link,
     *,
     op: str = "sum",
+    wire_dtype: torch.dtype | None = None,
     hosts: Sequence[str] | None = None,
     within: Link | None = None,
 ) -> Simulation:
@@ -73,6 +74,7 @@ def simulate(
         ranks: how many there are.
         link, hosts, within: see `weft.testing.simulated.group`.
         op: the reduction.
+        wire_dtype: in which values travel, as in `weft.sparse_all_reduce`.
 
     Raises:
         WeftError: the algorithm is unknown or cannot serve these rows, or none ran, since there is
@@ -92,7 +94,7 @@ def simulate(
         set_link(group, link)
         with meter.metered(functools.partial(simulated.compute, group)):
             # two openings, of which the first is nothing but that: the difference is the schedule
-            request = Request.of(rows(group.rank), op, algorithm, None, None)
+            request = Request.of(rows(group.rank), op, algorithm, wire_dtype, None)
             with run.opened(group, request, "sparse_all_reduce") as opening:
                 load = factors.factored(opening.call.load, factors.asked())
             opened = simulated.clock(group)
