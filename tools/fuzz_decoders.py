@@ -207,8 +207,9 @@ def words():
             str(messages.place_of(message["here"]))
 
     said = b'{"verdict": [1, "rank 1 died"]}', b'{"bye": ""}', b'{"ask": 3}', b"[" * 5000
-    here = b'{"here": [7, "barrier", 2, 0.3, "", "a.py:1", [2], [[7, "barrier"]]], "to": 3}'
-    return [*said, here], read
+    call = b'[9, 7, "barrier"]'
+    here = b'[7, "barrier", 2, 0.3, "", "a.py:1", [2], %b, true, [%b]]' % (call, call)
+    return [*said, b'{"here": %b, "to": 3}' % here], read
 
 
 DECODERS = {

@@ -270,7 +270,7 @@ def agree(
         body.numpy().data if isinstance(body, Tensor) else memoryview(body),
         watched=watch is not None,
     )
-    group.worker.enter(group.global_ranks, mine.cohorts[0].fields)
+    is_first = group.worker.enter(group.global_ranks, mine.cohorts[0].fields)
     fingerprint = len(_written(mine.cohorts))
     longest = len(mine.body) + max((sum(map(len, said)) for said in private or ()), default=0)
     if fingerprint > _FINGERPRINT or longest > BODY:
@@ -289,7 +289,10 @@ def agree(
     pending = group.post(sends, [(peer, CAP) for peer in others], SMALL)
     if watch is not None:
         watch(pending)
-    heard = zip(others, pending.wait(), strict=True)
+    group.worker.opens = is_first  # what it waits for others have said as they came to the call
+    received = pending.wait()
+    group.worker.opens = False
+    heard = zip(others, received, strict=True)
     said = [(p, _heard(group, p, message, (group.rank_in_errors(p),))) for p, message in heard]
     said.insert(group.rank, (group.rank, mine))
     return _agreed(group, said, pending.release)

@@ -17,7 +17,7 @@ from weft.group.failure import links
 from weft.group.failure.detector import ANSWER, EXCHANGED, LATE, Detector, Progress
 from weft.group.failure.links import SocketLinks
 from weft.group.failure.messages import line_of
-from weft.group.failure.verdict import Verdict
+from weft.group.failure.verdict import Entered, Verdict
 from weft.testing.pace import patient
 
 
@@ -36,7 +36,12 @@ class Wait:
         return [self._peer]
 
 
-HISTORY = ((6, "sparse_all_reduce"), (7, "barrier"))
+def called(number, name):
+    """A call of all ranks that a rank has come to."""
+    return Entered(0, number, name)
+
+
+HISTORY = (called(6, "sparse_all_reduce"), called(7, "barrier"))
 
 
 def until(condition) -> None:
@@ -49,7 +54,10 @@ def until(condition) -> None:
 
 def place(calls, doing="", awaits=None, seconds=9.0):
     """Where a rank is, as it says so."""
-    return [calls, doing, awaits, seconds, "", "", [] if awaits is None else [awaits], []]
+    awaited = [] if awaits is None else [awaits]
+    entered = called(calls, doing) if doing else None
+    history = [called(calls, doing)] if calls else []
+    return [calls, doing, awaits, seconds, "", "", awaited, entered, False, history]
 
 
 class LateLinks:
@@ -89,7 +97,7 @@ class Peers:
         self.fault: Verdict | None = None  # what rank 0 is sure of
         self.links = LateLinks(SocketLinks(mesh))
         self.watch = Detector(0, timeout, self.links)
-        self.watch.progress = lambda: lambda: Progress(7, "barrier", HISTORY)
+        self.watch.progress = lambda: lambda: Progress(7, "barrier", HISTORY[-1], history=HISTORY)
         self.watch.guard(self.end_waits, lambda: self.fault)
         stack.callback(self.watch.close)
 
@@ -266,10 +274,12 @@ def test_an_exchange_has_a_limit(peers):
 def test_it_tells_where_it_is(peers):
     three = peers()
     three.say(1, ask=3)
-    calls, doing, awaits, seconds, raised, at, awaited, history = three.hear(1)["here"]
+    here = three.hear(1)["here"]
+    calls, doing, awaits, seconds, raised, at, awaited, entered, opens, history = here
     assert (calls, doing, awaits, raised, awaited) == (7, "barrier", None, "", [])
     assert seconds >= 0 and ":" in at
     assert history == [list(each) for each in HISTORY]
+    assert (entered, opens) == (history[-1], False)
     three.watch.begin(Wait(2))
     three.say(1, ask=4)
     heard = three.hear(1)

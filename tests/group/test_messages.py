@@ -7,10 +7,11 @@ import json
 import pytest
 
 from weft.group.failure.messages import line_of, parse, place_of, values_of
-from weft.group.failure.verdict import Place
+from weft.group.failure.verdict import Entered, Place
 
 RANKS = {0, 1, 2}
-HERE = [7, "barrier", 2, 0.5, "", "train.py:6 in load_batch", [2], [[6, "all_reduce"]]]
+CALL = [99, 6, "all_reduce"]
+HERE = [7, "barrier", 2, 0.5, "", "train.py:6 in load_batch", [2], CALL, True, [CALL]]
 
 
 @pytest.mark.parametrize(
@@ -22,7 +23,7 @@ HERE = [7, "barrier", 2, 0.5, "", "train.py:6 in load_batch", [2], [[6, "all_red
         {"ask": 3},
         {"data": "b25l", "of": 1},
         {"here": HERE, "to": 3},
-        {"here": [0, "", None, 3, "KeyError: 7", "", [], []], "to": 1},
+        {"here": [0, "", None, 3, "KeyError: 7", "", [], None, False, []], "to": 1},
     ],
 )
 def test_a_message_is_read_as_it_was_sent(message):
@@ -32,7 +33,10 @@ def test_a_message_is_read_as_it_was_sent(message):
 
 
 def test_a_place_is_read_as_it_was_sent():
-    place = Place(7, "barrier", 2, 0.5, "", "a.py:1", awaited=(2, 0), history=((6, "all_reduce"),))
+    call = Entered(-99, 6, "all_reduce")
+    place = Place(
+        7, "barrier", 2, 0.5, "", "a.py:1", (2, 0), entered=call, opens=True, history=(call, call)
+    )
     message = parse(line_of({"here": values_of(place), "to": 1}), RANKS)
     assert place_of(message["here"]) == place
 
@@ -73,9 +77,13 @@ def changed(at, value):
         changed(6, 2),
         changed(6, ["2"]),
         changed(6, [3]),
-        changed(7, [[6]]),
-        changed(7, [["6", "all_reduce"]]),
-        changed(7, {}),
+        changed(7, [6, "all_reduce"]),
+        changed(7, 6),
+        changed(8, None),
+        changed(9, [[6]]),
+        changed(9, [["99", 6, "all_reduce"]]),
+        changed(9, [[99, 6, 7]]),
+        changed(9, {}),
     ],
 )
 def test_what_no_detector_says_is_refused(message):

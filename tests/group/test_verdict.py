@@ -4,9 +4,19 @@ from __future__ import annotations
 
 import pytest
 
-from weft.group.failure.verdict import Place, judge
+from weft.group.failure.verdict import REMEMBERED, Entered, Place, judge
 
 CALL = "sparse_all_reduce"
+ALL = 0
+"""Stands for all ranks, as ranks that make a call."""
+
+SOME = 1
+"""Stands for some of them."""
+
+
+def made(*calls: tuple[int, str], by: int = ALL) -> tuple[Entered, ...]:
+    """Calls that a rank has come to."""
+    return tuple(Entered(by, number, name) for number, name in calls)
 
 
 def waits(
@@ -15,16 +25,29 @@ def waits(
     doing: str = CALL,
     *,
     more: tuple[int, ...] = (),
-    history: tuple[tuple[int, str], ...] = (),
+    before: tuple[Entered, ...] = (),
+    by: int = ALL,
+    opens: bool = False,
 ) -> Place:
-    return Place(calls, doing, awaits, 2.0, awaited=(awaits, *more), history=history)
+    """A rank in a call, if it is in any, that waits for another one."""
+    history = before
+    entered = None
+    if doing:
+        entered = Entered(by, calls, doing)
+        history = (*before, entered)
+    awaited = (awaits, *more)
+    return Place(
+        calls, doing, awaits, 2.0, awaited=awaited, entered=entered, opens=opens, history=history
+    )
 
 
 def busy(calls: int = 5, doing: str = CALL) -> Place:
-    return Place(calls, doing, None, 3.0)
+    """A rank in a call that waits for nobody."""
+    entered = Entered(ALL, calls, doing)
+    return Place(calls, doing, None, 3.0, entered=entered, history=(entered,))
 
 
-def outside(calls: int = 4, raised: str = "", history: tuple[tuple[int, str], ...] = ()) -> Place:
+def outside(calls: int = 4, raised: str = "", history: tuple[Entered, ...] = ()) -> Place:
     return Place(calls, "", None, 12.3, raised, history=history)
 
 
@@ -62,33 +85,59 @@ def outside(calls: int = 4, raised: str = "", history: tuple[tuple[int, str], ..
             "nobody",
         ),
         (
-            {0: waits(1), 1: outside(5, history=((5, "send"),))},
+            {0: waits(1), 1: outside(5, history=made((5, "send")))},
             set(),
             {},
             1,
             "rank 1 keeps the others waiting: it has been outside weft for 12.3 s",
         ),
+        # how many calls each has started says nothing: some may be calls of a few ranks
         (
             {0: waits(1), 1: outside(7)},
             set(),
             {},
             1,
-            "rank 1 is past call 5 (sparse_all_reduce) already: it has been outside weft",
+            "rank 1 has not entered call 5 (sparse_all_reduce): it has been outside weft for 12.3",
         ),
         (
-            {0: waits(1), 1: outside(5, history=((5, CALL),))},
+            {0: waits(1), 1: outside(7, history=made((6, CALL)))},
             set(),
             {},
             1,
+            "rank 1 keeps the others waiting: it has been outside weft for 12.3 s",
+        ),
+        # it may have forgotten that it came to the call
+        (
+            {0: waits(1), 1: outside(9, history=made((5, CALL), by=SOME) * REMEMBERED)},
+            set(),
+            {},
+            1,
+            "rank 1 keeps the others waiting: it has been outside weft for 12.3 s",
+        ),
+        # one that is in a call may be on the way to where the others are
+        (
+            {0: waits(1), 1: Place(5, CALL, None, 3.0)},
+            set(),
+            {},
+            1,
+            "rank 1 keeps the others waiting: it is in call 5 (sparse_all_reduce) and waits for "
+            "nobody",
+        ),
+        # of two ranks with a message between them, either may have lost it
+        (
+            {0: waits(1), 1: outside(5, history=made((5, CALL)))},
+            set(),
+            {},
+            None,
             "rank 1 is past call 5 (sparse_all_reduce), where rank 0 waits for it: it has been "
             "outside weft for 12.3 s; the link is too slow, or the ranks disagree on what to send",
         ),
         # the call that is in the way is an earlier one than this rank's
         (
-            {0: waits(1, 6), 1: waits(2, 5), 2: outside(5, history=((5, CALL),))},
+            {0: waits(1, 6), 1: waits(2, 5), 2: outside(5, history=made((5, CALL)))},
             set(),
             {},
-            2,
+            None,
             "rank 2 is past call 5 (sparse_all_reduce), where rank 1 waits for it: it has been "
             "outside weft for 12.3 s; the link is too slow, or the ranks disagree on what to send",
         ),
@@ -96,8 +145,8 @@ def outside(calls: int = 4, raised: str = "", history: tuple[tuple[int, str], ..
         (
             {
                 0: waits(1, more=(2,)),
-                1: outside(5, history=((5, CALL),)),
-                2: outside(5, history=((5, CALL),)),
+                1: outside(5, history=made((5, CALL))),
+                2: outside(5, history=made((5, CALL))),
             },
             set(),
             {},
@@ -133,12 +182,13 @@ def outside(calls: int = 4, raised: str = "", history: tuple[tuple[int, str], ..
         ),
         # all wait for each other: who is in another call
         (
-            {0: waits(1, history=((4, CALL), (5, CALL))), 1: waits(0, 4, "barrier")},
+            {0: waits(1, before=made((4, CALL))), 1: waits(0, 4, "barrier")},
             set(),
             {},
-            1,
+            None,
             "rank 1 is in call 4 (barrier) and has waited for rank 0 for 2.0 s, but rank 0 is in "
-            "call 5 (sparse_all_reduce) and has waited for rank 1 for 2.0 s: all ranks must make",
+            "call 5 (sparse_all_reduce) and has waited for rank 1 for 2.0 s: barrier on one is "
+            "sparse_all_reduce on the other, and all ranks must make the same calls",
         ),
         (
             {0: waits(1), 1: waits(2, doing="barrier"), 2: waits(0)},
@@ -148,23 +198,41 @@ def outside(calls: int = 4, raised: str = "", history: tuple[tuple[int, str], ..
             "rank 1 is in call 5 (barrier)",
         ),
         (
-            {0: waits(1, 4, "barrier"), 1: waits(2, history=((4, CALL),)), 2: waits(0)},
+            {
+                0: waits(1, 4, "barrier"),
+                1: waits(2, before=made((4, CALL))),
+                2: waits(0, before=made((4, CALL))),
+            },
             set(),
             {},
             0,
             "rank 0 is in call 4 (barrier)",
         ),
-        # calls of some of the ranks, before this one, are no other calls
+        # calls before this one are no other calls, nor are calls of some of the ranks
         (
-            {0: waits(1, history=((4, "barrier"),)), 1: waits(0, history=((4, CALL),))},
+            {0: waits(1, before=made((4, "barrier"))), 1: waits(0, before=made((4, CALL)))},
             set(),
             {},
             None,
             "not all came in time between rank 0 and rank 1 in call 5",
         ),
+        (
+            {0: waits(1, before=made((5, "barrier"), by=SOME)), 1: waits(0)},
+            set(),
+            {},
+            None,
+            "not all came in time between rank 0 and rank 1 in call 5",
+        ),
+        (
+            {0: waits(1, doing="barrier", by=SOME), 1: waits(0)},
+            set(),
+            {},
+            None,
+            "not all came in time between rank 0 and rank 1, though all answer",
+        ),
         # all wait for each other, and one is past the call of others: what it sent is missing
         (
-            {0: waits(1), 1: waits(0, 6, history=((5, CALL), (6, CALL))), 2: waits(1)},
+            {0: waits(1), 1: waits(0, 6, before=made((5, CALL))), 2: waits(1)},
             set(),
             {},
             1,
@@ -172,12 +240,12 @@ def outside(calls: int = 4, raised: str = "", history: tuple[tuple[int, str], ..
             "call 6 (sparse_all_reduce) and has waited for rank 0 for 2.0 s; the link is too slow, "
             "or the ranks disagree on what to send",
         ),
-        # two are past it: who is to blame is unknown
+        # nothing came to the one that waits: others may have sent it nothing
         (
             {
                 0: waits(1, 4, more=(2,)),
-                1: waits(0, history=((4, CALL),)),
-                2: waits(0, history=((4, CALL),)),
+                1: waits(0, before=made((4, CALL))),
+                2: waits(0, before=made((4, CALL))),
             },
             set(),
             {},
@@ -200,12 +268,25 @@ def outside(calls: int = 4, raised: str = "", history: tuple[tuple[int, str], ..
             None,
             "not all came in time between ranks 0, 1 and 2 in call 5 (sparse_all_reduce), though",
         ),
-        # one of them is at an end of all that is missing
+        # one of them is at an end of all that is missing, and all that is missing has been sent
+        (
+            {
+                0: waits(1, opens=True),
+                1: waits(0, more=(2, 3), opens=True),
+                2: waits(1, opens=True),
+                3: waits(1, opens=True),
+            },
+            set(),
+            {},
+            1,
+            "not all came in time between rank 1 and ranks 0, 2 and 3 in call 5",
+        ),
+        # else that one may have nothing to send before another's message has come
         (
             {0: waits(1), 1: waits(0, more=(2, 3)), 2: waits(1), 3: waits(1)},
             set(),
             {},
-            1,
+            None,
             "not all came in time between rank 1 and ranks 0, 2 and 3 in call 5",
         ),
         # of many ranks some are named
@@ -229,7 +310,7 @@ def test_judge(places, silent, leavers, culprit, text):
     [
         {0: waits(1), 1: waits(0)},
         {0: waits(1), 1: waits(0, 6)},
-        {0: waits(1), 1: outside(5, history=((5, CALL),))},
+        {0: waits(1), 1: outside(5, history=made((5, CALL)))},
     ],
 )
 def test_a_wire_that_weft_does_not_have_is_named_where_messages_are_missing(places):

@@ -187,6 +187,31 @@ def test_what_a_wire_of_ones_own_does_wrong_is_told_alike_by_all(fault, ranks, c
         assert total == 3.0
 
 
+def after_calls_of_some():
+    """Two of three ranks make a call of their own, and then nothing comes to anybody."""
+    register_wire("mine", make)
+    group = weft.init(timeout=60, wire="mine")
+    weft.all_reduce(torch.ones(3))
+    if group.rank < 2:
+        weft.barrier(group=group.subset([0, 1]))
+    weft.barrier()
+    if group.rank < 2:
+        weft.barrier(group=group.subset([0, 1]))
+    group.set_timeout(patient(2.0))
+    group.wire.fault = "completes nothing"
+    with pytest.raises(weft.WireError) as caught:
+        weft.all_reduce(torch.ones(3))
+    weft.shutdown()
+    return str(caught.value), caught.value.culprit
+
+
+def test_calls_of_some_ranks_are_no_other_calls():
+    for rank, (said, culprit) in enumerate(processes(3, after_calls_of_some)):
+        text = f"rank {rank}: not all came in time between ranks 0, 1 and 2 in call"
+        assert said.startswith(text), said
+        assert culprit is None
+
+
 def make_with_other_features(start):
     wire = make(start)
     if start.rank == BAD:

@@ -132,6 +132,33 @@ def test_a_job_of_several_calls_has_one_turn(group):
     assert worker.doing == ""
 
 
+def test_ranks_come_to_calls_that_are_made_inside_others_and_to_those_of_some_ranks():
+    """By what means the same on all of them, however many calls each has started."""
+
+    def body(group):
+        worker = group.worker
+
+        def several():
+            weft.barrier(group=group)
+            return worker.doing, worker.entered
+
+        around = worker.submit("several", several, several=True).wait()
+        if group.rank < 2:
+            weft.barrier(group=group.subset([1, 0]))
+        weft.attempt(lambda: None, group, name="load")
+        assert (worker.entered, worker.opens) == (None, False)
+        return around, worker.history
+
+    (around, *others), histories = zip(*run(3, body), strict=True)
+    assert around == ("several", None) and others == [around] * 2
+    everyones = [[each for each in history if each.name == "load"] for history in histories]
+    assert everyones[0] == everyones[1] == everyones[2]
+    assert [(each.number, each.name) for each in histories[2]] == [(1, "barrier"), (2, "load")]
+    first, of_some, second = histories[0]
+    assert histories[1] == histories[0] and histories[2] == (first, second)
+    assert of_some == (of_some.ranks, 1, "barrier") and of_some.ranks != first.ranks
+
+
 def test_waiting_for_work_behind_oneself_is_refused(group):
     work = []
 

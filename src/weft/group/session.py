@@ -405,15 +405,17 @@ class Session:
 
     def _where(self) -> str:
         """The call that runs, as errors spell it."""
-        calls, doing, _ = self._progress()
-        return f" in {doing} (call {calls})" if doing else ""
+        progress = self._progress()
+        return f" in {progress.doing} (call {progress.calls})" if progress.doing else ""
 
     def _progress(self) -> Progress:
         """How far this rank is in its program; any thread."""
         worker = self._worker
         if worker is None:
             return Progress()
-        return Progress(worker.calls, worker.doing, worker.history)
+        return Progress(
+            worker.calls, worker.doing, worker.entered, worker.opens, worker.history
+        )
 
 
 @functools.cache

@@ -26,13 +26,13 @@ from .._torch import profiled, profiled_until, without_modes, without_transforms
 from ..devices import Aside
 from ..errors import Error, StillRunning, WeftError, WireError, entry
 from . import listeners, recorder
+from .failure.verdict import REMEMBERED, Entered
 from .traffic import Traffic
 
 T = TypeVar("T")
 
 _GRACE = 1.0  # seconds that calls get to finish at exit, or where the group is broken
 _LAST = 1.0  # seconds in which they end after the group was aborted
-_REMEMBERED = 8  # calls in `Worker.history`
 
 
 class Member(Protocol):
@@ -76,8 +76,10 @@ class Worker:
         calls: how many calls were started.
         made: how many calls were started or queued.
         doing: the name of the call that runs, "" between calls.
-        history: the numbers and names of the last calls that were started; any thread reads it.
         now: the record of that call, or None.
+        entered: the same call, once this rank has come to it: see `enter`; any thread reads it.
+        opens: whether it waits for what the other ranks say at the beginning of that call.
+        history: the last calls that this rank has come to; any thread reads it.
 
     Example:
         >>> from weft.testing import threads
@@ -95,9 +97,11 @@ class Worker:
         self.calls = 0
         self.made = 0
         self.doing = ""
-        self.history: tuple[tuple[int, str], ...] = ()
         self.now: recorder.Call | None = None
-        self._entered: dict[tuple[int, ...], int] = {}  # how many calls, by the ranks they are of
+        self.entered: Entered | None = None
+        self.opens = False
+        self.history: tuple[Entered, ...] = ()
+        self._counts: dict[tuple[int, ...], int] = {}  # calls entered, by the ranks they are of
         self._stopped = False
         self._forked = False  # this is a child, and calls were perhaps under way in its parent
         self._lost = False  # a call raised a WireError: the group is broken
@@ -140,14 +144,30 @@ class Worker:
         with profiled(name):
             return self._run(turn, name, job)
 
-    def enter(self, ranks: tuple[int, ...], fields: tuple[tuple[str, str], ...]) -> None:
-        """Add to the record of the running call its ranks, and the fields that they compare."""
-        if self.now is not None and not self.now.agreed:
-            number = self._entered.get(ranks, 0) + 1
-            self._entered[ranks] = number
-            self.now.agreed = number
-            self.now.ranks = ranks
-            self.now.fields = fields
+    def enter(self, ranks: tuple[int, ...], fields: tuple[tuple[str, str], ...]) -> bool:
+        """Note that this rank has come to the call that runs, where it meets the others.
+
+        What a call does before, as what it does on its way out, needs no other rank. A call that is
+        made inside another one is noted by itself, as is the first of several meetings of a call.
+
+        Args:
+            ranks: of the call, by their numbers in the job.
+            fields: the values that they compare, by name; the first is the name of the call.
+
+        Returns:
+            Whether this is the first meeting of the call that runs.
+        """
+        call = self.now
+        if call is None or call.agreed:
+            return False
+        number = self._counts.get(ranks, 0) + 1
+        self._counts[ranks] = number
+        call.agreed = number
+        call.ranks = ranks
+        call.fields = fields
+        self.entered = Entered(hash(ranks), number, fields[0][1])  # numbers hash alike everywhere
+        self.history = (*self.history[1 - REMEMBERED :], self.entered)
+        return True
 
     def submit(
         self, name: str, job: Callable[[], T] | Aside[T], *, several: bool = False
@@ -239,14 +259,15 @@ class Worker:
     def _do(self, name: str, job: Callable[[], T], several: bool = False) -> T:
         """Run a job in this thread's turn, and record it as a call."""
         member = self._member
-        outer = (self.doing, self._several, self.now)  # of the call that this one is a part of
+        # of the call that this one is a part of
+        outer = (self.doing, self._several, self.now, self.entered)
         call = recorder.Call(member.name, self.calls + 1, name, member.traffic)
         try:
             self.calls += 1
             self.doing = name
-            self.history = (*self.history[1 - _REMEMBERED :], (self.calls, name))
             self._several = several
             self.now = call
+            self.entered = None
             result = self._sound(job)
             call.close()
             return result
@@ -258,7 +279,7 @@ class Worker:
                 recorder.write(call.error)
             raise
         finally:
-            self.doing, self._several, self.now = outer
+            self.doing, self._several, self.now, self.entered = outer
             if not self.doing:  # else it is a part of the call around it
                 member.streaming = False
                 listeners.tell_all(call, member.rank)

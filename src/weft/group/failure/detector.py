@@ -34,7 +34,7 @@ from .. import recorder
 from . import last_error
 from .links import ControlLinks, News
 from .messages import Message, line_of, parse, place_of, values_of
-from .verdict import Place, Verdict, judge, on_leaver
+from .verdict import Entered, Place, Verdict, judge, on_leaver
 
 EXCHANGED = 1 + factory.EXCHANGED
 """Bytes that may be exchanged at once: one that says what they are, and a factory's."""
@@ -46,7 +46,8 @@ LATE = 0.5
 """A thread that wakes up so many seconds late concludes that its process was paused."""
 
 _NEWS = 0.25  # seconds to wait for a verdict of another rank, before this rank asks
-_NAMED = 4  # reasons that are printed for one slow wait; ranks that are told to be awaited
+_NAMED = 4  # reasons that are printed for one slow wait
+_LISTED = 64  # ranks that are told to be awaited
 _LONGEST = 1 << 16  # bytes of a message between detectors
 _NOTHING_DUE = 3600.0  # seconds that the thread may sleep once there is a verdict
 
@@ -59,12 +60,14 @@ class Progress(NamedTuple):
     Attributes:
         calls: how many calls it has started.
         doing: the name of the one that runs, or "".
-        history: the numbers and names of the last ones that it has started.
+        entered, opens, history: as for a `Place`.
     """
 
     calls: int = 0
     doing: str = ""
-    history: tuple[tuple[int, str], ...] = ()
+    entered: Entered | None = None
+    opens: bool = False
+    history: tuple[Entered, ...] = ()
 
 
 class Wait(Protocol):
@@ -471,7 +474,7 @@ class Detector:
         awaited: tuple[int, ...] = ()
         if waiting is not None:
             awaits = waiting.peer()
-            awaited = tuple(waiting.awaited())[:_NAMED]
+            awaited = tuple(waiting.awaited())[:_LISTED]
         is_outside = waiting is None and not progress.doing
         return Place(
             calls=progress.calls,
@@ -481,6 +484,8 @@ class Detector:
             raised=last_error.since(since) if is_outside else "",
             at=self._program_line(),
             awaited=awaited,
+            entered=progress.entered,
+            opens=progress.opens,
             history=progress.history,
         )
 

@@ -19,7 +19,7 @@ from collections.abc import Callable, Set
 from dataclasses import astuple
 from typing import Any
 
-from .verdict import Place
+from .verdict import Entered, Place
 
 Message = dict[str, Any]
 
@@ -60,7 +60,7 @@ def values_of(place: Place) -> list[object]:
 
 def place_of(values: list[Any]) -> Place:
     """The place that a checked message has in `here`."""
-    calls, doing, awaits, seconds, raised, at, awaited, history = values
+    calls, doing, awaits, seconds, raised, at, awaited, entered, opens, history = values
     return Place(
         calls,
         doing,
@@ -69,7 +69,9 @@ def place_of(values: list[Any]) -> Place:
         raised,
         at,
         awaited=tuple(awaited),
-        history=tuple((number, name) for number, name in history),
+        entered=None if entered is None else Entered(*entered),
+        opens=opens,
+        history=tuple(Entered(*each) for each in history),
     )
 
 
@@ -95,7 +97,7 @@ def _check_ask(message: Message, ranks: Set[int]) -> None:
 
 def _check_here(message: Message, ranks: Set[int]) -> None:
     _require(_is_number(message["to"]))
-    calls, doing, awaits, seconds, raised, at, awaited, history = message["here"]
+    calls, doing, awaits, seconds, raised, at, awaited, entered, opens, history = message["here"]
     _require(_is_number(calls))
     _require(awaits is None or (_is_number(awaits) and awaits in ranks))
     _require(isinstance(seconds, float) or _is_number(seconds))
@@ -105,9 +107,11 @@ def _check_here(message: Message, ranks: Set[int]) -> None:
     _require(
         isinstance(awaited, list) and all(_is_number(rank) and rank in ranks for rank in awaited)
     )
+    _require(isinstance(opens, bool))
     _require(isinstance(history, list))
-    for number, name in history:
-        _require(_is_number(number) and isinstance(name, str))
+    for each in history if entered is None else [entered, *history]:
+        of_ranks, number, name = each
+        _require(_is_number(of_ranks) and _is_number(number) and isinstance(name, str))
 
 
 _CHECKS: dict[tuple[str, ...], Callable[[Message, Set[int]], None]] = {

@@ -9,11 +9,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ...errors import WireError, names
 
 NAMED = 8
 """Ranks that are named for each value in which ranks differ."""
+
+REMEMBERED = 8
+"""Calls in the history of a rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +38,23 @@ class Verdict:
         return WireError(text, rank=rank, culprit=self.culprit)
 
 
+class Entered(NamedTuple):
+    """A call that a rank has come to, in words that mean the same on all ranks of the call.
+
+    How many calls a rank has started means something else on each rank: some are calls of a few
+    ranks, and some are made inside others.
+
+    Attributes:
+        ranks: a number that stands for the ranks that make it, in their order.
+        number: of the call, among those of these ranks.
+        name: of the call.
+    """
+
+    ranks: int
+    number: int
+    name: str
+
+
 @dataclass(frozen=True, slots=True)
 class Place:
     """Where a rank is.
@@ -46,7 +67,10 @@ class Place:
         raised: the error that it raised since then, outside any call, or "".
         at: where its program stands, as "file:line in function", or "".
         awaited: ranks whose messages have not come, `awaits` among them; a few of them, if many.
-        history: the numbers and names of the last calls that it has started.
+        entered: the call that it is in, once it has come to that; None: it has come to none.
+        opens: whether it waits for what the others say at the beginning of that call. Every rank
+            says it as it comes to the call, and waits for nobody before.
+        history: the last calls that it has come to, `entered` among them.
     """
 
     calls: int
@@ -56,7 +80,9 @@ class Place:
     raised: str = ""
     at: str = ""
     awaited: tuple[int, ...] = ()
-    history: tuple[tuple[int, str], ...] = ()
+    entered: Entered | None = None
+    opens: bool = False
+    history: tuple[Entered, ...] = ()
 
     @property
     def call(self) -> str:
@@ -122,7 +148,7 @@ def judge(
 
     Where all ranks answer, and wait for each other in the same calls, nobody is known to be to
     blame. Then the verdict says between whom messages are missing. Its culprit is the one rank that
-    is at an end of all of these, if there is one, and else None.
+    is at an end of all messages that are known to be lost, if there is one, and else None.
 
     Args:
         me: the rank that waited and asks.
@@ -132,9 +158,9 @@ def judge(
         wire: the name of the wire that the wait is over; "": one of weft's own.
 
     Example:
-        >>> stuck, busy = Place(17, "sparse_all_reduce", 1, 5.0), Place(16, "", None, 12.3)
+        >>> stuck, busy = Place(17, "sparse_all_reduce", 1, 5.0), Place(17, "barrier", None, 12.3)
         >>> judge(0, {0: stuck, 1: busy}, set(), {}).text
-        'rank 1 has not entered call 17 (sparse_all_reduce): it has been outside weft for 12.3 s'
+        'rank 1 keeps the others waiting: it is in call 17 (barrier) and waits for nobody'
     """
     if silent:
         return _silent(me, places, sorted(silent))
@@ -145,7 +171,9 @@ def judge(
         if following in chain or following not in places:
             return _in_a_circle(me, places, wire)
         chain.append(following)
-    return _at_the_end(chain, places, wire)
+    if len(chain) > 1 and _is_past(places[chain[-1]], places[chain[-2]]):
+        return _nothing_of(chain[-1], [chain[-2]], places, wire)
+    return _at_the_end(chain, places)
 
 
 def _silent(me: int, places: Mapping[int, Place], silent: Sequence[int]) -> Verdict:
@@ -158,100 +186,140 @@ def _silent(me: int, places: Mapping[int, Place], silent: Sequence[int]) -> Verd
     )
 
 
-def _at_the_end(chain: Sequence[int], places: Mapping[int, Place], wire: str) -> Verdict:
+def _at_the_end(chain: Sequence[int], places: Mapping[int, Place]) -> Verdict:
     """All answered, and a chain of waits leads to a rank that waits for nobody."""
-    me = chain[0]
     last = chain[-1]
-    mine = places[me]
     its = places[last]
-    if len(chain) > 1 and _is_past(its, places[chain[-2]]):
-        waiters = [chain[-2]]
-        # where several are past it, the waiter's own end may have lost what they sent
-        culprit = last if len(_past(waiters, places)) == 1 else None
-        return Verdict(culprit, _nothing_of(last, waiters, places, wire))
-    if mine.doing and its.calls < mine.calls:
-        return Verdict(last, f"rank {last} has not entered {mine.call}: it {its}")
-    if mine.doing and its.calls > mine.calls:
-        return Verdict(last, f"rank {last} is past {mine.call} already: it {its}")
+    for waiter in reversed(chain[:-1]):
+        waiting = places[waiter]
+        if _has_not_entered(its, waiting):
+            return Verdict(last, f"rank {last} has not entered {waiting.call}: it {its}")
     return Verdict(last, f"rank {last} keeps the others waiting: it {its}")
+
+
+def _has_not_entered(place: Place, waiting: Place) -> bool:
+    """Whether a rank is known not to have come to the call in which another one waits.
+
+    One that is in a call, and has come to none, may be on the way to it.
+    """
+    call = waiting.entered
+    if call is None or (place.doing and place.entered is None):
+        return False
+    numbers = [each.number for each in place.history if each.ranks == call.ranks]
+    if not numbers:  # it may have forgotten some
+        return len(place.history) < REMEMBERED
+    return max(numbers) < call.number
 
 
 def _in_a_circle(me: int, places: Mapping[int, Place], wire: str) -> Verdict:
     """All answered, and ranks wait for each other."""
-    earliest = min(place.calls for place in places.values())
-    if _make_different_calls(places, earliest):
-        return _astray(me, places)
-    behind = [rank for rank in sorted(places) if places[rank].calls == earliest]
-    past = _past(behind, places)
+    made = _different_calls(places)
+    if made:
+        return _astray(made, places)
+    lost = _lost(places)
+    past = [sender for sender, waiter in lost if _is_past(places[sender], places[waiter])]
     if past:
         first = min(past)
-        waiters = [rank for rank in behind if first in places[rank].missing]
-        culprit = first if len(past) == 1 else None
-        return Verdict(culprit, _nothing_of(first, waiters, places, wire))
+        waiters = [waiter for sender, waiter in lost if sender == first]
+        return _nothing_of(first, waiters, places, wire)
     return _among_equals(me, places, wire)
 
 
-def _make_different_calls(places: Mapping[int, Place], earliest: int) -> bool:
-    """Whether two ranks are known to have different calls of one number, from this one on."""
-    calls: dict[int, str] = {}
-    for place in places.values():
-        own = dict(place.history)
-        if place.doing:
-            own[place.calls] = place.doing
-        for number, name in own.items():
-            if number >= earliest and calls.setdefault(number, name) != name:
-                return True
-    return False
+def _different_calls(places: Mapping[int, Place]) -> dict[int, str]:
+    """What ranks have made in the place of one call, in which one of them waits, if that differs.
+
+    Returns:
+        The names of these calls, by rank. Ranks that were not asked to make that call, or have not
+        come to it yet, are not in it. Empty: nothing is known to differ.
+    """
+    for waiting in places.values():
+        call = waiting.entered
+        if call is None or waiting.awaits is None:
+            continue
+        made = {}
+        for rank, place in places.items():
+            for each in place.history:
+                if (each.ranks, each.number) == (call.ranks, call.number):
+                    made[rank] = each.name
+        if len(set(made.values())) > 1:
+            return made
+    return {}
 
 
-def _astray(me: int, places: Mapping[int, Place]) -> Verdict:
-    """The ranks do not make the same calls."""
-    calls = {rank: (place.calls, place.doing) for rank, place in places.items()}
-    often = Counter(calls.values())  # how many ranks are in a call
-    # the one furthest behind or, in calls of one number, in the call that fewest are in
-    culprit = min(places, key=lambda rank: (places[rank].calls, often[calls[rank]], -rank))
-    others = [rank for rank in (me, *sorted(places)) if calls[rank] != calls[culprit]]
+def _astray(made: Mapping[int, str], places: Mapping[int, Place]) -> Verdict:
+    """The ranks do not make the same calls: these are made in the place of one.
+
+    One rank is to blame where all others, several, have made the same call.
+    """
+    often = Counter(made.values())
+    odd = min(made, key=lambda rank: (often[made[rank]], -rank))
+    other = min(rank for rank in made if made[rank] != made[odd])
+    is_known = len(often) == 2 and often[made[odd]] == 1 and len(made) > 2
     return Verdict(
-        culprit,
-        f"rank {culprit} {places[culprit]}, but rank {others[0]} {places[others[0]]}: "
-        "all ranks must make the same calls in the same order",
+        odd if is_known else None,
+        f"rank {odd} {places[odd]}, but rank {other} {places[other]}: {made[odd]} on one is "
+        f"{made[other]} on the other, and all ranks must make the same calls in the same order",
     )
 
 
-def _past(waiters: Sequence[int], places: Mapping[int, Place]) -> set[int]:
-    """The ranks that are known to be past a call in which one of these waits for them.
+def _lost(places: Mapping[int, Place]) -> list[tuple[int, int]]:
+    """Messages that were sent, as is known, and have not come: who sent, and who waits for it.
 
-    That a rank is past a call shows that it had all it needed there, and that those who still wait
-    for it there did not get what it sent.
+    A rank that is past a call has sent all that others wait for there. One that has come to a call
+    has said what others wait for at its beginning. Whatever else ranks wait for may be late because
+    the sender itself waits.
     """
-    past: set[int] = set()
-    for waiter in waiters:
-        waiting = places[waiter]
-        answered = waiting.missing & places.keys()
-        past.update(peer for peer in answered if _is_past(places[peer], waiting))
-    return past
+    lost = []
+    for waiter, waiting in places.items():
+        for sender in waiting.missing & places.keys():
+            its = places[sender]
+            has_opened = waiting.opens and waiting.entered in its.history
+            if has_opened or _is_past(its, waiting):
+                lost.append((sender, waiter))
+    return lost
+
+
+def _culprit_of(lost: Sequence[tuple[int, int]]) -> int | None:
+    """The one rank that is at an end of all messages that are lost, and sent some; or None.
+
+    Of two ranks with a message between them, either end may have lost it. So may a rank that
+    nothing comes to, of which others may think that it awaits nothing.
+    """
+    if not lost:
+        return None
+    ends = frozenset.intersection(*(frozenset(pair) for pair in lost))
+    senders = {sender for sender, _ in lost}
+    return next(iter(ends & senders)) if len(ends) == 1 and ends & senders else None
 
 
 def _is_past(place: Place, waiting: Place) -> bool:
-    """Whether a rank is known to have made the call in which another one waits, and to be out."""
-    has_made = (waiting.calls, waiting.doing) in place.history
-    is_inside = bool(place.doing) and place.calls == waiting.calls
-    return has_made and not is_inside
+    """Whether a rank is known to have made the call in which another one waits, and to be out.
+
+    That shows that it had all it needed there, and that those who still wait for it there did not
+    get what it sent.
+    """
+    call = waiting.entered
+    return call is not None and call in place.history and place.entered != call
 
 
-def _nothing_of(rank: int, waiters: Sequence[int], places: Mapping[int, Place], wire: str) -> str:
-    """What is known where ranks wait for one that is past their call."""
-    wait = "waits" if len(waiters) == 1 else "wait"
-    return (
-        f"rank {rank} is past {places[waiters[0]].call}, where {_some(waiters)} {wait} for it: "
-        f"it {places[rank]}; {_perhaps(wire)}"
+def _nothing_of(
+    rank: int, waiters: Sequence[int], places: Mapping[int, Place], wire: str
+) -> Verdict:
+    """Ranks wait for one that is past their call."""
+    call = places[waiters[0]].entered
+    there = [rank for rank in waiters if places[rank].entered == call]
+    wait = "waits" if len(there) == 1 else "wait"
+    return Verdict(
+        _culprit_of(_lost(places)),
+        f"rank {rank} is past {places[there[0]].call}, where {_some(sorted(there))} {wait} for it: "
+        f"it {places[rank]}; {_perhaps(wire)}",
     )
 
 
 def _among_equals(me: int, places: Mapping[int, Place], wire: str) -> Verdict:
     """Ranks wait for each other, and none of them is known to be past the call of another."""
     mine = places[me]
-    calls = {(place.calls, place.doing) for place in places.values()}
+    calls = {place.entered or (place.calls, place.doing) for place in places.values()}
     where = f" in {mine.call}" if mine.doing and len(calls) == 1 else ""
     pairs: set[frozenset[int]] = set()  # of ranks between which messages are missing
     for rank, place in places.items():
@@ -261,15 +329,12 @@ def _among_equals(me: int, places: Mapping[int, Place], wire: str) -> Verdict:
         (end,) = ends
         others = sorted(frozenset.union(*pairs) - ends)
         who = f"rank {end} and {_some(others)}"
-        culprit = end
     elif len(pairs) == 1:
         who = " and ".join(f"rank {rank}" for rank in sorted(ends))
-        culprit = None
     else:
         who = _some(sorted(frozenset.union(*pairs)))
-        culprit = None
     text = f"not all came in time between {who}{where}, though all answer: {_perhaps(wire)}"
-    return Verdict(culprit, text)
+    return Verdict(_culprit_of(_lost(places)), text)
 
 
 def _perhaps(wire: str) -> str:
