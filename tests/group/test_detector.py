@@ -25,6 +25,7 @@ class Wait:
     """A wait for one peer."""
 
     wire_name = ""
+    in_round = False
 
     def __init__(self, peer: int) -> None:
         self._peer = peer
@@ -57,7 +58,7 @@ def place(calls, doing="", awaits=None, seconds=9.0):
     awaited = [] if awaits is None else [awaits]
     entered = called(calls, doing) if doing else None
     history = [called(calls, doing)] if calls else []
-    return [calls, doing, awaits, seconds, "", "", awaited, entered, False, history]
+    return [calls, doing, awaits, seconds, "", "", awaited, entered, False, history, False]
 
 
 class LateLinks:
@@ -275,11 +276,11 @@ def test_it_tells_where_it_is(peers):
     three = peers()
     three.say(1, ask=3)
     here = three.hear(1)["here"]
-    calls, doing, awaits, seconds, raised, at, awaited, entered, opens, history = here
+    calls, doing, awaits, seconds, raised, at, awaited, entered, opens, history, in_round = here
     assert (calls, doing, awaits, raised, awaited) == (7, "barrier", None, "", [])
     assert seconds >= 0 and ":" in at
     assert history == [list(each) for each in HISTORY]
-    assert (entered, opens) == (history[-1], False)
+    assert (entered, opens, in_round) == (history[-1], False, False)
     three.watch.begin(Wait(2))
     three.say(1, ask=4)
     heard = three.hear(1)

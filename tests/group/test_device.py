@@ -437,8 +437,11 @@ def test_what_fails_while_it_is_watched_does_not_end_the_watch(watching, caplog)
 def test_a_group_breaks_if_a_stream_waits_past_the_deadline(watching):
     watching.groups[0].set_timeout(0.3)
     watching.watcher.watch(Watched(False))
-    why = "rank 0 gave up: a round over nccl was not through after 0.3 s"
-    for group in watching.groups:  # every rank is told
+    why = (
+        "a round over nccl was not through after 0.3 s at rank 0, though all answer: a rank may "
+        "not have come to it, or the link is too slow"
+    )
+    for group in watching.groups:  # every rank is told, and nobody is blamed
         assert until(lambda group=group: refuses(group, why))
 
 
@@ -447,6 +450,7 @@ def refuses(group, why):
         group.post()
     except weft.WireError as error:
         assert why in str(error)
+        assert error.culprit is None
         return True
     return False
 

@@ -11,7 +11,7 @@ from weft.group.failure.verdict import Entered, Place
 
 RANKS = {0, 1, 2}
 CALL = [99, 6, "all_reduce"]
-HERE = [7, "barrier", 2, 0.5, "", "train.py:6 in load_batch", [2], CALL, True, [CALL]]
+HERE = [7, "barrier", 2, 0.5, "", "train.py:6 in load_batch", [2], CALL, True, [CALL], False]
 
 
 @pytest.mark.parametrize(
@@ -23,7 +23,7 @@ HERE = [7, "barrier", 2, 0.5, "", "train.py:6 in load_batch", [2], CALL, True, [
         {"ask": 3},
         {"data": "b25l", "of": 1},
         {"here": HERE, "to": 3},
-        {"here": [0, "", None, 3, "KeyError: 7", "", [], None, False, []], "to": 1},
+        {"here": [0, "", None, 3, "KeyError: 7", "", [], None, False, [], True], "to": 1},
     ],
 )
 def test_a_message_is_read_as_it_was_sent(message):
@@ -35,7 +35,17 @@ def test_a_message_is_read_as_it_was_sent(message):
 def test_a_place_is_read_as_it_was_sent():
     call = Entered(-99, 6, "all_reduce")
     place = Place(
-        7, "barrier", 2, 0.5, "", "a.py:1", (2, 0), entered=call, opens=True, history=(call, call)
+        7,
+        "barrier",
+        2,
+        0.5,
+        "",
+        "a.py:1",
+        awaited=(2, 0),
+        entered=call,
+        opens=True,
+        history=(call, call),
+        in_round=True,
     )
     message = parse(line_of({"here": values_of(place), "to": 1}), RANKS)
     assert place_of(message["here"]) == place
@@ -84,6 +94,7 @@ def changed(at, value):
         changed(9, [["99", 6, "all_reduce"]]),
         changed(9, [[99, 6, 7]]),
         changed(9, {}),
+        changed(10, 1),
     ],
 )
 def test_what_no_detector_says_is_refused(message):

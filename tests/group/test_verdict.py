@@ -28,6 +28,7 @@ def waits(
     before: tuple[Entered, ...] = (),
     by: int = ALL,
     opens: bool = False,
+    in_round: bool = False,
 ) -> Place:
     """A rank in a call, if it is in any, that waits for another one."""
     history = before
@@ -37,8 +38,22 @@ def waits(
         history = (*before, entered)
     awaited = (awaits, *more)
     return Place(
-        calls, doing, awaits, 2.0, awaited=awaited, entered=entered, opens=opens, history=history
+        calls,
+        doing,
+        awaits,
+        2.0,
+        awaited=awaited,
+        entered=entered,
+        opens=opens,
+        history=history,
+        in_round=in_round,
     )
+
+
+def in_round(rank: int, size: int = 3, calls: int = 5) -> Place:
+    """A rank in a round of all."""
+    others = [each for each in range(size) if each != rank]
+    return waits(others[0], calls, more=tuple(others[1:]), in_round=True)
 
 
 def busy(calls: int = 5, doing: str = CALL) -> Place:
@@ -288,6 +303,80 @@ def outside(calls: int = 4, raised: str = "", history: tuple[Entered, ...] = ())
             {},
             None,
             "not all came in time between rank 1 and ranks 0, 2 and 3 in call 5",
+        ),
+        # who is past the call of a round had what it needed, and may not be what others lack
+        (
+            {0: in_round(0), 1: in_round(1), 2: waits(0, 6, before=made((5, CALL)), more=(1,))},
+            set(),
+            {},
+            None,
+            "a round of call 5 (sparse_all_reduce) is not through on ranks 0 and 1, though all "
+            "answer (rank 2 is in call 6 (sparse_all_reduce) and has waited for rank 0 for 2.0 s): "
+            "the link is too slow, or the ranks disagree on what to send",
+        ),
+        (
+            {0: in_round(0), 1: in_round(1), 2: outside(5, history=made((5, CALL)))},
+            set(),
+            {},
+            None,
+            "a round of call 5 (sparse_all_reduce) is not through on ranks 0 and 1, though all "
+            "answer (rank 2 has been outside weft for 12.3 s): the link",
+        ),
+        # nor may one that is in the call, and waits for nobody, or has left
+        (
+            {0: in_round(0), 1: busy()},
+            set(),
+            {2: "KeyError: 7"},
+            None,
+            "a round of call 5 (sparse_all_reduce) is not through on rank 0, though all answer "
+            "(rank 1 is in call 5 (sparse_all_reduce) and waits for nobody; rank 2 left, after it "
+            "raised (KeyError: 7)): the link",
+        ),
+        (
+            {0: in_round(0), 1: in_round(1), 2: in_round(2)},
+            set(),
+            {},
+            None,
+            "a round of call 5 (sparse_all_reduce) is not through on ranks 0, 1 and 2, though all "
+            "answer: the link",
+        ),
+        # one that waits for a rank in a round
+        (
+            {0: waits(1, 6, before=made((5, CALL))), 1: in_round(1), 2: in_round(2)},
+            set(),
+            {},
+            None,
+            "a round of call 5 (sparse_all_reduce) is not through on ranks 1 and 2, though all "
+            "answer (rank 0 is in call 6 (sparse_all_reduce) and has waited for rank 1 for 2.0 s): ",
+        ),
+        # every rank has to come to a round: one that has not come to the call is missing
+        (
+            {0: in_round(0), 1: in_round(1), 2: outside(4, history=made((4, CALL)))},
+            set(),
+            {},
+            2,
+            "rank 2 has not entered call 5 (sparse_all_reduce): it has been outside weft for 12.3",
+        ),
+        (
+            {
+                0: in_round(0, 4),
+                1: in_round(1, 4),
+                2: waits(3, 3, "barrier"),
+                3: outside(2, history=made((2, CALL))),
+            },
+            set(),
+            {},
+            3,
+            "rank 3 has not entered call 3 (barrier): it has been outside weft for 12.3 s",
+        ),
+        # where others are in another call in its place
+        (
+            {0: in_round(0), 1: waits(0, doing="barrier", more=(2,)), 2: in_round(2)},
+            set(),
+            {},
+            1,
+            "rank 1 is in call 5 (barrier) and has waited for rank 0 for 2.0 s, but rank 0 is in "
+            "call 5 (sparse_all_reduce) and has waited in a round for 2.0 s: barrier on one is",
         ),
         # of many ranks some are named
         (

@@ -58,7 +58,10 @@ class Posted(Pending):
         session: whose wire it is.
         pending: what the wire gave for it.
         wire_name: of the wire, for texts; "": it is one of weft's own.
+        in_round: whether the messages of several ranks travel in one round.
     """
+
+    in_round = False
 
     def __init__(self, session: Session, pending: interface.Pending, route: Route) -> None:
         self.session = session
@@ -145,10 +148,15 @@ class Exchange(Posted):
 
 
 class Round(Posted):
-    """A post whose messages travel in a round, or a reduction: all ranks of a route are in it."""
+    """A post whose messages travel in a round, or a reduction: all ranks of a route are in it.
+
+    The wire says whether the round is through, and not who is missing: of two ranks it is the other
+    one, of more it may be any. A rank that is through had all it needed, which others may lack.
+    """
 
     def __init__(self, session: Session, pending: interface.Pending, route: Route) -> None:
         super().__init__(session, pending, route)
+        self.in_round = len(route.ranks) > 2
         self._route = route
 
     def receive(self) -> list[Tensor]:
@@ -164,14 +172,12 @@ class Round(Posted):
         return super().receive()
 
     def awaited(self) -> list[int]:
-        """All others: a round needs each of them, whatever it brings."""
+        """All others, each of which has to come to the round, whatever it brings."""
         return [rank for rank in self._route.ranks if rank != self.session.rank]
 
     def peer(self) -> int:
-        """The next of these ranks: from one to the next, waits lead to the one that does not."""
-        ranks = self._route.ranks
-        position = ranks.index(self.session.rank)
-        return ranks[(position + 1) % len(ranks)]
+        """The first of these ranks."""
+        return self.awaited()[0]
 
     def what(self) -> str:
         """What is waited for, as a clause of an error."""

@@ -282,6 +282,12 @@ class Session:
         elif not self.closed:
             self._break(verdict)
 
+    def give_up(self, what: str) -> None:
+        """Break the session where something was not done in time at this rank, and nobody is known
+        to be to blame: all ranks answer. `what` is a clause."""
+        cause = "a rank may not have come to it, or the link is too slow"
+        self._settle(Verdict(None, f"{what} at rank {self.rank}, though all answer: {cause}"))
+
     def fail(self, peer: int, text: str) -> WireError:
         """Break the session for all ranks on account of a peer; the error to raise here."""
         return self._break(self._settle(Verdict(peer, text)))

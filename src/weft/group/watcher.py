@@ -37,8 +37,8 @@ class Breakable(Protocol):
     def diagnose(self, where: str) -> WireError | None:
         """Break it if a peer is to blame; the error, or None."""
 
-    def abort(self, reason: str) -> None:
-        """Break it on account of this rank."""
+    def give_up(self, what: str) -> None:
+        """Break it on account of nobody: this was not done in time, though all ranks answer."""
 
 
 class Watched(Protocol):
@@ -143,7 +143,7 @@ def _is_through_in_time(
             return False  # nobody uses what comes
         if time.monotonic() - began > alive.timeout:
             if alive.diagnose(name) is None:
-                alive.abort(f"{name} was not through after {alive.timeout:g} s")
+                alive.give_up(f"{name} was not through after {alive.timeout:g} s")
             return False
         del alive  # this thread does not keep it during the pause
         time.sleep(pause)

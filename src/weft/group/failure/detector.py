@@ -75,12 +75,15 @@ class Wait(Protocol):
 
     Attributes:
         wire_name: of what carries the messages, for texts; "": a wire of weft's own.
+        in_round: whether the messages of several ranks travel in one round. Then one of those that
+            are awaited is missing, and nobody knows which.
     """
 
     wire_name: str
+    in_round: bool
 
     def peer(self) -> int | None:
-        """The rank whose message is waited for now, or None."""
+        """The rank whose message is waited for now, or None; in a round, any of them."""
 
     def awaited(self) -> Sequence[int]:
         """All ranks whose messages are not complete."""
@@ -429,7 +432,7 @@ class Detector:
     def _judge(self, inquiry: _Inquiry) -> None:
         """Conclude from the answers: a verdict, a line about a slow wait, or nothing."""
         silent = inquiry.asked - inquiry.places.keys() - self.leavers.keys()
-        places = {self.rank: self._place(), **inquiry.places}
+        places = {self.rank: self._place(None), **inquiry.places}
         overdue = time.monotonic() >= self.began + self.timeout  # no link failed: nobody came
         wait = inquiry.about
         suspect = self._suspect
@@ -456,7 +459,8 @@ class Detector:
         """Say on standard error who keeps this rank waiting."""
         mine = places[self.rank]
         why: list[str] = []
-        for peer in wait.awaited():
+        # of a round nobody knows who is missing, so one look says all
+        for peer in wait.awaited()[:1] if wait.in_round else wait.awaited():
             places[self.rank] = replace(mine, awaits=peer)  # as if it waited for this one
             reason = self._judgement(wait, places, silent).text
             if len(why) < _NAMED and reason not in why:
@@ -464,17 +468,19 @@ class Detector:
         if why and mine.awaits is not None:  # else that wait is over
             watch.tell(self.rank, mine.seconds, (mine.calls, mine.doing), "; ".join(why))
 
-    def _place(self) -> Place:
-        """Where this rank is."""
+    def _place(self, listed: int | None = _LISTED) -> Place:
+        """Where this rank is; with so many of the ranks that it waits for, or all."""
         find_progress = self.progress()
         progress = Progress() if find_progress is None else find_progress()
         waiting = self.waiting
         since = self.since  # after `waiting`, see `begin`
         awaits = None
         awaited: tuple[int, ...] = ()
+        in_round = False
         if waiting is not None:
+            in_round = waiting.in_round
             awaits = waiting.peer()
-            awaited = tuple(waiting.awaited())[:_LISTED]
+            awaited = tuple(waiting.awaited())[:listed]
         is_outside = waiting is None and not progress.doing
         return Place(
             calls=progress.calls,
@@ -487,6 +493,7 @@ class Detector:
             entered=progress.entered,
             opens=progress.opens,
             history=progress.history,
+            in_round=in_round,
         )
 
     def _program_line(self) -> str:

@@ -60,7 +60,7 @@ def values_of(place: Place) -> list[object]:
 
 def place_of(values: list[Any]) -> Place:
     """The place that a checked message has in `here`."""
-    calls, doing, awaits, seconds, raised, at, awaited, entered, opens, history = values
+    calls, doing, awaits, seconds, raised, at, awaited, entered, opens, history, in_round = values
     return Place(
         calls,
         doing,
@@ -72,6 +72,7 @@ def place_of(values: list[Any]) -> Place:
         entered=None if entered is None else Entered(*entered),
         opens=opens,
         history=tuple(Entered(*each) for each in history),
+        in_round=in_round,
     )
 
 
@@ -97,7 +98,8 @@ def _check_ask(message: Message, ranks: Set[int]) -> None:
 
 def _check_here(message: Message, ranks: Set[int]) -> None:
     _require(_is_number(message["to"]))
-    calls, doing, awaits, seconds, raised, at, awaited, entered, opens, history = message["here"]
+    calls, doing, awaits, seconds, raised, at, awaited, entered, *rest = message["here"]
+    opens, history, in_round = rest
     _require(_is_number(calls))
     _require(awaits is None or (_is_number(awaits) and awaits in ranks))
     _require(isinstance(seconds, float) or _is_number(seconds))
@@ -107,7 +109,7 @@ def _check_here(message: Message, ranks: Set[int]) -> None:
     _require(
         isinstance(awaited, list) and all(_is_number(rank) and rank in ranks for rank in awaited)
     )
-    _require(isinstance(opens, bool))
+    _require(isinstance(opens, bool) and isinstance(in_round, bool))
     _require(isinstance(history, list))
     for each in history if entered is None else [entered, *history]:
         of_ranks, number, name = each

@@ -71,6 +71,8 @@ class Place:
         opens: whether it waits for what the others say at the beginning of that call. Every rank
             says it as it comes to the call, and waits for nobody before.
         history: the last calls that it has come to, `entered` among them.
+        in_round: whether it waits for a round of several others. Then a message of one of `awaited`
+            is missing, and nobody knows of which: `awaits` is just one of them.
     """
 
     calls: int
@@ -83,6 +85,7 @@ class Place:
     entered: Entered | None = None
     opens: bool = False
     history: tuple[Entered, ...] = ()
+    in_round: bool = False
 
     @property
     def call(self) -> str:
@@ -92,15 +95,21 @@ class Place:
     @property
     def missing(self) -> frozenset[int]:
         """The ranks whose messages it is known to wait for."""
+        return frozenset() if self.in_round else frozenset(self.concerned)
+
+    @property
+    def concerned(self) -> tuple[int, ...]:
+        """The ranks whose messages it waits for, as far as is known, or may wait for."""
         if self.awaits is None:
-            return frozenset(self.awaited)
-        return frozenset((*self.awaited, self.awaits))
+            return self.awaited
+        return (self.awaits, *self.awaited)
 
     def __str__(self) -> str:
         at = f", at {self.at}" if self.at else ""
         if self.awaits is not None:
             where = f"in {self.call}" if self.doing else "outside weft"
-            return f"is {where} and has waited for rank {self.awaits} for {self.seconds:.1f} s{at}"
+            what = "in a round" if self.in_round else f"for rank {self.awaits}"
+            return f"is {where} and has waited {what} for {self.seconds:.1f} s{at}"
         if self.doing:
             return f"is in {self.call} and waits for nobody{at}"
         return f"has been outside weft for {self.seconds:.1f} s{after(self.raised)}{at}"
@@ -148,7 +157,8 @@ def judge(
 
     Where all ranks answer, and wait for each other in the same calls, nobody is known to be to
     blame. Then the verdict says between whom messages are missing. Its culprit is the one rank that
-    is at an end of all messages that are known to be lost, if there is one, and else None.
+    is at an end of all messages that are known to be lost, if there is one, and else None. In a
+    round of several ranks it is not known whose message is missing, but that all have to come.
 
     Args:
         me: the rank that waited and asks.
@@ -166,6 +176,11 @@ def judge(
         return _silent(me, places, sorted(silent))
     chain = [me]  # this rank, the rank that it waits for, the rank that that one waits for, ...
     while (following := places[chain[-1]].awaits) is not None:
+        if places[chain[-1]].in_round:
+            missing = _missing_in_round(chain[-1], places)
+            if missing is None:
+                return _in_a_round(chain[-1], places, leavers, wire)
+            following = missing
         if following in leavers:
             return on_leaver(following, leavers[following])
         if following in chain or following not in places:
@@ -183,6 +198,47 @@ def _silent(me: int, places: Mapping[int, Place], silent: Sequence[int]) -> Verd
     do = "does" if len(silent) == 1 else "do"
     return Verdict(
         silent[0], f"{names(silent)} {do} not answer (stopped, cut off, or stuck in foreign code)"
+    )
+
+
+def _missing_in_round(waiter: int, places: Mapping[int, Place]) -> int | None:
+    """A rank that is known not to have come to the call of a round, which needs all; or None."""
+    waiting = places[waiter]
+    for rank in waiting.concerned:
+        if rank in places and _has_not_entered(places[rank], waiting):
+            return rank
+    return None
+
+
+def _in_a_round(
+    waiter: int, places: Mapping[int, Place], leavers: Mapping[int, str], wire: str
+) -> Verdict:
+    """All answered, and a round is not through, though all may have come to it.
+
+    Who is out of the round may have had all that it needed, and others not. So nobody is to blame.
+    """
+    made = _different_calls(places)
+    if made:
+        return _astray(made, places)
+    waiting = places[waiter]
+    call = (waiting.calls, waiting.doing)
+    inside = []
+    elsewhere = []
+    for rank in sorted({waiter, *waiting.concerned}):
+        if rank in leavers:
+            elsewhere.append(f"rank {rank} left{after(leavers[rank])}")
+        elif rank in places:
+            its = places[rank]
+            if its.in_round and (its.calls, its.doing) == call:
+                inside.append(rank)
+            else:
+                elsewhere.append(f"rank {rank} {its}")
+    where = f" of {waiting.call}" if waiting.doing else ""
+    others = f" ({'; '.join(elsewhere[:NAMED])})" if elsewhere else ""
+    return Verdict(
+        None,
+        f"a round{where} is not through on {_some(inside)}, though all answer{others}: "
+        f"{_perhaps(wire)}",
     )
 
 
@@ -232,10 +288,11 @@ def _different_calls(places: Mapping[int, Place]) -> dict[int, str]:
         The names of these calls, by rank. Ranks that were not asked to make that call, or have not
         come to it yet, are not in it. Empty: nothing is known to differ.
     """
-    for waiting in places.values():
-        call = waiting.entered
-        if call is None or waiting.awaits is None:
-            continue
+    waited_in = set()
+    for place in places.values():
+        if place.awaits is not None and place.entered is not None:
+            waited_in.add(place.entered)
+    for call in sorted(waited_in):
         made = {}
         for rank, place in places.items():
             for each in place.history:
