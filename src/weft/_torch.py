@@ -353,6 +353,10 @@ def backend_of(group: dist.ProcessGroup, device: torch.device) -> Any:
         return None
 
 
+class NoDevice(RuntimeError):
+    """gloo cannot listen on this machine, for which no other rank is the reason."""
+
+
 def gloo_group(
     store: dist.Store, rank: int, size: int, timeout: float, interfaces: Sequence[str]
 ) -> Any:
@@ -368,6 +372,7 @@ def gloo_group(
     caller's connection.
 
     Raises:
+        NoDevice: gloo cannot listen here.
         RuntimeError: from gloo or the store.
     """
     gloo: Any = dist.ProcessGroupGloo
@@ -383,6 +388,8 @@ def gloo_group(
         options._devices = devices or [gloo.create_default_device()]
     except AttributeError:
         return gloo(store, rank, size, timeout=limit)
+    except RuntimeError as error:
+        raise NoDevice(str(error)) from error
     return gloo(store, rank, size, options)
 
 

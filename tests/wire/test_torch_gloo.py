@@ -17,10 +17,13 @@ import torch.distributed as dist
 
 import weft
 from weft import _torch
+from weft._torch import NoDevice
+from weft.group import control
 from weft.group.process_group import connect
 from weft.schedules import dense_all_reduce
 from weft.testing import RankFailure, processes, run
 from weft.testing.pace import patient
+from weft.wire import torch_gloo
 
 
 def wire_of(group):
@@ -256,16 +259,17 @@ def threads_of_gloo():
 @pytest.fixture
 def gloo_connects_for_long(monkeypatch):
     """As it does where a rank has died that had said at the store where it listens; on rank 2 it
-    fails at once."""
+    fails at once, with the errors in the list that this gives."""
     released = threading.Event()
+    errors = []
 
     def connecting(store, rank, *_):
         if rank == 2:
-            raise RuntimeError("there is no such device")
+            raise errors[0]
         released.wait(patient(60.0))
 
     monkeypatch.setattr(_torch, "gloo_group", connecting)
-    yield
+    yield errors
     released.set()
 
 
@@ -279,14 +283,73 @@ def name_rank_2(store, ranks, timeout, text):
             assert caught.value.culprit == 2
 
 
-def test_a_rank_that_dies_while_gloo_connects_links_is_named_in_time(gloo_connects_for_long):
+def test_a_rank_that_dies_while_gloo_connects_links_is_named(gloo_connects_for_long, monkeypatch):
+    monkeypatch.setattr(control, "_PATIENCE", patient(1.0))
     store = dist.HashStore()
     statement = {"wire": "torch", "host": "", "carrier": "torch", "trouble": "", "endpoint": {}}
     dist.PrefixStore("weft/world/1", store).set("statement/2", json.dumps(statement))
-    name_rank_2(store, [0, 1], 1.0, "came, and then did not join the control links before")
+    name_rank_2(store, [0, 1], 1.0, r"came, and then did not join the control links \(no answer")
 
 
-def test_a_rank_for_which_gloo_fails_is_named_by_all_at_once(gloo_connects_for_long):
-    """Later they would say that nobody knows why."""
+@pytest.mark.parametrize("kind", [NoDevice, OSError])
+def test_a_rank_at_which_gloo_cannot_listen_is_named_by_all_at_once(gloo_connects_for_long, kind):
+    gloo_connects_for_long.append(kind("there is no such device"))
     text = r"did not join the control links \(there is no such device\) before"
-    name_rank_2(dist.HashStore(), [0, 1, 2], patient(30.0), text)
+    name_rank_2(dist.HashStore(), [0, 1, 2], patient(300.0), text)
+
+
+def late(rank, make, monkeypatch):
+    """Have a rank begin to connect late, and so answer late."""
+
+    def make_late(start):
+        if start.rank == rank:
+            time.sleep(1.5)
+        return make(start)
+
+    monkeypatch.setattr(torch_gloo, "carrier", make_late)
+
+
+def test_nobody_is_blamed_where_gloo_fails_and_all_ranks_are_there(
+    gloo_connects_for_long, monkeypatch
+):
+    """It may fail on one rank because of another. Who is slow is there, and all know it in time."""
+    gloo_connects_for_long.append(RuntimeError("connection\nclosed by peer"))
+    late(1, torch_gloo.carrier, monkeypatch)
+    store = dist.HashStore()
+    links = dist.PrefixStore("links", dist.PrefixStore("weft/world/1", store))
+
+    def joining(rank):
+        with pytest.raises(weft.WireError) as caught:
+            connect(store, rank, 3, patient(300.0), wire="torch")
+        # a store that ends with this rank's program takes nothing from the others
+        assert links.check([f"read {each}" for each in range(3)])
+        return str(caught.value), caught.value.culprit
+
+    with ThreadPoolExecutor(3) as pool:
+        for rank, (said, culprit) in enumerate(pool.map(joining, range(3))):
+            text = "gloo failed on rank 2 (connection closed by peer), though all ranks answer"
+            assert said.startswith(f"rank {rank}: group 'world' of 3 ranks: it was not joined")
+            assert text in said
+            assert culprit is None
+
+
+def test_ranks_are_joined_once_gloo_has_connected_all_of_them(monkeypatch):
+    """One that is not connected is said to be not, though others are."""
+    real = _torch.gloo_group
+
+    def connecting(store, rank, *rest):
+        made = real(store, rank, *rest)
+        if rank == 1:
+            raise RuntimeError("connection closed by peer")
+        return made
+
+    monkeypatch.setattr(_torch, "gloo_group", connecting)
+    store = dist.HashStore()
+    with ThreadPoolExecutor(3) as pool:
+        calls = [
+            pool.submit(connect, store, rank, 3, patient(300.0), wire="torch") for rank in range(3)
+        ]
+        for call in calls:
+            with pytest.raises(weft.WireError, match="gloo failed on rank 1") as caught:
+                call.result()
+            assert caught.value.culprit is None

@@ -15,25 +15,27 @@ import os
 import socket
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 
 import torch
 import torch.distributed as dist
 
-from ..errors import AbsentError, WeftError
+from .._torch import NoDevice
+from ..errors import AbsentError, WeftError, names
 from ..wire import mpi, torch_gloo
 from ..wire.address import own_address
 from ..wire.factory import Factory, Start, seconds_left
 from ..wire.framed import CarriedSockets, Carrier
 from ..wire.machine import own_host
 from ..wire.memory import Pool
-from ..wire.store import exchange, has
+from ..wire.store import exchange, has, pauses
 from ..wire.tcp.listener import CONTROL, STRANGERS, Endpoint, Listener, make_room
-from .failure.detector import ANSWER
 from .failure.links import ControlLinks, SocketLinks
 
 _BUFFER = 1 << 17  # bytes that a link takes at once, whatever its peer does
-_PATIENCE = 5.0  # seconds in which the others can read at the store why there is no group
+_PATIENCE = 5.0  # seconds in which the others can answer, and read why there is no group
+_LAST = 1.0  # seconds in which who is late itself says so, before those say it that wait for it
+_LONGEST = 500  # characters of what gloo says
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,72 +204,156 @@ def _exchange_at(
 
 
 def _gloo_carrier(start: Start) -> Carrier:
-    """As `torch_gloo.carrier`; where it fails, all ranks say whose failure it is.
+    """As `torch_gloo.carrier`; where it fails on one rank, all ranks raise the same.
 
     Raises:
-        AbsentError: a rank has failed in this, or has died, which is found out when a rank has
-            waited for `start.timeout` seconds.
-        TimeoutError, RuntimeError: gloo has failed, and nobody knows why.
+        AbsentError: a rank failed by itself, or does not answer. One that has died is found out
+            when a rank has waited for `start.timeout` seconds.
+        RuntimeError: gloo has failed, and who is to blame is unknown; or the store has.
     """
     assert start.store is not None
-    roll = _RollCall(start.store, start.rank, start.size, start.timeout)
+    roll = _RollCall(start.store, start.rank, start.size)
+    deadline = time.monotonic() + start.timeout + _LAST
+    carrier = None
     try:
         carrier = torch_gloo.carrier(replace(start, check=roll.check))
-    except AbsentError:  # of which another rank has told
-        raise
-    except (TimeoutError, RuntimeError) as error:
-        raise roll.explain(error) from error
-    roll.answer()  # for good: nothing is asked of this rank from here on
+        roll.wait_for_all(deadline)
+    except _Told as told:  # another rank has said why
+        raise told.failure from None
+    except (OSError, RuntimeError) as error:
+        failure = roll.explain(error)
+        if failure is not None:
+            raise failure from error
+    assert carrier is not None  # else this rank was not connected, and no rank has said that all are
     return carrier
+
+
+@dataclass(frozen=True, slots=True)
+class _Outcome:
+    """What came of it that gloo was to connect all ranks.
+
+    Attributes:
+        culprits: who did not join; none: nobody is known to be to blame.
+        text: what they did, as the end of a clause, or what has happened; "": all ranks are joined.
+        absent: the ranks that have not answered, and may never read this.
+    """
+
+    culprits: list[int]
+    text: str
+    absent: list[int] = field(default_factory=list)
+
+
+_JOINED = _Outcome([], "")
+
+
+class _Told(Exception):
+    """What came of it was told by another rank.
+
+    Attributes:
+        failure: what to raise.
+    """
+
+    def __init__(self, failure: Exception) -> None:
+        super().__init__(failure)
+        self.failure = failure
 
 
 class _RollCall:
     """What ranks tell each other at the store while gloo connects them for control links.
 
-    Before there are links nobody sees that a rank dies. So a rank for which gloo has failed calls
-    the roll, which all others answer in `check`. Then it says who is missing, or that it is its own
-    failure, and all ranks raise the first of these statements.
+    Before there are links nobody sees that a rank dies, and gloo says what has failed, but not
+    whose fault that is: it may fail on one rank because it has failed on another. So a rank for
+    which it has failed calls the roll, which all others answer, and then says what is known. Ranks
+    that are connected wait until all are. The first to say what came of it is right: all ranks are
+    joined, or all raise the same.
     """
 
-    def __init__(self, store: dist.Store, rank: int, size: int, timeout: float) -> None:
+    def __init__(self, store: dist.Store, rank: int, size: int) -> None:
         self._store = store
         self._rank = rank
         self._size = size
-        # after this gloo may have failed because others were late, and not because of this rank
-        self._own_until = time.monotonic() + timeout / 2
 
     def check(self) -> None:
-        """Answer a roll call, if there was one, and raise what was said after it."""
+        """Answer a roll call, if there was one, and raise `_Told` if a failure was told."""
         if self._store.check(["roll call"]):
-            self.answer()
-        if self._store.check(["failure"]):
-            raise self._failure()
+            self._answer()
+        if self._store.check(["outcome"]):
+            failure = self._outcome()
+            if failure is not None:
+                raise _Told(failure)
 
-    def answer(self) -> None:
-        """Say that this rank is there."""
+    def wait_for_all(self, deadline: float) -> None:
+        """Wait until gloo has connected all ranks, as it has this one.
+
+        Raises:
+            TimeoutError: that is not so at the deadline.
+            _Told: a rank has said that it has failed.
+        """
+        self._store.set(f"connected {self._rank}", "")
+        missing = list(range(self._size))
+        # ended by the last rank that is connected; by what a rank says that is not; by the deadline
+        for _ in pauses(deadline, 0.001, max(0.05, 0.0005 * self._size)):
+            self.check()
+            while missing and self._store.check([f"connected {missing[-1]}"]):
+                missing.pop()
+            if not missing:
+                failure = self._conclude(_JOINED)
+                if failure is not None:
+                    raise _Told(failure)
+                return
+        raise TimeoutError("gloo has not connected all ranks")
+
+    def explain(self, error: Exception) -> Exception | None:
+        """What to raise where gloo has failed here, or others are not connected; None: they are."""
+        text = " ".join(str(error).split())[:_LONGEST]
+        is_own = isinstance(error, NoDevice) or (
+            isinstance(error, OSError) and not isinstance(error, TimeoutError)
+        )
+        if is_own:
+            what = f"did not join the control links ({text})"
+            return self._conclude(_Outcome([self._rank], what))
+        self._store.set(f"failed {self._rank}", "")
+        self._store.set("roll call", "")
+        self._answer()
+        until = time.monotonic() + _PATIENCE
+        everyone = range(self._size)
+        missing = [rank for rank in everyone if not has(self._store, f"here {rank}", until, 1)]
+        if missing:
+            what = f"came, and then did not join the control links (no answer for {_PATIENCE:g} s)"
+            return self._conclude(_Outcome(missing, what, absent=missing))
+        failed = [rank for rank in everyone if self._store.check([f"failed {rank}"])]
+        what = (
+            f"gloo failed on {names(failed)} ({text}), though all ranks answer at the store: see "
+            "that they reach each other by the interface that WEFT_INTERFACE names"
+        )
+        return self._conclude(_Outcome([], what))
+
+    def _answer(self) -> None:
         self._store.set(f"here {self._rank}", "")
 
-    def explain(self, error: Exception) -> Exception:
-        """What to raise where gloo has failed here: the same on all ranks, if anybody knows why."""
-        self._store.set("roll call", "")
-        self.answer()
-        until = time.monotonic() + ANSWER
-        keys = [f"here {rank}" for rank in range(self._size)]
-        missing = [rank for rank, key in enumerate(keys) if not has(self._store, key, until, 1)]
-        if missing:
-            return self._say(missing, "came, and then did not join the control links")
-        if time.monotonic() < self._own_until:
-            return self._say([self._rank], f"did not join the control links ({error})")
-        return error
+    def _conclude(self, outcome: _Outcome) -> Exception | None:
+        """Say what came of it, unless another rank has; what to raise, if that is a failure."""
+        self._store.compare_set("outcome", "", json.dumps(asdict(outcome)))
+        return self._outcome()
 
-    def _say(self, ranks: Sequence[int], what: str) -> AbsentError:
-        """Say whose failure it is, unless another rank has; what was said."""
-        self._store.compare_set("failure", "", json.dumps([ranks, what]))
-        return self._failure()
+    def _outcome(self) -> Exception | None:
+        """What came of it, as a failure to raise; None: all are joined."""
+        outcome = _Outcome(**json.loads(self._store.get("outcome")))
+        if outcome == _JOINED:
+            return None
+        self._wait_for_readers(outcome.absent)
+        if outcome.culprits:
+            return AbsentError(outcome.culprits, outcome.text)
+        return RuntimeError(outcome.text)
 
-    def _failure(self) -> AbsentError:
-        ranks, what = json.loads(self._store.get("failure"))
-        return AbsentError(ranks, what)
+    def _wait_for_readers(self, absent: Sequence[int]) -> None:
+        """Wait until all ranks know the outcome: the store may end with this program."""
+        until = time.monotonic() + _PATIENCE
+        with contextlib.suppress(RuntimeError):  # another rank's program had it, and has ended
+            self._store.set(f"read {self._rank}", "")
+            for rank in range(self._size):
+                if rank not in absent:
+                    has(self._store, f"read {rank}", until, self._size)
 
 
 _CARRIERS: dict[str, Callable[[Start], Carrier]] = {

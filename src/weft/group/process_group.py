@@ -253,10 +253,12 @@ def _made_by_all(
 def _not_joined(error: Exception, rank: int, size: int, name: str, timeout: float) -> WireError:
     """The error where the store or the sockets failed."""
     late = error.ranks if isinstance(error, AbsentError) else []
-    who = str(error) if late else f"it was not joined: {error}"
+    why = f"{error} before the timeout of {timeout:g} s"
+    if not late:
+        why = f"it was not joined (timeout {timeout:g} s): {error}"
     return WireError(
-        f"rank {rank}: group {name!r} of {size} ranks: {who} before the timeout of {timeout:g} s; "
-        "see that all ranks were started and reach each other",
+        f"rank {rank}: group {name!r} of {size} ranks: {why}; see that all ranks were started and "
+        "reach each other",
         rank=rank,
         culprit=late[0] if late else None,
     )
