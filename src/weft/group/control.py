@@ -78,8 +78,7 @@ def join_links(
     size: int,
     timeout: float,
     wire: str,
-    factory: Factory | None,
-    trouble: str = "",
+    factory: Factory | str,
 ) -> Joined:
     """Join this rank to all others by control links; collective.
 
@@ -88,8 +87,7 @@ def join_links(
         rank, size: this rank, and how many there are.
         timeout: seconds in which all must have come.
         wire: the name of the wire that is to be made over the links.
-        factory: what makes it; None: this rank is in trouble.
-        trouble: why this rank cannot make it, which all ranks then raise.
+        factory: what makes it; or why this rank cannot make it, which all ranks then raise.
 
     Raises:
         WeftError: the ranks were asked for different wires; or a rank is in trouble, may not open
@@ -98,6 +96,7 @@ def join_links(
         OSError: from the sockets.
     """
     deadline = time.monotonic() + timeout
+    trouble = factory if isinstance(factory, str) else ""
     carrier = _carrier_beside(factory)
     with contextlib.ExitStack() as stack:
         listener = None
@@ -133,7 +132,7 @@ def join_links(
     return Joined(_carried(_CARRIERS[agreed](start), rank, size), hosts, agreed)
 
 
-def _carrier_beside(factory: Factory | None) -> str:
+def _carrier_beside(factory: Factory | str) -> str:
     """The name of what is to carry the links beside a wire that this makes; "": sockets.
 
     Not the wire's name decides: a program may have registered another wire in the place of weft's.

@@ -145,12 +145,11 @@ def _join(
     process_group: dist.ProcessGroup | None,
 ) -> Session:
     """This rank's end of a new session; the arguments and errors are those of `connect`."""
-    factory = None
-    trouble = ""
+    factory: Factory | str
     try:
         factory = _factory_of(wire)
     except WeftError as error:
-        trouble = str(error)
+        factory = str(error)  # which all ranks raise, once they have met
     deadline = time.monotonic() + timeout
     memory = Pool()
     space = store  # later: the part of it that these ranks have, where splits meet, too
@@ -159,17 +158,17 @@ def _join(
         return _join(space, ranks.index(rank), len(ranks), timeout, name, wire, None)
 
     if size == 1:
-        if trouble:
-            raise WeftError(f"{_me()}{trouble}")
+        if isinstance(factory, str):
+            raise WeftError(f"{_me()}{factory}")
         alone = TcpWire(rank, size, {}, memory)
         return Session(alone, timeout, [own_host()], detector=None, memory=memory, join=join)
     try:
         generation = store.add(f"weft/{name}/{rank}", 1)
         space = dist.PrefixStore(f"weft/{name}/{generation}", store)
-        joined = join_links(space, rank, size, timeout, wire, factory, trouble)
+        joined = join_links(space, rank, size, timeout, wire, factory)
     except (RuntimeError, OSError) as error:  # of the store, of the sockets
         raise _not_joined(error, rank, size, name, timeout) from error
-    assert factory is not None  # else every rank has raised this one's trouble
+    assert not isinstance(factory, str)  # else every rank has raised that
     detector = Detector(rank, timeout, joined.links, watch.chosen())
     start = Start(
         rank=rank,
