@@ -192,6 +192,16 @@ def test_of_a_group_for_two_devices_torch_before_2_14_keeps_what_is_written_in_p
         dist.destroy_process_group()
 
 
+def test_a_group_that_is_dropped_closes_the_wire_of_its_device_too():
+    group = threads.group(1, device=True)[0]
+    with as_device():
+        wire = group.on(CPU).wire
+    assert isinstance(wire, CheckedRounds) and wire.failure() is None
+    del group
+    gc.collect()
+    assert wire.failure() is not None
+
+
 # a rank that fails in an exchange
 
 RANK = """

@@ -168,3 +168,21 @@ def test_what_the_handler_of_a_signal_raises_is_told_from_what_a_wire_raises(han
 def test_what_is_no_exception_is_of_a_signal():
     assert is_of_a_signal(KeyboardInterrupt()) and is_of_a_signal(SystemExit(3))
     assert not is_of_a_signal(ValueError())
+
+
+def test_they_are_closed_the_last_one_first_also_where_one_raises():
+    closed = []
+
+    def close(number):
+        closed.append(number)
+        if number == 1:
+            raise KeyError("no such device")
+
+    wires = Wires(0)
+    for number in range(3):
+        wire = Faulty()
+        wire.close = functools.partial(close, number)
+        wires.add(wire, "")
+    with pytest.raises(KeyError, match="no such device"):
+        wires.close()
+    assert closed == [2, 1, 0]

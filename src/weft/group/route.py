@@ -110,11 +110,10 @@ class Route:
         lease = self.wire.lease(nbytes)
         return self.memory.lease(nbytes) if lease is None else lease
 
-    def close(self) -> None:
-        """Close the wire, and end the watch."""
+    def end_watch(self) -> None:
+        """End the watch of what streams wait for, if there is one."""
         if self.watcher is not None:
             self.watcher.end()
-        self.wire.close()
 
 
 def wire_of_device(

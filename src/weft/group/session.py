@@ -133,9 +133,8 @@ class Session:
         if detector is not None:
             detector.progress = weakref.WeakMethod(self._progress)
             detector.guard(self._wires.abort, self._wires.find_fault)
-        self._cpu_wires = [wire]  # beside those of `devices`; `_leave` shares this list
         # bye when the session is dropped, and at exit: of multiprocessing's processes, too
-        self._leave = Finalize(self, _leave, (detector, self._cpu_wires), exitpriority=0)
+        self._leave = Finalize(self, _leave, (detector, self._wires), exitpriority=0)
         _made.add(self)
 
     def route_for(self, device: torch.device) -> Route:
@@ -180,7 +179,6 @@ class Session:
             registered: the same name, if the wire is none of weft's own.
         """
         self._look_after(wire, registered)
-        self._cpu_wires.append(wire)
         self.payloads = Route(wire, carrier, self.openings.memory, registered=registered)
 
     def _look_after(self, wire: interface.Wire, registered: str) -> None:
@@ -271,7 +269,7 @@ class Session:
         if self._worker is not None:
             self._worker.stop()
         while self.devices:
-            self.devices.popitem()[1].close()
+            self.devices.popitem()[1].end_watch()
         self.openings.memory.drain()
 
     def abort(self, reason: str) -> None:
@@ -368,8 +366,7 @@ class Session:
             self._worker.after_fork()
         with contextlib.ExitStack() as stack:  # also where the close of a program's own wire raises
             # what the child kept open would hide the death of this process's parent from peers
-            for wire in self._wires.all():
-                stack.callback(wire.close)
+            stack.callback(self._wires.close)
             if self.detector is not None:
                 stack.callback(self.detector.abandon)  # first
 
@@ -436,11 +433,10 @@ def _warn_of_one_queue(rank: int) -> None:
         )
 
 
-def _leave(detector: Detector | None, wires: Sequence[interface.Wire]) -> None:
+def _leave(detector: Detector | None, wires: Wires) -> None:
     """Say bye to all and let go of everything."""
     with contextlib.ExitStack() as stack:  # also where a handler of a signal raises meanwhile
-        for wire in wires:
-            stack.callback(wire.close)
+        stack.callback(wires.close)
         if detector is not None:
             stack.callback(detector.close)  # first
 

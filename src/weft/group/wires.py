@@ -6,6 +6,7 @@ given two functions of `Wires`.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import signal
@@ -54,6 +55,12 @@ class Wires:
                 errors.append(error)
         for each in errors:  # only now: a handler of the log may block, or raise
             _log.error("rank %d: a wire cannot be aborted: %r", self._rank, each)
+
+    def close(self) -> None:
+        """Close them, the last one first: it may be over another one."""
+        with contextlib.ExitStack() as stack:  # also where one raises, or a handler of a signal
+            for wire in self.all():
+                stack.callback(wire.close)
 
     def find_fault(self) -> Verdict | None:
         """What a wire is sure of, which it may have seen while nobody used it; any thread."""
