@@ -353,7 +353,7 @@ def parts(group: Group) -> None:
 def deadline(group: Group) -> None:
     """A wait for a rank that does nothing ends at the deadline, and names that rank."""
     if group.rank == 1:
-        time.sleep(3 * group.timeout)
+        _sleep_until_broken(group)
         _is_broken(group, culprit=1)
         return
     began = time.monotonic()
@@ -366,7 +366,7 @@ def absent(group: Group) -> None:
     """Each rank waits for the next, the last one sleeps: all ranks name the last one."""
     last = group.size - 1
     if group.rank == last:
-        time.sleep(2 * group.timeout + 1)
+        _sleep_until_broken(group)
         _is_broken(group, culprit=last)
     else:
         _breaks(group, lambda: group.post((), [(group.rank + 1, 8)]), culprit=last)
@@ -447,6 +447,15 @@ def _breaks(
     assert (caught.value.rank, caught.value.culprit) == (group.rank, culprit), str(caught.value)
     assert not at_once or time.monotonic() - began < group.timeout / 2
     _is_broken(group, culprit)
+
+
+def _sleep_until_broken(group: Group) -> None:
+    """Do nothing until the group is broken; the others may begin their wait late."""
+    until = time.monotonic() + patient(10.0)
+    with contextlib.suppress(WireError):
+        while time.monotonic() < until:
+            group.check()
+            time.sleep(0.05)
 
 
 def _is_broken(group: Group, culprit: int) -> None:

@@ -38,6 +38,7 @@ from .threads import outcome_on
 
 _START = 60.0  # seconds that new processes may take to answer
 _ANSWER = 2.0  # seconds that a rank has to send its stack
+_JOINING = 60.0  # seconds in which ranks join a group
 _AFTERMATH = 5.0  # seconds that the other ranks have to notice that one died
 
 _Key = tuple[str, int, float]  # what groups are kept by: group, size, timeout
@@ -304,7 +305,9 @@ def _connected(job: _Job, store: dist.Store, groups: dict[_Key, tuple[str, Group
         group = None
     if group is None:
         kind, size, timeout = job.key
-        group = connect(store, job.rank, size, timeout, name=job.group, wire=kind)
+        # the limit is of waits: on a busy machine ranks may take longer to meet
+        group = connect(store, job.rank, size, _JOINING, name=job.group, wire=kind)
+        group.set_timeout(timeout)
     groups[job.key] = job.group, group
     return group
 
