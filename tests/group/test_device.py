@@ -193,10 +193,10 @@ def test_of_a_group_for_two_devices_torch_before_2_14_keeps_what_is_written_in_p
 
 
 def test_a_group_that_is_dropped_closes_the_wire_of_its_device_too():
-    group = threads.group(1, device=True)[0]
-    with as_device():
-        wire = group.on(CPU).wire
-    assert isinstance(wire, CheckedRounds) and wire.failure() is None
+    group = threads.group(1)[0]
+    wire = rounds_over(lambda: None, 0, 1, CPU)
+    group.session.carry_device(wire, "checked")
+    assert wire.failure() is None
     del group
     gc.collect()
     assert wire.failure() is not None

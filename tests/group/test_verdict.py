@@ -238,12 +238,26 @@ def outside(calls: int = 4, raised: str = "", history: tuple[Entered, ...] = ())
             None,
             "not all came in time between rank 0 and rank 1 in call 5",
         ),
+        # two calls of different ranks, which are made in two orders: nobody comes to either
         (
             {0: waits(1, doing="barrier", by=SOME), 1: waits(0)},
             set(),
             {},
             None,
-            "not all came in time between rank 0 and rank 1, though all answer",
+            "rank 0 is in call 5 (barrier) and has waited for rank 1 for 2.0 s, but rank 1 is in "
+            "call 5 (sparse_all_reduce) and has waited for rank 0 for 2.0 s: all ranks must make",
+        ),
+        (
+            {
+                0: waits(1, doing="barrier", by=SOME, more=(2,), in_round=True),
+                1: in_round(1),
+                2: waits(1, doing="barrier", by=SOME, before=made((5, CALL))),
+            },
+            set(),
+            {},
+            None,
+            "rank 0 is in call 5 (barrier) and has waited in a round for 2.0 s, but rank 1 is in "
+            "call 5 (sparse_all_reduce) and has waited in a round for 2.0 s: all ranks must make",
         ),
         # all wait for each other, and one is past the call of others: what it sent is missing
         (
@@ -347,7 +361,7 @@ def outside(calls: int = 4, raised: str = "", history: tuple[Entered, ...] = ())
             {},
             None,
             "a round of call 5 (sparse_all_reduce) is not through on ranks 1 and 2, though all "
-            "answer (rank 0 is in call 6 (sparse_all_reduce) and has waited for rank 1 for 2.0 s): ",
+            "answer (rank 0 is in call 6 (sparse_all_reduce) and has waited for rank 1 for 2.0 s)",
         ),
         # every rank has to come to a round: one that has not come to the call is missing
         (

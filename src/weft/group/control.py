@@ -223,7 +223,7 @@ def _gloo_carrier(start: Start) -> Carrier:
         failure = roll.explain(error)
         if failure is not None:
             raise failure from error
-    assert carrier is not None  # else this rank was not connected, and no rank has said that all are
+    assert carrier is not None  # else nobody has said that all are connected: this rank is not
     return carrier
 
 

@@ -416,9 +416,7 @@ class Session:
         worker = self._worker
         if worker is None:
             return Progress()
-        return Progress(
-            worker.calls, worker.doing, worker.entered, worker.opens, worker.history
-        )
+        return Progress(worker.calls, worker.doing, worker.entered, worker.opens, worker.history)
 
 
 @functools.cache

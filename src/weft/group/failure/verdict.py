@@ -19,6 +19,8 @@ NAMED = 8
 REMEMBERED = 8
 """Calls in the history of a rank."""
 
+_SAME_CALLS = "all ranks must make the same calls in the same order"
+
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
@@ -183,11 +185,13 @@ def judge(
             following = missing
         if following in leavers:
             return on_leaver(following, leavers[following])
-        if following in chain or following not in places:
-            return _in_a_circle(me, places, wire)
+        if following in chain:
+            return _in_a_circle(chain[chain.index(following) :], me, places, wire)
+        if following not in places:
+            return _among_equals(me, places, wire)
         chain.append(following)
     if len(chain) > 1 and _is_past(places[chain[-1]], places[chain[-2]]):
-        return _nothing_of(chain[-1], [chain[-2]], places, wire)
+        return _nothing_of(chain[-1], places, wire)
     return _at_the_end(chain, places)
 
 
@@ -221,7 +225,7 @@ def _in_a_round(
     if made:
         return _astray(made, places)
     waiting = places[waiter]
-    call = (waiting.calls, waiting.doing)
+    call = waiting.entered or (waiting.calls, waiting.doing)
     inside = []
     elsewhere = []
     for rank in sorted({waiter, *waiting.concerned}):
@@ -229,7 +233,7 @@ def _in_a_round(
             elsewhere.append(f"rank {rank} left{after(leavers[rank])}")
         elif rank in places:
             its = places[rank]
-            if its.in_round and (its.calls, its.doing) == call:
+            if its.in_round and (its.entered or (its.calls, its.doing)) == call:
                 inside.append(rank)
             else:
                 elsewhere.append(f"rank {rank} {its}")
@@ -267,18 +271,30 @@ def _has_not_entered(place: Place, waiting: Place) -> bool:
     return max(numbers) < call.number
 
 
-def _in_a_circle(me: int, places: Mapping[int, Place], wire: str) -> Verdict:
-    """All answered, and ranks wait for each other."""
+def _in_a_circle(circle: Sequence[int], me: int, places: Mapping[int, Place], wire: str) -> Verdict:
+    """All answered, and each of some ranks waits for the next, the last one for the first."""
     made = _different_calls(places)
     if made:
         return _astray(made, places)
+    if _are_crossed(circle, places):
+        first, second = circle[:2]
+        return Verdict(
+            None,
+            f"rank {first} {places[first]}, but rank {second} {places[second]}: {_SAME_CALLS}",
+        )
     lost = _lost(places)
     past = [sender for sender, waiter in lost if _is_past(places[sender], places[waiter])]
     if past:
-        first = min(past)
-        waiters = [waiter for sender, waiter in lost if sender == first]
-        return _nothing_of(first, waiters, places, wire)
+        return _nothing_of(min(past), places, wire)
     return _among_equals(me, places, wire)
+
+
+def _are_crossed(circle: Sequence[int], places: Mapping[int, Place]) -> bool:
+    """Whether ranks make calls of some of them in different orders: nobody comes to another's."""
+    for waiter, awaited in zip(circle, [*circle[1:], circle[0]], strict=True):
+        if not _has_not_entered(places[awaited], places[waiter]):
+            return False
+    return True
 
 
 def _different_calls(places: Mapping[int, Place]) -> dict[int, str]:
@@ -315,7 +331,7 @@ def _astray(made: Mapping[int, str], places: Mapping[int, Place]) -> Verdict:
     return Verdict(
         odd if is_known else None,
         f"rank {odd} {places[odd]}, but rank {other} {places[other]}: {made[odd]} on one is "
-        f"{made[other]} on the other, and all ranks must make the same calls in the same order",
+        f"{made[other]} on the other, and {_SAME_CALLS}",
     )
 
 
@@ -359,16 +375,20 @@ def _is_past(place: Place, waiting: Place) -> bool:
     return call is not None and call in place.history and place.entered != call
 
 
-def _nothing_of(
-    rank: int, waiters: Sequence[int], places: Mapping[int, Place], wire: str
-) -> Verdict:
+def _nothing_of(rank: int, places: Mapping[int, Place], wire: str) -> Verdict:
     """Ranks wait for one that is past their call."""
-    call = places[waiters[0]].entered
-    there = [rank for rank in waiters if places[rank].entered == call]
+    lost = _lost(places)
+    waiters = [
+        waiter
+        for sender, waiter in lost
+        if sender == rank and _is_past(places[sender], places[waiter])
+    ]
+    earliest = places[min(waiters, key=lambda waiter: places[waiter].calls)]
+    there = sorted(waiter for waiter in waiters if places[waiter].entered == earliest.entered)
     wait = "waits" if len(there) == 1 else "wait"
     return Verdict(
-        _culprit_of(_lost(places)),
-        f"rank {rank} is past {places[there[0]].call}, where {_some(sorted(there))} {wait} for it: "
+        _culprit_of(lost),
+        f"rank {rank} is past {earliest.call}, where {_some(there)} {wait} for it: "
         f"it {places[rank]}; {_perhaps(wire)}",
     )
 
