@@ -63,6 +63,7 @@ from .listener import (
     Attempt,
     Endpoint,
     Listener,
+    is_distant,
     is_transient,
     is_without_files,
     not_awaited,
@@ -642,6 +643,8 @@ class TcpWire:
         suit_distance(sock)
         link = self.connections[peer]
         link.attach(sock)
+        if is_distant(sock):
+            link.send_ahead(connection.AHEAD)
         self._by_fd[link.fd] = link
         link.flush()
         self._watch(link)
