@@ -55,6 +55,7 @@ DENSE_LIMIT = 64 << 20
 
 
 _OK: Status = ("ok", "")
+_HERE = bytes(1 << 12)  # what a rank says when it meets the others
 
 
 Table = weft.Rows | Tensor
@@ -323,7 +324,7 @@ def _measure(
     del right
 
     starters = [one for one in contenders if one.status == _OK]
-    _time(starters, job, doing)
+    _time(starters, job, network.group, doing)
     for one in starters:
         one.predicted = predicted(one, case)
     mine = {one.name: (one.seconds, one.record, one.changed) for one in starters}
@@ -383,16 +384,26 @@ def predicted(one: Contender, case: Case) -> float | None:
     return sum(line.milliseconds for line in chosen) / 1e3 if chosen else None
 
 
-def _meet() -> None:
-    """Wait until all ranks have come.
+def _meet(group: Group) -> None:
+    """Wait until all ranks have come, and go on at the same time.
 
     Not by gloo's barrier, which waits for earlier works, too, and may raise what one of them has
-    raised before.
+    raised before. From a reduction of gloo ranks come some latencies apart, and who comes first
+    would wait for the last in the call that is timed. Then each rank tells all others that it is
+    here: who was late has heard of all already, and goes on a latency ahead. Done again, all go on
+    together, but for a group of two. A message is longer than a packet: after a pause one that is
+    shorter keeps BBR from renewing the round trip that it knows, and makes it pause for 200 ms.
     """
     dist.all_reduce(torch.zeros(1))
 
+    def together() -> None:
+        for _ in range(2):
+            group.all_gather_bytes(_HERE, len)
 
-def _time(starters: list[Contender], job: Job, doing: Callable[[str], None]) -> None:
+    group.worker.call("meeting", together)
+
+
+def _time(starters: list[Contender], job: Job, group: Group, doing: Callable[[str], None]) -> None:
     """Have them take turns."""
     gc.collect()
     gc.disable()  # a collection would hit one contender and not the others
@@ -402,7 +413,7 @@ def _time(starters: list[Contender], job: Job, doing: Callable[[str], None]) -> 
             # in an order that is the same on all ranks
             for one in random.Random(f"{job.seed} {turn}").sample(starters, len(starters)):
                 given = one.prepare()
-                _meet()
+                _meet(group)
                 begin = time.perf_counter()
                 result = one.call(given)
                 took = time.perf_counter() - begin
@@ -421,10 +432,12 @@ class Network:
     """What joins the ranks.
 
     Attributes:
+        group: all ranks, on the host.
         hosts: which ranks share one.
         link: of the speed that `--link` says; within a host as measured. None without `--link`.
     """
 
+    group: Group
     hosts: weft.sparse.Hosts
     link: weft.sparse.Link | None
 
@@ -432,11 +445,11 @@ class Network:
 def _network(job: Job, group: Group) -> Network:
     """The network of this group; collective."""
     hosts = hosts_of(group)
-    if job.link is None:
-        return Network(hosts, None)
     over = group.on(torch.device("cpu"))
+    if job.link is None:
+        return Network(over, hosts, None)
     measured = group.worker.call("link", lambda: weft.sparse.link.link_of(over))
-    return Network(hosts, replace(measured, beta=8 / job.link))
+    return Network(over, hosts, replace(measured, beta=8 / job.link))
 
 
 def _head(job: Job, network: Network) -> dict[str, Any]:
