@@ -61,10 +61,12 @@ def test_an_explanation_is_the_table_that_it_prints(explanations):
         parsed = Parsed(said._repr_html_())
         for call in said.calls or [said]:
             for line in call.lines:
-                numbers = str(line.messages), f"{line.bytes:.0f}", f"{line.milliseconds:.2f}"
                 assert [
                     line.algorithm,
-                    *numbers,
+                    str(line.messages),
+                    f"{line.rounds:.1f}",
+                    f"{line.bytes:.0f}",
+                    f"{line.milliseconds:.2f}",
                     f"{line.of_bound:.2f}",
                     line.verdict,
                 ] in parsed.rows

@@ -60,6 +60,15 @@ def test_chunks_of_distant_ranks_do_not_wait_for_each_other_in_the_ring():
     assert waits < 5  # two for the lists, one for the rows, and hardly any in the ring
 
 
+@pytest.mark.parametrize("name", ["doubling", "gather", "holders"])
+def test_between_distant_hosts_a_call_waits_for_the_rounds_that_are_named_and_its_bytes(name):
+    done = simulate(name, partial(spread, count=6000, height=24_000), 4, FAR)
+    lines = weft.sparse.predicted(done.load, FAR).lines
+    named = next(line.rounds for line in lines if line.algorithm == name)
+    seconds = done.opening + done.seconds - done.bytes * FAR.beta
+    assert seconds / FAR.alpha < named + 1.5
+
+
 @pytest.mark.parametrize(("each", "link"), [(4, SLOW), (8, BUSY), (32, SLOW)])
 def test_64_ranks_on_hosts_of_several(each, link):
     # a host's own network is its cores: to hand a byte on costs them four that are merged

@@ -230,6 +230,19 @@ def is_direct(group: Group) -> bool:
     return group.size <= DIRECT
 
 
+def opening_rounds(ranks: int) -> int:
+    """How many messages so many ranks wait for, one after the other, to open a call.
+
+    Example:
+        >>> [opening_rounds(ranks) for ranks in (1, 2, 16, 17, 64)]
+        [0, 1, 1, 6, 6]
+    """
+    if ranks <= DIRECT:
+        return min(1, ranks - 1)
+    doublings = ranks.bit_length() - 1
+    return doublings if ranks == 1 << doublings else doublings + 2  # see `_combining`
+
+
 def agree(
     group: Group,
     call: str,

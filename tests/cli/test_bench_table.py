@@ -128,6 +128,8 @@ def test_columns_are_split_by_white_space_under_their_titles() -> None:
         "MB": "51.0",
         "xbound": "1.38",
         "xlink": "0.67",
+        "rounds": "4.00",
+        "xrest": "0.67",
         "torch/x": "3.00",
         "horovod/x": "-",
         "dense/x": "-",
@@ -188,8 +190,9 @@ def test_the_fields_of_a_file_are_those_of_its_version() -> None:
         f"{which}_seconds"
         for which in ("least", "first_quartile", "median", "third_quartile", "most")
     )
-    sent = "predicted_seconds sent_bytes most_bytes messages bound_bytes bound_seconds bytes_ratio"
-    sent += " host_bound_bytes least_time_seconds time_ratio least_time_ratio"
+    sent = "predicted_seconds sent_bytes most_bytes messages bound_bytes bound_seconds rounds"
+    sent += " rounds_seconds bytes_ratio"
+    sent += " host_bound_bytes least_time_seconds time_ratio least_time_ratio rest_ratio"
     ratios = "torch_ratio horovod_ratio dense_ratio"
     assert [*HEAD, *rows()[0]] == f"{head} {setting} {sizes} {times} {sent} {ratios}".split()
 

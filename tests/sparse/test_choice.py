@@ -145,3 +145,21 @@ def test_of_a_few_ranks_the_quickest_is_taken():
 def test_no_algorithm_is_without_a_case():
     builtin = {name for name, found in ALGORITHMS.items() if found.builtin}
     assert ONE_EACH.keys() == SEVERAL.keys() == builtin
+
+
+@pytest.mark.parametrize(
+    ("ranks", "rows", "chosen", "words"),
+    [
+        (4, 50_000, "gather", "gather waits for 3 rounds of 25 ms, 1 to open the call"),
+        (4, 60, "eager", "eager waits for 1 round of 25 ms, which opens the call"),
+        (64, 60, "doubling", "doubling waits for 12 rounds of 25 ms, 6 to open the call"),
+    ],
+)
+def test_between_distant_hosts_the_rounds_that_a_call_waits_for_are_named(
+    ranks, rows, chosen, words
+):
+    load = Load(ranks, ranks * rows, rows, rows, ranks * rows, 10**7, 256, 256, 4, places=10**7)
+    found = predicted(load, Link(alpha=25e-3, beta=80e-9, gamma=MERGE, work=10e-6))
+    assert found.chosen == chosen
+    assert f"beside the time of its bytes {words}" in str(found).splitlines()
+    assert words in found._repr_html_()

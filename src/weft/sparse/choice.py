@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from .. import notebook
-from ..agree import DIRECT
+from ..agree import DIRECT, opening_rounds
 from ..errors import WeftError
 from ..group.group import Group
 from ..schedules.hosts import hosts_of
@@ -52,6 +52,7 @@ _RULED_OUT = "ruled out"
 class _Line:
     algorithm: str
     messages: int
+    rounds: float
     bytes: float
     milliseconds: float
     of_bound: float
@@ -65,8 +66,8 @@ class _Line:
 
     def __str__(self) -> str:
         return (
-            f"{self.name:12}  {self.messages:8}  {self.bytes:10.0f}  {self.milliseconds:8.2f}"
-            f"  {self.of_bound:8.2f}  {self.verdict}"
+            f"{self.name:12}  {self.messages:8}  {self.rounds:6.1f}  {self.bytes:10.0f}"
+            f"  {self.milliseconds:8.2f}  {self.of_bound:8.2f}  {self.verdict}"
         ).rstrip()
 
 
@@ -97,11 +98,12 @@ class Explanation:
     Attributes:
         chosen: name of the algorithm that would run; several, of a list, joined by " and ".
         load: the sizes it was chosen by.
-        lines: for each algorithm: algorithm, messages (sent), bytes (received), milliseconds
-            (predicted), of_bound (bytes, as a multiple of the bound), verdict ("chosen", how
-            much longer it would take, or "ruled out" and why), factors (of `split`: "4x2", or "" if
-            it is flat). The chosen one comes first, then those that could be chosen, quickest
-            first, then those that are ruled out. Empty in a group of one.
+        lines: for each algorithm: algorithm, messages (sent), rounds (that the call waits for, each
+            `link.alpha` seconds, those that open it among them), bytes (received), milliseconds
+            (predicted, after the opening), of_bound (bytes, as a multiple of the bound), verdict
+            ("chosen", how much longer it would take, or "ruled out" and why), factors (of `split`:
+            "4x2", or "" if it is flat). The chosen one comes first, then those that could be
+            chosen, quickest first, then those that are ruled out. Empty in a group of one.
         groups: of a list, the tables that are reduced together; those without rows are in none.
         calls: of a list that takes several calls, what each would do; `lines` is empty then.
         device: where the rows are, and for an accelerator how they travel: "cuda (nccl)".
@@ -132,6 +134,8 @@ class Explanation:
             text.append(f"link: {self.link}")
         if self.link and load.ranks > 1:
             text.append(self._least_time)
+        if self.lines:
+            text.append(self._waits)
         if self.device != "cpu":
             text.append(f"rows on {self.device}")
         if self.calls:
@@ -168,12 +172,27 @@ class Explanation:
             )
         return f"least time {1e3 * seconds:.2f} ms: {why}"
 
+    @property
+    def _waits(self) -> str:
+        """The rounds that what is chosen waits for, which no link makes shorter."""
+        link = self.link
+        assert link is not None
+        opening = opening_rounds(self.load.ranks)
+        rounds = self.lines[0].rounds
+        which = "which opens the call" if rounds == opening == 1 else f"{opening} to open the call"
+        return (
+            f"beside the time of its bytes {self.lines[0].name} waits for {rounds:.3g} "
+            f"round{'s' * (rounds != 1)} of {1e3 * link.alpha:.3g} ms, {which}"
+        )
+
     def __str__(self) -> str:
         if self.calls:
             return "\n".join([*self._head, *map(str, self.calls)])
         if not self.lines:
             return "\n".join(self._head)
-        titles = f"{'algorithm':12}  {'messages':>8}  {'bytes':>10}  {'ms':>8}  of bound"
+        titles = (
+            f"{'algorithm':12}  {'messages':>8}  {'rounds':>6}  {'bytes':>10}  {'ms':>8}  of bound"
+        )
         return "\n".join([*self._head, titles, *map(str, self.lines)])
 
     __repr__ = __str__
@@ -189,6 +208,7 @@ class Explanation:
             (
                 line.name,
                 line.messages,
+                f"{line.rounds:.1f}",
                 f"{line.bytes:.0f}",
                 f"{line.milliseconds:.2f}",
                 f"{line.of_bound:.2f}",
@@ -196,12 +216,12 @@ class Explanation:
             )
             for line in self.lines
         ]
-        titles = "algorithm", "messages", "bytes", "ms", "of bound", ""
+        titles = "algorithm", "messages", "rounds", "bytes", "ms", "of bound", ""
         bold = [place for place, line in enumerate(self.lines) if line.verdict == _CHOSEN]
         faint = [
             place for place, line in enumerate(self.lines) if line.verdict.startswith(_RULED_OUT)
         ]
-        return f"{head}\n{notebook.table(titles, rows, left=(0, 5), bold=bold, faint=faint)}"
+        return f"{head}\n{notebook.table(titles, rows, left=(0, 6), bold=bold, faint=faint)}"
 
 
 def with_link(group: Group, load: Load, *, staying: bool = False, lockstep: bool = False) -> Load:
@@ -354,4 +374,7 @@ def _line(name: str, cost: Cost, load: Load, verdict: str = "") -> _Line:
     of_bound = cost.bytes / load.bound if load.bound > 0 else 1.0
     milliseconds = 1e3 * cost.seconds(load.link)
     factors = factors_of(name, load)
-    return _Line(name, cost.messages, cost.bytes, milliseconds, of_bound, verdict, factors)
+    rounds: float = opening_rounds(load.ranks)
+    if name != EAGER:  # of which the opening is all
+        rounds += cost.rounds
+    return _Line(name, cost.messages, rounds, cost.bytes, milliseconds, of_bound, verdict, factors)

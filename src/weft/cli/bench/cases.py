@@ -268,6 +268,7 @@ def sizes(
         row=case.row_bytes,
         partial=case.row_bytes,
         index=4,
+        places=case.height,
         hosts=hosts,
         rows_of_hosts=tuple(rows_of_hosts),
     )

@@ -55,7 +55,10 @@ Row = dict[str, Any]
   exchange;
 * sent_bytes, messages: by the average rank; most_bytes: by the rank that sent most;
 * bound_bytes: that the average rank must receive; bound_seconds: what they take on the link;
-* bytes_ratio: bytes sent over the bound's; time_ratio: median over bound_seconds;
+* rounds: that what ran waits for beside the time of its bytes, with those that open the call;
+  rounds_seconds: what they take on the link; None for a peer;
+* bytes_ratio: bytes sent over the bound's; time_ratio: median over bound_seconds; rest_ratio: the
+  median without rounds_seconds, over bound_seconds;
 * host_bound_bytes: the host bound, which must cross the link of the busiest host;
   least_time_seconds: the least time of any exact schedule with these ranks on these hosts;
   least_time_ratio: median over that. Look at these where ranks share each of several hosts;
@@ -74,6 +77,7 @@ _WIDTHS |= {"spread": ">15", "horovod/x": ">9"}
 _LEGEND = (
     "ms: median of the slowest rank's time; spread: its quartiles; MB: sent by the average rank",
     "xbound: bytes sent / bytes of the bound; xlink: time / time of the bound's bytes on the link",
+    "rounds: that the call waits for, with the opening's; xrest: as xlink, without their time",
     "where ranks share hosts: hostMB must cross the link of the busiest host; least-ms: the least",
     "time of any exact schedule there; xleast, the ratio to look at: time / least time",
     "peer/x: the peer's time / this time, above 1 this is faster; link: bits a second of a rank",
@@ -103,6 +107,10 @@ def summary(
     if link is not None:
         bound = load.bound * link.beta
         least_time = load.least_seconds(link)
+    rounds = waiting = None
+    if link is not None and records:
+        rounds = _rounds(records[0].algorithm, load, link)
+        waiting = None if rounds is None else rounds * link.alpha
     setting = asdict(case)
     row = {
         "case": setting.pop("name"),
@@ -122,13 +130,24 @@ def summary(
         "messages": fmean(record.messages for record in records) if records else None,
         "bound_bytes": load.bound,
         "bound_seconds": bound,
+        "rounds": rounds,
+        "rounds_seconds": waiting,
         "bytes_ratio": _ratio(mean, load.bound),
         "host_bound_bytes": load.host_bound,
         "least_time_seconds": least_time,
     }
     row["time_ratio"] = _ratio(row["median_seconds"], bound)
     row["least_time_ratio"] = _ratio(row["median_seconds"], least_time)
+    row["rest_ratio"] = None
+    if waiting is not None and row["median_seconds"] is not None:
+        row["rest_ratio"] = _ratio(row["median_seconds"] - waiting, bound)
     return row
+
+
+def _rounds(algorithm: str, load: weft.sparse.Load, link: weft.sparse.Link) -> float | None:
+    """Rounds that a call waited for, as `weft.explain` has them; None: of several algorithms."""
+    lines = weft.sparse.predicted(load, link).lines
+    return next((line.rounds for line in lines if line.algorithm == algorithm), None)
 
 
 def compared(rows: Sequence[Row]) -> Sequence[Row]:
@@ -168,6 +187,8 @@ def _cells(row: Row, peers: Sequence[str]) -> dict[str, str]:
         "MB": number(row["sent_bytes"], 1e-6),
         "xbound": number(row["bytes_ratio"]),
         "xlink": number(row["time_ratio"]),
+        "rounds": number(row["rounds"]),
+        "xrest": number(row["rest_ratio"]),
         "hostMB": number(row["host_bound_bytes"], 1e-6),
         "least-ms": number(row["least_time_seconds"], 1e3),
         "xleast": number(row["least_time_ratio"]),
@@ -245,7 +266,7 @@ class Shown:
             self._head = what
             ranks_share_hosts = 1 < what["hosts"] < what["ranks"]
             if self._link:
-                self._titles.append("xlink")
+                self._titles += ["xlink", "rounds", "xrest"]
             if ranks_share_hosts:
                 self._titles.append("hostMB")
             if ranks_share_hosts and self._link:

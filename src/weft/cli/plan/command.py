@@ -23,6 +23,7 @@ _NOTE = (
     "All figures of the tables are predicted; nothing was sent. "
     "ms, and the figures under the algorithms' names: milliseconds after the opening exchange; "
     "-: cannot serve, or needs more workspace than auto allows; MB and messages: of a rank; "
+    "rounds: that a call waits for, with those that open it; "
     "xbound: MB over the least that a rank must receive. least-ms: the least time of any exact "
     "schedule with these ranks on these hosts, an index counted as 4 bytes; xleast: ms over that, "
     "below 1 where packed indices take less"
@@ -148,7 +149,7 @@ def _show(groups: list[list[Prediction]], record: Path | None) -> None:
         )
         words += f"{sizes.case.row_bytes} bytes each; link {link.name}: {link.link}"
         console.print(words, style="dim", soft_wrap=True)
-        titles = ["ranks", "union", "chosen", "ms", "MB", "messages", "xbound"]
+        titles = ["ranks", "union", "chosen", "ms", "MB", "messages", "rounds", "xbound"]
         titles += ["least-ms", "xleast"]
         console.print(show.table(titles, map(_chosen, lines), left=0))
         times = [[str(one.ranks), *(_time(one, name) for name in algorithms)] for one in lines]
@@ -170,6 +171,7 @@ def _chosen(one: Prediction) -> list[str]:
         wording.number(best.milliseconds),
         wording.number(best.bytes, 1e-6),
         str(best.messages),
+        wording.number(best.rounds),
         wording.number(best.of_bound),
         wording.number(one.least_ms),
         wording.number(best.milliseconds / one.least_ms),
