@@ -23,6 +23,7 @@ def a_run(case: str, median: float, status: str = "ok", **others: float) -> list
     auto = {"case": case, "by": "weft:auto", "status": status, "time_ratio": median}
     auto["predicted_seconds"] = others.pop("predicted", None)
     auto |= {"median_seconds": median, "link": 80.0, "host_bound_bytes": 10 / 1.1}
+    auto |= {"rounds": 4.0, "rounds_seconds": 0.1, "rest_ratio": median - 0.1}
     auto["least_time_ratio"] = 0.1 * median  # on a busy machine: it must not be judged by this
     return [auto | ratios, {"case": case, "by": "torch", "status": "ok", "torch_ratio": None}]
 
@@ -50,6 +51,11 @@ EACH = (  # link, case, auto's time over the bound's, the peers' times, which go
     ("2x4x250mbit", "zipf", 1.0, {"predicted": 0.88}, "prediction off by", True),
     ("2x4x250mbit", "zipf", 1.0, {"predicted": 0.86}, "prediction off by", False),
     ("4x2x250mbit", "wide", 1.0, {"predicted": 1.16}, "prediction off by", False),
+    ("far", "zipf", 1.34, {"torch": 1.5}, "rest / bound", True),
+    ("far", "zipf", 1.36, {"torch": 1.5}, "rest / bound", False),
+    ("lossy", "wide", 1.49, {"horovod": 1.5}, "rest / bound", True),
+    ("lossy", "wide", 1.49, {"torch": 1.5, "horovod": 1.4}, "best peer / weft", False),
+    ("far", "small", 9.0, {"torch": 9.1}, "best peer / weft", True),
 )
 
 
@@ -83,12 +89,21 @@ def test_a_table_has_medians_and_ranges_of_the_runs_that_were_right(goals: Modul
     runs = [run(1.0, 4.0), run(1.0, 2.0), run(1.0, 5.0), run(1.0, 99.0, "wrong")]
     assert goals.table(runs).splitlines() == [
         "| case | algorithm | ms | torch / weft | time / bound | time / host bound "
-        "| predicted / measured |",
-        "|---|---|---|---|---|---|---|",
+        "| predicted / measured | rounds, ms | rest / bound |",
+        "|---|---|---|---|---|---|---|---|---|",
         "| zipf | split 4x2 | 1000.0 | 4.00 (2.00 to 5.00) "
-        "| 1.00 (1.00 to 1.00) | 1.10 (1.10 to 1.10) | 0.90 (0.90 to 0.90) |",
+        "| 1.00 (1.00 to 1.00) | 1.10 (1.10 to 1.10) | 0.90 (0.90 to 0.90) "
+        "| 100.00 (100.00 to 100.00) | 0.90 (0.90 to 0.90) |",
     ]
     assert goals.spread([None, None]) == "-"
+
+
+def test_rounds_count_between_distant_hosts_alone(goals: ModuleType) -> None:
+    [near, _] = a_run("zipf", 1.0)
+    near["rounds_seconds"] = 0.001
+    assert goals.waited(near) is goals.without_rounds(near) is None
+    del near["rounds"], near["rounds_seconds"]  # of a file of an earlier weft
+    assert goals.without_rounds(near) is None
 
 
 @pytest.mark.parametrize("link", ["one-host-8", "8x250mbit"])
