@@ -19,7 +19,7 @@ from weft.schedules.hosts import Hosts
 from weft.sparse import ALGORITHMS, Load, factors, last_call
 from weft.sparse.header import Header
 from weft.sparse.link import set_link
-from weft.sparse.owners import balanced, of_blocks
+from weft.sparse.owners import balanced, of_blocks, of_equal_sums
 from weft.sparse.stream import SUMS, VALUES
 from weft.testing import expected, processes, round_wire, run, simulated, spmd
 from weft.testing.pace import patient
@@ -881,7 +881,7 @@ def load_of(hosts, link=NETWORK, **changes):
 def test_factors_are_those_of_the_hosts(hosts, wanted):
     load = factors.factored(load_of(hosts))
     assert load.factors == wanted
-    blocks = factors.blocks(load)
+    blocks = factors.blocks_of(load)
     assert sorted(rank for block in blocks for rank in block) == list(range(len(hosts)))
     if wanted:
         assert [len(block) for block in blocks] == [hosts.count(name) for name in sorted({*hosts})]
@@ -892,7 +892,7 @@ def test_many_ranks_have_factors_whatever_their_number_is(ranks):
     link = dataclasses.replace(NETWORK, beta=0.8e-9)
     few = {"total": 500 * ranks, "most": 500, "fewest": 500, "union": 20_000}
     load = factors.factored(load_of([*range(ranks)], link, **few))
-    blocks = factors.blocks(load)
+    blocks = factors.blocks_of(load)
     assert [*itertools.chain(*blocks)] == [*range(ranks)]
     sizes = {len(block) for block in blocks}
     assert min(sizes) == load.factors[0] and max(sizes) <= load.factors[0] + 1
@@ -920,7 +920,7 @@ def test_ranges_of_a_place_are_those_of_its_header():
     parts = [rows_of(rank, height=5000, count=800).indices.unique() for rank in range(8)]
     header = Header.together([Header.of(part, rank) for rank, part in enumerate(parts)])
     union = torch.cat(parts).unique()
-    bounds = balanced(header, 8, 4)
+    bounds = of_equal_sums(header, 8, 4)
     assert bounds[0] == 0 and bounds[-1] == header.highest + 1 and len(bounds) == 5
     sums = torch.searchsorted(union, torch.tensor(bounds)).diff()
     assert sums.max() <= 1.15 * sums.float().mean()

@@ -6,6 +6,17 @@ values, and then the ranks tell each other (`run.settle`).
 
 A schedule does not know of `wire_dtype`. It gets rows of that dtype, and writes a result of that
 dtype to the last bytes of the result's memory. `Call.widened` then converts it in place.
+
+So a schedule knows two dtypes of values, which are often the same:
+
+* `Call.dtype`, `Load.row` bytes a row: of the rows that it gets, and of complete sums;
+* `Call.partial`, `Load.partial` bytes a row: of sums of some ranks, which are not rounded yet.
+  `Call.of_partials()` is the call for a schedule that makes and sends such sums.
+
+A row on its way to the rank that sums it has the first. But if the schedule is a later stage of
+another one, its rows are sums of some ranks (`Load.summed`), and travel in the second.
+`Load.given` has the bytes of either, and `Call.incoming` is the call by which such rows are sent
+and received.
 """
 
 from __future__ import annotations
@@ -35,7 +46,7 @@ _TAIL = 1 << 12  # at most so many numbers are widened through a copy, not in pl
 class Onward(Protocol):
     """What becomes of the result of a schedule that is one stage of another schedule."""
 
-    def place(self, indices: Tensor) -> Rows:
+    def result_at(self, indices: Tensor) -> Rows:
         """Memory for a result with these indices, which are there already."""
 
     def ready(self, stop: int, rank: int | None) -> None:
@@ -166,7 +177,7 @@ class Call:
     def result_at(self, *lists: Tensor) -> Rows:
         """Memory for a result with these indices, one list after the other, which are copied."""
         if self.onward is not None:
-            return self.onward.place(torch.cat(lists))
+            return self.onward.result_at(torch.cat(lists))
         result = self.result(sum(map(len, lists)))
         torch.cat(lists, out=result.indices)
         return result

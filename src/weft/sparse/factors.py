@@ -37,7 +37,7 @@ _SMALLEST = 1 << 16  # bytes of a chunk
 _NOT_BETWEEN = ("doubling", "dense_tail")
 # each rank sums a range; it has its own first, then that of its left neighbour, and so on
 _IN_PARTS = ("ring", "split")
-_HANDED = 4.0  # bytes merged in the time in which one is handed on within a host, if unknown
+_HANDING_ON = 4.0  # bytes merged in the time in which one is handed on within a host, if unknown
 
 
 def factors_of(algorithm: str, load: Load) -> str:
@@ -56,10 +56,10 @@ def parse(text: str) -> tuple[int, ...]:
     return factors
 
 
-def asked() -> tuple[int, ...]:
-    """The factors that the environment asks for, the same on all ranks of a call; () for none."""
-    said = os.environ.get("WEFT_FACTORS")
-    return parse(said) if said else ()
+def of_environment() -> tuple[int, ...]:
+    """The factors that WEFT_FACTORS says, the same on all ranks of a call; () if it is not set."""
+    text = os.environ.get("WEFT_FACTORS")
+    return parse(text) if text else ()
 
 
 def factored(load: Load, factors: tuple[int, ...] = ()) -> Load:
@@ -97,9 +97,11 @@ def _candidates(load: Load) -> Iterator[Load]:
     stages = _stages(load, factors)
     if not stages:
         return
-    found = load.but(stages=stages)
-    yield found
-    further = factored(between(found)).stages
+    in_two = load.but(stages=stages)
+    yield in_two
+    # Between the blocks runs a split, whose own cost asks for factors again. Of P ranks there are
+    # about as many blocks as the root of P: 10,000 ranks ask for 100, these for 10, and 10 do not.
+    further = factored(between(in_two)).stages
     if further:
         yield load.but(stages=(*stages, *further))
 
@@ -127,13 +129,13 @@ def _stages(load: Load, factors: Sequence[int]) -> tuple[Blocks, ...]:
     ranks = load.ranks
     hosts = load.hosts
     for stage, size in enumerate(factors[:-1], 1):
-        found = _divided(ranks, hosts, size, math.prod(factors[stage:]))
-        are_neighbours = [*chain(*found)] == [*range(ranks)]
-        if not found or (load.in_order and not are_neighbours):
+        blocks = _divided(ranks, hosts, size, math.prod(factors[stage:]))
+        are_neighbours = [*chain(*blocks)] == [*range(ranks)]
+        if not blocks or (load.in_order and not are_neighbours):
             return ()
-        stages.append(found)
-        ranks = len(found)
-        hosts = _hosts_of(hosts, found)
+        stages.append(blocks)
+        ranks = len(blocks)
+        hosts = _hosts_of(hosts, blocks)
     return tuple(stages)
 
 
@@ -152,31 +154,31 @@ def _divided(ranks: int, hosts: Hosts | None, size: int, count: int) -> Blocks:
     return tuple(tuple(range(low, high)) for low, high in pairwise(bounds))
 
 
-def _hosts_of(hosts: Hosts | None, found: Blocks) -> Hosts | None:
+def _hosts_of(hosts: Hosts | None, blocks: Blocks) -> Hosts | None:
     """The hosts of the first rank of each block; None if each has one of its own."""
     if hosts is None:
         return None
-    of_blocks = Hosts.named([hosts.of[block[0]] for block in found])
-    return None if len(of_blocks.ranks) == len(found) else of_blocks
+    of_blocks = Hosts.named([hosts.of[block[0]] for block in blocks])
+    return None if len(of_blocks.ranks) == len(blocks) else of_blocks
 
 
-def blocks(load: Load) -> Blocks:
+def blocks_of(load: Load) -> Blocks:
     """The ranks of each block of the first stage, ascending; flat, all ranks are one block."""
     return load.stages[0] if load.stages else (tuple(range(load.ranks)),)
 
 
-def _are_near(load: Load, found: Blocks) -> bool:
+def _are_near(load: Load, blocks: Blocks) -> bool:
     """Whether the ranks of each block share a host."""
     if load.hosts is None:
-        return max(map(len, found)) == 1
+        return max(map(len, blocks)) == 1
     of = load.hosts.of
-    return all(len({of[rank] for rank in block}) == 1 for block in found)
+    return all(len({of[rank] for rank in block}) == 1 for block in blocks)
 
 
 def within(load: Load) -> Load:
-    """The load of the stages in a block: of the largest one."""
-    found = blocks(load)
-    ranks = max(map(len, found))
+    """The load of the stages in a block: of the largest one, also for others: all choose alike."""
+    blocks = blocks_of(load)
+    ranks = max(map(len, blocks))
     local = load.but(
         ranks=ranks,
         total=round(ranks * load.mean),
@@ -185,38 +187,38 @@ def within(load: Load) -> Load:
         rows_of_hosts=None,
         stages=(),
     )
-    if not _are_near(load, found):
+    if not _are_near(load, blocks):
         return local
     assert load.link is not None
     link = replace(load.link, beta=min(load.link.beta, WITHIN))
     hosts = Hosts((0,) * ranks)
-    return local.but(hosts=hosts, link=link, gaps=False, chunk=_chunk_on_hosts(load, found))
+    return local.but(hosts=hosts, link=link, gaps=False, chunk=_chunk_on_hosts(load, blocks))
 
 
 def between(load: Load) -> Load:
     """The load of what runs among the ranks of one place: one rank of each block."""
-    found = blocks(load)
+    blocks = blocks_of(load)
     places = load.factors[0]
-    rows = [load.union_of(len(block)) / places for block in found]
+    rows = [load.union_of(len(block)) / places for block in blocks]
     union = round(load.union / places)
     assert load.link is not None
     sharing = 1
     chunk = load.chunk
-    if _are_near(load, found):
+    if _are_near(load, blocks):
         sharing = places
         if not load.at_once:
             # the places of a host share its link, so a chunk of the same duration is shorter
             shorter = max(_SMALLEST, chunk >> (sharing.bit_length() - 1) // 2)
-            chunk = min(shorter, _chunk_on_hosts(load, found))
+            chunk = min(shorter, _chunk_on_hosts(load, blocks))
     return load.but(
-        ranks=len(found),
+        ranks=len(blocks),
         total=max(round(sum(rows)), union),
         most=round(max(rows)),
         fewest=round(min(rows)),
         union=union,
         height=None,
         chunk=chunk,
-        hosts=_hosts_of(load.hosts, found),
+        hosts=_hosts_of(load.hosts, blocks),
         link=replace(load.link, beta=load.link.beta * sharing),
         rows_of_hosts=None,
         summed=True,
@@ -238,15 +240,15 @@ def in_parts(load: Load, algorithm: Algorithm, inner: Load) -> bool:
     """
     if load.at_once or algorithm.name not in _IN_PARTS or inner.stages:
         return False
-    if not _are_near(load, blocks(load)):
+    if not _are_near(load, blocks_of(load)):
         return False
     link = load.link
     assert link is not None
     part = inner.union / inner.ranks * load.row
-    return handed(load) * link.gamma * part > link.work
+    return handing_on(load) * link.gamma * part > link.work
 
 
-def _chunk_on_hosts(load: Load, found: Blocks) -> int:
+def _chunk_on_hosts(load: Load, blocks: Blocks) -> int:
     """Bytes of values sent at a time where blocks are hosts, and their stages overlap.
 
     With n chunks of what a place sums, an n-th of the time of the stages within the host does not
@@ -259,8 +261,8 @@ def _chunk_on_hosts(load: Load, found: Blocks) -> int:
     assert link is not None
     places = load.factors[0]
     moved = (load.mean + load.union) * load.row * (places - 1) / places
-    seconds = handed(load) * link.gamma * moved
-    work = link.work * (places + len(found) - 2)
+    seconds = handing_on(load) * link.gamma * moved
+    work = link.work * (places + len(blocks) - 2)
     count = math.sqrt(seconds / work) if work else math.inf
     part = load.union * load.row / places
     # to the nearest power: see `choice.fitted`
@@ -268,11 +270,11 @@ def _chunk_on_hosts(load: Load, found: Blocks) -> int:
     return min(load.chunk, max(_SMALLEST, nearest))
 
 
-def handed(load: Load) -> float:
+def handing_on(load: Load) -> float:
     """Bytes merged in the time in which one is handed on within a host."""
     link = load.link
     assert link is not None
-    return link.within / link.gamma if link.within else _HANDED
+    return link.within / link.gamma if link.within else _HANDING_ON
 
 
 def on_hosts(load: Load, algorithm: Algorithm, inner: Load) -> tuple[float, float]:
@@ -286,24 +288,27 @@ def on_hosts(load: Load, algorithm: Algorithm, inner: Load) -> tuple[float, floa
     Returns:
         What nothing else overlaps, and what passes while bytes of other hosts are on the wire.
     """
-    found = blocks(load)
-    if not _are_near(load, found):
+    blocks = blocks_of(load)
+    if not _are_near(load, blocks):
         return 0.0, 0.0
     block = within(load)
     places = load.factors[0]
-    given = load.mean / places
-    sums = load.union / places
-    received = (block.ranks - 1) * (given * load.given + block.list_of(given, 1 / places))
-    reduced = handed(load) * received
-    reduced += block.merging(block.ranks * given, inner.pieces(given, block.ranks, inner.mean))
-    before = reduced * _part_before(places, algorithm, inner)
+    rows = load.mean / places  # that a rank has of what one place sums
+    sums = load.union / places  # of one place
 
-    # places take turns on the host's link, so in the first turn nothing is handed on
-    shared = handed(load) * (places - 1) * sums * load.row
+    # the place gets rows from the others of the block, and merges them
+    received = (block.ranks - 1) * (rows * load.given + block.list_of(rows, 1 / places))
+    reducing = handing_on(load) * received
+    reducing += block.merging(block.ranks * rows, inner.pieces(rows, block.ranks, inner.mean))
+    before = reducing * _part_before(places, algorithm, inner)
+
+    # then it gets complete sums from the other places; these take turns on the host's link, so in
+    # the first turn nothing is handed on
+    sharing = handing_on(load) * (places - 1) * sums * load.row
     chunks = max(1, block.chunks(sums, load.row))
     overlap = (1 - 1 / places) * (1 - 1 / chunks)
-    during = min(shared, overlap * _completing(load, algorithm, inner))
-    return before + shared - during, reduced - before + during
+    during = min(sharing, overlap * _completing(load, algorithm, inner))
+    return before + sharing - during, reducing - before + during
 
 
 def _part_before(places: int, algorithm: Algorithm, inner: Load) -> float:
@@ -352,7 +357,7 @@ def _completing(load: Load, algorithm: Algorithm, inner: Load) -> float:
 def middle(load: Load) -> tuple[Algorithm, Load]:
     """What runs between the blocks, and the load that it has; the same on every rank."""
     inner = between(load)
-    if inner.stages or not _are_near(load, blocks(load)):  # then it is there to save messages
+    if inner.stages or not _are_near(load, blocks_of(load)):  # then it is there to save messages
         return ALGORITHMS["split"], inner
     return _quickest(load, inner), inner
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,30 +42,70 @@ from .stream import (
 
 Longs = NDArray[np.int64]
 
+_NOTHING: Longs = np.empty(0, np.int64)
 _BINS = 64
 _LAST = (2**31 - 1, 2**63 - 1)  # the largest of each index dtype: a cut must fit in it, too
 
 
-def cuts(header: Header, ranks: int, owners: int | None = None) -> list[int]:
-    """Indices, one fewer than owners, ascending: owner r sums from cut r-1 up to cut r.
+def cuts(header: Header, ranks: int) -> list[int]:
+    """Indices, one fewer than ranks, ascending: owner r sums from cut r-1 up to cut r.
+
+    Every rank is an owner, and all owners have equal work.
+
+    Args:
+        header: of all ranks together.
+        ranks: how many there are.
+    """
+    bins = _binned(header, ranks)
+    return _divided(bins, bins.rows + (ranks - 1) * bins.union, ranks)
+
+
+def cuts_of_equal_sums(header: Header, ranks: int, owners: int) -> list[int]:
+    """The same for some owners, who get equally many sums.
 
     Args:
         header: of all ranks together.
         ranks: how many have the rows.
-        owners: how many share the sums; they get equally many. None: all ranks, with equal work.
+        owners: how many share the sums.
     """
-    points, weights, count = header.points, header.weights, len(header.points)
-    parts = owners or ranks
-    if not count:
-        return [0] * (parts - 1)
-    end = header.highest + (header.highest not in _LAST)
+    bins = _binned(header, ranks)
+    return _divided(bins, bins.union, owners)
+
+
+class _Bins(NamedTuple):
+    """Neighbouring ranges of indices, which have about as many rows.
+
+    Attributes:
+        edges: the first index of each, and the end of the last.
+        rows: of all ranks, in each.
+        union: sums expected in each, at least one.
+    """
+
+    edges: Longs
+    rows: Longs
+    union: Longs
+
+
+def _binned(header: Header, ranks: int) -> _Bins:
+    """The points of a header in at most `_BINS` bins; in none if there are no rows."""
+    points = header.points
+    count = len(points)
     bins = min(_BINS, count)
+    if not bins:
+        return _Bins(_NOTHING, _NOTHING, _NOTHING)
+    end = header.highest + (header.highest not in _LAST)
     starts = np.arange(bins, dtype=np.int64) * count // bins
     edges = np.append(points[starts], end)
-    rows = np.add.reduceat(weights, starts)
+    rows = np.add.reduceat(header.weights, starts)
     union = np.maximum(_union(rows, np.diff(edges), ranks, ranks), 1)
-    work = union if owners else rows + (ranks - 1) * union
+    return _Bins(edges, rows, union)
 
+
+def _divided(bins: _Bins, work: Longs, parts: int) -> list[int]:
+    """Indices that cut the bins, each of so much work, into parts of equal work."""
+    edges = bins.edges
+    if not len(edges):
+        return [0] * (parts - 1)
     done = np.concatenate([[0], np.cumsum(work)])
     result = []
     for part in range(1, parts):
@@ -97,16 +138,22 @@ def _union(rows: Longs, width: Longs, ranks: int, some: int) -> Longs:
     return found
 
 
-def balanced(header: Header, ranks: int, owners: int | None = None) -> list[int]:
+def balanced(header: Header, ranks: int) -> list[int]:
     """The cuts with both ends: rank r owns the indices from bound r up to, not including, r + 1."""
-    return [0, *cuts(header, ranks, owners), header.highest + 1]
+    return [0, *cuts(header, ranks), header.highest + 1]
+
+
+def of_equal_sums(header: Header, ranks: int, owners: int) -> list[int]:
+    """The same with `cuts_of_equal_sums`, of so many owners."""
+    return [0, *cuts_of_equal_sums(header, ranks, owners), header.highest + 1]
 
 
 def of_blocks(header: Header, ranks: int, blocks: int, span: tuple[int, int]) -> Header:
     """The header of what blocks of ranks have in a range of indices, each block summed.
 
-    Its points say how many rows to expect. Its `total` stays that of all ranks, which no list of
-    indices is longer than.
+    Its points say how many rows to expect. Its `total` stays that of all ranks: how many rows these
+    have in the range nobody knows, and `stream.IndexLists` refuses a list that is longer than
+    `total`.
 
     Args:
         header: of all ranks together.

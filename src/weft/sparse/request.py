@@ -236,7 +236,7 @@ class Request:
         if said is not None:
             link.parse(said)  # raises here rather than when the link is needed
         self.fields["WEFT_LINK"] = "nothing" if said is None else said
-        self.fields["WEFT_FACTORS"] = "x".join(map(str, factors.asked())) or "nothing"
+        self.fields["WEFT_FACTORS"] = "x".join(map(str, factors.of_environment())) or "nothing"
 
     def _take_dtype(self, own: torch.dtype) -> None:
         """Check that the op and the `wire_dtype` apply to values of this dtype."""

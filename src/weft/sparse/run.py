@@ -27,7 +27,7 @@ from .call import Call, row_bytes, shape_in
 from .choice import ALONE, EAGER, Explanation, choose, is_eager, with_link
 from .choice import explained as explained_choice
 from .cost import Load
-from .factors import asked, factored, factors_of
+from .factors import factored, factors_of, of_environment
 from .header import Header, combined
 from .local_rows import LocalRows
 from .record import note
@@ -265,7 +265,7 @@ def reduced(group: Group, request: Request) -> Done:
     def schedule(opening: Opened) -> tuple[str, Rows]:
         if opening.everyone is not None:
             return EAGER, merge_eager(opening.everyone, opening.call)
-        opening.call.load = factored(opening.call.load, asked())
+        opening.call.load = factored(opening.call.load, of_environment())
         name = choose(opening.call.load, request.algorithm)
         run = _alone if name == ALONE else find(name).run
         return name, run(opening.own, opening.call)
@@ -276,7 +276,7 @@ def reduced(group: Group, request: Request) -> Done:
 def explained(group: Group, request: Request) -> Explanation:
     """Say what `reduced` would do; collective."""
     with opened(group, request, "explain", looks=True) as opening:
-        load = factored(opening.call.load, asked())
+        load = factored(opening.call.load, of_environment())
     found = explained_choice(load, request.algorithm, request.rows.indices.dtype)
     return replace(found, device=opening.call.group.route)
 

@@ -143,7 +143,9 @@ class IndexLists(Lists):
         """See `index_lists`."""
         self._group, self._sources, self._dtype = call.group, sources, call.wire_index
         self._places, self._spans = call.load.places, spans
-        self._most = call.header.total * call.load.index  # bytes of any list
+        # bytes that no list has more of: `total` counts the rows of all ranks of the call, also in
+        # the header of one place (`owners.of_blocks`)
+        self._most = call.header.total * call.load.index
         self._leases: list[Lease] = []
         # a list that goes to several peers is packed once, and sent as one tensor
         packed: dict[int, tuple[Tensor, Tensor]] = {}
@@ -439,6 +441,8 @@ def laid_out(call: Call, summed: Sequence[Tensor]) -> tuple[Rows, list[Tensor]]:
 
 class Share:
     """What each rank of a group sums, on all of its ranks: an all-gather of sums in chunks.
+
+    The head of `algorithms/split.py` draws who calls it, and from which row its numbers count.
 
     Attributes:
         result: all ranks' sums, one after the other; its indices are there once it is laid out.

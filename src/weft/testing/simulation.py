@@ -96,7 +96,7 @@ def simulate(
             # two openings, of which the first is nothing but that: the difference is the schedule
             request = Request.of(rows(group.rank), op, algorithm, wire_dtype, None)
             with run.opened(group, request, "sparse_all_reduce") as opening:
-                load = factors.factored(opening.call.load, factors.asked())
+                load = factors.factored(opening.call.load, factors.of_environment())
             opened = simulated.clock(group)
             before = group.traffic.messages, group.traffic.bytes
             done = run.reduced(group, request)

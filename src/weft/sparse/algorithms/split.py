@@ -17,6 +17,24 @@ the ranks of the block. Nothing is agreed on again: the headers of the call say 
 of one block travel unrounded; complete sums are divided and rounded once, and shared in the dtype
 of the rows.
 
+Complete sums pass through four files on their way to the block. Each calls the next, with numbers
+of rows that begin to count at different rows:
+
+    gather, ring, split, ...     what runs between the blocks, in the group of a place
+      | call.ready(stop, rank)       rows before `stop` of the part that `rank` of that group sums;
+      |                              rank None: of all sums of the place
+    call.Call
+      | onward.ready(stop, rank)     the same
+    split._Onward
+      | share.send(stop, number)     rows before `stop` of all sums of the place; `number`: of the
+      |                              run that this part is, in the order in which runs are complete
+    stream.Share
+      | ring.send(values)            rows that were not sent yet; whole chunks, run after run
+    stream.Ring                  to the others of the block
+
+A flat split has the lower half alone: its own merge calls `share.send`. If it runs between blocks
+its `Share` also calls `call.ready`, at the top, for its own part and for those that it receives.
+
 Best for overlapping rows or many ranks: the general case.
 
 "SSAR_Split_allgather" of Renggli et al., "SparCML" (SC'19), section 5.3; balanced owners as in Li
@@ -29,6 +47,7 @@ from __future__ import annotations
 
 from copy import copy
 from dataclasses import replace
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -36,11 +55,11 @@ from ...rows import Rows
 from ...wire.memory import typed
 from ..call import Call
 from ..cost import Blocks, Cost, Load
-from ..factors import blocks, in_parts, middle, on_hosts, within
+from ..factors import blocks_of, in_parts, middle, on_hosts, within
 from ..header import Header
 from ..local_rows import LocalRows, SummedRows
-from ..owners import ToOwners, balanced, of_blocks, owned, spans
-from ..registry import algorithm
+from ..owners import ToOwners, balanced, of_blocks, of_equal_sums, owned, spans
+from ..registry import Algorithm, algorithm
 from ..stream import Share, list_messages, window
 
 
@@ -49,16 +68,20 @@ def cost(load: Load) -> Cost:
 
 
 def _flat(load: Load) -> Cost:
-    others, given, sums = load.ranks - 1, load.mean / load.ranks, load.union / load.ranks
-    asked, told = (load.list_of(rows, 1 / load.ranks) for rows in (given, sums))
-    received = others * (given * load.given + sums * load.row + asked + told)
-    values = load.parted(given, load.given, others) + load.parted(sums, load.row, others)
+    others = load.ranks - 1
+    rows = load.mean / load.ranks  # that a rank has of the range of one owner
+    sums = load.union / load.ranks  # of one owner
+    list_of_rows = load.list_of(rows, 1 / load.ranks)
+    list_of_sums = load.list_of(sums, 1 / load.ranks)
+    received = others * (rows * load.given + sums * load.row + list_of_rows + list_of_sums)
+    values = load.parted(rows, load.given, others) + load.parted(sums, load.row, others)
+    lists = list_messages(list_of_rows) + list_messages(list_of_sums)
     return Cost(
         rounds=2 + load.hops_of_shared(sums),
-        messages=others * (list_messages(asked) + list_messages(told)) + round(values),
+        messages=others * lists + round(values),
         bytes=received,
-        merged=load.merging(load.mean, load.pieces(given, load.ranks, sums)),
-        delayed=load.queue * others * (given * load.given + asked + told)
+        merged=load.merging(load.mean, load.pieces(rows, load.ranks, sums)),
+        delayed=load.queue * others * (rows * load.given + list_of_rows + list_of_sums)
         + load.shared(others * sums * load.row)
         + load.unevenly(received)
         + load.crowded(received),
@@ -70,108 +93,144 @@ def _flat(load: Load) -> Cost:
 
 
 def _in_stages(load: Load) -> Cost:
-    found = blocks(load)
-    block = within(load)
-    among_places, inner = middle(load)
-    inner_cost = among_places.cost(inner)
-    places = load.factors[0]
-    leading = places * len(found) / load.ranks  # the part of the ranks that has a place
-    given = load.mean / places
-    sums = load.union / places
-    asked = block.list_of(given, 1 / places)
-    told = block.list_of(sums, 1 / places)
+    """What the average rank does and, as `slowest`, what a rank with a place does.
 
-    # the average rank gives to the owners of its block, and gets the sums of the others
-    owners = places - leading
-    others = load.ranks / len(found) - 1
-    up = owners * list_messages(asked) + block.parted(given, load.given, places) * owners / places
-    lists = leading * list_messages(told) + 1 - leading
-    runs = len(found) if in_parts(load, among_places, inner) else 1
-    down = others * (lists + leading * runs * block.chunks(sums / runs, load.row))
-    reduced = owners * (given * load.given + asked)
-    shared = owners * (sums * load.row + told)
-
-    slowest = inner_cost.slowest or inner_cost
-    if block.on_one_host:
-        assert load.link is not None
-        sharing = inner.sharing
-        alone, meanwhile = on_hosts(load, among_places, inner)
-        slowest = replace(
-            slowest,
-            bytes=sharing * slowest.bytes,
-            delayed=sharing * slowest.delayed,
-            merged=slowest.merged + alone,
-            overlapped=slowest.overlapped + meanwhile,
-        )
-        # a rank posts messages within the host while the link carries what other places send
-        messages = slowest.messages
-        slowest = replace(
-            slowest, overlapped=slowest.overlapped + (up + down) * load.link.work / load.link.gamma
-        )
-        hops = 1.0
+    A rank with a place does what all ranks of its block do, and takes part in what runs between the
+    blocks. The others then wait for its sums: so it is the slowest. Where all blocks have the same
+    number of ranks, each rank has a place. What runs between the blocks may have a slowest rank of
+    its own, which then is the slowest of the call.
+    """
+    algorithm, inner = middle(load)
+    between = algorithm.cost(inner)
+    block = _in_block(load, algorithm, inner)
+    if within(load).on_one_host:
+        slowest = _slowest_on_hosts(load, algorithm, inner, block)
     else:
-        in_block = reduced + shared
-        merged = block.merging(block.ranks * given, block.pieces(given, block.ranks, sums))
-        slowest = replace(
-            slowest,
-            bytes=slowest.bytes + in_block,
-            delayed=slowest.delayed + block.unevenly(in_block) + block.crowded(in_block),
-            merged=slowest.merged + merged,
-        )
-        messages = round(slowest.messages + up + down)
-        hops = block.hops_of_shared(sums)
-    memory = (
-        inner_cost.memory
-        + inner.mean * load.partial
-        + min(load.mean * load.given, block.ranks * window(block) * block.chunk)
-        + block.uniting(block.ranks * given, inner.mean)
-        + load.union * block.listed(load.union)
-    )
-    slowest = replace(
-        slowest,
-        rounds=slowest.rounds + (3 if load.lockstep else 2) + hops,
-        messages=messages,
-        memory=memory,
-    )
+        slowest = _slowest_of_neighbours(load, between.slowest or between, block)
+    rounds = slowest.rounds + (3 if load.lockstep else 2)
+    slowest = replace(slowest, rounds=rounds, memory=_memory(load, between, inner))
     return replace(
         slowest,
-        messages=round(up + down + leading * inner_cost.messages),
-        bytes=reduced + shared + leading * inner_cost.bytes,
+        messages=round(block.messages + block.leading * between.messages),
+        bytes=block.bytes + block.leading * between.bytes,
         slowest=slowest,
+    )
+
+
+class _InBlock(NamedTuple):
+    """What the average rank sends and receives in its block.
+
+    Attributes:
+        leading: the part of the ranks that has a place.
+        messages: sent.
+        bytes: received.
+    """
+
+    leading: float
+    messages: float
+    bytes: float
+
+
+def _in_block(load: Load, algorithm: Algorithm, inner: Load) -> _InBlock:
+    """Rows go to the ranks of the block that have a place, and these send sums to all of it."""
+    block = within(load)
+    count = len(blocks_of(load))
+    places = load.factors[0]
+    leading = places * count / load.ranks
+    rows = load.mean / places  # that a rank has of what one place sums
+    sums = load.union / places  # of one place
+    list_of_rows = block.list_of(rows, 1 / places)
+    list_of_sums = block.list_of(sums, 1 / places)
+
+    owners = places - leading  # to whom the average rank sends: not to itself
+    values = block.parted(rows, load.given, places) * owners / places
+    sent_up = owners * list_messages(list_of_rows) + values
+
+    others = load.ranks / count - 1
+    lists = leading * list_messages(list_of_sums) + 1 - leading  # without a place: an empty one
+    runs = count if in_parts(load, algorithm, inner) else 1
+    chunks = leading * runs * block.chunks(sums / runs, load.row)
+    sent_down = others * (lists + chunks)
+
+    received = owners * (rows * load.given + list_of_rows)
+    received += owners * (sums * load.row + list_of_sums)
+    return _InBlock(leading, sent_up + sent_down, received)
+
+
+def _slowest_on_hosts(load: Load, algorithm: Algorithm, inner: Load, block: _InBlock) -> Cost:
+    """The slowest rank where each block is on a host.
+
+    All places of a host use its link at the same time: so the link carries `sharing` times what one
+    of them sends. What ranks of a host hand each other never comes there. It is work of their
+    cores, and so are the messages of it: a part goes on while the link is busy (`on_hosts`).
+    """
+    assert load.link is not None
+    between = algorithm.cost(inner)
+    between = between.slowest or between
+    alone, meanwhile = on_hosts(load, algorithm, inner)
+    posting = block.messages * load.link.work / load.link.gamma
+    return replace(
+        between,
+        rounds=between.rounds + 1,
+        bytes=inner.sharing * between.bytes,
+        delayed=inner.sharing * between.delayed,
+        merged=between.merged + alone,
+        overlapped=between.overlapped + meanwhile + posting,
+    )
+
+
+def _slowest_of_neighbours(load: Load, between: Cost, block: _InBlock) -> Cost:
+    """The slowest rank where ranks of a block are on several hosts: one stage after the other.
+
+    All of it takes the same links.
+    """
+    stage = within(load)
+    rows = load.mean / load.factors[0]
+    sums = load.union / load.factors[0]
+    return replace(
+        between,
+        rounds=between.rounds + stage.hops_of_shared(sums),
+        messages=round(between.messages + block.messages),
+        bytes=between.bytes + block.bytes,
+        delayed=between.delayed + stage.unevenly(block.bytes) + stage.crowded(block.bytes),
+        merged=between.merged
+        + stage.merging(stage.ranks * rows, stage.pieces(rows, stage.ranks, sums)),
+    )
+
+
+def _memory(load: Load, between: Cost, inner: Load) -> float:
+    """Workspace: that of what runs between the blocks, the sums of a place, and that of a block."""
+    block = within(load)
+    rows = load.mean / load.factors[0]
+    return (
+        between.memory
+        + inner.mean * load.partial
+        + min(load.mean * load.given, block.ranks * window(block) * block.chunk)
+        + block.uniting(block.ranks * rows, inner.mean)
+        + load.union * block.listed(load.union)
     )
 
 
 @algorithm(cost=cost, lockstep=True)
 def split(rows: LocalRows, call: Call) -> Rows:
-    found = blocks(call.load)
-    block = next(ranks for ranks in found if call.group.rank in ranks)
-    is_flat = len(found) == 1
-    among = call if is_flat else _within(call, block)
-    bounds = _bounds(call, block)
-    moving = ToOwners(among, rows, bounds)
-    share = Share(call, among)
+    if call.load.stages:
+        return _summed_in_stages(rows, call)
+    return _summed_by_all(rows, call)
 
-    if is_flat:
-        # what will be summed here, told to all ahead of the bulk of the values
-        share.tell(moving.indices, spans(bounds))
-        moving.send_rest()
 
-        # now the result's size is known, and the place of everybody's sums in it
-        mine = share.lay_out(share.heard())
-        for _, stop in moving.sums(call, moving.union, mine):
-            share.send(stop)
-    else:
-        moving.send_rest()
-        if call.load.lockstep:
-            # the round of the block's rows, also for ranks that sum none, and so await none
-            among.group.post().wait()
-        between = _Between(call, found, bounds)
-        place = block.index(call.group.rank)
-        onward = _Onward(share, between, place, found.index(block))
-        if place < call.load.factors[0]:
-            _sum_between(call, moving, between, onward)
-        else:
-            onward.place(moving.indices)
+def _summed_by_all(rows: LocalRows, call: Call) -> Rows:
+    bounds = balanced(call.header, call.group.size)
+    moving = ToOwners(call, rows, bounds)
+    share = Share(call)
+
+    # what will be summed here, told to all ahead of the bulk of the values
+    share.tell(moving.indices, spans(bounds))
+    moving.send_rest()
+
+    # now the result's size is known, and the place of everybody's sums in it
+    sums = share.lay_out(share.heard())
+    for _, stop in moving.sums(call, moving.union, sums):
+        share.send(stop)
 
     result = share.finish()
     moving.finish()
@@ -179,8 +238,43 @@ def split(rows: LocalRows, call: Call) -> Rows:
     return result
 
 
-def _within(call: Call, block: tuple[int, ...]) -> Call:
-    """The call among the ranks of a block."""
+def _summed_in_stages(rows: LocalRows, call: Call) -> Rows:
+    blocks = blocks_of(call.load)
+    number = next(each for each, ranks in enumerate(blocks) if call.group.rank in ranks)
+    block = blocks[number]
+    place = block.index(call.group.rank)
+    places = call.load.factors[0]
+    of_block = _among(call, block)
+    bounds = _bounds(call, block)
+
+    # rows to the ranks of the block that have a place
+    moving = ToOwners(of_block, rows, bounds)
+    moving.send_rest()
+    if call.load.lockstep:
+        # the round of the block's rows, also for ranks that sum none, and so await none
+        of_block.group.post().wait()
+
+    # what these sum is summed with the other blocks, and shared in the block as it is complete
+    share = Share(call, of_block)
+    between = _Between(call, blocks, bounds)
+    onward = _Onward(share, between, place, number)
+    if place < places:
+        _sum_between(call, moving, between, onward)
+    else:
+        onward.announce(moving.indices)  # none: this rank sums nothing, and only receives
+
+    result = share.finish()
+    moving.finish()
+    share.release()
+    return result
+
+
+def _among(call: Call, block: tuple[int, ...]) -> Call:
+    """The call among the ranks of a block.
+
+    Its load is that of the largest block, for all blocks: so all choose alike. Who needs the number
+    of this block's ranks asks the group.
+    """
     among = copy(call)
     among.group = call.group.subset(block)
     among.load = within(call.load)
@@ -189,9 +283,7 @@ def _within(call: Call, block: tuple[int, ...]) -> Call:
 
 def _bounds(call: Call, block: tuple[int, ...]) -> list[int]:
     """The ranges of a block's ranks; those that have no place own nothing."""
-    if len(block) == call.group.size:
-        return balanced(call.header, call.group.size)
-    bounds = balanced(call.header, call.group.size, call.load.factors[0])
+    bounds = of_equal_sums(call.header, call.group.size, call.load.factors[0])
     return bounds + bounds[-1:] * (len(block) + 1 - len(bounds))
 
 
@@ -202,13 +294,15 @@ class _Between:
         call: the call.
         blocks: the ranks of each.
         bounds: the ranges of a block's ranks.
-        algorithm, load: what runs among the ranks of a place, and the load that it has.
-        in_parts: whether sums are handed on in the parts that each rank of a place sums.
+        algorithm: what runs among the ranks of a place.
+        load: that it has.
+        in_parts: whether each rank of a place hands on the part that it sums, or gets, once that is
+            complete.
     """
 
-    def __init__(self, call: Call, found: Blocks, bounds: list[int]) -> None:
+    def __init__(self, call: Call, blocks: Blocks, bounds: list[int]) -> None:
         self.call = call
-        self.blocks = found
+        self.blocks = blocks
         self.bounds = bounds
         self.algorithm, self.load = middle(call.load)
         self.in_parts = in_parts(call.load, self.algorithm, self.load)
@@ -219,7 +313,13 @@ class _Between:
         return of_blocks(self.call.header, self.call.group.size, len(self.blocks), span)
 
     def runs(self, place: int, indices: Tensor, block: int) -> list[slice]:
-        """The sums of a place in the order in which its rank of a block gets them."""
+        """The sums of a place in the order in which they are complete at its rank of a block.
+
+        Args:
+            place: whose sums.
+            indices: of these sums.
+            block: the number of the block.
+        """
         if not self.in_parts:
             return [slice(0, len(indices))]
         count = len(self.blocks)
@@ -229,10 +329,11 @@ class _Between:
 
 def _sum_between(call: Call, moving: ToOwners, between: _Between, onward: _Onward) -> None:
     """Sum what the ranks of one place have of their blocks."""
+    place = moving.owner
     inner = copy(call)
-    inner.group = call.group.subset([ranks[moving.owner] for ranks in between.blocks])
+    inner.group = call.group.subset([ranks[place] for ranks in between.blocks])
     inner.load = between.load
-    inner.header = between.header(moving.owner)
+    inner.header = between.header(place)
     inner.onward = onward
     indices = moving.indices
     with call.group.lease(len(indices) * call.load.partial) as memory:
@@ -246,19 +347,33 @@ class _Onward:
     """The sums of a place on their way to the ranks of the block."""
 
     def __init__(self, share: Share, between: _Between, place: int, block: int) -> None:
+        """
+        Args:
+            share: among the ranks of the block.
+            between: what makes the sums.
+            place: of this rank.
+            block: the number of its block.
+        """
         self._share = share
         self._between = between
         self._place = place
         self._block = block
-        self._runs: list[slice] = []  # of this place's sums
+        self._runs: list[slice] = []  # of this place's sums, in the order in which they are sent
 
-    def place(self, indices: Tensor) -> Rows:
-        """Tell the block which sums come; where they belong in the result."""
+    def announce(self, indices: Tensor) -> Tensor:
+        """Tell the block which sums come from this rank, and begin to receive those of the others.
+
+        Returns:
+            Where this rank's sums belong in the result.
+        """
         self._share.tell(indices, spans(self._between.bounds))
         lists = self._share.heard()
-        runs = [self._between.runs(place, sums, self._block) for place, sums in enumerate(lists)]
+        runs = [self._between.runs(place, each, self._block) for place, each in enumerate(lists)]
         self._runs = runs[self._place]
-        return Rows(indices, self._share.lay_out(lists, runs), self._between.call.height)
+        return self._share.lay_out(lists, runs)
+
+    def result_at(self, indices: Tensor) -> Rows:
+        return Rows(indices, self.announce(indices), self._between.call.height)
 
     def ready(self, stop: int, rank: int | None) -> None:
         if rank is None:
@@ -266,7 +381,7 @@ class _Onward:
         elif self._between.in_parts:
             number = (self._block - rank) % len(self._runs)
             self._share.send(self._runs[number].start + stop, number)
-        # else `finish` sends all: the block gets sums in an order in which parts are not complete
+        # else `finish` sends all: parts are not complete in the order in which the block gets them
 
     def finish(self) -> None:
         """Send what is left: all is complete."""
