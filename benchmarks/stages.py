@@ -3,13 +3,23 @@
     python benchmarks/stages.py                                  # all factors, to 10,240 ranks
     python benchmarks/stages.py --case zipf --ranks 8 --per-host 4 --stages
     python benchmarks/stages.py --case code --ranks 64 --drawn   # real sets, too
+    python benchmarks/stages.py --simulated --rows 500 --height 20000 --ranks 2,8,16,64 \\
+        --per-host 1,2,4,8                                       # beside the real schedule
 
 A model, made before the schedule is written. Ranks are numbered host by host. With P = f1 x f2 x
 ..., a rank exchanges with f1 - 1 peers in the first stage: each of the f1 keeps one part of the
 indices, gets what the others have of it, and merges. In the second stage it does so with the f2 - 1
 ranks that have another number there and keep the same part, and so on; after the last, each rank
 has the complete sums of one range. They are shared back through the same factors, round a ring of a
-stage's ranks: so a sum enters a host once in a stage. One factor P is today's `split`.
+stage's ranks: so a sum enters a host once in a stage. One factor P is a flat `split`.
+
+In a stage a rank sends each other one two messages to reduce, an index list and the rows, and two
+to share; none, where it has no rows, and more, where they are longer than a chunk. Sums wait a
+latency in each hop of the ring, unless the link carries other bytes meanwhile. Stages follow each
+other, but for the last: the ranks of a host share sums while those of other hosts still come.
+
+`--simulated` runs the schedule itself, with a split between the blocks, too, on simulated ranks
+(`weft.testing.simulation`), and prints the model's figures over those.
 
 Rows are counted from the chance that a rank holds an index: the union of n ranks has index j with
 chance 1 - (1 - q_j)^n, if ranks draw independently. `--drawn` draws sets and counts them instead.
@@ -22,29 +32,38 @@ Source: the bound is that of docs/holders.md, for hosts in the place of ranks; t
 from __future__ import annotations
 
 import math
+import os
 import re
 import sysconfig
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
+from unittest import mock
 
 import numpy as np
+import torch
 import typer
 from numpy.typing import NDArray
 
+import weft
 from weft.sparse.bound import rows_of_average
-from weft.wire.link import WITHIN
+from weft.sparse.codec import PREFIX
+from weft.sparse.factors import between as between_blocks
+from weft.sparse.registry import Algorithm
+from weft.testing.simulation import Simulation, simulate
+from weft.wire.link import MERGE, WITHIN, Link
 
 Floats = NDArray[np.float64]
 
 HEIGHT, ROWS, WIDTH = 1_000_000, 50_000, 64
+CHUNK_SECONDS = 0.002  # on a link: rows are sent in chunks that take so long
 INDEX_BYTES = 4
 RATES = (1, 10, 100, 400)  # Gbit/s of a host's link
+SIMULATED = (1, 10)  # Gbit/s, of these; links as quick as memory have no ring
 LATENCY = 50e-6  # seconds of a round
 WORK = 10e-6  # seconds of a core for a message
-MERGE = 0.125e-9  # seconds in which a core merges a byte
 
 
 @dataclass(frozen=True)
@@ -78,6 +97,7 @@ class Stage:
         received: rows that each rank receives.
         remote: the part of them that comes from other hosts.
         into_hosts: rows that enter each host's link.
+        filled: the chance that a rank has rows for a peer.
     """
 
     factor: int
@@ -85,11 +105,32 @@ class Stage:
     received: Floats
     remote: float
     into_hosts: Floats
+    filled: float
 
     @property
-    def messages(self) -> int:
-        """That a rank sends; an exchange of lists and values counts as one."""
-        return self.factor - 1
+    def messages(self) -> float:
+        """That a rank sends, if its rows to a peer are one chunk: their list, and the rows."""
+        return (self.factor - 1) * (1 + self.filled)
+
+    @property
+    def is_hidden(self) -> bool:
+        """Whether sums are shared within a host, which is while other hosts' bytes still come."""
+        return self.is_shared and not self.remote
+
+    def waits(self, row_bytes: int, rate: float) -> float:
+        """Latencies that a rank waits beside the time of the bytes: see `Load.hops`."""
+        if not self.is_shared:
+            return 1  # rows leave behind their list
+        if self.is_hidden:
+            return 1  # for the last ones, which go to all directly
+        hops = self.factor - 1
+        own = float(self.received.mean()) / hops * row_bytes * 8 / rate
+        chunk = min(own, CHUNK_SECONDS)
+        hop = LATENCY + chunk * self.remote
+        # meanwhile the link carries what all ranks of the host receive
+        meanwhile = float(self.into_hosts.mean()) * row_bytes * 8 / rate
+        ring = own - chunk + hops * hop - meanwhile
+        return 1 + max(1.0, ring / LATENCY)
 
     def __str__(self) -> str:
         what = "share" if self.is_shared else "reduce"
@@ -101,6 +142,7 @@ class Stage:
 
 def stages_of(
     unions: Callable[[int, NDArray[np.int64]], Floats],
+    empties: Callable[[int, NDArray[np.int64]], Floats],
     weights: Floats,
     factors: Sequence[int],
     per_host: int,
@@ -110,6 +152,7 @@ def stages_of(
     Args:
         unions: rows in the union of each block of so many neighbouring ranks, between cuts:
             `[blocks, ranges]`, or `[1, ranges]` where all blocks are expected to have as many.
+        empties: of the same ranges, the logarithm of the chance that a block has no row there.
         weights: of each index; ranges of equal weight are equal work.
         factors: their product is the number of ranks.
         per_host: neighbouring ranks that share a host.
@@ -130,6 +173,8 @@ def stages_of(
         blocks = unions(joined, cuts)
         wide = ranks // parts  # final ranges in a part
         in_part = blocks.reshape(len(blocks), parts, wide).sum(2)
+        empty = empties(joined, cuts).reshape(len(blocks), parts, wide).sum(2)
+        filled = float(1 - np.exp(empty).mean())
         local = min(factor, max(1, per_host // joined))
         remote = (factor - local) / max(1, factor - 1)
         received = np.zeros(ranks)
@@ -137,12 +182,16 @@ def stages_of(
             peer = numbers + ((digit + step) % factor - digit) * joined
             block = peer // joined if len(blocks) > 1 else np.zeros(ranks, np.int64)
             received += in_part[block, place]
-        reduced.append(Stage(factor, False, received, remote, by_host(received * remote, per_host)))
+        into_hosts = by_host(received * remote, per_host)
+        reduced.append(Stage(factor, False, received, remote, into_hosts, filled))
+        empty = empties(ranks, cuts).reshape(-1, parts, wide).sum(2)
+        filled = float(1 - np.exp(empty).mean())
         sums = total.reshape(parts, wide).sum(1)
         whole = sums.reshape(parts // factor, factor).sum(1)
         # of the ranks of a stage on one host, the first gets each sum from another host
         into_hosts = by_host(whole[before] / local - sums[place], per_host)
-        shared.append(Stage(factor, True, whole[before] - sums[place], remote, into_hosts))
+        received = whole[before] - sums[place]
+        shared.append(Stage(factor, True, received, remote, into_hosts, filled))
         joined *= factor
     return [*reduced, *reversed(shared)]
 
@@ -174,7 +223,11 @@ def expected(case: Case, factors: Sequence[int], per_host: int) -> list[Stage]:
     def unions(joined: int, cuts: NDArray[np.int64]) -> Floats:
         return summed(case.union_of(joined), cuts)[None]
 
-    return stages_of(unions, ranks * case.held + case.union_of(ranks), factors, per_host)
+    def empties(joined: int, cuts: NDArray[np.int64]) -> Floats:
+        return summed(joined * np.log1p(-np.minimum(case.held, 1 - 1e-15)), cuts)[None]
+
+    weights = ranks * case.held + case.union_of(ranks)
+    return stages_of(unions, empties, weights, factors, per_host)
 
 
 def sets_of(case: Case, ranks: int) -> NDArray[np.bool_]:
@@ -193,8 +246,11 @@ def counted(sets: NDArray[np.bool_], factors: Sequence[int], per_host: int) -> l
         blocks = sets.reshape(-1, joined, height).any(1)
         return np.stack([summed(block.astype(float), cuts) for block in blocks])
 
+    def empties(joined: int, cuts: NDArray[np.int64]) -> Floats:
+        return np.where(unions(joined, cuts) > 0, -np.inf, 0.0)
+
     weights = sets.sum(0) + sets.any(0).astype(float)
-    return stages_of(unions, weights, factors, per_host)
+    return stages_of(unions, empties, weights, factors, per_host)
 
 
 def bound_of(case: Case, ranks: int, per_host: int) -> float:
@@ -219,24 +275,27 @@ def seconds(stages: Sequence[Stage], case: Case, rate: float) -> float:
         link = float(one.into_hosts.max()) * case.row_bytes * 8 / rate
         within = most * (1 - one.remote) * WITHIN  # beside what crosses the link
         merging = 0.0 if one.is_shared else most * MERGE
-        total += LATENCY + one.messages * WORK + max(link, within) + merging
+        waiting = one.waits(case.row_bytes, rate) * LATENCY
+        if not one.is_hidden:
+            waiting += one.messages * WORK
+        total += waiting + max(link, within) + merging
     return total
 
 
 # Cases -------------------------------------------------------------------------------------------
 
 
-def uniform() -> Case:
+def uniform(rows: int, height: int) -> Case:
     def draw(rank: int) -> NDArray[np.int64]:
-        chosen = np.random.default_rng(rank + 1).choice(HEIGHT, ROWS, replace=False)
+        chosen = np.random.default_rng(rank + 1).choice(height, rows, replace=False)
         return np.sort(chosen)
 
-    return Case("uniform", np.full(HEIGHT, ROWS / HEIGHT), draw)
+    return Case("uniform", np.full(height, rows / height), draw)
 
 
-def identical() -> Case:
-    held = np.zeros(HEIGHT)
-    held[:: HEIGHT // ROWS] = 1.0
+def identical(rows: int, height: int) -> Case:
+    held = np.zeros(height)
+    held[:: height // rows] = 1.0
     return Case("identical", held, lambda rank: np.flatnonzero(held))
 
 
@@ -250,13 +309,16 @@ def tokens(name: str, chances: Floats, count: int) -> Case:
     return Case(name, held, draw)
 
 
-def zipf() -> Case:
-    chances = 1 / np.arange(1, HEIGHT + 1)
-    return tokens("zipf", chances / chances.sum(), ROWS)
+def zipf(rows: int, height: int) -> Case:
+    chances = 1 / np.arange(1, height + 1)
+    return tokens("zipf", chances / chances.sum(), rows)
 
 
-def code() -> Case:
-    """Words of the source of Python's standard library; a rank's are neighbours in the text."""
+def code(rows: int, height: int) -> Case:
+    """Words of the source of Python's standard library; a rank's are neighbours in the text.
+
+    It has its own numbers of rows and words.
+    """
     folder = Path(sysconfig.get_paths()["stdlib"])
     words: list[str] = []
     for file in sorted(folder.rglob("*.py")):
@@ -299,8 +361,9 @@ def lists_of(ranks: int, per_host: int) -> Iterator[tuple[int, ...]]:
             yield kept
 
 
-def named(factors: Sequence[int]) -> str:
-    if len(factors) > 3 and len(set(factors)) == 1:
+def named(factors: Sequence[int], *, short: bool = True) -> str:
+    """As users write factors; many alike as a power, if it may be short."""
+    if short and len(factors) > 3 and len(set(factors)) == 1:
         return f"{factors[0]}^{len(factors)}"
     return "x".join(map(str, factors))
 
@@ -314,11 +377,71 @@ def show(
     messages = sum(one.messages for one in stages)
     times = "".join(f"{1e3 * seconds(stages, case, 1e9 * rate):10.1f}" for rate in RATES)
     print(
-        f"{case.name:10}{ranks:7}{per_host:5}  {name:14}{messages:7}{len(stages):7}"
+        f"{case.name:10}{ranks:7}{per_host:5}  {name:14}{messages:7.0f}{len(stages):7}"
         f"{received.mean():11.0f}{received.max():11.0f}"
         f"{into.mean() / least:8.3f}{into.max() / least:8.3f}{times}",
         flush=True,
     )
+
+
+# The schedule -------------------------------------------------------------------------------------
+
+
+def simulated(case: Case, factors: Sequence[int], per_host: int, rate: float) -> Simulation:
+    """What the schedule takes on simulated ranks, with a split between the blocks, too."""
+    ranks = math.prod(factors)
+    between = Link(LATENCY, 8 / rate, MERGE, WORK, within=WITHIN if 1 < per_host < ranks else 0.0)
+
+    def rows(rank: int) -> weft.Rows:
+        indices = torch.from_numpy(case.draw(rank))
+        width = (case.row_bytes - INDEX_BYTES) // 4
+        return weft.Rows(indices, torch.ones(len(indices), width), len(case.held))
+
+    def middle(load: weft.sparse.Load) -> tuple[Algorithm, weft.sparse.Load]:
+        return weft.sparse.ALGORITHMS["split"], between_blocks(load)
+
+    with (
+        mock.patch("weft.sparse.algorithms.split.middle", middle),
+        mock.patch.dict(os.environ, WEFT_FACTORS=named(factors, short=False)),
+    ):
+        return simulate(
+            "split",
+            rows,
+            ranks,
+            between,
+            hosts=[f"{rank // per_host}" for rank in range(ranks)],
+            within=replace(between, beta=WITHIN),
+        )
+
+
+def of_simulated(
+    case: Case, factors: Sequence[int], per_host: int, rate: float
+) -> tuple[float, float, float]:
+    """Messages, bytes and time of the model over those of the simulated schedule, same sets."""
+    done = simulated(case, factors, per_host, rate)
+    stages = counted(sets_of(case, math.prod(factors)), factors, per_host)
+    messages = sum(one.messages for one in stages)
+    nbytes = sum(float(one.received.mean()) for one in stages) * case.row_bytes
+    nbytes += sum(one.factor - 1 for one in stages) * PREFIX  # of a list
+    taken = seconds(stages, case, rate)
+    return messages / done.messages, nbytes / done.bytes, taken / done.seconds
+
+
+def compare(case: Case, counts: Sequence[int], shares: Sequence[int]) -> None:
+    """A line for each number of ranks and list of factors: the model over the simulation."""
+    for ranks in counts:
+        for per_host in shares:
+            if ranks % per_host or ranks <= per_host:
+                continue
+            for factors in lists_of(ranks, per_host):
+                found = [of_simulated(case, factors, per_host, 1e9 * rate) for rate in SIMULATED]
+                messages, nbytes, _ = found[0]
+                times = " ".join(f"{taken:8.2f}" for *_, taken in found)
+                print(
+                    f"{case.name:10}{ranks:7}{per_host:5}  {named(factors):14}"
+                    f"{messages:9.2f}{nbytes:8.2f} {times}",
+                    flush=True,
+                )
 
 
 def main(
@@ -327,16 +450,29 @@ def main(
     per_host: Annotated[str, typer.Option(help="Ranks of a host.")] = "1,4,16",
     stages: Annotated[bool, typer.Option(help="A line for each stage, too.")] = False,
     sets: Annotated[bool, typer.Option("--drawn", help="Count sets that are drawn, too.")] = False,
+    rows: Annotated[int, typer.Option(help="Rows of a rank, or tokens.")] = ROWS,
+    height: Annotated[int, typer.Option(help="Rows they are drawn from.")] = HEIGHT,
+    beside: Annotated[
+        bool, typer.Option("--simulated", help="Print the model over the simulated schedule.")
+    ] = False,
 ) -> None:
     """Print a line for each case, number of ranks, ranks of a host and list of factors."""
+    counts = [*map(int, ranks.split(","))]
+    shares = [*map(int, per_host.split(","))]
+    if beside:
+        times = " ".join(f"{f'{rate} Gb/s':>8}" for rate in SIMULATED)
+        print(f"case        ranks host  factors        messages   bytes {times}")
+        for name in case.split(","):
+            compare(CASES[name](rows, height), counts, shares)
+        return
     rates = "".join(f"{f'{rate} Gb ms':>10}" for rate in RATES)
     print(
         "case        ranks host  factors       messages stages   received    busiest   bound"
         f" busiest{rates}"
     )
-    for one in (CASES[name]() for name in case.split(",")):
-        for count in map(int, ranks.split(",")):
-            for share in map(int, per_host.split(",")):
+    for one in (CASES[name](rows, height) for name in case.split(",")):
+        for count in counts:
+            for share in shares:
                 if count % share or count <= share:
                     continue
                 least = bound_of(one, count, share)

@@ -30,7 +30,7 @@ def spread(rank, count=100, height=4000):
 def check(done):
     assert done.predicted == pytest.approx(done.seconds, rel=0.15)
     assert done.messages == pytest.approx(done.cost.messages, rel=0.1)
-    assert done.bytes == pytest.approx(done.cost.bytes, rel=0.1)
+    assert done.bytes == pytest.approx(done.cost.bytes, rel=0.05)
 
 
 @pytest.mark.parametrize("name", sorted(ALGORITHMS))

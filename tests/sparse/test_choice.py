@@ -9,7 +9,7 @@ import pytest
 import weft
 from weft.schedules.hosts import Hosts
 from weft.sparse import ALGORITHMS, Load
-from weft.sparse.choice import predicted
+from weft.sparse.choice import EAGER, predicted
 from weft.sparse.cost import MANY, preferred
 from weft.sparse.factors import between, middle, on_hosts
 from weft.wire.link import MERGE, WITHIN, Link
@@ -45,6 +45,7 @@ def explained(hosts, each, gbit, rows, height, width, same):
 
 # hosts, ranks of each, Gbit/s, rows, height, floats of a row, whether all have the same rows
 ONE_EACH = {
+    "eager": (4, 1, 1, 60, 1_000_000, 64, False),
     "gather": (4, 1, 25, 600, 1_000_000, 64, False),
     "doubling": (256, 1, 1, 60, 1_000_000, 1, False),
     "holders": (4, 1, 1, 50_000, 1_000_000, 64, False),
@@ -54,6 +55,7 @@ ONE_EACH = {
     "dense_tail": (16, 1, 1, 60_000, 100_000, 16, False),
 }
 SEVERAL = {
+    "eager": (2, 2, 1, 60, 1_000_000, 64, False),
     "gather": (2, 2, 100, 600, 1_000_000, 64, False),
     "doubling": (8, 8, 100, 60, 1_000_000, 1, False),
     "holders": (4, 2, 10, 50_000, 1_000_000, 1024, False),
@@ -144,7 +146,14 @@ def test_of_a_few_ranks_the_quickest_is_taken():
 
 def test_no_algorithm_is_without_a_case():
     builtin = {name for name, found in ALGORITHMS.items() if found.builtin}
-    assert ONE_EACH.keys() == SEVERAL.keys() == builtin
+    assert ONE_EACH.keys() == SEVERAL.keys() == {EAGER, *builtin}
+
+
+def test_small_rows_are_eager_up_to_16_ranks():
+    few = 60, 1_000_000, 64, False
+    assert explained(8, 2, 1, *few).chosen == explained(16, 1, 1, *few).chosen == EAGER
+    assert explained(17, 1, 1, *few).chosen in ALGORITHMS
+    assert explained(2, 2, 1, 600, *few[1:]).chosen in ALGORITHMS  # they do not fit
 
 
 @pytest.mark.parametrize(
