@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 
 import pytest
@@ -11,6 +12,7 @@ import weft
 from weft import kernels
 from weft.sparse import ALGORITHMS, tables
 from weft.sparse import run as sparse_run
+from weft.sparse.family import broadcast
 from weft.sparse.header import Header
 from weft.sparse.stream import LISTS
 from weft.testing import run, spmd
@@ -363,5 +365,28 @@ def test_who_sends_rows_beyond_the_height_is_named_as_in_all_errors():
         rows = weft.Rows(torch.arange(12), torch.ones(12), 12)
         with pytest.raises(weft.WireError, match="rank 2 sent rows beyond the height of 12"):
             weft.sparse_all_reduce(rows, algorithm="dense_tail", group=part)
+
+    run(3, program)
+
+
+def test_who_sends_rows_in_the_broadcast_of_another_is_named_as_in_all_errors(monkeypatch):
+    """Of a group of some ranks by the number that it has among all."""
+    some = [0, 2]
+    listener = broadcast._listener
+
+    def with_rows(out, wire_dtype):
+        request = listener(out, wire_dtype)
+        if threading.current_thread().name == "rank 2":
+            request.rows = weft.Rows(torch.arange(2), torch.ones(2))
+            request.highest = 1
+        return request
+
+    monkeypatch.setattr(broadcast, "_listener", with_rows)
+
+    def program(group):
+        if group.rank in some:
+            rows = weft.Rows(torch.arange(3), torch.ones(3))
+            with pytest.raises(weft.WireError, match="rank 2 sent 2 rows, and has none to give"):
+                weft.sparse_broadcast(rows, group=group.subset(some))
 
     run(3, program)

@@ -127,7 +127,8 @@ def handshake(
         bodies = agreement.read(Statement.unpack, everyone)
         for rank, body in zip(ranks, bodies, strict=False):
             if len(bodies) > 1 and list(body) != [rank]:
-                raise group.fail(rank, f"rank {rank} sent what ranks {list(body)} bring")
+                name = group.rank_in_errors(rank)
+                raise group.fail(rank, f"rank {name} sent a statement that is not its own")
             said |= body
         unknown = agreement.fields["dtype"] == "?"
         dtype = None if unknown else agreement.field("dtype", dtype_in)

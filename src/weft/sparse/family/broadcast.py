@@ -91,7 +91,8 @@ def sparse_broadcast(
         call = opening.call
         for rank, one in enumerate(opening.said):
             if one.total and rank != src and is_direct(group):
-                raise group.fail(rank, f"rank {rank} sent {one.total} rows, and has none to give")
+                name = group.rank_in_errors(rank)
+                raise group.fail(rank, f"rank {name} sent {one.total} rows, and has none to give")
         call.load = call.load.but(chunk=_chunk(call.load))
         return joined(opening, [call.load.total * (rank == src) for rank in range(group.size)])
 
