@@ -44,6 +44,8 @@ import weft
 from compression import TESTED, Model, batch, of_ranks, sent, text_of
 from turns import on_ranks
 from weft.cli import options
+from weft.cli.bench.measure import meet
+from weft.group.group import Group
 from weft.sparse.link import link_of
 
 CHUNK = 4096
@@ -106,8 +108,9 @@ class Gathered:
 class Loop:
     """The training of one contender, on this rank."""
 
-    def __init__(self, exchange: Exchange, arguments: argparse.Namespace) -> None:
+    def __init__(self, exchange: Exchange, group: Group, arguments: argparse.Namespace) -> None:
         self._exchange = exchange
+        self._group = group
         self._inner = arguments.inner
         self._text, self._held = text_of(arguments.folder)
         self._generator = torch.Generator().manual_seed(dist.get_rank())
@@ -124,7 +127,7 @@ class Loop:
             self._optimizer.step()
         own = [each.detach() for each in self._model.parameters()]
         changes = [old - new for old, new in zip(self._weights, own, strict=True)]
-        dist.all_reduce(torch.zeros(1))  # all are here
+        meet(self._group)
         before, start = sent(), time.perf_counter()
         communicating = self._exchange(changes)
         exchanging = time.perf_counter() - start
@@ -152,17 +155,19 @@ def rank(arguments: argparse.Namespace) -> str:
     """One rank's program: the table, in Markdown."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=300))
-    with weft.init():
-        state = weft.ddp.TopK(KEPT / CHUNK, chunk=CHUNK, wire_dtype=torch.bfloat16, min_numel=1)
+    with weft.init() as group:
+        state = weft.ddp.TopK(
+            KEPT / CHUNK, chunk=CHUNK, wire_dtype=torch.bfloat16, min_numel=1, group=group
+        )
 
         def top_k(changes: list[Tensor]) -> float:
             weft.sync_sparsified(changes, state)
             return state.calls[-1].seconds
 
         loops = {
-            "TopK": Loop(top_k, arguments),
-            "all-gather": Loop(Gathered(), arguments),
-            "all-reduce": Loop(all_reduced, arguments),
+            "TopK": Loop(top_k, group, arguments),
+            "all-gather": Loop(Gathered(), group, arguments),
+            "all-reduce": Loop(all_reduced, group, arguments),
         }
         found: dict[str, list[list[float]]] = {name: [] for name in loops}
         for number in range(-arguments.warmup, arguments.rounds):

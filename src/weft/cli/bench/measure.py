@@ -384,7 +384,7 @@ def predicted(one: Contender, case: Case) -> float | None:
     return sum(line.milliseconds for line in chosen) / 1e3 if chosen else None
 
 
-def _meet(group: Group) -> None:
+def meet(group: Group) -> None:
     """Wait until all ranks have come, and go on at the same time.
 
     Not by gloo's barrier, which waits for earlier works, too, and may raise what one of them has
@@ -413,7 +413,7 @@ def _time(starters: list[Contender], job: Job, group: Group, doing: Callable[[st
             # in an order that is the same on all ranks
             for one in random.Random(f"{job.seed} {turn}").sample(starters, len(starters)):
                 given = one.prepare()
-                _meet(group)
+                meet(group)
                 begin = time.perf_counter()
                 result = one.call(given)
                 took = time.perf_counter() - begin
