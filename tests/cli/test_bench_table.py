@@ -22,7 +22,7 @@ PEERS = ("torch", "horovod", "dense")
 
 
 def rows() -> list[Row]:
-    ran = {"algorithm": "split", "factors": "2x2", "messages": 6}
+    ran = {"algorithm": "split", "factors": "2x2", "name": "split 2x2", "messages": 6}
     records = [SimpleNamespace(**ran, sent_bytes=sent) for sent in (50e6, 52e6)]
     ok = ("ok", "")
     found = [
@@ -59,6 +59,18 @@ def test_figures_of_a_row() -> None:
     assert auto["horovod_ratio"] is None  # nobody is compared with what is wrong
     assert torch["torch_ratio"] is None and torch["bytes_ratio"] is None
     assert horovod["median_seconds"] is None and dense["least_seconds"] is None
+
+
+def test_rounds_are_those_of_what_ran() -> None:
+    ran = {"algorithm": "split", "sent_bytes": 51e6, "messages": 6}
+    flat = SimpleNamespace(**ran, factors="", name="split")
+    row = summary(CASE, LOAD, LINK, "weft:auto", ("ok", ""), [0.2], [flat])
+    assert row["rounds"] == 4
+    assert row["rounds_seconds"] == pytest.approx(4 * LINK.alpha)
+    assert row["rest_ratio"] == pytest.approx((0.2 - 4 * LINK.alpha) / row["bound_seconds"])
+    staged = SimpleNamespace(**ran, factors="2x2", name="split 2x2")
+    row = summary(CASE, LOAD, LINK, "weft:auto", ("ok", ""), [0.2], [staged])
+    assert row["rounds"] is row["rounds_seconds"] is row["rest_ratio"] is None
 
 
 def test_with_several_ranks_on_a_host_the_bound_is_that_of_hosts(
@@ -128,8 +140,8 @@ def test_columns_are_split_by_white_space_under_their_titles() -> None:
         "MB": "51.0",
         "xbound": "1.38",
         "xlink": "0.67",
-        "rounds": "4.00",
-        "xrest": "0.67",
+        "rounds": "-",  # these factors were set, and what is predicted has none
+        "xrest": "-",
         "torch/x": "3.00",
         "horovod/x": "-",
         "dense/x": "-",

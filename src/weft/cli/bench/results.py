@@ -109,7 +109,7 @@ def summary(
         least_time = load.least_seconds(link)
     rounds = waiting = None
     if link is not None and records:
-        rounds = _rounds(records[0].algorithm, load, link)
+        rounds = _rounds(records[0].name, load, link)
         waiting = None if rounds is None else rounds * link.alpha
     setting = asdict(case)
     row = {
@@ -144,10 +144,15 @@ def summary(
     return row
 
 
-def _rounds(algorithm: str, load: weft.sparse.Load, link: weft.sparse.Link) -> float | None:
-    """Rounds that a call waited for, as `weft.explain` has them; None: of several algorithms."""
+def _rounds(name: str, load: weft.sparse.Load, link: weft.sparse.Link) -> float | None:
+    """Rounds that a call waited for, as `weft.explain` has them; None where it predicts no such.
+
+    Args:
+        name: what ran, with its factors: these may have been set, or there were several algorithms.
+        load, link: of the call.
+    """
     lines = weft.sparse.predicted(load, link).lines
-    return next((line.rounds for line in lines if line.algorithm == algorithm), None)
+    return next((line.rounds for line in lines if line.name == name), None)
 
 
 def compared(rows: Sequence[Row]) -> Sequence[Row]:
