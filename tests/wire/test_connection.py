@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import select
 import socket
 import struct
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
 from weft.wire.memory import Pool
 from weft.wire.tcp import shm
-from weft.wire.tcp.connection import AHEAD, EAGER, Block, Connection, Outgoing, Receive
+from weft.wire.tcp.connection import EAGER, Block, Connection, Outgoing, Receive
 
 FRAME = struct.Struct("<IIQQ")  # kind, channel, length, number or offset
 DATA, CREDIT, LENT, COPIED, READ, WAITS = range(6)
@@ -27,19 +25,6 @@ def ends():
     mine.setblocking(False)
     with mine, theirs:
         yield Connection(1, mine, None, mapped=False), theirs
-
-
-@pytest.fixture
-def distant_ends():
-    """The same over TCP, as between hosts, where long messages go ahead of their credits."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        mine = socket.create_connection(server.getsockname())
-        theirs, _ = server.accept()
-    with mine, theirs:
-        mine.setblocking(False)
-        connection = Connection(1, mine, None, mapped=False)
-        connection.send_ahead(AHEAD)
-        yield connection, theirs
 
 
 def bytes_at(theirs):
@@ -100,95 +85,6 @@ def test_receives_of_long_messages_send_credits(ends):
     connection.expect(9, Receive(EAGER + 1, Pool()))
     connection.flush()
     assert bytes_at(theirs) == b"", "the message has come"
-
-
-def flush_all(connection):
-    """Flush until the socket has taken everything that may go."""
-    connection.flush()
-    while connection.unsent:
-        select.select((), [connection.sock], (), 10.0)
-        connection.flush()
-
-
-def give(connection, theirs, *frames):
-    """Have these come from the peer, and a byte behind them that is awaited: then all have come."""
-    last = Receive(1, Pool())
-    connection.expect(9, last)
-    message = b"".join([*frames, FRAME.pack(DATA, 9, 1, 0), b"x"])
-    with ThreadPoolExecutor() as sender:
-        sending = sender.submit(theirs.sendall, message)
-        while not (last.done or connection.lost):
-            ready, _, _ = select.select([connection.sock], (), (), 10.0)
-            assert ready
-            connection.receive()
-        if connection.lost:
-            theirs.shutdown(socket.SHUT_RDWR)
-        assert connection.lost or sending.result() is None
-
-
-def take(connection, theirs, *frames):
-    """What the peer gets, as long as these frames; meanwhile the connection sends what it may."""
-    theirs.settimeout(10.0)
-    with ThreadPoolExecutor() as sender:
-        flushing = sender.submit(flush_all, connection)
-        found = b""
-        while len(found) < sum(map(len, frames)):
-            found += theirs.recv(AHEAD)
-        flushing.result()
-    theirs.settimeout(None)
-    return found
-
-
-def message(channel, length, fill=0):
-    """A message behind its frame."""
-    return FRAME.pack(DATA, channel, length, 0) + bytes([fill]) * length
-
-
-HALF = AHEAD // 2
-
-
-def test_a_distant_peer_gets_long_messages_ahead_of_its_credits_up_to_so_many_bytes(distant_ends):
-    connection, theirs = distant_ends
-    for channel in (3, 4, 5):
-        connection.send(channel, Outgoing(torch.zeros(HALF, dtype=torch.uint8)))
-    frames = FRAME.pack(WAITS, 5, HALF, 1), message(3, HALF), message(4, HALF)
-    assert take(connection, theirs, *frames) == b"".join(frames)
-    assert bytes_at(theirs) == b""
-    give(connection, theirs, FRAME.pack(CREDIT, 4, 0, 1))  # so that others may go, on any channel
-    assert take(connection, theirs, message(5, HALF)) == message(5, HALF)
-
-
-def test_what_was_posted_before_a_peer_is_known_to_be_distant_goes_ahead_too(distant_ends):
-    connection, theirs = distant_ends
-    connection.send_ahead(0)
-    connection.send(3, Outgoing(torch.zeros(HALF, dtype=torch.uint8)))
-    connection.send_ahead(AHEAD)
-    frames = FRAME.pack(WAITS, 3, HALF, 1), message(3, HALF)
-    assert take(connection, theirs, *frames) == b"".join(frames)
-
-
-def test_a_long_message_that_came_ahead_is_kept_and_its_credit_goes_when_it_is_awaited(
-    distant_ends,
-):
-    connection, theirs = distant_ends
-    give(connection, theirs, message(3, HALF, 1), message(3, HALF, 2))
-    assert bytes_at(theirs) == b""
-    receives = [Receive(AHEAD, Pool()), Receive(torch.zeros(HALF, dtype=torch.uint8), Pool())]
-    for number, receive in enumerate(receives, start=1):
-        connection.expect(3, receive)
-        assert receive.done and receive.tensor.unique().tolist() == [number]
-        credit = FRAME.pack(CREDIT, 3, 0, number)
-        assert take(connection, theirs, credit) == credit
-
-
-def test_of_what_nobody_awaits_so_many_bytes_are_kept_and_no_more(distant_ends):
-    connection, theirs = distant_ends
-    give(connection, theirs, message(3, AHEAD))
-    connection.expect(3, Receive(AHEAD, Pool()))  # now it is awaited, so as much may come again
-    give(connection, theirs, message(4, AHEAD))
-    assert not connection.garbled
-    give(connection, theirs, message(5, EAGER + 1))
-    assert f"a message of {EAGER + 1} bytes that nobody awaits" in connection.garbled
 
 
 def test_messages_in_a_segment_are_told_of_and_acknowledged(segment):

@@ -7,8 +7,7 @@ The n-th message that a rank sends on a channel belongs to the n-th receive of i
 message goes in one of three ways:
 
 * *eager*: up to `EAGER` bytes go at once, and the peer keeps them until a receive is posted;
-* *by credit*: a longer message goes once the peer has posted the receive, and said so. To a distant
-  peer, whose word takes long, up to `AHEAD` bytes go *ahead* of their credits, and are kept there;
+* *by credit*: a longer message goes once the peer has posted the receive, and said so;
 * *by the segment* (`shm`), where the peer has mapped this rank's segment, and the wire says so for
   messages of more than `wire.INLINE` bytes: a frame says where the message is. A tensor outside the
   segment is copied into it, so its owner may change it at once. A tensor in the segment is lent:
@@ -42,9 +41,8 @@ A frame has a kind, a channel, a length and a number, which is the last of these
 |----------|--------|----------------------------------------------------------------------------|
 | 0 DATA   | 0      | who has a message for the socket; its bytes follow                         |
 | 1 CREDIT | n      | who has posted receives of more than `EAGER` bytes, of which the last is   |
-|          |        | the n-th of the channel: messages up to the n-th may come. Sent of a       |
-|          |        | message that came ahead, too, but not of a shorter one that is here        |
-|          |        | already, or where the peer's segment is mapped                             |
+|          |        | the n-th of the channel: messages up to the n-th may come. Not sent where  |
+|          |        | the message is here already, or the peer's segment is mapped               |
 | 2 LENT   | offset | who has a message in its segment, in memory of its program                 |
 | 3 COPIED | offset | who has a message in its segment, in a copy that the wire has made         |
 | 4 READ   | n      | who has read the n-th of all LENT and COPIED messages that came on this    |
@@ -77,11 +75,6 @@ _START = ctypes.c_char * 0  # where memory begins
 
 EAGER = 1 << 17
 """Bytes of a message up to which it is sent whether or not it is awaited."""
-
-AHEAD = 1 << 21
-"""Bytes of longer messages that may be on their way to a distant peer, or kept there, before it has
-said that it awaits them: of 300 Mbit/s and a round trip of 50 ms. Each peer may have as many kept.
-"""
 
 _FRAME = struct.Struct("<IIQQ")  # kind, channel, length, number
 
@@ -251,7 +244,6 @@ class Connection:
         mapped: whether the peer has mapped this rank's segment.
         segment: of the peer, mapped here, or None.
         due: whether something is to be sent that the peer may wait for.
-        ahead: bytes of long messages that go to the peer before it awaits them, at most.
     """
 
     def __init__(
@@ -274,7 +266,6 @@ class Connection:
         self._arrived: dict[int, deque[_Arrived]] = defaultdict(deque)  # that nobody asked for yet
         # of the peer's last WAITS frame, by channel: the number of the message, and its length
         self._waiting: dict[int, tuple[int, int]] = {}
-        self._kept = 0  # bytes of long messages among those that arrived, which came ahead
         self._ahead = memoryview(bytearray(_AHEAD))
         # of it, the bytes that were not looked at; none, while a message is to be filled
         self._ahead_bytes = 0
@@ -290,10 +281,6 @@ class Connection:
         self._send_count: dict[int, int] = defaultdict(int)  # so far
         self._last_credit: dict[int, int] = defaultdict(int)  # up to which the peer wants them
         self._told: dict[int, int] = defaultdict(int)  # the last one of which the peer knows so
-        self.ahead = 0
-        # those that went ahead and that the peer did not await yet, by channel: numbers and bytes
-        self._unasked: dict[int, deque[tuple[int, int]]] = defaultdict(deque)
-        self._unasked_bytes = 0
         self._waits: list[tuple[int, int, int]] = []  # to be sent: channels, lengths and numbers
         # those that need to wait no more, in order, with their channels
         self._admitted: deque[tuple[int, Outgoing]] = deque()
@@ -310,12 +297,6 @@ class Connection:
         self.sock = sock
         self.fd = sock.fileno()
         self.is_far = sock.family != socket.AF_UNIX
-
-    def send_ahead(self, nbytes: int) -> None:
-        """From now on let so many bytes of long messages go before the peer awaits them."""
-        self.ahead = nbytes
-        for channel in tuple(self._sends):
-            self._admit(channel)
 
     @property
     def busy(self) -> bool:
@@ -349,17 +330,12 @@ class Connection:
         self._admit(channel)
 
     def _admit(self, channel: int) -> None:
-        """Admit the messages of a channel that have a credit, need none, or may go ahead."""
+        """Admit the messages of a channel that have a credit, or need none."""
         waiting = self._sends[channel]
         credit = self._last_credit[channel]
-        while waiting:
-            send = waiting[0]
-            is_free = self.mapped or send.nbytes <= EAGER or send.number <= credit
-            if not is_free:
-                if self._unasked_bytes + send.nbytes > self.ahead:
-                    break
-                self._unasked[channel].append((send.number, send.nbytes))
-                self._unasked_bytes += send.nbytes
+        while waiting and (
+            self.mapped or waiting[0].nbytes <= EAGER or waiting[0].number <= credit
+        ):
             self._admitted.append((channel, waiting.popleft()))
             self.due = True
         if waiting and self._told[channel] < waiting[0].number:
@@ -443,10 +419,6 @@ class Connection:
         number = self._receive_count[channel]
         if arrived := self._arrived[channel]:
             message = arrived.popleft()
-            if message.length > EAGER and self.segment is None:  # it came ahead
-                self._kept -= message.length
-                self._credits[channel] = number
-                self.due = True
             if self._fits(message.length, receive):
                 if message.whole:
                     self._deliver(message, receive)
@@ -552,9 +524,7 @@ class Connection:
             return receive.place(length)
         try:
             if length > EAGER and self.segment is None:
-                if not self.is_far or self._kept + length > AHEAD:
-                    raise MemoryError
-                self._kept += length
+                raise MemoryError
             message = _Arrived(length)
         except (MemoryError, OverflowError):
             self._refuse(f"a message of {length} bytes that nobody awaits")
@@ -578,7 +548,8 @@ class Connection:
     def _handle(self, kind: int, channel: int, length: int, number: int) -> None:
         """Handle a frame that no bytes follow."""
         if kind == _CREDIT:
-            self._on_credit(channel, number)
+            self._last_credit[channel] = max(number, self._last_credit[channel])
+            self._admit(channel)
         elif kind == _WAITS:
             self._waiting[channel] = (number, length)
             posted = self._receives[channel]
@@ -599,19 +570,6 @@ class Connection:
             self._refuse(
                 f"a frame of kind {kind} for {length} bytes at {number}, where none may be"
             )
-
-    def _on_credit(self, channel: int, number: int) -> None:
-        """The peer awaits the messages of a channel up to this number."""
-        self._last_credit[channel] = max(number, self._last_credit[channel])
-        self._admit(channel)
-        unasked = self._unasked[channel]
-        if not unasked or unasked[0][0] > number:
-            return
-        while unasked and unasked[0][0] <= number:
-            _, nbytes = unasked.popleft()
-            self._unasked_bytes -= nbytes
-        for other in tuple(self._sends):  # as many bytes may go ahead on any channel
-            self._admit(other)
 
     def _holds(self, offset: int, length: int) -> bool:
         """Whether that is a part of the segment of the peer."""

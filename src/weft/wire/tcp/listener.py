@@ -375,20 +375,12 @@ def suit_distance(sock: socket.socket) -> None:
 
     Source: Cardwell et al., "BBR: Congestion-Based Congestion Control" (ACM Queue 2016).
     """
-    # a system without BBR refuses, as do those that allow it to administrators alone
-    if is_distant(sock):
-        with contextlib.suppress(OSError):
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, _CONTROL)
-
-
-def is_distant(sock: socket.socket) -> bool:
-    """Whether what a connection's other end says takes longer than within a building; Linux."""
     if sock.family == socket.AF_UNIX or not sys.platform.startswith("linux"):
-        return False
-    try:
-        return round_trip(sock) >= _DISTANT
-    except OSError:  # it has ended
-        return False
+        return
+    # a system without BBR refuses, as do those that allow it to administrators alone
+    with contextlib.suppress(OSError):
+        if round_trip(sock) >= _DISTANT:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, _CONTROL)
 
 
 def round_trip(sock: socket.socket) -> int:

@@ -63,7 +63,6 @@ from .listener import (
     Attempt,
     Endpoint,
     Listener,
-    is_distant,
     is_transient,
     is_without_files,
     not_awaited,
@@ -643,8 +642,6 @@ class TcpWire:
         suit_distance(sock)
         link = self.connections[peer]
         link.attach(sock)
-        if is_distant(sock):
-            link.send_ahead(connection.AHEAD)
         self._by_fd[link.fd] = link
         link.flush()
         self._watch(link)
