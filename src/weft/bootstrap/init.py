@@ -111,7 +111,8 @@ def init(
         timeout: the longest wait, in seconds. None: that of the group that weft uses, else 300.
         wire: what CPU tensors and weft's own messages go over. "tcp": weft's own sockets, and
             shared memory between ranks of one host. "torch": a gloo group that weft makes, which is
-            slower. None: the value of WEFT_WIRE, else "tcp" ("torch" with WEFT_SAFE=1).
+            slower. Or one that `weft.register_wire` registered, or a package offers. None: the
+            value of WEFT_WIRE, else "tcp" ("torch" with WEFT_SAFE=1).
         watch: seconds after which a waiting rank prints a line on standard error, once for each
             wait, also at start-up: what it awaits, which rank is late, and where that rank's
             program is. None: the value of WEFT_WATCH, else never.

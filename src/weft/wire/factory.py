@@ -37,7 +37,7 @@ class Start:
     Attributes:
         rank: this rank's number.
         size: how many ranks there are.
-        device: whose tensors the wire is to carry.
+        device: whose tensors the wire is to carry: the CPU. Those of accelerators have other ways.
         timeout: seconds after which the group gives up a wait; also for what the factory waits for.
         host: the name of this rank's host; ranks with equal names share a machine and its network.
         exchange: `exchange(data)` sends up to 16 KiB to all ranks, and returns every rank's, in
@@ -48,7 +48,6 @@ class Start:
             times a second, and lets go of what it has opened.
         memory: where to lease memory for what is received by size.
         process_group: torch's, if the caller's group was made over one.
-        cpu_wire: the group's wire for tensors of the CPU, for a wire of another device.
         store: a store that all ranks share, for libraries that need one, where there is one.
     """
 
@@ -61,7 +60,6 @@ class Start:
     memory: Pool
     check: Callable[[], None] = check_nothing
     process_group: dist.ProcessGroup | None = None
-    cpu_wire: Wire | None = None
     store: dist.Store | None = None
 
 
