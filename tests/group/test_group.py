@@ -76,15 +76,31 @@ class Summing:
         return getattr(self.below, name)
 
 
+REMEDY = "call weft.schedules.fast_all_reduce, which reduces in posts where the wire does not"
+
+
+def refusal(group, dtype):
+    with pytest.raises(weft.WeftError) as caught:
+        group.all_reduce(torch.ones(1, dtype=dtype), "sum")
+    return str(caught.value)
+
+
 @spmd(3, on=("threads",))
 def test_a_wire_that_reduces_does_so_over_all_of_its_ranks_alone(group):
-    group.session.carry_payloads(Summing(group.wire), "sums")
+    """An error says the same on every rank: which wire, what it reduces, and what else to call."""
+    group.session.carry_payloads(Summing(group.wire), "sums", "sums")
     assert group.on(CPU).features.reduces and group.subset([2, 0, 1]).on(CPU).features.reduces
+    assert refusal(group.on(CPU), torch.float64) == (
+        "wire 'sums' reduces no sum of torch.float64 by itself among these ranks (what it reduces: "
+        f"sum of torch.float32): {REMEDY}"
+    )
     if group.rank != 1:
         part = group.subset([2, 0]).on(CPU)
         assert part.wire is group.on(CPU).wire and not part.features.reduces
-        with pytest.raises(weft.WeftError, match=r"cpu \(sums\) reduces no sum of torch.float32"):
-            part.all_reduce(torch.ones(1), "sum")
+        assert refusal(part, torch.float32) == (
+            "wire 'sums' reduces no sum of torch.float32 by itself among these ranks (what it "
+            f"reduces: nothing): {REMEDY}"
+        )
         total = torch.full((3,), float(group.rank))
         fast_all_reduce(part, total, "sum").wait()  # in posts
         assert total.tolist() == [2.0] * 3

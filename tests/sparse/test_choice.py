@@ -9,7 +9,7 @@ import pytest
 import weft
 from weft.schedules.hosts import Hosts
 from weft.sparse import ALGORITHMS, Load
-from weft.sparse.choice import EAGER, predicted
+from weft.sparse.choice import EAGER, choose, predicted
 from weft.sparse.cost import MANY, preferred
 from weft.sparse.factors import between, middle, on_hosts
 from weft.wire.link import MERGE, WITHIN, Link
@@ -142,6 +142,22 @@ def test_more_messages_are_said_only_of_what_has_more():
 def test_of_a_few_ranks_the_quickest_is_taken():
     assert preferred(MANY, [1.00, 1.02, 1.04], [30, 20, 10]) == 1
     assert preferred(MANY - 1, [1.00, 1.02, 1.04], [30, 20, 10]) == 0
+
+
+def test_who_asks_for_what_cannot_serve_is_told_what_does():
+    load = Load(2, 8, 4, 4, 6, 9, 4, 4, 4, staying=True, lockstep=True)
+    with pytest.raises(weft.WeftError) as caught:
+        choose(load, "ring", "cuda (nccl)")
+    assert str(caught.value) == (
+        "algorithm ring cannot serve this call over cuda (nccl): its schedule is for tensors of "
+        "the CPU; use auto, or one of gather, holders, mask, split"
+    )
+    with pytest.raises(weft.WeftError) as caught:
+        choose(dataclasses.replace(load, staying=False, lockstep=False, in_order=True), "mask")
+    assert str(caught.value) == (
+        "algorithm mask cannot serve this call: op is a function, which has no neutral element; "
+        "use auto, or one of dense_tail, doubling, gather, holders, split"
+    )
 
 
 def test_no_algorithm_is_without_a_case():

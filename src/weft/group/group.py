@@ -58,6 +58,8 @@ class Group:
         size: how many ranks there are.
         epoch: which membership this is, from 0: no rank can leave yet, and the others go on.
         wire: what carries its tensors.
+        wire_name: the name by which a program or a package registered that wire; "": it is one of
+            weft's own.
         features: of that wire, as far as these ranks have them.
         memory: the pool that workspaces are leased from.
         traffic: what was sent so far, by all groups of the session.
@@ -86,6 +88,7 @@ class Group:
         self.rank = self._ranks.index(session.rank)
         self.size = len(self._ranks)
         self.wire: Wire = self._route.wire
+        self.wire_name = self._route.registered
         self.features: Features = self._route.features_for(self._ranks)
         self.memory: Pool = self._route.memory
         self.traffic: Traffic = session.traffic
@@ -196,11 +199,16 @@ class Group:
 
         Raises:
             WireError: the group is broken or closed.
-            WeftError: `features.reduces` has it not.
+            WeftError: `features.reduces` has it not; the same on every rank.
         """
         if (op, tensor.dtype) not in self.features.reduces:
-            what = f"no {op} of {tensor.dtype}"
-            raise WeftError(f"rank {self.rank}: {self.route} reduces {what} by itself")
+            carrier = f"wire {self.wire_name!r}" if self.wire_name else self.route
+            able = sorted(f"{each} of {dtype}" for each, dtype in self.features.reduces)
+            raise WeftError(
+                f"{carrier} reduces no {op} of {tensor.dtype} by itself among these ranks (what it "
+                f"reduces: {', '.join(able) or 'nothing'}): call weft.schedules.fast_all_reduce, "
+                "which reduces in posts where the wire does not"
+            )
         wire = self.wire
         assert isinstance(wire, Reducing)
         alias = tensor.detach()  # the caller may give its tensor other memory meanwhile

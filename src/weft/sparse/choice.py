@@ -274,24 +274,41 @@ def is_eager(load: Load, index: torch.dtype) -> bool:
     return fits and not load.staying
 
 
-def choose(load: Load, algorithm: str) -> str:
+def choose(load: Load, algorithm: str, carrier: str = "") -> str:
     """The name of the algorithm for a load that was not served eagerly.
 
+    Args:
+        load: the sizes of the call.
+        algorithm: that was asked for, or "auto".
+        carrier: what carries the rows, for the error.
+
     Raises:
-        WeftError: the algorithm that was asked for cannot serve this load; on every rank.
+        WeftError: the algorithm that was asked for cannot serve this load; the same on every rank.
     """
     if load.ranks == 1:
         return ALONE
     if algorithm != "auto":
-        if reason := find(algorithm).applies(load):
-            raise WeftError(f"algorithm {algorithm} cannot serve this call: {reason}")
+        reason = find(algorithm).applies(load)
+        if reason is not None:
+            # any wire of the CPU that has no rounds serves every algorithm, and need not be named
+            over = f" over {carrier}" if load.staying or load.lockstep else ""
+            names = sorted(found.name for found in _serving(load))
+            raise WeftError(
+                f"algorithm {algorithm} cannot serve this call{over}: {reason}; use auto, or one "
+                f"of {', '.join(names)}"
+            )
         return algorithm
-    serve = [found for found in ALGORITHMS.values() if found.applies(load) is None]
+    serve = _serving(load)
     if fits := [line for line in _lines(load, serve) if not line.verdict]:
         seconds = [line.milliseconds / 1e3 for line in fits]
         return fits[preferred(load.ranks, seconds, [line.messages for line in fits])].algorithm
     # none keeps within the memory that is allowed
     return min(serve, key=lambda found: (round(found.cost(load).memory), found.name)).name
+
+
+def _serving(load: Load) -> list[Algorithm]:
+    """The algorithms that can serve a load."""
+    return [found for found in ALGORITHMS.values() if found.applies(load) is None]
 
 
 def predicted(load: Load, link: Link) -> Explanation:
@@ -300,13 +317,14 @@ def predicted(load: Load, link: Link) -> Explanation:
     return explained(factored(fitted(load, link)), "auto", index)
 
 
-def explained(load: Load, algorithm: str, index: torch.dtype) -> Explanation:
+def explained(load: Load, algorithm: str, index: torch.dtype, carrier: str = "") -> Explanation:
     """The table of all algorithms for a load, with what would run.
 
     Args:
         load: the sizes of the call, `fitted` to the link.
         algorithm: that was asked for, or "auto".
         index: dtype of indices in the opening exchange.
+        carrier: as for `choose`.
     """
     if load.ranks == 1:
         return Explanation(ALONE, load, ())
@@ -316,7 +334,7 @@ def explained(load: Load, algorithm: str, index: torch.dtype) -> Explanation:
         received = others * load.mean * (load.row + index.itemsize)
         lines.insert(0, _line(EAGER, Cost(1, others, received), load))
     else:
-        chosen = choose(load, algorithm)
+        chosen = choose(load, algorithm, carrier)
     best = next(line for line in lines if line.algorithm == chosen)
     serving = [line for line in lines if line is not best and not line.verdict]
     ruled_out = [line for line in lines if line is not best and line.verdict]

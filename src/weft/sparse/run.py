@@ -266,7 +266,7 @@ def reduced(group: Group, request: Request) -> Done:
         if opening.everyone is not None:
             return EAGER, merge_eager(opening.everyone, opening.call)
         opening.call.load = factored(opening.call.load, of_environment())
-        name = choose(opening.call.load, request.algorithm)
+        name = choose(opening.call.load, request.algorithm, _carrier(opening.call.group))
         run = _alone if name == ALONE else find(name).run
         return name, run(opening.own, opening.call)
 
@@ -277,8 +277,15 @@ def explained(group: Group, request: Request) -> Explanation:
     """Say what `reduced` would do; collective."""
     with opened(group, request, "explain", looks=True) as opening:
         load = factored(opening.call.load, of_environment())
-    found = explained_choice(load, request.algorithm, request.rows.indices.dtype)
-    return replace(found, device=opening.call.group.route)
+    over = opening.call.group
+    index = request.rows.indices.dtype
+    found = explained_choice(load, request.algorithm, index, _carrier(over))
+    return replace(found, device=over.route)
+
+
+def _carrier(over: Group) -> str:
+    """What carries the tensors of a group, for errors: "wire 'rounds'", "cuda (nccl)"."""
+    return f"wire {over.wire_name!r}" if over.wire_name else over.route
 
 
 def handed_out(result: Rows, call: Call) -> Rows:
