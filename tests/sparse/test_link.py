@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from dataclasses import replace
 from types import SimpleNamespace
@@ -13,9 +14,11 @@ import torch
 import weft
 from weft.sparse import link
 from weft.sparse.link import link_of, measure
-from weft.testing import run, spmd
+from weft.testing import processes, round_wire, run, spmd
+from weft.wire import register_wire
 from weft.wire.interface import Features, LinkFigures
 from weft.wire.link import Link
+from weft.wire.tcp import wire as tcp
 
 
 @spmd(1, 2, 4, 8)
@@ -191,6 +194,66 @@ def test_a_wire_may_state_them(monkeypatch, hosts, within, wanted):
             assert [one.alpha, one.beta] == pytest.approx(wanted[:2], rel=0.15)
             assert one.within == pytest.approx(wanted[2], rel=0.15)
             assert one.work > 0
+
+
+def stating(start):
+    """A wire of a program's own, whose figures are constants."""
+    wire = tcp.make(start)
+    wire.features = Features(between=STATED, within=WITHIN)
+    return wire
+
+
+def stating_in_rounds(start):
+    wire = round_wire(start)
+    wire.features = replace(wire.features, between=STATED, within=WITHIN)
+    return wire
+
+
+def stating_differently(start):
+    wire = stating(start)
+    if start.rank == 1:
+        wire.features = Features(between=WITHIN, within=WITHIN)
+    return wire
+
+
+def link_over(factory, hosts):
+    """The figures that a group finds over a wire that is registered, with ranks on these hosts."""
+    os.environ["WEFT_HOST"] = hosts[int(os.environ["RANK"])]
+    os.environ.pop("WEFT_LINK", None)
+    register_wire("mine", factory)
+    with pytest.MonkeyPatch.context() as patch, weft.init(wire="mine", timeout=30) as group:
+        patch.setattr(link, "_round", lambda *_: 1 / 0)  # nobody measures
+        return link_of(group.on(torch.device("cpu")))
+
+
+@pytest.mark.parametrize(
+    ("factory", "hosts", "wanted"),
+    [
+        (stating, "aaa", (1e-5, 1e-9, 0.0)),
+        (stating, "aab", (1e-3, 1e-8, 1e-9)),
+        (stating_in_rounds, "aab", (1e-3, 1e-8, 1e-9)),
+    ],
+)
+def test_what_a_registered_wire_states_are_the_figures_of_its_groups(factory, hosts, wanted):
+    first, *others = processes(3, link_over, factory, hosts)
+    assert others == [first] * 2
+    assert [first.alpha, first.beta, first.within] == pytest.approx(wanted, rel=0.15)
+
+
+def refusal_of(factory):
+    register_wire("mine", factory)
+    with pytest.raises(weft.WeftError) as caught:
+        weft.init(wire="mine", timeout=30)
+    return str(caught.value)
+
+
+def test_ranks_whose_wires_state_different_figures_have_no_wire():
+    (text,) = set(processes(2, refusal_of, stating_differently))
+    assert text.startswith(
+        "wire 'mine' cannot be used: on rank 1 its features have between {'latency': 1e-05, "
+        "'seconds_a_byte': 1e-09, 'work': 1e-06}, on rank 0 {'latency': 0.001, 'seconds_a_byte': "
+        "1e-08, 'work': 1e-05}; all ranks need the same"
+    )
 
 
 def test_the_host_waits_for_a_stream_that_is_measured(monkeypatch):

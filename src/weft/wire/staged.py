@@ -30,6 +30,8 @@ class Staged:
         self.rank = cpu_wire.rank
         self.size = cpu_wire.size
         self.device = device
+        # without the figures that the wire of the CPU may state: here a message also waits for the
+        # work that makes it, and is copied twice; the group measures what all of that takes
         self.features = Features(exact=cpu_wire.features.exact)
         self._cpu_wire = cpu_wire
         self._failure: Failure | None = None
