@@ -7,12 +7,14 @@ order, in one namespace, in a group of one. A fence that cannot run here is prec
 
 from __future__ import annotations
 
+import dataclasses
 import doctest
 import importlib
 import importlib.util
 import re
 import shlex
 import textwrap
+import typing
 from pathlib import Path
 
 import pytest
@@ -20,6 +22,7 @@ import torch.distributed as dist
 import typer.main
 
 import weft
+import weft.wire
 from weft.cli.commands import app
 from weft.sparse import ALGORITHMS, unregister
 from weft.testing.clauses import title_of
@@ -154,6 +157,39 @@ def test_the_manual_walks_through_the_whole_example_of_a_wire():
         return [line for line in text.splitlines() if line]
 
     assert lines(shown) == lines(code)
+
+
+def test_names_that_the_manual_has_a_wire_use_are_public():
+    """They are in `weft.wire`, or in another `__all__`, and all of `weft.wire` is on its page."""
+    reference = (ROOT / "docs/api/interface.md").read_text(encoding="utf-8")
+    described = set(re.findall(r"^::: weft\.wire\.\w+\.(\w+)$", reference, re.MULTILINE))
+    described.update(re.search(r"members: \[(.+)\]", reference)[1].split(", "))
+    assert described == set(weft.wire.__all__)
+
+    page = WIRE_PAGE.read_text(encoding="utf-8")
+    linked = re.findall(r"\[`(\w+)`\]\(api/interface\.md\)", page)
+    assert "Pool" in linked and set(linked) <= described
+    imports = re.findall(r"^from (weft[\w.]*) import (.+)$", page, re.MULTILINE)
+    for module, names in imports:
+        assert set(names.split(", ")) <= set(importlib.import_module(module).__all__)
+    assert {"weft.wire", "weft.testing"} == {module for module, _ in imports}
+    fields = {field.name for field in dataclasses.fields(weft.wire.Start)}
+    assert set(re.findall(r"\bstart\.(\w+)", page)) <= fields
+
+
+def types_in(hint):
+    """The types that an annotation names."""
+    if isinstance(hint, list):  # the arguments of a function
+        return set().union(*map(types_in, hint))
+    found = {hint} if isinstance(hint, type) else set()
+    return found.union(*map(types_in, typing.get_args(hint)))
+
+
+def test_what_a_factory_is_given_is_of_public_types():
+    hints = typing.get_type_hints(weft.wire.Start)
+    types = set().union(*map(types_in, hints.values()))
+    own = {each.__name__ for each in types if each.__module__.startswith("weft")}
+    assert own == {"Pool"} and own <= set(weft.wire.__all__)
 
 
 def test_every_clause_of_the_contract_of_wires_is_described():

@@ -19,6 +19,7 @@ from .interface import (
     Wire,
     WireFailed,
 )
+from .memory import Pool
 from .registry import register_wire, unregister_wire
 
 __all__ = [
@@ -28,6 +29,7 @@ __all__ = [
     "Lease",
     "LinkFigures",
     "Pending",
+    "Pool",
     "Recv",
     "Reducing",
     "Rounds",
