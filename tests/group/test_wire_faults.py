@@ -277,7 +277,8 @@ def test_other_features_on_one_rank_are_refused_by_all():
             "wire 'mine' cannot be used: on rank 1 its features have exact True, on rank 0 False"
         )
         assert said.endswith(
-            "; mend it there, or give all ranks another weft.init(wire=) or WEFT_WIRE"
+            "; mend it there, or give all ranks another weft.init(wire=) or WEFT_WIRE; there are "
+            "mine, mpi, tcp, torch"
         )
         assert total == 3.0
 

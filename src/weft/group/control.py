@@ -21,13 +21,14 @@ import torch
 import torch.distributed as dist
 
 from .._torch import NoDevice
-from ..errors import AbsentError, WeftError, names
+from ..errors import AbsentError, WeftError, names, there_are
 from ..wire import mpi, torch_gloo
 from ..wire.address import own_address
 from ..wire.factory import Factory, Start, seconds_left
 from ..wire.framed import CarriedSockets, Carrier
 from ..wire.machine import own_host
 from ..wire.memory import Pool
+from ..wire.registry import wire_names
 from ..wire.store import exchange, has, pauses
 from ..wire.tcp.listener import CONTROL, STRANGERS, Endpoint, Listener, make_room
 from .failure.links import ControlLinks, SocketLinks
@@ -150,26 +151,27 @@ def _listener(store: dist.Store, size: int) -> Listener:
 
 def _raise_if_they_differ(statements: Sequence[_Statement], store: dist.Store, rank: int) -> None:
     """Raise the trouble of the first rank that has any, on every rank."""
-    fault = _first_fault(statements)
-    if fault:
-        # the store may end with this program: wait until all ranks have read from it
-        with contextlib.suppress(RuntimeError, AbsentError):  # some may never read it
-            exchange(store, "read", None, rank, len(statements), _PATIENCE, "")
-        raise WeftError(fault)
-
-
-def _first_fault(statements: Sequence[_Statement]) -> str:
-    """The trouble of the first rank that has any, or ""."""
     first = statements[0].wire
     for peer, each in enumerate(statements):
-        if each.trouble:
-            return f"rank {peer}: {each.trouble}"
-        if each.wire != first:
-            return (
+        if each.trouble or each.wire != first:
+            known = _names_on_all(store, rank, len(statements))
+            if each.trouble:
+                raise WeftError(f"rank {peer}: {each.trouble}")
+            raise WeftError(
                 f"rank 0 was asked for wire {first!r}, and rank {peer} for {each.wire!r}: give all "
-                "ranks the same weft.init(wire=), WEFT_WIRE and WEFT_SAFE"
+                f"ranks the same weft.init(wire=), WEFT_WIRE and WEFT_SAFE; {there_are(known)}"
             )
-    return ""
+
+
+def _names_on_all(store: dist.Store, rank: int, size: int) -> set[str]:
+    """The names of the wires that every rank has; collective, before all ranks raise.
+
+    The store may end with this program. Once this returns all ranks have read the statements.
+    """
+    lists = [wire_names()]
+    with contextlib.suppress(RuntimeError, AbsentError):  # of a rank that has died meanwhile
+        lists = exchange(store, "read", wire_names(), rank, size, _PATIENCE, "")
+    return set.intersection(*map(set, lists))
 
 
 def _over_sockets(

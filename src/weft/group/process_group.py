@@ -245,8 +245,10 @@ def _made_by_all(
     try:
         return make_wire(name, factory, start, early)
     except WeftError as error:
-        remedy = "mend it there, or give all ranks another weft.init(wire=) or WEFT_WIRE"
-        raise WeftError(f"{error}; {remedy}") from error.__cause__
+        raise WeftError(
+            f"{error}; mend it there, or give all ranks another weft.init(wire=) or WEFT_WIRE; "
+            f"{there_are(wire_names())}"
+        ) from error.__cause__
 
 
 def _not_joined(error: Exception, rank: int, size: int, name: str, timeout: float) -> WireError:
