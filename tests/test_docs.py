@@ -194,7 +194,7 @@ def test_what_a_factory_is_given_is_of_public_types():
 
 def test_every_clause_of_the_contract_of_wires_is_described():
     text = WIRE_PAGE.read_text(encoding="utf-8")
-    rows = re.findall(r"^\| (\d+) \| (.+) \| ([\d, ]+) \| (.*) \|$", text, re.MULTILINE)
+    rows = re.findall(r"^\| (\d+) \| (.+) \| ([\d, ()]+) \| (.*) \|$", text, re.MULTILINE)
     assert rows == [clause_row(number, clause) for number, clause in enumerate(CLAUSES, 1)]
     assert f"the contract: {len(CLAUSES)} clauses" in text
 
@@ -217,6 +217,8 @@ def clause_row(number, clause):
     if clause.copies:
         wires.append("thorough")
     sizes = ", ".join(map(str, clause.sizes))
+    if clause.on_threads:
+        sizes += f" ({', '.join(map(str, clause.on_threads))})"
     return str(number), title_of(clause.body), sizes, "; ".join(wires)
 
 

@@ -802,6 +802,21 @@ def test_a_function_of_ones_own_may_start_the_ranks():
     assert [outcome.skipped for outcome in outcomes] == ["", "it needs ranks that are processes"]
 
 
+def test_some_clauses_are_tried_with_1_and_8_ranks_too_where_these_are_threads():
+    starts = ranks_as_threads(thread_wires)
+    sizes = []
+
+    def run(size, body):
+        sizes.append(size)
+        return starts(size, body)
+
+    for are_processes, wanted in ((False, [3, 1, 8]), (True, [3])):
+        run.are_processes = are_processes
+        check_wire(run, Features(), clauses=[NUMBERS["order"]])
+        assert sizes == wanted
+        sizes.clear()
+
+
 def test_a_number_that_no_clause_has_is_refused():
     with pytest.raises(WeftError, match=f"numbers from 1 to {len(NUMBERS)}, not 0"):
         check_wire(ranks_as_threads(thread_wires), clauses=[0, 1])

@@ -113,7 +113,7 @@ def test_hosts_are_one_for_each_rank():
 
 
 def test_simulated_ranks_keep_the_contract():
-    outcomes = check_wire(ranks_as_threads(lambda size: Network("abc"[:size], LINK).wires()))
+    outcomes = check_wire(ranks_as_threads(lambda size: Network("abcdefgh"[:size], LINK).wires()))
     assert not any(outcome.error for outcome in outcomes)
 
 

@@ -74,6 +74,8 @@ class Clause(NamedTuple):
         dies: ranks that end their processes.
         copies: how many messages of `HUGE` bytes there are at once; with any, it is tried if asked
             for.
+        on_threads: numbers of ranks to run it on as well, where they are threads, which start at
+            once.
     """
 
     sizes: tuple[int, ...]
@@ -83,6 +85,7 @@ class Clause(NamedTuple):
     is_for_processes: bool = False
     dies: tuple[int, ...] = ()
     copies: int = 0
+    on_threads: tuple[int, ...] = ()
 
     def memory(self) -> int:
         """Bytes that all ranks take together."""
@@ -100,11 +103,13 @@ def _clause(
     processes: bool = False,
     dies: tuple[int, ...] = (),
     copies: int = 0,
+    threads: tuple[int, ...] = (),
 ) -> Callable[[Body], Body]:
     """Register the program of a rank as a clause, whose title is its docstring's first line."""
 
     def register(body: Body) -> Body:
-        CLAUSES.append(Clause(sizes, body, unless, needs, processes or bool(dies), dies, copies))
+        is_for_processes = processes or bool(dies)
+        CLAUSES.append(Clause(sizes, body, unless, needs, is_for_processes, dies, copies, threads))
         return body
 
     return register
@@ -116,6 +121,11 @@ def _clause(
 def _others(wire: Wire) -> list[int]:
     """All other ranks, beginning with the next one."""
     return [*range(wire.rank + 1, wire.size), *range(wire.rank)]
+
+
+def _partner(wire: Wire) -> int:
+    """The other rank of this one's pair: of eight ranks there are four pairs."""
+    return wire.rank ^ 1
 
 
 def _number(value: int = 0) -> Tensor:
@@ -281,7 +291,7 @@ def sizes(wire: Wire, soon: float) -> None:
     assert wire.failure() is None
 
 
-@_clause(4)
+@_clause(4, threads=(1, 8))
 def dtypes(wire: Wire, soon: float) -> None:
     """tensors of every dtype and shape arrive as they were sent, from each to each."""
     floats = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64)
@@ -301,7 +311,7 @@ def dtypes(wire: Wire, soon: float) -> None:
         assert all(one is other for one, other in zip(got, again, strict=True))
 
 
-@_clause(3)
+@_clause(3, threads=(1, 8))
 def order(wire: Wire, soon: float) -> None:
     """the n-th send meets the n-th receive of a pair and channel, in whatever order one waits."""
     posts = []
@@ -347,10 +357,10 @@ def pairs(wire: Wire, soon: float) -> None:
         assert early.wait(soon)[0].item() == 9
 
 
-@_clause(2)
+@_clause(2, threads=(8,))
 def empty(wire: Wire, soon: float) -> None:
     """messages without bytes arrive, and keep their place."""
-    peer = 1 - wire.rank
+    peer = _partner(wire)
     recvs: list[tuple[int, Tensor | int]] = [(peer, torch.empty(0, 3)), (peer, 8), (peer, 0)]
     sends = [(peer, torch.empty(0, 3)), (peer, _number(5)), (peer, torch.empty(0))]
     pending = wire.post(sends, recvs)
@@ -358,10 +368,10 @@ def empty(wire: Wire, soon: float) -> None:
     pending.release()
 
 
-@_clause(2, unless=("exact",))
+@_clause(2, unless=("exact",), threads=(8,))
 def sized(wire: Wire, soon: float) -> None:
     """a receive by size returns as many bytes as came: none, some, or all that it takes."""
-    peer, most = 1 - wire.rank, 200_000
+    peer, most = _partner(wire), 200_000
     lengths = (0, 1, 4095, 65_536, most)
     data = torch.arange(most).to(torch.uint8)
     pending = wire.post([(peer, data[:length]) for length in lengths], [(peer, most)] * 5)
@@ -483,10 +493,10 @@ def storages(wire: Wire, soon: float) -> None:
         assert memory.all(), "a message did not come into the memory that its tensor had"
 
 
-@_clause(2)
+@_clause(2, threads=(8,))
 def views(wire: Wire, soon: float) -> None:
     """what was received by size stays as it is until it is released, and can be sent on."""
-    peer, kept = 1 - wire.rank, list[Pending]()
+    peer, kept = _partner(wire), list[Pending]()
     for i in range(4):
         kept.append(wire.post([(peer, _bytes(_MEDIUM, i))], [(peer, _MEDIUM)]))
         kept[-1].wait(soon)
@@ -651,10 +661,10 @@ def names(wire: Wire, soon: float) -> None:
     pending.release()
 
 
-@_clause(2)
+@_clause(2, threads=(8,))
 def leases(wire: Wire, soon: float) -> None:
     """leased memory can be sent from, to several at once, and is whole when it is leased again."""
-    peer = 1 - wire.rank
+    peer = _partner(wire)
     for i in range(20):
         lease = wire.lease(100_000)
         if lease is None:
@@ -790,7 +800,7 @@ def among(wire: Wire, soon: float) -> None:
         _failure_of(lambda: part.post([(peer, _number())]), "aborted", 1, soon)
 
 
-@_clause(1, 3, needs="reduces")
+@_clause(1, 3, needs="reduces", threads=(8,))
 def reduces(wire: Wire, soon: float) -> None:
     """`all_reduce` leaves the same bits on every rank, in place."""
     assert isinstance(wire, Reducing)
@@ -875,10 +885,10 @@ def closed_by_a_handler(wire: Wire, soon: float) -> None:
     raise AssertionError("the wait did not end")
 
 
-@_clause(2)
+@_clause(2, threads=(8,))
 def complete(wire: Wire, soon: float) -> None:
     """a post that was complete before a failure returns what it received."""
-    peer = 1 - wire.rank
+    peer = _partner(wire)
     early = wire.post(
         [(peer, _number(7)), (peer, _bytes(100, 9))], [(peer, _number()), (peer, 100)]
     )

@@ -33,7 +33,8 @@ class Run(Protocol):
     """Starts ranks: `run(size, body)` runs `body(wire)` on each of `size` new ranks.
 
     It may have an attribute `are_processes`, true where the ranks are processes of their own, which
-    some clauses need. Only then is `dies` given.
+    some clauses need. Only then is `dies` given. Where it is not true, some clauses are tried with
+    more numbers of ranks.
     """
 
     def __call__(
@@ -122,7 +123,10 @@ def _outcome(
 
     def check() -> None:
         body = functools.partial(clause.body, soon=soon)
-        for size in clause.sizes:
+        sizes = clause.sizes
+        if not getattr(run, "are_processes", False):
+            sizes += clause.on_threads
+        for size in sizes:
             if clause.dies:
                 run(size, body, dies=clause.dies)
             else:
