@@ -1,7 +1,8 @@
 """Who may call torch.distributed, and that files of `wire/` and `group/` import in no circle.
 
 The types of torch.distributed may be named anywhere, its functions called only by few. The order of
-weft's own layers is import-linter's business (`make layers`); it passes over imports for types.
+weft's own layers is import-linter's business (`make layers`). It passes over imports for types, so
+for those two rooms these are walked here, too.
 """
 
 from __future__ import annotations
@@ -9,12 +10,14 @@ from __future__ import annotations
 import ast
 import graphlib
 import importlib.util
+import tomllib
 from pathlib import Path
 
 import pytest
 
 import weft
 
+ROOT = Path(__file__).resolve().parent.parent
 SOURCE = Path(weft.__file__).parent
 # cli/ and testing/: peers, and launching; nn/dtensor: a DTensor is made of its placements;
 # sharded/checkpoints: states of a model and its optimizers are read, and nothing is sent
@@ -109,21 +112,75 @@ def test_files_of_wires_and_groups_import_in_no_circle():
     assert circle_in(graph) == []
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "from .one import a",
-        "from . import one",
-        "import house.one",
-        "if TYPE_CHECKING:\n    from .one import A",
-        "def late():\n    from house import one",
-    ],
-)
-def test_a_circle_is_seen(tmp_path, line):
-    source = tmp_path / "house"
-    source.mkdir()
-    (source / "__init__.py").write_text("from .two import b")
-    (source / "one.py").write_text("from .two import b")
-    (source / "two.py").write_text(line)
-    graph = imports_among(sorted(source.rglob("*.py")), source)
-    assert set(circle_in(graph)) == {"house.one", "house.two"}
+def layers():
+    """The layers of the house, as import-linter has them, the highest first; each is packages."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    contracts = settings["tool"]["importlinter"]["contracts"]
+    (contract,) = [each for each in contracts if each["type"] == "layers"]
+    return [layer.split(" | ") for layer in contract["layers"]]
+
+
+def arrows_upward(graph, layers):
+    """Imports of what does not lie in a lower layer, nor in the same package."""
+    depths = {package: depth for depth, layer in enumerate(layers) for package in layer}
+
+    def package_of(module):
+        return ".".join(module.split(".")[:2])
+
+    found = []
+    for module, imported in graph.items():
+        own = package_of(module)
+        for other in map(package_of, imported):
+            # what is in no layer is the face of the house, above all of them
+            if other != own and depths.get(other, -1) <= depths[own]:
+                found.append(f"{module} imports {other}")
+    return found
+
+
+def test_files_of_wires_and_groups_import_from_below_alone():
+    """For types, too, and late."""
+    graph = imports_among(sorted(SOURCE.rglob("*.py")), SOURCE)
+    rooms = {
+        module: imported
+        for module, imported in graph.items()
+        if module.startswith(("weft.wire", "weft.group"))
+    }
+    assert "weft._torch" in rooms["weft.group.route"]
+    assert arrows_upward(rooms, layers()) == []
+
+
+LINES = [
+    "from .one import a",
+    "from . import one",
+    "import house.one",
+    "if TYPE_CHECKING:\n    from .one import A",
+    "def late():\n    from house import one",
+]
+
+
+@pytest.fixture
+def house(tmp_path):
+    """Makes a house of two files, of which the first imports from the second."""
+
+    def make(line):
+        source = tmp_path / "house"
+        source.mkdir()
+        (source / "__init__.py").write_text("from .two import b")
+        (source / "one.py").write_text("from .two import b")
+        (source / "two.py").write_text(line)
+        return imports_among(sorted(source.rglob("*.py")), source)
+
+    return make
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_a_circle_is_seen(house, line):
+    assert set(circle_in(house(line))) == {"house.one", "house.two"}
+
+
+@pytest.mark.parametrize("line", [*LINES, "import house"])
+def test_an_arrow_upward_is_seen(house, line):
+    graph = house(line)
+    del graph["house"]  # the face imports from everywhere
+    upward = "house" if line == "import house" else "house.one"
+    assert arrows_upward(graph, [["house.one"], ["house.two"]]) == [f"house.two imports {upward}"]
