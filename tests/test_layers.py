@@ -1,4 +1,5 @@
-"""Who may call torch.distributed, and that files of `wire/` and `group/` import in no circle.
+"""Who may call torch.distributed, that files of `wire/` and `group/` import in no circle, and that
+tests of wires and groups reach nothing of weft's by an underscore.
 
 The types of torch.distributed may be named anywhere, its functions called only by few. The order of
 weft's own layers is import-linter's business (`make layers`). It passes over imports for types, so
@@ -8,8 +9,10 @@ for those two rooms these are walked here, too.
 from __future__ import annotations
 
 import ast
+import contextlib
 import graphlib
 import importlib.util
+import textwrap
 import tomllib
 from pathlib import Path
 
@@ -184,3 +187,144 @@ def test_an_arrow_upward_is_seen(house, line):
     del graph["house"]  # the face imports from everywhere
     upward = "house" if line == "import house" else "house.one"
     assert arrows_upward(graph, [["house.one"], ["house.two"]]) == [f"house.two imports {upward}"]
+
+
+# tests reach what users and other rooms reach
+
+TESTS = Path(__file__).parent
+OF_PUBLIC_NAMES = ("wire", "group", "bootstrap", "backend")
+BY_NAME = {"setattr", "delattr", "getattr", "hasattr"}  # also monkeypatch's
+ALLOWED = {
+    "_torch": "weft's file of what torch hides; the names in it are plain",
+    "_is_view": "torch's: no public name says that a tensor is a view",
+    "_schema": "torch's: no public name says what an operator writes to",
+    "_get_backend": "torch's: no public name is the backend of a group's device",
+    "_listener": "Python's: multiprocessing's Listener has no limit on `accept`",
+    "_socket": "the same one's",
+    "_DistTestBase": "torch's: its own tests of a backend, which are run",
+    **dict.fromkeys(
+        (
+            "_handle_kernel_launch",
+            "_handle_event_creation",
+            "_handle_event_record",
+            "_handle_event_wait",
+            "_handle_stream_synchronization",
+        ),
+        "torch's: CUDA's sanitizer is told in no other way what a stand-in device does",
+    ),
+}
+
+
+def is_hidden(name):
+    return name.startswith("_") and not name.startswith("__") and name != "_"
+
+
+def is_call_by_name(node):
+    if not isinstance(node, ast.Call) or not node.args:
+        return False
+    return ast.unparse(node.func).split(".")[-1] in BY_NAME
+
+
+def programs_in(tree):
+    """The programs that a file has as texts, such as those that it runs in other processes."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and "\n" in node.value:
+            with contextlib.suppress(SyntaxError):  # it is no program
+                yield node.lineno, ast.parse(textwrap.dedent(node.value))
+
+
+def foreign_names(tree):
+    """The names under which a file imports what is not weft's."""
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            for alias in node.names:
+                module = alias.name if isinstance(node, ast.Import) else node.module or ""
+                if module.split(".")[0] != "weft":
+                    names.add((alias.asname or alias.name).split(".")[0])
+    return names
+
+
+def own_names(tree):
+    """The attributes that the classes of a file set or define."""
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef):
+            names.add(node.name)
+        is_set = isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
+        if is_set and ast.unparse(node.value) == "self":
+            names.add(node.attr)
+    return names
+
+
+def names_reached(node, own, foreign):
+    """The names by which a node reaches what is neither the file's own nor foreign to weft."""
+    if isinstance(node, ast.Attribute):
+        receiver = ast.unparse(node.value)
+        is_own = receiver == "self" and node.attr in own
+        return [] if is_own or receiver.split(".")[0] in foreign else [node.attr]
+    if isinstance(node, ast.Import):
+        modules = [alias.name.split(".") for alias in node.names]
+        return [part for parts in modules if parts[0] == "weft" for part in parts]
+    if isinstance(node, ast.ImportFrom):
+        parts = (node.module or "").split(".")
+        return [*parts, *(alias.name for alias in node.names)] if parts[0] == "weft" else []
+    if is_call_by_name(node) and ast.unparse(node.args[0]).split(".")[0] not in foreign:
+        inner = [each for arg in node.args[:2] for each in ast.walk(arg)]
+        texts = [each.value for each in inner if isinstance(each, ast.Constant)]
+        return [part for text in texts if isinstance(text, str) for part in text.split(".")]
+    return []
+
+
+def hidden_uses(tree):
+    """The names with an underscore by which a file reaches what is weft's, with the line."""
+    own = own_names(tree)
+    foreign = foreign_names(tree)
+    for node in ast.walk(tree):
+        for name in names_reached(node, own, foreign):
+            if is_hidden(name):
+                yield node.lineno, name
+    for line, program in programs_in(tree):
+        for within, name in hidden_uses(program):
+            yield line + within - 1, name
+
+
+def test_tests_reach_nothing_of_wefts_by_an_underscore():
+    found = [
+        (f"{path.relative_to(TESTS)}:{line}", name)
+        for room in OF_PUBLIC_NAMES
+        for path in sorted((TESTS / room).rglob("*.py"))
+        for line, name in hidden_uses(ast.parse(path.read_text()))
+    ]
+    assert [use for use in found if use[1] not in ALLOWED] == []
+    assert ALLOWED.keys() == {name for _, name in found}, "what nobody uses is to go"
+
+
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [
+        ("from weft.wire.tcp import _wire", "_wire"),
+        ("from weft._torch import keep", "_torch"),
+        ("wire._turn.acquire()", "_turn"),
+        ("class Both(Staged):\n    def close(self):\n        self._cpu_wire.close()", "_cpu_wire"),
+        ("wires[0].session._worker = None", "_worker"),
+        ("monkeypatch.setattr(control, '_PATIENCE', 0.1)", "_PATIENCE"),
+        ("monkeypatch.setattr('weft.wire.memory._shelf', None)", "_shelf"),
+        ("PROGRAM = '\\n    import weft\\n    weft.group()._wires'", "_wires"),
+    ],
+)
+def test_a_name_with_an_underscore_is_seen(source, name):
+    assert [use for _, use in hidden_uses(ast.parse(source))] == [name]
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import os\nos._exit(0)",
+        "from torch.cuda._sanitizer import EventHandler",
+        "class Mine:\n    def __init__(self):\n        self._sock = 1\n        self._sock += 1",
+        "for _ in range(3): made.__wrapped__",
+    ],
+)
+def test_what_is_ones_own_or_another_librarys_is_passed_over(source):
+    assert list(hidden_uses(ast.parse(source))) == []

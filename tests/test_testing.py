@@ -246,7 +246,7 @@ def test_processes_are_started_as_by_a_launcher():
 
 def test_the_processes_end_when_they_are_not_wanted_any_more(gone):
     pids = [pid for pid, _ in run(3, process_ids, on="processes")]
-    pool._stop()
+    pool.end_pool()
     assert gone(pids)
     assert not {pid for pid, _ in run(3, process_ids, on="processes")} & set(pids)
 

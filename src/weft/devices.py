@@ -79,21 +79,21 @@ def claim_thread(device: torch.device) -> None:
     event is through; from here on this one may ask.
     """
     torch.accelerator.set_device_index(device)
-    runtime = _cuda_runtime() if device.type == "cuda" else None
+    runtime = cuda_runtime() if device.type == "cuda" else None
     if runtime is not None:
         mode = ctypes.c_int(_OWN_CAPTURES)
         runtime.cudaThreadExchangeStreamCaptureMode(ctypes.byref(mode))
 
 
 @functools.cache
-def _cuda_runtime() -> ctypes.CDLL | None:
+def cuda_runtime() -> ctypes.CDLL | None:
     """CUDA's runtime as torch has loaded it; None: there is none. torch has no name for the mode of
     a thread."""
-    path = _loaded("libcudart.so")
+    path = loaded_library("libcudart.so")
     return None if path is None else ctypes.CDLL(path)
 
 
-def _loaded(library: str) -> str | None:
+def loaded_library(library: str) -> str | None:
     """The path of a library that this process has loaded, by the beginning of its name."""
     maps = Path("/proc/self/maps")
     if not maps.exists():  # not Linux
@@ -146,7 +146,7 @@ def _new_stream(device: torch.device) -> torch.Stream:
     return torch.Stream(device, priority=-1)
 
 
-_beside = functools.cache(_new_stream)  # of each device the stream in which nothing is computed
+idle_stream = functools.cache(_new_stream)  # of each device the stream in which nothing is computed
 
 
 class Aside(Generic[T]):
@@ -217,7 +217,7 @@ class Aside(Generic[T]):
         """
         if not self.accelerators:
             return nullcontext()
-        beside = _beside(self._device)
+        beside = idle_stream(self._device)
         return torch.Stream(beside.stream_id, beside.device_index, beside.device_type)
 
 

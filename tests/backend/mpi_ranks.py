@@ -22,7 +22,7 @@ import torch.distributed as dist
 from weft.bootstrap.outcome import Outcome
 from weft.group import default
 from weft.group.process_group import connect
-from weft.testing.pool import _loaded
+from weft.testing.pool import load_module
 from weft.wire import mpi
 
 
@@ -31,7 +31,7 @@ def run(job: dict[str, Any], store: dist.Store, rank: int) -> Outcome:
     group = None
     try:
         module, file, name = job["body"]
-        body = getattr(_loaded(module, file), name)
+        body = getattr(load_module(module, file), name)
         # the limit is of waits: on a busy machine ranks may take longer to meet
         group = connect(store, rank, job["size"], 60.0, name=job["name"], wire="mpi")
         group.set_timeout(job["timeout"])

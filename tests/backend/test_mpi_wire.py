@@ -120,7 +120,7 @@ def test_a_wait_looks_less_and_less_often(monkeypatch):
     monkeypatch.setattr(mpi.time, "sleep", lambda s: clock.append(clock.pop() + s + 1e-6))
     request = types.SimpleNamespace(Test=lambda: looks.append(clock[0]))
     with pytest.raises(weft.WireError, match=r"rank 3: nobody came within 1 s"):
-        mpi._await(request, 1.0, 3, "nobody came")
+        mpi.wait_for(request, 1.0, 3, "nobody came")
     assert 100 < len(looks) < 1000
 
 
@@ -140,7 +140,7 @@ def test_the_end_does_not_wait_for_a_rank_that_died(monkeypatch, broken):
     comm = types.SimpleNamespace(rank=0, size=1, Get_attr=lambda key: 99)
     world = mpi.World(library, comm)
     if broken:
-        group = mpi.MpiWire(mpi._Messages(world, 0, []), 0, 1, 20.0)
+        group = mpi.MpiWire(mpi.Messages(world, 0, []), 0, 1, 20.0)
         group.abort(Failure("aborted", None, "rank 1 died"))
     world.end()
     assert bool(done) != broken
@@ -148,7 +148,6 @@ def test_the_end_does_not_wait_for_a_rank_that_died(monkeypatch, broken):
 
 
 def test_without_mpi4py_it_says_what_to_install(monkeypatch):
-    monkeypatch.setattr(mpi, "_world", None)
     monkeypatch.setitem(sys.modules, "mpi4py", None)
     with pytest.raises(weft.WeftError, match=r"pip install 'weft\[mpi\]'"):
         weft.init("mpi")

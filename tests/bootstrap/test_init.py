@@ -322,7 +322,7 @@ def waiting(folder: Path) -> float:
 def test_wrong_arguments(
     arguments: dict[str, object], complaint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_TELL", 0.1)
+    monkeypatch.setattr(module, "TELL", 0.1)
     with pytest.raises(WeftError, match=complaint):
         init(**arguments)
 

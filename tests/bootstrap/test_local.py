@@ -28,7 +28,7 @@ Gone = Callable[[list[int]], bool]
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Do not spend the test's time waiting for ranks that will not end by themselves."""
-    monkeypatch.setattr(local, "_GRACE", 0.3)
+    monkeypatch.setattr(local, "GRACE", 0.3)
 
 
 # The programs of a rank.
@@ -155,7 +155,7 @@ def test_a_rank_sees_what_torchrun_would_set(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "of an outer launcher")
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     for number, env in enumerate(local.launch(2, environment, env={"EXTRA": "1"})):
-        share = str(max(1, local._cores() // 2))
+        share = str(max(1, local.cores_of_process() // 2))
         wanted = {
             "RANK": str(number),
             "WORLD_SIZE": "2",
@@ -279,7 +279,7 @@ def test_an_error_of_the_listener_ends_the_ranks_and_what_they_started_though_bo
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     ladder = ((signal.SIGINT, 0.2), (signal.SIGTERM, 0.2), (signal.SIGKILL, 10.0))
-    monkeypatch.setattr(local, "_LADDER", ladder)
+    monkeypatch.setattr(local, "LADDER", ladder)
     pids: list[int] = []
 
     def listen(_: int, pid: int) -> None:

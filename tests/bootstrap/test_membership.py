@@ -160,7 +160,7 @@ def attend(
 def test_all_hear_the_same_error(
     connect: Make, elastic: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(membership, "_GRACE", 0.2)
+    monkeypatch.setattr(membership, "GRACE", 0.2)
     wrong = member(1, error="no interface nothing7")
     heard = attend(connect, *COMPLETE[:2], wrong, elastic=elastic)
     assert heard == ["WeftError: rank 1 (host1, process 101): no interface nothing7"] * 3
@@ -179,7 +179,7 @@ def test_who_is_missing_is_named_to_all(connect: Make) -> None:
 
 
 def test_rank_0_may_be_who_is_missing(connect: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(membership, "_LATE", 0.1)
+    monkeypatch.setattr(membership, "LATE", 0.1)
     for elastic in (False, True):
         heard = attend(connect, member(1), member(2), timeout=0.3, elastic=elastic)
         assert all(text.startswith("WireError: rank 0 did not come to there") for text in heard)
@@ -205,8 +205,8 @@ def test_what_an_earlier_round_left_is_not_taken_for_this_one(connect: Make) -> 
     """torchrun's store outlives its workers; hosts that join or leave begin a new round."""
     gone = [member(0), member(1)]  # of three: they were ended before the third came
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(membership, "_LATE", 0.1)
-        patched.setattr(membership, "_incomplete", died)
+        patched.setattr(membership, "LATE", 0.1)
+        patched.setattr(membership, "incomplete", died)
         attend(connect, *gone, timeout=1, elastic=True)
     one_comes_early(connect)  # it finds the old round, and no decision in it
     assert attend(connect, *COMPLETE, elastic=True) == ["gloo"] * 3  # and after a complete one

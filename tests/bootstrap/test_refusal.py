@@ -23,8 +23,8 @@ RANK = """
 import sys, weft
 from weft.bootstrap import membership
 
-membership._LINGER = 60.0  # until all have heard it, however busy it is
-membership._GRACE = 1.0  # no torchrun begins another round
+membership.LINGER = 60.0  # until all have heard it, however busy it is
+membership.GRACE = 1.0  # no torchrun begins another round
 url, timeout = sys.argv[1:]
 try:
     with weft.init(timeout=float(timeout), rendezvous=url or None) as group:

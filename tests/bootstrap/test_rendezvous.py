@@ -154,8 +154,8 @@ def test_a_store_is_its_own_though_another_has_its_port_at_another_address(
 ) -> None:
     """In a process with many stores the system does choose a port twice."""
     first, port = rendezvous.host("127.0.0.1")
-    listener = rendezvous._listener
-    monkeypatch.setattr(rendezvous, "_listener", lambda address, _: listener(address, port))
+    listener = rendezvous.listener_at
+    monkeypatch.setattr(rendezvous, "listener_at", lambda address, _: listener(address, port))
     made: list[tuple[dist.TCPStore, int]] = []
     hosts = threading.Thread(target=lambda: made.append(rendezvous.host("127.0.0.2")), daemon=True)
     hosts.start()
@@ -256,7 +256,7 @@ def together(*comers: Callable[[], str]) -> list[str]:
 def crashed(path: Path, decision: dict[str, object] | None = None) -> None:
     """What rank 0 of an earlier run has left, of which rank 1 had come."""
     meeting = File(path.with_name("used")).open(ZERO, soon(5))
-    membership._begin(meeting.store)
+    membership.begin_round(meeting.store)
     store = dist.PrefixStore("weft/round1", meeting.store)
     store.add("arrived", 2)
     for number in (1, 2):
@@ -315,7 +315,7 @@ def test_one_too_many_hears_that_the_others_may_be_complete(tmp_path: Path) -> N
 def test_two_processes_that_are_rank_0_hear_of_each_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(membership, "_GRACE", 1.0)
+    monkeypatch.setattr(membership, "GRACE", 1.0)
     path = tmp_path / "run7"
     heard = together(*(lambda r=rank: come(path, r, 30, size=3) for rank in (0, 0, 1)))
     assert len(set(heard)) == 1
@@ -382,7 +382,7 @@ def test_a_file_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.M
 def test_a_folder_that_is_not_there_is_a_mistake(
     launch: Launch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rendezvous, "_SETTLED", 0.2)
+    monkeypatch.setattr(rendezvous, "SETTLED", 0.2)
     with pytest.raises(WeftError, match=r"rank [01]: .*/a/run7 cannot .*no folder .*/a on this"):
         File(tmp_path / "a" / "run7").open(launch, soon(50))
 

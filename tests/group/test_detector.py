@@ -464,7 +464,7 @@ def test_closing_says_goodbye_and_leaves_nothing(peers, nothing_left):
 
 def test_closing_waits_for_no_thread_that_waits_for_whoever_closes(peers, monkeypatch):
     """As where a collection of garbage drops a group in the middle of a handler of the log."""
-    monkeypatch.setattr(links, "_PATIENCE", 0.1)
+    monkeypatch.setattr(links, "PATIENCE", 0.1)
     three, handler = peers(), logging.NullHandler()
     handler.handle = lambda record: held.wait(30)
     held = threading.Event()

@@ -7,6 +7,7 @@ group notes what it is asked for, and stand-in streams and events note the order
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import os
 import sys
@@ -29,7 +30,6 @@ from weft.bootstrap.outcome import results
 from weft.devices import Aside, as_device, is_capturing
 from weft.group import process_group
 from weft.group import session as session_module
-from weft.group import worker as worker_module
 from weft.group.route import backend_for
 from weft.group.watcher import Watcher
 from weft.kernels import reference
@@ -324,11 +324,11 @@ def test_results_are_joined_in_one_stream_of_a_device(monkeypatch):
     monkeypatch.setattr(torch, "Stream", stream)
     monkeypatch.setattr(torch, "Event", MagicMock())
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda on: None)
-    devices._beside.cache_clear()
+    devices.idle_stream.cache_clear()
     streams, device_ = devices.Streams(), torch.device("cuda", 0)
     found = [Aside(streams, device_, None).apart() for _ in range(3)]
     assert len({id(each) for each in found}) == 3 and set(found) == {(1, 0, 0)}
-    devices._beside.cache_clear()
+    devices.idle_stream.cache_clear()
 
 
 def test_who_has_no_rows_learns_where_they_are(monkeypatch):
@@ -381,15 +381,21 @@ class Watched:
 def watching(monkeypatch):
     """Two ranks, the watcher of the first, and the devices of its threads."""
     claimed = []
+    earlier = threading.enumerate()
     monkeypatch.setattr(torch.accelerator, "set_device_index", claimed.append)
     groups = threads.group(2, timeout=patient(300.0))  # no test comes near it
     watcher = Watcher(groups[0].session, torch.device("cuda", 1), "a round over nccl")
     yield SimpleNamespace(groups=groups, watcher=watcher, claimed=claimed)
     watcher.end()
-    thread = watcher._thread
-    assert thread is None or until(lambda: not thread.is_alive())
     for group in groups:
         group.close()
+    watcher = None
+
+    def all_have_ended():
+        mine = {*threading.enumerate()} - {*earlier}
+        return "weft watcher" not in {thread.name for thread in mine}
+
+    assert until(all_have_ended)
 
 
 def test_what_is_watched_is_held_until_it_is_through(watching):
@@ -408,10 +414,11 @@ def test_threads_of_wefts_end_no_capture_of_a_graph_in_others(watching, monkeypa
     modes = []
 
     def exchange(mode):
-        modes.append((threading.current_thread().name, mode._obj.value))
+        value = ctypes.cast(mode, ctypes.POINTER(ctypes.c_int)).contents.value
+        modes.append((threading.current_thread().name, value))
 
     runtime = SimpleNamespace(cudaThreadExchangeStreamCaptureMode=exchange)
-    monkeypatch.setattr(devices, "_cuda_runtime", lambda: runtime)
+    monkeypatch.setattr(devices, "cuda_runtime", lambda: runtime)
     through = threading.Event()
     watching.watcher.watch(Watched(True), through.set)
     assert through.wait(patient(20.0))
@@ -424,9 +431,11 @@ def test_threads_of_wefts_end_no_capture_of_a_graph_in_others(watching, monkeypa
 
 
 def test_a_library_is_found_where_torch_has_loaded_it():
-    assert devices._loaded("libno_such_library") is None
+    assert devices.loaded_library("libno_such_library") is None
     if sys.platform.startswith("linux"):
-        assert os.path.samefile(devices._loaded("libtorch_cpu.so"), torch_library("torch_cpu"))
+        assert os.path.samefile(
+            devices.loaded_library("libtorch_cpu.so"), torch_library("torch_cpu")
+        )
 
 
 def test_what_fails_while_it_is_watched_does_not_end_the_watch(watching, caplog):
@@ -561,8 +570,10 @@ def test_a_result_is_not_handed_out_once_the_group_has_broken(watching, clock, m
     with pytest.raises(weft.WireError, match="rank 1 gave up: no memory left"):
         work.wait()
     future = MagicMock()
+    monkeypatch.setattr(torch.futures, "Future", lambda *, devices: future)
     monkeypatch.setattr(Aside, "apart", lambda job: contextlib.nullcontext())
-    worker_module._complete(future, work)
+    work.get_future()
+    assert until(lambda: future.set_exception.called)
     ((error,), _) = future.set_exception.call_args
     assert isinstance(error, weft.WireError) and not future.set_result.called
     first.close()  # after which nothing breaks it
@@ -585,7 +596,7 @@ def test_a_call_that_ended_well_before_the_group_broke_returns(watching):
 
 @pytest.mark.parametrize(("queues", "warns"), [("1", True), ("8", False), (None, False)])
 def test_streams_that_share_one_queue_are_logged_once(watching, monkeypatch, caplog, queues, warns):
-    session_module._warn_of_one_queue.cache_clear()
+    session_module.warn_of_one_queue.cache_clear()
     monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
     if queues is not None:
         monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", queues)
@@ -593,7 +604,7 @@ def test_streams_that_share_one_queue_are_logged_once(watching, monkeypatch, cap
         in_streams(group)
     found = [text for text in caplog.messages if "CUDA_DEVICE_MAX_CONNECTIONS=1" in text]
     assert len(found) == warns
-    session_module._warn_of_one_queue.cache_clear()
+    session_module.warn_of_one_queue.cache_clear()
 
 
 # what every rank is told
@@ -615,7 +626,7 @@ def test_who_sends_wrong_indices_is_named(name, number, index):
         def begin_round(self):
             if self.rounds == number:
                 peers = set()
-                for post in sorted(self._queued, key=lambda post: post.channel):
+                for post in sorted(self.queued, key=lambda post: post.channel):
                     for index, (peer, tensor) in enumerate(post.sends):
                         if tensor.nbytes and peer not in peers:
                             sent = as_bytes(tensor).clone()

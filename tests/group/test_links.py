@@ -220,7 +220,7 @@ def test_nothing_follows_a_message_of_which_a_part_was_sent():
 
 def test_threads_that_close_together_hear_nothing_of_it(monkeypatch, nothing_left):
     """Of n ranks that each told all others, the last would have heard n messages."""
-    monkeypatch.setattr(links_module, "_GOODBYES", patient(60.0))
+    monkeypatch.setattr(links_module, "GOODBYES", patient(60.0))
     with nothing_left():
         ranks = links_of_threads(64)
         readers = [Reader(links) for links in ranks]

@@ -207,7 +207,7 @@ def test_who_did_not_say_where_it_listens_is_named():
 
 def test_ranks_that_ask_for_different_wires_are_told_though_one_has_died_since(monkeypatch):
     """The others wait for a moment until all have read why there is no group."""
-    monkeypatch.setattr(control, "_PATIENCE", 0.2)
+    monkeypatch.setattr(control, "PATIENCE", 0.2)
     store = dist.HashStore()
     other = {"wire": "torch", "host": "there", "carrier": "torch", "trouble": "", "endpoint": {}}
     store.set("weft/x/1/statement/1", json.dumps(other))

@@ -85,7 +85,7 @@ def test_an_abort_reaches_all_wires_though_a_handler_of_the_log_raises(monkeypat
     def handler(*args):
         raise OSError("no space left on device")
 
-    monkeypatch.setattr("weft.group.wires._log.error", handler)
+    monkeypatch.setattr(logging.getLogger("weft"), "error", handler)
     wires = Wires(1)
     last = Faulty()
     wires.add(Faulty(raises=True), "")

@@ -399,7 +399,7 @@ def test_a_child_forked_in_the_middle_of_calls_is_told_so(group):
     calls, entered, go = group.worker, threading.Event(), threading.Event()
     work = calls.submit("held", lambda: (entered.set(), go.wait(30)))
     assert entered.wait(10)
-    with calls._lock:  # as any thread may hold it at that moment
+    with calls.lock:  # as any thread may hold it at that moment
         if (child := os.fork()) == 0:
             signal.alarm(10)  # it would wait for a turn that nobody gives
             try:

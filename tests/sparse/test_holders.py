@@ -31,7 +31,7 @@ WIDTH = 16
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
     """Chunks of 256 KiB however much moves: of few rows, too, there are some."""
-    monkeypatch.setattr(choice, "_STEP_SECONDS", 0.0)
+    monkeypatch.setattr(choice, "STEP_SECONDS", 0.0)
 
 
 def parts_of(kind, ranks):
@@ -236,8 +236,7 @@ def test_memory_is_what_the_cost_says_and_not_the_rows_of_all(kind):
         def counted(nbytes):
             nonlocal peak
             leases.append((lease(nbytes), nbytes))
-            # a lease that was given back belongs to no pool
-            peak = max(peak, sum(size for one, size in leases if one._pool is not None))
+            peak = max(peak, sum(size for one, size in leases if one.is_held))
             return leases[-1][0]
 
         step = ranks if kind == "disjoint" else 2

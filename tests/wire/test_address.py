@@ -27,10 +27,10 @@ def machine(monkeypatch):
     """A machine whose own addresses, and ways to hosts, are as told."""
 
     def make(*own, here=(), **ways):
-        monkeypatch.setattr(address, "_of_machine", lambda: iter(own))
-        monkeypatch.setattr(address, "_leads_here", lambda address: address in here)
-        monkeypatch.setattr(address, "_towards", lambda host, port: ways.get(host))
-        monkeypatch.setattr(address, "_server", lambda store: (next(iter(ways), None), 1))
+        monkeypatch.setattr(address, "addresses_of_machine", lambda: iter(own))
+        monkeypatch.setattr(address, "leads_here", lambda address: address in here)
+        monkeypatch.setattr(address, "address_towards", lambda host, port: ways.get(host))
+        monkeypatch.setattr(address, "server_of", lambda store: (next(iter(ways), None), 1))
 
     return make
 
@@ -54,11 +54,11 @@ def network(monkeypatch):
 
     def make(route):
         monkeypatch.setattr(address, "interfaces", lambda: there)
-        monkeypatch.setattr(address, "_server", lambda store: ("node1", 1))
-        monkeypatch.setattr(address, "_towards", lambda host, port: route)
+        monkeypatch.setattr(address, "server_of", lambda store: ("node1", 1))
+        monkeypatch.setattr(address, "address_towards", lambda host, port: route)
         everything = [each for one in there for each in one.addresses]
-        monkeypatch.setattr(address, "_of_machine", lambda: iter(everything))
-        monkeypatch.setattr(address, "_leads_here", lambda each: not address.is_loopback(each))
+        monkeypatch.setattr(address, "addresses_of_machine", lambda: iter(everything))
+        monkeypatch.setattr(address, "leads_here", lambda each: not address.is_loopback(each))
 
     return make
 
@@ -142,8 +142,8 @@ def test_a_host_without_any_other_address_takes_the_loopback(machine):
 
 
 def test_what_leads_nowhere_is_passed_over():
-    assert address._towards("host.invalid", 80) is None
-    assert not address._leads_here("192.0.2.1") and not address._leads_here("127.0.0.1")
+    assert address.address_towards("host.invalid", 80) is None
+    assert not address.leads_here("192.0.2.1") and not address.leads_here("127.0.0.1")
 
 
 def test_a_name_that_no_server_answers_for_is_not_waited_for(monkeypatch, caplog):
@@ -159,8 +159,8 @@ def test_a_name_that_no_server_answers_for_is_not_waited_for(monkeypatch, caplog
         return look_up(host, *args, **options)
 
     monkeypatch.setattr(socket, "getaddrinfo", hanging)
-    monkeypatch.setattr(address, "_LOOKUP", 0.2)
-    monkeypatch.setattr(address, "_server", lambda store: ("node1.example", 1))
+    monkeypatch.setattr(address, "LOOKUP", 0.2)
+    monkeypatch.setattr(address, "server_of", lambda store: ("node1.example", 1))
     assert address.is_own(own_address(dist.HashStore()))
     assert answered == []
     assert "within 0.2 s what node1.example is" in caplog.text

@@ -21,7 +21,7 @@ LARGE = 5 << 20
 @pytest.fixture
 def shelf(monkeypatch: pytest.MonkeyPatch) -> Shelf:
     own = Shelf(64 << 20)
-    monkeypatch.setattr(memory, "_shelf", lambda: own)
+    monkeypatch.setattr(memory, "shelf_of_process", lambda: own)
     return own
 
 
@@ -93,7 +93,7 @@ def test_what_is_kept_makes_room_where_memory_is_short(
 
 def test_a_piece_may_come_back_in_the_middle_of_asking(shelf: Shelf) -> None:
     first = shelf.take(LARGE)
-    with shelf._lock:  # as when a collection of garbage runs inside of `take`
+    with shelf.lock:  # as when a collection of garbage runs inside of `take`
         thread = threading.Thread(target=lambda holder: holder.pop(), args=([first],))
         del first
         thread.start()
@@ -103,7 +103,7 @@ def test_a_piece_may_come_back_in_the_middle_of_asking(shelf: Shelf) -> None:
 
 
 def test_a_forked_child_waits_for_no_lock_of_its_parent() -> None:
-    with memory._shelf()._lock:  # as when another thread is in the middle of `take`
+    with memory.shelf_of_process().lock:  # as when another thread is in the middle of `take`
         child = os.fork()
         if child == 0:
             signal.alarm(10)
@@ -117,7 +117,7 @@ def test_a_forked_child_waits_for_no_lock_of_its_parent() -> None:
 def test_nonsense_in_the_environment_is_said_and_changes_nothing(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    made = memory._shelf.__wrapped__
+    made = memory.shelf_of_process.__wrapped__
     usual = made().limit
     monkeypatch.setenv("WEFT_KEEP", "3")
     assert made().limit == 3 << 20

@@ -19,9 +19,13 @@ CPU = torch.device("cpu")
 class Both(Staged):
     """Closes the wire of the CPU, too, which a group closes itself."""
 
+    def __init__(self, cpu_wire, device):
+        super().__init__(cpu_wire, device)
+        self.below = cpu_wire
+
     def close(self):
         super().close()
-        self._cpu_wire.close()
+        self.below.close()
 
 
 def wires_of(size):
@@ -105,7 +109,9 @@ def test_what_is_sent_is_there_before_it_is_posted(monkeypatch):
     asked = []
     stream = SimpleNamespace(synchronize=lambda: asked.append("waits"))
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: stream)
-    monkeypatch.setattr(module, "_locked", lambda nbytes, _: torch.zeros(nbytes, dtype=torch.uint8))
+    monkeypatch.setattr(
+        module, "host_memory", lambda nbytes, _: torch.zeros(nbytes, dtype=torch.uint8)
+    )
     first, second = thread_wires(2)
     post = first.post
     monkeypatch.setattr(first, "post", lambda *given: asked.append("posts") or post(*given))
@@ -127,6 +133,6 @@ def test_memory_is_page_locked_for_a_device_alone(monkeypatch):
         return real(*args, **kwargs)
 
     monkeypatch.setattr(torch, "empty", empty)
-    module._locked(4, CPU)
-    module._locked(4, torch.device("cuda", 0))
+    module.host_memory(4, CPU)
+    module.host_memory(4, torch.device("cuda", 0))
     assert asked == [False, True]

@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 import weft
 from weft import devices, kernels
 from weft.bootstrap.outcome import results
-from weft.devices import Aside, as_device
+from weft.devices import as_device
 from weft.kernels import reference
 from weft.sparse import ALGORITHMS, run
 from weft.sparse.cost import Load
@@ -153,10 +153,6 @@ def machine(monkeypatch, request):
         with Sanitizer(machine):  # the worker has left it
             return real(group, request)
 
-    def joined(job, result):  # without `record_stream`, which tensors of the CPU lack
-        torch.accelerator.current_stream(CPU).wait_event(job._behind)
-        return result
-
     monkeypatch.setattr(torch, "Stream", stream)
     monkeypatch.setattr(torch, "Event", lambda device: Event(machine))
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: machine.here.current)
@@ -164,7 +160,6 @@ def machine(monkeypatch, request):
     monkeypatch.setattr(devices, "accelerators", lambda device: [device])
     monkeypatch.setattr(torch_rounds, "has_streams", lambda device: True)
     monkeypatch.setattr(dist, "all_to_all_single", machine.all_to_all)
-    monkeypatch.setattr(Aside, "joined", joined)
     monkeypatch.setattr(run, "reduced", reduced)
     for module in (reference, kernels):
         monkeypatch.setattr(module, "read", read)

@@ -92,7 +92,7 @@ def both_connect(wire, rounds=20):
 
 def make_at_once(start):
     """Lower ranks connect at once."""
-    tcp._LOWER_DELAY = 0.0
+    tcp.LOWER_DELAY = 0.0
     return make_far(start)
 
 
@@ -120,11 +120,12 @@ def test_a_rank_is_reached_though_its_program_does_something_else(sender):
 
 
 @contextlib.contextmanager
-def beside_a_silent_rank(rank, timeout):
+def beside_a_silent_rank(rank, timeout, listener=None):
     """A wire of one of two ranks; the other, on another host, takes connections and is silent."""
+    listener = listener or Listener("127.0.0.1", 8)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         endpoint = Endpoint("127.0.0.1", silent.getsockname()[1], "0" * 32)
-        far = tcp.Far(Listener("127.0.0.1", 8), {1 - rank: endpoint}, timeout)
+        far = tcp.Far(listener, {1 - rank: endpoint}, timeout)
         with contextlib.closing(tcp.TcpWire(rank, 2, {}, Pool(), far=far)) as wire:
             yield wire
 
@@ -140,7 +141,7 @@ def test_a_rank_that_takes_a_connection_and_says_nothing_is_lost(rank):
 
 def test_a_close_that_still_sends_may_give_up_a_rank_that_says_nothing(monkeypatch):
     """The attempt to reach that one ends while another one takes what was sent."""
-    monkeypatch.setattr(tcp, "_LINGER", 1.5)
+    monkeypatch.setattr(tcp, "LINGER", 1.5)
     near, taker = socket.socketpair()
     with socket.create_server(("127.0.0.1", 0)) as silent, taker:
         endpoint = Endpoint("127.0.0.1", silent.getsockname()[1], "0" * 32)
@@ -154,12 +155,17 @@ def test_a_close_that_still_sends_may_give_up_a_rank_that_says_nothing(monkeypat
         assert near.fileno() == -1
 
 
+def nothing_for(seconds):
+    """No messages; a post that asks for them holds the wire for so long."""
+    time.sleep(seconds)
+    yield from ()
+
+
 def test_who_was_paused_itself_gives_the_other_as_long_again(monkeypatch):
-    monkeypatch.setattr(tcp, "_PAUSE", 0.5)
+    monkeypatch.setattr(tcp, "PAUSE", 0.5)
     with beside_a_silent_rank(1, 1.0) as wire:
         pending = wire.post((), [(0, 8)])
-        with wire._turn:  # as in foreign code that lets no other thread run
-            time.sleep(1.5)
+        wire.post(nothing_for(1.5))  # as in foreign code that lets no other thread run
         assert not pending.done()
         with pytest.raises(WireFailed, match="no answer within 1 s"):
             pending.wait(patient(20.0))
@@ -175,14 +181,15 @@ def test_no_file_left_to_connect_with_is_this_rank_s_own_failure(no_file_left):
 
 
 def test_no_file_left_to_accept_with_is_this_rank_s_own_failure(no_file_left):
-    with beside_a_silent_rank(0, 20.0) as wire:
-        at = wire._far.listener.endpoint
-        with (
-            socket.create_connection((at.address, at.port)),
-            pytest.raises(WireFailed) as caught,
-            no_file_left(),
-        ):
-            wire.post((), [(1, 8)]).wait(patient(20.0))
+    listener = Listener("127.0.0.1", 8)
+    at = listener.endpoint
+    with (
+        beside_a_silent_rank(0, 20.0, listener) as wire,
+        socket.create_connection((at.address, at.port)),
+        pytest.raises(WireFailed) as caught,
+        no_file_left(),
+    ):
+        wire.post((), [(1, 8)]).wait(patient(20.0))
     failure = caught.value.failure
     assert (failure.kind, failure.peer) == ("broken", 0)
     assert failure.text.startswith("no file descriptor is left for a connection that has come (")

@@ -140,7 +140,7 @@ def test_a_close_in_the_middle_of_a_send_sends_nothing_twice(ends):
         first.close()
 
     pending = first.post([(1, message)])
-    while not first._polled[first.connections[1].fd] & select.POLLOUT:
+    while not first.connections[1].wanted & select.POLLOUT:
         first.move()
     link = first.connections[1]
     link.sock = Interrupted(link.sock, handler)
@@ -153,27 +153,48 @@ def test_a_close_in_the_middle_of_a_send_sends_nothing_twice(ends):
     assert torch.equal(place[:came], message[:came])
 
 
+class PollOfHandler:
+    """A `select.poll`, at the end of the first sleep of which a handler of a signal runs."""
+
+    def __init__(self, poll, handlers):
+        self._poll, self._handlers = poll, handlers
+
+    def poll(self, milliseconds):
+        if not (milliseconds and self._handlers):
+            return self._poll.poll(milliseconds)
+        before, after = self._handlers.pop()
+        before()
+        events = self._poll.poll(milliseconds)
+        after()
+        return events
+
+    def __getattr__(self, name):
+        return getattr(self._poll, name)
+
+
 def test_a_close_by_a_handler_during_a_sleep_ends_the_wait_as_any_other(monkeypatch):
     """What the sleep says is ready is closed by then: sockets, and what woke it."""
+    handlers = []
+    poll = select.poll
+    monkeypatch.setattr(select, "poll", lambda: PollOfHandler(poll(), handlers))
     near, far = socket.socketpair()
     listener = Listener("127.0.0.1", 8)
     beyond = {2: listener.endpoint}
     wire = TcpWire(0, 3, {1: near}, Pool(), far=Far(listener, beyond, 10.0))
-    wait_for_events = wire._wait_for_events
+    other = threading.Thread(target=wire.close)  # which wakes who sleeps
 
-    def interrupted(seconds, spin):
+    def make_ready():
         socket.create_connection((listener.endpoint.address, listener.endpoint.port)).close()
         far.sendall(b"a part of a frame")
-        wire._alarm[1].send(b"\0")
+        other.start()
         time.sleep(0.1)
-        events = wait_for_events(seconds, spin)
-        wire.close()
-        return events
 
     pending = wire.post((), [(1, 8)])
-    monkeypatch.setattr(wire, "_wait_for_events", interrupted)
+    handlers.append((make_ready, wire.close))
     with far, pytest.raises(WireFailed, match="this end was closed"):
         pending.wait(10.0)
+    other.join(20.0)
+    assert not (handlers or other.is_alive())
 
 
 def test_a_close_by_a_handler_during_a_sleep_sends_what_was_posted_before(ends):
@@ -257,7 +278,7 @@ def test_a_close_while_another_thread_waits_sends_what_was_sent_before(segment):
 
 
 def test_a_close_while_another_thread_waits_ends_though_the_peer_takes_nothing(monkeypatch):
-    monkeypatch.setattr(tcp, "_LINGER", 0.3)
+    monkeypatch.setattr(tcp, "LINGER", 0.3)
     near, far = socket.socketpair()
     wire = TcpWire(0, 2, {1: near}, Pool())
     until_the_socket_is_full(wire)
@@ -407,14 +428,14 @@ def closes_in_a_child(wire):
 def test_a_fork_while_another_thread_takes_memory_of_the_segment():
     mine, theirs = socket.socketpair()
     wire = TcpWire(0, 2, {1: mine}, Pool(), shm.Segment.make())
-    with theirs, held_elsewhere(wire.segment._lock):
+    with theirs, held_elsewhere(wire.segment.lock):
         assert closes_in_a_child(wire)
     wire.close()
 
 
 def test_a_fork_while_another_thread_looks_at_messages_in_frames():
     wire = FramedWire(None, 0, 1)
-    with held_elsewhere(wire._changed):
+    with held_elsewhere(wire.changed):
         assert closes_in_a_child(wire)
     wire.close()
 

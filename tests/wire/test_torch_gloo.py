@@ -284,7 +284,7 @@ def name_rank_2(store, ranks, timeout, text):
 
 
 def test_a_rank_that_dies_while_gloo_connects_links_is_named(gloo_connects_for_long, monkeypatch):
-    monkeypatch.setattr(control, "_PATIENCE", patient(1.0))
+    monkeypatch.setattr(control, "PATIENCE", patient(1.0))
     store = dist.HashStore()
     statement = {"wire": "torch", "host": "", "carrier": "torch", "trouble": "", "endpoint": {}}
     dist.PrefixStore("weft/world/1", store).set("statement/2", json.dumps(statement))

@@ -131,7 +131,7 @@ def test_after_an_abort_nothing_is_written_though_the_operation_comes_through(su
             place.fill_(7)
             meeting.wait(SOON)  # now the other rank joins in
             meeting.wait(SOON)
-            wire._operations._thread.join(0.2)  # which waits for the operation
+            time.sleep(0.2)  # in which the operation comes through here, too
             assert failure_of(lambda: pending.wait(SOON)) == failure
             assert bool((place == 7).all())
         else:
@@ -174,14 +174,16 @@ def test_pairs_that_wait_for_each_other_go_in_one_order_and_the_lower_rank_sends
         log = []
 
         def noting(what):
-            return lambda tensors, peer, tag: log.append((what, peer)) or SimpleNamespace()
+            work = SimpleNamespace(wait=lambda timeout: None)
+            return lambda tensors, peer, tag: log.append((what, peer)) or work
 
         group = SimpleNamespace(
             bound_device_id=None, rank=lambda: rank, send=noting("to"), recv=noting("from")
         )
-        others = [peer for peer in (3, 0, 2) if peer != rank]
-        parts = [(peer, torch.ones(2), torch.ones(2)) for peer in others]
-        torch_rounds._between_pairs(parts, group, False)
+        part = rounds_over(lambda: group, rank, 4, CPU).among([3, 0, 2])
+        others = [peer for peer in range(3) if peer != part.rank]
+        sends = [(peer, torch.ones(2)) for peer in others]
+        part.post(sends, [(peer, 8) for peer in others]).wait(SOON)
         return log
 
     assert asked(0) == [("to", 2), ("from", 2), ("to", 3), ("from", 3)]
@@ -204,7 +206,8 @@ def test_it_sums_over_all_ranks_with_equal_bits():
     first, *others = RUN(3, body)
     for other in others:
         assert all(torch.equal(one, two) for one, two in zip(first, other, strict=True))
-    assert len(first) == len(torch_rounds._SUMMED)
+    floats = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
+    assert {x.dtype for x in first} == {*floats, torch.int32, torch.int64}
 
 
 def test_the_first_failure_stays_and_a_group_that_is_gone_is_lost():
@@ -232,20 +235,22 @@ class Streams:
     def __init__(self):
         self.log = []
         self.made = 0
+        self.priorities = {}
         self.current = self.stream()
         self.threads = {}
 
     def stream(self, *_, priority=0):
         self.made += 1
-        return FakeStream(self, self.made, priority)
+        self.priorities[self.made] = priority
+        return FakeStream(self, self.made)
 
     def event(self, device):
         return FakeEvent(self)
 
 
 class FakeStream:
-    def __init__(self, streams, number, priority):
-        self.streams, self.number, self.priority = streams, number, priority
+    def __init__(self, streams, number):
+        self.streams, self.number = streams, number
         self.stream_id, self.device_index, self.device_type = self, 0, 0
 
     def __enter__(self):
@@ -283,6 +288,9 @@ class Group:
 
     def __init__(self, streams):
         self.streams, self.aborted, self.memory = streams, threading.Event(), []
+
+    def rank(self):
+        return 0
 
     def abort(self):
         self.streams.threads["abort"] = threading.current_thread()
@@ -342,10 +350,11 @@ def test_a_round_comes_behind_the_caller_who_goes_on_behind_it(streams):
 
 def test_each_wire_has_a_stream_of_its_own_of_another_pool_than_those_of_programs(streams):
     other = rounds_over(lambda: streams.group, 0, 2, CPU)
-    own = {each._operations._stream for each in (streams.wire, other)}
-    assert len(own) == 2 and {each.priority for each in own} == {-1}
-    part = streams.wire.among([1, 0])
-    assert part._operations is streams.wire._operations
+    part = streams.wire.among([0])
+    for wire in (streams.wire, other, part):
+        wire.post().wait_stream()
+    assert [each[0] for each in streams.log if each[1:] == ("waits for", 1)] == [2, 3, 2]
+    assert streams.priorities == {1: 0, 2: -1, 3: -1}
 
 
 def test_memory_is_held_until_the_event_is_through_and_no_longer(streams):
@@ -453,7 +462,7 @@ def test_a_close_waits_for_what_is_under_way_and_does_not_abort_the_group(stream
 
 
 def test_memory_of_what_never_ends_outlives_its_wire(streams, monkeypatch):
-    monkeypatch.setattr(torch_rounds, "_LAST", 0.01)
+    monkeypatch.setattr(torch_rounds, "CLOSING", 0.01)
     pending, behind = begun(streams, torch.zeros(2))
     received, sent = streams.group.memory
     streams.wire.close()
@@ -462,5 +471,6 @@ def test_memory_of_what_never_ends_outlives_its_wire(streams, monkeypatch):
     gc.collect()
     assert received() is not None and sent() is not None
     behind.answers = [True]
-    torch_rounds._hold([])
+    rounds_over(lambda: streams.group, 0, 2, CPU)  # and it is gone at once: then weft looks again
+    gc.collect()
     assert received() is None and sent() is None

@@ -169,8 +169,8 @@ def test_a_wait_of_threads_is_told_of_with_the_line_of_the_other(monkeypatch, ca
 def test_a_folder_for_records_that_cannot_be_written_is_told_of_once(monkeypatch, tmp_path, caplog):
     folder = tmp_path / "file" / "records"
     folder.parent.touch()
+    recorder.begin(3, 4, "told of")
     monkeypatch.setenv("WEFT_RECORD_DIR", str(folder))
-    monkeypatch.setattr(recorder, "_rank", {"rank": 3, "pid": os.getpid()})
     for why in ("one failed", "another failed"):
         recorder.write(why)
     (said,) = (each.message for each in caplog.records)

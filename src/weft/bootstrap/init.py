@@ -42,7 +42,7 @@ from .config import Config, unknown_variables
 from .config import config as in_force
 
 _TIMEOUT = 300.0  # seconds, of a group that weft starts
-_TELL = 3.0  # seconds in which a process that cannot take part tries to tell the others
+TELL = 3.0  # seconds in which a process that cannot take part tries to tell the others
 _LATE = 0.5  # seconds after the timeout in which others may find it over by themselves
 _AWAITED = re.compile(r"^wait timeout after \d+ms, keys: \S*/(\d+)$")  # gloo's, for a rank
 _log = logging.getLogger("weft")
@@ -452,7 +452,7 @@ def _tell(
         return
     _log.warning("%s", error)  # now: the others may be long in coming
     slow.choose(math.inf)  # what was asked for may be the error
-    until = time.monotonic() + (_TELL if launch.rank < 0 else asked.limit)
+    until = time.monotonic() + (TELL if launch.rank < 0 else asked.limit)
     with contextlib.suppress(WireError, RuntimeError, OSError):  # then only this rank raises
         membership.meet(place, launch, None, until, str(error))
 

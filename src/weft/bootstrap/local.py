@@ -53,8 +53,8 @@ _THREADS = {
 }
 """Variables that the server and the ranks have, unless the environment sets them otherwise."""
 _LATE = "had not finished and was ended"
-_GRACE = 5.0  # seconds that the other ranks have to end by themselves, after a failure or Ctrl-C
-_LADDER = ((signal.SIGINT, 1.0), (signal.SIGTERM, 1.0), (signal.SIGKILL, 10.0))
+GRACE = 5.0  # seconds that the other ranks have to end by themselves, after a failure or Ctrl-C
+LADDER = ((signal.SIGINT, 1.0), (signal.SIGTERM, 1.0), (signal.SIGKILL, 10.0))
 
 
 def launch(
@@ -107,12 +107,12 @@ def launch(
             ranks.append(Rank.start(number, _environment(number, size, port, env or {}), *body))
         pump(ranks, listen, deadline, lambda: _decided(ranks))
         if _decided(ranks):
-            pump(ranks, listen, time.monotonic() + _GRACE)
+            pump(ranks, listen, time.monotonic() + GRACE)
     except KeyboardInterrupt:
-        end(ranks, ((signal.SIGINT, _GRACE), *_LADDER[1:]), listen)
+        end(ranks, ((signal.SIGINT, GRACE), *LADDER[1:]), listen)
         raise
     finally:
-        end(ranks, _LADDER)
+        end(ranks, LADDER)
         del store  # the ranks are gone, nobody asks it any more
     return results([rank.outcome or Outcome(rank.number) for rank in ranks], "processes")
 
@@ -292,7 +292,7 @@ def _decided(ranks: Sequence[Rank]) -> bool:
 
 def _environment(rank: int, size: int, port: int, extra: Mapping[str, str]) -> dict[str, str]:
     env = {name: value for name, value in os.environ.items() if name != "TORCHELASTIC_RUN_ID"}
-    env.setdefault("OMP_NUM_THREADS", str(max(1, _cores() // size)))
+    env.setdefault("OMP_NUM_THREADS", str(max(1, cores_of_process() // size)))
     env.update(
         RANK=str(rank),
         WORLD_SIZE=str(size),
@@ -308,7 +308,7 @@ def _environment(rank: int, size: int, port: int, extra: Mapping[str, str]) -> d
     return {**env, **extra}
 
 
-def _cores() -> int:
+def cores_of_process() -> int:
     affinity = getattr(os, "sched_getaffinity", None)  # Linux
     return len(affinity(0)) if affinity else os.cpu_count() or 1
 
@@ -390,5 +390,5 @@ def _follow_launcher() -> None:
     parent.join()
     if not _has_promised:
         os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(_GRACE)
+    time.sleep(GRACE)
     os.kill(os.getpid(), signal.SIGKILL)

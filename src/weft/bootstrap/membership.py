@@ -38,10 +38,10 @@ from .launchers import Launch
 from .rendezvous import Place, Rendezvous
 
 _log = logging.getLogger("weft")
-_LINGER = 5.0  # seconds in which the others can read an error from a store that this process hosts
-_GRACE = 10.0  # seconds in which torchrun's agents restart their workers, one after another
+LINGER = 5.0  # seconds in which the others can read an error from a store that this process hosts
+GRACE = 10.0  # seconds in which torchrun's agents restart their workers, one after another
 _FRESH = 30.0  # an error that is no older, in seconds, is one of this attempt; clocks may differ
-_LATE = 2.0  # seconds after the deadline in which rank 0 may still say who is missing
+LATE = 2.0  # seconds after the deadline in which rank 0 may still say who is missing
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +199,7 @@ def check(meeting: Rendezvous, mine: Member, deadline: float) -> tuple[Decision,
     store, arrival, decision = meeting.store, 0, Decision(over=True)
     # if another rank 0 hosts the store, it has begun the first round
     if stands_in or (mine.rank == 0 and (meeting.hosts or meeting.lasts or meeting.round)):
-        _begin(store)
+        begin_round(store)
     while decision.over:
         meeting.round = _next_round(meeting, mine, deadline)
         space = dist.PrefixStore(f"weft/round{meeting.round}", store)
@@ -208,7 +208,7 @@ def check(meeting: Rendezvous, mine: Member, deadline: float) -> tuple[Decision,
         if meeting.lasts and doubts and not decision.over:
             # the decision is one of processes that are gone; or it is an error of this attempt,
             # made before this process came: then rank 0 begins no other round
-            until = min(deadline, time.monotonic() + _GRACE)
+            until = min(deadline, time.monotonic() + GRACE)
             fresh = decision.error and time.time() - decision.when < _FRESH
             if not decision.error:
                 hint = "; or the ranks there are complete without it: was one started twice?"
@@ -311,7 +311,7 @@ def _machine() -> str:
 # Rounds.
 
 
-def _begin(store: dist.Store) -> None:
+def begin_round(store: dist.Store) -> None:
     """Begin a round, and end the one before."""
     number = store.add("weft/round", 1)
     store.set(f"weft/begun{number}", "yes")
@@ -340,14 +340,14 @@ def _attend(
     def late() -> str:
         came = _read(store)
         if len(came) < mine.size:
-            return _incomplete(came, mine, meeting.where, "so far").error
+            return incomplete(came, mine, meeting.where, "so far").error
         return f"all came to {meeting.where}, and rank 0 has not answered so far"
 
     if not judges or store.add("judge", 1) != 1:
-        if not has(store, "decision", deadline + _LATE, mine.size, (mine.rank, late)):
+        if not has(store, "decision", deadline + LATE, mine.size, (mine.rank, late)):
             # a rank 0 that came and did not decide is gone
             others = [each for each in _read(store) if each.rank != 0]
-            return arrival, _incomplete(others, mine, meeting.where)
+            return arrival, incomplete(others, mine, meeting.where)
         decision = Decision(**json.loads(store.get("decision")))
         with contextlib.suppress(RuntimeError):  # the store may end once this is counted
             store.add("heard", 1)
@@ -362,7 +362,7 @@ def _attend(
         if found or store.check(["decision"]):  # another rank 0 has begun a new round
             break
     if found is None:
-        found = _incomplete(members, mine, meeting.where)
+        found = incomplete(members, mine, meeting.where)
     elif found.error:  # all that came raise it
         found = replace(found, came=len(members))
     store.compare_set("decision", "", json.dumps(asdict(replace(found, when=time.time()))))
@@ -381,7 +381,7 @@ def _read(store: dist.Store, *, after: int = 0) -> list[Member]:
     return found
 
 
-def _incomplete(
+def incomplete(
     members: Sequence[Member], mine: Member, where: str, when: str = "in time"
 ) -> Decision:
     """The decision that names the ranks that have not come."""
@@ -405,7 +405,7 @@ def _linger(store: dist.Store, mine: Member, members: list[Member], *, whole: bo
         members: the members that have come.
         whole: whether to wait for ranks that have not come yet, too.
     """
-    for _ in pauses(time.monotonic() + _LINGER, last=0.02):
+    for _ in pauses(time.monotonic() + LINGER, last=0.02):
         members += _read(store, after=len(members))
         size = max((each.size for each in members), default=mine.size) if whole else 1
         if size and store.add("heard", 0) >= max(size, len(members)) - 1:

@@ -54,7 +54,7 @@ from .launchers import Launch
 LOOPBACK = "127.0.0.1"
 _NAME = "weft-rendezvous"  # of the file, where a folder was given
 _FILE_BEGINS = struct.pack("=i", 9) + b"refcount/"  # the first bytes of torch's file
-_SETTLED = 30.0  # seconds after which a missing folder is an error
+SETTLED = 30.0  # seconds after which a missing folder is an error
 _LOWEST, _BEYOND = 10000, 32768  # ports above the reserved ones, and below Linux's outgoing ones
 _SIGN = "weft/meets here"  # a key that marks weft's stores
 _SHORT = 2.0  # seconds in which a store that is there answers
@@ -97,7 +97,7 @@ def host(address: str = "") -> tuple[dist.TCPStore, int]:
         OSError: the address is not this machine's.
     """
     address = address or free_address()
-    sock = _listener(address, 0)
+    sock = listener_at(address, 0)
     # port 0: else torch takes a store of this process that has the same port at another address;
     # then nobody would accept what connects to this one, and its constructor would wait for ever
     store = _hosted(address, 0, sock.detach())
@@ -123,7 +123,7 @@ def _hosted(address: str, port: int, listening: int | None, limit: float = 300.0
     )
 
 
-def _listener(address: str, port: int) -> socket.socket:
+def listener_at(address: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     return socket.create_server((address, port), family=family, backlog=1024)
 
@@ -201,7 +201,7 @@ class Tcp:
         listening: int | None = None  # torch's way: at all addresses
         with contextlib.suppress(OSError):  # taken, perhaps by a store of this program: torch knows
             if address == self.host and (only := _only_address(address)):
-                listening = _listener(only, self.port).detach()
+                listening = listener_at(only, self.port).detach()
         try:
             made = _hosted(address, self.port, listening, _left(deadline))
         except RuntimeError as error:
@@ -251,7 +251,7 @@ class File:
     def open(self, launch: Launch, deadline: float) -> Rendezvous:
         began = time.monotonic()
         # a folder that rank 0 has just made takes a while to be seen on other hosts
-        for _ in pauses(min(deadline, began + _SETTLED) if launch.rank > 0 else began):
+        for _ in pauses(min(deadline, began + SETTLED) if launch.rank > 0 else began):
             try:
                 store = self._opened()
                 if store is not None:

@@ -34,7 +34,7 @@ from ..wire.tcp.listener import CONTROL, STRANGERS, Endpoint, Listener, make_roo
 from .failure.links import ControlLinks, SocketLinks
 
 _BUFFER = 1 << 17  # bytes that a link takes at once, whatever its peer does
-_PATIENCE = 5.0  # seconds in which the others can answer, and read why there is no group
+PATIENCE = 5.0  # seconds in which the others can answer, and read why there is no group
 _LAST = 1.0  # seconds in which who is late itself says so, before those say it that wait for it
 _LONGEST = 500  # characters of what gloo says
 
@@ -170,7 +170,7 @@ def _names_on_all(store: dist.Store, rank: int, size: int) -> set[str]:
     """
     lists = [wire_names()]
     with contextlib.suppress(RuntimeError, AbsentError):  # of a rank that has died meanwhile
-        lists = exchange(store, "read", wire_names(), rank, size, _PATIENCE, "")
+        lists = exchange(store, "read", wire_names(), rank, size, PATIENCE, "")
     return set.intersection(*map(set, lists))
 
 
@@ -316,11 +316,11 @@ class _RollCall:
         self._store.set(f"failed {self._rank}", "")
         self._store.set("roll call", "")
         self._answer()
-        until = time.monotonic() + _PATIENCE
+        until = time.monotonic() + PATIENCE
         everyone = range(self._size)
         missing = [rank for rank in everyone if not has(self._store, f"here {rank}", until, 1)]
         if missing:
-            what = f"came, and then did not join the control links (no answer for {_PATIENCE:g} s)"
+            what = f"came, and then did not join the control links (no answer for {PATIENCE:g} s)"
             return self._conclude(_Outcome(missing, what, absent=missing))
         failed = [rank for rank in everyone if self._store.check([f"failed {rank}"])]
         what = (
@@ -349,7 +349,7 @@ class _RollCall:
 
     def _wait_for_readers(self, absent: Sequence[int]) -> None:
         """Wait until all ranks know the outcome: the store may end with this program."""
-        until = time.monotonic() + _PATIENCE
+        until = time.monotonic() + PATIENCE
         with contextlib.suppress(RuntimeError):  # another rank's program had it, and has ended
             self._store.set(f"read {self._rank}", "")
             for rank in range(self._size):

@@ -164,7 +164,7 @@ class Session:
         if wire.features.streams:
             watcher = Watcher(self, wire.device, f"a round over {carrier}")
             if wire.device.type == "cuda":
-                _warn_of_one_queue(self.rank)
+                warn_of_one_queue(self.rank)
         self._look_after(wire, "")
         self.devices[wire.device] = Route(wire, carrier, Pool(device=wire.device), watcher)
 
@@ -420,7 +420,7 @@ class Session:
 
 
 @functools.cache
-def _warn_of_one_queue(rank: int) -> None:
+def warn_of_one_queue(rank: int) -> None:
     """Say that this process has its streams in one queue, if it has; once."""
     if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
         _log.warning(

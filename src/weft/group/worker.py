@@ -80,6 +80,7 @@ class Worker:
         entered: the same call, once this rank has come to it: see `enter`; any thread reads it.
         opens: whether it waits for what the other ranks say at the beginning of that call.
         history: the last calls that this rank has come to; any thread reads it.
+        lock: held while a call joins the line or leaves it; a process may fork meanwhile.
 
     Example:
         >>> from weft.testing import threads
@@ -109,8 +110,8 @@ class Worker:
 
     def _begin(self) -> None:
         """Begin with an empty line and no threads."""
-        self._lock = threading.Lock()
-        self._turns = threading.Condition(self._lock)
+        self.lock = threading.Lock()
+        self._turns = threading.Condition(self.lock)
         self._line: deque[object] = deque()  # the calls in order; the first one has the group
         self._owner: int | None = None  # the thread that runs a job
         self._several = False  # whether that job may make calls itself
@@ -130,7 +131,7 @@ class Worker:
         if self._several and self._owner == threading.get_ident():
             with profiled(name):
                 return self._do(name, job)
-        with self._lock:  # which takes less than the condition itself
+        with self.lock:  # which takes less than the condition itself
             turn = self._draw(name)
             try:
                 # without a deadline: a call before this one ends by the deadlines of its own waits
@@ -191,7 +192,7 @@ class Worker:
             with torch.inference_mode(inference), torch.set_grad_enabled(grad):
                 return context.run(job)
 
-        with self._lock:
+        with self.lock:
             turn = self._draw(name)
             work._end_range = profiled_until(name)
             try:
@@ -213,7 +214,7 @@ class Worker:
         """
         if self._lost:
             grace = _GRACE
-        with self._lock:
+        with self.lock:
             self._stopped = True
         if not self._jobs.end(grace):
             self._member.abort(f"its process ends while {self.doing or 'a call'} runs")
@@ -249,7 +250,7 @@ class Worker:
                 raise
             raise error.__cause__ from None  # the others have the error
         finally:
-            with self._lock:
+            with self.lock:
                 self._owner = None
                 if self._line and self._line[0] is turn:  # not in a child that the job forked
                     self._line.popleft()
@@ -303,7 +304,7 @@ class Worker:
 
     def _serve(self, turn: object, job: Callable[[], T], several: bool, work: Work[T]) -> None:
         """On the thread of jobs: run one when its turn comes."""
-        with self._lock:
+        with self.lock:
             # without a deadline: a call before this one ends by the deadlines of its own waits
             while self._line[0] is not turn:
                 self._turns.wait()

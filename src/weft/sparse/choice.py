@@ -37,7 +37,7 @@ EAGER = "eager"
 _CODE = 8 << 20  # bytes that the first call needs besides: machine code, connections, headers
 _SORTING = 28  # bytes for each row that is sorted: keys, order, indices as given and as sent
 _CHUNK_SECONDS = 0.002  # seconds of a chunk on the link, at least: long beside a message's overhead
-_STEP_SECONDS = 1e-3  # seconds of overhead of a step of a stream, on a crowded core
+STEP_SECONDS = 1e-3  # seconds of overhead of a step of a stream, on a crowded core
 _GAPS_PAY = 8  # bytes that a core merges in the time in which packing saves one byte of an index
 _CHUNKS = (1 << 16, 1 << 20)  # bytes of the smallest and the largest chunk
 _WHOLE = 1 << 48  # bytes of a chunk where messages are not cut
@@ -260,7 +260,7 @@ def _even_chunk(ranks: int, seconds: float) -> float:
     s + nc + (P - 1) s/n, where a step costs c besides its bytes: least where s/n is the root of
     cs / (P - 1).
     """
-    return math.sqrt(_STEP_SECONDS * seconds / max(1, ranks - 1))
+    return math.sqrt(STEP_SECONDS * seconds / max(1, ranks - 1))
 
 
 def packs(link: Link) -> bool:

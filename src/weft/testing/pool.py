@@ -66,7 +66,7 @@ class _Job:
 
     def call(self, group: Group) -> Any:
         """Run the body with its arguments, in a member."""
-        found: Any = _loaded(self.module, self.file)
+        found: Any = load_module(self.module, self.file)
         for name in self.qualname.split("."):
             found = getattr(found, name)
         for _ in range(self.layers):
@@ -75,7 +75,7 @@ class _Job:
         return found(group, *args, **kwargs)
 
 
-def _loaded(name: str, file: str) -> types.ModuleType:
+def load_module(name: str, file: str) -> types.ModuleType:
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, file)
         assert spec is not None and spec.loader is not None
@@ -137,15 +137,15 @@ def on_pool(
     with _lock:
         job = _job(key, body, args, kwargs)
         if _pool is not None and not all(map(_is_there, _pool.members)):
-            _stop()
+            end_pool()
         _pool = _pool or _Pool()
         try:
             outcomes = _pool.run(key[1], job, limit)
         except BaseException:  # interrupted: later runs must not read the members' late answers
-            _stop()
+            end_pool()
             raise
         if any(each.hangs or each.died for each in outcomes):
-            _stop()
+            end_pool()
         return outcomes
 
 
@@ -233,7 +233,7 @@ _lock = threading.Lock()
 
 
 @atexit.register
-def _stop() -> None:
+def end_pool() -> None:
     """End the members: at once those that run something."""
     global _pool
     pool, _pool = _pool, None

@@ -28,7 +28,7 @@ VARIABLES = ("WEFT_INTERFACE", "SAR_SOCKET_NAME", GLOO)
 
 _OUT = "192.0.2.1"  # reserved for documentation (RFC 5737): nobody's, so it leads out
 _LOOPBACK = "127.0.0.1"
-_LOOKUP = 10.0  # seconds for a name; the system waits for 5 s for each of its name servers, twice
+LOOKUP = 10.0  # seconds for a name; the system waits for 5 s for each of its name servers, twice
 
 _log = logging.getLogger("weft")
 
@@ -94,8 +94,8 @@ def own_address(store: dist.Store | None = None) -> str:
     Raises:
         OSError: an interface is named, and has no address here; or an address, of another machine.
     """
-    host, port = _server(store)
-    route = None if host is None else _towards(host, port)
+    host, port = server_of(store)
+    route = None if host is None else address_towards(host, port)
     for variable in VARIABLES:
         value = os.environ.get(variable, "").strip()
         if value.startswith("^"):
@@ -112,8 +112,8 @@ def free_address(
     is_local = host is not None and (host.lower() == "localhost" or is_loopback(host))
     if route is not None and route not in never and (is_local or not is_loopback(route)):
         return route
-    for address in _of_machine():
-        if address not in never and _leads_here(address):
+    for address in addresses_of_machine():
+        if address not in never and leads_here(address):
             return address
     return _LOOPBACK
 
@@ -144,7 +144,7 @@ def is_loopback(address: str) -> bool:
         return False
 
 
-def _server(store: dist.Store | None) -> tuple[str | None, int]:
+def server_of(store: dist.Store | None) -> tuple[str | None, int]:
     """Host and port of the store's server, if it has one."""
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
@@ -153,7 +153,7 @@ def _server(store: dist.Store | None) -> tuple[str | None, int]:
     return None, 0
 
 
-def _towards(host: str, port: int) -> str | None:
+def address_towards(host: str, port: int) -> str | None:
     """This machine's address on the way to a host; nothing is sent."""
     for family, kind, _, _, name in _resolved(host, port, socket.SOCK_DGRAM):
         with contextlib.suppress(OSError), socket.socket(family, kind) as sock:
@@ -180,26 +180,26 @@ def _resolved(host: str, port: int | None, kind: socket.SocketKind) -> list[Any]
 
     threading.Thread(target=look_up, name="weft resolver", daemon=True).start()
     try:
-        return answer.result(_LOOKUP)
+        return answer.result(LOOKUP)
     except TimeoutError:
-        _log.warning("no name server has said within %g s what %s is", _LOOKUP, host)
+        _log.warning("no name server has said within %g s what %s is", LOOKUP, host)
     except OSError:  # there is no such name
         pass
     return []
 
 
-def _of_machine() -> Iterator[str]:
+def addresses_of_machine() -> Iterator[str]:
     """Addresses by which others may know this machine, the likeliest first."""
     for *_, name in _resolved(socket.gethostname(), None, socket.SOCK_STREAM):
         yield name[0]
-    outwards = _towards(_OUT, 9)
+    outwards = address_towards(_OUT, 9)
     if outwards is not None:
         yield outwards
     for each in interfaces():
         yield from each.addresses
 
 
-def _leads_here(address: str) -> bool:
+def leads_here(address: str) -> bool:
     """Whether it is an address of this machine, but for the loopback."""
     return not is_loopback(address) and is_own(address)
 

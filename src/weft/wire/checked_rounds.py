@@ -22,7 +22,11 @@ _MESSAGES = (1 << 30) + 2  # another one
 
 
 class CheckedRounds:
-    """One rank's end; a `weft.wire.interface.Wire` that is a `Rounds`."""
+    """One rank's end; a `weft.wire.interface.Wire` that is a `Rounds`.
+
+    Attributes:
+        queued: what was posted since the last round.
+    """
 
     def __init__(self, below: Wire, ranks: Sequence[int] | None = None) -> None:
         """
@@ -36,7 +40,7 @@ class CheckedRounds:
         self.size = len(self.ranks)
         self.device = below.device
         self.features = Features(exact=True, lockstep=True)
-        self._queued: list[CheckedPending] = []  # posted since the last round
+        self.queued: list[CheckedPending] = []
         self._closed: Failure | None = None
 
     def post(
@@ -44,7 +48,7 @@ class CheckedRounds:
     ) -> CheckedPending:
         self.check()
         pending = CheckedPending(self, sends, recvs, channel)
-        self._queued.append(pending)
+        self.queued.append(pending)
         return pending
 
     def lease(self, nbytes: int) -> None:
@@ -71,8 +75,8 @@ class CheckedRounds:
 
     def begin_round(self) -> None:
         """Begin to carry all that was posted since the last round."""
-        posts = sorted(self._queued, key=lambda post: post.channel)
-        self._queued = []
+        posts = sorted(self.queued, key=lambda post: post.channel)
+        self.queued = []
         begun = _Round(self, posts)
         begun.start()
         for post in posts:

@@ -200,7 +200,11 @@ _Message = tuple[int, _Incoming | _Outgoing]
 
 
 class FramedWire:
-    """One rank's end of a group; a `weft.wire.interface.Wire`."""
+    """One rank's end of a group; a `weft.wire.interface.Wire`.
+
+    Attributes:
+        changed: notified when a message is through or can be no more, and at a failure.
+    """
 
     def __init__(self, carrier: Carrier, rank: int, size: int) -> None:
         """Nobody else uses the carrier."""
@@ -212,7 +216,7 @@ class FramedWire:
         self._frames = {peer: _Frames(carrier, peer) for peer in range(size) if peer != rank}
         self._threads = _Threads(rank)
         self._process = os.getpid()
-        self._changed = threading.Condition()  # with its lock held these are read and written:
+        self.changed = threading.Condition()  # with its lock held these are read and written:
         # By peer and channel the receives that wait for a message, and the messages that came
         # before they were asked for. While the wire is sound, one of the two is empty.
         self._receives: dict[tuple[int, int], deque[_Incoming]] = defaultdict(deque)
@@ -234,7 +238,7 @@ class FramedWire:
         self, sends: Sequence[Send] = (), recvs: Sequence[Recv] = (), channel: int = 0
     ) -> FramedPending:
         messages: list[_Message] = []
-        with self._changed:
+        with self.changed:
             if self._failure is not None:
                 raise WireFailed(self._failure)
             for peer, want in recvs:
@@ -253,10 +257,10 @@ class FramedWire:
         return None
 
     def abort(self, failure: Failure) -> None:
-        with self._changed:
+        with self.changed:
             if self._failure is None:
                 self._failure = failure
-            self._changed.notify_all()
+            self.changed.notify_all()
 
     def failure(self) -> Failure | None:
         return self._failure
@@ -278,7 +282,7 @@ class FramedWire:
 
     def _close_in_child(self) -> None:
         # the threads are the parent's, and one of them may have had the lock
-        self._changed = threading.Condition()
+        self.changed = threading.Condition()
         carrier = self._carrier
         self._carrier = None
         if carrier is not None:
@@ -299,7 +303,7 @@ class FramedWire:
             WireFailed: the wire has failed, or one of them will not come.
         """
         until = math.inf if timeout is None else time.monotonic() + timeout
-        with self._changed:
+        with self.changed:
             for peer, message in messages:
                 while not message.done:
                     if self._failure is None and self.is_lost(peer, message):
@@ -311,11 +315,11 @@ class FramedWire:
                     if seconds <= 0:
                         raise TimeoutError("the messages of a post are not complete")
                     # a thread of a peer notifies at each message, and at its end; so does `abort`
-                    self._changed.wait(None if timeout is None else seconds)
+                    self.changed.wait(None if timeout is None else seconds)
 
     def is_over(self, messages: Sequence[_Message]) -> bool:
         """Whether to wait for these would return or raise at once."""
-        with self._changed:
+        with self.changed:
             if self._failure is not None or all(message.done for _, message in messages):
                 return True
             return any(self.is_lost(peer, message) for peer, message in messages)
@@ -334,9 +338,9 @@ class FramedWire:
 
     def _lose(self, peer: int, why: str) -> None:
         """Note that nothing more comes from a peer, or goes there."""
-        with self._changed:
+        with self.changed:
             self._lost.setdefault(peer, why)
-            self._changed.notify_all()
+            self.changed.notify_all()
 
     def _refuse(self, peer: int, what: str) -> None:
         """Fail, because a peer sent an invalid message."""
@@ -350,19 +354,19 @@ class FramedWire:
         try:
             while (frame := frames.get()) is not None:
                 channel, message = frame
-                with self._changed:
+                with self.changed:
                     self._early[peer, channel].append(message)
                     self._deliver(peer, channel)
-                    self._changed.notify_all()
+                    self.changed.notify_all()
                 del frame, message  # the receiver's: not this idle thread's
         except NoFrameError as error:
             self._refuse(peer, str(error))
         except RuntimeError:
             self._lose(peer, "nothing more comes")
         else:
-            with self._changed:
+            with self.changed:
                 self._left.add(peer)
-                self._changed.notify_all()
+                self.changed.notify_all()
         self._outgoing[peer].put(None)  # so that its thread ends, too
 
     def _send(self, peer: int) -> None:
@@ -374,9 +378,9 @@ class FramedWire:
                 nbytes = len(send.memory)
                 data = torch.frombuffer(send.memory, dtype=torch.uint8) if nbytes else _NOTHING
                 frames.put(channel, data)
-                with self._changed:
+                with self.changed:
                     send.done = True
-                    self._changed.notify_all()
+                    self.changed.notify_all()
                 del item, send, data  # the caller's: not this idle thread's
             frames.end()
         except RuntimeError:

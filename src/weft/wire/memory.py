@@ -56,6 +56,11 @@ class Lease:
         self._block = block
         self.tensor = tensor
 
+    @property
+    def is_held(self) -> bool:
+        """Whether it was not released yet."""
+        return self._pool is not None
+
     def release(self) -> None:
         """Give the memory back; afterwards nobody may touch it. Releasing twice does nothing."""
         pool = self._pool
@@ -137,6 +142,12 @@ class Pool:
             block = fresh((size,), torch.uint8, self._device)
         return Lease(self, block, block[:nbytes])
 
+    @property
+    def kept(self) -> int:
+        """Bytes of blocks that are kept here, unused."""
+        with self._lock:
+            return sum(size * len(blocks) for size, blocks in self._free.items())
+
     def _take_back(self, block: Tensor | int, nbytes: int) -> None:
         with self._lock:
             self.lent -= nbytes
@@ -206,23 +217,28 @@ def fresh(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | Non
     nbytes = math.prod(shape) * dtype.itemsize
     if nbytes < _WORTH_KEEPING or (device is not None and device.type != "cpu"):
         return torch.empty(shape, dtype=dtype, device=device)
-    return torch.frombuffer(_shelf().take(nbytes), dtype=dtype).resize_(shape)
+    return torch.frombuffer(shelf_of_process().take(nbytes), dtype=dtype).resize_(shape)
 
 
 class Shelf:
-    """Memory of freed tensors, kept for the next tensors; any thread may use it."""
+    """Memory of freed tensors, kept for the next tensors; any thread may use it.
+
+    Attributes:
+        limit: the most bytes that are kept.
+        lock: held while something is taken or put away. Memory may come back meanwhile, in any
+            thread, and a process may fork.
+    """
 
     def __init__(self, limit: int) -> None:
-        """Keep up to `limit` bytes."""
         self.limit = limit
         self._kept: list[_Piece] = []
         self._back: deque[_Piece] = deque()
-        self._lock = threading.Lock()
+        self.lock = threading.Lock()
 
     @property
     def kept(self) -> int:
         """Bytes that are kept here, unused."""
-        with self._lock:
+        with self.lock:
             self._put_away()
             return sum(len(piece.pages) for piece in self._kept)
 
@@ -239,7 +255,7 @@ class Shelf:
             try:
                 piece = _Piece(size)
             except OSError:  # a limit of the process or the machine: free what is kept, try again
-                with self._lock:
+                with self.lock:
                     self._back.clear()
                     self._kept.clear()
             try:
@@ -253,7 +269,7 @@ class Shelf:
 
     def _found(self, nbytes: int) -> _Piece | None:
         """Take a kept piece that fits off the shelf, if there is one."""
-        with self._lock:
+        with self.lock:
             self._put_away()
             fit = [p for p in self._kept if nbytes <= p.size <= nbytes * SPARE]
             piece = min(fit, key=lambda piece: piece.size, default=None)
@@ -265,11 +281,11 @@ class Shelf:
     def _take_back(self, piece: _Piece) -> None:
         # the garbage collector may call this at any point, also within `take`
         self._back.append(piece)
-        if self._lock.acquire(blocking=False):
+        if self.lock.acquire(blocking=False):
             try:
                 self._put_away()
             finally:
-                self._lock.release()
+                self.lock.release()
 
     def _put_away(self) -> None:
         while self._back:
@@ -300,7 +316,7 @@ class _Piece:
 
 
 @functools.cache
-def _shelf() -> Shelf:
+def shelf_of_process() -> Shelf:
     """The shelf of this process."""
     limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 64
     value = os.environ.get("WEFT_KEEP")
@@ -313,4 +329,4 @@ def _shelf() -> Shelf:
 
 
 # a forked child begins with a new one: another thread of the parent may have held the lock
-os.register_at_fork(after_in_child=_shelf.cache_clear)
+os.register_at_fork(after_in_child=shelf_of_process.cache_clear)

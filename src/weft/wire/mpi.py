@@ -76,11 +76,11 @@ class World:
         buffer = bytearray(text.encode().ljust(_TEXT))
         with _turn:
             request = self.comm.Ibcast([buffer, self.mpi.BYTE], 0)
-        _await(request, timeout, self.rank, "rank 0 did not say where the ranks meet")
+        wait_for(request, timeout, self.rank, "rank 0 did not say where the ranks meet")
         return bytes(buffer).decode().strip()
 
     def post(
-        self, of: _Messages, begin: Callable[..., Any], tensor: Tensor, peer: int, tag: int
+        self, of: Messages, begin: Callable[..., Any], tensor: Tensor, peer: int, tag: int
     ) -> _Request:
         """Begin to send a tensor or to receive it, for a wire or for control links."""
         buffer = [tensor.numpy(), self.mpi.BYTE]
@@ -93,7 +93,7 @@ class World:
         self._stir.set()
         return posted
 
-    def end_waits(self, of: _Messages) -> None:
+    def end_waits(self, of: Messages) -> None:
         """Have the waits for these messages raise.
 
         MPI need not be able to cancel them: they stay posted, with their memory.
@@ -149,7 +149,7 @@ class World:
 class _Request(Future[None]):
     """A message under way, with the `wait` of a torch Work."""
 
-    def __init__(self, of: _Messages, request: Any, buffer: Any) -> None:
+    def __init__(self, of: Messages, request: Any, buffer: Any) -> None:
         super().__init__()
         self.of = of
         self.request = request
@@ -199,7 +199,7 @@ def start_mpi(timeout: float) -> World:
         comm, request = mpi.COMM_WORLD.Idup()
     rank = mpi.COMM_WORLD.rank
     size = mpi.COMM_WORLD.size
-    _await(request, timeout, rank, f"the {size} ranks did not all start MPI")
+    wait_for(request, timeout, rank, f"the {size} ranks did not all start MPI")
     _world = World(mpi, comm)
     if ours:
         Finalize(None, _world.end, exitpriority=-1)  # after the wires
@@ -235,7 +235,7 @@ def _came(request: Any, patience: float) -> bool:
     return False
 
 
-def _await(request: Any, timeout: float, rank: int, missing: str) -> None:
+def wait_for(request: Any, timeout: float, rank: int, missing: str) -> None:
     if not _came(request, timeout):
         raise WireError(
             f"rank {rank}: {missing} within {timeout:g} s: see that mpirun started all of them",
@@ -256,7 +256,7 @@ def _naps() -> Iterator[float]:
         yield min(max(waited / 8, _NAP[0]), _NAP[1] + waited / 400, _LONG_NAP)
 
 
-class _Messages:
+class Messages:
     """What carries frames: `send` and `recv` of one uint8 tensor, as a process group has them."""
 
     def __init__(self, world: World, context: int, peers: Sequence[Sequence[int]]) -> None:
@@ -284,7 +284,7 @@ class _Messages:
 class MpiWire(FramedWire):
     """One rank's end of a group whose messages go through MPI."""
 
-    def __init__(self, messages: _Messages, rank: int, size: int, timeout: float) -> None:
+    def __init__(self, messages: Messages, rank: int, size: int, timeout: float) -> None:
         super().__init__(messages, rank, size)
         self._world = messages._world
         self._timeout = timeout
@@ -311,7 +311,7 @@ def make(start: Start) -> MpiWire:
     return wire
 
 
-def carrier(start: Start) -> _Messages:
+def carrier(start: Start) -> Messages:
     """What carries the frames of a wire, or of control links, between these ranks; collective.
 
     Raises:
@@ -322,7 +322,7 @@ def carrier(start: Start) -> _Messages:
     own = json.dumps([world.rank, context]).encode()
     places = [json.loads(each) for each in start.exchange(own)]
     _check_places(places)
-    return _Messages(world, context, places)
+    return Messages(world, context, places)
 
 
 def _check_places(places: list[list[int]]) -> None:

@@ -43,7 +43,7 @@ class Staged:
         copies = self._on_host([tensor for _, tensor in sends])
         peers = [peer for peer, _ in sends]
         rooms = [
-            (peer, into if isinstance(into, int) else _locked(into.nbytes, self.device))
+            (peer, into if isinstance(into, int) else host_memory(into.nbytes, self.device))
             for peer, into in recvs
         ]
         posted = self._cpu_wire.post(list(zip(peers, copies, strict=True)), rooms, channel ^ _APART)
@@ -77,7 +77,7 @@ class Staged:
         """Copies of the bytes of tensors, once these are there."""
         copies = []
         for tensor in tensors:
-            copy = _locked(tensor.nbytes, self.device)
+            copy = host_memory(tensor.nbytes, self.device)
             copies.append(copy.copy_(bytes_of(tensor), non_blocking=True))
         if copies and self.device.type != "cpu":
             torch.accelerator.current_stream(self.device).synchronize()
@@ -148,7 +148,7 @@ class StagedPending:
         return received
 
 
-def _locked(nbytes: int, device: torch.device) -> Tensor:
+def host_memory(nbytes: int, device: torch.device) -> Tensor:
     """Memory of the host for copies from or to a device: page-locked where that means anything."""
     is_locked = device.type != "cpu"
     return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=is_locked)

@@ -51,7 +51,7 @@ _log = logging.getLogger("weft")
 _GRAIN = 16  # bytes: messages begin at a multiple, enough for any dtype
 _PAUSES = (1e-4, 0.01)  # seconds between two looks at an event: the first, and the longest
 _FOREVER = timedelta(days=1000)  # the limits are the caller's
-_LAST = 5.0  # seconds that a close may take
+CLOSING = 5.0  # seconds that a close may take
 
 _SUMMED = (
     torch.float16,
@@ -540,7 +540,7 @@ class _InStream(_Operations):
 
     def _end(self) -> None:
         """Wait for what is under way: a peer may wait for it."""
-        deadline = time.monotonic() + _LAST
+        deadline = time.monotonic() + CLOSING
         while self._under_way and time.monotonic() < deadline:
             if self._under_way[0].has_ended():
                 self._under_way.popleft()

@@ -21,9 +21,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 _LONGEST = 1 << 16  # bytes that are read at once
-_PATIENCE = 5.0  # seconds that a close waits for the thread, which lets go itself if it is later
+PATIENCE = 5.0  # seconds that a close waits for the thread, which lets go itself if it is later
 _AT_ONCE = 1000  # messages of threads that are taken from the queue before readers are called
-_GOODBYES = 0.1  # seconds in which goodbyes of threads are collected, as whole groups say them
+GOODBYES = 0.1  # seconds in which goodbyes of threads are collected, as whole groups say them
 # how a link ends where the network is at fault; in any other way it ends because the peer does
 _NETWORK_FAULTS = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN}
 
@@ -145,7 +145,7 @@ class SocketLinks:
         if self._thread is threading.current_thread():
             return  # which lets go as it ends
         if self._thread is not None:
-            self._thread.join(_PATIENCE)
+            self._thread.join(PATIENCE)
             if self._thread.is_alive():
                 return
         self._let_go()
@@ -293,7 +293,7 @@ class _Shared:
             is_last = not self._readers
             is_first = bool(self._goodbyes) and self._handed_out == math.inf
             if is_first:
-                self._handed_out = time.monotonic() + _GOODBYES
+                self._handed_out = time.monotonic() + GOODBYES
         if is_first or is_last:
             self.queue.put((rank, None))  # the thread hears of a time, or ends
 

@@ -53,6 +53,12 @@ class Segment:
 
     Any thread may allocate and free. The lowest free memory is taken first, since pages that were
     used before are cheap to touch.
+
+    Attributes:
+        fd: the file; below 0 once it is closed.
+        nbytes: its size.
+        memory: all of it; None once it is closed.
+        lock: held while something is allocated or freed.
     """
 
     def __init__(self, fd: int, nbytes: int) -> None:
@@ -67,7 +73,7 @@ class Segment:
         self.memory: Tensor | None = torch.frombuffer(self._pages, dtype=torch.uint8)
         self._address = self.memory.data_ptr()
         # reentrant: a handler of a signal may close a wire in the middle of anything
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()
         self._free = [(0, nbytes)]  # first byte and end of each part, ascending
         self._taken: dict[int, int] = {}  # bytes of each part that is in use, by its first
         self._touched = 0  # the end of the pages that were used and not released
@@ -99,7 +105,7 @@ class Segment:
         size = max(1, -(-nbytes // mmap.PAGESIZE)) * mmap.PAGESIZE
         if self.fd < 0 or os.getpid() != self._process:
             return None
-        with self._lock:
+        with self.lock:
             for at, (start, end) in enumerate(self._free):
                 if end - start >= size:
                     if end - start == size:
@@ -113,7 +119,7 @@ class Segment:
 
     def free(self, offset: int) -> None:
         """Free memory that `allocate` gave."""
-        with self._lock:
+        with self.lock:
             start = offset
             end = offset + self._taken.pop(offset)
             at = bisect.bisect(self._free, (start, end))
@@ -139,7 +145,7 @@ class Segment:
 
     def drain(self) -> None:
         """Release all pages behind the last one in use."""
-        with self._lock:
+        with self.lock:
             self._touched = max(self._touched, self._peak)
             self._let_go(max((at + size for at, size in self._taken.items()), default=0))
 
@@ -165,8 +171,8 @@ class Segment:
     def close(self) -> None:
         """Allocate no more. Memory in use stays mapped until the last tensor in it is freed."""
         if os.getpid() != self._process:  # forked: another thread of the parent may have had it
-            self._lock = threading.RLock()
-        with self._lock:
+            self.lock = threading.RLock()
+        with self.lock:
             fd = self.fd
             self.fd = -1
             if fd >= 0:

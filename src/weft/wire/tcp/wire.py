@@ -20,7 +20,7 @@ What threads wait for, and how long:
 * `_turn`, which a thread holds in all of its `finish`, asleep or not: so a `release` in another
   thread lasts as long as that wait. A `close` in another thread ends it, once what was sent is
   on its way.
-* `close`: up to `_LINGER` until the sockets have taken what was sent, and for the wire's thread.
+* `close`: up to `LINGER` until the sockets have taken what was sent, and for the wire's thread.
   Where another thread is in a `finish`, that one sends the rest.
 * The wire's thread: until there is something to move, or the wire is closed; with ranks of other
   hosts for `_IDLE_LOOK` at most.
@@ -79,11 +79,11 @@ _TICK = 0.004  # seconds between two looks of the thread
 _LONG_TICK = 0.016  # the same at most, where another thread waits and moves everything
 _IDLE_LOOK = 1.0  # seconds between two looks of a thread that waits for ranks of other hosts alone
 _TURN_WAIT = 0.1  # seconds after which a close asks whoever waits again whether the rest is sent
-_LINGER = 5.0  # seconds in which a close sends what is left
+LINGER = 5.0  # seconds in which a close sends what is left
 _SPIN = 50e-6  # seconds that a wait looks by itself before it sleeps until it is woken
-_LOWER_DELAY = 0.25  # seconds that the lower of two ranks waits before it connects, too
+LOWER_DELAY = 0.25  # seconds that the lower of two ranks waits before it connects, too
 _LONGEST = 3600.0  # seconds of one sleep; a wait without a limit sleeps again
-_PAUSE = 2 * _IDLE_LOOK  # without a look for as long this rank was paused, and nobody is late
+PAUSE = 2 * _IDLE_LOOK  # without a look for as long this rank was paused, and nobody is late
 _CONNECTING = 60.0  # seconds in which a rank must be reached, also if the start has fewer left
 _BUFFER = 4 << 20  # bytes of a Unix socket's buffers; with the small default it is 4 times slower
 
@@ -288,7 +288,7 @@ class TcpWire:
         if os.getpid() != self._process:
             self._close_in_child()
             return
-        until = time.monotonic() + _LINGER
+        until = time.monotonic() + LINGER
         if self._take_turn_to_close(until):
             try:
                 # a handler of a signal, or a collection of garbage, may have brought this thread
@@ -523,7 +523,7 @@ class TcpWire:
         if peer < self.rank:
             self._attempt(peer)
         else:
-            self._due[peer] = now + _LOWER_DELAY
+            self._due[peer] = now + LOWER_DELAY
 
     def _attempt(self, peer: int) -> None:
         """Begin to connect to a rank."""
@@ -568,7 +568,7 @@ class TcpWire:
         """Attempt to connect to those that are due, and give up those that are late."""
         assert self._far is not None
         now = time.monotonic()
-        was_paused = now - self._last_look > _PAUSE
+        was_paused = now - self._last_look > PAUSE
         self._last_look = now
         if was_paused:  # it was stopped, or busy in foreign code: answers may have come meanwhile
             self._unconnected = dict.fromkeys(self._unconnected, now + self._far.timeout)
