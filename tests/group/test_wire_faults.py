@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 import threading
+from pathlib import Path
 
 import pytest
 import torch
 
 import weft
-from weft.testing import processes
+from weft.testing import processes, round_wire
 from weft.testing.pace import patient
 from weft.wire import Failure, Features, WireFailed, register_wire
 from weft.wire.checked_rounds import CheckedRounds
@@ -283,23 +285,63 @@ def test_other_features_on_one_rank_are_refused_by_all():
         assert total == 3.0
 
 
-def lengths_differ():
-    """Rank 0 sends more than rank 1 receives; rank 2 waits for rank 0 in a call."""
-    group = weft.init(timeout=60)
-    with pytest.raises(weft.WireError) as caught:
-        if group.rank == 0:
-            group.post([(1, torch.ones(12))]).wait()
-        if group.rank == 1:
-            group.post((), [(0, 8)]).wait()
-        weft.all_reduce(torch.ones(3))
-    weft.shutdown()
-    return str(caught.value), caught.value.culprit, the_next_works()
+LENGTHS = [  # bytes of a message, those of its receive, and whether that is by size
+    (48, 8, True),
+    (48, 40, False),
+    (40, 48, False),
+    (1_200_000, 800_000, False),  # more than is sent unasked
+    (800_000, 1_200_000, False),
+]
+EXAMPLE = Path(__file__).parents[2] / "examples" / "wire_streams"
+FITS = "rank 0 sent {} bytes for a receive of "
+HOW_TOLD = {  # what begins the error, where the receive is a tensor, and where it is by size
+    "tcp": (f"{FITS}exactly {{}}", f"{FITS}{{}}"),
+    "torch": (f"{FITS}exactly {{}}", f"{FITS}{{}}"),
+    "streams": ("rank 0 sent {} bytes to a receive of {}",) * 2,
+    "rounds": ("in a round rank 0 sends rank 1 {} bytes, which awaits {}",) * 2,
+}
 
 
-def test_a_message_of_another_length_is_told_alike_by_all():
-    for rank, (said, culprit, total) in enumerate(processes(3, lengths_differ)):
-        assert said.startswith(f"rank {rank}: rank 0 sent 48 bytes for a receive of 8"), said
-        assert "ranks must run the same program and version, and post the same lengths" in said
-        assert said.endswith("; start the group again"), said
-        assert culprit == 0
+def lengths_differ(wire):
+    """Rank 0 sends rank 1 messages of other lengths than it receives; each time all init again."""
+    if wire == "streams":
+        sys.path.insert(0, str(EXAMPLE))
+        from weft_streams import make_wire
+
+        register_wire(wire, make_wire)
+    if wire == "rounds":
+        register_wire(wire, round_wire)
+    told = []
+    for sent, awaited, is_sized in LENGTHS:
+        group = weft.init(timeout=60, wire=wire)
+        on = group.on(torch.device("cpu"))
+        message = torch.ones(sent, dtype=torch.uint8)
+        place = awaited if is_sized else torch.ones(awaited, dtype=torch.uint8)
+        sends = [(1, message)] if group.rank == 0 else []
+        recvs = [(0, place)] if group.rank == 1 else []
+        with pytest.raises(weft.WireError) as caught:
+            on.post(sends, recvs).wait()
+            weft.all_reduce(torch.ones(3))  # in which rank 2 waits for the others
+        with pytest.raises(weft.WireError) as again:
+            weft.barrier()
+        assert str(again.value) == str(caught.value)
+        weft.shutdown()
+        told.append((str(caught.value), caught.value.culprit))
+    return told, the_next_works()
+
+
+@pytest.mark.parametrize(
+    ("wire", "safe"),
+    [("tcp", "0"), ("torch", "0"), ("streams", "1"), ("rounds", "0"), ("rounds", "1")],
+)
+def test_a_message_of_another_length_is_told_alike_by_all(wire, safe):
+    """With WEFT_SAFE=1 control links are carried by gloo."""
+    results = processes(3, lengths_differ, wire, env={"WEFT_SAFE": safe})
+    for rank, (told, total) in enumerate(results):
         assert total == 3.0
+        for (said, culprit), (sent, awaited, is_sized) in zip(told, LENGTHS, strict=True):
+            text = HOW_TOLD[wire][is_sized].format(sent, awaited)
+            assert said.startswith(f"rank {rank}: {text}"), said
+            assert "ranks must run the same program and version, and post the same lengths" in said
+            assert said.endswith("; start the group again"), said
+            assert culprit == 0

@@ -143,6 +143,60 @@ def test_after_an_abort_nothing_is_written_though_the_operation_comes_through(su
     RUN(2, aborts)
 
 
+def told(wire, sends, recvs):
+    """What a wire says of a round in which these messages do not meet these receives."""
+    failure = failure_of(lambda: wire.post(sends, recvs).wait(SOON))
+    assert failure == wire.failure()
+    return failure.kind, failure.peer, failure.text
+
+
+@pytest.mark.parametrize(
+    ("sent", "awaited", "text"),
+    [
+        ([4], [2], "16 bytes, which awaits 8"),
+        ([2], [4], "8 bytes, which awaits 16"),
+        ([3], [2], "12 bytes, which awaits 8"),  # as many once they are filled up
+        ([2], [], "8 bytes, which awaits 0"),
+        ([2, 4], [4, 2], "24 bytes, which awaits as many, but in other messages"),
+    ],
+)
+def test_messages_that_are_not_as_awaited_are_told_of_on_every_rank(sent, awaited, text):
+    def body(wire):
+        place = torch.full((4,), 7)
+        sends = [(1, torch.ones(count)) for count in sent] if wire.rank == 0 else []
+        recvs = [(0, place.view(torch.float32)[:count]) for count in awaited]
+        said = told(wire, sends, recvs if wire.rank == 1 else [])
+        assert bool((place == 7).all())
+        return said
+
+    said = "garbled", 0, f"in a round rank 0 sends rank 1 {text}"
+    assert RUN(3, body) == [said] * 3
+
+
+def test_messages_on_another_channel_are_told_of():
+    def body(wire):
+        peer = 1 - wire.rank
+        posts = [wire.post([(peer, torch.ones(2))], channel=3)]
+        posts.append(wire.post((), [(peer, 8)], 3 if wire.rank == 0 else 4))
+        return failure_of(lambda: posts[1].wait(SOON)).text
+
+    text = "in a round rank 0 sends rank 1 8 bytes, which awaits as many, but in other messages"
+    assert RUN(2, body) == [text] * 2
+
+
+def test_among_some_ranks_they_are_told_of_by_their_numbers_in_the_group():
+    def body(wire):
+        if wire.rank == 1:
+            return None
+        some = wire.among([3, 0, 2])
+        sends = [(0, torch.ones(2))] if some.rank == 2 else []
+        recvs = [(2, 4)] if some.rank == 0 else []
+        return told(some, sends, recvs)
+
+    said = "garbled", 2, "in a round rank 2 sends rank 3 8 bytes, which awaits 4"
+    assert RUN(4, body) == [said, None, said, said]
+
+
 def test_some_ranks_have_rounds_of_their_own():
     def body(wire):
         if wire.rank == 1:

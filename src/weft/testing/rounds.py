@@ -2,7 +2,7 @@
 
 NCCL and its like carry messages in rounds, and in no other way (`weft.wire.torch_rounds`). So does
 this wire, by the same code, over a process group of gloo: a schedule that is wrong there is wrong
-here.
+here. And here it is told: before each round the ranks compare what they send with what is awaited.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ def round_wire(start: Start) -> TorchRounds:
     """A wire in rounds over gloo, `lockstep` and `exact`; a factory.
 
     In such a wire every rank is in every round: it posts the other ends of the messages that others
-    post before it waits, and waits, if for nothing.
+    post before it waits, and waits, if for nothing. Where a message has another length than its
+    receive, or goes on another channel, the wire fails on every rank and names the sender.
 
     Raises:
         RuntimeError: from gloo; somebody did not come in time.

@@ -19,16 +19,22 @@ through: once a wait has raised, nothing writes to the memory of any post.
 Each wire has a stream of its own. What is queued there waits for other ranks, and two groups whose
 operations shared a stream would wait for each other, where ranks use the groups in another order.
 
-Tensors of the CPU have no streams. Their operations are waited for by a thread, since a wait of
-gloo's can neither be polled nor ended.
+Tensors of the CPU have no streams. Their operations are begun and waited for by a thread, since a
+wait of gloo's can neither be polled nor ended.
+
+No group compares the lengths of a message and of its receive: NCCL hangs or delivers garbage where
+they differ, and gloo ends the process that receives. Between CPUs the ranks do it themselves before
+each round. Between devices they do not, since the host would have to wait for what the others say.
 """
 
 from __future__ import annotations
 
 import abc
+import hashlib
 import logging
 import os
 import queue
+import struct
 import threading
 import time
 import weakref
@@ -37,6 +43,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
+from itertools import permutations
 from typing import Any, Protocol
 
 import torch
@@ -182,20 +189,37 @@ class TorchRounds:
         self._queued = []
         sent, outgoing = self._packed(posts)
         received, incoming = self._laid_out(posts)
-        if self._is_whole:
-            exchange = partial(_all_to_all, received, sent, incoming, outgoing)
-        else:
-            parts = zip(
-                self._ranks,
-                torch.split(sent, outgoing),
-                torch.split(received, incoming),
-                strict=True,
-            )
-            exchange = partial(_between_pairs, list(parts))
+        exchange = self._exchange(sent, outgoing, received, incoming)
+        if self.size > 1 and not self.features.streams:
+            exchange = partial(_after, self._comparison(posts), exchange)
         operation = self._operations.begin(exchange, sent, received)
         for post in posts:
             post.operation = operation
             post.sends.clear()  # they have been copied
+
+    def _exchange(
+        self, sent: Tensor, outgoing: list[int], received: Tensor, incoming: list[int]
+    ) -> _Begin:
+        """What begins to exchange bytes with the ranks of this wire: so many of them by rank."""
+        if self._is_whole:
+            return partial(_all_to_all, received, sent, incoming, outgoing)
+        parts = zip(
+            self._ranks,
+            torch.split(sent, outgoing),
+            torch.split(received, incoming),
+            strict=True,
+        )
+        return partial(_between_pairs, list(parts))
+
+    def _comparison(self, posts: Sequence[RoundPending]) -> _Comparison:
+        """What compares the messages of a round with their receives, on all ranks."""
+        own = _row(posts, self.size)
+        sizes = [len(own)] * self.size
+        sizes[self.rank] = 0
+        sent = torch.frombuffer(bytearray(own * (self.size - 1)), dtype=torch.uint8)
+        received = torch.empty(sum(sizes), dtype=torch.uint8, device=self.device)
+        exchange = self._exchange(sent, sizes, received, sizes)
+        return _Comparison(exchange, own, received, self.rank, self._ranks)
 
     def _packed(self, posts: Sequence[RoundPending]) -> tuple[Tensor, list[int]]:
         """Copy what posts send into one piece of memory; it, and its bytes for each rank."""
@@ -327,11 +351,104 @@ class RoundPending:
             receive.part = None
 
 
+# Lengths of messages ----------------------------------------------------------------------------
+
+_SUMMARY = struct.Struct("<q8s")  # of the messages from one rank to another: bytes, and a digest
+
+
+def _row(posts: Sequence[RoundPending], size: int) -> bytes:
+    """What a rank says of a round: a summary of what it sends to each, then of what it awaits."""
+    sends: list[list[tuple[int, int]]] = [[] for _ in range(size)]
+    receives: list[list[tuple[int, int]]] = [[] for _ in range(size)]
+    for post in posts:
+        for peer, message in post.sends:
+            sends[peer].append((post.channel, message.numel()))
+        for receive in post.receives:
+            receives[receive.peer].append((post.channel, receive.nbytes))
+    return b"".join(_summary(messages) for messages in (*sends, *receives))
+
+
+def _summary(messages: Sequence[tuple[int, int]]) -> bytes:
+    """Of messages in their order, each with its channel and its bytes."""
+    digest = hashlib.blake2b(repr(messages).encode(), digest_size=8).digest()
+    return _SUMMARY.pack(sum(nbytes for _, nbytes in messages), digest)
+
+
+class _Comparison:
+    """Has all ranks know the rows of all, and fail alike where messages are not as awaited."""
+
+    def __init__(
+        self,
+        exchange: _Begin,
+        own: bytes,
+        received: Tensor,
+        rank: int,
+        ranks: Sequence[int],
+    ) -> None:
+        """
+        Args:
+            exchange: sends this rank's row to all others, and receives theirs.
+            own: this rank's row.
+            received: where those of the others come, in rank order.
+            rank: this rank, as the wire numbers it.
+            ranks: those of the wire, as the group numbers them.
+        """
+        self._exchange = exchange
+        self._own = own
+        self._received = received
+        self._rank = rank
+        self._ranks = ranks
+
+    def finish(self, group: Any) -> None:
+        """Compare; it takes until all ranks have come.
+
+        Raises:
+            WireFailed: some rank sends other messages than are awaited. On every rank.
+        """
+        for work in self._exchange(group, True):
+            work.wait(_FOREVER)
+        size = len(self._ranks)
+        rows = self._rows()
+        for source, target in permutations(range(size), 2):
+            sent = rows[source][target]
+            awaited = rows[target][size + source]
+            if sent != awaited:
+                raise WireFailed(self._failure(source, target, sent[0], awaited[0]))
+
+    def _rows(self) -> list[list[tuple[int, bytes]]]:
+        """What each rank has said, in rank order: the bytes and the digest of each summary."""
+        length = len(self._own)
+        others = self._received.numpy().tobytes()
+        before = length * self._rank
+        everyones = others[:before] + self._own + others[before:]
+        rows = []
+        for start in range(0, len(everyones), length):
+            rows.append(list(_SUMMARY.iter_unpack(everyones[start : start + length])))
+        return rows
+
+    def _failure(self, source: int, target: int, sent: int, awaited: int) -> Failure:
+        sender = self._ranks[source]
+        text = f"in a round rank {sender} sends rank {self._ranks[target]} {sent} bytes, "
+        if sent != awaited:
+            text += f"which awaits {awaited}"
+        else:
+            text += "which awaits as many, but in other messages"
+        return Failure("garbled", sender, text)
+
+
+def _after(
+    comparison: _Comparison, exchange: _Begin, group: Any, is_awaited: bool
+) -> Iterable[dist.Work]:
+    """Begin to exchange messages once they are known to be those that are awaited."""
+    comparison.finish(group)
+    return exchange(group, is_awaited)
+
+
 # Operations of the group ------------------------------------------------------------------------
 
 _Begin = Callable[[Any, bool], Iterable[dist.Work]]
 """Begins an operation of the group that it is given, in the current stream; returns what is to be
-waited for yet. The second argument says that there are no streams: then it returns at once."""
+waited for yet. The second argument says that there are no streams: then a thread runs it."""
 
 
 class _Operation(Protocol):
@@ -416,10 +533,10 @@ class _Operations(abc.ABC):
 
 
 class _OnThread(_Operations):
-    """Operations on tensors of the CPU, which a thread waits for.
+    """Operations on tensors of the CPU, each of which a thread begins when the last one is through.
 
-    A group of gloo is not aborted: that ends no wait of its (measured, torch 2.13). What is under
-    way then goes on in memory that nobody reads.
+    A group of gloo is not aborted: that ends no wait of its (measured, torch 2.13). What was asked
+    for then goes on in memory that nobody reads, and meets what other ranks have begun.
     """
 
     def __init__(self, group: Callable[[], Any], size: int, device: torch.device) -> None:
@@ -434,7 +551,7 @@ class _OnThread(_Operations):
                 target=_wait_for_all, args=[self._under_way], name="weft rounds", daemon=True
             )
             self._thread.start()
-        operation = _Awaited(self, list(start(group, True)), memory)
+        operation = _Awaited(self, partial(start, group, True), memory)
         self._under_way.put(operation)
         return operation
 
@@ -446,7 +563,7 @@ class _OnThread(_Operations):
 
 
 def _wait_for_all(under_way: queue.SimpleQueue[_Awaited | None]) -> None:
-    """Wait for operations in their order, until there is None."""
+    """Begin operations in their order, and wait for each, until there is None."""
     while (operation := under_way.get()) is not None:
         operation.finish()
         del operation  # its memory is not this idle thread's
@@ -456,25 +573,33 @@ class _Awaited:
     """An operation on tensors of the CPU; an `_Operation`."""
 
     def __init__(
-        self, operations: _OnThread, works: list[dist.Work], memory: tuple[Tensor, ...]
+        self,
+        operations: _OnThread,
+        begin: Callable[[], Iterable[dist.Work]],
+        memory: tuple[Tensor, ...],
     ) -> None:
         self._operations = operations
-        self._works = works
+        self._begin: Callable[[], Iterable[dist.Work]] | None = begin  # None: it has begun
         self._memory = memory
         self._is_through = False
 
     def finish(self) -> None:
-        """Wait for it, however long it takes."""
-        try:
-            for work in self._works:
-                work.wait(_FOREVER)
-        except RuntimeError as error:
-            self._operations.fail(Failure("lost", None, f"the process group failed: {error}"))
-            return
+        """Begin it and wait for it, however long it takes."""
         operations = self._operations
+        begin = self._begin
+        self._begin = None
+        assert begin is not None
+        try:
+            for work in begin():
+                work.wait(_FOREVER)
+        except WireFailed as error:
+            operations.fail(error.failure)
+            return
+        except RuntimeError as error:
+            operations.fail(Failure("lost", None, f"the process group failed: {error}"))
+            return
         with operations.changed:
             self._is_through = operations.failure is None
-            self._works.clear()
             self._memory = ()
             operations.changed.notify_all()
 
