@@ -146,6 +146,13 @@ class Program:
         out, err = (file.read() for file in self._files)
         return out, err
 
+    def text(self) -> str:
+        """All that it has written so far, while it may go on."""
+        texts = []
+        for file in self._files:
+            texts.append(os.pread(file.fileno(), 1 << 20, 0).decode(errors="replace"))
+        return "".join(texts)
+
     def end(self) -> None:
         if self.returncode is None:
             with contextlib.suppress(ProcessLookupError):
@@ -221,6 +228,41 @@ def survivors(
         return json.loads(last)["at"], printed
 
     return outcome
+
+
+@pytest.fixture
+def lives(programs: Callable[..., Program], tmp_path: Path) -> Callable[..., list[list[Any]]]:
+    """`lives(source, arguments, count)` runs three ranks, of which rank 1 has `count` lives.
+
+    Each of these is a process of its own. Ranks 0 and 2 go through all of them, and print a line of
+    JSON in each; these lines are returned, for each life those of rank 0 and of rank 2. What rank 1
+    prints need not be JSON, and is not returned.
+
+    The arguments of each program begin with a folder that all see, and the number of the life; that
+    of ranks 0 and 2 is "all".
+    """
+
+    def printed(
+        source: str, arguments: Sequence[str], count: int, env: Mapping[str, str]
+    ) -> list[list[Any]]:
+        shared = {"WORLD_SIZE": "3", "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path), **env}
+
+        def start(rank: int, life: str) -> Program:
+            environment = {**os.environ, **shared, "RANK": str(rank)}
+            return programs(source, str(tmp_path), life, *arguments, env=environment)
+
+        survivors = [start(0, "all"), start(2, "all")]
+        others = [start(1, str(life)) for life in range(count)]
+        lines = []
+        for each in survivors:
+            out, err = each.communicate(timeout=120.0)
+            said = [json.loads(line) for line in out.splitlines()]
+            of_others = "".join(other.text() for other in others)
+            assert len(said) == count and each.returncode == 0, (said, err, of_others)
+            lines.append(said)
+        return [list(each) for each in zip(*lines, strict=True)]
+
+    return printed
 
 
 @pytest.fixture

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import signal
 import threading
-import time
 
 import pytest
 import torch
@@ -14,9 +12,7 @@ import torch.distributed as dist
 
 import weft
 from weft.group.process_group import connect, store_of
-from weft.testing import RankFailure, launch, processes, send
-from weft.testing.pace import patient
-from weft.wire import torch_gloo
+from weft.testing import processes
 from weft.wire.registry import register_wire
 from weft.wire.tcp import wire as tcp
 
@@ -58,43 +54,6 @@ def nothing(start):
     return None if start.rank == BROKEN else make_mine(start)
 
 
-def killed(start):
-    if start.rank == BROKEN:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return make_mine(start)
-
-
-def killed_among_connections(start):
-    """The others wait for its connection then."""
-
-    def exchange(data):
-        messages = start.exchange(data)
-        if start.rank == BROKEN:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return messages
-
-    return tcp.make(dataclasses.replace(start, exchange=exchange))
-
-
-def killed_in_gloo(start):
-    if start.rank == BROKEN:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return torch_gloo.make(start)
-
-
-def stopped(start):
-    """The others wait for its connection then."""
-
-    def exchange(data):
-        messages = start.exchange(data)
-        if start.rank == BROKEN:
-            send(os.getpid())
-            os.kill(os.getpid(), signal.SIGSTOP)
-        return messages
-
-    return tcp.make(dataclasses.replace(start, exchange=exchange))
-
-
 def raising_among_connections(start):
     def exchange(data):
         messages = start.exchange(data)
@@ -103,12 +62,6 @@ def raising_among_connections(start):
         return messages
 
     return tcp.make(dataclasses.replace(start, exchange=exchange))
-
-
-def silent(start):
-    if start.rank == BROKEN:
-        time.sleep(4.0)
-    return make_mine(start)
 
 
 def summed(**options):
@@ -160,67 +113,81 @@ def test_what_goes_wrong_in_a_factory_raises_on_all_and_the_next_init_works(fact
         assert result == expected(3)
 
 
-def during_a_death(factory):
-    register_wire("mine", factory)
-    began = time.monotonic()
-    with pytest.raises(weft.WireError) as caught:
-        weft.init(timeout=2 if factory is silent else 30, wire="mine")
-    return caught.value.culprit, str(caught.value), time.monotonic() - began < 20.0
+LIVES = """
+import dataclasses, json, os, pathlib, signal, sys, time, torch, weft
+from weft.testing.pace import patient
+from weft.wire import torch_gloo
+from weft.wire.tcp import wire as tcp
+
+folder, life, *faults = sys.argv[1:]
+folder = pathlib.Path(folder)
+rank = int(os.environ["RANK"])
+fault = ""
+
+def there(name):
+    while not (folder / name).exists():  # ended by another rank, or with this process by the test
+        time.sleep(0.02)
+
+def fail():
+    if fault.startswith("killed"):
+        os.kill(os.getpid(), signal.SIGKILL)
+    if fault.startswith("stopped"):
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if fault == "silent":
+        there(f"told by 0 of {number}")
+        there(f"told by 2 of {number}")
+
+def make(start):
+    def exchange(data):
+        messages = start.exchange(data)
+        if rank == 1 and fault.endswith("among connections"):
+            fail()  # the others wait for its connection then
+        return messages
+
+    if rank == 1 and not fault.endswith("among connections"):
+        fail()
+    make_real = torch_gloo.make if fault.endswith("over gloo") else tcp.make
+    return make_real(dataclasses.replace(start, exchange=exchange))
+
+weft.register_wire("mine", make)
+for number, fault in enumerate([*faults, "nothing"]):
+    if life not in ("all", str(number)):
+        continue
+    if rank == 0:
+        if number > 0:
+            there(f"told by 2 of {number - 1}")
+        (folder / f"begun {number}").touch()
+    there(f"begun {number}")
+    is_waited_out = rank != 1 and fault.startswith(("stopped", "silent"))
+    timeout = patient(4.0) if is_waited_out else 300.0
+    said = culprit = total = None
+    try:
+        with weft.init(rendezvous=f"file://{folder}/place-{number}", timeout=timeout, wire="mine"):
+            total = weft.all_reduce(torch.ones(300_000))[-1].item()
+    except weft.WireError as error:
+        said, culprit = str(error), error.culprit
+    (folder / f"told by {rank} of {number}").touch()
+    print(json.dumps([said, culprit, total]), flush=True)
+"""
+WAYS_TO_END = {
+    "killed": "died",
+    "killed among connections": "died",
+    "killed over gloo": "died",
+    "stopped among connections": "does not answer (stopped, cut off, or stuck in foreign code)",
+    "silent": "did not come to make the wire within ",
+}
 
 
-def tells(folder, factory, timeout):
-    """What this rank raises, in a file: of ranks that do not all end there are no results."""
-    register_wire("mine", factory)
-    with pytest.raises(weft.WireError) as caught:
-        weft.init(timeout=timeout, wire="mine")
-    (folder / os.environ["RANK"]).write_text(f"{caught.value.culprit} {caught.value}")
-
-
-def told(folder):
-    return {int(each.name): each.read_text() for each in folder.iterdir()}
-
-
-@pytest.mark.parametrize("factory", [killed, killed_among_connections, killed_in_gloo])
-def test_who_dies_in_a_factory_is_named_by_the_others_long_before_the_deadline(factory, tmp_path):
-    """They have some seconds until whoever started them ends them."""
-    with pytest.raises(RankFailure, match=r"(?s)rank 1 .*SIGKILL"):
-        processes(3, tells, tmp_path, factory, 300)
-    texts = told(tmp_path)
-    assert sorted(texts) == [0, 2]
-    for rank, text in texts.items():
-        assert text.startswith(f"1 rank {rank}: rank 1 died")
-
-
-def tells_the_launcher(folder, factory, timeout):
-    tells(folder, factory, timeout)
-    send("told")
-
-
-def test_who_is_stopped_in_a_factory_is_named_by_the_others(tmp_path):
-    """It is killed once they have told, since a rank that is stopped would never end."""
-    heard = []
-
-    def listen(rank, message):
-        heard.append(message)
-        if heard.count("told") == 2:
-            (pid,) = (message for message in heard if message != "told")
-            os.kill(pid, signal.SIGKILL)
-
-    arguments, env = (tmp_path, stopped, 3), {"OMP_NUM_THREADS": "1"}
-    with pytest.raises(RankFailure, match=r"(?s)rank 1 .*SIGKILL"):
-        launch(3, tells_the_launcher, arguments, on_message=listen, timeout=patient(60.0), env=env)
-    texts = told(tmp_path)
-    assert sorted(texts) == [0, 2]
-    for rank, text in texts.items():
-        assert text.startswith(f"1 rank {rank}: rank 1 does not answer (stopped, cut off")
-
-
-def test_who_says_nothing_in_a_factory_is_named_by_all():
-    results = processes(3, during_a_death, silent)
-    for rank in (0, 2):
-        culprit, text, in_time = results[rank]
-        assert culprit == BROKEN and in_time
-        assert f"rank {rank}: rank 1 did not come to make the wire within 2 s" in text
+@pytest.mark.parametrize("safe", ["0", "1"])
+def test_who_ends_in_a_factory_is_named_by_the_others_who_then_init_again(lives, safe):
+    """Each time rank 1 is started again. With WEFT_SAFE=1 control links are carried by gloo."""
+    *failed, last = lives(LIVES, list(WAYS_TO_END), len(WAYS_TO_END) + 1, {"WEFT_SAFE": safe})
+    for (way, text), both in zip(WAYS_TO_END.items(), failed, strict=True):
+        for rank, (said, culprit, _) in zip((0, 2), both, strict=True):
+            assert culprit == BROKEN, (way, said)
+            assert said.startswith(f"rank {rank}: rank 1 {text}"), (way, said)
+            assert said.endswith("; start the group again"), (way, said)
+    assert last == [[None, None, 3.0]] * 2
 
 
 def differing():
