@@ -11,61 +11,166 @@ from pathlib import Path
 import pytest
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "wire_streams"
-SAFE = {"WEFT_SAFE": "1"}
 
-RANK = """
-import json, os, signal, sys, threading, time, torch, weft
-place, wire, fault, victim, example = sys.argv[1:]
+RANKS = """
+import gc, json, os, pathlib, signal, sys, threading, time, torch, warnings, weft
+from weft.testing.pace import patient
+from weft.wire.torch_gloo import GlooCarrier
+
+folder, life, wire, example, *faults = sys.argv[1:]
+folder = pathlib.Path(folder)
+rank = int(os.environ["RANK"])
 if wire == "streams":
     sys.path.insert(0, example)
     from weft_streams import make_wire
 else:
     from weft.testing import round_wire as make_wire
 weft.register_wire(wire, make_wire)
-group = weft.init(rendezvous=f"file://{place}", timeout=60.0, wire=wire)
-threads = {thread.name for thread in threading.enumerate()}
-assert any(name.startswith("weft hear ") for name in threads), threads  # of a carrier
 rows = torch.arange(5_000), torch.ones(5_000, 8)
-on = group.on(torch.device("cpu"))
-peer = (group.rank + 1) % group.size
+LONG = 300.0
+
+def there(name):
+    until = time.monotonic() + 300.0  # so that nobody is left of a test that is ended itself
+    while not (folder / name).exists():  # until another rank has come there
+        assert time.monotonic() < until, name
+        time.sleep(0.02)
+
+def carried():
+    return sorted(each.name for each in threading.enumerate() if each.name.startswith("weft hear"))
+
+def are_carried_by(count):
+    # threads end a moment after what they carried was closed
+    until = time.monotonic() + patient(15.0)
+    while len(carried()) != count and time.monotonic() < until:
+        time.sleep(0.02)
+    assert len(carried()) == count, (fault, carried())
+
+def wait_for_ever():
+    on.post((), [((rank + 1) % 3, torch.empty(2))]).wait()
+
+def leave_a_child():
+    warnings.simplefilter("ignore", DeprecationWarning)  # this process has threads
+    if os.fork() == 0:
+        there("over")  # which lives until the others have seen the death of its parent
+        os._exit(0)
+
+def garble_frames():
+    send = GlooCarrier.send
+
+    def send_garbled(self, tensors, peer, tag):
+        tensors[0][8:16] = torch.tensor([-7]).view(torch.uint8)  # the length of its message
+        return send(self, tensors, peer, tag)
+
+    GlooCarrier.send = send_garbled
 
 def fail():
-    print(json.dumps({"at": time.monotonic()}), flush=True)
     if fault == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
+    if fault == "fork":
+        leave_a_child()
+        os.kill(os.getpid(), signal.SIGKILL)
+    if fault == "freeze":
+        os.kill(os.getpid(), signal.SIGSTOP)
     if fault == "raise":
         raise KeyError("a fault of this test")
     if fault == "interrupt":  # in a wait that nobody ends
         threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
-        on.post((), [(peer, torch.empty(2))]).wait()
+        wait_for_ever()
     if fault == "close":
         weft.shutdown()
         sys.exit(0)
+    if fault == "close in a thread":
+        threading.Timer(0.3, weft.shutdown).start()
+        wait_for_ever()
+    if fault == "a garbled message":
+        group.session.detector.links.send(0, b'{"bye": ["nobody"]}\\n')
+        wait_for_ever()
+    if fault == "a garbled frame":
+        garble_frames()
+        group.session.detector.links.send(0, b'{"ask": 1}\\n')
+        wait_for_ever()
 
-try:
-    for step in range(20):
-        if step == 5 and group.rank == int(victim):
-            fail()
+def drop_a_group():
+    # in a circle of references, which only a collection of garbage ends
+    dropped = [group.split([0, 1, 2])]
+    are_carried_by(4)
+    weft.barrier(group=dropped[0])
+    dropped.append(dropped)
+
+def collect_in_a_wait():
+    # rank 1 waits for a message that is sent once it has collected its garbage
+    gc.disable()
+    drop_a_group()
+    if rank == 1:
+        def collect(*_):
+            gc.collect()
+            (folder / "collected").touch()
+
+        signal.signal(signal.SIGUSR1, collect)
+        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGUSR1)).start()
+        (came,) = on.post((), [(0, torch.empty(2))]).wait()
+        assert came.tolist() == [5.0, 5.0]
+    else:
+        gc.collect()
+        there("collected")
+        on.post([(1, torch.full((2,), 5.0))] if rank == 0 else []).wait()
+    are_carried_by(2)
+    gc.enable()
+
+for number, fault in enumerate([*faults, "nothing"]):
+    if life not in ("all", str(number)):
+        continue
+    if rank == 0:
+        (folder / f"begun {number}").touch()
+    there(f"begun {number}")
+    place = f"file://{folder}/place-{number}"
+    group = weft.init(rendezvous=place, timeout=LONG, wire=wire)
+    on = group.on(torch.device("cpu"))
+    are_carried_by(2)  # a thread of each peer
+    if fault == "freeze":
+        group.set_timeout(patient(3.0))
+    try:
         weft.sparse_all_reduce(rows, algorithm="split")
-except weft.WireError as error:
-    print(json.dumps({"text": str(error), "culprit": error.culprit}), flush=True)
+        if fault == "collect":
+            collect_in_a_wait()
+        elif rank == 1:
+            fail()
+        for _ in range(1 if fault in ("collect", "nothing") else 20):
+            _, sums = weft.sparse_all_reduce(rows, algorithm="split")
+        print(json.dumps([None, sums.sum().item()]), flush=True)
+    except weft.WireError as error:
+        print(json.dumps([error.culprit, str(error)]), flush=True)
+    weft.shutdown()
+    gc.collect()
+    are_carried_by(0)
+if rank == 0:
+    (folder / "over").touch()
 """
+FAULTS = {  # and what the others say of rank 1
+    "collect": None,
+    "kill": "died",
+    "raise": "left, after it raised (KeyError: 'a fault of this test')",
+    "interrupt": "was interrupted (SIGINT)",
+    "close": "left",
+    "close in a thread": "left",
+    "a garbled message": 'sent what no detector says: b\'{"bye": ["nobody"]}\'',
+    "a garbled frame": "sent what no detector says: b'a frame of -7 bytes for channel 0'",
+    "freeze": "does not answer (stopped, cut off, or stuck in foreign code)",
+    "fork": "died",
+}
 
 
 @pytest.mark.parametrize("wire", ["streams", "rounds"])
-@pytest.mark.parametrize(
-    ("fault", "text"),
-    [
-        ("kill", "died"),
-        ("raise", "left, after it raised (KeyError: 'a fault of this test')"),
-        ("interrupt", "was interrupted (SIGINT)"),
-        ("close", "left"),
-    ],
-)
-def test_all_survivors_name_who_failed(survivors, tmp_path, wire, fault, text):
-    victim = 1
-    given = str(tmp_path / "place"), wire, fault, str(victim), str(EXAMPLE)
-    _, printed = survivors(RANK, given, [SAFE] * 3, victim)
-    for rank, [said] in printed.items():
-        assert said["culprit"] == victim, said
-        assert said["text"].startswith(f"rank {rank}: rank {victim} {text}"), said
+def test_all_survivors_name_who_failed_and_init_again(lives, wire):
+    given = wire, str(EXAMPLE), *FAULTS
+    *failed, last = lives(RANKS, given, len(FAULTS) + 1, {"WEFT_SAFE": "1"})
+    works = [None, 3 * 5_000 * 8.0]
+    for (fault, text), both in zip(FAULTS.items(), failed, strict=True):
+        if text is None:
+            assert both == [works] * 2, fault
+            continue
+        for rank, (culprit, said) in zip((0, 2), both, strict=True):
+            assert culprit == 1, (fault, said)
+            assert said.startswith(f"rank {rank}: rank 1 {text}"), (fault, said)
+            assert said.endswith("; start the group again"), (fault, said)
+    assert last == [works] * 2

@@ -125,7 +125,9 @@ rank = int(os.environ["RANK"])
 fault = ""
 
 def there(name):
-    while not (folder / name).exists():  # ended by another rank, or with this process by the test
+    until = time.monotonic() + 300.0  # so that nobody is left of a test that is ended itself
+    while not (folder / name).exists():  # until another rank has come there
+        assert time.monotonic() < until, name
         time.sleep(0.02)
 
 def fail():
