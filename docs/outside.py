@@ -35,7 +35,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     from mkdocs.structure.files import File  # tests read the tables above without mkdocs
 
     for page, source in SOURCES.items():
-        text = _with_links_of_the_site(page, source, config.repo_url)
+        text = with_links_of_the_site(page, source, config.repo_url)
         if source.startswith("examples/"):
             text += _programs(Path(source).parent)
         files.append(File.generated(config, page, content=text))
@@ -46,7 +46,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     return files
 
 
-def _with_links_of_the_site(page: str, source: str, repository: str) -> str:
+def with_links_of_the_site(page: str, source: str, repository: str) -> str:
     """A file's text, whose links to other files lead to their pages, or to the repository."""
     pages = {file: page for page, file in SOURCES.items()}
     folder = PurePosixPath(source).parent.as_posix()

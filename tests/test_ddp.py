@@ -536,7 +536,7 @@ def test_a_model_that_is_not_wrapped_is_left_alone_in_a_group_of_one() -> None:
 
 
 def test_a_model_that_is_not_wrapped_is_left_alone_without_a_group(monkeypatch, caplog) -> None:
-    ddp._say_alone.cache_clear()
+    ddp.say_alone.cache_clear()
     table = nn.EmbeddingBag(9, 2, sparse=True)
     check_alone(table)
     ddp.register(table)

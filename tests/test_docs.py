@@ -273,7 +273,7 @@ def test_links_of_a_page_from_elsewhere_lead_to_the_site_or_the_repository(monke
     monkeypatch.setattr(OUTSIDE, "ROOT", tmp_path)
     sources = {"examples/a.md": "examples/a/README.md", "examples/b.md": "examples/b/README.md"}
     monkeypatch.setattr(OUTSIDE, "SOURCES", sources)
-    assert OUTSIDE._with_links_of_the_site(
+    assert OUTSIDE.with_links_of_the_site(
         "examples/a.md", "examples/a/README.md", "https://host/repo"
     ) == (
         "[code](https://host/repo/blob/main/examples/a/a.py) [manual](../start.md#install) "

@@ -103,8 +103,8 @@ def cut(ranks):
 
 @pytest.fixture
 def small_chunks(monkeypatch):
-    monkeypatch.setattr(executor, "_DIRECT", -1)
-    monkeypatch.setattr(chain, "_CHUNKS", (64, 64))
+    monkeypatch.setattr(executor, "DIRECT", -1)
+    monkeypatch.setattr(chain, "CHUNKS", (64, 64))
 
 
 @pytest.mark.parametrize(

@@ -98,7 +98,7 @@ def test_rows_to_holders_share_the_links_of_hosts():
 @pytest.mark.parametrize("name", ["holders", "mask"])
 @pytest.mark.parametrize("gbit", [10, 25])
 def test_places_of_a_host_that_end_together_hand_their_sums_on_at_the_end(name, gbit, monkeypatch):
-    monkeypatch.setattr(factors, "_NOT_BETWEEN", ALGORITHMS.keys() - {name})
+    monkeypatch.setattr(factors, "NOT_BETWEEN", ALGORITHMS.keys() - {name})
     monkeypatch.setenv("WEFT_FACTORS", "8x8")
     link, on_hosts = on_hosts_of_eight(gbit)
     rows = partial(spread, count=500, height=20_000)
@@ -108,7 +108,7 @@ def test_places_of_a_host_that_end_together_hand_their_sums_on_at_the_end(name, 
 def test_sums_of_small_ranges_are_handed_on_while_others_come(monkeypatch):
     # a range is a quarter of a chunk
     link, on_hosts = on_hosts_of_eight(25)
-    monkeypatch.setattr(factors, "_NOT_BETWEEN", ALGORITHMS.keys() - {"split"})
+    monkeypatch.setattr(factors, "NOT_BETWEEN", ALGORITHMS.keys() - {"split"})
     monkeypatch.setenv("WEFT_FACTORS", "8x8")
     rows = partial(spread, count=200, height=8000)
     done = simulate("split", rows, 64, link, **on_hosts)

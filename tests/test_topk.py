@@ -23,7 +23,7 @@ from weft.ddp import TopK, topk_hook
 from weft.errors import WeftError
 from weft.group.group import Group
 from weft.sparse.link import set_link
-from weft.sparsify import _largest, _selected
+from weft.sparsify import entries_to_send, largest_entries
 from weft.testing import simulated, spmd
 from weft.wire.link import Link
 
@@ -126,27 +126,25 @@ NUMBERS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "aims", [sparsify._AIMS, (0.1, 0.5)]
-)  # and limits that let too few through
+@pytest.mark.parametrize("aims", [sparsify.AIMS, (0.1, 0.5)])  # and limits that let too few through
 @pytest.mark.parametrize("count", [1, 7, 300, 30_000])
 @pytest.mark.parametrize("kind", NUMBERS)
 def test_the_largest_are_found(
     kind: str, count: int, aims: tuple[float, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where a sample misleads: in rows of one scale each, with ties, with mostly zeros."""
-    monkeypatch.setattr(sparsify, "_AIMS", aims)
+    monkeypatch.setattr(sparsify, "AIMS", aims)
     size = torch.randn(300, 1000, generator=torch.Generator().manual_seed(1)).abs()
     size = NUMBERS[kind](size).flatten()
     order = size.sort(descending=True, stable=True).indices[:count]  # of equal numbers the first
-    assert torch.equal(_largest(size, count), order[size[order] > 0].sort().values)
+    assert torch.equal(largest_entries(size, count), order[size[order] > 0].sort().values)
 
 
 def test_chunks_have_equal_shares() -> None:
     values = torch.randn(1000) * torch.arange(1000)
     best = values.abs().view(10, 100).topk(10).indices + torch.arange(0, 1000, 100)[:, None]
-    assert torch.equal(_selected(values, 0.1, 100), best.flatten().sort().values)
-    assert len(_selected(torch.ones(250), 0.01, 100)) == 3  # the last chunk is shorter
+    assert torch.equal(entries_to_send(values, 0.1, 100), best.flatten().sort().values)
+    assert len(entries_to_send(torch.ones(250), 0.01, 100)) == 3  # the last chunk is shorter
 
 
 @pytest.mark.parametrize("wire_dtype", [None, torch.bfloat16])

@@ -401,7 +401,7 @@ def register(
         if isinstance(ddp_model, nn.Module) and _runs_alone():
             if error := wrong_wire_dtype(wire_dtype):
                 raise WeftError(error)
-            _say_alone()
+            say_alone()
             return State(None, algorithm, wire_dtype)
         error = (
             f"register takes a DistributedDataParallel model, this is {type(ddp_model).__name__}"
@@ -457,7 +457,7 @@ def _runs_alone() -> bool:
 
 
 @functools.cache
-def _say_alone() -> None:
+def say_alone() -> None:
     _log.warning(
         "ddp.register: this program runs alone and the model is not in DistributedDataParallel: "
         "gradients stay as they are"

@@ -52,7 +52,7 @@ _SPELLED = 500  # characters of what all ranks compare of tensors; above, a dige
 _SAMPLED = 64  # about so many entries of a sample reach its threshold
 # A threshold aims at this multiple of the entries that are needed; the second is tried if too few
 # pass the first. If too few pass that one, too, all entries that are not zero are candidates.
-_AIMS = (1.5, 5.0)
+AIMS = (1.5, 5.0)
 _GOLDEN = 0.6180339887498949
 
 
@@ -443,7 +443,7 @@ class Sparsifier:
         total = kept.added(flat, self.momentum)
         share = self._density_at(self.density, kept.steps) if density is None else density
         kept.steps += 1
-        where = None if whole else _selected(total, share, self.chunk)
+        where = None if whole else entries_to_send(total, share, self.chunk)
         values = total if where is None else total[where]
         return where, values, narrowed(values, sends).to(flat.dtype)
 
@@ -466,7 +466,7 @@ class Sparsifier:
         return f"algorithm is {algorithm!r}, and total_density has its own: leave it 'auto'"
 
 
-def _selected(values: Tensor, density: float, chunk: int | None) -> Tensor:
+def entries_to_send(values: Tensor, density: float, chunk: int | None) -> Tensor:
     """The places of the entries of a 1-D tensor that are sent, ascending; none of them is zero.
 
     Args:
@@ -475,15 +475,15 @@ def _selected(values: Tensor, density: float, chunk: int | None) -> Tensor:
         chunk: None, or the number of entries of a chunk; the fraction is then of each chunk.
 
     Example:
-        >>> _selected(torch.tensor([1.0, -3.0, 2.0, 0.0, 0.0, 0.5]), 0.3, None)
+        >>> entries_to_send(torch.tensor([1.0, -3.0, 2.0, 0.0, 0.0, 0.5]), 0.3, None)
         tensor([1, 2])
-        >>> _selected(torch.tensor([1.0, -3.0, 2.0, 0.0, 0.0, 0.5]), 0.3, 3)
+        >>> entries_to_send(torch.tensor([1.0, -3.0, 2.0, 0.0, 0.0, 0.5]), 0.3, 3)
         tensor([1, 5])
     """
     # NaN counts as infinity: it is sent, so that every rank sees it
     size = values.abs().nan_to_num_(math.inf, math.inf)
     if chunk is None or chunk >= len(size):
-        return _largest(size, math.ceil(density * len(size)))
+        return largest_entries(size, math.ceil(density * len(size)))
     rows = torch.nn.functional.pad(size, (0, -len(size) % chunk)).view(-1, chunk)
     best = rows.topk(math.ceil(density * chunk), 1, sorted=False).indices
     starts = torch.arange(0, rows.numel(), chunk, device=size.device)
@@ -491,12 +491,12 @@ def _selected(values: Tensor, density: float, chunk: int | None) -> Tensor:
     return where[rows.view(-1)[where] > 0]
 
 
-def _largest(size: Tensor, count: int) -> Tensor:
+def largest_entries(size: Tensor, count: int) -> Tensor:
     """The places of the `count` largest of numbers that are not negative, ascending, without zeros.
 
     Of equal numbers the first are taken, so the result does not depend on torch's `topk`.
     """
-    for limit in (*(_estimate(size, aim * count) for aim in _AIMS), 0.0):
+    for limit in (*(_estimate(size, aim * count) for aim in AIMS), 0.0):
         where = (size >= limit if limit else size > 0).nonzero().view(-1)
         if len(where) >= count or not limit:
             break

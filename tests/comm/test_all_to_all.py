@@ -94,7 +94,7 @@ def test_no_round_moves_more_than_it_may(group, most):
     seen, post = [], over.post
 
     def watched(sends=(), recvs=(), channel=0):
-        if channel == staging._CHANNEL:
+        if channel == staging.CHANNEL:
             moved = [tensor for _, tensor in (*sends, *recvs)]
             seen.append((sum(tensor.nbytes for tensor in moved), len(moved)))
         return post(sends, recvs, channel)

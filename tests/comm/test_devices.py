@@ -105,7 +105,7 @@ def sums(group):
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 7])
 def test_sums_have_the_bits_of_the_cpu_way(size, monkeypatch):
     """Also in chunks, of which two are under way."""
-    monkeypatch.setattr(dense, "_LARGE", 16_384)
+    monkeypatch.setattr(dense, "LARGE", 16_384)
     same(run(size, sums, on="threads"), run(size, sums, on="device"))
 
 

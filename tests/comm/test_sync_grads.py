@@ -162,8 +162,8 @@ def test_gradients_that_are_not_what_their_memory_says(group):
 
 @spmd(2, on=("threads", "device"))
 def test_gradients_in_steps(group, monkeypatch):
-    monkeypatch.setattr(buckets, "_ALONE", 100)
-    monkeypatch.setattr(buckets, "_BUCKET", 600)
+    monkeypatch.setattr(buckets, "ALONE", 100)
+    monkeypatch.setattr(buckets, "BUCKET", 600)
     module = Model()
     module(words(group.rank), USES[group.rank]).backward()
     turned = torch.empty(300, 300).t()

@@ -68,7 +68,7 @@ def check_equal(found, wanted):
 @pytest.mark.parametrize("chunk", [1 << 17, 1000])
 @spmd(1, 2, 4, on=EVERYWHERE)
 def test_everything_becomes_what_it_is_on_one_rank(group, chunk, monkeypatch):
-    monkeypatch.setattr(chain, "_CHUNKS", (chunk, chunk))
+    monkeypatch.setattr(chain, "CHUNKS", (chunk, chunk))
     try:
         becomes_what_it_is(group)
     finally:

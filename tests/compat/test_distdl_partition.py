@@ -161,7 +161,7 @@ def test_ranks_that_have_no_place_to_meet_all_hear_why(monkeypatch):
     monkeypatch.setattr(distdl.communicator, "host_store", refused)
     for rank in (0, 1):
         with pytest.raises(weft.WeftError, match=r"^rank 0: no store can .*: too many open files$"):
-            distdl.communicator._meet(Comm(rank))
+            distdl.communicator.meet(Comm(rank))
 
 
 @spmd(3)

@@ -13,7 +13,7 @@ import torch
 
 import weft
 from weft.compat.oneccl import event, request
-from weft.compat.oneccl.operation import _Memory
+from weft.compat.oneccl.operation import Memory
 from weft.testing import spmd
 
 DEVICE = torch.device("cuda")
@@ -155,7 +155,7 @@ def test_narrow_indices_are_widened_where_the_callers_are():
         where = {"device": "meta"}
         return torch.empty(indices, dtype=torch.int8, **where), torch.empty(values, **where)
 
-    memory = _Memory(place)
+    memory = Memory(place)
     indices, values = memory.allocate(3, (2,), (torch.int32, torch.float32))
     assert indices.is_meta and indices.dtype == torch.int32
     assert values.is_meta and values.shape == (3, 2)

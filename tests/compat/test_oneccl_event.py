@@ -131,7 +131,7 @@ def test_overloads(group):
 @pytest.mark.parametrize("algorithm", [*CHOICES, "disable"])
 def test_the_result_is_written_straight_to_what_alloc_fn_gives(monkeypatch, algorithm, size, dtype):
     """weft itself is given this memory, so that nothing is copied, but for narrow indices."""
-    mode, written, fill = "regular", [], operation._Memory.fill
+    mode, written, fill = "regular", [], operation.Memory.fill
 
     def watched(memory, result, index):
         written.append(tuple(part.data_ptr() for part in result))
@@ -147,7 +147,7 @@ def test_the_result_is_written_straight_to_what_alloc_fn_gives(monkeypatch, algo
             assert group.size == 1 or algorithm in ("auto", last_call().algorithm)
         return tuple(buffer.data_ptr() for buffer in kept.buffers)
 
-    monkeypatch.setattr(operation._Memory, "fill", watched)
+    monkeypatch.setattr(operation.Memory, "fill", watched)
     if algorithm in ALGORITHMS:
         monkeypatch.setenv("CCL_SPARSE_ALLREDUCE", algorithm)
     elif algorithm == "disable":

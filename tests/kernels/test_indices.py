@@ -86,7 +86,7 @@ def test_union(dtype, data, runs, seed):
 @SOME
 @given(runs=st.integers(2, 9), height=st.integers(1, 500), seed=st.integers(0, 2**32))
 def test_all_ways_to_unite(monkeypatch, way, runs, height, seed):
-    monkeypatch.setattr(cpu, "_dense", lambda words, total, runs: way == "by a bitmap")
+    monkeypatch.setattr(cpu, "is_dense", lambda words, total, runs: way == "by a bitmap")
     generator = random.Random(seed)
     several = [ids_of(generator, 40, height, torch.int64).unique() for _ in range(runs)]
     check_union(several, cpu.union(CODE, several))

@@ -33,8 +33,8 @@ def few():  # compiling all takes longer
     for name in [name for name in loops.INSTANCES if not name.startswith("pair.")]:
         del loops.INSTANCES[name]
 def count():
-    made, compiled = [], jit._compiled
-    jit._compiled = lambda: [made.append(1), few(), compiled()][2]
+    made, compiled = [], jit.compiled_kernels
+    jit.compiled_kernels = lambda: [made.append(1), few(), compiled()][2]
     assert sorted(jit.loops()) == ["pair.i32", "pair.i64"]
     print(len(made), kernels.describe())
 """
@@ -85,7 +85,7 @@ def test_importing_weft_imports_no_compiler(tmp_path):
     [
         ("sys.modules['numba'] = None", {}, "ModuleNotFoundError: "),
         ("sys.modules['llvmlite'] = None", {}, "ModuleNotFoundError: import of llvmlite halted"),
-        ("jit._compiled = lambda: 1 / 0", {}, "ZeroDivisionError: division by zero"),
+        ("jit.compiled_kernels = lambda: 1 / 0", {}, "ZeroDivisionError: division by zero"),
         ("", {"WEFT_KERNELS": "reference"}, "WEFT_KERNELS=reference"),
         ("", {"WEFT_SAFE": "1"}, "WEFT_SAFE=1"),
     ],
@@ -146,7 +146,7 @@ def test_without_a_cache_it_compiles(tmp_path):
 def test_a_lock_that_is_held_for_long_is_not_waited_for(tmp_path):
     body = """
 import filelock
-jit._WAIT = 0.1
+jit.WAIT = 0.1
 with filelock.FileLock(jit.cache_directory() / "lock"):
     count()
 """
@@ -168,9 +168,9 @@ def test_a_home_that_cannot_be_written_to(tmp_path):
 def test_a_child_that_is_forked_meanwhile_works(tmp_path):
     body = """
 import os, threading, time
-jit._object = lambda: time.sleep(60)
+jit.object_code = lambda: time.sleep(60)
 threading.Thread(target=jit.loops, daemon=True).start()
-while not jit._choice.lock.locked():
+while not jit.choice.lock.locked():
     time.sleep(0.01)
 if (child := os.fork()) == 0:
     work()
@@ -188,14 +188,14 @@ def test_a_directory_that_is_not_private_is_refused(tmp_path):
     (tmp_path / "kernels").mkdir(mode=0o755)
     (tmp_path / "kernels").chmod(0o755)
     with pytest.raises(PermissionError, match="is not a private directory"):
-        jit._private(tmp_path / "kernels")
+        jit.private_folder(tmp_path / "kernels")
 
 
 def test_a_link_is_refused(tmp_path):
     (tmp_path / "elsewhere").mkdir(mode=0o700)
     (tmp_path / "kernels").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(PermissionError, match="is not a private directory"):
-        jit._private(tmp_path / "kernels")
+        jit.private_folder(tmp_path / "kernels")
 
 
 def test_a_directory_that_others_could_swap_is_refused(tmp_path):
@@ -203,16 +203,16 @@ def test_a_directory_that_others_could_swap_is_refused(tmp_path):
     parent.mkdir()
     parent.chmod(0o777)
     with pytest.raises(PermissionError, match=f"others may rename what is in {parent}"):
-        jit._private(parent / "kernels")
+        jit.private_folder(parent / "kernels")
     parent.chmod(0o1777)  # sticky, as /tmp
-    assert jit._private(parent / "kernels") == parent / "kernels"
+    assert jit.private_folder(parent / "kernels") == parent / "kernels"
 
 
 def test_files_of_another_user_are_never_read(tmp_path, monkeypatch):
-    path = jit._private(tmp_path / "kernels")
-    monkeypatch.setattr(jit, "_user", lambda: os.geteuid() + 1)
+    path = jit.private_folder(tmp_path / "kernels")
+    monkeypatch.setattr(jit, "user_number", lambda: os.geteuid() + 1)
     with pytest.raises(PermissionError):
-        jit._private(path)
+        jit.private_folder(path)
 
 
 # Which versions are kept.
@@ -220,14 +220,14 @@ def test_files_of_another_user_are_never_read(tmp_path, monkeypatch):
 
 def test_what_it_was_made_of_is_in_its_name(tmp_path, monkeypatch):
     monkeypatch.setenv("WEFT_CACHE_DIR", str(tmp_path))
-    mine = jit._file()
-    assert mine == jit._file()
-    for change in (("_cpu", lambda: "another"), ("_SOURCES", ("loops.py",))):
+    mine = jit.file_of_kernels()
+    assert mine == jit.file_of_kernels()
+    for change in (("name_of_cpu", lambda: "another"), ("SOURCES", ("loops.py",))):
         with monkeypatch.context() as patch:
             patch.setattr(jit, *change)
-            assert jit._file() != mine
+            assert jit.file_of_kernels() != mine
     monkeypatch.setattr(jit.importlib.metadata, "version", lambda package: "0.1")
-    assert jit._file() != mine
+    assert jit.file_of_kernels() != mine
 
 
 def test_old_versions_are_removed(tmp_path):
@@ -235,5 +235,5 @@ def test_old_versions_are_removed(tmp_path):
         path = tmp_path / f"{number:016x}.o"
         path.write_bytes(b"")
         os.utime(path, (time.time() - 86400 * (31 if number == 3 else 1 + number),) * 2)
-    jit._write(tmp_path / f"{99:016x}.o", b"new")
+    jit.write_kernels(tmp_path / f"{99:016x}.o", b"new")
     assert sorted(int(path.stem, 16) for path in tmp_path.iterdir()) == [0, 1, 2, 4, 5, 6, 7, 8, 99]

@@ -166,8 +166,8 @@ WAYS = {
     "moves": {(handshake, "EAGER"): -1},
     "schedules": {
         (handshake, "EAGER"): -1,
-        (executor, "_DIRECT"): -1,
-        (chain, "_CHUNKS"): (16, 16),
+        (executor, "DIRECT"): -1,
+        (chain, "CHUNKS"): (16, 16),
     },
 }
 """How tensors travel: in the handshake; as messages; by the hint's schedule, in chunks."""

@@ -52,7 +52,7 @@ def test_to_wait_again_changes_nothing(group):
 
 @spmd(2)
 def test_several_are_under_way_at_once(group):
-    count = 3 * chain._CHUNKS[1]
+    count = 3 * chain.CHUNKS[1]
     memories = [torch.full((count,), 10 * group.rank + i, dtype=torch.uint8) for i in range(3)]
     started = [Chain(group, range(2), memory).start() for memory in memories]
     for i, each in enumerate(started):

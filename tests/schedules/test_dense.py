@@ -23,7 +23,7 @@ def form(request, monkeypatch):
     """Each of the ways a tensor of a few thousand elements may go."""
     monkeypatch.setattr(dense, "SMALL", 1 << 30 if request.param == "small" else 0)
     monkeypatch.setattr(dense, "SCRATCH", 1 << 10 if request.param == "many chunks" else 1 << 30)
-    monkeypatch.setattr(dense, "_BLOCK", 100)
+    monkeypatch.setattr(dense, "BLOCK", 100)
 
 
 def integers(rank: int, dtype: torch.dtype, count: int) -> torch.Tensor:

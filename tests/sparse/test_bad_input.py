@@ -315,7 +315,7 @@ def test_an_index_that_no_table_has_is_refused_if_it_comes_from_a_peer(monkeypat
 @pytest.mark.parametrize("several", [False, True])
 def test_a_combined_statement_that_leaves_a_rank_out_is_refused(several, monkeypatch):
     """Else its rows would lie outside of what is allocated for all."""
-    monkeypatch.setattr(tables, "_combined", first)
+    monkeypatch.setattr(tables, "combined_statement", first)
     monkeypatch.setattr(sparse_run, "combined", first)
 
     def program(group):
@@ -372,7 +372,7 @@ def test_who_sends_rows_beyond_the_height_is_named_as_in_all_errors():
 def test_who_sends_rows_in_the_broadcast_of_another_is_named_as_in_all_errors(monkeypatch):
     """Of a group of some ranks by the number that it has among all."""
     some = [0, 2]
-    listener = broadcast._listener
+    listener = broadcast.request_of_listener
 
     def with_rows(out, wire_dtype):
         request = listener(out, wire_dtype)
@@ -381,7 +381,7 @@ def test_who_sends_rows_in_the_broadcast_of_another_is_named_as_in_all_errors(mo
             request.highest = 1
         return request
 
-    monkeypatch.setattr(broadcast, "_listener", with_rows)
+    monkeypatch.setattr(broadcast, "request_of_listener", with_rows)
 
     def program(group):
         if group.rank in some:

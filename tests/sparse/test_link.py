@@ -47,7 +47,9 @@ def test_a_busy_moment_is_no_link(monkeypatch):
         assert next(seen) == 1e-3  # nobody measured a third time
         return first.beta, second.beta
 
-    monkeypatch.setattr(link, "_rate", lambda *_: (next(RATES[threading.current_thread()]), 0.0))
+    monkeypatch.setattr(
+        link, "measure_rate", lambda *_: (next(RATES[threading.current_thread()]), 0.0)
+    )
     for first, second in run(3, program):
         assert first == pytest.approx(1e-4, rel=0.15) and second == pytest.approx(1e-9, rel=0.15)
 
@@ -59,7 +61,7 @@ RATES = {}
 def test_a_first_burst_is_no_rate(monkeypatch, burst, latency):
     rate = 16e-9
     monkeypatch.setattr(
-        link, "_round", lambda _, ring, size: (latency + max(0, size - burst) * rate, 0.0)
+        link, "time_round", lambda _, ring, size: (latency + max(0, size - burst) * rate, 0.0)
     )
     for found in run(2, measure):
         assert found.beta == pytest.approx(rate, rel=0.15)  # to a quarter of an octave
@@ -68,8 +70,8 @@ def test_a_first_burst_is_no_rate(monkeypatch, burst, latency):
 def test_a_latency_is_no_rate(monkeypatch):
     """Between distant hosts half a megabyte takes as long to arrive as to be sent."""
     rate, latency = 80e-9, 26e-3
-    monkeypatch.setattr(link, "_latency", lambda _: (latency, 1e-5))
-    monkeypatch.setattr(link, "_round", lambda _, ring, size: (latency + size * rate, 0.0))
+    monkeypatch.setattr(link, "measure_latency", lambda _: (latency, 1e-5))
+    monkeypatch.setattr(link, "time_round", lambda _, ring, size: (latency + size * rate, 0.0))
     for found in run(2, measure):
         assert found.beta == pytest.approx(rate, rel=0.15)
 
@@ -80,7 +82,7 @@ def test_what_bytes_cost_the_cores_of_a_host(monkeypatch, cores):
         return size * 4e-9, size * group.rank * 1e-9
 
     monkeypatch.setattr(link.os, "cpu_count", lambda: cores)
-    monkeypatch.setattr(link, "_round", took)
+    monkeypatch.setattr(link, "time_round", took)
     for found in run(4, measure):
         assert found.carry == pytest.approx(3e-9 * 4 / cores, rel=0.15)  # that of the last rank
         assert found.share == max(1, 4 / cores)
@@ -103,7 +105,7 @@ def test_bytes_go_round_all_hosts_and_round_each(monkeypatch, hosts, rings):
         measured.add(tuple(ring))
         return size * (4e-9 if len(ring) == 4 else 1e-9 * (1 + group.rank)), 0.0
 
-    monkeypatch.setattr(link, "_round", took)
+    monkeypatch.setattr(link, "time_round", took)
 
     def program(group):
         group.session.hosts = tuple(hosts)
@@ -182,7 +184,7 @@ WITHIN = LinkFigures(1e-5, 1e-9, 1e-6)
 )
 def test_a_wire_may_state_them(monkeypatch, hosts, within, wanted):
     monkeypatch.delenv("WEFT_LINK", raising=False)
-    monkeypatch.setattr(link, "_round", lambda *_: 1 / 0)  # nobody measures
+    monkeypatch.setattr(link, "time_round", lambda *_: 1 / 0)  # nobody measures
 
     def program(group):
         group.session.hosts = tuple(hosts)
@@ -222,7 +224,7 @@ def link_over(factory, hosts):
     os.environ.pop("WEFT_LINK", None)
     register_wire("mine", factory)
     with pytest.MonkeyPatch.context() as patch, weft.init(wire="mine", timeout=30) as group:
-        patch.setattr(link, "_round", lambda *_: 1 / 0)  # nobody measures
+        patch.setattr(link, "time_round", lambda *_: 1 / 0)  # nobody measures
         return link_of(group.on(torch.device("cpu")))
 
 
@@ -262,7 +264,7 @@ def test_the_host_waits_for_a_stream_that_is_measured(monkeypatch):
     monkeypatch.setattr(torch.accelerator, "current_stream", asked.stream)
     group = SimpleNamespace(features=Features(streams=True), device=torch.device("cuda", 1))
     stream = asked.stream.return_value
-    link._wait(group, asked.pending)
+    link.wait_on_host(group, asked.pending)
     assert asked.mock_calls == [
         call.pending.wait(),
         call.event(group.device),

@@ -27,8 +27,8 @@ from ..wire.interface import Lease
 from ..wire.memory import typed
 from .rounding import narrow
 
-_ALONE = 1 << 20  # bytes of a tensor that is sent from its own memory
-_BUCKET = 8 << 20  # bytes of a bucket
+ALONE = 1 << 20  # bytes of a tensor that is sent from its own memory
+BUCKET = 8 << 20  # bytes of a bucket
 _UNDER_WAY = 2  # buckets at once: the next begins while the last chunks of one are on the wire
 
 
@@ -104,10 +104,10 @@ def _planned(tensors: Iterable[Tensor], wire_dtype: torch.dtype | None) -> Itera
         dtype = travelling(tensor.dtype, wire_dtype)
         flat = flattened(plain(tensor))
         copies = [] if is_plain(tensor) else [(tensor, flat.view(tensor.shape))]
-        if dtype == tensor.dtype and tensor.nbytes >= _ALONE:
+        if dtype == tensor.dtype and tensor.nbytes >= ALONE:
             yield _Bucket(dtype, [flat], copies, len(flat))
             continue
-        kind, most = (dtype, tensor.device.type), _BUCKET // dtype.itemsize
+        kind, most = (dtype, tensor.device.type), BUCKET // dtype.itemsize
         bucket = filling.setdefault(kind, _Bucket(dtype))
         for first in range(0, len(flat), most):
             piece = flat[first : first + most]

@@ -12,7 +12,7 @@ from ..devices import is_capturing
 from ..group.group import Group
 from ..tensors import has_elements, lacking
 
-_CHANNEL = 3
+CHANNEL = 3
 IN_A_GRAPH = (
     "the stream records a CUDA graph, and ranks speak to each other on the host: call weft outside "
     "of the graph"
@@ -71,7 +71,7 @@ def moved(
         group.post(
             [(peer, piece) for peer, piece in sends if piece.numel()],
             [(peer, place) for peer, place in recvs if place.numel()],
-            _CHANNEL,
+            CHANNEL,
         ).wait()
 
 

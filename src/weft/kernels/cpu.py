@@ -130,7 +130,7 @@ def union(code: Loops, runs: Sequence[Tensor]) -> Union | None:
     kind = kind_of(runs[0].dtype)
     code[f"ends.{kind}"](table.buffer_info()[0], len(runs), found.buffer_info()[0])
     low, high = found
-    if not _dense((high - low) // 64, total, len(runs)):
+    if not is_dense((high - low) // 64, total, len(runs)):
         return Union(_in_pairs(code, runs, slots), slots)
     words = max(0, high - low) // 64 + 1
     bits, ranks = torch.empty(words, dtype=torch.int64), torch.empty(words, dtype=torch.int32)
@@ -143,7 +143,7 @@ def union(code: Loops, runs: Sequence[Tensor]) -> Union | None:
     return Union(indices, slots)
 
 
-def _dense(words: int, total: int, runs: int) -> bool:
+def is_dense(words: int, total: int, runs: int) -> bool:
     """Whether so large a bitmap is a faster way to unite than pair by pair."""
     if runs == 1 or words >= _MOST:
         return False

@@ -40,9 +40,9 @@ Loops = Mapping[str, Loop]
 
 _log = logging.getLogger("weft")
 _PREFIX = "weft."  # of the names of instances
-_SOURCES = ("jit.py", "llvm_intrinsics.py", "loops.py")
+SOURCES = ("jit.py", "llvm_intrinsics.py", "loops.py")
 _FROM_C = {"memcpy", "memset", "memmove"}  # what machine code may ask of the C library
-_WAIT = 120.0  # seconds that another process may take to compile; then it is done here too
+WAIT = 120.0  # seconds that another process may take to compile; then it is done here too
 _KEPT = 8  # versions of machine code that stay beside this one,
 _DAYS = 30.0  # if they were used in so many days
 
@@ -58,7 +58,7 @@ class _Choice:
         self.engine: Any = None  # which holds the memory of the machine code
 
 
-_choice = _Choice()
+choice = _Choice()
 
 
 def loops() -> Loops | None:
@@ -66,17 +66,17 @@ def loops() -> Loops | None:
 
     Made, or loaded, by the first call in a process; that may take ten seconds once on a machine.
     """
-    if not _choice.known:
-        with _choice.lock:
-            if not _choice.known:
+    if not choice.known:
+        with choice.lock:
+            if not choice.known:
                 _choose()
-    return _choice.loops
+    return choice.loops
 
 
 def describe() -> str:
     """What serves and where it is kept, in a line; makes the choice."""
     if loops() is None:
-        return f"torch operations ({_choice.reason})"
+        return f"torch operations ({choice.reason})"
     version = importlib.metadata.version("numba")
     return f"numba {version}, kept in {cache_directory() or 'no cache'}"
 
@@ -93,11 +93,11 @@ def _choose() -> None:
     reason = _forbidden()
     if not reason:
         try:
-            _choice.engine, _choice.loops = _loaded(_object())
+            choice.engine, choice.loops = _loaded(object_code())
         except Exception as error:  # missing, broken in any of many ways, or not for this CPU
             reason = f"{type(error).__name__}: {error}".splitlines()[0]
             _log.warning("kernels are torch operations, which take longer: %s", reason)
-    _choice.reason, _choice.known = reason, True
+    choice.reason, choice.known = reason, True
 
 
 def _after_fork() -> None:
@@ -105,9 +105,9 @@ def _after_fork() -> None:
 
     The locks that it held, also those of Numba, stay taken in the child.
     """
-    if _choice.lock.locked() and not _choice.known:
-        _choice.reason, _choice.known = "this process was forked while they were made", True
-    _choice.lock = threading.Lock()
+    if choice.lock.locked() and not choice.known:
+        choice.reason, choice.known = "this process was forked while they were made", True
+    choice.lock = threading.Lock()
 
 
 if hasattr(os, "register_at_fork"):
@@ -124,10 +124,10 @@ def cache_directory() -> Path | None:
     directory, or if that cannot be had in the directory for temporary files.
     """
     given = os.environ.get("WEFT_CACHE_DIR")
-    temporary = Path(tempfile.gettempdir()) / f"weft-{_user()}"
+    temporary = Path(tempfile.gettempdir()) / f"weft-{user_number()}"
     for parent in [Path(given)] if given else [user_cache(), temporary]:
         try:
-            return _private(parent / "kernels")
+            return private_folder(parent / "kernels")
         except OSError as error:
             _log.info("machine code is not kept in %s: %s", parent, error)
     return None
@@ -138,11 +138,11 @@ def user_cache() -> Path:
     return platformdirs.user_cache_path("weft", appauthor=False)
 
 
-def _user() -> int:
+def user_number() -> int:
     return os.geteuid() if hasattr(os, "geteuid") else 0
 
 
-def _private(path: Path) -> Path:
+def private_folder(path: Path) -> Path:
     """`path` as a directory that only this user can change.
 
     Raises:
@@ -155,59 +155,61 @@ def _private(path: Path) -> Path:
         return path
     path = path.parent.resolve() / path.name
     about = path.lstat()
-    if not stat.S_ISDIR(about.st_mode) or about.st_uid != _user() or about.st_mode & 0o077:
-        raise PermissionError(f"{path} is not a private directory of user {_user()} (mode 0700)")
+    if not stat.S_ISDIR(about.st_mode) or about.st_uid != user_number() or about.st_mode & 0o077:
+        raise PermissionError(
+            f"{path} is not a private directory of user {user_number()} (mode 0700)"
+        )
     for above in path.parents:
         about = above.stat()
         shared = about.st_mode & stat.S_IWOTH and not about.st_mode & stat.S_ISVTX
-        if shared or about.st_uid not in (_user(), 0):
+        if shared or about.st_uid not in (user_number(), 0):
             raise PermissionError(f"others may rename what is in {above}")
     with tempfile.TemporaryFile(dir=path):
         return path  # it can be written to
 
 
-def _file() -> Path | None:
+def file_of_kernels() -> Path | None:
     """The file of the machine code; named by a digest of the loops, their compilers and the CPU."""
     directory = cache_directory()
     if directory is None:
         return None
     digest = hashlib.sha256()
-    for name in _SOURCES:
+    for name in SOURCES:
         digest.update((Path(__file__).parent / name).read_bytes())
     for package in ("numba", "llvmlite"):
         with suppress(importlib.metadata.PackageNotFoundError):
             digest.update(f"{package} {importlib.metadata.version(package)}".encode())
-    digest.update(f"{sys.version_info[:2]} {platform.machine()} {_cpu()}".encode())
+    digest.update(f"{sys.version_info[:2]} {platform.machine()} {name_of_cpu()}".encode())
     return directory / f"{digest.hexdigest()[:16]}.o"
 
 
-def _cpu() -> str:
+def name_of_cpu() -> str:
     """What LLVM makes machine code for here."""
     import llvmlite.binding as llvm
 
     return f"{llvm.get_host_cpu_name()} {llvm.get_host_cpu_features().flatten()}"
 
 
-def _object() -> bytes:
+def object_code() -> bytes:
     """The object file: from the cache, or compiled, by one process of those that want it."""
-    path = _file()
+    path = file_of_kernels()
     if path is None:
-        return _compiled()
+        return compiled_kernels()
     found = _read(path)
     if found is None:
         with _turn(path.parent):
             found = _read(path)  # compiled by another meanwhile
             if found is None:
                 _log.info("machine code is made, once on this machine: it takes ten seconds or so")
-                found = _compiled()
-                _write(path, found)
+                found = compiled_kernels()
+                write_kernels(path, found)
     return found
 
 
 @contextmanager
 def _turn(directory: Path) -> Iterator[None]:
     """The lock between processes; without it where locks do not work or take too long."""
-    lock = filelock.FileLock(directory / "lock", timeout=_WAIT)
+    lock = filelock.FileLock(directory / "lock", timeout=WAIT)
     try:
         lock.acquire()
     except (filelock.Timeout, OSError, NotImplementedError) as error:
@@ -229,7 +231,7 @@ def _read(path: Path) -> bytes | None:
     return data if hashlib.sha256(data).digest() == kept[:32] else None
 
 
-def _write(path: Path, data: bytes) -> None:
+def write_kernels(path: Path, data: bytes) -> None:
     """Keep the data for later processes, and remove files that none has used for long."""
     try:
         with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
@@ -270,7 +272,7 @@ def _machine() -> Any:
     )
 
 
-def _compiled() -> bytes:
+def compiled_kernels() -> bytes:
     """The object file of all instances, behind a line that says how many arguments each has."""
     import llvmlite.binding as llvm
 

@@ -35,7 +35,7 @@ from ..wire.memory import fresh, typed
 from .handshake import among
 
 _CHANNEL = 8  # that no other room uses
-_DIRECT = 64 << 10  # bytes of a rank's tensor up to which every plan goes by direct messages
+DIRECT = 64 << 10  # bytes of a rank's tensor up to which every plan goes by direct messages
 
 _BITS = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 """The dtypes as which unsigned integers are viewed: torch cannot add those; the bits are equal."""
@@ -72,7 +72,7 @@ def execute(plan: Plan, x: Tensor, group: Group) -> Tensor:
     """
     dtype = x.dtype
     x = x.view(_BITS.get(dtype, dtype))
-    is_long = plan.hint in ("broadcast", "sum_reduce") and _nbytes(plan, dtype) > _DIRECT
+    is_long = plan.hint in ("broadcast", "sum_reduce") and _nbytes(plan, dtype) > DIRECT
     has_chain = on_host(x) and not group.features.lockstep
     everyone_adds = plan.hint == "sum_reduce" and {*plan.have.shapes} == {*plan.ranks}
     if plan.hint == "all_reduce" or (is_long and everyone_adds and not has_chain):

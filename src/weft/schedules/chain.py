@@ -20,7 +20,7 @@ from ..group.group import Group
 from ..group.pending import Pending
 
 _CHANNEL = 4  # that no other room uses
-_CHUNKS = (128 << 10, 512 << 10)  # bytes of the smallest (but for the last) and the largest chunk
+CHUNKS = (128 << 10, 512 << 10)  # bytes of the smallest (but for the last) and the largest chunk
 
 
 class Chain(Pending):
@@ -54,7 +54,7 @@ class Chain(Pending):
         """
         position = ranks.index(group.rank)
         is_last = position == len(ranks) - 1
-        smallest, largest = _CHUNKS
+        smallest, largest = CHUNKS
         chunk_bytes = max(smallest, min(largest, memory.nbytes // (4 * len(ranks))))
         length = max(1, chunk_bytes // memory.itemsize)
         self._group = group

@@ -32,8 +32,8 @@ from ..tensors import flattened
 
 SMALL = 1 << 13  # bytes that every rank rather sends whole to all others
 SCRATCH = 6 << 20  # bytes of others' contributions that a rank collects at once
-_LARGE = 256 << 20  # the same on an accelerator, where each exchange costs more
-_BLOCK = 1 << 15  # elements that are combined at once, in memory that stays in the cache
+LARGE = 256 << 20  # the same on an accelerator, where each exchange costs more
+BLOCK = 1 << 15  # elements that are combined at once, in memory that stays in the cache
 _ALIGN = 64  # bytes that parts and chunks are multiples of
 
 # channels of their own, two of each kind: reductions in parts alternate between them
@@ -160,7 +160,7 @@ class _Parts(_Reduction):
         grain = max(1, _ALIGN // tensor.element_size())  # elements
         # elements of a rank's part; the last part may have fewer
         self._part = -(-len(self._flat) // group.size // grain) * grain
-        scratch = SCRATCH if on_host(tensor) else _LARGE
+        scratch = SCRATCH if on_host(tensor) else LARGE
         chunk = scratch // (group.size - 1) // tensor.element_size()
         self._step = max(grain, chunk // grain * grain)  # elements of a chunk
         self._lane = 0
@@ -248,7 +248,7 @@ def reduce(parts: Sequence[Tensor], op: str, out: Tensor) -> None:
     if len(seen) == 1:
         into.copy_(seen[0])
     elif dtype.is_floating_point and dtype.itemsize <= 2:
-        step = _BLOCK if on_host(into) else len(into)
+        step = BLOCK if on_host(into) else len(into)
         for start in range(0, len(into), step):
             blocks = (part[start : start + step].float() for part in seen)
             total = functools.reduce(combine, blocks)

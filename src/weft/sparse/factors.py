@@ -34,7 +34,7 @@ from .registry import ALGORITHMS, Algorithm
 
 _SMALLEST = 1 << 16  # bytes of a chunk
 # doubling's receives are as long as the call's rows, and dense_tail's table has the call's height
-_NOT_BETWEEN = ("doubling", "dense_tail")
+NOT_BETWEEN = ("doubling", "dense_tail")
 # each rank sums a range; it has its own first, then that of its left neighbour, and so on
 _IN_PARTS = ("ring", "split")
 _HANDING_ON = 4.0  # bytes merged in the time in which one is handed on within a host, if unknown
@@ -373,7 +373,7 @@ def _quickest(load: Load, inner: Load) -> Algorithm:
     assert link is not None
     able: list[tuple[Algorithm, Cost]] = []
     for name, algorithm in sorted(ALGORITHMS.items()):
-        if algorithm.builtin and name not in _NOT_BETWEEN and algorithm.applies(inner) is None:
+        if algorithm.builtin and name not in NOT_BETWEEN and algorithm.applies(inner) is None:
             able.append((algorithm, algorithm.cost(inner)))
     fits = [(algorithm, cost) for algorithm, cost in able if cost.memory <= inner.workspace]
     if not fits:

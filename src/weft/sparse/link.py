@@ -132,13 +132,13 @@ def _positive(figure: Any) -> float:
 def measure(group: Group) -> Link:
     """Measure what carries a group's tensors; collective, every rank gets the same figures."""
     hosts = hosts_of(group).ranks
-    alpha, work = _latency(group)
+    alpha, work = measure_latency(group)
     host_by_host = [*itertools.chain(*hosts)]
-    beta, carry = _rate(group, host_by_host, _slowest(group, alpha))
+    beta, carry = measure_rate(group, host_by_host, _slowest(group, alpha))
     within = 0.0
     if 1 < len(hosts) < group.size:
         neighbours = next(ranks for ranks in hosts if group.rank in ranks)
-        within, _ = _rate(group, neighbours, 0.0)  # a host has next to no latency
+        within, _ = measure_rate(group, neighbours, 0.0)  # a host has next to no latency
     return _agreed(group, alpha, beta, work, carry, within)
 
 
@@ -189,7 +189,7 @@ def _figures(raw: bytes) -> tuple[Any, ...]:
     return figures
 
 
-def _latency(group: Group) -> tuple[float, float]:
+def measure_latency(group: Group) -> tuple[float, float]:
     """Seconds of a small exchange with all ranks, and CPU seconds of one of its messages."""
     message = torch.zeros(_SMALL, dtype=torch.uint8, device=group.device)
     sends = [(peer, message) for peer in group.peers]
@@ -197,13 +197,13 @@ def _latency(group: Group) -> tuple[float, float]:
     best, busy = math.inf, []
     for _ in range(_EXCHANGES):
         start, before = time.perf_counter(), time.process_time()
-        _wait(group, group.post(sends, recvs, _CHANNEL))
+        wait_on_host(group, group.post(sends, recvs, _CHANNEL))
         best = min(best, time.perf_counter() - start)
         busy.append(time.process_time() - before)
     return best, statistics.median(busy) / max(1, group.size - 1)
 
 
-def _wait(group: Group, pending: Pending) -> None:
+def wait_on_host(group: Group, pending: Pending) -> None:
     """Wait for messages on the host, also where a stream waits for them."""
     pending.wait()
     if group.features.streams:
@@ -213,7 +213,7 @@ def _wait(group: Group, pending: Pending) -> None:
     pending.release()
 
 
-def _rate(group: Group, ring: Sequence[int], latency: float) -> tuple[float, float]:
+def measure_rate(group: Group, ring: Sequence[int], latency: float) -> tuple[float, float]:
     """Seconds that a byte takes when every rank sends to the next one, and this rank's CPU seconds.
 
     The size grows until the slowest rank is busy for long enough. Traffic shapers let a first burst
@@ -229,7 +229,7 @@ def _rate(group: Group, ring: Sequence[int], latency: float) -> tuple[float, flo
     enough = max(_ENOUGH, _LATENCIES * latency)
     nbytes, before = 1 << 19, (0, latency)
     while True:
-        quickest, carry = min(_round(group, ring, nbytes) for _ in range(_PASSES))
+        quickest, carry = min(time_round(group, ring, nbytes) for _ in range(_PASSES))
         if quickest >= enough or nbytes >= _LARGEST:
             average = max(quickest - latency, quickest / 2) / nbytes
             more = (quickest - before[1]) / (nbytes - before[0])
@@ -237,17 +237,17 @@ def _rate(group: Group, ring: Sequence[int], latency: float) -> tuple[float, flo
         nbytes, before = 4 * nbytes, (nbytes, quickest)
 
 
-def _round(group: Group, ring: Sequence[int], nbytes: int) -> tuple[float, float]:
+def time_round(group: Group, ring: Sequence[int], nbytes: int) -> tuple[float, float]:
     """Seconds of the slowest rank to send `nbytes` to the next one, and this rank's CPU seconds."""
     place = ring.index(group.rank)
     after = ring[(place + 1) % len(ring)]
     before = ring[place - 1]
     if len(ring) == 1:
-        _wait(group, group.post())  # in the others' round, if there are rounds
+        wait_on_host(group, group.post())  # in the others' round, if there are rounds
         return _slowest(group, 0.0), 0.0
     with group.lease(nbytes) as outgoing, group.lease(nbytes) as incoming:
         start, busy = time.perf_counter(), time.process_time()
-        _wait(group, group.post([(after, outgoing)], [(before, incoming)], _CHANNEL))
+        wait_on_host(group, group.post([(after, outgoing)], [(before, incoming)], _CHANNEL))
         seconds, busy = time.perf_counter() - start, time.process_time() - busy
     return _slowest(group, seconds), busy
 

@@ -368,7 +368,7 @@ def _stated(group: Group, requests: Sequence[Request], error: str | None, name: 
     found = []
     for start in range(0, len(requests), _MOST):
         body = torch.from_numpy(mine[start : start + _MOST].view(np.uint8))
-        agreement = agree(group, name, fields, error, body, _combined)
+        agreement = agree(group, name, fields, error, body, combined_statement)
         # a combined statement counts this rank's own rows
         least = None if is_direct(group) else mine[start : start + _MOST]["highest"]
         found.append(_together(agreement.read(_read, body.nbytes, least)))
@@ -378,7 +378,9 @@ def _stated(group: Group, requests: Sequence[Request], error: str | None, name: 
         table = int(stated["odd"].argmax())
         what, shape = (mine[each][table].decode() for each in ("what", "shape"))
         fields = {f"table {table}": what, f"the row shape of table {table}": shape or None}
-        agree(group, name, fields, None, bytearray(), _combined)  # which raises how they differ
+        agree(
+            group, name, fields, None, bytearray(), combined_statement
+        )  # which raises how they differ
     return stated
 
 
@@ -431,7 +433,7 @@ def _together(each: Sequence[_Tables]) -> _Tables:
     return stated
 
 
-def _combined(lower: Tensor, upper: Tensor) -> Tensor:
+def combined_statement(lower: Tensor, upper: Tensor) -> Tensor:
     if len(lower) != len(upper):
         return lower  # the fingerprints tell
     said = [_read(each.numpy().data, len(lower)) for each in (lower, upper)]

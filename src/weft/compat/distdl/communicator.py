@@ -414,7 +414,7 @@ def _line_of_mpi(comm: Any) -> Partition:
         if len(told) < MPI.COMM_WORLD.Get_size():
             processes = tuple(process for process, _ in told)
             if processes not in _met:
-                _met[processes] = _meet(comm)
+                _met[processes] = meet(comm)
             return Partition(len(told), group=_met[processes])
         told = comm.allgather((_PROCESS, weft.init().rank))
     ranks = [rank for _, rank in told]
@@ -426,7 +426,7 @@ def _line_of_mpi(comm: Any) -> Partition:
     return Partition(len(ranks), ranks=ranks)
 
 
-def _meet(comm: Any) -> weft.Group:
+def meet(comm: Any) -> weft.Group:
     """A group between the processes of a communicator: its first process hosts their store."""
     store, where = None, None
     if comm.Get_rank() == 0:

@@ -206,7 +206,7 @@ def _run(
     after: Sequence[tuple[str, Any]],
 ) -> Result:
     index, value = (each.dtype for each in operation.sent)
-    memory = _Memory(operation.place)
+    memory = Memory(operation.place)
     rows = _agreed(group, operation, lambda: operation.rows(_SOONER * group.timeout, after))
     if operation.mode == "keep_precision" and rows[1].dtype in (torch.float16, torch.bfloat16):
         reduce = functools.partial(reduce, wire_dtype=torch.float32)
@@ -252,7 +252,7 @@ def await_device(*tensors: Tensor) -> None:
         torch.accelerator.synchronize(device)
 
 
-class _Memory:
+class Memory:
     """The memory of an operation's result: the caller's, if there is a `place`."""
 
     def __init__(self, place: Place | None) -> None:

@@ -79,7 +79,9 @@ def sparse_broadcast(
     group = default.resolve(group)
     src = root_in(group_src, group.size)
     here = group.rank == src
-    request = Request.to_move(rows, out, wire_dtype) if here else _listener(out, wire_dtype)
+    request = (
+        Request.to_move(rows, out, wire_dtype) if here else request_of_listener(out, wire_dtype)
+    )
     learns = "device" in request.fields
     request.take_root("group_src", src, group_src, group.size)
     request.fields["form"] = None
@@ -129,7 +131,7 @@ def _formed(rows: Rows, form: str) -> Any:
     return rows.to_coo(shape_in(form.split("|")[1]))
 
 
-def _listener(out: Any, wire_dtype: object) -> Request:
+def request_of_listener(out: Any, wire_dtype: object) -> Request:
     """The request of a rank that receives: of dtypes and row shape it knows what `out` tells."""
     request = Request.to_move(NOTHING, None, wire_dtype)
     unknown = ("index dtype", "value dtype", "row shape", "height", "device")
