@@ -203,13 +203,14 @@ def gloo():
 def words():
     def read(message):
         message = messages.parse(message.numpy().tobytes(), {0, 1, 2})
-        if "here" in message:
-            str(messages.place_of(message["here"]))
+        place = message.get("here", message.get("bye"))
+        if place is not None:
+            str(messages.place_of(place))
 
-    said = b'{"verdict": [1, "rank 1 died"]}', b'{"bye": ""}', b'{"ask": 3}', b"[" * 5000
+    said = b'{"verdict": [1, "rank 1 died"]}', b'{"ask": 3}', b"[" * 5000
     call = b'[9, 7, "barrier"]'
     here = b'[7, "barrier", 2, 0.3, "", "a.py:1", [2], %b, true, [%b], true]' % (call, call)
-    return [*said, b'{"here": %b, "to": 3}' % here], read
+    return [*said, b'{"here": %b, "to": 3}' % here, b'{"bye": %b}' % here], read
 
 
 DECODERS = {

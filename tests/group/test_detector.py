@@ -53,12 +53,16 @@ def until(condition) -> None:
         time.sleep(0.001)
 
 
-def place(calls, doing="", awaits=None, seconds=9.0):
-    """Where a rank is, as it says so."""
+def place(calls, doing="", awaits=None, seconds=9.0, raised="", last=""):
+    """Where a rank is, as it says so, also as it leaves; `last`: the call that it was in before."""
     awaited = [] if awaits is None else [awaits]
     entered = called(calls, doing) if doing else None
-    history = [called(calls, doing)] if calls else []
-    return [calls, doing, awaits, seconds, "", "", awaited, entered, False, history, False]
+    history = [called(calls, doing or last)] if calls else []
+    return [calls, doing, awaits, seconds, raised, "", awaited, entered, False, history, False]
+
+
+RAISED = place(6, raised="KeyError: 7")
+"""A rank that leaves after an error."""
 
 
 class LateLinks:
@@ -98,7 +102,8 @@ class Peers:
         self.fault: Verdict | None = None  # what rank 0 is sure of
         self.links = LateLinks(SocketLinks(mesh))
         self.watch = Detector(0, timeout, self.links)
-        self.watch.progress = lambda: lambda: Progress(7, "barrier", HISTORY[-1], history=HISTORY)
+        self.watch.progress = lambda: lambda: Progress(7, "barrier", HISTORY[-1])
+        self.watch.history = HISTORY
         self.watch.guard(self.end_waits, lambda: self.fault)
         stack.callback(self.watch.close)
 
@@ -160,11 +165,11 @@ def test_a_reset_is_a_death(peers):
 
 def test_a_goodbye_is_no_death(peers):
     three = peers()
-    three.say(2, bye="")
+    three.say(2, bye=place(7))
     three.ends[2].close()
     three.say(1, ask=1)
     assert "here" in three.hear(1)  # so all before was read
-    assert three.watch.verdict is None and three.watch.leavers == {2: ""}
+    assert three.watch.verdict is None and list(three.watch.leavers) == [2]
 
 
 def test_a_verdict_is_passed_on(peers):
@@ -227,7 +232,7 @@ def test_an_exchange_ends_with_who_is_to_blame(peers, fault, culprit, text):
     if fault == "death":
         three.ends[2].close()
     elif fault == "leave":
-        three.say(2, bye="KeyError: 7")
+        three.say(2, bye=RAISED)
     elif fault == "nonsense":
         three.say(2, data="no base64", of=1)
     else:
@@ -375,7 +380,7 @@ def test_a_failed_wait_is_explained_by_what_is_found_out(peers, overdue):
 
 def test_a_failed_wait_for_one_that_left_says_so(peers):
     three = peers()
-    three.say(1, bye="KeyError: 7")
+    three.say(1, bye=RAISED)
     wait = Wait(1)
     left = Verdict(1, "rank 1 left, after it raised (KeyError: 7)")
     assert three.watch.explain(1, "reset", wait) == left
@@ -431,7 +436,8 @@ def test_closing_lets_go_of_a_wait_that_was_looked_into(peers):
     ("said", "found"),
     [
         ({}, "rank 2 does not answer (stopped, cut off, or stuck in foreign code)"),
-        ({"bye": "KeyError: 7"}, "rank 2 left, after it raised (KeyError: 7)"),
+        ({"bye": RAISED}, "rank 2 left, after it raised (KeyError: 7)"),
+        ({"bye": place(7, "barrier")}, "rank 2 left"),
         ({"here": place(6)}, None),
     ],
 )
@@ -453,12 +459,67 @@ def test_a_failed_call_of_another_library_is_explained_by_who_is_silent(peers, s
     assert three.watch.verdict == told[0]
 
 
+@pytest.mark.parametrize(
+    ("bye", "found"),
+    [
+        (place(6), "rank 2 left"),
+        (RAISED, "rank 2 left, after it raised (KeyError: 7)"),
+        (place(7, "barrier"), "rank 2 left"),  # in the middle of it
+        (place(7, last="barrier", raised="KeyError: 7"), None),
+    ],
+)
+def test_a_round_that_is_late_is_not_explained_by_one_that_left_when_it_was_through(
+    peers, bye, found
+):
+    three = peers()
+    three.say(2, bye=bye)
+    until(lambda: three.watch.leavers)
+    told = []
+    thread = threading.Thread(target=lambda: told.append(three.watch.blame([1, 2], HISTORY[-1])))
+    thread.start()
+    if found is None:
+        three.say(1, here=place(7, "barrier"), to=three.hear(1)["ask"])
+    thread.join(10.0)
+    assert told == [found and Verdict(2, found)]
+
+
+@pytest.mark.parametrize(
+    ("bye", "culprit", "text"),
+    [
+        (RAISED, 2, "rank 2 left, after it raised (KeyError: 7)"),
+        (place(7, last="barrier"), None, "a link of rank 0 failed (closed)"),
+    ],
+)
+def test_a_round_that_failed_is_explained_by_one_that_left_before_it_was_through(
+    peers, bye, culprit, text
+):
+    """No library that carries rounds says whose link it is."""
+    three = peers()
+    wait = Wait(1)
+    wait.in_round = True
+    wait.awaited = lambda: [1, 2]
+    three.watch.begin(wait)
+    three.say(2, bye=bye)
+    until(lambda: three.watch.leavers)
+    found = []
+    thread = threading.Thread(target=lambda: found.append(three.watch.explain(None, "closed", wait)))
+    thread.start()
+    if culprit is None:
+        three.say(1, here=place(7, "barrier"), to=three.hear(1)["ask"])
+    thread.join(10.0)
+    three.watch.end()
+    assert found == [Verdict(culprit, text)]
+
+
 def test_closing_says_goodbye_and_leaves_nothing(peers, nothing_left):
     with nothing_left(), ExitStack() as stack:
         three = Peers(stack, 20.0)
         three.watch.close()
         three.watch.close()
-        assert three.hear(1) == {"bye": ""}
+        calls, doing, awaits, _, raised, at, awaited, entered, *rest = three.hear(1)["bye"]
+        assert (calls, doing, awaits, raised, at, awaited) == (7, "barrier", None, "", "", [])
+        history = [list(each) for each in HISTORY]
+        assert (entered, rest) == (history[-1], [False, history, False])
         assert three.hear(1) == {}, "the socket is closed"
 
 

@@ -15,6 +15,7 @@ import threading
 import time
 import warnings
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import product
 from types import SimpleNamespace
@@ -464,12 +465,31 @@ def test_a_group_breaks_if_a_stream_waits_past_the_deadline(watching):
         assert until(lambda group=group: refuses(group, why))
 
 
-def refuses(group, why):
+@pytest.mark.parametrize(
+    ("further", "culprit", "why"),
+    [(0, None, "was not through after 0.3 s at rank 0, though all others answer: a"), (1, 1, "left")],
+)
+def test_of_those_that_left_a_late_round_is_the_fault_of_who_did_not_come(
+    watching, further, culprit, why
+):
+    first, second = watching.groups
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda group: weft.barrier(group=group), watching.groups))
+    call = first.worker.history[-1]
+    second.close()
+    first.set_timeout(0.3)
+    watching.watcher.watch_round(
+        Watched(False), [1], call._replace(number=call.number + further)
+    )
+    assert until(lambda: refuses(first, why, culprit))
+
+
+def refuses(group, why, culprit=None):
     try:
         group.post()
     except weft.WireError as error:
         assert why in str(error)
-        assert error.culprit is None
+        assert error.culprit == culprit
         return True
     return False
 

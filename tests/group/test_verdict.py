@@ -66,6 +66,13 @@ def outside(calls: int = 4, raised: str = "", history: tuple[Entered, ...] = ())
     return Place(calls, "", None, 12.3, raised, history=history)
 
 
+def left(
+    *history: Entered, raised: str = "", inside: Entered | None = None, doing: str = ""
+) -> Place:
+    """A rank as it left; perhaps in a call."""
+    return Place(4, doing, None, 1.0, raised, entered=inside, history=history)
+
+
 @pytest.mark.parametrize(
     ("places", "silent", "leavers", "culprit", "text"),
     [
@@ -178,11 +185,11 @@ def outside(calls: int = 4, raised: str = "", history: tuple[Entered, ...] = ())
             "rank 1 keeps the others waiting: it has been outside weft for 12.3 s",
         ),
         # one that left, at once or through others
-        ({0: waits(1)}, set(), {1: ""}, 1, "rank 1 left"),
+        ({0: waits(1)}, set(), {1: left()}, 1, "rank 1 left"),
         (
             {0: waits(1), 1: waits(2)},
             set(),
-            {2: "KeyError: 7"},
+            {2: left(raised="KeyError: 7")},
             2,
             "rank 2 left, after it raised (KeyError: 7)",
         ),
@@ -336,15 +343,47 @@ def outside(calls: int = 4, raised: str = "", history: tuple[Entered, ...] = ())
             "a round of call 5 (sparse_all_reduce) is not through on ranks 0 and 1, though all "
             "answer (rank 2 has been outside weft for 12.3 s): the link",
         ),
-        # nor may one that is in the call, and waits for nobody, or has left
+        # nor may one that is in the call, and waits for nobody, or has left since it was through
         (
             {0: in_round(0), 1: busy()},
             set(),
-            {2: "KeyError: 7"},
+            {2: left(*made((5, CALL)), raised="KeyError: 7")},
             None,
-            "a round of call 5 (sparse_all_reduce) is not through on rank 0, though all answer "
-            "(rank 1 is in call 5 (sparse_all_reduce) and waits for nobody; rank 2 left, after it "
-            "raised (KeyError: 7)): the link",
+            "a round of call 5 (sparse_all_reduce) is not through on rank 0, though all others "
+            "answer (rank 1 is in call 5 (sparse_all_reduce) and waits for nobody; rank 2 left, "
+            "after it raised (KeyError: 7)): the link",
+        ),
+        # one that left has not come, or not to the end, whatever it raised; before who is late
+        (
+            {0: in_round(0), 1: in_round(1)},
+            set(),
+            {2: left(*made((4, CALL)), raised="KeyError: 7")},
+            2,
+            "rank 2 left, after it raised (KeyError: 7)",
+        ),
+        ({0: in_round(0), 1: outside()}, set(), {2: left(*made((4, CALL)))}, 2, "rank 2 left"),
+        (
+            {0: in_round(0), 1: in_round(1)},
+            set(),
+            {2: left(*made((5, CALL)), inside=made((5, CALL))[0], doing=CALL)},
+            2,
+            "rank 2 left",
+        ),
+        # where nobody knows whether it came: only if it raised
+        (
+            {0: waits(1, 0, "", more=(2,), in_round=True), 1: outside()},
+            set(),
+            {2: left(raised="KeyError: 7")},
+            2,
+            "rank 2 left, after it raised (KeyError: 7)",
+        ),
+        (
+            {0: waits(1, 0, "", more=(2,), in_round=True), 1: outside()},
+            set(),
+            {2: left()},
+            None,
+            "a round is not through on rank 0, though all others answer (rank 1 has been outside "
+            "weft for 12.3 s; rank 2 left): the link",
         ),
         (
             {0: in_round(0), 1: in_round(1), 2: in_round(2)},

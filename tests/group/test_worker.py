@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextvars
 import ctypes
+import gc
 import os
 import signal
 import subprocess
@@ -11,6 +12,7 @@ import sys
 import textwrap
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
@@ -20,6 +22,7 @@ import weft
 from weft.errors import Error, StillRunning, WeftError, WireError
 from weft.schedules import dense_all_reduce
 from weft.testing import run, spmd, threads
+from weft.testing.pace import patient
 
 
 @pytest.fixture
@@ -130,6 +133,26 @@ def test_a_job_of_several_calls_has_one_turn(group):
     assert [each.wait() for each in (first, work, last)] == [True, "several", None]
     assert order == [("part", 0), ("part", 1), "last"]
     assert worker.doing == ""
+
+
+def test_who_leaves_says_what_it_had_come_to_also_where_it_dropped_the_group():
+    def body(group):
+        weft.barrier(group=group)
+        return group.worker.history
+
+    groups = threads.group(3)
+    with ThreadPoolExecutor(3) as pool:
+        histories = list(pool.map(body, groups))
+    groups.pop().close()
+    groups.pop()
+    gc.collect()
+    leavers = groups[0].session.detector.leavers
+    late = time.monotonic() + patient(20.0)
+    while len(leavers) < 2 and time.monotonic() < late:
+        time.sleep(0.01)
+    assert [leavers[rank].history for rank in (1, 2)] == histories[1:]
+    assert len(histories[0]) == 1
+    groups[0].close()
 
 
 def test_ranks_come_to_calls_that_are_made_inside_others_and_to_those_of_some_ranks():

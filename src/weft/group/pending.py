@@ -164,7 +164,7 @@ class Round(Posted):
         if watcher is not None:
             # The host does not wait: the watcher has the deadline. It is told before, since to
             # begin a round may take until a peer has come.
-            watcher.watch(self.pending)
+            watcher.watch_round(self.pending, self.awaited(), self.session.worker.entered)
             self.session.streaming = True
             return self.session.use(self._route, self.what(), self.pending.wait_stream)
         if len(self._route.ranks) == 1:  # without peers there is nothing to wait for

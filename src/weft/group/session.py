@@ -36,7 +36,7 @@ from ..wire.interface import Failure, WireFailed
 from ..wire.machine import host_name
 from ..wire.memory import Pool
 from .failure.detector import Detector, Progress, Wait
-from .failure.verdict import Verdict
+from .failure.verdict import Entered, Verdict, who_answers
 from .route import Route, wire_of_device
 from .traffic import Traffic
 from .watcher import Watcher
@@ -282,24 +282,33 @@ class Session:
 
     def give_up(self, what: str) -> None:
         """Break the session where something was not done in time at this rank, and nobody is known
-        to be to blame: all ranks answer. `what` is a clause."""
+        to be to blame: all ranks answer that are there. `what` is a clause."""
+        answers = who_answers({} if self.detector is None else self.detector.leavers)
         cause = "a rank may not have come to it, or the link is too slow"
-        self._settle(Verdict(None, f"{what} at rank {self.rank}, though all answer: {cause}"))
+        self._settle(Verdict(None, f"{what} at rank {self.rank}, though {answers}: {cause}"))
 
     def fail(self, peer: int, text: str) -> WireError:
         """Break the session for all ranks on account of a peer; the error to raise here."""
         return self._break(self._settle(Verdict(peer, text)))
 
-    def diagnose(self, where: str) -> WireError | None:
+    def diagnose(
+        self, where: str, ranks: Sequence[int] | None = None, call: Entered | None = None
+    ) -> WireError | None:
         """The error to raise after a call of another library failed, if a peer is to blame.
 
         Args:
             where: the call, as the end of the clause "while rank 0 was in ...".
+            ranks, call: of a round that is not through, as `Detector.blame` has them.
         """
-        verdict = None if self.detector is None else self.detector.blame()
+        verdict = None if self.detector is None else self.detector.blame(ranks, call)
         if self._broken is None and verdict is not None:
             self._break(verdict, f" while rank {self.rank} was in {where}")
         return None if self._broken is None else self._broken.error(self.rank)
+
+    def note_calls(self, history: tuple[Entered, ...]) -> None:
+        """Have the detector know the last calls that this rank has come to."""
+        if self.detector is not None:
+            self.detector.history = history
 
     def raise_for(
         self, error: BaseException, wire_name: str, doing: str, wait: Waited | None = None
@@ -416,7 +425,7 @@ class Session:
         worker = self._worker
         if worker is None:
             return Progress()
-        return Progress(worker.calls, worker.doing, worker.entered, worker.opens, worker.history)
+        return Progress(worker.calls, worker.doing, worker.entered, worker.opens)
 
 
 @functools.cache

@@ -11,14 +11,15 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from ..devices import claim_thread
 from ..errors import WireError
+from .failure.verdict import Entered
 
 _log = logging.getLogger("weft")
 
@@ -34,8 +35,16 @@ class Breakable(Protocol):
 
     timeout: float
 
-    def diagnose(self, where: str) -> WireError | None:
-        """Break it if a peer is to blame; the error, or None."""
+    def diagnose(
+        self, where: str, ranks: Sequence[int] | None = None, call: Entered | None = None
+    ) -> WireError | None:
+        """Break it if a peer is to blame; the error, or None.
+
+        Args:
+            where: what is late.
+            ranks: of a round that is late, without this one; None: it is no round.
+            call: in which that is, or None.
+        """
 
     def give_up(self, what: str) -> None:
         """Break it on account of nobody: this was not done in time, though all ranks answer."""
@@ -48,8 +57,19 @@ class Watched(Protocol):
         """Whether it is through, or has failed. Any thread; never blocks."""
 
 
-_Item = tuple[Watched, Callable[[], object]]
-"""What is watched, and what is called when it is through."""
+class _Item(NamedTuple):
+    """Something that is watched.
+
+    Attributes:
+        pending: what it is.
+        then: called when it is through.
+        ranks, call: of a round, as for `Breakable.diagnose`.
+    """
+
+    pending: Watched
+    then: Callable[[], object]
+    ranks: Sequence[int] | None = None
+    call: Entered | None = None
 
 
 class Watcher:
@@ -76,7 +96,20 @@ class Watcher:
 
     def watch(self, pending: Watched, then: Callable[[], object] = lambda: None) -> None:
         """Watch something, behind what was given before; call `then` when it is through."""
-        self._queue.put((pending, then))
+        self._put(_Item(pending, then))
+
+    def watch_round(self, pending: Watched, ranks: Sequence[int], call: Entered | None) -> None:
+        """Watch a round, behind what was given before.
+
+        Args:
+            pending: the round.
+            ranks: the others of it.
+            call: that this rank has come to, and makes the round in; None: there is none.
+        """
+        self._put(_Item(pending, lambda: None, ranks, call))
+
+    def _put(self, item: _Item) -> None:
+        self._queue.put(item)
         if self._thread is None:
             self._thread = threading.Thread(
                 target=_watch,
@@ -118,18 +151,15 @@ def _watch(
     claim_thread(device)
     # ended by `end`, or by the end of the watcher, which both put None
     while (item := queued.get()) is not None:
-        pending, then = item
         try:
-            if _is_through_in_time(pending, session, name):
-                then()
+            if _is_through_in_time(item, session, name):
+                item.then()
         except Exception as error:  # what comes next is watched, too
             _log.error("%s could not be watched: %s", name, repr(error))
-        del item, pending, then  # what they hold is not this idle thread's
+        del item  # what it holds is not this idle thread's
 
 
-def _is_through_in_time(
-    pending: Watched, session: Callable[[], Breakable | None], name: str
-) -> bool:
+def _is_through_in_time(item: _Item, session: Callable[[], Breakable | None], name: str) -> bool:
     """Wait until something is through; at the deadline break the session, and return False.
 
     The time counts from when this thread begins to look, behind what was watched before. Where a
@@ -137,12 +167,12 @@ def _is_through_in_time(
     """
     began = time.monotonic()
     pause, longest = _PAUSES
-    while not pending.done():
+    while not item.pending.done():
         alive = session()
         if alive is None:
             return False  # nobody uses what comes
         if time.monotonic() - began > alive.timeout:
-            if alive.diagnose(name) is None:
+            if alive.diagnose(name, item.ranks, item.call) is None:
                 alive.give_up(f"{name} was not through after {alive.timeout:g} s")
             return False
         del alive  # this thread does not keep it during the pause

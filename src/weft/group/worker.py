@@ -60,6 +60,9 @@ class Member(Protocol):
     def abort(self, reason: str) -> None:
         """Break the group for all ranks, on account of this one."""
 
+    def note_calls(self, history: tuple[Entered, ...]) -> None:
+        """Note the last calls that this rank has come to: others are told, also as it leaves."""
+
 
 class Worker:
     """The calls of one rank on one group, one at a time, in the order they were made.
@@ -79,7 +82,7 @@ class Worker:
         now: the record of that call, or None.
         entered: the same call, once this rank has come to it: see `enter`; any thread reads it.
         opens: whether it waits for what the other ranks say at the beginning of that call.
-        history: the last calls that this rank has come to; any thread reads it.
+        history: the last calls that this rank has come to.
         lock: held while a call joins the line or leaves it; a process may fork meanwhile.
 
     Example:
@@ -168,6 +171,7 @@ class Worker:
         call.fields = fields
         self.entered = Entered(hash(ranks), number, fields[0][1])  # numbers hash alike everywhere
         self.history = (*self.history[1 - REMEMBERED :], self.entered)
+        self._member.note_calls(self.history)
         return True
 
     def submit(

@@ -34,7 +34,7 @@ from .. import recorder
 from . import last_error
 from .links import ControlLinks, News
 from .messages import Message, line_of, parse, place_of, values_of
-from .verdict import Entered, Place, Verdict, judge, on_leaver
+from .verdict import Entered, Place, Verdict, judge, leaver_to_blame, on_leaver
 
 EXCHANGED = 1 + factory.EXCHANGED
 """Bytes that may be exchanged at once: one that says what they are, and a factory's."""
@@ -60,14 +60,13 @@ class Progress(NamedTuple):
     Attributes:
         calls: how many calls it has started.
         doing: the name of the one that runs, or "".
-        entered, opens, history: as for a `Place`.
+        entered, opens: as for a `Place`.
     """
 
     calls: int = 0
     doing: str = ""
     entered: Entered | None = None
     opens: bool = False
-    history: tuple[Entered, ...] = ()
 
 
 class Wait(Protocol):
@@ -95,12 +94,14 @@ class Detector:
     Attributes:
         links: to the detectors of the peers.
         verdict: what broke the session, or None.
-        leavers: the ranks that said bye, each with the error that it raised before, or "".
+        leavers: the ranks that said bye, each with where it was then.
         waiting: the current wait, or None.
         since: when the current wait began or, without one, when the last ended; by
             `time.monotonic`. If this rank was paused in a wait, it is when the pause ended.
         began: when the last wait began, without regard to pauses.
         progress: a weak reference to a function that says how far this rank is.
+        history: as for a `Place`. The detector has it, since a bye tells of it, and may be said
+            when nothing else is left of the session.
     """
 
     def __init__(
@@ -126,12 +127,13 @@ class Detector:
         self._slow = slow
         self._last_printed: Callable[[], object] = lambda: None  # of the waits, with a line (weak)
         self.verdict: Verdict | None = None
-        self.leavers: dict[int, str] = {}
+        self.leavers: dict[int, Place] = {}
         self.waiting: Wait | None = None
         self.since = time.monotonic()
         self.began = self.since
         self.links = links
         self.progress: Callable[[], Callable[[], Progress] | None] = lambda: None
+        self.history: tuple[Entered, ...] = ()
         # what ends this rank's waits, and what says what is known to be wrong; see `guard`
         self._end_waits: Callable[[Verdict], None] = lambda verdict: None
         self._find_fault: Callable[[], Verdict | None] = lambda: None
@@ -282,8 +284,11 @@ class Detector:
         failed = Verdict(peer, f"{what} failed ({text})")
         # its control link may say more at once: that it died, or left, or another's verdict
         if self.news() is None:
-            if peer is not None and peer in self.leavers:
-                return self.settle(on_leaver(peer, self.leavers[peer]))
+            leaver = peer if peer in self.leavers else None
+            if peer is None and wait is not None:
+                leaver = leaver_to_blame(wait.awaited(), self.leavers, self._progress().entered)
+            if leaver is not None:
+                return self.settle(on_leaver(leaver, self.leavers[leaver]))
             self._suspect = (wait, failed)
             self.links.wake()
             # ended by the verdict, once the ranks were asked and judged; else by the time for that
@@ -295,21 +300,35 @@ class Detector:
         self._settled.wait(_NEWS)  # ended by `settle`, or by the time
         return self.verdict
 
-    def blame(self) -> Verdict | None:
-        """Find, within about a second, why a call of another library failed.
+    def blame(
+        self, ranks: Sequence[int] | None = None, call: Entered | None = None
+    ) -> Verdict | None:
+        """Find, within about a second, why a call of another library failed, or a round is late.
 
-        None: no rank died, left, or is silent. Then the session still works.
+        None: no rank died, left before it was through, or is silent. Then the session still works.
+
+        Args:
+            ranks: of the round; None: a call of another library failed, in which all may have been.
+            call: in which the round is; None: in none.
         """
         self._suspect = (None, None)
         self.links.wake()
         if self.news() is None:
-            leavers = list(self.leavers)
-            if leavers:
-                first = leavers[0]
-                return self.settle(on_leaver(first, self.leavers[first]))
+            leaver = self._leaver_in(ranks, call)
+            if leaver is not None:
+                return self.settle(on_leaver(leaver, self.leavers[leaver]))
             # ended by a verdict; else by the time in which the ranks are asked and judged
             self._settled.wait(ANSWER + _NEWS)
         return self.verdict
+
+    def _leaver_in(self, ranks: Sequence[int] | None, call: Entered | None) -> int | None:
+        """The rank to blame of those that left; the arguments are those of `blame`."""
+        leavers = dict(self.leavers)
+        if ranks is not None:
+            return leaver_to_blame(ranks, leavers, call)
+        raised = leaver_to_blame(leavers, leavers, None)
+        # one that left well, too: of another library's call nobody knows whether it was through
+        return next(iter(leavers), None) if raised is None else raised
 
     def close(self) -> None:
         """Say bye to all and end the links. Twice is fine.
@@ -323,7 +342,7 @@ class Detector:
             self._closed = True
             goodbye = b""
             if self.verdict is None:
-                goodbye = line_of({"bye": last_error.since(self.since, handled=True)})
+                goodbye = line_of({"bye": values_of(self._last_place())})
         self.links.close(goodbye)
         # these may hold a wait, with messages that lie in memory of peers
         self._inquiry = None
@@ -470,8 +489,7 @@ class Detector:
 
     def _place(self, listed: int | None = _LISTED) -> Place:
         """Where this rank is; with so many of the ranks that it waits for, or all."""
-        find_progress = self.progress()
-        progress = Progress() if find_progress is None else find_progress()
+        progress = self._progress()
         waiting = self.waiting
         since = self.since  # after `waiting`, see `begin`
         awaits = None
@@ -492,9 +510,27 @@ class Detector:
             awaited=awaited,
             entered=progress.entered,
             opens=progress.opens,
-            history=progress.history,
+            history=self.history,
             in_round=in_round,
         )
+
+    def _last_place(self) -> Place:
+        """Where this rank is as it leaves, and what it raised."""
+        progress = self._progress()
+        return Place(
+            calls=progress.calls,
+            doing=progress.doing,
+            awaits=None,
+            seconds=time.monotonic() - self.since,
+            raised=last_error.since(self.since, handled=True),
+            entered=progress.entered,
+            history=self.history,
+        )
+
+    def _progress(self) -> Progress:
+        """How far this rank is in its program; where its session is gone, it is in no call."""
+        find_progress = self.progress()
+        return Progress() if find_progress is None else find_progress()
 
     def _program_line(self) -> str:
         """Where the rank's program is, as "file:line in function", or ""."""
@@ -530,7 +566,7 @@ class Detector:
             culprit, text = message["verdict"]
             self.settle(Verdict(culprit, text))
         elif "bye" in message:
-            self.leavers[peer] = message["bye"]
+            self.leavers[peer] = place_of(message["bye"])
             self._notify()
         elif "data" in message:
             self._exchanged[peer, message["of"]] = base64.b64decode(message["data"])

@@ -3,7 +3,7 @@
 A message is a line of JSON, and one of these:
 
 * `verdict`: [culprit, text], once: from whoever settled it, and from each that learns it;
-* `bye`: the error that this rank raised or "", as the last, where there was no verdict;
+* `bye`: the values of a `Place`, as the last, where there was no verdict: where this rank leaves;
 * `data`, and the number `of` the exchange: what a rank exchanges, in base64;
 * `ask`: the number of an inquiry, to all, at any time;
 * `here`: the values of a `Place`, and `to` which inquiry: to the one that asks.
@@ -54,12 +54,12 @@ def parse(line: bytes, ranks: Set[int]) -> Message:
 
 
 def values_of(place: Place) -> list[object]:
-    """A place, as `here` has it."""
+    """A place, as `here` and `bye` have it."""
     return list(astuple(place))
 
 
 def place_of(values: list[Any]) -> Place:
-    """The place that a checked message has in `here`."""
+    """The place that a checked message has in `here` or `bye`."""
     calls, doing, awaits, seconds, raised, at, awaited, entered, opens, history, in_round = values
     return Place(
         calls,
@@ -83,7 +83,7 @@ def _check_verdict(message: Message, ranks: Set[int]) -> None:
 
 
 def _check_bye(message: Message, ranks: Set[int]) -> None:
-    _require(isinstance(message["bye"], str))
+    _check_place(message["bye"], ranks)
 
 
 def _check_data(message: Message, ranks: Set[int]) -> None:
@@ -98,7 +98,11 @@ def _check_ask(message: Message, ranks: Set[int]) -> None:
 
 def _check_here(message: Message, ranks: Set[int]) -> None:
     _require(_is_number(message["to"]))
-    calls, doing, awaits, seconds, raised, at, awaited, entered, *rest = message["here"]
+    _check_place(message["here"], ranks)
+
+
+def _check_place(values: Any, ranks: Set[int]) -> None:
+    calls, doing, awaits, seconds, raised, at, awaited, entered, *rest = values
     opens, history, in_round = rest
     _require(_is_number(calls))
     _require(awaits is None or (_is_number(awaits) and awaits in ranks))

@@ -59,14 +59,14 @@ class Entered(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a rank is.
+    """Where a rank is, or was as it left.
 
     Attributes:
         calls: how many calls it has started.
         doing: the name of the call that it is in, "" between calls.
         awaits: the rank that it waits for, None if it does not wait.
         seconds: how long it has waited or, if it does not wait, how long ago its last wait ended.
-        raised: the error that it raised since then, outside any call, or "".
+        raised: the error that it raised since then, outside any call or as it left; or "".
         at: where its program stands, as "file:line in function", or "".
         awaited: ranks whose messages have not come, `awaits` among them; a few of them, if many.
         entered: the call that it is in, once it has come to that; None: it has come to none.
@@ -122,9 +122,38 @@ def after(raised: str) -> str:
     return f", after it raised ({raised})" if raised else ""
 
 
-def on_leaver(rank: int, raised: str) -> Verdict:
+def on_leaver(rank: int, left: Place) -> Verdict:
     """The verdict on a rank that left while others waited for it, perhaps after an error."""
-    return Verdict(rank, f"rank {rank} left{after(raised)}")
+    return Verdict(rank, f"rank {rank} left{after(left.raised)}")
+
+
+def leaver_to_blame(
+    ranks: Iterable[int], leavers: Mapping[int, Place], call: Entered | None
+) -> int | None:
+    """The first of these ranks that left and so keeps others waiting in a call; None: none does.
+
+    One that is past the call has sent all that others need there. One that left in the middle of
+    the call has not, nor has one that never came to it. Where that is unknown, one that has raised
+    is to blame, and one that left well is not.
+
+    Args:
+        ranks: of the call.
+        leavers: the ranks that left, each with where it was then.
+        call: None: it is unknown, or those who wait are in none.
+    """
+    for rank in ranks:
+        left = leavers.get(rank)
+        if left is None or _is_past(left, call):
+            continue
+        is_inside = call is not None and left.entered == call
+        if left.raised or is_inside or _has_not_entered(left, call):
+            return rank
+    return None
+
+
+def who_answers(leavers: Mapping[int, Place]) -> str:
+    """That all ranks answer, as a clause: those that left do not."""
+    return "all others answer" if leavers else "all answer"
 
 
 def differing(how: str, held: Iterable[tuple[object, Sequence[int], int]], then: str) -> str:
@@ -152,7 +181,7 @@ def judge(
     me: int,
     places: Mapping[int, Place],
     silent: Set[int],
-    leavers: Mapping[int, str],
+    leavers: Mapping[int, Place],
     wire: str = "",
 ) -> Verdict:
     """Name the culprit of a wait that did not end in time.
@@ -160,13 +189,14 @@ def judge(
     Where all ranks answer, and wait for each other in the same calls, nobody is known to be to
     blame. Then the verdict says between whom messages are missing. Its culprit is the one rank that
     is at an end of all messages that are known to be lost, if there is one, and else None. In a
-    round of several ranks it is not known whose message is missing, but that all have to come.
+    round of several ranks it is not known whose message is missing, but that all have to come:
+    also one that has left by now.
 
     Args:
         me: the rank that waited and asks.
         places: where this rank is, and where those are that answered.
         silent: the ranks that were asked and did not answer.
-        leavers: the ranks that said bye before, each with the error that it raised, or "".
+        leavers: the ranks that said bye before, each with where it was then.
         wire: the name of the wire that the wait is over; "": one of weft's own.
 
     Example:
@@ -179,10 +209,11 @@ def judge(
     chain = [me]  # this rank, the rank that it waits for, the rank that that one waits for, ...
     while (following := places[chain[-1]].awaits) is not None:
         if places[chain[-1]].in_round:
-            missing = _missing_in_round(chain[-1], places)
-            if missing is None:
+            # `awaits` is any of them: follow one that is known not to have come
+            absent = _not_come_to_round(chain[-1], places, leavers)
+            if absent is None:
                 return _in_a_round(chain[-1], places, leavers, wire)
-            following = missing
+            following = absent
         if following in leavers:
             return on_leaver(following, leavers[following])
         if following in chain:
@@ -190,7 +221,7 @@ def judge(
         if following not in places:
             return _among_equals(me, places, wire)
         chain.append(following)
-    if len(chain) > 1 and _is_past(places[chain[-1]], places[chain[-2]]):
+    if len(chain) > 1 and _is_past(places[chain[-1]], places[chain[-2]].entered):
         return _nothing_of(chain[-1], places, wire)
     return _at_the_end(chain, places)
 
@@ -205,19 +236,27 @@ def _silent(me: int, places: Mapping[int, Place], silent: Sequence[int]) -> Verd
     )
 
 
-def _missing_in_round(waiter: int, places: Mapping[int, Place]) -> int | None:
-    """A rank that is known not to have come to the call of a round, which needs all; or None."""
+def _not_come_to_round(
+    waiter: int, places: Mapping[int, Place], leavers: Mapping[int, Place]
+) -> int | None:
+    """A rank that is known not to have come to a round, which needs all, or to have left; or None.
+
+    Those that left come first: who is late may yet come.
+    """
     waiting = places[waiter]
+    leaver = leaver_to_blame(waiting.concerned, leavers, waiting.entered)
+    if leaver is not None:
+        return leaver
     for rank in waiting.concerned:
-        if rank in places and _has_not_entered(places[rank], waiting):
+        if rank in places and _has_not_entered(places[rank], waiting.entered):
             return rank
     return None
 
 
 def _in_a_round(
-    waiter: int, places: Mapping[int, Place], leavers: Mapping[int, str], wire: str
+    waiter: int, places: Mapping[int, Place], leavers: Mapping[int, Place], wire: str
 ) -> Verdict:
-    """All answered, and a round is not through, though all may have come to it.
+    """All answered that are there, and a round is not through, though all may have come to it.
 
     Who is out of the round may have had all that it needed, and others not. So nobody is to blame.
     """
@@ -230,7 +269,7 @@ def _in_a_round(
     elsewhere = []
     for rank in sorted({waiter, *waiting.concerned}):
         if rank in leavers:
-            elsewhere.append(f"rank {rank} left{after(leavers[rank])}")
+            elsewhere.append(on_leaver(rank, leavers[rank]).text)
         elif rank in places:
             its = places[rank]
             if its.in_round and (its.entered or (its.calls, its.doing)) == call:
@@ -241,7 +280,7 @@ def _in_a_round(
     others = f" ({'; '.join(elsewhere[:NAMED])})" if elsewhere else ""
     return Verdict(
         None,
-        f"a round{where} is not through on {_some(inside)}, though all answer{others}: "
+        f"a round{where} is not through on {_some(inside)}, though {who_answers(leavers)}{others}: "
         f"{_perhaps(wire)}",
     )
 
@@ -252,17 +291,16 @@ def _at_the_end(chain: Sequence[int], places: Mapping[int, Place]) -> Verdict:
     its = places[last]
     for waiter in reversed(chain[:-1]):
         waiting = places[waiter]
-        if _has_not_entered(its, waiting):
+        if _has_not_entered(its, waiting.entered):
             return Verdict(last, f"rank {last} has not entered {waiting.call}: it {its}")
     return Verdict(last, f"rank {last} keeps the others waiting: it {its}")
 
 
-def _has_not_entered(place: Place, waiting: Place) -> bool:
-    """Whether a rank is known not to have come to the call in which another one waits.
+def _has_not_entered(place: Place, call: Entered | None) -> bool:
+    """Whether a rank is known not to have come to a call in which another one waits.
 
     One that is in a call, and has come to none, may be on the way to it.
     """
-    call = waiting.entered
     if call is None or (place.doing and place.entered is None):
         return False
     numbers = [each.number for each in place.history if each.ranks == call.ranks]
@@ -283,7 +321,7 @@ def _in_a_circle(circle: Sequence[int], me: int, places: Mapping[int, Place], wi
             f"rank {first} {places[first]}, but rank {second} {places[second]}: {_SAME_CALLS}",
         )
     lost = _lost(places)
-    past = [sender for sender, waiter in lost if _is_past(places[sender], places[waiter])]
+    past = [sender for sender, waiter in lost if _is_past(places[sender], places[waiter].entered)]
     if past:
         return _nothing_of(min(past), places, wire)
     return _among_equals(me, places, wire)
@@ -292,7 +330,7 @@ def _in_a_circle(circle: Sequence[int], me: int, places: Mapping[int, Place], wi
 def _are_crossed(circle: Sequence[int], places: Mapping[int, Place]) -> bool:
     """Whether ranks make calls of some of them in different orders: nobody comes to another's."""
     for waiter, awaited in zip(circle, [*circle[1:], circle[0]], strict=True):
-        if not _has_not_entered(places[awaited], places[waiter]):
+        if not _has_not_entered(places[awaited], places[waiter].entered):
             return False
     return True
 
@@ -347,7 +385,7 @@ def _lost(places: Mapping[int, Place]) -> list[tuple[int, int]]:
         for sender in waiting.missing & places.keys():
             its = places[sender]
             has_opened = waiting.opens and waiting.entered in its.history
-            if has_opened or _is_past(its, waiting):
+            if has_opened or _is_past(its, waiting.entered):
                 lost.append((sender, waiter))
     return lost
 
@@ -365,13 +403,12 @@ def _culprit_of(lost: Sequence[tuple[int, int]]) -> int | None:
     return next(iter(ends & senders)) if len(ends) == 1 and ends & senders else None
 
 
-def _is_past(place: Place, waiting: Place) -> bool:
-    """Whether a rank is known to have made the call in which another one waits, and to be out.
+def _is_past(place: Place, call: Entered | None) -> bool:
+    """Whether a rank is known to have made a call in which another one waits, and to be out.
 
     That shows that it had all it needed there, and that those who still wait for it there did not
     get what it sent.
     """
-    call = waiting.entered
     return call is not None and call in place.history and place.entered != call
 
 
@@ -381,7 +418,7 @@ def _nothing_of(rank: int, places: Mapping[int, Place], wire: str) -> Verdict:
     waiters = [
         waiter
         for sender, waiter in lost
-        if sender == rank and _is_past(places[sender], places[waiter])
+        if sender == rank and _is_past(places[sender], places[waiter].entered)
     ]
     earliest = places[min(waiters, key=lambda waiter: places[waiter].calls)]
     there = sorted(waiter for waiter in waiters if places[waiter].entered == earliest.entered)
