@@ -193,14 +193,43 @@ def test_of_a_group_for_two_devices_torch_before_2_14_keeps_what_is_written_in_p
         dist.destroy_process_group()
 
 
-def test_a_group_that_is_dropped_closes_the_wire_of_its_device_too():
+def of_a_device(monkeypatch):
+    """A group, its wire for a device, and how that is closed, beside the end of the worker."""
     group = threads.group(1)[0]
     wire = rounds_over(lambda: None, 0, 1, CPU)
     group.session.carry_device(wire, "checked")
+    closed = []
+
+    def note(of, name):
+        real = getattr(of, name)
+
+        def noted(self, *args):
+            closed.append(name)
+            return real(self, *args)
+
+        monkeypatch.setattr(of, name, noted)
+
+    note(TorchRounds, "close")
+    note(TorchRounds, "drop")
+    note(worker_module.Worker, "stop")
+    return group, wire, closed
+
+
+def test_a_group_that_is_dropped_closes_the_wire_of_its_device_too_and_does_not_wait(monkeypatch):
+    group, wire, closed = of_a_device(monkeypatch)
     assert wire.failure() is None
     del group
     gc.collect()
     assert wire.failure() is not None
+    assert closed == ["drop"]
+
+
+def test_calls_have_the_wire_of_a_device_until_a_close_has_ended_them(monkeypatch):
+    group, wire, closed = of_a_device(monkeypatch)
+    sound = []
+    group.worker.submit("last", lambda: sound.append(wire.failure()))
+    group.close()
+    assert closed == ["stop", "close"] and wire.failure() is not None
 
 
 # a rank that fails in an exchange
@@ -467,7 +496,10 @@ def test_a_group_breaks_if_a_stream_waits_past_the_deadline(watching):
 
 @pytest.mark.parametrize(
     ("further", "culprit", "why"),
-    [(0, None, "was not through after 0.3 s at rank 0, though all others answer: a"), (1, 1, "left")],
+    [
+        (0, None, "was not through after 0.3 s at rank 0, though all others answer: a"),
+        (1, 1, "left"),
+    ],
 )
 def test_of_those_that_left_a_late_round_is_the_fault_of_who_did_not_come(
     watching, further, culprit, why
@@ -478,9 +510,7 @@ def test_of_those_that_left_a_late_round_is_the_fault_of_who_did_not_come(
     call = first.worker.history[-1]
     second.close()
     first.set_timeout(0.3)
-    watching.watcher.watch_round(
-        Watched(False), [1], call._replace(number=call.number + further)
-    )
+    watching.watcher.watch_round(Watched(False), [1], call._replace(number=call.number + further))
     assert until(lambda: refuses(first, why, culprit))
 
 

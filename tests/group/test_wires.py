@@ -179,10 +179,14 @@ def test_they_are_closed_the_last_one_first_also_where_one_raises():
             raise KeyError("no such device")
 
     wires = Wires(0)
-    for number in range(3):
+    for number in range(6):
         wire = Faulty()
         wire.close = functools.partial(close, number)
-        wires.add(wire, "")
+        wires.add(wire, "", of_device=number > 2)
     with pytest.raises(KeyError, match="no such device"):
-        wires.close()
+        wires.close_those_of_hosts()
     assert closed == [2, 1, 0]
+    wires.close_those_of_devices()
+    assert closed == [2, 1, 0, 5, 4, 3]
+    wires.drop_those_of_devices()  # those that wait for no device have nothing else to do
+    assert closed == [2, 1, 0, *[5, 4, 3] * 2]

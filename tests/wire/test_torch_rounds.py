@@ -515,6 +515,43 @@ def test_a_close_waits_for_what_is_under_way_and_does_not_abort_the_group(stream
     streams.wire.close()
 
 
+def test_a_wire_that_is_dropped_waits_for_nothing(streams, monkeypatch):
+    """As in a collection of garbage."""
+    pending, behind = begun(streams, torch.zeros(2))
+    clock = SimpleNamespace(monotonic=time.monotonic, sleep=lambda seconds: pytest.fail("it waits"))
+    monkeypatch.setattr(torch_rounds, "time", clock)
+    streams.wire.drop()
+    assert streams.wire.failure() == Failure("aborted", None, "rank 0 has closed its wire")
+    assert not streams.group.aborted.is_set()
+    received, sent = streams.group.memory
+    streams.wire = None
+    del pending
+    gc.collect()
+    assert received() is not None and sent() is not None
+    behind.answers = [True]
+    torch_rounds._hold([])
+    assert received() is None and sent() is None
+
+
+def test_a_close_beside_a_call_gives_back_no_memory_that_is_written_to(streams):
+    """Both look at the first round, which has ended; the second one is under way."""
+    _, first = begun(streams, torch.zeros(2))
+    pending, _ = begun(streams, torch.zeros(2))
+    operations = streams.wire._operations
+    beside = threading.Thread(target=operations._drop_ended)
+
+    def has_ended():
+        if not beside.ident:
+            beside.start()
+            beside.join(0.2)  # it would look, too, if nothing held it up
+        return True
+
+    first.query = has_ended
+    operations._drop_ended()
+    beside.join(SOON)
+    assert list(operations._under_way) == [pending.operation]
+
+
 def test_memory_of_what_never_ends_outlives_its_wire(streams, monkeypatch):
     monkeypatch.setattr(torch_rounds, "CLOSING", 0.01)
     pending, behind = begun(streams, torch.zeros(2))

@@ -135,6 +135,8 @@ class Session:
             detector.guard(self._wires.abort, self._wires.find_fault)
         # bye when the session is dropped, and at exit: of multiprocessing's processes, too
         self._leave = Finalize(self, _leave, (detector, self._wires), exitpriority=0)
+        # wires of devices: `close` closes them later, and waits for what they do; others do not
+        Finalize(self, self._wires.drop_those_of_devices, exitpriority=0)
         _made.add(self)
 
     def route_for(self, device: torch.device) -> Route:
@@ -165,7 +167,7 @@ class Session:
             watcher = Watcher(self, wire.device, f"a round over {carrier}")
             if wire.device.type == "cuda":
                 warn_of_one_queue(self.rank)
-        self._look_after(wire, "")
+        self._look_after(wire, "", of_device=True)
         self.devices[wire.device] = Route(wire, carrier, Pool(device=wire.device), watcher)
 
     def carry_payloads(self, wire: interface.Wire, carrier: str, registered: str = "") -> None:
@@ -181,9 +183,11 @@ class Session:
         self._look_after(wire, registered)
         self.payloads = Route(wire, carrier, self.openings.memory, registered=registered)
 
-    def _look_after(self, wire: interface.Wire, registered: str) -> None:
+    def _look_after(
+        self, wire: interface.Wire, registered: str, *, of_device: bool = False
+    ) -> None:
         """Have a verdict abort a wire, also one that is there already."""
-        self._wires.add(wire, registered)
+        self._wires.add(wire, registered, of_device=of_device)
         if self.detector is not None and self.detector.verdict is not None:
             self._wires.abort(self.detector.verdict)
 
@@ -267,9 +271,10 @@ class Session:
         self._join = None  # it holds the store, whose server ends when nobody does
         self._leave()
         if self._worker is not None:
-            self._worker.stop()
+            self._worker.stop()  # its calls may use the wires of devices until here
         while self.devices:
             self.devices.popitem()[1].end_watch()
+        self._wires.close_those_of_devices()
         self.openings.memory.drain()
 
     def abort(self, reason: str) -> None:
@@ -375,7 +380,8 @@ class Session:
             self._worker.after_fork()
         with contextlib.ExitStack() as stack:  # also where the close of a program's own wire raises
             # what the child kept open would hide the death of this process's parent from peers
-            stack.callback(self._wires.close)
+            stack.callback(self._wires.close_those_of_hosts)
+            stack.callback(self._wires.close_those_of_devices)
             if self.detector is not None:
                 stack.callback(self.detector.abandon)  # first
 
@@ -441,9 +447,9 @@ def warn_of_one_queue(rank: int) -> None:
 
 
 def _leave(detector: Detector | None, wires: Wires) -> None:
-    """Say bye to all and let go of everything."""
+    """Say bye to all and let go of everything but the devices."""
     with contextlib.ExitStack() as stack:  # also where a handler of a signal raises meanwhile
-        stack.callback(wires.close)
+        stack.callback(wires.close_those_of_hosts)
         if detector is not None:
             stack.callback(detector.close)  # first
 

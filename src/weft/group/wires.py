@@ -12,9 +12,10 @@ import logging
 import signal
 from collections.abc import Callable
 from types import CodeType
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..wire.interface import Failure, Wire
+from ..wire.torch_rounds import TorchRounds
 from .failure.verdict import Verdict, how_to_try
 
 _LONGEST = 500  # characters of an exception that travel
@@ -25,25 +26,34 @@ _ALIKE = (
 _log = logging.getLogger("weft")
 
 
+class _Entry(NamedTuple):
+    """A wire of the session; see `Wires.add`."""
+
+    wire: Wire
+    name: str
+    of_device: bool
+
+
 class Wires:
     """The wires of a session at one rank, with their names for texts."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
-        self._wires: list[tuple[Wire, str]] = []
+        self._entries: list[_Entry] = []
 
-    def add(self, wire: Wire, name: str) -> None:
+    def add(self, wire: Wire, name: str, *, of_device: bool = False) -> None:
         """Add a wire.
 
         Args:
             wire: of the session.
             name: by which a program or a package registered it; "": it is one of weft's own.
+            of_device: whether it carries tensors of a device, perhaps over a wire of the CPU.
         """
-        self._wires.append((wire, name))
+        self._entries.append(_Entry(wire, name, of_device))
 
     def all(self) -> list[Wire]:
         """Those that there are now; another thread may add that of a device meanwhile."""
-        return [wire for wire, _ in self._wires]
+        return [each.wire for each in self._entries]
 
     def abort(self, verdict: Verdict) -> None:
         """End all waits of this rank; any thread."""
@@ -56,21 +66,40 @@ class Wires:
         for each in errors:  # only now: a handler of the log may block, or raise
             _log.error("rank %d: a wire cannot be aborted: %r", self._rank, each)
 
-    def close(self) -> None:
-        """Close them, the last one first: it may be over another one."""
+    def close_those_of_hosts(self) -> None:
+        """Close those of the CPU, the last one first: it may be over another one."""
         with contextlib.ExitStack() as stack:  # also where one raises, or a handler of a signal
-            for wire in self.all():
-                stack.callback(wire.close)
+            for each in self._entries:
+                if not each.of_device:
+                    stack.callback(each.wire.close)
+
+    def close_those_of_devices(self) -> None:
+        """Close those of devices, which waits for what these still do."""
+        with contextlib.ExitStack() as stack:
+            for each in self._entries:
+                if each.of_device:
+                    stack.callback(each.wire.close)
+
+    def drop_those_of_devices(self) -> None:
+        """Close those of devices, and wait for none: for a collection of garbage, or at exit."""
+        with contextlib.ExitStack() as stack:
+            for each in self._entries:
+                if not each.of_device:
+                    continue
+                if isinstance(each.wire, TorchRounds):
+                    stack.callback(each.wire.drop)
+                else:  # it copies through the host, and its close does not wait
+                    stack.callback(each.wire.close)
 
     def find_fault(self) -> Verdict | None:
         """What a wire is sure of, which it may have seen while nobody used it; any thread."""
-        for wire, name in list(self._wires):
+        for each in list(self._entries):
             try:
-                failure = wire.failure()
+                failure = each.wire.failure()
             except Exception as error:
-                return verdict_on_exception(error, self._rank, name)
+                return verdict_on_exception(error, self._rank, each.name)
             if failure is not None and failure.kind in ("garbled", "broken"):
-                return verdict_on(failure, self._rank, name)
+                return verdict_on(failure, self._rank, each.name)
         return None
 
 

@@ -160,9 +160,19 @@ class TorchRounds:
         return self._operations.failure or self._closed
 
     def close(self) -> None:
+        self._close(waits=True)
+
+    def drop(self) -> None:
+        """Close, and wait for no device: a collection of garbage may come here.
+
+        The memory of what is under way is held until that has ended.
+        """
+        self._close(waits=False)
+
+    def _close(self, *, waits: bool) -> None:
         self._closed = Failure("aborted", None, f"rank {self.rank} has closed its wire")
         if self._owns_operations:
-            self._operations.close(self._closed)
+            self._operations.close(self._closed, waits=waits)
 
     def carry(self, pending: RoundPending) -> _Operation:
         """The operation that carries a post; it begins here if the post is in no round yet.
@@ -509,15 +519,15 @@ class _Operations(abc.ABC):
                 self._abort()
             return self.failure
 
-    def close(self, failure: Failure) -> None:
-        """End all waits, and let go of everything."""
+    def close(self, failure: Failure, *, waits: bool) -> None:
+        """End all waits, and let go of everything; with or without a wait for what is under way."""
         if os.getpid() != self._process:  # forked, where another thread may have held the lock
             self.failure = self.failure or failure
             return
         with self.changed:
             self.failure = self.failure or failure
             self.changed.notify_all()
-        self._end()
+        self._end(waits=waits)
 
     @abc.abstractmethod
     def _begin(self, start: _Begin, group: Any, memory: tuple[Tensor, ...]) -> _Operation:
@@ -528,8 +538,8 @@ class _Operations(abc.ABC):
         """End what is under way, after a failure. Returns at once."""
 
     @abc.abstractmethod
-    def _end(self) -> None:
-        """Let go of everything. Twice is fine."""
+    def _end(self, *, waits: bool) -> None:
+        """Let go of everything, `waits`: once what is under way has ended. Twice is fine."""
 
 
 class _OnThread(_Operations):
@@ -558,7 +568,7 @@ class _OnThread(_Operations):
     def _abort(self) -> None:
         pass
 
-    def _end(self) -> None:
+    def _end(self, *, waits: bool) -> None:
         self._under_way.put(None)
 
 
@@ -631,8 +641,7 @@ class _InStream(_Operations):
         weakref.finalize(self, _hold, self._under_way).atexit = False
 
     def _begin(self, start: _Begin, group: Any, memory: tuple[Tensor, ...]) -> _Operation:
-        while self._under_way and self._under_way[0].has_ended():
-            self._under_way.popleft()
+        self._drop_ended()
         current = torch.accelerator.current_stream(self.device)
         before = torch.Event(self.device)
         before.record(current)
@@ -663,14 +672,22 @@ class _InStream(_Operations):
             )
             abort.start()
 
-    def _end(self) -> None:
-        """Wait for what is under way: a peer may wait for it."""
+    def _end(self, *, waits: bool) -> None:
+        """Wait for what is under way: a peer may wait for it. Else `_hold` has its memory."""
         deadline = time.monotonic() + CLOSING
-        while self._under_way and time.monotonic() < deadline:
-            if self._under_way[0].has_ended():
+        while waits and time.monotonic() < deadline:
+            self._drop_ended()
+            if not self._under_way:
+                return
+            time.sleep(_PAUSES[0])
+
+    def _drop_ended(self) -> None:
+        """Forget operations that have ended, and so their memory. They end in their order."""
+        # locked: a call that begins an operation and a close may both come here, and who sees that
+        # the first one has ended may then pop no other
+        with self.changed:
+            while self._under_way and self._under_way[0].has_ended():
                 self._under_way.popleft()
-            else:
-                time.sleep(_PAUSES[0])
 
 
 def _abort(group: Any, device: torch.device) -> None:
