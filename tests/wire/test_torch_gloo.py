@@ -23,6 +23,7 @@ from weft.group.process_group import connect
 from weft.schedules import dense_all_reduce
 from weft.testing import RankFailure, processes, run
 from weft.testing.pace import patient
+from weft.wire import store as store_module
 from weft.wire import torch_gloo
 
 
@@ -294,7 +295,7 @@ def test_a_rank_that_dies_while_gloo_connects_links_is_named(gloo_connects_for_l
 @pytest.mark.parametrize("kind", [NoDevice, OSError])
 def test_a_rank_at_which_gloo_cannot_listen_is_named_by_all_at_once(gloo_connects_for_long, kind):
     gloo_connects_for_long.append(kind("there is no such device"))
-    text = r"did not join the control links \(there is no such device\) before"
+    text = r"did not join the control links \(there is no such device\)$"
     name_rank_2(dist.HashStore(), [0, 1, 2], patient(300.0), text)
 
 
@@ -313,6 +314,7 @@ def test_nobody_is_blamed_where_gloo_fails_and_all_ranks_are_there(
     gloo_connects_for_long, monkeypatch
 ):
     """It may fail on one rank because of another. Who is slow is there, and all know it in time."""
+    monkeypatch.setattr(control, "PATIENCE", patient(5.0))
     gloo_connects_for_long.append(RuntimeError("connection\nclosed by peer"))
     late(1, torch_gloo.carrier, monkeypatch)
     store = dist.HashStore()
@@ -331,6 +333,65 @@ def test_nobody_is_blamed_where_gloo_fails_and_all_ranks_are_there(
             assert said.startswith(f"rank {rank}: group 'world' of 3 ranks: it was not joined")
             assert text in said
             assert culprit is None
+
+
+@pytest.fixture
+def short_of_pauses(monkeypatch):
+    """A wait at the store that would last to its end is an error, well before that."""
+
+    def some(*_):
+        for _ in range(5000):
+            yield
+            time.sleep(0.001)
+        pytest.fail("it waits for what does not come")
+
+    monkeypatch.setattr(control, "pauses", some)
+    monkeypatch.setattr(store_module, "pauses", some)
+
+
+def test_nobody_waits_for_an_answer_of_who_knows_already_what_came_of_it(short_of_pauses):
+    """A store that is hosted there would end meanwhile, and its error be all that others have."""
+    store = dist.HashStore()
+    first, second = [control.RollCall(store, rank, 3) for rank in range(2)]
+    store.set("read 2", "")  # by one that has not answered
+    with ThreadPoolExecutor(1) as pool:
+        concluded = pool.submit(first.explain, NoDevice("there is no such device"))
+        store.wait(["outcome"])
+        heard = second.explain(RuntimeError("connection closed by peer"))
+        told = concluded.result()
+    text = "rank 0 did not join the control links (there is no such device)"
+    assert (str(heard), heard.culprit) == (str(told), told.culprit) == (text, 0)
+    assert store.check(["here 0", "here 1"]) and not store.check(["here 2"])
+    # who hears of it before anybody calls the roll, and who says that all are joined
+    told = dist.PrefixStore("told", store)
+    told.set("read 1", "")
+    with pytest.raises(control.NotJoinedError):
+        raise control.RollCall(told, 0, 2).explain(NoDevice("there is no such device"))
+    with pytest.raises(control.NotJoinedError):
+        control.RollCall(told, 1, 2).check()
+    assert told.check(["here 1"])
+    alone = control.RollCall(dist.PrefixStore("alone", store), 0, 1)
+    alone.wait_for_all(time.monotonic())
+    assert store.check(["alone/here 0"])
+
+
+def test_a_rank_that_is_connected_and_gives_up_waiting_names_those_that_are_not(short_of_pauses):
+    store = dist.HashStore()
+    first, second = [control.RollCall(store, rank, 2) for rank in range(2)]
+
+    def connecting():
+        while True:
+            second.check()
+
+    with ThreadPoolExecutor(1) as pool:
+        hearing = pool.submit(connecting)
+        store.set("connected 0", "")
+        error = first.explain(TimeoutError("gloo has not connected all ranks"))
+        with pytest.raises(control.NotJoinedError) as caught:
+            hearing.result()
+    assert str(error) == str(caught.value)
+    assert str(error).startswith("gloo has not connected rank 1 in time, though all ranks answer")
+    assert error.culprit is None
 
 
 def test_ranks_are_joined_once_gloo_has_connected_all_of_them(monkeypatch):

@@ -93,7 +93,8 @@ def join_links(
     Raises:
         WeftError: the ranks were asked for different wires; or a rank is in trouble, may not open
             as many files, or cannot listen. The same on every rank.
-        RuntimeError: from the store, or from gloo.
+        NotJoinedError: gloo, over which the links are to go, has not connected all ranks.
+        RuntimeError: from the store.
         OSError: from the sockets.
     """
     deadline = time.monotonic() + timeout
@@ -204,28 +205,42 @@ def _exchange_at(
     return exchange_bytes
 
 
+class NotJoinedError(RuntimeError):
+    """The ranks are not joined, and all of them know why.
+
+    Attributes:
+        culprit: the rank to blame, or None.
+    """
+
+    def __init__(self, text: str, culprit: int | None) -> None:
+        super().__init__(text)
+        self.culprit = culprit
+
+
 def _gloo_carrier(start: Start) -> Carrier:
     """As `torch_gloo.carrier`; where it fails on one rank, all ranks raise the same.
 
     Raises:
-        AbsentError: a rank failed by itself, or does not answer. One that has died is found out
-            when a rank has waited for `start.timeout` seconds.
-        RuntimeError: gloo has failed, and who is to blame is unknown; or the store has.
+        NotJoinedError: a rank failed by itself, or does not answer; or gloo has failed, and who is
+            to blame is unknown. A rank that has died is found out when another one has waited for
+            `start.timeout` seconds.
+        RuntimeError: from the store.
     """
     assert start.store is not None
-    roll = _RollCall(start.store, start.rank, start.size)
+    roll = RollCall(start.store, start.rank, start.size)
     deadline = time.monotonic() + start.timeout + _LAST
     carrier = None
     try:
         carrier = torch_gloo.carrier(replace(start, check=roll.check))
         roll.wait_for_all(deadline)
-    except _Told as told:  # another rank has said why
-        raise told.failure from None
+    except NotJoinedError:  # another rank has said why
+        raise
     except (OSError, RuntimeError) as error:
         failure = roll.explain(error)
         if failure is not None:
             raise failure from error
-    assert carrier is not None  # else nobody has said that all are connected: this rank is not
+    # here all ranks are connected, as each has said after gloo gave it a carrier: this one, too
+    assert carrier is not None
     return carrier
 
 
@@ -234,32 +249,20 @@ class _Outcome:
     """What came of it that gloo was to connect all ranks.
 
     Attributes:
-        culprits: who did not join; none: nobody is known to be to blame.
-        text: what they did, as the end of a clause, or what has happened; "": all ranks are joined.
+        text: why they are not joined, as a clause; "": they are.
+        culprit: the rank to blame, or None.
         absent: the ranks that have not answered, and may never read this.
     """
 
-    culprits: list[int]
     text: str
+    culprit: int | None = None
     absent: list[int] = field(default_factory=list)
 
 
-_JOINED = _Outcome([], "")
+_JOINED = _Outcome("")
 
 
-class _Told(Exception):
-    """What came of it was told by another rank.
-
-    Attributes:
-        failure: what to raise.
-    """
-
-    def __init__(self, failure: Exception) -> None:
-        super().__init__(failure)
-        self.failure = failure
-
-
-class _RollCall:
+class RollCall:
     """What ranks tell each other at the store while gloo connects them for control links.
 
     Before there are links nobody sees that a rank dies, and gloo says what has failed, but not
@@ -267,6 +270,9 @@ class _RollCall:
     which it has failed calls the roll, which all others answer, and then says what is known. Ranks
     that are connected wait until all are. The first to say what came of it is right: all ranks are
     joined, or all raise the same.
+
+    The keys, each of which is written once by a rank, for all: "connected 3", "failed 3" with what
+    gloo said there, "here 3" and "read 3"; and by whoever is the first "roll call" and "outcome".
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int) -> None:
@@ -275,20 +281,20 @@ class _RollCall:
         self._size = size
 
     def check(self) -> None:
-        """Answer a roll call, if there was one, and raise `_Told` if a failure was told."""
+        """Answer a roll call, if there was one, and raise NotJoinedError if a failure was told."""
         if self._store.check(["roll call"]):
             self._answer()
         if self._store.check(["outcome"]):
             failure = self._outcome()
             if failure is not None:
-                raise _Told(failure)
+                raise failure
 
     def wait_for_all(self, deadline: float) -> None:
         """Wait until gloo has connected all ranks, as it has this one.
 
         Raises:
             TimeoutError: that is not so at the deadline.
-            _Told: a rank has said that it has failed.
+            NotJoinedError: a rank has said that it has failed.
         """
         self._store.set(f"connected {self._rank}", "")
         missing = list(range(self._size))
@@ -300,57 +306,90 @@ class _RollCall:
             if not missing:
                 failure = self._conclude(_JOINED)
                 if failure is not None:
-                    raise _Told(failure)
+                    raise failure
                 return
         raise TimeoutError("gloo has not connected all ranks")
 
-    def explain(self, error: Exception) -> Exception | None:
+    def explain(self, error: Exception) -> NotJoinedError | None:
         """What to raise where gloo has failed here, or others are not connected; None: they are."""
         text = " ".join(str(error).split())[:_LONGEST]
         is_own = isinstance(error, NoDevice) or (
             isinstance(error, OSError) and not isinstance(error, TimeoutError)
         )
         if is_own:
-            what = f"did not join the control links ({text})"
-            return self._conclude(_Outcome([self._rank], what))
-        self._store.set(f"failed {self._rank}", "")
+            what = f"rank {self._rank} did not join the control links ({text})"
+            return self._conclude(_Outcome(what, self._rank))
+        if not self._has("connected", self._rank):  # else this rank only waited for the others
+            self._store.set(f"failed {self._rank}", text)
+        missing = self._call_the_roll()
+        if missing:
+            what = (
+                f"{names(missing)} came, and then did not join the control links (no answer for "
+                f"{PATIENCE:g} s): see that all ranks run, and reach the store"
+            )
+            return self._conclude(_Outcome(what, missing[0], absent=missing))
+        return self._conclude(self._outcome_of_all())
+
+    def _call_the_roll(self) -> list[int]:
+        """Have all ranks say that they are there; who has not, once there has been time for that.
+
+        None of them may have to, where one has said by then what came of it.
+        """
         self._store.set("roll call", "")
         self._answer()
+        missing = list(range(self._size))
         until = time.monotonic() + PATIENCE
+        # ended by the last answer; by an outcome, which some may know already; by the time
+        for _ in pauses(until, 0.001, 0.02):
+            while missing and self._has("here", missing[-1]):
+                missing.pop()
+            if not missing or self._store.check(["outcome"]):
+                return []
+        return [rank for rank in missing if not self._has("here", rank)]
+
+    def _outcome_of_all(self) -> _Outcome:
+        """What came of it where all ranks have answered: gloo failed for one, or was late."""
         everyone = range(self._size)
-        missing = [rank for rank in everyone if not has(self._store, f"here {rank}", until, 1)]
-        if missing:
-            what = f"came, and then did not join the control links (no answer for {PATIENCE:g} s)"
-            return self._conclude(_Outcome(missing, what, absent=missing))
-        failed = [rank for rank in everyone if self._store.check([f"failed {rank}"])]
-        what = (
-            f"gloo failed on {names(failed)} ({text}), though all ranks answer at the store: see "
-            "that they reach each other by the interface that WEFT_INTERFACE names"
+        failed = [rank for rank in everyone if self._has("failed", rank)]
+        late = [rank for rank in everyone if not self._has("connected", rank)]
+        if failed:
+            said = self._store.get(f"failed {failed[0]}").decode(errors="replace")
+            what = f"gloo failed on {names(failed)} ({said})"
+        elif late:
+            what = f"gloo has not connected {names(late)} in time"
+        else:
+            return _JOINED
+        return _Outcome(
+            f"{what}, though all ranks answer at the store: see that they reach each other by the "
+            "interface that WEFT_INTERFACE names"
         )
-        return self._conclude(_Outcome([], what))
+
+    def _has(self, what: str, rank: int) -> bool:
+        """Whether a rank has written a key."""
+        return self._store.check([f"{what} {rank}"])
 
     def _answer(self) -> None:
         self._store.set(f"here {self._rank}", "")
 
-    def _conclude(self, outcome: _Outcome) -> Exception | None:
+    def _conclude(self, outcome: _Outcome) -> NotJoinedError | None:
         """Say what came of it, unless another rank has; what to raise, if that is a failure."""
+        self._answer()  # who calls the roll meanwhile need not wait for this rank
         self._store.compare_set("outcome", "", json.dumps(asdict(outcome)))
         return self._outcome()
 
-    def _outcome(self) -> Exception | None:
+    def _outcome(self) -> NotJoinedError | None:
         """What came of it, as a failure to raise; None: all are joined."""
         outcome = _Outcome(**json.loads(self._store.get("outcome")))
         if outcome == _JOINED:
             return None
         self._wait_for_readers(outcome.absent)
-        if outcome.culprits:
-            return AbsentError(outcome.culprits, outcome.text)
-        return RuntimeError(outcome.text)
+        return NotJoinedError(outcome.text, outcome.culprit)
 
     def _wait_for_readers(self, absent: Sequence[int]) -> None:
         """Wait until all ranks know the outcome: the store may end with this program."""
         until = time.monotonic() + PATIENCE
         with contextlib.suppress(RuntimeError):  # another rank's program had it, and has ended
+            self._answer()  # as in `_conclude`
             self._store.set(f"read {self._rank}", "")
             for rank in range(self._size):
                 if rank not in absent:

@@ -30,7 +30,7 @@ from ..wire.memory import Pool
 from ..wire.registry import is_own, own_wire, wire_named, wire_names
 from ..wire.tcp.wire import TcpWire
 from . import recorder
-from .control import join_links
+from .control import NotJoinedError, join_links
 from .failure.detector import Detector
 from .group import Group
 from .session import Session
@@ -252,17 +252,20 @@ def _made_by_all(
 
 
 def _not_joined(error: Exception, rank: int, size: int, name: str, timeout: float) -> WireError:
-    """The error where the store or the sockets failed."""
-    late = error.ranks if isinstance(error, AbsentError) else []
-    why = f"{error} before the timeout of {timeout:g} s"
-    if not late:
+    """The error where the store, the sockets or gloo failed."""
+    culprit = None
+    remedy = "; see that all ranks were started and reach each other"
+    if isinstance(error, NotJoinedError):  # it says itself what to do
+        culprit = error.culprit
+        why = str(error) if culprit is not None else f"it was not joined: {error}"
+        remedy = ""
+    elif isinstance(error, AbsentError):
+        culprit = error.ranks[0]
+        why = f"{error} before the timeout of {timeout:g} s"
+    else:
         why = f"it was not joined (timeout {timeout:g} s): {error}"
-    return WireError(
-        f"rank {rank}: group {name!r} of {size} ranks: {why}; see that all ranks were started and "
-        "reach each other",
-        rank=rank,
-        culprit=late[0] if late else None,
-    )
+    text = f"rank {rank}: group {name!r} of {size} ranks: {why}{remedy}"
+    return WireError(text, rank=rank, culprit=culprit)
 
 
 def of(handle: object) -> Group:
