@@ -134,6 +134,26 @@ def test_what_is_said_in_private_comes_to_whom_it_is_for(group):
     agreement.release()
 
 
+@spmd(2, on=("threads",))
+def test_only_what_ranks_say_as_they_come_to_a_call_opens_it(group):
+    waits = []
+    detector = group.session.detector
+    begin = detector.begin
+
+    def begins(wait):
+        waits.append(wait.opens)
+        begin(wait)
+
+    def meets_twice():
+        for _ in range(2):
+            agree(group, "test", {}, None, number(0), total).release()
+        group.small_all_gather(number(0), 8).wait()
+
+    detector.begin = begins
+    group.worker.call("test", meets_twice)
+    assert waits == [True, False, False]
+
+
 @spmd(3, 18, on=("threads",))
 def test_calls_of_some_ranks_are_counted_by_all_with_the_next_of_all(group):
     if group.rank == 2:

@@ -300,11 +300,10 @@ def agree(
     others = [rank for rank in range(group.size) if rank != group.rank]
     # what is received comes in rank order, without this rank's own
     pending = group.post(sends, [(peer, CAP) for peer in others], SMALL)
+    pending.opens = is_first
     if watch is not None:
         watch(pending)
-    group.worker.opens = is_first  # what it waits for others have said as they came to the call
     received = pending.wait()
-    group.worker.opens = False
     heard = zip(others, received, strict=True)
     said = [(p, _heard(group, p, message, (group.rank_in_errors(p),))) for p, message in heard]
     said.insert(group.rank, (group.rank, mine))

@@ -26,6 +26,7 @@ class Wait:
 
     wire_name = ""
     in_round = False
+    opens = False
 
     def __init__(self, peer: int) -> None:
         self._peer = peer
@@ -290,6 +291,39 @@ def test_it_tells_where_it_is(peers):
     three.say(1, ask=4)
     heard = three.hear(1)
     assert heard["here"][2] == 2 and heard["here"][6] == [2] and heard["to"] == 4
+    assert heard["here"][8] is False
+    three.watch.end()
+    opening = Wait(2)
+    opening.opens = True
+    three.watch.begin(opening)
+    three.say(1, ask=5)
+    assert three.hear(1)["here"][8] is True
+    three.watch.end()
+
+
+def test_what_it_tells_of_a_wait_and_of_its_call_is_of_one_moment(peers):
+    """Not the call of a wait that has ended by then beside the next one, which opens another."""
+    three = peers()
+    before, after = Wait(1), Wait(2)
+    after.opens = True
+    calls = [called(7, "barrier"), called(8, "all_reduce")]
+    three.watch.history = (calls[0],)
+    three.watch.begin(before)
+
+    def goes_on():
+        """How far this rank is; as that is asked for the first time, it comes to the next call."""
+        if three.watch.waiting is before:
+            three.watch.end()
+            three.watch.history = tuple(calls)
+            three.watch.begin(after)
+            return Progress(7, "barrier", calls[0])
+        return Progress(8, "all_reduce", calls[1])
+
+    three.watch.progress = lambda: goes_on
+    three.say(1, ask=1)
+    here = three.hear(1)["here"]
+    assert (here[0], here[2], here[7], here[8]) == (8, 2, list(calls[1]), True)
+    assert here[9] == [list(each) for each in calls]
     three.watch.end()
 
 
@@ -502,7 +536,9 @@ def test_a_round_that_failed_is_explained_by_one_that_left_before_it_was_through
     three.say(2, bye=bye)
     until(lambda: three.watch.leavers)
     found = []
-    thread = threading.Thread(target=lambda: found.append(three.watch.explain(None, "closed", wait)))
+    thread = threading.Thread(
+        target=lambda: found.append(three.watch.explain(None, "closed", wait))
+    )
     thread.start()
     if culprit is None:
         three.say(1, here=place(7, "barrier"), to=three.hear(1)["ask"])

@@ -17,7 +17,14 @@ from .session import Session
 
 
 class Pending(abc.ABC):
-    """Some sends and receives under way."""
+    """Some sends and receives under way.
+
+    Attributes:
+        opens: whether they are what all ranks say as they come to a call, before they wait for
+            anything in it.
+    """
+
+    opens = False
 
     @abc.abstractmethod
     def wait(self) -> list[Tensor]:

@@ -431,7 +431,7 @@ class Session:
         worker = self._worker
         if worker is None:
             return Progress()
-        return Progress(worker.calls, worker.doing, worker.entered, worker.opens)
+        return Progress(worker.calls, worker.doing, worker.entered)
 
 
 @functools.cache

@@ -81,7 +81,6 @@ class Worker:
         doing: the name of the call that runs, "" between calls.
         now: the record of that call, or None.
         entered: the same call, once this rank has come to it: see `enter`; any thread reads it.
-        opens: whether it waits for what the other ranks say at the beginning of that call.
         history: the last calls that this rank has come to.
         lock: held while a call joins the line or leaves it; a process may fork meanwhile.
 
@@ -103,7 +102,6 @@ class Worker:
         self.doing = ""
         self.now: recorder.Call | None = None
         self.entered: Entered | None = None
-        self.opens = False
         self.history: tuple[Entered, ...] = ()
         self._counts: dict[tuple[int, ...], int] = {}  # calls entered, by the ranks they are of
         self._stopped = False

@@ -60,13 +60,12 @@ class Progress(NamedTuple):
     Attributes:
         calls: how many calls it has started.
         doing: the name of the one that runs, or "".
-        entered, opens: as for a `Place`.
+        entered: as for a `Place`.
     """
 
     calls: int = 0
     doing: str = ""
     entered: Entered | None = None
-    opens: bool = False
 
 
 class Wait(Protocol):
@@ -76,10 +75,12 @@ class Wait(Protocol):
         wire_name: of what carries the messages, for texts; "": a wire of weft's own.
         in_round: whether the messages of several ranks travel in one round. Then one of those that
             are awaited is missing, and nobody knows which.
+        opens: as for a `Place`.
     """
 
     wire_name: str
     in_round: bool
+    opens: bool
 
     def peer(self) -> int | None:
         """The rank whose message is waited for now, or None; in a round, any of them."""
@@ -489,14 +490,21 @@ class Detector:
 
     def _place(self, listed: int | None = _LISTED) -> Place:
         """Where this rank is; with so many of the ranks that it waits for, or all."""
-        progress = self._progress()
-        waiting = self.waiting
-        since = self.since  # after `waiting`, see `begin`
+        # again if that wait has ended meanwhile: the rest may be of the call before it, or after it
+        while True:
+            waiting = self.waiting
+            since = self.since  # after `waiting`, see `begin`
+            progress = self._progress()
+            history = self.history
+            if self.waiting is waiting:
+                break
         awaits = None
         awaited: tuple[int, ...] = ()
         in_round = False
+        opens = False
         if waiting is not None:
             in_round = waiting.in_round
+            opens = waiting.opens
             awaits = waiting.peer()
             awaited = tuple(waiting.awaited())[:listed]
         is_outside = waiting is None and not progress.doing
@@ -509,8 +517,8 @@ class Detector:
             at=self._program_line(),
             awaited=awaited,
             entered=progress.entered,
-            opens=progress.opens,
-            history=self.history,
+            opens=opens,
+            history=history,
             in_round=in_round,
         )
 
