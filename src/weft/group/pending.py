@@ -65,7 +65,7 @@ class Posted(Pending):
         session: whose wire it is.
         pending: what the wire gave for it.
         wire_name: of the wire, for texts; "": it is one of weft's own.
-        in_round: whether the messages of several ranks travel in one round.
+        in_round: whether they are a round of more than two ranks: see `failure.detector.Wait`.
     """
 
     in_round = False

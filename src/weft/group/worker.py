@@ -180,7 +180,10 @@ class Worker:
         Args:
             name: of the call.
             job: what it does; `Work.result` joins the stream of an `Aside`.
-            several: whether the job makes calls on this group itself, within its own turn.
+            several: whether the job makes calls on this group itself, within its own turn. Before
+                them it must not meet the others for the call that it is itself (`enter`): a rank
+                that is in a call inside it would be taken for one that is past the call around it
+                (`failure.verdict`).
 
         Raises:
             WeftError: made from inside another call on this group, or after `stop()`.

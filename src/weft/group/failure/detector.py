@@ -73,8 +73,8 @@ class Wait(Protocol):
 
     Attributes:
         wire_name: of what carries the messages, for texts; "": a wire of weft's own.
-        in_round: whether the messages of several ranks travel in one round. Then one of those that
-            are awaited is missing, and nobody knows which.
+        in_round: whether it is for a round of more than two ranks. Then one of those that are
+            awaited is missing, and nobody knows which.
         opens: as for a `Place`.
     """
 

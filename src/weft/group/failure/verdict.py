@@ -64,17 +64,18 @@ class Place:
     Attributes:
         calls: how many calls it has started.
         doing: the name of the call that it is in, "" between calls.
-        awaits: the rank that it waits for, None if it does not wait.
+        awaits: the rank that it waits for, None if it does not wait: for its message or, if that
+            has come, until it has taken what this rank sends.
         seconds: how long it has waited or, if it does not wait, how long ago its last wait ended.
         raised: the error that it raised since then, outside any call or as it left; or "".
         at: where its program stands, as "file:line in function", or "".
-        awaited: ranks whose messages have not come, `awaits` among them; a few of them, if many.
+        awaited: all ranks that it so waits for, `awaits` among them; a few of them, if many.
         entered: the call that it is in, once it has come to that; None: it has come to none.
         opens: whether it waits for what the others say at the beginning of that call. Every rank
             says it as it comes to the call, and waits for nobody before.
         history: the last calls that it has come to, `entered` among them.
-        in_round: whether it waits for a round of several others. Then a message of one of `awaited`
-            is missing, and nobody knows of which: `awaits` is just one of them.
+        in_round: whether it waits for a round of more than two ranks. Then a message of one of
+            `awaited` is missing, and nobody knows of which: `awaits` is just one of them.
     """
 
     calls: int
@@ -96,12 +97,12 @@ class Place:
 
     @property
     def missing(self) -> frozenset[int]:
-        """The ranks whose messages it is known to wait for."""
+        """The ranks that it is known to wait for: a message is missing to it or from it."""
         return frozenset() if self.in_round else frozenset(self.concerned)
 
     @property
     def concerned(self) -> tuple[int, ...]:
-        """The ranks whose messages it waits for, as far as is known, or may wait for."""
+        """The ranks that it waits for, as far as is known, or may wait for."""
         if self.awaits is None:
             return self.awaited
         return (self.awaits, *self.awaited)
@@ -407,7 +408,8 @@ def _is_past(place: Place, call: Entered | None) -> bool:
     """Whether a rank is known to have made a call in which another one waits, and to be out.
 
     That shows that it had all it needed there, and that those who still wait for it there did not
-    get what it sent.
+    get what it sent. No call makes others inside itself once it has met the others, see
+    `Worker.submit`.
     """
     return call is not None and call in place.history and place.entered != call
 
