@@ -33,6 +33,7 @@ from weft.group import process_group
 from weft.group import session as session_module
 from weft.group.route import backend_for
 from weft.group.watcher import Watcher
+from weft.group.worker import Worker
 from weft.kernels import reference
 from weft.sparse import ALGORITHMS, request
 from weft.sparse.cost import Load
@@ -211,7 +212,7 @@ def of_a_device(monkeypatch):
 
     note(TorchRounds, "close")
     note(TorchRounds, "drop")
-    note(worker_module.Worker, "stop")
+    note(Worker, "stop")
     return group, wire, closed
 
 
