@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import queue
 import threading
 import time
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import permutations
 from types import SimpleNamespace
 
 import pytest
@@ -225,25 +228,35 @@ def test_some_ranks_have_rounds_of_their_own():
 
 
 def test_pairs_that_wait_for_each_other_go_in_one_order_and_the_lower_rank_sends_first():
+    some = [3, 0, 2]
+    boxes = {(source, target): queue.SimpleQueue() for source, target in permutations(some, 2)}
+
     def asked(rank):
         log = []
 
-        def noting(what):
-            work = SimpleNamespace(wait=lambda timeout: None)
-            return lambda tensors, peer, tag: log.append((what, peer)) or work
+        def send(tensors, peer, tag):
+            log.append(("to", peer))
+            boxes[rank, peer].put(tensors[0].clone())
+            return SimpleNamespace(wait=lambda timeout: None)
 
-        group = SimpleNamespace(
-            bound_device_id=None, rank=lambda: rank, send=noting("to"), recv=noting("from")
-        )
-        part = rounds_over(lambda: group, rank, 4, CPU).among([3, 0, 2])
+        def recv(tensors, peer, tag):
+            log.append(("from", peer))
+            come = boxes[peer, rank]
+            return SimpleNamespace(wait=lambda timeout: tensors[0].copy_(come.get(timeout=SOON)))
+
+        group = SimpleNamespace(bound_device_id=None, rank=lambda: rank, send=send, recv=recv)
+        part = rounds_over(lambda: group, rank, 4, CPU).among(some)
         others = [peer for peer in range(3) if peer != part.rank]
         sends = [(peer, torch.ones(2)) for peer in others]
         part.post(sends, [(peer, 8) for peer in others]).wait(SOON)
         return log
 
-    assert asked(0) == [("to", 2), ("from", 2), ("to", 3), ("from", 3)]
-    assert asked(2) == [("from", 0), ("to", 0), ("to", 3), ("from", 3)]
-    assert asked(3) == [("from", 0), ("to", 0), ("from", 2), ("to", 2)]
+    with ThreadPoolExecutor(3) as pool:
+        logs = dict(zip(some, pool.map(asked, some), strict=True))
+    # twice: first the ranks compare lengths
+    assert logs[0] == [("to", 2), ("from", 2), ("to", 3), ("from", 3)] * 2
+    assert logs[2] == [("from", 0), ("to", 0), ("to", 3), ("from", 3)] * 2
+    assert logs[3] == [("from", 0), ("to", 0), ("from", 2), ("to", 2)] * 2
 
 
 def test_it_sums_over_all_ranks_with_equal_bits():
