@@ -230,6 +230,20 @@ def survivors(
     return outcome
 
 
+_OF_A_LIFE = """
+import os, pathlib, sys, time
+
+folder, life = pathlib.Path(sys.argv[1]), sys.argv[2]
+rank = int(os.environ["RANK"])
+
+def there(name):
+    until = time.monotonic() + 300.0  # so that nobody is left of a test that is ended itself
+    while not (folder / name).exists():  # until another rank has come there
+        assert time.monotonic() < until, name
+        time.sleep(0.02)
+"""
+
+
 @pytest.fixture
 def lives(programs: Callable[..., Program], tmp_path: Path) -> Callable[..., list[list[Any]]]:
     """`lives(source, arguments, count)` runs three ranks, of which rank 1 has `count` lives.
@@ -239,7 +253,8 @@ def lives(programs: Callable[..., Program], tmp_path: Path) -> Callable[..., lis
     prints need not be JSON, and is not returned.
 
     The arguments of each program begin with a folder that all see, and the number of the life; that
-    of ranks 0 and 2 is "all".
+    of ranks 0 and 2 is "all": in the programs these are `folder` and `life`, beside `rank` and
+    `there(name)`, which waits until another rank has made a file of that name in the folder.
     """
 
     def printed(
@@ -249,7 +264,7 @@ def lives(programs: Callable[..., Program], tmp_path: Path) -> Callable[..., lis
 
         def start(rank: int, life: str) -> Program:
             environment = {**os.environ, **shared, "RANK": str(rank)}
-            return programs(source, str(tmp_path), life, *arguments, env=environment)
+            return programs(_OF_A_LIFE + source, str(tmp_path), life, *arguments, env=environment)
 
         survivors = [start(0, "all"), start(2, "all")]
         others = [start(1, str(life)) for life in range(count)]

@@ -303,8 +303,7 @@ def agree(
     pending.opens = is_first
     if watch is not None:
         watch(pending)
-    received = pending.wait()
-    heard = zip(others, received, strict=True)
+    heard = zip(others, pending.wait(), strict=True)
     said = [(p, _heard(group, p, message, (group.rank_in_errors(p),))) for p, message in heard]
     said.insert(group.rank, (group.rank, mine))
     return _agreed(group, said, pending.release)

@@ -13,13 +13,11 @@ import pytest
 EXAMPLE = Path(__file__).parents[2] / "examples" / "wire_streams"
 
 RANKS = """
-import gc, json, os, pathlib, signal, sys, threading, time, torch, warnings, weft
+import gc, json, os, signal, sys, threading, time, torch, warnings, weft
 from weft.testing.pace import patient
 from weft.wire.torch_gloo import GlooCarrier
 
-folder, life, wire, example, *faults = sys.argv[1:]
-folder = pathlib.Path(folder)
-rank = int(os.environ["RANK"])
+wire, example, *faults = sys.argv[3:]
 if wire == "streams":
     sys.path.insert(0, example)
     from weft_streams import make_wire
@@ -28,12 +26,6 @@ else:
 weft.register_wire(wire, make_wire)
 rows = torch.arange(5_000), torch.ones(5_000, 8)
 LONG = 300.0
-
-def there(name):
-    until = time.monotonic() + 300.0  # so that nobody is left of a test that is ended itself
-    while not (folder / name).exists():  # until another rank has come there
-        assert time.monotonic() < until, name
-        time.sleep(0.02)
 
 def carried():
     return sorted(each.name for each in threading.enumerate() if each.name.startswith("weft hear"))

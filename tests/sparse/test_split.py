@@ -461,6 +461,19 @@ def test_out_is_filled_where_the_caller_wants_it(dtype, asked):
     run(4, program)
 
 
+def factors_of_a_right_sum(names, parts, op):
+    """What factors ranks on hosts of these names take for an op, once their result is right."""
+    want = expected(parts, op)
+
+    def program(group):
+        set_link(group, SLOW)
+        assert torch.equal(reduced(group, names, parts, op).values, want.values)
+        group.session.hosts = tuple(names)
+        return weft.explain(parts[group.rank], op, algorithm="split").load.factors
+
+    return set(run(len(parts), program))
+
+
 @pytest.mark.parametrize("names", ["aaaabbbb", "aaabbbbb", "abababab"])
 def test_a_function_gets_its_operands_in_rank_order(names, asked):
     """Where the ranks of a host are no neighbours the split is flat."""
@@ -470,16 +483,9 @@ def test_a_function_gets_its_operands_in_rank_order(names, asked):
         return right
 
     parts = [rows_of(rank) for rank in range(8)]
-    want = expected(parts, last)
-
-    def program(group):
-        set_link(group, SLOW)
-        assert torch.equal(reduced(group, names, parts, last).values, want.values)
-        group.session.hosts = tuple(names)
-        return weft.explain(parts[group.rank], last, algorithm="split").load.factors
-
     in_order = Hosts.named(names).in_order
-    assert set(run(8, program)) == {parsed(factors_of(names)) if in_order else ()}
+    taken = parsed(factors_of(names)) if in_order else ()
+    assert factors_of_a_right_sum(names, parts, last) == {taken}
 
 
 @pytest.mark.parametrize(
@@ -507,15 +513,7 @@ def test_a_function_whose_order_matters_gets_its_operands_in_rank_order(
         draw = torch.Generator().manual_seed(rank)
         values = torch.randint(-3, 4, (150, 2, 2), generator=draw)
         parts.append(weft.Rows(torch.randperm(200, generator=draw)[:150], values, 200))
-    want = expected(parts, product)
-
-    def program(group):
-        set_link(group, SLOW)
-        assert torch.equal(reduced(group, names, parts, product).values, want.values)
-        group.session.hosts = tuple(names)
-        return weft.explain(parts[group.rank], product, algorithm="split").load.factors
-
-    assert set(run(8, program)) == {parsed(text) if is_taken else ()}
+    assert factors_of_a_right_sum(names, parts, product) == {parsed(text) if is_taken else ()}
 
 
 @pytest.mark.parametrize("text", ["2x4", "4x2", "2x2x2", "3x2", "2x3"])

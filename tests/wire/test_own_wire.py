@@ -114,21 +114,13 @@ def test_what_goes_wrong_in_a_factory_raises_on_all_and_the_next_init_works(fact
 
 
 LIVES = """
-import dataclasses, json, os, pathlib, signal, sys, time, torch, weft
+import dataclasses, json, os, signal, sys, torch, weft
 from weft.testing.pace import patient
 from weft.wire import torch_gloo
 from weft.wire.tcp import wire as tcp
 
-folder, life, *faults = sys.argv[1:]
-folder = pathlib.Path(folder)
-rank = int(os.environ["RANK"])
+faults = sys.argv[3:]
 fault = ""
-
-def there(name):
-    until = time.monotonic() + 300.0  # so that nobody is left of a test that is ended itself
-    while not (folder / name).exists():  # until another rank has come there
-        assert time.monotonic() < until, name
-        time.sleep(0.02)
 
 def fail():
     if fault.startswith("killed"):

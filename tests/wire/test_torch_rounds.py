@@ -529,6 +529,18 @@ def test_a_close_waits_for_what_is_under_way_and_does_not_abort_the_group(stream
     streams.wire.close()
 
 
+def check_memory_outlives_the_wire(streams, behind):
+    """That of a round, until this has ended, though nobody has the wire or the post any more."""
+    received, sent = streams.group.memory
+    streams.wire = None
+    gc.collect()
+    assert received() is not None and sent() is not None
+    behind.answers = [True]
+    rounds_over(lambda: streams.group, 0, 2, CPU)  # and it is gone at once: then weft looks again
+    gc.collect()
+    assert received() is None and sent() is None
+
+
 def test_a_wire_that_is_dropped_waits_for_nothing(streams, monkeypatch):
     """As in a collection of garbage."""
     pending, behind = begun(streams, torch.zeros(2))
@@ -537,15 +549,8 @@ def test_a_wire_that_is_dropped_waits_for_nothing(streams, monkeypatch):
     streams.wire.drop()
     assert streams.wire.failure() == Failure("aborted", None, "rank 0 has closed its wire")
     assert not streams.group.aborted.is_set()
-    received, sent = streams.group.memory
-    streams.wire = None
     del pending
-    gc.collect()
-    assert received() is not None and sent() is not None
-    behind.answers = [True]
-    rounds_over(lambda: streams.group, 0, 2, CPU)  # and it is gone at once: then weft looks again
-    gc.collect()
-    assert received() is None and sent() is None
+    check_memory_outlives_the_wire(streams, behind)
 
 
 def test_a_close_beside_a_call_gives_back_no_memory_that_is_written_to(streams, monkeypatch):
@@ -575,13 +580,6 @@ def test_a_close_beside_a_call_gives_back_no_memory_that_is_written_to(streams, 
 def test_memory_of_what_never_ends_outlives_its_wire(streams, monkeypatch):
     monkeypatch.setattr(torch_rounds, "CLOSING", 0.01)
     pending, behind = begun(streams, torch.zeros(2))
-    received, sent = streams.group.memory
     streams.wire.close()
-    streams.wire = None
     del pending
-    gc.collect()
-    assert received() is not None and sent() is not None
-    behind.answers = [True]
-    rounds_over(lambda: streams.group, 0, 2, CPU)  # and it is gone at once: then weft looks again
-    gc.collect()
-    assert received() is None and sent() is None
+    check_memory_outlives_the_wire(streams, behind)

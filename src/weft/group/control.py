@@ -301,7 +301,7 @@ class RollCall:
         # ended by the last rank that is connected; by what a rank says that is not; by the deadline
         for _ in pauses(deadline, 0.001, max(0.05, 0.0005 * self._size)):
             self.check()
-            while missing and self._store.check([f"connected {missing[-1]}"]):
+            while missing and self._has("connected", missing[-1]):
                 missing.pop()
             if not missing:
                 failure = self._conclude(_JOINED)

@@ -10,7 +10,7 @@ import contextlib
 import functools
 import logging
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import CodeType
 from typing import Any, NamedTuple
 
@@ -67,29 +67,16 @@ class Wires:
             _log.error("rank %d: a wire cannot be aborted: %r", self._rank, each)
 
     def close_those_of_hosts(self) -> None:
-        """Close those of the CPU, the last one first: it may be over another one."""
-        with contextlib.ExitStack() as stack:  # also where one raises, or a handler of a signal
-            for each in self._entries:
-                if not each.of_device:
-                    stack.callback(each.wire.close)
+        """Close those of the CPU."""
+        _call_all(each.wire.close for each in self._entries if not each.of_device)
 
     def close_those_of_devices(self) -> None:
         """Close those of devices, which waits for what these still do."""
-        with contextlib.ExitStack() as stack:
-            for each in self._entries:
-                if each.of_device:
-                    stack.callback(each.wire.close)
+        _call_all(each.wire.close for each in self._entries if each.of_device)
 
     def drop_those_of_devices(self) -> None:
         """Close those of devices, and wait for none: for a collection of garbage, or at exit."""
-        with contextlib.ExitStack() as stack:
-            for each in self._entries:
-                if not each.of_device:
-                    continue
-                if isinstance(each.wire, TorchRounds):
-                    stack.callback(each.wire.drop)
-                else:  # it copies through the host, and its close does not wait
-                    stack.callback(each.wire.close)
+        _call_all(_drop_of(each.wire) for each in self._entries if each.of_device)
 
     def find_fault(self) -> Verdict | None:
         """What a wire is sure of, which it may have seen while nobody used it; any thread."""
@@ -101,6 +88,20 @@ class Wires:
             if failure is not None and failure.kind in ("garbled", "broken"):
                 return verdict_on(failure, self._rank, each.name)
         return None
+
+
+def _call_all(ends: Iterable[Callable[[], None]]) -> None:
+    """Call what ends wires, that of the last wire first: it may be over another one."""
+    with contextlib.ExitStack() as stack:  # also where one raises, or a handler of a signal
+        for end in ends:
+            stack.callback(end)
+
+
+def _drop_of(wire: Wire) -> Callable[[], None]:
+    """What closes a wire of a device, and waits for nothing."""
+    if isinstance(wire, TorchRounds):
+        return wire.drop
+    return wire.close  # it copies through the host, and its close does not wait
 
 
 def verdict_on(failure: Failure, rank: int, name: str) -> Verdict:
