@@ -16,7 +16,16 @@ import torch.distributed as dist
 
 import weft
 from weft.cli.bench.cases import CASES, Case, answer, indices, sizes, values
-from weft.cli.bench.measure import DENSE_LIMIT, Job, contender, fault, parts, run
+from weft.cli.bench.measure import (
+    DENSE_LIMIT,
+    Contender,
+    Job,
+    contender,
+    fault,
+    parts,
+    predicted,
+    run,
+)
 from weft.cli.bench.results import Found, Row
 from weft.group.group import Group
 from weft.testing import processes
@@ -118,6 +127,38 @@ def test_a_wrong_result_is_seen(rank: int | None, since: int, words: str) -> Non
     assert weft_row["status"] == "wrong" and words in weft_row["why"]
     assert weft_row["median_seconds"] is None and torch_row["status"] == "ok"
     assert torch_row["torch_ratio"] is None
+
+
+def staged(job: Job, factors: str) -> tuple[bool, list[Found]]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("WEFT_FACTORS", factors)
+        return measured(job)
+
+
+def test_rounds_are_known_of_factors_that_are_set() -> None:
+    job = Job((TINY,), ("split",), ("torch",), iters=1, warmup=0, link=1e9)
+    rows = the_rows(on(4, staged, job, "2x2")[0][1])
+    split = rows["tiny", "weft:split"]
+    assert split["status"] == "ok", split["why"]
+    assert split["factors"] == "2x2"
+    assert split["rounds"] > 3
+    assert split["rounds_seconds"] > 0
+    assert split["rest_ratio"] < split["time_ratio"]
+    assert rows["tiny", "torch"]["rounds"] is None
+
+
+def rounds_of(group: Group, tables: int) -> float:
+    """Those of a list of so many tables, of which each takes a call of its own."""
+    dtypes = (torch.float32, torch.float64)[:tables]
+    rows = [weft.Rows(torch.arange(3), torch.ones(3, dtype=dtype), 9) for dtype in dtypes]
+    prediction = predicted(Contender("weft:split", lambda: rows, lambda rows: rows), TINY)
+    assert prediction is not None
+    return prediction.rounds
+
+
+def test_rounds_of_a_list_are_those_of_all_its_calls() -> None:
+    [one, _], [two, _] = (in_pool(2, rounds_of, tables) for tables in (1, 2))
+    assert two == 2 * one > 0
 
 
 def test_a_call_takes_as_long_as_its_slowest_rank() -> None:

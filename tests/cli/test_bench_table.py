@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from weft.cli.bench.cases import CASES
-from weft.cli.bench.results import VERSION, Row, Shown, compared, summary
+from weft.cli.bench.results import VERSION, Prediction, Row, Shown, compared, summary
 from weft.sparse import Hosts, Link, Load
 
 HEAD = {"weft": "0", "torch": "2", "python": "3", "kernels": "numba 1", "ranks": 4, "hosts": 1}
@@ -26,7 +26,7 @@ def rows() -> list[Row]:
     records = [SimpleNamespace(**ran, sent_bytes=sent) for sent in (50e6, 52e6)]
     ok = ("ok", "")
     found = [
-        summary(CASE, LOAD, LINK, "weft:auto", ok, [0.1, 0.2, 0.4], records),
+        summary(CASE, LOAD, LINK, "weft:auto", ok, [0.1, 0.2, 0.4], records, Prediction(0.18, 60)),
         summary(CASE, LOAD, LINK, "torch", ok, [0.5, 0.6, 0.7], []),
         summary(CASE, LOAD, LINK, "horovod", ("wrong", "one bit"), [], []),
         summary(CASE, LOAD, LINK, "dense", ("refused", "too large"), [], []),
@@ -61,16 +61,13 @@ def test_figures_of_a_row() -> None:
     assert horovod["median_seconds"] is None and dense["least_seconds"] is None
 
 
-def test_rounds_are_those_of_what_ran() -> None:
-    ran = {"algorithm": "split", "sent_bytes": 51e6, "messages": 6}
-    flat = SimpleNamespace(**ran, factors="", name="split")
-    row = summary(CASE, LOAD, LINK, "weft:auto", ("ok", ""), [0.2], [flat])
-    assert row["rounds"] == 4
-    assert row["rounds_seconds"] == pytest.approx(4 * LINK.alpha)
-    assert row["rest_ratio"] == pytest.approx((0.2 - 4 * LINK.alpha) / row["bound_seconds"])
-    staged = SimpleNamespace(**ran, factors="2x2", name="split 2x2")
-    row = summary(CASE, LOAD, LINK, "weft:auto", ("ok", ""), [0.2], [staged])
-    assert row["rounds"] is row["rounds_seconds"] is row["rest_ratio"] is None
+def test_rounds_are_those_that_are_predicted() -> None:
+    auto, peer, *_ = rows()
+    assert auto["predicted_seconds"] == 0.18
+    assert auto["rounds"] == 60
+    assert auto["rounds_seconds"] == pytest.approx(60 * LINK.alpha)
+    assert auto["rest_ratio"] == pytest.approx((0.2 - 60 * LINK.alpha) / auto["bound_seconds"])
+    assert peer["rounds"] is peer["rounds_seconds"] is peer["rest_ratio"] is None
 
 
 def test_with_several_ranks_on_a_host_the_bound_is_that_of_hosts(
@@ -140,8 +137,8 @@ def test_columns_are_split_by_white_space_under_their_titles() -> None:
         "MB": "51.0",
         "xbound": "1.38",
         "xlink": "0.67",
-        "rounds": "-",  # these factors were set, and what is predicted has none
-        "xrest": "-",
+        "rounds": "60.0",
+        "xrest": "0.65",
         "torch/x": "3.00",
         "horovod/x": "-",
         "dense/x": "-",

@@ -48,7 +48,7 @@ from weft.schedules.hosts import hosts_of
 
 from ..wording import mib, versions
 from .cases import Answer, Case, answer, differs, digest, indices, sizes, values
-from .results import OWN, Found, Status, compared, summary
+from .results import OWN, Found, Prediction, Status, compared, summary
 
 DENSE_LIMIT = 64 << 20
 """Bytes of a table up to which the dense way is worth trying."""
@@ -78,7 +78,7 @@ class Contender:
         changed: the last result is not the first.
         seconds: of each iteration.
         record: what weft noted of the last call; None for a peer.
-        predicted: seconds that weft predicts; None for a peer.
+        predicted: what weft says of its call; None for a peer.
     """
 
     name: str
@@ -89,7 +89,7 @@ class Contender:
     changed: bool = False
     seconds: list[float] = field(default_factory=list)
     record: Any = None
-    predicted: float | None = None
+    predicted: Prediction | None = None
 
     @property
     def own(self) -> bool:
@@ -370,8 +370,8 @@ def _try(one: Contender, job: Job, case: Case, right: Answer | None) -> None:
         one.status = next((said for said, _ in everybody if said[0] == worst), one.status)
 
 
-def predicted(one: Contender, case: Case) -> float | None:
-    """The seconds that `weft.explain` predicts for its call, opening exchange aside; collective.
+def predicted(one: Contender, case: Case) -> Prediction | None:
+    """What `weft.explain` says of its call, with the factors that are set; collective.
 
     None for a peer, and for a rank alone.
     """
@@ -381,7 +381,10 @@ def predicted(one: Contender, case: Case) -> float | None:
     explanation = weft.explain(one.prepare(), case.op, algorithm=algorithm)
     calls = explanation.calls or (explanation,)
     chosen = [line for call in calls for line in call.lines if line.verdict == "chosen"]
-    return sum(line.milliseconds for line in chosen) / 1e3 if chosen else None
+    if not chosen:
+        return None
+    seconds = sum(line.milliseconds for line in chosen) / 1e3
+    return Prediction(seconds, sum(line.rounds for line in chosen))
 
 
 def meet(group: Group) -> None:

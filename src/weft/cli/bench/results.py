@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 from rich.console import Console
@@ -38,6 +38,19 @@ Doing = tuple[str, str, float]
 Status = tuple[str, str]
 """What became of a contender: "ok", "refused" (does not serve this case) or "wrong", and why."""
 
+
+class Prediction(NamedTuple):
+    """What `weft.explain` says of a call; of a list, of all its calls together.
+
+    Attributes:
+        seconds: predicted, without the exchange that opens the call.
+        rounds: that it waits for beside the time of its bytes, with those that open it.
+    """
+
+    seconds: float
+    rounds: float
+
+
 VERSION = 2
 """Of the format of files; it changes when a field changes its name or meaning, or goes."""
 
@@ -55,8 +68,8 @@ Row = dict[str, Any]
   exchange;
 * sent_bytes, messages: by the average rank; most_bytes: by the rank that sent most;
 * bound_bytes: that the average rank must receive; bound_seconds: what they take on the link;
-* rounds: that what ran waits for beside the time of its bytes, with those that open the call;
-  rounds_seconds: what they take on the link; None for a peer;
+* rounds: that weft.explain says a call waits for beside the time of its bytes, with those that open
+  it; of a list, of all its calls; rounds_seconds: what they take on the link; None for a peer;
 * bytes_ratio: bytes sent over the bound's; time_ratio: median over bound_seconds; rest_ratio: the
   median without rounds_seconds, over bound_seconds;
 * host_bound_bytes: the host bound, which must cross the link of the busiest host;
@@ -93,12 +106,12 @@ def summary(
     status: Status,
     seconds: Sequence[float],
     records: Sequence[Any],
-    predicted: float | None = None,
+    predicted: Prediction | None = None,
 ) -> Row:
     """The row of one contender.
 
-    `records` are what weft noted on each rank, and `predicted` the seconds that it predicts: none
-    for a peer.
+    `records` are what weft noted on each rank, and `predicted` what it says of the call: none for a
+    peer.
     """
     sent = [int(record.sent_bytes) for record in records]
     mean = fmean(sent) if sent else None
@@ -107,10 +120,12 @@ def summary(
     if link is not None:
         bound = load.bound * link.beta
         least_time = load.least_seconds(link)
-    rounds = waiting = None
-    if link is not None and records:
-        rounds = _rounds(records[0].name, load, link)
-        waiting = None if rounds is None else rounds * link.alpha
+    seconds_predicted = rounds = waiting = None
+    if predicted is not None:
+        seconds_predicted = predicted.seconds
+    if predicted is not None and link is not None:
+        rounds = predicted.rounds
+        waiting = rounds * link.alpha
     setting = asdict(case)
     row = {
         "case": setting.pop("name"),
@@ -124,7 +139,7 @@ def summary(
         "status": status[0],
         "why": status[1],
         **{f"{which}_seconds": time for which, time in zip(_TIMES, times, strict=True)},
-        "predicted_seconds": predicted,
+        "predicted_seconds": seconds_predicted,
         "sent_bytes": mean,
         "most_bytes": max(sent, default=None),
         "messages": fmean(record.messages for record in records) if records else None,
@@ -142,17 +157,6 @@ def summary(
     if waiting is not None and row["median_seconds"] is not None:
         row["rest_ratio"] = _ratio(row["median_seconds"] - waiting, bound)
     return row
-
-
-def _rounds(name: str, load: weft.sparse.Load, link: weft.sparse.Link) -> float | None:
-    """Rounds that a call waited for, as `weft.explain` has them; None where it predicts no such.
-
-    Args:
-        name: what ran, with its factors: these may have been set, or there were several algorithms.
-        load, link: of the call.
-    """
-    lines = weft.sparse.predicted(load, link).lines
-    return next((line.rounds for line in lines if line.name == name), None)
 
 
 def compared(rows: Sequence[Row]) -> Sequence[Row]:
