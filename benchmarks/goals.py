@@ -142,6 +142,12 @@ def predicted_over_measured(auto: Row) -> float | None:
     return predicted / auto["median_seconds"] if predicted else None
 
 
+def cores_over_measured(auto: Row) -> float | None:
+    """The least time in which this machine's cores do the work of all ranks, over the measured."""
+    busy = auto.get("core_seconds")
+    return busy * auto["ranks"] / auto["cores"] / auto["median_seconds"] if busy else None
+
+
 def prediction_off(auto: Row) -> float | None:
     """By what factor the predicted time is too long, or too short: 1 or more."""
     ratio = predicted_over_measured(auto)
@@ -354,6 +360,7 @@ COLUMNS: dict[str, Figure] = {  # of a table, by heading
     "time / bound": over_bound,
     "time / host bound": over_host_bound,
     "predicted / measured": predicted_over_measured,
+    "cores / measured": cores_over_measured,
     "rounds, ms": waited,
     "rest / bound": without_rounds,
 }

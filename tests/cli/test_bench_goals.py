@@ -23,6 +23,7 @@ def a_run(case: str, median: float, status: str = "ok", **others: float) -> list
     auto = {"case": case, "by": "weft:auto", "status": status, "time_ratio": median}
     auto["predicted_seconds"] = others.pop("predicted", None)
     auto |= {"median_seconds": median, "link": 80.0, "host_bound_bytes": 10 / 1.1}
+    auto |= {"core_seconds": 0.1, "ranks": 8, "cores": 2}
     auto |= {"rounds": 4.0, "rounds_seconds": 0.1, "rest_ratio": median - 0.1}
     auto["least_time_ratio"] = 0.1 * median  # on a busy machine: it must not be judged by this
     return [auto | ratios, {"case": case, "by": "torch", "status": "ok", "torch_ratio": None}]
@@ -89,11 +90,11 @@ def test_a_table_has_medians_and_ranges_of_the_runs_that_were_right(goals: Modul
     runs = [run(1.0, 4.0), run(1.0, 2.0), run(1.0, 5.0), run(1.0, 99.0, "wrong")]
     assert goals.table(runs).splitlines() == [
         "| case | algorithm | ms | torch / weft | time / bound | time / host bound "
-        "| predicted / measured | rounds, ms | rest / bound |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| predicted / measured | cores / measured | rounds, ms | rest / bound |",
+        "|---|---|---|---|---|---|---|---|---|---|",
         "| zipf | split 4x2 | 1000.0 | 4.00 (2.00 to 5.00) "
         "| 1.00 (1.00 to 1.00) | 1.10 (1.10 to 1.10) | 0.90 (0.90 to 0.90) "
-        "| 100.00 (100.00 to 100.00) | 0.90 (0.90 to 0.90) |",
+        "| 0.40 (0.40 to 0.40) | 100.00 (100.00 to 100.00) | 0.90 (0.90 to 0.90) |",
     ]
     assert goals.spread([None, None]) == "-"
 

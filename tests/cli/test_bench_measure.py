@@ -98,6 +98,7 @@ def test_all_contenders_are_right_and_timed() -> None:
             if name == case.name:
                 assert row["status"] == "ok", row["why"]
                 assert 0 < row["least_seconds"] <= row["median_seconds"] <= row["most_seconds"]
+                assert row["core_seconds"] > 0
                 assert (row["total"], row["union"]) == (counted.total, counted.union)
                 assert {peer for peer in PEERS if row[f"{peer}_ratio"]} == set(PEERS) - {who}
                 assert row["bound_seconds"] == pytest.approx(row["bound_bytes"] * 8e-9)
@@ -165,6 +166,7 @@ def test_a_call_takes_as_long_as_its_slowest_rank() -> None:
     job = Job((TINY,), ("gather",), (), iters=2, warmup=0)
     rows = the_rows(on(2, measured, job, math.inf, None, 0.3)[0][1])
     assert rows["tiny", "weft:gather"]["least_seconds"] >= 0.3
+    assert 0 < rows["tiny", "weft:gather"]["core_seconds"] < 0.3  # to sleep takes no core
 
 
 def ordinary(job: Job) -> tuple[bool, list[Found]]:

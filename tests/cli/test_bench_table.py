@@ -25,8 +25,11 @@ def rows() -> list[Row]:
     ran = {"algorithm": "split", "factors": "2x2", "name": "split 2x2", "messages": 6}
     records = [SimpleNamespace(**ran, sent_bytes=sent) for sent in (50e6, 52e6)]
     ok = ("ok", "")
+    busy = [0.01, 0.03, 0.08]
     found = [
-        summary(CASE, LOAD, LINK, "weft:auto", ok, [0.1, 0.2, 0.4], records, Prediction(0.18, 60)),
+        summary(
+            CASE, LOAD, LINK, "weft:auto", ok, [0.1, 0.2, 0.4], records, Prediction(0.18, 60), busy
+        ),
         summary(CASE, LOAD, LINK, "torch", ok, [0.5, 0.6, 0.7], []),
         summary(CASE, LOAD, LINK, "horovod", ("wrong", "one bit"), [], []),
         summary(CASE, LOAD, LINK, "dense", ("refused", "too large"), [], []),
@@ -49,6 +52,7 @@ def test_figures_of_a_row() -> None:
     assert times == {"least": 0.1, "median": 0.2, "most": 0.4}
     assert auto["first_quartile_seconds"] == pytest.approx(0.15)
     assert auto["third_quartile_seconds"] == pytest.approx(0.3)
+    assert auto["core_seconds"] == 0.03 and torch["core_seconds"] is None
     assert (auto["algorithm"], auto["factors"]) == ("split", "2x2")
     assert torch["algorithm"] is None and torch["factors"] is None
     assert (auto["sent_bytes"], auto["most_bytes"], auto["messages"]) == (51e6, 52e6, 6)
@@ -134,6 +138,7 @@ def test_columns_are_split_by_white_space_under_their_titles() -> None:
         "factors": "2x2",
         "ms": "200",
         "spread": "150..300",
+        "cpu": "30.0",
         "MB": "51.0",
         "xbound": "1.38",
         "xlink": "0.67",
@@ -199,8 +204,8 @@ def test_the_fields_of_a_file_are_those_of_its_version() -> None:
         f"{which}_seconds"
         for which in ("least", "first_quartile", "median", "third_quartile", "most")
     )
-    sent = "predicted_seconds sent_bytes most_bytes messages bound_bytes bound_seconds rounds"
-    sent += " rounds_seconds bytes_ratio"
+    sent = "core_seconds predicted_seconds sent_bytes most_bytes messages bound_bytes bound_seconds"
+    sent += " rounds rounds_seconds bytes_ratio"
     sent += " host_bound_bytes least_time_seconds time_ratio least_time_ratio rest_ratio"
     ratios = "torch_ratio horovod_ratio dense_ratio"
     assert [*HEAD, *rows()[0]] == f"{head} {setting} {sizes} {times} {sent} {ratios}".split()

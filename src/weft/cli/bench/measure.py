@@ -35,6 +35,7 @@ import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from statistics import fmean
 from typing import Any
 
 import psutil
@@ -77,6 +78,7 @@ class Contender:
         digest: of the first result.
         changed: the last result is not the first.
         seconds: of each iteration.
+        busy: seconds of a core that this rank's threads were busy in each.
         record: what weft noted of the last call; None for a peer.
         predicted: what weft says of its call; None for a peer.
     """
@@ -88,6 +90,7 @@ class Contender:
     digest: str = ""
     changed: bool = False
     seconds: list[float] = field(default_factory=list)
+    busy: list[float] = field(default_factory=list)
     record: Any = None
     predicted: Prediction | None = None
 
@@ -327,18 +330,19 @@ def _measure(
     _time(starters, job, network.group, doing)
     for one in starters:
         one.predicted = predicted(one, case)
-    mine = {one.name: (one.seconds, one.record, one.changed) for one in starters}
+    mine = {one.name: (one.seconds, one.busy, one.record, one.changed) for one in starters}
     everybody = [mine] * ranks
     dist.all_gather_object(everybody, mine)
     rows = []
     for one in contenders:
         seen = [of_rank[one.name] for of_rank in everybody if one.name in of_rank]
-        if any(changed for _, _, changed in seen):
+        if any(changed for *_, changed in seen):
             why = "the result of the last iteration differs from that of the first"
             one.status, seen = ("wrong", why), []
-        seconds = [max(each) for each in zip(*(times for times, _, _ in seen), strict=True)]
-        records = [record for _, record, _ in seen if record is not None]
-        rows.append((one.name, one.status, seconds, records, one.predicted))
+        seconds = [max(each) for each in zip(*(times for times, *_ in seen), strict=True)]
+        busy = [fmean(each) for each in zip(*(times for _, times, *_ in seen), strict=True)]
+        records = [record for _, _, record, _ in seen if record is not None]
+        rows.append((one.name, one.status, seconds, records, one.predicted, busy))
     if rank == 0:
         load = sizes(case, ranks, job.seed, network.hosts)
         for row in compared([summary(case, load, network.link, *row) for row in rows]):
@@ -418,10 +422,13 @@ def _time(starters: list[Contender], job: Job, group: Group, doing: Callable[[st
                 given = one.prepare()
                 meet(group)
                 begin = time.perf_counter()
+                before = time.process_time()
                 result = one.call(given)
                 took = time.perf_counter() - begin
+                busy = time.process_time() - before
                 if turn >= 0:
                     one.seconds.append(took)
+                    one.busy.append(busy)
                 if turn == job.iters - 1:
                     one.record = weft.sparse.last_call() if one.own else None
                     one.changed = job.checked and digest(parts(result)) != one.digest

@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -64,6 +64,8 @@ Row = dict[str, Any]
 * status: "ok", "refused" or "wrong"; why: of those that are not ok;
 * median_seconds, first_quartile_seconds, third_quartile_seconds, least_seconds, most_seconds: over
   the iterations, of the slowest rank's times;
+* core_seconds: that the threads of the average rank were busy in a call, on any core; the median
+  over the iterations;
 * predicted_seconds: that weft.explain predicts for the algorithm that ran, without the opening
   exchange;
 * sent_bytes, messages: by the average rank; most_bytes: by the rank that sent most;
@@ -89,6 +91,7 @@ _WIDTHS |= {"spread": ">15", "horovod/x": ">9"}
 
 _LEGEND = (
     "ms: median of the slowest rank's time; spread: its quartiles; MB: sent by the average rank",
+    "cpu: ms that the average rank's threads were busy in a call",
     "xbound: bytes sent / bytes of the bound; xlink: time / time of the bound's bytes on the link",
     "rounds: that the call waits for, with the opening's; xrest: as xlink, without their time",
     "where ranks share hosts: hostMB must cross the link of the busiest host; least-ms: the least",
@@ -107,11 +110,20 @@ def summary(
     seconds: Sequence[float],
     records: Sequence[Any],
     predicted: Prediction | None = None,
+    busy: Sequence[float] = (),
 ) -> Row:
     """The row of one contender.
 
-    `records` are what weft noted on each rank, and `predicted` what it says of the call: none for a
-    peer.
+    Args:
+        case: what all contenders did.
+        load: of that.
+        link: that `--link` says.
+        name: of the contender.
+        status: what became of it.
+        seconds: of the slowest rank in each iteration.
+        records: what weft noted on each rank; none for a peer.
+        predicted: what weft says of the call; None for a peer.
+        busy: seconds of a core that the average rank's threads were busy in each iteration.
     """
     sent = [int(record.sent_bytes) for record in records]
     mean = fmean(sent) if sent else None
@@ -139,6 +151,7 @@ def summary(
         "status": status[0],
         "why": status[1],
         **{f"{which}_seconds": time for which, time in zip(_TIMES, times, strict=True)},
+        "core_seconds": median(busy) if busy else None,
         "predicted_seconds": seconds_predicted,
         "sent_bytes": mean,
         "most_bytes": max(sent, default=None),
@@ -193,6 +206,7 @@ def _cells(row: Row, peers: Sequence[str]) -> dict[str, str]:
         if row["status"] == "ok"
         else row["status"].upper(),
         "spread": spread,
+        "cpu": number(row["core_seconds"], 1e3),
         "MB": number(row["sent_bytes"], 1e-6),
         "xbound": number(row["bytes_ratio"]),
         "xlink": number(row["time_ratio"]),
@@ -232,7 +246,7 @@ class Shown:
         self._console, self._peers, self._note = console, peers, note
         self._file, self._sheet = file, sheet
         self._titles = ["case", "k", "union", "by", "algorithm", "factors"]
-        self._titles += ["ms", "spread", "MB", "xbound"]
+        self._titles += ["ms", "spread", "cpu", "MB", "xbound"]
         self._link = link
         self._head: dict[str, Any] = {}
         self._rows: list[Row] = []
