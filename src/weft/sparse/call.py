@@ -7,16 +7,16 @@ values, and then the ranks tell each other (`run.settle`).
 A schedule does not know of `wire_dtype`. It gets rows of that dtype, and writes a result of that
 dtype to the last bytes of the result's memory. `Call.widened` then converts it in place.
 
-So a schedule knows two dtypes of values, which are often the same:
+So a schedule knows two dtypes of values, which are often the same: that of rows and complete sums,
+and that of partial sums, which are not rounded yet. Which one travels depends on what travels:
 
-* `Call.dtype`, `Load.row` bytes a row: of the rows that it gets, and of complete sums;
-* `Call.partial`, `Load.partial` bytes a row: of sums of some ranks, which are not rounded yet.
-  `Call.of_partials()` is the call for a schedule that makes and sends such sums.
+    what                                  call by which it goes    dtype            bytes a row
+    complete sums                         call                     Call.dtype       Load.row
+    partial sums                          call.of_partials()       Call.partial     Load.partial
+    rows on the way to who sums them      call.incoming            one of these     Load.given
 
-A row on its way to the rank that sums it has the first. But if the schedule is a later stage of
-another one, its rows are sums of some ranks (`Load.summed`), and travel in the second.
-`Load.given` has the bytes of either, and `Call.incoming` is the call by which such rows are sent
-and received.
+The rows are partial sums themselves (`Load.summed`) if the schedule is a later stage of another
+one; else they are rows as `Call.dtype` has them.
 """
 
 from __future__ import annotations
@@ -47,7 +47,10 @@ class Onward(Protocol):
     """What becomes of the result of a schedule that is one stage of another schedule."""
 
     def result_at(self, indices: Tensor) -> Rows:
-        """Memory for a result with these indices, which are there already."""
+        """Memory for a result with these indices, which are there already.
+
+        The ranks that get the result tell each other where it has rows, and wait for that.
+        """
 
     def ready(self, stop: int, rank: int | None) -> None:
         """Take what does not change any more.
@@ -147,7 +150,8 @@ class Call:
 
     def result(self, count: int) -> Rows:
         """Memory for a result of `count` rows: the caller's `out` if it can be used, else new."""
-        shape, dtype = (count, *self.row_shape), self.wide or self.dtype
+        shape = count, *self.row_shape
+        dtype = self.wide or self.dtype
         callers = self.index, self.half or dtype
         place: Pair | None = None
         if callable(self.out):
@@ -162,7 +166,8 @@ class Call:
         elif self.out is not None and count <= self.out[0].numel():
             place = self.out[0][:count], self.out[1][:count]
         if place is not None and not self._can_write_to(place):
-            self.target, place = Rows(*place, self.height), None
+            self.target = Rows(*place, self.height)
+            place = None
         if place is None:
             place = fresh((count,), self.index, self.device), fresh(shape, dtype, self.device)
         indices, values = place
@@ -175,7 +180,10 @@ class Call:
         return Rows(indices, typed(memory, shape, self.dtype, start), self.height)
 
     def result_at(self, *lists: Tensor) -> Rows:
-        """Memory for a result with these indices, one list after the other, which are copied."""
+        """Memory for a result with these indices, one list after the other, which are copied.
+
+        Nothing is sent, unless the schedule is one stage of another one: see `Onward.result_at`.
+        """
         if self.onward is not None:
             return self.onward.result_at(torch.cat(lists))
         result = self.result(sum(map(len, lists)))
@@ -195,8 +203,11 @@ class Call:
         """
         if self.wide is None:
             return result
-        narrow, wide = result.values.view(-1), self._widened.values.view(-1)
-        first, total, ratio = 0, wide.numel(), self.wide.itemsize // self.dtype.itemsize
+        narrow = result.values.view(-1)
+        wide = self._widened.values.view(-1)
+        total = wide.numel()
+        ratio = self.wide.itemsize // self.dtype.itemsize
+        first = 0
         while total - first > _TAIL:
             last = ((ratio - 1) * total + first) // ratio
             wide[first:last] = narrow[first:last]
@@ -243,18 +254,23 @@ def _guarded(
                 raise TypeError(f"op returned a {type(both).__name__}, not a tensor")
             if not has_elements(both):
                 raise ValueError(f"op returned a tensor that is {lacking(both)}")
-            got, wanted = ((tuple(t.shape), t.dtype, t.device) for t in (both, left))
-            if got != wanted:
-                said = " for two operands of ".join(
-                    f"{shape} of {dtype} on {device}" for shape, dtype, device in (got, wanted)
-                )
-                raise ValueError(f"op returned {said}")
+            if _kind(both) != _kind(left):
+                result, operands = map(_described, (both, left))
+                raise ValueError(f"op returned {result} for two operands of {operands}")
         except BaseException as error:
             trouble.error = error
             return left
         return both.detach()
 
     return combine
+
+
+def _kind(values: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
+    return values.shape, values.dtype, values.device
+
+
+def _described(values: Tensor) -> str:
+    return f"{tuple(values.shape)} of {values.dtype} on {values.device}"
 
 
 def partial_dtype(op: Op, dtype: torch.dtype, wide: torch.dtype | None) -> torch.dtype:

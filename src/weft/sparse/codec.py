@@ -37,11 +37,13 @@ def pack(indices: Tensor, memory: Pool, *, gaps: bool) -> Lease:
     count = indices.numel()
     code = kernels.index_code(indices) if gaps and count >= _WORTH else None
     if code is None:
-        size, first = count * indices.element_size(), -1
+        first = -1
+        size = count * indices.element_size()
         lease = memory.lease(PREFIX + size)
         typed(lease.tensor, (count,), indices.dtype, PREFIX).copy_(indices)
     else:
-        lease, first = memory.lease(PREFIX + code.most), int(indices[0])
+        first = int(indices[0])
+        lease = memory.lease(PREFIX + code.most)
         size = kernels.encode(indices, code, lease.tensor[PREFIX:])
         lease.tensor = lease.tensor[: PREFIX + size]
     lease.tensor.numpy()[:PREFIX] = np.frombuffer(_PREFIX.pack(count, size, first), np.uint8)

@@ -140,8 +140,10 @@ class Header(NamedTuple):
         parts: Sequence[Any] = self[_FIELDS:-1]
         sizes = len(self.sketch), len(self.points)
         if self.rows is not None:
-            indices, values = (each.contiguous() for each in (self.rows.indices, self.rows.values))
-            sizes, gap = (-1, indices.itemsize), bytes(-indices.nbytes % _GRAIN)
+            indices = self.rows.indices.contiguous()
+            values = self.rows.values.contiguous()
+            sizes = -1, indices.itemsize
+            gap = bytes(-indices.nbytes % _GRAIN)
             parts = memory_of(indices), gap, memory_of(values)
         raw = bytearray().join((_FIXED.pack(*self[:_FIELDS], *sizes), *parts))
         return torch.frombuffer(raw, dtype=torch.uint8)
@@ -169,15 +171,16 @@ class Header(NamedTuple):
         Raises:
             ValueError, struct.error: the bytes are no valid header.
         """
-        *said, sampled, points = _FIXED.unpack_from(body)
-        header = cls(*said)
-        total, fits = header.total, 0 <= header.fewest <= header.most <= header.total < _MOST
-        if not fits or header.highest < -1 or header.capacity < 0 or header.tightest < 0:
-            raise ValueError(f"it says {said}")
+        *figures, sampled, points = _FIXED.unpack_from(body)
+        header = cls(*figures)
+        total = header.total
+        counts_fit = 0 <= header.fewest <= header.most <= total < _MOST
+        if not counts_fit or header.highest < -1 or header.capacity < 0 or header.tightest < 0:
+            raise ValueError(f"it says {figures}")
         if height is not None and header.highest >= height:
             raise ValueError(f"it says that an index is {header.highest}, of {height} rows")
         if counted is not None and not header._counts(counted):
-            raise ValueError(f"it says {said}, and leaves out this rank's rows")
+            raise ValueError(f"it says {figures}, and leaves out this rank's rows")
         if sampled < 0:
             index = torch.int32 if points == 4 else torch.int64
             start = _FIXED.size + -(-total * index.itemsize // _GRAIN) * _GRAIN
@@ -193,7 +196,8 @@ class Header(NamedTuple):
         if not 0 <= points <= _KEPT or len(longs) != sampled + 2 * points:
             raise ValueError(f"{sampled} and {points} numbers in {len(longs)}")
         end = sampled + points
-        places, weights = longs[sampled:end], longs[end:]
+        places = longs[sampled:end]
+        weights = longs[end:]
         if points:
             ascend = places[0] >= 0 and places[-1] <= header.highest
             if not ascend or not (places[1:] >= places[:-1]).all():
@@ -223,18 +227,20 @@ class Header(NamedTuple):
         unseen = any(one.total and one.rows is None and not len(one.sketch) for one in headers)
         if unseen or all(one.rows is not None for one in headers):
             return header
-        said = [one if one.rows is None else one._described(one.rows.indices) for one in headers]
-        first, most, digest = said[0].sketch, said[0].most, said[0].digest
-        points = np.concatenate([one.points for one in said])
-        weights = np.concatenate([one.weights for one in said])
+        # those that came with rows say nothing of them yet
+        known = [one if one.rows is None else one._described(one.rows.indices) for one in headers]
+        first = known[0]
+        points = np.concatenate([one.points for one in known])
+        weights = np.concatenate([one.weights for one in known])
         order = np.argsort(points, kind="stable")
         points, weights = _thinned(points[order], weights[order])
         return header._replace(
             alike=all(
-                one.alike and one.most == most and np.array_equal(one.sketch, first) for one in said
+                one.alike and one.most == first.most and np.array_equal(one.sketch, first.sketch)
+                for one in known
             ),
-            digest=digest if all(one.digest == digest for one in said) else _NONE,
-            sketch=sketch.merge([one.sketch for one in said]),
+            digest=first.digest if all(one.digest == first.digest for one in known) else _NONE,
+            sketch=sketch.merge([one.sketch for one in known]),
             points=points,
             weights=weights,
         )

@@ -42,7 +42,8 @@ _ENOUGH = 0.012  # seconds of streaming after which the rate is believed
 _LATENCIES = 20  # and latencies: a connection between distant hosts takes some to come to its speed
 _LARGEST = 1 << 23  # bytes
 _MEASURED = 2  # calls that measure: other work on a machine only ever slows a link down
-_EXCHANGES, _PASSES = 12, 2  # of latency, and of rate: the quickest counts
+_EXCHANGES = 12  # of latency: the quickest counts
+_PASSES = 2  # of rate: the quickest counts
 _FIGURES = struct.Struct("<6q64s")  # steps of alpha, beta, work, carry, within; cores, whose
 _UNKNOWN = -200  # steps: quarters of a power of two; of a figure that was not measured
 _SMALL = 256  # bytes of a small message
@@ -67,15 +68,18 @@ def link_of(group: Group) -> Link:
     known, more = _links.get(group, (None, _MEASURED))
     if known is None or more:
         with apart(group):  # the record of the call that needs the figures leaves this out
-            found = _said(group) or _stated(group) if known is None else None
-            if found is not None:
+            figures: Link | None = None
+            if known is None:
+                figures = _of_environment(group) or _stated(group)
+            if figures is not None:
                 more = 0
             else:
-                found, more = measure(group), more - 1
+                figures = measure(group)
+                more -= 1
             if known is not None:
-                found = Link(*map(min, astuple(known), astuple(found)))
-        known = found
-        _links[group] = found, more
+                figures = Link(*map(min, astuple(known), astuple(figures)))
+        known = figures
+        _links[group] = figures, more
         group.memory.drain()  # the measurement's blocks may be larger than any call's
     return known
 
@@ -88,15 +92,16 @@ def set_link(group: Group, link: Link) -> None:
     _set[group.session] = link
 
 
-def _said(group: Group) -> Link | None:
+def _of_environment(group: Group) -> Link | None:
     """The figures that the environment gives; None without."""
-    said = os.environ.get("WEFT_LINK")
-    return None if said is None else _agreed(group, *parse(said), _WORK)
+    text = os.environ.get("WEFT_LINK")
+    return None if text is None else _agreed(group, *parse(text), _WORK)
 
 
 def _stated(group: Group) -> Link | None:
     """The figures that the wire states as constants of its kind; None if it does not."""
-    between, within = group.features.between, group.features.within
+    between = group.features.between
+    within = group.features.within
     if between is None:
         return None
     hosts = hosts_of(group).ranks
@@ -194,12 +199,14 @@ def measure_latency(group: Group) -> tuple[float, float]:
     message = torch.zeros(_SMALL, dtype=torch.uint8, device=group.device)
     sends = [(peer, message) for peer in group.peers]
     recvs = [(peer, _SMALL) for peer in group.peers]
-    best, busy = math.inf, []
+    best = math.inf
+    busy = []
     for _ in range(_EXCHANGES):
-        start, before = time.perf_counter(), time.process_time()
+        start = time.perf_counter()
+        busy_before = time.process_time()
         wait_on_host(group, group.post(sends, recvs, _CHANNEL))
         best = min(best, time.perf_counter() - start)
-        busy.append(time.process_time() - before)
+        busy.append(time.process_time() - busy_before)
     return best, statistics.median(busy) / max(1, group.size - 1)
 
 
@@ -227,14 +234,18 @@ def measure_rate(group: Group, ring: Sequence[int], latency: float) -> tuple[flo
     if group.size == 1:
         return 1e-10, 0.0
     enough = max(_ENOUGH, _LATENCIES * latency)
-    nbytes, before = 1 << 19, (0, latency)
+    nbytes = 1 << 19
+    nbytes_before = 0
+    quickest_before = latency
     while True:
         quickest, carry = min(time_round(group, ring, nbytes) for _ in range(_PASSES))
         if quickest >= enough or nbytes >= _LARGEST:
             average = max(quickest - latency, quickest / 2) / nbytes
-            more = (quickest - before[1]) / (nbytes - before[0])
+            more = (quickest - quickest_before) / (nbytes - nbytes_before)
             return max(average, more), carry / nbytes
-        nbytes, before = 4 * nbytes, (nbytes, quickest)
+        nbytes_before = nbytes
+        quickest_before = quickest
+        nbytes *= 4
 
 
 def time_round(group: Group, ring: Sequence[int], nbytes: int) -> tuple[float, float]:
@@ -246,9 +257,11 @@ def time_round(group: Group, ring: Sequence[int], nbytes: int) -> tuple[float, f
         wait_on_host(group, group.post())  # in the others' round, if there are rounds
         return _slowest(group, 0.0), 0.0
     with group.lease(nbytes) as outgoing, group.lease(nbytes) as incoming:
-        start, busy = time.perf_counter(), time.process_time()
+        start = time.perf_counter()
+        busy_before = time.process_time()
         wait_on_host(group, group.post([(after, outgoing)], [(before, incoming)], _CHANNEL))
-        seconds, busy = time.perf_counter() - start, time.process_time() - busy
+        seconds = time.perf_counter() - start
+        busy = time.process_time() - busy_before
     return _slowest(group, seconds), busy
 
 

@@ -52,10 +52,14 @@ class LocalRows:
             memory: pool of the workspace.
             points: quantiles of the indices, if these are on an accelerator (`Survey`).
         """
-        self.indices, self._points = distinct.indices, points
+        self.indices = distinct.indices
         self.row_shape = tuple(rows.row_shape)
-        self._given, self._distinct, self._op, self._dtype = rows.values, distinct, op, dtype
+        self._given = rows.values
+        self._distinct = distinct
+        self._op = op
+        self._dtype = dtype
         self._memory = memory
+        self._points = points
         self._lease: Lease | None = None
         self._values: Tensor | None = None
 
@@ -72,9 +76,10 @@ class LocalRows:
     def values(self) -> Tensor:
         """`[k, *row_shape]`, in the order of the indices; good until `release()`."""
         if self._values is None:
-            given, distinct = self._given, self._distinct
-            ready = distinct.order is None and distinct.starts is None
-            if (ready and given.dtype == self._dtype) or not len(self):
+            given = self._given
+            distinct = self._distinct
+            is_canonical = distinct.order is None and distinct.starts is None
+            if (is_canonical and given.dtype == self._dtype) or not len(self):
                 self._values = given.contiguous()
             else:
                 size = given[:1].numel() * self._dtype.itemsize
@@ -96,13 +101,15 @@ class LocalRows:
         """
         if self._points is None:
             return within(indices, bounds, highest)
-        points, places = self._points, shares(len(self)).tolist()
-        found = []
+        points = self._points
+        places = shares(len(self)).tolist()  # of the points among the rows
+        parts = []
         for low, high in pairwise(bounds):
             before = bisect_left(points, low)
             start = places[before - 1] + 1 if before else 0
-            found.append(slice(start, max(start, places[bisect_left(points, high)])))
-        return found
+            stop = places[bisect_left(points, high)]
+            parts.append(slice(start, max(start, stop)))
+        return parts
 
     def pieces(self, step: int, start: int, stop: int) -> Iterator[Tensor]:
         """The values of the rows from `start` up to `stop`, in order, as they are there.
@@ -126,7 +133,8 @@ class LocalRows:
         if not positions.numel():
             return
         rows = self._given, self._distinct, self._op
-        if self._values is None and rows[0].is_contiguous() and kernels.reduces_some(*rows):
+        in_parts = self._values is None and self._given.is_contiguous()
+        if in_parts and kernels.reduces_some(*rows):
             kernels.reduce(*rows, out=out, rows=positions)
         else:
             kernels.take(self.values, positions, out=out)
@@ -155,7 +163,7 @@ class SummedRows(LocalRows):
         distinct = Distinct(rows.indices, None, None)
         super().__init__(rows, distinct, OPS["sum"], rows.values.dtype, Pool())
         self._blocks = blocks
-        self._there = 0  # rows that are summed
+        self._summed = 0  # rows that are there
 
     @property
     def values(self) -> Tensor:
@@ -175,8 +183,8 @@ class SummedRows(LocalRows):
 
     def _upto(self, stop: int) -> Tensor:
         """The values of the rows before `stop`."""
-        while self._there < stop:
-            _, self._there = next(self._blocks)
+        while self._summed < stop:
+            _, self._summed = next(self._blocks)
         return self._given[:stop]
 
 
@@ -189,9 +197,9 @@ def within(indices: Tensor, bounds: Sequence[int], highest: int) -> list[slice]:
         highest: fits in the dtype of the indices.
     """
     keys = indices.new_tensor([max(0, min(bound, highest)) for bound in bounds])
-    found = torch.searchsorted(indices, keys).tolist()
+    before = torch.searchsorted(indices, keys).tolist()  # how many indices
     ends = [
-        indices.numel() if bound > highest else end
-        for bound, end in zip(bounds, found, strict=True)
+        indices.numel() if bound > highest else count
+        for bound, count in zip(bounds, before, strict=True)
     ]
     return [slice(low, high) for low, high in pairwise(ends)]

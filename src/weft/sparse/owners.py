@@ -6,8 +6,8 @@ with equal numbers of input rows are not equal work: at the head of a Zipf distr
 has the same few rows. Both numbers are estimated from the points in the combined header, bin by
 bin, in integers or in operations that every machine rounds alike.
 
-`ToOwners` sends all rows to their owners, each of which sums its range: the reduce-scatter of
-"SSAR_Split_allgather" in Renggli et al., "SparCML" (SC'19), section 5.3. Index lists go first, then
+`ReduceScatter` sends all rows to their owners, each of which sums its range, as in
+"SSAR_Split_allgather" of Renggli et al., "SparCML" (SC'19), section 5.3. Index lists go first, then
 enough values to keep the link busy. An owner merges a chunk while later ones are on the wire.
 Workspace is bounded, whatever P is. A rank that owns nothing receives nothing.
 """
@@ -31,11 +31,11 @@ from .header import Header
 from .local_rows import LocalRows, within
 from .stream import (
     VALUES,
-    Inflow,
     Source,
     chunks,
-    index_lists,
+    exchange_lists,
     merge_blocks,
+    receive_rows,
     united,
     wait_all,
 )
@@ -134,8 +134,8 @@ def _union(rows: Longs, width: Longs, ranks: int, some: int) -> Longs:
             nobody = nobody * missing
         missing = missing * missing
         power >>= 1
-    found: Longs = np.minimum(np.rint(width * (1.0 - nobody)).astype(np.int64), rows)
-    return found
+    union: Longs = np.minimum(np.rint(width * (1.0 - nobody)).astype(np.int64), rows)
+    return union
 
 
 def balanced(header: Header, ranks: int) -> list[int]:
@@ -190,56 +190,80 @@ def spans(bounds: Sequence[int]) -> dict[int, tuple[int, int]]:
     return dict(enumerate(pairwise(bounds)))
 
 
-class ToOwners:
-    """Sends this rank's rows to their owners, and receives the rows that this rank owns.
+class ReduceScatter:
+    """Sends this rank's rows to their owners, and receives and sums the rows that this rank owns.
 
-    The constructor sends index lists and the first values; `send_rest` sends the other values. So
-    what the caller sends in between does not wait behind them.
+    What crosses the network, in this order:
+
+    * `start`: index lists to their owners, and the first values;
+    * `receive_lists`: the lists for this rank; from then on it knows its sums;
+    * `send_rest`: the other values. What the caller sends before them does not wait behind them;
+    * `sums`: values for this rank, chunk by chunk as they are merged.
 
     Attributes:
         owner: which range is this rank's.
-        union: of the received index lists. On an accelerator the lists have indices of
-            neighbouring ranges, too: `union.below` then says where this rank's range begins and
-            ends.
+        union: of the received index lists, from `receive_lists` on. On an accelerator the lists
+            have indices of neighbouring ranges, too: `union.below` then says where this rank's
+            range begins and ends.
     """
 
-    def __init__(self, call: Call, rows: LocalRows, bounds: Sequence[int]) -> None:
-        """Send index lists and the first values.
+    union: kernels.Union
 
+    def __init__(self, call: Call, rows: LocalRows, bounds: Sequence[int]) -> None:
+        """
         Args:
             call: the call this is for.
             rows: this rank's.
             bounds: size + 1 integers, ascending, the same on every rank: rank r owns the indices
                 from `bounds[r]` up to, not including, `bounds[r + 1]`.
         """
-        self._call, me, highest = call.incoming, call.group.rank, call.header.highest
-        self.owner = me
-        owns = [low < high and low <= highest for low, high in pairwise(bounds)]
-        others = [peer for peer in call.group.peers if owns[peer]]
-        sources = call.group.peers if owns[me] else []
-        indices = rows.indices.to(call.wire_index)
-        part = rows.parts(indices, bounds, highest)
+        group = call.group
+        highest = call.header.highest
+        self._call = call
+        self._incoming = call.incoming  # by which rows travel
+        self.owner = group.rank
         self._rows = rows
-        self._part = part
-        lists = {peer: indices[part[peer]] for peer in others}
-        self._lists = index_lists(call, lists, sources, dict.fromkeys(sources, spans(bounds)[me]))
-        step = self._call.chunk_rows
-        ends = {peer: part[peer].start for peer in others}  # of what leaves at once
-        # else both ends of what is sent would be posted by now, or all of it summed
-        if rows.at_hand and not call.load.lockstep:
-            for peer in others:
-                count = part[peer].stop - part[peer].start
-                quarter = step * -(-count // (4 * step))
-                ends[peer] = min(part[peer].start + quarter, part[peer].stop)
+        self._indices = rows.indices.to(call.wire_index)
+        self._part = rows.parts(self._indices, bounds, highest)
+        self._span = spans(bounds)[self.owner]
+        owns = [low < high and low <= highest for low, high in pairwise(bounds)]
+        self._owners = [peer for peer in group.peers if owns[peer]]
+        self._sources = group.peers if owns[self.owner] else []
         self._sent: list[Pending] = []
-        self._send({peer: (part[peer].start, end) for peer, end in ends.items()})
-        self._rest = {peer: (end, part[peer].stop) for peer, end in ends.items()}
-        found = self._lists.wait() | {me: indices[part[me]]}
-        found = {rank: found[rank] for rank in sorted(found)}
-        self._runs = [*found.values()]
-        self._inflows = {peer: Inflow(self._call, peer, found[peer].numel()) for peer in sources}
-        span = spans(bounds)[me] if call.load.staying else None
-        self.union = united(call, found, span)
+
+    def start(self) -> None:
+        """Send each owner the list of its indices, and the first of its values."""
+        lists = {peer: self._indices[self._part[peer]] for peer in self._owners}
+        ranges = dict.fromkeys(self._sources, self._span)
+        self._lists = exchange_lists(self._call, lists, self._sources, ranges)
+        ends = {peer: self._end_of_first(self._part[peer]) for peer in self._owners}
+        self._send({peer: (self._part[peer].start, end) for peer, end in ends.items()})
+        self._rest = {peer: (end, self._part[peer].stop) for peer, end in ends.items()}
+
+    def _end_of_first(self, part: slice) -> int:
+        """The row before which the rows of a part leave at once: a quarter, in whole chunks.
+
+        None leave where all that is sent would be posted by now, or all of it would be summed.
+        """
+        start: int = part.start
+        stop: int = part.stop
+        if self._call.load.lockstep or not self._rows.at_hand:
+            return start
+        step = self._incoming.chunk_rows
+        quarter = step * -(-(stop - start) // (4 * step))
+        return min(start + quarter, stop)
+
+    def receive_lists(self) -> None:
+        """Wait for the lists of what this rank owns, and begin to receive the values."""
+        me = self.owner
+        lists = self._lists.wait() | {me: self._indices[self._part[me]]}
+        in_order = {rank: lists[rank] for rank in sorted(lists)}
+        self._runs = [*in_order.values()]
+        self._inflows = {
+            peer: receive_rows(self._incoming, peer, len(lists[peer])) for peer in self._sources
+        }
+        span = self._span if self._call.load.staying else None
+        self.union = united(self._call, in_order, span)
 
     @property
     def indices(self) -> Tensor:
@@ -254,8 +278,8 @@ class ToOwners:
         """Send the rows of some parts, each to a peer."""
         sends: list[Send] = []
         for peer, (start, stop) in parts.items():
-            for piece in self._rows.pieces(self._call.chunk_rows, start, stop):
-                sends += [(peer, chunk) for chunk in chunks(self._call, piece)]
+            for piece in self._rows.pieces(self._incoming.chunk_rows, start, stop):
+                sends += [(peer, chunk) for chunk in chunks(self._incoming, piece)]
                 if not self._rows.at_hand:  # it leaves while the next one is summed
                     self._sent.append(self._call.group.post(sends, (), VALUES))
                     sends = []
@@ -263,11 +287,10 @@ class ToOwners:
 
     def sums(self, call: Call, union: kernels.Union, out: Tensor) -> Iterator[tuple[int, int]]:
         """Merge the rows that this rank owns, in rank order: see `merge_blocks`."""
-        streams: dict[int, Source] = {r: inflow.pieces for r, inflow in self._inflows.items()}
-        me = self._call.group.rank
-        streams[me] = self._rows.source(self._part[me])
-        sources = [streams[rank] for rank in sorted(streams)]
-        return merge_blocks(call, self._runs, sources, union, out)
+        sources: dict[int, Source] = {peer: inflow.pieces for peer, inflow in self._inflows.items()}
+        sources[self.owner] = self._rows.source(self._part[self.owner])
+        in_order = [sources[rank] for rank in sorted(sources)]
+        return merge_blocks(call, self._runs, in_order, union, out)
 
     def finish(self) -> None:
         """Wait until all is sent, and give back the memory; all sums must have been read."""
@@ -283,18 +306,20 @@ def reduce_to_owners(
     bounds: Sequence[int],
     place: Callable[[Tensor], Rows] | None = None,
 ) -> Rows:
-    """The sums of the indices that this rank owns.
+    """Send all rows to their owners; the sums of the indices that this rank owns.
 
     Args:
         rows: this rank's, canonical.
         call: the call this is for.
-        bounds: see `ToOwners`.
+        bounds: see `ReduceScatter`.
         place: makes the memory of a result with these indices; by default `call.result_at`.
     """
-    moving = ToOwners(call, rows, bounds)
-    moving.send_rest()
-    result = (place or call.result_at)(moving.indices)
-    for _ in moving.sums(call, moving.union, result.values):
+    scatter = ReduceScatter(call, rows, bounds)
+    scatter.start()
+    scatter.receive_lists()
+    scatter.send_rest()
+    result = (place or call.result_at)(scatter.indices)
+    for _ in scatter.sums(call, scatter.union, result.values):
         pass
-    moving.finish()
+    scatter.finish()
     return result

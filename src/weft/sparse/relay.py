@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from typing import Self
 
 from torch import Tensor
 
@@ -51,21 +52,34 @@ class Relay:
     """
 
     def __init__(self, call: Call, counts: Sequence[int]) -> None:
-        """Post the first receives; rank r sends `counts[r]` rows, of at least one byte each."""
-        self._group, self._counts, ranks = call.group, counts, len(counts)
-        self._left, self._right = (call.group.rank - 1) % ranks, (call.group.rank + 1) % ranks
-        self.rows = relay_rows(call.load, max(counts))
-        self._chunks = -(-max(counts) // self.rows)  # of the rank with most
+        """
+        Args:
+            call: the call this is for; its rows have at least one byte each.
+            counts: how many rows each rank sends.
+        """
+        ranks = len(counts)
+        longest = max(counts)
+        self._call = call
+        self._group = call.group
+        self._counts = counts
+        self._left = (call.group.rank - 1) % ranks
+        self._right = (call.group.rank + 1) % ranks
+        self.rows = relay_rows(call.load, longest)
+        self._chunks = -(-longest // self.rows)  # of the rank with most
         self.steps = self._chunks + ranks - 1 if self._chunks else 0
-        slots = _STEPS * ranks
-        self._lease = call.group.lease(slots * self.rows * call.load.row)
-        shape = (slots, self.rows, *call.row_shape)
-        self._slots = typed(self._lease.tensor, shape, call.dtype).unbind()
         # by the step in which they are sent: the receives in their order, and the sends
-        self._coming: dict[int, list[tuple[int, Tensor, Pending]]] = {}
-        self._going: dict[int, list[Pending]] = defaultdict(list)
+        self._posted: dict[int, list[tuple[int, Tensor, Pending]]] = {}
+        self._sent: dict[int, list[Pending]] = defaultdict(list)
+
+    def start(self) -> Self:
+        """Post the receives of the first steps."""
+        slots = _STEPS * self._group.size
+        self._lease = self._group.lease(slots * self.rows * self._call.load.row)
+        shape = (slots, self.rows, *self._call.row_shape)
+        self._slots = typed(self._lease.tensor, shape, self._call.dtype).unbind()
         for step in range(_AHEAD):
             self._receive(step)
+        return self
 
     def own(self, step: int) -> Tensor | None:
         """The slot where the caller writes this rank's chunk of the step; None: it has no more."""
@@ -73,7 +87,7 @@ class Relay:
 
     def send(self, step: int, slot: Tensor) -> None:
         """Send the chunk in a slot to the right."""
-        self._going[step].append(self._group.post([(self._right, slot)], (), SUMS))
+        self._sent[step].append(self._group.post([(self._right, slot)], (), SUMS))
 
     def turn(self, step: int) -> Iterator[tuple[int, int, Tensor]]:
         """Receive what was sent in the step before, and send it on.
@@ -83,9 +97,9 @@ class Relay:
         Yields:
             (origin, number of the first row, rows); the rows are valid until the next item.
         """
-        wait_all(self._going.pop(step - 2, ()))
+        wait_all(self._sent.pop(step - 2, ()))
         self._receive(step + _AHEAD)
-        for distance, slot, pending in self._coming.pop(step - 1, ()):
+        for distance, slot, pending in self._posted.pop(step - 1, ()):
             pending.wait()
             if distance < self._group.size - 1:
                 self.send(step, slot)
@@ -93,8 +107,8 @@ class Relay:
 
     def finish(self) -> None:
         """Wait until everything is sent on, and give back the memory."""
-        for going in self._going.values():
-            wait_all(going)
+        for sent in self._sent.values():
+            wait_all(sent)
         self._lease.release()
 
     def _receive(self, step: int) -> None:
@@ -103,14 +117,14 @@ class Relay:
         These chunks come from ranks at a distance from `nearest` to `farthest`: nearer ones have no
         more, and chunks of farther ones are not that far yet.
         """
-        coming = self._coming[step] = []
+        posted = self._posted[step] = []
         nearest = max(1, step - self._chunks + 2)
         farthest = min(step + 1, self._group.size - 1)
         for distance in range(nearest, farthest + 1):
             slot = self._slot(step, distance)
             if slot is not None:
                 pending = self._group.post((), [(self._left, slot)], SUMS)
-                coming.append((distance, slot, pending))
+                posted.append((distance, slot, pending))
 
     def _origin(self, distance: int) -> int:
         return (self._group.rank - distance) % self._group.size

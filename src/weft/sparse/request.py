@@ -149,8 +149,8 @@ class Request:
                 self.distinct = self.survey.distinct
             elif indices.numel() and not self.distinct.indices.numel():
                 self.distinct = kernels.distinct(indices)
-                found = self.distinct.indices
-                self._take_ends(int(found[0]), int(found[-1]))
+                ascending = self.distinct.indices
+                self._take_ends(int(ascending[0]), int(ascending[-1]))
         return self
 
     def look(self) -> Request:
@@ -221,7 +221,8 @@ class Request:
         self.error = self.error or wrong_root(name, root, given, size)
 
     def _take_ends(self, low: int, high: int) -> None:
-        self.lowest, self.highest = low, high
+        self.lowest = low
+        self.highest = high
         if error := outside(low, high, self.rows.height):
             raise WeftError(error)
 
@@ -293,7 +294,8 @@ def unwrapped(given: object, *, combined: bool) -> tuple[Rows, Callable[[Rows], 
                 f"rows is {what}: pass a sparse COO tensor (x.to_sparse(1) makes one), "
                 "(indices, values) or weft.Rows"
             )
-        heights, rows = given.shape[: given.sparse_dim()], Rows.from_coo(given.detach())
+        heights = given.shape[: given.sparse_dim()]
+        rows = Rows.from_coo(given.detach())
 
         def form(rows: Rows) -> Tensor:
             # Duplicates must not be marked as coalesced, not even for a moment: while another
@@ -301,9 +303,9 @@ def unwrapped(given: object, *, combined: bool) -> tuple[Rows, Callable[[Rows], 
             return rows.to_coo(heights + rows.row_shape, canonical=combined)
 
     elif isinstance(given, Rows):
-        rows, form = given, lambda found: replace(found, height=given.height)
+        rows, form = given, lambda result: replace(result, height=given.height)
     elif isinstance(given, tuple | list) and len(given) == 2:
-        rows, form = Rows(*given), lambda found: (found.indices, found.values)
+        rows, form = Rows(*given), lambda result: (result.indices, result.values)
     else:
         raise WeftError(
             f"rows is a {type(given).__name__}: pass a sparse COO tensor, (indices, values) or "
@@ -321,7 +323,8 @@ def readable(given: Rows) -> Rows:
     Raises:
         WeftError: the rows are invalid.
     """
-    indices, values = given.indices, given.values
+    indices = given.indices
+    values = given.values
     if given.height is not None and not (isinstance(given.height, int) and given.height >= 0):
         raise WeftError(f"height is {given.height!r}: pass the number of rows, or None")
     for name, tensor in (("indices", indices), ("values", values)):

@@ -74,14 +74,14 @@ class Opened:
     Attributes:
         call: what every rank knows of the call.
         own: this rank's rows, canonical if they are to be combined; valid inside `opened`.
-        said: the header of each rank; above 16 ranks one combined header.
-        everyone: the rows of all ranks, if the opening exchange carried all of them.
+        headers: of each rank; above 16 ranks one combined header.
+        rows_of_all: of each rank, if the opening exchange carried all of them.
     """
 
     call: Call
     own: LocalRows
-    said: list[Header]
-    everyone: list[Rows] | None
+    headers: list[Header]
+    rows_of_all: list[Rows] | None
 
 
 Schedule = Callable[[Opened], tuple[str, Rows]]
@@ -102,63 +102,81 @@ def opened(
             and shape.
         looks: exchange headers only, even if the rows would fit in the opening exchange.
     """
-    given = request.rows
-    over = group.on(given.values.device)
-    if not on_host(given.indices):  # `looked_at` left this to us: weft's stream is current only now
-        request.look() if moves else request.sort()
+    over = group.on(request.rows.values.device)
+    if not on_host(request.rows.indices):
+        # `looked_at` left this to us: weft's stream is current only now
+        if moves:
+            request.look()
+        else:
+            request.sort()
     request.fields.setdefault("device", over.route)  # None: this rank learns it from others
-    call = Call(
-        over,
-        request.op,
-        index=given.indices.dtype,
-        dtype=request.dtype,
-        row_shape=tuple(given.row_shape),
-        height=given.height,
-        wide=request.wide,
-        half=request.half,
-        out=request.out,
-        given=given,
-        marks=request.marks,
+    call = _call_of(request, over)
+    own = _rows_of(request, call, moves=moves)
+    may_be_eager = (
+        is_direct(group)
+        and group.size > 1
+        and not looks
+        and request.error is None
+        and on_host(request.rows.values)  # others never pass through the host
+        and (moves or request.algorithm == "auto")
     )
-    as_given = kernels.Distinct(given.indices.contiguous(), None, None)
-    distinct = as_given if moves else request.distinct
-    points = None if request.survey is None else request.survey.points
-    own = LocalRows(given, distinct, call.op, call.dtype, over.memory, points)
-    eager = is_direct(group) and group.size > 1 and not looks and request.error is None
-    eager = eager and on_host(given.values)  # others never pass through the host
-    eager = eager and (moves or request.algorithm == "auto")
     agreement = None
     try:
-        header = _header(group, request, call, own, eager=eager, moves=moves)
+        # all ranks tell all others their arguments, and a header
+        header = _header(group, request, call, own, eager=may_be_eager, moves=moves)
         agreement = agree(group, name, request.fields, request.error, header.pack(), combined)
         request.agreed = agreement.fields
-        _learn(agreement, request, call, moves=moves)
-        if request.fields["device"] is None:
-            call.given = _nothing_on(agreement.field("device", _kind_in))
-            over = call.group = group.on(call.given.values.device)
+        _learn(agreement, request, call, group, moves=moves)
         own.row_shape = call.row_shape
+
+        # from here on every rank knows the same of the call
         counted = None if is_direct(group) else header
         unpack = partial(Header.unpack, moves=moves, height=call.height, counted=counted)
-        said = agreement.read(unpack, call.row_shape, call.dtype)
-        call.header = Header.together(said)
+        headers = agreement.read(unpack, call.row_shape, call.dtype)
+        call.header = Header.together(headers)
         call.load = _load(call, moves=moves)
         assert call.given is not None
         staying = not on_host(call.given.values)
-        is_over = eager and not staying and is_eager(call.load, call.index)
-        for rank, one in enumerate(said if is_over else ()):
-            if one.rows is None:
-                raise group.fail(
-                    rank, f"rank {group.rank_in_errors(rank)} did not send its {one.total} rows"
-                )
-        if group.size > 1 and not is_over:
-            lockstep = over.features.lockstep
-            call.load = with_link(over, call.load, staying=staying, lockstep=lockstep)
-        everyone = [one.rows for one in said if one.rows is not None]
-        yield Opened(call, own, said, everyone if is_over else None)
+        rows_of_all = None
+        if may_be_eager and not staying and is_eager(call.load, call.index):
+            rows_of_all = _rows_of_all(group, headers)
+        elif group.size > 1:
+            lockstep = call.group.features.lockstep
+            call.load = with_link(call.group, call.load, staying=staying, lockstep=lockstep)
+        yield Opened(call, own, headers, rows_of_all)
     finally:
         own.release()
         if agreement is not None:
             agreement.release()
+
+
+def _call_of(request: Request, over: Group) -> Call:
+    """The call as far as this rank knows it before the others have told theirs."""
+    rows = request.rows
+    return Call(
+        over,
+        request.op,
+        index=rows.indices.dtype,
+        dtype=request.dtype,
+        row_shape=tuple(rows.row_shape),
+        height=rows.height,
+        wide=request.wide,
+        half=request.half,
+        out=request.out,
+        given=rows,
+        marks=request.marks,
+    )
+
+
+def _rows_of(request: Request, call: Call, *, moves: bool) -> LocalRows:
+    """This rank's rows, combined when they are read, unless they only move."""
+    rows = request.rows
+    if moves:
+        distinct = kernels.Distinct(rows.indices.contiguous(), None, None)
+    else:
+        distinct = request.distinct
+    points = None if request.survey is None else request.survey.points
+    return LocalRows(rows, distinct, call.op, call.dtype, call.group.memory, points)
 
 
 def _header(
@@ -178,16 +196,37 @@ def _header(
     )
 
 
-def _learn(agreement: Agreement, request: Request, call: Call, *, moves: bool) -> None:
+def _rows_of_all(group: Group, headers: Sequence[Header]) -> list[Rows]:
+    """The rows that came in the opening exchange, of each rank.
+
+    Raises:
+        WireError: a rank sent its header without them.
+    """
+    rows_of_all = []
+    for rank, header in enumerate(headers):
+        if header.rows is None:
+            name = group.rank_in_errors(rank)
+            raise group.fail(rank, f"rank {name} did not send its {header.total} rows")
+        rows_of_all.append(header.rows)
+    return rows_of_all
+
+
+def _learn(
+    agreement: Agreement, request: Request, call: Call, group: Group, *, moves: bool
+) -> None:
     """Copy the agreed fields that this rank did not know into the call."""
     if agreement.fields["row shape"] != "?":
         call.row_shape = agreement.field("row shape", shape_in)
     if moves:
-        call.index, own = (agreement.field(f"{of} dtype", dtype_in) for of in ("index", "value"))
-        call.dtype = travelling(own, request.rounded)
-        call.wide = None if call.dtype == own else own
+        call.index = agreement.field("index dtype", dtype_in)
+        dtype = agreement.field("value dtype", dtype_in)
+        call.dtype = travelling(dtype, request.rounded)
+        call.wide = None if call.dtype == dtype else dtype
         height = agreement.fields["height"]
         call.height = agreement.field("height", int) if height.isdigit() else None
+    if request.fields["device"] is None:
+        call.given = _nothing_on(agreement.field("device", _kind_in))
+        call.group = group.on(call.given.values.device)
 
 
 def _kind_in(text: str) -> str:
@@ -263,8 +302,8 @@ def reduced(group: Group, request: Request) -> Done:
     """Run one sparse all-reduce; collective."""
 
     def schedule(opening: Opened) -> tuple[str, Rows]:
-        if opening.everyone is not None:
-            return EAGER, merge_eager(opening.everyone, opening.call)
+        if opening.rows_of_all is not None:
+            return EAGER, merge_eager(opening.rows_of_all, opening.call)
         opening.call.load = factored(opening.call.load, of_environment())
         name = choose(opening.call.load, request.algorithm, _carrier(opening.call.group))
         run = _alone if name == ALONE else find(name).run
@@ -279,8 +318,8 @@ def explained(group: Group, request: Request) -> Explanation:
         load = factored(opening.call.load, of_environment())
     over = opening.call.group
     index = request.rows.indices.dtype
-    found = explained_choice(load, request.algorithm, index, _carrier(over))
-    return replace(found, device=over.route)
+    explanation = explained_choice(load, request.algorithm, index, _carrier(over))
+    return replace(explanation, device=over.route)
 
 
 def _carrier(over: Group) -> str:
@@ -297,14 +336,14 @@ def handed_out(result: Rows, call: Call) -> Rows:
     return call.target
 
 
-def merge_eager(everyone: list[Rows], call: Call) -> Rows:
-    """Merge the rows that came in the opening exchange."""
-    union = kernels.union([rows.indices.to(call.wire_index) for rows in everyone])
+def merge_eager(rows_of_all: list[Rows], call: Call) -> Rows:
+    """Merge the rows that came in the opening exchange; sends nothing."""
+    union = kernels.union([rows.indices.to(call.wire_index) for rows in rows_of_all])
     result = call.result_at(union.indices)
     sums = result.values
     if call.partial != call.dtype:
         sums = torch.empty(sums.shape, dtype=call.partial)
-    for slots, rows in zip(union.slots, everyone, strict=True):
+    for slots, rows in zip(union.slots, rows_of_all, strict=True):
         kernels.combine(sums, slots, rows.values, call.op)
     call.finish(sums, result.values)
     return result

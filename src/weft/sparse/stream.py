@@ -1,19 +1,21 @@
 """Streams of rows between ranks: the parts that schedules are made of.
 
-* `IndexLists`: sorted index lists whose length the receiver does not know. The first message has a
-  fixed maximum and says the length; a second message has the rest, if there is any.
-  `all_lists`: the lists of all ranks, on all ranks.
-* `send_rows` and `Inflow`: rows from one rank to another, in chunks.
+* `exchange_lists`: sorted index lists whose length the receiver does not know. The first message of
+  a list has a fixed maximum and says the length; a second message has the rest, if there is any.
+  `all_gather_lists`: the lists of all ranks, on all ranks.
+* `send_rows` and `receive_rows`: rows from one rank to another, in chunks.
 * `Ring`: an all-gather of rows, from each left neighbour to its right one. Each host then has one
   stream in and one out, which share its link evenly; streams between all pairs do not. Measured
   at 4 hosts of 1 Gbit/s: 1.1 times the limit, against 1.6. If links are as quick as memory, each
   rank sends to all others directly.
-* `laid_out` and `Share`: one result for the sums of all owners of index ranges.
+* `lay_out` and `Share`: one result for the sums of all owners of index ranges.
 * `merge_blocks`: merges own rows and inflows in rank order, block by block, while later chunks are
   still on the wire.
 
 Chunks need no headers: the index lists tell every length. Lists, values and sums have separate
 channels, so each can be posted as soon as its own lengths are known.
+
+To make one of these objects sends nothing. `start` posts what can be posted then.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import accumulate, chain, pairwise, zip_longest
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -74,7 +76,10 @@ def list_messages(size: float) -> int:
 
 
 class Lists(Protocol):
-    """Index lists on their way: one to each of some peers, one from each of some peers."""
+    """Index lists, one to each of some peers, one from each of some peers: `start`, then `wait`."""
+
+    def start(self) -> Self:
+        """Post the messages whose lengths are known."""
 
     def wait(self) -> dict[int, Tensor]:
         """The lists by peer; valid until `release()`. To be called before any other wait."""
@@ -83,20 +88,23 @@ class Lists(Protocol):
         """Wait until all own lists are sent, then give back the memory."""
 
 
-def index_lists(
+def exchange_lists(
     call: Call, lists: Mapping[int, Tensor], sources: Sequence[int], spans: Spans = _ANYWHERE
 ) -> Lists:
-    """Send index lists to some peers, and receive index lists from some; collective.
+    """Begin to send index lists to some peers, and to receive index lists from some; collective.
 
     Args:
         call: the call this is for.
         lists: what to send, by peer.
         sources: the peers that send a list to this rank.
         spans: for some sources the range in which their indices must lie; else it is any.
+
+    Returns:
+        The lists under way.
     """
     if call.load.staying or call.group.features.exact:
-        return _ListsOfKnownLength(call, lists, sources)
-    return IndexLists(call, lists, sources, spans)
+        return _ListsOfKnownLength(call, lists, sources).start()
+    return IndexLists(call, lists, sources, spans).start()
 
 
 class _ListsOfKnownLength(Lists):
@@ -107,21 +115,34 @@ class _ListsOfKnownLength(Lists):
     """
 
     def __init__(self, call: Call, lists: Mapping[int, Tensor], sources: Sequence[int]) -> None:
-        group, item = call.group, call.wire_index.itemsize
-        counts = [lists[peer].numel() if peer in lists else 0 for peer in range(group.size)]
-        numbers = struct.Struct(f"<{group.size + len(call.below)}q")
-        message = numbers.pack(*counts, *call.below)
-        said = group.all_gather_bytes(message, numbers.unpack, "lengths of lists")
-        call.below = [sum(each) for each in zip(*(one[group.size :] for one in said), strict=True)]
         self._call = call
-        self._counts = {peer: said[peer][group.rank] for peer in sources}
-        self._dtype = call.wire_index
+        self._lists = lists
+        self._sources = sources
+
+    def start(self) -> Self:
+        """Exchange the lengths with all ranks, wait for these, then post the lists."""
+        self._counts = self._exchange_lengths()
+        item = self._call.wire_index.itemsize
         sizes = [(peer, count * item) for peer, count in self._counts.items()]
-        self._pending = group.post([*lists.items()], sizes, LISTS)
+        self._pending = self._call.group.post([*self._lists.items()], sizes, LISTS)
+        return self
+
+    def _exchange_lengths(self) -> dict[int, int]:
+        """How many indices each source sends here; sets `call.below`."""
+        call = self._call
+        size = call.group.size
+        counts = [self._lists[peer].numel() if peer in self._lists else 0 for peer in range(size)]
+        numbers = struct.Struct(f"<{size + len(call.below)}q")
+        message = numbers.pack(*counts, *call.below)
+        of_all = call.group.all_gather_bytes(message, numbers.unpack, "lengths of lists")
+        below = [numbers_of_rank[size:] for numbers_of_rank in of_all]
+        call.below = [sum(each) for each in zip(*below, strict=True)]
+        return {peer: of_all[peer][call.group.rank] for peer in self._sources}
 
     def wait(self) -> dict[int, Tensor]:
-        came = zip(self._counts.items(), self._pending.wait(), strict=True)
-        lists = {peer: typed(memory, (count,), self._dtype) for (peer, count), memory in came}
+        dtype = self._call.wire_index
+        received = zip(self._counts.items(), self._pending.wait(), strict=True)
+        lists = {peer: typed(memory, (count,), dtype) for (peer, count), memory in received}
         if not self._call.load.staying and (error := wrong_list(self._call, lists)):
             raise error
         return lists
@@ -140,25 +161,37 @@ class IndexLists(Lists):
         sources: Sequence[int],
         spans: Spans = _ANYWHERE,
     ) -> None:
-        """See `index_lists`."""
-        self._group, self._sources, self._dtype = call.group, sources, call.wire_index
-        self._places, self._spans = call.load.places, spans
+        """See `exchange_lists`."""
+        self._call = call
+        self._group = call.group
+        self._lists = lists
+        self._sources = sources
+        self._spans = spans
+        self._places = call.load.places
         # bytes that no list has more of: `total` counts the rows of all ranks of the call, also in
         # the header of one place (`owners.of_blocks`)
         self._most = call.header.total * call.load.index
         self._leases: list[Lease] = []
+
+    def start(self) -> Self:
+        """Post the first message of each list, and the second one of those that are longer."""
         # a list that goes to several peers is packed once, and sent as one tensor
         packed: dict[int, tuple[Tensor, Tensor]] = {}
-        for indices in lists.values():
+        for indices in self._lists.values():
             if id(indices) not in packed:
-                self._leases.append(codec.pack(indices, self._group.memory, gaps=call.load.gaps))
-                message = self._leases[-1].tensor
+                message = self._packed(indices)
                 packed[id(indices)] = message[:HEAD], message[HEAD:]
-        messages = [(peer, *packed[id(indices)]) for peer, indices in lists.items()]
+        messages = [(peer, *packed[id(indices)]) for peer, indices in self._lists.items()]
         heads = [(peer, head) for peer, head, _ in messages]
-        self._heads = self._group.post(heads, [(peer, HEAD) for peer in sources], SMALL)
+        self._heads = self._group.post(heads, [(peer, HEAD) for peer in self._sources], SMALL)
         rests = [(peer, rest) for peer, _, rest in messages if rest.numel()]
         self._sent = self._group.post(rests, (), LISTS)
+        return self
+
+    def _packed(self, indices: Tensor) -> Tensor:
+        lease = codec.pack(indices, self._group.memory, gaps=self._call.load.gaps)
+        self._leases.append(lease)
+        return lease.tensor
 
     def wait(self) -> dict[int, Tensor]:
         heads = dict(zip(self._sources, self._heads.wait(), strict=True))
@@ -169,18 +202,21 @@ class IndexLists(Lists):
                 rests[peer] = self._room(size)
                 rests[peer][:HEAD] = head
         recvs = [(peer, whole[HEAD:]) for peer, whole in rests.items()]
-        coming, found = self._group.post((), recvs, LISTS), {}
+        pending = self._group.post((), recvs, LISTS)
+        lists = {}
         for peer in sorted(heads, key=rests.__contains__):  # read some while others still come
             if peer in rests:
-                coming.wait()
-            message = rests.get(peer, heads[peer])
-            low, high = self._spans.get(peer, (0, self._places))
-            span = low, min(high, self._places) - 1
-            found[peer] = self._read(peer, codec.unpack, message, self._dtype, span, self._room)
-        return found
+                pending.wait()
+            lists[peer] = self._unpacked(peer, rests.get(peer, heads[peer]))
+        return lists
 
-    def _read(self, peer: int, decode: Callable[..., T], *given: Any) -> T:
-        return self._group.decode(peer, "an index list", decode, *given)
+    def _unpacked(self, peer: int, message: Tensor) -> Tensor:
+        low, high = self._spans.get(peer, (0, self._places))
+        span = low, min(high, self._places) - 1
+        return self._read(peer, codec.unpack, message, self._call.wire_index, span, self._room)
+
+    def _read(self, peer: int, decode: Callable[..., T], *arguments: Any) -> T:
+        return self._group.decode(peer, "an index list", decode, *arguments)
 
     def _room(self, nbytes: int) -> Tensor:
         self._leases.append(self._group.lease(nbytes))
@@ -193,21 +229,23 @@ class IndexLists(Lists):
             lease.release()
 
 
-def all_lists(call: Call, indices: Tensor, spans: Spans = _ANYWHERE) -> tuple[list[Tensor], Lists]:
-    """Exchange the index lists of all ranks; collective.
+def all_gather_lists(
+    call: Call, indices: Tensor, spans: Spans = _ANYWHERE
+) -> tuple[list[Tensor], Lists]:
+    """Send this rank's index list to all others, and wait for theirs; collective.
 
     Args:
         call: the call this is for.
         indices: this rank's list, in the dtype `call.wire_index`.
-        spans: as for `index_lists`.
+        spans: as for `exchange_lists`.
 
     Returns:
         The lists in rank order, and the object to release when they are not needed any more.
     """
     group = call.group
-    lists = index_lists(call, dict.fromkeys(group.peers, indices), group.peers, spans)
-    found = lists.wait() | {group.rank: indices}
-    return [found[rank] for rank in range(group.size)], lists
+    under_way = exchange_lists(call, dict.fromkeys(group.peers, indices), group.peers, spans)
+    lists = under_way.wait() | {group.rank: indices}
+    return [lists[rank] for rank in range(group.size)], under_way
 
 
 def united(
@@ -226,10 +264,12 @@ def united(
     """
     ends = span or ()
     with ascending(call, lists):
-        found = kernels.union([*lists.values()], (*ends, *call.marks), call.load.places - 1)
-    begin, end = found.below[: len(ends)] or (0, found.indices.numel())
-    call.below = [min(max(each, begin), end) - begin for each in found.below[len(ends) :]]
-    return found._replace(below=found.below[: len(ends)])
+        union = kernels.union([*lists.values()], (*ends, *call.marks), call.load.places - 1)
+    of_ends = union.below[: len(ends)]
+    of_marks = union.below[len(ends) :]
+    begin, end = of_ends or (0, union.indices.numel())
+    call.below = [min(max(each, begin), end) - begin for each in of_marks]
+    return union._replace(below=of_ends)
 
 
 @contextmanager
@@ -272,14 +312,20 @@ class Inflow:
     """
 
     def __init__(self, call: Call, peer: int, count: int) -> None:
-        self._call, self._peer = call, peer
+        self._call = call
+        self._peer = peer
         self._to_post = count if call.load.row else 0  # rows without bytes are not sent
         self._posted: deque[tuple[int, Pending]] = deque()
         self._reading: Pending | None = None
-        self._chunk, self._end = torch.empty(0), 0  # the chunk that is read; the row behind it
-        ahead = window(call.load)
+        self._chunk = torch.empty(0)  # that is read
+        self._end = 0  # the row behind it
+
+    def start(self) -> Self:
+        """Post the receives of the first chunks."""
+        ahead = window(self._call.load)
         while self._to_post and len(self._posted) < ahead:
             self._post()
+        return self
 
     def _post(self) -> None:
         if count := min(self._call.chunk_rows, self._to_post):
@@ -305,7 +351,8 @@ class Inflow:
         while start < stop:
             if start == self._end:
                 self._next()
-            first, last = self._end - self._chunk.shape[0], min(stop, self._end)
+            first = self._end - self._chunk.shape[0]
+            last = min(stop, self._end)
             yield self._chunk[start - first : last - first]
             start = last
 
@@ -313,6 +360,11 @@ class Inflow:
         """Release the chunk that was read last."""
         if self._reading is not None:
             self._reading.release()
+
+
+def receive_rows(call: Call, peer: int, count: int) -> Inflow:
+    """Begin to receive so many rows from a peer, which sends them by `send_rows`."""
+    return Inflow(call, peer, count).start()
 
 
 def wait_all(some: Iterable[Pending]) -> None:
@@ -352,8 +404,7 @@ class Ring:
         runs: Runs | None = None,
         received: Callable[[int, int], object] | None = None,
     ) -> None:
-        """Post the receives.
-
+        """
         Args:
             call: the call this is for.
             memory: for each rank, where its rows belong.
@@ -361,25 +412,42 @@ class Ring:
             runs: in which order the rows of each rank come; by default in that of the memory.
             received: called when rows have come, with how many of a rank have, and with that rank.
         """
-        self._call, self._channel, self._memory = call, channel, memory
-        self._received = received
         group = call.group
-        self._right, self._direct = (group.rank + 1) % group.size, call.load.direct
+        self._call = call
+        self._memory = memory
+        self._channel = channel
+        self._runs = runs
+        self._received = received
+        self._direct = call.load.direct
+        self._left = (group.rank - 1) % group.size
+        self._right = (group.rank + 1) % group.size
         self._to = group.peers if self._direct else [self._right][: group.size - 1]
         self._here = [0] * group.size  # rows of each origin that were received
         self._sent: list[Pending] = []
         # posts in order: whose chunks each receives, and into which memory
-        self._coming: deque[tuple[list[tuple[int, Tensor]], Pending]] = deque()
+        self._posted: deque[tuple[list[tuple[int, Tensor]], Pending]] = deque()
+
+    def start(self) -> Self:
+        """Post the receives of all chunks, in the order in which these come."""
+        group = self._call.group
         origins = [(group.rank - distance) % group.size for distance in range(1, group.size)]
-        flows: list[list[tuple[int, Tensor]]] = []
-        for origin in origins:
-            rows = memory[origin]
-            some_rows = [rows] if runs is None else [rows[run] for run in runs[origin]]
-            flows.append([(origin, chunk) for run in some_rows for chunk in chunks(call, run)])
-        for each in zip_longest(*flows) if self._direct else zip(chain(*flows)):
-            some = [one for one in each if one is not None]
-            recvs = some if self._direct else [((group.rank - 1) % group.size, some[0][1])]
-            self._coming.append((some, group.post((), recvs, channel)))
+        flows = [[(origin, chunk) for chunk in self._chunks_of(origin)] for origin in origins]
+        if self._direct:  # the n-th chunks of all together, each from its origin
+            for chunk_of_each in zip_longest(*flows):
+                some = [chunk for chunk in chunk_of_each if chunk is not None]
+                self._posted.append((some, group.post((), some, self._channel)))
+        else:
+            for origin, chunk in chain(*flows):
+                pending = group.post((), [(self._left, chunk)], self._channel)
+                self._posted.append(([(origin, chunk)], pending))
+        return self
+
+    def _chunks_of(self, origin: int) -> Iterator[Tensor]:
+        """Where the chunks of a rank belong, in the order in which they come."""
+        rows = self._memory[origin]
+        runs = [rows] if self._runs is None else [rows[run] for run in self._runs[origin]]
+        for run in runs:
+            yield from chunks(self._call, run)
 
     def send(self, values: Tensor) -> None:
         """Send rows of this rank's own; all but the last piece of a run a multiple of a chunk."""
@@ -394,14 +462,14 @@ class Ring:
         """A source of the rows of one rank, which waits for them when they are asked for."""
 
         def pieces(start: int, stop: int) -> Iterator[Tensor]:
-            while self._here[origin] < stop and self._coming:
+            while self._here[origin] < stop and self._posted:
                 self._next()
             yield self._memory[origin][start:stop]
 
         return pieces
 
     def _next(self) -> None:
-        some, pending = self._coming.popleft()
+        some, pending = self._posted.popleft()
         pending.wait()
         for origin, chunk in some:
             if not self._direct and origin != self._right:
@@ -412,7 +480,7 @@ class Ring:
 
     def finish(self) -> None:
         """Wait until all rows are received and sent on."""
-        while self._coming:
+        while self._posted:
             self._next()
         wait_all(self._sent)
 
@@ -422,21 +490,24 @@ def parts(counts: Iterable[int]) -> list[slice]:
     return [slice(start, end) for start, end in pairwise(accumulate(counts, initial=0))]
 
 
-def laid_out(call: Call, summed: Sequence[Tensor]) -> tuple[Rows, list[Tensor]]:
-    """The result with these index lists one after the other, and the part of its values for each.
+def lay_out(call: Call, lists: Sequence[Tensor]) -> tuple[Rows, list[Tensor]]:
+    """Make the result with these index lists one after the other (`Call.result_at`).
 
-    The sums are not there yet.
+    Returns:
+        The result, in which no sums are yet, and the part of its values for each list.
     """
-    result = call.result_at(*summed)
+    result = call.result_at(*lists)
     indices = result.indices
+    places = parts(map(len, lists))
     if call.load.staying and indices.numel():  # else they were looked at when they came
         wrong = (indices[1:] <= indices[:-1]).any() | (indices[0] < 0)
         wrong |= indices[-1] >= call.load.places
         # each with the last index before it, which must be below
-        places = enumerate(parts(map(len, summed)))
-        lists = {rank: indices[max(0, part.start - 1) : part.stop] for rank, part in places}
-        call.group.fail_if(wrong, lambda: wrong_list(call, lists))
-    return result, [result.values[part] for part in parts(map(len, summed))]
+        looked_at = {
+            rank: indices[max(0, part.start - 1) : part.stop] for rank, part in enumerate(places)
+        }
+        call.group.fail_if(wrong, lambda: wrong_list(call, looked_at))
+    return result, [result.values[part] for part in places]
 
 
 class Share:
@@ -445,7 +516,7 @@ class Share:
     The head of `algorithms/split.py` draws who calls it, and from which row its numbers count.
 
     Attributes:
-        result: all ranks' sums, one after the other; its indices are there once it is laid out.
+        result: all ranks' sums, one after the other; its indices are there from `start` on.
     """
 
     result: Rows
@@ -460,8 +531,8 @@ class Share:
         self._among = among or call
         self._is_of_all = self._among is call
 
-    def tell(self, indices: Tensor, bounds: Spans) -> None:
-        """Send the list of what this rank sums.
+    def send_list(self, indices: Tensor, bounds: Spans) -> None:
+        """Send the list of what this rank sums to the others, and begin to receive theirs.
 
         Args:
             indices: the list, in the dtype `call.wire_index`.
@@ -469,23 +540,23 @@ class Share:
         """
         peers = self._among.group.peers
         self._own = indices
-        self._lists = index_lists(self._among, dict.fromkeys(peers, indices), peers, bounds)
+        self._lists = exchange_lists(self._among, dict.fromkeys(peers, indices), peers, bounds)
 
-    def heard(self) -> list[Tensor]:
-        """What each rank sums, in rank order."""
+    def receive_lists(self) -> list[Tensor]:
+        """Wait for the lists of the others; what each rank sums, in rank order."""
         group = self._among.group
         lists = self._lists.wait() | {group.rank: self._own}
         return [lists[rank] for rank in range(group.size)]
 
-    def lay_out(self, lists: Sequence[Tensor], runs: Runs | None = None) -> Tensor:
-        """Begin to receive sums; where this rank writes its own.
+    def start(self, lists: Sequence[Tensor], runs: Runs | None = None) -> Tensor:
+        """Make the result, and begin to receive the sums of the others; where this rank's belong.
 
         Args:
             lists: for each rank the indices of its sums.
             runs: in which order the sums of each rank are complete; by default in that of their
                 indices.
         """
-        self.result, parts = laid_out(self._call, lists)
+        self.result, parts = lay_out(self._call, lists)
         if runs is None:
             runs = [[slice(0, len(part))] for part in parts]
         rank = self._among.group.rank
@@ -494,7 +565,7 @@ class Share:
         self._sent = [run.start for run in self._runs]  # of each run, the first row not sent
         self._ready = [*self._sent]  # of each run, the first row that may change
         received = self._call.ready if self._is_of_all else None
-        self._ring = Ring(self._among, parts, SUMS, runs, received)
+        self._ring = Ring(self._among, parts, SUMS, runs, received).start()
         return self._mine
 
     def send(self, stop: int, number: int = 0) -> None:
@@ -543,7 +614,8 @@ def merge_blocks(
         out: `[U, *row_shape]` in the dtype of the result. If the union has `below`, U counts the
             indices between those two places only.
     """
-    step, total = call.chunk_rows, union.indices.numel()
+    step = call.chunk_rows
+    total = union.indices.numel()
     begin, end = union.below or (0, total)
     starts = range(0, total, step)
     if len(starts) == 1:
@@ -555,13 +627,14 @@ def merge_blocks(
     with call.group.lease(0 if direct else min(step, total) * call.load.partial) as memory:
         for block, start in enumerate(starts):
             stop = min(start + step, total)
-            low, high = max(start, begin), min(stop, end)
+            low = max(start, begin)
+            high = min(stop, end)
             sums = final = out[low - begin : high - begin]
             if not direct:
                 shape = stop - start, *call.row_shape
                 sums = typed(memory, shape, call.partial)
             for run, source in enumerate(sources):
-                row, last = bounds[run][block], bounds[run][block + 1]
+                row, last = bounds[run][block : block + 2]
                 for piece in source(row, last) if row < last else ():
                     upto = row + piece.shape[0]
                     kernels.combine(sums, union.slots[run][row:upto], piece, call.op, start)

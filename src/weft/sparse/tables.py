@@ -87,11 +87,13 @@ def requests_of(
     An empty list becomes one empty table, of a dtype that the op takes.
     """
     places = list(out) if isinstance(out, list) else []
-    requests, asked, nothing = [], Request.asked(op, algorithm, wire_dtype), NOTHING
-    if not rows and asked.given(NOTHING, None).error:
+    of_all = Request.asked(op, algorithm, wire_dtype)
+    nothing = NOTHING
+    if not rows and of_all.given(NOTHING, None).error:
         nothing = _INTEGERS
+    requests = []
     for number, table in enumerate(rows or [nothing]):
-        request = asked.given(table, places[number] if number < len(places) else None)
+        request = of_all.given(table, places[number] if number < len(places) else None)
         request.looked_at(sort=False)
         if request.error is None and len(str(request.fields["row shape"])) > _LONGEST:
             dims = len(request.rows.row_shape)
@@ -110,16 +112,20 @@ def requests_of(
 
 def _wrong(requests: Sequence[Request]) -> str | None:
     """The first error of a table, or None."""
-    found = ((number, each.error) for number, each in enumerate(requests) if each.error)
-    return next((f"table {number}: {error}" for number, error in found), None)
+    for number, each in enumerate(requests):
+        if each.error:
+            return f"table {number}: {each.error}"
+    return None
 
 
 def _scattered(requests: Sequence[Request]) -> str | None:
     """The error if tables are on several devices, or None."""
     first = requests[0].device
-    found = ((number, each.device) for number, each in enumerate(requests) if each.device != first)
-    texts = (f"table {number} is on {device}, table 0 on {first}" for number, device in found)
-    return next((f"{text}: pass a list for each device" for text in texts), None)
+    for number, each in enumerate(requests):
+        if each.device != first:
+            where = f"table {number} is on {each.device}, table 0 on {first}"
+            return f"{where}: pass a list for each device"
+    return None
 
 
 def _surveyed(requests: Sequence[Request]) -> str | None:
@@ -130,9 +136,11 @@ def _surveyed(requests: Sequence[Request]) -> str | None:
     kinds: dict[Any, list[tuple[Request, Tensor]]] = {}
     shift, index = _shift(requests)
     for number, request in enumerate(requests):
-        rows, end = request.rows, 1 << shift
+        rows = request.rows
+        end = 1 << shift
         if len(rows):
-            ids, most = rows.indices.long(), end if rows.height is None else min(end, rows.height)
+            ids = rows.indices.long()
+            most = end if rows.height is None else min(end, rows.height)
             keys = (ids + number * end).where((ids >= 0) & (ids < most), -1).to(index)
             kinds.setdefault((rows.values.dtype, rows.row_shape), []).append((request, keys))
             request.highest = 0  # not -1: the table has rows
@@ -188,13 +196,15 @@ def reduced(group: Group, requests: Sequence[Request], error: str | None) -> lis
         The result of each table, in the form that it was given in.
     """
     stated = _stated(group, requests, error, NAME)
-    kinds, parts = _kinds(stated, requests), dict[int, Rows]()
+    kinds = _kinds(stated, requests)
     done = [run.reduced(group, kind.request(requests)) for kind in kinds]
-    found = list(zip(kinds, done, strict=True))
-    ends = [kind.ends(one.rows) for kind, one in found if kind.tall and not one.below]
-    told = iter(kernels.read(torch.cat(ends)) if ends else ())
-    for kind, one in found:
-        parts |= kind.parts(one.rows, requests, iter(one.below or told))
+    # where tables begin in the results, unless the schedule knows: read together, with one wait
+    pairs = list(zip(kinds, done, strict=True))
+    unknown = [kind.ends(one.rows) for kind, one in pairs if kind.tall and not one.below]
+    ends = iter(kernels.read(torch.cat(unknown)) if unknown else ())
+    parts: dict[int, Rows] = {}
+    for kind, one in pairs:
+        parts |= kind.parts(one.rows, requests, iter(one.below or ends))
     for table, (room, whose) in enumerate(stated[["room", "whose"]].tolist()):
         if table in parts and len(parts[table]) > room:
             text = run.too_small(room, len(parts[table]))
@@ -209,7 +219,8 @@ def reduced(group: Group, requests: Sequence[Request], error: str | None) -> lis
         union=sum(len(one.rows) for one in done),
         bound=sum(one.bound for one in done),
     )
-    results, trouble = [], None
+    results = []
+    trouble = None
     for table, request in enumerate(requests):
         part = parts[table] if table in parts else _nothing(stated[table], request.rows)
         if request.out is not None:
@@ -223,16 +234,16 @@ def reduced(group: Group, requests: Sequence[Request], error: str | None) -> lis
 
 def explained(group: Group, requests: Sequence[Request], error: str | None) -> Explanation:
     """Say what `reduced` would do; collective."""
-    found = []
+    calls = []
     for kind in _kinds(_stated(group, requests, error, f"explain of {NAME}"), requests):
         one = run.explained(group, kind.request(requests))
         rows = requests[kind.tables[0]].rows
         batch = Batch(kind.tables, rows.values.dtype, kind.row_shape)
-        found.append(replace(one, groups=(batch,)))
-    if not found:
-        row = run.explained(group, requests[0].of_rows(NOTHING))
-        return replace(row, chosen=ALONE if group.size == 1 else EAGER, lines=())
-    return found[0] if len(found) == 1 else choice.together(found)
+        calls.append(replace(one, groups=(batch,)))
+    if not calls:
+        nothing = run.explained(group, requests[0].of_rows(NOTHING))
+        return replace(nothing, chosen=ALONE if group.size == 1 else EAGER, lines=())
+    return calls[0] if len(calls) == 1 else choice.together(calls)
 
 
 class _Kind(NamedTuple):
@@ -256,15 +267,16 @@ class _Kind(NamedTuple):
         shaped = [rows.values.view(len(rows), *self.row_shape) for rows in tables]
         kind = requests[self.tables[0]]
         if not on_host(shaped[0]):
-            found = (requests[table].survey for table in self.tables)
-            survey = next(filter(None, found), None)
+            surveys = (requests[table].survey for table in self.tables)
+            survey = next(filter(None, surveys), None)
             none = shaped[0].new_empty(0, dtype=_shift(requests)[1])
             keys = none if survey is None else survey.distinct.indices
             return kind.of_rows(Rows(keys, torch.cat(shaped), self.starts[-1]), survey, self.starts)
         if not self.tall:
             return kind.of_rows(Rows(tables[0].indices, shaped[0], tables[0].height))
-        counts, given = [len(each) for each in tables], torch.cat([each.indices for each in tables])
-        keys = given.add(_repeated(self.starts[:-1], counts, given))
+        counts = [len(each) for each in tables]
+        indices = torch.cat([each.indices for each in tables])
+        keys = indices.add(_repeated(self.starts[:-1], counts, indices))
         keys = keys.to(torch.int32 if self.starts[-1] < _SHORT else torch.int64)
         memory = fresh((len(keys), *self.row_shape), shaped[0].dtype)
         return kind.of_rows(Rows(keys, torch.cat(shaped, out=memory), self.starts[-1]))
@@ -284,11 +296,12 @@ class _Kind(NamedTuple):
         keys = result.indices - _repeated(self.starts[:-1], counts, result.indices)
         dtypes = {requests[table].rows.indices.dtype for table in self.tables}
         indices = {dtype: _cut(keys.to(dtype), bounds) for dtype in dtypes}
-        values, found = _cut(result.values, bounds), {}
+        values = _cut(result.values, bounds)
+        parts = {}
         for number, table in enumerate(self.tables):
             rows = requests[table].rows
-            found[table] = Rows(indices[rows.indices.dtype][number], values[number], rows.height)
-        return found
+            parts[table] = Rows(indices[rows.indices.dtype][number], values[number], rows.height)
+        return parts
 
 
 def _repeated(numbers: Sequence[int], counts: Sequence[int], like: Tensor) -> Tensor:
@@ -307,15 +320,19 @@ def _cut(whole: Tensor, bounds: Sequence[int]) -> list[Tensor]:
     """
     if not on_host(whole):
         return [whole[low:high].clone() for low, high in pairwise(bounds)]
-    memory, shape, dtype = as_bytes(whole).numpy(), whole.shape[1:], whole.dtype
-    row, found = math.prod(shape), []
+    memory = as_bytes(whole).numpy()
+    shape = whole.shape[1:]
+    dtype = whole.dtype
+    row = math.prod(shape)
+    parts = []
     for low, high in pairwise(bounds):
-        count, first = (high - low) * row, low * row * dtype.itemsize
+        count = (high - low) * row
+        first = low * row * dtype.itemsize
         part = torch.empty(0, dtype=dtype)  # which no buffer may be asked for
         if count:
             part = torch.frombuffer(memory, dtype=dtype, count=count, offset=first)
-        found.append(part.view(high - low, *shape))
-    return found
+        parts.append(part.view(high - low, *shape))
+    return parts
 
 
 def _kinds(stated: _Tables, requests: Sequence[Request]) -> list[_Kind]:
@@ -329,7 +346,7 @@ def _kinds(stated: _Tables, requests: Sequence[Request]) -> list[_Kind]:
     for table, top in enumerate(highest):
         if top >= 0:
             kinds.setdefault((what[table].split(b",")[0], shape[table]), []).append(table)
-    found = []
+    groups = []
     for (_, row_shape), tables in kinds.items():
         sizes = [highest[table] + 1 for table in tables]
         starts = [0, *accumulate(sizes)]
@@ -340,8 +357,8 @@ def _kinds(stated: _Tables, requests: Sequence[Request]) -> list[_Kind]:
         elif starts[-1] > _END and tall:
             most = max(zip(sizes, tables, strict=True))
             raise WeftError(f"table {most[1]}: {_too_large(most[0] - 1)}")
-        found.append(_Kind(tuple(tables), shape_in(row_shape.decode()), starts, tall))
-    return found
+        groups.append(_Kind(tuple(tables), shape_in(row_shape.decode()), starts, tall))
+    return groups
 
 
 def _nothing(stated: Any, rows: Rows) -> Rows:
@@ -364,35 +381,35 @@ def _stated(group: Group, requests: Sequence[Request], error: str | None, name: 
     fields = {name: requests[0].fields.get(name) for name in _FIELDS}
     mine = np.zeros(len(requests) if error is None else 0, _TABLE)
     if error is None:
-        mine[:] = [_said(request, group.rank) for request in requests]
-    found = []
+        mine[:] = [_statement(request, group.rank) for request in requests]
+    statements = []
     for start in range(0, len(requests), _MOST):
         body = torch.from_numpy(mine[start : start + _MOST].view(np.uint8))
         agreement = agree(group, name, fields, error, body, combined_statement)
         # a combined statement counts this rank's own rows
         least = None if is_direct(group) else mine[start : start + _MOST]["highest"]
-        found.append(_together(agreement.read(_read, body.nbytes, least)))
+        statements.append(_together(agreement.read(_read, body.nbytes, least)))
         agreement.release()
-    stated = np.concatenate(found)
+    stated = np.concatenate(statements)
     if stated["odd"].any():
         table = int(stated["odd"].argmax())
         what, shape = (mine[each][table].decode() for each in ("what", "shape"))
         fields = {f"table {table}": what, f"the row shape of table {table}": shape or None}
-        agree(
-            group, name, fields, None, bytearray(), combined_statement
-        )  # which raises how they differ
+        # which raises how they differ
+        agree(group, name, fields, None, bytearray(), combined_statement)
     return stated
 
 
-def _said(request: Request, rank: int) -> tuple[object, ...]:
+def _statement(request: Request, rank: int) -> tuple[object, ...]:
     """What this rank states of a table."""
-    values, index = (str(each.dtype)[6:] for each in (request.rows.values, request.rows.indices))
+    values = str(request.rows.values.dtype)[6:]
+    index = str(request.rows.indices.dtype)[6:]
+    travels = ""
     if request.half is not None:
-        values, travels = str(request.half)[6:], " as float32"
+        values = str(request.half)[6:]
+        travels = " as float32"
     elif request.wide is not None:
         travels = f" as {str(request.dtype)[6:]}"
-    else:
-        travels = ""
     height = "no height" if request.rows.height is None else f"height {request.rows.height}"
     shape = request.fields["row shape"]
     room = NO_LIMIT if request.capacity is None else request.capacity
@@ -407,28 +424,30 @@ def _read(body: memoryview, nbytes: int, least: NDArray[np.int64] | None = None)
     Raises:
         ValueError: the statement is invalid.
     """
-    said: _Tables = np.frombuffer(body, _TABLE)
-    for text in set(said["shape"].tolist()):
+    tables: _Tables = np.frombuffer(body, _TABLE)
+    for text in set(tables["shape"].tolist()):
         shape_in(text.decode())
-    if len(body) != nbytes or (said["highest"] < -1).any():
-        raise ValueError(f"{len(said)} tables, of which some are none")
-    if least is not None and (said["highest"] < least).any():
+    if len(body) != nbytes or (tables["highest"] < -1).any():
+        raise ValueError(f"{len(tables)} tables, of which some are none")
+    if least is not None and (tables["highest"] < least).any():
         raise ValueError("a table ends before this rank's rows")
-    return said
+    return tables
 
 
 def _together(each: Sequence[_Tables]) -> _Tables:
     """Combine statements on the tables, in the order of the ranks."""
-    said = np.stack(each)
-    every = np.arange(said.shape[1])
-    known = said["shape"] != b""
-    stated: _Tables = said[known.argmax(0), every]  # as the first says who knows the row shape
-    tightest = said["room"].argmin(0)
+    statements = np.stack(each)
+    every = np.arange(statements.shape[1])
+    known = statements["shape"] != b""
+    # as the first has it who knows the row shape
+    stated: _Tables = statements[known.argmax(0), every]
+    tightest = statements["room"].argmin(0)
     for name in ("room", "whose"):
-        stated[name] = said[name][tightest, every]
-    odd = (said["what"] != stated["what"]) | (known & (said["shape"] != stated["shape"]))
+        stated[name] = statements[name][tightest, every]
+    other_shape = known & (statements["shape"] != stated["shape"])
+    odd = (statements["what"] != stated["what"]) | other_shape
     for name in ("highest", "fallible", "odd"):
-        stated[name] = said[name].max(0)
+        stated[name] = statements[name].max(0)
     stated["odd"] |= odd.any(0)
     return stated
 
@@ -436,8 +455,8 @@ def _together(each: Sequence[_Tables]) -> _Tables:
 def combined_statement(lower: Tensor, upper: Tensor) -> Tensor:
     if len(lower) != len(upper):
         return lower  # the fingerprints tell
-    said = [_read(each.numpy().data, len(lower)) for each in (lower, upper)]
-    return torch.from_numpy(_together(said).view(np.uint8))
+    statements = [_read(each.numpy().data, len(lower)) for each in (lower, upper)]
+    return torch.from_numpy(_together(statements).view(np.uint8))
 
 
 def _handed_out(group: Group, request: Request, part: Rows) -> tuple[Rows, BaseException | None]:

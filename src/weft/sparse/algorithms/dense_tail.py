@@ -17,9 +17,11 @@ a sum of zero is a row.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
+from torch import Tensor
 
 from ... import kernels
 from ...rows import Rows
@@ -27,28 +29,29 @@ from ...wire.memory import typed
 from ..call import Call
 from ..cost import Cost, Load
 from ..local_rows import LocalRows
-from ..owners import ToOwners
+from ..owners import ReduceScatter
 from ..registry import algorithm
 from ..stream import LISTS, SUMS, Ring, list_messages, window
 from .mask import unite_bytes
 
 
 def cost(load: Load) -> Cost:
-    others, given = load.ranks - 1, load.mean / load.ranks
-    height = (load.height or 0) / load.ranks
-    asked = load.list_of(given, 1 / load.ranks)
-    received = others * (given * load.given + asked + height * (load.row + 1 / 8))
+    others = load.ranks - 1
+    rows = load.mean / load.ranks  # that a rank has of the part of one owner
+    height = (load.height or 0) / load.ranks  # of the part of one owner
+    listed = load.list_of(rows, 1 / load.ranks)
+    received = others * (rows * load.given + listed + height * (load.row + 1 / 8))
     # rows that are taken out of the table, unless all are there
     taken = 0 if load.union >= (load.height or 0) else load.union
     return Cost(
         rounds=2 + load.hops_of_shared(height),
-        messages=others * (list_messages(asked) + 1 + load.chunks(height, load.row))
-        + round(load.parted(given, load.given, others)),
+        messages=others * (list_messages(listed) + 1 + load.chunks(height, load.row))
+        + round(load.parted(rows, load.given, others)),
         bytes=received,
-        merged=load.merging(load.mean, load.pieces(given, load.ranks, height))
+        merged=load.merging(load.mean, load.pieces(rows, load.ranks, height))
         + taken * load.row
         + unite_bytes(load, load.height or 0),
-        delayed=load.queue * others * (given * load.given + asked + height / 8)
+        delayed=load.queue * others * (rows * load.given + listed + height / 8)
         + load.shared(others * height * load.row)
         + load.crowded(received),
         # all rows may lie in one rank's range
@@ -69,42 +72,71 @@ def too_high(load: Load) -> str | None:
 
 @algorithm(cost=cost, applies=too_high)
 def dense_tail(rows: LocalRows, call: Call) -> Rows:
-    group, me, others, height = call.group, call.group.rank, call.group.peers, call.load.height
+    size = call.group.size
+    height = call.load.height
     assert height is not None
-    edges = [min(height, rank * _part(height, group.size)) for rank in range(group.size + 1)]
-    moving = ToOwners(call, rows, edges)
-    moving.send_rest()
-    low, high = edges[me : me + 2]
+    edges = [min(height, rank * _part(height, size)) for rank in range(size + 1)]
+    scatter = ReduceScatter(call, rows, edges)
 
-    # which rows are there, told to all
+    # to the owners: index lists, and all values
+    scatter.start()
+    scatter.receive_lists()
+    scatter.send_rest()
+
+    # to all: which rows are there
+    bitmap = _gather_bitmaps(call, scatter.union.indices, edges)
+    indices = kernels.unite_bitmap(bitmap, scatter.union.indices).indices
+    result = call.result_at(indices)
+
+    # to all: the sums, through a dense table, which is the result if all rows are there; what it
+    # holds in other places is taken by nobody
+    is_full = len(indices) == height
+    with call.group.lease(0 if is_full else height * call.load.row) as memory:
+        table = result.values
+        if not is_full:
+            table = typed(memory, (height, *call.row_shape), call.dtype)
+        _gather_sums(call, scatter, table, edges)
+        if not is_full:
+            kernels.take(table, indices, out=result.values)
+    scatter.finish()
+    return result
+
+
+def _gather_bitmaps(call: Call, own: Tensor, edges: Sequence[int]) -> Tensor:
+    """Send the bitmap of this rank's sums to all, and wait for theirs; a bit for each place.
+
+    Args:
+        call: the call this is for.
+        own: the indices that this rank sums.
+        edges: the parts of the height, see `ReduceScatter`.
+    """
+    group = call.group
+    me = group.rank
+    height = edges[-1]
     bitmap = torch.zeros(-(-height // 64), dtype=torch.int64)
-    bits = [bitmap.view(torch.uint8)[-(-a // 8) : -(-b // 8)] for a, b in pairwise(edges)]
-    there = kernels.bitmap(moving.union.indices - low, high - low)
-    bits[me].copy_(there.view(torch.uint8)[: len(bits[me])])
-    group.post(
-        [(peer, bits[me]) for peer in others], [(peer, bits[peer]) for peer in others], LISTS
-    ).wait()
-    for peer, (low_end, end) in enumerate(pairwise(edges)):  # the last byte may not be used up
-        if end % 8 and low_end < end and int(bits[peer][-1]) >> end % 8:
+    octets = bitmap.view(torch.uint8)
+    of_ranks = [octets[-(-low // 8) : -(-high // 8)] for low, high in pairwise(edges)]
+    mine = kernels.bitmap(own - edges[me], edges[me + 1] - edges[me])
+    of_ranks[me].copy_(mine.view(torch.uint8)[: len(of_ranks[me])])
+    sends = [(peer, of_ranks[me]) for peer in group.peers]
+    recvs = [(peer, of_ranks[peer]) for peer in group.peers]
+    group.post(sends, recvs, LISTS).wait()
+    for peer, (low, high) in enumerate(pairwise(edges)):  # the last byte may not be used up
+        if high % 8 and low < high and int(of_ranks[peer][-1]) >> high % 8:
             name = group.rank_in_errors(peer)
             raise group.fail(peer, f"rank {name} sent rows beyond the height of {height}")
-    found = kernels.unite_bitmap(bitmap, moving.union.indices).indices
-    result = call.result_at(found)
+    return bitmap
 
-    # sums go round the ring through a dense table, which is the result if all rows are there; what
-    # it holds in other places is taken by nobody
-    full = found.numel() == height
-    with group.lease(0 if full else height * call.load.row) as memory:
-        table = result.values if full else typed(memory, (height, *call.row_shape), call.dtype)
-        owned = [table[a:b] for a, b in pairwise(edges)]
-        ring = Ring(call, owned, SUMS)
-        for start, stop in moving.sums(call, _spread(moving.union, low, high), owned[me]):
-            ring.send(owned[me][start:stop])
-        ring.finish()
-        if not full:
-            kernels.take(table, found, out=result.values)
-    moving.finish()
-    return result
+
+def _gather_sums(call: Call, scatter: ReduceScatter, table: Tensor, edges: Sequence[int]) -> None:
+    """Sum the part of the table that this rank owns, and send it to all, chunk by chunk."""
+    me = call.group.rank
+    parts = [table[low:high] for low, high in pairwise(edges)]
+    ring = Ring(call, parts, SUMS).start()
+    union = _spread(scatter.union, edges[me], edges[me + 1])
+    for start, stop in scatter.sums(call, union, parts[me]):
+        ring.send(parts[me][start:stop])
+    ring.finish()
 
 
 def _part(height: int, ranks: int) -> int:

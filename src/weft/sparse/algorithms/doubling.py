@@ -33,7 +33,8 @@ from ..registry import algorithm
 
 def cost(load: Load) -> Cost:
     core = 1 << (load.ranks.bit_length() - 1)
-    folded, rounds = load.ranks - core, core.bit_length() - 1
+    folded = load.ranks - core
+    rounds = core.bit_length() - 1
     carried = [load.union_of(2**i * load.ranks / core) for i in range(rounds)]
     halves = min(2 * load.union_of(core // 2), load.union)  # the operands of the last merge
     # the last sums are made in the result, where no half precision is rounded
@@ -47,7 +48,8 @@ def cost(load: Load) -> Cost:
     longer = [load.union_of(min(2 ** (i + 1), load.ranks)) for i in range(rounds)]
     slowest = _swaps(load, [load.mean, *longer, load.union], load.union)
     # the average rank's share of the fold: one message in before, one result out after
-    voices, pairs = core / load.ranks, folded / load.ranks
+    voices = core / load.ranks
+    pairs = folded / load.ranks
     row = load.partial + load.index
     return replace(
         cost,
@@ -71,37 +73,44 @@ def _swaps(load: Load, carried: Sequence[float], rounded: float) -> Cost:
 
 @algorithm(cost=cost)
 def doubling(rows: LocalRows, call: Call) -> Rows:
-    group, rank = call.group, call.group.rank
+    group = call.group
+    rank = group.rank
     core = 1 << (group.size.bit_length() - 1)
     paired = 2 * (group.size - core)  # the first ranks, two by two, act as one
     make = partial(_made, call)
     mine = make(rows.indices)
     mine.values.copy_(rows.values)
 
+    # the odd rank of a pair sends its rows, and waits for the result
     if rank < paired and rank % 2:
         group.post([(rank - 1, mine.bytes)]).wait()
         mine.release()
-        return _result(call, _hear(call, rank - 1, group.size)())
+        result = _receive(call, rank - 1, group.size)
+        return _result(call, result())
     if rank < paired:
-        mine = _merged(call, mine, _hear(call, rank + 1, 1)(), make)
+        of_partner = _receive(call, rank + 1, 1)
+        mine = _merged(call, mine, of_partner(), make)
 
+    # in each round two ranks swap all that they have
     block = rank // 2 if rank < paired else rank - paired // 2
     distance = 1
     while distance < core:
         other = block ^ distance
         peer = 2 * other if other < paired // 2 else other + paired // 2
         first = other // distance * distance  # of the blocks whose sum the peer has
-        heard = _hear(call, peer, distance + min(distance, max(0, paired // 2 - first)))
+        ranks = distance + min(distance, max(0, paired // 2 - first))  # of which the peer has rows
+        of_peer = _receive(call, peer, ranks)
         group.post([(peer, mine.bytes)]).wait()
-        theirs = heard()
+        theirs = of_peer()
         lower, upper = (mine, theirs) if block < other else (theirs, mine)
         distance *= 2
         if distance == core and rank >= paired and call.partial == call.dtype:
-            result = _merged(call, lower, upper, call.result_at)
-            call.finish(result.values, result.values)
-            return result
+            total = _merged(call, lower, upper, call.result_at)
+            call.finish(total.values, total.values)
+            return total
         mine = _merged(call, lower, upper, make)
 
+    # the even rank of a pair sends the result
     if rank < paired:
         group.post([(rank + 1, mine.bytes)]).wait()
     return _result(call, mine)
@@ -120,7 +129,8 @@ class _Message:
         head, end = _extent(call, count)
         if count < 0 or end > len(memory):
             raise ValueError(f"{count} rows in {len(memory)} bytes")
-        self.bytes, self.release = memory[:end], release
+        self.bytes = memory[:end]
+        self.release = release
         self.indices = typed(memory, (count,), call.wire_index, 8)
         self.values = typed(memory, (count, *call.row_shape), call.partial, head)
 
@@ -140,7 +150,7 @@ def _made(call: Call, indices: Tensor) -> _Message:
     return made
 
 
-def _hear(call: Call, peer: int, ranks: int) -> Callable[[], _Message]:
+def _receive(call: Call, peer: int, ranks: int) -> Callable[[], _Message]:
     """Post the receive of the rows of so many ranks from a peer; the function waits for them."""
     load = call.load
     most = min(ranks * load.most, load.total if load.height is None else load.height)

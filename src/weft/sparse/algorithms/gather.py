@@ -23,7 +23,15 @@ from ..call import Call
 from ..cost import Cost, Load
 from ..local_rows import LocalRows
 from ..registry import algorithm
-from ..stream import VALUES, Ring, all_lists, at_hand, list_messages, merge_blocks, united
+from ..stream import (
+    VALUES,
+    Ring,
+    all_gather_lists,
+    at_hand,
+    list_messages,
+    merge_blocks,
+    united,
+)
 
 
 def cost(load: Load) -> Cost:
@@ -47,12 +55,16 @@ def cost(load: Load) -> Cost:
 @algorithm(cost=cost, lockstep=True)
 def gather(rows: LocalRows, call: Call) -> Rows:
     group = call.group
-    runs, lists = all_lists(call, rows.indices.to(call.wire_index))
-    counts = [run.numel() * (rank != group.rank) for rank, run in enumerate(runs)]
     incoming = call.incoming
+
+    # to all: index lists
+    runs, lists = all_gather_lists(call, rows.indices.to(call.wire_index))
+
+    # round the ring: values, which are merged as they come
+    counts = [run.numel() * (rank != group.rank) for rank, run in enumerate(runs)]
     with group.lease(sum(counts) * call.load.given) as memory:
         space = typed(memory, (sum(counts), *call.row_shape), incoming.dtype)
-        ring = Ring(incoming, torch.split(space, counts), VALUES)
+        ring = Ring(incoming, torch.split(space, counts), VALUES).start()
         for piece in rows.pieces(incoming.chunk_rows, 0, len(rows)):
             ring.send(piece)
         union = united(call, dict(enumerate(runs)))

@@ -32,6 +32,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Self
 
 import numpy as np
 import torch
@@ -55,9 +56,10 @@ from ..stream import (
     Inflow,
     Ring,
     Source,
-    all_lists,
+    all_gather_lists,
     ascending,
     list_messages,
+    receive_rows,
     send_rows,
     wait_all,
     window,
@@ -65,14 +67,15 @@ from ..stream import (
 
 
 def cost(load: Load) -> Cost:
-    others, sums = load.ranks - 1, load.union / load.ranks
+    others = load.ranks - 1
+    sums = load.union / load.ranks  # of each rank
     listed = load.list_of(load.mean)
     steps = 1 if load.at_once else math.ceil(sums / relay_rows(load, sums))
     away = max(0.0, load.mean - sums)  # rows that are summed elsewhere, in equal parts
     pieces = others * steps * -math.expm1(-away / max(1, others * steps))
     received = others * listed + away * load.given + others * sums * load.row
     made = load.merging(load.mean, pieces)
-    told = PUT * load.union * load.row + load.ranks * steps * CALL
+    placing = PUT * load.union * load.row + load.ranks * steps * CALL  # sums, in the result
     return Cost(
         rounds=2 + load.hops(sums),
         messages=round(load.parted(away / max(1, others), load.given, others))
@@ -80,7 +83,7 @@ def cost(load: Load) -> Cost:
         bytes=received,
         # rows are dealt out before most of them are sent
         merged=(PLACE + _DEAL) * load.total + away * load.given + made / max(1, steps),
-        overlapped=made * (1 - 1 / max(1, steps)) + told,
+        overlapped=made * (1 - 1 / max(1, steps)) + placing,
         delayed=load.queue * (others * listed + away * load.given) + load.crowded(received),
         memory=away * load.given
         + (load.union * load.row if load.at_once else relay_memory(load, sums))
@@ -93,17 +96,12 @@ _DEAL = 176  # bytes that could be merged while an index's place is given to a r
 
 @algorithm(cost=cost, lockstep=True)
 def holders(own: LocalRows, call: Call) -> Rows:
-    runs, lists = all_lists(call, own.indices.to(call.wire_index))
+    # to all: index lists
+    runs, lists = all_gather_lists(call, own.indices.to(call.wire_index))
     union, shares = _shared(call, runs)
     result = call.result_at(union.indices)
     if call.load.row:  # else rows are without bytes
-        me, at_once = call.group.rank, call.load.at_once
-        counts = [shares.count(rank) for rank in range(call.group.size)]
-        step = max(1, counts[me]) if at_once else relay_rows(call.load, max(counts))
-        sums = _Sums(call, own, union.slots, shares, step)
-        with _sent(call.incoming, own, kernels.deal(union.slots[me], shares, me)):
-            (_tell_at_once if at_once else _tell)(call, sums, shares, counts, result.values)
-        sums.release()
+        _move_values(call, own, union, shares, result.values)
     lists.release()
     return result
 
@@ -111,9 +109,10 @@ def holders(own: LocalRows, call: Call) -> Rows:
 def _shared(call: Call, runs: Sequence[Tensor]) -> tuple[kernels.Union, Shares]:
     """The union of all index sets, and who sums what: the same on every rank."""
     if call.load.staying:  # where the host would have to wait for a sample
-        given = [_ONE] * call.group.size, call.marks, call.load.places - 1
+        equal = [_ONE] * call.group.size
+        last = call.load.places - 1
         with ascending(call, dict(enumerate(runs))):
-            union, shares = kernels.unite_and_share(runs, *given)
+            union, shares = kernels.unite_and_share(runs, equal, call.marks, last)
         call.below = union.below
         return union, shares
     union = kernels.union(runs)
@@ -121,10 +120,29 @@ def _shared(call: Call, runs: Sequence[Tensor]) -> tuple[kernels.Union, Shares]:
     return union, kernels.shares(union.slots, total, weights(union.slots, total))
 
 
-def _tell(call: Call, sums: _Sums, shares: Shares, counts: Sequence[int], out: Tensor) -> None:
+def _move_values(
+    call: Call, own: LocalRows, union: kernels.Union, shares: Shares, out: Tensor
+) -> None:
+    """Send rows to those who sum them, and all sums to all."""
+    me = call.group.rank
+    at_once = call.load.at_once
+    counts = [shares.count(rank) for rank in range(call.group.size)]
+    step = max(1, counts[me]) if at_once else relay_rows(call.load, max(counts))
+    sums = _Sums(call, own, union.slots, shares, step).start()
+    dealt = kernels.deal(union.slots[me], shares, me)
+    with _sent(call.incoming, own, dealt):
+        if at_once:
+            _gather_at_once(call, sums, shares, counts, out)
+        else:
+            _gather(call, sums, shares, counts, out)
+    sums.release()
+
+
+def _gather(call: Call, sums: _Sums, shares: Shares, counts: Sequence[int], out: Tensor) -> None:
     """Write all sums to `out`: those of this rank go round the ring as they are made."""
-    me, places = call.group.rank, [shares.of(rank) for rank in range(call.group.size)]
-    relay = Relay(call, counts)
+    me = call.group.rank
+    places = [shares.of(rank) for rank in range(call.group.size)]
+    relay = Relay(call, counts).start()
     for step in range(relay.steps):
         chunk = relay.own(step)
         if chunk is not None:
@@ -137,7 +155,7 @@ def _tell(call: Call, sums: _Sums, shares: Shares, counts: Sequence[int], out: T
     relay.finish()
 
 
-def _tell_at_once(
+def _gather_at_once(
     call: Call, sums: _Sums, shares: Shares, counts: Sequence[int], out: Tensor
 ) -> None:
     """The same by messages to all others, which are sent together."""
@@ -146,7 +164,8 @@ def _tell_at_once(
     with call.group.lease(out.nbytes) as memory:
         together = typed(memory, tuple(out.shape), call.dtype)
         parts = torch.split(together, list(counts))
-        ring, mine = Ring(call, parts, SUMS), parts[call.group.rank]
+        mine = parts[call.group.rank]
+        ring = Ring(call, parts, SUMS).start()
         sums.write(0, mine)
         ring.send(mine)
         ring.finish()
@@ -159,14 +178,16 @@ def _sent(call: Call, own: LocalRows, dealt: Sequence[Tensor]) -> Iterator[None]
 
     They are copied together, since a message is one piece of memory.
     """
-    step, others = call.chunk_rows, call.group.peers
+    step = call.chunk_rows
+    peers = call.group.peers
     leases: list[Lease] = []
     under_way: list[Pending] = []
-    for start in range(0, max(len(dealt[peer]) for peer in others), step):
-        for peer in others:
+    for start in range(0, max(len(dealt[peer]) for peer in peers), step):
+        for peer in peers:
             rows = dealt[peer][start : start + step]
-            leases.append(call.group.lease(len(rows) * call.load.row))
-            together = typed(leases[-1].tensor, (len(rows), *call.row_shape), call.dtype)
+            lease = call.group.lease(len(rows) * call.load.row)
+            leases.append(lease)
+            together = typed(lease.tensor, (len(rows), *call.row_shape), call.dtype)
             own.take(rows, together)
             under_way += send_rows(call, peer, together)
     yield
@@ -181,33 +202,50 @@ class _Sums:
     def __init__(
         self, call: Call, own: LocalRows, slots: Sequence[Tensor], shares: Shares, step: int
     ) -> None:
-        """Begin to receive the rows of others. Chunks have `step` rows; those come first that this
-        rank alone holds."""
-        me = call.group.rank
-        self._call, self._own, self._step, self._alone = call, own, step, shares.alone(me)
+        """
+        Args:
+            call: the call this is for.
+            own: this rank's rows.
+            slots: of each rank's rows in the union.
+            shares: who sums what.
+            step: rows of a chunk. Those come first that this rank alone holds.
+        """
+        self._call = call
         self._incoming = call.incoming
+        self._own = own
+        self._slots = slots
+        self._shares = shares
+        self._step = step
+        self._direct = call.partial == call.dtype
+        self._alone = shares.alone(call.group.rank)
         self._inflows: list[Inflow] = []
         self._runs: list[tuple[Tensor, Source, list[int]]] = []
-        count = shares.count(me)
-        edges = torch.arange(0, count + step, step, dtype=torch.int32)
-        for rank in range(call.group.size):
-            rows, places = kernels.pick(slots[rank], shares, rank, me)
-            if rank == me:
+
+    def start(self) -> Self:
+        """Begin to receive the rows of the others."""
+        group = self._call.group
+        count = self._shares.count(group.rank)
+        edges = torch.arange(0, count + self._step, self._step, dtype=torch.int32)  # of chunks
+        for rank in range(group.size):
+            rows, places = kernels.pick(self._slots[rank], self._shares, rank, group.rank)
+            if rank == group.rank:
                 self._rows = rows
-                source = _own_rows(call, own, rows)
+                source = _own_rows(self._call, self._own, rows)
             else:
-                self._inflows.append(Inflow(self._incoming, rank, len(rows)))
-                source = self._inflows[-1].pieces
+                inflow = receive_rows(self._incoming, rank, len(rows))
+                self._inflows.append(inflow)
+                source = inflow.pieces
             bounds = [0, len(rows)]
-            if count > step:
+            if count > self._step:
                 bounds = torch.searchsorted(places ^ (places >> 31), edges).tolist()
             self._runs.append((places, source, bounds))
-        self._direct = call.partial == call.dtype
-        self._lease = call.group.lease(0 if self._direct else step * call.load.partial)
+        self._lease = group.lease(0 if self._direct else self._step * self._call.load.partial)
+        return self
 
     def write(self, number: int, out: Tensor) -> None:
         """Write chunk `number`; they are to be asked for in their order."""
-        call, first = self._call, number * self._step
+        call = self._call
+        first = number * self._step
         is_alone = first + len(out) <= self._alone
         sums = out
         if not self._direct and not (is_alone and self._incoming.dtype == call.dtype):
@@ -271,9 +309,11 @@ def weights(slots: Sequence[Tensor], union: int) -> list[int]:
     best = first = max(int(received.max()), int(sent.max()))
     if first <= _EVEN * goal:
         return equal
-    chosen, weight = equal, np.array(equal, dtype=np.float64)
+    chosen = equal
+    weight = np.array(equal, dtype=np.float64)
     for _ in range(_ROUNDS):
-        too_much, too_long = _power(received / best), _power(sent / best)
+        too_much = _power(received / best)
+        too_long = _power(sent / best)
         change = 1.0 + 0.4 * (too_long + np.roll(too_long, 1) - too_much)
         weight = weight * np.maximum(change, 0.25)
         weight = np.maximum(weight * (_ONE / weight.max()), 1.0)
@@ -281,7 +321,8 @@ def weights(slots: Sequence[Tensor], union: int) -> list[int]:
         received, sent = _loads(held, whole)
         busy = max(int(received.max()), int(sent.max()))
         if busy < best:
-            best, chosen = busy, whole.tolist()
+            best = busy
+            chosen = whole.tolist()
     return chosen if best < 0.99 * first else equal
 
 
@@ -301,7 +342,8 @@ def _loads(held: Longs, weight: Longs) -> tuple[Longs, Longs]:
     weighed = held * weight
     share = weighed * _ONE // np.maximum(weighed.sum(axis=1, keepdims=True), 1)
     holders = held.sum(axis=1, keepdims=True)
-    everything, summed = len(held) * _ONE, share.sum(axis=0)
+    everything = len(held) * _ONE
+    summed = share.sum(axis=0)
     received = everything + (share * (holders - 2)).sum(axis=0)
     sent = held.sum(axis=0) * _ONE - summed + everything - np.roll(summed, -1)
     return received, sent

@@ -31,13 +31,14 @@ from ..call import Call
 from ..cost import Cost, Load
 from ..local_rows import LocalRows
 from ..registry import algorithm
-from ..stream import all_lists, list_messages, united
+from ..stream import all_gather_lists, list_messages, united
 
 _LONG = 1 << 17  # bytes of a rank's part of the tensor: longer streams share links unevenly
 
 
 def cost(load: Load) -> Cost:
-    others, listed = load.ranks - 1, load.list_of(load.mean)
+    others = load.ranks - 1
+    listed = load.list_of(load.mean)
     values = load.union * load.partial
     sums = Cost(2, 0, 0.0, 2 * values, memory=values * (load.partial != load.row))
     sums += reduction(load, values)
@@ -62,7 +63,8 @@ def applies(load: Load) -> str | None:
 
 @algorithm(cost=cost, applies=applies, lockstep=True)
 def mask(rows: LocalRows, call: Call) -> Rows:
-    group, direct = call.group, call.partial == call.dtype
+    group = call.group
+    direct = call.partial == call.dtype
     indices = rows.indices.to(call.wire_index)
     union, slots = _union(indices, call)
     result = call.result_at(union)
@@ -102,7 +104,7 @@ def _union(indices: Tensor, call: Call) -> tuple[Tensor, Tensor | None]:
             bits[-1] &= (1 << (64 - spare)) - 1  # a peer may have set bits where no place is
         union = kernels.unite_bitmap(bits, indices)
         return union.indices, union.slots[0]
-    runs, lists = all_lists(call, indices)
+    runs, lists = all_gather_lists(call, indices)
     union = united(call, dict(enumerate(runs)))
     lists.release()
     return union.indices, union.slots[call.group.rank]

@@ -20,6 +20,9 @@ algorithms for clusters of workstations" (JPDC 2009), section 3, on sorted runs 
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
 from torch import Tensor
 
 from ... import kernels
@@ -35,8 +38,10 @@ from ..stream import (
     IndexLists,
     Inflow,
     Share,
+    Spans,
     list_messages,
     merge_blocks,
+    receive_rows,
     send_rows,
     wait_all,
     window,
@@ -44,25 +49,32 @@ from ..stream import (
 
 
 def cost(load: Load) -> Cost:
-    others, share = load.ranks - 1, 1 / load.ranks
-    runs = [load.union_of(ranks) * share for ranks in range(1, load.ranks)]
-    mine, sums = load.mean * share, load.union * share
-    told = 0.0 if load.identical else load.list_of(sums, share)
-    lists = [0.0 if load.identical else load.list_of(run, share) for run in runs]
-    listed = 0 if load.identical else sum(map(list_messages, lists)) + others * list_messages(told)
+    others = load.ranks - 1
+    share = 1 / load.ranks
+    runs = [load.union_of(ranks) * share for ranks in range(1, load.ranks)]  # that come
+    mine = load.mean * share  # rows that a rank has of a range
+    sums = load.union * share  # of a range
+    if load.identical:
+        lists_of_runs = list_of_sums = 0.0
+        lists = 0  # messages
+    else:
+        of_runs = [load.list_of(run, share) for run in runs]
+        lists_of_runs = sum(of_runs)
+        list_of_sums = load.list_of(sums, share)
+        lists = sum(map(list_messages, of_runs)) + others * list_messages(list_of_sums)
     values = sum(load.parted(run, load.partial, 1) for run in runs)
     shared = others * sums * load.row
-    received = sum(runs) * load.partial + sum(lists) + shared + others * told
+    received = sum(runs) * load.partial + lists_of_runs + shared + others * list_of_sums
     hops = load.hops(sums) + load.hops_of_shared(sums)
     return Cost(
         rounds=(1 if load.identical else others + 1) + hops,
-        messages=listed + round(values + load.parted(sums, load.row, others)),
+        messages=lists + round(values + load.parted(sums, load.row, others)),
         bytes=received,
         merged=load.merging(
             sum(runs) + others * mine,
             sum(load.pieces(run, 1, run) + load.pieces(mine, 1, run) for run in runs),
         ),
-        delayed=load.queue * others * told + load.shared(shared) + load.crowded(received),
+        delayed=load.queue * others * list_of_sums + load.shared(shared) + load.crowded(received),
         memory=2 * sums * load.partial + min(sums * load.partial, window(load) * load.chunk),
     )
 
@@ -75,61 +87,163 @@ def applies(load: Load) -> str | None:
 
 @algorithm(cost=cost, applies=applies)
 def ring(own: LocalRows, call: Call) -> Rows:
-    group, me, size = call.group, call.group.rank, call.group.size
-    left, right = (me - 1) % size, (me + 1) % size
     indices = own.indices.to(call.wire_index)
-    bounds = balanced(call.header, size)
-    part, ranges = within(indices, bounds, call.header.highest), spans(bounds)
-    passing = [(me - step) % size for step in range(1, size + 1)]  # the last range is its own
+    bounds = balanced(call.header, call.group.size)
+    parts = within(indices, bounds, call.header.highest)
+    lists = [indices[part] for part in parts]  # of this rank, by range
 
-    # round the ring with the index sets
-    run = indices[part[passing[0]]]
-    came: list[Tensor] = []
-    unions: list[kernels.Union] = []
-    for owner in passing[1:]:
-        if call.load.identical:
-            came.append(indices[part[owner]])
-        else:
-            lists = IndexLists(call, {right: run}, [left], {left: ranges[owner]})
-            came.append(lists.wait()[left].clone())
-            lists.release()
-        unions.append(kernels.union([came[-1], indices[part[owner]]]))
-        run = unions[-1].indices
+    # index lists go round the ring: of each range the list of the sums so far
+    steps = _pass_lists(call, parts, lists, spans(bounds))
 
-    # now everybody's sums are known, and their places in the result
+    # the last of these is of what this rank sums: told to all, they say where all sums belong
     share = Share(call)
     if call.load.identical:
-        mine = share.lay_out([indices[rows] for rows in part])
+        sums = share.start(lists)
     else:
-        share.tell(run, ranges)
-        mine = share.lay_out(share.heard())
+        share.send_list(steps[-1].union.indices, spans(bounds))
+        sums = share.start(share.receive_lists())
         share.release()
-    passed = call.of_partials()
-    most = max((len(union.indices) for union in unions[:-1]), default=0)
-    with group.lease(2 * most * passed.load.row) as memory:
-        space = typed(memory, (2, most, *call.row_shape), call.partial)
 
-        # and with the values
-        first = part[passing[0]]
-        going: list[list[Pending]] = [[]]
-        for piece in own.pieces(passed.chunk_rows, first.start, first.stop):
-            going[0] += send_rows(passed, right, piece.to(call.partial))
-        for step, owner in enumerate(passing[1:]):
-            inflow = Inflow(passed, left, came[step].numel())
-            runs = [came[step], indices[part[owner]]]
-            sources = [inflow.pieces, own.source(part[owner])]
-            if owner == me:
-                for _, stop in merge_blocks(call, runs, sources, unions[step], mine):
-                    share.send(stop)
-            else:
-                if step:  # what went out two steps before must have left its memory
-                    wait_all(going[step - 1])
-                out = space[step % 2][: unions[step].indices.numel()]
-                going.append([])
-                for start, stop in merge_blocks(passed, runs, sources, unions[step], out):
-                    going[-1] += send_rows(passed, right, out[start:stop])
-            inflow.release()
+    # values follow the lists, and what is complete goes round the ring once more
+    partials = _Partials(own, call.of_partials())
+    longest = max((len(step.union.indices) for step in steps[:-1]), default=0)
+    with call.group.lease(2 * longest * call.load.partial) as memory:
+        space = typed(memory, (2, longest, *call.row_shape), call.partial)
+        partials.begin(parts[_left(call)])
+        for number, step in enumerate(steps[:-1]):
+            partials.pass_on(step, space[number % 2])
+        for stop in partials.complete(steps[-1], call, sums):
+            share.send(stop)
         result = share.finish()
-        for sent in going:
-            wait_all(sent)
+        partials.finish()
     return result
+
+
+def _left(call: Call) -> int:
+    """The rank that this one hears; it owns the range that begins here."""
+    return (call.group.rank - 1) % call.group.size
+
+
+def _right(call: Call) -> int:
+    """The rank that this one tells."""
+    return (call.group.rank + 1) % call.group.size
+
+
+class _Step(NamedTuple):
+    """A range that comes from the left, to which this rank adds its rows.
+
+    Attributes:
+        received: the indices of the sums that come.
+        part: the rows of this rank in the range.
+        added: their indices.
+        union: of both: what goes on to the right or, of this rank's own range, is complete.
+    """
+
+    received: Tensor
+    part: slice
+    added: Tensor
+    union: kernels.Union
+
+
+def _pass_lists(
+    call: Call, parts: Sequence[slice], lists: Sequence[Tensor], ranges: Spans
+) -> list[_Step]:
+    """Receive the index list of each range from the left, and send it on with this rank's indices.
+
+    Nothing is sent where all ranks have the same rows.
+
+    Args:
+        call: the call this is for.
+        parts: the rows of this rank in each range.
+        lists: their indices.
+        ranges: the range of each rank.
+
+    Returns:
+        A step for each range that comes here, in their order: this rank's own is the last.
+    """
+    group = call.group
+    left = _left(call)
+    right = _right(call)
+    indices = lists[left]  # of the range that begins here
+    steps = []
+    for distance in range(2, group.size + 1):
+        owner = (group.rank - distance) % group.size
+        if call.load.identical:
+            received = lists[owner]
+        else:
+            exchange = IndexLists(call, {right: indices}, [left], {left: ranges[owner]}).start()
+            received = exchange.wait()[left].clone()
+            exchange.release()
+        union = kernels.union([received, lists[owner]])
+        steps.append(_Step(received, parts[owner], lists[owner], union))
+        indices = union.indices
+    return steps
+
+
+class _Partials:
+    """Partial sums of all ranges, which come from the left, and go on to the right."""
+
+    def __init__(self, own: LocalRows, call: Call) -> None:
+        """
+        Args:
+            own: this rank's rows.
+            call: the call by which partial sums travel.
+        """
+        self._own = own
+        self._call = call
+        self._sent: list[list[Pending]] = []  # of each range that went on
+
+    def begin(self, part: slice) -> None:
+        """Send this rank's rows of the range that begins here."""
+        sent = []
+        for piece in self._own.pieces(self._call.chunk_rows, part.start, part.stop):
+            sent += self._send(piece.to(self._call.dtype))
+        self._sent.append(sent)
+
+    def pass_on(self, step: _Step, memory: Tensor) -> None:
+        """Receive the sums of a range, add this rank's rows, and send each chunk on as it is made.
+
+        Args:
+            step: of the range.
+            memory: for the sums. The steps use two in turn.
+        """
+        inflow = self._receive(step)
+        if len(self._sent) > 1:
+            wait_all(self._sent[-2])  # what went out two steps before must have left its memory
+        out = memory[: len(step.union.indices)]
+        sent = []
+        for start, stop in self._merged(step, inflow, self._call, out):
+            sent += self._send(out[start:stop])
+        self._sent.append(sent)
+        inflow.release()
+
+    def complete(self, step: _Step, call: Call, out: Tensor) -> Iterator[int]:
+        """Receive the sums of this rank's own range, and add its rows; yields how many are made.
+
+        Args:
+            step: of the range.
+            call: the call, whose sums are divided and rounded.
+            out: where they belong.
+        """
+        inflow = self._receive(step)
+        for _, stop in self._merged(step, inflow, call, out):
+            yield stop
+        inflow.release()
+
+    def finish(self) -> None:
+        """Wait until all is sent."""
+        for sent in self._sent:
+            wait_all(sent)
+
+    def _send(self, values: Tensor) -> list[Pending]:
+        return send_rows(self._call, _right(self._call), values)
+
+    def _receive(self, step: _Step) -> Inflow:
+        return receive_rows(self._call, _left(self._call), len(step.received))
+
+    def _merged(
+        self, step: _Step, inflow: Inflow, call: Call, out: Tensor
+    ) -> Iterator[tuple[int, int]]:
+        runs = [step.received, step.added]
+        sources = [inflow.pieces, self._own.source(step.part)]
+        return merge_blocks(call, runs, sources, step.union, out)

@@ -58,7 +58,7 @@ from ..cost import Blocks, Cost, Load
 from ..factors import blocks_of, in_parts, middle, on_hosts, within
 from ..header import Header
 from ..local_rows import LocalRows, SummedRows
-from ..owners import ToOwners, balanced, of_blocks, of_equal_sums, owned, spans
+from ..owners import ReduceScatter, balanced, of_blocks, of_equal_sums, owned, spans
 from ..registry import Algorithm, algorithm
 from ..stream import Share, list_messages, window
 
@@ -220,20 +220,24 @@ def split(rows: LocalRows, call: Call) -> Rows:
 
 def _summed_by_all(rows: LocalRows, call: Call) -> Rows:
     bounds = balanced(call.header, call.group.size)
-    moving = ToOwners(call, rows, bounds)
+    scatter = ReduceScatter(call, rows, bounds)
     share = Share(call)
 
-    # what will be summed here, told to all ahead of the bulk of the values
-    share.tell(moving.indices, spans(bounds))
-    moving.send_rest()
+    # to the owners: index lists, and the first values
+    scatter.start()
+    scatter.receive_lists()
 
-    # now the result's size is known, and the place of everybody's sums in it
-    sums = share.lay_out(share.heard())
-    for _, stop in moving.sums(call, moving.union, sums):
+    # what will be summed here is told to all, ahead of the bulk of the values
+    share.send_list(scatter.indices, spans(bounds))
+    scatter.send_rest()
+
+    # now the result's size is known, and the place of everybody's sums in it; these go to all
+    sums = share.start(share.receive_lists())
+    for _, stop in scatter.sums(call, scatter.union, sums):
         share.send(stop)
 
     result = share.finish()
-    moving.finish()
+    scatter.finish()
     share.release()
     return result
 
@@ -243,13 +247,14 @@ def _summed_in_stages(rows: LocalRows, call: Call) -> Rows:
     number = next(each for each, ranks in enumerate(blocks) if call.group.rank in ranks)
     block = blocks[number]
     place = block.index(call.group.rank)
-    places = call.load.factors[0]
     of_block = _among(call, block)
     bounds = _bounds(call, block)
+    scatter = ReduceScatter(of_block, rows, bounds)
 
-    # rows to the ranks of the block that have a place
-    moving = ToOwners(of_block, rows, bounds)
-    moving.send_rest()
+    # to the ranks of the block that have a place: index lists, and all values
+    scatter.start()
+    scatter.receive_lists()
+    scatter.send_rest()
     if call.load.lockstep:
         # the round of the block's rows, also for ranks that sum none, and so await none
         of_block.group.post().wait()
@@ -258,13 +263,14 @@ def _summed_in_stages(rows: LocalRows, call: Call) -> Rows:
     share = Share(call, of_block)
     between = _Between(call, blocks, bounds)
     onward = _Onward(share, between, place, number)
-    if place < places:
-        _sum_between(call, moving, between, onward)
+    if place < call.load.factors[0]:
+        _sum_between(call, scatter, between, onward)
     else:
-        onward.announce(moving.indices)  # none: this rank sums nothing, and only receives
+        # this rank sums nothing: its list is empty, and it only receives
+        onward.announce(scatter.indices)
 
     result = share.finish()
-    moving.finish()
+    scatter.finish()
     share.release()
     return result
 
@@ -327,18 +333,18 @@ class _Between:
         return [parts[(block - step) % count] for step in range(count)]
 
 
-def _sum_between(call: Call, moving: ToOwners, between: _Between, onward: _Onward) -> None:
+def _sum_between(call: Call, scatter: ReduceScatter, between: _Between, onward: _Onward) -> None:
     """Sum what the ranks of one place have of their blocks."""
-    place = moving.owner
+    place = scatter.owner
     inner = copy(call)
     inner.group = call.group.subset([ranks[place] for ranks in between.blocks])
     inner.load = between.load
     inner.header = between.header(place)
     inner.onward = onward
-    indices = moving.indices
+    indices = scatter.indices
     with call.group.lease(len(indices) * call.load.partial) as memory:
         sums = Rows(indices, typed(memory, (len(indices), *call.row_shape), call.partial))
-        merged = moving.sums(inner.incoming, moving.union, sums.values)
+        merged = scatter.sums(inner.incoming, scatter.union, sums.values)
         between.algorithm.run(SummedRows(sums, merged), inner)
         onward.finish()
 
@@ -363,14 +369,16 @@ class _Onward:
     def announce(self, indices: Tensor) -> Tensor:
         """Tell the block which sums come from this rank, and begin to receive those of the others.
 
+        Index lists cross the block's links, and are waited for.
+
         Returns:
             Where this rank's sums belong in the result.
         """
-        self._share.tell(indices, spans(self._between.bounds))
-        lists = self._share.heard()
+        self._share.send_list(indices, spans(self._between.bounds))
+        lists = self._share.receive_lists()
         runs = [self._between.runs(place, each, self._block) for place, each in enumerate(lists)]
         self._runs = runs[self._place]
-        return self._share.lay_out(lists, runs)
+        return self._share.start(lists, runs)
 
     def result_at(self, indices: Tensor) -> Rows:
         return Rows(indices, self.announce(indices), self._between.call.height)

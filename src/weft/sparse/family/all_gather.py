@@ -108,18 +108,21 @@ def _counts(opening: Opened) -> list[int]:
     """How many rows each rank has."""
     group = opening.call.group
     if is_direct(group):
-        return [one.total for one in opening.said]
-    most, own = opening.call.header.most, len(opening.own).to_bytes(8, "little")
+        return [one.total for one in opening.headers]
+    most = opening.call.header.most
+    own = len(opening.own).to_bytes(8, "little")
     return group.all_gather_bytes(own, lambda raw: range(most + 1)[int.from_bytes(raw, "little")])
 
 
 def joined(opening: Opened, counts: Sequence[int]) -> tuple[str, Rows]:
     """All ranks' rows one after the other: from the opening exchange, or by a ring."""
-    call, own = opening.call, opening.own
-    group, part = call.group, parts(counts)
+    call = opening.call
+    own = opening.own
+    group = call.group
+    part = parts(counts)  # of each rank
     result = call.result(sum(counts))
-    if opening.everyone is not None:
-        for rows, place in zip(opening.everyone, part, strict=True):
+    if opening.rows_of_all is not None:
+        for rows, place in zip(opening.rows_of_all, part, strict=True):
             result.indices[place] = rows.indices
             result.values[place] = rows.values
         return EAGER, result
@@ -129,8 +132,9 @@ def joined(opening: Opened, counts: Sequence[int]) -> tuple[str, Rows]:
     result.values[mine] = own.values
     rings = []
     for moved, channel in ((indices, LISTS), (result.values, VALUES)):
-        rings.append(Ring(call, [moved[each] for each in part], channel))
-        rings[-1].send(moved[mine])
+        ring = Ring(call, [moved[each] for each in part], channel).start()
+        ring.send(moved[mine])
+        rings.append(ring)
     for ring in rings:
         ring.finish()
     if indices.numel():

@@ -91,7 +91,7 @@ def sparse_broadcast(
 
     def schedule(opening: Opened) -> tuple[str, Rows]:
         call = opening.call
-        for rank, one in enumerate(opening.said):
+        for rank, one in enumerate(opening.headers):
             if one.total and rank != src and is_direct(group):
                 name = group.rank_in_errors(rank)
                 raise group.fail(rank, f"rank {name} sent {one.total} rows, and has none to give")

@@ -12,6 +12,7 @@ gather; here of sparse rows.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -31,7 +32,7 @@ from ..owners import balanced, reduce_to_owners, spans
 from ..record import started
 from ..request import Request, root_in
 from ..run import Opened, merge_eager, performed
-from ..stream import SUMS, chunks, index_lists, laid_out, list_messages
+from ..stream import SUMS, chunks, exchange_lists, lay_out, list_messages
 
 _NAME = "sparse_reduce"
 
@@ -88,10 +89,10 @@ def sparse_reduce(
     request.take_root("group_dst", dst, group_dst, group.size)
 
     def schedule(opening: Opened) -> tuple[str, Rows]:
-        call, load = opening.call, opening.call.load
-        if opening.everyone is not None:
-            return EAGER, merge_eager(opening.everyone, call) if here else call.result(0)
-        if group.size > 1 and not _is_direct_quicker(load):
+        call = opening.call
+        if opening.rows_of_all is not None:
+            return EAGER, merge_eager(opening.rows_of_all, call) if here else call.result(0)
+        if group.size > 1 and not _is_direct_quicker(call.load):
             return "owners", _by_owners(opening.own, call, dst)
         end = call.header.highest + 1
         all_his = [0] * (dst + 1) + [end] * (group.size - dst)
@@ -116,7 +117,8 @@ def _is_direct_quicker(load: Load) -> bool:
 
 def _to_one(load: Load) -> Cost:
     """The cost of the schedule `direct`, at the rank that gets the result, which has most to do."""
-    others, listed = load.ranks - 1, load.list_of(load.mean)
+    others = load.ranks - 1
+    listed = load.list_of(load.mean)
     return Cost(
         rounds=2,
         messages=others * (list_messages(listed) + load.chunks(load.mean, load.row)),
@@ -127,41 +129,54 @@ def _to_one(load: Load) -> Cost:
 
 def _through_owners(load: Load) -> Cost:
     """The cost of the schedule `owners`, at the rank that gets the result, which has most to do."""
-    others, share = load.ranks - 1, 1 / load.ranks
-    asked, told = load.mean * share, load.union * share
-    lists = [load.list_of(rows, share) for rows in (asked, told)]
+    others = load.ranks - 1
+    share = 1 / load.ranks
+    rows = load.mean * share  # that a rank has of the range of one owner
+    sums = load.union * share  # of one owner
+    list_of_rows = load.list_of(rows, share)
+    list_of_sums = load.list_of(sums, share)
     return Cost(
         rounds=4,
-        messages=others * (list_messages(lists[0]) + load.chunks(asked, load.row) + 2),
-        bytes=others * ((asked + told) * load.row + sum(lists)),
-        merged=load.merging(load.mean, load.pieces(asked, load.ranks, told)),
+        messages=others * (list_messages(list_of_rows) + load.chunks(rows, load.row) + 2),
+        bytes=others * ((rows + sums) * load.row + (list_of_rows + list_of_sums)),
+        merged=load.merging(load.mean, load.pieces(rows, load.ranks, sums)),
     )
 
 
 def _by_owners(rows: LocalRows, call: Call, dst: int) -> Rows:
-    """The schedule `owners`: the sums are received where they belong in the result."""
-    group, me, size = call.group, call.group.rank, call.group.size
+    """The schedule `owners`: rows go to their owners, then all sums to one rank."""
     with ExitStack() as leases:
 
         def place(indices: Tensor) -> Rows:
-            memory = leases.enter_context(group.lease(len(indices) * call.load.row))
+            memory = leases.enter_context(call.group.lease(len(indices) * call.load.row))
             return Rows(indices, typed(memory, (len(indices), *call.row_shape), call.dtype))
 
-        bounds = balanced(call.header, size)
+        bounds = balanced(call.header, call.group.size)
         sums = reduce_to_owners(rows, call, bounds, place)
-        here = me == dst
-        others = group.peers if here else []
-        lists = index_lists(call, {} if here else {dst: sums.indices}, others, spans(bounds))
-        told = lists.wait()
-        if here:
-            told[me] = sums.indices
-            result, parts = laid_out(call, [told[rank] for rank in range(size)])
-            parts[me].copy_(sums.values)
-            coming = [(peer, chunk) for peer in others for chunk in chunks(call, parts[peer])]
-            moving = group.post((), coming, SUMS)
-        else:
-            result = call.result(0)
-            moving = group.post([(dst, chunk) for chunk in chunks(call, sums.values)], (), SUMS)
-        moving.wait()
-        lists.release()
+        if call.group.rank == dst:
+            return _gather_sums(sums, call, bounds)
+        return _send_sums(sums, call, dst)
+
+
+def _gather_sums(sums: Rows, call: Call, bounds: Sequence[int]) -> Rows:
+    """Receive the index lists of all others, then their sums where these belong in the result."""
+    group = call.group
+    exchange = exchange_lists(call, {}, group.peers, spans(bounds))
+    lists = exchange.wait() | {group.rank: sums.indices}
+    result, parts = lay_out(call, [lists[rank] for rank in range(group.size)])
+    parts[group.rank].copy_(sums.values)
+    recvs = [(peer, chunk) for peer in group.peers for chunk in chunks(call, parts[peer])]
+    group.post((), recvs, SUMS).wait()
+    exchange.release()
+    return result
+
+
+def _send_sums(sums: Rows, call: Call, dst: int) -> Rows:
+    """Send this rank's index list, then its sums; the empty result."""
+    exchange = exchange_lists(call, {dst: sums.indices}, [])
+    exchange.wait()
+    result = call.result(0)
+    sends = [(dst, chunk) for chunk in chunks(call, sums.values)]
+    call.group.post(sends, (), SUMS).wait()
+    exchange.release()
     return result

@@ -87,22 +87,24 @@ def sparse_reduce_scatter(
 
 def job_of(group: Group, request: Request, ranges: Sequence[int] | None = None) -> Aside[Any]:
     """What reduces rows to their owners, when its turn has come."""
-    try:
-        given = None if ranges is None else _checked(ranges, group.size)
-        said = "balanced" if given is None else _said(given)
-    except WeftError as error:
-        given, said = None, None
-        request.error = request.error or str(error)
-    request.fields["ranges"] = said
+    chosen: tuple[int, ...] | None = None  # by the caller
+    request.fields["ranges"] = "balanced"
+    if ranges is not None:
+        try:
+            chosen = _checked(ranges, group.size)
+            request.fields["ranges"] = _spelled(chosen)
+        except WeftError as error:
+            request.fields["ranges"] = None
+            request.error = request.error or str(error)
 
     def job() -> Any:
         bounds: list[int] = []
-        if given and request.sort().error is None and len(request.rows):
+        if chosen and request.sort().error is None and len(request.rows):
             with request:
-                _check_ends(given, request.lowest, request.highest)
+                _check_ends(chosen, request.lowest, request.highest)
 
         def schedule(opening: Opened) -> tuple[str, Rows]:
-            bounds.extend(given or _balanced(opening))
+            bounds.extend(chosen or _balanced(opening))
             return _scattered(opening, bounds)
 
         done = performed(group, request, _NAME, schedule, apart=True)
@@ -113,23 +115,26 @@ def job_of(group: Group, request: Request, ranges: Sequence[int] | None = None) 
 
 
 def _scattered(opening: Opened, bounds: Sequence[int]) -> tuple[str, Rows]:
-    call, group = opening.call, opening.call.group
-    if opening.everyone is None:
+    call = opening.call
+    group = call.group
+    if opening.rows_of_all is None:
         name = ALONE if group.size == 1 else _NAME.removeprefix("sparse_")
         return name, reduce_to_owners(opening.own, call, bounds)
-    mine, highest = bounds[group.rank : group.rank + 2], call.header.highest
+    mine = bounds[group.rank : group.rank + 2]
+    highest = call.header.highest
     parts = []
-    for rows in opening.everyone:
+    for rows in opening.rows_of_all:
         part = within(rows.indices, mine, highest)[0]
         parts.append(Rows(rows.indices[part], rows.values[part]))
     return EAGER, merge_eager(parts, call)
 
 
 def _balanced(opening: Opened) -> list[int]:
-    call, header = opening.call, opening.call.header
-    if opening.everyone is not None:  # then nobody has said yet where rows lie
-        everyone = [Header.of(rows.indices, rank) for rank, rows in enumerate(opening.everyone)]
-        header = Header.together(everyone)
+    call = opening.call
+    header = call.header
+    if opening.rows_of_all is not None:  # then nobody has said yet where rows lie
+        headers = [Header.of(rows.indices, rank) for rank, rows in enumerate(opening.rows_of_all)]
+        header = Header.together(headers)
     bounds = balanced(header, call.group.size)
     return bounds if call.height is None else [*bounds[:-1], call.height]
 
@@ -167,7 +172,7 @@ def _check_ends(bounds: tuple[int, ...], low: int, high: int) -> None:
         )
 
 
-def _said(bounds: tuple[int, ...]) -> str:
+def _spelled(bounds: tuple[int, ...]) -> str:
     text = ", ".join(map(str, bounds))
     if len(bounds) <= _SHOWN:
         return text
