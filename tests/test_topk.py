@@ -336,18 +336,31 @@ def test_a_rank_sends_fewer_than_six_words_an_entry() -> None:
     assert fixed + 10_000 * each < 6 * 4 * 10_000  # so of 10,000 entries less than six words
 
 
-@spmd(3, on=("threads",))
-def test_many_tensors_and_numbers_that_are_none(group: Group) -> None:
-    """More tensors than are selected together, and more bad numbers than the result has."""
-    many = [whole_numbers(group, number, 40) for number in range(1500)]
-    wanted = [each.clone() for each in many]
-    weft.sync_sparsified(many, TopK(0.5, total_density=0.1, min_numel=1, group=group))
-    state = TopK(0.5, min_numel=1, group=group)
-    weft.sync_sparsified(wanted, state)
+@pytest.mark.parametrize(("count", "length"), [(2200, 40), (140, 4_700_000)])
+@spmd(2, on=("threads",))
+def test_counts_of_many_tensors_go_in_several_exchanges(
+    group: Group, count: int, length: int
+) -> None:
+    """More tensors than are selected together, by digits of 4 bits and, beside a long one, of 8.
+
+    The digits depend on how many entries may be shared. The long one has few that are not zero, so
+    all of these are.
+    """
+    long = torch.zeros(length)
+    long[:20] = whole_numbers(group, count, 20)
+    many = [whole_numbers(group, number, 40) for number in range(count)]
+    tensors = [many[0], long, *many[1:]]
+    wanted = [each.clone() for each in tensors]
+    weft.sync_sparsified(tensors, TopK(0.9, total_density=0.5, min_numel=1, group=group))
+    weft.sync_sparsified(wanted, TopK(0.9, min_numel=1, group=group))
+    assert torch.equal(long, wanted.pop(1))
     for found, mean in zip(many, wanted, strict=True):
-        where = largest(mean, 4)
-        assert torch.equal(found.nonzero().flatten(), where)
-        assert torch.equal(found[where], mean[where])
+        shared = largest(mean, 20)
+        assert torch.equal(found, torch.zeros(40).index_copy_(0, shared, mean[shared]))
+
+
+@spmd(3, on=("threads",))
+def test_more_numbers_that_are_none_than_are_shared(group: Group) -> None:
     bad = torch.ones(1000)
     bad[200:300] = math.nan if group.rank == 1 else 1.0
     state = TopK(0.2, total_density=0.05, min_numel=1, momentum=0.5, group=group)

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .agree import agree
+from .agree import BODY, agree
 from .group.group import Group
 from .rows import Rows
 from .sparse import last_call
@@ -33,10 +33,10 @@ from .sparse.record import note
 from .sparse.request import Request
 from .tensors import as_bytes
 
-_TOGETHER = 1024  # tensors whose counts go in one exchange: 64 KiB of them
 _EAGER = 3  # ranks up to which entries may go to all with the opening exchange, in 2k words each
 _LONG, _SHORT = 8, 4  # bits of a digit: fewer exchanges, or fewer counts in each
 _FEW = 64  # entries to select for each count: with fewer the counts would be much of the traffic
+_COUNT = torch.int32  # the dtype of a count as it travels
 
 
 def mean_of_largest(
@@ -86,15 +86,24 @@ def _largest_of_all(
 ) -> Tensor:
     """Which of this rank's means are among the largest of all: `[rows]`, bool."""
     cuts = torch.searchsorted(owned.indices, owned.indices.new_tensor(starts)).tolist()
+    bits = _digit_bits(most)
+    together = BODY // (_COUNT.itemsize << bits)  # tensors whose counts fit in one exchange
     found = []
-    for first in range(0, len(most), _TOGETHER):
-        end = min(first + _TOGETHER, len(most))
+    for first in range(0, len(most), together):
+        end = min(first + together, len(most))
         rows = slice(cuts[first], cuts[end])
         keys = _Keys.of(owned.values[rows], owned.indices[rows], starts[-1])
         counts = torch.tensor(cuts[first : end + 1]).diff()
         part = torch.arange(end - first).repeat_interleave(counts).to(keys.size.device)
-        found.append(_selected(group, keys, part, most[first:end]))
+        found.append(_selected(group, keys, part, most[first:end], bits))
     return torch.cat([owned.indices.new_empty(0, dtype=torch.bool), *found])
+
+
+def _digit_bits(most: Sequence[int]) -> int:
+    """Bits of the digits by which so many entries of each tensor are selected."""
+    if len(most) << _LONG <= sum(most) // _FEW:
+        return _LONG
+    return _SHORT
 
 
 class _Keys:
@@ -124,23 +133,20 @@ class _Keys:
                 yield number >> shift & (1 << bits) - 1
 
 
-def _selected(group: Group, keys: _Keys, part: Tensor, most: Sequence[int]) -> Tensor:
+def _selected(group: Group, keys: _Keys, part: Tensor, most: Sequence[int], bits: int) -> Tensor:
     """Which of this rank's entries are among the `most[t]` largest of each part t; collective.
 
     From digit to digit, entries with a larger digit than that of the last entry that fits are
     selected, and those with a smaller one are not. All ranks know the counts, so all know when it
     is decided of every entry.
     """
-    bits = _SHORT
-    if len(most) << _LONG <= sum(most) // _FEW:
-        bits = _LONG
     radix = 1 << bits
     left = torch.tensor(most)
     selected = torch.zeros_like(part, dtype=torch.bool)
     undecided = torch.ones_like(selected)
     for digit in keys.digits(bits):
         own = torch.bincount((part * radix + digit)[undecided], minlength=len(most) * radix)
-        counts = _summed(group, own.int().cpu().view(len(most), radix))
+        counts = _summed(group, own.to(_COUNT).cpu().view(len(most), radix))
         # [part, digit]: entries of this digit or a larger one
         above = counts.flip(1).cumsum(1).flip(1)
         # the largest digit of which not all entries fit; -1: all fit
@@ -157,7 +163,7 @@ def _selected(group: Group, keys: _Keys, part: Tensor, most: Sequence[int]) -> T
 
 
 def _summed(group: Group, counts: Tensor) -> Tensor:
-    """The sums of the ranks' counts, int32; collective.
+    """The sums of the ranks' counts, which fit in a statement; collective.
 
     Above 16 ranks they travel in log2 P rounds, each of as many bytes.
     """
@@ -167,7 +173,7 @@ def _summed(group: Group, counts: Tensor) -> Tensor:
         return torch.from_numpy(found.astype(np.int64))
 
     def added(lower: Tensor, upper: Tensor) -> Tensor:
-        return as_bytes(lower.view(torch.int32) + upper.view(torch.int32))
+        return as_bytes(lower.view(_COUNT) + upper.view(_COUNT))
 
     agreement = agree(group, "the selection of entries", {}, None, as_bytes(counts), added)
     total = torch.stack(agreement.read(read)).sum(0)
