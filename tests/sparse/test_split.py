@@ -367,8 +367,10 @@ def test_sums_of_many_chunks_are_shared_once_they_are_complete(
 
 
 @pytest.mark.parametrize("between", BETWEEN)
-@pytest.mark.parametrize("given", [torch.bfloat16, torch.float32])
-def test_sums_of_some_ranks_travel_unrounded(given, between, between_blocks, asked):
+@pytest.mark.parametrize(
+    ("given", "op"), [(torch.bfloat16, "sum"), (torch.bfloat16, "avg"), (torch.float32, "sum")]
+)
+def test_sums_of_some_ranks_travel_unrounded(given, op, between, between_blocks, asked):
     """1 and 1/512 many times: rounded to bfloat16 between the stages, the small ones would go."""
     asked("2x2")
     between_blocks(between)
@@ -378,10 +380,31 @@ def test_sums_of_some_ranks_travel_unrounded(given, between, between_blocks, ask
         indices = torch.cat([torch.arange(5000), own])
         parts.append(weft.Rows(indices, torch.full((5100, 2), value, dtype=given), 6000))
     wire_dtype = None if given is torch.bfloat16 else torch.bfloat16
-    for total in run(4, reduced, "aabb", parts, wire_dtype=wire_dtype):
-        assert total.values[:5000].eq(1 + 2**-7).all()  # of 1 + 3/512, rounded once
-        assert total.values[5000:5100].eq(1).all()
-        assert total.values[5100:].eq(2**-9).all()
+    ranks = 4 if op == "avg" else 1
+    for total in run(4, reduced, "aabb", parts, op, wire_dtype=wire_dtype):
+        assert total.values[:5000].eq((1 + 2**-7) / ranks).all()  # of 1 + 3/512, rounded once
+        assert total.values[5000:5100].eq(1 / ranks).all()
+        assert total.values[5100:].eq(2**-9 / ranks).all()
+
+
+@pytest.mark.parametrize("between", ["split", "ring"])  # whose sums are shared range by range
+def test_the_largest_index_there_is_on_uneven_hosts(between, between_blocks, asked):
+    """The range of the rank without a place begins behind it, at no int64."""
+    asked("3x2")
+    between_blocks(between)
+    network = Link(50e-6, 8e-9, MERGE, work=1e-9, within=2 * MERGE)  # so each message is worth it
+    parts = [rows_of(rank) for rank in range(7)]
+    last = 2**63 - 1
+    parts = [weft.Rows(last - part.indices, part.values) for part in parts]
+    want = expected(parts)
+
+    def program(group):
+        set_link(group, network)
+        return reduced(group, "aaaabbb", parts)
+
+    for total in run(7, program):
+        assert torch.equal(total.indices, want.indices)
+        assert torch.equal(total.values, want.values)
 
 
 def test_lists_of_tables(asked):

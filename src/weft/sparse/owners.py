@@ -163,6 +163,8 @@ def of_blocks(header: Header, ranks: int, blocks: int, span: tuple[int, int]) ->
     """
     low, high = span
     points = header.points
+    if low == high:  # no rows belong here; behind the highest index `low` may be no int64
+        return header._replace(highest=high - 1, points=points[:0], weights=header.weights[:0])
     if not len(points):  # there are no rows
         return header._replace(highest=high - 1)
     ends = np.append(points[1:], header.highest + (header.highest not in _LAST))
