@@ -60,6 +60,20 @@ def test_chunks_of_distant_ranks_do_not_wait_for_each_other_in_the_ring():
     assert waits < 5  # two for the lists, one for the rows, and hardly any in the ring
 
 
+def test_between_distant_hosts_few_values_go_to_all_together_with_the_lists():
+    done = simulate("gather", partial(spread, count=600, height=24_000), 4, FAR)
+    check(done)
+    waits = (done.seconds - done.bytes * FAR.beta) / FAR.alpha
+    assert waits < 1.5  # with one for the lists it were 2, and round the ring three
+
+
+def test_between_distant_hosts_many_values_go_round_the_ring():
+    load = weft.sparse.Load(4, 24_000, 6000, 6000, 20_000, 24_000, 256, 256, 4, link=FAR)
+    assert load.sends_directly(600)
+    assert not load.sends_directly(6000)
+    assert not load.but(link=SLOW).sends_directly(600)
+
+
 @pytest.mark.parametrize("name", ["doubling", "gather", "holders"])
 def test_between_distant_hosts_a_call_waits_for_the_rounds_that_are_named_and_its_bytes(name):
     done = simulate(name, partial(spread, count=6000, height=24_000), 4, FAR)

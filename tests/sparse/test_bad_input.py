@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import threading
 import warnings
 
@@ -14,7 +16,7 @@ from weft.sparse import ALGORITHMS, tables
 from weft.sparse import run as sparse_run
 from weft.sparse.family import broadcast
 from weft.sparse.header import Header
-from weft.sparse.stream import LISTS
+from weft.sparse.stream import LISTS, exchange_lists
 from weft.testing import run, spmd
 
 
@@ -365,6 +367,29 @@ def test_who_sends_rows_beyond_the_height_is_named_as_in_all_errors():
         rows = weft.Rows(torch.arange(12), torch.ones(12), 12)
         with pytest.raises(weft.WireError, match="rank 2 sent rows beyond the height of 12"):
             weft.sparse_all_reduce(rows, algorithm="dense_tail", group=part)
+
+    run(3, program)
+
+
+def test_who_lists_fewer_rows_than_it_said_is_named(monkeypatch):
+    """Its values were sent on before its list came, and would be taken for other rows'."""
+    module = importlib.import_module("weft.sparse.algorithms.gather")
+
+    def without_the_last(call, lists, sources):
+        if call.group.rank == 1:
+            lists = {peer: indices[:-1] for peer, indices in lists.items()}
+        return exchange_lists(call, lists, sources)
+
+    monkeypatch.setattr(module, "exchange_lists", without_the_last)
+
+    def program(group):
+        rows = weft.Rows(torch.arange(4), torch.ones(4), 12)
+        if group.rank == 1:
+            with contextlib.suppress(weft.WireError):  # it may have all that it needs by then
+                weft.sparse_all_reduce(rows, algorithm="gather")
+        else:
+            with pytest.raises(weft.WireError, match="rank 1 sent 3 indices for its 4 rows"):
+                weft.sparse_all_reduce(rows, algorithm="gather")
 
     run(3, program)
 

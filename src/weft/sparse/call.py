@@ -94,6 +94,7 @@ class Call:
         target: memory of the caller's that the result must be copied to at the end.
         onward: takes the result, if the schedule is one stage of another one.
         divisor: what the result is divided by.
+        counts: how many rows each rank has, where the opening tells; else it is empty.
         header: the combined headers of all ranks; set once the ranks have agreed.
         load: the sizes that costs are computed from; set once the ranks have agreed.
     """
@@ -113,6 +114,7 @@ class Call:
     trouble: Trouble = field(default_factory=Trouble)
     target: Rows | None = None
     onward: Onward | None = None
+    counts: Sequence[int] = ()
     header: Header = field(init=False)
     load: Load = field(init=False)
     divisor: int = field(init=False)

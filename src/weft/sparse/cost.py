@@ -32,6 +32,8 @@ MANY = 16
 """Ranks from which messages may be what limits."""
 
 _UNEVEN = 0.08  # of the bytes: streams between all pairs share links unevenly
+_CROWDED = 0.5  # of the time of the bytes that streams of all to all may need more than a ring
+_DISTANT = 2.5e-3  # seconds of a round from which hosts are distant: no building has as many
 _CHUNKED = 0.3  # of its time: a stream of chunks keeps a core busy for longer than one message
 _MEMORY = 1 / 1.5e9  # seconds a byte, below which a copy costs as much as a message
 _SLOT = 4  # bytes that say where in a union an index belongs
@@ -173,16 +175,26 @@ class Load:
         """Bytes of workspace that `auto` lets a call use beside its result."""
         return 3 * self.fewest * (self.row + self.index) + _SPARE
 
-    @property
-    def direct(self) -> bool:
+    def sends_directly(self, rows: float) -> bool:
         """Whether an all-gather sends directly to all ranks instead of round the ring.
 
         So it does where each step of a ring would be a round of its own, and if the link is about
-        as quick as memory, also where the ranks of a host share it.
+        as quick as memory, also where the ranks of a host share it. Between distant hosts it does
+        if the ring's hops would wait for longer than links take that all streams share.
+
+        Args:
+            rows: of each rank, on average.
         """
+        link = self.link
         if self.at_once:
             return True
-        return self.link is not None and (1 + self.queue) * self.link.beta < _MEMORY
+        if link is None:
+            return False
+        if (1 + self.queue) * link.beta < _MEMORY:
+            return True
+        waiting = (self.hops(rows) - 1) * link.alpha
+        crowding = (_CROWDED + self.queue) * self._received(rows) * link.beta
+        return link.alpha >= _DISTANT and waiting > crowding
 
     @property
     def at_once(self) -> bool:
@@ -292,7 +304,7 @@ class Load:
 
     def hops_of_shared(self, rows: float) -> float:
         """The same of an all-gather (`stream.Ring`), which may send directly to all ranks."""
-        return 1.0 if self.direct else self.hops(rows)
+        return 1.0 if self.sends_directly(rows) else self.hops(rows)
 
     def crowded(self, nbytes: float) -> float:
         """The delay of a stream of chunks by busy cores, as bytes that could be received then.
@@ -304,12 +316,16 @@ class Load:
         idle = max(0.0, 1 - self.link.busy / self.link.beta)
         return nbytes * max(0.0, _CHUNKED - idle)
 
-    def shared(self, nbytes: float) -> float:
-        """The delay of an all-gather in which a rank receives `nbytes`, by ranks of its host.
+    def shared(self, rows: float) -> float:
+        """The delay of an all-gather of so many rows of each rank, by links that streams share.
 
         Round the ring one stream enters a host. Sent directly, each rank of a host gets all.
         """
-        return self.queue * nbytes if self.direct else 0.0
+        return self.queue * self._received(rows) if self.sends_directly(rows) else 0.0
+
+    def _received(self, rows: float) -> float:
+        """Bytes that a rank receives in an all-gather of so many rows of each rank."""
+        return (self.ranks - 1) * rows * self.row
 
     def unevenly(self, nbytes: float) -> float:
         """The delay of `nbytes` from all peers that share links unevenly, as bytes received."""

@@ -134,6 +134,8 @@ def opened(
         unpack = partial(Header.unpack, moves=moves, height=call.height, counted=counted)
         headers = agreement.read(unpack, call.row_shape, call.dtype)
         call.header = Header.together(headers)
+        if is_direct(group):
+            call.counts = [header.total for header in headers]
         call.load = _load(call, moves=moves)
         assert call.given is not None
         staying = not on_host(call.given.values)

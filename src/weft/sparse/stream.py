@@ -6,8 +6,8 @@
 * `send_rows` and `receive_rows`: rows from one rank to another, in chunks.
 * `Ring`: an all-gather of rows, from each left neighbour to its right one. Each host then has one
   stream in and one out, which share its link evenly; streams between all pairs do not. Measured
-  at 4 hosts of 1 Gbit/s: 1.1 times the limit, against 1.6. If links are as quick as memory, each
-  rank sends to all others directly.
+  at 4 hosts of 1 Gbit/s: 1.1 times the limit, against 1.6. If links are as quick as memory, and
+  few rows between distant hosts, each rank sends to all others directly.
 * `lay_out` and `Share`: one result for the sums of all owners of index ranges.
 * `merge_blocks`: merges own rows and inflows in rank order, block by block, while later chunks are
   still on the wire.
@@ -76,7 +76,13 @@ def list_messages(size: float) -> int:
 
 
 class Lists(Protocol):
-    """Index lists, one to each of some peers, one from each of some peers: `start`, then `wait`."""
+    """Index lists, one to each of some peers, one from each of some peers: `start`, then `wait`.
+
+    Attributes:
+        are_sent: whether all of this rank's are in messages that wait for no peer; once started.
+    """
+
+    are_sent: bool
 
     def start(self) -> Self:
         """Post the messages whose lengths are known."""
@@ -113,6 +119,8 @@ class _ListsOfKnownLength(Lists):
     So a receive is as long as its message, and the host need not read one on an accelerator. The
     ranks also tell each other their parts of `call.below`, which add up.
     """
+
+    are_sent = True
 
     def __init__(self, call: Call, lists: Mapping[int, Tensor], sources: Sequence[int]) -> None:
         self._call = call
@@ -186,6 +194,7 @@ class IndexLists(Lists):
         self._heads = self._group.post(heads, [(peer, HEAD) for peer in self._sources], SMALL)
         rests = [(peer, rest) for peer, _, rest in messages if rest.numel()]
         self._sent = self._group.post(rests, (), LISTS)
+        self.are_sent = not rests
         return self
 
     def _packed(self, indices: Tensor) -> Tensor:
@@ -244,8 +253,13 @@ def all_gather_lists(
     """
     group = call.group
     under_way = exchange_lists(call, dict.fromkeys(group.peers, indices), group.peers, spans)
-    lists = under_way.wait() | {group.rank: indices}
-    return [lists[rank] for rank in range(group.size)], under_way
+    return in_rank_order(call, under_way, indices), under_way
+
+
+def in_rank_order(call: Call, under_way: Lists, indices: Tensor) -> list[Tensor]:
+    """The lists of all ranks, of which `indices` is this rank's, when they have come."""
+    lists = under_way.wait() | {call.group.rank: indices}
+    return [lists[rank] for rank in range(call.group.size)]
 
 
 def united(
@@ -392,8 +406,9 @@ class Ring:
 
     Round the ring: the left neighbour sends its own rows first, then those of its left neighbour,
     and so on. A rank sends each chunk on to the right as soon as it has received it. Directly
-    (`Load.direct`): each rank sends its chunks to all others, and waits for the n-th chunks of all
-    together. That takes fewer copies, and is for links that are about as quick as memory.
+    (`Load.sends_directly`): each rank sends its chunks to all others, and waits for the n-th chunks
+    of all together. That takes fewer copies, and is for links that are about as quick as memory,
+    and for few rows between distant hosts, where each hop of a ring would wait.
     """
 
     def __init__(
@@ -401,6 +416,7 @@ class Ring:
         call: Call,
         memory: Sequence[Tensor],
         channel: int,
+        mean: float,
         runs: Runs | None = None,
         received: Callable[[int, int], object] | None = None,
     ) -> None:
@@ -409,6 +425,7 @@ class Ring:
             call: the call this is for.
             memory: for each rank, where its rows belong.
             channel: on which they travel.
+            mean: rows of the average rank; the same number on every rank.
             runs: in which order the rows of each rank come; by default in that of the memory.
             received: called when rows have come, with how many of a rank have, and with that rank.
         """
@@ -418,7 +435,7 @@ class Ring:
         self._channel = channel
         self._runs = runs
         self._received = received
-        self._direct = call.load.direct
+        self._direct = call.load.sends_directly(mean)
         self._left = (group.rank - 1) % group.size
         self._right = (group.rank + 1) % group.size
         self._to = group.peers if self._direct else [self._right][: group.size - 1]
@@ -565,7 +582,8 @@ class Share:
         self._sent = [run.start for run in self._runs]  # of each run, the first row not sent
         self._ready = [*self._sent]  # of each run, the first row that may change
         received = self._call.ready if self._is_of_all else None
-        self._ring = Ring(self._among, parts, SUMS, runs, received).start()
+        mean = len(self.result) / len(parts)
+        self._ring = Ring(self._among, parts, SUMS, mean, runs, received).start()
         return self._mine
 
     def send(self, stop: int, number: int = 0) -> None:

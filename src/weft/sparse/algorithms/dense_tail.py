@@ -52,7 +52,7 @@ def cost(load: Load) -> Cost:
         + taken * load.row
         + unite_bytes(load, load.height or 0),
         delayed=load.queue * others * (rows * load.given + listed + height / 8)
-        + load.shared(others * height * load.row)
+        + load.shared(height)
         + load.crowded(received),
         # all rows may lie in one rank's range
         memory=(height * load.ranks + load.union) * load.row
@@ -132,7 +132,7 @@ def _gather_sums(call: Call, scatter: ReduceScatter, table: Tensor, edges: Seque
     """Sum the part of the table that this rank owns, and send it to all, chunk by chunk."""
     me = call.group.rank
     parts = [table[low:high] for low, high in pairwise(edges)]
-    ring = Ring(call, parts, SUMS).start()
+    ring = Ring(call, parts, SUMS, len(table) / len(parts)).start()
     union = _spread(scatter.union, edges[me], edges[me + 1])
     for start, stop in scatter.sums(call, union, parts[me]):
         ring.send(parts[me][start:stop])

@@ -1,9 +1,11 @@
 """gather: all rows of all ranks go round the ring, and every rank merges them all.
 
 Index sets go first, so that each rank knows the result's size and every row's place before the
-first value arrives; values follow in chunks that carry no indices, and are merged in rank order
-while the last of them are on the wire. No row waits for another rank's arithmetic, so the link is
-never idle; but every rank receives every row of all others and repeats the whole merge.
+first value arrives. Values follow in chunks that carry no indices, and are merged in rank order
+while the last of them are on the wire. They follow at once where the opening has told how many rows
+each rank has, and the lists are short: between distant hosts that saves a round. No row waits for
+another rank's arithmetic, so the link is never idle; but every rank receives every row of all
+others and repeats the whole merge.
 
 Best for few ranks whose rows overlap little: without overlap it receives exactly the bound. It
 needs workspace for the rows of all others.
@@ -15,8 +17,12 @@ Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms" (JPDC 2009), secti
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Sequence
 
+import torch
+from torch import Tensor
+
+from ...agree import DIRECT
 from ...rows import Rows
 from ...wire.memory import typed
 from ..call import Call
@@ -26,8 +32,9 @@ from ..registry import algorithm
 from ..stream import (
     VALUES,
     Ring,
-    all_gather_lists,
     at_hand,
+    exchange_lists,
+    in_rank_order,
     list_messages,
     merge_blocks,
     united,
@@ -39,15 +46,16 @@ def cost(load: Load) -> Cost:
     received = others * (load.mean * load.given + listed)
     merged = load.merging(load.total, load.pieces(load.mean, load.ranks, load.union))
     last = min(merged, load.mean * load.given)  # rows are merged in order, while the last ones come
+    moved = load.of_partials() if load.summed else load
+    are_counted = load.ranks <= DIRECT and not load.summed
+    waits_for_lists = not are_counted or list_messages(listed) > 1
     return Cost(
-        rounds=1 + load.hops_of_shared(load.mean),
+        rounds=waits_for_lists + moved.hops_of_shared(load.mean),
         messages=others * (list_messages(listed) + load.chunks(load.mean, load.given)),
         bytes=received,
         merged=merged - last,
         overlapped=last,
-        delayed=load.queue * others * listed
-        + load.shared(others * load.mean * load.given)
-        + load.crowded(received),
+        delayed=load.queue * others * listed + moved.shared(load.mean) + load.crowded(received),
         memory=(load.total - load.fewest) * load.given + load.uniting(load.total, load.union),
     )
 
@@ -58,15 +66,24 @@ def gather(rows: LocalRows, call: Call) -> Rows:
     incoming = call.incoming
 
     # to all: index lists
-    runs, lists = all_gather_lists(call, rows.indices.to(call.wire_index))
+    indices = rows.indices.to(call.wire_index)
+    lists = exchange_lists(call, dict.fromkeys(group.peers, indices), group.peers)
+    # what is left of a long list waits for its receivers, and values must not go ahead of it
+    waits_for_lists = not (call.counts and lists.are_sent)
+    runs = in_rank_order(call, lists, indices) if waits_for_lists else []
 
-    # round the ring: values, which are merged as they come
-    counts = [run.numel() * (rank != group.rank) for rank, run in enumerate(runs)]
-    with group.lease(sum(counts) * call.load.given) as memory:
-        space = typed(memory, (sum(counts), *call.row_shape), incoming.dtype)
-        ring = Ring(incoming, torch.split(space, counts), VALUES).start()
+    # round the ring, or to all: values, which are merged as they come
+    counts = call.counts or [len(run) for run in runs]
+    received = [count * (rank != group.rank) for rank, count in enumerate(counts)]
+    with group.lease(sum(received) * call.load.given) as memory:
+        space = typed(memory, (sum(received), *call.row_shape), incoming.dtype)
+        parts = torch.split(space, received)
+        ring = Ring(incoming, parts, VALUES, incoming.load.mean).start()
         for piece in rows.pieces(incoming.chunk_rows, 0, len(rows)):
             ring.send(piece)
+        if not waits_for_lists:
+            runs = in_rank_order(call, lists, indices)
+        _check(call, runs, counts)
         union = united(call, dict(enumerate(runs)))
         result = call.result_at(union.indices)
         sources = [ring.source(rank) for rank in range(group.size)]
@@ -76,3 +93,11 @@ def gather(rows: LocalRows, call: Call) -> Rows:
         ring.finish()
     lists.release()
     return result
+
+
+def _check(call: Call, runs: Sequence[Tensor], counts: Sequence[int]) -> None:
+    """Raise WireError if a rank has sent a list of another length than it said."""
+    for rank, (run, count) in enumerate(zip(runs, counts, strict=True)):
+        if len(run) != count:
+            name = call.group.rank_in_errors(rank)
+            raise call.group.fail(rank, f"rank {name} sent {len(run)} indices for its {count} rows")

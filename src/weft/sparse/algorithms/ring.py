@@ -74,7 +74,7 @@ def cost(load: Load) -> Cost:
             sum(runs) + others * mine,
             sum(load.pieces(run, 1, run) + load.pieces(mine, 1, run) for run in runs),
         ),
-        delayed=load.queue * others * list_of_sums + load.shared(shared) + load.crowded(received),
+        delayed=load.queue * others * list_of_sums + load.shared(sums) + load.crowded(received),
         memory=2 * sums * load.partial + min(sums * load.partial, window(load) * load.chunk),
     )
 

@@ -82,7 +82,7 @@ def _flat(load: Load) -> Cost:
         bytes=received,
         merged=load.merging(load.mean, load.pieces(rows, load.ranks, sums)),
         delayed=load.queue * others * (rows * load.given + list_of_rows + list_of_sums)
-        + load.shared(others * sums * load.row)
+        + load.shared(sums)
         + load.unevenly(received)
         + load.crowded(received),
         # the index lists of one's own share, then those of all sums
@@ -283,6 +283,7 @@ def _among(call: Call, block: tuple[int, ...]) -> Call:
     """
     among = copy(call)
     among.group = call.group.subset(block)
+    among.counts = ()
     among.load = within(call.load)
     return among
 
@@ -338,6 +339,7 @@ def _sum_between(call: Call, scatter: ReduceScatter, between: _Between, onward: 
     place = scatter.owner
     inner = copy(call)
     inner.group = call.group.subset([ranks[place] for ranks in between.blocks])
+    inner.counts = ()  # of sums of a block, which nobody has told
     inner.load = between.load
     inner.header = between.header(place)
     inner.onward = onward

@@ -7,7 +7,7 @@ Nothing is sorted and nothing combined, so rows may be of any dtype; where the c
 rows travel in the opening exchange. Else that says how many rows each rank has (above 16 ranks a
 second exchange does); so every length is known, and rows are received where they belong. They go
 round the ring of ranks in chunks: one stream into each host and one out of it. Where links are as
-quick as memory, each rank sends to all others directly.
+quick as memory, and few rows between distant hosts, each rank sends to all others directly.
 
 Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations"
 (JPDC 2009), section 3.
@@ -132,7 +132,8 @@ def joined(opening: Opened, counts: Sequence[int]) -> tuple[str, Rows]:
     result.values[mine] = own.values
     rings = []
     for moved, channel in ((indices, LISTS), (result.values, VALUES)):
-        ring = Ring(call, [moved[each] for each in part], channel).start()
+        parts_of_ranks = [moved[each] for each in part]
+        ring = Ring(call, parts_of_ranks, channel, call.load.mean).start()
         ring.send(moved[mine])
         rings.append(ring)
     for ring in rings:
