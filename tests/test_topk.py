@@ -20,11 +20,12 @@ from torch.nn.parallel import DistributedDataParallel
 import weft
 from weft import sparsify
 from weft.ddp import TopK, topk_hook
-from weft.errors import WeftError
+from weft.errors import WeftError, WireError
 from weft.group.group import Group
+from weft.selection import mean_of_largest
 from weft.sparse.link import set_link
 from weft.sparsify import entries_to_send, largest_entries
-from weft.testing import simulated, spmd
+from weft.testing import run, simulated, spmd
 from weft.wire.link import Link
 
 OPTIONS: tuple[dict[str, Any], ...] = (
@@ -361,6 +362,7 @@ def test_counts_of_many_tensors_go_in_several_exchanges(
 
 @spmd(3, on=("threads",))
 def test_more_numbers_that_are_none_than_are_shared(group: Group) -> None:
+    """The result is full of them, and the next step has none."""
     bad = torch.ones(1000)
     bad[200:300] = math.nan if group.rank == 1 else 1.0
     state = TopK(0.2, total_density=0.05, min_numel=1, momentum=0.5, group=group)
@@ -368,6 +370,9 @@ def test_more_numbers_that_are_none_than_are_shared(group: Group) -> None:
     assert bad.isnan().sum() == 50
     assert all(each.isfinite().all() for each in state.state_dict()["residual"].values())
     assert all(each.isfinite().all() for each in state.state_dict()["velocity"].values())
+    later = drawn(group, 1, 1000)
+    weft.sync_sparsified([later], state)
+    assert later.isfinite().all() and later.count_nonzero() == 50
 
 
 @spmd(3, on=("threads",))
@@ -485,6 +490,76 @@ def test_who_is_wrong_is_named_on_every_rank(group: Group) -> None:
             state.load_state_dict({**one, **wrong})
     for other in state, TopK(**good):  # not connected yet
         refused(group, r"^rank 1: state is a dict: pass a", [torch.ones(9)], {} if me else other)
+
+
+MARKED = 77.0  # the first number of a tensor of which a rank cannot select entries
+
+
+def selected_with_trouble(values: Tensor, density: float, chunk: int | None) -> Tensor:
+    if values[0] == MARKED:
+        raise MemoryError("no memory")
+    return entries_to_send(values, density, chunk)
+
+
+@pytest.mark.parametrize("total_density", [None, 0.1])
+@spmd(1, 2, 4, on=("threads",))
+def test_trouble_of_one_rank_is_raised_on_all_and_nothing_is_lost(
+    group: Group, total_density: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After the residuals of some tensors were added to; also of tensors that are new."""
+    monkeypatch.setattr(sparsify, "entries_to_send", selected_with_trouble)
+    more = {"total_density": total_density, "min_numel": 1, "group": group}
+    state, like = (TopK(0.2, momentum=0.5, **more) for _ in "ab")
+    for each in state, like:
+        weft.sync_sparsified({"first": whole_numbers(group, 0, 90)}, each)
+    given = {name: whole_numbers(group, n, 90) for n, name in enumerate(("first", "new", "last"))}
+    wanted = {name: each.clone() for name, each in given.items()}
+    if group.rank == group.size - 1:
+        given["new"][0] = MARKED
+    before = copy.deepcopy(state.state_dict())
+    text = rf"^rank {group.size - 1}: MemoryError: no memory$"
+    for _ in range(2):
+        found = {name: each.clone() for name, each in given.items()}
+        refused(group, text, found, state)
+        assert all(torch.equal(each, given[name]) for name, each in found.items())
+        after = state.state_dict()
+        assert after["steps"] == before["steps"] == {"first": 1}
+        for kind in ("residual", "velocity"):
+            torch.testing.assert_close(after[kind], before[kind], rtol=0, atol=1e-5)
+    given["new"] = wanted["new"].clone()
+    weft.sync_sparsified(given, state)
+    weft.sync_sparsified(wanted, like)
+    torch.testing.assert_close(given, wanted)
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, KeyboardInterrupt])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_residuals_are_as_they_were_whatever_is_raised(
+    ranks: int, kind: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The group may be lost then, but not what is kept."""
+
+    def troubled(group: Group, request: Any, starts: list[int], most: list[int]) -> Any:
+        if len(most) > 1:
+            raise kind("trouble")
+        return mean_of_largest(group, request, starts, most)
+
+    def program(group: Group) -> None:
+        state = TopK(0.2, total_density=0.1, momentum=0.5, min_numel=1, group=group)
+        weft.sync_sparsified([whole_numbers(group, 0, 90)], state)
+        before = copy.deepcopy(state.state_dict())
+        given = [whole_numbers(group, 1, 90), whole_numbers(group, 2, 90)]
+        wanted = [each.clone() for each in given]
+        with pytest.raises((kind, WireError), match="trouble"):  # the other's, if that was first
+            weft.sync_sparsified(given, state)
+        assert all(map(torch.equal, given, wanted))
+        after = state.state_dict()
+        assert after["steps"] == before["steps"]
+        for kept in ("residual", "velocity"):
+            torch.testing.assert_close(after[kept], before[kept], rtol=0, atol=1e-5)
+
+    monkeypatch.setattr(sparsify, "mean_of_largest", troubled)
+    run(ranks, program)
 
 
 @pytest.mark.parametrize("density", [1, 0.1])

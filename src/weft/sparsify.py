@@ -22,7 +22,8 @@ import dataclasses
 import logging
 import math
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
@@ -79,10 +80,13 @@ def sync_sparsified(
     state's `total_density` leaves out.
 
     Raises:
-        WeftError: tensors, states or densities differ between ranks or are wrong; the same text on
-            every rank, naming a rank. The tensors are as they were, the residuals too, up to
-            rounding. The next call works.
-        WireError: a peer or a link failed; names the culprit. The group is lost.
+        WeftError: tensors, states or densities differ between ranks or are wrong, or a rank could
+            not select its entries, for lack of memory, say; the same text on every rank, naming a
+            rank. The tensors are as they were, the residuals too, up to rounding (and zero where a
+            tensor is infinite or NaN). The next call works. Tensors of several dtypes or devices
+            are reduced one kind after the other: those before the error may be means already.
+        WireError: a peer or a link failed; names the culprit. The group is lost. Each residual is
+            as it was or, if the tensor's mean came, as after the step; so with any other error.
 
     Example:
         >>> import torch, weft
@@ -170,11 +174,13 @@ class _Kept:
         residual: what was not sent, 1-D, in float32 or wider; None without error feedback.
         velocity: of momentum correction, likewise; None without momentum.
         steps: how often the tensor was reduced.
+        is_under_way: whether a step's tensor was added, and nothing of it has been sent.
     """
 
     residual: Tensor | None = None
     velocity: Tensor | None = None
     steps: int = 0
+    is_under_way: bool = False
 
     def added(self, flat: Tensor, momentum: float) -> Tensor:
         """Add this step's tensor to what is kept. The caller must not write to the sum returned."""
@@ -183,6 +189,8 @@ class _Kept:
             total = self.velocity.mul_(momentum).add_(flat)
         if self.residual is not None:
             total = self.residual.add_(total)
+        self.steps += 1
+        self.is_under_way = True
         return total
 
     def sent(
@@ -190,8 +198,9 @@ class _Kept:
     ) -> None:
         """Take what was sent out of what is kept.
 
-        Entries that are infinite or not a number become zero here: they were sent, so every rank
-        has seen them.
+        Entries that are infinite or not a number become zero here, also those that were not shared:
+        they would be the largest of all later steps. Every rank has seen them or, since they are
+        the first to be shared, a result that is full of others.
 
         Args:
             where: the places of what was sent; None: all entries.
@@ -209,6 +218,7 @@ class _Kept:
             torch.sub(values, sent, out=self.residual)
         elif self.residual is not None:
             self.residual[where] = values - sent
+        self.is_under_way = False
         if self.velocity is not None and where is not None:  # factor masking
             self.velocity[where] = 0
         if not is_finite:
@@ -224,6 +234,7 @@ class _Kept:
         if self.velocity is not None:
             self.velocity.sub_(flat).div_(momentum).nan_to_num_(0, 0, 0)
         self.steps -= 1
+        self.is_under_way = False
 
 
 @dataclass(eq=False)
@@ -352,49 +363,66 @@ class Sparsifier:
         self._largest = max([self._largest, *(flat.numel() for flat in parts.values())])
         starts = [0, *accumulate(parts[name].numel() for name in few)]
         most = [self._most(name, parts[name].numel()) for name in few]
-        picked = [] if error else [self._picked(name, parts[name], density) for name in few]
-        # the sparse call takes place even if no tensor is sparsified: it compares the ranks
-        like = parts[few[0]] if few else torch.empty(0)
-        index = torch.int32 if starts[-1] < 2**31 else torch.int64
-        places = [where for where, _, _ in picked if where is not None]
-        indices = [where.add(first) for where, first in zip(places, starts, strict=False)]
-        rows = Rows(
-            torch.cat([like.new_empty(0, dtype=torch.int64), *indices]).to(index),
-            torch.cat([like.new_empty(0), *(sent for *_, sent in picked)]),
-            max(starts[-1], 1),
-        )
-        request = Request.of(rows, "avg", algorithm, self.wire_dtype, None)
-        request.error = error or request.error
-        asked_for = {"tensors": said or _described(tensors), "density": str(density)}
-        if self.total_density is not None:  # it falls with the steps, which may have been loaded
-            asked_for["entries of the result"] = summed_up(str(most), _SPELLED, f"{sum(most)}")
-        request.fields = asked_for | request.fields
+        with self._as_it_was_if_it_raises(parts):
+            trouble = None
+            rows = _rows_of([], [0], torch.empty(0))
+            try:
+                picked = [self._picked(name, parts[name], density) for name in few]
+                if few:
+                    rows = _rows_of(picked, starts, parts[few[0]])
+            except Exception as caught:  # raised here, it would leave the others waiting
+                trouble = caught
+                error = f"{type(caught).__name__}: {caught}"
+            # takes place even if no tensor is sparsified: it compares the ranks
+            request = Request.of(rows, "avg", algorithm, self.wire_dtype, None)
+            request.error = error or request.error
+            asked_for = {"tensors": said or _described(tensors), "density": str(density)}
+            if (
+                self.total_density is not None
+            ):  # it falls with the steps, which may have been loaded
+                asked_for["entries of the result"] = summed_up(str(most), _SPELLED, f"{sum(most)}")
+            request.fields = asked_for | request.fields
+            try:
+                if self.total_density is None:
+                    total = job_of_one(group, request).run()
+                else:
+                    total = mean_of_largest(group, request, starts, most)
+            except WeftError as raised:
+                raise raised from trouble
+            finally:
+                trouble = None  # its traceback has this frame: a cycle, which would keep tensors
+            cuts = torch.searchsorted(total.indices, total.indices.new_tensor(starts)).tolist()
+            for number, name in enumerate(few):
+                mine = slice(cuts[number], cuts[number + 1])
+                where = total.indices[mine].long() - starts[number]
+                shared = None if self.total_density is None else where
+                self._kept[name].sent(*picked[number], shared)
+                parts[name].zero_().index_copy_(0, where, total.values[mine])
+            whole = [name for name in parts if name not in few]
+            for name in whole:
+                all_of_it = self._picked(name, parts[name], None, whole=True)
+                # copied before sent(), which takes NaN out of the velocity: perhaps the same memory
+                parts[name].copy_(all_of_it[2])
+                self._kept[name].sent(*all_of_it)
+            reduce_dense(group, [parts[name] for name in whole], "avg", self.wire_dtype)
+        return last_call(group)
+
+    @contextmanager
+    def _as_it_was_if_it_raises(self, parts: Mapping[str, Tensor]) -> Iterator[None]:
+        """Whatever the block raises: undo what it added to residuals, if nothing of it was sent."""
+        known = {*self._kept}
         try:
-            if self.total_density is None:
-                total = job_of_one(group, request).run()
-            else:
-                total = mean_of_largest(group, request, starts, most)
-        except WeftError:
-            for name in few[: len(picked)]:
-                self._kept[name].undone(parts[name], self.momentum)
-                if not self._kept[name].steps:
+            yield
+        except BaseException:
+            for name in parts:
+                kept = self._kept.get(name)
+                if kept is None:
+                    continue
+                if kept.is_under_way:
+                    kept.undone(parts[name], self.momentum)
+                if name not in known and not kept.steps:
                     del self._kept[name]
             raise
-        cuts = torch.searchsorted(total.indices, total.indices.new_tensor(starts)).tolist()
-        for number, name in enumerate(few):
-            mine = slice(cuts[number], cuts[number + 1])
-            where = total.indices[mine].long() - starts[number]
-            shared = None if self.total_density is None else where
-            self._kept[name].sent(*picked[number], shared)
-            parts[name].zero_().index_copy_(0, where, total.values[mine])
-        whole = [name for name in parts if name not in few]
-        for name in whole:
-            all_of_it = self._picked(name, parts[name], None, whole=True)
-            # copied before sent(), which takes NaN out of the velocity: it may be the same memory
-            parts[name].copy_(all_of_it[2])
-            self._kept[name].sent(*all_of_it)
-        reduce_dense(group, [parts[name] for name in whole], "avg", self.wire_dtype)
-        return last_call(group)
 
     def _is_sparsified(self, flat: Tensor, density: float) -> bool:
         """Whether only a part of a tensor is sent.
@@ -440,9 +468,8 @@ class Sparsifier:
             had = getattr(kept, kind)
             made = torch.zeros_like(flat, dtype=wide) if had is None else had.to(flat.device, wide)
             setattr(kept, kind, made if wanted else None)
-        total = kept.added(flat, self.momentum)
         share = self._density_at(self.density, kept.steps) if density is None else density
-        kept.steps += 1
+        total = kept.added(flat, self.momentum)
         where = None if whole else entries_to_send(total, share, self.chunk)
         values = total if where is None else total[where]
         return where, values, narrowed(values, sends).to(flat.dtype)
@@ -464,6 +491,24 @@ class Sparsifier:
         if self.total_density is None or algorithm == "auto":
             return None
         return f"algorithm is {algorithm!r}, and total_density has its own: leave it 'auto'"
+
+
+def _rows_of(picked: Sequence[_Picked], starts: Sequence[int], like: Tensor) -> Rows:
+    """What is sent of several tensors, as rows of one that has them one after the other.
+
+    Args:
+        picked: of each tensor.
+        starts: the first index of each tensor, and the end of the last.
+        like: a tensor of the dtype and on the device of all.
+    """
+    index = torch.int32 if starts[-1] < 2**31 else torch.int64
+    places = [where for where, _, _ in picked if where is not None]
+    indices = [where.add(first) for where, first in zip(places, starts, strict=False)]
+    return Rows(
+        torch.cat([like.new_empty(0, dtype=torch.int64), *indices]).to(index),
+        torch.cat([like.new_empty(0), *(sent for *_, sent in picked)]),
+        max(starts[-1], 1),
+    )
 
 
 def entries_to_send(values: Tensor, density: float, chunk: int | None) -> Tensor:
