@@ -148,7 +148,8 @@ class Explanation:
     @property
     def _least_time(self) -> str:
         """The least time of any exact schedule, and which bytes take it."""
-        load, link = self.load, self.link
+        load = self.load
+        link = self.link
         assert link is not None
         hosts = load.ranks_of_hosts
         seconds = load.least_seconds(link)
@@ -330,7 +331,8 @@ def explained(load: Load, algorithm: str, index: torch.dtype, carrier: str = "")
         return Explanation(ALONE, load, ())
     lines = _lines(load, ALGORITHMS.values())
     if algorithm == "auto" and is_eager(load, index):
-        chosen, others = EAGER, load.ranks - 1
+        chosen = EAGER
+        others = load.ranks - 1
         received = others * load.mean * (load.row + index.itemsize)
         lines.insert(0, _line(EAGER, Cost(1, others, received), load))
     else:
@@ -338,12 +340,12 @@ def explained(load: Load, algorithm: str, index: torch.dtype, carrier: str = "")
     best = next(line for line in lines if line.algorithm == chosen)
     serving = [line for line in lines if line is not best and not line.verdict]
     ruled_out = [line for line in lines if line is not best and line.verdict]
-    told = [replace(best, verdict=_CHOSEN)]
+    table = [replace(best, verdict=_CHOSEN)]
     for line in serving:
-        told.append(replace(line, verdict=_why_not(line, best, algorithm)))
+        table.append(replace(line, verdict=_why_not(line, best, algorithm)))
     for line in ruled_out:
-        told.append(replace(line, verdict=f"{_RULED_OUT}: {line.verdict}"))
-    return Explanation(chosen, load, tuple(told))
+        table.append(replace(line, verdict=f"{_RULED_OUT}: {line.verdict}"))
+    return Explanation(chosen, load, tuple(table))
 
 
 def _why_not(line: _Line, best: _Line, algorithm: str) -> str:
@@ -375,16 +377,17 @@ def together(calls: Sequence[Explanation]) -> Explanation:
 
 def _lines(load: Load, algorithms: Iterable[Algorithm]) -> list[_Line]:
     """These algorithms, quickest first; the verdict says why one cannot be chosen."""
-    found, allowed = [], load.workspace
+    allowed = load.workspace
+    lines = []
     for algorithm in algorithms:
         cost = algorithm.cost(load)
         reason = algorithm.applies(load)
         needed = cost.memory + load.fewest * (load.row + _SORTING) + _CODE
         if reason is None and needed > allowed:
             reason = f"needs {needed / 2**20:.0f} MiB of workspace, {allowed / 2**20:.0f} allowed"
-        found.append(_line(algorithm.name, cost, load, reason or ""))
+        lines.append(_line(algorithm.name, cost, load, reason or ""))
     # microseconds decide, and then the name: every machine rounds these alike
-    return sorted(found, key=lambda line: (round(1e3 * line.milliseconds), line.algorithm))
+    return sorted(lines, key=lambda line: (round(1e3 * line.milliseconds), line.algorithm))
 
 
 def _line(name: str, cost: Cost, load: Load, verdict: str = "") -> _Line:

@@ -232,8 +232,11 @@ class Load:
     @functools.cached_property
     def _places(self) -> float:
         """The number of places for which independent random rows give a union of this size."""
-        mean, union, ranks = self.mean, self.union, self.ranks
-        low, high = max(mean, 1.0), max(2.0 * self.total, 1.0) * 1e4
+        mean = self.mean
+        union = self.union
+        ranks = self.ranks
+        low = max(mean, 1.0)
+        high = max(2.0 * self.total, 1.0) * 1e4
         if union <= low:
             return low
         for _ in range(36):  # to less than a billionth

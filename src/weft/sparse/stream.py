@@ -561,9 +561,7 @@ class Share:
 
     def receive_lists(self) -> list[Tensor]:
         """Wait for the lists of the others; what each rank sums, in rank order."""
-        group = self._among.group
-        lists = self._lists.wait() | {group.rank: self._own}
-        return [lists[rank] for rank in range(group.size)]
+        return in_rank_order(self._among, self._lists, self._own)
 
     def start(self, lists: Sequence[Tensor], runs: Runs | None = None) -> Tensor:
         """Make the result, and begin to receive the sums of the others; where this rank's belong.

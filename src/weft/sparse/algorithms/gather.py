@@ -42,7 +42,8 @@ from ..stream import (
 
 
 def cost(load: Load) -> Cost:
-    others, listed = load.ranks - 1, load.list_of(load.mean)
+    others = load.ranks - 1
+    listed = load.list_of(load.mean)
     received = others * (load.mean * load.given + listed)
     merged = load.merging(load.total, load.pieces(load.mean, load.ranks, load.union))
     last = min(merged, load.mean * load.given)  # rows are merged in order, while the last ones come
