@@ -11,7 +11,7 @@ from weft.group.group import Group
 from weft.sparse import run
 from weft.sparse.call import Call
 from weft.sparse.local_rows import LocalRows
-from weft.sparse.owners import ReduceScatter
+from weft.sparse.owners import SparseReduceScatter
 from weft.sparse.relay import Relay
 from weft.sparse.request import Request
 from weft.sparse.stream import SUMS, IndexLists, Inflow, Ring
@@ -39,7 +39,7 @@ def relay(call: Call, own: LocalRows) -> Any:
 
 
 def scatter(call: Call, own: LocalRows) -> Any:
-    return ReduceScatter(call, own, [0, 2, 4])
+    return SparseReduceScatter(call, own, [0, 2, 4])
 
 
 def posts(group: Group, made: Callable[[Call, LocalRows], Any]) -> tuple[int, int]:

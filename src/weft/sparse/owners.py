@@ -6,7 +6,7 @@ with equal numbers of input rows are not equal work: at the head of a Zipf distr
 has the same few rows. Both numbers are estimated from the points in the combined header, bin by
 bin, in integers or in operations that every machine rounds alike.
 
-`ReduceScatter` sends all rows to their owners, each of which sums its range, as in
+`SparseReduceScatter` sends all rows to their owners, each of which sums its range, as in
 "SSAR_Split_allgather" of Renggli et al., "SparCML" (SC'19), section 5.3. Index lists go first, then
 enough values to keep the link busy. An owner merges a chunk while later ones are on the wire.
 Workspace is bounded, whatever P is. A rank that owns nothing receives nothing.
@@ -192,7 +192,7 @@ def spans(bounds: Sequence[int]) -> dict[int, tuple[int, int]]:
     return dict(enumerate(pairwise(bounds)))
 
 
-class ReduceScatter:
+class SparseReduceScatter:
     """Sends this rank's rows to their owners, and receives and sums the rows that this rank owns.
 
     What crosses the network, in this order:
@@ -313,10 +313,10 @@ def reduce_to_owners(
     Args:
         rows: this rank's, canonical.
         call: the call this is for.
-        bounds: see `ReduceScatter`.
+        bounds: see `SparseReduceScatter`.
         place: makes the memory of a result with these indices; by default `call.result_at`.
     """
-    scatter = ReduceScatter(call, rows, bounds)
+    scatter = SparseReduceScatter(call, rows, bounds)
     scatter.start()
     scatter.receive_lists()
     scatter.send_rest()

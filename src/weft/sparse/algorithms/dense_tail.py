@@ -29,7 +29,7 @@ from ...wire.memory import typed
 from ..call import Call
 from ..cost import Cost, Load
 from ..local_rows import LocalRows
-from ..owners import ReduceScatter
+from ..owners import SparseReduceScatter
 from ..registry import algorithm
 from ..stream import LISTS, SUMS, Ring, list_messages, window
 from .mask import unite_bytes
@@ -76,7 +76,7 @@ def dense_tail(rows: LocalRows, call: Call) -> Rows:
     height = call.load.height
     assert height is not None
     edges = [min(height, rank * _part(height, size)) for rank in range(size + 1)]
-    scatter = ReduceScatter(call, rows, edges)
+    scatter = SparseReduceScatter(call, rows, edges)
 
     # to the owners: index lists, and all values
     scatter.start()
@@ -108,7 +108,7 @@ def _gather_bitmaps(call: Call, own: Tensor, edges: Sequence[int]) -> Tensor:
     Args:
         call: the call this is for.
         own: the indices that this rank sums.
-        edges: the parts of the height, see `ReduceScatter`.
+        edges: the parts of the height, see `SparseReduceScatter`.
     """
     group = call.group
     me = group.rank
@@ -128,7 +128,9 @@ def _gather_bitmaps(call: Call, own: Tensor, edges: Sequence[int]) -> Tensor:
     return bitmap
 
 
-def _gather_sums(call: Call, scatter: ReduceScatter, table: Tensor, edges: Sequence[int]) -> None:
+def _gather_sums(
+    call: Call, scatter: SparseReduceScatter, table: Tensor, edges: Sequence[int]
+) -> None:
     """Sum the part of the table that this rank owns, and send it to all, chunk by chunk."""
     me = call.group.rank
     parts = [table[low:high] for low, high in pairwise(edges)]

@@ -58,7 +58,7 @@ from ..cost import Blocks, Cost, Load
 from ..factors import blocks_of, in_parts, middle, on_hosts, within
 from ..header import Header
 from ..local_rows import LocalRows, SummedRows
-from ..owners import ReduceScatter, balanced, of_blocks, of_equal_sums, owned, spans
+from ..owners import SparseReduceScatter, balanced, of_blocks, of_equal_sums, owned, spans
 from ..registry import Algorithm, algorithm
 from ..stream import Share, list_messages, window
 
@@ -220,7 +220,7 @@ def split(rows: LocalRows, call: Call) -> Rows:
 
 def _summed_by_all(rows: LocalRows, call: Call) -> Rows:
     bounds = balanced(call.header, call.group.size)
-    scatter = ReduceScatter(call, rows, bounds)
+    scatter = SparseReduceScatter(call, rows, bounds)
     share = Share(call)
 
     # to the owners: index lists, and the first values
@@ -249,7 +249,7 @@ def _summed_in_stages(rows: LocalRows, call: Call) -> Rows:
     place = block.index(call.group.rank)
     of_block = _among(call, block)
     bounds = _bounds(call, block)
-    scatter = ReduceScatter(of_block, rows, bounds)
+    scatter = SparseReduceScatter(of_block, rows, bounds)
 
     # to the ranks of the block that have a place: index lists, and all values
     scatter.start()
@@ -334,7 +334,9 @@ class _Between:
         return [parts[(block - step) % count] for step in range(count)]
 
 
-def _sum_between(call: Call, scatter: ReduceScatter, between: _Between, onward: _Onward) -> None:
+def _sum_between(
+    call: Call, scatter: SparseReduceScatter, between: _Between, onward: _Onward
+) -> None:
     """Sum what the ranks of one place have of their blocks."""
     place = scatter.owner
     inner = copy(call)
