@@ -27,7 +27,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test examples soak lint types layers docs check package clean
 
-demo: $(VENV)/report
+demo: $(VENV)/base
 	$(BIN)/weft demo
 
 # Tests mostly wait, for processes that start and for deadlines: five at once fill two cores.
@@ -83,14 +83,10 @@ $(VENV)/base: pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) --quiet --upgrade 'pip>=25.1'
 	@$(PYTHON) tools/one-line $(BIN)/python $(INSTALL_TORCH)
-	$(PIP) --constraint $(CONSTRAINTS) --editable .
-	@touch $@
-
-$(VENV)/report: $(VENV)/base
 	$(PIP) --constraint $(CONSTRAINTS) --editable '.[report]'
 	@touch $@
 
-$(VENV)/test: $(VENV)/report
+$(VENV)/test: $(VENV)/base
 	$(PIP) --quiet --constraint $(CONSTRAINTS) --group test
 	@touch $@
 
