@@ -18,6 +18,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -49,6 +50,7 @@ import torch  # noqa: E402  # after the line above, which must come before weft.
 from hypothesis import settings  # noqa: E402
 
 from weft.bootstrap import local  # noqa: E402
+from weft.testing import processes  # noqa: E402
 from weft.testing.pace import patient  # noqa: E402
 
 # Ranks share the cores with each other; more threads only make the timing of tests uneven.
@@ -276,6 +278,50 @@ def lives(programs: Callable[..., Program], tmp_path: Path) -> Callable[..., lis
             assert len(said) == count and each.returncode == 0, (said, err, of_others)
             lines.append(said)
         return [list(each) for each in zip(*lines, strict=True)]
+
+    return printed
+
+
+@pytest.fixture
+def restarted(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Callable[..., dict[tuple[int, int], str]]:
+    """`restarted(source, arguments, restarts)` runs two ranks under torchrun's agent.
+
+    It starts them again when one dies, up to so many times, and gives what each rank printed, by
+    attempt and rank. The agent is a thread here, and its ranks are forks of the process that
+    `weft.testing.processes` forks from: torchrun itself and each rank of an attempt would start an
+    interpreter, which takes longer than all that the ranks do. An alarm ends a rank that hangs.
+    """
+    # here: all other tests do without
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    def printed(source: str, arguments: Sequence[str], restarts: int) -> dict[tuple[int, int], str]:
+        processes(1, os.getpid)  # that process is there, and has imported what ranks use
+        monkeypatch.setenv("OMP_NUM_THREADS", "1")
+        monkeypatch.setenv("TORCHELASTIC_SIGNALS_TO_HANDLE", "")  # the agent changes it
+        config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=2,
+            run_id="job",
+            rdzv_backend="c10d",  # with the address, what --standalone means
+            rdzv_endpoint="localhost:0",
+            max_restarts=restarts,
+            start_method="forkserver",
+            logs_specs=DefaultLogsSpecs(f"{tmp_path}", Std.ALL),
+        )
+        begin = f"import signal, sys; signal.alarm({patient(100.0):.0f})"
+        program = f"{begin}\nsys.argv = {['-c', *arguments]}\n{source}"
+        with ThreadPoolExecutor(1) as agent:  # in the main thread it would handle signals
+            agent.submit(elastic_launch(config, exec), program, {}).result()
+        # <a folder of the job>/attempt_<number>/<rank>/stdout.log
+        files = tmp_path.glob("job_*/attempt_*/*/stdout.log")
+        return {
+            (int(file.parts[-3].removeprefix("attempt_")), int(file.parts[-2])): file.read_text()
+            for file in files
+        }
 
     return printed
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,8 +13,7 @@ import torch.distributed as dist
 
 import weft
 from weft.backend.space import unused
-from weft.testing import run
-from weft.testing.pace import patient
+from weft.testing import processes, run
 
 
 def test_what_a_process_that_is_gone_has_left_is_not_taken():
@@ -46,31 +45,46 @@ def test_a_rank_that_does_not_come_is_named_by_all(absent):
     assert run(3, program) == [absent] * 3
 
 
-def test_a_program_destroys_its_group_and_makes_another(tmp_path: Path) -> None:
-    lines = started(tmp_path, AGAIN)
-    assert sorted(lines) == [f"rank {rank}: 4 times" for rank in range(2)]
+def again() -> list[float]:
+    sums = []
+    for _ in range(4):
+        dist.init_process_group("cpu:weft")
+        group = dist.new_group()
+        for tensor in (torch.ones(1), torch.ones(1).to_sparse()):
+            for where in (None, group):
+                dist.all_reduce(tensor, group=where)
+            sums.append(tensor.to_dense().item())
+        dist.destroy_process_group()
+    return sums
 
 
-def test_a_program_as_it_is_goes_on_after_a_rank_died(tmp_path: Path) -> None:
-    """Under torchrun; gloo alone finds the addresses of the attempt before, and fails."""
-    lines = started(tmp_path, DIES, str(tmp_path / "died"))
-    assert sorted(lines) == [f"rank {rank}: {[0, 1]}" for rank in range(2)]
+def test_a_program_destroys_its_group_and_makes_another() -> None:
+    """In a store that all of them have, as a launcher's is."""
+    assert processes(2, again) == [[4.0] * 8] * 2
 
 
-AGAIN = """
-import sys, torch, torch.distributed as dist, weft
+ENDS = """
+import os, sys, torch, torch.distributed as dist, weft
 
-for time in range(4):
-    dist.init_process_group("cpu:weft")
-    me = dist.get_rank()
-    group = dist.new_group()
-    for tensor in (torch.ones(1), torch.ones(1).to_sparse()):
-        for where in (None, group):
-            dist.all_reduce(tensor, group=where)
-        assert tensor.to_dense().item() == 4
-    dist.destroy_process_group()
-sys.stdout.write(f"rank {me}: {time + 1} times\\n")
+rank = int(os.environ["RANK"])
+dist.init_process_group("cpu:weft", f"file://{sys.argv[1]}", rank=rank, world_size=2)
+total = torch.ones(1)
+dist.all_reduce(total)
+rows = torch.sparse_coo_tensor([[rank]], torch.ones(1), (2,), check_invariants=True)
+dist.all_reduce(rows)
+print(total.item(), rows.to_dense().tolist())
 """
+
+
+def test_a_program_may_end_without_destroying_its_group(
+    programs: Callable[..., Any], tmp_path: Path
+) -> None:
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    meeting = str(tmp_path / "meeting")
+    ranks = [programs(ENDS, meeting, env={**env, "RANK": f"{rank}"}) for rank in range(2)]
+    assert [each.communicate() for each in ranks] == [("2.0 [1.0, 1.0]\n", "")] * 2
+    assert [each.returncode for each in ranks] == [0, 0]
+
 
 DIES = """
 import os, signal, sys, torch, torch.distributed as dist, weft
@@ -83,20 +97,14 @@ if me == 0 and not os.path.exists(sys.argv[1]):
     os.kill(os.getpid(), signal.SIGKILL)
 rows = torch.sparse_coo_tensor([[me]], torch.ones(1, 2), (10, 2), check_invariants=True)
 dist.all_reduce(rows)
-sys.stdout.write(f"rank {me}: {rows.indices()[0].tolist()}\\n")
+print(rows.indices()[0].tolist())
 """
 
 
-def started(folder: Path, program: str, *arguments: str) -> list[str]:
-    script = folder / "job.py"
-    script.write_text(program)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    job = subprocess.run(
-        [*command, "--max-restarts=1", str(script), *arguments],
-        capture_output=True,
-        text=True,
-        timeout=patient(110),
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert job.returncode == 0, job.stderr
-    return job.stdout.splitlines()
+def test_a_program_as_it_is_goes_on_after_a_rank_died(
+    restarted: Callable[..., dict[tuple[int, int], str]], tmp_path: Path
+) -> None:
+    """With the store of torchrun's agent; gloo alone finds addresses of the attempt before there,
+    and fails."""
+    printed = restarted(DIES, [str(tmp_path / "died")], 1)
+    assert printed == {(0, 0): "", (0, 1): "", (1, 0): "[0, 1]\n", (1, 1): "[0, 1]\n"}

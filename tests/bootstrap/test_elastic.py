@@ -1,13 +1,12 @@
-"""torchrun starts a job again whose ranks die: it goes on where it was, to the same result."""
+"""torchrun's agent starts a job again whose ranks die: it goes on, to the same result."""
 
 from __future__ import annotations
 
 import contextlib
 import io
-import os
 import runpy
-import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from weft.testing import processes
@@ -54,25 +53,13 @@ def run_here(script: str, kept: str) -> str:
     return printed.getvalue()
 
 
-def run_by_torchrun(script: Path, kept: Path, *dies: str) -> str:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node=2", "--max-restarts=2", str(script), str(kept)]
-    job = subprocess.run(
-        [*command, *dies],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert job.returncode == 0, job.stderr
-    return job.stdout
-
-
 def totals(printed: str) -> dict[str, str]:
     return dict(line.split(": ") for line in printed.splitlines())
 
 
-def test_a_job_whose_ranks_die_goes_on_to_the_same_result(tmp_path: Path) -> None:
+def test_a_job_whose_ranks_die_goes_on_to_the_same_result(
+    tmp_path: Path, restarted: Callable[..., dict[tuple[int, int], str]]
+) -> None:
     script = tmp_path / "job.py"
     script.write_text(JOB)
     lines = processes(2, run_here, str(script), str(tmp_path / "whole"))
@@ -80,5 +67,7 @@ def test_a_job_whose_ranks_die_goes_on_to_the_same_result(tmp_path: Path) -> Non
     assert set(undisturbed) == {f"attempt 0 rank {rank} of 2" for rank in range(2)}
     (total,) = set(undisturbed.values())
     # rank 1 dies at the first, then rank 0, which hosts
-    disturbed = totals(run_by_torchrun(script, tmp_path / "torn", "0:1", "1:0"))
+    torn = restarted(JOB, [str(tmp_path / "torn"), "0:1", "1:0"], 2)
+    disturbed = totals("".join(torn.values()))
     assert disturbed == {f"attempt 2 rank {rank} of 2": total for rank in range(2)}
+    assert set(torn) == {(attempt, rank) for attempt in range(3) for rank in range(2)}
