@@ -17,7 +17,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
@@ -383,10 +383,26 @@ def mpirun(mpirun_line: list[str]) -> Callable[..., subprocess.Popen[Any]]:
     return start
 
 
-def pytest_collection_finish() -> None:
-    """What is there now stays: no collection of garbage looks through it again."""
-    gc.collect()
-    gc.freeze()
+@pytest.hookimpl(wrapper=True)
+def pytest_collect_file() -> Generator[None, list[pytest.Collector], list[pytest.Collector]]:
+    """Of files below this folder only tests: no docstring here has examples that one looks for."""
+    found = yield
+    return [each for each in found if type(each) is pytest.Module]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """No collection of garbage looks through what is made for tests, which stays, again and again.
+
+    Each worker of pytest-xdist makes it, for all tests.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.collect()
+        gc.freeze()
 
 
 def pytest_report_header() -> str:
