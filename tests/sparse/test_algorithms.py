@@ -152,17 +152,16 @@ def test_nobody_needs_to_say_how_high_a_tensor_is(group, name):
         assert torch.equal(values, want.values), kind
 
 
-@pytest.mark.parametrize("index", [torch.int32, torch.int64])
 @pytest.mark.parametrize("name", ANY_HEIGHT)
 @spmd(1, 3, 8, on=THREADS)
-def test_the_largest_index_there_is(group, name, index):
+def test_the_largest_index_there_is(group, name):
     """No bound beyond it is of its dtype."""
-    for count in (1, 2500):
+    for index, count in product((torch.int32, torch.int64), (1, 2500)):
         with LOCK:
             parts, want = _highest(group.size, index, count)
         total = weft.sparse_all_reduce(parts[group.rank], algorithm=name)
-        assert torch.equal(total.indices, want.indices)
-        assert torch.equal(total.values, want.values)
+        assert torch.equal(total.indices, want.indices), (index, count)
+        assert torch.equal(total.values, want.values), (index, count)
 
 
 @pytest.mark.parametrize("size", [2, 3, 8])
@@ -199,20 +198,23 @@ def test_rows_of_many_chunks(group, name):
         assert torch.equal(total.indices, want.indices) and torch.equal(total.values, want.values)
 
 
-@pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("name", NAMES)
 @spmd(3, on=THREADS)  # no power of two: rows are combined twice, once of them as partial sums
-def test_every_op_and_dtype(group, name, op):
-    for dtype in DTYPES:
+def test_every_op_and_dtype(group, name):
+    for op, dtype in product(OPS, DTYPES):
         if OPS[op].refuses(dtype):
             continue
         parts, want = world(group.size, "duplicates", op, dtype=dtype)
         total = weft.sparse_all_reduce(parts[group.rank], op, algorithm=name)
-        assert torch.equal(total.indices, want.indices), dtype
-        assert total.values.dtype is dtype
+        assert torch.equal(total.indices, want.indices), (op, dtype)
+        assert total.values.dtype is dtype, op
         # an average of integers is not exact: rounded once, so within one unit in the last place
         torch.testing.assert_close(
-            total.values, want.values, rtol=2**-7 if op == "avg" else 0, atol=0
+            total.values,
+            want.values,
+            rtol=2**-7 if op == "avg" else 0,
+            atol=0,
+            msg=lambda text, op=op, dtype=dtype: f"{op} of {dtype}: {text}",
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
+from itertools import product
 
 import pytest
 import torch
@@ -61,31 +62,30 @@ def even(height, size):
     return [height * rank // size for rank in range(size + 1)]
 
 
-@pytest.mark.parametrize("kind", ["few", "many", "empty on some", "empty", "skew"])
 @spmd(*SIZES, on=EVERYWHERE)
-def test_each_rank_gets_what_it_owns(group, kind):
-    mine, want = part(group.rank, kind), total_of(group.size, kind)
-    given = even(mine.height, group.size)
-    unequal = [0, *[mine.height // 3] * (group.size - 1), mine.height]  # some own nothing
-    for ranges in (None, given, unequal):
-        got = weft.sparse_reduce_scatter(mine, ranges=ranges)
-        record = last_call()
-        if ranges is not None:
-            assert record.ranges == tuple(ranges)
-        assert record.ranges[0] == 0
-        assert record.ranges[-1] == mine.height
-        assert record.union == len(got)
-        indices, values = between(want, *record.ranges[group.rank : group.rank + 2])
-        assert torch.equal(got.indices, indices)
-        assert torch.equal(got.values, values)
-        assert got.height == mine.height
+def test_each_rank_gets_what_it_owns(group):
+    for kind in ("few", "many", "empty on some", "empty", "skew"):
+        mine, want = part(group.rank, kind), total_of(group.size, kind)
+        given = even(mine.height, group.size)
+        unequal = [0, *[mine.height // 3] * (group.size - 1), mine.height]  # some own nothing
+        for ranges in (None, given, unequal):
+            got = weft.sparse_reduce_scatter(mine, ranges=ranges)
+            record = last_call()
+            if ranges is not None:
+                assert record.ranges == tuple(ranges)
+            assert record.ranges[0] == 0
+            assert record.ranges[-1] == mine.height, kind
+            assert record.union == len(got), kind
+            indices, values = between(want, *record.ranges[group.rank : group.rank + 2])
+            assert torch.equal(got.indices, indices), (kind, ranges)
+            assert torch.equal(got.values, values), (kind, ranges)
+            assert got.height == mine.height
 
 
-@pytest.mark.parametrize("index", [torch.int32, torch.int64])
 @spmd(1, 3, on=THREADS)
-def test_the_largest_index_there_is(group, index):
-    last = torch.iinfo(index).max
-    for count in (2, 2500):
+def test_the_largest_index_there_is(group):
+    for index, count in product((torch.int32, torch.int64), (2, 2500)):
+        last = torch.iinfo(index).max
         parts = [
             weft.Rows(last - torch.arange(count).to(index) - rank, torch.ones(count, 4))
             for rank in range(group.size)
@@ -135,47 +135,44 @@ def test_operations(group, op):
             assert torch.equal(total.values, want.values)
 
 
-@pytest.mark.parametrize("kind", ["few", "many", "empty on some", "empty", "skew", "one"])
 @pytest.mark.parametrize("link", ["fast", "slow"])
 @spmd(*SIZES, on=EVERYWHERE)
-def test_one_rank_gets_the_sum(group, kind, link):
+def test_one_rank_gets_the_sum(group, link):
     set_link(group, Link(1e-5, 1e-10 if link == "fast" else 1e-7, 1e-10, 1e-5))
-    want, dst = total_of(group.size, kind), group.size // 2
-    total = weft.sparse_reduce(part(group.rank, kind), group_dst=dst)
-    if group.rank != dst:
-        assert total is None
-        return
-    assert torch.equal(total.indices, want.indices)
-    assert torch.equal(total.values, want.values)
-    ran = last_call().algorithm
-    if group.size == 1:
-        assert ran == "alone"
-    elif kind in ("many", "one") and link == "slow":  # nearly half of all rows on each rank
-        assert ran == ("owners" if group.size > 2 else "direct")
-    elif kind not in ("many", "skew", "one"):
-        assert (ran == "eager") == on_host(want.values)
+    dst = group.size // 2
+    for kind in ("few", "many", "empty on some", "empty", "skew", "one"):
+        want = total_of(group.size, kind)
+        total = weft.sparse_reduce(part(group.rank, kind), group_dst=dst)
+        if group.rank != dst:
+            assert total is None, kind
+            continue
+        assert torch.equal(total.indices, want.indices), kind
+        assert torch.equal(total.values, want.values), kind
+        ran = last_call().algorithm
+        if group.size == 1:
+            assert ran == "alone"
+        elif kind in ("many", "one") and link == "slow":  # nearly half of all rows on each rank
+            assert ran == ("owners" if group.size > 2 else "direct"), kind
+        elif kind not in ("many", "skew", "one"):
+            assert (ran == "eager") == on_host(want.values), kind
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bool, torch.complex128])
-@pytest.mark.parametrize("kind", ["few", "many", "empty on some", "empty"])
 @spmd(*SIZES, on=EVERYWHERE)
-def test_rows_of_all_in_rank_order(group, kind, dtype):
-    parts = [part(rank, kind, dtype=dtype) for rank in range(group.size)]
-    got, counts = weft.sparse_all_gather(parts[group.rank], return_counts=True)
-    assert torch.equal(got.indices, torch.cat([rows.indices for rows in parts]))
-    assert torch.equal(got.values, torch.cat([rows.values for rows in parts]))
-    assert counts.tolist() == [len(rows) for rows in parts]
-    record = last_call()
-    assert record.algorithm == (
-        "alone"
-        if group.size == 1
-        else "ring"
-        if (kind == "many" and dtype is not torch.bool) or not on_host(got.values)
-        else "eager"
-    )
-    if record.algorithm == "ring" and kind == "many":
-        spare = 512 * group.size  # statements
-        assert record.sent_bytes == pytest.approx(record.bound_bytes, abs=spare)
+def test_rows_of_all_in_rank_order(group, dtype):
+    for kind in ("few", "many", "empty on some", "empty"):
+        parts = [part(rank, kind, dtype=dtype) for rank in range(group.size)]
+        got, counts = weft.sparse_all_gather(parts[group.rank], return_counts=True)
+        assert torch.equal(got.indices, torch.cat([rows.indices for rows in parts])), kind
+        assert torch.equal(got.values, torch.cat([rows.values for rows in parts])), kind
+        assert counts.tolist() == [len(rows) for rows in parts]
+        record = last_call()
+        goes_round = (kind == "many" and dtype is not torch.bool) or not on_host(got.values)
+        several = "ring" if goes_round else "eager"
+        assert record.algorithm == ("alone" if group.size == 1 else several), kind
+        if record.algorithm == "ring" and kind == "many":
+            spare = 512 * group.size  # statements
+            assert record.sent_bytes == pytest.approx(record.bound_bytes, abs=spare)
 
 
 @pytest.mark.parametrize("kind", ["few", "many", "empty"])
@@ -402,16 +399,16 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("what", WRONG)
 @spmd(1, 3, on=EVERYWHERE)
-def test_one_rank_errs_and_all_are_told(group, what):
+def test_one_rank_errs_and_all_are_told(group):
     rows = part(group.rank, "few")
-    make, text = WRONG[what]
-    wrong = make(rows) if group.rank == 0 else calls(rows)
-    for name in wrong:
-        with pytest.raises(weft.WeftError, match=text):
-            wrong[name]()
-        calls(rows)[name]()  # the next call works
+    for what, (make, text) in WRONG.items():
+        wrong = make(rows) if group.rank == 0 else calls(rows)
+        for name in wrong:
+            with pytest.raises(weft.WeftError, match=text):
+                wrong[name]()
+                pytest.fail(f"{what} in {name}: no error")
+            calls(rows)[name]()  # the next call works
 
 
 def disagreeing(rows, odd):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -162,10 +163,11 @@ PARTS = {
 }
 
 
-def told(group, text, wrong, right):
+def told(group, case, text, wrong, right):
     """What is wrong on one rank is raised, the same on every rank; the next call works."""
     with pytest.raises(weft.WeftError, match=rf"^rank {root(group)}: .*{text}") as caught:
         (wrong if group.rank == root(group) else right)()
+        pytest.fail(f"{case}: no error")
     alike(group, str(caught.value))
     for _ in range(2):
         indices, values = weft.sparse_all_reduce(good())
@@ -182,19 +184,19 @@ def alike(group, text):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", CALLS)
 @spmd(3, on=("threads",))
-def test_rows_that_only_stand_for_some(group, name, kind):
-    call, (made, text) = CALLS[name], KINDS[kind]
-    call(group, good())  # so that what came of the checks is known
-    for part, (number, of) in PARTS.items():
-        pair = good()  # made here: in a transform it would be of that, too
+def test_rows_that_only_stand_for_some(group, kind):
+    made, text = KINDS[kind]
+    for name, call in CALLS.items():
+        call(group, good())  # so that what came of the checks is known
+        for part, (number, of) in PARTS.items():
+            pair = good()  # made here: in a transform it would be of that, too
 
-        def use(tensor, of=of, other=pair[1 - number]):
-            return call(group, of(tensor, other))
+            def use(tensor, call=call, of=of, other=pair[1 - number]):
+                return call(group, of(tensor, other))
 
-        wrong, right = partial(made, use, pair[number]), partial(call, group, good())
-        told(group, f"the tensor of {part.split()[0]} is {text}", wrong, right)
+            wrong, right = partial(made, use, pair[number]), partial(call, group, good())
+            told(group, (name, part), f"the tensor of {part.split()[0]} is {text}", wrong, right)
 
 
 COO = {
@@ -208,13 +210,14 @@ COO = {
 
 
 @pytest.mark.parametrize("kind", COO)
-@pytest.mark.parametrize("name", [name for name in CALLS if "list" not in name])
 @spmd(2, 3, on=("threads",))
-def test_sparse_tensors_that_only_stand_for_some(group, name, kind):
-    call, (made, text) = CALLS[name], COO[kind]
-    call(group, coo(*good()))
-    use = partial(call, group)
-    told(group, text, lambda: made(use), lambda: use(coo(*good())))
+def test_sparse_tensors_that_only_stand_for_some(group, kind):
+    made, text = COO[kind]
+    for name, call in CALLS.items():
+        if "list" not in name:
+            call(group, coo(*good()))
+            use = partial(call, group)
+            told(group, name, text, partial(made, use), partial(use, coo(*good())))
 
 
 OUTS = {
@@ -237,18 +240,18 @@ MEMORY = memory()
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", OUTS)
 @spmd(2, on=("threads",))
-def test_buffers_that_only_stand_for_some(group, name, kind):
-    call, (made, text) = OUTS[name], KINDS[kind]
-    for number, part in enumerate(("indices", "values")):
+def test_buffers_that_only_stand_for_some(group, kind):
+    made, text = KINDS[kind]
+    for (name, call), number in product(OUTS.items(), (0, 1)):
+        part = ("indices", "values")[number]
         out = memory()
 
-        def use(tensor, other=out[1 - number], number=number):
+        def use(tensor, call=call, other=out[1 - number], number=number):
             return call(group, (tensor, other) if number == 0 else (other, tensor))
 
         wrong, right = partial(made, use, out[number]), partial(call, group, memory())
-        told(group, f"the {part} of out are {text}", wrong, right)
+        told(group, (name, part), f"the {part} of out are {text}", wrong, right)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -269,11 +272,11 @@ def test_functions_that_return_what_only_stands_for_some(group, kind):
         return found[-1]
 
     duplicates = torch.tensor([1, 1, 2, 2]), torch.ones(4, 4)
-    for call in (
-        lambda: weft.sparse_all_reduce(good(), out=allocate),
-        lambda: weft.sparse_all_reduce(duplicates, add),
+    for case, call in (
+        ("an allocator", lambda: weft.sparse_all_reduce(good(), out=allocate)),
+        ("an operation", lambda: weft.sparse_all_reduce(duplicates, add)),
     ):
-        told(group, text, call, call)
+        told(group, case, text, call, call)
 
 
 WHERE = torch.tensor([[1, 5, 2], [1, 8, 0]])
