@@ -11,12 +11,21 @@ import functools
 import heapq
 import itertools
 import math
+import random
+from dataclasses import replace
 
 import pytest
+import torch
 
+import weft
+from weft import Rows
 from weft.sparse import Hosts, Link, Load
 from weft.sparse.bound import rows_of_average, rows_of_busiest
 from weft.sparse.choice import predicted
+from weft.sparse.header import Header, rows_of_hosts
+from weft.sparse.link import set_link
+from weft.testing import run
+from weft.testing.simulation import simulate
 
 
 def closed(sums):
@@ -323,5 +332,76 @@ SLOW_WITHIN = Link(1e-4, 8e-9, 1e-10, 1e-5, within=16e-9)
 def test_explain_says_which_bytes_take_the_least_time(hosts, link, milliseconds, why):
     """Of eight ranks that have the same 1,000 rows of 260 bytes."""
     load = Load(8, 8000, 1000, 1000, 1000, None, 256, 256, 4, hosts=Hosts.named(hosts))
+    if hosts == "aaaabbbb":
+        why = f"if ranks draw their rows independently: {why}"
+        separator = ", "
+    else:
+        separator = ": "
     lines = str(predicted(load, link)).splitlines()
-    assert f"least time {milliseconds:.2f} ms: {why}" in lines
+    assert f"least time about {milliseconds:.2f} ms{separator}{why}" in lines
+
+
+def rows_of_its_host(rank):
+    """Of ranks 0 to 3 the first 4,000 rows, of the others the next."""
+    return Rows(torch.arange(4000) + 4000 * (rank // 4), torch.ones(4000, 64), 8000)
+
+
+NEAR = Link(50e-6, 80e-9, 0.125e-9, 1e-6, within=0.25e-9)
+
+
+def test_explain_knows_that_the_ranks_of_a_host_have_the_same_rows():
+    def program(group):
+        set_link(group, NEAR)
+        group.session.hosts = tuple("aaaabbbb")
+        one = weft.explain(rows_of_its_host(group.rank))
+        narrow = (torch.arange(4000), torch.ones(4000))
+        several = weft.explain([rows_of_its_host(group.rank), narrow])
+        return str(one), one.load.rows_of_hosts, several.load.rows_of_hosts
+
+    text, one, several = run(8, program)[0]
+    least = 4000 * 260 * NEAR.beta  # a host sends all that it has to the other
+    assert f"least time about {1e3 * least:.2f} ms: 4 ranks share a host" in text
+    assert one == ((4000, 4000),) * 2
+    assert several == ((8000, 8000),) * 2
+
+
+def test_a_split_of_hosts_is_predicted_where_their_ranks_have_the_same_rows():
+    near = replace(NEAR, beta=NEAR.within)
+    done = simulate("split", rows_of_its_host, 8, NEAR, hosts="aaaabbbb", within=near)
+    assert done.predicted == pytest.approx(done.seconds, rel=0.05)
+
+
+def header_of(rows, rank):
+    return Header.of(torch.tensor(sorted(rows)), rank)
+
+
+@pytest.mark.parametrize("hosts", ["aabbccdd", "aaaaabcc", "abcabcab"])
+@pytest.mark.parametrize("alike", [0.0, 0.5, 1.0])
+def test_rows_of_hosts_are_estimated_from_samples(hosts, alike):
+    """Each rank has a part of its rows in common with its host."""
+    draw = random.Random(hosts)
+    common = {host: draw.sample(range(100_000), 4000) for host in sorted({*hosts})}
+    shared = round(4000 * alike)
+    sets = [{*common[host][:shared], *draw.sample(range(100_000), 4000 - shared)} for host in hosts]
+    headers = [header_of(rows, rank) for rank, rows in enumerate(sets)]
+    union = Header.together(headers).union(100_000)
+
+    by_host = Hosts.named(hosts)
+    found = rows_of_hosts(headers, by_host, union)
+    assert len(found) == len(by_host.ranks)
+    for ranks, (own, others) in zip(by_host.ranks, found, strict=True):
+        true = len(set().union(*(sets[rank] for rank in ranks)))
+        assert own == pytest.approx(true, rel=5 / 16)  # five standard deviations
+        if alike == 1:
+            assert own == true
+        assert union - own <= others <= union
+        assert own <= union
+
+
+def test_rows_of_hosts_are_exact_for_few_rows():
+    """Also of a rank whose header has the rows themselves."""
+    sets = [{1, 2, 3}, {3, 4}, {*range(200)}, {7}, set()]
+    headers = [header_of(rows, rank) for rank, rows in enumerate(sets)]
+    headers[1] = Header.of(torch.tensor([3, 4]), 1, values=torch.ones(2))
+    found = rows_of_hosts(headers, Hosts.named("ababc"), 200)
+    assert found == ((200, 3), (3, 200), (0, 200))

@@ -147,7 +147,7 @@ class Explanation:
 
     @property
     def _least_time(self) -> str:
-        """The least time of any exact schedule, and which bytes take it."""
+        """About the least time of any exact schedule, and which bytes take it."""
         load = self.load
         link = self.link
         assert link is not None
@@ -171,7 +171,10 @@ class Explanation:
                 f"{max(hosts)} ranks share a host, so the bound is the host bound: "
                 f"{load.host_bound:.0f} bytes cross the link of the busiest of {len(hosts)} hosts"
             )
-        return f"least time {1e3 * seconds:.2f} ms: {why}"
+        text = f"least time about {1e3 * seconds:.2f} ms"
+        if max(hosts) > 1 and len(hosts) > 1 and load.rows_of_hosts is None:
+            text += ", if ranks draw their rows independently"
+        return f"{text}: {why}"
 
     @property
     def _waits(self) -> str:
@@ -370,9 +373,23 @@ def together(calls: Sequence[Explanation]) -> Explanation:
         fewest=sum(load.fewest for load in loads),
         union=sum(load.union for load in loads),
         row=sum(load.total * load.row for load in loads) // max(1, total),
+        rows_of_hosts=_rows_of_hosts_together(loads),
     )
     groups = tuple(group for call in calls for group in call.groups)
     return Explanation(chosen, load, (), groups, tuple(calls))
+
+
+def _rows_of_hosts_together(loads: Sequence[Load]) -> tuple[tuple[float, float], ...] | None:
+    """The rows of each host in several calls; None if nothing is known of them in some call."""
+    known = [load.rows_of_hosts for load in loads if load.rows_of_hosts is not None]
+    if len(known) < len(loads):
+        return None
+    of_hosts = []
+    for host in zip(*known, strict=True):
+        own = sum(rows for rows, _ in host)
+        others = sum(rows for _, rows in host)
+        of_hosts.append((own, others))
+    return tuple(of_hosts)
 
 
 def _lines(load: Load, algorithms: Iterable[Algorithm]) -> list[_Line]:

@@ -64,7 +64,8 @@ class Load:
         identical: all ranks certainly have the same index set.
         hosts: which ranks share a host; None is one host for each.
         rows_of_hosts: for each host the rows in the union of its ranks, and those in the union of
-            all other ranks, where they were counted; None: they are estimated.
+            all other ranks: counted, or estimated from samples of each rank's indices; None:
+            nothing is known of them. Then ranks count as if they drew their rows independently.
         link: the network's figures, where they are known.
         summed: the rows that ranks have are sums of some ranks each, of an earlier stage.
         sharing: so many groups of ranks have this load at the same time, over the same links;
@@ -124,7 +125,11 @@ class Load:
 
     @property
     def host_bound(self) -> float:
-        """Bytes that must enter or leave the link of the host with most, an index counted as 4."""
+        """Bytes that must enter or leave the link of the host with most, an index counted as 4.
+
+        It is as good as `union` and `rows_of_hosts`. Where these are estimates, it is one; without
+        `rows_of_hosts` it is too high where ranks of a host have similar rows.
+        """
         counts = self.ranks_of_hosts
         if len(counts) == 1:
             return 0.0
@@ -142,6 +147,7 @@ class Load:
     def least_seconds(self, link: Link) -> float:
         """The time that any exact schedule takes at least with these ranks on these hosts.
 
+        An estimate, where `bound` and `host_bound` are.
         The link of the busiest host carries `host_bound`. All ranks together receive P times
         `bound`: over the links of the hosts and, where a rank is not alone on its host, from there.
         """
@@ -225,9 +231,17 @@ class Load:
         return max(0.0, crowd * (self.ranks - crowd) / (self.ranks - 1) - 1)
 
     def union_of(self, ranks: float) -> float:
-        """Rows expected in the sum of that many ranks."""
+        """Rows expected in the sum of that many ranks, if ranks draw their rows independently."""
         missed = math.pow(1 - self.mean / self._places, ranks)
         return min(self._places * (1 - missed), ranks * self.mean)
+
+    def union_of_block(self, ranks: tuple[int, ...]) -> float:
+        """Rows expected in the sum of these ranks, of which more is known if they are a host."""
+        hosts = self.hosts
+        if hosts is None or self.rows_of_hosts is None or ranks not in hosts.ranks:
+            return self.union_of(len(ranks))
+        own, _ = self.rows_of_hosts[hosts.ranks.index(ranks)]
+        return own
 
     @functools.cached_property
     def _places(self) -> float:

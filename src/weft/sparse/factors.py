@@ -179,10 +179,11 @@ def within(load: Load) -> Load:
     """The load of the stages in a block: of the largest one, also for others: all choose alike."""
     blocks = blocks_of(load)
     ranks = max(map(len, blocks))
+    total = round(ranks * load.mean)
     local = load.but(
         ranks=ranks,
-        total=round(ranks * load.mean),
-        union=round(load.union_of(ranks)),
+        total=total,
+        union=min(total, round(max(map(load.union_of_block, blocks)))),
         hosts=None,
         rows_of_hosts=None,
         stages=(),
@@ -199,7 +200,7 @@ def between(load: Load) -> Load:
     """The load of what runs among the ranks of one place: one rank of each block."""
     blocks = blocks_of(load)
     places = load.factors[0]
-    rows = [load.union_of(len(block)) / places for block in blocks]
+    rows = [load.union_of_block(block) / places for block in blocks]
     union = round(load.union / places)
     assert load.link is not None
     sharing = 1

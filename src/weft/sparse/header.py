@@ -26,6 +26,7 @@ from .. import kernels
 from ..agree import BODY
 from ..kernels import Survey
 from ..rows import Rows
+from ..schedules.hosts import Hosts
 from ..wire.memory import memory_of, typed
 from . import sketch
 
@@ -266,6 +267,38 @@ class Header(NamedTuple):
             return self.most
         guess = sketch.union_size(self.sketch)
         return max(self.most, min(guess, self.total, self.total if height is None else height))
+
+
+def rows_of_hosts(
+    headers: Sequence[Header], hosts: Hosts, union: int
+) -> tuple[tuple[int, int], ...]:
+    """For each host the rows in the union of its ranks, and those in the union of all other ranks.
+
+    The first is an estimate from samples, as `Header.union`. The second is the least that it can
+    be by these: all ranks' rows but the host's, or those of another host.
+
+    Args:
+        headers: of each rank, in the order of ranks; none of unsorted rows.
+        hosts: of these ranks.
+        union: rows in the union of all ranks.
+    """
+    described = [one if one.rows is None else one._described(one.rows.indices) for one in headers]
+    united = [_united([described[rank] for rank in ranks], union) for ranks in hosts.ranks]
+    found = []
+    for host, own in enumerate(united):
+        of_others = max(united[:host] + united[host + 1 :], default=0)
+        found.append((own, max(of_others, union - own)))
+    return tuple(found)
+
+
+def _united(headers: Sequence[Header], most: int) -> int:
+    """Rows in the union of some ranks, at most so many: an estimate from their sketches."""
+    counts = [one.total for one in headers]
+    first = headers[0].sketch
+    if min(counts) == max(counts) and all(np.array_equal(one.sketch, first) for one in headers):
+        return counts[0]
+    guess = sketch.union_size(sketch.merge([one.sketch for one in headers]))
+    return max(*counts, min(guess, sum(counts), most))
 
 
 def combined(lower: Tensor, upper: Tensor) -> Tensor:

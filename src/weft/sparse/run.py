@@ -28,7 +28,7 @@ from .choice import ALONE, EAGER, Explanation, choose, is_eager, with_link
 from .choice import explained as explained_choice
 from .cost import Load
 from .factors import factored, factors_of, of_environment
-from .header import Header, combined
+from .header import Header, combined, rows_of_hosts
 from .local_rows import LocalRows
 from .record import note
 from .registry import find
@@ -145,6 +145,8 @@ def opened(
         elif group.size > 1:
             lockstep = call.group.features.lockstep
             call.load = with_link(call.group, call.load, staying=staying, lockstep=lockstep)
+            if is_direct(group) and not moves:
+                call.load = _with_rows_of_hosts(call.load, headers)
         yield Opened(call, own, headers, rows_of_all)
     finally:
         own.release()
@@ -268,6 +270,19 @@ def _load(call: Call, *, moves: bool) -> Load:
         in_order=not call.op.builtin,
         identical=header.identical,
     )
+
+
+def _with_rows_of_hosts(load: Load, headers: list[Header]) -> Load:
+    """The load with the rows of each host, where ranks share one of several.
+
+    Args:
+        load: the sizes of the call, with its hosts.
+        headers: of each rank.
+    """
+    hosts = load.hosts
+    if hosts is None or len(hosts.ranks) in (1, load.ranks):
+        return load  # nothing depends on them
+    return load.but(rows_of_hosts=rows_of_hosts(headers, hosts, load.union))
 
 
 def performed(
