@@ -1,7 +1,7 @@
 """Train a language model with compressed gradients: its loss, and the time and bytes of a step.
 
     python benchmarks/compression.py train  # 4 ranks here, some minutes; again, until all is done
-    python benchmarks/compression.py train --seed 1  # and 2
+    python benchmarks/compression.py train --seed 1  # then --seed 2
     tools/netlab -n 4 --rate 100mbit --raw -- python benchmarks/compression.py time --link 100mbit
     tools/netlab -n 4 --rate 1gbit --raw -- python benchmarks/compression.py time --link 1gbit
     python benchmarks/compression.py table
@@ -14,8 +14,9 @@ SGD with a momentum of 0.9, or none for momentum correction. The learning rate r
 and then falls to zero.
 
 `train` writes the loss of text that is not trained on, in nats a word, every so many steps. The
-loss depends neither on the link nor on the load of the machine. You may interrupt the training: the
-next call continues from its last checkpoint.
+loss depends neither on the link nor on the load of the machine. A call trains for `--seconds` and
+saves checkpoints; the next one goes on from there. A training is continued only with the same
+number of ranks, `--steps`, `--rise`, `--rate` and `--seed`: its files have them in their names.
 
 `time` continues from the end of the training, because the bytes depend on which entries the ranks
 select in common. It measures the median time of a step with its optimizer, and the bytes that left
@@ -23,10 +24,10 @@ a rank's network interface (under netlab each rank has one), of the rank that se
 take turns. Then it measures, from new weights, the first steps of contenders that send more in
 these. Results are added to those of earlier calls.
 
-`table` prints the table of docs/compression.md: mean and range over seeds, the fastest and the
-slowest turn. The time to a loss is that of the first steps, plus, for each further step that the
-training needed, the time of a step in the fastest turn. Between two losses that were written, the
-step at which a loss was reached is interpolated.
+`table` prints the table of docs/compression.md, of the trainings with these settings: mean and
+range over seeds, the fastest and the slowest turn. The time to a loss is that of the first steps,
+plus, for each further step that the training needed, the time of a step in the fastest turn.
+Between two losses that were written, the step at which a loss was reached is interpolated.
 """
 
 from __future__ import annotations
@@ -149,8 +150,19 @@ def text_of(folder: Path) -> tuple[Tensor, Tensor]:
     return blocks[~held].flatten(), blocks[held].flatten()
 
 
-def file_of(name: str, seed: int) -> str:
-    return name.replace(" ", "_") + (f",_seed_{seed}" if seed else "")
+def training_of(name: str, arguments: argparse.Namespace, seed: int) -> str:
+    """What the files of a training begin with: all that two trainings may differ in."""
+    rate = "own" if arguments.rate is None else arguments.rate
+    settings = (
+        f"{arguments.ranks} ranks, {arguments.steps} steps, rise {arguments.rise}, "
+        f"rate {rate}, seed {seed}"
+    )
+    return f"{name}, {settings}".replace(" ", "_")
+
+
+def times_of(link: str, ranks: int) -> str:
+    """The name of the file of times on a link."""
+    return f"{link},_{ranks}_ranks.json"
 
 
 def batch(text: Tensor, generator: torch.Generator, size: int) -> Tensor:
@@ -178,10 +190,15 @@ class Training:
         self.arguments, self.rank = arguments, dist.get_rank()
         self.rate = arguments.rate or contender.rate
         self.text, self.held = text_of(arguments.folder)
-        self.path = arguments.folder / f"{file_of(name, arguments.seed)}.{self.rank}.pt"
+        self.files = arguments.folder / training_of(name, arguments, arguments.seed)
+        self.path = self.files.with_name(f"{self.files.name}.{self.rank}.pt")
         saved: dict[str, Any] = {}
         if self.path.exists() and not new:
             saved = torch.load(self.path, weights_only=False)
+        step = saved.get("step", 0)
+        if of_ranks(step, dist.ReduceOp.MIN) < of_ranks(step, dist.ReduceOp.MAX):
+            # they would wait for each other in the step where the first ones are done
+            raise RuntimeError(f"the ranks' checkpoints are of different steps: rm {self.files}.*")
         torch.manual_seed(arguments.seed)
         model = Model()
         own = self.rank + dist.get_world_size() * arguments.seed
@@ -241,7 +258,8 @@ class Training:
         mean = of_ranks(statistics.mean(losses), dist.ReduceOp.SUM) / dist.get_world_size()
         self.losses.append((self.step, mean))
         if self.rank == 0:
-            self.path.with_suffix("").with_suffix(".json").write_text(json.dumps(self.losses))
+            losses_at = self.files.with_name(f"{self.files.name}.json")
+            losses_at.write_text(json.dumps(self.losses))
 
     def piece(self, until: float) -> bool:
         """Train to the end, or until the time `until`; return whether it is the end."""
@@ -269,6 +287,7 @@ def rank(arguments: argparse.Namespace) -> None:
     """One rank's program."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=300))
+    arguments.ranks = dist.get_world_size()  # which a launcher may have chosen
     with weft.init():
         wanted = arguments.contender or [*CONTENDERS]
         if arguments.task == "time":
@@ -288,7 +307,7 @@ def rank(arguments: argparse.Namespace) -> None:
 
 def measure(wanted: dict[str, Contender], arguments: argparse.Namespace) -> None:
     """Measure and write the time and bytes of a step, in turns, and the time of first steps."""
-    path = arguments.folder / f"{arguments.link}.json"
+    path = arguments.folder / times_of(arguments.link, arguments.ranks)
     known = json.loads(path.read_text()) if path.exists() else {}
     found: dict[str, dict[str, list[float]]] = {name: known.get(name, {}) for name in wanted}
     ready = {name: Training(name, each, arguments) for name, each in wanted.items()}
@@ -332,10 +351,16 @@ def spread(values: list[float], form: str) -> str:
 
 def table(arguments: argparse.Namespace) -> None:
     """Print the table."""
-    times = {path.stem: json.loads(path.read_text()) for path in arguments.folder.glob("*bit.json")}
+    times = {
+        path.name.partition(",")[0]: json.loads(path.read_text())
+        for path in arguments.folder.glob(times_of("*", arguments.ranks))
+    }
     losses: dict[str, dict[int, list[tuple[int, float]]]] = {}
     for name in CONTENDERS:
-        of = {seed: arguments.folder / f"{file_of(name, seed)}.json" for seed in range(10)}
+        of = {
+            seed: arguments.folder / f"{training_of(name, arguments, seed)}.json"
+            for seed in range(10)
+        }
         noted = {seed: json.loads(path.read_text()) for seed, path in of.items() if path.exists()}
         losses[name] = {seed: n for seed, n in noted.items() if n[-1][0] == arguments.steps}
     dense = {seed: noted[-1][1] for seed, noted in losses[next(iter(CONTENDERS))].items()}
@@ -364,14 +389,21 @@ def table(arguments: argparse.Namespace) -> None:
                 print(name, *(f"{step}:{loss:.3f}" for step, loss in noted))
 
 
-def main() -> None:
+def options() -> argparse.ArgumentParser:
+    """What one may pass."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("task", choices=["train", "time", "table"])
     parser.add_argument(
         "--folder", type=Path, default=Path("/tmp/compression"), help="of all that is kept"
     )
-    parser.add_argument("--contender", nargs="+", help="their names; else all")
-    parser.add_argument("--ranks", type=int, default=4, help="without a launcher")
+    parser.add_argument(
+        "--contender",
+        nargs="+",
+        choices=[*CONTENDERS, *NOTHING],
+        metavar="NAME",
+        help="of those to train or to time; else all",
+    )
+    parser.add_argument("--ranks", type=int, default=4, help="a launcher's go before it")
     parser.add_argument("--steps", type=int, default=1000, help="of the training")
     parser.add_argument("--every", type=int, default=50, help="steps between two losses")
     parser.add_argument("--rate", type=float, help="of learning, the highest; else each's own")
@@ -385,7 +417,11 @@ def main() -> None:
         "--target", type=float, help="loss; else 1 %% above that of dense gradients"
     )
     parser.add_argument("--curves", action="store_true", help="print all losses, too")
-    arguments = parser.parse_args()
+    return parser
+
+
+def main() -> None:
+    arguments = options().parse_args()
     arguments.start = time.time()
     if arguments.task == "table":
         table(arguments)
