@@ -12,12 +12,16 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
+import weft
 from weft.cli.bench.cases import Case
 from weft.cli.commands import app
 from weft.cli.pictures import ON_DARK
 from weft.cli.plan.predict import Sizes, drawn, recorded
-from weft.sparse import ALGORITHMS
+from weft.sparse import ALGORITHMS, MERGE, WITHIN, Link
 from weft.sparse.cost import MANY
+from weft.sparse.header import Header
+from weft.sparse.link import set_link
+from weft.testing import run
 
 ROOT = Path(__file__).parents[2]
 
@@ -153,6 +157,48 @@ def test_expected_unions() -> None:
     assert load.most <= load.union <= load.total == 8 * load.most
 
 
+@pytest.mark.parametrize(
+    ("case", "link", "ranks", "name"),
+    [
+        ("uniform", "1gbit", 64, "holders"),
+        ("uniform", "250mbit", 128, "holders"),
+        ("uniform", "100mbit", 256, "holders"),
+        ("identical", "1gbit", 64, "ring"),
+        ("identical", "250mbit", 256, "ring"),
+        ("identical", "100mbit", 512, "ring"),
+    ],
+)
+def test_rings_are_planned_where_the_manual_says(
+    case: str, link: str, ranks: int, name: str
+) -> None:
+    at_most, beyond = lines(invoke(f"--case {case} --link {link} --ranks {ranks},{2 * ranks}"))
+    assert at_most[2] == name
+    assert beyond[2] in {"split", "mask"}
+
+
+@pytest.mark.parametrize("rows", [100, 262_144, 262_145])  # more are not compared
+def test_plan_knows_as_a_call_does_that_all_ranks_have_the_same_rows(rows: int) -> None:
+    header = Header.of(torch.arange(rows), 0)
+    called = Header.together([header, header]).identical
+    same = of("identical", rows, 2 * rows)
+    assert same.load(2).identical == called == (rows <= 262_144)
+    assert not same.with_rows(rows).load(2).identical  # these are drawn
+    assert not of("uniform", rows, 2 * rows).load(2).identical
+
+
+def test_plan_names_what_a_call_takes_where_all_ranks_have_the_same_rows() -> None:
+    link = Link(50e-6, 0.8e-9, MERGE, 10e-6, within=WITHIN)
+    [line] = lines(invoke("--case identical --link 10gbit --ranks 8"))
+
+    def program(group: weft.Group) -> str:
+        set_link(group, link)
+        group.session.hosts = tuple("abcdefgh")
+        rows = weft.Rows(torch.arange(50_000), torch.ones(50_000, 64), 1_000_000)
+        return weft.explain(rows).chosen
+
+    assert line[2] == run(8, program)[0] == "ring"
+
+
 MINE = asdict(Case("mine", 400, 5000, width=8, dtype="bfloat16"))
 ROW = {"case": MINE.pop("name"), **MINE, "ranks": 4}
 ROW |= {"distinct": 400.0, "total": 1600, "union": 1000}
@@ -162,6 +208,7 @@ def test_a_recorded_run_says_the_overlap(tmp_path: Path) -> None:
     file = tmp_path / "found.json"
     file.write_text(json.dumps({"version": 2, "rows": [ROW, ROW]}))
     [sizes] = recorded(file)
+    assert not sizes.identical
     load = sizes.load(4)
     assert (load.row, load.partial, sizes.rows) == (16, 32, 400.0)
     assert sizes.union(4) == pytest.approx(1000, rel=1e-3)

@@ -25,6 +25,7 @@ from ..bench.cases import Case
 from ..bench.results import VERSION
 
 _HEAD, _BINS = 1 << 20, 1 << 13  # probabilities of their own, and shared ones
+_DIGESTED = 1 << 20  # bytes of indices up to which ranks know for certain that theirs are equal
 
 Floats = npt.NDArray[np.float64]
 
@@ -37,11 +38,13 @@ class Sizes:
         case: what it is called, its height, and the values of a row.
         rows: rows of a rank, its duplicates removed.
         union: rows in the union of so many ranks.
+        identical: all ranks bring the same rows.
     """
 
     case: Case
     rows: float
     union: Callable[[int], float]
+    identical: bool = False
 
     def load(self, ranks: int, per_host: int = 1) -> weft.sparse.Load:
         """The load of a call of so many ranks, some of which share a host."""
@@ -51,23 +54,26 @@ class Sizes:
         hosts = weft.sparse.Hosts(tuple(rank // per_host for rank in range(ranks)))
         counts = [len(neighbours) for neighbours in hosts.ranks]
         united = {count: (self.union(count), self.union(ranks - count)) for count in {*counts}}
+        index = 4 if case.height <= 2**31 else 8
         return weft.sparse.Load(
             *(ranks, rows * ranks, rows, rows, union, case.height, case.row_bytes, partial),
-            index=4 if case.height <= 2**31 else 8,
+            index=index,
             places=case.height,
+            identical=self.identical and rows * index <= _DIGESTED,
             hosts=hosts,
             rows_of_hosts=tuple(united[count] for count in counts),
         )
 
     def with_rows(self, rows: float) -> Sizes:
         """Ranks that bring so many rows, drawn independently."""
-        return replace(self, rows=rows, union=_independent(rows, self.case.height))
+        union = _independent(rows, self.case.height)
+        return replace(self, rows=rows, union=union, identical=False)
 
 
 def drawn(case: Case) -> Sizes:
     """Rows drawn as `weft bench` draws them."""
     if case.distribution == "identical":
-        return Sizes(case, case.rows, lambda ranks: case.rows)
+        return Sizes(case, case.rows, lambda ranks: case.rows, identical=True)
     if case.distribution == "uniform":
         return Sizes(case, case.rows, _independent(case.rows, case.height))
     chances, places = _zipf(case.height)
@@ -120,7 +126,7 @@ def _of_record(row: dict[str, Any]) -> Sizes:
         *(ranks, total, round(mean), round(mean), union, case.height),
         *(case.row_bytes, case.row_bytes, 4),
     )
-    return Sizes(case, mean, seen.union_of)
+    return Sizes(case, mean, seen.union_of, identical=total == ranks * union)
 
 
 @lru_cache(maxsize=2)
