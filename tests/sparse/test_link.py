@@ -17,7 +17,7 @@ from weft.sparse.link import link_of, measure
 from weft.testing import processes, round_wire, run, spmd
 from weft.wire import register_wire
 from weft.wire.interface import Features, LinkFigures
-from weft.wire.link import Link
+from weft.wire.link import MERGE, Link
 from weft.wire.tcp import wire as tcp
 
 
@@ -136,6 +136,35 @@ def test_the_environment_may_say_them(monkeypatch):
     assert found.beta == pytest.approx(8e-9, rel=0.1)
     assert found.carry == found.within == 0  # not known
     assert "1 Gbit/s" in str(Link(1e-4, 8e-9, 1e-9, 1e-5))
+
+
+def split_on_three_hosts(group):
+    """The sums of the same rows on two ranks a host, by a split."""
+    group.session.hosts = tuple("aabbcc")
+    draw = torch.Generator().manual_seed(group.rank)
+    rows = weft.Rows(torch.arange(4000), torch.randn(4000, 64, generator=draw), 8000)
+    return weft.sparse_all_reduce(rows, algorithm="split").values
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "repeats"),
+    [
+        ("WEFT_LINK", "50,1", True),
+        ("WEFT_LINK", "50,100", True),
+        ("WEFT_FACTORS", "6", True),  # flat
+        ("WEFT_FACTORS", "2x3", False),  # what runs between the blocks depends on the link
+        ("WEFT_ALGORITHM", "split", False),  # so do its factors
+    ],
+)
+def test_settings_with_which_bits_repeat_whatever_is_measured(monkeypatch, setting, value, repeats):
+    monkeypatch.delenv("WEFT_LINK", raising=False)
+    monkeypatch.setenv(setting, value)
+    sums = []
+    for gbit in (1, 100):
+        measured = Link(50e-6, 8e-9 / gbit, MERGE, 5e-6, within=0.25e-9)
+        monkeypatch.setattr("weft.sparse.link.measure", lambda group, found=measured: found)
+        sums.append(run(6, split_on_three_hosts)[0])
+    assert torch.equal(*sums) == repeats
 
 
 def rows_of(rank):
