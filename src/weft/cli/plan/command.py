@@ -30,7 +30,7 @@ _NOTE = (
 )
 _MEASURED = (
     "Measured, by weft's authors: the rates of merging and within a host. docs/plan.md says which "
-    "simulated networks the same predictions were held against, and what of real calls was not"
+    "simulated networks and which real calls the same predictions were held against"
 )
 
 
