@@ -69,9 +69,9 @@ def test_between_distant_hosts_few_values_go_to_all_together_with_the_lists():
 
 def test_between_distant_hosts_many_values_go_round_the_ring():
     load = weft.sparse.Load(4, 24_000, 6000, 6000, 20_000, 24_000, 256, 256, 4, link=FAR)
-    assert load.sends_directly(600)
-    assert not load.sends_directly(6000)
-    assert not load.but(link=SLOW).sends_directly(600)
+    assert load.sends_directly(600 * load.row)
+    assert not load.sends_directly(6000 * load.row)
+    assert not load.but(link=SLOW).sends_directly(600 * load.row)
 
 
 @pytest.mark.parametrize("name", ["doubling", "gather", "holders"])

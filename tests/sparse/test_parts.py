@@ -31,7 +31,7 @@ def inflow(call: Call, own: LocalRows) -> Any:
 
 def ring(call: Call, own: LocalRows) -> Any:
     memory = [torch.empty(4, 2) for _ in range(call.group.size)]
-    return Ring(call, memory, SUMS, mean=4)
+    return Ring(call, memory, SUMS, nbytes=4)
 
 
 def relay(call: Call, own: LocalRows) -> Any:

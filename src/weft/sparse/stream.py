@@ -6,8 +6,8 @@
 * `send_rows` and `receive_rows`: rows from one rank to another, in chunks.
 * `Ring`: an all-gather of rows, from each left neighbour to its right one. Each host then has one
   stream in and one out, which share its link evenly; streams between all pairs do not. Measured
-  at 4 hosts of 1 Gbit/s: 1.1 times the limit, against 1.6. If links are as quick as memory, and
-  few rows between distant hosts, each rank sends to all others directly.
+  at 4 hosts of 1 Gbit/s: 1.1 times the limit, against 1.6. Each rank sends to all others directly
+  where links are as quick as memory, and where few rows go between distant hosts.
 * `lay_out` and `Share`: one result for the sums of all owners of index ranges.
 * `merge_blocks`: merges own rows and inflows in rank order, block by block, while later chunks are
   still on the wire.
@@ -416,7 +416,7 @@ class Ring:
         call: Call,
         memory: Sequence[Tensor],
         channel: int,
-        mean: float,
+        nbytes: float,
         runs: Runs | None = None,
         received: Callable[[int, int], object] | None = None,
     ) -> None:
@@ -425,7 +425,7 @@ class Ring:
             call: the call this is for.
             memory: for each rank, where its rows belong.
             channel: on which they travel.
-            mean: rows of the average rank; the same number on every rank.
+            nbytes: of the average rank's rows; the same number on every rank.
             runs: in which order the rows of each rank come; by default in that of the memory.
             received: called when rows have come, with how many of a rank have, and with that rank.
         """
@@ -435,7 +435,7 @@ class Ring:
         self._channel = channel
         self._runs = runs
         self._received = received
-        self._direct = call.load.sends_directly(mean)
+        self._direct = call.load.sends_directly(nbytes)
         self._left = (group.rank - 1) % group.size
         self._right = (group.rank + 1) % group.size
         self._to = group.peers if self._direct else [self._right][: group.size - 1]
@@ -580,8 +580,8 @@ class Share:
         self._sent = [run.start for run in self._runs]  # of each run, the first row not sent
         self._ready = [*self._sent]  # of each run, the first row that may change
         received = self._call.ready if self._is_of_all else None
-        mean = len(self.result) / len(parts)
-        self._ring = Ring(self._among, parts, SUMS, mean, runs, received).start()
+        nbytes = self.result.values.nbytes / len(parts)
+        self._ring = Ring(self._among, parts, SUMS, nbytes, runs, received).start()
         return self._mine
 
     def send(self, stop: int, number: int = 0) -> None:

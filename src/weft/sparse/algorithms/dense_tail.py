@@ -134,7 +134,7 @@ def _gather_sums(
     """Sum the part of the table that this rank owns, and send it to all, chunk by chunk."""
     me = call.group.rank
     parts = [table[low:high] for low, high in pairwise(edges)]
-    ring = Ring(call, parts, SUMS, len(table) / len(parts)).start()
+    ring = Ring(call, parts, SUMS, table.nbytes / len(parts)).start()
     union = _spread(scatter.union, edges[me], edges[me + 1])
     for start, stop in scatter.sums(call, union, parts[me]):
         ring.send(parts[me][start:stop])

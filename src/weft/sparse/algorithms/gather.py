@@ -3,7 +3,8 @@
 Index sets go first, so that each rank knows the result's size and every row's place before the
 first value arrives. Values follow in chunks that carry no indices, and are merged in rank order
 while the last of them are on the wire. They follow at once where the opening has told how many rows
-each rank has, and the lists are short: between distant hosts that saves a round. No row waits for
+each rank has (up to 16 ranks, and not between the blocks of a split) and the lists are short:
+between distant hosts that saves a round. No row waits for
 another rank's arithmetic, so the link is never idle; but every rank receives every row of all
 others and repeats the whole merge.
 
@@ -49,9 +50,10 @@ def cost(load: Load) -> Cost:
     last = min(merged, load.mean * load.given)  # rows are merged in order, while the last ones come
     moved = load.of_partials() if load.summed else load
     are_counted = load.ranks <= DIRECT and not load.summed
-    waits_for_lists = not are_counted or list_messages(listed) > 1
+    are_sent = load.at_once or list_messages(listed) == 1
+    rounds_of_lists = 0 if are_counted and are_sent else 1
     return Cost(
-        rounds=waits_for_lists + moved.hops_of_shared(load.mean),
+        rounds=rounds_of_lists + moved.hops_of_shared(load.mean),
         messages=others * (list_messages(listed) + load.chunks(load.mean, load.given)),
         bytes=received,
         merged=merged - last,
@@ -70,19 +72,22 @@ def gather(rows: LocalRows, call: Call) -> Rows:
     indices = rows.indices.to(call.wire_index)
     lists = exchange_lists(call, dict.fromkeys(group.peers, indices), group.peers)
     # what is left of a long list waits for its receivers, and values must not go ahead of it
-    waits_for_lists = not (call.counts and lists.are_sent)
-    runs = in_rank_order(call, lists, indices) if waits_for_lists else []
+    runs: list[Tensor] | None = None
+    if call.counts and lists.are_sent:
+        counts = call.counts
+    else:
+        runs = in_rank_order(call, lists, indices)
+        counts = [len(run) for run in runs]
 
     # round the ring, or to all: values, which are merged as they come
-    counts = call.counts or [len(run) for run in runs]
-    received = [count * (rank != group.rank) for rank, count in enumerate(counts)]
+    received = [0 if rank == group.rank else count for rank, count in enumerate(counts)]
     with group.lease(sum(received) * call.load.given) as memory:
         space = typed(memory, (sum(received), *call.row_shape), incoming.dtype)
         parts = torch.split(space, received)
-        ring = Ring(incoming, parts, VALUES, incoming.load.mean).start()
+        ring = Ring(incoming, parts, VALUES, incoming.load.mean * incoming.load.row).start()
         for piece in rows.pieces(incoming.chunk_rows, 0, len(rows)):
             ring.send(piece)
-        if not waits_for_lists:
+        if runs is None:
             runs = in_rank_order(call, lists, indices)
         _check(call, runs, counts)
         union = united(call, dict(enumerate(runs)))

@@ -165,7 +165,7 @@ def _gather_at_once(
         together = typed(memory, tuple(out.shape), call.dtype)
         parts = torch.split(together, list(counts))
         mine = parts[call.group.rank]
-        ring = Ring(call, parts, SUMS, len(out) / len(parts)).start()
+        ring = Ring(call, parts, SUMS, out.nbytes / len(parts)).start()
         sums.write(0, mine)
         ring.send(mine)
         ring.finish()

@@ -6,8 +6,8 @@ Nothing is sorted and nothing combined, so rows may be of any dtype; where the c
 `wire_dtype` they are rounded to it, the rank's own too, so that all ranks have the same bits. Few
 rows travel in the opening exchange. Else that says how many rows each rank has (above 16 ranks a
 second exchange does); so every length is known, and rows are received where they belong. They go
-round the ring of ranks in chunks: one stream into each host and one out of it. Where links are as
-quick as memory, and few rows between distant hosts, each rank sends to all others directly.
+round the ring of ranks in chunks: one stream into each host and one out of it. Each rank sends to
+all others directly where links are as quick as memory, and where few rows go between distant hosts.
 
 Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations"
 (JPDC 2009), section 3.
@@ -133,7 +133,7 @@ def joined(opening: Opened, counts: Sequence[int]) -> tuple[str, Rows]:
     rings = []
     for moved, channel in ((indices, LISTS), (result.values, VALUES)):
         parts_of_ranks = [moved[each] for each in part]
-        ring = Ring(call, parts_of_ranks, channel, call.load.mean).start()
+        ring = Ring(call, parts_of_ranks, channel, moved.nbytes / group.size).start()
         ring.send(moved[mine])
         rings.append(ring)
     for ring in rings:
