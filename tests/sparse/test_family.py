@@ -11,9 +11,11 @@ import torch
 
 import weft
 from weft.devices import on_host
+from weft.group.group import Group
 from weft.schedules import dense_all_reduce
 from weft.sparse import last_call
 from weft.sparse.link import set_link
+from weft.sparse.stream import LISTS
 from weft.testing import expected, run, spmd
 from weft.wire.link import Link
 
@@ -466,3 +468,27 @@ def test_what_must_be_the_same(group):
         with pytest.raises(weft.WeftError, match=text):
             call()
     assert len(weft.sparse_all_gather(rows)) == 36
+
+
+@pytest.mark.parametrize(("count", "directly"), [(20_000, True), (400_000, False)])
+def test_indices_go_directly_between_distant_hosts_if_they_are_few(count, directly, monkeypatch):
+    """By their own bytes: here the values have none."""
+    goes_to = [set() for _ in range(4)]
+    post = Group.post
+
+    def noted(self, sends=(), recvs=(), channel=0):
+        if channel == LISTS:
+            goes_to[self.rank].update(peer for peer, _ in sends)
+        return post(self, sends, recvs, channel)
+
+    monkeypatch.setattr(Group, "post", noted)
+
+    def program(group):
+        set_link(group, Link(alpha=0.025, beta=8e-8, gamma=0.125e-9, work=10e-6))
+        mine = weft.Rows(torch.arange(count), torch.ones(count, 0), count)
+        return len(weft.sparse_all_gather(mine))
+
+    assert run(4, program) == [4 * count] * 4
+    everybody = [{0, 1, 2, 3} - {rank} for rank in range(4)]
+    neighbours = [{(rank + 1) % 4} for rank in range(4)]
+    assert goes_to == (everybody if directly else neighbours)
