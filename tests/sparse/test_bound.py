@@ -18,11 +18,11 @@ import pytest
 import torch
 
 import weft
-from weft import Rows
+from weft import Rows, kernels
 from weft.sparse import Hosts, Link, Load
 from weft.sparse.bound import rows_of_average, rows_of_busiest
 from weft.sparse.choice import predicted
-from weft.sparse.header import Header, rows_of_hosts
+from weft.sparse.header import Header, described, rows_of_hosts
 from weft.sparse.link import set_link
 from weft.testing import run
 from weft.testing.simulation import simulate
@@ -403,5 +403,25 @@ def test_rows_of_hosts_are_exact_for_few_rows():
     sets = [{1, 2, 3}, {3, 4}, {*range(200)}, {7}, set()]
     headers = [header_of(rows, rank) for rank, rows in enumerate(sets)]
     headers[1] = Header.of(torch.tensor([3, 4]), 1, values=torch.ones(2))
-    found = rows_of_hosts(headers, Hosts.named("ababc"), 200)
+    found = rows_of_hosts(described(headers), Hosts.named("ababc"), 200)
     assert found == ((200, 3), (3, 200), (0, 200))
+
+
+def test_a_header_that_carries_rows_is_described_once(monkeypatch):
+    """By each rank, where one rank has too many rows to send them with its header."""
+    sketched = []
+    sketch = kernels.sketch
+
+    def counted(indices, count):
+        sketched.append(len(indices))
+        return sketch(indices, count)
+
+    def program(group):
+        set_link(group, NEAR)
+        group.session.hosts = tuple("aabb")
+        count = 3000 if group.rank == 1 else 3
+        weft.sparse_all_reduce(Rows(torch.arange(count), torch.ones(count, 64), 3000))
+
+    monkeypatch.setattr(kernels, "sketch", counted)
+    run(4, program)
+    assert sorted(sketched) == 12 * [3] + [3000]  # rank 1 did not send its own

@@ -211,8 +211,8 @@ class Header(NamedTuple):
     def together(cls, headers: Sequence[Header]) -> Header:
         """Combine headers, in the order of their ranks.
 
-        The result has no sketch and no points if all headers carry rows, or one has unsorted rows:
-        then nobody needs them.
+        The result has no sketch and no points if a header carries rows, or has unsorted rows: then
+        nobody needs them, or the headers have to be `described` before.
         """
         tightest = min(headers, key=lambda one: one.capacity)
         header = cls(
@@ -225,23 +225,20 @@ class Header(NamedTuple):
             False,
             any(one.fallible for one in headers),
         )
-        unseen = any(one.total and one.rows is None and not len(one.sketch) for one in headers)
-        if unseen or all(one.rows is not None for one in headers):
+        if any(one.rows is not None or (one.total and not len(one.sketch)) for one in headers):
             return header
-        # those that came with rows say nothing of them yet
-        known = [one if one.rows is None else one._described(one.rows.indices) for one in headers]
-        first = known[0]
-        points = np.concatenate([one.points for one in known])
-        weights = np.concatenate([one.weights for one in known])
+        first = headers[0]
+        points = np.concatenate([one.points for one in headers])
+        weights = np.concatenate([one.weights for one in headers])
         order = np.argsort(points, kind="stable")
         points, weights = _thinned(points[order], weights[order])
         return header._replace(
             alike=all(
                 one.alike and one.most == first.most and np.array_equal(one.sketch, first.sketch)
-                for one in known
+                for one in headers
             ),
-            digest=first.digest if all(one.digest == first.digest for one in known) else _NONE,
-            sketch=sketch.merge([one.sketch for one in known]),
+            digest=first.digest if all(one.digest == first.digest for one in headers) else _NONE,
+            sketch=sketch.merge([one.sketch for one in headers]),
             points=points,
             weights=weights,
         )
@@ -269,6 +266,11 @@ class Header(NamedTuple):
         return max(self.most, min(guess, self.total, self.total if height is None else height))
 
 
+def described(headers: Sequence[Header]) -> list[Header]:
+    """The headers, all of sorted rows; those that carry the rows say instead where they lie."""
+    return [one if one.rows is None else one._described(one.rows.indices) for one in headers]
+
+
 def rows_of_hosts(
     headers: Sequence[Header], hosts: Hosts, union: int
 ) -> tuple[tuple[int, int], ...]:
@@ -278,12 +280,11 @@ def rows_of_hosts(
     be by these: all ranks' rows but the host's, or those of another host.
 
     Args:
-        headers: of each rank, in the order of ranks; none of unsorted rows.
+        headers: of each rank, in the order of ranks, `described`.
         hosts: of these ranks.
         union: rows in the union of all ranks.
     """
-    described = [one if one.rows is None else one._described(one.rows.indices) for one in headers]
-    united = [_united([described[rank] for rank in ranks], union) for ranks in hosts.ranks]
+    united = [_united([headers[rank] for rank in ranks], union) for ranks in hosts.ranks]
     found = []
     for host, own in enumerate(united):
         of_others = max(united[:host] + united[host + 1 :], default=0)

@@ -28,7 +28,7 @@ from .choice import ALONE, EAGER, Explanation, choose, is_eager, with_link
 from .choice import explained as explained_choice
 from .cost import Load
 from .factors import factored, factors_of, of_environment
-from .header import Header, combined, rows_of_hosts
+from .header import Header, combined, described, rows_of_hosts
 from .local_rows import LocalRows
 from .record import note
 from .registry import find
@@ -112,8 +112,9 @@ def opened(
     request.fields.setdefault("device", over.route)  # None: this rank learns it from others
     call = _call_of(request, over)
     own = _rows_of(request, call, moves=moves)
+    direct = is_direct(group)
     may_be_eager = (
-        is_direct(group)
+        direct
         and group.size > 1
         and not looks
         and request.error is None
@@ -130,11 +131,15 @@ def opened(
         own.row_shape = call.row_shape
 
         # from here on every rank knows the same of the call
-        counted = None if is_direct(group) else header
+        counted = None if direct else header
         unpack = partial(Header.unpack, moves=moves, height=call.height, counted=counted)
         headers = agreement.read(unpack, call.row_shape, call.dtype)
-        call.header = Header.together(headers)
-        if is_direct(group):
+        distributions = headers
+        if not moves and any(header.rows is None for header in headers):
+            # some ranks' rows did not come, so those that came are not merged here
+            distributions = described(headers)
+        call.header = Header.together(distributions)
+        if direct:
             call.counts = [header.total for header in headers]
         call.load = _load(call, moves=moves)
         assert call.given is not None
@@ -145,8 +150,8 @@ def opened(
         elif group.size > 1:
             lockstep = call.group.features.lockstep
             call.load = with_link(call.group, call.load, staying=staying, lockstep=lockstep)
-            if is_direct(group) and not moves:
-                call.load = _with_rows_of_hosts(call.load, headers)
+            if direct and not moves:
+                call.load = _with_rows_of_hosts(call.load, distributions)
         yield Opened(call, own, headers, rows_of_all)
     finally:
         own.release()
@@ -277,7 +282,7 @@ def _with_rows_of_hosts(load: Load, headers: list[Header]) -> Load:
 
     Args:
         load: the sizes of the call, with its hosts.
-        headers: of each rank.
+        headers: of each rank, `described`.
     """
     hosts = load.hosts
     if hosts is None or len(hosts.ranks) in (1, load.ranks):
