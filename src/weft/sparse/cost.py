@@ -238,13 +238,13 @@ class Load:
         missed = math.pow(1 - self.mean / self._places, ranks)
         return min(self._places * (1 - missed), ranks * self.mean)
 
-    def union_of_block(self, ranks: tuple[int, ...]) -> float:
-        """Rows expected in the sum of these ranks, of which more is known if they are a host."""
-        hosts = self.hosts
-        if hosts is None or self.rows_of_hosts is None or ranks not in hosts.ranks:
-            return self.union_of(len(ranks))
-        own, _ = self.rows_of_hosts[hosts.ranks.index(ranks)]
-        return own
+    def unions_of(self, blocks: Blocks) -> list[float]:
+        """Rows expected in the sum of each block, of which more is known if it is a host."""
+        known: dict[tuple[int, ...], float] = {}
+        if self.hosts is not None and self.rows_of_hosts is not None:
+            for ranks, (own, _) in zip(self.hosts.ranks, self.rows_of_hosts, strict=True):
+                known[ranks] = own
+        return [known[block] if block in known else self.union_of(len(block)) for block in blocks]
 
     @functools.cached_property
     def _places(self) -> float:

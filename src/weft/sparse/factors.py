@@ -183,7 +183,7 @@ def within(load: Load) -> Load:
     local = load.but(
         ranks=ranks,
         total=total,
-        union=min(total, round(max(map(load.union_of_block, blocks)))),
+        union=min(total, round(max(load.unions_of(blocks)))),
         hosts=None,
         rows_of_hosts=None,
         stages=(),
@@ -200,7 +200,7 @@ def between(load: Load) -> Load:
     """The load of what runs among the ranks of one place: one rank of each block."""
     blocks = blocks_of(load)
     places = load.factors[0]
-    rows = [load.union_of_block(block) / places for block in blocks]
+    rows = [own / places for own in load.unions_of(blocks)]
     union = round(load.union / places)
     assert load.link is not None
     sharing = 1
