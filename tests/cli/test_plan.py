@@ -16,7 +16,7 @@ import weft
 from weft.cli.bench.cases import Case
 from weft.cli.commands import app
 from weft.cli.pictures import ON_DARK
-from weft.cli.plan.predict import Sizes, drawn, recorded
+from weft.cli.plan.predict import Named, Sizes, drawn, predict, recorded
 from weft.sparse import ALGORITHMS, MERGE, WITHIN, Link
 from weft.sparse.cost import MANY
 from weft.sparse.header import Header
@@ -111,6 +111,9 @@ def test_the_bound_of_hosts_is_beside_that_of_ranks(tmp_path: Path) -> None:
     assert found[4]["bound_bytes"] == 7 / 4 * rows
 
 
+GBIT = Named("1gbit", Link(50e-6, 8e-9, MERGE, 10e-6, within=WITHIN))
+
+
 def of(distribution: str, rows: int, height: int) -> Sizes:
     return drawn(Case("own", rows, height, width=1, distribution=distribution))
 
@@ -181,9 +184,32 @@ def test_plan_knows_as_a_call_does_that_all_ranks_have_the_same_rows(rows: int) 
     header = Header.of(torch.arange(rows), 0)
     called = Header.together([header, header]).identical
     same = of("identical", rows, 2 * rows)
-    assert same.load(2).identical == called == (rows <= 262_144)
-    assert not same.with_rows(rows).load(2).identical  # these are drawn
-    assert not of("uniform", rows, 2 * rows).load(2).identical
+    others = same.with_rows(rows), of("uniform", rows, 2 * rows)  # these are drawn
+    known = [one.answer.load.identical for one in predict([same, *others], [GBIT], [2])]
+    assert known == [called, False, False]
+    assert called == (rows <= 262_144)
+
+
+@pytest.mark.parametrize("ranks", [16, 32])  # 32 have one header of all
+def test_plan_knows_of_hosts_what_a_call_does(ranks: int) -> None:
+    text = of("zipf", 1000, 100_000)
+    [one] = predict([text], [GBIT], [ranks], per_host=8)
+
+    def program(group: weft.Group) -> bool:
+        set_link(group, GBIT.link)
+        group.session.hosts = tuple(str(rank // 8) for rank in range(ranks))
+        load = weft.explain(weft.Rows(torch.arange(200), torch.ones(200, 64), 100_000)).load
+        return load.rows_of_hosts is not None
+
+    assert run(ranks, program)[0] == (one.answer.load.rows_of_hosts is not None) == (ranks == 16)
+    # the bound is that of the rows that hosts have
+    of_host, of_others = text.union(8), text.union(ranks - 8)
+    assert one.load.rows_of_hosts == ((of_host, of_others),) * (ranks // 8)
+    figures = one.json()
+    assert figures["host_bound_bytes"] == one.load.host_bound
+    assert one.least_ms == 1e3 * one.load.least_seconds(GBIT.link)
+    exact = figures["host_bound_bytes"] == one.answer.load.host_bound
+    assert exact == (ranks == 16)
 
 
 def test_plan_names_what_a_call_takes_where_all_ranks_have_the_same_rows() -> None:

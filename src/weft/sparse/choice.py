@@ -24,7 +24,7 @@ from ..schedules.hosts import hosts_of
 from ..wire.link import Link
 from .cost import Cost, Load, preferred
 from .factors import factored, factors_of
-from .header import Header
+from .header import DIGESTED, Header
 from .link import link_of
 from .registry import ALGORITHMS, Algorithm, find
 
@@ -316,9 +316,22 @@ def _serving(load: Load) -> list[Algorithm]:
 
 
 def predicted(load: Load, link: Link) -> Explanation:
-    """What `auto` would choose for a load on a link that need not be here; communicates nothing."""
+    """What `auto` would choose for a load on a link that need not be here; communicates nothing.
+
+    What is known of the load and no call would know is left out: the rows of hosts of more than 16
+    ranks, and that ranks have the same rows if these are too many to be compared.
+    """
     index = torch.int32 if load.index == 4 else torch.int64
-    return explained(factored(fitted(load, link)), "auto", index)
+    return explained(factored(fitted(_as_called(load), link)), "auto", index)
+
+
+def _as_called(load: Load) -> Load:
+    """The load without what ranks that open a call do not learn from each other's headers."""
+    if load.ranks > DIRECT:  # they get one header of all
+        load = load.but(rows_of_hosts=None)
+    if load.most * load.index > DIGESTED:
+        load = load.but(identical=False)
+    return load
 
 
 def explained(load: Load, algorithm: str, index: torch.dtype, carrier: str = "") -> Explanation:

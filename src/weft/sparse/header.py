@@ -33,13 +33,15 @@ from . import sketch
 POINTS = 128
 """Points of one rank."""
 
+DIGESTED = 1 << 20
+"""Bytes of a rank's indices up to which they are digested: more would take too long."""
+
 _KEPT = 1024  # points of a combined header
 # the first fields of a header, in their order; then the lengths of the sketch and of the points or,
 # if rows follow, -1 and the bytes of an index. 96 bytes, so that what follows is aligned
 _FIXED = struct.Struct("<6q2?6x16s2q8x")
 _FIELDS = 9
 _GRAIN = 16  # bytes: values begin at a multiple
-_DIGESTED = 1 << 20  # bytes of indices that are digested at most: more would take too long
 _NONE = bytes(16)  # no digest: ranks have different index sets, or too large ones
 NO_LIMIT = 1 << 62
 _MOST = 1 << 44  # rows that all ranks together may have: more than fit in any memory
@@ -316,7 +318,7 @@ def shares(count: int) -> Longs:
 def _digest(indices: Tensor) -> bytes:
     """The digest of sorted, unique indices, as int32 if all fit: equal sets have equal digests."""
     raw = memory_of(indices.int() if last(indices) < 2**31 else indices)
-    if len(raw) > _DIGESTED:
+    if len(raw) > DIGESTED:
         return _NONE
     return hashlib.sha256(raw).digest()[:16]  # processors have instructions for it
 

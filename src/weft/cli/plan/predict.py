@@ -25,7 +25,6 @@ from ..bench.cases import Case
 from ..bench.results import VERSION
 
 _HEAD, _BINS = 1 << 20, 1 << 13  # probabilities of their own, and shared ones
-_DIGESTED = 1 << 20  # bytes of indices up to which ranks know for certain that theirs are equal
 
 Floats = npt.NDArray[np.float64]
 
@@ -54,12 +53,11 @@ class Sizes:
         hosts = weft.sparse.Hosts(tuple(rank // per_host for rank in range(ranks)))
         counts = [len(neighbours) for neighbours in hosts.ranks]
         united = {count: (self.union(count), self.union(ranks - count)) for count in {*counts}}
-        index = 4 if case.height <= 2**31 else 8
         return weft.sparse.Load(
             *(ranks, rows * ranks, rows, rows, union, case.height, case.row_bytes, partial),
-            index=index,
+            index=4 if case.height <= 2**31 else 8,
             places=case.height,
-            identical=self.identical and rows * index <= _DIGESTED,
+            identical=self.identical,
             hosts=hosts,
             rows_of_hosts=tuple(united[count] for count in counts),
         )
@@ -154,12 +152,19 @@ class Named(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What was asked, and the answer for all algorithms."""
+    """What was asked, and the answer for all algorithms.
+
+    Attributes:
+        sizes, link, ranks, per_host: what was asked.
+        load: of the call, with the rows of hosts, which a call of many ranks does not know.
+        answer: by what a call knows.
+    """
 
     sizes: Sizes
     link: Named
     ranks: int
     per_host: int
+    load: weft.sparse.Load
     answer: weft.sparse.Explanation
 
     @property
@@ -174,11 +179,11 @@ class Prediction:
     @property
     def least_ms(self) -> float:
         """Milliseconds that any exact schedule takes with these ranks on these hosts."""
-        return 1e3 * self.answer.load.least_seconds(self.link.link)
+        return 1e3 * self.load.least_seconds(self.link.link)
 
     def json(self) -> dict[str, Any]:
         """As plain values; milliseconds, bytes received and messages sent by a rank."""
-        load = self.answer.load
+        load = self.load
         return {
             "case": self.sizes.case.name,
             "link": self.link.name,
@@ -203,5 +208,6 @@ def predict(
     """
     for one, link, count in product(sizes, links, ranks):
         if per_host < count:
-            answer = weft.sparse.predicted(one.load(count, per_host), link.link)
-            yield Prediction(one, link, count, per_host, answer)
+            load = one.load(count, per_host)
+            answer = weft.sparse.predicted(load, link.link)
+            yield Prediction(one, link, count, per_host, load, answer)
