@@ -6,6 +6,7 @@ import functools
 import io
 import threading
 from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 import torch
@@ -207,6 +208,30 @@ def test_what_a_list_would_do_is_explained(group):
     with pytest.raises(weft.WeftError, match="rank 0: table 1: index -1 is negative"):
         bad = (torch.tensor([-1 if group.rank == 0 else 1]), torch.ones(1))
         weft.explain([rows[0], bad])
+
+
+@pytest.mark.parametrize(("size", "rounds"), [(1, 0), (3, 1), (20, 6)])
+def test_rounds_of_a_list_have_those_in_which_its_tables_are_stated(size, rounds):
+    rows = weft.Rows(torch.arange(600), torch.ones(600, 64))
+
+    def program(group):
+        set_link(group, Link(1e-4, 1e-8, 1e-10, 1e-5))
+        alone = weft.explain(rows, algorithm="gather")
+        one = weft.explain([rows], algorithm="gather")
+        other = weft.Rows(rows.indices, rows.values.double())
+        two = weft.explain([rows, other], algorithm="gather")
+        few = weft.Rows(rows.indices[:1], rows.values[:1])
+        many = weft.explain([rows] + [few] * 600, algorithm="gather")  # more than one statement
+        return alone, one, two, many
+
+    alone, one, two, many = run(size, program)[0]
+    assert (one.stating, two.stating, many.stating) == (rounds, 0, 2 * rounds)
+    assert [call.stating for call in two.calls] == [rounds, 0]
+    for line, of_list in zip(alone.lines, one.lines, strict=True):
+        assert of_list == replace(line, rounds=line.rounds + rounds)
+    if size > 1:
+        assert f", {2 * rounds} to open the call" in str(one)
+        assert f", {3 * rounds} to open the call" in str(many)
 
 
 def spread(group, count, shape, dtype):

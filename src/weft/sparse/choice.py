@@ -107,6 +107,8 @@ class Explanation:
         groups: of a list, the tables that are reduced together; those without rows are in none.
         calls: of a list that takes several calls, what each would do; `lines` is empty then.
         device: where the rows are, and for an accelerator how they travel: "cuda (nccl)".
+        stating: rounds in which ranks state the tables of a list, before its first call; they are
+            among those that open that call.
     """
 
     chosen: str
@@ -115,6 +117,7 @@ class Explanation:
     groups: tuple[Batch, ...] = ()
     calls: tuple[Explanation, ...] = ()
     device: str = "cpu"
+    stating: int = 0
 
     @property
     def link(self) -> Link | None:
@@ -181,7 +184,7 @@ class Explanation:
         """The rounds that what is chosen waits for, which no link makes shorter."""
         link = self.link
         assert link is not None
-        opening = opening_rounds(self.load.ranks)
+        opening = opening_rounds(self.load.ranks) + self.stating
         rounds = self.lines[0].rounds
         which = "which opens the call" if rounds == opening == 1 else f"{opening} to open the call"
         return (
@@ -390,6 +393,12 @@ def together(calls: Sequence[Explanation]) -> Explanation:
     )
     groups = tuple(group for call in calls for group in call.groups)
     return Explanation(chosen, load, (), groups, tuple(calls))
+
+
+def after_stating(first: Explanation, rounds: int) -> Explanation:
+    """The first call of a list, before which the list's tables are stated in so many rounds."""
+    lines = [replace(line, rounds=line.rounds + rounds) for line in first.lines]
+    return replace(first, lines=tuple(lines), stating=rounds)
 
 
 def _rows_of_hosts_together(loads: Sequence[Load]) -> tuple[tuple[float, float], ...] | None:

@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from .. import kernels
-from ..agree import BODY, agree, confess, is_direct
+from ..agree import BODY, agree, confess, is_direct, opening_rounds
 from ..devices import on_host
 from ..errors import WeftError
 from ..group.group import Group
@@ -243,6 +243,8 @@ def explained(group: Group, requests: Sequence[Request], error: str | None) -> E
     if not calls:
         nothing = run.explained(group, requests[0].of_rows(NOTHING))
         return replace(nothing, chosen=ALONE if group.size == 1 else EAGER, lines=())
+    stating = len(_first_tables(requests)) * opening_rounds(group.size)
+    calls[0] = choice.after_stating(calls[0], stating)
     return calls[0] if len(calls) == 1 else choice.together(calls)
 
 
@@ -383,7 +385,7 @@ def _stated(group: Group, requests: Sequence[Request], error: str | None, name: 
     if error is None:
         mine[:] = [_statement(request, group.rank) for request in requests]
     statements = []
-    for start in range(0, len(requests), _MOST):
+    for start in _first_tables(requests):
         body = torch.from_numpy(mine[start : start + _MOST].view(np.uint8))
         agreement = agree(group, name, fields, error, body, combined_statement)
         # a combined statement counts this rank's own rows
@@ -398,6 +400,11 @@ def _stated(group: Group, requests: Sequence[Request], error: str | None, name: 
         # which raises how they differ
         agree(group, name, fields, None, bytearray(), combined_statement)
     return stated
+
+
+def _first_tables(requests: Sequence[Request]) -> range:
+    """The number of the first table of each statement."""
+    return range(0, len(requests), _MOST)
 
 
 def _statement(request: Request, rank: int) -> tuple[object, ...]:

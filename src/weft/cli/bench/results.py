@@ -71,7 +71,8 @@ Row = dict[str, Any]
 * sent_bytes, messages: by the average rank; most_bytes: by the rank that sent most;
 * bound_bytes: that the average rank must receive; bound_seconds: what they take on the link;
 * rounds: that weft.explain says a call waits for beside the time of its bytes, with those that open
-  it; of a list, of all its calls; rounds_seconds: what they take on the link; None for a peer;
+  it; of a list, of all its calls and the exchange before them; rounds_seconds: what they take on
+  the link; None for a peer;
 * bytes_ratio: bytes sent over the bound's; time_ratio: median over bound_seconds; rest_ratio: the
   median without rounds_seconds, over bound_seconds;
 * host_bound_bytes: the host bound, which must cross the link of the busiest host;
