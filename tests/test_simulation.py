@@ -11,6 +11,7 @@ import torch
 import weft
 from weft.kernels import meter
 from weft.sparse import ALGORITHMS, algorithms, factors
+from weft.sparse.link import set_link
 from weft.testing import expected, simulated
 from weft.testing.simulation import simulate
 from weft.wire.link import MERGE, WITHIN, Link
@@ -72,6 +73,35 @@ def test_between_distant_hosts_many_values_go_round_the_ring():
     assert load.sends_directly(600 * load.row)
     assert not load.sends_directly(6000 * load.row)
     assert not load.but(link=SLOW).sends_directly(600 * load.row)
+
+
+def test_between_distant_hosts_of_several_ranks_fewer_values_go_to_all():
+    # each rank of a host gets all of them over the host's link, where a ring crosses it once
+    load = weft.sparse.Load(4, 4800, 1200, 1200, 4000, 24_000, 256, 256, 4, link=FAR)
+    of_two = load.but(hosts=weft.sparse.Hosts.named("aabb"))
+    assert of_two.queue > 0
+    assert load.sends_directly(1200 * load.row)
+    assert not of_two.sends_directly(1200 * load.row)
+    assert of_two.sends_directly(600 * load.row)
+
+
+@pytest.mark.parametrize("count", [200, 3000])  # to all, and round the ring
+def test_distant_hosts_of_several_ranks(count):
+    link = replace(FAR, within=WITHIN)
+    within = replace(FAR, alpha=20e-6, beta=WITHIN)
+    rows = partial(spread, count=count, height=24_000)
+    check(simulate("gather", rows, 4, link, hosts="aabb", within=within))
+
+
+def test_between_distant_hosts_few_gathered_rows_go_to_all():
+    def program(group):
+        set_link(group, FAR)
+        weft.sparse_all_gather(spread(group.rank, count=600, height=24_000))
+        return simulated.clock(group), group.traffic.bytes
+
+    seconds, nbytes = zip(*simulated.run(4, FAR, program), strict=True)
+    waits = (max(seconds) - max(nbytes) * FAR.beta) / FAR.alpha
+    assert waits < 2.5  # one to open the call, and one for the rows; a ring waits in each hop
 
 
 @pytest.mark.parametrize("name", ["doubling", "gather", "holders"])
