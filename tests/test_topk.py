@@ -7,6 +7,7 @@ import copy
 import functools
 import io
 import math
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,6 @@ from weft import sparsify
 from weft.ddp import TopK, topk_hook
 from weft.errors import WeftError, WireError
 from weft.group.group import Group
-from weft.selection import mean_of_largest
 from weft.sparse.link import set_link
 from weft.sparsify import entries_to_send, largest_entries
 from weft.testing import run, simulated, spmd
@@ -492,27 +492,38 @@ def test_who_is_wrong_is_named_on_every_rank(group: Group) -> None:
         refused(group, r"^rank 1: state is a dict: pass a", [torch.ones(9)], {} if me else other)
 
 
-MARKED = 77.0  # the first number of a tensor of which a rank cannot select entries
+MARKED = 77.0  # the first number of a tensor of which a rank cannot pick what it sends
 
 
-def selected_with_trouble(values: Tensor, density: float, chunk: int | None) -> Tensor:
-    if values[0] == MARKED:
-        raise MemoryError("no memory")
-    return entries_to_send(values, density, chunk)
+def troubled_by_marks(works: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A function of numbers that has no memory for those that are marked."""
+
+    def inside(values: Tensor, *given: Any) -> Tensor:
+        if len(values) and values[0] == MARKED:
+            raise MemoryError("no memory")
+        return works(values, *given)
+
+    return inside
 
 
+@pytest.mark.parametrize("numel", [90, 9])  # of a tensor that is sent in part, and of a whole one
 @pytest.mark.parametrize("total_density", [None, 0.1])
 @spmd(1, 2, 4, on=("threads",))
 def test_trouble_of_one_rank_is_raised_on_all_and_nothing_is_lost(
-    group: Group, total_density: float | None, monkeypatch: pytest.MonkeyPatch
+    group: Group, total_density: float | None, numel: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After the residuals of some tensors were added to; also of tensors that are new."""
-    monkeypatch.setattr(sparsify, "entries_to_send", selected_with_trouble)
-    more = {"total_density": total_density, "min_numel": 1, "group": group}
+    for name in ("entries_to_send", "narrowed"):
+        monkeypatch.setattr(sparsify, name, troubled_by_marks(getattr(sparsify, name)))
+    more = {"total_density": total_density, "min_numel": 20, "group": group}
     state, like = (TopK(0.2, momentum=0.5, **more) for _ in "ab")
     for each in state, like:
-        weft.sync_sparsified({"first": whole_numbers(group, 0, 90)}, each)
-    given = {name: whole_numbers(group, n, 90) for n, name in enumerate(("first", "new", "last"))}
+        weft.sync_sparsified(
+            {"first": whole_numbers(group, 0, 90), "whole": whole_numbers(group, 3, 7)}, each
+        )
+    given = {name: whole_numbers(group, n, 90) for n, name in enumerate(("first", "last"))}
+    given["whole"] = whole_numbers(group, 4, 7)
+    given["new"] = whole_numbers(group, 5, numel)
     wanted = {name: each.clone() for name, each in given.items()}
     if group.rank == group.size - 1:
         given["new"][0] = MARKED
@@ -523,7 +534,7 @@ def test_trouble_of_one_rank_is_raised_on_all_and_nothing_is_lost(
         refused(group, text, found, state)
         assert all(torch.equal(each, given[name]) for name, each in found.items())
         after = state.state_dict()
-        assert after["steps"] == before["steps"] == {"first": 1}
+        assert after["steps"] == before["steps"] == {"first": 1, "whole": 1}
         for kind in ("residual", "velocity"):
             torch.testing.assert_close(after[kind], before[kind], rtol=0, atol=1e-5)
     given["new"] = wanted["new"].clone()
@@ -533,33 +544,60 @@ def test_trouble_of_one_rank_is_raised_on_all_and_nothing_is_lost(
 
 
 @pytest.mark.parametrize("kind", [RuntimeError, KeyboardInterrupt])
+@pytest.mark.parametrize("step", ["mean_of_largest", "reduce_dense"])
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_residuals_are_as_they_were_whatever_is_raised(
-    ranks: int, kind: type[BaseException], monkeypatch: pytest.MonkeyPatch
+def test_a_step_that_raised_can_be_repeated(
+    ranks: int, step: str, kind: type[BaseException], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The group may be lost then, but not what is kept."""
+    """Nothing is kept of it, whatever was raised: on a new group it counts once."""
+    failing: set[int] = set()
+    has_begun = threading.Barrier(ranks)  # no rank's first step sees the trouble of the second
+    works = getattr(sparsify, step)
 
-    def troubled(group: Group, request: Any, starts: list[int], most: list[int]) -> Any:
-        if len(most) > 1:
+    def troubled(group: Group, *given: Any) -> Any:
+        if group.rank in failing:
             raise kind("trouble")
-        return mean_of_largest(group, request, starts, most)
+        return works(group, *given)
 
-    def program(group: Group) -> None:
-        state = TopK(0.2, total_density=0.1, momentum=0.5, min_numel=1, group=group)
-        weft.sync_sparsified([whole_numbers(group, 0, 90)], state)
+    def tensors_of(group: Group, number: int) -> list[Tensor]:
+        """Of step 0 or 1, which has two that are new; those of 9 numbers are sent whole."""
+        sizes = [(90, 9), (90, 9, 90, 9)][number]
+        return [whole_numbers(group, 4 * number + n, size) for n, size in enumerate(sizes)]
+
+    def state_of(group: Group) -> TopK:
+        return TopK(0.2, total_density=0.1, momentum=0.5, min_numel=20, group=group)
+
+    def interrupted(group: Group) -> dict[str, Any]:
+        state = state_of(group)
+        weft.sync_sparsified(tensors_of(group, 0), state)
         before = copy.deepcopy(state.state_dict())
-        given = [whole_numbers(group, 1, 90), whole_numbers(group, 2, 90)]
-        wanted = [each.clone() for each in given]
-        with pytest.raises((kind, WireError), match="trouble"):  # the other's, if that was first
+        given = tensors_of(group, 1)
+        has_begun.wait(60)
+        if group.rank == group.size - 1:
+            failing.add(group.rank)
+        with pytest.raises((kind, WireError), match="trouble"):  # of which the others learn
             weft.sync_sparsified(given, state)
-        assert all(map(torch.equal, given, wanted))
+        assert all(map(torch.equal, given, tensors_of(group, 1)))
         after = state.state_dict()
         assert after["steps"] == before["steps"]
         for kept in ("residual", "velocity"):
             torch.testing.assert_close(after[kept], before[kept], rtol=0, atol=1e-5)
+        return after
 
-    monkeypatch.setattr(sparsify, "mean_of_largest", troubled)
-    run(ranks, program)
+    def repeated(group: Group, kept: list[dict[str, Any]]) -> None:
+        state, like = state_of(group), state_of(group)
+        state.load_state_dict(kept[group.rank])
+        weft.sync_sparsified(tensors_of(group, 0), like)
+        found, wanted = tensors_of(group, 1), tensors_of(group, 1)
+        weft.sync_sparsified(found, state)
+        weft.sync_sparsified(wanted, like)
+        torch.testing.assert_close(found, wanted)
+        torch.testing.assert_close(state.state_dict(), like.state_dict())
+
+    monkeypatch.setattr(sparsify, step, troubled)
+    kept = run(ranks, interrupted)
+    failing.clear()
+    run(ranks, repeated, kept)
 
 
 @pytest.mark.parametrize("density", [1, 0.1])

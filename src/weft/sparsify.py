@@ -25,7 +25,6 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -85,8 +84,9 @@ def sync_sparsified(
             rank. The tensors are as they were, the residuals too, up to rounding (and zero where a
             tensor is infinite or NaN). The next call works. Tensors of several dtypes or devices
             are reduced one kind after the other: those before the error may be means already.
-        WireError: a peer or a link failed; names the culprit. The group is lost. Each residual is
-            as it was or, if the tensor's mean came, as after the step; so with any other error.
+        WireError: a peer or a link failed; names the culprit. The group is lost. Tensors and
+            residuals are as with a WeftError. With any other error each residual is as it was or,
+            if the tensor's mean came, as after the step.
 
     Example:
         >>> import torch, weft
@@ -174,7 +174,7 @@ class _Kept:
         residual: what was not sent, 1-D, in float32 or wider; None without error feedback.
         velocity: of momentum correction, likewise; None without momentum.
         steps: how often the tensor was reduced.
-        is_under_way: whether a step's tensor was added, and nothing of it has been sent.
+        is_under_way: whether a step's tensor was added, and its mean has not come.
     """
 
     residual: Tensor | None = None
@@ -226,7 +226,7 @@ class _Kept:
                 each.nan_to_num_(0, 0, 0)
 
     def undone(self, flat: Tensor, momentum: float) -> None:
-        """Undo the last `added`, up to rounding: nothing of it was sent."""
+        """Undo the last `added`, up to rounding: no mean came of it."""
         if self.residual is not None:
             self.residual.sub_(flat if self.velocity is None else self.velocity).nan_to_num_(
                 0, 0, 0
@@ -235,6 +235,34 @@ class _Kept:
             self.velocity.sub_(flat).div_(momentum).nan_to_num_(0, 0, 0)
         self.steps -= 1
         self.is_under_way = False
+
+
+@dataclass(slots=True)
+class _Step:
+    """What this rank sends in a step.
+
+    Attributes:
+        parts: the tensors by name, 1-D. They are written once the means of all have come, so that
+            until then a step can be undone.
+        sparse: the names of those that are sent in part.
+        starts: where each of these begins in `rows`, and the end of the last.
+        most: how many entries the result has of each of these, at most.
+        whole: the names of the others, which are sent whole.
+        picked: what is sent of each tensor, by name.
+        rows: what is sent of the tensors in part.
+        copies: of what is sent of the whole tensors; they become the means.
+        trouble: what was raised while this was picked, if anything was.
+    """
+
+    parts: dict[str, Tensor]
+    sparse: list[str] = field(default_factory=list)
+    starts: list[int] = field(default_factory=lambda: [0])
+    most: list[int] = field(default_factory=list)
+    whole: list[str] = field(default_factory=list)
+    picked: dict[str, _Picked] = field(default_factory=dict)
+    rows: Rows = field(default_factory=lambda: _rows_of([], [0], torch.empty(0)))
+    copies: list[Tensor] = field(default_factory=list)
+    trouble: Exception | None = None
 
 
 @dataclass(eq=False)
@@ -357,59 +385,100 @@ class Sparsifier:
         """
         asked = self.density if density is None else density
         error = error or _wrong_density("density", asked) or self._wrong_algorithm(algorithm)
-        parts = {name: flat for name, flat in tensors.items() if flat.numel()} if not error else {}
-        few = [name for name, flat in parts.items() if self._is_sparsified(flat, asked)]
-        self._partly |= bool(few)
-        self._largest = max([self._largest, *(flat.numel() for flat in parts.values())])
-        starts = [0, *accumulate(parts[name].numel() for name in few)]
-        most = [self._most(name, parts[name].numel()) for name in few]
+        parts: dict[str, Tensor] = {}
+        if error is None:
+            parts = {name: flat for name, flat in tensors.items() if flat.numel()}
+        step = self._step_of(parts, asked)
         with self._as_it_was_if_it_raises(parts):
-            trouble = None
-            rows = _rows_of([], [0], torch.empty(0))
-            try:
-                picked = [self._picked(name, parts[name], density) for name in few]
-                if few:
-                    rows = _rows_of(picked, starts, parts[few[0]])
-            except Exception as caught:  # raised here, it would leave the others waiting
-                trouble = caught
-                error = f"{type(caught).__name__}: {caught}"
+            self._pick_all(step, density)
+            if step.trouble is not None:
+                error = f"{type(step.trouble).__name__}: {step.trouble}"
             # takes place even if no tensor is sparsified: it compares the ranks
-            request = Request.of(rows, "avg", algorithm, self.wire_dtype, None)
+            request = Request.of(step.rows, "avg", algorithm, self.wire_dtype, None)
             request.error = error or request.error
-            asked_for = {"tensors": said or _described(tensors), "density": str(density)}
-            if (
-                self.total_density is not None
-            ):  # it falls with the steps, which may have been loaded
-                asked_for["entries of the result"] = summed_up(str(most), _SPELLED, f"{sum(most)}")
-            request.fields = asked_for | request.fields
-            try:
-                if self.total_density is None:
-                    total = job_of_one(group, request).run()
-                else:
-                    total = mean_of_largest(group, request, starts, most)
-            except WeftError as raised:
-                raise raised from trouble
-            finally:
-                trouble = None  # its traceback has this frame: a cycle, which would keep tensors
-            cuts = torch.searchsorted(total.indices, total.indices.new_tensor(starts)).tolist()
-            for number, name in enumerate(few):
-                mine = slice(cuts[number], cuts[number + 1])
-                where = total.indices[mine].long() - starts[number]
-                shared = None if self.total_density is None else where
-                self._kept[name].sent(*picked[number], shared)
-                parts[name].zero_().index_copy_(0, where, total.values[mine])
-            whole = [name for name in parts if name not in few]
-            for name in whole:
-                all_of_it = self._picked(name, parts[name], None, whole=True)
-                # copied before sent(), which takes NaN out of the velocity: perhaps the same memory
-                parts[name].copy_(all_of_it[2])
-                self._kept[name].sent(*all_of_it)
-            reduce_dense(group, [parts[name] for name in whole], "avg", self.wire_dtype)
+            compared = {"tensors": said or _described(tensors), "density": str(density)}
+            if self.total_density is not None:
+                # it falls with the steps, which may have been loaded
+                most = summed_up(str(step.most), _SPELLED, f"{sum(step.most)}")
+                compared["entries of the result"] = most
+            request.fields = compared | request.fields
+            total = self._share_sparse(group, step, request)
+            reduce_dense(group, step.copies, "avg", self.wire_dtype)
+            self._take_means(step, total)
         return last_call(group)
+
+    def _step_of(self, parts: dict[str, Tensor], density: float) -> _Step:
+        """A step of these tensors, of which nothing is picked."""
+        step = _Step(parts)
+        for name, flat in parts.items():
+            if self._is_sparsified(flat, density):
+                step.sparse.append(name)
+                step.starts.append(step.starts[-1] + flat.numel())
+                step.most.append(self._most(name, flat.numel()))
+                self._partly = True
+            else:
+                step.whole.append(name)
+            self._largest = max(self._largest, flat.numel())
+        return step
+
+    def _pick_all(self, step: _Step, density: float | None) -> None:
+        """Add each tensor to what is kept of it, and pick what is sent.
+
+        An error becomes the step's trouble: raised here, it would leave the other ranks waiting.
+        """
+        try:
+            for name in step.sparse:
+                step.picked[name] = self._picked(name, step.parts[name], density)
+            for name in step.whole:
+                step.picked[name] = self._picked(name, step.parts[name], density, whole=True)
+                # what is sent may be the memory of the tensor or of what is kept
+                step.copies.append(step.picked[name][2].clone())
+            if step.sparse:
+                picked = [step.picked[name] for name in step.sparse]
+                step.rows = _rows_of(picked, step.starts, step.parts[step.sparse[0]])
+        except Exception as caught:
+            step.trouble = caught
+
+    def _share_sparse(self, group: Group, step: _Step, request: Request) -> Rows:
+        """The means of what the ranks send of tensors in part; collective.
+
+        Raises:
+            WeftError: also if a rank could not pick what it sends.
+        """
+        try:
+            if self.total_density is None:
+                result: Rows = job_of_one(group, request).run()
+                return result
+            return mean_of_largest(group, request, step.starts, step.most)
+        except WeftError as raised:
+            if step.trouble is not None:
+                raise raised from step.trouble
+            raise
+        finally:
+            # its traceback has a frame with this step: a cycle, which would keep tensors
+            step.trouble = None
+
+    def _take_means(self, step: _Step, total: Rows) -> None:
+        """Take what was sent out of what is kept, and write the means to the tensors.
+
+        Args:
+            step: whose copies are the means of the tensors that were sent whole.
+            total: the means of the others.
+        """
+        cuts = torch.searchsorted(total.indices, total.indices.new_tensor(step.starts)).tolist()
+        for number, name in enumerate(step.sparse):
+            mine = slice(cuts[number], cuts[number + 1])
+            where = total.indices[mine].long() - step.starts[number]
+            shared = None if self.total_density is None else where
+            self._kept[name].sent(*step.picked[name], shared)
+            step.parts[name].zero_().index_copy_(0, where, total.values[mine])
+        for name, mean in zip(step.whole, step.copies, strict=True):
+            self._kept[name].sent(*step.picked[name])
+            step.parts[name].copy_(mean)
 
     @contextmanager
     def _as_it_was_if_it_raises(self, parts: Mapping[str, Tensor]) -> Iterator[None]:
-        """Whatever the block raises: undo what it added to residuals, if nothing of it was sent."""
+        """Whatever the block raises: undo what it added to residuals of tensors without a mean."""
         known = {*self._kept}
         try:
             yield
