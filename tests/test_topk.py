@@ -600,6 +600,19 @@ def test_a_step_that_raised_can_be_repeated(
     run(ranks, repeated, kept)
 
 
+@spmd(1, 2, on=("threads",))
+def test_what_was_kept_is_sent_with_a_whole_tensor(group: Group) -> None:
+    """A call may send a tensor whole that was sent in part before."""
+    state = TopK(0.1, min_numel=1, group=group)
+    given, got = torch.zeros(90), torch.zeros(90)
+    for step, density in enumerate((None, 1, 0.1, 1)):
+        tensor = whole_numbers(group, step, 90)
+        given += tensor
+        weft.sync_sparsified([tensor], state, density)
+        got += tensor
+    assert torch.equal(group.size * got, sum(everywhere(group, given)))
+
+
 @pytest.mark.parametrize("density", [1, 0.1])
 @spmd(1, 2, 4, on=("processes",))
 @trained

@@ -74,6 +74,7 @@ def sync_sparsified(
         state: a `weft.ddp.TopK`, the same one in each call: it keeps the residuals by name (of a
             list: "0", "1", ...), and its group is that of the call.
         density: used in this call in place of the state's, in warm-up, too; the same on every rank.
+            With 1 all is sent, with what was kept.
 
     Every rank gets the same bits. An entry that no rank sent is zero, and so is one that the
     state's `total_density` leaves out.
@@ -532,7 +533,9 @@ class Sparsifier:
         kept = self._kept.setdefault(name, _Kept())
         sends = travelling(flat.dtype, self.wire_dtype)
         wide = torch.promote_types(flat.dtype, torch.float32)
-        keeps = self.error_feedback and (not whole or sends != flat.dtype)
+        # what was kept of a tensor is sent with it, if it is now sent whole
+        keeps_none = whole and sends == flat.dtype and kept.residual is None
+        keeps = self.error_feedback and not keeps_none
         for kind, wanted in (("residual", keeps), ("velocity", bool(self.momentum))):
             had = getattr(kept, kind)
             made = torch.zeros_like(flat, dtype=wide) if had is None else had.to(flat.device, wide)
