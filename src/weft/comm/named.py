@@ -141,7 +141,9 @@ def shard_of(tensor: Tensor) -> str:
 
 def _is_dtensor(tensor: Tensor) -> bool:
     tensors = sys.modules.get("torch.distributed.tensor")  # nobody has one who did not import it
-    return tensors is not None and isinstance(tensor, tensors.DTensor)
+    # another thread may be importing it now
+    kind: Any = getattr(tensors, "DTensor", None)
+    return kind is not None and isinstance(tensor, kind)
 
 
 def digest(manifest: Manifest) -> int:
