@@ -50,7 +50,6 @@ import torch  # noqa: E402  # after the line above, which must come before weft.
 from hypothesis import settings  # noqa: E402
 
 from weft.bootstrap import local  # noqa: E402
-from weft.testing import processes  # noqa: E402
 from weft.testing.pace import patient  # noqa: E402
 
 # Ranks share the cores with each other; more threads only make the timing of tests uneven.
@@ -296,6 +295,8 @@ def restarted(
     # here: all other tests do without
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    from weft.testing import processes
 
     def printed(source: str, arguments: Sequence[str], restarts: int) -> dict[tuple[int, int], str]:
         processes(1, os.getpid)  # that process is there, and has imported what ranks use

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -144,6 +145,19 @@ class Call:
     def incoming(self) -> Call:
         """The call as far as rows go to those who sum them: they may be sums of some ranks."""
         return self.of_partials() if self.load.summed else self
+
+    def among(self, group: Group, load: Load) -> Call:
+        """The call of a stage, whose ranks have not told how many rows they bring.
+
+        Args:
+            group: of these ranks.
+            load: that they have.
+        """
+        stage = copy(self)
+        stage.group = group
+        stage.load = load
+        stage.counts = ()
+        return stage
 
     @property
     def chunk_rows(self) -> int:

@@ -235,10 +235,7 @@ class Header(NamedTuple):
         order = np.argsort(points, kind="stable")
         points, weights = _thinned(points[order], weights[order])
         return header._replace(
-            alike=all(
-                one.alike and one.most == first.most and np.array_equal(one.sketch, first.sketch)
-                for one in headers
-            ),
+            alike=_are_alike(headers),
             digest=first.digest if all(one.digest == first.digest for one in headers) else _NONE,
             sketch=sketch.merge([one.sketch for one in headers]),
             points=points,
@@ -296,12 +293,22 @@ def rows_of_hosts(
 
 def _united(headers: Sequence[Header], most: int) -> int:
     """Rows in the union of some ranks, at most so many: an estimate from their sketches."""
-    counts = [one.total for one in headers]
-    first = headers[0].sketch
-    if min(counts) == max(counts) and all(np.array_equal(one.sketch, first) for one in headers):
-        return counts[0]
-    guess = sketch.union_size(sketch.merge([one.sketch for one in headers]))
-    return max(*counts, min(guess, sum(counts), most))
+    together = headers[0]._replace(
+        total=sum(one.total for one in headers),
+        most=max(one.most for one in headers),
+        alike=_are_alike(headers),
+        sketch=sketch.merge([one.sketch for one in headers]),
+    )
+    return together.union(most)
+
+
+def _are_alike(headers: Sequence[Header]) -> bool:
+    """Whether all have as many rows, and the same sample of their indices."""
+    first = headers[0]
+    return all(
+        one.alike and one.most == first.most and np.array_equal(one.sketch, first.sketch)
+        for one in headers
+    )
 
 
 def combined(lower: Tensor, upper: Tensor) -> Tensor:

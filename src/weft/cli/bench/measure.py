@@ -36,7 +36,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 import torch
@@ -289,6 +289,15 @@ def run(job: Job, emit: Callable[[Found], None]) -> bool:
         return all(right)
 
 
+class _Timed(NamedTuple):
+    """What a rank tells the others of a contender: see there."""
+
+    seconds: list[float]
+    busy: list[float]
+    record: Any
+    changed: bool
+
+
 def _effort(case: Case) -> float:
     """How long a case takes beside others, about: bytes of a rank, and what any call takes."""
     return case.rows * (case.row_bytes + 64) + 1e6
@@ -330,18 +339,18 @@ def _measure(
     _time(starters, job, network.group, doing)
     for one in starters:
         one.predicted = predicted(one, case)
-    mine = {one.name: (one.seconds, one.busy, one.record, one.changed) for one in starters}
+    mine = {one.name: _Timed(one.seconds, one.busy, one.record, one.changed) for one in starters}
     everybody = [mine] * ranks
     dist.all_gather_object(everybody, mine)
     rows = []
     for one in contenders:
         seen = [of_rank[one.name] for of_rank in everybody if one.name in of_rank]
-        if any(changed for *_, changed in seen):
+        if any(timed.changed for timed in seen):
             why = "the result of the last iteration differs from that of the first"
             one.status, seen = ("wrong", why), []
-        seconds = [max(each) for each in zip(*(times for times, *_ in seen), strict=True)]
-        busy = [fmean(each) for each in zip(*(times for _, times, *_ in seen), strict=True)]
-        records = [record for _, _, record, _ in seen if record is not None]
+        seconds = [max(each) for each in zip(*(timed.seconds for timed in seen), strict=True)]
+        busy = [fmean(each) for each in zip(*(timed.busy for timed in seen), strict=True)]
+        records = [timed.record for timed in seen if timed.record is not None]
         rows.append((one.name, one.status, seconds, records, one.predicted, busy))
     if rank == 0:
         load = sizes(case, ranks, job.seed, network.hosts)

@@ -136,9 +136,9 @@ def summary(
     seconds_predicted = rounds = waiting = None
     if predicted is not None:
         seconds_predicted = predicted.seconds
-    if predicted is not None and link is not None:
-        rounds = predicted.rounds
-        waiting = rounds * link.alpha
+        if link is not None:
+            rounds = predicted.rounds
+            waiting = rounds * link.alpha
     setting = asdict(case)
     row = {
         "case": setting.pop("name"),

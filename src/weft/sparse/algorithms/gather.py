@@ -4,9 +4,8 @@ Index sets go first, so that each rank knows the result's size and every row's p
 first value arrives. Values follow in chunks that carry no indices, and are merged in rank order
 while the last of them are on the wire. They follow at once where the opening has told how many rows
 each rank has (up to 16 ranks, and not between the blocks of a split) and the lists are short:
-between distant hosts that saves a round. No row waits for
-another rank's arithmetic, so the link is never idle; but every rank receives every row of all
-others and repeats the whole merge.
+between distant hosts that saves a round. No row waits for another rank's arithmetic, so the link is
+never idle; but every rank receives every row of all others and repeats the whole merge.
 
 Best for few ranks whose rows overlap little: without overlap it receives exactly the bound. It
 needs workspace for the rows of all others.

@@ -45,7 +45,6 @@ SGD" (2017), section 4.
 
 from __future__ import annotations
 
-from copy import copy
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -281,11 +280,7 @@ def _among(call: Call, block: tuple[int, ...]) -> Call:
     Its load is that of the largest block, for all blocks: so all choose alike. Who needs the number
     of this block's ranks asks the group.
     """
-    among = copy(call)
-    among.group = call.group.subset(block)
-    among.counts = ()
-    among.load = within(call.load)
-    return among
+    return call.among(call.group.subset(block), within(call.load))
 
 
 def _bounds(call: Call, block: tuple[int, ...]) -> list[int]:
@@ -339,10 +334,8 @@ def _sum_between(
 ) -> None:
     """Sum what the ranks of one place have of their blocks."""
     place = scatter.owner
-    inner = copy(call)
-    inner.group = call.group.subset([ranks[place] for ranks in between.blocks])
-    inner.counts = ()  # of sums of a block, which nobody has told
-    inner.load = between.load
+    of_place = call.group.subset([ranks[place] for ranks in between.blocks])
+    inner = call.among(of_place, between.load)
     inner.header = between.header(place)
     inner.onward = onward
     indices = scatter.indices

@@ -32,7 +32,7 @@ from ..owners import balanced, reduce_to_owners, spans
 from ..record import started
 from ..request import Request, root_in
 from ..run import Opened, merge_eager, performed
-from ..stream import SUMS, chunks, exchange_lists, lay_out, list_messages
+from ..stream import SUMS, chunks, exchange_lists, in_rank_order, lay_out, list_messages
 
 _NAME = "sparse_reduce"
 
@@ -162,8 +162,7 @@ def _gather_sums(sums: Rows, call: Call, bounds: Sequence[int]) -> Rows:
     """Receive the index lists of all others, then their sums where these belong in the result."""
     group = call.group
     exchange = exchange_lists(call, {}, group.peers, spans(bounds))
-    lists = exchange.wait() | {group.rank: sums.indices}
-    result, parts = lay_out(call, [lists[rank] for rank in range(group.size)])
+    result, parts = lay_out(call, in_rank_order(call, exchange, sums.indices))
     parts[group.rank].copy_(sums.values)
     recvs = [(peer, chunk) for peer in group.peers for chunk in chunks(call, parts[peer])]
     group.post((), recvs, SUMS).wait()
