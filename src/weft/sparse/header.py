@@ -161,6 +161,7 @@ class Header(NamedTuple):
         moves: bool = False,
         height: int | None = None,
         counted: Header | None = None,
+        of_one: bool = False,
     ) -> Header:
         """Read and check a header. Rows in it, of that shape and dtype, are views of `body`.
 
@@ -169,7 +170,8 @@ class Header(NamedTuple):
             row_shape, dtype: of the rows, if the header has rows.
             moves: whether the rows' indices may be in any order.
             height: that all indices are below; None: it is unknown.
-            counted: one of those that a combined header is made of; None: it is not combined.
+            counted: one of those that a combined header is made of, if that is known.
+            of_one: whether it is the header of one rank, and not a combined one.
 
         Raises:
             ValueError, struct.error: the bytes are no valid header.
@@ -184,10 +186,12 @@ class Header(NamedTuple):
             raise ValueError(f"it says that an index is {header.highest}, of {height} rows")
         if counted is not None and not header._counts(counted):
             raise ValueError(f"it says {figures}, and leaves out this rank's rows")
+        if of_one and not header._fits_one_rank(moves=moves):
+            raise ValueError(f"it says {figures}, which no rank has alone")
         if sampled < 0:
             index = torch.int32 if points == 4 else torch.int64
             start = _FIXED.size + -(-total * index.itemsize // _GRAIN) * _GRAIN
-            if start + total * math.prod(row_shape) * dtype.itemsize > len(body):
+            if start + total * math.prod(row_shape) * dtype.itemsize != len(body):
                 raise ValueError(f"{total} rows in {len(body)} bytes")
             memory = torch.frombuffer(body, dtype=torch.uint8)
             indices = typed(memory, (total,), index, _FIXED.size)
@@ -207,7 +211,10 @@ class Header(NamedTuple):
                 raise ValueError(f"its points do not ascend from 0 to {header.highest}")
             if weights.min() < 1 or weights.sum(dtype=np.float64) != total:  # which cannot overflow
                 raise ValueError(f"its points do not stand for {total} rows")
-        return header._replace(sketch=longs[:sampled], points=places, weights=weights)
+        header = header._replace(sketch=longs[:sampled], points=places, weights=weights)
+        if of_one and not moves and not header._describes_one_rank():
+            raise ValueError(f"its {sampled} and {points} numbers are not those of {total} rows")
+        return header
 
     @classmethod
     def together(cls, headers: Sequence[Header]) -> Header:
@@ -241,6 +248,28 @@ class Header(NamedTuple):
             points=points,
             weights=weights,
         )
+
+    def _fits_one_rank(self, *, moves: bool) -> bool:
+        """Whether one rank may have these figures; with `moves` it may have an index twice."""
+        if not (self.total == self.most == self.fewest and self.alike):
+            return False
+        if not self.total:
+            return self.highest == -1
+        return self.highest >= (0 if moves else self.total - 1)
+
+    def _describes_one_rank(self) -> bool:
+        """Whether sketch and points may be those of one rank's rows, as `_described` makes them."""
+        shares_of_points = np.diff(shares(self.total))
+        if len(self.sketch) != min(sketch.SIZE, self.total):
+            return False
+        if not np.array_equal(self.weights, shares_of_points):
+            return False
+        if not self.total:
+            return True
+        # indices are distinct: so many fit between a point and the next, and behind the last one
+        steps = np.diff(self.points)
+        behind = self.highest - int(self.points[-1])
+        return bool((steps >= self.weights[:-1]).all()) and behind >= self.weights[-1] - 1
 
     def _counts(self, one: Header) -> bool:
         """Whether `one` may be among those that this header is combined of."""

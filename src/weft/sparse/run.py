@@ -132,7 +132,9 @@ def opened(
 
         # from here on every rank knows the same of the call
         counted = None if direct else header
-        unpack = partial(Header.unpack, moves=moves, height=call.height, counted=counted)
+        unpack = partial(
+            Header.unpack, moves=moves, height=call.height, counted=counted, of_one=direct
+        )
         headers = agreement.read(unpack, call.row_shape, call.dtype)
         distributions = headers
         if not moves and any(header.rows is None for header in headers):

@@ -1,0 +1,105 @@
+"""A header whose figures no rank can have is refused, and the rank that sent it is named."""
+
+from __future__ import annotations
+
+import struct
+
+import pytest
+import torch
+
+import weft
+from weft.sparse.header import Header
+from weft.testing import run
+
+ROWS = 600  # more than a header has points, or a sketch ids
+HIGHEST = 3 * (ROWS - 1)
+TOTAL, MOST, FEWEST, TOP = range(0, 32, 8)  # bytes at which the figures begin
+ALIKE = 48
+POINTS = 96 + 8 * 256  # behind the fixed fields and the sketch
+WEIGHTS = POINTS + 8 * 128
+
+
+def packed(*, carries=False, moves=False):
+    indices = 3 * torch.arange(ROWS)
+    values = torch.ones(ROWS, 2) if carries else None
+    header = Header.of(indices, 1, values=values, highest=HIGHEST if moves else None)
+    return bytearray(header.pack().numpy().tobytes())
+
+
+def put(at, *numbers):
+    """Change a header: from byte `at` on it has these integers of 64 bits."""
+
+    def change(raw):
+        struct.pack_into(f"<{len(numbers)}q", raw, at, *numbers)
+
+    return change
+
+
+def without_sketch_and_points(raw):
+    del raw[96:]
+    struct.pack_into("<2q", raw, 72, 0, 0)
+
+
+OF_ALL = {  # whether it says where rows lie, has them, or is of unsorted ones
+    "more rows than it has": put(TOTAL, 1 << 40),
+    "another rank with more rows": put(TOTAL, 2 * ROWS, 2 * ROWS),
+    "another rank with fewer rows": put(FEWEST, 7),
+    "no index": put(TOP, -1),
+    "several ranks, whose rows differ": lambda raw: raw.__setitem__(ALIKE, 0),
+}
+OF_SORTED = {
+    "fewer indices than rows": put(TOP, ROWS - 2),
+    "an index without rows": put(TOTAL, 0, 0, 0),
+}
+OF_DESCRIBED = {
+    "no sketch, and no points": without_sketch_and_points,
+    "other shares": put(WEIGHTS, 1, 8),
+    "points nearer than rows": put(POINTS, 0, 1),
+    "the last point too near the last index": put(POINTS + 8 * 127, HIGHEST),
+}
+
+
+FORMS = {
+    "described": OF_ALL | OF_SORTED | OF_DESCRIBED,
+    "carries": OF_ALL | OF_SORTED,
+    "moves": OF_ALL,
+}
+
+
+@pytest.mark.parametrize(("form", "what"), [(form, what) for form in FORMS for what in FORMS[form]])
+def test_what_no_rank_has_alone_is_refused(form, what):
+    moves = form == "moves"
+    raw = packed(carries=form == "carries", moves=moves)
+
+    def read():
+        return Header.unpack(memoryview(raw), (2,), moves=moves, of_one=True)
+
+    assert read().total == ROWS
+    FORMS[form][what](raw)
+    with pytest.raises(ValueError):
+        read()
+
+
+@pytest.mark.parametrize("count", [0, 1, 100, 257, 100_000])
+def test_what_a_rank_says_of_its_rows_is_read(count):
+    for indices in (torch.arange(count), torch.randperm(1 << 20)[:count].sort().values):
+        raw = Header.of(indices, 3).pack().numpy().data
+        assert Header.unpack(raw, of_one=True).pack().numpy().data == raw
+
+
+def test_who_says_more_rows_than_there_is_memory_for_is_named(monkeypatch):
+    pack = Header.pack
+
+    def spoilt(header):
+        whose = header.tightest
+        return pack(header if whose != 1 else header._replace(total=1 << 40))
+
+    monkeypatch.setattr(Header, "pack", spoilt)
+
+    def program(group):
+        rows = weft.Rows(torch.arange(60_000), torch.ones(60_000))
+        with pytest.raises(weft.WireError, match="rank 1 sent a statement") as caught:
+            weft.sparse_all_gather(rows)
+        assert caught.value.culprit == 1
+
+    run(3, program)
