@@ -240,11 +240,15 @@ class Load:
 
     def unions_of(self, blocks: Blocks) -> list[float]:
         """Rows expected in the sum of each block, of which more is known if it is a host."""
-        known: dict[tuple[int, ...], float] = {}
+        return [self._union_of_block(block) for block in blocks]
+
+    def _union_of_block(self, block: tuple[int, ...]) -> float:
         if self.hosts is not None and self.rows_of_hosts is not None:
-            for ranks, (own, _) in zip(self.hosts.ranks, self.rows_of_hosts, strict=True):
-                known[ranks] = own
-        return [known[block] if block in known else self.union_of(len(block)) for block in blocks]
+            host = self.hosts.of[block[0]]
+            if self.hosts.ranks[host] == block:
+                own, _ = self.rows_of_hosts[host]
+                return own
+        return self.union_of(len(block))
 
     @functools.cached_property
     def _places(self) -> float:
