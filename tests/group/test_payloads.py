@@ -22,6 +22,8 @@ from weft.sparse.cost import Load
 from weft.sparse.link import set_link
 from weft.testing import RankFailure, processes, round_wire, run
 from weft.testing.pace import patient
+from weft.wire.checked_rounds import CheckedRounds
+from weft.wire.interface import Features
 from weft.wire.link import Link
 from weft.wire.registry import register_wire, wire_names
 
@@ -87,6 +89,37 @@ def rows_sum(group, rows):
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 7])
 def test_sparse_sums(size, tmp_path):
     run(size, sums, str(tmp_path / "store"), on="processes")
+
+
+class Loose(CheckedRounds):
+    """In rounds, and not exact: a receive by size may be longer than its message."""
+
+    def __init__(self, below, ranks=None):
+        super().__init__(below, ranks)
+        self.features = Features(lockstep=True)
+
+    def among(self, ranks):
+        return Loose(self.below, [self.ranks[rank] for rank in ranks])
+
+
+def over_a_wire_that_is_not_exact(group, counts):
+    """Calls of ranks with so many rows."""
+    with group.split(range(group.size)) as below, group.split(range(group.size)) as made:
+        made.session.carry_payloads(Loose(below.wire), "loose")
+        ids = torch.arange(counts[group.rank]) * 3 + group.rank
+        rows = weft.Rows(ids, torch.ones(len(ids), 2), 3 * max(counts) + 9)
+        wanted = weft.sparse_all_reduce(rows, group=group)
+        for name in NAMES:
+            found = weft.sparse_all_reduce(rows, algorithm=name, group=made)
+            assert torch.equal(found.indices, wanted.indices), name
+            assert torch.equal(found.values, wanted.values), name
+        assert len(weft.sparse_all_gather(rows, group=made)) == sum(counts)
+        assert len(weft.sparse_reduce(rows, group_dst=0, group=made) or wanted) == len(wanted)
+
+
+def test_a_wire_in_rounds_need_not_be_exact():
+    """Both ends of a message go in one round, so lengths of lists are known before, long or not."""
+    run(3, over_a_wire_that_is_not_exact, (60_000, 4, 5000))
 
 
 def in_place_of_tcp():

@@ -108,7 +108,9 @@ def exchange_lists(
     Returns:
         The lists under way.
     """
-    if call.load.staying or call.group.features.exact:
+    features = call.group.features
+    if call.load.staying or features.exact or features.lockstep:
+        # whoever posts a receive has to know the length: in a round it is posted with its message
         return _ListsOfKnownLength(call, lists, sources).start()
     return IndexLists(call, lists, sources, spans).start()
 
