@@ -139,6 +139,47 @@ def test_more_messages_are_said_only_of_what_has_more():
     assert equal.verdict == "predicted 1.00x of the time"
 
 
+def test_calls_of_about_the_same_sizes_are_predicted_once():
+    asked = []
+
+    def cost(load):
+        asked.append(load.total)
+        return weft.sparse.Cost(1, 1, 0.0)
+
+    def schedule(rows, call):
+        raise NotImplementedError
+
+    def chosen(rows):
+        total = 4 * rows
+        load = Load(4, total, rows, rows, total, 10**6, 256, 256, 4, places=10**6, link=link)
+        return choose(load, "auto")
+
+    link = Link(alpha=50e-6, beta=1e-9, gamma=MERGE, work=10e-6)
+    weft.algorithm(cost=cost)(schedule)
+    try:
+        assert [chosen(50_000), chosen(50_100), chosen(49_900)] == ["schedule"] * 3
+        assert len(asked) == 1
+        chosen(60_000)
+        assert len(asked) == 2
+    finally:
+        weft.sparse.unregister("schedule")
+    assert chosen(50_000) != "schedule"  # what was remembered of it does not count any more
+
+
+def test_sizes_are_rounded_by_at_most_a_64th():
+    sizes = [0, 1, 31, 63, 64, 65, 127, 1299, 16_562, 99_999, 2**31 - 1]
+    for size in sizes:
+        load = Load(2, 2 * size, size, size, size, size, 4, 4, 4, rows_of_hosts=((size, 1),))
+        found = load.rounded
+        of_size = found.most, found.fewest, found.union, found.height, found.rows_of_hosts[0][0]
+        assert {abs(each - size) <= size / 64 for each in of_size} == {True}
+        assert abs(found.total - 2 * size) <= size / 32
+        assert found.rounded == found
+        assert size > 63 or of_size == (size,) * 5
+    near = {Load(2, 2 * n, n, n, n, n, 4, 4, 4).rounded for n in range(32_768, 65_000)}
+    assert len(near) == 32
+
+
 def test_of_a_few_ranks_the_quickest_is_taken():
     assert preferred(MANY, [1.00, 1.02, 1.04], [30, 20, 10]) == 1
     assert preferred(MANY - 1, [1.00, 1.02, 1.04], [30, 20, 10]) == 0

@@ -10,6 +10,7 @@ every rank chooses alike.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -22,7 +23,7 @@ from ..errors import WeftError
 from ..group.group import Group
 from ..schedules.hosts import hosts_of
 from ..wire.link import Link
-from .cost import Cost, Load, preferred
+from .cost import REMEMBERED, Cost, Load, preferred
 from .factors import factored, factors_of
 from .header import DIGESTED, Header
 from .link import link_of
@@ -305,6 +306,17 @@ def choose(load: Load, algorithm: str, carrier: str = "") -> str:
                 f"of {', '.join(names)}"
             )
         return algorithm
+    return _preferred(load.rounded, ALGORITHMS.changes)
+
+
+@functools.lru_cache(REMEMBERED)
+def _preferred(load: Load, changes: int) -> str:
+    """The algorithm that `auto` takes for a load; what is said is remembered.
+
+    Args:
+        load: the sizes of calls, rounded.
+        changes: of the algorithms. What was remembered before the last one does not count.
+    """
     serve = _serving(load)
     if fits := [line for line in _lines(load, serve) if not line.verdict]:
         seconds = [line.milliseconds / 1e3 for line in fits]

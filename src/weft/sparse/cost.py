@@ -31,6 +31,9 @@ Blocks = tuple[tuple[int, ...], ...]
 MANY = 16
 """Ranks from which messages may be what limits."""
 
+REMEMBERED = 256
+"""Loads for which a choice is remembered."""
+
 _UNEVEN = 0.08  # of the bytes: streams between all pairs share links unevenly
 # Of the time of the bytes that streams of all with all may need more than a ring. Seen between 4
 # hosts at 1 Gbit/s (`stream`): 1.6 for 1.1. A limit, not what is expected: so no prediction has it.
@@ -168,6 +171,26 @@ class Load:
     def but(self, **changes: Any) -> Load:
         """This load, with some of its sizes changed."""
         return replace(self, **changes)
+
+    @property
+    def rounded(self) -> Load:
+        """The load with its numbers of rows rounded, each by at most 1/64 of it.
+
+        Predictions are not exact to that. So what is chosen by a load is chosen by its rounded one,
+        once for all calls of about these sizes, and remembered: steps of training are such calls.
+        """
+        rows_of_hosts = self.rows_of_hosts
+        if rows_of_hosts is not None:
+            rows_of_hosts = tuple((_coarse(own), _coarse(others)) for own, others in rows_of_hosts)
+        return self.but(
+            total=_coarse(self.total),
+            most=_coarse(self.most),
+            fewest=_coarse(self.fewest),
+            union=_coarse(self.union),
+            height=None if self.height is None else _coarse(self.height),
+            places=_coarse(self.places),
+            rows_of_hosts=rows_of_hosts,
+        )
 
     def of_partials(self) -> Load:
         """The load of a call whose rows are partial sums."""
@@ -371,6 +394,14 @@ class Load:
         """
         blocks = max(1, self.chunks(sums, self.row))
         return runs * blocks * -math.expm1(-rows / blocks)
+
+
+def _coarse(count: float) -> int:
+    """A number of rows, rounded to six binary digits."""
+    whole = round(count)
+    digits = max(0, whole.bit_length() - 6)
+    half = 1 << digits >> 1
+    return whole + half >> digits << digits
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ stage takes rounds of its ranks alone, and what these take was never measured.
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 from collections.abc import Iterator, Sequence
@@ -29,7 +30,7 @@ from itertools import chain, pairwise
 from ..errors import WeftError
 from ..schedules.hosts import Hosts
 from ..wire.link import WITHIN
-from .cost import MANY, Blocks, Cost, Load, preferred
+from .cost import MANY, REMEMBERED, Blocks, Cost, Load, preferred
 from .registry import ALGORITHMS, Algorithm
 
 _SMALLEST = 1 << 16  # bytes of a chunk
@@ -76,13 +77,24 @@ def factored(load: Load, factors: tuple[int, ...] = ()) -> Load:
         return load.but(stages=stages)
     if load.at_once:
         return flat
+    return load.but(stages=_preferred_stages(flat.rounded, ALGORITHMS.changes))
+
+
+@functools.lru_cache(REMEMBERED)
+def _preferred_stages(flat: Load, changes: int) -> tuple[Blocks, ...]:
+    """The stages of the factors that are preferred, () if none are; what is said is remembered.
+
+    Args:
+        flat: the load, rounded, without stages.
+        changes: of the algorithms. What was remembered before the last one does not count.
+    """
     trials = [flat, *_candidates(flat)]
     if len(trials) == 1:
-        return flat
-    assert load.link is not None
+        return ()
+    assert flat.link is not None
     costs = [ALGORITHMS["split"].cost(trial) for trial in trials]
-    seconds = [cost.seconds(load.link) for cost in costs]
-    return trials[preferred(load.ranks, seconds, [cost.messages for cost in costs])]
+    seconds = [cost.seconds(flat.link) for cost in costs]
+    return trials[preferred(flat.ranks, seconds, [cost.messages for cost in costs])].stages
 
 
 def _candidates(load: Load) -> Iterator[Load]:
@@ -357,19 +369,20 @@ def _completing(load: Load, algorithm: Algorithm, inner: Load) -> float:
 
 def middle(load: Load) -> tuple[Algorithm, Load]:
     """What runs between the blocks, and the load that it has; the same on every rank."""
-    inner = between(load)
-    if inner.stages or not _are_near(load, blocks_of(load)):  # then it is there to save messages
-        return ALGORITHMS["split"], inner
-    return _quickest(load, inner), inner
+    return _algorithm_between(load.rounded, ALGORITHMS.changes), between(load)
 
 
-def _quickest(load: Load, inner: Load) -> Algorithm:
-    """The algorithm between the hosts, by the rule of `choice.choose`.
+@functools.lru_cache(REMEMBERED)
+def _algorithm_between(load: Load, changes: int) -> Algorithm:
+    """What runs between the blocks, where these are hosts by the rule of `choice.choose`.
 
     Args:
-        load: of the call.
-        inner: of what runs between its blocks, which are hosts.
+        load: of the call, rounded.
+        changes: as for `_preferred_stages`.
     """
+    inner = between(load)
+    if inner.stages or not _are_near(load, blocks_of(load)):  # then it is there to save messages
+        return ALGORITHMS["split"]
     link = inner.link
     assert link is not None
     able: list[tuple[Algorithm, Cost]] = []

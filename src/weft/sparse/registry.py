@@ -74,9 +74,13 @@ class Registry(Mapping[str, Algorithm]):
     """The algorithms by name, those of installed packages included.
 
     `algorithm` adds to it, `unregister` removes.
+
+    Attributes:
+        changes: how often it has changed. Who remembers what was found here looks whether it has.
     """
 
     def __init__(self) -> None:
+        self.changes = 0
         self._registered: dict[str, Algorithm] = {}
         self._missing: dict[str, str] = {}  # offered by a package, and why it is not here
         self._lock = threading.RLock()  # again by the same thread: a package registers while read
@@ -96,7 +100,7 @@ class Registry(Mapping[str, Algorithm]):
         """Enter an algorithm, in place of another of its name."""
         with self._lock:
             self._registered[added.name] = added
-            spelled.cache_clear()
+            self._changed()
 
     def remove(self, name: str) -> None:
         """Remove the algorithm of this name, and enter again what it had replaced."""
@@ -104,7 +108,11 @@ class Registry(Mapping[str, Algorithm]):
             before = self._registered.pop(name).replaced
             if before is not None:
                 self._registered[name] = before
-            spelled.cache_clear()
+            self._changed()
+
+    def _changed(self) -> None:
+        self.changes += 1
+        spelled.cache_clear()
 
     def loaded(self) -> dict[str, Algorithm]:
         """Those that are here already: no package is imported."""
