@@ -229,3 +229,31 @@ def test_between_distant_hosts_the_rounds_that_a_call_waits_for_are_named(
     assert found.chosen == chosen
     assert f"beside the time of its bytes {words}" in str(found).splitlines()
     assert words in found._repr_html_()
+
+
+def of_zipf(alpha):
+    """What `auto` would do with the rows of the case zipf of `weft bench`, at 100 Mbit/s."""
+    load = Load(4, 84_260, 21_065, 21_065, 65_180, 10**6, 256, 256, 4, places=10**6)
+    return predicted(load, Link(alpha, beta=80e-9, gamma=MERGE, work=10e-6))
+
+
+def test_between_distant_hosts_rows_to_all_beside_a_ring_are_known_to_be_slow():
+    near = of_zipf(alpha=2e-3)
+    assert near.chosen == "holders"
+    far = of_zipf(alpha=25e-3)
+    assert far.chosen == "doubling"
+    milliseconds = {line.algorithm: line.milliseconds for line in far.lines}
+    assert milliseconds["gather"] < milliseconds["holders"] < milliseconds["split"]
+
+
+def test_only_what_a_link_cannot_keep_makes_distant_connections_slow():
+    load = of_zipf(alpha=25e-3).load
+    round_trip = round(2 * load.link.alpha / load.link.beta)
+    assert load.recovering(round_trip + 1) > load.recovering(round_trip) == 0
+    assert not load.but(ranks=2).recovering(round_trip + 1)  # rows and sums go one way
+    assert not load.but(lockstep=True).recovering(round_trip + 1)  # one after the other
+    assert not of_zipf(alpha=2e-3).load.recovering(10 * round_trip)
+    for name in ("dense_tail", "holders", "split"):
+        assert ALGORITHMS[name].cost(load).recovering == load.recovering(round_trip + 1)
+    for name in ("doubling", "gather", "ring"):
+        assert not ALGORITHMS[name].cost(load).recovering

@@ -39,6 +39,12 @@ _UNEVEN = 0.08  # of the bytes: streams between all pairs share links unevenly
 # hosts at 1 Gbit/s (`stream`): 1.6 for 1.1. A limit, not what is expected: so no prediction has it.
 _CROWDED = 0.5
 _DISTANT = 2.5e-3  # seconds of a round, from which hosts are distant: half of what asks for BBR
+# Latencies that a distant connection needs to come back to the link's rate after rows to all and a
+# ring have begun together, and the link's queue has overflowed. BBR then keeps a low rate for a
+# number of round trips, however many bytes follow. Measured between 4 hosts, 25 ms from one to
+# another, with 100 Mbit/s: `holders` takes 0.6 s, so 24 latencies, longer than its rounds and bytes
+# with zipf rows and with wide ones, and 1.1 to 1.5 s where packets are lost (docs/performance.md).
+_RECOVERY = 24
 _CHUNKED = 0.3  # of its time: a stream of chunks keeps a core busy for longer than one message
 _MEMORY = 1 / 1.5e9  # seconds a byte, below which a copy costs as much as a message
 _SLOT = 4  # bytes that say where in a union an index belongs
@@ -374,6 +380,17 @@ class Load:
         nbytes = rows * self.row
         return self.queue * (self.ranks - 1) * nbytes if self.sends_directly(nbytes) else 0.0
 
+    def recovering(self, nbytes: float) -> float:
+        """Latencies lost where `nbytes` from all peers arrive beside a ring, at a distant host.
+
+        None if the queue before a link holds them: that of a usual router has the bytes of a round
+        trip.
+        """
+        link = self.link
+        if link is None or link.alpha < _DISTANT or self.ranks == 2 or self.at_once:
+            return 0.0
+        return _RECOVERY if nbytes * link.beta > 2 * link.alpha else 0.0
+
     def unevenly(self, nbytes: float) -> float:
         """The delay of `nbytes` from all peers that share links unevenly, as bytes received."""
         return _UNEVEN * nbytes if self.ranks > 2 and not self.on_one_host else 0.0
@@ -419,6 +436,8 @@ class Cost:
             ranks share, or for cores.
         memory: bytes of workspace beyond the result and the call's own copy of the rank's rows,
             at the rank with fewest rows.
+        recovering: latencies in which connections come back to the link's rate, after more was sent
+            to it than its queue holds. Real links have such queues, a simulated one has not.
         slowest: what the rank that all wait for does, where that is not the average one.
     """
 
@@ -429,6 +448,7 @@ class Cost:
     overlapped: float = 0.0
     delayed: float = 0.0
     memory: float = 0.0
+    recovering: float = 0.0
     slowest: Cost | None = None
 
     def __add__(self, other: Cost) -> Cost:
@@ -442,7 +462,7 @@ class Cost:
         streaming = (self.bytes + self.delayed) * link.beta
         idle = max(0.0, streaming - self.bytes * link.busy)
         late = max(0.0, self.overlapped * link.gamma - idle)
-        waiting = self.rounds * link.alpha + self.messages * link.work
+        waiting = (self.rounds + self.recovering) * link.alpha + self.messages * link.work
         return waiting + streaming + late + self.merged * link.gamma
 
 
@@ -471,5 +491,5 @@ def preferred(ranks: int, seconds: Sequence[float], messages: Sequence[int]) -> 
 
 
 _figures = operator.attrgetter(
-    "rounds", "messages", "bytes", "merged", "overlapped", "delayed", "memory"
+    "rounds", "messages", "bytes", "merged", "overlapped", "delayed", "memory", "recovering"
 )

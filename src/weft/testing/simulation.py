@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import gc
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -39,7 +39,8 @@ class Simulation:
         messages, bytes: sent by the average rank, without those of the opening exchange.
         load: the sizes of the call, the union's the true one.
         cost: what the algorithm says it costs for that load.
-        predicted: seconds that this cost takes on the link; to be held against `seconds`.
+        predicted: seconds that this cost takes on the link, whose queues never overflow here; to be
+            held against `seconds`.
     """
 
     algorithm: str
@@ -125,5 +126,11 @@ def simulate(
         sum(nbytes) / ranks,
         load,
         cost,
-        cost.seconds(link),
+        _without_queues(cost).seconds(link),
     )
+
+
+def _without_queues(cost: Cost) -> Cost:
+    """The cost on links that keep whatever is sent to them, as simulated ones do."""
+    slowest = None if cost.slowest is None else _without_queues(cost.slowest)
+    return replace(cost, recovering=0.0, slowest=slowest)

@@ -88,6 +88,7 @@ def cost(load: Load) -> Cost:
         memory=away * load.given
         + (load.union * load.row if load.at_once else relay_memory(load, sums))
         + min(away * load.given, others * window(load) * load.chunk),
+        recovering=load.recovering(away * load.given),
     )
 
 
