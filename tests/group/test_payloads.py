@@ -102,10 +102,35 @@ class Loose(CheckedRounds):
         return Loose(self.below, [self.ranks[rank] for rank in ranks])
 
 
-def over_a_wire_that_is_not_exact(group, counts):
-    """Calls of ranks with so many rows."""
+class Exact:
+    """Without rounds: a receive by size must be as long as its message."""
+
+    def __init__(self, below):
+        self._below = below
+        self.features = Features(exact=True)
+
+    def __getattr__(self, name):
+        return getattr(self._below, name)
+
+    def post(self, sends=(), recvs=(), channel=0):
+        pending = self._below.post(sends, recvs, channel)
+        wait = pending.wait
+
+        def waited(timeout=None):
+            found = wait(timeout)
+            for (peer, into), came in zip(recvs, found, strict=True):
+                asked = into if isinstance(into, int) else into.nbytes
+                assert came.nbytes == asked, f"{came.nbytes} bytes of rank {peer} for {asked}"
+            return found
+
+        pending.wait = waited
+        return pending
+
+
+def over(group, kind, counts):
+    """Calls of ranks with so many rows, over a wire of that kind."""
     with group.split(range(group.size)) as below, group.split(range(group.size)) as made:
-        made.session.carry_payloads(Loose(below.wire), "loose")
+        made.session.carry_payloads(kind(below.wire), "mine")
         ids = torch.arange(counts[group.rank]) * 3 + group.rank
         rows = weft.Rows(ids, torch.ones(len(ids), 2), 3 * max(counts) + 9)
         wanted = weft.sparse_all_reduce(rows, group=group)
@@ -113,13 +138,16 @@ def over_a_wire_that_is_not_exact(group, counts):
             found = weft.sparse_all_reduce(rows, algorithm=name, group=made)
             assert torch.equal(found.indices, wanted.indices), name
             assert torch.equal(found.values, wanted.values), name
+        with pytest.raises(weft.WeftError, match="in rounds, or one that is exact; use auto, or"):
+            weft.sparse_all_reduce(rows, algorithm="ring", group=made)
         assert len(weft.sparse_all_gather(rows, group=made)) == sum(counts)
         assert len(weft.sparse_reduce(rows, group_dst=0, group=made) or wanted) == len(wanted)
 
 
-def test_a_wire_in_rounds_need_not_be_exact():
-    """Both ends of a message go in one round, so lengths of lists are known before, long or not."""
-    run(3, over_a_wire_that_is_not_exact, (60_000, 4, 5000))
+@pytest.mark.parametrize("kind", [Loose, Exact])
+def test_a_wire_may_be_in_rounds_or_exact_alone(kind):
+    """Lengths of lists are known before these travel, long or not."""
+    run(3, over, kind, (60_000, 4, 5000))
 
 
 def in_place_of_tcp():
@@ -154,7 +182,7 @@ def test_an_algorithm_that_needs_more_is_an_error_on_every_rank(tmp_path):
     for (name, _), text in first.items():
         assert text == (
             f"algorithm {name} cannot serve this call over wire 'rounds': its schedule is not for "
-            f"rounds in which all ranks take part; use auto, or one of {', '.join(NAMES)}"
+            f"a wire in rounds, or one that is exact; use auto, or one of {', '.join(NAMES)}"
         )
 
 

@@ -232,15 +232,17 @@ class Explanation:
         return f"{head}\n{notebook.table(titles, rows, left=(0, 6), bold=bold, faint=faint)}"
 
 
-def with_link(group: Group, load: Load, *, staying: bool = False, lockstep: bool = False) -> Load:
+def with_link(group: Group, load: Load, *, staying: bool = False) -> Load:
     """The load with the figures of the group's link and hosts, and what suits them; collective.
 
     Args:
         group: the group, for the device of the rows.
         load: the sizes of the call.
-        staying, lockstep: of the load. If one is set, lists and values are sent in one message
-            each, unpacked.
+        staying: of the load. If it is set, or the wire is in rounds or `exact`, lists and values
+            are sent in one message each, unpacked.
     """
+    features = group.features
+    lockstep = features.lockstep or features.exact
     link = link_of(group)
     load = fitted(load.but(hosts=hosts_of(group)), link)
     if staying or lockstep:

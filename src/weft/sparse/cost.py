@@ -70,7 +70,8 @@ class Load:
         places: indices lie below this.
         gaps: index lists are written as gaps, in few bits.
         staying: rows are on an accelerator, whose values the host does not read.
-        lockstep: messages travel in rounds, in which every rank takes part.
+        lockstep: messages travel in rounds, in which every rank takes part; or on a wire that is
+            `exact`: there, too, lengths must be known before, so the same schedules run.
         in_order: only neighbouring ranks' rows may be combined (op is a caller's function).
         identical: all ranks certainly have the same index set.
         hosts: which ranks share a host; None is one host for each.

@@ -186,9 +186,10 @@ def algorithm(
             ranks compute it from the same figures, so it must give the same on every machine.
         applies: None, or in a few words why the algorithm cannot serve such a load, which is the
             error of a call that asks for it by name; by default it serves all.
-        lockstep: whether it serves wires in rounds, and tensors of accelerators: both ends of a
-            message are posted before any rank waits, so that all ranks take part in the same rounds
-            (`weft.wire.Features`); it makes tensors on `call.device`, and reads none of their
+        lockstep: whether it serves wires in rounds, those that are `exact`, and tensors of
+            accelerators: both ends of a message have its length, and are posted before any rank
+            waits, so that all ranks take part in the same rounds (`weft.wire.Features`); it makes
+            tensors on `call.device`, and reads none of their
             elements on the host.
         replace: take the place of an algorithm that has this name already.
 
@@ -237,7 +238,7 @@ def algorithm(
         if load.staying and not lockstep:
             return "its schedule is for tensors of the CPU"
         if load.lockstep and not lockstep:
-            return "its schedule is not for rounds in which all ranks take part"
+            return "its schedule is not for a wire in rounds, or one that is exact"
         return applies(load)
 
     def register(schedule: Schedule) -> Schedule:

@@ -150,8 +150,7 @@ def opened(
         if may_be_eager and not staying and is_eager(call.load, call.index):
             rows_of_all = _rows_of_all(group, headers)
         elif group.size > 1:
-            lockstep = call.group.features.lockstep
-            call.load = with_link(call.group, call.load, staying=staying, lockstep=lockstep)
+            call.load = with_link(call.group, call.load, staying=staying)
             if direct and not moves:
                 call.load = _with_rows_of_hosts(call.load, distributions)
         yield Opened(call, own, headers, rows_of_all)

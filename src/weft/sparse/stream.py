@@ -108,9 +108,7 @@ def exchange_lists(
     Returns:
         The lists under way.
     """
-    features = call.group.features
-    if call.load.staying or features.exact or features.lockstep:
-        # whoever posts a receive has to know the length: in a round it is posted with its message
+    if call.load.at_once:  # where who posts a receive has to know how long its message is
         return _ListsOfKnownLength(call, lists, sources).start()
     return IndexLists(call, lists, sources, spans).start()
 
