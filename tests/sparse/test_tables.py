@@ -204,7 +204,19 @@ def test_what_a_list_would_do_is_explained(group):
                     assert lines[name].bytes == pytest.approx(average, rel=0.25, abs=opening)
     many = weft.explain([(torch.tensor([4]), torch.ones(1))] * 600)
     assert [len(each.tables) for each in many.groups] == [600]
-    assert not weft.explain([]).groups
+    none = (torch.empty(0, dtype=torch.int64), torch.empty(0))
+    for empty, count, rounds in (
+        ([], 1, "the round"),
+        ([none], 1, "the round"),
+        ([none] * 600, 2, "the 2 rounds"),  # more than fit in one statement
+    ):
+        nothing = weft.explain(empty)
+        assert not nothing.groups
+        weft.sparse_all_reduce(empty)
+        assert last_call().messages == count * (group.size - 1)
+        several = f"no rank has rows: nothing is sent after {rounds} in which ranks say so"
+        why = several if group.size > 1 else "nothing is sent: the group has one rank"
+        assert str(nothing).endswith(why)
     with pytest.raises(weft.WeftError, match="rank 0: table 1: index -1 is negative"):
         bad = (torch.tensor([-1 if group.rank == 0 else 1]), torch.ones(1))
         weft.explain([rows[0], bad])

@@ -104,12 +104,13 @@ class Explanation:
             (predicted, after the opening), of_bound (bytes, as a multiple of the bound), verdict
             ("chosen", how much longer it would take, or "ruled out" and why), factors (of `split`:
             "4x2", or "" if it is flat). The chosen one comes first, then those that could be
-            chosen, quickest first, then those that are ruled out. Empty in a group of one.
+            chosen, quickest first, then those that are ruled out. Empty in a group of one, and of
+            a list of which no rank has rows.
         groups: of a list, the tables that are reduced together; those without rows are in none.
         calls: of a list that takes several calls, what each would do; `lines` is empty then.
         device: where the rows are, and for an accelerator how they travel: "cuda (nccl)".
         stating: rounds in which ranks state the tables of a list, before its first call; they are
-            among those that open that call.
+            among those that open that call. Without rows there is no call, and they are all.
     """
 
     chosen: str
@@ -146,8 +147,16 @@ class Explanation:
             return [*text, f"{len(self.calls)} calls, one after the other:"]
         text += map(str, self.groups)
         if not self.lines:
-            text.append("nothing is sent: the group has one rank")
+            text.append(self._why_nothing_is_sent)
         return text
+
+    @property
+    def _why_nothing_is_sent(self) -> str:
+        """Why there is no table of algorithms."""
+        if self.load.ranks == 1:
+            return "nothing is sent: the group has one rank"
+        rounds = "the round" if self.stating == 1 else f"the {self.stating} rounds"
+        return f"no rank has rows: nothing is sent after {rounds} in which ranks say so"
 
     @property
     def _least_time(self) -> str:

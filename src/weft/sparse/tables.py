@@ -240,10 +240,11 @@ def explained(group: Group, requests: Sequence[Request], error: str | None) -> E
         rows = requests[kind.tables[0]].rows
         batch = Batch(kind.tables, rows.values.dtype, kind.row_shape)
         calls.append(replace(one, groups=(batch,)))
+    stating = len(_first_tables(requests)) * opening_rounds(group.size)
     if not calls:
         nothing = run.explained(group, requests[0].of_rows(NOTHING))
-        return replace(nothing, chosen=ALONE if group.size == 1 else EAGER, lines=())
-    stating = len(_first_tables(requests)) * opening_rounds(group.size)
+        chosen = ALONE if group.size == 1 else EAGER
+        return replace(nothing, chosen=chosen, lines=(), stating=stating)
     calls[0] = choice.after_stating(calls[0], stating)
     return calls[0] if len(calls) == 1 else choice.together(calls)
 
