@@ -16,7 +16,7 @@ from weft.sparse import ALGORITHMS, tables
 from weft.sparse import run as sparse_run
 from weft.sparse.family import broadcast
 from weft.sparse.header import Header
-from weft.sparse.stream import LISTS, exchange_lists
+from weft.sparse.stream import LISTS, send_list_to_all
 from weft.testing import run, spmd
 
 
@@ -375,12 +375,10 @@ def test_who_lists_fewer_rows_than_it_said_is_named(monkeypatch):
     """Its values were sent on before its list came, and would be taken for other rows'."""
     module = importlib.import_module("weft.sparse.algorithms.gather")
 
-    def without_the_last(call, lists, sources):
-        if call.group.rank == 1:
-            lists = {peer: indices[:-1] for peer, indices in lists.items()}
-        return exchange_lists(call, lists, sources)
+    def without_the_last(call, indices):
+        return send_list_to_all(call, indices[:-1] if call.group.rank == 1 else indices)
 
-    monkeypatch.setattr(module, "exchange_lists", without_the_last)
+    monkeypatch.setattr(module, "send_list_to_all", without_the_last)
 
     def program(group):
         rows = weft.Rows(torch.arange(4), torch.ones(4), 12)

@@ -25,7 +25,7 @@ from ..group.pending import Pending
 from ..wire.memory import typed
 from .call import Call
 from .cost import Load
-from .stream import SUMS, wait_all
+from .stream import SUMS, left_of, right_of, wait_all
 
 _AHEAD = 2  # steps for which receives are posted ahead
 _STEPS = _AHEAD + 3  # steps that have slots: two earlier steps may still be sending
@@ -57,16 +57,15 @@ class Relay:
             call: the call this is for; its rows have at least one byte each.
             counts: how many rows each rank sends.
         """
-        ranks = len(counts)
         longest = max(counts)
         self._call = call
         self._group = call.group
         self._counts = counts
-        self._left = (call.group.rank - 1) % ranks
-        self._right = (call.group.rank + 1) % ranks
+        self._left = left_of(call.group)
+        self._right = right_of(call.group)
         self.rows = relay_rows(call.load, longest)
         self._chunks = -(-longest // self.rows)  # of the rank with most
-        self.steps = self._chunks + ranks - 1 if self._chunks else 0
+        self.steps = self._chunks + len(counts) - 1 if self._chunks else 0
         # by the step in which they are sent: the receives in their order, and the sends
         self._posted: dict[int, list[tuple[int, Tensor, Pending]]] = {}
         self._sent: dict[int, list[Pending]] = defaultdict(list)

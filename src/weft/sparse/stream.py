@@ -2,7 +2,7 @@
 
 * `exchange_lists`: sorted index lists whose length the receiver does not know. The first message of
   a list has a fixed maximum and says the length; a second message has the rest, if there is any.
-  `all_gather_lists`: the lists of all ranks, on all ranks.
+  `send_list_to_all` and `all_gather_lists`: the lists of all ranks, on all ranks.
 * `send_rows` and `receive_rows`: rows from one rank to another, in chunks.
 * `Ring`: an all-gather of rows, from each left neighbour to its right one. Each host then has one
   stream in and one out, which share its link evenly; streams between all pairs do not. Measured
@@ -32,7 +32,7 @@ from torch import Tensor
 
 from .. import kernels
 from ..errors import WireError
-from ..group.group import SMALL
+from ..group.group import SMALL, Group
 from ..group.pending import Pending
 from ..rows import Rows
 from ..wire.interface import Lease
@@ -111,6 +111,18 @@ def exchange_lists(
     if call.load.at_once:  # where who posts a receive has to know how long its message is
         return _ListsOfKnownLength(call, lists, sources).start()
     return IndexLists(call, lists, sources, spans).start()
+
+
+def send_list_to_all(call: Call, indices: Tensor, spans: Spans = _ANYWHERE) -> Lists:
+    """Begin to send this rank's index list to all others, and to receive theirs; collective.
+
+    Args:
+        call: the call this is for.
+        indices: this rank's list, in the dtype `call.wire_index`.
+        spans: as for `exchange_lists`.
+    """
+    peers = call.group.peers
+    return exchange_lists(call, dict.fromkeys(peers, indices), peers, spans)
 
 
 class _ListsOfKnownLength(Lists):
@@ -244,15 +256,12 @@ def all_gather_lists(
     """Send this rank's index list to all others, and wait for theirs; collective.
 
     Args:
-        call: the call this is for.
-        indices: this rank's list, in the dtype `call.wire_index`.
-        spans: as for `exchange_lists`.
+        call, indices, spans: as for `send_list_to_all`.
 
     Returns:
         The lists in rank order, and the object to release when they are not needed any more.
     """
-    group = call.group
-    under_way = exchange_lists(call, dict.fromkeys(group.peers, indices), group.peers, spans)
+    under_way = send_list_to_all(call, indices, spans)
     return in_rank_order(call, under_way, indices), under_way
 
 
@@ -401,6 +410,16 @@ def send_rows(call: Call, peer: int, values: Tensor) -> list[Pending]:
     return [call.group.post([(peer, chunk)], (), VALUES) for chunk in chunks(call, values)]
 
 
+def left_of(group: Group) -> int:
+    """The rank that this one hears, round the ring."""
+    return (group.rank - 1) % group.size
+
+
+def right_of(group: Group) -> int:
+    """The rank that this one tells, round the ring."""
+    return (group.rank + 1) % group.size
+
+
 class Ring:
     """An all-gather of rows in chunks: round the ring of ranks, or directly.
 
@@ -436,8 +455,8 @@ class Ring:
         self._runs = runs
         self._received = received
         self._direct = call.load.sends_directly(nbytes)
-        self._left = (group.rank - 1) % group.size
-        self._right = (group.rank + 1) % group.size
+        self._left = left_of(group)
+        self._right = right_of(group)
         self._to = group.peers if self._direct else [self._right][: group.size - 1]
         self._here = [0] * group.size  # rows of each origin that were received
         self._sent: list[Pending] = []
@@ -555,9 +574,8 @@ class Share:
             indices: the list, in the dtype `call.wire_index`.
             bounds: the range of each rank.
         """
-        peers = self._among.group.peers
         self._own = indices
-        self._lists = exchange_lists(self._among, dict.fromkeys(peers, indices), peers, bounds)
+        self._lists = send_list_to_all(self._among, indices, bounds)
 
     def receive_lists(self) -> list[Tensor]:
         """Wait for the lists of the others; what each rank sums, in rank order."""

@@ -33,10 +33,10 @@ from ..stream import (
     VALUES,
     Ring,
     at_hand,
-    exchange_lists,
     in_rank_order,
     list_messages,
     merge_blocks,
+    send_list_to_all,
     united,
 )
 
@@ -69,7 +69,7 @@ def gather(rows: LocalRows, call: Call) -> Rows:
 
     # to all: index lists
     indices = rows.indices.to(call.wire_index)
-    lists = exchange_lists(call, dict.fromkeys(group.peers, indices), group.peers)
+    lists = send_list_to_all(call, indices)
     # what is left of a long list waits for its receivers, and values must not go ahead of it
     runs: list[Tensor] | None = None
     if call.counts and lists.are_sent:

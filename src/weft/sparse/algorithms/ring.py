@@ -39,9 +39,11 @@ from ..stream import (
     Inflow,
     Share,
     Spans,
+    left_of,
     list_messages,
     merge_blocks,
     receive_rows,
+    right_of,
     send_rows,
     wait_all,
     window,
@@ -109,7 +111,7 @@ def ring(own: LocalRows, call: Call) -> Rows:
     longest = max((len(step.union.indices) for step in steps[:-1]), default=0)
     with call.group.lease(2 * longest * call.load.partial) as memory:
         space = typed(memory, (2, longest, *call.row_shape), call.partial)
-        partials.begin(parts[_left(call)])
+        partials.begin(parts[left_of(call.group)])  # the range that begins here
         for number, step in enumerate(steps[:-1]):
             partials.pass_on(step, space[number % 2])
         for stop in partials.complete(steps[-1], call, sums):
@@ -117,16 +119,6 @@ def ring(own: LocalRows, call: Call) -> Rows:
         result = share.finish()
         partials.finish()
     return result
-
-
-def _left(call: Call) -> int:
-    """The rank that this one hears; it owns the range that begins here."""
-    return (call.group.rank - 1) % call.group.size
-
-
-def _right(call: Call) -> int:
-    """The rank that this one tells."""
-    return (call.group.rank + 1) % call.group.size
 
 
 class _Step(NamedTuple):
@@ -162,8 +154,8 @@ def _pass_lists(
         A step for each range that comes here, in their order: this rank's own is the last.
     """
     group = call.group
-    left = _left(call)
-    right = _right(call)
+    left = left_of(group)
+    right = right_of(group)
     indices = lists[left]  # of the range that begins here
     steps = []
     for distance in range(2, group.size + 1):
@@ -236,10 +228,10 @@ class _Partials:
             wait_all(sent)
 
     def _send(self, values: Tensor) -> list[Pending]:
-        return send_rows(self._call, _right(self._call), values)
+        return send_rows(self._call, right_of(self._call.group), values)
 
     def _receive(self, step: _Step) -> Inflow:
-        return receive_rows(self._call, _left(self._call), len(step.received))
+        return receive_rows(self._call, left_of(self._call.group), len(step.received))
 
     def _merged(
         self, step: _Step, inflow: Inflow, call: Call, out: Tensor
