@@ -194,6 +194,22 @@ def _figures(raw: bytes) -> tuple[Any, ...]:
     return figures
 
 
+class Clock:
+    """How long something takes, and how long it keeps threads of this process busy.
+
+    It runs from when it is made.
+    """
+
+    def __init__(self) -> None:
+        self._start = time.perf_counter()
+        self._busy_before = time.process_time()
+
+    def read(self) -> tuple[float, float]:
+        """Seconds so far, and seconds of a core."""
+        seconds = time.perf_counter() - self._start
+        return seconds, time.process_time() - self._busy_before
+
+
 def measure_latency(group: Group) -> tuple[float, float]:
     """Seconds of a small exchange with all ranks, and CPU seconds of one of its messages."""
     message = torch.zeros(_SMALL, dtype=torch.uint8, device=group.device)
@@ -202,11 +218,11 @@ def measure_latency(group: Group) -> tuple[float, float]:
     best = math.inf
     busy = []
     for _ in range(_EXCHANGES):
-        start = time.perf_counter()
-        busy_before = time.process_time()
+        clock = Clock()
         wait_on_host(group, group.post(sends, recvs, _CHANNEL))
-        best = min(best, time.perf_counter() - start)
-        busy.append(time.process_time() - busy_before)
+        seconds, carry = clock.read()
+        best = min(best, seconds)
+        busy.append(carry)
     return best, statistics.median(busy) / max(1, group.size - 1)
 
 
@@ -257,11 +273,9 @@ def time_round(group: Group, ring: Sequence[int], nbytes: int) -> tuple[float, f
         wait_on_host(group, group.post())  # in the others' round, if there are rounds
         return _slowest(group, 0.0), 0.0
     with group.lease(nbytes) as outgoing, group.lease(nbytes) as incoming:
-        start = time.perf_counter()
-        busy_before = time.process_time()
+        clock = Clock()
         wait_on_host(group, group.post([(after, outgoing)], [(before, incoming)], _CHANNEL))
-        seconds = time.perf_counter() - start
-        busy = time.process_time() - busy_before
+        seconds, busy = clock.read()
     return _slowest(group, seconds), busy
 
 
