@@ -35,6 +35,7 @@ from weft.group import process_group
 from weft.group.group import Group
 from weft.schedules import dense
 from weft.testing import gloo_of_one_thread, spmd
+from weft.testing.cases import in_case
 
 VOCABULARY, WIDTH = 40, 4
 
@@ -143,11 +144,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
 def with_all_options(body: Callable[[dict[str, Any]], None]) -> None:
     """Run a body once for each set of options, in these processes, which are slow to start."""
     for name, options in OPTIONS.items():
-        try:
+        with in_case(name):
             body(options)
-        except BaseException as error:
-            error.add_note(f"with the options {name!r}")
-            raise
 
 
 @trained(4, 2, 1)

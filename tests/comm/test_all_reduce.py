@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 import weft
 from weft.testing import spmd
+from weft.testing.cases import in_case
 
 EVERYWHERE = ("threads", "device", "processes", "torch")
 
@@ -42,12 +43,13 @@ def test_sums_of_every_kind(group, count):
         ("avg", torch.float16),
     ]
     for op, dtype in cases:
-        tensor = mine(group.rank, count, dtype)
-        copy = tensor.clone()
-        result = weft.all_reduce(tensor, op)
-        name = "max" if isinstance(op, dist.ReduceOp.RedOpType) else op
-        torch.testing.assert_close(result, wanted(group.size, count, name, dtype))
-        assert torch.equal(tensor, copy)
+        with in_case(op, dtype):
+            tensor = mine(group.rank, count, dtype)
+            copy = tensor.clone()
+            result = weft.all_reduce(tensor, op)
+            name = "max" if isinstance(op, dist.ReduceOp.RedOpType) else op
+            torch.testing.assert_close(result, wanted(group.size, count, name, dtype))
+            assert torch.equal(tensor, copy)
 
 
 @pytest.mark.parametrize("count", [1, 50_000])
@@ -55,10 +57,11 @@ def test_sums_of_every_kind(group, count):
 def test_float8_is_combined_wide_and_rounded_once(group, count):
     for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
         for op in ("sum", "avg", "min", "max", "prod"):
-            result = weft.all_reduce(mine(group.rank, count, dtype), op)
-            assert result.dtype == dtype
-            total = wanted(group.size, count, op, torch.float32).to(dtype)
-            assert torch.equal(result.float(), total.float()), (op, dtype)
+            with in_case(op, dtype):
+                result = weft.all_reduce(mine(group.rank, count, dtype), op)
+                assert result.dtype == dtype
+                total = wanted(group.size, count, op, torch.float32).to(dtype)
+                assert torch.equal(result.float(), total.float()), (op, dtype)
 
 
 @spmd(20, on=("threads",))

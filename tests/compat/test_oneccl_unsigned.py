@@ -12,6 +12,7 @@ import weft
 from weft.compat.oneccl import event, request
 from weft.sparse import ALGORITHMS, last_call
 from weft.testing import run, spmd
+from weft.testing.cases import in_case
 
 WIDTH = 2
 UNUSED = [None] * 4
@@ -102,22 +103,24 @@ def by_event(rows, op="sum", *, how="completion_fn", mode="regular", group=None)
 @spmd(1, 2, 3, 5, 8)
 def test_every_face(group):
     for case in CASES:
-        parts, rows = everyone(case, group.size), part(case, group.rank, group.size)
-        want = reduced(parts)
-        assert by_request(rows)() == by_event(rows)() == want, case
-        assert by_event(rows, how="alloc_fn")() == want, case
-        assert by_event(rows, how="alloc_fn", mode="keep_precision")() == want, case
-        assert by_event(rows, "max")() == reduced(parts, np.maximum), case
-        for how in ("completion_fn", "alloc_fn"):
-            assert by_event(rows, how=how, mode="disable")() == concatenated(parts), case
+        with in_case(case):
+            parts, rows = everyone(case, group.size), part(case, group.rank, group.size)
+            want = reduced(parts)
+            assert by_request(rows)() == by_event(rows)() == want
+            assert by_event(rows, how="alloc_fn")() == want
+            assert by_event(rows, how="alloc_fn", mode="keep_precision")() == want
+            assert by_event(rows, "max")() == reduced(parts, np.maximum)
+            for how in ("completion_fn", "alloc_fn"):
+                assert by_event(rows, how=how, mode="disable")() == concatenated(parts)
 
 
 @spmd(18, on=("threads",))
 def test_more_ranks_than_speak_directly(group):
     for case in ("one rank alone", "one rank has them, another is empty", "nobody"):
-        parts, rows = everyone(case, group.size), part(case, group.rank, group.size)
-        assert by_event(rows, how="alloc_fn")() == reduced(parts)
-        assert by_event(rows, mode="disable")() == concatenated(parts)
+        with in_case(case):
+            parts, rows = everyone(case, group.size), part(case, group.rank, group.size)
+            assert by_event(rows, how="alloc_fn")() == reduced(parts)
+            assert by_event(rows, mode="disable")() == concatenated(parts)
 
 
 @pytest.mark.parametrize("algorithm", ["auto", *ALGORITHMS])
@@ -126,14 +129,14 @@ def test_every_algorithm(monkeypatch, algorithm):
 
     def program(group):
         for case in CASES:
-            rows = part(case, group.rank, group.size)
-            if algorithm in TALL and case not in LOW:
-                with pytest.raises(weft.WeftError, match=f"{algorithm} cannot serve this call"):
-                    by_event(rows, how="alloc_fn")()
-                    pytest.fail(f"{case}: no error")
-                continue
-            assert by_event(rows, how="alloc_fn")() == reduced(everyone(case, group.size)), case
-            assert last_call().algorithm == ("eager" if algorithm == "auto" else algorithm), case
+            with in_case(case):
+                rows = part(case, group.rank, group.size)
+                if algorithm in TALL and case not in LOW:
+                    with pytest.raises(weft.WeftError, match=f"{algorithm} cannot serve this call"):
+                        by_event(rows, how="alloc_fn")()
+                    continue
+                assert by_event(rows, how="alloc_fn")() == reduced(everyone(case, group.size))
+                assert last_call().algorithm == ("eager" if algorithm == "auto" else algorithm)
 
     run(3, program)
 

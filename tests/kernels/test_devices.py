@@ -16,6 +16,7 @@ from weft import kernels
 from weft.devices import as_device
 from weft.kernels import jit, reference
 from weft.kernels.ops import DTYPES, OPS, Op
+from weft.testing.cases import in_case
 
 assert jit.loops() is not None, jit.describe()
 FIRST = Op("callable first", lambda left, right: left.clone(), builtin=False)
@@ -57,10 +58,13 @@ def test_a_merge_is_that_of_the_cpu(dtype, op):
         return kernels.merge(parts, op)
 
     for row_shape in ((), (3,), (2, 5), (0,)):
-        values = [torch.randint(-4, 5, (len(i), *row_shape), generator=draws) / -3.0 for i in runs]
-        expected = merged(values)
-        with as_device():
-            equal(merged(values), expected)
+        with in_case(row_shape):
+            values = [
+                torch.randint(-4, 5, (len(i), *row_shape), generator=draws) / -3.0 for i in runs
+            ]
+            expected = merged(values)
+            with as_device():
+                equal(merged(values), expected)
 
 
 @SOME

@@ -22,6 +22,7 @@ from weft.kernels.ops import DTYPES, OPS
 from weft.sparse import ALGORITHMS, codec
 from weft.sparse.link import set_link
 from weft.testing import expected, run, spmd
+from weft.testing.cases import in_case
 from weft.wire.link import MERGE, Link
 
 NAMES = ["auto", *sorted(ALGORITHMS)]
@@ -34,7 +35,7 @@ EVERYWHERE = (*THREADS, "processes", "torch")
 LOCK = threading.Lock()
 
 # Setting up a world takes longer than a call on so little data. So each of these tests makes all
-# its calls in one world, and says which of them failed.
+# its calls in one world; `in_case` says which of them failed.
 KINDS = ("few", "duplicates", "many", "identical", "skew", "some empty", "all empty")
 
 
@@ -113,28 +114,30 @@ def same_everywhere(group, rows):
 @spmd(*SIZES, on=EVERYWHERE)
 def test_equals_the_definition(group, name):
     for kind in KINDS:
-        parts, want = world(group.size, kind)
-        total = weft.sparse_all_reduce(parts[group.rank], algorithm=name)
+        with in_case(kind):
+            parts, want = world(group.size, kind)
+            total = weft.sparse_all_reduce(parts[group.rank], algorithm=name)
 
-        assert torch.equal(total.indices, want.indices), kind
-        assert torch.equal(total.values, want.values), kind
-        assert total.height == want.height, kind
-        same_everywhere(group, total)
+            assert torch.equal(total.indices, want.indices)
+            assert torch.equal(total.values, want.values)
+            assert total.height == want.height
+            same_everywhere(group, total)
 
 
 def over_a_group(group):
     with as_device():
         for name, kind in product(["auto", "gather", "split", "holders", "mask"], KINDS):
-            parts, want = world(group.size, kind)
-            rows = parts[group.rank]
-            for total in weft.sparse_all_reduce([rows, rows], algorithm=name):
-                assert torch.equal(total.indices, want.indices), (name, kind)
-                assert torch.equal(total.values, want.values), (name, kind)
-            gathered = weft.sparse_all_gather(rows)
-            assert torch.equal(gathered.values, torch.cat([each.values for each in parts]))
-            one = weft.sparse_reduce(rows, group_dst=1)
-            assert one is None or torch.equal(one.values, want.values)
-            assert len(weft.sparse_broadcast(rows, 2)) == len(parts[2])
+            with in_case(name, kind):
+                parts, want = world(group.size, kind)
+                rows = parts[group.rank]
+                for total in weft.sparse_all_reduce([rows, rows], algorithm=name):
+                    assert torch.equal(total.indices, want.indices)
+                    assert torch.equal(total.values, want.values)
+                gathered = weft.sparse_all_gather(rows)
+                assert torch.equal(gathered.values, torch.cat([each.values for each in parts]))
+                one = weft.sparse_reduce(rows, group_dst=1)
+                assert one is None or torch.equal(one.values, want.values)
+                assert len(weft.sparse_broadcast(rows, 2)) == len(parts[2])
 
 
 def test_tensors_of_an_accelerator_go_over_the_group():
@@ -145,11 +148,12 @@ def test_tensors_of_an_accelerator_go_over_the_group():
 @spmd(1, 2, 3, 4, 7, on=THREADS)
 def test_nobody_needs_to_say_how_high_a_tensor_is(group, name):
     for kind in KINDS:
-        parts, want = world(group.size, kind)
-        rows = parts[group.rank]
-        indices, values = weft.sparse_all_reduce((rows.indices, rows.values), algorithm=name)
-        assert torch.equal(indices, want.indices), kind
-        assert torch.equal(values, want.values), kind
+        with in_case(kind):
+            parts, want = world(group.size, kind)
+            rows = parts[group.rank]
+            indices, values = weft.sparse_all_reduce((rows.indices, rows.values), algorithm=name)
+            assert torch.equal(indices, want.indices)
+            assert torch.equal(values, want.values)
 
 
 @pytest.mark.parametrize("name", ANY_HEIGHT)
@@ -157,11 +161,12 @@ def test_nobody_needs_to_say_how_high_a_tensor_is(group, name):
 def test_the_largest_index_there_is(group, name):
     """No bound beyond it is of its dtype."""
     for index, count in product((torch.int32, torch.int64), (1, 2500)):
-        with LOCK:
-            parts, want = _highest(group.size, index, count)
-        total = weft.sparse_all_reduce(parts[group.rank], algorithm=name)
-        assert torch.equal(total.indices, want.indices), (index, count)
-        assert torch.equal(total.values, want.values), (index, count)
+        with in_case(index, count):
+            with LOCK:
+                parts, want = _highest(group.size, index, count)
+            total = weft.sparse_all_reduce(parts[group.rank], algorithm=name)
+            assert torch.equal(total.indices, want.indices)
+            assert torch.equal(total.values, want.values)
 
 
 @pytest.mark.parametrize("size", [2, 3, 8])
@@ -177,15 +182,16 @@ def test_on_a_slow_link_indices_are_packed(monkeypatch, name, size):
         set_link(group, Link(1e-4, 8e-9, MERGE, 1e-5))
         parts, want = world(group.size, kind, dtype=torch.float64)
         total = weft.sparse_all_reduce(parts[group.rank], algorithm=name)
-        assert torch.equal(total.indices, want.indices), kind
-        assert torch.equal(total.values, want.values), kind
+        assert torch.equal(total.indices, want.indices)
+        assert torch.equal(total.values, want.values)
 
     monkeypatch.setattr(codec.kernels, "encode", counted)
     for kind in (*KINDS, "far apart", "long", "long and far"):
-        packed.clear()
-        run(size, program, kind)
-        if kind == "long and far" or (kind == "long" and name != "mask"):  # which has a bitmap
-            assert bool(packed) is (name not in PLAIN), kind
+        with in_case(kind):
+            packed.clear()
+            run(size, program, kind)
+            if kind == "long and far" or (kind == "long" and name != "mask"):  # which has a bitmap
+                assert bool(packed) is (name not in PLAIN)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -193,29 +199,27 @@ def test_on_a_slow_link_indices_are_packed(monkeypatch, name, size):
 def test_rows_of_many_chunks(group, name):
     set_link(group, Link(1e-4, 8e-9, MERGE, 1e-5))
     for dtype in (torch.float32, torch.bfloat16):
-        parts, want = world(group.size, "wide", shape=(512,), dtype=dtype)
-        total = weft.sparse_all_reduce(parts[group.rank], algorithm=name)
-        assert torch.equal(total.indices, want.indices) and torch.equal(total.values, want.values)
+        with in_case(dtype):
+            parts, want = world(group.size, "wide", shape=(512,), dtype=dtype)
+            total = weft.sparse_all_reduce(parts[group.rank], algorithm=name)
+            assert torch.equal(total.indices, want.indices)
+            assert torch.equal(total.values, want.values)
 
 
 @pytest.mark.parametrize("name", NAMES)
 @spmd(3, on=THREADS)  # no power of two: rows are combined twice, once of them as partial sums
 def test_every_op_and_dtype(group, name):
     for op, dtype in product(OPS, DTYPES):
-        if OPS[op].refuses(dtype):
-            continue
-        parts, want = world(group.size, "duplicates", op, dtype=dtype)
-        total = weft.sparse_all_reduce(parts[group.rank], op, algorithm=name)
-        assert torch.equal(total.indices, want.indices), (op, dtype)
-        assert total.values.dtype is dtype, op
-        # an average of integers is not exact: rounded once, so within one unit in the last place
-        torch.testing.assert_close(
-            total.values,
-            want.values,
-            rtol=2**-7 if op == "avg" else 0,
-            atol=0,
-            msg=lambda text, op=op, dtype=dtype: f"{op} of {dtype}: {text}",
-        )
+        with in_case(op, dtype):
+            if OPS[op].refuses(dtype):
+                continue
+            parts, want = world(group.size, "duplicates", op, dtype=dtype)
+            total = weft.sparse_all_reduce(parts[group.rank], op, algorithm=name)
+            assert torch.equal(total.indices, want.indices)
+            assert total.values.dtype is dtype
+            # an average of integers is not exact, but rounded once: one unit in the last place
+            rtol = 2**-7 if op == "avg" else 0
+            torch.testing.assert_close(total.values, want.values, rtol=rtol, atol=0)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -231,12 +235,13 @@ def test_half_precision_rounds_what_a_rank_repeats_and_the_result(group, name):
 @spmd(1, 4, on=THREADS)
 def test_every_row_shape_and_index_dtype(group, name):
     for shape, index in product([(), (1,), (2, 3), (0,), (300,)], [torch.int32, torch.int64]):
-        parts, want = world(group.size, "few", shape=shape, index=index)
-        total = weft.sparse_all_reduce(parts[group.rank], algorithm=name)
-        assert total.indices.dtype is index
-        assert torch.equal(total.indices, want.indices), (shape, index)
-        assert total.values.shape == want.values.shape
-        assert torch.equal(total.values, want.values), (shape, index)
+        with in_case(shape, index):
+            parts, want = world(group.size, "few", shape=shape, index=index)
+            total = weft.sparse_all_reduce(parts[group.rank], algorithm=name)
+            assert total.indices.dtype is index
+            assert torch.equal(total.indices, want.indices)
+            assert total.values.shape == want.values.shape
+            assert torch.equal(total.values, want.values)
 
 
 @pytest.mark.parametrize("name", ANY_HEIGHT)
@@ -284,10 +289,11 @@ def test_minus_zero_is_less_than_zero(group, name):
     negative = torch.arange(1600).view(100, 16) >> group.rank & 1
     rows = weft.Rows(torch.arange(100), torch.where(negative == 1, -0.0, 0.0), 100)
     for op, pattern in (("min", negative.new_tensor(0)), ("max", negative.new_tensor(15))):
-        total = weft.sparse_all_reduce(rows, op, algorithm=name)
-        signs = torch.arange(1600).view(100, 16) & 15
-        want = signs != pattern if op == "min" else signs == pattern
-        assert torch.equal(total.values.signbit(), want), op
+        with in_case(op):
+            total = weft.sparse_all_reduce(rows, op, algorithm=name)
+            signs = torch.arange(1600).view(100, 16) & 15
+            want = signs != pattern if op == "min" else signs == pattern
+            assert torch.equal(total.values.signbit(), want)
 
 
 @pytest.mark.parametrize("name", IN_ORDER)

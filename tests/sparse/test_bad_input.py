@@ -18,6 +18,7 @@ from weft.sparse.family import broadcast
 from weft.sparse.header import Header
 from weft.sparse.stream import LISTS, send_list_to_all
 from weft.testing import run, spmd
+from weft.testing.cases import in_case
 
 
 def good(group, width=4):
@@ -194,26 +195,27 @@ def test_one_rank_errs_and_all_are_told(group):
     """Of each error in turn, in one group: so all calls after an error work, too."""
     culprit = group.size - 1
     for what, (make, text) in WRONG.items():
-        arguments = {"rows": good(group), **(make() if group.rank == culprit else {})}
-        with pytest.raises(weft.WeftError, match=text) as caught:
-            weft.sparse_all_reduce(**arguments)
-            pytest.fail(f"{what}: no error")
-        assert f"rank {culprit}" in str(caught.value), what
-        alike(group, str(caught.value))
+        with in_case(what):
+            arguments = {"rows": good(group), **(make() if group.rank == culprit else {})}
+            with pytest.raises(weft.WeftError, match=text) as caught:
+                weft.sparse_all_reduce(**arguments)
+            assert f"rank {culprit}" in str(caught.value)
+            alike(group, str(caught.value))
 
-        total = weft.sparse_all_reduce(good(group))
-        assert total.values[total.indices == 5].eq(group.size).all(), what
+            total = weft.sparse_all_reduce(good(group))
+            assert total.values[total.indices == 5].eq(group.size).all()
 
 
 @spmd(20, on=("threads", "device"))
 def test_many_ranks_are_told_too(group):
     for what in ("op", "negative", "row shape", "height", "out is small"):
-        make, text = WRONG[what]
-        arguments = {"rows": good(group), **(make() if group.rank == 13 else {})}
-        with pytest.raises(weft.WeftError, match=text) as caught:
-            weft.sparse_all_reduce(**arguments)
-        assert "rank 13" in str(caught.value)
-        alike(group, str(caught.value))
+        with in_case(what):
+            make, text = WRONG[what]
+            arguments = {"rows": good(group), **(make() if group.rank == 13 else {})}
+            with pytest.raises(weft.WeftError, match=text) as caught:
+                weft.sparse_all_reduce(**arguments)
+            assert "rank 13" in str(caught.value)
+            alike(group, str(caught.value))
     total = weft.sparse_all_reduce(good(group, width=4))
     assert total.values[total.indices == 5].eq(group.size).all()
 

@@ -17,6 +17,7 @@ from weft.sparse import last_call
 from weft.sparse.link import set_link
 from weft.sparse.stream import LISTS
 from weft.testing import expected, run, spmd
+from weft.testing.cases import in_case
 from weft.wire.link import Link
 
 SIZES = (1, 2, 3, 7)
@@ -67,44 +68,49 @@ def even(height, size):
 @spmd(*SIZES, on=EVERYWHERE)
 def test_each_rank_gets_what_it_owns(group):
     for kind in ("few", "many", "empty on some", "empty", "skew"):
-        mine, want = part(group.rank, kind), total_of(group.size, kind)
-        given = even(mine.height, group.size)
-        unequal = [0, *[mine.height // 3] * (group.size - 1), mine.height]  # some own nothing
-        for ranges in (None, given, unequal):
-            got = weft.sparse_reduce_scatter(mine, ranges=ranges)
-            record = last_call()
-            if ranges is not None:
-                assert record.ranges == tuple(ranges)
-            assert record.ranges[0] == 0
-            assert record.ranges[-1] == mine.height, kind
-            assert record.union == len(got), kind
-            indices, values = between(want, *record.ranges[group.rank : group.rank + 2])
-            assert torch.equal(got.indices, indices), (kind, ranges)
-            assert torch.equal(got.values, values), (kind, ranges)
-            assert got.height == mine.height
+        with in_case(kind):
+            mine, want = part(group.rank, kind), total_of(group.size, kind)
+            given = even(mine.height, group.size)
+            unequal = [0, *[mine.height // 3] * (group.size - 1), mine.height]  # some own nothing
+            for ranges in (None, given, unequal):
+                with in_case(ranges):
+                    got = weft.sparse_reduce_scatter(mine, ranges=ranges)
+                    record = last_call()
+                    if ranges is not None:
+                        assert record.ranges == tuple(ranges)
+                    assert record.ranges[0] == 0
+                    assert record.ranges[-1] == mine.height
+                    assert record.union == len(got)
+                    indices, values = between(want, *record.ranges[group.rank : group.rank + 2])
+                    assert torch.equal(got.indices, indices)
+                    assert torch.equal(got.values, values)
+                    assert got.height == mine.height
 
 
 @spmd(1, 3, on=THREADS)
 def test_the_largest_index_there_is(group):
     for index, count in product((torch.int32, torch.int64), (2, 2500)):
-        last = torch.iinfo(index).max
-        parts = [
-            weft.Rows(last - torch.arange(count).to(index) - rank, torch.ones(count, 4))
-            for rank in range(group.size)
-        ]
-        want, mine = expected(parts), parts[group.rank]
-        whole = [0] * group.size + [2**64]  # all of it is the last rank's
-        for ranges in (None, whole):
-            got = weft.sparse_reduce_scatter(mine, ranges=ranges)
-            low, high = weft.sparse.last_call().ranges[group.rank : group.rank + 2]
-            there = [low <= each < high for each in want.indices.tolist()]
-            assert torch.equal(got.indices, want.indices[torch.tensor(there)])
-            assert torch.equal(got.values, want.values[torch.tensor(there)])
-        assert torch.equal(got.indices, want.indices[: len(want) * (group.rank == group.size - 1)])
-        total = weft.sparse_reduce(mine, group_dst=group.size - 1)
-        assert total is None or torch.equal(total.values, want.values)
-        gathered = weft.sparse_all_gather(mine)
-        assert torch.equal(gathered.indices, torch.cat([part.indices for part in parts]))
+        with in_case(index, count):
+            last = torch.iinfo(index).max
+            parts = [
+                weft.Rows(last - torch.arange(count).to(index) - rank, torch.ones(count, 4))
+                for rank in range(group.size)
+            ]
+            want, mine = expected(parts), parts[group.rank]
+            whole = [0] * group.size + [2**64]  # all of it is the last rank's
+            for ranges in (None, whole):
+                got = weft.sparse_reduce_scatter(mine, ranges=ranges)
+                low, high = weft.sparse.last_call().ranges[group.rank : group.rank + 2]
+                there = [low <= each < high for each in want.indices.tolist()]
+                assert torch.equal(got.indices, want.indices[torch.tensor(there)])
+                assert torch.equal(got.values, want.values[torch.tensor(there)])
+            assert torch.equal(
+                got.indices, want.indices[: len(want) * (group.rank == group.size - 1)]
+            )
+            total = weft.sparse_reduce(mine, group_dst=group.size - 1)
+            assert total is None or torch.equal(total.values, want.values)
+            gathered = weft.sparse_all_gather(mine)
+            assert torch.equal(gathered.indices, torch.cat([part.indices for part in parts]))
 
 
 @spmd(4, on=THREADS)
@@ -125,16 +131,17 @@ def test_balanced_ranges_are_balanced(group):
 def test_operations(group, op):
     chosen = last if op == "last" else op
     for kind in ("few", "many"):
-        mine = part(group.rank, kind, dtype=torch.bfloat16)
-        want = total_of(group.size, kind, chosen, torch.bfloat16)
-        ranges = even(want.height, group.size)
-        got = weft.sparse_reduce_scatter(mine, chosen, ranges=ranges)
-        indices, values = between(want, *ranges[group.rank : group.rank + 2])
-        assert torch.equal(got.indices, indices)
-        assert torch.equal(got.values, values)
-        total = weft.sparse_reduce(mine, chosen)
-        if group.rank == 0:
-            assert torch.equal(total.values, want.values)
+        with in_case(kind):
+            mine = part(group.rank, kind, dtype=torch.bfloat16)
+            want = total_of(group.size, kind, chosen, torch.bfloat16)
+            ranges = even(want.height, group.size)
+            got = weft.sparse_reduce_scatter(mine, chosen, ranges=ranges)
+            indices, values = between(want, *ranges[group.rank : group.rank + 2])
+            assert torch.equal(got.indices, indices)
+            assert torch.equal(got.values, values)
+            total = weft.sparse_reduce(mine, chosen)
+            if group.rank == 0:
+                assert torch.equal(total.values, want.values)
 
 
 @pytest.mark.parametrize("link", ["fast", "slow"])
@@ -143,38 +150,40 @@ def test_one_rank_gets_the_sum(group, link):
     set_link(group, Link(1e-5, 1e-10 if link == "fast" else 1e-7, 1e-10, 1e-5))
     dst = group.size // 2
     for kind in ("few", "many", "empty on some", "empty", "skew", "one"):
-        want = total_of(group.size, kind)
-        total = weft.sparse_reduce(part(group.rank, kind), group_dst=dst)
-        if group.rank != dst:
-            assert total is None, kind
-            continue
-        assert torch.equal(total.indices, want.indices), kind
-        assert torch.equal(total.values, want.values), kind
-        ran = last_call().algorithm
-        if group.size == 1:
-            assert ran == "alone"
-        elif kind in ("many", "one") and link == "slow":  # nearly half of all rows on each rank
-            assert ran == ("owners" if group.size > 2 else "direct"), kind
-        elif kind not in ("many", "skew", "one"):
-            assert (ran == "eager") == on_host(want.values), kind
+        with in_case(kind):
+            want = total_of(group.size, kind)
+            total = weft.sparse_reduce(part(group.rank, kind), group_dst=dst)
+            if group.rank != dst:
+                assert total is None
+                continue
+            assert torch.equal(total.indices, want.indices)
+            assert torch.equal(total.values, want.values)
+            ran = last_call().algorithm
+            if group.size == 1:
+                assert ran == "alone"
+            elif kind in ("many", "one") and link == "slow":  # nearly half of all rows on each rank
+                assert ran == ("owners" if group.size > 2 else "direct")
+            elif kind not in ("many", "skew", "one"):
+                assert (ran == "eager") == on_host(want.values)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bool, torch.complex128])
 @spmd(*SIZES, on=EVERYWHERE)
 def test_rows_of_all_in_rank_order(group, dtype):
     for kind in ("few", "many", "empty on some", "empty"):
-        parts = [part(rank, kind, dtype=dtype) for rank in range(group.size)]
-        got, counts = weft.sparse_all_gather(parts[group.rank], return_counts=True)
-        assert torch.equal(got.indices, torch.cat([rows.indices for rows in parts])), kind
-        assert torch.equal(got.values, torch.cat([rows.values for rows in parts])), kind
-        assert counts.tolist() == [len(rows) for rows in parts]
-        record = last_call()
-        goes_round = (kind == "many" and dtype is not torch.bool) or not on_host(got.values)
-        several = "ring" if goes_round else "eager"
-        assert record.algorithm == ("alone" if group.size == 1 else several), kind
-        if record.algorithm == "ring" and kind == "many":
-            spare = 512 * group.size  # statements
-            assert record.sent_bytes == pytest.approx(record.bound_bytes, abs=spare)
+        with in_case(kind):
+            parts = [part(rank, kind, dtype=dtype) for rank in range(group.size)]
+            got, counts = weft.sparse_all_gather(parts[group.rank], return_counts=True)
+            assert torch.equal(got.indices, torch.cat([rows.indices for rows in parts]))
+            assert torch.equal(got.values, torch.cat([rows.values for rows in parts]))
+            assert counts.tolist() == [len(rows) for rows in parts]
+            record = last_call()
+            goes_round = (kind == "many" and dtype is not torch.bool) or not on_host(got.values)
+            several = "ring" if goes_round else "eager"
+            assert record.algorithm == ("alone" if group.size == 1 else several)
+            if record.algorithm == "ring" and kind == "many":
+                spare = 512 * group.size  # statements
+                assert record.sent_bytes == pytest.approx(record.bound_bytes, abs=spare)
 
 
 @pytest.mark.parametrize("kind", ["few", "many", "empty"])
@@ -407,10 +416,10 @@ def test_one_rank_errs_and_all_are_told(group):
     for what, (make, text) in WRONG.items():
         wrong = make(rows) if group.rank == 0 else calls(rows)
         for name in wrong:
-            with pytest.raises(weft.WeftError, match=text):
-                wrong[name]()
-                pytest.fail(f"{what} in {name}: no error")
-            calls(rows)[name]()  # the next call works
+            with in_case(what, name):
+                with pytest.raises(weft.WeftError, match=text):
+                    wrong[name]()
+                calls(rows)[name]()  # the next call works
 
 
 def disagreeing(rows, odd):

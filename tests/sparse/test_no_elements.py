@@ -16,6 +16,7 @@ from torch.nn.parameter import UninitializedBuffer
 
 import weft
 from weft.testing import spmd
+from weft.testing.cases import in_case
 
 # torch's own, where jvp takes an operation apart
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
@@ -165,13 +166,13 @@ PARTS = {
 
 def told(group, case, text, wrong, right):
     """What is wrong on one rank is raised, the same on every rank; the next call works."""
-    with pytest.raises(weft.WeftError, match=rf"^rank {root(group)}: .*{text}") as caught:
-        (wrong if group.rank == root(group) else right)()
-        pytest.fail(f"{case}: no error")
-    alike(group, str(caught.value))
-    for _ in range(2):
-        indices, values = weft.sparse_all_reduce(good())
-        assert indices.tolist() == [1, 2, 5] and values.eq(group.size).all()
+    with in_case(*case):
+        with pytest.raises(weft.WeftError, match=rf"^rank {root(group)}: .*{text}") as caught:
+            (wrong if group.rank == root(group) else right)()
+        alike(group, str(caught.value))
+        for _ in range(2):
+            indices, values = weft.sparse_all_reduce(good())
+            assert indices.tolist() == [1, 2, 5] and values.eq(group.size).all()
 
 
 def alike(group, text):
@@ -217,7 +218,7 @@ def test_sparse_tensors_that_only_stand_for_some(group, kind):
         if "list" not in name:
             call(group, coo(*good()))
             use = partial(call, group)
-            told(group, name, text, partial(made, use), partial(use, coo(*good())))
+            told(group, (name,), text, partial(made, use), partial(use, coo(*good())))
 
 
 OUTS = {
@@ -276,7 +277,7 @@ def test_functions_that_return_what_only_stands_for_some(group, kind):
         ("an allocator", lambda: weft.sparse_all_reduce(good(), out=allocate)),
         ("an operation", lambda: weft.sparse_all_reduce(duplicates, add)),
     ):
-        told(group, case, text, call, call)
+        told(group, (case,), text, call, call)
 
 
 WHERE = torch.tensor([[1, 5, 2], [1, 8, 0]])

@@ -19,6 +19,7 @@ from weft.schedules import dense_all_reduce
 from weft.sparse import ALGORITHMS, last_call
 from weft.sparse.link import set_link
 from weft.testing import expected, run, spmd
+from weft.testing.cases import in_case
 from weft.wire.link import Link
 
 THREADS = ("threads", "device")
@@ -85,15 +86,16 @@ def mine(group, kinds, count, missing=()):
 def test_each_table_as_if_alone(group, name):
     missing = [(0, 2), (1, 0), (2, 6), *((rank, 4) for rank in range(7))]
     for kinds in (ALIKE, KINDS, KINDS[1:2]):
-        if name == "dense_tail":  # would make tables of 2**40 rows
-            kinds = [(shape, dtype, torch.int64, 50) for shape, dtype, *_ in kinds]
-        got = weft.sparse_all_reduce(mine(group, kinds, 20, missing), algorithm=name)
-        check(group, got, kinds, 20, missing=missing)
-        record = last_call()
-        assert record.union == sum(map(len, got))
-        few = ("eager",) if on_host(got[0].values) else ("gather", "mask")
-        wanted = ("alone",) if group.size == 1 else few if name == "auto" else (name,)
-        assert record.algorithm in wanted
+        with in_case(kinds):
+            if name == "dense_tail":  # would make tables of 2**40 rows
+                kinds = [(shape, dtype, torch.int64, 50) for shape, dtype, *_ in kinds]
+            got = weft.sparse_all_reduce(mine(group, kinds, 20, missing), algorithm=name)
+            check(group, got, kinds, 20, missing=missing)
+            record = last_call()
+            assert record.union == sum(map(len, got))
+            few = ("eager",) if on_host(got[0].values) else ("gather", "mask")
+            wanted = ("alone",) if group.size == 1 else few if name == "auto" else (name,)
+            assert record.algorithm in wanted
 
 
 def check_against_single_calls(group, rows, algorithm="auto", **options):
@@ -509,11 +511,11 @@ def test_one_rank_errs_and_all_are_told(group):
     """Of each error in turn, in one group: so all calls after an error work, too."""
     rows = mine(group, BOTH, 4)
     for what, (make, text) in WRONG.items():
-        arguments = {"rows": rows, **(make(rows) if group.rank == 1 else {})}
-        with pytest.raises(weft.WeftError, match=text):
-            weft.sparse_all_reduce(**arguments)
-            pytest.fail(f"{what}: no error")
-        check(group, weft.sparse_all_reduce(rows), BOTH, 4)
+        with in_case(what):
+            arguments = {"rows": rows, **(make(rows) if group.rank == 1 else {})}
+            with pytest.raises(weft.WeftError, match=text):
+                weft.sparse_all_reduce(**arguments)
+            check(group, weft.sparse_all_reduce(rows), BOTH, 4)
 
 
 @pytest.mark.parametrize("height", [None, 50])

@@ -1,0 +1,32 @@
+"""Many cases in one group of ranks: what goes wrong in one of them says in which."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def in_case(*case: object) -> Iterator[None]:
+    """A block for one of several cases, which are tried one after the other in one group of ranks.
+
+    To start a group takes longer than most calls, so tests try many cases in one. Whatever is
+    raised in the block, by weft or by an assert, gets a note that names the case.
+
+    Args:
+        case: what the case is, in one or more parts.
+
+    Example:
+        >>> try:
+        ...     with in_case("sum", 3):
+        ...         raise ValueError("wrong")
+        ... except ValueError as error:
+        ...     error.__notes__
+        ["in the case 'sum', 3"]
+    """
+    __tracebackhide__ = True  # pytest shows where the body failed
+    try:
+        yield
+    except BaseException as error:
+        error.add_note(f"in the case {', '.join(map(repr, case))}")
+        raise
