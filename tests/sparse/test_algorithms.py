@@ -21,6 +21,7 @@ from weft.devices import as_device
 from weft.kernels.ops import DTYPES, OPS
 from weft.sparse import ALGORITHMS, codec
 from weft.sparse.link import set_link
+from weft.sparse.stream import VALUES
 from weft.testing import expected, run, spmd
 from weft.testing.cases import in_case
 from weft.wire.link import MERGE, Link
@@ -204,6 +205,49 @@ def test_rows_of_many_chunks(group, name):
             total = weft.sparse_all_reduce(parts[group.rank], algorithm=name)
             assert torch.equal(total.indices, want.indices)
             assert torch.equal(total.values, want.values)
+
+
+def order_of(patch, group):
+    """What a rank does in calls among these ranks, in its order: it sends values, reads lists."""
+    done = []
+    post = group.post
+    decode = group.decode
+
+    def posted(sends=(), recvs=(), channel=0):
+        if channel == VALUES and sends:
+            done.append("values")
+        return post(sends, recvs, channel)
+
+    def decoded(peer, what, *arguments):
+        if what == "an index list":
+            done.append("lists")
+        return decode(peer, what, *arguments)
+
+    patch.setattr(group, "post", posted)
+    patch.setattr(group, "decode", decoded)
+    return done
+
+
+@pytest.mark.parametrize("beta", [8e-11, 8e-9], ids=["plain", "packed"])
+@spmd(4, on=("threads", "processes"))
+def test_gather_of_a_list_in_two_messages_beside_short_ones(group, beta):
+    """Who has it sends values when others' lists are read, and others send theirs at once."""
+    set_link(group, Link(5e-5, beta, 3e-10, 5e-5))
+    for size, own in product((2, 3, 4), (0, 1)):
+        if group.rank >= size:
+            continue
+        some = group.subset(range(size))
+        draw = torch.Generator().manual_seed(group.rank)
+        indices = torch.randint(2**31 - 1, (100_000 if group.rank == own else 5,), generator=draw)
+        indices[0] = 7  # which all ranks have
+        rows = weft.Rows(indices, torch.ones(len(indices), 2))
+        with in_case(size, own), pytest.MonkeyPatch.context() as patch:
+            want = weft.sparse_all_reduce(rows, algorithm="split", group=some)
+            done = order_of(patch, some)
+            total = weft.sparse_all_reduce(rows, algorithm="gather", group=some)
+            assert torch.equal(total.indices, want.indices)
+            assert torch.equal(total.values, want.values)
+            assert done[0] == ("lists" if group.rank == own else "values")
 
 
 @pytest.mark.parametrize("name", NAMES)
