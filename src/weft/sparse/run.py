@@ -113,14 +113,7 @@ def opened(
     call = _call_of(request, over)
     own = _rows_of(request, call, moves=moves)
     direct = is_direct(group)
-    may_be_eager = (
-        direct
-        and group.size > 1
-        and not looks
-        and request.error is None
-        and on_host(request.rows.values)  # others never pass through the host
-        and (moves or request.algorithm == "auto")
-    )
+    may_be_eager = not looks and _may_be_eager(group, request, moves=moves)
     agreement = None
     try:
         # all ranks tell all others their arguments, and a header
@@ -158,6 +151,15 @@ def opened(
         own.release()
         if agreement is not None:
             agreement.release()
+
+
+def _may_be_eager(group: Group, request: Request, *, moves: bool) -> bool:
+    """Whether this rank's rows may travel in the opening exchange, if they fit."""
+    if not is_direct(group) or group.size == 1 or request.error is not None:
+        return False
+    if not on_host(request.rows.values):  # which never pass through the host
+        return False
+    return moves or request.algorithm == "auto"
 
 
 def _call_of(request: Request, over: Group) -> Call:
