@@ -42,8 +42,9 @@ _DISTANT = 2.5e-3  # seconds of a round, from which hosts are distant: half of w
 # Latencies that a distant connection needs to come back to the link's rate after rows to all and a
 # ring have begun together, and the link's queue has overflowed. BBR then keeps a low rate for a
 # number of round trips, however many bytes follow. Measured between 4 hosts, 25 ms from one to
-# another, with 100 Mbit/s: `holders` takes 0.6 s, so 24 latencies, longer than its rounds and bytes
-# with zipf rows and with wide ones, and 1.1 to 1.5 s where packets are lost (docs/performance.md).
+# another, with 100 Mbit/s: `holders` takes 0.6 to 1.0 s longer than its rounds and bytes, with zipf
+# rows and with wide ones, and 0.7 to 1.5 s where packets are lost (docs/performance.md). 24 are the
+# least of it.
 _RECOVERY = 24
 _CHUNKED = 0.3  # of its time: a stream of chunks keeps a core busy for longer than one message
 _MEMORY = 1 / 1.5e9  # seconds a byte, below which a copy costs as much as a message
