@@ -24,6 +24,7 @@ CULPRIT = 1
 TOP = (1 << 63) - 1
 LINKS = {"plain": Link(5e-5, 8e-11, 3e-10, 5e-5), "packed": Link(5e-5, 8e-9, 3e-10, 5e-5)}
 STATEMENT, LIST, REST = range(3)  # the messages of a call, in their order
+HEADER = 1632  # the last bytes of a statement: 96, 256 ids of 4, and twice 128 numbers of 2
 
 
 def put(at, *words):
@@ -37,8 +38,8 @@ def put(at, *words):
 
 MESSAGES = {  # which is changed, with what index lists, how
     "no statement": (STATEMENT, "plain", put(0, 0)),
-    "a header of too many rows": (STATEMENT, "plain", lambda raw: raw[-3000:].fill_(0xFF)),
-    "a header of another rank with fewer rows": (STATEMENT, "plain", put(-4176, 7)),
+    "a header of too many rows": (STATEMENT, "plain", lambda raw: raw[-200:].fill_(0xFF)),
+    "a header of another rank with fewer rows": (STATEMENT, "plain", put(16 - HEADER, 7)),
     "a negative count": (LIST, "plain", put(0, -5)),
     "bytes beyond the message": (LIST, "plain", put(8, TOP)),
     "a negative index": (LIST, "plain", put(24, -1)),

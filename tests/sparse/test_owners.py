@@ -66,6 +66,38 @@ def test_cuts_ascend_and_a_header_survives_the_wire(parts):
     assert whole.highest == max(distinct, default=-1)
 
 
+@pytest.mark.parametrize(
+    ("step", "ids", "gaps"), [(1, 2, 1), (300, 4, 2), (70_000, 4, 4), (2**40, 8, 8)]
+)
+def test_a_header_has_no_more_bytes_than_its_numbers_need(step, ids, gaps):
+    """Behind 96 others: 256 ids, 128 points, and 128 weights of one byte each."""
+    header = Header.of(torch.arange(1000) * step, 0)
+    raw = header.pack().numpy().data
+    assert len(raw) == 96 + 256 * ids + 128 * gaps + 128
+    again = Header.unpack(raw)
+    for name in ("sketch", "points", "weights"):
+        assert getattr(again, name).tolist() == getattr(header, name).tolist()
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "why"),
+    [
+        (88, 3, r"numbers of \[3, 1, 1\] bytes"),
+        (89, 2, "numbers in"),
+        (72, 255, "numbers in"),
+        (80, 51, "numbers in"),
+        (81, 5, "points"),
+    ],
+    ids=["width", "wider", "more ids", "more points", "too many points"],
+)
+def test_a_header_of_other_numbers_than_it_has_is_refused(place, value, why):
+    raw = Header.of(torch.arange(50), 0).pack()
+    Header.unpack(raw.numpy().data)
+    raw[place] = value
+    with pytest.raises(ValueError, match=why):
+        Header.unpack(raw.numpy().data)
+
+
 @pytest.mark.parametrize("name", DRAWS)
 def test_the_union_is_estimated(name):
     parts, header = headers_of(name, 4)

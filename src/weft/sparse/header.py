@@ -38,9 +38,11 @@ DIGESTED = 1 << 20
 
 _KEPT = 1024  # points of a combined header
 # the first fields of a header, in their order; then the lengths of the sketch and of the points or,
-# if rows follow, -1 and the bytes of an index. 96 bytes, so that what follows is aligned
-_FIXED = struct.Struct("<6q2?6x16s2q8x")
+# if rows follow, -1 and the bytes of an index; then the bytes of a number of the sketch, of the
+# points and of the weights. 96 bytes, so that what follows is aligned
+_FIXED = struct.Struct("<6q2?6x16s2q3B5x")
 _FIELDS = 9
+_WIDTHS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}  # by bytes
 _GRAIN = 16  # bytes: values begin at a multiple
 _NONE = bytes(16)  # no digest: ranks have different index sets, or too large ones
 NO_LIMIT = 1 << 62
@@ -140,14 +142,19 @@ class Header(NamedTuple):
 
     def pack(self) -> Tensor:
         """The header as bytes."""
-        parts: Sequence[Any] = self[_FIELDS:-1]
-        sizes = len(self.sketch), len(self.points)
+        parts: Sequence[Any]
         if self.rows is not None:
             indices = self.rows.indices.contiguous()
             values = self.rows.values.contiguous()
-            sizes = -1, indices.itemsize
+            sizes = -1, indices.itemsize, 0, 0, 0
             gap = bytes(-indices.nbytes % _GRAIN)
             parts = memory_of(indices), gap, memory_of(values)
+        else:
+            # points ascend: what lies between two of them takes fewer bytes than they do
+            gaps = np.diff(self.points, prepend=0)
+            parts = [_narrow(numbers) for numbers in (self.sketch, gaps, self.weights)]
+            widths = [numbers.itemsize for numbers in parts]
+            sizes = len(self.sketch), len(self.points), *widths
         raw = bytearray().join((_FIXED.pack(*self[:_FIELDS], *sizes), *parts))
         return torch.frombuffer(raw, dtype=torch.uint8)
 
@@ -176,7 +183,7 @@ class Header(NamedTuple):
         Raises:
             ValueError, struct.error: the bytes are no valid header.
         """
-        *figures, sampled, points = _FIXED.unpack_from(body)
+        *figures, sampled, points, of_sketch, of_points, of_weights = _FIXED.unpack_from(body)
         header = cls(*figures)
         total = header.total
         counts_fit = 0 <= header.fewest <= header.most <= total < _MOST
@@ -199,19 +206,18 @@ class Header(NamedTuple):
                 raise ValueError(f"its indices do not ascend from 0 to {header.highest}")
             values = typed(memory, (total, *row_shape), dtype, start)
             return header._replace(rows=Rows(indices, values))
-        longs = np.frombuffer(body, np.int64, offset=_FIXED.size).copy()
-        if not 0 <= points <= _KEPT or len(longs) != sampled + 2 * points:
-            raise ValueError(f"{sampled} and {points} numbers in {len(longs)}")
-        end = sampled + points
-        places = longs[sampled:end]
-        weights = longs[end:]
+        if not 0 <= points <= _KEPT:
+            raise ValueError(f"it has {points} points")
+        lengths = (sampled, of_sketch), (points, of_points), (points, of_weights)
+        ids, gaps, weights = _longs_in(body[_FIXED.size :], lengths)
+        places = gaps.cumsum()  # a sum that overflows does not ascend
         if points:
             ascend = places[0] >= 0 and places[-1] <= header.highest
             if not ascend or not (places[1:] >= places[:-1]).all():
                 raise ValueError(f"its points do not ascend from 0 to {header.highest}")
             if weights.min() < 1 or weights.sum(dtype=np.float64) != total:  # which cannot overflow
                 raise ValueError(f"its points do not stand for {total} rows")
-        header = header._replace(sketch=longs[:sampled], points=places, weights=weights)
+        header = header._replace(sketch=ids, points=places, weights=weights)
         if of_one and not moves and not header._describes_one_rank():
             raise ValueError(f"its {sampled} and {points} numbers are not those of {total} rows")
         return header
@@ -349,6 +355,35 @@ def shares(count: int) -> Longs:
     """The first row of each point's share among `count` rows, and the end of the last share."""
     parts = min(POINTS, count)
     return np.arange(parts + 1, dtype=np.int64) * count // max(parts, 1)
+
+
+def _narrow(numbers: Longs) -> NDArray[Any]:
+    """Numbers that are not negative, in as few bytes each as the largest of them needs."""
+    largest = int(numbers.max(initial=0))
+    return numbers.astype(np.min_scalar_type(largest))
+
+
+def _longs_in(body: memoryview, lengths: Sequence[tuple[int, int]]) -> list[Longs]:
+    """Arrays that `_narrow` made, one after the other.
+
+    Args:
+        body: their bytes, and nothing else.
+        lengths: of each array, how many numbers it has, and of how many bytes.
+
+    Raises:
+        ValueError: the bytes are not such arrays.
+    """
+    if any(width not in _WIDTHS for _, width in lengths):
+        raise ValueError(f"numbers of {[width for _, width in lengths]} bytes")
+    if sum(count * width for count, width in lengths) != len(body):
+        raise ValueError(f"{[count for count, _ in lengths]} numbers in {len(body)} bytes")
+    found = []
+    start = 0
+    for count, width in lengths:
+        numbers = np.frombuffer(body, _WIDTHS[width], count, start)
+        found.append(numbers.astype(np.int64))
+        start += count * width
+    return found
 
 
 def _digest(indices: Tensor) -> bytes:
