@@ -51,13 +51,16 @@ def sent() -> int:
 
 def watch(pipe: Connection) -> None:
     """Count every millisecond until told to stop, and once more; then send all counts."""
+    counts = [Count(time.time(), sent())]
     pipe.send("it has begun, which takes a process some seconds")
-    counts = []
     is_told = False
     while not is_told:
         is_told = pipe.poll(1e-3)
         counts.append(Count(time.time(), sent()))
     pipe.send(counts)
+
+
+time_of = operator.attrgetter("when")
 
 
 def figures(counts: Sequence[Count], start: float, end: float, room: float) -> list[float]:
@@ -68,18 +71,17 @@ def figures(counts: Sequence[Count], start: float, end: float, room: float) -> l
         start, end: when the call began and ended.
         room: bytes a second that the link could carry.
     """
-    first = max(0, bisect_left(counts, start, key=when) - 1)
-    last = bisect_left(counts, end, key=when)
+    first = max(0, bisect_left(counts, start, key=time_of) - 1)
+    last = bisect_left(counts, end, key=time_of)
     of_call = counts[first : last + 1]
     begin = of_call[0].sent
     whole = of_call[-1].sent - begin
     used = [each for each in of_call if LITTLE * whole <= each.sent - begin <= whole * (1 - LITTLE)]
+    if len(used) < 2:
+        raise ValueError("the bytes of a call leave within a millisecond: take a larger case")
     seconds = end - start, used[0].when - start, end - used[-1].when
     rate = (used[-1].sent - used[0].sent) / (used[-1].when - used[0].when)
     return [*(1e3 * each for each in seconds), rate / room]
-
-
-when = operator.attrgetter("when")
 
 
 def rank(arguments: argparse.Namespace) -> str:
@@ -92,6 +94,7 @@ def rank(arguments: argparse.Namespace) -> str:
         watcher = multiprocessing.get_context("spawn").Process(target=watch, args=(there,))
         if group.rank == 0:
             watcher.start()
+            there.close()  # so that the end of the watcher ends what waits for it
             here.recv()
         spans = {name: timed(name, arguments, group) for name in arguments.case.split(",")}
         if group.rank == 0:

@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import socket
+import struct
 import time
 import warnings
 
@@ -16,8 +17,9 @@ import torch.distributed as dist
 import weft
 from weft import nn
 from weft.group import process_group
+from weft.group.group import Group
 from weft.group.process_group import connect
-from weft.sparse import ALGORITHMS
+from weft.sparse import ALGORITHMS, owners
 from weft.sparse.cost import Load
 from weft.sparse.link import set_link
 from weft.testing import RankFailure, processes, round_wire, run
@@ -140,14 +142,60 @@ def over(group, kind, counts):
             assert torch.equal(found.values, wanted.values), name
         with pytest.raises(weft.WeftError, match="in rounds, or one that is exact; use auto, or"):
             weft.sparse_all_reduce(rows, algorithm="ring", group=made)
-        assert len(weft.sparse_all_gather(rows, group=made)) == sum(counts)
-        assert len(weft.sparse_reduce(rows, group_dst=0, group=made) or wanted) == len(wanted)
+        gathered = weft.sparse_all_gather(rows, group=made)
+        of_all = [torch.arange(count) * 3 + rank for rank, count in enumerate(counts)]
+        assert torch.equal(gathered.indices, torch.cat(of_all))
+        assert torch.equal(gathered.values, torch.ones(sum(counts), 2))
+        reduced = weft.sparse_reduce(rows, group_dst=0, group=made)
+        if group.rank == 0:
+            assert torch.equal(reduced.indices, wanted.indices)
+            assert torch.equal(reduced.values, wanted.values)
 
 
 @pytest.mark.parametrize("kind", [Loose, Exact])
 def test_a_wire_may_be_in_rounds_or_exact_alone(kind):
     """Lengths of lists are known before these travel, long or not."""
     run(3, over, kind, (60_000, 4, 5000))
+
+
+def spoilt(group, kind, algorithm):
+    """The error of a sum over such a wire to which rank 1 sends something else than it should."""
+    with group.split(range(group.size)) as below, group.split(range(group.size)) as made:
+        made.session.carry_payloads(kind(below.wire), "mine")
+        rows = weft.Rows(torch.arange(5000) * 3, torch.ones(5000, 2), 15_000)
+        with pytest.raises(weft.WireError) as caught:
+            weft.sparse_all_reduce(rows, algorithm=algorithm, group=made)
+        return str(caught.value)
+
+
+@pytest.mark.parametrize("kind", [Loose, Exact])
+@pytest.mark.parametrize("length", [1 << 60, -5])
+def test_who_says_impossible_lengths_of_lists_is_named(kind, length, monkeypatch):
+    exchange = Group.all_gather_bytes
+
+    def exchanged(group, message, decode, what="a message"):
+        if what == "lengths of lists" and group.rank == 1:
+            message = struct.pack("<q", length) + message[8:]
+        return exchange(group, message, decode, what)
+
+    monkeypatch.setattr(Group, "all_gather_bytes", exchanged)
+    for text in run(3, spoilt, kind, "gather"):
+        assert "rank 1 sent lengths of lists" in text
+
+
+@pytest.mark.parametrize("kind", [Loose, Exact])
+def test_who_sends_another_owner_s_indices_is_named(kind, monkeypatch):
+    exchange = owners.exchange_lists
+
+    def exchanged(call, lists, sources, spans):
+        if call.group.rank == 1:
+            lists[0] = lists[0].clone()
+            lists[0][-1] = 14_997
+        return exchange(call, lists, sources, spans)
+
+    monkeypatch.setattr(owners, "exchange_lists", exchanged)
+    for text in run(3, spoilt, kind, "split"):
+        assert "rank 1 sent indices that are out of order, or not from 0 to" in text
 
 
 def in_place_of_tcp():

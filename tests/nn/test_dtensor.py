@@ -31,7 +31,9 @@ def started(group, program, path, staying):
     )
     try:
         with weft.init(), as_device() if staying else nullcontext():
-            globals()[program](group, DeviceMesh("cpu", torch.arange(group.size).view(2, -1)))
+            mesh = DeviceMesh("cpu", torch.arange(group.size).view(2, -1))
+            dist.barrier()  # a rank that left would end the making of its groups at the others
+            globals()[program](group, mesh)
     finally:
         dist.destroy_process_group()
 

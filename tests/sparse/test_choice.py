@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+import torch
 
 import weft
 from weft.schedules.hosts import Hosts
 from weft.sparse import ALGORITHMS, Load
 from weft.sparse.choice import EAGER, choose, predicted
+from weft.sparse.choice import explained as explained_choice
 from weft.sparse.cost import MANY, preferred
 from weft.sparse.factors import between, middle, on_hosts
 from weft.wire.link import MERGE, WITHIN, Link
@@ -166,17 +168,90 @@ def test_calls_of_about_the_same_sizes_are_predicted_once():
     assert chosen(50_000) != "schedule"  # what was remembered of it does not count any more
 
 
+def test_whether_an_algorithm_can_serve_is_asked_of_the_true_sizes():
+    """66,000 places are rounded to 65,536."""
+
+    def applies(load):
+        return None if load.places <= 65_536 else "an index takes two bytes"
+
+    def schedule(rows, call):
+        raise NotImplementedError
+
+    def chosen(places):
+        load = Load(4, 40_000, 10_000, 10_000, 30_000, places, 4, 4, 4, places=places, link=link)
+        assert load.coarse.places == 65_536
+        return choose(load, "auto")
+
+    link = Link(alpha=50e-6, beta=1e-9, gamma=MERGE, work=10e-6)
+    weft.algorithm(cost=lambda load: weft.sparse.Cost(1, 1, 0.0), applies=applies)(schedule)
+    try:
+        assert chosen(65_536) == "schedule"
+        assert chosen(66_000) != "schedule"
+    finally:
+        weft.sparse.unregister("schedule")
+
+
+def test_what_is_chosen_by_rounded_sizes_keeps_within_the_memory_of_the_true_ones():
+    """Rounded, the rank with fewest rows has more, which allows more workspace; all have fewer."""
+
+    def schedule(rows, call):
+        raise NotImplementedError
+
+    fewest = 1_064_960
+    total = 4_259_839
+    link = Link(alpha=50e-6, beta=1e-9, gamma=MERGE, work=10e-6)
+    sizes = {"most": total - 2 * fewest, "fewest": fewest, "union": total, "height": 10**9}
+    load = Load(3, total, row=4096, partial=4096, index=4, places=10**9, link=link, **sizes)
+    assert load.coarse.fewest > 1.015 * fewest and load.coarse.total < 0.985 * total
+    sorting = 28 * fewest + (8 << 20)  # of every algorithm, beside its copy of the rows
+    rest = load.workspace - fewest * load.row - sorting
+    for share, is_taken in ((0.8, True), (1.01, False)):
+
+        def cost(load, needed=share * rest / total):
+            return weft.sparse.Cost(1, 1, 0.0, memory=needed * load.total)
+
+        weft.algorithm(cost=cost)(schedule)
+        try:
+            assert (choose(load, "auto") == "schedule") == is_taken
+        finally:
+            weft.sparse.unregister("schedule")
+
+
+def test_why_what_is_a_little_quicker_is_not_taken_is_told():
+    def schedule(rows, call):
+        raise NotImplementedError
+
+    def other(rows, call):
+        raise NotImplementedError
+
+    link = Link(alpha=50e-6, beta=1e-9, gamma=MERGE, work=10e-6)
+    most = 33_280  # rounded up by 1.5 percent, and three times as many by half a percent
+    load = Load(3, 3 * most, most, most, most, 10**9, 4096, 4096, 4, places=10**9, link=link)
+    weft.algorithm(cost=lambda load: weft.sparse.Cost(1, 1, 300.0 * load.total))(schedule)
+    weft.algorithm(cost=lambda load: weft.sparse.Cost(1, 1, 899.0 * load.most))(other)
+    try:
+        best, next_one, *_ = explained_choice(load, "auto", torch.int32).lines
+    finally:
+        weft.sparse.unregister("schedule")
+        weft.sparse.unregister("other")
+    assert (best.algorithm, next_one.algorithm) == ("schedule", "other")
+    assert next_one.verdict == (
+        "predicted 1.00x of the time, but not for sizes rounded to a 64th, which decide"
+    )
+
+
 def test_sizes_are_rounded_by_at_most_a_64th():
     sizes = [0, 1, 31, 63, 64, 65, 127, 1299, 16_562, 99_999, 2**31 - 1]
     for size in sizes:
         load = Load(2, 2 * size, size, size, size, size, 4, 4, 4, rows_of_hosts=((size, 1),))
-        found = load.rounded
-        of_size = found.most, found.fewest, found.union, found.height, found.rows_of_hosts[0][0]
-        assert {abs(each - size) <= size / 64 for each in of_size} == {True}
+        found = load.coarse
         assert abs(found.total - 2 * size) <= size / 32
-        assert found.rounded == found
-        assert size > 63 or of_size == (size,) * 5
-    near = {Load(2, 2 * n, n, n, n, n, 4, 4, 4).rounded for n in range(32_768, 65_000)}
+        of_host, _ = found.rows_of_hosts[0]
+        for each in (found.most, found.fewest, found.union, found.height, of_host):
+            assert abs(each - size) <= size / 64
+            assert each == size or size > 63
+        assert found.coarse == found
+    near = {Load(2, 2 * n, n, n, n, n, 4, 4, 4).coarse for n in range(32_768, 65_000)}
     assert len(near) == 32
 
 

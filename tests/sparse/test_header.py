@@ -15,8 +15,8 @@ ROWS = 600  # more than a header has points, or a sketch ids
 HIGHEST = 3 * (ROWS - 1)
 TOTAL, MOST, FEWEST, TOP = range(0, 32, 8)  # bytes at which the figures begin
 ALIKE = 48
-POINTS = 96 + 8 * 256  # behind the fixed fields and the sketch
-WEIGHTS = POINTS + 8 * 128
+POINTS = 96 + 2 * 256  # behind the fixed fields, and the sketch in 2 bytes for each number
+WEIGHTS = POINTS + 128  # points, as differences, take 1 byte each; so do weights
 
 
 def packed(*, carries=False, moves=False):
@@ -35,9 +35,18 @@ def put(at, *numbers):
     return change
 
 
+def put_small(at, *numbers):
+    """The same of integers of 8 bits."""
+
+    def change(raw):
+        raw[at : at + len(numbers)] = bytes(numbers)
+
+    return change
+
+
 def without_sketch_and_points(raw):
     del raw[96:]
-    struct.pack_into("<2q", raw, 72, 0, 0)
+    struct.pack_into("<2q3B", raw, 72, 0, 0, 1, 1, 1)
 
 
 OF_ALL = {  # whether it says where rows lie, has them, or is of unsorted ones
@@ -53,9 +62,9 @@ OF_SORTED = {
 }
 OF_DESCRIBED = {
     "no sketch, and no points": without_sketch_and_points,
-    "other shares": put(WEIGHTS, 1, 8),
-    "points nearer than rows": put(POINTS, 0, 1),
-    "the last point too near the last index": put(POINTS + 8 * 127, HIGHEST),
+    "other shares": put_small(WEIGHTS, 3, 6),
+    "points nearer than rows": put_small(POINTS, 0, 1),
+    "the last point too near the last index": put_small(POINTS + 127, 25),
 }
 
 
@@ -76,8 +85,16 @@ def test_what_no_rank_has_alone_is_refused(form, what):
 
     assert read().total == ROWS
     FORMS[form][what](raw)
-    with pytest.raises(ValueError):
+    why = "are not those of 600 rows" if what in OF_DESCRIBED else "which no rank has alone"
+    with pytest.raises(ValueError, match=why):
         read()
+
+
+def test_rows_come_without_widths_of_a_sketch():
+    raw = packed(carries=True)
+    raw[88] = 8
+    with pytest.raises(ValueError, match="how wide numbers of a sketch are"):
+        Header.unpack(memoryview(raw), (2,), of_one=True)
 
 
 @pytest.mark.parametrize("count", [0, 1, 100, 257, 100_000])

@@ -10,7 +10,6 @@ every rank chooses alike.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -23,11 +22,11 @@ from ..errors import WeftError
 from ..group.group import Group
 from ..schedules.hosts import hosts_of
 from ..wire.link import Link
-from .cost import REMEMBERED, Cost, Load, preferred
+from .cost import Cost, Load, preferred
 from .factors import factored, factors_of
 from .header import DIGESTED, Header
 from .link import link_of
-from .registry import ALGORITHMS, Algorithm, find
+from .registry import ALGORITHMS, Algorithm, find, remembered
 
 ALONE = "alone"
 """What "runs" where the group is one rank."""
@@ -36,6 +35,9 @@ EAGER = "eager"
 """What runs where all rows travelled in the opening exchange."""
 
 _CODE = 8 << 20  # bytes that the first call needs besides: machine code, connections, headers
+# what is allowed by rounded sizes (`Load.coarse`) must be allowed by the true ones: each may be a
+# 64th off
+_MARGIN = 1 + 1 / 16
 _SORTING = 28  # bytes for each row that is sorted: keys, order, indices as given and as sent
 _CHUNK_SECONDS = 0.002  # seconds of a chunk on the link, at least: long beside a message's overhead
 STEP_SECONDS = 1e-3  # seconds of overhead of a step of a stream, on a crowded core
@@ -309,7 +311,7 @@ def choose(load: Load, algorithm: str, carrier: str = "") -> str:
     if algorithm != "auto":
         reason = find(algorithm).applies(load)
         if reason is not None:
-            # any wire of the CPU that has no rounds serves every algorithm, and need not be named
+            # other wires serve every algorithm, and need not be named
             over = f" over {carrier}" if load.staying or load.lockstep else ""
             names = sorted(found.name for found in _serving(load))
             raise WeftError(
@@ -317,23 +319,24 @@ def choose(load: Load, algorithm: str, carrier: str = "") -> str:
                 f"of {', '.join(names)}"
             )
         return algorithm
-    return _preferred(load.rounded, ALGORITHMS.changes)
+    return _preferred(load.coarse, tuple(sorted(found.name for found in _serving(load))))
 
 
-@functools.lru_cache(REMEMBERED)
-def _preferred(load: Load, changes: int) -> str:
-    """The algorithm that `auto` takes for a load; what is said is remembered.
+@remembered
+def _preferred(load: Load, names: Sequence[str]) -> str:
+    """That of these algorithms, in the order of their names, which `auto` takes for a load."""
+    assert load.link is not None
+    costs = {name: ALGORITHMS[name].cost(load) for name in names}
+    fits = [name for name in names if _needed(load, costs[name]) <= load.workspace]
+    if not fits:  # none keeps within the memory that is allowed
+        return min(names, key=lambda name: round(costs[name].memory))
+    seconds = [costs[name].seconds(load.link) for name in fits]
+    return fits[preferred(load.ranks, seconds, [costs[name].messages for name in fits])]
 
-    Args:
-        load: the sizes of calls, rounded.
-        changes: of the algorithms. What was remembered before the last one does not count.
-    """
-    serve = _serving(load)
-    if fits := [line for line in _lines(load, serve) if not line.verdict]:
-        seconds = [line.milliseconds / 1e3 for line in fits]
-        return fits[preferred(load.ranks, seconds, [line.messages for line in fits])].algorithm
-    # none keeps within the memory that is allowed
-    return min(serve, key=lambda found: (round(found.cost(load).memory), found.name)).name
+
+def _needed(load: Load, cost: Cost) -> float:
+    """Bytes of workspace that a call may need beside its result."""
+    return _MARGIN * (cost.memory + load.fewest * (load.row + _SORTING) + _CODE)
 
 
 def _serving(load: Load) -> list[Algorithm]:
@@ -397,8 +400,11 @@ def _why_not(line: _Line, best: _Line, algorithm: str) -> str:
     if best.algorithm == EAGER and line.milliseconds < best.milliseconds:
         return "not needed: the rows fit into the opening exchange, which every call has"
     why = f"predicted {line.milliseconds / max(best.milliseconds, 1e-9):.2f}x of the time"
-    is_quicker = line.milliseconds < best.milliseconds
-    return f"{why}, with more messages" if is_quicker and line.messages > best.messages else why
+    if round(1e3 * line.milliseconds) >= round(1e3 * best.milliseconds):
+        return why
+    if line.messages > best.messages:
+        return f"{why}, with more messages"
+    return f"{why}, but not for sizes rounded to a 64th, which decide"
 
 
 def together(calls: Sequence[Explanation]) -> Explanation:
@@ -444,7 +450,7 @@ def _lines(load: Load, algorithms: Iterable[Algorithm]) -> list[_Line]:
     for algorithm in algorithms:
         cost = algorithm.cost(load)
         reason = algorithm.applies(load)
-        needed = cost.memory + load.fewest * (load.row + _SORTING) + _CODE
+        needed = _needed(load, cost)
         if reason is None and needed > allowed:
             reason = f"needs {needed / 2**20:.0f} MiB of workspace, {allowed / 2**20:.0f} allowed"
         lines.append(_line(algorithm.name, cost, load, reason or ""))

@@ -31,9 +31,6 @@ Blocks = tuple[tuple[int, ...], ...]
 MANY = 16
 """Ranks from which messages may be what limits."""
 
-REMEMBERED = 256
-"""Loads for which a choice is remembered."""
-
 _UNEVEN = 0.08  # of the bytes: streams between all pairs share links unevenly
 # Of the time of the bytes that streams of all with all may need more than a ring. Seen between 4
 # hosts at 1 Gbit/s (`stream`): 1.6 for 1.1. A limit, not what is expected: so no prediction has it.
@@ -181,11 +178,12 @@ class Load:
         return replace(self, **changes)
 
     @property
-    def rounded(self) -> Load:
+    def coarse(self) -> Load:
         """The load with its numbers of rows rounded, each by at most 1/64 of it.
 
-        Predictions are not exact to that. So what is chosen by a load is chosen by its rounded one,
-        once for all calls of about these sizes, and remembered: steps of training are such calls.
+        Predictions are not exact to that. So what is chosen by its prediction is chosen for the
+        coarse load, once for all calls of about these sizes, and remembered: steps of training are
+        such calls.
         """
         rows_of_hosts = self.rows_of_hosts
         if rows_of_hosts is not None:
@@ -238,7 +236,8 @@ class Load:
 
     @property
     def at_once(self) -> bool:
-        """Whether all that is known is sent together: in rounds, and on accelerators."""
+        """Whether all that is known is sent together: over wires in rounds or `exact`, and on
+        accelerators."""
         return self.lockstep or self.staying
 
     @property
@@ -382,12 +381,19 @@ class Load:
         nbytes = rows * self.row
         return self.queue * (self.ranks - 1) * nbytes if self.sends_directly(nbytes) else 0.0
 
-    def recovering(self, nbytes: float) -> float:
+    def recovering(self, nbytes: float, shared: float | None = None) -> float:
         """Latencies lost where `nbytes` from all peers arrive beside a ring, at a distant host.
 
         None if the queue before a link holds them: that of a usual router has the bytes of a round
         trip.
+
+        Args:
+            nbytes: received from all peers together.
+            shared: rows of each rank that an all-gather shares, which may send directly to all; if
+                it does, there is no ring. None: there is one.
         """
+        if shared is not None and self.sends_directly(shared * self.row):
+            return 0.0
         link = self.link
         if link is None or link.alpha < _DISTANT or self.ranks == 2 or self.at_once:
             return 0.0
@@ -418,9 +424,9 @@ class Load:
 def _coarse(count: float) -> int:
     """A number of rows, rounded to six binary digits."""
     whole = round(count)
-    digits = max(0, whole.bit_length() - 6)
-    half = 1 << digits >> 1
-    return whole + half >> digits << digits
+    dropped = max(0, whole.bit_length() - 6)
+    half = (1 << dropped) >> 1
+    return ((whole + half) >> dropped) << dropped
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,6 @@ stage takes rounds of its ranks alone, and what these take was never measured.
 
 from __future__ import annotations
 
-import functools
 import math
 import os
 from collections.abc import Iterator, Sequence
@@ -30,8 +29,8 @@ from itertools import chain, pairwise
 from ..errors import WeftError
 from ..schedules.hosts import Hosts
 from ..wire.link import WITHIN
-from .cost import MANY, REMEMBERED, Blocks, Cost, Load, preferred
-from .registry import ALGORITHMS, Algorithm
+from .cost import MANY, Blocks, Cost, Load, preferred
+from .registry import ALGORITHMS, Algorithm, remembered
 
 _SMALLEST = 1 << 16  # bytes of a chunk
 # doubling's receives are as long as the call's rows, and dense_tail's table has the call's height
@@ -77,17 +76,12 @@ def factored(load: Load, factors: tuple[int, ...] = ()) -> Load:
         return load.but(stages=stages)
     if load.at_once:
         return flat
-    return load.but(stages=_preferred_stages(flat.rounded, ALGORITHMS.changes))
+    return load.but(stages=_preferred_stages(flat.coarse))
 
 
-@functools.lru_cache(REMEMBERED)
-def _preferred_stages(flat: Load, changes: int) -> tuple[Blocks, ...]:
-    """The stages of the factors that are preferred, () if none are; what is said is remembered.
-
-    Args:
-        flat: the load, rounded, without stages.
-        changes: of the algorithms. What was remembered before the last one does not count.
-    """
+@remembered
+def _preferred_stages(flat: Load) -> tuple[Blocks, ...]:
+    """The stages of the factors that are preferred, () if none are, for a load without stages."""
     trials = [flat, *_candidates(flat)]
     if len(trials) == 1:
         return ()
@@ -369,17 +363,12 @@ def _completing(load: Load, algorithm: Algorithm, inner: Load) -> float:
 
 def middle(load: Load) -> tuple[Algorithm, Load]:
     """What runs between the blocks, and the load that it has; the same on every rank."""
-    return _algorithm_between(load.rounded, ALGORITHMS.changes), between(load)
+    return _algorithm_between(load.coarse), between(load)
 
 
-@functools.lru_cache(REMEMBERED)
-def _algorithm_between(load: Load, changes: int) -> Algorithm:
-    """What runs between the blocks, where these are hosts by the rule of `choice.choose`.
-
-    Args:
-        load: of the call, rounded.
-        changes: as for `_preferred_stages`.
-    """
+@remembered
+def _algorithm_between(load: Load) -> Algorithm:
+    """What runs between the blocks of a load, where these are hosts by the rule of `choose`."""
     inner = between(load)
     if inner.stages or not _are_near(load, blocks_of(load)):  # then it is there to save messages
         return ALGORITHMS["split"]

@@ -39,7 +39,7 @@ DIGESTED = 1 << 20
 _KEPT = 1024  # points of a combined header
 # the first fields of a header, in their order; then the lengths of the sketch and of the points or,
 # if rows follow, -1 and the bytes of an index; then the bytes of a number of the sketch, of the
-# points and of the weights. 96 bytes, so that what follows is aligned
+# points and of the weights, or three zeros. 96 bytes, so that rows that follow are aligned
 _FIXED = struct.Struct("<6q2?6x16s2q3B5x")
 _FIELDS = 9
 _WIDTHS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}  # by bytes
@@ -183,7 +183,9 @@ class Header(NamedTuple):
         Raises:
             ValueError, struct.error: the bytes are no valid header.
         """
-        *figures, sampled, points, of_sketch, of_points, of_weights = _FIXED.unpack_from(body)
+        *figures, sampled, points, sketch_width, point_width, weight_width = _FIXED.unpack_from(
+            body
+        )
         header = cls(*figures)
         total = header.total
         counts_fit = 0 <= header.fewest <= header.most <= total < _MOST
@@ -196,6 +198,8 @@ class Header(NamedTuple):
         if of_one and not header._fits_one_rank(moves=moves):
             raise ValueError(f"it says {figures}, which no rank has alone")
         if sampled < 0:
+            if sketch_width or point_width or weight_width:
+                raise ValueError("it has rows, and says how wide numbers of a sketch are")
             index = torch.int32 if points == 4 else torch.int64
             start = _FIXED.size + -(-total * index.itemsize // _GRAIN) * _GRAIN
             if start + total * math.prod(row_shape) * dtype.itemsize != len(body):
@@ -208,7 +212,7 @@ class Header(NamedTuple):
             return header._replace(rows=Rows(indices, values))
         if not 0 <= points <= _KEPT:
             raise ValueError(f"it has {points} points")
-        lengths = (sampled, of_sketch), (points, of_points), (points, of_weights)
+        lengths = (sampled, sketch_width), (points, point_width), (points, weight_width)
         ids, gaps, weights = _longs_in(body[_FIXED.size :], lengths)
         places = gaps.cumsum()  # a sum that overflows does not ascend
         if points:

@@ -194,7 +194,7 @@ def _figures(raw: bytes) -> tuple[Any, ...]:
     return figures
 
 
-class Clock:
+class _Clock:
     """How long something takes, and how long it keeps threads of this process busy.
 
     It runs from when it is made.
@@ -216,14 +216,14 @@ def measure_latency(group: Group) -> tuple[float, float]:
     sends = [(peer, message) for peer in group.peers]
     recvs = [(peer, _SMALL) for peer in group.peers]
     best = math.inf
-    busy = []
+    busy_times = []
     for _ in range(_EXCHANGES):
-        clock = Clock()
+        clock = _Clock()
         wait_on_host(group, group.post(sends, recvs, _CHANNEL))
-        seconds, carry = clock.read()
+        seconds, busy = clock.read()
         best = min(best, seconds)
-        busy.append(carry)
-    return best, statistics.median(busy) / max(1, group.size - 1)
+        busy_times.append(busy)
+    return best, statistics.median(busy_times) / max(1, group.size - 1)
 
 
 def wait_on_host(group: Group, pending: Pending) -> None:
@@ -273,7 +273,7 @@ def time_round(group: Group, ring: Sequence[int], nbytes: int) -> tuple[float, f
         wait_on_host(group, group.post())  # in the others' round, if there are rounds
         return _slowest(group, 0.0), 0.0
     with group.lease(nbytes) as outgoing, group.lease(nbytes) as incoming:
-        clock = Clock()
+        clock = _Clock()
         wait_on_host(group, group.post([(after, outgoing)], [(before, incoming)], _CHANNEL))
         seconds, busy = clock.read()
     return _slowest(group, seconds), busy

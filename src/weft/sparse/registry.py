@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar, TypeVarTuple
 
 from ..agree import summed_up
 from ..errors import WeftError, there_are
@@ -29,6 +29,10 @@ if TYPE_CHECKING:
 ENTRY_POINTS = "weft.algorithms"
 """The group of entry points by which installed packages offer algorithms."""
 
+Arguments = TypeVarTuple("Arguments")
+T = TypeVar("T")
+
+_REMEMBERED = 256  # answers of a function
 _FIELD = 200  # bytes of the fingerprint for the names of a program's own algorithms
 _GONE = {"hierarchical": "use split, whose first factor is the ranks of a host"}
 _NOT_NAMES = ("auto", "alone", "eager")  # what else `algorithm=` and records say
@@ -76,7 +80,7 @@ class Registry(Mapping[str, Algorithm]):
     `algorithm` adds to it, `unregister` removes.
 
     Attributes:
-        changes: how often it has changed. Who remembers what was found here looks whether it has.
+        changes: how often it has changed, for `remembered`.
     """
 
     def __init__(self) -> None:
@@ -100,7 +104,7 @@ class Registry(Mapping[str, Algorithm]):
         """Enter an algorithm, in place of another of its name."""
         with self._lock:
             self._registered[added.name] = added
-            self._changed()
+            self.changes += 1
 
     def remove(self, name: str) -> None:
         """Remove the algorithm of this name, and enter again what it had replaced."""
@@ -108,11 +112,7 @@ class Registry(Mapping[str, Algorithm]):
             before = self._registered.pop(name).replaced
             if before is not None:
                 self._registered[name] = before
-            self._changed()
-
-    def _changed(self) -> None:
-        self.changes += 1
-        spelled.cache_clear()
+            self.changes += 1
 
     def loaded(self) -> dict[str, Algorithm]:
         """Those that are here already: no package is imported."""
@@ -160,6 +160,23 @@ ALGORITHMS = Registry()
 """All algorithms, by name."""
 
 
+def remembered(find: Callable[[*Arguments], T]) -> Callable[[*Arguments], T]:
+    """The function, whose last answers are remembered, each until an algorithm comes or goes.
+
+    It must depend on its arguments and on the algorithms alone.
+    """
+
+    @functools.lru_cache(_REMEMBERED)
+    def found(changes: int, *arguments: *Arguments) -> T:
+        return find(*arguments)
+
+    @functools.wraps(find)
+    def answer(*arguments: *Arguments) -> T:
+        return found(ALGORITHMS.changes, *arguments)
+
+    return answer
+
+
 def algorithm(
     *,
     cost: Callable[[Load], Cost],
@@ -184,12 +201,13 @@ def algorithm(
             bytes received, bytes that go through kernels, workspace (`Cost`). If one rank does more
             than the others, such as a root that receives everything, `Cost.slowest` says what. All
             ranks compute it from the same figures, so it must give the same on every machine.
+            Where `auto` chooses, numbers of rows are rounded (`Load.coarse`).
         applies: None, or in a few words why the algorithm cannot serve such a load, which is the
             error of a call that asks for it by name; by default it serves all.
         lockstep: whether it serves wires in rounds, those that are `exact`, and tensors of
-            accelerators: both ends of a message have its length, and are posted before any rank
-            waits, so that all ranks take part in the same rounds (`weft.wire.Features`); it makes
-            tensors on `call.device`, and reads none of their
+            accelerators: both ends know the length of a message before they post it, and both are
+            posted before any rank waits, so that all ranks take part in the same rounds
+            (`weft.wire.Features`); it makes tensors on `call.device`, and reads none of their
             elements on the host.
         replace: take the place of an algorithm that has this name already.
 
@@ -310,7 +328,7 @@ def find(name: str, where: str = "") -> Algorithm:
     raise WeftError(f"{where}algorithm {name!r} is unknown: use auto or one of {known}")
 
 
-@functools.cache
+@remembered
 def spelled() -> str:
     """The algorithms beside weft's own, for the fingerprint of a call.
 

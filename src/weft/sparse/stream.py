@@ -109,7 +109,7 @@ def exchange_lists(
         The lists under way.
     """
     if call.load.at_once:  # where who posts a receive has to know how long its message is
-        return _ListsOfKnownLength(call, lists, sources).start()
+        return _ListsOfKnownLength(call, lists, sources, spans).start()
     return IndexLists(call, lists, sources, spans).start()
 
 
@@ -134,10 +134,18 @@ class _ListsOfKnownLength(Lists):
 
     are_sent = True
 
-    def __init__(self, call: Call, lists: Mapping[int, Tensor], sources: Sequence[int]) -> None:
+    def __init__(
+        self,
+        call: Call,
+        lists: Mapping[int, Tensor],
+        sources: Sequence[int],
+        spans: Spans = _ANYWHERE,
+    ) -> None:
+        """See `exchange_lists`."""
         self._call = call
         self._lists = lists
         self._sources = sources
+        self._spans = spans
 
     def start(self) -> Self:
         """Exchange the lengths with all ranks, wait for these, then post the lists."""
@@ -153,8 +161,15 @@ class _ListsOfKnownLength(Lists):
         size = call.group.size
         counts = [self._lists[peer].numel() if peer in self._lists else 0 for peer in range(size)]
         numbers = struct.Struct(f"<{size + len(call.below)}q")
+
+        def read(raw: bytes | memoryview) -> tuple[int, ...]:
+            found = numbers.unpack(raw)
+            if not all(0 <= each <= call.header.total for each in found):
+                raise ValueError(f"of {call.header.total} rows they are {found}")
+            return found
+
         message = numbers.pack(*counts, *call.below)
-        of_all = call.group.all_gather_bytes(message, numbers.unpack, "lengths of lists")
+        of_all = call.group.all_gather_bytes(message, read, "lengths of lists")
         below = [numbers_of_rank[size:] for numbers_of_rank in of_all]
         call.below = [sum(each) for each in zip(*below, strict=True)]
         return {peer: of_all[peer][call.group.rank] for peer in self._sources}
@@ -163,7 +178,8 @@ class _ListsOfKnownLength(Lists):
         dtype = self._call.wire_index
         received = zip(self._counts.items(), self._pending.wait(), strict=True)
         lists = {peer: typed(memory, (count,), dtype) for (peer, count), memory in received}
-        if not self._call.load.staying and (error := wrong_list(self._call, lists)):
+        # on an accelerator the host does not look, and lists may have indices of other ranges
+        if not self._call.load.staying and (error := wrong_list(self._call, lists, self._spans)):
             raise error
         return lists
 
@@ -308,16 +324,21 @@ def ascending(call: Call, lists: Mapping[int, Tensor]) -> Iterator[None]:
         raise (wrong_list(call, lists) or error) from error
 
 
-def wrong_list(call: Call, lists: Mapping[int, Tensor], ascending: bool = True) -> WireError | None:
+def wrong_list(
+    call: Call, lists: Mapping[int, Tensor], spans: Spans = _ANYWHERE, *, ascending: bool = True
+) -> WireError | None:
     """The error if one of these lists is invalid, else None.
 
-    A list is invalid if it does not ascend, or has an index that no header announced.
+    A list is invalid if it does not ascend, or has an index that no header announced, or one
+    outside of the span of its rank.
     """
-    last = call.load.places - 1
+    places = call.load.places
     for peer, indices in lists.items():
-        if not kernels.lie_within(indices, 0, last, ascending=ascending):
+        low, end = spans.get(peer, (0, places))
+        last = min(end, places) - 1
+        if not kernels.lie_within(indices, low, last, ascending=ascending):
             name = call.group.rank_in_errors(peer)
-            text = f"rank {name} sent indices that are out of order, or not from 0 to {last}"
+            text = f"rank {name} sent indices that are out of order, or not from {low} to {last}"
             return call.group.fail(peer, text)
     return None
 

@@ -58,7 +58,7 @@ def cost(load: Load) -> Cost:
         memory=(height * load.ranks + load.union) * load.row
         + load.uniting(load.total, load.union)
         + min(load.total * load.given, others * window(load) * load.chunk),
-        recovering=load.recovering(others * rows * load.given),
+        recovering=load.recovering(others * rows * load.given, height),
     )
 
 

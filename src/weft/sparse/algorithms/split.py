@@ -88,7 +88,7 @@ def _flat(load: Load) -> Cost:
         memory=min(load.mean * load.given, others * window(load) * load.chunk)
         + load.uniting(load.mean, sums)
         + load.union * load.listed(load.union),
-        recovering=load.recovering(others * rows * load.given),
+        recovering=load.recovering(others * rows * load.given, sums),
     )
 
 
@@ -195,7 +195,8 @@ def _slowest_of_neighbours(load: Load, between: Cost, block: _InBlock) -> Cost:
         delayed=between.delayed + stage.unevenly(block.bytes) + stage.crowded(block.bytes),
         merged=between.merged
         + stage.merging(stage.ranks * rows, stage.pieces(rows, stage.ranks, sums)),
-        recovering=between.recovering + stage.recovering((stage.ranks - 1) * rows * load.given),
+        recovering=between.recovering
+        + stage.recovering((stage.ranks - 1) * rows * load.given, sums),
     )
 
 
