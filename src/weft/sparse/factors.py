@@ -14,8 +14,8 @@ and three ranks.
 
 The blocks of a call, of all its stages, are in `Load.stages`. They are found here once, together:
 whether factors mean hosts is asked in no other place. All ranks find them from the same load, or
-are told factors by `WEFT_FACTORS`. On accelerators and wires in rounds they have to be told: each
-stage takes rounds of its ranks alone, and what these take was never measured.
+are told factors by `WEFT_FACTORS`. On accelerators, and over wires in rounds or `exact`, they have
+to be told: each stage takes rounds of its ranks alone, and what these take was never measured.
 """
 
 from __future__ import annotations
