@@ -96,3 +96,16 @@ def test_each_algorithm_has_a_setting_with_measured_and_predicted_times(
     assert found["`split` |"] == "20.0 (18.0) |"
     assert found["`mask`"] == "-"
     assert ring.endswith("| **20.0 (18.0)** |")
+
+
+def test_settings_have_files_of_their_own_and_hosts_may_be_far_apart(
+    choice: ModuleType, tmp_path: Path
+) -> None:
+    files = [choice.file_of(one, tmp_path) for one in choice.SETTINGS]
+    assert len(set(files)) == len(files)
+    near, far = (one for one in choice.SETTINGS if one.expected == "gather")
+    assert "apart" not in str(near) and str(far).startswith("2x2, 100mbit, 25 ms apart, 5,000 of")
+    argv = far.command(tmp_path / "x.json", 7)
+    assert argv[argv.index("--delay") + 1] == "25"
+    assert argv[argv.index("--per-host") + 1] == "2"
+    assert "--delay" not in near.command(tmp_path / "x.json", 7)

@@ -17,8 +17,11 @@ from weft.sparse.factors import between, middle, on_hosts
 from weft.wire.link import MERGE, WITHIN, Link
 
 
-def explained(hosts, each, gbit, rows, height, width, same):
-    """What `auto` would do with rows of so many floats, which ranks draw, or all have the same."""
+def explained(hosts, each, gbit, rows, height, width, same, delay=0.0):
+    """What `auto` would do with rows of so many floats, which ranks draw, or all have the same.
+
+    Hosts are `delay` seconds apart.
+    """
     ranks = hosts * each
     union = rows if same else round(height * (1 - (1 - rows / height) ** ranks))
     load = Load(
@@ -36,7 +39,7 @@ def explained(hosts, each, gbit, rows, height, width, same):
         hosts=Hosts(tuple(rank // each for rank in range(ranks))),
     )
     link = Link(
-        alpha=50e-6 if gbit < 5 else 20e-6,
+        alpha=delay + (50e-6 if gbit < 5 else 20e-6),
         beta=8e-9 / gbit,
         gamma=MERGE,
         work=10e-6 if gbit < 5 else 5e-6,
@@ -45,10 +48,11 @@ def explained(hosts, each, gbit, rows, height, width, same):
     return predicted(load, link)
 
 
-# hosts, ranks of each, Gbit/s, rows, height, floats of a row, whether all have the same rows
+# hosts, ranks of each, Gbit/s, rows, height, floats of a row, whether all have the same rows;
+# seconds from host to host
 ONE_EACH = {
     "eager": (4, 1, 1, 60, 1_000_000, 64, False),
-    "gather": (4, 1, 25, 600, 1_000_000, 64, False),
+    "gather": (3, 1, 1, 100_000, 1_000_000, 4, False),
     "doubling": (256, 1, 1, 60, 1_000_000, 1, False),
     "holders": (4, 1, 1, 50_000, 1_000_000, 64, False),
     "split": (64, 1, 100, 50_000, 1_000_000, 16, False),
@@ -58,7 +62,7 @@ ONE_EACH = {
 }
 SEVERAL = {
     "eager": (2, 2, 1, 60, 1_000_000, 64, False),
-    "gather": (2, 2, 100, 600, 1_000_000, 64, False),
+    "gather": (2, 2, 0.1, 5_000, 1_000_000, 16, False, 25e-3),
     "doubling": (8, 8, 100, 60, 1_000_000, 1, False),
     "holders": (4, 2, 10, 50_000, 1_000_000, 1024, False),
     "split": (2, 4, 100, 50_000, 1_000_000, 1, False),
