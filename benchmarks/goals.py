@@ -3,6 +3,7 @@
     python benchmarks/goals.py                          # all of it; an hour on a small machine
     python benchmarks/goals.py --link 4x1gbit --case uniform,wide --runs 1
     python benchmarks/goals.py --link near,far,lossy --case small,zipf,wide --peers torch,horovod
+    python benchmarks/goals.py --more "--wire-dtype bfloat16" --out build/rounded   # other calls
     python benchmarks/goals.py --read                   # judge the files of an earlier run again
     python benchmarks/goals.py --read --table           # and print them as in docs/performance.md
 
@@ -15,6 +16,8 @@ with `--unprivileged`. If you are root and ask for no virtual hosts, start this 
 `setpriv --bounding-set -sys_ptrace`.
 
 Each run of each link leaves a JSON file in `--out`. A goal is compared with the median of the runs.
+Goals are those of float32. `--more` adds options of `weft bench`, such as `--dtype bfloat16`: then
+look at the table, and choose another `--out`.
 The exit status is 0 if all goals that were measured are reached, 1 if not, 2 if something could not
 be run.
 """
@@ -23,10 +26,11 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -273,11 +277,13 @@ def command(
     file: Path,
     size: float,
     peers: str = "all",
+    more: Sequence[str] = (),
 ) -> list[str]:
     """The command line that measures some cases on a link."""
     bench = [sys.executable, "-m", "weft", "bench", "--case", ",".join(cases)]
     bench += ["--algorithm", algorithm, "--peers", peers, "--size", str(size)]
     bench += ["--iters", str(link.iters), "--warmup", "1", "--json", str(file), "--unprivileged"]
+    bench += more
     if link.rate is None:
         return [*bench, "--ranks", str(link.hosts)]
     netlab = [sys.executable, str(NETLAB), "-n", str(link.hosts), "--rate", link.rate, "--raw"]
@@ -287,7 +293,15 @@ def command(
     return [*netlab, "--timeout", "7200", "--", *bench, "--link", link.rate]
 
 
-def measure(link: Link, cases: list[str], run: int, out: Path, size: float, peers: str) -> None:
+def measure(
+    link: Link,
+    cases: list[str],
+    run: int,
+    out: Path,
+    size: float,
+    peers: str,
+    more: Sequence[str],
+) -> None:
     """Run the bench of one link once, each case in processes of its own.
 
     In a process that served other cases before, malloc keeps the pages of large tensors, and
@@ -298,7 +312,7 @@ def measure(link: Link, cases: list[str], run: int, out: Path, size: float, peer
     for case in cases:
         file = out / "last.json"
         file.unlink(missing_ok=True)
-        argv = command(link, [case], "auto", file, size, peers)
+        argv = command(link, [case], "auto", file, size, peers, more)
         done = subprocess.run(argv, env=dict(os.environ, OMP_NUM_THREADS="1"), check=False)
         if done.returncode not in (0, 1) or not file.exists():  # 1: a wrong result, in the file
             print(f"goals: {' '.join(argv)} ended with {done.returncode}", file=sys.stderr)
@@ -427,6 +441,7 @@ def main(
     runs: Annotated[int, typer.Option(help="How often each link is measured.")] = 3,
     size: Annotated[float, typer.Option(help="Times the rows and heights; goals are for 1.")] = 1.0,
     peers: Annotated[str, typer.Option(help="As of weft bench; few save time.")] = "all",
+    more: Annotated[str, typer.Option(help="More options of weft bench, in quotes.")] = "",
     out: Annotated[Path, typer.Option(help="Folder of the JSON files.")] = Path("build/goals"),
     drawn: Annotated[Path | None, typer.Option("--picture", help="Draw them to a file.")] = None,
     tabled: Annotated[bool, typer.Option("--table", help="Print them in Markdown, too.")] = False,
@@ -441,7 +456,7 @@ def main(
             for older in out.glob(f"{name}-?.json"):
                 older.unlink()  # figures of two sessions must not be judged as one
             for run in range(1, runs + 1):
-                measure(LINKS[name], cases, run, out, size, peers)
+                measure(LINKS[name], cases, run, out, size, peers, shlex.split(more))
     found = {name: rows for name, rows in read(out).items() if name in links}
     verdicts = [verdict for verdict in judge(found) if verdict.goal.case in cases]
     if drawn is not None:

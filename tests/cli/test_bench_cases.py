@@ -6,7 +6,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from weft.cli.bench.cases import CASES, Case, answer, differs, indices, sizes, values
+from weft.cli.bench.cases import (
+    CASES,
+    Answer,
+    Case,
+    answer,
+    answer_of_weft,
+    differs,
+    indices,
+    sizes,
+    values,
+)
 from weft.sparse import Hosts
 
 SMALL = {name: case.scaled(0.01) for name, case in CASES.items()}
@@ -55,6 +65,7 @@ def test_values_are_whole_and_small_signs_or_real(dtype: str) -> None:
         (Case("x", 1, 2**32, index_dtype="int32"), "int64"),
         (Case("x", 1, 2, dtype="int8", values="normal"), "floating point"),
         (Case("x", 1, 2, op="prod", values="normal"), "prod"),
+        (Case("x", 1, 2, dtype="int32", wire_dtype="bfloat16"), "--wire-dtype is for floating"),
     ],
 )
 def test_faults(case: Case, words: str) -> None:
@@ -118,6 +129,86 @@ def test_slack_is_for_rounding_only(bad: float) -> None:
     assert differs(got, right) is None
     got[0, 0] += bad
     assert differs(got, right) is not None
+
+
+HOT = Case("hot", 9_000, 20, width=2, distribution="zipf")
+
+
+def of_weft(case: Case, ranks: int = 3) -> Answer:
+    return answer_of_weft(answer(case, ranks, 0), ranks, 0)
+
+
+def rounded(case: Case, ranks: int, once: bool = False) -> Tensor:
+    """The sum of all ranks' rows, rounded to bfloat16 where weft does."""
+    table = torch.zeros(case.height, case.width)
+    for rank in range(ranks):
+        own = torch.zeros(case.height, case.width, dtype=torch.float64)
+        own.index_add_(0, indices(case, rank, 0), values(case, rank, 0).double())
+        table += own.float() if once else own.bfloat16().float()
+    return table.bfloat16()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "wire_dtype", "once"),
+    [("float32", "bfloat16", False), ("bfloat16", None, False), ("bfloat16", "float32", True)],
+)
+def test_sums_of_whole_numbers_are_known_to_the_bit_also_rounded(
+    dtype: str, wire_dtype: str | None, once: bool
+) -> None:
+    case = replace(HOT, dtype=dtype, wire_dtype=wire_dtype)
+    right = of_weft(case)
+    got = rounded(case, 3, once).to(case.torch_dtype)
+    assert differs(got, right) is None
+    assert differs(rounded(case, 3, not once).to(case.torch_dtype), right) is not None
+    got[4, 1] += 8
+    assert "1 of" in str(differs(got, right))
+
+
+@pytest.mark.parametrize("op", ["sum", "avg", "max"])
+def test_real_numbers_may_be_off_by_the_proven_bound(op: str) -> None:
+    case = replace(TINY, values="normal", op=op, wire_dtype="bfloat16")
+    right = of_weft(case, 2)
+    assert right.slack is not None
+    plain = answer(replace(case, wire_dtype=None), 2, 0)  # of the same rows
+    assert torch.equal(right.exact, plain.exact)
+
+    # u·|s| + u·(1 + u)·Σ|x| + (P + 1)·η, and what float32 adds to it
+    unit, tiny = 2.0**-8, 2.0**-134
+    bound = unit * plain.exact.abs() + tiny
+    if op != "max":  # which is rounded once
+        table = torch.zeros(case.height, case.width, dtype=torch.float64)
+        for rank in range(2):
+            own = torch.zeros_like(table)
+            own.index_add_(0, indices(case, rank, 0), values(case, rank, 0).double())
+            table += own.abs() / (2 if op == "avg" else 1)
+        bound += unit * (1 + unit) * table[plain.indices] + 2 * tiny
+    assert (right.slack >= bound).all()
+    assert (right.slack <= bound + 1e-4).all()
+    assert differs((right.exact + right.slack).float() * 1.01, right) is not None
+
+
+def test_what_peers_do_is_not_rounded() -> None:
+    case = replace(HOT, wire_dtype="bfloat16")
+    assert differs(rounded(case, 3).float(), answer(case, 3, 0)) is not None
+    assert of_weft(replace(HOT, wire_dtype=None)).slack is None
+
+
+@pytest.mark.parametrize(
+    ("dtype", "wire_dtype", "op", "sent"),
+    [
+        ("float32", None, "sum", 4),
+        ("float32", "bfloat16", "sum", 2),
+        ("float64", "float32", "max", 4),
+        ("bfloat16", "float32", "sum", 4),
+        ("bfloat16", "float32", "max", 2),
+        ("float16", "bfloat16", "sum", 2),
+    ],
+)
+def test_the_bound_counts_bytes_as_weft_sends_them(
+    dtype: str, wire_dtype: str | None, op: str, sent: int
+) -> None:
+    case = Case("x", 5, 10**9, dtype=dtype, wire_dtype=wire_dtype, op=op)
+    assert sizes(case, 3, 0).bound == 2 * 5 * (64 * sent + 4)  # (P-1)k rows
 
 
 def test_sizes_of_no_overlap_full_overlap_and_duplicates() -> None:

@@ -76,6 +76,7 @@ def test_options_reach_the_job(asked: list[tuple[Job, int]]) -> None:
             Case("own", 9, 5, distribution="zipf", dtype="int8", index_dtype="int32"),
         ),
         ("--case wide --rows 7 --values normal", Case("wide", 7, 100_000, 1024, values="normal")),
+        ("--rows 7 --height 9 --wire-dtype bfloat16", Case("own", 7, 9, wire_dtype="bfloat16")),
     ],
 )
 def test_own_sizes(given: str, expected: Case, asked: list[tuple[Job, int]]) -> None:
@@ -91,8 +92,9 @@ def test_wrong_results_are_status_1(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_it_launches_measures_prints_and_writes(tmp_path: Path) -> None:
     file, sheet = tmp_path / "found.json", tmp_path / "found.csv"
     given = "--ranks 2 --case small,full --size 0.02 --iters 2 --warmup 0 --algorithm auto,split"
-    result = invoke(f"{given} --json {file} --csv {sheet}")
+    result = invoke(f"{given} --wire-dtype bfloat16 --json {file} --csv {sheet}")
     assert result.exit_code == 0, result.output
+    assert "# wire_dtype bfloat16: of weft's calls; peers send values as they are" in result.stdout
     # where there is no terminal, a line for each case says what goes on and how long it will take
     [small, full] = re.findall(r"^weft bench: (.*)$", result.stderr, re.MULTILINE)
     assert small == "small, 0% done"
@@ -104,6 +106,7 @@ def test_it_launches_measures_prints_and_writes(tmp_path: Path) -> None:
     found: dict[str, Any] = json.loads(file.read_text())
     assert found["version"] == 2
     assert [(row["ranks"], row["status"]) for row in found["rows"]] == [(2, "ok")] * 10
+    assert {row["wire_dtype"] for row in found["rows"]} == {"bfloat16"}
     with sheet.open(encoding="utf-8", newline="") as lines:
         rows = list(csv.DictReader(lines))
     assert [(row["version"], row["by"]) for row in rows] == [("2", name) for name in by * 2]

@@ -115,3 +115,14 @@ def test_commands_name_the_link(goals: ModuleType, link: str) -> None:
     assert ("--ranks" in argv) == (where.rate is None)
     if where.rate is not None:
         assert argv[argv.index("--link") + 1] == argv[argv.index("--rate") + 1] == where.rate
+
+
+def test_more_options_reach_weft_bench(goals: ModuleType) -> None:
+    more = ["--wire-dtype", "bfloat16"]
+    where = goals.LINKS["4x1gbit"]
+    argv = goals.command(where, ["wide"], "auto", Path("x.json"), 1.0, more=more)
+    start = argv.index("bench")
+    assert argv[argv.index("--wire-dtype", start) + 1] == "bfloat16"
+    assert goals.command(where, ["wide"], "auto", Path("x.json"), 1.0) == [
+        word for word in argv if word not in more
+    ]

@@ -28,6 +28,7 @@ from weft.cli.bench.measure import (
 )
 from weft.cli.bench.results import Found, Row
 from weft.group.group import Group
+from weft.sparse.link import set_link
 from weft.testing import processes
 from weft.testing import run as in_pool
 
@@ -163,6 +164,20 @@ def test_rounds_of_a_list_are_those_of_all_its_calls() -> None:
     assert two - stating == 2 * (one - stating) > 0
 
 
+def seconds_of(group: Group, wire_dtype: str | None) -> float:
+    set_link(group, weft.sparse.Link(1e-6, 8e-9, 1e-11, 1e-7))
+    rows = weft.Rows(torch.arange(5_000), torch.ones(5_000, 64), 9_000)
+    one = Contender("weft:split", lambda: rows, lambda rows: rows)
+    prediction = predicted(one, replace(TINY, wire_dtype=wire_dtype))
+    assert prediction is not None
+    return prediction.seconds
+
+
+def test_the_prediction_is_of_the_dtype_of_the_wire() -> None:
+    [whole, _], [half, _] = (in_pool(2, seconds_of, dtype) for dtype in (None, "bfloat16"))
+    assert 0.4 * whole < half < 0.7 * whole
+
+
 def test_a_call_takes_as_long_as_its_slowest_rank() -> None:
     job = Job((TINY,), ("gather",), (), iters=2, warmup=0)
     rows = the_rows(on(2, measured, job, math.inf, None, 0.3)[0][1])
@@ -196,6 +211,10 @@ def test_every_kind_of_data() -> None:
         replace(TINY, name="real", values="normal"),
         replace(TINY, name="most", op="max", dtype="float64"),
         replace(TINY, name="half", dtype="bfloat16", index_dtype="int32"),
+        # sums of a rank that bfloat16 does not hold
+        replace(TINY, name="hot", dtype="bfloat16", rows=9_000, height=20),
+        replace(TINY, name="rounded", wire_dtype="bfloat16", rows=9_000, height=20),
+        replace(TINY, name="once", dtype="bfloat16", wire_dtype="float32", values="normal"),
         replace(TINY, name="sign", op="prod", dtype="int32"),
         replace(TINY, name="bits", op="bxor", dtype="uint8"),
     )
@@ -209,6 +228,9 @@ def test_every_kind_of_data() -> None:
             row = rows[case.name, name]
             assert row["status"] == ("ok" if sums else "refused"), row["why"]
             assert sums or f"{name} has no {case.op}" in row["why"]
+    split = rows["rounded", "weft:split"]
+    assert split["wire_dtype"] == "bfloat16"
+    assert split["bound_bytes"] == 20 * (5 * 2 + 4)
 
 
 def test_what_does_not_serve_is_refused_with_the_reason() -> None:

@@ -198,7 +198,7 @@ def test_a_file_has_a_version_and_rows_of_plain_values(tmp_path: Path) -> None:
 def test_the_fields_of_a_file_are_those_of_its_version() -> None:
     """Whoever changes one also changes the version, and says so in the changelog."""
     head = " ".join(HEAD)
-    setting = "case rows height width distribution ids values dtype index_dtype op"
+    setting = "case rows height width distribution ids values dtype index_dtype op wire_dtype"
     sizes = "distinct total union by algorithm factors status why"
     times = " ".join(
         f"{which}_seconds"

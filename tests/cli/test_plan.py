@@ -245,6 +245,20 @@ def test_a_recorded_run_says_the_overlap(tmp_path: Path) -> None:
     assert f"Measured, in {file}: rows and their overlap, of its ranks." in result.stdout
 
 
+def test_a_recorded_run_says_the_dtype_of_the_wire(tmp_path: Path) -> None:
+    file = tmp_path / "found.json"
+    row = ROW | {"dtype": "float32", "wire_dtype": "bfloat16"}
+    file.write_text(json.dumps({"version": 2, "rows": [row]}))
+    [sizes] = recorded(file)
+    load = sizes.load(4)
+    assert (load.row, load.partial) == (16, 32)
+    del row["wire_dtype"]  # as in a file of an earlier weft
+    file.write_text(json.dumps({"version": 2, "rows": [row]}))
+    [sizes] = recorded(file)
+    load = sizes.load(4)
+    assert (load.row, load.partial) == (32, 32)
+
+
 @pytest.mark.parametrize(
     ("changed", "words", "whole"),
     [

@@ -16,7 +16,7 @@ from typer import Option
 
 import weft
 
-from .bench.cases import CASES, REAL, Case, Distribution, Dtype
+from .bench.cases import CASES, REAL, Case, Distribution, Dtype, WireDtype
 
 
 def writable(path: Path | None) -> Path | None:
@@ -101,6 +101,15 @@ Drawn = Annotated[
 ValueDtype = Annotated[
     Dtype,
     Option(metavar="DTYPE", help="Of values: float32, bfloat16 ...", rich_help_panel=THE_CASE),
+]
+SentDtype = Annotated[
+    WireDtype | None,
+    Option(
+        metavar="DTYPE",
+        help="In which weft sends values: bfloat16 ...",
+        show_default="their own",
+        rich_help_panel=THE_CASE,
+    ),
 ]
 Timeout = Annotated[float | None, Option(help="Longest wait, in seconds.", show_default="300")]
 Json = Annotated[

@@ -23,6 +23,11 @@ digests of all ranks are equal. With whole-numbered values equality is exact. Wh
 (`values="normal"`, and peers that add in half precision) an element may be off by
 n * eps * sum(|x|), for its n addends x: the bound of recursive summation, whatever the order
 (Higham, Accuracy and Stability of Numerical Algorithms, section 4.2).
+
+Where weft sends values of fewer bits than it adds (half precision, and `wire_dtype`) it rounds what
+each rank has, and the result. So it has an answer of its own: whole numbers are rounded in these
+two places and added without rounding, which must give weft's bits. Other values, and means, may be
+off by the bound of docs/wire-dtype.md.
 """
 
 from __future__ import annotations
@@ -49,9 +54,11 @@ Dtype = Literal[
 ]  # fmt: skip
 Ids = Literal["frequency", "shuffled"]
 Numbers = Literal["integers", "normal"]
+WireDtype = Literal["bfloat16", "float16", "float32"]
 IndexDtype = Literal["int32", "int64"]
 Op = Literal["sum", "avg", "min", "max", "prod", "band", "bor", "bxor"]
 _EVERYBODY = 1 << 32  # in the place of a rank: a stream that all ranks share
+_HALVES = torch.float16, torch.bfloat16
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +75,8 @@ class Case:
         values: "integers" or "normal".
         dtype, index_dtype: names of torch dtypes.
         op: the reduction.
+        wire_dtype: name of the dtype in which weft sends values; None: in their own. Peers have no
+            such option.
     """
 
     name: str
@@ -80,6 +89,7 @@ class Case:
     dtype: str = "float32"
     index_dtype: str = "int64"
     op: str = "sum"
+    wire_dtype: str | None = None
 
     @property
     def row_shape(self) -> tuple[int, ...]:
@@ -91,10 +101,36 @@ class Case:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        dtype = getattr(torch, self.dtype)
-        if not isinstance(dtype, torch.dtype):
-            raise TypeError(f"{self.dtype} is no dtype of values")
-        return dtype
+        return _dtype_named(self.dtype)
+
+    @property
+    def torch_wire_dtype(self) -> torch.dtype | None:
+        """What weft's calls get as `wire_dtype`."""
+        return None if self.wire_dtype is None else _dtype_named(self.wire_dtype)
+
+    @property
+    def sent_dtype(self) -> torch.dtype:
+        """The dtype in which weft sends what a rank has, and the result."""
+        own = self.torch_dtype
+        wire = self.torch_wire_dtype
+        if wire is None:
+            return own
+        if own in _HALVES and wire is torch.float32:  # the result alone is rounded, if any is
+            return weft.kernels.OPS[self.op].accumulator(own)
+        return wire if wire.itemsize < own.itemsize else own
+
+    @property
+    def sent_row_bytes(self) -> int:
+        """Bytes of the values of a row, as weft sends it."""
+        return self.width * self.sent_dtype.itemsize
+
+    @property
+    def rounded_to(self) -> torch.dtype | None:
+        """The dtype to which weft rounds sums; None: to none but that in which it adds."""
+        own = self.torch_dtype
+        if self.sent_dtype.itemsize < own.itemsize:
+            return self.sent_dtype
+        return own if own in _HALVES and weft.kernels.OPS[self.op].rounds else None
 
     @property
     def rounds(self) -> bool:
@@ -135,6 +171,8 @@ class Case:
             return f"a height of {self.height} needs --index-dtype int64"
         if self.op not in _REDUCE:
             return f"there is no op {self.op}"
+        if self.wire_dtype is not None and not self.torch_dtype.is_floating_point:
+            return f"--wire-dtype is for floating point, not for {self.dtype}"
         floats = self.torch_dtype.is_floating_point and self.op in ("sum", "avg", "min", "max")
         if self.values == "normal" and not floats:
             return (
@@ -142,6 +180,13 @@ class Case:
                 f"{self.op} of {self.dtype}"
             )
         return None
+
+
+def _dtype_named(name: str) -> torch.dtype:
+    dtype = getattr(torch, name)
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"{name} is no dtype of values")
+    return dtype
 
 
 CASES: dict[str, Case] = {
@@ -242,7 +287,7 @@ class Answer:
 def sizes(
     case: Case, ranks: int, seed: int, hosts: weft.sparse.Hosts | None = None
 ) -> weft.sparse.Load:
-    """Rows, distinct and united, counted from the indices of all ranks.
+    """Rows, distinct and united, counted from the indices of all ranks, with bytes as weft sends.
 
     Args:
         case: what a rank brings.
@@ -265,8 +310,8 @@ def sizes(
         fewest=min(counts),
         union=_united(distinct),
         height=case.height,
-        row=case.row_bytes,
-        partial=case.row_bytes,
+        row=case.sent_row_bytes,
+        partial=case.sent_row_bytes,
         index=4,
         places=case.height,
         hosts=hosts,
@@ -281,11 +326,16 @@ def _united(runs: Sequence[npt.NDArray[np.int64]]) -> int:
 
 def answer(case: Case, ranks: int, seed: int) -> Answer:
     """The right answer, from the rows of all ranks."""
+    return _of_ranks(case, range(ranks), seed)
+
+
+def _of_ranks(case: Case, ranks: Sequence[int], seed: int) -> Answer:
+    """The right answer of a call of these ranks."""
     floating = case.torch_dtype.is_floating_point
     wide = torch.float64 if floating else torch.int64
-    everybody = torch.cat([indices(case, rank, seed) for rank in range(ranks)]).long()
+    everybody = torch.cat([indices(case, rank, seed) for rank in ranks]).long()
     order = everybody.argsort(stable=True)
-    addends = torch.cat([values(case, rank, seed) for rank in range(ranks)]).to(wide)[order].numpy()
+    addends = torch.cat([values(case, rank, seed) for rank in ranks]).to(wide)[order].numpy()
     union, begins, counts = np.unique(everybody[order], return_index=True, return_counts=True)
     exact = torch.from_numpy(_REDUCE[case.op].reduceat(addends, begins))
     slack = None
@@ -294,8 +344,53 @@ def answer(case: Case, ranks: int, seed: int) -> Answer:
         slack = torch.from_numpy(np.add.reduceat(np.abs(addends), begins))
         slack = slack * (torch.from_numpy(counts) * eps).view(-1, *(1 for _ in case.row_shape))
     if case.op == "avg":
-        exact, slack = exact / ranks, None if slack is None else slack / ranks
+        count = len(ranks)
+        exact, slack = exact / count, None if slack is None else slack / count
     return Answer(case, torch.from_numpy(union), exact, slack)
+
+
+def answer_of_weft(right: Answer, ranks: int, seed: int) -> Answer:
+    """The right answer of weft, which rounds to `case.rounded_to`; `right` is without that.
+
+    Whole numbers are added without rounding: so each bit of their sum is known. Else it is the
+    bound of docs/wire-dtype.md.
+    """
+    case = right.case
+    rounded = case.rounded_to
+    is_whole = case.values == "integers" and case.op != "avg"
+    if is_whole and (rounded is None or case.op != "sum"):  # small numbers are in every dtype
+        return replace(right, slack=None)
+    if rounded is None:
+        return right
+
+    of_sent = torch.zeros_like(right.exact)  # sums of what ranks send
+    sizes = torch.zeros_like(right.exact)  # sums of the absolute values of what they have
+    for rank in range(ranks):
+        own = _of_ranks(case, [rank], seed)
+        place = torch.searchsorted(right.indices, own.indices)
+        of_sent[place] += own.exact.to(case.sent_dtype).to(own.exact.dtype)
+        sizes[place] += own.exact.abs()
+    if is_whole:
+        return replace(right, exact=of_sent.to(rounded).to(of_sent.dtype), slack=None)
+
+    kind = torch.finfo(rounded)
+    unit = kind.eps / 2
+    tiny = kind.smallest_normal * unit  # half of the smallest number
+    slack = unit * right.exact.abs() + tiny  # the result is rounded
+    if case.sent_dtype == rounded and case.op in ("sum", "avg"):  # and what each rank sends
+        mean = sizes / ranks if case.op == "avg" else sizes
+        slack += unit * (1 + unit) * mean + ranks * tiny
+    return replace(right, slack=slack + (1 + unit) ** 2 * _of_additions(right))
+
+
+def _of_additions(right: Answer) -> Tensor:
+    """How far an element may be off by weft's additions, of which none is in half precision."""
+    case = right.case
+    eps = torch.finfo(weft.kernels.OPS[case.op].accumulator(case.torch_dtype)).eps
+    if case.values == "integers":  # sums are exact, and divided
+        return eps * right.exact.abs()
+    assert right.slack is not None  # of real numbers
+    return right.slack * (eps / torch.finfo(case.torch_dtype).eps)
 
 
 def digest(parts: Sequence[Tensor]) -> str:

@@ -52,6 +52,7 @@ def bench(
         Numbers, Option(help="Sums of integers are exact.", rich_help_panel=options.THE_CASE)
     ] = "integers",
     dtype: options.ValueDtype = "float32",
+    wire_dtype: options.SentDtype = None,
     index_dtype: Annotated[
         IndexDtype, Option(help="Of indices.", rich_help_panel=options.THE_CASE)
     ] = "int64",
@@ -114,7 +115,14 @@ def bench(
     if unprivileged and not psutil.LINUX:
         options.refuse("--unprivileged", "it needs prctl, which only Linux has")
     own = {"rows": rows, "height": height, "width": width, "distribution": distribution}
-    kind = {"ids": ids, "values": values, "dtype": dtype, "index_dtype": index_dtype, "op": op}
+    kind = {
+        "ids": ids,
+        "values": values,
+        "dtype": dtype,
+        "index_dtype": index_dtype,
+        "op": op,
+        "wire_dtype": wire_dtype,
+    }
     cases = options.cases_of(case, _QUICK, own, kind, size, density, REAL)
     for one in cases:
         trace = TRACES.get(one.distribution)
@@ -124,9 +132,13 @@ def bench(
     others = () if peers == "none" else options.names("--peers", peers, PEERS)
     when = iters, warmup, check
     job = Job(cases, algorithms, others, *when, seed, link, timeout, unprivileged)
-    quick = [one.name for one in cases] == _QUICK.split(",") and case is None
-    files = json, csv, _NOTE if quick else ""
-    shown = Shown(Console(highlight=False), job.peers, link is not None, *files)
+    notes = []
+    if [one.name for one in cases] == _QUICK.split(",") and case is None:
+        notes.append(_NOTE)
+    if wire_dtype is not None:
+        notes.append(f"wire_dtype {wire_dtype}: of weft's calls; peers send values as they are")
+    console = Console(highlight=False)
+    shown = Shown(console, job.peers, link is not None, json, csv, notes)
     with options.failing("bench", 1), shown:
         if here:
             right = [run(job, shown.show)]

@@ -18,7 +18,9 @@ All start from the same rows. What only brings them into the form a call takes (
 COO tensor) is not timed.
 
 * Checked first: each contender runs once; rank 0 (every rank, where rounding enters) compares the
-  result with the right answer, and all ranks compare digests. Whoever is wrong is not timed.
+  result with the right answer, and all ranks compare digests. Whoever is wrong is not timed. A case
+  with a `wire_dtype` is weft's alone to round: peers send values as they are, and must be as exact
+  as without it.
 * Interleaved: an iteration is one call of every contender, so that a noisy neighbour hits all
   alike; in an order drawn anew each time, since what one leaves in caches and memory is paid for by
   the next. A barrier goes before each call; a call's time is that of its slowest rank.
@@ -48,7 +50,7 @@ from weft.group.group import Group
 from weft.schedules.hosts import hosts_of
 
 from ..wording import mib, versions
-from .cases import Answer, Case, answer, differs, digest, indices, sizes, values
+from .cases import Answer, Case, answer, answer_of_weft, differs, digest, indices, sizes, values
 from .results import OWN, Found, Prediction, Status, compared, summary
 
 DENSE_LIMIT = 64 << 20
@@ -106,7 +108,9 @@ def contender(name: str, case: Case, indices: Tensor, values: Tensor) -> Contend
 
     def by_weft(rows: weft.Rows | list[weft.Rows]) -> Result:
         algorithm = name.removeprefix(OWN)
-        found: Result = weft.sparse_all_reduce(rows, case.op, algorithm=algorithm)
+        found: Result = weft.sparse_all_reduce(
+            rows, case.op, algorithm=algorithm, wire_dtype=case.torch_wire_dtype
+        )
         return found
 
     def by_peer(coos: list[Tensor]) -> Result:
@@ -329,11 +333,14 @@ def _measure(
     doing("checking the results")
     # where rounding enters, ranks may differ, so that everyone must look for itself
     looks = job.checked and (rank == 0 or case.rounds)
-    right = answer(case, ranks, job.seed) if looks else None
+    right = right_of_weft = None
+    if looks:
+        right = answer(case, ranks, job.seed)
+        right_of_weft = answer_of_weft(right, ranks, job.seed)
     for one in contenders:
         if one.status == _OK:
-            _try(one, job, case, right)
-    del right
+            _try(one, job, case, right_of_weft if one.own else right)
+    del right, right_of_weft
 
     starters = [one for one in contenders if one.status == _OK]
     _time(starters, job, network.group, doing)
@@ -361,9 +368,6 @@ def _measure(
 
 def _try(one: Contender, job: Job, case: Case, right: Answer | None) -> None:
     """Call it once: its status, and the digest of its result."""
-    if right is not None and one.own and case.values == "integers" and case.op != "avg":
-        # half precision is added in fp32 and rounded once, so whole numbers come out exact
-        right = replace(right, slack=None)
     status = _OK
     try:
         found = parts(one.call(one.prepare()))
@@ -391,7 +395,9 @@ def predicted(one: Contender, case: Case) -> Prediction | None:
     if not one.own:
         return None
     algorithm = one.name.removeprefix(OWN)
-    explanation = weft.explain(one.prepare(), case.op, algorithm=algorithm)
+    explanation = weft.explain(
+        one.prepare(), case.op, algorithm=algorithm, wire_dtype=case.torch_wire_dtype
+    )
     calls = explanation.calls or (explanation,)
     chosen = [line for call in calls for line in call.lines if line.verdict == "chosen"]
     if not chosen:

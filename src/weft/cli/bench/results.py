@@ -57,7 +57,8 @@ VERSION = 2
 Row = dict[str, Any]
 """What one contender did in one case, as it is written to a file; None: not known.
 
-* case and its setting: rows, height, width, distribution, ids, values, dtype, index_dtype, op;
+* case and its setting: rows, height, width, distribution, ids, values, dtype, index_dtype, op,
+  wire_dtype: in which weft's calls sent values, None: in their own;
 * distinct: rows of the average rank; total, union: K and U;
 * by: who was asked: `weft:` and the algorithm given, or a peer; algorithm: the one that ran;
   factors: of `split`, such as "4x2", or "" where it was flat or another one ran;
@@ -69,7 +70,8 @@ Row = dict[str, Any]
 * predicted_seconds: that weft.explain predicts for the algorithm that ran, without the opening
   exchange;
 * sent_bytes, messages: by the average rank; most_bytes: by the rank that sent most;
-* bound_bytes: that the average rank must receive; bound_seconds: what they take on the link;
+* bound_bytes: that the average rank must receive, of values as weft sends them; bound_seconds: what
+  they take on the link;
 * rounds: that weft.explain says a call waits for beside the time of its bytes, with those that open
   it; of a list, of all its calls and the exchange before them; rounds_seconds: what they take on
   the link; None for a peer;
@@ -232,7 +234,7 @@ class Shown:
         link: whether the link's speed is known.
         file: for `{"version": 2, "rows": [...]}`, times in seconds.
         sheet: for the same rows as comma-separated values.
-        note: a line below the versions.
+        notes: lines below the versions.
     """
 
     def __init__(
@@ -242,9 +244,9 @@ class Shown:
         link: bool,
         file: Path | None = None,
         sheet: Path | None = None,
-        note: str = "",
+        notes: Sequence[str] = (),
     ) -> None:
-        self._console, self._peers, self._note = console, peers, note
+        self._console, self._peers, self._notes = console, peers, notes
         self._file, self._sheet = file, sheet
         self._titles = ["case", "k", "union", "by", "algorithm", "factors"]
         self._titles += ["ms", "spread", "cpu", "MB", "xbound"]
@@ -297,8 +299,7 @@ class Shown:
                 self._titles += ["least-ms", "xleast"]
             self._titles += [f"{peer}/x" for peer in self._peers]
             alone = ["one rank alone communicates nothing: --ranks 4 starts four"]
-            notes = [self._note] if self._note else []
-            notes += alone if what["ranks"] == 1 else []
+            notes = [*self._notes, *(alone if what["ranks"] == 1 else [])]
             for line in (listed(what), *_LEGEND, *notes):
                 self._line(f"# {line}", "dim")
             self._columns("#", {title: title for title in self._titles}, "bold")

@@ -147,7 +147,7 @@ def _show(groups: list[list[Prediction]], record: Path | None) -> None:
         words = (
             f"{sizes.case.name}: {lines[0].answer.load.most} rows a rank of {sizes.case.height}, "
         )
-        words += f"{sizes.case.row_bytes} bytes each; link {link.name}: {link.link}"
+        words += f"{sizes.case.sent_row_bytes} bytes each; link {link.name}: {link.link}"
         console.print(words, style="dim", soft_wrap=True)
         titles = ["ranks", "union", "chosen", "ms", "MB", "messages", "rounds", "xbound"]
         titles += ["least-ms", "xleast"]

@@ -48,13 +48,15 @@ class Sizes:
     def load(self, ranks: int, per_host: int = 1) -> weft.sparse.Load:
         """The load of a call of so many ranks, some of which share a host."""
         case, rows = self.case, round(self.rows)
-        partial = case.width * weft.kernels.OPS[case.op].accumulator(case.torch_dtype).itemsize
+        op = weft.kernels.OPS[case.op]
+        partial = op.accumulator(case.torch_dtype) if op.rounds else case.sent_dtype
         union = min(rows * ranks, max(rows, round(self.union(ranks))))
         hosts = weft.sparse.Hosts(tuple(rank // per_host for rank in range(ranks)))
         counts = [len(neighbours) for neighbours in hosts.ranks]
         united = {count: (self.union(count), self.union(ranks - count)) for count in {*counts}}
         return weft.sparse.Load(
-            *(ranks, rows * ranks, rows, rows, union, case.height, case.row_bytes, partial),
+            *(ranks, rows * ranks, rows, rows, union, case.height),
+            *(case.sent_row_bytes, case.width * partial.itemsize),
             index=4 if case.height <= 2**31 else 8,
             places=case.height,
             identical=self.identical,
@@ -109,8 +111,10 @@ def recorded(path: Path) -> list[Sizes]:
 
 
 def _of_record(row: dict[str, Any]) -> Sizes:
-    setting = {field.name: row[field.name] for field in fields(Case) if field.name != "name"}
-    case, ranks = Case(row["case"], **setting), int(row["ranks"])
+    names = {field.name for field in fields(Case)} - {"name", "wire_dtype"}
+    setting = {name: row[name] for name in names}
+    wire_dtype = row.get("wire_dtype")  # files of earlier wefts have none
+    case, ranks = Case(row["case"], **setting, wire_dtype=wire_dtype), int(row["ranks"])
     mean, total, union = float(row["distinct"]), int(row["total"]), int(row["union"])
     if ranks < 2:
         raise ValueError(f"of {ranks} ranks, which says nothing of how several overlap")
@@ -122,7 +126,7 @@ def _of_record(row: dict[str, Any]) -> Sizes:
         )
     seen = weft.sparse.Load(
         *(ranks, total, round(mean), round(mean), union, case.height),
-        *(case.row_bytes, case.row_bytes, 4),
+        *(case.sent_row_bytes, case.sent_row_bytes, 4),
     )
     return Sizes(case, mean, seen.union_of, identical=total == ranks * union)
 
