@@ -3,6 +3,7 @@
     python benchmarks/stages.py                                  # all factors, to 10,240 ranks
     python benchmarks/stages.py --case zipf --ranks 8 --per-host 4 --stages
     python benchmarks/stages.py --case code --ranks 64 --drawn   # real sets, too
+    python benchmarks/stages.py --rounded                        # with wire_dtype=torch.bfloat16
     python benchmarks/stages.py --simulated --rows 500 --height 20000 --ranks 2,8,16,64 \\
         --per-host 1,2,4,8                                       # beside the real schedule
 
@@ -17,6 +18,9 @@ In a stage a rank sends each other one two messages to reduce, an index list and
 to share; none, where it has no rows, and more, where they are longer than a chunk. Sums wait a
 latency in each hop of the ring, unless the link carries other bytes meanwhile. Stages follow each
 other, but for the last: the ranks of a host share sums while those of other hosts still come.
+
+With `--rounded` rows that ranks bring, and complete sums, are sent in bfloat16. Sums of some ranks,
+which the stages after the first reduce, stay in float32.
 
 `--simulated` runs the schedule itself, with a split between the blocks, too, on simulated ranks
 (`weft.testing.simulation`), and prints the model's figures over those.
@@ -60,6 +64,7 @@ Floats = NDArray[np.float64]
 HEIGHT, ROWS, WIDTH = 1_000_000, 50_000, 64
 CHUNK_SECONDS = 0.002  # on a link: rows are sent in chunks that take so long
 INDEX_BYTES = 4
+MERGED_BYTES = 4 * WIDTH + INDEX_BYTES  # of a row, which is added in float32
 RATES = (1, 10, 100, 400)  # Gbit/s of a host's link
 SIMULATED = (1, 10)  # Gbit/s, of these; links as quick as memory have no ring
 LATENCY = 50e-6  # seconds of a round
@@ -74,13 +79,18 @@ class Case:
         name: of the case.
         held: for each index the chance that a rank holds it.
         draw: the indices of one rank, given its number: sorted, each once.
-        row_bytes: of values and index.
+        is_rounded: rows and complete sums are sent in bfloat16, sums of some ranks are not.
     """
 
     name: str
     held: Floats
     draw: Callable[[int], NDArray[np.int64]]
-    row_bytes: int = 4 * WIDTH + INDEX_BYTES
+    is_rounded: bool = False
+
+    def bytes_in(self, stage: Stage) -> int:
+        """Of the values and the index of a row, as the stage sends it."""
+        is_half = self.is_rounded and not stage.is_partial
+        return (2 if is_half else 4) * WIDTH + INDEX_BYTES
 
     def union_of(self, ranks: int) -> Floats:
         """For each index the chance that one of so many ranks holds it."""
@@ -98,6 +108,7 @@ class Stage:
         remote: the part of them that comes from other hosts.
         into_hosts: rows that enter each host's link.
         filled: the chance that a rank has rows for a peer.
+        is_partial: whether rows are sums of some ranks: in all stages that reduce, but the first.
     """
 
     factor: int
@@ -106,6 +117,7 @@ class Stage:
     remote: float
     into_hosts: Floats
     filled: float
+    is_partial: bool = False
 
     @property
     def messages(self) -> float:
@@ -183,7 +195,7 @@ def stages_of(
             block = peer // joined if len(blocks) > 1 else np.zeros(ranks, np.int64)
             received += in_part[block, place]
         into_hosts = by_host(received * remote, per_host)
-        reduced.append(Stage(factor, False, received, remote, into_hosts, filled))
+        reduced.append(Stage(factor, False, received, remote, into_hosts, filled, joined > 1))
         empty = empties(ranks, cuts).reshape(-1, parts, wide).sum(2)
         filled = float(1 - np.exp(empty).mean())
         sums = total.reshape(parts, wide).sum(1)
@@ -271,11 +283,12 @@ def seconds(stages: Sequence[Stage], case: Case, rate: float) -> float:
     """The time of the stages, one after the other, on links of so many bits a second."""
     total = 0.0
     for one in stages:
-        most = float(one.received.max()) * case.row_bytes
-        link = float(one.into_hosts.max()) * case.row_bytes * 8 / rate
-        within = most * (1 - one.remote) * WITHIN  # beside what crosses the link
-        merging = 0.0 if one.is_shared else most * MERGE
-        waiting = one.waits(case.row_bytes, rate) * LATENCY
+        row_bytes = case.bytes_in(one)
+        most = float(one.received.max())
+        link = float(one.into_hosts.max()) * row_bytes * 8 / rate
+        within = most * row_bytes * (1 - one.remote) * WITHIN  # beside what crosses the link
+        merging = 0.0 if one.is_shared else most * MERGED_BYTES * MERGE
+        waiting = one.waits(row_bytes, rate) * LATENCY
         if not one.is_hidden:
             waiting += one.messages * WORK
         total += waiting + max(link, within) + merging
@@ -394,8 +407,7 @@ def simulated(case: Case, factors: Sequence[int], per_host: int, rate: float) ->
 
     def rows(rank: int) -> weft.Rows:
         indices = torch.from_numpy(case.draw(rank))
-        width = (case.row_bytes - INDEX_BYTES) // 4
-        return weft.Rows(indices, torch.ones(len(indices), width), len(case.held))
+        return weft.Rows(indices, torch.ones(len(indices), WIDTH), len(case.held))
 
     def middle(load: weft.sparse.Load) -> tuple[Algorithm, weft.sparse.Load]:
         return weft.sparse.ALGORITHMS["split"], between_blocks(load)
@@ -409,6 +421,7 @@ def simulated(case: Case, factors: Sequence[int], per_host: int, rate: float) ->
             rows,
             ranks,
             between,
+            wire_dtype=torch.bfloat16 if case.is_rounded else None,
             hosts=[f"{rank // per_host}" for rank in range(ranks)],
             within=replace(between, beta=WITHIN),
         )
@@ -421,7 +434,7 @@ def of_simulated(
     done = simulated(case, factors, per_host, rate)
     stages = counted(sets_of(case, math.prod(factors)), factors, per_host)
     messages = sum(one.messages for one in stages)
-    nbytes = sum(float(one.received.mean()) for one in stages) * case.row_bytes
+    nbytes = sum(float(one.received.mean()) * case.bytes_in(one) for one in stages)
     nbytes += sum(one.factor - 1 for one in stages) * PREFIX  # of a list
     taken = seconds(stages, case, rate)
     return messages / done.messages, nbytes / done.bytes, taken / done.seconds
@@ -452,6 +465,7 @@ def main(
     sets: Annotated[bool, typer.Option("--drawn", help="Count sets that are drawn, too.")] = False,
     rows: Annotated[int, typer.Option(help="Rows of a rank, or tokens.")] = ROWS,
     height: Annotated[int, typer.Option(help="Rows they are drawn from.")] = HEIGHT,
+    rounded: Annotated[bool, typer.Option("--rounded", help="Sent in bfloat16.")] = False,
     beside: Annotated[
         bool, typer.Option("--simulated", help="Print the model over the simulated schedule.")
     ] = False,
@@ -459,18 +473,20 @@ def main(
     """Print a line for each case, number of ranks, ranks of a host and list of factors."""
     counts = [*map(int, ranks.split(","))]
     shares = [*map(int, per_host.split(","))]
+    cases = [CASES[name](rows, height) for name in case.split(",")]
+    cases = [replace(one, is_rounded=rounded) for one in cases]
     if beside:
         times = " ".join(f"{f'{rate} Gb/s':>8}" for rate in SIMULATED)
         print(f"case        ranks host  factors        messages   bytes {times}")
-        for name in case.split(","):
-            compare(CASES[name](rows, height), counts, shares)
+        for one in cases:
+            compare(one, counts, shares)
         return
     rates = "".join(f"{f'{rate} Gb ms':>10}" for rate in RATES)
     print(
         "case        ranks host  factors       messages stages   received    busiest   bound"
         f" busiest{rates}"
     )
-    for one in (CASES[name](rows, height) for name in case.split(",")):
+    for one in cases:
         for count in counts:
             for share in shares:
                 if count % share or count <= share:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import numpy as np
@@ -88,6 +89,17 @@ def test_factors_have_the_product_of_the_ranks(stages):
 )  # fmt: skip
 def test_the_schedule_sends_and_takes_what_the_model_says(stages, name, factors, per_host):
     case = stages.CASES[name](60, 2400)
+    messages, nbytes, taken = stages.of_simulated(case, factors, per_host, rate=1e9)
+    assert messages == pytest.approx(1, rel=0.05)
+    assert nbytes == pytest.approx(1, rel=0.05)
+    assert taken == pytest.approx(1, rel=0.15)
+
+
+@pytest.mark.parametrize(
+    ("factors", "per_host"), [((8,), 1), ((4, 2), 4), ((2, 4), 2), ((4, 4), 1), ((8, 8), 8)]
+)
+def test_the_model_knows_that_sums_of_some_ranks_are_not_rounded(stages, factors, per_host):
+    case = dataclasses.replace(stages.CASES["uniform"](60, 2400), is_rounded=True)
     messages, nbytes, taken = stages.of_simulated(case, factors, per_host, rate=1e9)
     assert messages == pytest.approx(1, rel=0.05)
     assert nbytes == pytest.approx(1, rel=0.05)
