@@ -264,6 +264,16 @@ def test_of_a_few_ranks_the_quickest_is_taken():
     assert preferred(MANY - 1, [1.00, 1.02, 1.04], [30, 20, 10]) == 0
 
 
+@pytest.mark.parametrize(("ranks", "percent"), [(16, 3), (31, 3), (32, 4), (256, 7), (1024, 9)])
+def test_of_more_ranks_half_of_the_messages_may_take_longer(ranks, percent):
+    taken = 1 + percent / 100
+    longer = taken + 0.01
+    assert preferred(ranks, [1.00, taken], [100, 50]) == 1
+    assert preferred(ranks, [1.00, longer], [100, 50]) == 0
+    assert preferred(ranks, [1.00, taken], [100, 51]) == (percent == 3)
+    assert preferred(ranks, [1.00, 1.03], [100, 99]) == 1
+
+
 def test_who_asks_for_what_cannot_serve_is_told_what_does():
     load = Load(2, 8, 4, 4, 6, 9, 4, 4, 4, staying=True, lockstep=True)
     with pytest.raises(weft.WeftError) as caught:
