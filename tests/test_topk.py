@@ -333,7 +333,7 @@ def test_a_rank_sends_fewer_than_six_words_an_entry() -> None:
     each = (many - few) / 2000  # bytes of each entry more
     assert 3 * 4 < each < 4.2 * 4
     fixed = few - 2000 * each  # openings, counts and digits, whatever the number of entries is
-    assert fixed < 17_000
+    assert fixed < 13_500
     assert few < 6 * 4 * 2000  # so also of 2,000 entries less than six words
 
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weft.sparse.header import Header
-from weft.sparse.owners import cuts
+from weft.sparse.owners import cuts, expected_union
 
 DRAWS = {
     "uniform": lambda g: torch.randint(1_000_000, (20_000,), generator=g),
@@ -105,6 +105,30 @@ def test_the_union_is_estimated(name):
     assert header.union(None) == pytest.approx(true, rel=0.25)
     same = functools.reduce(combine, [Header.of(parts[0], rank) for rank in range(4)])
     assert same.union(None) == parts[0].numel()
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_without_a_sketch_the_cuts_are_the_same_and_the_union_is_estimated(name):
+    parts, header = headers_of(name, 4)
+    bare = [Header.of(part, rank, sampled=False) for rank, part in enumerate(parts)]
+    whole = functools.reduce(combine, bare)
+    assert not whole.alike and not len(whole.sketch)
+    assert cuts(whole, 4) == cuts(header, 4)
+    true = torch.cat(parts).unique().numel()
+    assert expected_union(whole, 4) == pytest.approx(true, rel=0.25)
+    same = functools.reduce(combine, [bare[0]] * 4)
+    assert expected_union(same, 4) == parts[0].numel()
+
+
+def test_a_header_has_a_sketch_where_the_call_has_them_alone():
+    indices = torch.arange(1000)
+    for sampled in (True, False):
+        raw = Header.of(indices, 0, sampled=sampled).pack().numpy().data
+        assert len(raw) == 96 + 256 * 2 * sampled + 128 * (1 + 1)
+        again = Header.unpack(raw, of_one=True, sampled=sampled)
+        assert len(again.sketch) == 256 * sampled
+        with pytest.raises(ValueError, match="numbers are not those of 1000 rows"):
+            Header.unpack(raw, of_one=True, sampled=not sampled)
 
 
 def test_combining_is_the_same_in_any_tree():

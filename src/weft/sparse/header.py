@@ -60,10 +60,10 @@ class Header(NamedTuple):
         most, fewest: rows of the rank with most and of that with fewest.
         highest: the largest index, -1 if there are no rows.
         capacity, tightest: rows that the smallest caller's `out` holds, and whose it is.
-        alike: all ranks have the same index set, as far as sketches tell.
+        alike: all ranks have the same index set, as far as sketches tell, or digests.
         fallible: somebody passed a function, which may raise.
         digest: of the index set that all ranks have, if digests tell; else zeros.
-        sketch: sample of the union of the index sets, see `sketch`.
+        sketch: sample of the union of the index sets, see `sketch`; empty where nobody needs it.
         points, weights: indices, ascending, and how many rows lie from each to the next.
         rows: of one rank, sent in place of sketch and points.
     """
@@ -93,6 +93,7 @@ class Header(NamedTuple):
         highest: int | None = None,
         values: Tensor | None = None,
         survey: Survey | None = None,
+        sampled: bool = True,
     ) -> Header:
         """The header of one rank.
 
@@ -105,6 +106,7 @@ class Header(NamedTuple):
                 points.
             values: rows' values: the header then carries the rows themselves.
             survey: of indices on an accelerator; it replaces their sketch, points and digest.
+            sampled: whether it has a sketch, which says how large the union is.
         """
         count = indices.numel()
         limit = NO_LIMIT if capacity is None else capacity
@@ -115,21 +117,21 @@ class Header(NamedTuple):
         if values is not None:
             return header._replace(rows=Rows(indices, values))
         if survey is None:
-            return header._described(indices) if highest is None else header
+            return header._described(indices, sampled=sampled) if highest is None else header
         return header._replace(
             digest=survey.digest,
-            sketch=np.array(survey.sample, np.int64),
+            sketch=np.array(survey.sample, np.int64) if sampled else _NOTHING,
             points=np.array(survey.points, np.int64),
             weights=np.diff(shares(count)),
         )
 
-    def _described(self, indices: Tensor) -> Header:
+    def _described(self, indices: Tensor, *, sampled: bool) -> Header:
         """This header of one rank, with sketch, points and digest instead of rows."""
         count = indices.numel()
         begins = shares(count)
         return self._replace(
             digest=_digest(indices),
-            sketch=kernels.sketch(indices, sketch.SIZE).numpy(),
+            sketch=kernels.sketch(indices, sketch.SIZE).numpy() if sampled else _NOTHING,
             points=indices.numpy()[begins[:-1]].astype(np.int64),
             weights=np.diff(begins),
             rows=None,
@@ -169,6 +171,7 @@ class Header(NamedTuple):
         height: int | None = None,
         counted: Header | None = None,
         of_one: bool = False,
+        sampled: bool = True,
     ) -> Header:
         """Read and check a header. Rows in it, of that shape and dtype, are views of `body`.
 
@@ -179,13 +182,12 @@ class Header(NamedTuple):
             height: that all indices are below; None: it is unknown.
             counted: one of those that a combined header is made of, if that is known.
             of_one: whether it is the header of one rank, and not a combined one.
+            sampled: whether the headers of one rank have sketches.
 
         Raises:
             ValueError, struct.error: the bytes are no valid header.
         """
-        *figures, sampled, points, sketch_width, point_width, weight_width = _FIXED.unpack_from(
-            body
-        )
+        *figures, ids, points, sketch_width, point_width, weight_width = _FIXED.unpack_from(body)
         header = cls(*figures)
         total = header.total
         counts_fit = 0 <= header.fewest <= header.most <= total < _MOST
@@ -197,7 +199,7 @@ class Header(NamedTuple):
             raise ValueError(f"it says {figures}, and leaves out this rank's rows")
         if of_one and not header._fits_one_rank(moves=moves):
             raise ValueError(f"it says {figures}, which no rank has alone")
-        if sampled < 0:
+        if ids < 0:
             if sketch_width or point_width or weight_width:
                 raise ValueError("it has rows, and says how wide numbers of a sketch are")
             index = torch.int32 if points == 4 else torch.int64
@@ -212,8 +214,8 @@ class Header(NamedTuple):
             return header._replace(rows=Rows(indices, values))
         if not 0 <= points <= _KEPT:
             raise ValueError(f"it has {points} points")
-        lengths = (sampled, sketch_width), (points, point_width), (points, weight_width)
-        ids, gaps, weights = _longs_in(body[_FIXED.size :], lengths)
+        lengths = (ids, sketch_width), (points, point_width), (points, weight_width)
+        sample, gaps, weights = _longs_in(body[_FIXED.size :], lengths)
         places = gaps.cumsum()  # a sum that overflows does not ascend
         if points:
             ascend = places[0] >= 0 and places[-1] <= header.highest
@@ -221,9 +223,9 @@ class Header(NamedTuple):
                 raise ValueError(f"its points do not ascend from 0 to {header.highest}")
             if weights.min() < 1 or weights.sum(dtype=np.float64) != total:  # which cannot overflow
                 raise ValueError(f"its points do not stand for {total} rows")
-        header = header._replace(sketch=ids, points=places, weights=weights)
-        if of_one and not moves and not header._describes_one_rank():
-            raise ValueError(f"its {sampled} and {points} numbers are not those of {total} rows")
+        header = header._replace(sketch=sample, points=places, weights=weights)
+        if of_one and not moves and not header._describes_one_rank(sampled=sampled):
+            raise ValueError(f"its {ids} and {points} numbers are not those of {total} rows")
         return header
 
     @classmethod
@@ -244,16 +246,15 @@ class Header(NamedTuple):
             False,
             any(one.fallible for one in headers),
         )
-        if any(one.rows is not None or (one.total and not len(one.sketch)) for one in headers):
+        if any(one.rows is not None or (one.total and not len(one.points)) for one in headers):
             return header
-        first = headers[0]
         points = np.concatenate([one.points for one in headers])
         weights = np.concatenate([one.weights for one in headers])
         order = np.argsort(points, kind="stable")
         points, weights = _thinned(points[order], weights[order])
         return header._replace(
             alike=_are_alike(headers),
-            digest=first.digest if all(one.digest == first.digest for one in headers) else _NONE,
+            digest=_digest_of_all(headers),
             sketch=sketch.merge([one.sketch for one in headers]),
             points=points,
             weights=weights,
@@ -267,10 +268,10 @@ class Header(NamedTuple):
             return self.highest == -1
         return self.highest >= (0 if moves else self.total - 1)
 
-    def _describes_one_rank(self) -> bool:
+    def _describes_one_rank(self, *, sampled: bool) -> bool:
         """Whether sketch and points may be those of one rank's rows, as `_described` makes them."""
         shares_of_points = np.diff(shares(self.total))
-        if len(self.sketch) != min(sketch.SIZE, self.total):
+        if len(self.sketch) != (min(sketch.SIZE, self.total) if sampled else 0):
             return False
         if not np.array_equal(self.weights, shares_of_points):
             return False
@@ -304,9 +305,12 @@ class Header(NamedTuple):
         return max(self.most, min(guess, self.total, self.total if height is None else height))
 
 
-def described(headers: Sequence[Header]) -> list[Header]:
+def described(headers: Sequence[Header], *, sampled: bool = True) -> list[Header]:
     """The headers, all of sorted rows; those that carry the rows say instead where they lie."""
-    return [one if one.rows is None else one._described(one.rows.indices) for one in headers]
+    return [
+        one if one.rows is None else one._described(one.rows.indices, sampled=sampled)
+        for one in headers
+    ]
 
 
 def rows_of_hosts(
@@ -342,12 +346,20 @@ def _united(headers: Sequence[Header], most: int) -> int:
 
 
 def _are_alike(headers: Sequence[Header]) -> bool:
-    """Whether all have as many rows, and the same sample of their indices."""
+    """Whether all have as many rows, and the same sample of their indices, or the same digest."""
     first = headers[0]
+    if first.total and not len(first.sketch):
+        return _digest_of_all(headers) != _NONE
     return all(
         one.alike and one.most == first.most and np.array_equal(one.sketch, first.sketch)
         for one in headers
     )
+
+
+def _digest_of_all(headers: Sequence[Header]) -> bytes:
+    """The digest that all have, or none."""
+    first = headers[0].digest
+    return first if all(one.digest == first for one in headers) else _NONE
 
 
 def combined(lower: Tensor, upper: Tensor) -> Tensor:

@@ -138,6 +138,20 @@ def _union(rows: Longs, width: Longs, ranks: int, some: int) -> Longs:
     return union
 
 
+def expected_union(header: Header, ranks: int) -> int:
+    """Rows in the union of all ranks, by the points of a header without a sketch.
+
+    In each range of indices the ranks are taken to draw theirs independently.
+
+    Args:
+        header: of all ranks together.
+        ranks: how many there are.
+    """
+    if header.alike:
+        return header.most
+    return max(header.most, int(_binned(header, ranks).union.sum()))
+
+
 def balanced(header: Header, ranks: int) -> list[int]:
     """The cuts with both ends: rank r owns the indices from bound r up to, not including, r + 1."""
     return [0, *cuts(header, ranks), header.highest + 1]

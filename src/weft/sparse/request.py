@@ -64,6 +64,8 @@ class Request:
         restore: converts a result to the form of the rows that were given.
         agreed: the fields that all ranks agreed on; empty before the call is opened.
         marks: see `Call.marks`.
+        sampled: whether headers say how similar the ranks' rows are, by samples of 256 indices; the
+            same on every rank. A call that chooses nothing by it can do without them.
     """
 
     rows: Rows = NOTHING
@@ -82,6 +84,7 @@ class Request:
     restore: Callable[[Rows], Any] = lambda rows: rows
     agreed: dict[str, str] = field(default_factory=dict)
     marks: Sequence[int] = ()
+    sampled: bool = True
 
     @classmethod
     def of(

@@ -30,6 +30,7 @@ from .cost import Load
 from .factors import factored, factors_of, of_environment
 from .header import Header, combined, described, rows_of_hosts
 from .local_rows import LocalRows
+from .owners import expected_union
 from .record import note
 from .registry import find
 from .request import Request, travelling
@@ -124,19 +125,15 @@ def opened(
         own.row_shape = call.row_shape
 
         # from here on every rank knows the same of the call
-        counted = None if direct else header
-        unpack = partial(
-            Header.unpack, moves=moves, height=call.height, counted=counted, of_one=direct
-        )
-        headers = agreement.read(unpack, call.row_shape, call.dtype)
+        headers = _read_headers(agreement, request, call, header, direct=direct, moves=moves)
         distributions = headers
         if not moves and any(header.rows is None for header in headers):
             # some ranks' rows did not come, so those that came are not merged here
-            distributions = described(headers)
+            distributions = described(headers, sampled=request.sampled)
         call.header = Header.together(distributions)
         if direct:
             call.counts = [header.total for header in headers]
-        call.load = _load(call, moves=moves)
+        call.load = _load(call, moves=moves, sampled=request.sampled)
         assert call.given is not None
         staying = not on_host(call.given.values)
         rows_of_all = None
@@ -144,7 +141,7 @@ def opened(
             rows_of_all = _rows_of_all(group, headers)
         elif group.size > 1:
             call.load = with_link(call.group, call.load, staying=staying)
-            if direct and not moves:
+            if direct and not moves and request.sampled:
                 call.load = _with_rows_of_hosts(call.load, distributions)
         yield Opened(call, own, headers, rows_of_all)
     finally:
@@ -205,7 +202,23 @@ def _header(
         highest=request.highest if moves else None,
         values=own.values if carries else None,
         survey=request.survey,
+        sampled=request.sampled,
     )
+
+
+def _read_headers(
+    agreement: Agreement, request: Request, call: Call, own: Header, *, direct: bool, moves: bool
+) -> list[Header]:
+    """The headers that came: of each rank or, where they are combined, one of all."""
+    unpack = partial(
+        Header.unpack,
+        moves=moves,
+        height=call.height,
+        counted=None if direct else own,
+        of_one=direct,
+        sampled=request.sampled,
+    )
+    return agreement.read(unpack, call.row_shape, call.dtype)
 
 
 def _rows_of_all(group: Group, headers: Sequence[Header]) -> list[Rows]:
@@ -260,15 +273,21 @@ def _nothing_on(kind: str) -> Rows:
     return Rows(nothing, nothing)
 
 
-def _load(call: Call, *, moves: bool) -> Load:
+def _load(call: Call, *, moves: bool, sampled: bool) -> Load:
     """The sizes of a call, from the combined header."""
     header = call.header
+    if moves:
+        union = header.total
+    elif sampled:
+        union = header.union(call.height)
+    else:
+        union = expected_union(header, call.group.size)
     return Load(
         ranks=call.group.size,
         total=header.total,
         most=header.most,
         fewest=header.fewest,
-        union=header.total if moves else header.union(call.height),
+        union=union,
         # without a height, assume the smallest tensor that holds all rows
         height=header.highest + 1 if call.height is None else call.height,
         row=row_bytes(call.row_shape, call.dtype),
