@@ -26,6 +26,14 @@ def test_what_a_group_is(group):
     assert group.on(CPU, [group.rank]) is group
 
 
+@spmd(1, 2, 3, 7, 8, 24, on=("threads",))
+def test_ranks_tell_all_by_doubling_what_each_says(group):
+    before = group.traffic.messages
+    found = group.all_gather_by_doubling(bytes([group.rank, 7]), tuple)
+    assert found == [(rank, 7) for rank in range(group.size)]
+    assert group.traffic.messages - before == (group.size - 1).bit_length()  # log2, rounded up
+
+
 @spmd(3, on=("device",))
 def test_a_group_for_a_device_is_made_once(group):
     over = group.on(CPU)

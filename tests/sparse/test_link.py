@@ -120,6 +120,21 @@ def test_bytes_go_round_all_hosts_and_round_each(monkeypatch, hosts, rings):
         assert ("within a host" in str(one)) == shared
 
 
+def test_many_ranks_find_the_figures_with_few_connections(monkeypatch):
+    """Each sends to the ranks 1, 2, 4, 8 and 16 places before it, and to the next of the ring."""
+    monkeypatch.setattr(link, "_ENOUGH", 0.0)
+    monkeypatch.setattr(link, "_LATENCIES", 0)
+
+    def program(group):
+        found = measure(group), link_of(group)
+        return found, {(peer - group.rank) % group.size for peer in group.traffic.to}
+
+    found = run(24, program)
+    assert len({figures for figures, _ in found}) == 1
+    for _, places in found:
+        assert places == {24 - 1, 24 - 2, 24 - 4, 24 - 8, 24 - 16, 1}
+
+
 @spmd(4)
 def test_what_a_host_does_within_is_measured_with_its_link(group):
     before = group.session.hosts

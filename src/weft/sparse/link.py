@@ -10,6 +10,9 @@ round the ranks of each host, too. The next call that needs the figures measures
 keeps the better ones: else a machine that was busy at start-up would seem slow as long as the group
 lives.
 
+Above `DIRECT` ranks a rank exchanges small messages with log2 P others only, as in openings: else
+the first call would connect every two ranks, and a latency would be the time of P messages.
+
 All ranks take the slowest rank's figures, rounded to coarse steps, so that they compute the same
 costs and small noise does not change a choice.
 """
@@ -22,13 +25,14 @@ import os
 import statistics
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import astuple
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
 
+from ..agree import DIRECT
 from ..errors import WeftError
 from ..group.group import Group
 from ..group.pending import Pending
@@ -36,6 +40,8 @@ from ..group.session import Session
 from ..schedules.hosts import hosts_of
 from ..wire.link import MERGE, Link
 from .record import apart
+
+T = TypeVar("T")
 
 _WORK = 50e-6  # seconds of a core that a message costs, if WEFT_LINK says the other figures
 _ENOUGH = 0.012  # seconds of streaming after which the rate is believed
@@ -163,7 +169,7 @@ def _agreed(
     """
     steps = [_steps(each) for each in (alpha, beta, work, carry, within)]
     message = _FIGURES.pack(*steps, os.cpu_count() or 1, group.machine.encode())
-    heard = group.all_gather_bytes(message, _figures)
+    heard = _all_gathered(group, message, _figures)
     *steps_of, cores, hosts = zip(*heard, strict=True)
     # ranks for each core, on the most crowded host
     crowd = max(hosts.count(host) / n for host, n in zip(hosts, cores, strict=True))
@@ -211,10 +217,16 @@ class _Clock:
 
 
 def measure_latency(group: Group) -> tuple[float, float]:
-    """Seconds of a small exchange with all ranks, and CPU seconds of one of its messages."""
+    """Seconds of a small exchange, and CPU seconds of one of its messages.
+
+    It is one with all ranks, or with log2 P of many.
+    """
     message = torch.zeros(_SMALL, dtype=torch.uint8, device=group.device)
-    sends = [(peer, message) for peer in group.peers]
-    recvs = [(peer, _SMALL) for peer in group.peers]
+    receivers, senders = group.peers, group.peers
+    if group.size > DIRECT:
+        receivers, senders = group.peers_by_doubling
+    sends = [(peer, message) for peer in receivers]
+    recvs = [(peer, _SMALL) for peer in senders]
     best = math.inf
     busy_times = []
     for _ in range(_EXCHANGES):
@@ -223,7 +235,7 @@ def measure_latency(group: Group) -> tuple[float, float]:
         seconds, busy = clock.read()
         best = min(best, seconds)
         busy_times.append(busy)
-    return best, statistics.median(busy_times) / max(1, group.size - 1)
+    return best, statistics.median(busy_times) / max(1, len(sends))
 
 
 def wait_on_host(group: Group, pending: Pending) -> None:
@@ -282,7 +294,14 @@ def time_round(group: Group, ring: Sequence[int], nbytes: int) -> tuple[float, f
 def _slowest(group: Group, seconds: float) -> float:
     """The most seconds of any rank; collective."""
     own = _NANOSECONDS.pack(int(seconds * 1e9))
-    return max(group.all_gather_bytes(own, _seconds_in)) * 1e-9
+    return max(_all_gathered(group, own, _seconds_in)) * 1e-9
+
+
+def _all_gathered(group: Group, message: bytes, decode: Callable[[bytes], T]) -> list[T]:
+    """What every rank says, decoded, in rank order; collective. All say equally much."""
+    if group.size > DIRECT:
+        return group.all_gather_by_doubling(message, decode)
+    return group.all_gather_bytes(message, decode)
 
 
 def _seconds_in(raw: bytes) -> int:
