@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 from dataclasses import replace
@@ -65,6 +66,18 @@ def test_a_first_burst_is_no_rate(monkeypatch, burst, latency):
     )
     for found in run(2, measure):
         assert found.beta == pytest.approx(rate, rel=0.15)  # to a quarter of an octave
+
+
+def test_a_host_that_begins_late_does_not_hide_the_latency(monkeypatch):
+    """Of 25 ms, if the other host begins 24 ms earlier."""
+    times = itertools.cycle([1e-3, 49e-3])
+    clock = SimpleNamespace(read=lambda: (next(times), 1e-5))
+    monkeypatch.setattr(link, "_Clock", lambda: clock)
+    monkeypatch.setattr(link, "wait_on_host", lambda *_: None)
+    group = SimpleNamespace(size=2, peers=[1], device="cpu", post=lambda *_: None)
+    latency, work = link.measure_latency(group)
+    assert latency == pytest.approx(25e-3)
+    assert work == 1e-5
 
 
 def test_a_latency_is_no_rate(monkeypatch):
