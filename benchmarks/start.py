@@ -1,29 +1,46 @@
 """Count what `weft.init` opens at each rank, and what the first calls open besides.
 
-    python benchmarks/start.py [--ranks 4,8,16,32] [--per-host 1]
+    python benchmarks/start.py [--ranks 8,16,32,64] [--per-host 1]
 
 The ranks are processes of this machine that take themselves for ranks of several hosts (WEFT_HOST),
 so that they connect as distant ranks do: control links in `weft.init`, connections for messages
-when a schedule first needs them. What a rank opens grows with the number of ranks. The last lines
-continue the table to 1,024 and 10,240 ranks, by the growth between its two last rows.
+when a schedule first needs them. 64 ranks take less than a minute on two cores.
 
 For each number of ranks, of the rank with most:
 
+* connections, files (descriptors) and threads: more than before `weft.init`; threads are those of
+  Python and those of libraries;
+* MiB: growth of the resident set. What the system's kernel holds for a socket is not in it;
+* core s: seconds of a core that `weft.init` keeps this rank's threads busy;
 * s: seconds of `weft.init`, with everybody at once on the cores of this machine;
-* descriptors and threads: more than before;
-* KiB: growth of the resident set;
-* called: descriptors after an all-reduce of a small tensor, and after one of rows by `split`.
+* stages, flat: connections after a first sparse all-reduce, by `split` with factors and without.
+
+The lines below continue the table to 1,024 and 10,240 ranks. The last line says by which law, with
+n other ranks: its numbers are fitted to all counted lines. Which law it is follows from the source:
+
+* for each other rank gloo makes a connection, and weft a control link (`group.control`);
+* threads are the same, whoever else is there: one reads all links (`group.failure.links`);
+* each rank reads what each other rank says at the store, and works as much for each connection:
+  so memory and seconds of a core have a part that grows with n. Seconds on the clock are those of
+  all ranks on a few cores here, and are not continued;
+* a flat `split` sends to all others. With factors of f1 x f2 x ... ranks it sends to f1 - 1,
+  f2 - 1, ... of them. Openings and the measure of the link need log2 P others on each side, most
+  of which are among these; below 17 ranks openings are direct, to all.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import os
-import threading
+import socket
+import stat
 import time
-from dataclasses import astuple, dataclass
+from collections.abc import Callable
+from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 
+import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
@@ -32,55 +49,178 @@ import weft
 from weft.testing import processes
 
 FURTHER = (1024, 10_240)
-COLUMNS = ("ranks", "s", "descriptors", "threads", "KiB", "called small", "called split")
+COLUMNS = ("connections", "files", "threads", "MiB", "core s", "s", "stages", "flat")
+DIRECT = 16  # ranks up to which openings are direct
 
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """What one rank has more than before `weft.init`."""
+    """What one rank has more than before `weft.init`, in the order of `COLUMNS`."""
 
-    seconds: float
-    descriptors: float
+    connections: float
+    files: float
     threads: float
-    kib: float
-    after_small: float
-    after_split: float
+    mib: float
+    core_seconds: float
+    seconds: float
+    after_stages: float
+    after_flat: float
 
 
-def descriptors() -> int:
+@dataclass(frozen=True, slots=True)
+class Law:
+    """How a figure grows with n, the number of other ranks.
+
+    Attributes:
+        powers: of n, each of which has a factor that is fitted.
+        decimals: of the factors, as they are shown.
+        more: what is known besides, of so many ranks.
+    """
+
+    powers: tuple[int, ...]
+    decimals: int
+    more: Callable[[int], float] | None = None
+
+    def fitted(self, counted: dict[int, float]) -> list[float]:
+        """The factors with which it is nearest to what was counted, in parts of each count."""
+        others = np.array([ranks - 1.0 for ranks in counted])
+        found = np.array(list(counted.values()))
+        if self.more is not None:
+            found = found - [self.more(ranks) for ranks in counted]
+        terms = np.stack([others**power for power in self.powers], axis=1)
+        factors, *_ = np.linalg.lstsq(terms / found[:, None], np.ones(len(found)), rcond=None)
+        return [float(each) for each in factors]
+
+    def at(self, ranks: int, factors: list[float]) -> float:
+        more = 0.0 if self.more is None else self.more(ranks)
+        terms = zip(factors, self.powers, strict=True)
+        return more + sum(factor * (ranks - 1.0) ** power for factor, power in terms)
+
+    def spelled(self, factors: list[float]) -> str:
+        names = {0: "", 1: " n", 2: " n²"}
+        terms = [
+            f"{factor:.{self.decimals}f}{names[power]}"
+            for factor, power in zip(factors, self.powers, strict=True)
+        ]
+        return " + ".join(terms + ["peers"] * (self.more is not None))
+
+
+def factors_of(ranks: int) -> tuple[int, int]:
+    """Ranks of a block, and blocks: about as many."""
+    size = next(n for n in range(math.isqrt(ranks), 0, -1) if ranks % n == 0)
+    return size, ranks // size
+
+
+def peers_in_stages(ranks: int) -> float:
+    """To how many others the rank with most has a connection for messages: see the file's head."""
+    if ranks <= DIRECT:
+        return ranks - 1
+    size, count = factors_of(ranks)
+    most_peers = 0
+    for rank in range(ranks):
+        block, place = divmod(rank, size)
+        peers = {block * size + other for other in range(size)}
+        peers |= {other * size + place for other in range(count)}
+        peers |= peers_in_openings(rank, ranks)
+        for power in range((ranks - 1).bit_length()):  # in the measure of the link
+            peers |= {(rank + (1 << power)) % ranks, (rank - (1 << power)) % ranks}
+        most_peers = max(most_peers, len(peers) - 1)
+    return most_peers
+
+
+def peers_in_openings(rank: int, ranks: int) -> set[int]:
+    """Those of recursive doubling, where the first ranks speak in pairs: `weft.agree`."""
+    core = 1 << (ranks.bit_length() - 1)
+    paired = 2 * (ranks - core)
+    if rank < paired and rank % 2:
+        return {rank - 1}
+    voice = rank // 2 if rank < paired else rank - paired // 2
+    peers = {rank + 1} if rank < paired else set()
+    for power in range(core.bit_length() - 1):
+        other = voice ^ 1 << power
+        peers.add(2 * other if other < paired // 2 else other + paired // 2)
+    return peers
+
+
+LAWS = {
+    "connections": Law((0, 1), 0),
+    "files": Law((0, 1), 0),
+    "threads": Law((0,), 0),
+    "MiB": Law((0, 1), 3),
+    "core s": Law((0, 1), 4),
+    "stages": Law((0, 1), 0, peers_in_stages),
+    "flat": Law((0, 1), 0),
+}
+
+
+def files() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-def resident() -> int:
-    """KiB."""
+def connections() -> int:
+    """Sockets over IP that are connected."""
+    found = 0
+    for name in os.listdir("/proc/self/fd"):
+        number = int(name)
+        try:
+            if not stat.S_ISSOCK(os.fstat(number).st_mode):
+                continue
+            with socket.socket(fileno=os.dup(number)) as copy:
+                if copy.family in (socket.AF_INET, socket.AF_INET6):
+                    copy.getpeername()
+                    found += 1
+        except OSError:  # it listens, or was closed meanwhile
+            continue
+    return found
+
+
+def threads() -> int:
+    return len(os.listdir("/proc/self/task"))
+
+
+def resident() -> float:
+    """MiB."""
     lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS"))
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS")) / 1024
 
 
 def rank(per_host: int) -> Opened:
     """One rank's program."""
     torch.set_num_threads(1)
     me = int(os.environ["RANK"])
+    ranks = int(os.environ["WORLD_SIZE"])
     os.environ["WEFT_HOST"] = f"host {me // per_host}"
-    os.environ["WEFT_LINK"] = "100,1"  # else the first call measures it
-    open_before = descriptors()
-    threads_before = threading.active_count()
-    kib_before = resident()
+    os.environ["WEFT_LINK"] = "100,1"  # else the first calls measure it, for tens of seconds here
+    connections_before = connections()
+    files_before = files()
+    threads_before = threads()
+    mib_before = resident()
     start = time.perf_counter()
-    with weft.init(timeout=120):
+    busy_before = time.process_time()
+    with weft.init(timeout=600):
         seconds = time.perf_counter() - start
-        opened = descriptors() - open_before
-        threads = threading.active_count() - threads_before
-        kib = resident() - kib_before
-
-        weft.all_reduce(torch.ones(4))
-        after_small = descriptors() - open_before
-
-        rows = weft.Rows(torch.arange(4096) + me, torch.ones(4096, 16), height=1 << 20)
-        weft.sparse_all_reduce(rows, algorithm="split")
-        after_split = descriptors() - open_before
+        core_seconds = time.process_time() - busy_before
+        found = Opened(
+            connections() - connections_before,
+            files() - files_before,
+            threads() - threads_before,
+            resident() - mib_before,
+            core_seconds,
+            seconds,
+            first_split("x".join(map(str, factors_of(ranks)))) - connections_before,
+            first_split(str(ranks)) - connections_before,
+        )
         weft.barrier()
-    return Opened(seconds, opened, threads, kib, after_small, after_split)
+    return found
+
+
+def first_split(factors: str) -> int:
+    """Connections after a call with these factors, where no call had more peers before."""
+    os.environ["WEFT_FACTORS"] = factors
+    indices = torch.arange(4096) + int(os.environ["RANK"])
+    rows = weft.Rows(indices, torch.ones(4096, 16), height=1 << 20)
+    weft.sparse_all_reduce(rows, algorithm="split")
+    return connections()
 
 
 def most(ranks: list[Opened]) -> Opened:
@@ -88,38 +228,46 @@ def most(ranks: list[Opened]) -> Opened:
     return Opened(*map(max, zip(*map(astuple, ranks), strict=True)))
 
 
-def continued(few: tuple[int, Opened], many: tuple[int, Opened], ranks: int) -> Opened:
-    """The figures of so many ranks, if they go on as between these two numbers of ranks."""
-    (low, first), (high, last) = few, many
-    steps = (ranks - high) / (high - low)
-    pairs = zip(astuple(first), astuple(last), strict=True)
-    return Opened(*(after + steps * (after - before) for before, after in pairs))
-
-
-def show(measured: dict[int, Opened]) -> None:
+def show(counted: dict[int, Opened]) -> None:
     table = Table(title="more than before, at the rank with most", title_justify="left")
+    table.add_column("ranks", justify="right")
     for column in COLUMNS:
         table.add_column(column, justify="right")
-    for ranks, opened in measured.items():
-        seconds, *counts = astuple(opened)
-        table.add_row(str(ranks), f"{seconds:.2f}", *(f"{each:.0f}" for each in counts))
-    *_, few, many = measured.items()
+    for ranks, opened in counted.items():
+        table.add_row(f"{ranks:,}, counted", *map(spelled, COLUMNS, astuple(opened)))
     table.add_section()
+    names = [field.name for field in fields(Opened)]
+    factors = {}
+    for column, name in zip(COLUMNS, names, strict=True):
+        if column in LAWS:
+            of_ranks = {ranks: getattr(opened, name) for ranks, opened in counted.items()}
+            factors[column] = LAWS[column].fitted(of_ranks)
     for ranks in FURTHER:
-        seconds, *counts = astuple(continued(few, many, ranks))
-        table.add_row(f"{ranks}, continued", f"{seconds:.1f}", *(f"{each:.0f}" for each in counts))
-    Console().print(table)
+        cells = []
+        for column in COLUMNS:
+            is_continued = column in LAWS
+            figure = LAWS[column].at(ranks, factors[column]) if is_continued else 0.0
+            cells.append(spelled(column, figure) if is_continued else "-")
+        table.add_row(f"{ranks:,}, continued", *cells)
+    laws = [LAWS[c].spelled(factors[c]) if c in LAWS else "-" for c in COLUMNS]
+    table.add_row("law", *laws)
+    Console(width=160).print(table)
+
+
+def spelled(column: str, figure: float) -> str:
+    return f"{figure:,.2f}" if column in ("core s", "s") else f"{figure:,.0f}"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--ranks", default="4,8,16,32", help="at least two numbers, ascending")
+    parser.add_argument("--ranks", default="8,16,32,64", help="at least two numbers, ascending")
     parser.add_argument("--per-host", type=int, default=1)
     arguments = parser.parse_args()
-    measured = {}
+    counted = {}
     for ranks in map(int, arguments.ranks.split(",")):
-        measured[ranks] = most(processes(ranks, rank, arguments.per_host, timeout=600))
-    show(measured)
+        counted[ranks] = most(processes(ranks, rank, arguments.per_host, timeout=600))
+        print(f"# {ranks} ranks: {counted[ranks]}", flush=True)
+    show(counted)
 
 
 if __name__ == "__main__":
