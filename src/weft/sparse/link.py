@@ -219,18 +219,19 @@ class _Clock:
 def measure_latency(group: Group) -> tuple[float, float]:
     """Seconds of a small exchange, and CPU seconds of one of its messages.
 
-    It is one with all ranks, or with log2 P of many.
+    It is one with all ranks, or of many with log2 P on each side.
 
     If one of two hosts begins late, their exchanges are too short and too long in turn, for good:
     what the other one sent is under way already, or has still to be sent. Two of them, one after
     the other, always take two latencies.
     """
     message = torch.zeros(_SMALL, dtype=torch.uint8, device=group.device)
-    receivers, senders = group.peers, group.peers
+    peers = group.peers
     if group.size > DIRECT:
-        receivers, senders = group.peers_by_doubling
-    sends = [(peer, message) for peer in receivers]
-    recvs = [(peer, _SMALL) for peer in senders]
+        before, behind = group.peers_by_doubling
+        peers = sorted({*before, *behind})
+    sends = [(peer, message) for peer in peers]
+    recvs = [(peer, _SMALL) for peer in peers]
     times = []
     busy_times = []
     for _ in range(_EXCHANGES):

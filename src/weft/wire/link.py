@@ -23,8 +23,8 @@ class Link:
     """The figures of one group's network.
 
     Attributes:
-        alpha: seconds from posting small messages to all peers, of many ranks to log2 P, until as
-            many have come.
+        alpha: seconds from posting small messages to all peers, of many ranks to log2 P on each
+            side, until as many have come.
         beta: seconds for each byte that enters a host's link while as much leaves it. If all ranks
             share one host: for each byte that a rank receives while it sends as much.
         gamma: seconds for each byte of rows merged, with this host's cores shared.
