@@ -543,6 +543,30 @@ def test_trouble_of_one_rank_is_raised_on_all_and_nothing_is_lost(
     torch.testing.assert_close(given, wanted)
 
 
+def test_a_reduce_scatter_of_another_rank_is_told_from_that_of_topk() -> None:
+    """They open alike, but for the sample that TopK does without; the next step works."""
+
+    def program(group: Group) -> str:
+        state = TopK(0.5, total_density=0.1, min_numel=20, group=group)
+        given = torch.randn(60_000)
+        weft.sync_sparsified([given], state)
+        with pytest.raises(weft.WeftError) as caught:
+            if group.rank:
+                ids = torch.arange(30_000, dtype=torch.int32)
+                weft.sparse_reduce_scatter(weft.Rows(ids, torch.ones(30_000), 60_000), "avg")
+            else:
+                weft.sync_sparsified([given], state)
+        weft.sync_sparsified([given], state)
+        return str(caught.value)
+
+    texts = run(2, program)
+    assert texts[0] == texts[1]
+    assert texts[0] == (
+        "the ranks differ in ranges: rank 0 has balanced, without a sample, rank 1 has balanced; "
+        "pass the same on every rank"
+    )
+
+
 @pytest.mark.parametrize("kind", [RuntimeError, KeyboardInterrupt])
 @pytest.mark.parametrize("step", ["mean_of_largest", "reduce_dense"])
 @pytest.mark.parametrize("ranks", [1, 2])

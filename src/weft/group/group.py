@@ -250,6 +250,7 @@ class Group:
     ) -> list[T]:
         """The same as `all_gather_bytes`, in log2 P rounds with one message of each rank.
 
+        Messages come through other ranks: where one cannot be decoded, its first sender is named.
         With many ranks it needs few connections: `peers_by_doubling`.
 
         In a round a rank sends what it has to the rank that is so many places before it, and gets

@@ -22,7 +22,7 @@ from ..errors import WeftError
 from ..group.group import Group
 from ..schedules.hosts import hosts_of
 from ..wire.link import Link
-from .cost import Cost, Load, preferred
+from .cost import MANY, Cost, Load, preferred
 from .factors import factored, factors_of
 from .header import DIGESTED, Header
 from .link import link_of
@@ -35,8 +35,8 @@ EAGER = "eager"
 """What runs where all rows travelled in the opening exchange."""
 
 _CODE = 8 << 20  # bytes that the first call needs besides: machine code, connections, headers
-# what is allowed by rounded sizes (`Load.coarse`) must be allowed by the true ones: each may be a
-# 64th off
+# what is allowed by rounded sizes (`Load.coarse`) must be allowed by the true ones, from which each
+# may be a 64th off
 _MARGIN = 1 + 1 / 16
 _SORTING = 28  # bytes for each row that is sorted: keys, order, indices as given and as sent
 _CHUNK_SECONDS = 0.002  # seconds of a chunk on the link, at least: long beside a message's overhead
@@ -327,7 +327,8 @@ def _preferred(load: Load, names: Sequence[str]) -> str:
     """That of these algorithms, in the order of their names, which `auto` takes for a load."""
     assert load.link is not None
     costs = {name: ALGORITHMS[name].cost(load) for name in names}
-    fits = [name for name in names if _needed(load, costs[name]) <= load.workspace]
+    allowed = _allowed(load)
+    fits = [name for name in names if _needed(load, costs[name]) <= allowed]
     if not fits:  # none keeps within the memory that is allowed
         return min(names, key=lambda name: round(costs[name].memory))
     seconds = [costs[name].seconds(load.link) for name in fits]
@@ -335,8 +336,13 @@ def _preferred(load: Load, names: Sequence[str]) -> str:
 
 
 def _needed(load: Load, cost: Cost) -> float:
-    """Bytes of workspace that a call may need beside its result."""
-    return _MARGIN * (cost.memory + load.fewest * (load.row + _SORTING) + _CODE)
+    """Bytes of workspace that a call needs beside its result."""
+    return cost.memory + load.fewest * (load.row + _SORTING) + _CODE
+
+
+def _allowed(load: Load) -> float:
+    """Bytes of workspace that it may need, by sizes that are rounded or true."""
+    return load.workspace / _MARGIN
 
 
 def _serving(load: Load) -> list[Algorithm]:
@@ -387,13 +393,13 @@ def explained(load: Load, algorithm: str, index: torch.dtype, carrier: str = "")
     ruled_out = [line for line in lines if line is not best and line.verdict]
     table = [replace(best, verdict=_CHOSEN)]
     for line in serving:
-        table.append(replace(line, verdict=_why_not(line, best, algorithm)))
+        table.append(replace(line, verdict=_why_not(load, line, best, algorithm)))
     for line in ruled_out:
         table.append(replace(line, verdict=f"{_RULED_OUT}: {line.verdict}"))
     return Explanation(chosen, load, tuple(table))
 
 
-def _why_not(line: _Line, best: _Line, algorithm: str) -> str:
+def _why_not(load: Load, line: _Line, best: _Line, algorithm: str) -> str:
     """Why an algorithm that can serve was not chosen."""
     if algorithm != "auto":
         return f"{algorithm} was asked for"
@@ -402,7 +408,7 @@ def _why_not(line: _Line, best: _Line, algorithm: str) -> str:
     why = f"predicted {line.milliseconds / max(best.milliseconds, 1e-9):.2f}x of the time"
     if round(1e3 * line.milliseconds) >= round(1e3 * best.milliseconds):
         return why
-    if line.messages > best.messages:
+    if line.messages > best.messages and load.ranks >= MANY:
         return f"{why}, with more messages"
     return f"{why}, but not for sizes rounded to a 64th, which decide"
 
@@ -445,7 +451,7 @@ def _rows_of_hosts_together(loads: Sequence[Load]) -> tuple[tuple[float, float],
 
 def _lines(load: Load, algorithms: Iterable[Algorithm]) -> list[_Line]:
     """These algorithms, quickest first; the verdict says why one cannot be chosen."""
-    allowed = load.workspace
+    allowed = _allowed(load)
     lines = []
     for algorithm in algorithms:
         cost = algorithm.cost(load)

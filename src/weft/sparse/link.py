@@ -10,8 +10,8 @@ round the ranks of each host, too. The next call that needs the figures measures
 keeps the better ones: else a machine that was busy at start-up would seem slow as long as the group
 lives.
 
-Above `DIRECT` ranks a rank exchanges small messages with log2 P others only, as in openings: else
-the first call would connect every two ranks, and a latency would be the time of P messages.
+Above `DIRECT` ranks a rank exchanges small messages with log2 P others on each side only: else the
+first call would connect every two ranks, and a latency would be the time of P messages.
 
 All ranks take the slowest rank's figures, rounded to coarse steps, so that they compute the same
 costs and small noise does not change a choice.
@@ -229,7 +229,7 @@ def measure_latency(group: Group) -> tuple[float, float]:
     peers = group.peers
     if group.size > DIRECT:
         before, behind = group.peers_by_doubling
-        peers = sorted({*before, *behind})
+        peers = [*dict.fromkeys([*before, *behind])]
     sends = [(peer, message) for peer in peers]
     recvs = [(peer, _SMALL) for peer in peers]
     times = []
