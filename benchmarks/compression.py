@@ -52,7 +52,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power
 from torch.nn.parallel import DistributedDataParallel
 
 import weft
-from turns import on_ranks
+from turns import on_ranks, sent
 from weft.cli.demo.text import read
 
 BATCH, LENGTH, WORDS, WIDTH = 4, 16, 8_000, 448
@@ -168,11 +168,6 @@ def times_of(link: str, ranks: int) -> str:
 def batch(text: Tensor, generator: torch.Generator, size: int) -> Tensor:
     starts = torch.randint(len(text) - LENGTH - 1, (size,), generator=generator)
     return text[starts[:, None] + torch.arange(LENGTH + 1)]
-
-
-def sent() -> int:
-    """Bytes that this rank's network interface has sent so far."""
-    return int(Path("/sys/class/net/eth0/statistics/tx_bytes").read_text())
 
 
 def of_ranks(value: float, op: Any) -> float:

@@ -23,13 +23,12 @@ import time
 from bisect import bisect_left
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
 import weft
-from turns import on_ranks
+from turns import on_ranks, sent
 from weft.cli import options
 from weft.cli.bench.cases import CASES, indices, values
 from weft.cli.bench.measure import meet, tables_of
@@ -42,11 +41,6 @@ class Count(NamedTuple):
 
     when: float  # seconds, as `time.time`
     sent: int
-
-
-def sent() -> int:
-    """Bytes that the host's interface has sent so far."""
-    return int(Path("/sys/class/net/eth0/statistics/tx_bytes").read_text())
 
 
 def watch(pipe: Connection) -> None:

@@ -41,8 +41,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 import weft
-from compression import TESTED, Model, batch, of_ranks, sent, text_of
-from turns import on_ranks
+from compression import TESTED, Model, batch, of_ranks, text_of
+from turns import on_ranks, sent
 from weft.cli import options
 from weft.cli.bench.measure import meet
 from weft.group.group import Group

@@ -46,11 +46,11 @@ from rich.console import Console
 from rich.table import Table
 
 import weft
+from weft.agree import DIRECT
 from weft.testing import processes
 
 FURTHER = (1024, 10_240)
 COLUMNS = ("connections", "files", "threads", "MiB", "core s", "s", "stages", "flat")
-DIRECT = 16  # ranks up to which openings are direct
 
 
 @dataclass(frozen=True, slots=True)

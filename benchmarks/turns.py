@@ -7,6 +7,7 @@ import os
 import random
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -36,6 +37,11 @@ def on_ranks(
             show(found, int(os.environ["WORLD_SIZE"]))
     else:
         show(processes(arguments.ranks, rank, arguments, timeout=600)[0], arguments.ranks)
+
+
+def sent() -> int:
+    """Bytes that this host's network interface has sent so far."""
+    return int(Path("/sys/class/net/eth0/statistics/tx_bytes").read_text())
 
 
 def turns(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -46,6 +47,21 @@ def explained(hosts, each, gbit, rows, height, width, same, delay=0.0):
         within=WITHIN if 1 < hosts < ranks else 0.0,
     )
     return predicted(load, link)
+
+
+@contextmanager
+def registered(name, cost, **options):
+    """An algorithm that is chosen or not, and never runs."""
+
+    def schedule(rows, call):
+        raise NotImplementedError
+
+    schedule.__name__ = name
+    weft.algorithm(cost=cost, **options)(schedule)
+    try:
+        yield
+    finally:
+        weft.sparse.unregister(name)
 
 
 # hosts, ranks of each, Gbit/s, rows, height, floats of a row, whether all have the same rows;
@@ -131,14 +147,8 @@ def test_more_messages_are_said_only_of_what_has_more():
         cost = ALGORITHMS["split"].cost(load)
         return dataclasses.replace(cost, bytes=cost.bytes - 1)
 
-    @weft.algorithm(cost=a_byte_less)
-    def zzz(rows, call):
-        raise NotImplementedError
-
-    try:
+    with registered("zzz", a_byte_less):
         found = explained(8, 1, 25, 50_000, 1_000_000, 1, False)
-    finally:
-        weft.sparse.unregister("zzz")
     best, equal = found.lines[:2]
     assert (best.name, equal.name) == ("split", "zzz")  # to a microsecond; then the name decides
     assert equal.milliseconds < best.milliseconds and equal.messages == best.messages
@@ -152,23 +162,17 @@ def test_calls_of_about_the_same_sizes_are_predicted_once():
         asked.append(load.total)
         return weft.sparse.Cost(1, 1, 0.0)
 
-    def schedule(rows, call):
-        raise NotImplementedError
-
     def chosen(rows):
         total = 4 * rows
         load = Load(4, total, rows, rows, total, 10**6, 256, 256, 4, places=10**6, link=link)
         return choose(load, "auto")
 
     link = Link(alpha=50e-6, beta=1e-9, gamma=MERGE, work=10e-6)
-    weft.algorithm(cost=cost)(schedule)
-    try:
+    with registered("schedule", cost):
         assert [chosen(50_000), chosen(50_100), chosen(49_900)] == ["schedule"] * 3
         assert len(asked) == 1
         chosen(60_000)
         assert len(asked) == 2
-    finally:
-        weft.sparse.unregister("schedule")
     assert chosen(50_000) != "schedule"  # what was remembered of it does not count any more
 
 
@@ -178,29 +182,19 @@ def test_whether_an_algorithm_can_serve_is_asked_of_the_true_sizes():
     def applies(load):
         return None if load.places <= 65_536 else "an index takes two bytes"
 
-    def schedule(rows, call):
-        raise NotImplementedError
-
     def chosen(places):
         load = Load(4, 40_000, 10_000, 10_000, 30_000, places, 4, 4, 4, places=places, link=link)
         assert load.coarse.places == 65_536
         return choose(load, "auto")
 
     link = Link(alpha=50e-6, beta=1e-9, gamma=MERGE, work=10e-6)
-    weft.algorithm(cost=lambda load: weft.sparse.Cost(1, 1, 0.0), applies=applies)(schedule)
-    try:
+    with registered("schedule", lambda load: weft.sparse.Cost(1, 1, 0.0), applies=applies):
         assert chosen(65_536) == "schedule"
         assert chosen(66_000) != "schedule"
-    finally:
-        weft.sparse.unregister("schedule")
 
 
 def test_what_is_chosen_by_rounded_sizes_keeps_within_the_memory_of_the_true_ones():
     """Rounded, the rank with fewest rows has more, which allows more workspace; all have fewer."""
-
-    def schedule(rows, call):
-        raise NotImplementedError
-
     fewest = 1_064_960
     total = 4_259_839
     link = Link(alpha=50e-6, beta=1e-9, gamma=MERGE, work=10e-6)
@@ -214,30 +208,19 @@ def test_what_is_chosen_by_rounded_sizes_keeps_within_the_memory_of_the_true_one
         def cost(load, needed=share * rest / total):
             return weft.sparse.Cost(1, 1, 0.0, memory=needed * load.total)
 
-        weft.algorithm(cost=cost)(schedule)
-        try:
+        with registered("schedule", cost):
             assert (choose(load, "auto") == "schedule") == is_taken
-        finally:
-            weft.sparse.unregister("schedule")
 
 
 def test_why_what_is_a_little_quicker_is_not_taken_is_told():
-    def schedule(rows, call):
-        raise NotImplementedError
-
-    def other(rows, call):
-        raise NotImplementedError
-
     link = Link(alpha=50e-6, beta=1e-9, gamma=MERGE, work=10e-6)
     most = 33_280  # rounded up by 1.5 percent, and three times as many by half a percent
     load = Load(3, 3 * most, most, most, most, 10**9, 4096, 4096, 4, places=10**9, link=link)
-    weft.algorithm(cost=lambda load: weft.sparse.Cost(1, 1, 300.0 * load.total))(schedule)
-    weft.algorithm(cost=lambda load: weft.sparse.Cost(1, 1, 899.0 * load.most))(other)
-    try:
+    with (
+        registered("schedule", lambda load: weft.sparse.Cost(1, 1, 300.0 * load.total)),
+        registered("other", lambda load: weft.sparse.Cost(1, 1, 899.0 * load.most)),
+    ):
         best, next_one, *_ = explained_choice(load, "auto", torch.int32).lines
-    finally:
-        weft.sparse.unregister("schedule")
-        weft.sparse.unregister("other")
     assert (best.algorithm, next_one.algorithm) == ("schedule", "other")
     assert next_one.verdict == (
         "predicted 1.00x of the time, but not for sizes rounded to a 64th, which decide"

@@ -10,8 +10,9 @@ round the ranks of each host, too. The next call that needs the figures measures
 keeps the better ones: else a machine that was busy at start-up would seem slow as long as the group
 lives.
 
-Above `DIRECT` ranks a rank exchanges small messages with log2 P others on each side only: else the
-first call would connect every two ranks, and a latency would be the time of P messages.
+Where openings are not direct, above 16 ranks, a rank exchanges small messages with log2 P others on
+each side only: else the first call would connect every two ranks, and a latency would be the time
+of P messages.
 
 All ranks take the slowest rank's figures, rounded to coarse steps, so that they compute the same
 costs and small noise does not change a choice.
@@ -32,7 +33,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from ..agree import DIRECT
+from ..agree import is_direct
 from ..errors import WeftError
 from ..group.group import Group
 from ..group.pending import Pending
@@ -227,7 +228,7 @@ def measure_latency(group: Group) -> tuple[float, float]:
     """
     message = torch.zeros(_SMALL, dtype=torch.uint8, device=group.device)
     peers = group.peers
-    if group.size > DIRECT:
+    if not is_direct(group):
         before, behind = group.peers_by_doubling
         peers = [*dict.fromkeys([*before, *behind])]
     sends = [(peer, message) for peer in peers]
@@ -305,9 +306,9 @@ def _slowest(group: Group, seconds: float) -> float:
 
 def _all_gathered(group: Group, message: bytes, decode: Callable[[bytes], T]) -> list[T]:
     """What every rank says, decoded, in rank order; collective. All say equally much."""
-    if group.size > DIRECT:
-        return group.all_gather_by_doubling(message, decode)
-    return group.all_gather_bytes(message, decode)
+    if is_direct(group):
+        return group.all_gather_bytes(message, decode)
+    return group.all_gather_by_doubling(message, decode)
 
 
 def _seconds_in(raw: bytes) -> int:

@@ -160,7 +160,7 @@ ALGORITHMS = Registry()
 """All algorithms, by name."""
 
 
-def remembered(find: Callable[[*Arguments], T]) -> Callable[[*Arguments], T]:
+def remembered(function: Callable[[*Arguments], T]) -> Callable[[*Arguments], T]:
     """The function, whose last answers are remembered, each until an algorithm comes or goes.
 
     It must depend on its arguments and on the algorithms alone.
@@ -168,9 +168,9 @@ def remembered(find: Callable[[*Arguments], T]) -> Callable[[*Arguments], T]:
 
     @functools.lru_cache(_REMEMBERED)
     def found(changes: int, *arguments: *Arguments) -> T:
-        return find(*arguments)
+        return function(*arguments)
 
-    @functools.wraps(find)
+    @functools.wraps(function)
     def answer(*arguments: *Arguments) -> T:
         return found(ALGORITHMS.changes, *arguments)
 

@@ -20,12 +20,13 @@ To make one of these objects sends nothing. `start` posts what can be posted the
 
 from __future__ import annotations
 
+import abc
 import struct
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import accumulate, chain, pairwise, zip_longest
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -75,7 +76,7 @@ def list_messages(size: float) -> int:
     return 1 if size <= HEAD else 2
 
 
-class Lists(Protocol):
+class Lists(abc.ABC):
     """Index lists, one to each of some peers, one from each of some peers: `start`, then `wait`.
 
     Attributes:
@@ -84,12 +85,28 @@ class Lists(Protocol):
 
     are_sent: bool
 
+    def __init__(
+        self,
+        call: Call,
+        lists: Mapping[int, Tensor],
+        sources: Sequence[int],
+        spans: Spans = _ANYWHERE,
+    ) -> None:
+        """See `exchange_lists`."""
+        self._call = call
+        self._lists = lists
+        self._sources = sources
+        self._spans = spans
+
+    @abc.abstractmethod
     def start(self) -> Self:
         """Post the messages whose lengths are known."""
 
+    @abc.abstractmethod
     def wait(self) -> dict[int, Tensor]:
         """The lists by peer; valid until `release()`. To be called before any other wait."""
 
+    @abc.abstractmethod
     def release(self) -> None:
         """Wait until all own lists are sent, then give back the memory."""
 
@@ -133,19 +150,6 @@ class _ListsOfKnownLength(Lists):
     """
 
     are_sent = True
-
-    def __init__(
-        self,
-        call: Call,
-        lists: Mapping[int, Tensor],
-        sources: Sequence[int],
-        spans: Spans = _ANYWHERE,
-    ) -> None:
-        """See `exchange_lists`."""
-        self._call = call
-        self._lists = lists
-        self._sources = sources
-        self._spans = spans
 
     def start(self) -> Self:
         """Exchange the lengths with all ranks, wait for these, then post the lists."""
@@ -197,12 +201,8 @@ class IndexLists(Lists):
         sources: Sequence[int],
         spans: Spans = _ANYWHERE,
     ) -> None:
-        """See `exchange_lists`."""
-        self._call = call
+        super().__init__(call, lists, sources, spans)
         self._group = call.group
-        self._lists = lists
-        self._sources = sources
-        self._spans = spans
         self._places = call.load.places
         # bytes that no list has more of: `total` counts the rows of all ranks of the call, also in
         # the header of one place (`owners.of_blocks`)

@@ -364,12 +364,12 @@ def answer_of_weft(right: Answer, ranks: int, seed: int) -> Answer:
         return right
 
     of_sent = torch.zeros_like(right.exact)  # sums of what ranks send
-    sizes = torch.zeros_like(right.exact)  # sums of the absolute values of what they have
+    magnitudes = torch.zeros_like(right.exact)  # sums of the absolute values of what they have
     for rank in range(ranks):
         own = _of_ranks(case, [rank], seed)
         place = torch.searchsorted(right.indices, own.indices)
         of_sent[place] += own.exact.to(case.sent_dtype).to(own.exact.dtype)
-        sizes[place] += own.exact.abs()
+        magnitudes[place] += own.exact.abs()
     if is_whole:
         return replace(right, exact=of_sent.to(rounded).to(of_sent.dtype), slack=None)
 
@@ -378,7 +378,7 @@ def answer_of_weft(right: Answer, ranks: int, seed: int) -> Answer:
     tiny = kind.smallest_normal * unit  # half of the smallest number
     slack = unit * right.exact.abs() + tiny  # the result is rounded
     if case.sent_dtype == rounded and case.op in ("sum", "avg"):  # and what each rank sends
-        mean = sizes / ranks if case.op == "avg" else sizes
+        mean = magnitudes / ranks if case.op == "avg" else magnitudes
         slack += unit * (1 + unit) * mean + ranks * tiny
     return replace(right, slack=slack + (1 + unit) ** 2 * _of_additions(right))
 
