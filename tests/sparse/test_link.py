@@ -89,6 +89,31 @@ def test_a_latency_is_no_rate(monkeypatch):
         assert found.beta == pytest.approx(rate, rel=0.15)
 
 
+def test_a_rank_that_begins_late_is_not_in_the_time_of_the_one_before(monkeypatch):
+    """Of many distant ranks the next one may begin latencies later: rank 1 does here."""
+    stopped = threading.Event()  # the clock of rank 0
+    began_in_time = []
+
+    class Clock(link._Clock):
+        def read(self):
+            if threading.current_thread() is first[0]:
+                stopped.set()
+            return super().read()
+
+    first = []
+
+    def program(group):
+        if group.rank == 0:
+            first.append(threading.current_thread())
+        if group.rank == 1:
+            began_in_time.append(stopped.wait(15))
+        return link.time_round(group, range(3), 1 << 19)
+
+    monkeypatch.setattr(link, "_Clock", Clock)
+    run(3, program)
+    assert began_in_time == [True]
+
+
 @pytest.mark.parametrize("cores", [1, 2, 16])
 def test_what_bytes_cost_the_cores_of_a_host(monkeypatch, cores):
     def took(group, ring, size):

@@ -284,7 +284,12 @@ def measure_rate(group: Group, ring: Sequence[int], latency: float) -> tuple[flo
 
 
 def time_round(group: Group, ring: Sequence[int], nbytes: int) -> tuple[float, float]:
-    """Seconds of the slowest rank to send `nbytes` to the next one, and this rank's CPU seconds."""
+    """Seconds of the slowest rank to get `nbytes` from the one before, and this rank's CPU seconds.
+
+    The clock of a rank stops once it has received. Its own message also has to wait for the next
+    rank, which may begin some latencies later: so long as many ranks need to tell each other that
+    the round before is over (`_slowest`).
+    """
     place = ring.index(group.rank)
     after = ring[(place + 1) % len(ring)]
     before = ring[place - 1]
@@ -293,8 +298,11 @@ def time_round(group: Group, ring: Sequence[int], nbytes: int) -> tuple[float, f
         return _slowest(group, 0.0), 0.0
     with group.lease(nbytes) as outgoing, group.lease(nbytes) as incoming:
         clock = _Clock()
-        wait_on_host(group, group.post([(after, outgoing)], [(before, incoming)], _CHANNEL))
-        seconds, busy = clock.read()
+        sending = group.post([(after, outgoing)], (), _CHANNEL)
+        wait_on_host(group, group.post((), [(before, incoming)], _CHANNEL))
+        seconds, _ = clock.read()
+        wait_on_host(group, sending)
+        _, busy = clock.read()
     return _slowest(group, seconds), busy
 
 
