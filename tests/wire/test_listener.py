@@ -113,6 +113,41 @@ def test_a_rank_that_comes_as_this_one_leaves_is_not_called_a_stranger(listeners
     assert caplog.messages == []
 
 
+@pytest.mark.parametrize("leaves", [False, True], ids=["goes on", "leaves"])
+def test_an_attempt_that_a_rank_ends_is_not_called_a_stranger(listeners, caplog, leaves):
+    """As one of two ranks that connect to each other does, once the other came through."""
+    first, second, _ = listeners
+    acceptor = first.acceptor(0, 1)
+    attempts = [second.attempt(1, 0, first.endpoint, MESSAGES) for _ in range(2)]
+    for attempt in attempts:
+        assert not list(acceptor.proven(10.0))  # the nonce is sent
+    attempts[0].sleep(10.0)
+    attempts[0].sock.recv(1)  # else to close it is a reset
+    attempts[0].sock.shutdown(socket.SHUT_WR)
+    attempts[1].sock.close()
+    if not leaves:
+        while acceptor._candidates:
+            assert not list(acceptor.proven(10.0))
+    acceptor.close()
+    attempts[0].sock.close()
+    assert caplog.messages == []
+
+
+@pytest.mark.parametrize("words", [b"", b"GET /"])
+def test_who_stays_or_says_something_else_is_a_stranger(listeners, caplog, words):
+    endpoint = listeners[0].endpoint
+    acceptor = listeners[0].acceptor(0, 1)
+    with socket.create_connection((endpoint.address, endpoint.port)) as stranger:
+        assert not list(acceptor.proven(10.0))
+        if words:
+            stranger.sendall(words)
+            stranger.shutdown(socket.SHUT_WR)
+        acceptor.close()
+    assert caplog.messages == [
+        "rank 0 refused a connection from 127.0.0.1: it did not prove that it knows the token"
+    ]
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_where_no_file_is_left_no_other_rank_is_to_blame(listeners, no_file_left, rank):
     """Rank 0 accepts, and rank 1 connects."""

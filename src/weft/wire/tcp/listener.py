@@ -434,12 +434,14 @@ class Candidate:
         origin: the address of the other end, for the log.
         nonce: what was sent to it.
         received: what came of its hello and its proof.
+        is_gone: whether the other end has hung up.
     """
 
     sock: socket.socket
     origin: str
     nonce: bytes
     received: bytes = b""
+    is_gone: bool = False
 
     @property
     def signed(self) -> bytes:
@@ -498,7 +500,7 @@ class Acceptor:
                     peer, lane, _ = _HELLO.unpack_from(candidate.received)
                     yield candidate, peer, lane
                 else:
-                    self._refuse_unproven(candidate)
+                    self._drop(candidate)
 
     def confirm(self, candidate: Candidate) -> socket.socket:
         """Send the listener's proof to one that `proven` gave; its socket."""
@@ -522,7 +524,7 @@ class Acceptor:
                 self._forget(candidate)
                 candidate.sock.close()
             else:
-                self._refuse_unproven(candidate)
+                self._drop(candidate)
         self._selector.close()
         self._log_refused()
 
@@ -560,9 +562,13 @@ class Acceptor:
 
     def _read(self, candidate: Candidate) -> bytes:
         """Read what is there of its hello and its proof; what was read."""
-        more = b""
-        with contextlib.suppress(OSError):  # the other end is gone, or nothing is there
+        try:
             more = candidate.sock.recv(_HELLO.size + _PROOF - len(candidate.received))
+        except BlockingIOError:
+            return b""
+        except OSError:
+            more = b""
+        candidate.is_gone = not more
         candidate.received += more
         return more
 
@@ -570,6 +576,18 @@ class Acceptor:
         """Whether all of its hello and its proof has come, and the proof is right."""
         proof = candidate.received[_HELLO.size :]
         return compare_digest(proof, _proof(self._token, _CONNECTS, candidate.signed))
+
+    def _drop(self, candidate: Candidate) -> None:
+        """Close a connection that has no valid proof.
+
+        One whose other end hung up and never said a word was not refused. Ranks do that: of two
+        that connect to each other, one ends its attempt as soon as that of the other is through.
+        """
+        if candidate.is_gone and not candidate.received:
+            self._forget(candidate)
+            candidate.sock.close()
+        else:
+            self._refuse_unproven(candidate)
 
     def _refuse_unproven(self, candidate: Candidate) -> None:
         self._forget(candidate)
