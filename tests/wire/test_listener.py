@@ -119,7 +119,7 @@ def test_an_attempt_that_a_rank_ends_is_not_called_a_stranger(listeners, caplog,
     first, second, _ = listeners
     acceptor = first.acceptor(0, 1)
     attempts = [second.attempt(1, 0, first.endpoint, MESSAGES) for _ in range(2)]
-    for attempt in attempts:
+    for _ in attempts:
         assert not list(acceptor.proven(10.0))  # the nonce is sent
     attempts[0].sleep(10.0)
     attempts[0].sock.recv(1)  # else to close it is a reset
