@@ -250,7 +250,8 @@ class Group:
     ) -> list[T]:
         """The same as `all_gather_bytes`, in log2 P rounds with one message of each rank.
 
-        Messages come through other ranks: where one cannot be decoded, its first sender is named.
+        Messages come through other ranks. Each decodes what it gets before it sends it on: so the
+        rank that sent what cannot be decoded is to blame, whosever message it should have been.
         With many ranks it needs few connections: `peers_by_doubling`.
 
         In a round a rank sends what it has to the rank that is so many places before it, and gets
@@ -261,6 +262,7 @@ class Group:
         length = len(message)
         # of this rank, and of those behind it
         messages = torch.frombuffer(bytearray(message), dtype=torch.uint8)
+        decoded = [self.decode(self.rank, what, decode, message)]
         before, behind = self.peers_by_doubling
         for sender, receiver in zip(behind, before, strict=True):
             count = min(len(messages), (self.size * length) - len(messages))
@@ -268,10 +270,10 @@ class Group:
             pending = over.post([(receiver, messages[:count])], [(sender, received)], SMALL)
             pending.wait()
             pending.release()
+            for each in received.view(-1, length):
+                decoded.append(self.decode(sender, what, decode, each.numpy().tobytes()))
             messages = torch.cat([messages, received])
-        heard = [each.numpy().tobytes() for each in messages.view(self.size, length)]
-        in_order = [heard[(rank - self.rank) % self.size] for rank in range(self.size)]
-        return [self.decode(rank, what, decode, each) for rank, each in enumerate(in_order)]
+        return [decoded[(rank - self.rank) % self.size] for rank in range(self.size)]
 
     @property
     def peers_by_doubling(self) -> tuple[list[int], list[int]]:
