@@ -25,7 +25,8 @@ import typer
 
 import weft
 from weft.sparse import ALGORITHMS, Load
-from weft.sparse.factors import factors_of, middle
+from weft.sparse.factors import factors_of
+from weft.sparse.stages import middle
 from weft.testing.simulation import simulate
 from weft.wire.link import MERGE, WITHIN, Link
 

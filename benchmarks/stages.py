@@ -413,7 +413,7 @@ def simulated(case: Case, factors: Sequence[int], per_host: int, rate: float) ->
         return weft.sparse.ALGORITHMS["split"], between_blocks(load)
 
     with (
-        mock.patch("weft.sparse.algorithms.split.middle", middle),
+        mock.patch("weft.sparse.stages.middle", middle),
         mock.patch.dict(os.environ, WEFT_FACTORS=named(factors, short=False)),
     ):
         return simulate(

@@ -10,7 +10,7 @@ import torch
 
 import weft
 from weft.kernels import meter
-from weft.sparse import ALGORITHMS, algorithms, factors
+from weft.sparse import ALGORITHMS, algorithms, stages
 from weft.sparse.link import set_link
 from weft.testing import expected, simulated
 from weft.testing.simulation import simulate
@@ -142,7 +142,7 @@ def test_rows_to_holders_share_the_links_of_hosts():
 @pytest.mark.parametrize("name", ["holders", "mask"])
 @pytest.mark.parametrize("gbit", [10, 25])
 def test_places_of_a_host_that_end_together_hand_their_sums_on_at_the_end(name, gbit, monkeypatch):
-    monkeypatch.setattr(factors, "NOT_BETWEEN", ALGORITHMS.keys() - {name})
+    monkeypatch.setattr(stages, "NOT_BETWEEN", ALGORITHMS.keys() - {name})
     monkeypatch.setenv("WEFT_FACTORS", "8x8")
     link, on_hosts = on_hosts_of_eight(gbit)
     rows = partial(spread, count=500, height=20_000)
@@ -152,7 +152,7 @@ def test_places_of_a_host_that_end_together_hand_their_sums_on_at_the_end(name, 
 def test_sums_of_small_ranges_are_handed_on_while_others_come(monkeypatch):
     # a range is a quarter of a chunk
     link, on_hosts = on_hosts_of_eight(25)
-    monkeypatch.setattr(factors, "NOT_BETWEEN", ALGORITHMS.keys() - {"split"})
+    monkeypatch.setattr(stages, "NOT_BETWEEN", ALGORITHMS.keys() - {"split"})
     monkeypatch.setenv("WEFT_FACTORS", "8x8")
     rows = partial(spread, count=200, height=8000)
     done = simulate("split", rows, 64, link, **on_hosts)
@@ -178,7 +178,7 @@ def test_two_hosts_gather_what_their_ranks_summed():
     within = replace(link, beta=WITHIN)
     rows = weft.Rows(torch.arange(4000) * 20, ONES[:4000], 80_000)
     done = simulate("split", lambda _: rows, 8, link, hosts="aaaabbbb", within=within)
-    between, _ = factors.middle(done.load)
+    between, _ = stages.middle(done.load)
     assert between.name == "gather"
     check(done)
 

@@ -13,8 +13,9 @@ from weft.schedules.hosts import Hosts
 from weft.sparse import ALGORITHMS, Load
 from weft.sparse.choice import EAGER, choose, predicted
 from weft.sparse.choice import explained as explained_choice
-from weft.sparse.cost import MANY, preferred
-from weft.sparse.factors import between, middle, on_hosts
+from weft.sparse.cost import MANY, nearly_quickest
+from weft.sparse.factors import between, factored
+from weft.sparse.stages import cost_with, middle
 from weft.wire.link import MERGE, WITHIN, Link
 
 
@@ -129,17 +130,26 @@ def test_between_many_hosts_nearly_as_quick_with_fewer_messages_is_taken():
     load = explained(64, 2, 1, 50_000, 1_000_000, 64, False).load
     assert load.factors == (2, 64)
     inner = between(load)
-    link = inner.link
-
-    def seconds(name):
-        before, _ = on_hosts(load, ALGORITHMS[name], inner)
-        return ALGORITHMS[name].cost(inner).seconds(link) + before * link.gamma
-
+    split, holders = (cost_with(load, ALGORITHMS[name], inner) for name in ("split", "holders"))
     # a ring of 63 hops is predicted to be a little quicker
-    assert 0.97 * seconds("split") < seconds("holders") < seconds("split")
-    messages = {name: ALGORITHMS[name].cost(inner).messages for name in ("holders", "split")}
-    assert messages["split"] < messages["holders"] / 3
+    assert 0.97 * split.seconds(load.link) < holders.seconds(load.link) < split.seconds(load.link)
+    assert split.messages < holders.messages / 2
     assert middle(load)[0].name == "split"
+
+
+@pytest.mark.parametrize(
+    ("hosts", "each", "gbit", "width", "quickest"),
+    [(2, 8, 100, 1, "mask"), (2, 2, 25, 16, "split"), (4, 8, 100, 1, "mask")],
+)
+def test_what_runs_between_hosts_makes_the_whole_call_quick(hosts, each, gbit, width, quickest):
+    load = explained(hosts, each, gbit, 50_000, 1_000_000, width, True).load
+    load = load.but(stages=factored(load, (each, hosts)).stages)
+    algorithm, inner = middle(load)
+    seconds = {
+        name: cost_with(load, ALGORITHMS[name], inner).seconds(load.link)
+        for name in ("gather", "holders", "mask", "ring", "split")
+    }
+    assert algorithm.name == min(seconds, key=seconds.get) == quickest
 
 
 def test_more_messages_are_said_only_of_what_has_more():
@@ -243,18 +253,18 @@ def test_sizes_are_rounded_by_at_most_a_64th():
 
 
 def test_of_a_few_ranks_the_quickest_is_taken():
-    assert preferred(MANY, [1.00, 1.02, 1.04], [30, 20, 10]) == 1
-    assert preferred(MANY - 1, [1.00, 1.02, 1.04], [30, 20, 10]) == 0
+    assert nearly_quickest(MANY, [1.00, 1.02, 1.04], [30, 20, 10]) == 1
+    assert nearly_quickest(MANY - 1, [1.00, 1.02, 1.04], [30, 20, 10]) == 0
 
 
 @pytest.mark.parametrize(("ranks", "percent"), [(16, 3), (31, 3), (32, 4), (256, 7), (1024, 9)])
 def test_of_more_ranks_half_of_the_messages_may_take_longer(ranks, percent):
     taken = 1 + percent / 100
     longer = taken + 0.01
-    assert preferred(ranks, [1.00, taken], [100, 50]) == 1
-    assert preferred(ranks, [1.00, longer], [100, 50]) == 0
-    assert preferred(ranks, [1.00, taken], [100, 51]) == (percent == 3)
-    assert preferred(ranks, [1.00, 1.03], [100, 99]) == 1
+    assert nearly_quickest(ranks, [1.00, taken], [100, 50]) == 1
+    assert nearly_quickest(ranks, [1.00, longer], [100, 50]) == 0
+    assert nearly_quickest(ranks, [1.00, taken], [100, 51]) == (percent == 3)
+    assert nearly_quickest(ranks, [1.00, 1.03], [100, 99]) == 1
 
 
 def test_who_asks_for_what_cannot_serve_is_told_what_does():

@@ -16,7 +16,7 @@ import torch
 
 import weft
 from weft.schedules.hosts import Hosts
-from weft.sparse import ALGORITHMS, Load, factors, last_call
+from weft.sparse import ALGORITHMS, Load, factors, last_call, stages
 from weft.sparse.header import Header
 from weft.sparse.link import set_link
 from weft.sparse.owners import balanced, of_blocks, of_equal_sums
@@ -80,7 +80,7 @@ def between_blocks(monkeypatch):
         def middle(load):
             return ALGORITHMS[name], factors.between(load)
 
-        monkeypatch.setattr("weft.sparse.algorithms.split.middle", middle)
+        monkeypatch.setattr("weft.sparse.stages.middle", middle)
 
     return take
 
@@ -924,7 +924,7 @@ def test_many_ranks_have_factors_whatever_their_number_is(ranks):
 def test_two_hosts_gather_between_and_a_few_take_holders():
     for hosts, name in (("aaaabbbb", "gather"), ("aabbccdd", "holders")):
         load = factors.factored(load_of(hosts))
-        assert factors.middle(load)[0].name == name
+        assert stages.middle(load)[0].name == name
 
 
 @pytest.mark.parametrize("changes", [{"lockstep": True}, {"staying": True, "lockstep": True}])

@@ -22,7 +22,7 @@ from ..errors import WeftError
 from ..group.group import Group
 from ..schedules.hosts import hosts_of
 from ..wire.link import Link
-from .cost import MANY, Cost, Load, preferred
+from .cost import MANY, Cost, Load, needed, preferred
 from .factors import factored, factors_of
 from .header import DIGESTED, Header
 from .link import link_of
@@ -34,11 +34,6 @@ ALONE = "alone"
 EAGER = "eager"
 """What runs where all rows travelled in the opening exchange."""
 
-_CODE = 8 << 20  # bytes that the first call needs besides: machine code, connections, headers
-# what is allowed by rounded sizes (`Load.coarse`) must be allowed by the true ones, from which each
-# may be a 64th off
-_MARGIN = 1 + 1 / 16
-_SORTING = 28  # bytes for each row that is sorted: keys, order, indices as given and as sent
 _CHUNK_SECONDS = 0.002  # seconds of a chunk on the link, at least: long beside a message's overhead
 STEP_SECONDS = 1e-3  # seconds of overhead of a step of a stream, on a crowded core
 _GAPS_PAY = 8  # bytes that a core merges in the time in which packing saves one byte of an index
@@ -325,24 +320,8 @@ def choose(load: Load, algorithm: str, carrier: str = "") -> str:
 @remembered
 def _preferred(load: Load, names: Sequence[str]) -> str:
     """That of these algorithms, in the order of their names, which `auto` takes for a load."""
-    assert load.link is not None
-    costs = {name: ALGORITHMS[name].cost(load) for name in names}
-    allowed = _allowed(load)
-    fits = [name for name in names if _needed(load, costs[name]) <= allowed]
-    if not fits:  # none keeps within the memory that is allowed
-        return min(names, key=lambda name: round(costs[name].memory))
-    seconds = [costs[name].seconds(load.link) for name in fits]
-    return fits[preferred(load.ranks, seconds, [costs[name].messages for name in fits])]
-
-
-def _needed(load: Load, cost: Cost) -> float:
-    """Bytes of workspace that a call needs beside its result."""
-    return cost.memory + load.fewest * (load.row + _SORTING) + _CODE
-
-
-def _allowed(load: Load) -> float:
-    """Bytes of workspace that it may need, by sizes that are rounded or true."""
-    return load.workspace / _MARGIN
+    costs = [ALGORITHMS[name].cost(load) for name in names]
+    return names[preferred(load, costs, load.ranks)]
 
 
 def _serving(load: Load) -> list[Algorithm]:
@@ -451,14 +430,15 @@ def _rows_of_hosts_together(loads: Sequence[Load]) -> tuple[tuple[float, float],
 
 def _lines(load: Load, algorithms: Iterable[Algorithm]) -> list[_Line]:
     """These algorithms, quickest first; the verdict says why one cannot be chosen."""
-    allowed = _allowed(load)
     lines = []
     for algorithm in algorithms:
         cost = algorithm.cost(load)
         reason = algorithm.applies(load)
-        needed = _needed(load, cost)
-        if reason is None and needed > allowed:
-            reason = f"needs {needed / 2**20:.0f} MiB of workspace, {allowed / 2**20:.0f} allowed"
+        memory = needed(load, cost)
+        if reason is None and memory > load.allowed:
+            reason = (
+                f"needs {memory / 2**20:.0f} MiB of workspace, {load.allowed / 2**20:.0f} allowed"
+            )
         lines.append(_line(algorithm.name, cost, load, reason or ""))
     # microseconds decide, and then the name: every machine rounds these alike
     return sorted(lines, key=lambda line: (round(1e3 * line.milliseconds), line.algorithm))

@@ -47,6 +47,11 @@ _CHUNKED = 0.3  # of its time: a stream of chunks keeps a core busy for longer t
 _MEMORY = 1 / 1.5e9  # seconds a byte, below which a copy costs as much as a message
 _SLOT = 4  # bytes that say where in a union an index belongs
 _EQUAL = 3  # percent of the predicted time: so small a difference is none
+_SORTING = 28  # bytes for each row that is sorted: keys, order, indices as given and as sent
+_CODE = 8 << 20  # bytes that the first call needs besides: machine code, connections, headers
+# what is allowed by rounded sizes (`Load.coarse`) must be allowed by the true ones, from which each
+# may be a 64th off
+_MARGIN = 1 + 1 / 16
 _SPARE = 64 << 20  # bytes of workspace allowed besides three times the rows of the rank with fewest
 
 
@@ -211,6 +216,11 @@ class Load:
     def workspace(self) -> int:
         """Bytes of workspace that `auto` lets a call use beside its result."""
         return 3 * self.fewest * (self.row + self.index) + _SPARE
+
+    @property
+    def allowed(self) -> float:
+        """Bytes of workspace that it may need, by sizes that are rounded or true."""
+        return self.workspace / _MARGIN
 
     def sends_directly(self, nbytes: float) -> bool:
         """Whether an all-gather sends directly to all ranks instead of round the ring.
@@ -474,8 +484,31 @@ class Cost:
         return waiting + streaming + late + self.merged * link.gamma
 
 
-def preferred(ranks: int, seconds: Sequence[float], messages: Sequence[int]) -> int:
+def needed(load: Load, cost: Cost) -> float:
+    """Bytes of workspace that a call needs beside its result."""
+    return cost.memory + load.fewest * (load.row + _SORTING) + _CODE
+
+
+def preferred(load: Load, costs: Sequence[Cost], ranks: int) -> int:
     """The number of the trial to take: the quickest, or of many ranks one with fewer messages.
+
+    Only those that need no more workspace than is allowed; if none does, that which needs least.
+
+    Args:
+        load: of the call.
+        costs: of each trial, for that load.
+        ranks: among whom the trials differ.
+    """
+    assert load.link is not None
+    fits = [number for number, cost in enumerate(costs) if needed(load, cost) <= load.allowed]
+    if not fits:
+        return min(range(len(costs)), key=lambda number: round(costs[number].memory))
+    seconds = [costs[number].seconds(load.link) for number in fits]
+    return fits[nearly_quickest(ranks, seconds, [costs[number].messages for number in fits])]
+
+
+def nearly_quickest(ranks: int, seconds: Sequence[float], messages: Sequence[int]) -> int:
+    """The number of the quickest trial, or of many ranks of one with fewer messages.
 
     Predictions are not exact to 3 percent. So of `MANY` ranks, all trials that are predicted to
     take at most that much longer than the quickest count as quick as it. What a message needs
@@ -492,11 +525,11 @@ def preferred(ranks: int, seconds: Sequence[float], messages: Sequence[int]) -> 
         messages: that a rank sends, of each trial.
 
     Example:
-        >>> preferred(64, [1.00, 1.02, 1.04, 1.06], [30, 20, 18, 10])
+        >>> nearly_quickest(64, [1.00, 1.02, 1.04, 1.06], [30, 20, 18, 10])
         1
-        >>> preferred(64, [1.00, 1.02, 1.04, 1.06], [30, 20, 15, 10])  # 5 percent, for half of 30
+        >>> nearly_quickest(64, [1.00, 1.02, 1.04, 1.06], [30, 20, 15, 10])  # 5 percent, for half
         2
-        >>> preferred(8, [1.00, 1.02, 1.04, 1.06], [30, 20, 15, 10])
+        >>> nearly_quickest(8, [1.00, 1.02, 1.04, 1.06], [30, 20, 15, 10])
         0
     """
     times = [round(1e6 * each) for each in seconds]  # every machine rounds microseconds alike

@@ -2,9 +2,9 @@
 
 With factors (4, 2) eight ranks are two blocks of four. In a block each of four ranks sums a part
 of the indices. Then the ranks that have the same *place* in their blocks have the same part: among
-them runs another algorithm, whichever is quickest there. At the end a block's four ranks share what
-they got. One factor is a block of all ranks, with nothing to run between blocks. More than two are
-a split between the blocks, by the rest of the factors.
+them runs another algorithm, with which the call is quickest (`stages`). At the end a block's four
+ranks share what they got. One factor is a block of all ranks, with nothing to run between blocks.
+More than two are a split between the blocks, by the rest of the factors.
 
 A block is a host, where the factors are those of the hosts: then each row crosses a host's link
 once, whatever ranks of the host have it, and all ranks of the host take part in that. Else
@@ -29,12 +29,10 @@ from itertools import chain, pairwise
 from ..errors import WeftError
 from ..schedules.hosts import Hosts
 from ..wire.link import WITHIN
-from .cost import MANY, Blocks, Cost, Load, preferred
+from .cost import MANY, Blocks, Load, preferred
 from .registry import ALGORITHMS, Algorithm, remembered
 
 _SMALLEST = 1 << 16  # bytes of a chunk
-# doubling's receives are as long as the call's rows, and dense_tail's table has the call's height
-NOT_BETWEEN = ("doubling", "dense_tail")
 # each rank sums a range; it has its own first, then that of its left neighbour, and so on
 _IN_PARTS = ("ring", "split")
 _HANDING_ON = 4.0  # bytes merged in the time in which one is handed on within a host, if unknown
@@ -85,10 +83,8 @@ def _preferred_stages(flat: Load) -> tuple[Blocks, ...]:
     trials = [flat, *_candidates(flat)]
     if len(trials) == 1:
         return ()
-    assert flat.link is not None
     costs = [ALGORITHMS["split"].cost(trial) for trial in trials]
-    seconds = [cost.seconds(flat.link) for cost in costs]
-    return trials[preferred(flat.ranks, seconds, [cost.messages for cost in costs])].stages
+    return trials[preferred(flat, costs, flat.ranks)].stages
 
 
 def _candidates(load: Load) -> Iterator[Load]:
@@ -173,7 +169,7 @@ def blocks_of(load: Load) -> Blocks:
     return load.stages[0] if load.stages else (tuple(range(load.ranks)),)
 
 
-def _are_near(load: Load, blocks: Blocks) -> bool:
+def are_near(load: Load, blocks: Blocks) -> bool:
     """Whether the ranks of each block share a host."""
     if load.hosts is None:
         return max(map(len, blocks)) == 1
@@ -194,7 +190,7 @@ def within(load: Load) -> Load:
         rows_of_hosts=None,
         stages=(),
     )
-    if not _are_near(load, blocks):
+    if not are_near(load, blocks):
         return local
     assert load.link is not None
     link = replace(load.link, beta=min(load.link.beta, WITHIN))
@@ -211,7 +207,7 @@ def between(load: Load) -> Load:
     assert load.link is not None
     sharing = 1
     chunk = load.chunk
-    if _are_near(load, blocks):
+    if are_near(load, blocks):
         sharing = places
         if not load.at_once:
             # the places of a host share its link, so a chunk of the same duration is shorter
@@ -247,7 +243,7 @@ def in_parts(load: Load, algorithm: Algorithm, inner: Load) -> bool:
     """
     if load.at_once or algorithm.name not in _IN_PARTS or inner.stages:
         return False
-    if not _are_near(load, blocks_of(load)):
+    if not are_near(load, blocks_of(load)):
         return False
     link = load.link
     assert link is not None
@@ -282,109 +278,3 @@ def handing_on(load: Load) -> float:
     link = load.link
     assert link is not None
     return link.within / link.gamma if link.within else _HANDING_ON
-
-
-def on_hosts(load: Load, algorithm: Algorithm, inner: Load) -> tuple[float, float]:
-    """What the stages in a block that is a host cost its ranks, in bytes merged.
-
-    Args:
-        load: of the call.
-        algorithm: between the blocks.
-        inner: its load.
-
-    Returns:
-        What nothing else overlaps, and what passes while bytes of other hosts are on the wire.
-    """
-    blocks = blocks_of(load)
-    if not _are_near(load, blocks):
-        return 0.0, 0.0
-    block = within(load)
-    places = load.factors[0]
-    rows = load.mean / places  # that a rank has of what one place sums
-    sums = load.union / places  # of one place
-
-    # the place gets rows from the others of the block, and merges them
-    received = (block.ranks - 1) * (rows * load.given + block.list_of(rows, 1 / places))
-    reducing = handing_on(load) * received
-    reducing += block.merging(block.ranks * rows, inner.pieces(rows, block.ranks, inner.mean))
-    before = reducing * _part_before(places, algorithm, inner)
-
-    # then it gets complete sums from the other places; these take turns on the host's link, so in
-    # the first turn nothing is handed on
-    sharing = handing_on(load) * (places - 1) * sums * load.row
-    chunks = max(1, block.chunks(sums, load.row))
-    overlap = (1 - 1 / places) * (1 - 1 / chunks)
-    during = min(sharing, overlap * _completing(load, algorithm, inner))
-    return before + sharing - during, reducing - before + during
-
-
-def _part_before(places: int, algorithm: Algorithm, inner: Load) -> float:
-    """The part of a block's sums that is made before those of a place begin to cross the link.
-
-    The ranks of a block send to its places one after the other. A place then makes its sums in the
-    order of the indices, a chunk at a time, and sends what is made: with `gather` each chunk to
-    all. With `split` a place begins with the range of the rank after it, so one begins with the
-    first range and one with the last; it is counted as if all began with the first, which comes
-    back complete once its owner has it of all.
-
-    With `ring` a place begins with the range of the rank before it, and in the end all wait for the
-    place that had to begin with the last range. With `holders` rows that others sum leave chunk by
-    chunk, but complete sums, most of the bytes, begin to go round when all of the block's sums are
-    made. So these, and all others, are counted as if they began when all sums are made.
-
-    It is that of the average place.
-    """
-    first = 1 / max(1, inner.chunks(inner.mean, inner.given))
-    if algorithm.name == "gather":
-        own = first
-    elif algorithm.name == "split" and not inner.stages:
-        own = min(1.0, 1 / inner.ranks + first)
-    else:
-        return 1.0
-    return (places - 1) / (2 * places) + own / places
-
-
-def _completing(load: Load, algorithm: Algorithm, inner: Load) -> float:
-    """For how long the sums of a place become complete, one after the other, in bytes merged.
-
-    Meanwhile they are handed on.
-    """
-    link = inner.link
-    assert link is not None
-    wire = link.beta / link.gamma
-    if in_parts(load, algorithm, inner):
-        return (inner.ranks - 1) / inner.ranks * inner.union * inner.row * wire
-    if algorithm.name == "gather":  # as the last block's rows come
-        return inner.mean * inner.row * wire
-    # where each rank of a place sends one message, the last ones of the places come one by one
-    message = inner.union / inner.ranks * inner.row
-    return message * wire if message <= inner.chunk else 0.0
-
-
-def middle(load: Load) -> tuple[Algorithm, Load]:
-    """What runs between the blocks, and the load that it has; the same on every rank."""
-    return _algorithm_between(load.coarse), between(load)
-
-
-@remembered
-def _algorithm_between(load: Load) -> Algorithm:
-    """What runs between the blocks of a load, where these are hosts by the rule of `choose`."""
-    inner = between(load)
-    if inner.stages or not _are_near(load, blocks_of(load)):  # then it is there to save messages
-        return ALGORITHMS["split"]
-    link = inner.link
-    assert link is not None
-    able: list[tuple[Algorithm, Cost]] = []
-    for name, algorithm in sorted(ALGORITHMS.items()):
-        if algorithm.builtin and name not in NOT_BETWEEN and algorithm.applies(inner) is None:
-            able.append((algorithm, algorithm.cost(inner)))
-    fits = [(algorithm, cost) for algorithm, cost in able if cost.memory <= inner.workspace]
-    if not fits:
-        least, _ = min(able, key=lambda each: round(each[1].memory))
-        return least
-    seconds = []
-    for algorithm, cost in fits:
-        alone, _ = on_hosts(load, algorithm, inner)
-        seconds.append(cost.seconds(link) + alone * link.gamma)
-    number = preferred(inner.ranks, seconds, [cost.messages for _, cost in fits])
-    return fits[number][0]

@@ -45,25 +45,23 @@ SGD" (2017), section 4.
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import NamedTuple
-
 from torch import Tensor
 
 from ...rows import Rows
 from ...wire.memory import typed
+from .. import stages
 from ..call import Call
 from ..cost import Blocks, Cost, Load
-from ..factors import blocks_of, in_parts, middle, on_hosts, within
+from ..factors import blocks_of, in_parts, within
 from ..header import Header
 from ..local_rows import LocalRows, SummedRows
 from ..owners import SparseReduceScatter, balanced, of_blocks, of_equal_sums, owned, spans
-from ..registry import Algorithm, algorithm
+from ..registry import algorithm
 from ..stream import Share, list_messages, window
 
 
 def cost(load: Load) -> Cost:
-    return _in_stages(load) if load.stages else _flat(load)
+    return stages.cost(load) if load.stages else _flat(load)
 
 
 def _flat(load: Load) -> Cost:
@@ -89,127 +87,6 @@ def _flat(load: Load) -> Cost:
         + load.uniting(load.mean, sums)
         + load.union * load.listed(load.union),
         recovering=load.recovering(others * rows * load.given, sums),
-    )
-
-
-def _in_stages(load: Load) -> Cost:
-    """What the average rank does and, as `slowest`, what a rank with a place does.
-
-    A rank with a place does what all ranks of its block do, and takes part in what runs between the
-    blocks. The others then wait for its sums: so it is the slowest. Where all blocks have the same
-    number of ranks, each rank has a place. What runs between the blocks may have a slowest rank of
-    its own, which then is the slowest of the call.
-    """
-    algorithm, inner = middle(load)
-    between = algorithm.cost(inner)
-    block = _in_block(load, algorithm, inner)
-    if within(load).on_one_host:
-        slowest = _slowest_on_hosts(load, algorithm, inner, block)
-    else:
-        slowest = _slowest_of_neighbours(load, between.slowest or between, block)
-    rounds = slowest.rounds + (3 if load.lockstep else 2)
-    slowest = replace(slowest, rounds=rounds, memory=_memory(load, between, inner))
-    return replace(
-        slowest,
-        messages=round(block.messages + block.leading * between.messages),
-        bytes=block.bytes + block.leading * between.bytes,
-        slowest=slowest,
-    )
-
-
-class _InBlock(NamedTuple):
-    """What the average rank sends and receives in its block.
-
-    Attributes:
-        leading: the part of the ranks that has a place.
-        messages: sent.
-        bytes: received.
-    """
-
-    leading: float
-    messages: float
-    bytes: float
-
-
-def _in_block(load: Load, algorithm: Algorithm, inner: Load) -> _InBlock:
-    """Rows go to the ranks of the block that have a place, and these send sums to all of it."""
-    block = within(load)
-    count = len(blocks_of(load))
-    places = load.factors[0]
-    leading = places * count / load.ranks
-    rows = load.mean / places  # that a rank has of what one place sums
-    sums = load.union / places  # of one place
-    list_of_rows = block.list_of(rows, 1 / places)
-    list_of_sums = block.list_of(sums, 1 / places)
-
-    owners = places - leading  # to whom the average rank sends: not to itself
-    values = block.parted(rows, load.given, places) * owners / places
-    sent_up = owners * list_messages(list_of_rows) + values
-
-    others = load.ranks / count - 1
-    lists = leading * list_messages(list_of_sums) + 1 - leading  # without a place: an empty one
-    runs = count if in_parts(load, algorithm, inner) else 1
-    chunks = leading * runs * block.chunks(sums / runs, load.row)
-    sent_down = others * (lists + chunks)
-
-    received = owners * (rows * load.given + list_of_rows)
-    received += owners * (sums * load.row + list_of_sums)
-    return _InBlock(leading, sent_up + sent_down, received)
-
-
-def _slowest_on_hosts(load: Load, algorithm: Algorithm, inner: Load, block: _InBlock) -> Cost:
-    """The slowest rank where each block is on a host.
-
-    All places of a host use its link at the same time: so the link carries `sharing` times what one
-    of them sends. What ranks of a host hand each other never comes there. It is work of their
-    cores, and so are the messages of it: a part goes on while the link is busy (`on_hosts`).
-    """
-    assert load.link is not None
-    between = algorithm.cost(inner)
-    between = between.slowest or between
-    alone, meanwhile = on_hosts(load, algorithm, inner)
-    posting = block.messages * load.link.work / load.link.gamma
-    return replace(
-        between,
-        rounds=between.rounds + 1,
-        bytes=inner.sharing * between.bytes,
-        delayed=inner.sharing * between.delayed,
-        merged=between.merged + alone,
-        overlapped=between.overlapped + meanwhile + posting,
-    )
-
-
-def _slowest_of_neighbours(load: Load, between: Cost, block: _InBlock) -> Cost:
-    """The slowest rank where ranks of a block are on several hosts: one stage after the other.
-
-    All of it takes the same links.
-    """
-    stage = within(load)
-    rows = load.mean / load.factors[0]
-    sums = load.union / load.factors[0]
-    return replace(
-        between,
-        rounds=between.rounds + stage.hops_of_shared(sums),
-        messages=round(between.messages + block.messages),
-        bytes=between.bytes + block.bytes,
-        delayed=between.delayed + stage.unevenly(block.bytes) + stage.crowded(block.bytes),
-        merged=between.merged
-        + stage.merging(stage.ranks * rows, stage.pieces(rows, stage.ranks, sums)),
-        recovering=between.recovering
-        + stage.recovering((stage.ranks - 1) * rows * load.given, sums),
-    )
-
-
-def _memory(load: Load, between: Cost, inner: Load) -> float:
-    """Workspace: that of what runs between the blocks, the sums of a place, and that of a block."""
-    block = within(load)
-    rows = load.mean / load.factors[0]
-    return (
-        between.memory
-        + inner.mean * load.partial
-        + min(load.mean * load.given, block.ranks * window(block) * block.chunk)
-        + block.uniting(block.ranks * rows, inner.mean)
-        + load.union * block.listed(load.union)
     )
 
 
@@ -309,7 +186,7 @@ class _Between:
         self.call = call
         self.blocks = blocks
         self.bounds = bounds
-        self.algorithm, self.load = middle(call.load)
+        self.algorithm, self.load = stages.middle(call.load)
         self.in_parts = in_parts(call.load, self.algorithm, self.load)
 
     def header(self, place: int) -> Header:

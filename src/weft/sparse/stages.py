@@ -1,0 +1,238 @@
+"""What a split in stages costs, and which algorithm runs between its blocks (`factors`).
+
+What runs there is chosen with all that it means for the call: how much of the work within the hosts
+its bytes overlap, and in how many messages the hosts share what it makes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+from .cost import Cost, Load, preferred
+from .factors import are_near, between, blocks_of, handing_on, in_parts, within
+from .registry import ALGORITHMS, Algorithm, remembered
+from .stream import list_messages, window
+
+# doubling's receives are as long as the call's rows, and dense_tail's table has the call's height
+NOT_BETWEEN = ("doubling", "dense_tail")
+
+
+def cost(load: Load) -> Cost:
+    """What the average rank does and, as `slowest`, what a rank with a place does.
+
+    A rank with a place does what all ranks of its block do, and takes part in what runs between the
+    blocks. The others then wait for its sums: so it is the slowest. Where all blocks have the same
+    number of ranks, each rank has a place. What runs between the blocks may have a slowest rank of
+    its own, which then is the slowest of the call.
+    """
+    return cost_with(load, *middle(load))
+
+
+def cost_with(load: Load, algorithm: Algorithm, inner: Load) -> Cost:
+    """The same with an algorithm between the blocks, where it has the load `inner`."""
+    between = algorithm.cost(inner)
+    busiest = between.slowest or between
+    block = _in_block(load, algorithm, inner)
+    if within(load).on_one_host:
+        slowest = _slowest_on_hosts(load, algorithm, inner, busiest, block)
+    else:
+        slowest = _slowest_of_neighbours(load, busiest, block)
+    rounds = slowest.rounds + (3 if load.lockstep else 2)
+    slowest = replace(slowest, rounds=rounds, memory=_memory(load, between, inner))
+    return replace(
+        slowest,
+        messages=round(block.messages + block.leading * between.messages),
+        bytes=block.bytes + block.leading * between.bytes,
+        slowest=slowest,
+    )
+
+
+def middle(load: Load) -> tuple[Algorithm, Load]:
+    """What runs between the blocks, and the load that it has; the same on every rank."""
+    return ALGORITHMS[_name_between(load.coarse)], between(load)
+
+
+@remembered
+def _name_between(load: Load) -> str:
+    """What runs between the blocks of a load: where these are hosts, what makes the call quick."""
+    inner = between(load)
+    if inner.stages or not are_near(load, blocks_of(load)):  # then it is there to save messages
+        return "split"
+    able = [
+        name
+        for name, algorithm in sorted(ALGORITHMS.items())
+        if algorithm.builtin and name not in NOT_BETWEEN and algorithm.applies(inner) is None
+    ]
+    costs = [cost_with(load, ALGORITHMS[name], inner) for name in able]
+    return able[preferred(load, costs, inner.ranks)]
+
+
+class _InBlock(NamedTuple):
+    """What the average rank sends and receives in its block.
+
+    Attributes:
+        leading: the part of the ranks that has a place.
+        messages: sent.
+        bytes: received.
+    """
+
+    leading: float
+    messages: float
+    bytes: float
+
+
+def _in_block(load: Load, algorithm: Algorithm, inner: Load) -> _InBlock:
+    """Rows go to the ranks of the block that have a place, and these send sums to all of it."""
+    block = within(load)
+    count = len(blocks_of(load))
+    places = load.factors[0]
+    leading = places * count / load.ranks
+    rows = load.mean / places  # that a rank has of what one place sums
+    sums = load.union / places  # of one place
+    list_of_rows = block.list_of(rows, 1 / places)
+    list_of_sums = block.list_of(sums, 1 / places)
+
+    owners = places - leading  # to whom the average rank sends: not to itself
+    values = block.parted(rows, load.given, places) * owners / places
+    sent_up = owners * list_messages(list_of_rows) + values
+
+    others = load.ranks / count - 1
+    lists = leading * list_messages(list_of_sums) + 1 - leading  # without a place: an empty one
+    runs = count if in_parts(load, algorithm, inner) else 1
+    chunks = leading * runs * block.chunks(sums / runs, load.row)
+    sent_down = others * (lists + chunks)
+
+    received = owners * (rows * load.given + list_of_rows)
+    received += owners * (sums * load.row + list_of_sums)
+    return _InBlock(leading, sent_up + sent_down, received)
+
+
+def _slowest_on_hosts(
+    load: Load, algorithm: Algorithm, inner: Load, between: Cost, block: _InBlock
+) -> Cost:
+    """The slowest rank where each block is on a host.
+
+    All places of a host use its link at the same time: so the link carries `sharing` times what one
+    of them sends. What ranks of a host hand each other never comes there. It is work of their
+    cores, and so are the messages of it: a part goes on while the link is busy (`_on_hosts`).
+    """
+    assert load.link is not None
+    alone, meanwhile = _on_hosts(load, algorithm, inner)
+    posting = block.messages * load.link.work / load.link.gamma
+    return replace(
+        between,
+        rounds=between.rounds + 1,
+        bytes=inner.sharing * between.bytes,
+        delayed=inner.sharing * between.delayed,
+        merged=between.merged + alone,
+        overlapped=between.overlapped + meanwhile + posting,
+    )
+
+
+def _slowest_of_neighbours(load: Load, between: Cost, block: _InBlock) -> Cost:
+    """The slowest rank where ranks of a block are on several hosts: one stage after the other.
+
+    All of it takes the same links.
+    """
+    stage = within(load)
+    rows = load.mean / load.factors[0]
+    sums = load.union / load.factors[0]
+    return replace(
+        between,
+        rounds=between.rounds + stage.hops_of_shared(sums),
+        messages=round(between.messages + block.messages),
+        bytes=between.bytes + block.bytes,
+        delayed=between.delayed + stage.unevenly(block.bytes) + stage.crowded(block.bytes),
+        merged=between.merged
+        + stage.merging(stage.ranks * rows, stage.pieces(rows, stage.ranks, sums)),
+        recovering=between.recovering
+        + stage.recovering((stage.ranks - 1) * rows * load.given, sums),
+    )
+
+
+def _memory(load: Load, between: Cost, inner: Load) -> float:
+    """Workspace: that of what runs between the blocks, the sums of a place, and that of a block."""
+    block = within(load)
+    rows = load.mean / load.factors[0]
+    return (
+        between.memory
+        + inner.mean * load.partial
+        + min(load.mean * load.given, block.ranks * window(block) * block.chunk)
+        + block.uniting(block.ranks * rows, inner.mean)
+        + load.union * block.listed(load.union)
+    )
+
+
+def _on_hosts(load: Load, algorithm: Algorithm, inner: Load) -> tuple[float, float]:
+    """What the stages in a block that is a host cost its ranks, in bytes merged.
+
+    Args:
+        load: of the call.
+        algorithm: between the blocks.
+        inner: its load.
+
+    Returns:
+        What nothing else overlaps, and what passes while bytes of other hosts are on the wire.
+    """
+    block = within(load)
+    places = load.factors[0]
+    rows = load.mean / places  # that a rank has of what one place sums
+    sums = load.union / places  # of one place
+
+    # the place gets rows from the others of the block, and merges them
+    received = (block.ranks - 1) * (rows * load.given + block.list_of(rows, 1 / places))
+    reducing = handing_on(load) * received
+    reducing += block.merging(block.ranks * rows, inner.pieces(rows, block.ranks, inner.mean))
+    before = reducing * _part_before(places, algorithm, inner)
+
+    # then it gets complete sums from the other places; these take turns on the host's link, so in
+    # the first turn nothing is handed on
+    sharing = handing_on(load) * (places - 1) * sums * load.row
+    chunks = max(1, block.chunks(sums, load.row))
+    overlap = (1 - 1 / places) * (1 - 1 / chunks)
+    during = min(sharing, overlap * _completing(load, algorithm, inner))
+    return before + sharing - during, reducing - before + during
+
+
+def _part_before(places: int, algorithm: Algorithm, inner: Load) -> float:
+    """The part of a block's sums that is made before those of a place begin to cross the link.
+
+    The ranks of a block send to its places one after the other. A place then makes its sums in the
+    order of the indices, a chunk at a time, and sends what is made: with `gather` each chunk to
+    all. With `split` a place begins with the range of the rank after it, so one begins with the
+    first range and one with the last; it is counted as if all began with the first, which comes
+    back complete once its owner has it of all.
+
+    With `ring` a place begins with the range of the rank before it, and in the end all wait for the
+    place that had to begin with the last range. With `holders` rows that others sum leave chunk by
+    chunk, but complete sums, most of the bytes, begin to go round when all of the block's sums are
+    made. So these, and all others, are counted as if they began when all sums are made.
+
+    It is that of the average place.
+    """
+    first = 1 / max(1, inner.chunks(inner.mean, inner.given))
+    if algorithm.name == "gather":
+        own = first
+    elif algorithm.name == "split" and not inner.stages:
+        own = min(1.0, 1 / inner.ranks + first)
+    else:
+        return 1.0
+    return (places - 1) / (2 * places) + own / places
+
+
+def _completing(load: Load, algorithm: Algorithm, inner: Load) -> float:
+    """For how long the sums of a place become complete, one after the other, in bytes merged.
+
+    Meanwhile they are handed on.
+    """
+    link = inner.link
+    assert link is not None
+    wire = link.beta / link.gamma
+    if in_parts(load, algorithm, inner):
+        return (inner.ranks - 1) / inner.ranks * inner.union * inner.row * wire
+    if algorithm.name == "gather":  # as the last block's rows come
+        return inner.mean * inner.row * wire
+    # where each rank of a place sends one message, the last ones of the places come one by one
+    message = inner.union / inner.ranks * inner.row
+    return message * wire if message <= inner.chunk else 0.0
