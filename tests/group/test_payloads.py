@@ -30,7 +30,7 @@ from weft.wire.link import Link
 from weft.wire.registry import register_wire, wire_names
 
 CPU = torch.device("cpu")
-IN_ROUNDS = Load(2, 8, 4, 4, 6, 9, 4, 4, 4, lockstep=True)
+IN_ROUNDS = Load(2, 8, 4, 4, 6, 9, 4, 4, 4, lengths_known=True)
 NAMES = sorted(name for name, found in ALGORITHMS.items() if found.applies(IN_ROUNDS) is None)
 SMALL = 16 << 10  # bytes that no message of an opening has
 

@@ -268,7 +268,7 @@ def test_of_more_ranks_half_of_the_messages_may_take_longer(ranks, percent):
 
 
 def test_who_asks_for_what_cannot_serve_is_told_what_does():
-    load = Load(2, 8, 4, 4, 6, 9, 4, 4, 4, staying=True, lockstep=True)
+    load = Load(2, 8, 4, 4, 6, 9, 4, 4, 4, staying=True, lengths_known=True)
     with pytest.raises(weft.WeftError) as caught:
         choose(load, "ring", "cuda (nccl)")
     assert str(caught.value) == (
@@ -276,7 +276,7 @@ def test_who_asks_for_what_cannot_serve_is_told_what_does():
         "the CPU; use auto, or one of gather, holders, mask, split"
     )
     with pytest.raises(weft.WeftError) as caught:
-        choose(dataclasses.replace(load, staying=False, lockstep=False, in_order=True), "mask")
+        choose(dataclasses.replace(load, staying=False, lengths_known=False, in_order=True), "mask")
     assert str(caught.value) == (
         "algorithm mask cannot serve this call: op is a function, which has no neutral element; "
         "use auto, or one of dense_tail, doubling, gather, holders, split"
@@ -333,7 +333,7 @@ def test_only_what_a_link_cannot_keep_makes_distant_connections_slow():
     round_trip = round(2 * load.link.alpha / load.link.beta)
     assert load.recovering(round_trip + 1) > load.recovering(round_trip) == 0
     assert not load.but(ranks=2).recovering(round_trip + 1)  # rows and sums go one way
-    assert not load.but(lockstep=True).recovering(round_trip + 1)  # one after the other
+    assert not load.but(lengths_known=True).recovering(round_trip + 1)  # one after the other
     assert not of_zipf(alpha=2e-3).load.recovering(10 * round_trip)
     for name in ("dense_tail", "holders", "split"):
         assert ALGORITHMS[name].cost(load).recovering == load.recovering(round_trip + 1)

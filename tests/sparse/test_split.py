@@ -36,7 +36,7 @@ HOSTS = {  # by name of each rank's host
 }
 SLOW = Link(50e-6, 8e-9, 0.35e-9, 50e-6)
 BETWEEN = sorted(set(ALGORITHMS) - {"doubling", "dense_tail"})
-LOCKSTEP = Load(2, 8, 4, 4, 6, 9, 4, 4, 4, staying=True, lockstep=True)
+LOCKSTEP = Load(2, 8, 4, 4, 6, 9, 4, 4, 4, staying=True, lengths_known=True)
 LOCK = threading.Lock()
 
 
@@ -927,7 +927,9 @@ def test_two_hosts_gather_between_and_a_few_take_holders():
         assert stages.middle(load)[0].name == name
 
 
-@pytest.mark.parametrize("changes", [{"lockstep": True}, {"staying": True, "lockstep": True}])
+@pytest.mark.parametrize(
+    "changes", [{"lengths_known": True}, {"staying": True, "lengths_known": True}]
+)
 def test_wires_in_rounds_and_accelerators_are_flat_unless_factors_are_asked_for(changes):
     load = load_of("aaaabbbb", chunk=1 << 48, **changes)
     assert factors.factored(load).factors == ()

@@ -38,7 +38,7 @@ CPU, RANKS = torch.device("cpu"), 2
 NAMES = sorted(
     name
     for name, found in ALGORITHMS.items()
-    if found.applies(Load(2, 8, 4, 4, 6, 9, 4, 4, 4, staying=True, lockstep=True)) is None
+    if found.applies(Load(2, 8, 4, 4, 6, 9, 4, 4, 4, staying=True, lengths_known=True)) is None
 )
 CALLER, GROUP, WIRE = "caller", "group", "wire"  # whose streams there are
 

@@ -248,11 +248,11 @@ def with_link(group: Group, load: Load, *, staying: bool = False) -> Load:
             are sent in one message each, unpacked.
     """
     features = group.features
-    lockstep = features.lockstep or features.exact
+    lengths_known = features.lockstep or features.exact
     link = link_of(group)
     load = fitted(load.but(hosts=hosts_of(group)), link)
-    if staying or lockstep:
-        load = load.but(chunk=_WHOLE, gaps=False, staying=staying, lockstep=lockstep)
+    if staying or lengths_known:
+        load = load.but(chunk=_WHOLE, gaps=False, staying=staying, lengths_known=lengths_known)
     return load
 
 
@@ -307,7 +307,7 @@ def choose(load: Load, algorithm: str, carrier: str = "") -> str:
         reason = find(algorithm).applies(load)
         if reason is not None:
             # other wires serve every algorithm, and need not be named
-            over = f" over {carrier}" if load.staying or load.lockstep else ""
+            over = f" over {carrier}" if load.staying or load.lengths_known else ""
             names = sorted(found.name for found in _serving(load))
             raise WeftError(
                 f"algorithm {algorithm} cannot serve this call{over}: {reason}; use auto, or one "

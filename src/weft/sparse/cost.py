@@ -73,8 +73,9 @@ class Load:
         places: indices lie below this.
         gaps: index lists are written as gaps, in few bits.
         staying: rows are on an accelerator, whose values the host does not read.
-        lockstep: messages travel in rounds, in which every rank takes part; or on a wire that is
-            `exact`: there, too, lengths must be known before, so the same schedules run.
+        lengths_known: both ends know the length of each message before they post it, since the wire
+            is in rounds or `exact`. The same schedules run on both: every rank takes part in every
+            round.
         in_order: only neighbouring ranks' rows may be combined (op is a caller's function).
         identical: all ranks certainly have the same index set.
         hosts: which ranks share a host; None is one host for each.
@@ -103,7 +104,7 @@ class Load:
     places: int = 0
     gaps: bool = False
     staying: bool = False
-    lockstep: bool = False
+    lengths_known: bool = False
     in_order: bool = False
     identical: bool = False
     hosts: Hosts | None = None
@@ -248,7 +249,7 @@ class Load:
     def at_once(self) -> bool:
         """Whether all that is known is sent together: over wires in rounds or `exact`, and on
         accelerators."""
-        return self.lockstep or self.staying
+        return self.lengths_known or self.staying
 
     @property
     def ranks_of_hosts(self) -> tuple[int, ...]:

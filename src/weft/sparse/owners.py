@@ -263,7 +263,7 @@ class SparseReduceScatter:
         """
         start: int = part.start
         stop: int = part.stop
-        if self._call.load.lockstep or not self._rows.at_hand:
+        if self._call.load.lengths_known or not self._rows.at_hand:
             return start
         step = self._incoming.chunk_rows
         quarter = step * -(-(stop - start) // (4 * step))

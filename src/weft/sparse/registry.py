@@ -255,7 +255,7 @@ def algorithm(
     def serves(load: Load) -> str | None:
         if load.staying and not lockstep:
             return "its schedule is for tensors of the CPU"
-        if load.lockstep and not lockstep:
+        if load.lengths_known and not lockstep:
             return "its schedule is not for a wire in rounds, or one that is exact"
         return applies(load)
 

@@ -38,7 +38,7 @@ def cost_with(load: Load, algorithm: Algorithm, inner: Load) -> Cost:
         slowest = _slowest_on_hosts(load, algorithm, inner, busiest, block)
     else:
         slowest = _slowest_of_neighbours(load, busiest, block)
-    rounds = slowest.rounds + (3 if load.lockstep else 2)
+    rounds = slowest.rounds + (3 if load.lengths_known else 2)
     slowest = replace(slowest, rounds=rounds, memory=_memory(load, between, inner))
     return replace(
         slowest,

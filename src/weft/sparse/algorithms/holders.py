@@ -160,7 +160,7 @@ def _gather_at_once(
     call: Call, sums: _Sums, shares: Shares, counts: Sequence[int], out: Tensor
 ) -> None:
     """The same by messages to all others, which are sent together."""
-    if call.load.lockstep:
+    if call.load.lengths_known:
         call.group.post().wait()  # rows travel, also where a rank neither sends nor gets any
     with call.group.lease(out.nbytes) as memory:
         together = typed(memory, tuple(out.shape), call.dtype)

@@ -134,7 +134,7 @@ def _summed_in_stages(rows: LocalRows, call: Call) -> Rows:
     scatter.start()
     scatter.receive_lists()
     scatter.send_rest()
-    if call.load.lockstep:
+    if call.load.lengths_known:
         # the round of the block's rows, also for ranks that sum none, and so await none
         of_block.group.post().wait()
 
