@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import weft
+from weft.sparse import tables
 from weft.sparse.header import Header
 from weft.testing import run
 
@@ -102,6 +103,40 @@ def test_what_a_rank_says_of_its_rows_is_read(count):
     for indices in (torch.arange(count), torch.randperm(1 << 20)[:count].sort().values):
         raw = Header.of(indices, 3).pack().numpy().data
         assert Header.unpack(raw, of_one=True).pack().numpy().data == raw
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_who_states_what_another_has_room_for_is_named(several, monkeypatch):
+    """Else the error of an `out` that is too small would name a rank that has none."""
+    pack = Header.pack
+    state = tables._statement
+    monkeypatch.setattr(
+        Header, "pack", lambda self: pack(self._replace(tightest=self.tightest or 7))
+    )
+    monkeypatch.setattr(tables, "_statement", lambda request, rank: state(request, rank or 7))
+
+    def program(group):
+        rows = weft.Rows(torch.arange(3), torch.ones(3))
+        with pytest.raises(weft.WireError, match="rank 0 sent a statement that is not its own"):
+            weft.sparse_all_reduce([rows, rows] if several else rows)
+
+    run(3, program)
+
+
+def test_whose_out_is_too_small_is_named_by_its_number_among_all():
+    def program(group):
+        if group.rank == 0:
+            return
+        room = 1 if group.rank == 2 else 9
+        rows = [weft.Rows(torch.arange(3), torch.ones(3)) for _ in range(2)]
+        outs = [(torch.empty(room).long(), torch.empty(room)) for _ in range(2)]
+        some = group.subset([1, 2])
+        with pytest.raises(weft.WeftError, match=r"^rank 2: out holds 1 rows, the result has 3"):
+            weft.sparse_all_reduce(rows[0], out=outs[0], group=some)
+        with pytest.raises(weft.WeftError, match=r"^rank 2: table 0: out holds 1 rows"):
+            weft.sparse_all_reduce(rows, out=outs, group=some)
+
+    run(3, program)
 
 
 def test_who_says_more_rows_than_there_is_memory_for_is_named(monkeypatch):

@@ -59,7 +59,8 @@ class Header(NamedTuple):
         total: rows, summed over ranks (after each rank removed its duplicates).
         most, fewest: rows of the rank with most and of that with fewest.
         highest: the largest index, -1 if there are no rows.
-        capacity, tightest: rows that the smallest caller's `out` holds, and whose it is.
+        capacity, tightest: rows that the smallest caller's `out` holds, and whose it is: the
+            rank's number in errors.
         alike: all ranks have the same index set, as far as sketches tell, or digests.
         fallible: somebody passed a function, which may raise.
         digest: of the index set that all ranks have, if digests tell; else zeros.
@@ -99,7 +100,7 @@ class Header(NamedTuple):
 
         Args:
             indices: sorted and unique, unless `highest` is given.
-            rank: whose they are.
+            rank: whose they are, by its number in errors.
             capacity: rows that fit in the caller's `out`; None: no limit.
             fallible: whether the caller passed a function.
             highest: the largest index, for unsorted indices: the header then has no sketch and no

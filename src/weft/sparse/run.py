@@ -196,7 +196,7 @@ def _header(
     carries = eager and Header.fits(len(own), own.indices.element_size(), row)
     return Header.of(
         own.indices,
-        group.rank,
+        group.rank_in_errors(group.rank),
         capacity=request.capacity,
         fallible=request.fallible,
         highest=request.highest if moves else None,
@@ -209,7 +209,11 @@ def _header(
 def _read_headers(
     agreement: Agreement, request: Request, call: Call, own: Header, *, direct: bool, moves: bool
 ) -> list[Header]:
-    """The headers that came: of each rank or, where they are combined, one of all."""
+    """The headers that came: of each rank or, where they are combined, one of all.
+
+    Raises:
+        WireError: a rank sent another rank's header, or none.
+    """
     unpack = partial(
         Header.unpack,
         moves=moves,
@@ -218,7 +222,10 @@ def _read_headers(
         of_one=direct,
         sampled=request.sampled,
     )
-    return agreement.read(unpack, call.row_shape, call.dtype)
+    headers = agreement.read(unpack, call.row_shape, call.dtype)
+    if direct:
+        agreement.check_whose([[header.tightest] for header in headers])
+    return headers
 
 
 def _rows_of_all(group: Group, headers: Sequence[Header]) -> list[Rows]:

@@ -63,7 +63,7 @@ _TABLE = np.dtype(
         ("shape", "S128"),  # of a row; empty if this is not known
         ("highest", np.int64),  # index; -1 if there are no rows
         ("room", np.int64),  # rows that fit in the smallest `out`
-        ("whose", np.int64),  # the rank with that `out`
+        ("whose", np.int64),  # the rank with that `out`, by its number in errors
         ("fallible", np.int64),  # whether a rank passed a function as `out`
         ("odd", np.int64),  # whether ranks differ
     ]
@@ -384,14 +384,18 @@ def _stated(group: Group, requests: Sequence[Request], error: str | None, name: 
     fields = {name: requests[0].fields.get(name) for name in _FIELDS}
     mine = np.zeros(len(requests) if error is None else 0, _TABLE)
     if error is None:
-        mine[:] = [_statement(request, group.rank) for request in requests]
+        rank = group.rank_in_errors(group.rank)
+        mine[:] = [_statement(request, rank) for request in requests]
     statements = []
     for start in _first_tables(requests):
         body = torch.from_numpy(mine[start : start + _MOST].view(np.uint8))
         agreement = agree(group, name, fields, error, body, combined_statement)
         # a combined statement counts this rank's own rows
         least = None if is_direct(group) else mine[start : start + _MOST]["highest"]
-        statements.append(_together(agreement.read(_read, body.nbytes, least)))
+        tables_of_each = agreement.read(_read, body.nbytes, least)
+        if is_direct(group):
+            agreement.check_whose([tables["whose"].tolist() for tables in tables_of_each])
+        statements.append(_together(tables_of_each))
         agreement.release()
     stated = np.concatenate(statements)
     if stated["odd"].any():
@@ -409,7 +413,7 @@ def _first_tables(requests: Sequence[Request]) -> range:
 
 
 def _statement(request: Request, rank: int) -> tuple[object, ...]:
-    """What this rank states of a table."""
+    """What this rank states of a table; its number is that in errors."""
     values = str(request.rows.values.dtype)[6:]
     index = str(request.rows.indices.dtype)[6:]
     travels = ""
