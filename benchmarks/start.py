@@ -46,7 +46,8 @@ from rich.console import Console
 from rich.table import Table
 
 import weft
-from weft.agree import DIRECT
+from weft.agree import opening_peers
+from weft.group.group import by_doubling
 from weft.testing import processes
 
 FURTHER = (1024, 10_240)
@@ -113,33 +114,17 @@ def factors_of(ranks: int) -> tuple[int, int]:
 
 def peers_in_stages(ranks: int) -> float:
     """To how many others the rank with most has a connection for messages: see the file's head."""
-    if ranks <= DIRECT:
-        return ranks - 1
     size, count = factors_of(ranks)
     most_peers = 0
     for rank in range(ranks):
         block, place = divmod(rank, size)
         peers = {block * size + other for other in range(size)}
         peers |= {other * size + place for other in range(count)}
-        peers |= peers_in_openings(rank, ranks)
-        for power in range((ranks - 1).bit_length()):  # in the measure of the link
-            peers |= {(rank + (1 << power)) % ranks, (rank - (1 << power)) % ranks}
+        peers |= {*opening_peers(rank, ranks)}
+        before, behind = by_doubling(rank, ranks)  # in the measure of the link
+        peers |= {*before, *behind}
         most_peers = max(most_peers, len(peers) - 1)
     return most_peers
-
-
-def peers_in_openings(rank: int, ranks: int) -> set[int]:
-    """Those of recursive doubling, where the first ranks speak in pairs: `weft.agree`."""
-    core = 1 << (ranks.bit_length() - 1)
-    paired = 2 * (ranks - core)
-    if rank < paired and rank % 2:
-        return {rank - 1}
-    voice = rank // 2 if rank < paired else rank - paired // 2
-    peers = {rank + 1} if rank < paired else set()
-    for power in range(core.bit_length() - 1):
-        other = voice ^ 1 << power
-        peers.add(2 * other if other < paired // 2 else other + paired // 2)
-    return peers
 
 
 LAWS = {

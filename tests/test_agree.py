@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import weft
-from weft.agree import BODY, DIRECT, agree
+from weft.agree import BODY, DIRECT, agree, opening_peers
 from weft.testing import spmd
 
 
@@ -38,6 +38,12 @@ def test_bodies_arrive_in_rank_order(group):
         assert [*b"".join(agreement.read(bytes))] == list(range(group.size))
         assert agreement.fields["what"] == "same"
         agreement.release()
+
+
+@spmd(2, DIRECT, DIRECT + 1, 24, 32, on=("threads",))
+def test_to_whom_a_rank_sends_to_open_a_call_is_known_before(group):
+    agree(group, "test", {}, None, number(0), total).release()
+    assert {*group.traffic.to} == {*opening_peers(group.rank, group.size)}
 
 
 @spmd(1, 3, 18, on=("threads",))

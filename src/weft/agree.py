@@ -258,6 +258,44 @@ def opening_rounds(ranks: int) -> int:
     return doublings if ranks == 1 << doublings else doublings + 2  # see `_combining`
 
 
+def opening_peers(rank: int, ranks: int) -> list[int]:
+    """To which others a rank sends its statement, to open a call of so many ranks.
+
+    Example:
+        >>> opening_peers(0, 4)
+        [1, 2, 3]
+        >>> opening_peers(0, 24)  # it speaks for rank 1, too
+        [1, 2, 4, 8, 16]
+    """
+    if ranks <= DIRECT:
+        return [other for other in range(ranks) if other != rank]
+    partner, others = _partners(rank, ranks)
+    return others if partner is None else [partner, *others]
+
+
+def _partners(rank: int, ranks: int) -> tuple[int | None, list[int]]:
+    """With whom a rank swaps statements in recursive doubling.
+
+    The number of those that do it is a power of two. So the first ranks do it in pairs, in each of
+    which the lower one speaks for both.
+
+    Returns:
+        The other one of a pair, if there is one; and with whom it swaps, in this order: nobody if
+        another one speaks for it.
+    """
+    core = 1 << (ranks.bit_length() - 1)
+    paired = 2 * (ranks - core)
+    if rank < paired and rank % 2:
+        return rank - 1, []
+    partner = rank + 1 if rank < paired else None
+    voice = rank // 2 if rank < paired else rank - paired // 2
+    others = []
+    for power in range(core.bit_length() - 1):
+        other = voice ^ 1 << power
+        others.append(2 * other if other < paired // 2 else other + paired // 2)
+    return partner, others
+
+
 def agree(
     group: Group,
     call: str,
@@ -410,9 +448,9 @@ def _combining(group: Group, mine: _Statement, combine: Combine) -> tuple[int, _
     Returns:
         What all stated, and who sent the last of it.
     """
-    core = 1 << (group.size.bit_length() - 1)
-    paired = 2 * (group.size - core)  # the first ranks, two by two, speak with one voice
-    rank, among = group.rank, frozenset(map(group.rank_in_errors, range(group.size)))
+    rank = group.rank
+    partner, others = _partners(rank, group.size)
+    among = frozenset(map(group.rank_in_errors, range(group.size)))
 
     def swap(peer: int, *, send: bool = True, receive: bool = True) -> _Statement:
         pending = group.post([(peer, mine.pack())] * send, [(peer, CAP)] * receive)
@@ -424,22 +462,18 @@ def _combining(group: Group, mine: _Statement, combine: Combine) -> tuple[int, _
     def united(peer: int, lower: _Statement, upper: _Statement) -> _Statement:
         return group.decode(peer, "a statement", _combined, lower, upper, combine)
 
-    if rank < paired and rank % 2:
-        swap(rank - 1, receive=False)
-        return rank - 1, swap(rank - 1, send=False)
-    if rank < paired:
-        mine = united(rank + 1, mine, swap(rank + 1, send=False))
-    voice = rank // 2 if rank < paired else rank - paired // 2
-    distance, peer = 1, rank
-    while distance < core:
-        other = voice ^ distance
-        peer = 2 * other if other < paired // 2 else other + paired // 2
+    if partner is not None and partner < rank:
+        swap(partner, receive=False)
+        return partner, swap(partner, send=False)
+    if partner is not None:
+        mine = united(partner, mine, swap(partner, send=False))
+    for peer in others:
         theirs = swap(peer)
-        mine = united(peer, *((mine, theirs) if voice < other else (theirs, mine)))
-        distance *= 2
-    if rank < paired:
-        swap(rank + 1, receive=False)
-    return peer, mine
+        lower, upper = (mine, theirs) if rank < peer else (theirs, mine)
+        mine = united(peer, lower, upper)
+    if partner is not None:
+        swap(partner, receive=False)
+    return others[-1], mine
 
 
 def _combined(lower: _Statement, upper: _Statement, combine: Combine) -> _Statement:

@@ -278,10 +278,7 @@ class Group:
     @property
     def peers_by_doubling(self) -> tuple[list[int], list[int]]:
         """The ranks 1, 2, 4, ... places before this one, and those as many places behind it."""
-        distances = [1 << power for power in range((self.size - 1).bit_length())]
-        before = [(self.rank - distance) % self.size for distance in distances]
-        behind = [(self.rank + distance) % self.size for distance in distances]
-        return before, behind
+        return by_doubling(self.rank, self.size)
 
     def lease(self, nbytes: int) -> Lease:
         """Workspace that is best to send from: peers of this host read it where it lies.
@@ -483,6 +480,14 @@ class Group:
                 f"rank {self.rank}: {list(distinct)} are not distinct ranks of {self.size}"
             )
         return distinct
+
+
+def by_doubling(rank: int, size: int) -> tuple[list[int], list[int]]:
+    """`Group.peers_by_doubling` of a rank of so many."""
+    distances = [1 << power for power in range((size - 1).bit_length())]
+    before = [(rank - distance) % size for distance in distances]
+    behind = [(rank + distance) % size for distance in distances]
+    return before, behind
 
 
 def is_duration(timeout: object) -> TypeGuard[float]:
