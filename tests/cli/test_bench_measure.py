@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 import weft
+from weft.cli.bench import measure
 from weft.cli.bench.cases import CASES, Case, answer, indices, sizes, values
 from weft.cli.bench.measure import (
     DENSE_LIMIT,
@@ -203,6 +204,35 @@ def test_no_check_means_no_check() -> None:
     job = Job((TINY,), ("gather",), (), iters=1, warmup=0, checked=False)
     [(right, found)] = on(1, measured, job, 1)
     assert right and the_rows(found)["tiny", "weft:gather"]["status"] == "ok"
+
+
+def answers(job: Job) -> list[str]:
+    """Which right answers one rank makes."""
+    made: list[str] = []
+
+    def noted(name: str) -> Callable[..., Any]:
+        real: Callable[..., Any] = getattr(measure, name)
+
+        def make(*given: Any) -> Any:
+            made.append(name)
+            return real(*given)
+
+        return make
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("answer", "answer_of_weft"):
+            patch.setattr(measure, name, noted(name))
+        measured(job)
+    return made
+
+
+@pytest.mark.parametrize(("peers", "others"), [((), []), (("torch",), ["answer"])])
+def test_ranks_make_the_answers_that_they_look_at(
+    peers: tuple[str, ...], others: list[str]
+) -> None:
+    """Where a peer rounds, its ranks may differ; weft's have the bits of rank 0."""
+    job = Job((replace(TINY, values="normal"),), ("gather",), peers, iters=1, warmup=0)
+    assert on(2, answers, job) == [["answer", "answer_of_weft"], others]
 
 
 def test_every_kind_of_data() -> None:

@@ -34,7 +34,7 @@ from __future__ import annotations
 
 import hashlib
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
@@ -363,24 +363,35 @@ def answer_of_weft(right: Answer, ranks: int, seed: int) -> Answer:
     if rounded is None:
         return right
 
-    of_sent = torch.zeros_like(right.exact)  # sums of what ranks send
-    magnitudes = torch.zeros_like(right.exact)  # sums of the absolute values of what they have
-    for rank in range(ranks):
-        own = _of_ranks(case, [rank], seed)
-        place = torch.searchsorted(right.indices, own.indices)
-        of_sent[place] += own.exact.to(case.sent_dtype).to(own.exact.dtype)
-        magnitudes[place] += own.exact.abs()
     if is_whole:
-        return replace(right, exact=of_sent.to(rounded).to(of_sent.dtype), slack=None)
+        total = _sum_of_ranks(right, ranks, seed, lambda own: _rounded(own, case.sent_dtype))
+        return replace(right, exact=_rounded(total, rounded), slack=None)
 
     kind = torch.finfo(rounded)
     unit = kind.eps / 2
     tiny = kind.smallest_normal * unit  # half of the smallest number
     slack = unit * right.exact.abs() + tiny  # the result is rounded
     if case.sent_dtype == rounded and case.op in ("sum", "avg"):  # and what each rank sends
+        magnitudes = _sum_of_ranks(right, ranks, seed, torch.abs)
         mean = magnitudes / ranks if case.op == "avg" else magnitudes
         slack += unit * (1 + unit) * mean + ranks * tiny
     return replace(right, slack=slack + (1 + unit) ** 2 * _of_additions(right))
+
+
+def _rounded(numbers: Tensor, dtype: torch.dtype) -> Tensor:
+    """The numbers as they come out of that dtype, in their own."""
+    return numbers.to(dtype).to(numbers.dtype)
+
+
+def _sum_of_ranks(
+    right: Answer, ranks: int, seed: int, change: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """The sums, in the places of the right ones, of what `change` makes of each rank's own."""
+    total = torch.zeros_like(right.exact)
+    for rank in range(ranks):
+        own = _of_ranks(right.case, [rank], seed)
+        total[torch.searchsorted(right.indices, own.indices)] += change(own.exact)
+    return total
 
 
 def _of_additions(right: Answer) -> Tensor:

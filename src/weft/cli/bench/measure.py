@@ -331,12 +331,12 @@ def _measure(
     contenders = [contender(name, case, *own) for name in names]
 
     doing("checking the results")
-    # where rounding enters, ranks may differ, so that everyone must look for itself
-    looks = job.checked and (rank == 0 or case.rounds)
     right = right_of_weft = None
-    if looks:
+    # where rounding enters, ranks of a peer may differ, so that everyone must look for itself
+    if job.checked and (rank == 0 or (case.rounds and job.peers)):
         right = answer(case, ranks, job.seed)
-        right_of_weft = answer_of_weft(right, ranks, job.seed)
+        if rank == 0:  # weft's ranks have the same bits, or are wrong
+            right_of_weft = answer_of_weft(right, ranks, job.seed)
     for one in contenders:
         if one.status == _OK:
             _try(one, job, case, right_of_weft if one.own else right)
