@@ -121,6 +121,24 @@ def test_64_ranks_on_hosts_of_several(each, link):
     check(simulate("split", spread, 64, link, hosts=hosts, within=within))
 
 
+@pytest.mark.parametrize(("hosts", "factors"), [("aaaabbb", "3x2"), ("a" * 8 + "b", "1x2")])
+@pytest.mark.parametrize("gbit", [1, 10])
+def test_hosts_of_unequal_ranks_wait_for_the_busiest(hosts, factors, gbit, monkeypatch):
+    link = Link(alpha=20e-6, beta=8e-9 / gbit, gamma=MERGE, work=5e-6, within=WITHIN)
+    on_hosts = {"hosts": hosts, "within": replace(link, beta=WITHIN)}
+    rows = partial(spread, count=4000, height=80_000)
+    monkeypatch.setenv("WEFT_FACTORS", factors)
+    in_stages = simulate("split", rows, len(hosts), link, **on_hosts)
+    assert "x".join(map(str, in_stages.load.factors)) == factors
+    check(in_stages)
+
+    # of eight ranks and one, stages were predicted in a third of their time, and taken
+    monkeypatch.delenv("WEFT_FACTORS")
+    chosen = simulate("auto", rows, len(hosts), link, **on_hosts)
+    other = simulate("holders", rows, len(hosts), link, **on_hosts)
+    assert chosen.seconds < 1.1 * min(in_stages.seconds, other.seconds)
+
+
 def on_hosts_of_eight(gbit):
     link = Link(alpha=20e-6, beta=8e-9 / gbit, gamma=MERGE, work=5e-6, within=WITHIN)
     hosts = [f"{rank // 8}" for rank in range(64)]

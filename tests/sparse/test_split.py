@@ -900,7 +900,8 @@ def load_of(hosts, link=NETWORK, **changes):
      ("abcdefgh", ()), ("aaaaaaaa", ())],
 )  # fmt: skip
 def test_factors_are_those_of_the_hosts(hosts, wanted):
-    load = factors.factored(load_of(hosts))
+    slow = dataclasses.replace(NETWORK, beta=32e-9)
+    load = factors.factored(load_of(hosts, slow))
     assert load.factors == wanted
     blocks = factors.blocks_of(load)
     assert sorted(rank for block in blocks for rank in block) == list(range(len(hosts)))

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import NamedTuple
 
+from .bound import rows_of_average
 from .cost import Cost, Load, preferred
 from .factors import are_near, between, blocks_of, handing_on, in_parts, within
 from .registry import ALGORITHMS, Algorithm, remembered
@@ -85,7 +86,8 @@ class _InBlock(NamedTuple):
 def _in_block(load: Load, algorithm: Algorithm, inner: Load) -> _InBlock:
     """Rows go to the ranks of the block that have a place, and these send sums to all of it."""
     block = within(load)
-    count = len(blocks_of(load))
+    blocks = blocks_of(load)
+    count = len(blocks)
     places = load.factors[0]
     leading = places * count / load.ranks
     rows = load.mean / places  # that a rank has of what one place sums
@@ -97,11 +99,12 @@ def _in_block(load: Load, algorithm: Algorithm, inner: Load) -> _InBlock:
     values = block.parted(rows, load.given, places) * owners / places
     sent_up = owners * list_messages(list_of_rows) + values
 
-    others = load.ranks / count - 1
-    lists = leading * list_messages(list_of_sums) + 1 - leading  # without a place: an empty one
     runs = count if in_parts(load, algorithm, inner) else 1
-    chunks = leading * runs * block.chunks(sums / runs, load.row)
-    sent_down = others * (lists + chunks)
+    messages = list_messages(list_of_sums) + runs * block.chunks(sums / runs, load.row)
+    others = [len(ranks) - 1 for ranks in blocks]
+    # a rank without a place tells the others of its block, by an empty list
+    without = sum((each + 1 - places) * each for each in others)
+    sent_down = (places * sum(others) * messages + without) / load.ranks
 
     received = owners * (rows * load.given + list_of_rows)
     received += owners * (sums * load.row + list_of_sums)
@@ -114,20 +117,36 @@ def _slowest_on_hosts(
     """The slowest rank where each block is on a host.
 
     All places of a host use its link at the same time: so the link carries `sharing` times what one
-    of them sends. What ranks of a host hand each other never comes there. It is work of their
-    cores, and so are the messages of it: a part goes on while the link is busy (`_on_hosts`).
+    of them sends, and all wait for the link of the busiest host. What ranks of a host hand each
+    other never comes there. It is work of their cores, and so are the messages of it: a part goes
+    on while the link is busy (`_on_hosts`).
     """
     assert load.link is not None
     alone, meanwhile = _on_hosts(load, algorithm, inner)
     posting = block.messages * load.link.work / load.link.gamma
+    carried = inner.sharing * _busiest_over_average(load)
     return replace(
         between,
         rounds=between.rounds + 1,
-        bytes=inner.sharing * between.bytes,
-        delayed=inner.sharing * between.delayed,
+        bytes=carried * between.bytes,
+        delayed=carried * between.delayed,
         merged=between.merged + alone,
         overlapped=between.overlapped + meanwhile + posting,
     )
+
+
+def _busiest_over_average(load: Load) -> float:
+    """How many times as much crosses the link of the busiest host as that of the average one.
+
+    A host of many ranks sends more rows than others, and one of few receives more. Hosts of equally
+    many count as alike: how far their rows differ is known from small samples alone.
+    """
+    blocks = blocks_of(load)
+    if load.hosts is None or blocks != load.hosts.ranks or len({*map(len, blocks)}) == 1:
+        return 1.0
+    average = rows_of_average(sum(load.unions_of(blocks)), load.union, len(blocks))
+    busiest = load.host_bound / (load.row + 4)
+    return max(1.0, busiest / average) if average else 1.0
 
 
 def _slowest_of_neighbours(load: Load, between: Cost, block: _InBlock) -> Cost:
@@ -186,11 +205,13 @@ def _on_hosts(load: Load, algorithm: Algorithm, inner: Load) -> tuple[float, flo
     reducing += block.merging(block.ranks * rows, inner.pieces(rows, block.ranks, inner.mean))
     before = reducing * _part_before(places, algorithm, inner)
 
-    # then it gets complete sums from the other places; these take turns on the host's link, so in
-    # the first turn nothing is handed on
-    sharing = handing_on(load) * (places - 1) * sums * load.row
+    # then it shares complete sums with the others of the block, as these do with it, if each has a
+    # place; several places take turns on the host's link, and in the first nothing is handed on
+    sharing = handing_on(load) * (block.ranks - 1) * sums * load.row
     chunks = max(1, block.chunks(sums, load.row))
-    overlap = (1 - 1 / places) * (1 - 1 / chunks)
+    overlap = 1 - 1 / chunks
+    if places > 1:
+        overlap *= 1 - 1 / places
     during = min(sharing, overlap * _completing(load, algorithm, inner))
     return before + sharing - during, reducing - before + during
 
