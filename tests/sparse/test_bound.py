@@ -431,3 +431,21 @@ def test_a_header_that_carries_rows_is_described_once(monkeypatch):
     monkeypatch.setattr(kernels, "sketch", counted)
     run(4, program)
     assert sorted(sketched) == 12 * [3] + [3000]  # rank 1 did not send its own
+
+
+def test_explain_says_that_all_wait_for_the_busiest():
+    def program(group):
+        set_link(group, NEAR)
+        group.session.hosts = tuple("abcd")
+        some = Rows(torch.arange(4000) + 4000 * group.rank, torch.ones(4000, 64), 16_000)
+        one = some if group.rank == 0 else Rows(some.indices[:0], some.values[:0], 16_000)
+        return weft.explain(some), weft.explain(one)
+
+    even, skewed = run(4, program)[0]
+    waits = "all wait for the busiest host"
+    assert waits not in str(even)
+    # rank 0 has to send 4,000 rows, the average one 3,000: it has three quarters of them to receive
+    assert f"{waits}, which has 1.3 times as much to receive or send" in str(skewed)
+    assert waits in skewed._repr_html_()
+    least = 1e3 * skewed.load.least_seconds(NEAR)
+    assert skewed.lines[0].milliseconds < least == pytest.approx(4e6 * 260 * NEAR.beta)

@@ -146,19 +146,33 @@ class Load:
         It is as good as `union` and `rows_of_hosts`. Where these are estimates, it is one; without
         `rows_of_hosts` it is too high where ranks of a host have similar rows.
         """
-        counts = self.ranks_of_hosts
-        if len(counts) == 1:
+        if len(self.ranks_of_hosts) == 1:
             return 0.0
-        rows = self.rows_of_hosts
-        if rows is None:
-            rows = tuple(
-                (self.union_of(count), self.union_of(self.ranks - count)) for count in counts
-            )
-        own = [mine for mine, _ in rows]
-        others = [theirs for _, theirs in rows]
+        own, others = self._rows_of_hosts
         # the rank with most rows sends them all, if it is alone on its host or not
         busiest = max(rows_of_busiest(own, others, self.union), self.most)
         return busiest * (self.row + 4)
+
+    @property
+    def unevenness(self) -> float:
+        """How many times as much the busiest host must send or receive as the average one.
+
+        It is as good as `host_bound`.
+        """
+        own, _ = self._rows_of_hosts
+        average = rows_of_average(sum(own), self.union, len(own)) * (self.row + 4)
+        return max(1.0, self.host_bound / average) if average else 1.0
+
+    @property
+    def _rows_of_hosts(self) -> tuple[list[float], list[float]]:
+        """For each host the rows in the union of its ranks, and in that of all other ranks."""
+        rows = self.rows_of_hosts
+        if rows is None:
+            rows = tuple(
+                (self.union_of(count), self.union_of(self.ranks - count))
+                for count in self.ranks_of_hosts
+            )
+        return [own for own, _ in rows], [others for _, others in rows]
 
     def least_seconds(self, link: Link) -> float:
         """The time that any exact schedule takes at least with these ranks on these hosts.

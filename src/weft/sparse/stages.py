@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import NamedTuple
 
-from .bound import rows_of_average
 from .cost import Cost, Load, preferred
 from .factors import are_near, between, blocks_of, handing_on, in_parts, within
 from .registry import ALGORITHMS, Algorithm, remembered
@@ -144,9 +143,7 @@ def _busiest_over_average(load: Load) -> float:
     blocks = blocks_of(load)
     if load.hosts is None or blocks != load.hosts.ranks or len({*map(len, blocks)}) == 1:
         return 1.0
-    average = rows_of_average(sum(load.unions_of(blocks)), load.union, len(blocks))
-    busiest = load.host_bound / (load.row + 4)
-    return max(1.0, busiest / average) if average else 1.0
+    return load.unevenness
 
 
 def _slowest_of_neighbours(load: Load, between: Cost, block: _InBlock) -> Cost:
