@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 
 import weft
-from weft.testing import contract, spmd
+from weft.schedules import dense_all_reduce
+from weft.testing import contract, run, spmd
 
 PAIRS = (contract.channels, contract.shorter, contract.empty, contract.leases)
 ANY = (
@@ -75,3 +78,35 @@ def test_a_part_of_a_part(group):
     if inner is not None:
         assert inner.rank == (2, 4).index(group.rank)
         contract.exchange(inner)
+
+
+def test_errors_of_a_call_of_some_ranks_name_them_by_their_numbers_among_all():
+    has_left = threading.Event()  # rank 1, the barrier
+
+    def program(group):
+        if group.rank == 0:
+            return
+        some = group.subset([1, 2])
+        model = torch.nn.Linear(2, 1 + group.rank)
+        with pytest.raises(weft.WeftError, match=r"\(2,\) on rank 1, and .* \(3,\) on rank 2"):
+            weft.sync_params(model, group=some)
+
+        inputs = [torch.ones(2, requires_grad=True)] * 2
+        with (
+            torch.set_grad_enabled(group.rank == 1),
+            pytest.raises(weft.WeftError, match=r"rank 1 records gradients .*, rank 2 is under"),
+        ):
+            weft.all_to_all(inputs, group=some)
+
+        with pytest.raises(weft.WeftError, match=rf"^rank {group.rank}: "):
+            dense_all_reduce(some, torch.ones(2), "no such op")
+
+        if group.rank == 2:
+            has_left.wait(30)
+        else:
+            with pytest.raises(weft.WeftError, match=r"^rank 1: rank 2 has not come to the barr"):
+                weft.barrier(timeout=0.01, group=some)
+            has_left.set()
+        weft.barrier(group=some)
+
+    run(3, program)

@@ -62,9 +62,9 @@ def barrier(timeout: float | None = None, group: object = None) -> None:
         entered.work.wait(timeout if is_duration(timeout) else None)
     except StillRunning:
         _left[group] = entered
+        rank = group.rank_in_errors(group.rank)
         raise StillRunning(
-            f"rank {group.rank}: {entered.late()} after {timeout:g} s: call barrier again to wait "
-            "on"
+            f"rank {rank}: {entered.late()} after {timeout:g} s: call barrier again to wait on"
         ) from None
 
 

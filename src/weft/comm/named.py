@@ -10,7 +10,7 @@ import hashlib
 import json
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -176,7 +176,8 @@ def told_by_all(
     mine = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     texts, _ = Scatter(group, f"{name} (what differs)").run([mine] * group.size, Mode())
     said = [group.decode(peer, "a manifest", _read, each) for peer, each in enumerate(texts)]
-    if how := _difference([theirs for theirs, _ in said], missing):
+    manifests = {group.rank_in_errors(rank): theirs for rank, (theirs, _) in enumerate(said)}
+    if how := _difference(manifests, missing):
         raise WeftError(f"the modules differ: {how}{kept}")
     return said
 
@@ -188,12 +189,12 @@ def _read(text: Tensor) -> tuple[Manifest, dict[str, int]]:
     return {name: str(said) for name, said in manifest.items()}, known
 
 
-def _difference(manifests: Sequence[Manifest], missing: bool) -> str | None:
-    """The first difference of the manifests, in a sentence, or None."""
-    names = dict.fromkeys(name for manifest in manifests for name in manifest)
+def _difference(manifests: Mapping[int, Manifest], missing: bool) -> str | None:
+    """The first difference of the manifests, each of a rank, in a sentence, or None."""
+    names = dict.fromkeys(name for manifest in manifests.values() for name in manifest)
     for name in names:
-        base = next(rank for rank, manifest in enumerate(manifests) if name in manifest)
-        for rank, manifest in enumerate(manifests):
+        base = next(rank for rank, manifest in manifests.items() if name in manifest)
+        for rank, manifest in manifests.items():
             said = manifest.get(name)
             if said is None and missing:
                 return f"rank {rank} has no {name!r}, on rank {base} it is {manifests[base][name]}"

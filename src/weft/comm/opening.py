@@ -113,9 +113,10 @@ def opened(
         WeftError: a rank stated an error, fingerprints differ, or some ranks record gradients and
             others are under `torch.no_grad()`.
     """
+    rank = group.rank_in_errors(group.rank)
     numbers = _SAID.pack(
-        group.rank if mode and mode.records else _NOBODY,
-        group.rank if mode and not mode.enabled else _NOBODY,
+        rank if mode and mode.records else _NOBODY,
+        rank if mode and not mode.enabled else _NOBODY,
         limit,
         digest,
         ~digest,  # the largest becomes the smallest

@@ -70,7 +70,7 @@ def dense_all_reduce(group: Group, tensor: Tensor, op: str) -> Pending:
         WeftError: the op is unknown, or torch cannot apply it to this dtype.
     """
     if reason := refuses(op, tensor.dtype):
-        raise WeftError(f"rank {group.rank}: {reason}")
+        raise WeftError(f"rank {group.rank_in_errors(group.rank)}: {reason}")
     if group.size == 1 or not tensor.numel():
         group.post()  # which raises if the group is broken
         return _Reduction(tensor)
