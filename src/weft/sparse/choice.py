@@ -11,7 +11,7 @@ every rank chooses alike.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -41,10 +41,10 @@ _CHUNKS = (1 << 16, 1 << 20)  # bytes of the smallest and the largest chunk
 _WHOLE = 1 << 48  # bytes of a chunk where messages are not cut
 _NEAR = 1 << 24  # bytes of one chunk of every rank together, at most, if all share a host
 
-
 # times the average, from which `explain` says that the busiest host takes longer: a sample of
 # indices is wrong by 6 percent
 _UNEQUAL = 1.1
+
 _CHOSEN = "chosen"
 _RULED_OUT = "ruled out"
 
@@ -375,7 +375,7 @@ def explained(load: Load, algorithm: str, index: torch.dtype, carrier: str = "")
     """
     if load.ranks == 1:
         return Explanation(ALONE, load, ())
-    lines = _lines(load, ALGORITHMS.values())
+    lines = _lines(load)
     if algorithm == "auto" and is_eager(load, index):
         chosen = EAGER
         others = load.ranks - 1
@@ -444,10 +444,10 @@ def _rows_of_hosts_together(loads: Sequence[Load]) -> tuple[tuple[float, float],
     return tuple(of_hosts)
 
 
-def _lines(load: Load, algorithms: Iterable[Algorithm]) -> list[_Line]:
-    """These algorithms, quickest first; the verdict says why one cannot be chosen."""
+def _lines(load: Load) -> list[_Line]:
+    """All algorithms, quickest first; the verdict says why one cannot be chosen."""
     lines = []
-    for algorithm in algorithms:
+    for algorithm in ALGORITHMS.values():
         cost = algorithm.cost(load)
         reason = algorithm.applies(load)
         memory = needed(load, cost)

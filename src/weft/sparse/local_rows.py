@@ -63,12 +63,6 @@ class LocalRows:
         self._lease: Lease | None = None
         self._values: Tensor | None = None
 
-    @classmethod
-    def of(cls, rows: Rows) -> LocalRows:
-        """Rows that are canonical already."""
-        distinct = Distinct(rows.indices, None, None)
-        return cls(rows, distinct, OPS["sum"], rows.values.dtype, Pool())
-
     def __len__(self) -> int:
         return self.indices.numel()
 

@@ -194,23 +194,10 @@ class _ListsOfKnownLength(Lists):
 class IndexLists(Lists):
     """Index lists on the CPU: each message says its length, and may be packed (`codec`)."""
 
-    def __init__(
-        self,
-        call: Call,
-        lists: Mapping[int, Tensor],
-        sources: Sequence[int],
-        spans: Spans = _ANYWHERE,
-    ) -> None:
-        super().__init__(call, lists, sources, spans)
-        self._group = call.group
-        self._places = call.load.places
-        # bytes that no list has more of: `total` counts the rows of all ranks of the call, also in
-        # the header of one place (`owners.of_blocks`)
-        self._most = call.header.total * call.load.index
-        self._leases: list[Lease] = []
-
     def start(self) -> Self:
         """Post the first message of each list, and the second one of those that are longer."""
+        group = self._call.group
+        self._leases: list[Lease] = []
         # a list that goes to several peers is packed once, and sent as one tensor
         packed: dict[int, tuple[Tensor, Tensor]] = {}
         for indices in self._lists.values():
@@ -219,27 +206,31 @@ class IndexLists(Lists):
                 packed[id(indices)] = message[:HEAD], message[HEAD:]
         messages = [(peer, *packed[id(indices)]) for peer, indices in self._lists.items()]
         heads = [(peer, head) for peer, head, _ in messages]
-        self._heads = self._group.post(heads, [(peer, HEAD) for peer in self._sources], SMALL)
+        self._heads = group.post(heads, [(peer, HEAD) for peer in self._sources], SMALL)
         rests = [(peer, rest) for peer, _, rest in messages if rest.numel()]
-        self._sent = self._group.post(rests, (), LISTS)
+        self._sent = group.post(rests, (), LISTS)
         self.are_sent = not rests
         return self
 
     def _packed(self, indices: Tensor) -> Tensor:
-        lease = codec.pack(indices, self._group.memory, gaps=self._call.load.gaps)
+        lease = codec.pack(indices, self._call.group.memory, gaps=self._call.load.gaps)
         self._leases.append(lease)
         return lease.tensor
 
     def wait(self) -> dict[int, Tensor]:
+        call = self._call
         heads = dict(zip(self._sources, self._heads.wait(), strict=True))
+        # no list has more bytes: `total` counts the rows of all ranks of the call, also in the
+        # header of one place (`owners.of_blocks`)
+        most = call.header.total * call.load.index
         rests: dict[int, Tensor] = {}
         for peer, head in heads.items():
-            size = self._read(peer, codec.bytes_of, head, self._most)
+            size = self._read(peer, codec.bytes_of, head, most)
             if size > HEAD:
                 rests[peer] = self._room(size)
                 rests[peer][:HEAD] = head
         recvs = [(peer, whole[HEAD:]) for peer, whole in rests.items()]
-        pending = self._group.post((), recvs, LISTS)
+        pending = call.group.post((), recvs, LISTS)
         lists = {}
         for peer in sorted(heads, key=rests.__contains__):  # read some while others still come
             if peer in rests:
@@ -248,15 +239,16 @@ class IndexLists(Lists):
         return lists
 
     def _unpacked(self, peer: int, message: Tensor) -> Tensor:
-        low, high = self._spans.get(peer, (0, self._places))
-        span = low, min(high, self._places) - 1
+        places = self._call.load.places
+        low, high = self._spans.get(peer, (0, places))
+        span = low, min(high, places) - 1
         return self._read(peer, codec.unpack, message, self._call.wire_index, span, self._room)
 
     def _read(self, peer: int, decode: Callable[..., T], *arguments: Any) -> T:
-        return self._group.decode(peer, "an index list", decode, *arguments)
+        return self._call.group.decode(peer, "an index list", decode, *arguments)
 
     def _room(self, nbytes: int) -> Tensor:
-        self._leases.append(self._group.lease(nbytes))
+        self._leases.append(self._call.group.lease(nbytes))
         return self._leases[-1].tensor
 
     def release(self) -> None:
@@ -266,18 +258,16 @@ class IndexLists(Lists):
             lease.release()
 
 
-def all_gather_lists(
-    call: Call, indices: Tensor, spans: Spans = _ANYWHERE
-) -> tuple[list[Tensor], Lists]:
+def all_gather_lists(call: Call, indices: Tensor) -> tuple[list[Tensor], Lists]:
     """Send this rank's index list to all others, and wait for theirs; collective.
 
     Args:
-        call, indices, spans: as for `send_list_to_all`.
+        call, indices: as for `send_list_to_all`.
 
     Returns:
         The lists in rank order, and the object to release when they are not needed any more.
     """
-    under_way = send_list_to_all(call, indices, spans)
+    under_way = send_list_to_all(call, indices)
     return in_rank_order(call, under_way, indices), under_way
 
 
