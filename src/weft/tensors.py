@@ -2,9 +2,13 @@
 
 Each call asks this of what it is given before it tells the other ranks of it. What stands for
 others, or for none, would fail where their elements are read: in the middle of an exchange.
+
+What ranks tell each other of dtypes and shapes is text: `dtype_in` and `shape_in` read it.
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 from torch import Tensor
@@ -90,6 +94,20 @@ def dtype_in(text: str) -> torch.dtype:
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"{text} is no dtype")
     return dtype
+
+
+def shape_in(text: str) -> tuple[int, ...]:
+    """The shape that a text is the `str` of.
+
+    `ast.literal_eval` is not used: it fails in several threads at once (CPython's gh-106905).
+
+    Raises:
+        ValueError: the text is not that of a shape.
+    """
+    shape = tuple(int(part) for part in text.strip("()").split(",") if part)
+    if min(shape, default=0) < 0 or math.prod(shape) >= 1 << 60:
+        raise ValueError(f"{text} is no shape")
+    return shape
 
 
 def is_plain(tensor: Tensor) -> bool:

@@ -24,8 +24,8 @@ from ..group.group import Group
 from ..kernels.ops import DTYPES
 from ..schedules import dense
 from ..sparse.api import job_of
-from ..sparse.call import shape_in
 from ..sparse.request import wrong_wire_dtype
+from ..tensors import shape_in
 from .buckets import reduce_dense
 from .named import Manifest, digest, expanded_dims, local, of_module, shard_of, told_by_all
 from .opening import NO_LIMIT, ROOM, opened

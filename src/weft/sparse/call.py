@@ -300,17 +300,3 @@ def partial_dtype(op: Op, dtype: torch.dtype, wide: torch.dtype | None) -> torch
 def row_bytes(row_shape: tuple[int, ...], dtype: torch.dtype) -> int:
     """Bytes of a row's values."""
     return math.prod(row_shape) * dtype.itemsize
-
-
-def shape_in(text: str) -> tuple[int, ...]:
-    """The shape that a text is the `str` of.
-
-    `ast.literal_eval` is not used: it fails in several threads at once (CPython's gh-106905).
-
-    Raises:
-        ValueError: the text is not that of a shape.
-    """
-    shape = tuple(int(part) for part in text.strip("()").split(",") if part)
-    if min(shape, default=0) < 0 or math.prod(shape) >= 1 << 60:
-        raise ValueError(f"{text} is no shape")
-    return shape

@@ -22,8 +22,8 @@ from ..devices import current, on_host
 from ..errors import WeftError
 from ..group.group import Group
 from ..rows import Rows
-from ..tensors import dtype_in
-from .call import Call, row_bytes, shape_in
+from ..tensors import dtype_in, shape_in
+from .call import Call, row_bytes
 from .choice import ALONE, EAGER, Explanation, choose, is_eager, with_link
 from .choice import explained as explained_choice
 from .cost import Load

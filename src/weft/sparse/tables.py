@@ -34,10 +34,10 @@ from ..devices import on_host
 from ..errors import WeftError
 from ..group.group import Group
 from ..rows import Rows
-from ..tensors import as_bytes, extent, has_elements
+from ..tensors import as_bytes, extent, has_elements, shape_in
 from ..wire.memory import fresh
 from . import choice, run, sketch
-from .call import Call, shape_in
+from .call import Call
 from .choice import ALONE, EAGER, Batch, Explanation
 from .header import NO_LIMIT, POINTS
 from .record import note

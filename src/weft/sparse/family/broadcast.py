@@ -17,8 +17,7 @@ from ...devices import Aside, current
 from ...errors import untransformed
 from ...group import default
 from ...rows import Rows
-from ...tensors import has_elements
-from ..call import shape_in
+from ...tensors import has_elements, shape_in
 from ..cost import Load
 from ..record import started
 from ..request import NOTHING, Request, root_in
