@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weft.sparse.header import Header
-from weft.sparse.owners import cuts, expected_union
+from weft.sparse.owners import balanced_bounds, expected_union
 
 DRAWS = {
     "uniform": lambda g: torch.randint(1_000_000, (20_000,), generator=g),
@@ -37,7 +37,7 @@ def headers_of(name, ranks):
 @pytest.mark.parametrize("name", DRAWS)
 def test_owners_have_equal_work(name, ranks):
     parts, header = headers_of(name, ranks)
-    edges = torch.tensor([0, *cuts(header, ranks), 2**40])
+    edges = torch.tensor([*balanced_bounds(header, ranks)[:-1], 2**40])
     union = torch.cat(parts).unique()
     rows = sum(torch.searchsorted(part, edges).diff() for part in parts)
     sums = torch.searchsorted(union, edges).diff()
@@ -56,8 +56,8 @@ def test_cuts_ascend_and_a_header_survives_the_wire(parts):
     whole = functools.reduce(combine, headers)
     again = Header.unpack(whole.pack().numpy().data)
     assert again.pack().tolist() == whole.pack().tolist()
-    found = cuts(whole, len(parts))
-    assert len(found) == len(parts) - 1
+    found = balanced_bounds(whole, len(parts))
+    assert len(found) == len(parts) + 1
     assert found == sorted(found)
     distinct = {index for part in parts for index in part}
     assert whole.total == sum(len(set(part)) for part in parts)
@@ -113,7 +113,7 @@ def test_without_a_sketch_the_cuts_are_the_same_and_the_union_is_estimated(name)
     bare = [Header.of(part, rank, sampled=False) for rank, part in enumerate(parts)]
     whole = functools.reduce(combine, bare)
     assert not whole.alike and not len(whole.sketch)
-    assert cuts(whole, 4) == cuts(header, 4)
+    assert balanced_bounds(whole, 4) == balanced_bounds(header, 4)
     true = torch.cat(parts).unique().numel()
     assert expected_union(whole, 4) == pytest.approx(true, rel=0.25)
     same = functools.reduce(combine, [bare[0]] * 4)

@@ -19,7 +19,7 @@ from weft.schedules.hosts import Hosts
 from weft.sparse import ALGORITHMS, Load, factors, last_call, stages
 from weft.sparse.header import Header
 from weft.sparse.link import set_link
-from weft.sparse.owners import balanced, of_blocks, of_equal_sums
+from weft.sparse.owners import balanced_bounds, bounds_of_equal_sums, header_of_blocks
 from weft.sparse.stream import SUMS, VALUES
 from weft.testing import expected, processes, round_wire, run, simulated, spmd
 from weft.testing.pace import patient
@@ -944,14 +944,14 @@ def test_ranges_of_a_place_are_those_of_its_header():
     parts = [rows_of(rank, height=5000, count=800).indices.unique() for rank in range(8)]
     header = Header.together([Header.of(part, rank) for rank, part in enumerate(parts)])
     union = torch.cat(parts).unique()
-    bounds = of_equal_sums(header, 8, 4)
+    bounds = bounds_of_equal_sums(header, 8, 4)
     assert bounds[0] == 0 and bounds[-1] == header.highest + 1 and len(bounds) == 5
     sums = torch.searchsorted(union, torch.tensor(bounds)).diff()
     assert sums.max() <= 1.15 * sums.float().mean()
     for low, high in pairwise(bounds):
-        inner = of_blocks(header, 8, 2, (low, high))
-        assert balanced(inner, 2)[-1] == high
-        assert low < balanced(inner, 2)[1] < high
+        inner = header_of_blocks(header, 8, 2, (low, high))
+        assert balanced_bounds(inner, 2)[-1] == high
+        assert low < balanced_bounds(inner, 2)[1] < high
         rows = sum(((part >= low) & (part < high)).sum() for part in parts)
         assert 0.6 * rows <= inner.weights.sum() <= 1.2 * rows
 

@@ -94,7 +94,7 @@ class LocalRows:
             highest: the largest index.
         """
         if self._points is None:
-            return within(indices, bounds, highest)
+            return slices_between(indices, bounds, highest)
         points = self._points
         places = shares(len(self)).tolist()  # of the points among the rows
         parts = []
@@ -182,7 +182,7 @@ class SummedRows(LocalRows):
         return self._given[:stop]
 
 
-def within(indices: Tensor, bounds: Sequence[int], highest: int) -> list[slice]:
+def slices_between(indices: Tensor, bounds: Sequence[int], highest: int) -> list[slice]:
     """The part of sorted indices between each bound and the next.
 
     Args:

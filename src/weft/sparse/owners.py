@@ -19,7 +19,6 @@ from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor
 
 from .. import kernels
@@ -27,8 +26,8 @@ from ..group.pending import Pending
 from ..rows import Rows
 from ..wire.interface import Send
 from .call import Call
-from .header import Header
-from .local_rows import LocalRows, within
+from .header import Header, Longs
+from .local_rows import LocalRows, slices_between
 from .stream import (
     VALUES,
     Source,
@@ -40,15 +39,13 @@ from .stream import (
     wait_all,
 )
 
-Longs = NDArray[np.int64]
-
 _NOTHING: Longs = np.empty(0, np.int64)
 _BINS = 64
 _LAST = (2**31 - 1, 2**63 - 1)  # the largest of each index dtype: a cut must fit in it, too
 
 
-def cuts(header: Header, ranks: int) -> list[int]:
-    """Indices, one fewer than ranks, ascending: owner r sums from cut r-1 up to cut r.
+def balanced_bounds(header: Header, ranks: int) -> list[int]:
+    """Indices, ascending: owner r sums from bound r up to, not including, bound r + 1.
 
     Every rank is an owner, and all owners have equal work.
 
@@ -57,10 +54,11 @@ def cuts(header: Header, ranks: int) -> list[int]:
         ranks: how many there are.
     """
     bins = _binned(header, ranks)
-    return _divided(bins, bins.rows + (ranks - 1) * bins.union, ranks)
+    cuts = _divided(bins, bins.rows + (ranks - 1) * bins.union, ranks)
+    return [0, *cuts, header.highest + 1]
 
 
-def cuts_of_equal_sums(header: Header, ranks: int, owners: int) -> list[int]:
+def bounds_of_equal_sums(header: Header, ranks: int, owners: int) -> list[int]:
     """The same for some owners, who get equally many sums.
 
     Args:
@@ -69,7 +67,7 @@ def cuts_of_equal_sums(header: Header, ranks: int, owners: int) -> list[int]:
         owners: how many share the sums.
     """
     bins = _binned(header, ranks)
-    return _divided(bins, bins.union, owners)
+    return [0, *_divided(bins, bins.union, owners), header.highest + 1]
 
 
 class _Bins(NamedTuple):
@@ -152,17 +150,7 @@ def expected_union(header: Header, ranks: int) -> int:
     return max(header.most, int(_binned(header, ranks).union.sum()))
 
 
-def balanced(header: Header, ranks: int) -> list[int]:
-    """The cuts with both ends: rank r owns the indices from bound r up to, not including, r + 1."""
-    return [0, *cuts(header, ranks), header.highest + 1]
-
-
-def of_equal_sums(header: Header, ranks: int, owners: int) -> list[int]:
-    """The same with `cuts_of_equal_sums`, of so many owners."""
-    return [0, *cuts_of_equal_sums(header, ranks, owners), header.highest + 1]
-
-
-def of_blocks(header: Header, ranks: int, blocks: int, span: tuple[int, int]) -> Header:
+def header_of_blocks(header: Header, ranks: int, blocks: int, span: tuple[int, int]) -> Header:
     """The header of what blocks of ranks have in a range of indices, each block summed.
 
     Its points say how many rows to expect. Its `total` stays that of all ranks: how many rows these
@@ -190,15 +178,15 @@ def of_blocks(header: Header, ranks: int, blocks: int, span: tuple[int, int]) ->
     return header._replace(highest=high - 1, points=places, weights=weights)
 
 
-def owned(header: Header, ranks: int, indices: Tensor) -> list[slice]:
-    """The part of sorted indices that each rank owns.
+def owned_parts(header: Header, ranks: int, indices: Tensor) -> list[slice]:
+    """The part of sorted indices that each rank owns, by `balanced_bounds`.
 
     Args:
         header: of all ranks together.
         ranks: how many there are.
         indices: all that `ranks` have together, or some of them.
     """
-    return within(indices, balanced(header, ranks), header.highest)
+    return slices_between(indices, balanced_bounds(header, ranks), header.highest)
 
 
 def spans(bounds: Sequence[int]) -> dict[int, tuple[int, int]]:
@@ -284,7 +272,10 @@ class SparseReduceScatter:
     @property
     def indices(self) -> Tensor:
         """The indices that this rank owns."""
-        return self.union.indices[slice(*self.union.below or (None,))]
+        if not self.union.below:
+            return self.union.indices
+        begin, end = self.union.below
+        return self.union.indices[begin:end]
 
     def send_rest(self) -> None:
         """Send all values that were not sent yet."""

@@ -221,7 +221,7 @@ class IndexLists(Lists):
         call = self._call
         heads = dict(zip(self._sources, self._heads.wait(), strict=True))
         # no list has more bytes: `total` counts the rows of all ranks of the call, also in the
-        # header of one place (`owners.of_blocks`)
+        # header of one place (`owners.header_of_blocks`)
         most = call.header.total * call.load.index
         rests: dict[int, Tensor] = {}
         for peer, head in heads.items():
@@ -532,8 +532,8 @@ class Ring:
         wait_all(self._sent)
 
 
-def parts(counts: Iterable[int]) -> list[slice]:
-    """Consecutive slices of these lengths."""
+def consecutive(counts: Iterable[int]) -> list[slice]:
+    """Slices of these lengths, each from where the one before ends."""
     return [slice(start, end) for start, end in pairwise(accumulate(counts, initial=0))]
 
 
@@ -545,7 +545,7 @@ def lay_out(call: Call, lists: Sequence[Tensor]) -> tuple[Rows, list[Tensor]]:
     """
     result = call.result_at(*lists)
     indices = result.indices
-    places = parts(map(len, lists))
+    places = consecutive(map(len, lists))
     if call.load.staying and indices.numel():  # else they were looked at when they came
         wrong = (indices[1:] <= indices[:-1]).any() | (indices[0] < 0)
         wrong |= indices[-1] >= call.load.places

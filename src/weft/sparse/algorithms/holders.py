@@ -48,6 +48,7 @@ from ...wire.interface import Lease
 from ...wire.memory import typed
 from ..call import Call
 from ..cost import Cost, Load
+from ..header import Longs
 from ..local_rows import LocalRows
 from ..registry import algorithm
 from ..relay import Relay, relay_memory, relay_rows
@@ -289,8 +290,6 @@ _SAMPLE = (512, 1024)  # places looked at: for many ranks, for few
 _ONE = 1 << 12  # the greatest weight, and what a place counts for
 _ROUNDS = 12
 _EVEN = 1.03  # the busiest rank, as a multiple of the average, that is good enough
-
-Longs = NDArray[np.int64]
 
 
 def weights(slots: Sequence[Tensor], union: int) -> list[int]:

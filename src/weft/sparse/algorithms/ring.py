@@ -31,8 +31,8 @@ from ...rows import Rows
 from ...wire.memory import typed
 from ..call import Call
 from ..cost import Cost, Load
-from ..local_rows import LocalRows, within
-from ..owners import balanced, spans
+from ..local_rows import LocalRows, slices_between
+from ..owners import balanced_bounds, spans
 from ..registry import algorithm
 from ..stream import (
     IndexLists,
@@ -90,8 +90,8 @@ def applies(load: Load) -> str | None:
 @algorithm(cost=cost, applies=applies)
 def ring(own: LocalRows, call: Call) -> Rows:
     indices = own.indices.to(call.wire_index)
-    bounds = balanced(call.header, call.group.size)
-    parts = within(indices, bounds, call.header.highest)
+    bounds = balanced_bounds(call.header, call.group.size)
+    parts = slices_between(indices, bounds, call.header.highest)
     lists = [indices[part] for part in parts]  # of this rank, by range
 
     # index lists go round the ring: of each range the list of the sums so far

@@ -55,7 +55,14 @@ from ..cost import Blocks, Cost, Load
 from ..factors import blocks_of, in_parts, within
 from ..header import Header
 from ..local_rows import LocalRows, SummedRows
-from ..owners import SparseReduceScatter, balanced, of_blocks, of_equal_sums, owned, spans
+from ..owners import (
+    SparseReduceScatter,
+    balanced_bounds,
+    bounds_of_equal_sums,
+    header_of_blocks,
+    owned_parts,
+    spans,
+)
 from ..registry import algorithm
 from ..stream import Share, list_messages, window
 
@@ -98,7 +105,7 @@ def split(rows: LocalRows, call: Call) -> Rows:
 
 
 def _summed_by_all(rows: LocalRows, call: Call) -> Rows:
-    bounds = balanced(call.header, call.group.size)
+    bounds = balanced_bounds(call.header, call.group.size)
     scatter = SparseReduceScatter(call, rows, bounds)
     share = Share(call)
 
@@ -165,7 +172,7 @@ def _among(call: Call, block: tuple[int, ...]) -> Call:
 
 def _bounds(call: Call, block: tuple[int, ...]) -> list[int]:
     """The ranges of a block's ranks; those that have no place own nothing."""
-    bounds = of_equal_sums(call.header, call.group.size, call.load.factors[0])
+    bounds = bounds_of_equal_sums(call.header, call.group.size, call.load.factors[0])
     return bounds + bounds[-1:] * (len(block) + 1 - len(bounds))
 
 
@@ -192,7 +199,7 @@ class _Between:
     def header(self, place: int) -> Header:
         """Of the ranks of a place together."""
         span = self.bounds[place], self.bounds[place + 1]
-        return of_blocks(self.call.header, self.call.group.size, len(self.blocks), span)
+        return header_of_blocks(self.call.header, self.call.group.size, len(self.blocks), span)
 
     def runs(self, place: int, indices: Tensor, block: int) -> list[slice]:
         """The sums of a place in the order in which they are complete at its rank of a block.
@@ -205,7 +212,7 @@ class _Between:
         if not self.in_parts:
             return [slice(0, len(indices))]
         count = len(self.blocks)
-        parts = owned(self.header(place), count, indices)
+        parts = owned_parts(self.header(place), count, indices)
         return [parts[(block - step) % count] for step in range(count)]
 
 

@@ -30,7 +30,7 @@ from ..choice import ALONE, EAGER
 from ..record import started
 from ..request import Request
 from ..run import Opened, performed
-from ..stream import LISTS, VALUES, Ring, parts, wrong_list
+from ..stream import LISTS, VALUES, Ring, consecutive, wrong_list
 
 _NAME = "sparse_all_gather"
 
@@ -119,7 +119,7 @@ def joined(opening: Opened, counts: Sequence[int]) -> tuple[str, Rows]:
     call = opening.call
     own = opening.own
     group = call.group
-    part = parts(counts)  # of each rank
+    part = consecutive(counts)  # of each rank
     result = call.result(sum(counts))
     if opening.rows_of_all is not None:
         for rows, place in zip(opening.rows_of_all, part, strict=True):

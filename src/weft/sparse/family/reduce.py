@@ -28,7 +28,7 @@ from ..call import Call
 from ..choice import ALONE, EAGER
 from ..cost import Cost, Load
 from ..local_rows import LocalRows
-from ..owners import balanced, reduce_to_owners, spans
+from ..owners import balanced_bounds, reduce_to_owners, spans
 from ..record import started
 from ..request import Request, root_in
 from ..run import Opened, merge_eager, performed
@@ -151,7 +151,7 @@ def _by_owners(rows: LocalRows, call: Call, dst: int) -> Rows:
             memory = leases.enter_context(call.group.lease(len(indices) * call.load.row))
             return Rows(indices, typed(memory, (len(indices), *call.row_shape), call.dtype))
 
-        bounds = balanced(call.header, call.group.size)
+        bounds = balanced_bounds(call.header, call.group.size)
         sums = reduce_to_owners(rows, call, bounds, place)
         if call.group.rank == dst:
             return _gather_sums(sums, call, bounds)

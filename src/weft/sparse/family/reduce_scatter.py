@@ -22,8 +22,8 @@ from ...group.group import Group
 from ...rows import Rows
 from ..choice import ALONE, EAGER
 from ..header import Header
-from ..local_rows import within
-from ..owners import balanced, reduce_to_owners
+from ..local_rows import slices_between
+from ..owners import balanced_bounds, reduce_to_owners
 from ..record import started
 from ..request import Request
 from ..run import Opened, merge_eager, performed
@@ -124,7 +124,7 @@ def _scattered(opening: Opened, bounds: Sequence[int]) -> tuple[str, Rows]:
     highest = call.header.highest
     parts = []
     for rows in opening.rows_of_all:
-        part = within(rows.indices, mine, highest)[0]
+        part = slices_between(rows.indices, mine, highest)[0]
         parts.append(Rows(rows.indices[part], rows.values[part]))
     return EAGER, merge_eager(parts, call)
 
@@ -138,7 +138,7 @@ def _balanced(opening: Opened) -> list[int]:
             for rank, rows in enumerate(opening.rows_of_all)
         ]
         header = Header.together(headers)
-    bounds = balanced(header, call.group.size)
+    bounds = balanced_bounds(header, call.group.size)
     return bounds if call.height is None else [*bounds[:-1], call.height]
 
 
