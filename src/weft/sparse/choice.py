@@ -4,8 +4,8 @@
 keep within the memory a call may use. Among many ranks it takes the one with the fewest messages
 of those that are nearly as quick (`cost.preferred`). If none keeps within that memory, it takes the
 one that needs least.
-Everything it looks at came out of the combined header or was measured by all ranks together, so
-every rank chooses alike.
+Everything it looks at came out of the headers, which all ranks have, or was measured by all ranks
+together, so every rank chooses alike.
 """
 
 from __future__ import annotations

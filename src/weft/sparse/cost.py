@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..kernels.meter import CALL, PLACE
+from ..kernels.meter import CALL, MARK, PLACE, SPREAD
 from ..schedules.hosts import Hosts
 from ..wire.link import Link
 from . import codec
@@ -234,7 +234,7 @@ class Load:
 
     @property
     def allowed(self) -> float:
-        """Bytes of workspace that it may need, by sizes that are rounded or true."""
+        """Bytes of workspace that a prediction may need, whether its sizes are rounded or true."""
         return self.workspace / _MARGIN
 
     def sends_directly(self, nbytes: float) -> bool:
@@ -338,13 +338,13 @@ class Load:
         """
         return codec.PREFIX + count * self.index_of(count, share)
 
-    def listed(self, count: float) -> float:
+    def index_memory(self, count: float) -> float:
         """Bytes of memory for an index of a received list: as received, and again unpacked."""
         return self.index_of(count) + (self.index if self.gaps else 0)
 
-    def uniting(self, rows: float, union: float) -> float:
+    def uniting_memory(self, rows: float, union: float) -> float:
         """Bytes of workspace to unite index lists: the lists, a slot for each index, the union."""
-        return rows * (self.listed(rows) + _SLOT) + union * self.index
+        return rows * (self.index_memory(rows) + _SLOT) + union * self.index
 
     # messages
 
@@ -445,6 +445,10 @@ class Load:
         blocks = max(1, self.chunks(sums, self.row))
         return runs * blocks * -math.expm1(-rows / blocks)
 
+    def uniting_by_bitmap(self, places: int) -> float:
+        """The cost of uniting all ranks' index sets by a bitmap of places, in bytes merged."""
+        return MARK * 2 * self.mean + SPREAD * self.union + places / 2
+
 
 def _coarse(count: float) -> int:
     """A number of rows, rounded to six binary digits."""
@@ -452,6 +456,11 @@ def _coarse(count: float) -> int:
     dropped = max(0, whole.bit_length() - 6)
     half = (1 << dropped) >> 1
     return ((whole + half) >> dropped) << dropped
+
+
+_figures = operator.attrgetter(
+    "rounds", "messages", "bytes", "merged", "overlapped", "delayed", "memory", "recovering"
+)  # of a `Cost`, all but `slowest`
 
 
 @dataclass(frozen=True, slots=True)
@@ -560,8 +569,3 @@ def nearly_quickest(ranks: int, seconds: Sequence[float], messages: Sequence[int
 
     equal = filter(counts_as_quick, range(len(times)))
     return min(equal, key=lambda number: (messages[number], times[number]))
-
-
-_figures = operator.attrgetter(
-    "rounds", "messages", "bytes", "merged", "overlapped", "delayed", "memory", "recovering"
-)

@@ -175,8 +175,8 @@ def _memory(load: Load, between: Cost, inner: Load) -> float:
         between.memory
         + inner.mean * load.partial
         + min(load.mean * load.given, block.ranks * window(block) * block.chunk)
-        + block.uniting(block.ranks * rows, inner.mean)
-        + load.union * block.listed(load.union)
+        + block.uniting_memory(block.ranks * rows, inner.mean)
+        + load.union * block.index_memory(load.union)
     )
 
 

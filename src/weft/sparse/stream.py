@@ -6,8 +6,8 @@
 * `send_rows` and `receive_rows`: rows from one rank to another, in chunks.
 * `Ring`: an all-gather of rows, from each left neighbour to its right one. Each host then has one
   stream in and one out, which share its link evenly; streams between all pairs do not. Measured
-  at 4 hosts of 1 Gbit/s: 1.1 times the limit, against 1.6. Each rank sends to all others directly
-  where links are as quick as memory, and where few rows go between distant hosts.
+  at 4 hosts of 1 Gbit/s: 1.1 times the limit, against 1.6. `Load.sends_directly` says where each
+  rank sends to all others instead.
 * `lay_out` and `Share`: one result for the sums of all owners of index ranges.
 * `merge_blocks`: merges own rows and inflows in rank order, block by block, while later chunks are
   still on the wire.
@@ -437,8 +437,7 @@ class Ring:
     Round the ring: the left neighbour sends its own rows first, then those of its left neighbour,
     and so on. A rank sends each chunk on to the right as soon as it has received it. Directly
     (`Load.sends_directly`): each rank sends its chunks to all others, and waits for the n-th chunks
-    of all together. That takes fewer copies, and is for links that are about as quick as memory,
-    and for few rows between distant hosts, where each hop of a ring would wait.
+    of all together. That takes fewer copies, and no hop of a ring waits.
     """
 
     def __init__(

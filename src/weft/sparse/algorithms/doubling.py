@@ -40,10 +40,10 @@ def cost(load: Load) -> Cost:
     # the last sums are made in the result, where no half precision is rounded
     rounded = load.union if load.partial != load.row else 0.0
     held = 3 * load.union if rounded or folded else 2 * load.union_of(core // 2)
-    memory = held * (load.partial + load.index) + load.uniting(halves, load.union)
-    cost = replace(_swaps(load, carried, rounded), memory=memory)
+    memory = held * (load.partial + load.index) + load.uniting_memory(halves, load.union)
+    average = replace(_swaps(load, carried, rounded), memory=memory)
     if not folded:
-        return cost
+        return average
     # those that speak for two have more to carry, and others wait for them
     longer = [load.union_of(min(2 ** (i + 1), load.ranks)) for i in range(rounds)]
     slowest = _swaps(load, [load.mean, *longer, load.union], load.union)
@@ -52,7 +52,7 @@ def cost(load: Load) -> Cost:
     pairs = folded / load.ranks
     row = load.partial + load.index
     return replace(
-        cost,
+        average,
         messages=round(voices * rounds + 2 * pairs),
         bytes=(voices * sum(carried) + pairs * (load.mean + load.union)) * row,
         slowest=slowest,
@@ -135,6 +135,9 @@ class _Message:
         self.values = typed(memory, (count, *call.row_shape), call.partial, head)
 
 
+_Place = TypeVar("_Place", _Message, Rows)
+
+
 def _extent(call: Call, count: int) -> tuple[int, int]:
     """Where in a message the values begin, at a multiple of 8 bytes, and where they end."""
     head = 8 + -(-count * call.load.index // 8) * 8
@@ -183,6 +186,3 @@ def _result(call: Call, total: _Message) -> Rows:
     kernels.finish(total.values, result.values, call.divisor)
     total.release()
     return result
-
-
-_Place = TypeVar("_Place", _Message, Rows)

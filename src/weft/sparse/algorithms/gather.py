@@ -43,22 +43,25 @@ from ..stream import (
 
 def cost(load: Load) -> Cost:
     others = load.ranks - 1
-    listed = load.list_of(load.mean)
-    received = others * (load.mean * load.given + listed)
+    list_of_rows = load.list_of(load.mean)
+    received = others * (load.mean * load.given + list_of_rows)
     merged = load.merging(load.total, load.pieces(load.mean, load.ranks, load.union))
     last = min(merged, load.mean * load.given)  # rows are merged in order, while the last ones come
     moved = load.of_partials() if load.summed else load
     are_counted = load.ranks <= DIRECT and not load.summed
-    are_sent = load.at_once or list_messages(listed) == 1
+    are_sent = load.at_once or list_messages(list_of_rows) == 1
     rounds_of_lists = 0 if are_counted and are_sent else 1
     return Cost(
         rounds=rounds_of_lists + moved.hops_of_shared(load.mean),
-        messages=others * (list_messages(listed) + load.chunks(load.mean, load.given)),
+        messages=others * (list_messages(list_of_rows) + load.chunks(load.mean, load.given)),
         bytes=received,
         merged=merged - last,
         overlapped=last,
-        delayed=load.queue * others * listed + moved.shared(load.mean) + load.crowded(received),
-        memory=(load.total - load.fewest) * load.given + load.uniting(load.total, load.union),
+        delayed=load.queue * others * list_of_rows
+        + moved.shared(load.mean)
+        + load.crowded(received),
+        memory=(load.total - load.fewest) * load.given
+        + load.uniting_memory(load.total, load.union),
     )
 
 

@@ -66,34 +66,33 @@ from ..stream import (
     window,
 )
 
+_DEAL = 176  # bytes that could be merged while an index's place is given to a rank
+
 
 def cost(load: Load) -> Cost:
     others = load.ranks - 1
     sums = load.union / load.ranks  # of each rank
-    listed = load.list_of(load.mean)
+    list_of_rows = load.list_of(load.mean)
     steps = 1 if load.at_once else math.ceil(sums / relay_rows(load, sums))
     away = max(0.0, load.mean - sums)  # rows that are summed elsewhere, in equal parts
     pieces = others * steps * -math.expm1(-away / max(1, others * steps))
-    received = others * listed + away * load.given + others * sums * load.row
+    received = others * list_of_rows + away * load.given + others * sums * load.row
     made = load.merging(load.mean, pieces)
     placing = PUT * load.union * load.row + load.ranks * steps * CALL  # sums, in the result
     return Cost(
         rounds=2 + load.hops(sums),
         messages=round(load.parted(away / max(1, others), load.given, others))
-        + others * (list_messages(listed) + steps * bool(load.row)),
+        + others * (list_messages(list_of_rows) + steps * bool(load.row)),
         bytes=received,
         # rows are dealt out before most of them are sent
         merged=(PLACE + _DEAL) * load.total + away * load.given + made / max(1, steps),
         overlapped=made * (1 - 1 / max(1, steps)) + placing,
-        delayed=load.queue * (others * listed + away * load.given) + load.crowded(received),
+        delayed=load.queue * (others * list_of_rows + away * load.given) + load.crowded(received),
         memory=away * load.given
         + (load.union * load.row if load.at_once else relay_memory(load, sums))
         + min(away * load.given, others * window(load) * load.chunk),
         recovering=load.recovering(away * load.given),
     )
-
-
-_DEAL = 176  # bytes that could be merged while an index's place is given to a rank
 
 
 @algorithm(cost=cost, lockstep=True)

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ... import kernels
 from ...kernels import meter
-from ...kernels.meter import MARK, PLACE, SPREAD
+from ...kernels.meter import PLACE
 from ...rows import Rows
 from ...schedules import dense_all_reduce
 from ...schedules.dense import messages, received_bytes, reduced_bytes, scratch_bytes
@@ -38,21 +38,33 @@ _LONG = 1 << 17  # bytes of a rank's part of the tensor: longer streams share li
 
 def cost(load: Load) -> Cost:
     others = load.ranks - 1
-    listed = load.list_of(load.mean)
+    list_of_rows = load.list_of(load.mean)
     values = load.union * load.partial
-    sums = Cost(2, 0, 0.0, 2 * values, memory=values * (load.partial != load.row))
+    table = 0.0 if load.partial == load.row else values
+    sums = Cost(rounds=2, messages=0, bytes=0.0, merged=2 * values, memory=table)
     sums += reduction(load, values)
     if load.identical:
         return sums
     if _by_bitmap(load):
         bits = reduction(load, 8 * math.ceil(load.places / 64))
-        bits += Cost(2, 0, 0.0, unite_bytes(load, load.places), memory=load.places * 3 / 16)
+        bits += Cost(
+            rounds=2,
+            messages=0,
+            bytes=0.0,
+            merged=load.uniting_by_bitmap(load.places),
+            memory=load.places * 3 / 16,
+        )
     else:
-        received = others * listed
-        messages = others * list_messages(listed)
-        merged = load.total * float(PLACE)
-        bits = Cost(1, messages, received, merged, delayed=load.queue * received)
-    return bits + sums + Cost(0, 0, 0.0, load.merging(load.mean))
+        received = others * list_of_rows
+        bits = Cost(
+            rounds=1,
+            messages=others * list_messages(list_of_rows),
+            bytes=received,
+            merged=load.total * float(PLACE),
+            delayed=load.queue * received,
+        )
+    placing = Cost(rounds=0, messages=0, bytes=0.0, merged=load.merging(load.mean))
+    return bits + sums + placing
 
 
 def applies(load: Load) -> str | None:
@@ -121,8 +133,3 @@ def reduction(load: Load, nbytes: float) -> Cost:
         delayed=load.queue * received + (load.unevenly(received) if crowds else 0.0),
         memory=scratch_bytes(load.ranks, nbytes),
     )
-
-
-def unite_bytes(load: Load, places: int) -> float:
-    """What uniting all ranks' index sets by a bitmap costs, in bytes that could be merged."""
-    return MARK * 2 * load.mean + SPREAD * load.union + places / 2

@@ -91,8 +91,8 @@ def _flat(load: Load) -> Cost:
         + load.crowded(received),
         # the index lists of one's own share, then those of all sums
         memory=min(load.mean * load.given, others * window(load) * load.chunk)
-        + load.uniting(load.mean, sums)
-        + load.union * load.listed(load.union),
+        + load.uniting_memory(load.mean, sums)
+        + load.union * load.index_memory(load.union),
         recovering=load.recovering(others * rows * load.given, sums),
     )
 
