@@ -34,7 +34,8 @@ from .sparse.request import Request
 from .tensors import as_bytes
 
 _EAGER = 3  # ranks up to which entries may go to all with the opening exchange, in 2k words each
-_LONG, _SHORT = 8, 4  # bits of a digit: fewer exchanges, or fewer counts in each
+_LONG = 8  # bits of a digit, for fewer exchanges
+_SHORT = 4  # the same for fewer counts in each
 _FEW = 64  # entries to select for each count: with fewer the counts would be much of the traffic
 _COUNT = torch.int32  # the dtype of a count as it travels
 
@@ -116,7 +117,9 @@ class _Keys:
     """
 
     def __init__(self, size: Tensor, place: Tensor, widths: tuple[int, int]) -> None:
-        self.size, self.place, self._widths = size, place, widths
+        self.size = size
+        self.place = place
+        self._widths = widths
 
     @classmethod
     def of(cls, values: Tensor, indices: Tensor, end: int) -> _Keys:

@@ -112,14 +112,16 @@ def sync_sparsified(
     kinds: dict[tuple[torch.dtype, str], dict[str, Tensor]] = {}
     for name, tensor in named.items():
         kinds.setdefault((tensor.dtype, tensor.device.type), {})[name] = tensor
-    said = _described(named)
+    description = _described(named)
 
     def job() -> None:
         if error is not None:  # of any of the tensors, before one is reduced
             confess(group, _NAME, None, error)
         for given in list(kinds.values()) or [{}]:
             flat = {name: flattened(plain(tensor)) for name, tensor in given.items()}
-            record = state.sparsifier.reduce(group, flat, state.algorithm, density, said=said)
+            record = state.sparsifier.reduce(
+                group, flat, state.algorithm, density, description=description
+            )
             if record is not None:
                 state.calls.append(record)
             for name, tensor in given.items():
@@ -229,9 +231,8 @@ class _Kept:
     def undone(self, flat: Tensor, momentum: float) -> None:
         """Undo the last `added`, up to rounding: no mean came of it."""
         if self.residual is not None:
-            self.residual.sub_(flat if self.velocity is None else self.velocity).nan_to_num_(
-                0, 0, 0
-            )
+            added = flat if self.velocity is None else self.velocity
+            self.residual.sub_(added).nan_to_num_(0, 0, 0)
         if self.velocity is not None:
             self.velocity.sub_(flat).div_(momentum).nan_to_num_(0, 0, 0)
         self.steps -= 1
@@ -289,11 +290,11 @@ class Sparsifier:
 
     def settings(self) -> tuple[dict[str, str], str | None]:
         """The settings, which must be equal on all ranks; and what is wrong with them, or None."""
-        said = {f.name: str(getattr(self, f.name)) for f in dataclasses.fields(self) if f.init}
+        values = {f.name: str(getattr(self, f.name)) for f in dataclasses.fields(self) if f.init}
         error = _wrong_density("density", self.density)
         if self.total_density is not None:
             error = error or _wrong_density("total_density", self.total_density)
-        return said, error or self._wrong_setting()
+        return values, error or self._wrong_setting()
 
     def _wrong_setting(self) -> str | None:
         if not isinstance(self.error_feedback, bool):
@@ -366,7 +367,7 @@ class Sparsifier:
         algorithm: str,
         density: float | None = None,
         error: str | None = None,
-        said: str | None = None,
+        description: str | None = None,
     ) -> Record | None:
         """Replace tensors by the mean of what the ranks send. Collective; runs on the worker.
 
@@ -376,7 +377,7 @@ class Sparsifier:
             algorithm: of `weft.sparse_all_reduce`.
             density: used in place of the setting.
             error: what is wrong with this rank's call, or None; raised on every rank.
-            said: the description that ranks compare; None: that of these tensors.
+            description: of tensors, which ranks compare; None: that of these tensors.
 
         Returns:
             The record of the sparse call.
@@ -397,7 +398,7 @@ class Sparsifier:
             # takes place even if no tensor is sparsified: it compares the ranks
             request = Request.of(step.rows, "avg", algorithm, self.wire_dtype, None)
             request.error = error or request.error
-            compared = {"tensors": said or _described(tensors), "density": str(density)}
+            compared = {"tensors": description or _described(tensors), "density": str(density)}
             if self.total_density is not None:
                 # it falls with the steps, which may have been loaded
                 most = summed_up(str(step.most), _SPELLED, f"{sum(step.most)}")

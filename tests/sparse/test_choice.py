@@ -11,8 +11,7 @@ import torch
 import weft
 from weft.schedules.hosts import Hosts
 from weft.sparse import ALGORITHMS, Load
-from weft.sparse.choice import EAGER, choose, predicted
-from weft.sparse.choice import explained as explained_choice
+from weft.sparse.choice import EAGER, choose, explanation, predicted
 from weft.sparse.cost import MANY, nearly_quickest
 from weft.sparse.factors import between, factored
 from weft.sparse.stages import cost_with, middle
@@ -230,7 +229,7 @@ def test_why_what_is_a_little_quicker_is_not_taken_is_told():
         registered("schedule", lambda load: weft.sparse.Cost(1, 1, 300.0 * load.total)),
         registered("other", lambda load: weft.sparse.Cost(1, 1, 899.0 * load.most)),
     ):
-        best, next_one, *_ = explained_choice(load, "auto", torch.int32).lines
+        best, next_one, *_ = explanation(load, "auto", torch.int32).lines
     assert (best.algorithm, next_one.algorithm) == ("schedule", "other")
     assert next_one.verdict == (
         "predicted 1.00x of the time, but not for sizes rounded to a 64th, which decide"

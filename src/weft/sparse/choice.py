@@ -352,7 +352,7 @@ def predicted(load: Load, link: Link) -> Explanation:
     ranks, and that ranks have the same rows if these are too many to be compared.
     """
     index = torch.int32 if load.index == 4 else torch.int64
-    return explained(factored(fitted(_as_called(load), link)), "auto", index)
+    return explanation(factored(fitted(_as_called(load), link)), "auto", index)
 
 
 def _as_called(load: Load) -> Load:
@@ -364,7 +364,7 @@ def _as_called(load: Load) -> Load:
     return load
 
 
-def explained(load: Load, algorithm: str, index: torch.dtype, carrier: str = "") -> Explanation:
+def explanation(load: Load, algorithm: str, index: torch.dtype, carrier: str = "") -> Explanation:
     """The table of all algorithms for a load, with what would run.
 
     Args:

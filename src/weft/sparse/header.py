@@ -113,7 +113,7 @@ class Header(NamedTuple):
         limit = NO_LIMIT if capacity is None else capacity
         if survey is not None:
             highest = survey.highest
-        top = last(indices) if highest is None else highest
+        top = _last(indices) if highest is None else highest
         header = cls(count, count, count, top, limit, rank, True, fallible)
         if values is not None:
             return header._replace(rows=Rows(indices, values))
@@ -405,13 +405,13 @@ def _longs_in(body: memoryview, lengths: Sequence[tuple[int, int]]) -> list[Long
 
 def _digest(indices: Tensor) -> bytes:
     """The digest of sorted, unique indices, as int32 if all fit: equal sets have equal digests."""
-    raw = memory_of(indices.int() if last(indices) < 2**31 else indices)
+    raw = memory_of(indices.int() if _last(indices) < 2**31 else indices)
     if len(raw) > DIGESTED:
         return _NONE
     return hashlib.sha256(raw).digest()[:16]  # processors have instructions for it
 
 
-def last(indices: Tensor) -> int:
+def _last(indices: Tensor) -> int:
     """The largest of sorted indices, -1 if there are none."""
     return int(indices[-1]) if indices.numel() else -1
 

@@ -40,7 +40,7 @@ from ..group.pending import Pending
 from ..group.session import Session
 from ..schedules.hosts import hosts_of
 from ..wire.link import MERGE, Link
-from .record import apart
+from .record import unrecorded
 
 T = TypeVar("T")
 
@@ -51,7 +51,7 @@ _LARGEST = 1 << 23  # bytes
 _MEASURED = 2  # calls that measure: other work on a machine only ever slows a link down
 _EXCHANGES = 12  # of latency: the quickest two in a row count
 _PASSES = 2  # of rate: the quickest counts
-_FIGURES = struct.Struct("<6q64s")  # steps of alpha, beta, work, carry, within; cores, whose
+_FIGURES = struct.Struct("<6q64s")  # steps of alpha, beta, work, carry, within; cores, machine
 _UNKNOWN = -200  # steps: quarters of a power of two; of a figure that was not measured
 _SMALL = 256  # bytes of a small message
 _CHANNEL = 7  # that no other room uses
@@ -74,7 +74,7 @@ def link_of(group: Group) -> Link:
         return _set[group.session]
     known, more = _links.get(group, (None, _MEASURED))
     if known is None or more:
-        with apart(group):  # the record of the call that needs the figures leaves this out
+        with unrecorded(group):
             figures: Link | None = None
             if known is None:
                 figures = _of_environment(group) or _stated(group)
@@ -309,7 +309,7 @@ def time_round(group: Group, ring: Sequence[int], nbytes: int) -> tuple[float, f
 def _slowest(group: Group, seconds: float) -> float:
     """The most seconds of any rank; collective."""
     own = _NANOSECONDS.pack(int(seconds * 1e9))
-    return max(_all_gathered(group, own, _seconds_in)) * 1e-9
+    return max(_all_gathered(group, own, _nanoseconds_in)) * 1e-9
 
 
 def _all_gathered(group: Group, message: bytes, decode: Callable[[bytes], T]) -> list[T]:
@@ -319,7 +319,7 @@ def _all_gathered(group: Group, message: bytes, decode: Callable[[bytes], T]) ->
     return group.all_gather_by_doubling(message, decode)
 
 
-def _seconds_in(raw: bytes) -> int:
+def _nanoseconds_in(raw: bytes) -> int:
     """Nanoseconds that a rank says. Raises struct.error if they are none."""
     nanoseconds: int = _NANOSECONDS.unpack(raw)[0]
     return nanoseconds

@@ -69,7 +69,7 @@ def note(group: Group, algorithm: str, *, bound: float, **figures: Any) -> None:
 
 
 @contextmanager
-def apart(group: Group) -> Iterator[None]:
+def unrecorded(group: Group) -> Iterator[None]:
     """Leave messages and time of this block out of the record of the call that runs."""
     call = group.worker.now
     so_far = (0, 0, 0.0) if call is None else call.spent()

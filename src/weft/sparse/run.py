@@ -24,8 +24,7 @@ from ..group.group import Group
 from ..rows import Rows
 from ..tensors import dtype_in, shape_in
 from .call import Call, row_bytes
-from .choice import ALONE, EAGER, Explanation, choose, is_eager, with_link
-from .choice import explained as explained_choice
+from .choice import ALONE, EAGER, Explanation, choose, explanation, is_eager, with_link
 from .cost import Load
 from .factors import factored, factors_of, of_environment
 from .header import Header, combined, described, rows_of_hosts
@@ -63,9 +62,16 @@ class Done:
 
     def note(self, group: Group, **more: Any) -> None:
         """Store the figures of the call, whose turn it is."""
-        figures = {"rows": self.own, "total": self.load.total, "union": len(self.rows)}
-        factors = self.factors
-        note(group, self.algorithm, bound=self.bound, factors=factors, **figures, **more)
+        note(
+            group,
+            self.algorithm,
+            bound=self.bound,
+            rows=self.own,
+            total=self.load.total,
+            union=len(self.rows),
+            factors=self.factors,
+            **more,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,10 +89,6 @@ class Opened:
     own: LocalRows
     headers: list[Header]
     rows_of_all: list[Rows] | None
-
-
-Schedule = Callable[[Opened], tuple[str, Rows]]
-"""Runs in an open call; returns the name of what ran, and the result."""
 
 
 @contextmanager
@@ -323,7 +325,7 @@ def performed(
     group: Group,
     request: Request,
     name: str,
-    schedule: Schedule,
+    schedule: Callable[[Opened], tuple[str, Rows]],
     *,
     moves: bool = False,
     apart: bool = False,
@@ -332,7 +334,7 @@ def performed(
 
     Args:
         group, request, name, moves: see `opened`.
-        schedule: what to run.
+        schedule: runs in the open call; returns the name of what ran, and the result.
         apart: whether ranks get different results.
     """
     with opened(group, request, name, moves=moves) as opening:
@@ -369,8 +371,8 @@ def explained(group: Group, request: Request) -> Explanation:
         load = factored(opening.call.load, of_environment())
     over = opening.call.group
     index = request.rows.indices.dtype
-    explanation = explained_choice(load, request.algorithm, index, _carrier(over))
-    return replace(explanation, device=over.route)
+    found = explanation(load, request.algorithm, index, _carrier(over))
+    return replace(found, device=over.route)
 
 
 def _carrier(over: Group) -> str:
