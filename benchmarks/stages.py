@@ -54,7 +54,7 @@ from numpy.typing import NDArray
 import weft
 from weft.sparse.bound import rows_of_average
 from weft.sparse.codec import PREFIX
-from weft.sparse.factors import between as between_blocks
+from weft.sparse.factors import load_between_blocks
 from weft.sparse.registry import Algorithm
 from weft.testing.simulation import Simulation, simulate
 from weft.wire.link import MERGE, WITHIN, Link
@@ -410,7 +410,7 @@ def simulated(case: Case, factors: Sequence[int], per_host: int, rate: float) ->
         return weft.Rows(indices, torch.ones(len(indices), WIDTH), len(case.held))
 
     def middle(load: weft.sparse.Load) -> tuple[Algorithm, weft.sparse.Load]:
-        return weft.sparse.ALGORITHMS["split"], between_blocks(load)
+        return weft.sparse.ALGORITHMS["split"], load_between_blocks(load)
 
     with (
         mock.patch("weft.sparse.stages.middle", middle),

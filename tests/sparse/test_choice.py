@@ -13,7 +13,7 @@ from weft.schedules.hosts import Hosts
 from weft.sparse import ALGORITHMS, Load
 from weft.sparse.choice import EAGER, choose, explanation, predicted
 from weft.sparse.cost import MANY, nearly_quickest
-from weft.sparse.factors import between, factored
+from weft.sparse.factors import factored, load_between_blocks
 from weft.sparse.stages import cost_with, middle
 from weft.wire.link import MERGE, WITHIN, Link
 
@@ -128,7 +128,7 @@ def test_of_many_ranks_nearly_as_quick_with_fewer_messages_is_taken(rows):
 def test_between_many_hosts_nearly_as_quick_with_fewer_messages_is_taken():
     load = explained(64, 2, 1, 50_000, 1_000_000, 64, False).load
     assert load.factors == (2, 64)
-    inner = between(load)
+    inner = load_between_blocks(load)
     split, holders = (cost_with(load, ALGORITHMS[name], inner) for name in ("split", "holders"))
     # a ring of 63 hops is predicted to be a little quicker
     assert 0.97 * split.seconds(load.link) < holders.seconds(load.link) < split.seconds(load.link)

@@ -78,7 +78,7 @@ def between_blocks(monkeypatch):
 
     def take(name):
         def middle(load):
-            return ALGORITHMS[name], factors.between(load)
+            return ALGORITHMS[name], factors.load_between_blocks(load)
 
         monkeypatch.setattr("weft.sparse.stages.middle", middle)
 
@@ -937,7 +937,9 @@ def test_wires_in_rounds_and_accelerators_are_flat_unless_factors_are_asked_for(
     found = factors.factored(load, (4, 2))
     assert found.factors == (4, 2)
     # a message of a round is not cut, in no stage
-    assert factors.within(found).chunk == factors.between(found).chunk == load.chunk
+    assert (
+        factors.load_in_block(found).chunk == factors.load_between_blocks(found).chunk == load.chunk
+    )
 
 
 def test_ranges_of_a_place_are_those_of_its_header():

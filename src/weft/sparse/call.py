@@ -13,7 +13,7 @@ and that of partial sums, which are not rounded yet. Which one travels depends o
     what                                  call by which it goes    dtype            bytes a row
     complete sums                         call                     Call.dtype       Load.row
     partial sums                          call.of_partials()       Call.partial     Load.partial
-    rows on the way to who sums them      call.incoming            one of these     Load.given
+    rows on the way to who sums them      call.incoming            one of these     Load.incoming
 
 The rows are partial sums themselves (`Load.summed`) if the schedule is a later stage of another
 one; else they are rows as `Call.dtype` has them.

@@ -223,7 +223,7 @@ class Load:
         return self.but(row=self.partial)
 
     @property
-    def given(self) -> int:
+    def incoming(self) -> int:
         """Bytes of the values of a row that a rank has, and sends to who sums it."""
         return self.partial if self.summed else self.row
 

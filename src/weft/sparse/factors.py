@@ -103,7 +103,7 @@ def _candidates(load: Load) -> Iterator[Load]:
     yield in_two
     # Between the blocks runs a split, whose own cost asks for factors again. Of P ranks there are
     # about as many blocks as the root of P: 10,000 ranks ask for 100, these for 10, and 10 do not.
-    further = factored(between(in_two)).stages
+    further = factored(load_between_blocks(in_two)).stages
     if further:
         yield load.but(stages=(*stages, *further))
 
@@ -177,7 +177,7 @@ def are_near(load: Load, blocks: Blocks) -> bool:
     return all(len({of[rank] for rank in block}) == 1 for block in blocks)
 
 
-def within(load: Load) -> Load:
+def load_in_block(load: Load) -> Load:
     """The load of the stages in a block: of the largest one, also for others: all choose alike."""
     blocks = blocks_of(load)
     ranks = max(map(len, blocks))
@@ -198,7 +198,7 @@ def within(load: Load) -> Load:
     return local.but(hosts=hosts, link=link, gaps=False, chunk=_chunk_on_hosts(load, blocks))
 
 
-def between(load: Load) -> Load:
+def load_between_blocks(load: Load) -> Load:
     """The load of what runs among the ranks of one place: one rank of each block."""
     blocks = blocks_of(load)
     places = load.factors[0]

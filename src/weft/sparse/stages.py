@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from .cost import Cost, Load, preferred
-from .factors import are_near, between, blocks_of, handing_on, in_parts, within
+from .factors import are_near, blocks_of, handing_on, in_parts, load_between_blocks, load_in_block
 from .registry import ALGORITHMS, Algorithm, remembered
 from .stream import list_messages, window
 
@@ -33,30 +33,30 @@ def cost_with(load: Load, algorithm: Algorithm, inner: Load) -> Cost:
     """The same with an algorithm between the blocks, where it has the load `inner`."""
     between = algorithm.cost(inner)
     busiest = between.slowest or between
-    block = _in_block(load, algorithm, inner)
-    if within(load).on_one_host:
-        slowest = _slowest_on_hosts(load, algorithm, inner, busiest, block)
+    traffic = _block_traffic(load, algorithm, inner)
+    if load_in_block(load).on_one_host:
+        slowest = _slowest_on_hosts(load, algorithm, inner, busiest, traffic)
     else:
-        slowest = _slowest_of_neighbours(load, busiest, block)
+        slowest = _slowest_of_neighbours(load, busiest, traffic)
     rounds = slowest.rounds + (3 if load.lengths_known else 2)
     slowest = replace(slowest, rounds=rounds, memory=_memory(load, between, inner))
     return replace(
         slowest,
-        messages=round(block.messages + block.leading * between.messages),
-        bytes=block.bytes + block.leading * between.bytes,
+        messages=round(traffic.messages + traffic.leading * between.messages),
+        bytes=traffic.bytes + traffic.leading * between.bytes,
         slowest=slowest,
     )
 
 
 def middle(load: Load) -> tuple[Algorithm, Load]:
     """What runs between the blocks, and the load that it has; the same on every rank."""
-    return ALGORITHMS[_name_between(load.coarse)], between(load)
+    return ALGORITHMS[_name_between(load.coarse)], load_between_blocks(load)
 
 
 @remembered
 def _name_between(load: Load) -> str:
     """What runs between the blocks of a load: where these are hosts, what makes the call quick."""
-    inner = between(load)
+    inner = load_between_blocks(load)
     if inner.stages or not are_near(load, blocks_of(load)):  # then it is there to save messages
         return "split"
     able = [
@@ -68,7 +68,7 @@ def _name_between(load: Load) -> str:
     return able[preferred(load, costs, inner.ranks)]
 
 
-class _InBlock(NamedTuple):
+class _BlockTraffic(NamedTuple):
     """What the average rank sends and receives in its block.
 
     Attributes:
@@ -82,9 +82,9 @@ class _InBlock(NamedTuple):
     bytes: float
 
 
-def _in_block(load: Load, algorithm: Algorithm, inner: Load) -> _InBlock:
+def _block_traffic(load: Load, algorithm: Algorithm, inner: Load) -> _BlockTraffic:
     """Rows go to the ranks of the block that have a place, and these send sums to all of it."""
-    block = within(load)
+    block = load_in_block(load)
     blocks = blocks_of(load)
     count = len(blocks)
     places = load.factors[0]
@@ -95,7 +95,7 @@ def _in_block(load: Load, algorithm: Algorithm, inner: Load) -> _InBlock:
     list_of_sums = block.list_of(sums, 1 / places)
 
     owners = places - leading  # to whom the average rank sends: not to itself
-    values = block.parted(rows, load.given, places) * owners / places
+    values = block.parted(rows, load.incoming, places) * owners / places
     sent_up = owners * list_messages(list_of_rows) + values
 
     runs = count if in_parts(load, algorithm, inner) else 1
@@ -105,13 +105,13 @@ def _in_block(load: Load, algorithm: Algorithm, inner: Load) -> _InBlock:
     without = sum((each + 1 - places) * each for each in others)
     sent_down = (places * sum(others) * messages + without) / load.ranks
 
-    received = owners * (rows * load.given + list_of_rows)
+    received = owners * (rows * load.incoming + list_of_rows)
     received += owners * (sums * load.row + list_of_sums)
-    return _InBlock(leading, sent_up + sent_down, received)
+    return _BlockTraffic(leading, sent_up + sent_down, received)
 
 
 def _slowest_on_hosts(
-    load: Load, algorithm: Algorithm, inner: Load, between: Cost, block: _InBlock
+    load: Load, algorithm: Algorithm, inner: Load, between: Cost, traffic: _BlockTraffic
 ) -> Cost:
     """The slowest rank where each block is on a host.
 
@@ -122,7 +122,7 @@ def _slowest_on_hosts(
     """
     assert load.link is not None
     alone, meanwhile = _on_hosts(load, algorithm, inner)
-    posting = block.messages * load.link.work / load.link.gamma
+    posting = traffic.messages * load.link.work / load.link.gamma
     carried = inner.sharing * _busiest_over_average(load)
     return replace(
         between,
@@ -146,35 +146,35 @@ def _busiest_over_average(load: Load) -> float:
     return load.unevenness
 
 
-def _slowest_of_neighbours(load: Load, between: Cost, block: _InBlock) -> Cost:
+def _slowest_of_neighbours(load: Load, between: Cost, traffic: _BlockTraffic) -> Cost:
     """The slowest rank where ranks of a block are on several hosts: one stage after the other.
 
     All of it takes the same links.
     """
-    stage = within(load)
+    block = load_in_block(load)
     rows = load.mean / load.factors[0]
     sums = load.union / load.factors[0]
     return replace(
         between,
-        rounds=between.rounds + stage.hops_of_shared(sums),
-        messages=round(between.messages + block.messages),
-        bytes=between.bytes + block.bytes,
-        delayed=between.delayed + stage.unevenly(block.bytes) + stage.crowded(block.bytes),
+        rounds=between.rounds + block.hops_of_shared(sums),
+        messages=round(between.messages + traffic.messages),
+        bytes=between.bytes + traffic.bytes,
+        delayed=between.delayed + block.unevenly(traffic.bytes) + block.crowded(traffic.bytes),
         merged=between.merged
-        + stage.merging(stage.ranks * rows, stage.pieces(rows, stage.ranks, sums)),
+        + block.merging(block.ranks * rows, block.pieces(rows, block.ranks, sums)),
         recovering=between.recovering
-        + stage.recovering((stage.ranks - 1) * rows * load.given, sums),
+        + block.recovering((block.ranks - 1) * rows * load.incoming, sums),
     )
 
 
 def _memory(load: Load, between: Cost, inner: Load) -> float:
     """Workspace: that of what runs between the blocks, the sums of a place, and that of a block."""
-    block = within(load)
+    block = load_in_block(load)
     rows = load.mean / load.factors[0]
     return (
         between.memory
         + inner.mean * load.partial
-        + min(load.mean * load.given, block.ranks * window(block) * block.chunk)
+        + min(load.mean * load.incoming, block.ranks * window(block) * block.chunk)
         + block.uniting_memory(block.ranks * rows, inner.mean)
         + load.union * block.index_memory(load.union)
     )
@@ -191,13 +191,13 @@ def _on_hosts(load: Load, algorithm: Algorithm, inner: Load) -> tuple[float, flo
     Returns:
         What nothing else overlaps, and what passes while bytes of other hosts are on the wire.
     """
-    block = within(load)
+    block = load_in_block(load)
     places = load.factors[0]
     rows = load.mean / places  # that a rank has of what one place sums
     sums = load.union / places  # of one place
 
     # the place gets rows from the others of the block, and merges them
-    received = (block.ranks - 1) * (rows * load.given + block.list_of(rows, 1 / places))
+    received = (block.ranks - 1) * (rows * load.incoming + block.list_of(rows, 1 / places))
     reducing = handing_on(load) * received
     reducing += block.merging(block.ranks * rows, inner.pieces(rows, block.ranks, inner.mean))
     before = reducing * _part_before(places, algorithm, inner)
@@ -229,7 +229,7 @@ def _part_before(places: int, algorithm: Algorithm, inner: Load) -> float:
 
     It is that of the average place.
     """
-    first = 1 / max(1, inner.chunks(inner.mean, inner.given))
+    first = 1 / max(1, inner.chunks(inner.mean, inner.incoming))
     if algorithm.name == "gather":
         own = first
     elif algorithm.name == "split" and not inner.stages:

@@ -39,25 +39,25 @@ def cost(load: Load) -> Cost:
     rows = load.mean / load.ranks  # that a rank has of the part of one owner
     height = (load.height or 0) / load.ranks  # of the part of one owner
     list_of_rows = load.list_of(rows, 1 / load.ranks)
-    received = others * (rows * load.given + list_of_rows + height * (load.row + 1 / 8))
+    received = others * (rows * load.incoming + list_of_rows + height * (load.row + 1 / 8))
     # rows that are taken out of the table, unless all are there
     taken = 0 if load.union >= (load.height or 0) else load.union
     return Cost(
         rounds=2 + load.hops_of_shared(height),
         messages=others * (list_messages(list_of_rows) + 1 + load.chunks(height, load.row))
-        + round(load.parted(rows, load.given, others)),
+        + round(load.parted(rows, load.incoming, others)),
         bytes=received,
         merged=load.merging(load.mean, load.pieces(rows, load.ranks, height))
         + taken * load.row
         + load.uniting_by_bitmap(load.height or 0),
-        delayed=load.queue * others * (rows * load.given + list_of_rows + height / 8)
+        delayed=load.queue * others * (rows * load.incoming + list_of_rows + height / 8)
         + load.shared(height)
         + load.crowded(received),
         # all rows may lie in one rank's range
         memory=(height * load.ranks + load.union) * load.row
         + load.uniting_memory(load.total, load.union)
-        + min(load.total * load.given, others * window(load) * load.chunk),
-        recovering=load.recovering(others * rows * load.given, height),
+        + min(load.total * load.incoming, others * window(load) * load.chunk),
+        recovering=load.recovering(others * rows * load.incoming, height),
     )
 
 

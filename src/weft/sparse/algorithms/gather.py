@@ -44,23 +44,24 @@ from ..stream import (
 def cost(load: Load) -> Cost:
     others = load.ranks - 1
     list_of_rows = load.list_of(load.mean)
-    received = others * (load.mean * load.given + list_of_rows)
+    received = others * (load.mean * load.incoming + list_of_rows)
     merged = load.merging(load.total, load.pieces(load.mean, load.ranks, load.union))
-    last = min(merged, load.mean * load.given)  # rows are merged in order, while the last ones come
+    # rows are merged in order, while the last ones come
+    last = min(merged, load.mean * load.incoming)
     moved = load.of_partials() if load.summed else load
     are_counted = load.ranks <= DIRECT and not load.summed
     are_sent = load.at_once or list_messages(list_of_rows) == 1
     rounds_of_lists = 0 if are_counted and are_sent else 1
     return Cost(
         rounds=rounds_of_lists + moved.hops_of_shared(load.mean),
-        messages=others * (list_messages(list_of_rows) + load.chunks(load.mean, load.given)),
+        messages=others * (list_messages(list_of_rows) + load.chunks(load.mean, load.incoming)),
         bytes=received,
         merged=merged - last,
         overlapped=last,
         delayed=load.queue * others * list_of_rows
         + moved.shared(load.mean)
         + load.crowded(received),
-        memory=(load.total - load.fewest) * load.given
+        memory=(load.total - load.fewest) * load.incoming
         + load.uniting_memory(load.total, load.union),
     )
 
@@ -83,7 +84,7 @@ def gather(rows: LocalRows, call: Call) -> Rows:
 
     # round the ring, or to all: values, which are merged as they come
     received = [0 if rank == group.rank else count for rank, count in enumerate(counts)]
-    with group.lease(sum(received) * call.load.given) as memory:
+    with group.lease(sum(received) * call.load.incoming) as memory:
         space = typed(memory, (sum(received), *call.row_shape), incoming.dtype)
         parts = torch.split(space, received)
         ring = Ring(incoming, parts, VALUES, incoming.load.mean * incoming.load.row).start()

@@ -76,22 +76,23 @@ def cost(load: Load) -> Cost:
     steps = 1 if load.at_once else math.ceil(sums / relay_rows(load, sums))
     away = max(0.0, load.mean - sums)  # rows that are summed elsewhere, in equal parts
     pieces = others * steps * -math.expm1(-away / max(1, others * steps))
-    received = others * list_of_rows + away * load.given + others * sums * load.row
+    received = others * list_of_rows + away * load.incoming + others * sums * load.row
     made = load.merging(load.mean, pieces)
     placing = PUT * load.union * load.row + load.ranks * steps * CALL  # sums, in the result
     return Cost(
         rounds=2 + load.hops(sums),
-        messages=round(load.parted(away / max(1, others), load.given, others))
+        messages=round(load.parted(away / max(1, others), load.incoming, others))
         + others * (list_messages(list_of_rows) + steps * bool(load.row)),
         bytes=received,
         # rows are dealt out before most of them are sent
-        merged=(PLACE + _DEAL) * load.total + away * load.given + made / max(1, steps),
+        merged=(PLACE + _DEAL) * load.total + away * load.incoming + made / max(1, steps),
         overlapped=made * (1 - 1 / max(1, steps)) + placing,
-        delayed=load.queue * (others * list_of_rows + away * load.given) + load.crowded(received),
-        memory=away * load.given
+        delayed=load.queue * (others * list_of_rows + away * load.incoming)
+        + load.crowded(received),
+        memory=away * load.incoming
         + (load.union * load.row if load.at_once else relay_memory(load, sums))
-        + min(away * load.given, others * window(load) * load.chunk),
-        recovering=load.recovering(away * load.given),
+        + min(away * load.incoming, others * window(load) * load.chunk),
+        recovering=load.recovering(away * load.incoming),
     )
 
 

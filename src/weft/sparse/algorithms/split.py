@@ -52,7 +52,7 @@ from ...wire.memory import typed
 from .. import stages
 from ..call import Call
 from ..cost import Blocks, Cost, Load
-from ..factors import blocks_of, in_parts, within
+from ..factors import blocks_of, in_parts, load_in_block
 from ..header import Header
 from ..local_rows import LocalRows, SummedRows
 from ..owners import (
@@ -77,23 +77,23 @@ def _flat(load: Load) -> Cost:
     sums = load.union / load.ranks  # of one owner
     list_of_rows = load.list_of(rows, 1 / load.ranks)
     list_of_sums = load.list_of(sums, 1 / load.ranks)
-    received = others * (rows * load.given + sums * load.row + list_of_rows + list_of_sums)
-    values = load.parted(rows, load.given, others) + load.parted(sums, load.row, others)
+    received = others * (rows * load.incoming + sums * load.row + list_of_rows + list_of_sums)
+    values = load.parted(rows, load.incoming, others) + load.parted(sums, load.row, others)
     lists = list_messages(list_of_rows) + list_messages(list_of_sums)
     return Cost(
         rounds=2 + load.hops_of_shared(sums),
         messages=others * lists + round(values),
         bytes=received,
         merged=load.merging(load.mean, load.pieces(rows, load.ranks, sums)),
-        delayed=load.queue * others * (rows * load.given + list_of_rows + list_of_sums)
+        delayed=load.queue * others * (rows * load.incoming + list_of_rows + list_of_sums)
         + load.shared(sums)
         + load.unevenly(received)
         + load.crowded(received),
         # the index lists of one's own share, then those of all sums
-        memory=min(load.mean * load.given, others * window(load) * load.chunk)
+        memory=min(load.mean * load.incoming, others * window(load) * load.chunk)
         + load.uniting_memory(load.mean, sums)
         + load.union * load.index_memory(load.union),
-        recovering=load.recovering(others * rows * load.given, sums),
+        recovering=load.recovering(others * rows * load.incoming, sums),
     )
 
 
@@ -167,7 +167,7 @@ def _among(call: Call, block: tuple[int, ...]) -> Call:
     Its load is that of the largest block, for all blocks: so all choose alike. Who needs the number
     of this block's ranks asks the group.
     """
-    return call.among(call.group.subset(block), within(call.load))
+    return call.among(call.group.subset(block), load_in_block(call.load))
 
 
 def _bounds(call: Call, block: tuple[int, ...]) -> list[int]:
