@@ -21,7 +21,7 @@ import weft
 from weft import Rows, kernels
 from weft.sparse import Hosts, Link, Load
 from weft.sparse.bound import rows_of_average, rows_of_busiest
-from weft.sparse.choice import predicted
+from weft.sparse.explanation import predicted
 from weft.sparse.header import Header, described, rows_of_hosts
 from weft.sparse.link import set_link
 from weft.testing import run

@@ -11,8 +11,9 @@ import torch
 import weft
 from weft.schedules.hosts import Hosts
 from weft.sparse import ALGORITHMS, Load
-from weft.sparse.choice import EAGER, choose, explanation, predicted
+from weft.sparse.choice import EAGER, choose
 from weft.sparse.cost import MANY, nearly_quickest
+from weft.sparse.explanation import explanation, predicted
 from weft.sparse.factors import factored, load_between_blocks
 from weft.sparse.stages import cost_with, middle
 from weft.wire.link import MERGE, WITHIN, Link

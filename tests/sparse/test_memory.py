@@ -15,7 +15,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import weft
-from weft.sparse import ALGORITHMS, Load, choice
+from weft.sparse import ALGORITHMS, EAGER, Load, predicted
 from weft.testing import run, spmd
 from weft.wire.link import Link
 
@@ -129,9 +129,9 @@ def test_auto_keeps_the_promise_where_anything_does(ranks, most, share, overlap,
     if height is not None:
         union = min(union, height)
     load = Load(ranks, total, most, fewest, union, height, row, row, 4, places=1 << 21)
-    found = choice.predicted(load, Link(1e-4, rate, 3e-10, 5e-5))
+    found = predicted(load, Link(1e-4, rate, 3e-10, 5e-5))
     load, chosen = found.load, found.chosen
-    if chosen == choice.EAGER:
+    if chosen == EAGER:
         return  # the rows lie in the opening exchange, whose memory is bounded
 
     takes = {

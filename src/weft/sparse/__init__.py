@@ -1,15 +1,16 @@
 """Sparse all-reduce: one call, many algorithms.
 
 `api` is the call; `registry` the table of algorithms, each one file of `algorithms/`; `cost` and
-`choice` pick one. `family/` has its siblings, `tables` takes lists.
+`choice` pick one, and `explanation` says why. `family/` has its siblings, `tables` takes lists.
 """
 
 from ..schedules.hosts import Hosts
 from ..wire.link import MERGE, WITHIN, Link
 from . import algorithms, link
 from .api import explain, sparse_all_reduce
-from .choice import EAGER, Explanation, predicted
+from .choice import EAGER
 from .cost import Cost, Load
+from .explanation import Explanation, predicted
 from .family import sparse_all_gather, sparse_broadcast, sparse_reduce, sparse_reduce_scatter
 from .record import Record, last_call
 from .registry import ALGORITHMS, Algorithm, algorithm, unregister

@@ -14,7 +14,7 @@ from ..errors import untransformed
 from ..group import default
 from ..group.group import Group
 from . import run, tables
-from .choice import Explanation
+from .explanation import Explanation
 from .record import started
 from .request import Request
 

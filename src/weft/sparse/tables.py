@@ -36,9 +36,10 @@ from ..group.group import Group
 from ..rows import Rows
 from ..tensors import as_bytes, extent, has_elements, shape_in
 from ..wire.memory import fresh
-from . import choice, run, sketch
+from . import explanation, run, sketch
 from .call import Call
-from .choice import ALONE, EAGER, Batch, Explanation
+from .choice import ALONE, EAGER
+from .explanation import Batch, Explanation
 from .header import NO_LIMIT, POINTS
 from .record import note
 from .request import NOTHING, Request
@@ -245,8 +246,8 @@ def explained(group: Group, requests: Sequence[Request], error: str | None) -> E
         nothing = run.explained(group, requests[0].of_rows(NOTHING))
         chosen = ALONE if group.size == 1 else EAGER
         return replace(nothing, chosen=chosen, lines=(), stating=stating)
-    calls[0] = choice.after_stating(calls[0], stating)
-    return calls[0] if len(calls) == 1 else choice.together(calls)
+    calls[0] = explanation.after_stating(calls[0], stating)
+    return calls[0] if len(calls) == 1 else explanation.together(calls)
 
 
 class _Kind(NamedTuple):
