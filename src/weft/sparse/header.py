@@ -190,44 +190,72 @@ class Header(NamedTuple):
         """
         *figures, ids, points, sketch_width, point_width, weight_width = _FIXED.unpack_from(body)
         header = cls(*figures)
-        total = header.total
-        counts_fit = 0 <= header.fewest <= header.most <= total < _MOST
-        if not counts_fit or header.highest < -1 or header.capacity < 0 or header.tightest < 0:
-            raise ValueError(f"it says {figures}")
-        if height is not None and header.highest >= height:
-            raise ValueError(f"it says that an index is {header.highest}, of {height} rows")
-        if counted is not None and not header._counts(counted):
-            raise ValueError(f"it says {figures}, and leaves out this rank's rows")
-        if of_one and not header._fits_one_rank(moves=moves):
-            raise ValueError(f"it says {figures}, which no rank has alone")
+        header._check_figures(moves=moves, height=height, counted=counted, of_one=of_one)
         if ids < 0:
             if sketch_width or point_width or weight_width:
                 raise ValueError("it has rows, and says how wide numbers of a sketch are")
             index = torch.int32 if points == 4 else torch.int64
-            start = _FIXED.size + -(-total * index.itemsize // _GRAIN) * _GRAIN
-            if start + total * math.prod(row_shape) * dtype.itemsize != len(body):
-                raise ValueError(f"{total} rows in {len(body)} bytes")
-            memory = torch.frombuffer(body, dtype=torch.uint8)
-            indices = typed(memory, (total,), index, _FIXED.size)
-            if not kernels.lie_within(indices, 0, header.highest, ascending=not moves):
-                raise ValueError(f"its indices do not ascend from 0 to {header.highest}")
-            values = typed(memory, (total, *row_shape), dtype, start)
-            return header._replace(rows=Rows(indices, values))
+            rows = header._rows_in(body, index, row_shape, dtype, ascending=not moves)
+            return header._replace(rows=rows)
         if not 0 <= points <= _KEPT:
             raise ValueError(f"it has {points} points")
         lengths = (ids, sketch_width), (points, point_width), (points, weight_width)
         sample, gaps, weights = _longs_in(body[_FIXED.size :], lengths)
-        places = gaps.cumsum()  # a sum that overflows does not ascend
-        if points:
-            ascend = places[0] >= 0 and places[-1] <= header.highest
-            if not ascend or not (places[1:] >= places[:-1]).all():
-                raise ValueError(f"its points do not ascend from 0 to {header.highest}")
-            if weights.min() < 1 or weights.sum(dtype=np.float64) != total:  # which cannot overflow
-                raise ValueError(f"its points do not stand for {total} rows")
-        header = header._replace(sketch=sample, points=places, weights=weights)
+        header = header._replace(sketch=sample, points=gaps.cumsum(), weights=weights)
+        header._check_points()
         if of_one and not moves and not header._describes_one_rank(sampled=sampled):
-            raise ValueError(f"its {ids} and {points} numbers are not those of {total} rows")
+            raise ValueError(f"its {ids} and {points} numbers are not those of {header.total} rows")
         return header
+
+    def _check_figures(
+        self, *, moves: bool, height: int | None, counted: Header | None, of_one: bool
+    ) -> None:
+        """Raise ValueError if a header that `unpack` is asked for cannot have these figures."""
+        figures = [*self[:_FIELDS]]
+        counts_fit = 0 <= self.fewest <= self.most <= self.total < _MOST
+        if not counts_fit or self.highest < -1 or self.capacity < 0 or self.tightest < 0:
+            raise ValueError(f"it says {figures}")
+        if height is not None and self.highest >= height:
+            raise ValueError(f"it says that an index is {self.highest}, of {height} rows")
+        if counted is not None and not self._counts(counted):
+            raise ValueError(f"it says {figures}, and leaves out this rank's rows")
+        if of_one and not self._fits_one_rank(moves=moves):
+            raise ValueError(f"it says {figures}, which no rank has alone")
+
+    def _rows_in(
+        self,
+        body: memoryview,
+        index: torch.dtype,
+        row_shape: tuple[int, ...],
+        dtype: torch.dtype,
+        *,
+        ascending: bool,
+    ) -> Rows:
+        """The rows that follow the figures, as views of `body`.
+
+        Raises:
+            ValueError: there are not so many, or their indices are not what the figures say.
+        """
+        start = _FIXED.size + -(-self.total * index.itemsize // _GRAIN) * _GRAIN  # of the values
+        if start + self.total * math.prod(row_shape) * dtype.itemsize != len(body):
+            raise ValueError(f"{self.total} rows in {len(body)} bytes")
+        memory = torch.frombuffer(body, dtype=torch.uint8)
+        indices = typed(memory, (self.total,), index, _FIXED.size)
+        if not kernels.lie_within(indices, 0, self.highest, ascending=ascending):
+            raise ValueError(f"its indices do not ascend from 0 to {self.highest}")
+        return Rows(indices, typed(memory, (self.total, *row_shape), dtype, start))
+
+    def _check_points(self) -> None:
+        """Raise ValueError if points do not ascend, or do not stand for all rows."""
+        points = self.points  # a sum of gaps that overflowed does not ascend
+        if not len(points):
+            return
+        ascend = points[0] >= 0 and points[-1] <= self.highest
+        if not ascend or not (points[1:] >= points[:-1]).all():
+            raise ValueError(f"its points do not ascend from 0 to {self.highest}")
+        count = self.weights.sum(dtype=np.float64)  # which cannot overflow
+        if self.weights.min() < 1 or count != self.total:
+            raise ValueError(f"its points do not stand for {self.total} rows")
 
     @classmethod
     def together(cls, headers: Sequence[Header]) -> Header:
