@@ -357,7 +357,7 @@ def test_the_host_waits_for_a_stream_that_is_measured(monkeypatch):
     ]
 
 
-@pytest.mark.parametrize("text", ["fast", "1", "1,0", "-1,5", "1,2,3", "nan,1", "1,inf"])
+@pytest.mark.parametrize("text", ["fast", "1", "1,0", "-1,5", "1,2,3", "nan,1", "1,inf", "1,1e30"])
 def test_figures_that_make_no_sense_are_refused(monkeypatch, text):
     monkeypatch.setenv("WEFT_LINK", text)
     with pytest.raises(weft.WeftError, match="latency in µs,rate in Gbit/s"):

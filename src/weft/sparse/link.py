@@ -45,6 +45,7 @@ from .record import unrecorded
 T = TypeVar("T")
 
 _WORK = 50e-6  # seconds of a core that a message costs, if WEFT_LINK says the other figures
+_FASTEST = 1_000_000  # Gbit/s: of what is much quicker, a byte takes less than can be stated
 _ENOUGH = 0.012  # seconds of streaming after which the rate is believed
 _LATENCIES = 20  # and latencies: a connection between distant hosts takes some to come to its speed
 _LARGEST = 1 << 23  # bytes
@@ -124,9 +125,12 @@ def parse(text: str) -> tuple[float, float]:
     """Latency in seconds and seconds a byte, from what WEFT_LINK says. Raises WeftError."""
     try:
         latency, rate = (_positive(float(part)) for part in text.split(","))
+        if rate > _FASTEST:
+            raise ValueError("no link is as fast")
     except ValueError:
         raise WeftError(
-            f"WEFT_LINK={text!r} is not 'latency in µs,rate in Gbit/s': e.g. 50,10"
+            f"WEFT_LINK={text!r} is not 'latency in µs,rate in Gbit/s': e.g. 50,10 (at most "
+            f"{_FASTEST} Gbit/s)"
         ) from None
     return latency * 1e-6, 8e-9 / rate
 
