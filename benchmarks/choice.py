@@ -40,8 +40,7 @@ from goals import CASES, HERE, LINKS, Link, asked, command
 from weft.cli.bench.cases import CASES as DRAWN
 from weft.cli.bench.cases import REAL
 from weft.cli.bench.results import OWN
-from weft.sparse import ALGORITHMS
-from weft.sparse.choice import EAGER
+from weft.sparse import ALGORITHMS, EAGER
 
 LIMIT, SHARE = 1.15, 30 / 35
 FIVE = tuple(LINKS)[:5]  # those of docs/choice.md

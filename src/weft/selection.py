@@ -33,7 +33,7 @@ from .sparse.record import note
 from .sparse.request import Request
 from .tensors import as_bytes
 
-_EAGER = 3  # ranks up to which entries may go to all with the opening exchange, in 2k words each
+_EAGER_RANKS = 3  # up to which entries may go to all with the opening exchange, in 2k words each
 _LONG = 8  # bits of a digit, for fewer exchanges
 _SHORT = 4  # the same for fewer counts in each
 _FEW = 64  # entries to select for each count: with fewer the counts would be much of the traffic
@@ -61,7 +61,7 @@ def mean_of_largest(
     Raises:
         WeftError: as `sparse_reduce_scatter`.
     """
-    if group.size > _EAGER:
+    if group.size > _EAGER_RANKS:
         request.algorithm = "reduce_scatter"  # one that is asked for by name opens without entries
     request.sampled = False  # a sample is half of an opening, and owners are cut by points alone
     owned = reduce_scatter.job_of(group, request).run()

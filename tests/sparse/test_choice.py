@@ -10,8 +10,8 @@ import torch
 
 import weft
 from weft.schedules.hosts import Hosts
-from weft.sparse import ALGORITHMS, Load
-from weft.sparse.choice import EAGER, choose
+from weft.sparse import ALGORITHMS, EAGER, Load
+from weft.sparse.choice import choose
 from weft.sparse.cost import MANY, nearly_quickest
 from weft.sparse.explanation import explanation, predicted
 from weft.sparse.factors import factored, load_between_blocks

@@ -8,12 +8,11 @@ from ..schedules.hosts import Hosts
 from ..wire.link import MERGE, WITHIN, Link
 from . import algorithms, link
 from .api import explain, sparse_all_reduce
-from .choice import EAGER
 from .cost import Cost, Load
 from .explanation import Explanation, predicted
 from .family import sparse_all_gather, sparse_broadcast, sparse_reduce, sparse_reduce_scatter
 from .record import Record, last_call
-from .registry import ALGORITHMS, Algorithm, algorithm, unregister
+from .registry import ALGORITHMS, EAGER, Algorithm, algorithm, unregister
 
 __all__ = [
     "ALGORITHMS",

@@ -23,13 +23,7 @@ from ..wire.link import Link
 from .cost import Load, preferred
 from .header import Header
 from .link import link_of
-from .registry import ALGORITHMS, Algorithm, find, remembered
-
-ALONE = "alone"
-"""What "runs" where the group is one rank."""
-
-EAGER = "eager"
-"""What runs where all rows travelled in the opening exchange."""
+from .registry import ALGORITHMS, ALONE, Algorithm, find, remembered
 
 _CHUNK_SECONDS = 0.002  # seconds of a chunk on the link, at least: long beside a message's overhead
 STEP_SECONDS = 1e-3  # seconds of overhead of a step of a stream, on a crowded core

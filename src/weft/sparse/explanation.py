@@ -14,11 +14,11 @@ import torch
 from .. import notebook
 from ..agree import DIRECT, opening_rounds
 from ..wire.link import Link
-from .choice import ALONE, EAGER, choose, fitted, is_eager
+from .choice import choose, fitted, is_eager
 from .cost import MANY, Cost, Load, needed
 from .factors import factored, factors_of
 from .header import DIGESTED
-from .registry import ALGORITHMS
+from .registry import ALGORITHMS, ALONE, EAGER
 
 # times the average, from which `explain` says that the busiest host takes longer: a sample of
 # indices is wrong by 6 percent

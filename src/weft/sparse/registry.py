@@ -26,6 +26,12 @@ if TYPE_CHECKING:
     from .call import Call
     from .local_rows import LocalRows
 
+ALONE = "alone"
+"""What "runs" where the group is one rank."""
+
+EAGER = "eager"
+"""What runs where all rows travelled in the opening exchange."""
+
 ENTRY_POINTS = "weft.algorithms"
 """The group of entry points by which installed packages offer algorithms."""
 
@@ -35,7 +41,7 @@ T = TypeVar("T")
 _REMEMBERED = 256  # answers of a function
 _FIELD = 200  # bytes of the fingerprint for the names of a program's own algorithms
 _GONE = {"hierarchical": "use split, whose first factor is the ranks of a host"}
-_NOT_NAMES = ("auto", "alone", "eager")  # what else `algorithm=` and records say
+_NOT_NAMES = ("auto", ALONE, EAGER)  # what else `algorithm=` and records say
 
 _log = logging.getLogger("weft")
 

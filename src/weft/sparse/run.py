@@ -24,7 +24,7 @@ from ..group.group import Group
 from ..rows import Rows
 from ..tensors import dtype_in, shape_in
 from .call import Call, row_bytes
-from .choice import ALONE, EAGER, choose, is_eager, with_link
+from .choice import choose, is_eager, with_link
 from .cost import Load
 from .explanation import Explanation, explanation
 from .factors import factored, factors_of, of_environment
@@ -32,7 +32,7 @@ from .header import Header, combined, described, rows_of_hosts
 from .local_rows import LocalRows
 from .owners import expected_union
 from .record import note
-from .registry import find
+from .registry import ALONE, EAGER, find
 from .request import Request, travelling
 
 

@@ -38,10 +38,10 @@ from ..tensors import as_bytes, extent, has_elements, shape_in
 from ..wire.memory import fresh
 from . import explanation, run, sketch
 from .call import Call
-from .choice import ALONE, EAGER
 from .explanation import Batch, Explanation
 from .header import NO_LIMIT, POINTS
 from .record import note
+from .registry import ALONE, EAGER
 from .request import NOTHING, Request
 
 NAME = "sparse_all_reduce of a list"

@@ -26,8 +26,8 @@ from ...errors import untransformed
 from ...group import default
 from ...group.group import Group
 from ...rows import Rows
-from ..choice import ALONE, EAGER
 from ..record import started
+from ..registry import ALONE, EAGER
 from ..request import Request
 from ..run import Opened, performed
 from ..stream import LISTS, VALUES, Ring, consecutive, wrong_list

@@ -25,11 +25,11 @@ from ...group import default
 from ...rows import Rows
 from ...wire.memory import typed
 from ..call import Call
-from ..choice import ALONE, EAGER
 from ..cost import Cost, Load
 from ..local_rows import LocalRows
 from ..owners import balanced_bounds, reduce_to_owners, spans
 from ..record import started
+from ..registry import ALONE, EAGER
 from ..request import Request, root_in
 from ..run import Opened, merge_eager, performed
 from ..stream import SUMS, chunks, exchange_lists, in_rank_order, lay_out, list_messages

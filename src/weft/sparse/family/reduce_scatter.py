@@ -20,11 +20,11 @@ from ...errors import WeftError, untransformed
 from ...group import default
 from ...group.group import Group
 from ...rows import Rows
-from ..choice import ALONE, EAGER
 from ..header import Header
 from ..local_rows import slices_between
 from ..owners import balanced_bounds, reduce_to_owners
 from ..record import started
+from ..registry import ALONE, EAGER
 from ..request import Request
 from ..run import Opened, merge_eager, performed
 
