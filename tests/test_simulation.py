@@ -75,6 +75,15 @@ def test_between_distant_hosts_many_values_go_round_the_ring():
     assert not load.but(link=SLOW).sends_directly(600 * load.row)
 
 
+def test_what_all_send_at_once_between_distant_hosts_is_what_a_link_holds():
+    for ranks, held in ((6, 700), (8, 300), (24, 150), (64, 50)):
+        load = weft.sparse.Load(
+            ranks, ranks * held, held, held, 24_000, 10**6, 256, 256, 4, link=FAR
+        )
+        assert load.sends_directly(held * load.row)
+        assert not load.sends_directly(2 * held * load.row)
+
+
 def test_between_distant_hosts_of_several_ranks_fewer_values_go_to_all():
     # each rank of a host gets all of them over the host's link, where a ring crosses it once
     load = weft.sparse.Load(4, 4800, 1200, 1200, 4000, 24_000, 256, 256, 4, link=FAR)

@@ -319,7 +319,7 @@ def lengths_differ(wire):
         sends = [(1, message)] if group.rank == 0 else []
         recvs = [(0, place)] if group.rank == 1 else []
         with pytest.raises(weft.WireError) as caught:
-            # rank 2 may be told already as it comes to the first of these
+            weft.barrier()  # all have a group; rank 2 may be told of its end already here
             group.on(torch.device("cpu")).post(sends, recvs).wait()
             weft.all_reduce(torch.ones(3))  # in which rank 2 waits for the others
         with pytest.raises(weft.WireError) as again:

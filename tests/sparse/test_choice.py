@@ -300,7 +300,7 @@ def test_small_rows_are_eager_up_to_16_ranks():
     [
         (4, 50_000, "gather", "gather waits for 2 rounds of 25 ms, 1 to open the call"),
         (4, 60, "eager", "eager waits for 1 round of 25 ms, which opens the call"),
-        (64, 60, "gather", "gather waits for 8 rounds of 25 ms, 6 to open the call"),
+        (64, 50, "gather", "gather waits for 8 rounds of 25 ms, 6 to open the call"),
     ],
 )
 def test_between_distant_hosts_the_rounds_that_a_call_waits_for_are_named(

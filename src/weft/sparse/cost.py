@@ -32,9 +32,6 @@ MANY = 16
 """Ranks from which messages may be what limits."""
 
 _UNEVEN = 0.08  # of the bytes: streams between all pairs share links unevenly
-# Of the time of the bytes that streams of all with all may need more than a ring. Seen between 4
-# hosts at 1 Gbit/s (`stream`): 1.6 for 1.1. A limit, not what is expected: so no prediction has it.
-_CROWDED = 0.5
 _DISTANT = 2.5e-3  # seconds of a round, from which hosts are distant: half of what asks for BBR
 # Latencies that a distant connection needs to come back to the link's rate after rows to all and a
 # ring have begun together, and the link's queue has overflowed. BBR then keeps a low rate for a
@@ -43,6 +40,11 @@ _DISTANT = 2.5e-3  # seconds of a round, from which hosts are distant: half of w
 # rows and with wide ones, and 0.7 to 1.5 s where packets are lost (docs/performance.md). 24 are the
 # least of it.
 _RECOVERY = 24
+# Latencies that a distant host's link may need for what all send to it at once: the queue before it
+# does not hold more. Between hosts 25 ms apart, at 100 Mbit/s, `gather` took sent directly, and
+# round the ring (benchmarks/direct.py), 177 and 301 ms on 8 hosts with 2.3 latencies of bytes, 308
+# and 591 on 16 with 2.5; but 839 and 319 on 8 with 4.6, and 923 and 647 on 16 with 4.9.
+_HELD = 3
 _CHUNKED = 0.3  # of its time: a stream of chunks keeps a core busy for longer than one message
 _MEMORY = 1 / 1.5e9  # seconds a byte, below which a copy costs as much as a message
 _SLOT = 4  # bytes that say where in a union an index belongs
@@ -242,8 +244,8 @@ class Load:
 
         So it does where each step of a ring would be a round of its own, and if the link is about
         as quick as memory, also where the ranks of a host share it. Between distant hosts it does
-        if to wait for the ring's hops costs more than the crowding of links that streams of all
-        with all share.
+        if to wait for the ring's hops costs more than to share a host's link, and if the queue
+        before the link holds what all send at once.
 
         Args:
             nbytes: of each rank, on average; the same number on every rank.
@@ -255,9 +257,12 @@ class Load:
             return False
         if (1 + self.queue) * link.beta < _MEMORY:
             return True
+        if link.alpha < _DISTANT:
+            return False
+        streaming = (self.ranks - 1) * nbytes * link.beta
+        sharing = self.queue * streaming
         waiting = (self._hops(nbytes) - 1) * link.alpha
-        crowding = (_CROWDED + self.queue) * (self.ranks - 1) * nbytes * link.beta
-        return link.alpha >= _DISTANT and waiting > crowding
+        return waiting > sharing and streaming + sharing <= _HELD * link.alpha
 
     @property
     def at_once(self) -> bool:
