@@ -33,13 +33,14 @@ def cost_with(load: Load, algorithm: Algorithm, inner: Load) -> Cost:
     """The same with an algorithm between the blocks, where it has the load `inner`."""
     between = algorithm.cost(inner)
     busiest = between.slowest or between
-    traffic = _block_traffic(load, algorithm, inner)
-    if load_in_block(load).on_one_host:
-        slowest = _slowest_on_hosts(load, algorithm, inner, busiest, traffic)
+    block = load_in_block(load)
+    traffic = _block_traffic(load, block, algorithm, inner)
+    if block.on_one_host:
+        slowest = _slowest_on_hosts(load, block, algorithm, inner, busiest, traffic)
     else:
-        slowest = _slowest_of_neighbours(load, busiest, traffic)
+        slowest = _slowest_of_neighbours(load, block, busiest, traffic)
     rounds = slowest.rounds + (3 if load.lengths_known else 2)
-    slowest = replace(slowest, rounds=rounds, memory=_memory(load, between, inner))
+    slowest = replace(slowest, rounds=rounds, memory=_memory(load, block, between, inner))
     return replace(
         slowest,
         messages=round(traffic.messages + traffic.leading * between.messages),
@@ -82,9 +83,8 @@ class _BlockTraffic(NamedTuple):
     bytes: float
 
 
-def _block_traffic(load: Load, algorithm: Algorithm, inner: Load) -> _BlockTraffic:
+def _block_traffic(load: Load, block: Load, algorithm: Algorithm, inner: Load) -> _BlockTraffic:
     """Rows go to the ranks of the block that have a place, and these send sums to all of it."""
-    block = load_in_block(load)
     blocks = blocks_of(load)
     count = len(blocks)
     places = load.factors[0]
@@ -111,7 +111,12 @@ def _block_traffic(load: Load, algorithm: Algorithm, inner: Load) -> _BlockTraff
 
 
 def _slowest_on_hosts(
-    load: Load, algorithm: Algorithm, inner: Load, between: Cost, traffic: _BlockTraffic
+    load: Load,
+    block: Load,
+    algorithm: Algorithm,
+    inner: Load,
+    between: Cost,
+    traffic: _BlockTraffic,
 ) -> Cost:
     """The slowest rank where each block is on a host.
 
@@ -121,7 +126,7 @@ def _slowest_on_hosts(
     on while the link is busy (`_on_hosts`).
     """
     assert load.link is not None
-    alone, meanwhile = _on_hosts(load, algorithm, inner)
+    alone, meanwhile = _on_hosts(load, block, algorithm, inner)
     posting = traffic.messages * load.link.work / load.link.gamma
     carried = inner.sharing * _busiest_over_average(load)
     return replace(
@@ -146,12 +151,11 @@ def _busiest_over_average(load: Load) -> float:
     return load.unevenness
 
 
-def _slowest_of_neighbours(load: Load, between: Cost, traffic: _BlockTraffic) -> Cost:
+def _slowest_of_neighbours(load: Load, block: Load, between: Cost, traffic: _BlockTraffic) -> Cost:
     """The slowest rank where ranks of a block are on several hosts: one stage after the other.
 
     All of it takes the same links.
     """
-    block = load_in_block(load)
     rows = load.mean / load.factors[0]
     sums = load.union / load.factors[0]
     return replace(
@@ -167,9 +171,8 @@ def _slowest_of_neighbours(load: Load, between: Cost, traffic: _BlockTraffic) ->
     )
 
 
-def _memory(load: Load, between: Cost, inner: Load) -> float:
+def _memory(load: Load, block: Load, between: Cost, inner: Load) -> float:
     """Workspace: that of what runs between the blocks, the sums of a place, and that of a block."""
-    block = load_in_block(load)
     rows = load.mean / load.factors[0]
     return (
         between.memory
@@ -180,18 +183,18 @@ def _memory(load: Load, between: Cost, inner: Load) -> float:
     )
 
 
-def _on_hosts(load: Load, algorithm: Algorithm, inner: Load) -> tuple[float, float]:
+def _on_hosts(load: Load, block: Load, algorithm: Algorithm, inner: Load) -> tuple[float, float]:
     """What the stages in a block that is a host cost its ranks, in bytes merged.
 
     Args:
         load: of the call.
+        block: that in a block.
         algorithm: between the blocks.
         inner: its load.
 
     Returns:
         What nothing else overlaps, and what passes while bytes of other hosts are on the wire.
     """
-    block = load_in_block(load)
     places = load.factors[0]
     rows = load.mean / places  # that a rank has of what one place sums
     sums = load.union / places  # of one place
