@@ -31,6 +31,13 @@ Blocks = tuple[tuple[int, ...], ...]
 MANY = 16
 """Ranks from which messages may be what limits."""
 
+HELD = 3
+"""Latencies that a distant host's link may need for what all send to it at once.
+
+The queue before it does not hold more: docs/performance.md has the times of `gather`, sent directly
+and round the ring, with fewer bytes and with more (`benchmarks/direct.py`).
+"""
+
 _UNEVEN = 0.08  # of the bytes: streams between all pairs share links unevenly
 _DISTANT = 2.5e-3  # seconds of a round, from which hosts are distant: half of what asks for BBR
 # Latencies that a distant connection needs to come back to the link's rate after rows to all and a
@@ -40,11 +47,6 @@ _DISTANT = 2.5e-3  # seconds of a round, from which hosts are distant: half of w
 # rows and with wide ones, and 0.7 to 1.5 s where packets are lost (docs/performance.md). 24 are the
 # least of it.
 _RECOVERY = 24
-# Latencies that a distant host's link may need for what all send to it at once: the queue before it
-# does not hold more. Between hosts 25 ms apart, at 100 Mbit/s, `gather` took sent directly, and
-# round the ring (benchmarks/direct.py), 177 and 301 ms on 8 hosts with 2.3 latencies of bytes, 308
-# and 591 on 16 with 2.5; but 839 and 319 on 8 with 4.6, and 923 and 647 on 16 with 4.9.
-_HELD = 3
 _CHUNKED = 0.3  # of its time: a stream of chunks keeps a core busy for longer than one message
 _MEMORY = 1 / 1.5e9  # seconds a byte, below which a copy costs as much as a message
 _SLOT = 4  # bytes that say where in a union an index belongs
@@ -262,7 +264,7 @@ class Load:
         streaming = (self.ranks - 1) * nbytes * link.beta
         sharing = self.queue * streaming
         waiting = (self._hops(nbytes) - 1) * link.alpha
-        return waiting > sharing and streaming + sharing <= _HELD * link.alpha
+        return waiting > sharing and streaming + sharing <= HELD * link.alpha
 
     @property
     def at_once(self) -> bool:
