@@ -68,6 +68,7 @@ HALF = (torch.float16, torch.bfloat16)
 MIB = 1 << 20
 SPARE_MIB = 32
 M_ARENA_MAX = -8  # of mallopt(3)
+SOON = 3.0  # seconds that a wait may last where ranks call in crossed orders
 HELD = 10  # programs whose results live on while others run
 LOOKING = threading.Lock()  # to look opens files
 
@@ -142,7 +143,7 @@ class Program:
 
     Attributes:
         group: of all ranks.
-        groups: what a call is given as its group, by the ranks that are in it.
+        groups: what a call is given as its group, by the ranks that are in it, but for subsets.
         kept: results, and what they were.
     """
 
@@ -182,6 +183,17 @@ class Program:
         else:
             self.use(check(result))
 
+    def among(self, ranks: tuple[int, ...]) -> Any:
+        """What a call of these ranks is given as its group.
+
+        Of a subset it is whatever this rank thinks of: the subset, or a subset of another one.
+        """
+        if ranks in self.groups:
+            return self.groups[ranks]
+        backwards = self.group.subset(ranks[::-1])
+        again = backwards.subset(range(len(ranks))[::-1])
+        return self.own.choice((self.group.subset(ranks), again))
+
     def use(self, results: list[Tensor]) -> None:
         """What users do with results."""
         match self.own.choice(("drop", "keep", "write", "pickle", "save")):
@@ -218,7 +230,7 @@ class Program:
             return
         parts, me = rows_of(**table), group.index(self.rank)
         narrow = None if wire_dtype is None else getattr(torch, wire_dtype)
-        options = {"group": self.groups[group], "async_op": later, "wire_dtype": narrow}
+        options = {"group": self.among(group), "async_op": later, "wire_dtype": narrow}
         if name in ("all_reduce", "reduce", "reduce_scatter"):
             want = oracle(parts, op, narrow)
             options["op"] = op
@@ -253,7 +265,7 @@ class Program:
                 pairs = zip(wants, results, strict=True)
                 return [part for want, got in pairs for part in held_against(want, got)]
 
-            result = weft.sparse_all_reduce(mine, op, self.groups[group], later)
+            result = weft.sparse_all_reduce(mine, op, self.among(group), later)
             self.take(result, check, later)
 
     def dense(self, group: tuple[int, ...], op: str, dtype: str, count: int) -> None:
@@ -262,7 +274,7 @@ class Program:
             return
         kind = getattr(torch, dtype)
         if kind is torch.bool or (op == "prod" and kind in HALF):
-            weft.barrier(group=self.groups[group])
+            weft.barrier(group=self.among(group))
             return
         base = torch.arange(count) % 3 + 1
         wide = torch.float64 if kind is torch.float64 else torch.float32
@@ -270,7 +282,7 @@ class Program:
         each = [(base + number % 2).to(wide) for number in range(len(group))]
         want = functools.reduce(OPS["sum" if op == "avg" else op].function, each)
         want = (want / len(group) if op == "avg" else want).to(kind)
-        result = weft.all_reduce(each[group.index(self.rank)].to(kind), op, self.groups[group])
+        result = weft.all_reduce(each[group.index(self.rank)].to(kind), op, self.among(group))
         self.take(result, lambda got: [same(got, want) or got], False)
 
     def to_all(self, group: tuple[int, ...], shapes: list[list[Any]], dtype: str) -> None:
@@ -285,7 +297,7 @@ class Program:
                     same(got, want)
                 return came
 
-            self.take(weft.all_to_all(mine, self.groups[group]), check, False)
+            self.take(weft.all_to_all(mine, self.among(group)), check, False)
 
     def layer(
         self, name: str, grids: list[Any], dim: int, shape: tuple[int, int], times: int
@@ -367,6 +379,59 @@ class Program:
             raise AssertionError("nothing was raised")
         self.calls += 1
 
+    def crossed(self, verbs: tuple[str, str], first: list[int], subset: tuple[int, ...]) -> None:
+        """A call on a group and one on its subset, which some ranks make first."""
+        group = self.group.split(range(self.size))
+        assert group is not None
+        group.set_timeout(SOON)
+        calls = [(verbs[0], group)]
+        if self.rank in subset:
+            calls.insert(self.rank not in first, (verbs[1], group.subset(subset)))
+        text = ""
+        with group:
+            try:
+                for verb, of in calls:
+                    VERBS[verb](of)
+            except weft.WireError as error:
+                text = str(error)
+        if len({rank in first for rank in subset}) == 1:
+            assert not text, text
+        else:
+            told = [f"of all {self.size} ranks", f"of {listed(subset)}", "in the same order"]
+            assert all(each in text for each in told), text or "nothing was raised"
+        self.calls += 2
+
+
+def listed(ranks: Sequence[int]) -> str:
+    """The ranks as errors have them."""
+    return f"ranks {', '.join(map(str, ranks))}"
+
+
+def summed(group: weft.Group, count: int) -> None:
+    """A sparse sum in which each rank has a row of its own, and others that all have."""
+    indices = torch.cat([torch.arange(count), torch.tensor([count + group.rank])])
+    rows = weft.Rows(indices, torch.ones(len(indices), 4))
+    total = weft.sparse_all_reduce(rows, group=group)
+    assert total.values.sum() == 4 * group.size * (count + 1)
+
+
+def reduced(group: weft.Group) -> None:
+    total = weft.all_reduce(torch.tensor([10.0**group.rank]), group=group)
+    assert total == (10**group.size - 1) // 9
+
+
+VERBS: dict[str, Callable[[weft.Group], object]] = {
+    "barrier": lambda group: weft.barrier(group=group),
+    "all_reduce": reduced,
+    "all_to_all": lambda group: weft.all_to_all([torch.ones(2)] * group.size, group),
+    "broadcast": lambda group: weft.sparse_broadcast(
+        weft.Rows(torch.ones(1).int(), torch.ones(1)), 0, group
+    ),
+    "few rows": functools.partial(summed, count=3),
+    "many rows": functools.partial(summed, count=9000),
+}
+"""Calls that a group and its subset make in crossed orders."""
+
 
 def drawn(seed: int, size: int) -> Drawn:
     """The program of that seed, for so many ranks."""
@@ -389,6 +454,7 @@ STEPS = {
     "tables": 2,
     "gradients": 1,
     "layer": 2,
+    "crossed": 1,
 }
 """What a program may do, and how often."""
 
@@ -436,7 +502,7 @@ class Draw:
         }
 
     def sparse(self) -> dict[str, Any]:
-        pick, group, (op, dtype) = self.pick, self.pick(groups_of(self.size)), self.kind()
+        pick, group, (op, dtype) = self.pick, self.pick(called(self.size)), self.kind()
         wide = dtype in (torch.float32, torch.float64)
         narrow = pick((None, None, "float16", "bfloat16")) if wide else None
         table = self.table(len(group), op, dtype, narrow is not None)
@@ -458,23 +524,33 @@ class Draw:
         }
 
     def tables(self) -> dict[str, Any]:
-        group, op, count = self.pick(groups_of(self.size)), self.pick(("sum", "max")), (1, 2, 5)
+        group, op, count = self.pick(called(self.size)), self.pick(("sum", "max")), (1, 2, 5)
         dtypes = [self.pick(DTYPES[:-1]) for _ in range(self.pick(count))]
         several = [self.table(len(group), op, dtype) for dtype in dtypes]
         return {"group": group, "several": several, "op": op, "later": self.pick((False, True))}
 
     def dense(self) -> dict[str, Any]:
-        group, (op, dtype) = self.pick(groups_of(self.size)), self.kind()
+        group, (op, dtype) = self.pick(called(self.size)), self.kind()
         return {"group": group, "op": op, "dtype": str(dtype)[6:], "count": self.pick(SIZES)}
 
     def to_all(self) -> dict[str, Any]:
-        group = self.pick(groups_of(self.size))
+        group = self.pick(called(self.size))
         shapes = [
             [self.pick(((self.pick(SIZES),), (3, self.pick((0, 5)), 2), ())) for _ in group]
             for _ in group
         ]
         dtype = self.pick(("uint8", "bool", "float16", "int64", "complex64"))
         return {"group": group, "shapes": shapes, "dtype": dtype}
+
+    def crossed(self) -> dict[str, Any]:
+        members = self.source.sample(range(self.size), self.source.randint(2, self.size))
+        if members == sorted(members) and len(members) == self.size:
+            members.reverse()  # else it is the group itself
+        return {
+            "verbs": (self.pick([*VERBS]), self.pick([*VERBS])),
+            "first": [rank for rank in members if self.pick((True, False))],
+            "subset": tuple(members),
+        }
 
     def layer(self) -> dict[str, Any]:
         return {
@@ -492,9 +568,15 @@ class Draw:
 
 
 def groups_of(size: int) -> list[tuple[int, ...]]:
-    """The ranks of each group that programs call."""
+    """The ranks of each group that programs call, but for subsets."""
     every = tuple(range(size))
     return [every, every[::-1], every[1:]] if size > 2 else [every, every[::-1]]
+
+
+def called(size: int) -> list[tuple[int, ...]]:
+    """The ranks of each group that programs call."""
+    every = tuple(range(size))
+    return [*groups_of(size), every[:-1], (*every[1:], 0)]
 
 
 def rows_of(

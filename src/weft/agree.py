@@ -12,6 +12,11 @@ statements are combined pairwise, in log2 P rounds of recursive doubling (if P i
 those of the next lower one and two more), the lower ranks always on the left, so that all ranks end
 with the same bytes.
 
+Every statement says among which ranks it is, in their order. Where two ranks are in calls of
+different groups, such as one in a call of all and the other in one of a subset, their statements
+meet, and no later message of either call would find its own. So this ends the group, with an error
+that has both calls.
+
 What arrives is checked before it is used: bytes that are no statement end the group with an error
 that names the rank that sent them.
 """
@@ -19,7 +24,6 @@ that names the rank that sent them.
 from __future__ import annotations
 
 import functools
-import hashlib
 import struct
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,8 +33,8 @@ import torch
 from torch import Tensor
 
 from .errors import WeftError
-from .group.failure.verdict import NAMED, differing
-from .group.group import SMALL, Group
+from .group.failure.verdict import NAMED, crossed, differing
+from .group.group import OPENINGS, SMALL, Group, check_members
 from .group.pending import Pending
 
 T = TypeVar("T")
@@ -42,11 +46,11 @@ BODY = 136 << 10
 """Bytes that a body may have, with what is said in private. Every rank receives at this cap,
 whatever it is about to call."""
 
-_FINGERPRINT = 1024  # bytes that a rank's may have
+_FINGERPRINT = 1152  # bytes that a rank's may have
 # bytes that fingerprints and errors may have, each: room for four of the longest. The fingerprints
 # of a call that agree come in three forms at most, by the fields that ranks do not know: so there
 # is room for one that differs.
-_TEXT = 4608
+_TEXT = 5120
 # magic, bytes of: cohorts, error, body, what is said in private; whose error; whether it is watched
 _HEAD = struct.Struct("<4sIIIII?")
 _MAGIC = b"weft"
@@ -55,6 +59,7 @@ CAP = _HEAD.size + 2 * _TEXT + 2 * _ALIGNED + BODY
 """Bytes that a statement may have."""
 
 _FIELD, _VALUE, _COHORT = "\x1d", "\x1e", "\x1f"
+_CALL, _MEMBERS = "call", "ranks"  # the names of the first two fields
 _UNKNOWN = "?"  # a field with this value agrees with every other
 _SPELLED = 1 << 10  # fingerprints that are kept as they travel: training makes the same calls
 
@@ -64,19 +69,6 @@ Combine = Callable[[Tensor, Tensor], Tensor]
 
 Private = Sequence[bytes | memoryview]
 """Pieces of what is said to one rank."""
-
-
-def summed_up(text: str, most: int, short: str) -> str:
-    """The value of a field: the text or, if it has more than `most` bytes, `short` and a digest.
-
-    Example:
-        >>> summed_up("a, b", 10, "2 letters"), summed_up("a, b, c, d", 9, "4 letters")
-        ('a, b', '4 letters (digest 68424a970635)')
-    """
-    data = text.encode()
-    if len(data) <= most:
-        return text
-    return f"{short} (digest {hashlib.sha256(data).hexdigest()[:12]})"
 
 
 @dataclass(slots=True)
@@ -142,7 +134,7 @@ class Agreement:
 
 
 _Fields = tuple[tuple[str, str], ...]
-"""A fingerprint: name and value of each field, the name of the call first."""
+"""A fingerprint: name and value of each field; the call and its ranks (`Group.members`) first."""
 
 
 class _Cohort(NamedTuple):
@@ -153,6 +145,16 @@ class _Cohort(NamedTuple):
     ranks: tuple[int, ...]
     total: int
     number: int
+
+    @property
+    def members(self) -> str:
+        """The ranks of the call, in words."""
+        return self.fields[1][1]
+
+    @property
+    def place(self) -> str:
+        """Where these ranks are, as a clause."""
+        return f"is in call {self.number} ({self.fields[0][1]}) of {self.members}"
 
     def spelled(self) -> str:
         """As it travels."""
@@ -171,19 +173,17 @@ def _fields_in(text: str) -> _Fields:
     return tuple(pairs)
 
 
-def _cohorts_in(raw: bytes, among: Collection[int]) -> tuple[_Cohort, ...]:
-    """What `spelled` made that of, for some of these ranks; raises ValueError if it was not."""
+def _cohorts_in(raw: bytes) -> tuple[_Cohort, ...]:
+    """What `spelled` made that of; raises ValueError if it was not."""
     cohorts = []
     for text in raw.decode().split(_COHORT):
         fields, ranks, count, number = text.rsplit(_FIELD, 3)
         cohort = _Cohort(
             _fields_in(fields), tuple(map(int, ranks.split(","))), int(count), int(number)
         )
-        known = cohort.ranks == among or set(cohort.ranks) <= set(among)
-        if not known or not len(cohort.ranks) <= cohort.total <= len(among):
-            raise ValueError(f"it is of {count} ranks, {ranks}")
-        if cohort.number < 0 or cohort.fields[0][0] != "call":
-            raise ValueError(f"it is of call {number}")
+        names = [name for name, _ in cohort.fields[:2]]
+        if cohort.number < 0 or names != [_CALL, _MEMBERS]:
+            raise ValueError(f"it is of call {number}, and states {names}")
         cohorts.append(cohort)
     return tuple(cohorts)
 
@@ -214,8 +214,8 @@ class _Statement:
         return torch.frombuffer(bytearray().join(parts), dtype=torch.uint8)
 
     @classmethod
-    def unpack(cls, raw: memoryview, among: Collection[int]) -> _Statement:
-        """The statement of some of these ranks in a message.
+    def unpack(cls, raw: memoryview) -> _Statement:
+        """The statement in a message.
 
         Raises:
             ValueError, struct.error: there is none.
@@ -224,16 +224,29 @@ class _Statement:
         middle, end = _HEAD.size + cohorts, _HEAD.size + cohorts + error
         start = end + -end % _ALIGNED
         after = start + body + -body % _ALIGNED
-        if magic != _MAGIC or after + private > len(raw) or rank not in among:
+        if magic != _MAGIC or after + private > len(raw):
             raise ValueError(f"{bytes(raw[: _HEAD.size]).hex()}, of {len(raw)} bytes")
         return cls(
-            _cohorts_in(bytes(raw[_HEAD.size : middle]), among),
+            _cohorts_in(bytes(raw[_HEAD.size : middle])),
             bytes(raw[middle:end]),
             rank,
             raw[start : start + body],
             raw[after : after + private],
             watched,
         )
+
+    def check_ranks(self, among: Collection[int]) -> None:
+        """Check that it is a statement of some of these ranks.
+
+        Raises:
+            ValueError: it is not.
+        """
+        if self.error_rank not in among:
+            raise ValueError(f"it has an error of rank {self.error_rank}")
+        for ranks, total in ((cohort.ranks, cohort.total) for cohort in self.cohorts):
+            known = ranks == among or set(ranks) <= set(among)
+            if not known or not len(ranks) <= total <= len(among):
+                raise ValueError(f"it is of {total} ranks, {ranks}")
 
 
 def _tensor(raw: memoryview) -> Tensor:
@@ -329,14 +342,15 @@ def agree(
     """
     name = group.rank_in_errors(group.rank)
     values = ((name, _UNKNOWN if value is None else str(value)) for name, value in fields.items())
+    known = ((_CALL, call), (_MEMBERS, group.members))
     mine = _Statement(
-        (_Cohort((("call", call), *values), (name,), 1, group.worker.calls),),
+        (_Cohort((*known, *values), (name,), 1, group.worker.calls),),
         b"" if error is None else f"rank {name}: {error}".encode()[:_TEXT],
         name,
         body.numpy().data if isinstance(body, Tensor) else memoryview(body),
         watched=watch is not None,
     )
-    is_first = group.worker.enter(group.global_ranks, mine.cohorts[0].fields)
+    is_first = group.worker.enter(group.global_ranks, group.members, mine.cohorts[0].fields)
     fingerprint = len(_written(mine.cohorts))
     longest = len(mine.body) + max((sum(map(len, said)) for said in private or ()), default=0)
     if fingerprint > _FINGERPRINT or longest > BODY:
@@ -345,19 +359,22 @@ def agree(
         return _agreed(group, [(0, mine)])
     if not is_direct(group):
         agreement = _agreed(group, [_combined_and_watched(group, mine, combine, watch)])
-        for known, _ in mine.cohorts[0].fields:  # whose names the last that came may not have
-            agreement.fields.setdefault(known, _UNKNOWN)
+        for field, _ in mine.cohorts[0].fields:  # whose names the last that came may not have
+            agreement.fields.setdefault(field, _UNKNOWN)
         return agreement
     messages = [mine.pack()] * group.size if private is None else [*map(mine.pack, private)]
     sends = [(peer, messages[peer]) for peer in group.peers]
     others = [rank for rank in range(group.size) if rank != group.rank]
     # what is received comes in rank order, without this rank's own
-    pending = group.post(sends, [(peer, CAP) for peer in others], SMALL)
+    pending = group.post(sends, [(peer, CAP) for peer in others], OPENINGS)
     pending.opens = is_first
     if watch is not None:
         watch(pending)
     heard = zip(others, pending.wait(), strict=True)
-    said = [(p, _heard(group, p, message, (group.rank_in_errors(p),))) for p, message in heard]
+    said = [
+        (peer, _heard(group, mine, peer, message, (group.rank_in_errors(peer),)))
+        for peer, message in heard
+    ]
     said.insert(group.rank, (group.rank, mine))
     return _agreed(group, said, pending.release)
 
@@ -388,9 +405,19 @@ def confess(
         raise error from trouble
 
 
-def _heard(group: Group, peer: int, message: Tensor, among: Collection[int]) -> _Statement:
-    """What a peer stated for some of these ranks."""
-    return group.decode(peer, "a statement", _Statement.unpack, message.numpy().data, among)
+def _heard(
+    group: Group, mine: _Statement, peer: int, message: Tensor, among: Collection[int]
+) -> _Statement:
+    """What a peer stated for some of these ranks, in the call in which this rank is, too."""
+    statement = group.decode(peer, "a statement", _Statement.unpack, message.numpy().data)
+    for cohort in statement.cohorts:
+        if cohort.members != group.members:
+            group.decode(peer, "a statement", check_members, cohort.members, group.session.size)
+            ranks = map(group.rank_in_errors, (group.rank, peer))
+            calls = dict(zip(ranks, (mine.cohorts[0].place, cohort.place), strict=True))
+            raise group.session.fail(None, crossed(calls))
+    group.decode(peer, "a statement", statement.check_ranks, among)
+    return statement
 
 
 def _agreed(
@@ -453,9 +480,9 @@ def _combining(group: Group, mine: _Statement, combine: Combine) -> tuple[int, _
     among = frozenset(map(group.rank_in_errors, range(group.size)))
 
     def swap(peer: int, *, send: bool = True, receive: bool = True) -> _Statement:
-        pending = group.post([(peer, mine.pack())] * send, [(peer, CAP)] * receive)
+        pending = group.post([(peer, mine.pack())] * send, [(peer, CAP)] * receive, OPENINGS)
         got = pending.wait()
-        other = _heard(group, peer, got[0].clone(), among) if receive else mine
+        other = _heard(group, mine, peer, got[0].clone(), among) if receive else mine
         pending.release()
         return other
 
@@ -535,7 +562,7 @@ def _differences(cohorts: Sequence[_Cohort]) -> list[str]:
         if len(values) > 1:
             ordered = sorted(values.items(), key=lambda item: min(item[1].ranks))
             how, then = f"the ranks differ in {name}", "pass the same on every rank"
-            if name == "call":
+            if name == _CALL:
                 how = "the ranks are in different calls"
                 then = "make the same calls in the same order on every rank"
                 if any("backward of call" in call for call in values):
@@ -543,6 +570,6 @@ def _differences(cohorts: Sequence[_Cohort]) -> list[str]:
                 ordered = [(f"{call} (call {cohort.number})", cohort) for call, cohort in ordered]
             said = [(value, cohort.ranks, cohort.total) for value, cohort in ordered]
             texts.append(differing(how, said, then))
-            if name in ("call", "tensors"):  # from which other fields follow
+            if name in (_CALL, "tensors"):  # from which other fields follow
                 break
     return texts

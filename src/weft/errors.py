@@ -20,6 +20,7 @@ where weft raised the error.
 from __future__ import annotations
 
 import functools
+import hashlib
 import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import ParamSpec, TypeVar
@@ -114,3 +115,16 @@ def names(ranks: Sequence[int]) -> str:
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
+
+
+def summed_up(text: str, most: int, short: str) -> str:
+    """What ranks compare: the text or, if it has more than `most` bytes, `short` and a digest.
+
+    Example:
+        >>> summed_up("a, b", 10, "2 letters"), summed_up("a, b, c, d", 9, "4 letters")
+        ('a, b', '4 letters (digest 68424a970635)')
+    """
+    data = text.encode()
+    if len(data) <= most:
+        return text
+    return f"{short} (digest {hashlib.sha256(data).hexdigest()[:12]})"

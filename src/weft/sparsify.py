@@ -30,12 +30,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .agree import confess, summed_up
+from .agree import confess
 from .comm.buckets import reduce_dense
 from .comm.named import expanded_dims, local
 from .comm.rounding import narrowed
 from .comm.staging import unsendable
-from .errors import WeftError, entry
+from .errors import WeftError, entry, summed_up
 from .group import default, process_group
 from .group.group import Group
 from .rows import Rows

@@ -182,7 +182,7 @@ def rank(scenario: int, fault: str, victim: int, timeout: float) -> None:
     group.set_timeout(timeout)
 
     def call(number: int) -> None:
-        group.worker.enter(group.global_ranks, (("call", "sparse_all_reduce"),))
+        group.worker.enter(group.global_ranks, group.members, (("call", "sparse_all_reduce"),))
         if inside and number == FAULT and victim == RANK:
             say(scenario, "fault")
             happen(group)

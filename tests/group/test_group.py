@@ -73,12 +73,12 @@ def test_a_group_for_a_device_is_made_once(group):
 
 @spmd(4, on=("rounds",))
 def test_what_the_same_ranks_post_lies_in_the_same_rounds(group):
-    """Whichever view it is posted on: else the rounds that ranks check would not be equal."""
+    """Whichever view it is posted on, also while a post on another one is under way."""
     if group.rank == 3:
         return
     peers = [rank for rank in (0, 1, 2) if rank != group.rank]
-    orders = ([0, 1, 2], [2, 0, 1], [1, 2, 0])
-    first, second = (group.subset(orders[(group.rank + n) % 3]).on(CPU) for n in (0, 1))
+    orders = ([0, 1, 2], [2, 0, 1])
+    first, second = (group.subset(order).on(CPU) for order in orders)
     assert first is not second and first.wire is second.wire
     whole = group.on(CPU, [0, 1, 2])  # where ranks have the numbers that they have in the group
     assert whole.wire is first.wire and (whole.rank, whole.size) == (group.rank, 4)
@@ -90,8 +90,7 @@ def test_what_the_same_ranks_post_lies_in_the_same_rounds(group):
         pending = over.post(sends, [(of[p], place) for p, place in zip(peers, places, strict=True)])
         return pending, [10.0 * number + peer for peer in peers]
 
-    views = (first, second, whole)
-    posts = [posted(views[(group.rank + n) % 3], n) for n in range(3)]
+    posts = [posted(view, number) for number, view in enumerate((first, second, whole))]
     for pending, wanted in posts:
         assert [each.tolist() for each in pending.wait()] == [[one, one] for one in wanted]
 

@@ -10,7 +10,7 @@ from weft.group.failure.messages import line_of, parse, place_of, values_of
 from weft.group.failure.verdict import Entered, Place
 
 RANKS = {0, 1, 2}
-CALL = [99, 6, "all_reduce"]
+CALL = ["all 3 ranks", 6, "all_reduce"]
 HERE = [7, "barrier", 2, 0.5, "", "train.py:6 in load_batch", [2], CALL, True, [CALL], False]
 
 
@@ -33,7 +33,7 @@ def test_a_message_is_read_as_it_was_sent(message):
 
 
 def test_a_place_is_read_as_it_was_sent():
-    call = Entered(-99, 6, "all_reduce")
+    call = Entered("ranks 2, 0", 6, "all_reduce")
     place = Place(
         7,
         "barrier",
@@ -89,12 +89,13 @@ def changed(at, value):
         changed(6, 2),
         changed(6, ["2"]),
         changed(6, [3]),
-        changed(7, [6, "all_reduce"]),
+        changed(7, ["all_reduce", 6]),
         changed(7, 6),
+        changed(7, [6, 6, "all_reduce"]),
         changed(8, None),
         changed(9, [[6]]),
-        changed(9, [["99", 6, "all_reduce"]]),
-        changed(9, [[99, 6, 7]]),
+        changed(9, [[99, 6, "all_reduce"]]),
+        changed(9, [["all 3 ranks", 6, 7]]),
         changed(9, {}),
         changed(10, 1),
     ],

@@ -11,6 +11,8 @@ import weft
 from weft.schedules import dense_all_reduce
 from weft.testing import contract, run, spmd
 
+CPU = torch.device("cpu")
+
 PAIRS = (contract.channels, contract.shorter, contract.empty, contract.leases)
 ANY = (
     contract.exchange,
@@ -110,3 +112,151 @@ def test_errors_of_a_call_of_some_ranks_name_them_by_their_numbers_among_all():
         weft.barrier(group=some)
 
     run(3, program)
+
+
+def listed(ranks):
+    return f"ranks {', '.join(map(str, ranks))}"
+
+
+def few_rows(group):
+    return weft.sparse_all_reduce(weft.Rows(torch.arange(3), torch.ones(3, 2)), group=group)
+
+
+def many_rows(group):
+    rows = weft.Rows(torch.arange(20_000), torch.ones(20_000, 4))
+    return weft.sparse_all_reduce([rows, rows], group=group)
+
+
+VERBS = {
+    "all_reduce": lambda group: weft.all_reduce(torch.ones(4), group=group),
+    "all_to_all": lambda group: weft.all_to_all([torch.ones(2)] * group.size, group),
+    "barrier": lambda group: weft.barrier(group=group),
+    "barrier, not for long": lambda group: weft.barrier(30.0, group),
+    "broadcast": lambda group: weft.sparse_broadcast(
+        (torch.ones(1).int(), torch.ones(1)), 0, group
+    ),
+    "gather": lambda group: weft.sparse_all_gather((torch.ones(1).int(), torch.ones(1)), group),
+    "few rows": few_rows,
+    "lists of many rows": many_rows,
+    "modules": lambda group: weft.sync_params(torch.nn.Linear(2, 2), group=group),
+    "layer": lambda group: weft.nn.AllGather(weft.Partition(group.size, group=group), 0)(
+        torch.ones(2)
+    ),
+    "attempt": lambda group: weft.attempt(int, group),
+}
+
+
+def called(calls):
+    """What rank makes of these calls: the text of the error, or ""."""
+    try:
+        for verb, group in calls:
+            VERBS[verb](group)
+    except weft.WireError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("size", [3, 18])
+def test_calls_on_a_group_and_on_its_subset_in_crossed_orders_are_told_to_all(size, verb):
+    """In time, also to the ranks that are in none of the subset's; whatever the other call is."""
+
+    def program(group):
+        calls = [(verb, group)]
+        if group.rank < 2:
+            calls.insert(group.rank, (verb, group.subset([1, 0])))
+        return called(calls)
+
+    for rank, text in enumerate(run(size, program, timeout=20)):
+        assert text.startswith(f"rank {rank}: rank 0 is in call 1 (")
+        assert "of ranks 1, 0, but rank 1 is in call 1 (" in text
+        assert f") of all {size} ranks: all ranks must make the calls of a group and of its" in text
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_calls_on_a_group_and_on_its_subset_in_one_order_are_right(verb):
+    def program(group):
+        calls = [(verb, group)]
+        if group.rank != 1:
+            calls.insert(0, (verb, group.subset([2, 0])))
+        return called(calls)
+
+    assert run(3, program) == [""] * 3
+
+
+def in_a_circle(group):
+    first = group.subset([group.rank, (group.rank + 1) % 3])
+    second = group.subset([(group.rank + 2) % 3, group.rank])
+    return called([("all_reduce", first), ("all_reduce", second)])
+
+
+def test_a_circle_of_calls_on_subsets_is_told_at_the_deadline():
+    """No two ranks meet: each waits for one that is in another call."""
+    for text in run(3, in_a_circle, on="processes", timeout=1.0):
+        assert "(a call of ranks 0, 1), but rank 1 is in call 1 (all_reduce) and has" in text
+        assert "(a call of ranks 1, 2): all ranks must make the calls of a group and of" in text
+
+
+@pytest.mark.parametrize("count", [4, 5000])
+def test_messages_outside_of_calls_do_not_meet_those_of_another_group(count):
+    """Dense reductions open no call. In crossed orders they would take each other's messages."""
+
+    def program(group):
+        part = group.subset([0, 1]) if group.rank < 2 else None
+        sums = {}
+
+        def start(of):
+            tensor = torch.full((count,), 10.0**group.rank)
+            sums[of] = dense_all_reduce(of, tensor, "sum"), tensor
+
+        started = [group] if part is None else [group, part][:: 1 - 2 * group.rank]
+        for each in started:
+            start(each)
+        for each in (group, part):
+            if each is not None:
+                sums[each][0].wait()
+        return [
+            {*tensor.tolist()} for _, tensor in (sums[each] for each in sorted(sums, key=len_of))
+        ]
+
+    def len_of(group):
+        return -group.size
+
+    assert run(3, program) == [[{111.0}, {11.0}], [{111.0}, {11.0}], [{111.0}]]
+
+
+@spmd(3, on=("threads", "rounds"))
+def test_the_same_ranks_are_the_same_group(group):
+    part = group.subset([2, 0, 1])
+    assert part is group.subset((2, 0, 1))
+    assert part is group.subset([1, 2, 0]).subset([1, 2, 0])
+    assert part is not group.subset([0, 1, 2])
+    assert part.on(CPU) is group.subset([2, 0, 1]).on(CPU)
+
+
+@spmd(2, on=("threads",))
+def test_what_is_kept_from_call_to_call_is_kept_for_the_ranks(group):
+    """Whether a rank holds the group, the subset of all, or makes the subset in each call."""
+    kept = group.subset([0, 1])
+    rows = weft.Rows(torch.randperm(40_000)[:20_000], torch.ones(20_000, 4), 40_000)
+    for step in range(4):
+        members = (group, kept, group.subset([0, 1]))[(step + group.rank) % 3]
+        weft.sparse_all_reduce(rows, group=members)
+        for each in (group, kept, group.subset([0, 1])):
+            assert weft.sparse.last_call(each) is weft.sparse.last_call(members) is not None
+
+
+def test_a_barrier_that_ran_out_is_waited_for_on_the_subset_made_anew():
+    ran_out = threading.Event()
+
+    def program(group):
+        if group.rank == 1:
+            with pytest.raises(weft.StillRunning):
+                weft.barrier(0.01, group.subset([1, 0]))
+            ran_out.set()
+        else:
+            assert ran_out.wait(30)
+        weft.barrier(group=group.subset([1, 0]))
+        weft.barrier()  # a second barrier on one rank would be in the way
+
+    run(2, program)

@@ -7,14 +7,14 @@ import pytest
 from weft.group.failure.verdict import REMEMBERED, Entered, Place, judge
 
 CALL = "sparse_all_reduce"
-ALL = 0
+ALL = "all 3 ranks"
 """Stands for all ranks, as ranks that make a call."""
 
-SOME = 1
+SOME = "ranks 0, 1"
 """Stands for some of them."""
 
 
-def made(*calls: tuple[int, str], by: int = ALL) -> tuple[Entered, ...]:
+def made(*calls: tuple[int, str], by: str = ALL) -> tuple[Entered, ...]:
     """Calls that a rank has come to."""
     return tuple(Entered(by, number, name) for number, name in calls)
 
@@ -26,7 +26,7 @@ def waits(
     *,
     more: tuple[int, ...] = (),
     before: tuple[Entered, ...] = (),
-    by: int = ALL,
+    by: str = ALL,
     opens: bool = False,
     in_round: bool = False,
 ) -> Place:
@@ -251,8 +251,9 @@ def left(
             set(),
             {},
             None,
-            "rank 0 is in call 5 (barrier) and has waited for rank 1 for 2.0 s, but rank 1 is in "
-            "call 5 (sparse_all_reduce) and has waited for rank 0 for 2.0 s: all ranks must make",
+            "rank 0 is in call 5 (barrier) and has waited for rank 1 for 2.0 s (a call of ranks 0, "
+            "1), but rank 1 is in call 5 (sparse_all_reduce) and has waited for rank 0 for 2.0 s "
+            "(a call of all 3 ranks): all ranks must make",
         ),
         (
             {
@@ -263,8 +264,9 @@ def left(
             set(),
             {},
             None,
-            "rank 0 is in call 5 (barrier) and has waited in a round for 2.0 s, but rank 1 is in "
-            "call 5 (sparse_all_reduce) and has waited in a round for 2.0 s: all ranks must make",
+            "rank 0 is in call 5 (barrier) and has waited in a round for 2.0 s (a call of ranks 0, "
+            "1), but rank 1 is in call 5 (sparse_all_reduce) and has waited in a round for 2.0 s "
+            "(a call of all 3 ranks): all ranks must make",
         ),
         # all wait for each other, and one is past the call of others: what it sent is missing
         (

@@ -16,11 +16,11 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from ..agree import is_direct, summed_up
+from ..agree import is_direct
 from ..comm.opening import opened
 from ..comm.parameters import ScatterAllGather
 from ..comm.staging import moved
-from ..errors import WeftError
+from ..errors import WeftError, summed_up
 from ..group.group import Group
 from ..schedules import dense, dense_all_reduce
 from ..sparse.api import job_of

@@ -7,8 +7,6 @@ takes its turn after the barrier.
 
 from __future__ import annotations
 
-import weakref
-
 from ..errors import StillRunning, entry, names
 from ..group import default
 from ..group.group import Group, is_duration
@@ -54,14 +52,14 @@ def barrier(timeout: float | None = None, group: object = None) -> None:
         rank 0: rank 1 has not come to the barrier after 0.1 s: call barrier again to wait on
     """
     group = default.resolve(group)
-    if timeout is None and group not in _left:
+    if timeout is None and _LEFT not in group.state:
         group.worker.call("barrier", Entered(group, None).run)
         return
     entered = enter(group, timeout)
     try:
         entered.work.wait(timeout if is_duration(timeout) else None)
     except StillRunning:
-        _left[group] = entered
+        group.state[_LEFT] = entered
         rank = group.rank_in_errors(group.rank)
         raise StillRunning(
             f"rank {rank}: {entered.late()} after {timeout:g} s: call barrier again to wait on"
@@ -70,7 +68,7 @@ def barrier(timeout: float | None = None, group: object = None) -> None:
 
 def enter(group: Group, timeout: float | None = None) -> Entered:
     """The barrier of this call: a new one, or the one that this rank's last call has not left."""
-    entered = _left.pop(group, None)
+    entered: Entered | None = group.state.pop(_LEFT, None)
     if entered is None or entered.calls != group.worker.made:
         entered = Entered(group, timeout)
         entered.work = group.worker.submit("barrier", entered.run)
@@ -78,8 +76,7 @@ def enter(group: Group, timeout: float | None = None) -> Entered:
     return entered
 
 
-_left: weakref.WeakKeyDictionary[Group, Entered] = weakref.WeakKeyDictionary()
-# = barriers that this rank has entered, and whose wait timed out
+_LEFT = "barrier that this rank is in, and whose wait timed out"  # of a group's state
 
 
 class Entered:

@@ -7,8 +7,9 @@ this face alone, so it runs unchanged between processes (`process_group`), betwe
 The rules, for every group:
 
 * Posts between the same two ranks on the same channel match in the order they were made; different
-  pairs of ranks, and different channels, are independent. A send may complete only when it is
-  received. Where `features.lockstep` is set, posts travel in rounds (`weft.wire.Wire.post`).
+  pairs of ranks, different channels, and groups of different ranks are independent. A send may
+  complete only when it is received. Where `features.lockstep` is set, posts travel in rounds
+  (`weft.wire.Wire.post`).
 * A receive is a tensor, which its message fills exactly, or the most bytes that may come, of which
   as many are returned as came.
 * Nobody sends to itself.
@@ -20,7 +21,10 @@ The rules, for every group:
 
 from __future__ import annotations
 
+import functools
 import math
+import re
+import zlib
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, Self, TypeGuard, TypeVar, final
 
@@ -30,7 +34,7 @@ from torch import Tensor
 
 from .._torch import is_of_group
 from ..devices import Streams
-from ..errors import Error, WeftError, WireError, entry
+from ..errors import Error, WeftError, WireError, entry, summed_up
 from ..wire.interface import Features, Lease, Recv, Reducing, Send, Wire
 from ..wire.memory import Pool
 from .pending import Exchange, Pending, Round, WithOwn
@@ -42,7 +46,14 @@ from .worker import Worker
 T = TypeVar("T")
 
 SMALL = 1 << 18
-"""The channel of small messages about a call: statements, lengths, heads of index lists."""
+"""The channel of small messages inside a call: lengths, heads of index lists."""
+
+OPENINGS = 1 << 21
+"""The channel of what opens a call. On it alone do messages of different groups meet: there ranks
+that are in calls of different groups learn that they are (`weft.agree`)."""
+
+_MEMBERS = 64  # bytes of the text of a group's ranks, which travels with every call
+_DIGEST = re.compile(r"\d+ ranks \(digest [0-9a-f]{12}\)")  # of a longer one
 
 
 @final
@@ -50,7 +61,8 @@ class Group:
     """Some ranks that talk to each other; what `weft.init` returns, and `group=` takes.
 
     It is a view of a `Session`, which it shares with the groups that `subset` and `on` give: a
-    failure of one is a failure of all. To make a view costs nothing, and sends nothing.
+    failure of one is a failure of all. To make a view costs nothing, and sends nothing. The session
+    keeps its views: for the same ranks in the same order there is one.
 
     Attributes:
         session: what the group is a view of.
@@ -63,6 +75,8 @@ class Group:
         features: of that wire, as far as these ranks have them.
         memory: the pool that workspaces are leased from.
         traffic: what was sent so far, by all groups of the session.
+        state: what is kept of these ranks from one call to the next, by its name; this group has it
+            in common with every view of the same ranks and wire.
     """
 
     epoch = 0
@@ -79,11 +93,13 @@ class Group:
         """
         self.session = session
         self._is_view = ranks is not None or route is not None
-        self._ranks = range(session.size) if ranks is None else ranks
+        self._ranks = tuple(range(session.size) if ranks is None else ranks)
         # where numbers are those of the session, a post does not pay for numbering its messages
-        self._is_renumbered = list(self._ranks) != list(range(len(self._ranks)))
+        self._is_renumbered = self._ranks != tuple(range(len(self._ranks)))
+        self._is_whole = not self._is_renumbered and len(self._ranks) == session.size
+        # what sets its channels apart from those of groups of other ranks
+        self._apart = 0 if self._is_whole else zlib.crc32(self.members.encode()) >> 1
         self._route = session.openings if route is None else route
-        self._views: dict[Route, Group] = {}  # the same ranks, by the route of their tensors
         self._end: Callable[[], None] | None = None  # of a `with` block, if it is not `close`
         self.rank = self._ranks.index(session.rank)
         self.size = len(self._ranks)
@@ -92,6 +108,18 @@ class Group:
         self.features: Features = self._route.features_for(self._ranks)
         self.memory: Pool = self._route.memory
         self.traffic: Traffic = session.traffic
+        self.state: dict[str, Any] = session.states.setdefault((self._ranks, self._route), {})
+
+    @functools.cached_property
+    def members(self) -> str:
+        """Its ranks in words, in their order and by their numbers in the session: "ranks 2, 0".
+
+        The same text on each of them; of many a digest.
+        """
+        if self._is_whole:
+            return f"all {len(self._ranks)} ranks"
+        ranks = ", ".join(map(str, self._ranks))
+        return summed_up(f"ranks {ranks}", _MEMBERS, f"{len(self._ranks)} ranks")
 
     @property
     def timeout(self) -> float:
@@ -107,7 +135,7 @@ class Group:
     def global_ranks(self) -> tuple[int, ...]:
         """Its ranks, by their numbers in the job."""
         everyone = self.session.global_ranks
-        if not self._is_renumbered and self.size == len(everyone):
+        if self._is_whole:
             return everyone
         return tuple(everyone[rank] for rank in self._ranks)
 
@@ -115,7 +143,7 @@ class Group:
     def hosts(self) -> tuple[str, ...]:
         """For each rank an opaque name of its host: where these are equal, ranks share memory."""
         everyone = self.session.hosts
-        if not self._is_renumbered and self.size == len(everyone):
+        if self._is_whole:
             return everyone
         return tuple(everyone[rank] for rank in self._ranks)
 
@@ -159,8 +187,7 @@ class Group:
 
     def process_group(self) -> dist.ProcessGroup | None:
         """The process group of torch's that it stands for, if there is one."""
-        is_whole = not self._is_renumbered and self.size == self.session.size
-        return self.session.process_group() if is_whole else None
+        return self.session.process_group() if self._is_whole else None
 
     def post(
         self, sends: Sequence[Send] = (), recvs: Sequence[Recv] = (), channel: int = 0
@@ -168,7 +195,8 @@ class Group:
         """Start sending and receiving, in the order given; returns at once.
 
         Receives are posted before sends. Empty tensors are sent and received like others. Posts
-        on different channels (small numbers) match independently of each other.
+        on different channels (small numbers) match independently of each other, and so do posts on
+        groups of different ranks, or of the same ranks in another order.
 
         Raises:
             WireError: the group is broken or closed.
@@ -178,6 +206,8 @@ class Group:
         self._check_peers(recvs)
         session = self.session
         route = self._route
+        if channel != OPENINGS:
+            channel ^= self._apart
         if self._is_renumbered:
             sends = [(self._ranks[peer], tensor) for peer, tensor in sends]
             recvs = [(self._ranks[peer], into) for peer, into in recvs]
@@ -314,10 +344,10 @@ class Group:
     def subset(self, ranks: Sequence[int]) -> Group:
         """Some of the ranks, this one among them, as a group: nothing is set up, nothing is sent.
 
-        The ranks are numbered in the order given. Messages go over the same wires, posts between
-        two ranks match in the order in which they were made, whether by this group or by the
-        subset, and a call on the subset takes its turn among the calls on this group. Errors name
-        ranks by their numbers in the session.
+        The ranks are numbered in the order given. Asked again, for the same ranks in the same
+        order, this returns the same group. Messages go over the same wires, and a call on the
+        subset takes its turn among the calls on this group: so all ranks make the calls on both in
+        the same order. Errors name ranks by their numbers in the session.
 
         Raises:
             WeftError: these are not distinct ranks of this group, or this rank is not among them.
@@ -326,7 +356,7 @@ class Group:
         if self.rank not in chosen:
             raise WeftError(f"rank {self.rank} is none of the ranks {list(chosen)}: it has no part")
         members = tuple(self._ranks[rank] for rank in chosen)
-        return Group(self.session, members, self._route.among(members))
+        return self._view(members, self._route.among(members))
 
     def split(self, ranks: Sequence[int]) -> Group | None:
         """Some of the ranks, as a group with connections of its own; numbered in the order given.
@@ -460,11 +490,14 @@ class Group:
 
     def _over(self, route: Route) -> Group:
         """The same ranks, with another route for their tensors."""
-        if route is self._route:
-            return self
-        if route not in self._views:
-            self._views.setdefault(route, Group(self.session, self._ranks, route))
-        return self._views[route]
+        return self if route is self._route else self._view(self._ranks, route)
+
+    def _view(self, ranks: tuple[int, ...], route: Route) -> Group:
+        """The view of these ranks of the session, with this route: the one that there is."""
+        views: dict[tuple[tuple[int, ...], Route], Group] = self.session.views
+        if (ranks, route) not in views:
+            views.setdefault((ranks, route), Group(self.session, ranks, route))
+        return views[ranks, route]
 
     def _check_peers(self, messages: Sequence[tuple[int, object]]) -> None:
         """Raise WeftError if a message is for or from a rank that is no peer."""
@@ -480,6 +513,19 @@ class Group:
                 f"rank {self.rank}: {list(distinct)} are not distinct ranks of {self.size}"
             )
         return distinct
+
+
+def check_members(text: str, size: int) -> None:
+    """Check that this may be `Group.members` of a view of a session of so many ranks.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if text == f"all {size} ranks" or _DIGEST.fullmatch(text):
+        return
+    ranks = {int(rank) for rank in text.removeprefix("ranks ").split(", ")}
+    if not text.startswith("ranks ") or not ranks <= set(range(size)):
+        raise ValueError(f"it is among {text}")
 
 
 def by_doubling(rank: int, size: int) -> tuple[list[int], list[int]]:

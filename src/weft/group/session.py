@@ -80,6 +80,8 @@ class Session:
         devices: the routes of tensors of those devices that there were tensors of.
         detector: of failures, beside the wires; None: there are no peers.
         streaming: whether a stream waits for messages of the call that runs, and the host does not.
+        views: of this session, by their ranks and route, until it is closed: a `Group` each.
+        states: what is kept from one call to the next, also by ranks and route: `Group.state`.
         closed: whether this rank has left.
     """
 
@@ -121,6 +123,8 @@ class Session:
         self.payloads = self.openings
         self.devices: dict[torch.device, Route] = {}
         self.streaming = False
+        self.views: dict[tuple[tuple[int, ...], Route], Any] = {}
+        self.states: dict[tuple[tuple[int, ...], Route], dict[str, Any]] = {}
         self.closed = False
         self._broken: Verdict | None = None  # what every use raises; None: nobody has met it yet
         self._worker: Worker | None = None
@@ -269,6 +273,7 @@ class Session:
             return
         self.closed = True
         self._join = None  # it holds the store, whose server ends when nobody does
+        self.views.clear()  # which hold the session
         self._leave()
         if self._worker is not None:
             self._worker.stop()  # its calls may use the wires of devices until here
@@ -292,8 +297,13 @@ class Session:
         cause = "a rank may not have come to it, or the link is too slow"
         self._settle(Verdict(None, f"{what} at rank {self.rank}, though {answers}: {cause}"))
 
-    def fail(self, peer: int, text: str) -> WireError:
-        """Break the session for all ranks on account of a peer; the error to raise here."""
+    def fail(self, peer: int | None, text: str) -> WireError:
+        """Break the session for all ranks on account of a peer; the error to raise here.
+
+        Args:
+            peer: None: nobody is known to be to blame.
+            text: what is wrong, as a clause.
+        """
         return self._break(self._settle(Verdict(peer, text)))
 
     def diagnose(

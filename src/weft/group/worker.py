@@ -146,7 +146,9 @@ class Worker:
         with profiled(name):
             return self._run(turn, name, job)
 
-    def enter(self, ranks: tuple[int, ...], fields: tuple[tuple[str, str], ...]) -> bool:
+    def enter(
+        self, ranks: tuple[int, ...], members: str, fields: tuple[tuple[str, str], ...]
+    ) -> bool:
         """Note that this rank has come to the call that runs, where it meets the others.
 
         What a call does before, as what it does on its way out, needs no other rank. A call that is
@@ -154,6 +156,7 @@ class Worker:
 
         Args:
             ranks: of the call, by their numbers in the job.
+            members: the same ranks in words, `Group.members`.
             fields: the values that they compare, by name; the first is the name of the call.
 
         Returns:
@@ -167,7 +170,7 @@ class Worker:
         call.agreed = number
         call.ranks = ranks
         call.fields = fields
-        self.entered = Entered(hash(ranks), number, fields[0][1])  # numbers hash alike everywhere
+        self.entered = Entered(members, number, fields[0][1])
         self.history = (*self.history[1 - REMEMBERED :], self.entered)
         self._member.note_calls(self.history)
         return True

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import functools
 import math
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Self
 
@@ -39,7 +38,7 @@ _ALIGN = 64  # bytes that parts and chunks are multiples of
 # channels of their own, two of each kind: reductions in parts alternate between them
 _SCATTER = (1 << 16, 1 << 19)
 _GATHER = (1 << 17, 1 << 20)
-_lanes: weakref.WeakKeyDictionary[Group, int] = weakref.WeakKeyDictionary()  # the last one used
+_LANE = "lane of the last reduction in parts"  # of a group's state
 
 OPS: dict[str, Callable[..., Tensor]] = {
     "sum": torch.add,
@@ -170,8 +169,8 @@ class _Parts(_Reduction):
         """Send the first chunk of each part to the rank that reduces it."""
         # reductions of one lane match in the order in which they begin, which is the same on all
         # ranks: so two reductions may be under way at once
-        self._lane = 1 - _lanes.get(self._group, 1)
-        _lanes[self._group] = self._lane
+        self._lane = 1 - self._group.state.get(_LANE, 1)
+        self._group.state[_LANE] = self._lane
         self._scatter = self._scatter_chunk(0)
         return self
 

@@ -35,12 +35,11 @@ from torch.utils.hooks import RemovableHandle
 
 from .. import kernels
 from .._torch import profiled
-from ..agree import summed_up
 from ..comm.all_to_all import Scatter
 from ..comm.differentiable import apply
 from ..comm.named import Cut
 from ..comm.staging import unsendable
-from ..errors import WeftError, entry
+from ..errors import WeftError, entry, summed_up
 from ..group import default
 from ..group.group import Group
 from ..kernels.ops import OPS

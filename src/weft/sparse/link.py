@@ -58,8 +58,8 @@ _SMALL = 256  # bytes of a small message
 _CHANNEL = 7  # that no other room uses
 _NANOSECONDS = struct.Struct("<q")
 
-_links: WeakKeyDictionary[Group, tuple[Link, int]] = WeakKeyDictionary()
-"""The figures of each group, and how many calls are still to measure them."""
+_FIGURES_KEPT = "figures of the link"
+"""Of a group's state: the figures, and how many calls are still to measure them."""
 
 _set: WeakKeyDictionary[Session, Link] = WeakKeyDictionary()
 """The figures that a program has set."""
@@ -73,7 +73,8 @@ def link_of(group: Group) -> Link:
     """
     if group.session in _set:
         return _set[group.session]
-    known, more = _links.get(group, (None, _MEASURED))
+    known: Link | None
+    known, more = group.state.get(_FIGURES_KEPT, (None, _MEASURED))
     if known is None or more:
         with unrecorded(group):
             figures: Link | None = None
@@ -87,7 +88,7 @@ def link_of(group: Group) -> Link:
             if known is not None:
                 figures = Link(*map(min, astuple(known), astuple(figures)))
         known = figures
-        _links[group] = figures, more
+        group.state[_FIGURES_KEPT] = figures, more
         group.memory.drain()  # the measurement's blocks may be larger than any call's
     return known
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
-from weakref import WeakKeyDictionary
+from typing import Any, cast
 
 from ..devices import Aside
 from ..group import default
@@ -50,12 +49,12 @@ class Record:
         return f"{self.algorithm} {self.factors}".strip()
 
 
-_records: WeakKeyDictionary[Group, Record] = WeakKeyDictionary()
+_RECORD = "record of the last sparse call"  # of a group's state
 
 
 def last_call(group: object = None) -> Record | None:
     """What the last sparse call on this group did, on this rank; None before the first."""
-    return _records.get(default.resolve(group))
+    return cast(Record | None, default.resolve(group).state.get(_RECORD))
 
 
 def note(group: Group, algorithm: str, *, bound: float, **figures: Any) -> None:
@@ -65,7 +64,7 @@ def note(group: Group, algorithm: str, *, bound: float, **figures: Any) -> None:
     messages, sent, seconds = call.spent()
     spent: dict[str, Any] = {"messages": messages, "sent_bytes": sent, "seconds": seconds}
     record = Record(algorithm, bound_bytes=round(bound), **spent, **figures)
-    _records[group] = call.figures = record
+    group.state[_RECORD] = call.figures = record
 
 
 @contextmanager

@@ -17,8 +17,7 @@ from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, TypeVar, TypeVarTuple
 
-from ..agree import summed_up
-from ..errors import WeftError, there_are
+from ..errors import WeftError, summed_up, there_are
 from ..rows import Rows
 from .cost import Cost, Load
 

@@ -18,9 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import kernels
-from ..agree import summed_up
 from ..devices import is_capturing, on_host
-from ..errors import WeftError
+from ..errors import WeftError, summed_up
 from ..kernels.ops import HALVES, OPS, Op
 from ..rows import Rows
 from ..tensors import has_elements, is_made_of_others, is_transformed, lacking, plain

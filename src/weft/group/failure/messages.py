@@ -117,7 +117,7 @@ def _check_place(values: Any, ranks: Set[int]) -> None:
     _require(isinstance(history, list))
     for each in history if entered is None else [entered, *history]:
         of_ranks, number, name = each
-        _require(_is_number(of_ranks) and _is_number(number) and isinstance(name, str))
+        _require(isinstance(of_ranks, str) and _is_number(number) and isinstance(name, str))
 
 
 _CHECKS: dict[tuple[str, ...], Callable[[Message, Set[int]], None]] = {

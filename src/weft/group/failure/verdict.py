@@ -47,12 +47,12 @@ class Entered(NamedTuple):
     ranks, and some are made inside others.
 
     Attributes:
-        ranks: a number that stands for the ranks that make it, in their order.
+        ranks: that make it, in their order and in words (`Group.members`).
         number: of the call, among those of these ranks.
         name: of the call.
     """
 
-    ranks: int
+    ranks: str
     number: int
     name: str
 
@@ -171,6 +171,19 @@ def differing(how: str, held: Iterable[tuple[object, Sequence[int], int]], then:
         who = f"{', '.join(map(str, named))}{more}"
         texts.append(f"rank {who} has {value}" if total == 1 else f"ranks {who} have {value}")
     return f"{how}: {', '.join(texts)}; {then}"
+
+
+def crossed(calls: Mapping[int, str]) -> str:
+    """That ranks are in calls of different groups, and so wait for each other.
+
+    Args:
+        calls: by rank, a clause on where it is. Of more than two ranks the first two are named.
+    """
+    first, second = sorted(calls)[:2]
+    return (
+        f"rank {first} {calls[first]}, but rank {second} {calls[second]}: all ranks must make the "
+        "calls of a group and of its subsets in the same order"
+    )
 
 
 def how_to_try(wire: str) -> str:
@@ -316,11 +329,12 @@ def _in_a_circle(circle: Sequence[int], me: int, places: Mapping[int, Place], wi
     if made:
         return _astray(made, places)
     if _are_crossed(circle, places):
-        first, second = circle[:2]
-        return Verdict(
-            None,
-            f"rank {first} {places[first]}, but rank {second} {places[second]}: {_SAME_CALLS}",
-        )
+        calls = {}
+        for rank in circle:
+            entered = places[rank].entered
+            assert entered is not None  # else nobody would wait for others in it
+            calls[rank] = f"{places[rank]} (a call of {entered.ranks})"
+        return Verdict(None, crossed(calls))
     lost = _lost(places)
     past = [sender for sender, waiter in lost if _is_past(places[sender], places[waiter].entered)]
     if past:

@@ -14,9 +14,8 @@ from typing import Any
 
 import torch
 
-from ...agree import summed_up
 from ...devices import Aside
-from ...errors import WeftError, untransformed
+from ...errors import WeftError, summed_up, untransformed
 from ...group import default
 from ...group.group import Group
 from ...rows import Rows
