@@ -329,6 +329,11 @@ def timeout_of(group: dist.ProcessGroup) -> float:
         timeout = getattr(options, "_timeout", None)
         if timeout is not None:
             return float(timeout.total_seconds())
+    return default_timeout()
+
+
+def default_timeout() -> float:
+    """Seconds that an operation of a group may last for which nobody has said how long."""
     return float(distributed_c10d.default_pg_timeout.total_seconds())
 
 

@@ -59,7 +59,7 @@ def place(calls, doing="", awaits=None, seconds=9.0, raised="", last=""):
     awaited = [] if awaits is None else [awaits]
     entered = called(calls, doing) if doing else None
     history = [called(calls, doing or last)] if calls else []
-    return [calls, doing, awaits, seconds, raised, "", awaited, entered, False, history, False]
+    return [calls, doing, awaits, seconds, raised, "", awaited, entered, False, history, False, ""]
 
 
 RAISED = place(6, raised="KeyError: 7")
@@ -282,11 +282,12 @@ def test_it_tells_where_it_is(peers):
     three = peers()
     three.say(1, ask=3)
     here = three.hear(1)["here"]
-    calls, doing, awaits, seconds, raised, at, awaited, entered, opens, history, in_round = here
+    calls, doing, awaits, seconds, raised, at, awaited, entered, *rest = here
+    opens, history, in_round, elsewhere = rest
     assert (calls, doing, awaits, raised, awaited) == (7, "barrier", None, "", [])
     assert seconds >= 0 and ":" in at
     assert history == [list(each) for each in HISTORY]
-    assert (entered, opens, in_round) == (history[-1], False, False)
+    assert (entered, opens, in_round, elsewhere) == (history[-1], False, False, "")
     three.watch.begin(Wait(2))
     three.say(1, ask=4)
     heard = three.hear(1)
@@ -555,7 +556,7 @@ def test_closing_says_goodbye_and_leaves_nothing(peers, nothing_left):
         calls, doing, awaits, _, raised, at, awaited, entered, *rest = three.hear(1)["bye"]
         assert (calls, doing, awaits, raised, at, awaited) == (7, "barrier", None, "", "", [])
         history = [list(each) for each in HISTORY]
-        assert (entered, rest) == (history[-1], [False, history, False])
+        assert (entered, rest) == (history[-1], [False, history, False, ""])
         assert three.hear(1) == {}, "the socket is closed"
 
 

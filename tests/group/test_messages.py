@@ -11,7 +11,7 @@ from weft.group.failure.verdict import Entered, Place
 
 RANKS = {0, 1, 2}
 CALL = ["all 3 ranks", 6, "all_reduce"]
-HERE = [7, "barrier", 2, 0.5, "", "train.py:6 in load_batch", [2], CALL, True, [CALL], False]
+HERE = [7, "barrier", 2, 0.5, "", "train.py:6 in load_batch", [2], CALL, True, [CALL], False, ""]
 
 
 @pytest.mark.parametrize(
@@ -23,7 +23,7 @@ HERE = [7, "barrier", 2, 0.5, "", "train.py:6 in load_batch", [2], CALL, True, [
         {"ask": 3},
         {"data": "b25l", "of": 1},
         {"here": HERE, "to": 3},
-        {"here": [0, "", None, 3, "KeyError: 7", "", [], None, False, [], True], "to": 1},
+        {"here": [0, "", None, 3, "KeyError: 7", "", [], None, False, [], True, "in"], "to": 1},
     ],
 )
 def test_a_message_is_read_as_it_was_sent(message):
@@ -46,6 +46,7 @@ def test_a_place_is_read_as_it_was_sent():
         opens=True,
         history=(call, call),
         in_round=True,
+        elsewhere="joining group '2'",
     )
     message = parse(line_of({"here": values_of(place), "to": 1}), RANKS)
     assert place_of(message["here"]) == place
@@ -98,6 +99,7 @@ def changed(at, value):
         changed(9, [["all 3 ranks", 6, 7]]),
         changed(9, {}),
         changed(10, 1),
+        changed(11, None),
     ],
 )
 def test_what_no_detector_says_is_refused(message):

@@ -9,6 +9,7 @@ import gc
 import json
 import os
 import pickle
+import re
 import signal
 import threading
 import time
@@ -23,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+import weft
 from weft import WeftError, WireError
 from weft.group import control
 from weft.group.process_group import connect, of, of_group
@@ -159,6 +161,48 @@ def copying(group, copied):
 def test_what_is_no_group_is_refused():
     with pytest.raises(WeftError, match=r"str is no group: pass None, a weft\.Group, a torch"):
         of("world")
+
+
+# groups that ranks call in different orders
+
+
+def crossed(group, path, have_joined):
+    """The text of the error on this rank, and what its group may wait."""
+    with default_group(group, path):
+        of_group(None, timeout=2.0)
+        first, second = (dist.new_group(), dist.new_group())[:: 1 - 2 * group.rank]
+        if have_joined:
+            for each in sorted((first, second), key=lambda each: each.group_name):
+                assert of(each).timeout == 2.0
+                talk(of(each))
+        with pytest.raises(WireError) as caught:
+            weft.all_reduce(torch.ones(2), group=first)
+            weft.all_reduce(torch.ones(2), group=second)
+        group.small_all_gather(torch.zeros(1, dtype=torch.uint8), 1).wait()  # links stay till here
+    return str(caught.value), caught.value.culprit
+
+
+ORDER = "see that all ranks make their calls in the same order, whichever groups they are on"
+
+
+def test_a_call_of_another_group_is_named_where_ranks_wait_for_each_other_in_two(tmp_path):
+    for rank, (text, culprit) in enumerate(on_processes(2, crossed, str(tmp_path / "at"), True)):
+        of_other = rf"rank {1 - rank} has not entered call 1 \(all_reduce\): it is in call 1 "
+        after = rf"of group '.*', and in no call of '.*', at .*test_process_group.py.*; {ORDER}"
+        raised = r"it has been outside weft for .*, after it raised .*of group '.*', and in no call"
+        assert re.search(rf"{of_other}\(all_reduce\) {after}|{raised}", text), text
+        assert culprit is None
+
+
+def test_a_group_that_ranks_join_is_named_where_they_wait_for_each_other_in_two(tmp_path):
+    """Nobody has links in either. Those of the default group tell."""
+    for rank, (text, _) in enumerate(on_processes(2, crossed, str(tmp_path / "at"), False)):
+        assert re.search(
+            rf"rank {rank}: group '\d' of 2 ranks: rank {1 - rank} did not join before the timeout "
+            rf"of 2 s: rank {1 - rank} (is|.* after it raised .* is) joining group '\d', and in no "
+            rf"call of '.*', at .*test_process_group.py.*; {ORDER}",
+            text,
+        ), text
 
 
 # joining
@@ -324,7 +368,8 @@ def many(group, path):
         if number % 3:
             other.close()
         del other  # closes too
-    assert resources() == before
+    # files and threads of groups of tests before this one may still have been there
+    assert all(now <= then for now, then in zip(resources(), before, strict=True))
     talk(group)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from contextvars import ContextVar
 
-from ..errors import WeftError
+from ..errors import Error, WeftError
 from . import process_group
 from .failure import last_error
 from .group import Group
@@ -63,6 +63,6 @@ def resolve(group: object) -> Group:
         if group is None:
             return current()
         return process_group.of(group)
-    except WeftError as error:
+    except Error as error:
         last_error.note(error)
         raise

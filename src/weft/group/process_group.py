@@ -12,7 +12,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import cast
 
@@ -32,8 +32,10 @@ from ..wire.tcp.wire import TcpWire
 from . import recorder
 from .control import NotJoinedError, join_links
 from .failure.detector import Detector
+from .failure.verdict import SAME_ORDER
 from .group import Group
 from .session import Session
+from .traffic import Traffic
 
 _wire_of_program: str | None = None  # what `weft.init(wire=)` said; None: nothing
 _lock = threading.Lock()
@@ -167,7 +169,7 @@ def _join(
         space = dist.PrefixStore(f"weft/{name}/{generation}", store)
         joined = join_links(space, rank, size, timeout, wire, factory)
     except (RuntimeError, OSError) as error:  # of the store, of the sockets
-        raise _not_joined(error, rank, size, name, timeout) from error
+        raise _not_joined(error, rank, size, name, timeout, process_group) from error
     assert not isinstance(factory, str)  # else every rank has raised that
     detector = Detector(rank, timeout, joined.links, watch.chosen())
     start = Start(
@@ -251,7 +253,14 @@ def _made_by_all(
         ) from error.__cause__
 
 
-def _not_joined(error: Exception, rank: int, size: int, name: str, timeout: float) -> WireError:
+def _not_joined(
+    error: Exception,
+    rank: int,
+    size: int,
+    name: str,
+    timeout: float,
+    process_group: dist.ProcessGroup | None,
+) -> WireError:
     """The error where the store, the sockets or gloo failed."""
     culprit = None
     remedy = "; see that all ranks were started and reach each other"
@@ -260,8 +269,13 @@ def _not_joined(error: Exception, rank: int, size: int, name: str, timeout: floa
         why = str(error) if culprit is not None else f"it was not joined: {error}"
         remedy = ""
     elif isinstance(error, AbsentError):
-        culprit = error.ranks[0]
         why = f"{error} before the timeout of {timeout:g} s"
+        where = "" if process_group is None else _where(process_group, error.ranks)
+        if where:  # there they may wait for one that waits here
+            remedy = f": {where}; see that {SAME_ORDER}"
+        else:
+            culprit = error.ranks[0]
+            remedy += f", and that {SAME_ORDER}"
     else:
         why = f"it was not joined (timeout {timeout:g} s): {error}"
     text = f"rank {rank}: group {name!r} of {size} ranks: {why}{remedy}"
@@ -303,7 +317,8 @@ def of_group(process_group: dist.ProcessGroup | None, *, timeout: float | None =
     Args:
         process_group: any of torch.distributed's, whatever its backend, but for MPI's.
         timeout: seconds that joining, and any one wait, may last, when the ranks are joined here;
-            None: the process group's own.
+            None: the process group's own or, if that is torch's default, no more than those of the
+            default group.
 
     Raises:
         WeftError: the caller is not in the process group, it was destroyed, or it has no store.
@@ -335,24 +350,63 @@ def of_group(process_group: dist.ProcessGroup | None, *, timeout: float | None =
 
 def _joined(process_group: dist.ProcessGroup, store: dist.Store, timeout: float | None) -> Group:
     """A new group of the ranks of a process group; collective among them."""
-    own_timeout = getattr(process_group, "timeout", None)  # of a backend of weft's
-    limit = timeout or own_timeout or _torch.timeout_of(process_group)
-    # a backend of weft's says itself how its ranks are joined
-    wire: str | None = getattr(process_group, "wire_name", None)
-    group = connect(
-        store,
-        process_group.rank(),
-        process_group.size(),
-        limit,
-        wire=wire,
-        process_group=process_group,
-    )
     name = "world" if process_group is dist.group.WORLD else process_group.group_name
+    rank = process_group.rank()
+    joining = recorder.Call(name, 0, "join", Traffic(rank))  # so others learn what it waits for
+    try:
+        group = connect(
+            store,
+            rank,
+            process_group.size(),
+            timeout or _timeout_of(process_group),
+            name=name,
+            # a backend of weft's says itself how its ranks are joined
+            wire=getattr(process_group, "wire_name", None),
+            process_group=process_group,
+        )
+    except BaseException as error:
+        joining.close(str(error))
+        raise
+    joining.close()
     session = group.session
     session.name = recorder.begin(dist.get_rank(), dist.get_world_size(), name)
     session.global_ranks = tuple(dist.get_process_group_ranks(process_group))
     session.process_group = weakref.ref(process_group)
     return group
+
+
+def _timeout_of(process_group: dist.ProcessGroup) -> float:
+    """Seconds that joining the ranks of a process group, and any one wait, may last.
+
+    `dist.new_group()` mostly gets no timeout, and torch's default is half an hour.
+    """
+    own: float | None = getattr(process_group, "timeout", None)  # of a backend of weft's
+    limit = own or _torch.timeout_of(process_group)
+    default = None if dist.group.WORLD is None else _groups.get(dist.group.WORLD)
+    if limit == _torch.default_timeout() and default is not None:
+        return min(limit, default.timeout)
+    return limit
+
+
+def _where(process_group: dist.ProcessGroup, absent: Sequence[int]) -> str:
+    """Where ranks are that have not come to be joined, as a clause, as far as they answer.
+
+    They are asked over the links of another group that this rank and they are in.
+    """
+    everyone = dist.get_process_group_ranks(process_group)
+    wanted = {everyone[rank] for rank in absent}
+    for group in list(_groups.values()):
+        detector = group.session.detector
+        if detector is None or group.closed or not wanted <= set(group.global_ranks):
+            continue
+        places = detector.ask_all()
+        texts = [
+            f"rank {group.global_ranks[rank]} {place}"
+            for rank, place in sorted(places.items())
+            if group.global_ranks[rank] in wanted
+        ]
+        return "; ".join(texts)
+    return ""
 
 
 def _of_mesh(mesh: DeviceMesh) -> dist.ProcessGroup:

@@ -44,7 +44,7 @@ class Call:
 
     Attributes:
         group: the name of the group.
-        number: of the call on this rank and group, as in errors.
+        number: of the call on this rank and group, as in errors; 0: this is where they join.
         name: of the call.
         agreed: its number among the calls of these ranks that reached the opening exchange; 0: it
             did not reach it.
@@ -106,6 +106,17 @@ class Call:
         self.error = error
         if error and not self.messages:
             self.agreed = 0  # the group was broken before
+
+
+def call_elsewhere(group: str) -> Call | None:
+    """The newest call of this process that runs, and is on another group; None: there is none.
+
+    Any thread may ask.
+    """
+    for call in reversed(list(_calls)):
+        if call.end is None and call.group != group:
+            return call
+    return None
 
 
 def begin(rank: int, size: int, group: str) -> str:

@@ -35,6 +35,7 @@ from ..wire import interface
 from ..wire.interface import Failure, WireFailed
 from ..wire.machine import host_name
 from ..wire.memory import Pool
+from . import recorder
 from .failure.detector import Detector, Progress, Wait
 from .failure.verdict import Entered, Verdict, who_answers
 from .route import Route, wire_of_device
@@ -440,8 +441,17 @@ class Session:
         """How far this rank is in its program; any thread."""
         worker = self._worker
         if worker is None:
-            return Progress()
-        return Progress(worker.calls, worker.doing, worker.entered)
+            return Progress(elsewhere=self._elsewhere())
+        elsewhere = "" if worker.doing else self._elsewhere()
+        return Progress(worker.calls, worker.doing, worker.entered, elsewhere)
+
+    def _elsewhere(self) -> str:
+        """In which call of another group this process is, as a clause; "": in none."""
+        call = recorder.call_elsewhere(self.name)
+        if call is None:
+            return ""
+        where = f"in call {call.number} ({call.name}) of" if call.number else "joining"
+        return f"{where} group {call.group!r}, and in no call of {self.name!r}"
 
 
 @functools.cache

@@ -60,12 +60,13 @@ class Progress(NamedTuple):
     Attributes:
         calls: how many calls it has started.
         doing: the name of the one that runs, or "".
-        entered: as for a `Place`.
+        entered, elsewhere: as for a `Place`.
     """
 
     calls: int = 0
     doing: str = ""
     entered: Entered | None = None
+    elsewhere: str = ""
 
 
 class Wait(Protocol):
@@ -150,6 +151,7 @@ class Detector:
         self._inquiry: _Inquiry | None = None
         self._last_renewed: Callable[[], object] = lambda: None  # of the waits, by a pause (weak)
         self._inquiries = 0  # how many there were
+        self._answers: dict[int, dict[int, Place]] = {}  # to `ask_all`, by number and peer
         self._exchanges = 0  # how many this rank has come to
         self._exchanged: dict[tuple[int, int], bytes] = {}  # by peer and number of the exchange
         self._heard = threading.Condition()  # notified when something came that `exchange` awaits
@@ -331,6 +333,19 @@ class Detector:
         # one that left well, too: of another library's call nobody knows whether it was through
         return next(iter(leavers), None) if raised is None else raised
 
+    def ask_all(self) -> dict[int, Place]:
+        """Where the peers are: those of them that answer in time, which this waits for."""
+        with self._lock:
+            self._inquiries += 1
+            number = self._inquiries
+        answers = self._answers[number] = {}
+        asked = set(self.links.peers()) - set(self.leavers)
+        self._send(sorted(asked), {"ask": number})
+        with self._heard:
+            # ended by the last answer, or by the time for that
+            self._heard.wait_for(lambda: answers.keys() >= asked, ANSWER)
+        return self._answers.pop(number)
+
     def close(self) -> None:
         """Say bye to all and end the links. Twice is fine.
 
@@ -444,10 +459,12 @@ class Detector:
 
     def _ask(self, about: Wait | None) -> None:
         """Ask all where they are."""
-        self._inquiries += 1
+        with self._lock:
+            self._inquiries += 1
+            number = self._inquiries
         asked = set(self.links.peers()) - set(self.leavers)
-        self._inquiry = _Inquiry(self._inquiries, about, time.monotonic() + ANSWER, asked)
-        self._send(sorted(asked), {"ask": self._inquiries})
+        self._inquiry = _Inquiry(number, about, time.monotonic() + ANSWER, asked)
+        self._send(sorted(asked), {"ask": number})
 
     def _judge(self, inquiry: _Inquiry) -> None:
         """Conclude from the answers: a verdict, a line about a slow wait, or nothing."""
@@ -520,6 +537,7 @@ class Detector:
             opens=opens,
             history=history,
             in_round=in_round,
+            elsewhere=progress.elsewhere if is_outside and self._thread is None else "",
         )
 
     def _last_place(self) -> Place:
@@ -581,8 +599,16 @@ class Detector:
             self._notify()
         elif "ask" in message:
             self._send([peer], {"here": values_of(self._place()), "to": message["ask"]})
-        elif "here" in message and self._inquiry and self._inquiry.number == message["to"]:
-            self._inquiry.places[peer] = place_of(message["here"])
+        elif "here" in message:
+            self._on_answer(peer, message["to"], place_of(message["here"]))
+
+    def _on_answer(self, peer: int, number: int, place: Place) -> None:
+        """Note where a peer is, unless nobody waits for that any more."""
+        if self._inquiry is not None and self._inquiry.number == number:
+            self._inquiry.places[peer] = place
+        elif number in self._answers:
+            self._answers[number][peer] = place
+            self._notify()
 
     def _notify(self) -> None:
         """Wake up who waits in `exchange`."""

@@ -60,7 +60,8 @@ def values_of(place: Place) -> list[object]:
 
 def place_of(values: list[Any]) -> Place:
     """The place that a checked message has in `here` or `bye`."""
-    calls, doing, awaits, seconds, raised, at, awaited, entered, opens, history, in_round = values
+    calls, doing, awaits, seconds, raised, at, awaited, entered, opens, history, *rest = values
+    in_round, elsewhere = rest
     return Place(
         calls,
         doing,
@@ -73,6 +74,7 @@ def place_of(values: list[Any]) -> Place:
         opens=opens,
         history=tuple(Entered(*each) for each in history),
         in_round=in_round,
+        elsewhere=elsewhere,
     )
 
 
@@ -103,12 +105,12 @@ def _check_here(message: Message, ranks: Set[int]) -> None:
 
 def _check_place(values: Any, ranks: Set[int]) -> None:
     calls, doing, awaits, seconds, raised, at, awaited, entered, *rest = values
-    opens, history, in_round = rest
+    opens, history, in_round, elsewhere = rest
     _require(_is_number(calls))
     _require(awaits is None or (_is_number(awaits) and awaits in ranks))
     _require(isinstance(seconds, float) or _is_number(seconds))
     float(seconds)  # which an integer may be too large for
-    for text in (doing, raised, at):
+    for text in (doing, raised, at, elsewhere):
         _require(isinstance(text, str))
     _require(
         isinstance(awaited, list) and all(_is_number(rank) and rank in ranks for rank in awaited)

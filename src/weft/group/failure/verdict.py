@@ -19,6 +19,9 @@ NAMED = 8
 REMEMBERED = 8
 """Calls in the history of a rank."""
 
+SAME_ORDER = "all ranks make their calls in the same order, whichever groups they are on"
+"""What a rank is told of a call that does not go on while a rank is in one of another group."""
+
 _SAME_CALLS = "all ranks must make the same calls in the same order"
 
 
@@ -68,6 +71,7 @@ class Place:
             has come, until it has taken what this rank sends.
         seconds: how long it has waited or, if it does not wait, how long ago its last wait ended.
         raised: the error that it raised since then, outside any call or as it left; or "".
+        elsewhere: where it is on another group, as a clause, if it is outside of any call; or "".
         at: where its program stands, as "file:line in function", or "".
         awaited: all ranks that it so waits for, `awaits` among them; a few of them, if many.
         entered: the call that it is in, once it has come to that; None: it has come to none.
@@ -89,6 +93,7 @@ class Place:
     opens: bool = False
     history: tuple[Entered, ...] = ()
     in_round: bool = False
+    elsewhere: str = ""
 
     @property
     def call(self) -> str:
@@ -115,6 +120,8 @@ class Place:
             return f"is {where} and has waited {what} for {self.seconds:.1f} s{at}"
         if self.doing:
             return f"is in {self.call} and waits for nobody{at}"
+        if self.elsewhere:
+            return f"is {self.elsewhere}{at}"
         return f"has been outside weft for {self.seconds:.1f} s{after(self.raised)}{at}"
 
 
@@ -306,7 +313,10 @@ def _at_the_end(chain: Sequence[int], places: Mapping[int, Place]) -> Verdict:
     for waiter in reversed(chain[:-1]):
         waiting = places[waiter]
         if _has_not_entered(its, waiting.entered):
-            return Verdict(last, f"rank {last} has not entered {waiting.call}: it {its}")
+            absent = f"rank {last} has not entered {waiting.call}: it {its}"
+            if its.elsewhere:  # where it may wait for one that waits here
+                return Verdict(None, f"{absent}; see that {SAME_ORDER}")
+            return Verdict(last, absent)
     return Verdict(last, f"rank {last} keeps the others waiting: it {its}")
 
 
