@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from contextvars import ContextVar
 
-from ..errors import Error, WeftError
+from ..errors import WeftError
 from . import process_group
 from .failure import last_error
 from .group import Group
@@ -63,6 +63,6 @@ def resolve(group: object) -> Group:
         if group is None:
             return current()
         return process_group.of(group)
-    except Error as error:
+    except WeftError as error:
         last_error.note(error)
         raise

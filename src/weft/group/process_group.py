@@ -31,6 +31,7 @@ from ..wire.registry import is_own, own_wire, wire_named, wire_names
 from ..wire.tcp.wire import TcpWire
 from . import recorder
 from .control import NotJoinedError, join_links
+from .failure import last_error
 from .failure.detector import Detector
 from .failure.verdict import SAME_ORDER
 from .group import Group
@@ -365,6 +366,7 @@ def _joined(process_group: dist.ProcessGroup, store: dist.Store, timeout: float 
             process_group=process_group,
         )
     except BaseException as error:
+        last_error.note(error)  # before the join ends: whoever asks is told of one or the other
         joining.close(str(error))
         raise
     joining.close()
