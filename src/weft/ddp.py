@@ -40,7 +40,7 @@ import os
 import weakref
 from collections import deque
 from collections.abc import Callable, MutableMapping
-from typing import Any
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -162,6 +162,7 @@ class State:
         # what the outermost backward keeps to raise errors at its end: gone if that was given up
         self._outermost: Callable[[], object] = _no_backward
         self._is_told_of = False  # what the first step carried
+        self._unlike: str | None = None  # what is wrong with the kind of a gradient
 
     def __getstate__(self) -> dict[str, Any]:
         if self._handle not in (None, dist.group.WORLD):
@@ -404,10 +405,12 @@ def register(
 
     Raises:
         WeftError: `ddp_model` is not a DistributedDataParallel, and there are several ranks; it has
-            a communication hook already; `wire_dtype` is wrong or differs between ranks; or a
-            `SyncBatchNorm` on an accelerator has the same group; the same text on every rank.
-            Later, from `backward()`: the errors of the calls. Then `.grad` holds this rank's own
-            values; the next step works.
+            a communication hook already; `wire_dtype` is wrong or differs between ranks; a table
+            with sparse gradients is the weight of another layer, too; or a `SyncBatchNorm` on an
+            accelerator has the same group; the same text on every rank. Later, from `backward()`:
+            a parameter's first gradient is sparse, or dense, where DistributedDataParallel expects
+            the other; or the errors of the calls. Then `.grad` holds this rank's own values; the
+            next step works.
         WireError: from `backward()`: a peer or a link failed.
 
     Example:
@@ -435,7 +438,7 @@ def register(
             _tell(process_group.of_group(None), {}, error)
         raise WeftError(error)
     state = State(ddp_model.process_group, algorithm, wire_dtype)
-    state._error = _interferes(ddp_model)
+    state._error = _interferes(ddp_model) or _tied(ddp_model)
     state._unused = ddp_model.find_unused_parameters
     group = state.group  # connects here, where all ranks are, and not in the first backward
     _set_hook(group, ddp_model, state)
@@ -445,6 +448,7 @@ def register(
             "those steps: call it right after DistributedDataParallel()"
         )
     keep_tables_used(ddp_model.module)
+    _check_kinds(state, ddp_model)
     # torch's forward hooks do not see what a forward raises
     ddp_model.forward = _Forward(state, ddp_model)  # type: ignore[method-assign]
     return state
@@ -501,6 +505,85 @@ def _interferes(ddp_model: DistributedDataParallel) -> str | None:
                 "process_group=torch.distributed.new_group()"
             )
     return None
+
+
+class _Place(NamedTuple):
+    """Where a parameter is: in which module, and by which name in the whole."""
+
+    part: nn.Module
+    name: str
+
+
+def _places(module: nn.Module) -> dict[Tensor, list[_Place]]:
+    """The parameters that DistributedDataParallel reduces, each with all its places.
+
+    By the first of these it knows whether it expects sparse gradients.
+    """
+    ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
+    found: dict[Tensor, list[_Place]] = {}
+    for path, part in module.named_modules():
+        for name, parameter in part.named_parameters(path, recurse=False):
+            if parameter.requires_grad and name not in ignored:
+                found.setdefault(parameter, []).append(_Place(part, name))
+    return found
+
+
+def _is_table(part: nn.Module) -> TypeGuard[nn.Embedding | nn.EmbeddingBag]:
+    """Whether gradients of a module are sparse, as DistributedDataParallel knows it."""
+    return isinstance(part, nn.Embedding | nn.EmbeddingBag) and bool(part.sparse)
+
+
+def _tied(ddp_model: DistributedDataParallel) -> str | None:
+    """What is wrong with a table that another layer has as its weight, too; None if nothing is.
+
+    Modules that are not torch's own may look rows up in it: `_check_kind` sees what they do.
+    """
+    for (table, name), *others in _places(ddp_model.module).values():
+        for other in others if _is_table(table) else ():
+            if not _is_table(other.part) and type(other.part).__module__.startswith("torch.nn."):
+                return (
+                    f"{name!r} has sparse gradients and is tied to {other.name!r}, whose gradients "
+                    f"are dense: pass sparse=False to the {type(table).__name__}, or call "
+                    "weft.sync_grads in place of DistributedDataParallel"
+                )
+    return None
+
+
+def _check_kinds(state: State, ddp_model: DistributedDataParallel) -> None:
+    """See whether first gradients are as DistributedDataParallel expects them: sparse or dense."""
+    for parameter, (first, *_) in _places(ddp_model.module).items():
+        _check_kind(state, parameter, first)
+
+
+def _check_kind(state: State, parameter: Tensor, place: _Place) -> None:
+    """See whether a parameter's first gradient is as it is expected.
+
+    If not, DistributedDataParallel would fail without a name, and be of no use any more. So it gets
+    what it expects, and the error is raised at the end of backward.
+    """
+    expects_sparse = _is_table(place.part)
+
+    def check(parameter: Tensor) -> None:
+        gradient = parameter.grad
+        if gradient is None or gradient.is_sparse == expects_sparse:
+            handle.remove()
+        elif expects_sparse:
+            state._unlike = (
+                f"{place.name!r} has sparse gradients in {type(place.part).__name__}, and got a "
+                "dense one, of another use: pass sparse=False there, or call weft.sync_grads in "
+                "place of DistributedDataParallel"
+            )
+            parameter.grad = gradient.to_sparse(1)
+        else:
+            state._unlike = (
+                f"{place.name!r} got a sparse gradient, which DistributedDataParallel expects of "
+                "torch.nn.Embedding and EmbeddingBag with sparse=True alone: use one of these, or "
+                "call weft.sync_grads in place of DistributedDataParallel"
+            )
+            parameter.grad = gradient.to_dense()
+
+    # before the hook of DistributedDataParallel's; typed by torch as untyped
+    handle = parameter.register_post_accumulate_grad_hook(check)  # type: ignore[no-untyped-call]
 
 
 class _Forward:
@@ -790,6 +873,9 @@ def _raise_error(state: State) -> None:
     if step is None or step.is_open:  # nothing is reduced, or other backwards follow
         return
     state._step = None
+    unlike, state._unlike = state._unlike, None
+    if unlike is not None:
+        raise WeftError(unlike)
     for error in step.errors():
         raise _noted(error)
     if step.sent is not None and not state._is_told_of:
@@ -844,9 +930,9 @@ def keep_tables_used(module: nn.Module) -> RemovableHandle:
         [1, 0]
     """
     lookups = _Lookups()
-    for part in module.modules():
-        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse:
-            lookups.add(part)
+    for weight, places in _places(module).items():
+        if _is_table(places[0].part) and places[0].part.weight is weight:
+            lookups.add(weight, [place.part for place in places])
     for weight in lookups.tables:
         # typed by torch as untyped; weakly, since a hook that holds its tensor keeps it for ever
         weight.register_hook(functools.partial(_fill_in, weakref.ref(weight)))  # type: ignore[no-untyped-call]
@@ -873,16 +959,12 @@ class _Lookups:
         self.in_graph: set[int] = set()
         self.apart: set[int] = set()
 
-    def add(self, part: nn.Module) -> None:
-        """Watch a module; several may have one table."""
-        weight: Any = part.weight
-        if not weight.requires_grad:
-            return
-        known = [number for number, table in enumerate(self.tables) if table is weight]
-        if not known:
-            known = [len(self.tables)]
-            self.tables.append(weight)
-        part.register_forward_pre_hook(functools.partial(self.note, known[0]))
+    def add(self, weight: Tensor, parts: list[nn.Module]) -> None:
+        """Watch a table, and the modules that have it."""
+        note = functools.partial(self.note, len(self.tables))
+        self.tables.append(weight)
+        for part in parts:
+            part.register_forward_pre_hook(note)
 
     def begin(self, module: nn.Module, args: object) -> None:
         """A hook before the forward."""
