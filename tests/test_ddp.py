@@ -283,6 +283,32 @@ def test_hook_and_state_for_trainers() -> None:
 
 
 @trained(2)
+def test_a_gradient_that_shares_memory_with_another_is_reduced_apart() -> None:
+    """Plain DistributedDataParallel divides that of the table in place, and so the other."""
+
+    class Sum(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.line = nn.Linear(2, 2)
+            self.table = nn.Embedding(9, 2, sparse=True)
+
+        def forward(self, index: Tensor) -> Tensor:
+            hidden = self.line(torch.ones(3, 2))
+            return hidden + self.table(index)
+
+    torch.manual_seed(0)
+    model = Sum()
+    synced = copy.deepcopy(model)
+    ours = DistributedDataParallel(model)
+    ddp.register(ours)
+    for wrapped in (ours, synced):
+        wrapped(torch.tensor([1, 5, 2 + dist.get_rank()])).square().sum().backward()
+    sync_grads(synced)
+    for mine, other in zip(ours.parameters(), synced.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad.to_dense(), other.grad.to_dense())
+
+
+@trained(2)
 def test_a_result_is_not_copied_into_its_gradient() -> None:
     job_of, results = ddp.job_of, []
 
@@ -746,6 +772,21 @@ def test_on_an_accelerator_ranks_may_run_out_of_data() -> None:
 def test_on_an_accelerator_an_error_is_raised_as_itself_and_the_next_step_works() -> None:
     with as_device():
         an_error_and_the_next_step({"find_unused_parameters": True})
+
+
+@trained(2)
+def test_on_an_accelerator_a_dense_gradient_is_this_ranks_own_after_an_error() -> None:
+    def refuse(*args: Any) -> None:
+        raise WeftError("not now")
+
+    for views in (False, True):
+        model = DistributedDataParallel(nn.Linear(3, 2), gradient_as_bucket_view=views)
+        ddp.register(model)
+        with as_device(), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(ddp, "fast_all_reduce", refuse)
+            with pytest.raises(WeftError, match="not now"):
+                model(torch.ones(1, 3)).sum().mul(1 + dist.get_rank()).backward()
+        assert model.module.weight.grad.eq(1 + dist.get_rank()).all()
 
 
 @trained(2)

@@ -71,9 +71,12 @@ class Tower(nn.Module):
         self.tables = nn.ModuleDict({p: nn.Embedding(20, 4, sparse=sparse) for p in places})
         self.first = nn.Linear(4, 4)
         self.last = nn.Linear(4, 2)
+        self.unused = ""  # the place of a table that a batch does not use
 
     def looked_up(self, place: str, words: Tensor, hidden: Tensor) -> Tensor:
-        return hidden * self.tables[place](words) if place in self.tables else hidden
+        if place not in self.tables or place == self.unused:
+            return hidden
+        return hidden * self.tables[place](words)
 
     def block(self, hidden: Tensor, words: Tensor) -> Tensor:
         return self.looked_up("inside", words, self.first(hidden))
@@ -120,7 +123,8 @@ def backward(model: nn.Module, batch: Tensor, cell: Cell, factor: int = 1) -> No
 
 def check_equal(found: nn.Module, wanted: nn.Module) -> None:
     for (name, mine), other in zip(found.named_parameters(), wanted.parameters(), strict=True):
-        assert torch.equal(mine.grad.to_dense(), other.grad.to_dense()), name
+        gradient = torch.zeros_like(other) if other.grad is None else other.grad.to_dense()
+        assert torch.equal(mine.grad.to_dense(), gradient), name
 
 
 def check(cell: Cell) -> None:
@@ -175,6 +179,40 @@ def test_what_plain_ddp_takes_has_the_gradients_of_one_rank(
     size: int, places: tuple[tuple[str, ...], ...]
 ) -> None:
     launch(size, try_cells, [places], timeout=300, env=ONE_THREAD)
+
+
+def leave_unused(model: Model, place: str) -> None:
+    for tower in model.towers:
+        tower.unused = place
+
+
+def try_unused() -> None:
+    """On one rank, on the other, on both, in turn; what plain DistributedDataParallel cannot."""
+    places = PLACES[-1]
+    with init(timeout=20):
+        rank, size = dist.get_rank(), dist.get_world_size()
+        for kept, options, towers, place in itertools.product(KEPT, OPTIONS, TOWERS[:2], places):
+            cell = Cell(places, kept, options, towers, "each")
+            if not cell.is_taken:
+                continue
+            with in_case(*cell, place):
+                model = Model(cell)
+                alone = copy.deepcopy(model)
+                wrapped = DistributedDataParallel(model, **OPTIONS[options])
+                ddp.register(wrapped)
+                for step, without in enumerate(((0,), (1,), (0, 1))):
+                    wrapped.zero_grad()
+                    alone.zero_grad()
+                    leave_unused(model, place if rank in without else "")
+                    backward(wrapped, words(step, rank), cell, size)
+                    for each in range(size):
+                        leave_unused(alone, place if each in without else "")
+                        backward(alone, words(step, each), cell)
+                    check_equal(model, alone)
+
+
+def test_tables_around_blocks_may_be_unused() -> None:
+    launch(2, try_unused, timeout=300, env=ONE_THREAD)
 
 
 class Block(nn.Module):

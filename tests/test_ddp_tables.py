@@ -117,3 +117,14 @@ def test_a_hook_that_is_removed_does_nothing() -> None:
     ddp.keep_tables_used(model).remove()
     model(torch.tensor([4])).sum().backward()
     assert model.unused.weight.grad is None
+
+
+def test_torch_compile_sees_one_graph() -> None:
+    model = Echo(lambda x: x + 1)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    ddp.keep_tables_used(compiled)
+    for _ in range(2):
+        model.zero_grad()
+        compiled(torch.tensor([4, 4])).sum().backward()
+        assert model.used.weight.grad.to_dense()[4].tolist() == [2.0, 2.0]
+        assert model.unused.weight.grad._nnz() == 0

@@ -217,10 +217,10 @@ class State:
             if on_host(gradient):
                 reduce_dense(group, [gradient], "avg", self.wire_dtype)
                 return
-            # divided first: a sum may overflow
-            sent = gradient.div_(group.size).to(travelling(gradient.dtype, self.wire_dtype))
+            # divided first: a sum may overflow. Aside: what is not reduced stays this rank's own
+            sent = gradient.div(group.size).to(travelling(gradient.dtype, self.wire_dtype))
             fast_all_reduce(group.on(gradient.device), sent, "sum").wait()
-            gradient.copy_(sent)  # which is nothing where it is the same tensor
+            gradient.copy_(sent)
 
         return reduction
 
