@@ -631,6 +631,10 @@ def test_a_table_that_is_tied_to_a_dense_layer_is_refused_unless_that_is_declare
     ) as error:
         ddp.register(DistributedDataParallel(Tied(output_first=False)))
     same_on_all(str(error.value))
+    holding = Tied(output_first=True)
+    del holding.out
+    holding.kept = nn.ParameterList([holding.table.weight])  # which makes no gradients
+    ddp.register(DistributedDataParallel(holding))
     model = Tied(output_first=True)
     ours, plain = DistributedDataParallel(copy.deepcopy(model)), DistributedDataParallel(model)
     ddp.register(ours)

@@ -534,34 +534,43 @@ def _is_table(part: nn.Module) -> TypeGuard[nn.Embedding | nn.EmbeddingBag]:
 
 
 def _tied(ddp_model: DistributedDataParallel) -> str | None:
-    """What is wrong with a table that another layer has as its weight, too; None if nothing is.
-
-    Modules that are not torch's own may look rows up in it: `_check_kind` sees what they do.
-    """
+    """What is wrong with a table that a dense layer has as its weight, too; None if nothing is."""
     for (table, name), *others in _places(ddp_model.module).values():
-        for other in others if _is_table(table) else ():
-            if not _is_table(other.part) and type(other.part).__module__.startswith("torch.nn."):
-                return (
-                    f"{name!r} has sparse gradients and is tied to {other.name!r}, whose gradients "
-                    f"are dense: pass sparse=False to the {type(table).__name__}, or call "
-                    "weft.sync_grads in place of DistributedDataParallel"
-                )
+        dense = [other.name for other in others if _is_dense(other.part)]
+        if _is_table(table) and dense:
+            return (
+                f"{name!r} has sparse gradients and is tied to {dense[0]!r}, whose gradients are "
+                f"dense: pass sparse=False to the {type(table).__name__}, or call weft.sync_grads "
+                "in place of DistributedDataParallel"
+            )
     return None
+
+
+def _is_dense(part: nn.Module) -> bool:
+    """Whether gradients of a module are known to be dense.
+
+    Modules that are not torch's own may look rows up: `_check_kind` sees what they do.
+    """
+    only_holds = isinstance(part, nn.ParameterList | nn.ParameterDict)
+    of_torch = type(part).__module__.startswith("torch.nn.")
+    return of_torch and not only_holds and not _is_table(part)
 
 
 def _check_kinds(state: State, ddp_model: DistributedDataParallel) -> None:
     """See whether first gradients are as DistributedDataParallel expects them: sparse or dense."""
-    for parameter, (first, *_) in _places(ddp_model.module).items():
-        _check_kind(state, parameter, first)
+    for parameter, places in _places(ddp_model.module).items():
+        _check_kind(state, parameter, places)
 
 
-def _check_kind(state: State, parameter: Tensor, place: _Place) -> None:
+def _check_kind(state: State, parameter: Tensor, places: list[_Place]) -> None:
     """See whether a parameter's first gradient is as it is expected.
 
     If not, DistributedDataParallel would fail without a name, and be of no use any more. So it gets
     what it expects, and the error is raised at the end of backward.
     """
-    expects_sparse = _is_table(place.part)
+    first, *others = places
+    expects_sparse = _is_table(first.part)
+    other_use = f"as {others[0].name!r}" if others else "of another use"
 
     def check(parameter: Tensor) -> None:
         gradient = parameter.grad
@@ -569,14 +578,14 @@ def _check_kind(state: State, parameter: Tensor, place: _Place) -> None:
             handle.remove()
         elif expects_sparse:
             state._unlike = (
-                f"{place.name!r} has sparse gradients in {type(place.part).__name__}, and got a "
-                "dense one, of another use: pass sparse=False there, or call weft.sync_grads in "
+                f"{first.name!r} has sparse gradients in {type(first.part).__name__}, and got a "
+                f"dense one, {other_use}: pass sparse=False there, or call weft.sync_grads in "
                 "place of DistributedDataParallel"
             )
             parameter.grad = gradient.to_sparse(1)
         else:
             state._unlike = (
-                f"{place.name!r} got a sparse gradient, which DistributedDataParallel expects of "
+                f"{first.name!r} got a sparse gradient, which DistributedDataParallel expects of "
                 "torch.nn.Embedding and EmbeddingBag with sparse=True alone: use one of these, or "
                 "call weft.sync_grads in place of DistributedDataParallel"
             )
