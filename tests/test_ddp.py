@@ -283,6 +283,32 @@ def test_hook_and_state_for_trainers() -> None:
 
 
 @trained(2)
+def test_a_gradient_that_shares_memory_with_another_is_reduced_apart() -> None:
+    """Plain DistributedDataParallel divides that of the table in place, and so the other."""
+
+    class Sum(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.line = nn.Linear(2, 2)
+            self.table = nn.Embedding(9, 2, sparse=True)
+
+        def forward(self, index: Tensor) -> Tensor:
+            hidden = self.line(torch.ones(3, 2))
+            return hidden + self.table(index)
+
+    torch.manual_seed(0)
+    model = Sum()
+    synced = copy.deepcopy(model)
+    ours = DistributedDataParallel(model)
+    ddp.register(ours)
+    for wrapped in (ours, synced):
+        wrapped(torch.tensor([1, 5, 2 + dist.get_rank()])).square().sum().backward()
+    sync_grads(synced)
+    for mine, other in zip(ours.parameters(), synced.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad.to_dense(), other.grad.to_dense())
+
+
+@trained(2)
 def test_a_result_is_not_copied_into_its_gradient() -> None:
     job_of, results = ddp.job_of, []
 
@@ -582,6 +608,87 @@ def test_a_model_that_has_a_hook_already_is_refused_on_every_rank() -> None:
     assert twice.module.bias.grad.eq(1).all()
 
 
+class Tied(nn.Module):
+    """A table whose weight an output layer has, too, declared before it or behind."""
+
+    def __init__(self, output_first: bool) -> None:
+        super().__init__()
+        output = nn.Linear(3, 7, bias=False)
+        if output_first:
+            self.out = output
+        self.table = nn.Embedding(7, 3, sparse=True)
+        self.out = output
+        self.table.weight = output.weight
+
+    def forward(self, index: Tensor) -> Tensor:
+        return self.out(self.table(index))
+
+
+@trained(2)
+def test_a_table_that_is_tied_to_a_dense_layer_is_refused_unless_that_is_declared_first() -> None:
+    with pytest.raises(
+        WeftError, match=r"^rank 0: 'table.weight' .* tied to 'out.weight'"
+    ) as error:
+        ddp.register(DistributedDataParallel(Tied(output_first=False)))
+    same_on_all(str(error.value))
+    holding = Tied(output_first=True)
+    del holding.out
+    holding.kept = nn.ParameterList([holding.table.weight])  # which makes no gradients
+    ddp.register(DistributedDataParallel(holding))
+    model = Tied(output_first=True)
+    ours, plain = DistributedDataParallel(copy.deepcopy(model)), DistributedDataParallel(model)
+    ddp.register(ours)
+    for wrapped in (ours, plain):
+        wrapped(torch.tensor([1, 2 + dist.get_rank()])).sum().backward()
+    check_equal(ours, plain)
+
+
+def looked_up(weight: Tensor, index: Tensor) -> Tensor:
+    return nn.functional.embedding(index, weight, sparse=True).sum()
+
+
+def gathered(weight: Tensor, index: Tensor) -> Tensor:
+    return torch.gather(weight, 0, index[:, None], sparse_grad=True).sum()
+
+
+class ByFunction(nn.Module):
+    """A parameter and a table, with what gives both their gradients."""
+
+    def __init__(self, use: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.table = nn.Embedding(7, 3, sparse=True)
+        self.weight = nn.Parameter(torch.ones(7, 3))
+        self.use = use
+
+    def forward(self, index: Tensor) -> Tensor:
+        return self.table(index).sum() + self.use(self, index)
+
+
+@trained(2)
+def test_a_gradient_of_another_kind_than_torch_expects_is_named_and_the_next_step_works() -> None:
+    index = torch.tensor([1, 2 + dist.get_rank()])
+    for use, text in (
+        (lambda model, index: looked_up(model.weight, index), "^'weight' got a sparse gradient"),
+        (lambda model, index: gathered(model.weight, index), "^'weight' got a sparse gradient"),
+        (
+            lambda model, index: (model.table.weight @ model.weight.T).sum(),
+            "^'table.weight' has sparse gradients in Embedding, and got a dense one",
+        ),
+    ):
+        model = DistributedDataParallel(ByFunction(use))
+        ddp.register(model)
+        for _ in range(2):
+            model.zero_grad()
+            with pytest.raises(WeftError, match=text) as error:
+                model(index).backward()
+            same_on_all(str(error.value))
+        model.module.use = lambda model, index: model.weight[index].sum()
+        model.zero_grad()
+        model(index).backward()
+        assert model.module.weight.grad.to_dense()[1].eq(1).all()
+        assert model.module.table.weight.grad.to_dense()[2].eq(0.5).all()
+
+
 @trained(2)
 def test_a_state_made_by_hand_compares_the_wire_dtype_in_backward() -> None:
     ours = DistributedDataParallel(nn.Linear(70, 300))
@@ -669,6 +776,21 @@ def test_on_an_accelerator_ranks_may_run_out_of_data() -> None:
 def test_on_an_accelerator_an_error_is_raised_as_itself_and_the_next_step_works() -> None:
     with as_device():
         an_error_and_the_next_step({"find_unused_parameters": True})
+
+
+@trained(2)
+def test_on_an_accelerator_a_dense_gradient_is_this_ranks_own_after_an_error() -> None:
+    def refuse(*args: Any) -> None:
+        raise WeftError("not now")
+
+    for views in (False, True):
+        model = DistributedDataParallel(nn.Linear(3, 2), gradient_as_bucket_view=views)
+        ddp.register(model)
+        with as_device(), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(ddp, "fast_all_reduce", refuse)
+            with pytest.raises(WeftError, match="not now"):
+                model(torch.ones(1, 3)).sum().mul(1 + dist.get_rank()).backward()
+        assert model.module.weight.grad.eq(1 + dist.get_rank()).all()
 
 
 @trained(2)

@@ -68,6 +68,39 @@ def test_outputs_of_any_form_depend_on_all_tables(
     assert model.unused.weight.grad.shape == (9, 2)
 
 
+@pytest.mark.parametrize("wrap", [lambda x: x, lambda x: (x, 2 * x)])
+def test_a_table_that_is_looked_up_in_vain_takes_part(wrap: Callable[[Tensor], Any]) -> None:
+    class InVain(Echo):
+        def forward(self, index: Tensor) -> Any:
+            self.unused(index)
+            return super().forward(index)
+
+    model = InVain(wrap)
+    ddp.keep_tables_used(model)
+    output = model(torch.tensor([4]))
+    sum(output).sum().backward()
+    assert model.used.weight.grad._nnz() > 0
+    assert model.unused.weight.grad._nnz() == 0
+
+
+def test_an_output_does_not_reach_what_another_reaches() -> None:
+    """So backward may be called for each, and each table is ready once."""
+    model = nn.ModuleDict({name: nn.Embedding(9, 2, sparse=True) for name in "ab"})
+    model.forward = lambda index: (model["a"](index), model["b"](index))
+    ddp.keep_tables_used(model)
+    ready: list[str] = []
+    accumulators = []  # DistributedDataParallel keeps them, too
+    for name, table in model.items():
+        accumulator = table.weight.view_as(table.weight).grad_fn.next_functions[0][0]
+        accumulator.register_hook(lambda *_, name=name: ready.append(name))
+        accumulators.append(accumulator)
+    first, second = model(torch.tensor([4]))
+    first.sum().backward()
+    assert ready == ["a"]
+    second.sum().backward()
+    assert ready == ["a", "b"]
+
+
 def test_an_output_may_be_changed_in_place() -> None:
     model = Echo(lambda x: x + 1)
     ddp.keep_tables_used(model)
@@ -117,3 +150,14 @@ def test_a_hook_that_is_removed_does_nothing() -> None:
     ddp.keep_tables_used(model).remove()
     model(torch.tensor([4])).sum().backward()
     assert model.unused.weight.grad is None
+
+
+def test_torch_compile_sees_one_graph() -> None:
+    model = Echo(lambda x: x + 1)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    ddp.keep_tables_used(compiled)
+    for _ in range(2):
+        model.zero_grad()
+        compiled(torch.tensor([4, 4])).sum().backward()
+        assert model.used.weight.grad.to_dense()[4].tolist() == [2.0, 2.0]
+        assert model.unused.weight.grad._nnz() == 0

@@ -24,6 +24,11 @@ then: their memory belongs to the stream of backward, which may reuse it once it
 
 `register` also removes a limit of DistributedDataParallel (pytorch#80496): a sparse table that a
 batch did not use, on some ranks or on all, gets a gradient without rows.
+
+A backward may run inside another one: reentrant checkpointing calls one for each block. What is
+under way belongs to the step, which is DistributedDataParallel's, whichever backward a bucket comes
+in. Calls are waited for at the end of the backward that the last bucket comes in, before
+DistributedDataParallel waits, and errors are raised at the end of the outermost.
 """
 # No postponed annotations here: DistributedDataParallel compares those of the hook with types.
 
@@ -35,7 +40,7 @@ import os
 import weakref
 from collections import deque
 from collections.abc import Callable, MutableMapping
-from typing import Any
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -45,7 +50,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from . import kernels
-from ._torch import at_end_of_backward, backward_id, has_run, is_of_group
+from ._torch import at_end_of_backward, backward_id, has_run, is_of_group, uncompiled
 from .comm.buckets import reduce_dense
 from .comm.gradients import without_rows
 from .comm.opening import opened
@@ -67,22 +72,57 @@ _NAME = "ddp.register"
 _END = "ddp end of backward"
 
 
-# of a State: what a copy does not have
-_NOT_COPIED = ("_handle", "_group", "_backward", "_pending", "_tables", "_bucket", "_first")
+_NOT_COPIED = ("_handle", "_group", "_step", "_outermost")  # of a State: what a copy does not have
 
 
 @dataclasses.dataclass
-class _FirstStep:
-    """What weft carries of a model, counted in its first step.
+class _Step:
+    """One reduction of a model's gradients, from its first bucket to its last.
+
+    Its buckets may come in several backwards: in one that runs inside another, as with reentrant
+    checkpointing, or in one after the other, as of a model with two losses.
 
     Attributes:
-        before: bytes that this rank had sent before.
-        tables, dense: how many sparse tables and dense buckets there are.
+        backward: in which its first bucket came.
+        sent: bytes that this rank had sent before; None: there was no group yet.
+        pending: its calls, and what was raised in place of one.
+        tables: those that wait for the next bucket.
+        bucket: the number of its last bucket by now.
+        is_open: whether another bucket is going to come.
+        sparse, dense: how many buckets of each kind have come.
     """
 
-    before: int
-    tables: int = 0
+    backward: int
+    sent: int | None
+    pending: "list[Work[Any] | Exception]" = dataclasses.field(default_factory=list)
+    tables: "_Tables | None" = None
+    bucket: int = -1
+    is_open: bool = True
+    sparse: int = 0
     dense: int = 0
+
+    def note(self, bucket: dist.GradBucket) -> None:
+        """Note a bucket that has come.
+
+        A static graph's first backward gives all buckets the number 0, also the last: in that no
+        table waits behind the second bucket. Every rank sees the same numbers.
+        """
+        counts = bucket.index() > self.bucket
+        self.bucket = bucket.index()
+        self.is_open = counts and not bucket.is_last()
+        if bucket.buffer().is_sparse:
+            self.sparse += 1
+        else:
+            self.dense += 1
+
+    def errors(self) -> list[Exception]:
+        """What its calls raised, once they have ended."""
+        found = [_error_of(work) for work in self.pending]
+        return [error for error in found if error is not None]
+
+
+def _no_backward() -> None:
+    """In place of a reference to what a backward keeps: there is none."""
 
 
 class State:
@@ -118,12 +158,11 @@ class State:
         # DistributedDataParallel reduces which parameters were used at the end of each backward
         self._unused = False
         self.calls: deque[Record] = deque(maxlen=_KEPT)
-        self._backward: int | None = None  # which one is running
-        self._pending: list[Work[Any] | Exception] = []  # its calls
-        self._tables: _Tables | None = None  # that wait for the next bucket
-        self._bucket = -1  # the last bucket's number in this backward
-        self._first: _FirstStep | None = None  # while the first backward runs
-        self._is_told_of = False  # what the first backward was
+        self._step: _Step | None = None  # that is under way
+        # what the outermost backward keeps to raise errors at its end: gone if that was given up
+        self._outermost: Callable[[], object] = _no_backward
+        self._is_told_of = False  # what the first step carried
+        self._unlike: str | None = None  # what is wrong with the kind of a gradient
 
     def __getstate__(self) -> dict[str, Any]:
         if self._handle not in (None, dist.group.WORLD):
@@ -156,26 +195,12 @@ class State:
             self._group = group
         return self._group
 
-    def _count(self, gradient: Tensor) -> None:
-        """Count a bucket of the first backward."""
-        if self._first is None:
-            return
-        if gradient.is_sparse:
-            self._first.tables += 1
-        else:
-            self._first.dense += 1
-
-    def _tell_first(self) -> None:
-        """Log what weft carries of the model, once: at the end of the first backward."""
-        first, self._first = self._first, None
-        if first is None:
-            return
-        self._is_told_of = True
-        sent = self.group.traffic.bytes - first.before
+    def _tell_first(self, step: _Step, sent: int) -> None:
+        """Log what weft carries of the model in a step, in which this rank sent so many bytes."""
         _log.info(
             "ddp: %s and %s a step, %.0f KB sent by rank %d in the first",
-            _counted(first.tables, "table"),
-            _counted(first.dense, "dense bucket"),
+            _counted(step.sparse, "table"),
+            _counted(step.dense, "dense bucket"),
             sent / 1e3,
             self.group.rank,
         )
@@ -192,10 +217,10 @@ class State:
             if on_host(gradient):
                 reduce_dense(group, [gradient], "avg", self.wire_dtype)
                 return
-            # divided first: a sum may overflow
-            sent = gradient.div_(group.size).to(travelling(gradient.dtype, self.wire_dtype))
+            # divided first: a sum may overflow. Aside: what is not reduced stays this rank's own
+            sent = gradient.div(group.size).to(travelling(gradient.dtype, self.wire_dtype))
             fast_all_reduce(group.on(gradient.device), sent, "sum").wait()
-            gradient.copy_(sent)  # which is nothing where it is the same tensor
+            gradient.copy_(sent)
 
         return reduction
 
@@ -330,10 +355,10 @@ class TopK(State):
         """
         self.sparsifier.load_state_dict(state)
 
-    def _tell_first(self) -> None:
-        if self._first is not None and self.group.rank == 0:
+    def _tell_first(self, step: _Step, sent: int) -> None:
+        if self.group.rank == 0:
             self.sparsifier.tell_if_whole()
-        super()._tell_first()
+        super()._tell_first(step, sent)
 
     def _asked(self) -> tuple[dict[str, str], str | None]:
         wrong, (settings, error) = super()._asked()[1], self.sparsifier.settings()
@@ -380,10 +405,12 @@ def register(
 
     Raises:
         WeftError: `ddp_model` is not a DistributedDataParallel, and there are several ranks; it has
-            a communication hook already; `wire_dtype` is wrong or differs between ranks; or a
-            `SyncBatchNorm` on an accelerator has the same group; the same text on every rank.
-            Later, from `backward()`: the errors of the calls. Then `.grad` holds this rank's own
-            values; the next step works.
+            a communication hook already; `wire_dtype` is wrong or differs between ranks; a table
+            with sparse gradients is the weight of another layer, too; or a `SyncBatchNorm` on an
+            accelerator has the same group; the same text on every rank. Later, from `backward()`:
+            a parameter's first gradient is sparse, or dense, where DistributedDataParallel expects
+            the other; or the errors of the calls. Then `.grad` holds this rank's own values; the
+            next step works.
         WireError: from `backward()`: a peer or a link failed.
 
     Example:
@@ -411,7 +438,7 @@ def register(
             _tell(process_group.of_group(None), {}, error)
         raise WeftError(error)
     state = State(ddp_model.process_group, algorithm, wire_dtype)
-    state._error = _interferes(ddp_model)
+    state._error = _interferes(ddp_model) or _tied(ddp_model)
     state._unused = ddp_model.find_unused_parameters
     group = state.group  # connects here, where all ranks are, and not in the first backward
     _set_hook(group, ddp_model, state)
@@ -421,6 +448,7 @@ def register(
             "those steps: call it right after DistributedDataParallel()"
         )
     keep_tables_used(ddp_model.module)
+    _check_kinds(state, ddp_model)
     # torch's forward hooks do not see what a forward raises
     ddp_model.forward = _Forward(state, ddp_model)  # type: ignore[method-assign]
     return state
@@ -479,10 +507,99 @@ def _interferes(ddp_model: DistributedDataParallel) -> str | None:
     return None
 
 
+class _Place(NamedTuple):
+    """Where a parameter is: in which module, and by which name in the whole."""
+
+    part: nn.Module
+    name: str
+
+
+def _places(module: nn.Module) -> dict[Tensor, list[_Place]]:
+    """The parameters that DistributedDataParallel reduces, each with all its places.
+
+    By the first of these it knows whether it expects sparse gradients.
+    """
+    ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
+    found: dict[Tensor, list[_Place]] = {}
+    for path, part in module.named_modules():
+        for name, parameter in part.named_parameters(path, recurse=False):
+            if parameter.requires_grad and name not in ignored:
+                found.setdefault(parameter, []).append(_Place(part, name))
+    return found
+
+
+def _is_table(part: nn.Module) -> TypeGuard[nn.Embedding | nn.EmbeddingBag]:
+    """Whether gradients of a module are sparse, as DistributedDataParallel knows it."""
+    return isinstance(part, nn.Embedding | nn.EmbeddingBag) and bool(part.sparse)
+
+
+def _tied(ddp_model: DistributedDataParallel) -> str | None:
+    """What is wrong with a table that a dense layer has as its weight, too; None if nothing is."""
+    for (table, name), *others in _places(ddp_model.module).values():
+        dense = [other.name for other in others if _is_dense(other.part)]
+        if _is_table(table) and dense:
+            return (
+                f"{name!r} has sparse gradients and is tied to {dense[0]!r}, whose gradients are "
+                f"dense: pass sparse=False to the {type(table).__name__}, or call weft.sync_grads "
+                "in place of DistributedDataParallel"
+            )
+    return None
+
+
+def _is_dense(part: nn.Module) -> bool:
+    """Whether gradients of a module are known to be dense.
+
+    Modules that are not torch's own may look rows up: `_check_kind` sees what they do.
+    """
+    only_holds = isinstance(part, nn.ParameterList | nn.ParameterDict)
+    of_torch = type(part).__module__.startswith("torch.nn.")
+    return of_torch and not only_holds and not _is_table(part)
+
+
+def _check_kinds(state: State, ddp_model: DistributedDataParallel) -> None:
+    """See whether first gradients are as DistributedDataParallel expects them: sparse or dense."""
+    for parameter, places in _places(ddp_model.module).items():
+        _check_kind(state, parameter, places)
+
+
+def _check_kind(state: State, parameter: Tensor, places: list[_Place]) -> None:
+    """See whether a parameter's first gradient is as it is expected.
+
+    If not, DistributedDataParallel would fail without a name, and be of no use any more. So it gets
+    what it expects, and the error is raised at the end of backward.
+    """
+    first, *others = places
+    expects_sparse = _is_table(first.part)
+    other_use = f"as {others[0].name!r}" if others else "of another use"
+
+    def check(parameter: Tensor) -> None:
+        gradient = parameter.grad
+        if gradient is None or gradient.is_sparse == expects_sparse:
+            handle.remove()
+        elif expects_sparse:
+            state._unlike = (
+                f"{first.name!r} has sparse gradients in {type(first.part).__name__}, and got a "
+                f"dense one, {other_use}: pass sparse=False there, or call weft.sync_grads in "
+                "place of DistributedDataParallel"
+            )
+            parameter.grad = gradient.to_sparse(1)
+        else:
+            state._unlike = (
+                f"{first.name!r} got a sparse gradient, which DistributedDataParallel expects of "
+                "torch.nn.Embedding and EmbeddingBag with sparse=True alone: use one of these, or "
+                "call weft.sync_grads in place of DistributedDataParallel"
+            )
+            parameter.grad = gradient.to_dense()
+
+    # before the hook of DistributedDataParallel's; typed by torch as untyped
+    handle = parameter.register_post_accumulate_grad_hook(check)  # type: ignore[no-untyped-call]
+
+
 class _Forward:
     """DistributedDataParallel's forward, whose own calls (of buffers) fail without a name.
 
-    A copy of the model has one of its own, for its own weights.
+    The backward that its outputs are reached by is the outermost of the model's: errors are raised
+    at its end. A copy of the model has one of its own, for its own weights.
     """
 
     def __init__(self, state: State, ddp_model: DistributedDataParallel) -> None:
@@ -492,7 +609,7 @@ class _Forward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         model: Any = self.model()
         try:
-            return type(model).forward(model, *args, **kwargs)
+            output = type(model).forward(model, *args, **kwargs)
         except RuntimeError as error:
             group = self.state._group  # a copy has none
             where = "DistributedDataParallel's forward"
@@ -502,6 +619,8 @@ class _Forward:
             if lost is None:
                 raise
             raise lost from None
+        _watch_outputs(self.state, output)
+        return output
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _Forward, (self.state, self.model())
@@ -537,14 +656,15 @@ def hook(state: State, bucket: dist.GradBucket) -> Future[Tensor]:
     """
     gradient = bucket.buffer()
     backward = backward_id()
+    step = _step_of(state, bucket, backward)
     if backward < 0:  # a rank without data, under Join: there is no backward to raise errors in
-        if bucket.index() == 0:
-            state._pending = []  # those of the step before
-        future = _future(state, bucket)
+        future = _future(state, step, bucket)
         if bucket.is_last() and state._unused:
             state.group.worker.submit(_END, functools.partial(_meet, state.group))
         return future
-    _watch_for_errors(state, backward)
+    _watch_for_end(state)
+    if bucket.is_last():  # before DistributedDataParallel queues what it does at the end
+        at_end_of_backward(functools.partial(_settle, state, step))
     # made here, behind the stream of backward
     own = Aside(
         Streams(),
@@ -552,12 +672,12 @@ def hook(state: State, bucket: dist.GradBucket) -> Future[Tensor]:
         lambda: gradient.coalesce() if gradient.is_sparse else gradient,
     )
     try:
-        future = _future(state, bucket)
+        future = _future(state, step, bucket)
     except Exception as error:  # raised later, by _raise_error, when that does no harm
-        state._pending.append(error)
-        if state._tables is not None:  # which are not reduced
-            state._tables.ended.set_result(None)
-            state._tables = None
+        step.pending.append(error)
+        if step.tables is not None:  # which are not reduced
+            step.tables.ended.set_result(None)
+            step.tables = None
         future = Future()
         future.set_result(gradient)
         return future
@@ -621,37 +741,38 @@ class _Tables:
         return self.ended.then(result)
 
 
-def _may_wait(state: State, bucket: dist.GradBucket) -> bool:
-    """Whether a table may wait for the next bucket, because there is going to be one.
+def _step_of(state: State, bucket: dist.GradBucket, backward: int) -> _Step:
+    """The step that a bucket belongs to, which begins with its first bucket.
 
-    A static graph's first backward gives all buckets the number 0, also the last: in that no table
-    waits behind the second bucket. Every rank sees the same numbers.
+    One that was given up is left, with what it waited for.
     """
-    counts = bucket.index() > state._bucket
-    state._bucket = -1 if bucket.is_last() else bucket.index()
-    return counts and not bucket.is_last()
+    step = state._step
+    if step is None or (bucket.index() == 0 and (backward < 0 or backward != step.backward)):
+        sent = None if state._group is None else state._group.traffic.bytes
+        step = state._step = _Step(backward, sent)
+    step.note(bucket)
+    return step
 
 
-def _future(state: State, bucket: dist.GradBucket) -> Future[Tensor]:
+def _future(state: State, step: _Step, bucket: dist.GradBucket) -> Future[Tensor]:
     """Reduce one bucket: what will be the result, or raise.
 
     Buckets come in the same order on every rank. Tables that come one right after the other wait
     for the next dense bucket, or for the last of all, and are reduced by one call.
     """
-    gradient, may_wait = bucket.buffer(), _may_wait(state, bucket)
-    state._count(gradient)
+    gradient = bucket.buffer()
     dense = gradient.layout != torch.sparse_coo
-    if dense or (state._tables is not None and state._tables.device != gradient.device):
-        _reduce_tables(state)
+    if dense or (step.tables is not None and step.tables.device != gradient.device):
+        _reduce_tables(state, step)
     if dense:
         work = _reduce_dense(state, gradient, state._reduction(bucket))
-        state._pending.append(work)
+        step.pending.append(work)
         future = work.get_future()
     else:
-        state._tables = state._tables or _Tables(gradient.device)
-        future = state._tables.add(gradient)
-        if not may_wait:
-            _reduce_tables(state)
+        step.tables = step.tables or _Tables(gradient.device)
+        future = step.tables.add(gradient)
+        if not step.is_open:
+            _reduce_tables(state, step)
     if bucket.is_last() and not on_host(gradient):
         # Behind this hook DistributedDataParallel may begin to reduce which parameters were used,
         # over the same group. So the worker begins all that waits first; no stream is waited for.
@@ -659,14 +780,14 @@ def _future(state: State, bucket: dist.GradBucket) -> Future[Tensor]:
     return future
 
 
-def _reduce_tables(state: State) -> None:
+def _reduce_tables(state: State, step: _Step) -> None:
     """Queue the reduction of the tables that wait."""
-    tables = state._tables
+    tables = step.tables
     if tables is None:
         return
     work = _start(state, tables)
-    state._tables = None
-    state._pending.append(work)
+    step.tables = None
+    step.pending.append(work)
 
     def ended(_: object) -> None:
         tables.work = work
@@ -709,42 +830,74 @@ def _reduce_dense(
     return group.worker.submit("ddp dense bucket", Aside(group.streams, gradient.device, job))
 
 
-def _watch_for_errors(state: State, backward: int) -> None:
-    """At the first bucket of a backward, see to it that errors are raised at its end."""
-    if backward == state._backward and (state._pending or state._tables):
-        return
-    state._backward, state._pending, state._tables, state._bucket = backward, [], None, -1
-    state._first = None
-    if not state._is_told_of and state._group is not None:
-        state._first = _FirstStep(state._group.traffic.bytes)
-    at_end_of_backward(functools.partial(_raise_error, state, before=True))
+def _watch_for_end(state: State) -> None:
+    """See to it that errors are raised at the end of the outermost backward.
 
-
-def _raise_error(state: State, before: bool = False) -> None:
-    """Raise the first error of this backward, on its thread and as what it is.
-
-    Args:
-        state: of the model.
-        before: whether DistributedDataParallel is still to finish the gradients. Its own calls fail
-            there if the group is lost, without a name; any other error comes after that.
+    A backward may run inside another one, which an error that is raised there would end. The
+    graph task of the outermost keeps what is called at its end, and nothing else does.
     """
-    errors = [error for work in state._pending if (error := _error_of(work)) is not None]
-    if before and not any(isinstance(error, WireError) for error in errors):
+    if state._outermost() is None and backward_id() >= 0:
+        end = functools.partial(_end, state)
+        state._outermost = weakref.ref(end)
+        at_end_of_backward(end)
+
+
+@uncompiled
+def _watch_outputs(state: State, output: Any) -> None:
+    """Notice when a backward of the model begins, which is when it has come to an output."""
+
+    def reached(gradient: Tensor | None) -> None:
+        _watch_for_end(state)
+
+    for tensor in _differentiable(output):
+        if not tensor.is_leaf:  # a parameter would keep the hook for ever
+            tensor.register_hook(reached)  # type: ignore[no-untyped-call]
+
+
+def _end(state: State) -> None:
+    """At the end of the outermost backward: errors come behind all else that was queued for it."""
+    state._outermost = _no_backward
+    at_end_of_backward(functools.partial(_raise_error, state))
+
+
+def _settle(state: State, step: _Step) -> None:
+    """Wait for the calls of a step, before DistributedDataParallel finishes the gradients.
+
+    Its waits have no deadline, and its own calls, if the group is lost, fail without a name: so
+    that is raised here. Any other error comes at the end.
+    """
+    for error in step.errors():
+        if isinstance(error, WireError):
+            raise _noted(error)
+    if state._unused:
         try:
-            if state._unused:
-                state.group.worker.call(_END, functools.partial(_meet, state.group))
-            at_end_of_backward(functools.partial(_raise_error, state))
-            return
+            state.group.worker.call(_END, functools.partial(_meet, state.group))
         except WireError as error:
-            errors = [error]
-    state._pending = []
-    if not errors:
-        state._tell_first()
-    for first in errors[:1]:
-        note = "raised in backward(): .grad now holds this rank's own values, so zero_grad() them"
-        if note not in getattr(first, "__notes__", ()):
-            first.add_note(note)
-        raise first
+            raise _noted(error) from None
+
+
+def _raise_error(state: State) -> None:
+    """Raise the first error of a step that has ended, on this thread and as what it is."""
+    step = state._step
+    if step is None or step.is_open:  # nothing is reduced, or other backwards follow
+        return
+    state._step = None
+    unlike, state._unlike = state._unlike, None
+    if unlike is not None:
+        raise WeftError(unlike)
+    for error in step.errors():
+        raise _noted(error)
+    if step.sent is not None and not state._is_told_of:
+        state._is_told_of = True
+        state._tell_first(step, state.group.traffic.bytes - step.sent)
+
+
+def _noted(error: Exception) -> Exception:
+    """An error, with a note of what it leaves behind."""
+    note = "raised in backward(): .grad now holds this rank's own values, so zero_grad() them"
+    if note not in getattr(error, "__notes__", ()):
+        error.add_note(note)
+    return error
 
 
 def _meet(group: Group) -> None:
@@ -785,16 +938,98 @@ def keep_tables_used(module: nn.Module) -> RemovableHandle:
         >>> [table.weight.grad._nnz() for table in tables]
         [1, 0]
     """
-    found = {
-        id(part.weight): part.weight
-        for part in module.modules()
-        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse
-    }
-    tables = [weight for weight in found.values() if weight.requires_grad]
-    for weight in tables:
+    lookups = _Lookups()
+    for weight, places in _places(module).items():
+        if _is_table(places[0].part) and places[0].part.weight is weight:
+            lookups.add(weight, [place.part for place in places])
+    for weight in lookups.tables:
         # typed by torch as untyped; weakly, since a hook that holds its tensor keeps it for ever
         weight.register_hook(functools.partial(_fill_in, weakref.ref(weight)))  # type: ignore[no-untyped-call]
-    return module.register_forward_hook(functools.partial(_depend_on, tables))
+    module.register_forward_pre_hook(lookups.begin)
+    return module.register_forward_hook(lookups.end)
+
+
+class _Lookups:
+    """Which tables a forward looks up in, so that its outputs depend on all the others.
+
+    A table that is looked up inside a block under reentrant checkpointing is not in the graph of
+    the outputs: the block's own backward reaches it. Reached from the outputs as well, it would be
+    ready twice, which DistributedDataParallel refuses. So would a table of one output that is
+    reached from another, where backward is called for each. Both are left as they are.
+
+    Attributes:
+        tables: the weights, each once.
+        in_graph: the numbers of those that were looked up with gradients, in this forward.
+        apart: of those that were looked up without, as inside such a block.
+    """
+
+    def __init__(self) -> None:
+        self.tables: list[Tensor] = []
+        self.in_graph: set[int] = set()
+        self.apart: set[int] = set()
+
+    def add(self, weight: Tensor, parts: list[nn.Module]) -> None:
+        """Watch a table, and the modules that have it."""
+        note = functools.partial(self.note, len(self.tables))
+        self.tables.append(weight)
+        for part in parts:
+            part.register_forward_pre_hook(note)
+
+    def begin(self, module: nn.Module, args: object) -> None:
+        """A hook before the forward."""
+        self.in_graph.clear()
+        self.apart.clear()
+
+    def note(self, number: int, part: nn.Module, args: object) -> None:
+        """A hook before a lookup."""
+        if torch.is_grad_enabled():
+            self.in_graph.add(number)
+        else:
+            self.apart.add(number)
+
+    def end(self, module: nn.Module, args: object, output: Any) -> Any:
+        """A hook behind the forward: the output, depending on the tables too."""
+        if not (self.tables and torch.is_grad_enabled()):
+            return None
+        outputs = _differentiable(output)
+        left_alone = self.apart - self.in_graph
+        reached = _reached_from(outputs) if len(outputs) > 1 else set()
+        others = [
+            table
+            for number, table in enumerate(self.tables)
+            if number not in left_alone and id(table) not in reached
+        ]
+        depend: Callable[..., Tensor] = _Depend.apply
+        return _mapped(output, lambda tensor: depend(tensor, *others)) if others else None
+
+
+def _differentiable(output: Any) -> list[Tensor]:
+    """The tensors of a module's output that a backward may begin at."""
+    found: list[Tensor] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    _mapped(output, note)
+    return found
+
+
+@uncompiled
+def _reached_from(outputs: list[Tensor]) -> set[int]:
+    """The ids of the leaves whose gradients backward accumulates from these."""
+    nodes = [tensor.grad_fn for tensor in outputs]
+    seen: set[Any] = set()
+    leaves: set[int] = set()
+    while nodes:
+        node: Any = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if node.name().endswith("AccumulateGrad"):
+            leaves.add(id(node.variable))
+        nodes += [before for before, _ in node.next_functions]
+    return leaves
 
 
 def _fill_in(table: weakref.ref[Tensor], gradient: Tensor | None) -> None:
@@ -802,14 +1037,6 @@ def _fill_in(table: weakref.ref[Tensor], gradient: Tensor | None) -> None:
     weight = table()
     if gradient is None and weight is not None and weight.grad is None:
         weight.grad = without_rows(weight)
-
-
-def _depend_on(tables: list[Tensor], module: nn.Module, args: object, output: Any) -> Any:
-    """A forward hook: the output, depending on the tables too."""
-    if not (tables and torch.is_grad_enabled()):
-        return None
-    depend: Callable[..., Tensor] = _Depend.apply
-    return _mapped(output, lambda tensor: depend(tensor, *tables))
 
 
 class _Depend(torch.autograd.Function):
