@@ -7,10 +7,12 @@ does what its docstring says. Nothing here knows of ranks or of weft's own types
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import functools
 import os
 import random
+import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -396,12 +398,27 @@ class _Asked(dist.Store):
         deadline = time.monotonic() + seconds
         pause = 0.001
         while not self._store.check(keys):
-            if time.monotonic() > deadline:
+            if time.monotonic() > deadline or _ends.is_set():
                 # in a TCPStore's words, by which `weft.init` knows who is late
                 late = f"{1000 * seconds:.0f}ms, keys: {', '.join(keys)}"
                 raise dist.DistStoreError(f"wait timeout after {late}")
-            time.sleep(pause * random.uniform(0.5, 1.0))  # not all processes at once
+            _ends.wait(pause * random.uniform(0.5, 1.0))  # not all processes at once
             pause = min(0.02, 1.5 * pause)
+
+
+_ends = threading.Event()  # this process does
+_connecting: set[threading.Thread] = set()  # those in which gloo does, and asks a store
+
+
+@atexit.register
+def _stop_asking() -> None:
+    """End the waits of gloo, which would abort a process that ends meanwhile, for want of the GIL.
+
+    Where gloo waits for a connection there is nothing to end, and no GIL to want.
+    """
+    _ends.set()
+    for thread in [*_connecting]:
+        thread.join(1.0)
 
 
 def _connects_later() -> bool:
@@ -430,6 +447,7 @@ def gloo_group(
     limit = timedelta(seconds=timeout)
     # what connects later asks later, when nobody in Python has this store any more
     asked = store if _connects_later() else _Asked(store, timeout)
+    options: Any
     try:
         options = gloo._Options()
         options._threads = 1
@@ -437,10 +455,14 @@ def gloo_group(
         devices = [gloo.create_device(interface=name) for name in interfaces]
         options._devices = devices or [gloo.create_default_device()]
     except AttributeError:
-        return gloo(asked, rank, size, timeout=limit)
+        options = limit
     except RuntimeError as error:
         raise NoDevice(str(error)) from error
-    return gloo(asked, rank, size, options)
+    _connecting.add(threading.current_thread())
+    try:
+        return gloo(asked, rank, size, options)
+    finally:
+        _connecting.discard(threading.current_thread())
 
 
 def process_group_of(backend: Any, store: dist.Store, rank: int, size: int) -> dist.ProcessGroup:

@@ -174,6 +174,26 @@ def many_groups(port: int, wire: str) -> list[float]:
     return sums
 
 
+def connected_later() -> list[float]:
+    dist.init_process_group("cpu:weft")
+    me = dist.get_rank()
+    sums = []
+    for group in (dist.group.WORLD, dist.new_group(backend=weft.testing.gloo_of_one_thread())):
+        total = torch.ones(1)
+        dist.all_reduce(total, group=group)
+        if me == 0:
+            dist.send(total, 1, group=group)
+        else:
+            dist.recv(total, 0, group=group)
+        sums.append(total.item())
+    dist.destroy_process_group()
+    return sums
+
+
+def test_gloo_may_connect_ranks_when_it_first_needs_to() -> None:
+    assert processes(2, connected_later, env={"TORCH_GLOO_LAZY_INIT": "1"}) == [[2.0] * 2] * 2
+
+
 @pytest.mark.parametrize("wire", ["tcp", "torch"])
 def test_groups_need_no_connection_to_the_store_but_the_callers(wire: str) -> None:
     """With each connection a TCPStore asks for a host's name, which takes seconds where no name
