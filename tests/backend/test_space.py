@@ -151,6 +151,17 @@ class Doorkeeper:
             thread.join()
 
 
+def sum_of(group: dist.ProcessGroup | None) -> float:
+    """Of ones, and then sent from rank 0 to rank 1."""
+    total = torch.ones(1)
+    dist.all_reduce(total, group=group)
+    if dist.get_rank() == 0:
+        dist.send(total, 1, group=group)
+    else:
+        dist.recv(total, 0, group=group)
+    return total.item()
+
+
 def many_groups(port: int, wire: str) -> list[float]:
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     me = int(os.environ["RANK"])
@@ -158,15 +169,7 @@ def many_groups(port: int, wire: str) -> list[float]:
     group = weft.init(wire=wire)
     split = group.split([1, 0])
     groups = [dist.group.WORLD, dist.new_group(), group, split, weft.Partition((2,), group=split)]
-    sums = []
-    for each in groups[:2]:
-        total = torch.ones(1)
-        dist.all_reduce(total, group=each)
-        if me == 0:
-            dist.send(total, 1, group=each)
-        else:
-            dist.recv(total, 0, group=each)
-        sums.append(total.item())
+    sums = [sum_of(each) for each in groups[:2]]
     sums += [weft.all_reduce(torch.ones(1), group=each).item() for each in groups[2:4]]
     sums.append(weft.nn.AllSumReduce(groups[4], 0)(torch.ones(1)).item())
     weft.shutdown()
@@ -176,16 +179,8 @@ def many_groups(port: int, wire: str) -> list[float]:
 
 def connected_later() -> list[float]:
     dist.init_process_group("cpu:weft")
-    me = dist.get_rank()
-    sums = []
-    for group in (dist.group.WORLD, dist.new_group(backend=weft.testing.gloo_of_one_thread())):
-        total = torch.ones(1)
-        dist.all_reduce(total, group=group)
-        if me == 0:
-            dist.send(total, 1, group=group)
-        else:
-            dist.recv(total, 0, group=group)
-        sums.append(total.item())
+    alone = dist.new_group(backend=weft.testing.gloo_of_one_thread())
+    sums = [sum_of(dist.group.WORLD), sum_of(alone)]
     dist.destroy_process_group()
     return sums
 
