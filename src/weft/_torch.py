@@ -412,9 +412,10 @@ _connecting: set[threading.Thread] = set()  # those in which gloo does, and asks
 
 @atexit.register
 def _stop_asking() -> None:
-    """End the waits of gloo, which would abort a process that ends meanwhile, for want of the GIL.
+    """End the threads that ask a store for gloo.
 
-    Where gloo waits for a connection there is nothing to end, and no GIL to want.
+    C++ cannot take the GIL once the interpreter ends, and one that calls Python then aborts the
+    process. A thread in which gloo waits for a connection calls nothing: it may stay.
     """
     _ends.set()
     for thread in [*_connecting]:

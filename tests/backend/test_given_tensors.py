@@ -298,18 +298,49 @@ def parts_that_do_not_fit(me, size):
         (torch.ones(2 * size), torch.ones(2 * size), [[2] * size, [2] * (size - 1) + [1]]),
         (torch.ones(2 * size), torch.ones(2 * size), [[2] * size, [-2, 6] + [2] * (size - 2)]),
         (torch.ones(2 * size), torch.ones(2 * size), [[2] * size, [2] * size + [0]]),
+        (torch.ones(2 * size), torch.ones(2 * size), [[2.0] * size, [2] * size]),
         (torch.ones(()), torch.ones(2 * size), [[], []]),
         (torch.ones(2 * size), torch.ones(()), [[], []]),
     ]
     for out, mine, sizes in cases:
-        with pytest.raises(weft.WeftError, match=r"rank 0: the (in|out)put has ") as caught:
+        with pytest.raises(weft.WeftError, match=r"rank 0: the .*(in|out)put ") as caught:
             dist.all_to_all_single(out, mine, *sizes)
         said.append(str(caught.value))
         dist.barrier()
     return said
 
 
-@pytest.mark.parametrize("body", [integer_means, complex_rows, parts_that_do_not_fit])
+def no_root(me, size):
+    """A root that is no rank: torch asks nobody whether it is one of the default group."""
+    said = []
+    one, group = torch.ones(2), dist.group.WORLD
+    for root in (size, -1):
+        calls = [
+            lambda root=root: group.broadcast(one, root),
+            lambda root=root: group.reduce(one, dist_options(dist.ReduceOptions, root)),
+            lambda root=root: group.gather([], [one], dist_options(dist.GatherOptions, root)),
+            lambda root=root: group.scatter([one], [], dist_options(dist.ScatterOptions, root)),
+        ]
+        for call, there in itertools.product(calls, ([0], range(size))):
+            if me in there:
+                with pytest.raises(weft.WeftError) as caught:
+                    call().wait()
+            else:
+                with pytest.raises(weft.WeftError) as caught:
+                    calls[0](root=0).wait()
+            said.append(str(caught.value))
+            assert f"rank 0: the root is rank {root}, and there are ranks 0 to " in said[-1]
+            dist.barrier()
+    return said
+
+
+def dist_options(kind, root):
+    options = kind()
+    options.rootRank = root
+    return options
+
+
+@pytest.mark.parametrize("body", [integer_means, complex_rows, parts_that_do_not_fit, no_root])
 @pytest.mark.parametrize("size", [2, 3])
 def test_errors_are_the_same_on_every_rank(ranks, size, body):
     assert len({tuple(said) for said in ranks(size, body)}) == 1

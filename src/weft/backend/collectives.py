@@ -99,7 +99,8 @@ def reduce_scatter(
 
 def reduce(group: Group, tensor: Tensor, root: int, op: str) -> list[Tensor]:
     """Reduce a tensor on one rank, in place there; the others' stay as they are."""
-    _open(group, "reduce", {"root": root, "op": op, **_said([tensor])}, _reason([tensor], op))
+    error = _no_root(group, root) or _reason([tensor], op)
+    _open(group, "reduce", {"root": root, "op": op, **_said([tensor])}, error)
     parts = [tensor.new_empty(0)] * group.size
     parts[root] = tensor
     _reduce_parts(group, parts[group.rank], parts, op)
@@ -108,7 +109,8 @@ def reduce(group: Group, tensor: Tensor, root: int, op: str) -> list[Tensor]:
 
 def broadcast(group: Group, tensor: Tensor, root: int) -> list[Tensor]:
     """Send one rank's tensor to all ranks, in place."""
-    _open(group, "broadcast", {"root": root, **_said([tensor])}, _reason([tensor]))
+    error = _no_root(group, root) or _reason([tensor])
+    _open(group, "broadcast", {"root": root, **_said([tensor])}, error)
     flat = _flat(tensor)
     ScatterAllGather(_over(group), root, flat).start().wait()
     _put(flat, tensor)
@@ -119,7 +121,8 @@ def gather(
     group: Group, outs: list[Tensor], mine: Tensor, root: int, pairs: int = 1
 ) -> list[Tensor]:
     """Send every rank's tensor to one rank; `outs` is empty on the others."""
-    error = _reason([mine, *outs]) or _misfit("output", outs, _all(group, root, mine))
+    error = _no_root(group, root) or _reason([mine, *outs])
+    error = error or _misfit("output", outs, _all(group, root, mine))
     _open(group, "gather", {_PAIRS: pairs, "root": root, **_said([mine])}, error)
     _exchange(group, _at(root, mine, group.size), outs)
     return _overwritten(outs)
@@ -129,7 +132,8 @@ def scatter(
     group: Group, out: Tensor, ins: list[Tensor], root: int, pairs: int = 1
 ) -> list[Tensor]:
     """Send a tensor from one rank to each rank; `ins` is empty on the others."""
-    error = _reason([out, *ins]) or _misfit("input", ins, _all(group, root, out))
+    error = _no_root(group, root) or _reason([out, *ins])
+    error = error or _misfit("input", ins, _all(group, root, out))
     _open(group, "scatter", {_PAIRS: pairs, "root": root, **_said([out])}, error)
     _exchange(group, ins, _at(root, out, group.size))
     return [out]
@@ -216,6 +220,8 @@ def _uneven(what: str, tensor: Tensor, sizes: list[int], ranks: int) -> str | No
     if not tensor.dim():
         return f"the {what} has no dimension to be cut along: pass one of at least one dimension"
     rows = tensor.shape[0]
+    if not all(hasattr(size, "__index__") for size in sizes):  # NumPy's integers have it, too
+        return f"the split sizes of the {what} are {_shown(sizes)}: pass integers"
     if not sizes and rows % ranks:
         return (
             f"the {what} has {rows} along dimension 0, of which {ranks} ranks cannot get equal "
@@ -274,6 +280,13 @@ def _open(
 def _over(group: Group) -> Group:
     """The group as it carries tensors of the CPU, which may have a wire of their own."""
     return group.on(torch.device("cpu"))
+
+
+def _no_root(group: Group, root: int) -> str | None:
+    """The error if the root is no rank of the group, or None."""
+    if 0 <= root < group.size:
+        return None
+    return f"the root is rank {root}, and there are ranks 0 to {group.size - 1}: pass one of these"
 
 
 def _own(group: Group, tensor: Tensor) -> list[int | None]:
