@@ -29,6 +29,17 @@ def test_importing_weft_loads_little_of_it_before_it_is_used():
     assert said == ["weft weft._torch weft.backend", ""]
 
 
+def test_only_what_is_compiled_loads_the_compiler():
+    program = (
+        "import sys, torch, weft, weft.nn.functional, weft.compat.distdl.nn\n"
+        "with weft.init():\n"
+        "    weft.nn.functional.all_sum_reduce(torch.ones(2), weft.Partition(1), 0)\n"
+        "    weft.nn.AllSumReduce(weft.Partition(1), 0)(torch.ones(2)).sum()\n"
+        "print('torch._dynamo' in sys.modules)"
+    )
+    assert subprocess.check_output([sys.executable, "-c", program], text=True) == "False\n"
+
+
 def test_a_name_that_there_is_not_is_an_error():
     with pytest.raises(AttributeError, match="module 'weft' has no attribute 'all_gather'"):
         weft.all_gather  # noqa: B018

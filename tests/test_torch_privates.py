@@ -224,6 +224,32 @@ def test_who_serves_a_device() -> None:
     assert backend_of(group, torch.device("meta")) is None
 
 
+ENDS_MEANWHILE = """
+import sys, threading
+import torch.distributed as dist
+from weft._torch import gloo_group
+
+store = dist.HashStore()
+
+def connect():
+    try:
+        gloo_group(store, 0, 2, 60.0, ["lo"])  # nobody else comes
+    except dist.DistStoreError as error:
+        print(error)
+
+threading.Thread(target=connect, daemon=True).start()
+store.wait(["0/0"])  # gloo has begun
+sys.exit(3)
+"""
+
+
+def test_a_process_may_end_while_gloo_connects() -> None:
+    line = [sys.executable, "-c", ENDS_MEANWHILE]
+    run = subprocess.run(line, capture_output=True, text=True, timeout=120)
+    assert (run.returncode, run.stderr) == (3, "")
+    assert run.stdout == "wait timeout after 60000ms, keys: 0/1\n"
+
+
 @pytest.mark.parametrize("missing", [(), ("_Options",), ("create_device",)])
 def test_a_gloo_group_is_made(missing: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     for name in missing:

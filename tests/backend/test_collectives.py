@@ -41,6 +41,8 @@ def test_all_gather_of_any_sizes(group):
 def test_reduce_scatter_of_any_sizes(group, op):
     for count in SIZES:
         for dtype in (torch.float32, torch.bfloat16, torch.int16):
+            if op == "avg" and not dtype.is_floating_point:
+                continue  # refused
             counts = [(count + 3 * rank) * (rank != 1) for rank in range(group.size)]
             ins = [part(group.rank, n, dtype, to) for to, n in enumerate(counts)]
             before = [each.clone() for each in ins]
@@ -98,7 +100,7 @@ def reduced(group: weft.Group, op: str, count: int, dtype: torch.dtype) -> Tenso
         "max": lambda: parts.amax(0),
         "prod": lambda: parts.prod(0),
     }[op]()
-    return right.trunc().to(dtype) if not dtype.is_floating_point else right.to(dtype)
+    return right.to(dtype)
 
 
 @spmd(2, on=["threads"])

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import socket
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -108,3 +111,92 @@ def test_a_program_as_it_is_goes_on_after_a_rank_died(
     and fails."""
     printed = restarted(DIES, [str(tmp_path / "died")], 1)
     assert printed == {(0, 0): "", (0, 1): "", (1, 0): "[0, 1]\n", (1, 1): "[0, 1]\n"}
+
+
+class Doorkeeper:
+    """Leads who connects to it to a store; it counts them."""
+
+    def __init__(self, port: int) -> None:
+        self.came = 0
+        self._port = port
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = self._listener.getsockname()[1]
+        self._sockets = [self._listener]
+        self._threads = [threading.Thread(target=self._lead)]
+        self._threads[0].start()
+
+    def _lead(self) -> None:
+        with contextlib.suppress(OSError):  # ended by `close`
+            while True:
+                visitor, _ = self._listener.accept()
+                self.came += 1
+                store = socket.create_connection(("127.0.0.1", self._port))
+                self._sockets += [visitor, store]
+                for ends in ((visitor, store), (store, visitor)):
+                    self._threads.append(threading.Thread(target=self._pass_on, args=ends))
+                    self._threads[-1].start()
+
+    def _pass_on(self, source: socket.socket, target: socket.socket) -> None:
+        with contextlib.suppress(OSError):  # ended by either side, or by `close`
+            while data := source.recv(1 << 16):
+                target.sendall(data)
+            target.shutdown(socket.SHUT_WR)
+
+    def close(self) -> None:
+        for each in self._sockets:
+            with contextlib.suppress(OSError):  # its other side has closed it
+                each.shutdown(socket.SHUT_RDWR)
+            each.close()
+        for thread in self._threads:
+            thread.join()
+
+
+def sum_of(group: dist.ProcessGroup | None) -> float:
+    """Of ones, and then sent from rank 0 to rank 1."""
+    total = torch.ones(1)
+    dist.all_reduce(total, group=group)
+    if dist.get_rank() == 0:
+        dist.send(total, 1, group=group)
+    else:
+        dist.recv(total, 0, group=group)
+    return total.item()
+
+
+def many_groups(port: int, wire: str) -> list[float]:
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    me = int(os.environ["RANK"])
+    dist.init_process_group("cpu:weft", store=store, rank=me, world_size=2)
+    group = weft.init(wire=wire)
+    split = group.split([1, 0])
+    groups = [dist.group.WORLD, dist.new_group(), group, split, weft.Partition((2,), group=split)]
+    sums = [sum_of(each) for each in groups[:2]]
+    sums += [weft.all_reduce(torch.ones(1), group=each).item() for each in groups[2:4]]
+    sums.append(weft.nn.AllSumReduce(groups[4], 0)(torch.ones(1)).item())
+    weft.shutdown()
+    dist.destroy_process_group()
+    return sums
+
+
+def connected_later() -> list[float]:
+    dist.init_process_group("cpu:weft")
+    alone = dist.new_group(backend=weft.testing.gloo_of_one_thread())
+    sums = [sum_of(dist.group.WORLD), sum_of(alone)]
+    dist.destroy_process_group()
+    return sums
+
+
+def test_gloo_may_connect_ranks_when_it_first_needs_to() -> None:
+    assert processes(2, connected_later, env={"TORCH_GLOO_LAZY_INIT": "1"}) == [[2.0] * 2] * 2
+
+
+@pytest.mark.parametrize("wire", ["tcp", "torch"])
+def test_groups_need_no_connection_to_the_store_but_the_callers(wire: str) -> None:
+    """With each connection a TCPStore asks for a host's name, which takes seconds where no name
+    server answers."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    door = Doorkeeper(store.port)
+    try:
+        assert processes(2, many_groups, door.port, wire) == [[2.0] * 5] * 2
+        assert door.came == 2
+    finally:
+        door.close()

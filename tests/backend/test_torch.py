@@ -149,6 +149,11 @@ def everything(me, size):
     for work in dist.batch_isend_irecv(messages):
         work.wait()
     assert set(got.flatten().tolist()) == {float(before)}
+    assert got._version == 0  # autograd does not know, as of gloo's messages
+    if dist.get_backend() == "weft_mpi":  # a message is an error of its call, and no more
+        for call in (dist.isend, dist.irecv):
+            with pytest.raises(weft.WeftError, match=f"rank {me}: a tensor is on the meta device"):
+                call(torch.ones(1, device="meta"), after)
     if dist.get_backend() == "cpu:weft":  # and receives from whoever sends
         if me == 0:
             assert dist.recv(got, tag=5) == 1 and got.eq(7).all()

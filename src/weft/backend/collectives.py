@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import itertools
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
+from .. import _torch
 from ..agree import is_direct
 from ..comm.opening import opened
 from ..comm.parameters import ScatterAllGather
@@ -24,7 +25,7 @@ from ..errors import WeftError, summed_up
 from ..group.group import Group
 from ..schedules import dense, dense_all_reduce
 from ..sparse.api import job_of
-from ..tensors import flattened, is_plain, plain
+from ..tensors import flattened, has_elements, is_made_of_others, is_plain, lacking, plain
 from ..wire.memory import typed
 
 _SAID = 200  # characters of sizes that ranks compare as text; longer texts by a digest
@@ -45,24 +46,19 @@ def all_reduce(group: Group, tensors: list[Tensor], op: str) -> list[Tensor]:
     over = _over(group)
     for tensor in tensors:
         flat = _flat(tensor)
-        dense_all_reduce(over, flat, _sum(op)).wait()
-        _mean(flat, op, group.size)
+        dense_all_reduce(over, flat, op).wait()
         _put(flat, tensor)
     return tensors
 
 
 def sparse_all_reduce(group: Group, tensors: list[Tensor], op: str) -> list[Tensor]:
     """Reduce sparse tensors over all ranks, each in place: it becomes the coalesced result."""
-    # entries of one index are its summands, which only a sum may take one by one
-    given = [
-        tensor if op in ("sum", "avg") or not _in_range(tensor) else tensor.coalesce()
-        for tensor in tensors
-    ]
+    given = [_combined(_as_given(tensor), op) for tensor in tensors]
     alone = len(given) == 1  # a list would need one more exchange
     done = job_of(group, given[0] if alone else given, op, "auto", None).run()
     for tensor, result in zip(tensors, [done] if alone else done, strict=True):
         tensor.data = result  # the caller's tensor now has the memory of the result
-    return tensors
+    return _overwritten(tensors)
 
 
 def all_gather(group: Group, outs: list[Tensor], mine: Tensor, pairs: int = 1) -> list[Tensor]:
@@ -70,7 +66,7 @@ def all_gather(group: Group, outs: list[Tensor], mine: Tensor, pairs: int = 1) -
     error = _reason([mine, *outs]) or _misfit("output", outs, _own(group, mine))
     _open(group, "all_gather", {_PAIRS: pairs, **_said(outs)}, error)
     _exchange(group, [mine] * group.size, outs)
-    return outs
+    return _overwritten(outs)
 
 
 def all_gather_coalesced(
@@ -88,7 +84,7 @@ def all_gather_coalesced(
         given = mine[number] if number < len(mine) else None
         places = [each[number] if number < len(each) else None for each in outs]
         _exchange(group, [given] * group.size, places)
-    return received
+    return _overwritten(received)
 
 
 def reduce_scatter(
@@ -98,12 +94,13 @@ def reduce_scatter(
     error = _reason([out, *ins], op) or _misfit("input", ins, _own(group, out))
     _open(group, "reduce_scatter", {_PAIRS: pairs, "op": op, **_said(ins)}, error)
     _reduce_parts(group, out, ins, op)
-    return [out]
+    return _overwritten([out])
 
 
 def reduce(group: Group, tensor: Tensor, root: int, op: str) -> list[Tensor]:
     """Reduce a tensor on one rank, in place there; the others' stay as they are."""
-    _open(group, "reduce", {"root": root, "op": op, **_said([tensor])}, _reason([tensor], op))
+    error = _no_root(group, root) or _reason([tensor], op)
+    _open(group, "reduce", {"root": root, "op": op, **_said([tensor])}, error)
     parts = [tensor.new_empty(0)] * group.size
     parts[root] = tensor
     _reduce_parts(group, parts[group.rank], parts, op)
@@ -112,7 +109,8 @@ def reduce(group: Group, tensor: Tensor, root: int, op: str) -> list[Tensor]:
 
 def broadcast(group: Group, tensor: Tensor, root: int) -> list[Tensor]:
     """Send one rank's tensor to all ranks, in place."""
-    _open(group, "broadcast", {"root": root, **_said([tensor])}, _reason([tensor]))
+    error = _no_root(group, root) or _reason([tensor])
+    _open(group, "broadcast", {"root": root, **_said([tensor])}, error)
     flat = _flat(tensor)
     ScatterAllGather(_over(group), root, flat).start().wait()
     _put(flat, tensor)
@@ -123,17 +121,19 @@ def gather(
     group: Group, outs: list[Tensor], mine: Tensor, root: int, pairs: int = 1
 ) -> list[Tensor]:
     """Send every rank's tensor to one rank; `outs` is empty on the others."""
-    error = _reason([mine, *outs]) or _misfit("output", outs, _all(group, root, mine))
+    error = _no_root(group, root) or _reason([mine, *outs])
+    error = error or _misfit("output", outs, _all(group, root, mine))
     _open(group, "gather", {_PAIRS: pairs, "root": root, **_said([mine])}, error)
     _exchange(group, _at(root, mine, group.size), outs)
-    return outs
+    return _overwritten(outs)
 
 
 def scatter(
     group: Group, out: Tensor, ins: list[Tensor], root: int, pairs: int = 1
 ) -> list[Tensor]:
     """Send a tensor from one rank to each rank; `ins` is empty on the others."""
-    error = _reason([out, *ins]) or _misfit("input", ins, _all(group, root, out))
+    error = _no_root(group, root) or _reason([out, *ins])
+    error = error or _misfit("input", ins, _all(group, root, out))
     _open(group, "scatter", {_PAIRS: pairs, "root": root, **_said([out])}, error)
     _exchange(group, ins, _at(root, out, group.size))
     return [out]
@@ -155,7 +155,7 @@ def all_to_all(group: Group, outs: list[Tensor], ins: list[Tensor]) -> list[Tens
     if shown and (wrong := _unequal(group.size, said)):  # every rank finds the same
         raise WeftError(wrong)
     _exchange(group, ins, outs)
-    return outs
+    return _overwritten(outs)
 
 
 def none(group: Group, call: str) -> list[Tensor]:
@@ -181,7 +181,7 @@ def all_gather_single(group: Group, out: Tensor, mine: Tensor, pairs: int = 1) -
     place = _place(out)
     all_gather(group, _split(place, [], group.size), mine, pairs)
     _put(place, out)
-    return [out]
+    return _overwritten([out])
 
 
 def gather_single(group: Group, out: Tensor, mine: Tensor, root: int) -> list[Tensor]:
@@ -192,7 +192,7 @@ def gather_single(group: Group, out: Tensor, mine: Tensor, root: int) -> list[Te
     place = _place(out)
     gather(group, _split(place, [], group.size), mine, root)
     _put(place, out)
-    return [out]
+    return _overwritten([out])
 
 
 def reduce_scatter_single(
@@ -206,19 +206,67 @@ def all_to_all_single(
     group: Group, out: Tensor, mine: Tensor, out_sizes: list[int], in_sizes: list[int]
 ) -> list[Tensor]:
     """Send a part of one tensor to each rank, cut along dimension 0; no sizes: equal parts."""
-    all_to_all(group, _split(out, out_sizes, group.size), _split(mine, in_sizes, group.size))
+    error = _uneven("input", mine, in_sizes, group.size)
+    error = error or _uneven("output", out, out_sizes, group.size)
+    if error is not None:
+        return refuse(group, "all_to_all", error)
+    outs = _split(elements(out), out_sizes, group.size)
+    all_to_all(group, outs, _split(elements(mine), in_sizes, group.size))
     return [out]
 
 
-def _split(tensor: Tensor, sizes: list[int], ranks: int) -> list[Tensor]:
-    """The parts of a tensor. If the sizes do not fit it, there are no parts, or empty ones.
+def _uneven(what: str, tensor: Tensor, sizes: list[int], ranks: int) -> str | None:
+    """The error if a tensor cannot be cut into one part of these sizes for each rank, or None."""
+    if not tensor.dim():
+        return f"the {what} has no dimension to be cut along: pass one of at least one dimension"
+    rows = tensor.shape[0]
+    if not all(hasattr(size, "__index__") for size in sizes):  # NumPy's integers have it, too
+        return f"the split sizes of the {what} are {_shown(sizes)}: pass integers"
+    if not sizes and rows % ranks:
+        return (
+            f"the {what} has {rows} along dimension 0, of which {ranks} ranks cannot get equal "
+            "parts: pass split sizes"
+        )
+    if sizes and (len(sizes) != ranks or min(sizes) < 0 or sum(sizes) != rows):
+        return (
+            f"the {what} has {rows} along dimension 0, and its split sizes are {_shown(sizes)}: "
+            f"pass {ranks} sizes of this sum"
+        )
+    return None
 
-    The opening exchange then finds an error, which every rank raises.
+
+def _split(tensor: Tensor, sizes: list[int], ranks: int) -> list[Tensor]:
+    """The parts of a tensor along dimension 0; no sizes: equal ones.
+
+    If there are no equal ones, they are empty, and the opening exchange finds an error.
     """
-    rows = tensor.shape[0] if tensor.dim() else 0
+    rows = tensor.shape[0]
     if not sizes:
         return list(tensor.chunk(ranks)) if rows % ranks == 0 and rows else [tensor[:0]] * ranks
-    return list(torch.split(tensor, sizes)) if sum(sizes) == rows else []
+    return list(torch.split(tensor, sizes))
+
+
+def unsendable(argument: object) -> str | None:
+    """What is wrong with the first tensor in an argument that has no elements to send, or None.
+
+    It is asked before anything else of them is: what has no elements need not have a size.
+    """
+    for tensor in _tensors_in(argument):
+        own = _torch.waited(tensor)
+        if not has_elements(own):
+            return (
+                f"a tensor is {lacking(own)}: pass tensors with elements in memory; all_reduce "
+                "alone takes sparse ones, too"
+            )
+    return None
+
+
+def _tensors_in(argument: object) -> Iterator[Tensor]:
+    if isinstance(argument, Tensor):
+        yield argument
+    elif isinstance(argument, list | tuple):
+        for each in argument:
+            yield from _tensors_in(each)
 
 
 def _open(
@@ -232,6 +280,13 @@ def _open(
 def _over(group: Group) -> Group:
     """The group as it carries tensors of the CPU, which may have a wire of their own."""
     return group.on(torch.device("cpu"))
+
+
+def _no_root(group: Group, root: int) -> str | None:
+    """The error if the root is no rank of the group, or None."""
+    if 0 <= root < group.size:
+        return None
+    return f"the root is rank {root}, and there are ranks 0 to {group.size - 1}: pass one of these"
 
 
 def _own(group: Group, tensor: Tensor) -> list[int | None]:
@@ -274,8 +329,12 @@ def _misfits(group: Group, outs: Sequence[Sequence[Tensor]], mine: Sequence[Tens
 
 
 def _sizes(tensors: Sequence[Tensor]) -> str:
-    sizes = ", ".join(str(each.numel()) for each in tensors[:_SHOWN])
-    return f"{sizes} ..." if len(tensors) > _SHOWN else sizes or "no"
+    return _shown([each.numel() for each in tensors])
+
+
+def _shown(sizes: Sequence[int]) -> str:
+    shown = ", ".join(map(str, sizes[:_SHOWN]))
+    return f"{shown} ..." if len(sizes) > _SHOWN else shown or "no"
 
 
 def _at(root: int, tensor: Tensor, size: int) -> Parts:
@@ -307,8 +366,7 @@ def _reduce_parts(group: Group, out: Tensor, parts: Sequence[Tensor], op: str) -
             slots = list(typed(memory, (group.size, mine), out.dtype))
             _exchange(group, chunks, slots)
             if mine:
-                dense.reduce(slots, _sum(op), place[start : start + step])
-    _mean(place, op, group.size)
+                dense.reduce(slots, op, place[start : start + step])
     _put(place, out)
 
 
@@ -331,15 +389,13 @@ def _reason(tensors: Sequence[Tensor], op: str | None = None) -> str | None:
         return None
     first = tensors[0]
     for tensor in tensors:
-        if tensor.layout != torch.strided:
-            return f"a tensor has layout {tensor.layout}: only all_reduce takes sparse tensors"
         if tensor.device.type != "cpu":
             return f"a tensor is on {tensor.device}: this backend moves CPU tensors, so copy it"
         if tensor.dtype != first.dtype:
             return f"tensors of {first.dtype} and of {tensor.dtype} were given: pass one dtype"
-    if op == "avg" and first.dtype == torch.bool:
-        return "op avg does not apply to torch.bool"
-    return None if op is None else dense.refuses(_sum(op), first.dtype)
+        if tensor.is_quantized:
+            return "a tensor is quantized, and its scale is not in its memory: pass it dequantized"
+    return None if op is None else dense.refuses(op, first.dtype)
 
 
 def _said(tensors: Sequence[Tensor]) -> dict[str, object]:
@@ -354,34 +410,64 @@ def _text(numbers: Sequence[int]) -> str:
     return summed_up(text, _SAID, f"{text[:20]} ... of {len(numbers)}")
 
 
-def _in_range(tensor: Tensor) -> bool:
-    """Whether all indices are valid: `coalesce` would write out of bounds for others."""
+def _as_given(tensor: Tensor) -> Tensor:
+    """The tensor that `torch.distributed.all_reduce` was given.
+
+    In place of a complex one it hands over a view in real numbers. That of a sparse tensor gets
+    indices and values of its own in the end, so the caller's would stay as it was.
+    """
+    viewed = tensor._base
+    return viewed if viewed is not None and viewed.is_complex() else tensor
+
+
+def _combined(tensor: Tensor, op: str) -> Tensor:
+    """A sparse tensor whose entries may be reduced one by one.
+
+    Entries of one index are its summands, which only a sum may take so. A tensor in which something
+    is wrong stays as it is: the call says so on every rank.
+    """
+    is_sparse = tensor.layout == torch.sparse_coo and not is_made_of_others(tensor)
+    if op in ("sum", "avg") or not is_sparse or tensor.is_meta:
+        return tensor
     sizes = torch.tensor(tensor.shape[: tensor.sparse_dim()], device=tensor.device)[:, None]
     indices = tensor._indices()
-    return bool(((indices >= 0) & (indices < sizes)).all())
+    # `coalesce` would write out of bounds for others
+    in_range = ((indices >= 0) & (indices < sizes)).all()
+    return tensor.coalesce() if in_range else tensor
 
 
-def _sum(op: str) -> str:
-    """The op to reduce with: an average is a sum that `_mean` divides at the end."""
-    return "sum" if op == "avg" else op
+def elements(tensor: Tensor) -> Tensor:
+    """A tensor's elements, in the same memory, which may be written without autograd's knowledge.
+
+    `detach()` would share the version of the tensor, which then could not be written where a
+    backward is to read it. torch's own backends let a program do that; see `_overwritten`.
+    """
+    return _torch.waited(tensor).data
 
 
-def _mean(flat: Tensor, op: str, size: int) -> None:
-    if op == "avg":
-        whole = not (flat.is_floating_point() or flat.is_complex())
-        flat.div_(size, rounding_mode="trunc" if whole else None)
+def _overwritten(outs: list[Tensor]) -> list[Tensor]:
+    """The outputs of a call, of which autograd learns that they were overwritten.
+
+    A backward that was to read what they held before then raises, as with gloo. gloo does so of
+    outputs, but for those of scatter and all_to_all_single, and not of what is reduced or sent in
+    place.
+    """
+    torch.autograd.graph.increment_version(outs)
+    return outs
 
 
 def _flat(tensor: Tensor) -> Tensor:
     """The elements in their order, 1-D: the tensor's own memory if it is plain."""
-    return flattened(plain(tensor.detach()))
+    return flattened(plain(elements(tensor)))
 
 
 def _place(tensor: Tensor) -> Tensor:
     """Where to receive a tensor: its own memory if it is plain; `_put` does the rest."""
-    return _flat(tensor) if is_plain(tensor) else torch.empty(tensor.numel(), dtype=tensor.dtype)
+    own = elements(tensor)
+    return flattened(own) if is_plain(own) else torch.empty(own.numel(), dtype=own.dtype)
 
 
 def _put(flat: Tensor, tensor: Tensor) -> None:
-    if flat.data_ptr() != tensor.data_ptr():
-        tensor.detach().copy_(flat.view(tensor.shape))
+    own = elements(tensor)
+    if flat.data_ptr() != own.data_ptr():
+        own.copy_(flat.view(own.shape))

@@ -94,7 +94,7 @@ class Collectives:
     def all_to_all_single(
         self, out: Tensor, mine: Tensor, out_sizes: Any, in_sizes: Any, opts: Any = None
     ) -> Any:
-        call = out.detach(), mine.detach(), list(out_sizes), list(in_sizes)
+        call = out, mine, list(out_sizes), list(in_sizes)
         return self._start(opts, collectives.all_to_all_single, call)
 
     def alltoall(self, outs: Any, ins: Any, opts: Any = None) -> Any:
@@ -105,8 +105,7 @@ class Collectives:
         return self._start_each(opts, collectives.gather, _nested(outs), listed(ins), root)
 
     def gather_single(self, out: Tensor, mine: Tensor, opts: Any) -> Any:
-        call = out.detach(), mine.detach(), _root_of(opts)
-        return self._start(opts, collectives.gather_single, call)
+        return self._start(opts, collectives.gather_single, (out, mine, _root_of(opts)))
 
     def scatter(self, outs: Any, ins: Any, opts: Any) -> Any:
         root = _root_of(opts)
@@ -169,6 +168,11 @@ class Collectives:
         group = self.weft_group
 
         def job() -> list[Tensor]:
+            error = None
+            if collective is not collectives.sparse_all_reduce:  # which looks itself
+                error = collectives.unsendable(calls)
+            if error is not None:
+                return collectives.refuse(group, collective.__name__, error)
             return [tensor for call in calls for tensor in collective(group, *call)]
 
         if getattr(opts, "asyncOp", True):

@@ -11,11 +11,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from .. import _torch
 from ..errors import WeftError
 from ..group import process_group
 from ..tensors import plain
+from .collectives import elements, unsendable
 from .group import Answers, PythonGroup, listed
 from .work import Posted
 
@@ -67,15 +69,22 @@ class MpiGroup(PythonGroup):
         return False
 
     def send(self, tensors: Any, target: int, tag: int = 0) -> Any:
-        given = [plain(each.detach()) for each in listed(tensors)]
+        given = [plain(each) for each in self._given(tensors)]
         pending = self._messages.post([(target, each) for each in given], (), tag)
         return Posted(pending, self.rank())
 
     def recv(self, tensors: Any, source: int, tag: int = 0) -> Any:
-        places = [each.detach() for each in listed(tensors)]
+        places = self._given(tensors)
         # by size, since what is sent may be shorter
         pending = self._messages.post((), [(source, place.nbytes) for place in places], tag)
         return Posted(pending, source, places)
+
+    def _given(self, tensors: Any) -> list[Tensor]:
+        """The elements of tensors to be sent, or to be received in."""
+        error = unsendable(tensors)
+        if error is not None:  # here, where two ranks at most are concerned
+            raise WeftError(f"rank {self.rank()}: {error}")
+        return [elements(each) for each in listed(tensors)]
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> Any:
         raise WeftError(

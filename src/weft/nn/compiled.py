@@ -7,13 +7,16 @@ in eager code: the same handshake, and the same plan.
 
 The operators are marked as having side effects: if one rank's compiler removed a collective, the
 others would hang. They have no second derivative, and raise an error that says so.
+
+Code that is being compiled imports this file, and no other does: with it comes torch's compiler,
+which takes seconds to import.
 """
 
 from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +27,7 @@ from .._torch import without_modes
 from ..errors import WeftError
 from ..grid import Shape
 from .autograd import Call
+from .layer import Layer
 from .spec import Spec, planned
 
 _lock = threading.Lock()
@@ -42,6 +46,13 @@ def number(spec: Spec) -> int:
             _known.append(known)
         found = _known.index(known)
         _used.setdefault(found, spec)
+    return found
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch's has no types
+def made(kind: Callable[..., Layer], *args: Any, **kwargs: Any) -> int:
+    """The number of the spec of a layer that is made once, while code is compiled."""
+    found: int = number(kind(*args, **kwargs).spec)
     return found
 
 

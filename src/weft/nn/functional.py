@@ -16,7 +16,7 @@ Example:
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Concatenate, ParamSpec
+from typing import Concatenate, ParamSpec
 
 import torch
 from torch import Tensor
@@ -53,23 +53,14 @@ def _function(kind: Callable[P, Layer]) -> Callable[Concatenate[Tensor, P], Tens
 
     def applied(x: Tensor, *args: P.args, **kwargs: P.kwargs) -> Tensor:
         if torch.compiler.is_compiling():
-            from .compiled import compiled
+            from .compiled import compiled, made
 
-            return compiled(_made(kind, *args, **kwargs), x)
+            return compiled(made(kind, *args, **kwargs), x)
         result: Tensor = kind(*args, **kwargs)(x)
         return result
 
     applied.__doc__ = f"`weft.nn.{kind.__name__}` of these arguments, applied to `x`."
     return applied  # type: ignore[return-value]  # whose tensor may be named, too
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch's has no types
-def _made(kind: Callable[..., Layer], *args: Any, **kwargs: Any) -> int:
-    """The number of a layer that is made once, while code is compiled."""
-    from .compiled import number
-
-    found: int = number(kind(*args, **kwargs).spec)
-    return found
 
 
 all_gather = _function(AllGather)

@@ -379,8 +379,12 @@ def _axes_of(
     return (others, given) if axes is None else (given, others)
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch's has no types
 def _only_brings(P_x: MPIPartition, P_y: MPIPartition) -> bool:
+    if torch.compiler.is_compiling():
+        from .compiled import only_brings
+
+        found: bool = only_brings(P_x, P_y)
+        return found
     return P_x.active and not P_y.active
 
 
