@@ -81,6 +81,7 @@ class Session:
         detector: of failures, beside the wires; None: there are no peers.
         streaming: whether a stream waits for messages of the call that runs, and the host does not.
         closed: whether this rank has left.
+        worker: the one queue in which calls take their turn, on whichever groups of the session.
     """
 
     def __init__(
@@ -123,10 +124,10 @@ class Session:
         self.streaming = False
         self.closed = False
         self._broken: Verdict | None = None  # what every use raises; None: nobody has met it yet
-        self._worker: Worker | None = None
         self._join: Callable[[tuple[int, ...], str], Session] | None = join
         self._splits = 0  # how often `split` was called, equally often on all ranks
         self._lock = threading.Lock()  # held while the route of a device is made
+        self.worker = Worker(self)
         self._wires = Wires(wire.rank)
         self._wires.add(wire, registered)
         self.detector = detector
@@ -190,13 +191,6 @@ class Session:
         self._wires.add(wire, registered, of_device=of_device)
         if self.detector is not None and self.detector.verdict is not None:
             self._wires.abort(self.detector.verdict)
-
-    @property
-    def worker(self) -> Worker:
-        """The one queue in which calls take their turn, on whichever groups of the session."""
-        if self._worker is None:
-            self._worker = Worker(self)
-        return self._worker
 
     def use(self, route: Route, doing: str, wire_call: Callable[..., T], *args: Any) -> T:
         """Call `wire_call(*args)` of a wire of this session, which does not wait for peers.
@@ -270,8 +264,7 @@ class Session:
         self.closed = True
         self._join = None  # it holds the store, whose server ends when nobody does
         self._leave()
-        if self._worker is not None:
-            self._worker.stop()  # its calls may use the wires of devices until here
+        self.worker.stop()  # its calls may use the wires of devices until here
         while self.devices:
             self.devices.popitem()[1].end_watch()
         self._wires.close_those_of_devices()
@@ -376,8 +369,7 @@ class Session:
         """In a forked child, where the session cannot be used, and has no threads."""
         keep(self)
         self._lock = threading.Lock()  # another thread may have held that one
-        if self._worker is not None:
-            self._worker.after_fork()
+        self.worker.after_fork()
         with contextlib.ExitStack() as stack:  # also where the close of a program's own wire raises
             # what the child kept open would hide the death of this process's parent from peers
             stack.callback(self._wires.close_those_of_hosts)
@@ -428,9 +420,7 @@ class Session:
 
     def _progress(self) -> Progress:
         """How far this rank is in its program; any thread."""
-        worker = self._worker
-        if worker is None:
-            return Progress()
+        worker = self.worker
         return Progress(worker.calls, worker.doing, worker.entered)
 
 

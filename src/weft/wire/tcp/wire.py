@@ -39,6 +39,7 @@ import contextlib
 import json
 import math
 import os
+import queue
 import select
 import socket
 import threading
@@ -178,7 +179,9 @@ class TcpWire:
         self._is_moving = False  # a connection is half through with something
         self._has_lost = False  # a connection has ended
         self._thread: threading.Thread | None = None
-        self._has_work = threading.Event()
+        self._is_awake = False  # the thread moves messages, or is going to
+        # what wakes it up: an `Event` is Python, where an interrupt may leave it locked
+        self._bell: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._failure: Failure | None = None
         self._failing = threading.RLock()  # held while `_failure` is set
         self._is_closing = False  # whoever waits ends that once all is sent
@@ -305,7 +308,8 @@ class TcpWire:
             finally:
                 self._release_all()
                 # with `_turn` held: the thread clears it only with `_turn` held
-                self._has_work.set()
+                self._is_awake = True
+                self._bell.put(None)
         thread = self._thread
         if thread is not None and thread is not threading.current_thread():
             thread.join()
@@ -348,7 +352,8 @@ class TcpWire:
         self._turn = threading.RLock()
         self._failing = threading.RLock()
         self._thread = None
-        self._has_work = threading.Event()
+        self._is_awake = False
+        self._bell = queue.SimpleQueue()
         self._failure = self._failure or Failure("broken", self.rank, "this process was forked")
         if self._acceptor is not None:
             self._acceptor.abandon()
@@ -650,8 +655,9 @@ class TcpWire:
 
     def _wake_thread(self) -> None:
         """Wake the thread up, or start it; with `_turn` held."""
-        if not self._has_work.is_set():
-            self._has_work.set()
+        if not self._is_awake:
+            self._is_awake = True
+            self._bell.put(None)
             if self._thread is None:
                 thread = threading.Thread(
                     target=self._run_thread, name=f"weft tcp {self.rank}", daemon=True
@@ -663,7 +669,9 @@ class TcpWire:
         pause = _TICK
         try:
             while True:
-                self._has_work.wait(None if self._acceptor is None else _IDLE_LOOK)
+                if not self._is_awake:
+                    with contextlib.suppress(queue.Empty):
+                        self._bell.get(timeout=None if self._acceptor is None else _IDLE_LOOK)
                 if self._is_closed:
                     return
                 time.sleep(pause)
@@ -680,7 +688,7 @@ class TcpWire:
                     else:
                         is_busy = False
                     if not (self._is_closed or is_busy):
-                        self._has_work.clear()
+                        self._is_awake = False
                 finally:
                     self._turn.release()
         except BaseException as error:  # the next wait raises it
