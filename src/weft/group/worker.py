@@ -211,10 +211,9 @@ class Worker:
                 self._leave(turn)
         except Error as error:
             self._note(error)
-            cause = _raised(error)
-            if cause is error:
+            if _raised(error) is error:
                 raise
-            raise cause from None  # the others have the error
+            raise _raised(error) from None  # the others have the error
         except BaseException as error:
             self._leave(turn)  # again: the leaving may be what was interrupted
             member.abort(_text(error))
