@@ -350,6 +350,11 @@ class FramedWire:
         """Fail, because a peer sent an invalid message."""
         self.abort(Failure("garbled", peer, f"rank {peer} sent {what}"))
 
+    def _break(self, what: str, peer: int, error: BaseException) -> None:
+        """Fail, because a thread ends that others wait for."""
+        text = f"the thread that {what} what is rank {peer}'s failed: {error!r}"
+        self.abort(Failure("broken", self.rank, text))
+
     # the threads of one peer
 
     def _receive(self, peer: int) -> None:
@@ -367,6 +372,8 @@ class FramedWire:
             self._refuse(peer, str(error))
         except RuntimeError:
             self._lose(peer, "nothing more comes")
+        except BaseException as error:  # else whoever waits would hear of nothing
+            self._break("receives", peer, error)
         else:
             with self.lock:
                 self._left.add(peer)
@@ -389,6 +396,8 @@ class FramedWire:
             frames.end()
         except RuntimeError:
             pass  # what could not be sent is not done, so whoever waits for it finds it lost
+        except BaseException as error:  # else whoever waits would hear of nothing
+            self._break("sends", peer, error)
         self._lose(peer, "nothing more goes there")
 
 

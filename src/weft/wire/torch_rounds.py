@@ -610,6 +610,9 @@ class _Awaited:
         except RuntimeError as error:
             operations.fail(Failure("lost", None, f"the process group failed: {error}"))
             return
+        except BaseException as error:  # else the thread would end, and who waits hear of nothing
+            operations.fail(Failure("broken", None, f"the process group raised {error!r}"))
+            return
         with operations.lock:
             self._is_through = operations.failure is None
             self._memory = ()

@@ -622,7 +622,9 @@ class TcpWire:
         """Take the connections of ranks that have proved who they are.
 
         Of two ranks that connect to each other at the same time, the connection that the higher one
-        makes is kept: this rank closes one of a lower rank while it connects to that itself.
+        makes is kept, once it has reached the other: this rank then closes that of a lower one.
+        Before, it takes that and ends its own attempt, which may never reach anybody: a firewall
+        may let pass one way alone.
         """
         assert self._acceptor is not None
         try:
@@ -630,7 +632,7 @@ class TcpWire:
                 link = self.connections.get(peer)
                 if lane != MESSAGES or link is None or link.lost:
                     self._acceptor.refuse(candidate, not_awaited(peer))
-                elif link.sock is not None or (peer < self.rank and peer in self._unconnected):
+                elif link.sock is not None or (peer < self.rank and self._has_reached(peer)):
                     candidate.sock.close()
                 else:
                     self._on_connected(peer, self._acceptor.confirm(candidate))
@@ -638,6 +640,10 @@ class TcpWire:
             if not is_without_files(error):
                 raise
             self._fail_without_files("a connection that has come", error)
+
+    def _has_reached(self, peer: int) -> bool:
+        """Whether an attempt has reached a peer, which may take it from now on."""
+        return any(each.peer == peer and each.is_connected for each in self._attempts.values())
 
     def _on_connected(self, peer: int, sock: socket.socket) -> None:
         """Use a socket for a peer: end this rank's own attempt, and send what has waited for it."""
