@@ -20,7 +20,7 @@ The rules, for every group:
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, Self, TypeGuard, TypeVar, final
 
@@ -494,4 +494,4 @@ def is_duration(timeout: object) -> TypeGuard[float]:
     """Whether this is a finite number of seconds above 0."""
     if isinstance(timeout, bool) or not isinstance(timeout, int | float):
         return False
-    return math.isfinite(timeout) and timeout > 0
+    return 0 < timeout <= sys.float_info.max  # also of an int that no float can hold

@@ -45,6 +45,10 @@ from .worker import Worker
 
 T = TypeVar("T")
 
+LONGEST = 14 * 24 * 3600.0
+"""Seconds that a wait may last, two weeks: more is no limit, and the system's poll takes no more
+than 24 days."""
+
 _log = logging.getLogger("weft")
 
 
@@ -233,9 +237,9 @@ class Session:
 
     def set_timeout(self, seconds: float) -> None:
         """Change what any one wait may last, of those that begin from now on."""
-        self.timeout = seconds
+        self.timeout = min(seconds, LONGEST)
         if self.detector is not None:
-            self.detector.timeout = seconds
+            self.detector.timeout = self.timeout
             self.detector.links.wake()  # it may sleep for as long as waits lasted before
 
     def split(self, ranks: tuple[int, ...]) -> Session | None:

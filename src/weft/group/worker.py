@@ -12,6 +12,7 @@ import contextlib
 import contextvars
 import functools
 import logging
+import math
 import queue
 import sys
 import threading
@@ -160,7 +161,8 @@ class Worker:
         self._forked = False  # this is a child, and calls were perhaps under way in its parent
         self._lost = False  # a call raised a WireError: the group is broken
         self._is_break_known = False  # and its caller has had that, or has no need to
-        self._failed: weakref.WeakSet[Work[Any]] = weakref.WeakSet()  # those that raised
+        # the calls that raised; no WeakSet, which cannot be read while another thread adds
+        self._failed: set[weakref.ref[Work[Any]]] = set()
         self._begin()
 
     def _begin(self) -> None:
@@ -320,8 +322,9 @@ class Worker:
 
     def _tell_of_lost(self) -> None:
         """Have the log say what calls have raised that nobody has waited for."""
-        for work in list(self._failed):
-            if work._error is not None:
+        for reference in self._failed.copy():
+            work = reference()
+            if work is not None and work._error is not None:
                 work._tell_if_lost(work._error)
 
     def _note(self, error: BaseException | None) -> None:
@@ -467,8 +470,7 @@ class Worker:
                 turn.thread = threading.get_ident()
                 if work._aside is not None:
                     work._aside.claim_thread()
-                assert work._job is not None
-                work._value = work._job()
+                work._value = work._take_job()()
         except BaseException as error:  # kept for whoever waits
             work._error = _raised(error)
         finally:
@@ -570,7 +572,7 @@ class Work(Generic[T]):
         self._worker = worker
         self._name = name
         self._aside = aside
-        self._job: Callable[[], T] | None = None  # what is to be run; None: it has been
+        self._job: Callable[[], T] | None = None  # what is to be run; None: it runs, or has run
         self._value: T | None = None  # what it returned
         self._ended = Latch()
         self._callbacks: deque[Callable[[], object]] = deque()  # to call once it has ended
@@ -619,7 +621,7 @@ class Work(Generic[T]):
                     f"rank {worker.rank}: {self._name} was under way when this process was "
                     "forked: wait for it in the parent"
                 )
-            if not self._ended.wait(seconds):
+            if not self._ends_within(seconds):
                 raise StillRunning(
                     f"rank {worker.rank}: {self._name} is still under way after {seconds} "
                     "s: wait again, or longer"
@@ -687,14 +689,36 @@ class Work(Generic[T]):
             self._call_back()
         return future
 
+    def _ends_within(self, seconds: float | None) -> bool:
+        """Wait until it has ended; False: it has not, after so many seconds.
+
+        Raises:
+            WireError: it still waits for its turn, and the group is broken, so that may never come.
+        """
+        until = math.inf if seconds is None else time.monotonic() + seconds
+        while not self._ended.wait(max(0.0, min(_LOOK, until - time.monotonic()))):
+            if time.monotonic() >= until:
+                return False
+            member = self._worker._member()
+            if self._job is not None and member is not None:
+                member.check()
+        return True
+
     def _end(self) -> None:
         """Let those go on that wait, once there is a value or an error."""
-        self._job = None  # it holds what is the caller's
         self._end_range()
         if self._error is not None:
-            self._worker._failed.add(self)
+            failed = self._worker._failed
+            failed.add(weakref.ref(self, failed.discard))
         self._ended.open()
         self._call_back()
+
+    def _take_job(self) -> Callable[[], T]:
+        """What is to be run, which holds what is the caller's."""
+        job = self._job
+        self._job = None
+        assert job is not None
+        return job
 
     def _call_back(self) -> None:
         """Call what is to be called at the end, each once: more than one thread may come here."""
@@ -733,14 +757,14 @@ def _complete(raw: torch.futures.Future[T], work: Work[T]) -> None:
     """Give a Future of torch's what came of a call."""
     error = work.exception()
     if error is None:
-        if work._aside is not None:
-            work._aside.claim_thread()
-        # the event that a Future with devices keeps for its readers is one of this stream's
-        with contextlib.nullcontext() if work._aside is None else work._aside.apart():
-            try:
+        try:
+            if work._aside is not None:
+                work._aside.claim_thread()
+            # the event that a Future with devices keeps for its readers is one of this stream's
+            with contextlib.nullcontext() if work._aside is None else work._aside.apart():
                 raw.set_result(work.result())
-            except WireError as broken:  # the group, since the call has ended
-                error = broken
+        except Exception as broken:  # the group, since the call has ended, or the device
+            error = broken
     if error is not None:  # torch takes no KeyboardInterrupt
         known = error if isinstance(error, Exception) else RuntimeError(_text(error))
         raw.set_exception(known)  # type: ignore[arg-type]  # torch's stub says T
