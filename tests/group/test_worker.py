@@ -17,9 +17,13 @@ from datetime import timedelta
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import weft
 from weft.errors import Error, StillRunning, WeftError, WireError
+from weft.group.process_group import connect
+from weft.group.session import LONGEST
+from weft.group.worker import Work
 from weft.schedules import dense_all_reduce
 from weft.testing import run, spmd, threads
 from weft.testing.pace import patient
@@ -422,16 +426,15 @@ def test_a_child_forked_in_the_middle_of_calls_is_told_so(group):
     calls, entered, go = group.worker, threading.Event(), threading.Event()
     work = calls.submit("held", lambda: (entered.set(), go.wait(30)))
     assert entered.wait(10)
-    with calls.lock:  # as any thread may hold it at that moment
-        if (child := os.fork()) == 0:
-            signal.alarm(10)  # it would wait for a turn that nobody gives
-            try:
-                with pytest.raises(WeftError, match=r"forked: wait for it in the parent"):
-                    work.wait()
-                calls.submit("first", lambda: 0)
-                os._exit(calls.call("next", lambda: 0))
-            finally:
-                os._exit(1)
+    if (child := os.fork()) == 0:
+        signal.alarm(10)  # it would wait for a turn that nobody gives
+        try:
+            with pytest.raises(WeftError, match=r"forked: wait for it in the parent"):
+                work.wait()
+            calls.submit("first", lambda: 0)
+            os._exit(calls.call("next", lambda: 0))
+        finally:
+            os._exit(1)
     go.set()
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
@@ -521,3 +524,136 @@ def test_a_call_within_a_call_is_counted_there():
     with weft.on_call(seen.append):
         run(1, program)
     assert [each.name for each in seen] == ["outer"]
+
+
+def test_a_call_from_a_listener_is_told_which_call_it_is_in(caplog):
+    def listener(stats):
+        weft.all_reduce(torch.ones(1))
+
+    with weft.on_call(listener):
+        run(1, lambda group: weft.all_reduce(torch.ones(1)))
+    assert "all_reduce was called from inside all_reduce, which still has the group" in caplog.text
+
+
+def test_a_call_of_a_handler_is_refused_while_its_thread_waits_for_a_turn(group):
+    """It would wait for the call that it interrupts."""
+    gate = threading.Event()
+
+    def handle(*_):
+        try:
+            group.worker.call("inner", lambda: None)
+        finally:
+            gate.set()
+
+    group.worker.submit("first", gate.wait)
+    before = signal.signal(signal.SIGALRM, handle)
+    signal.setitimer(signal.ITIMER_REAL, 0.05)
+    try:
+        with pytest.raises(WeftError, match="inner was called from inside"):
+            group.worker.call("second", lambda: None)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_a_call_behind_one_that_never_ends_raises_what_broke_the_group():
+    first, second = threads.group(2, timeout=60.0)
+    gate = threading.Event()
+    work = first.worker.submit("stuck", gate.wait)
+    queued = first.worker.submit("queued", lambda: None)
+    second.session.abort("it was told to")
+    with pytest.raises(WireError, match="rank 1 gave up: it was told to"):
+        first.worker.call("behind", lambda: None)
+    with pytest.raises(WireError, match="rank 1 gave up: it was told to"):
+        queued.wait(patient(20.0))
+    gate.set()
+    work.wait()
+    first.close()
+    second.close()
+
+
+class TestAnErrorThatNobodyWaitsFor:
+    """The log says it, once."""
+
+    @staticmethod
+    def fail(group, error=None):
+        def job():
+            raise error or WeftError("rank 0: wrong rows")
+
+        work = group.worker.submit("sparse_all_reduce", job)
+        group.worker.call("next", lambda: None)
+        return work
+
+    text = (
+        "rank 0: sparse_all_reduce failed, and nobody waited for it: WeftError: rank 0: wrong rows"
+    )
+
+    def test_is_told_when_the_work_is_collected(self, group, caplog):
+        self.fail(group)
+        group.worker.submit("last", lambda: None).wait()  # the thread is done with the first
+        assert caplog.messages == [self.text]
+
+    def test_is_told_when_the_group_is_closed(self, group, caplog):
+        work = self.fail(group)
+        assert caplog.messages == []
+        group.close()
+        assert caplog.messages == [self.text]
+        del work
+        assert caplog.messages == [self.text]
+
+    def test_is_not_told_where_somebody_asked(self, group, caplog):
+        for ask in (Work.wait, Work.result, lambda work: work.get_future().wait()):
+            with pytest.raises((WeftError, RuntimeError)):
+                ask(self.fail(group))
+        assert isinstance(self.fail(group).exception(), WeftError)
+        group.close()
+        assert caplog.messages == []
+
+    def test_is_told_once_of_a_broken_group(self, group, caplog):
+        error = WireError("rank 0: rank 1 died", rank=0, culprit=1)
+        for _ in range(3):
+            self.fail(group, error)
+        group.close()
+        assert len(caplog.messages) == 1 and "rank 1 died" in caplog.text
+
+    def test_is_told_at_exit(self, programs):
+        program = """
+            import torch, weft
+            weft.init()
+            work = weft.sparse_all_reduce((torch.tensor([-1]), torch.ones(1)), async_op=True)
+            while not work.is_completed():
+                pass
+        """
+        done = programs(textwrap.dedent(program))
+        _, err = done.communicate()
+        assert "sparse_all_reduce failed, and nobody waited for it: WeftError: rank 0: " in err
+
+
+@pytest.mark.parametrize("seconds", [2.2e6, 1e11, 1e300, timedelta.max])
+def test_a_wait_may_last_for_any_time(group, seconds):
+    assert group.worker.submit("job", lambda: 7).wait(seconds) == 7
+    gate = threading.Event()
+    work = group.worker.submit("job", lambda: gate.wait() and 7)
+    threading.Timer(0.01, gate.set).start()
+    assert work.wait(seconds) == 7
+
+
+@pytest.mark.parametrize("seconds", [2.2e6, 1e11, 1e300])
+def test_a_group_whose_timeout_is_longer_than_some_weeks_has_none(seconds):
+    def program(rank):
+        group = connect(store, rank, 2, seconds)
+        for _ in range(2):
+            group.set_timeout(seconds)
+            weft.barrier(timeout=seconds, group=group)
+        assert group.timeout == LONGEST
+        group.close()
+
+    store = dist.HashStore()
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(program, range(2)))
+
+
+@pytest.mark.parametrize("seconds", [float("inf"), float("nan"), 10**400, 0, -1.0])
+def test_a_timeout_that_is_none_is_an_error_of_the_call(group, seconds):
+    with pytest.raises(WeftError, match=r"timeout is .*: pass a positive number of seconds"):
+        weft.barrier(timeout=seconds, group=group)
+    weft.barrier(group=group)

@@ -245,3 +245,17 @@ def test_who_states_what_another_brings_is_named_as_in_all_errors(monkeypatch):
                 layer(ones(3))
 
     run(3, program)
+
+
+def test_shapes_that_take_more_than_a_handshake_may_are_an_error_on_every_rank(monkeypatch):
+    """Of more than 16 ranks they follow one another, and thousands of ranks may be too many."""
+    ranks = handshake.DIRECT + 1
+    monkeypatch.setattr(handshake, "BODY", 40 * ranks, raising=False)
+
+    def program(group):
+        layer = nn.AllSumReduce(P(ranks), 0)
+        with pytest.raises(weft.WeftError, match="of 4 dimensions that 17 ranks tell each other"):
+            layer(ones(1, 1, 1, 1))
+        return layer(ones(1)).item()
+
+    assert run(ranks, program) == [ranks] * ranks

@@ -81,6 +81,22 @@ def test_a_closed_segment_gives_no_memory_and_keeps_what_it_gave(segment):
     assert held.view(torch.int64).tolist() == list(range(100))
 
 
+def test_a_segment_that_is_closed_between_its_allocation_and_the_copy_stays_mapped(
+    segment, monkeypatch
+):
+    """By the handler of a signal, which may close a wire at any point."""
+    allocate = segment.allocate
+
+    def allocate_and_close(nbytes):
+        offset = allocate(nbytes)
+        segment.close()
+        return offset
+
+    monkeypatch.setattr(segment, "allocate", allocate_and_close)
+    assert segment.stage(torch.arange(100)) == 0
+    assert segment.memory is None
+
+
 def shown(segments, descriptors=None):
     """What two ranks see of each other's segments after they were exchanged."""
     sockets = socket.socketpair()

@@ -96,6 +96,18 @@ def make_at_once(start):
     return make_far(start)
 
 
+def make_one_way(start):
+    """What rank 1 sends to connect to rank 0 is dropped, as by a firewall."""
+    if start.rank == 1:
+        tcp.TcpWire._attempt = lambda wire, peer: None
+    return make_at_once(start)
+
+
+def test_ranks_connect_where_the_lower_one_alone_reaches_the_other():
+    first, second = ranks_as_processes(make_one_way)(2, both_connect)
+    assert first == second
+
+
 def test_a_message_waits_for_its_connection():
     assert ranks_as_processes(make_far)(2, one_is_early) == [True, True]
 

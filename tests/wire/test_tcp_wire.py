@@ -435,7 +435,7 @@ def test_a_fork_while_another_thread_takes_memory_of_the_segment():
 
 def test_a_fork_while_another_thread_looks_at_messages_in_frames():
     wire = FramedWire(None, 0, 1)
-    with held_elsewhere(wire.changed):
+    with held_elsewhere(wire.lock):
         assert closes_in_a_child(wire)
     wire.close()
 

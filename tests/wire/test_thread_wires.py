@@ -135,7 +135,7 @@ from weft.wire.in_process.threads import thread_wires
 wire = thread_wires(2)[0]
 held, ends = threading.Event(), threading.Event()
 def hold():
-    with wire.changed:
+    with wire.lock:
         held.set()
         ends.wait()
 threading.Thread(target=hold).start()

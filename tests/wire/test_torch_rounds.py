@@ -291,6 +291,21 @@ def test_the_first_failure_stays_and_a_group_that_is_gone_is_lost():
     wire.close()
 
 
+@pytest.mark.parametrize("error", [ValueError("a dtype"), MemoryError("8 GiB")], ids=repr)
+def test_whatever_an_operation_raises_ends_the_waits(error, monkeypatch):
+    group = threading.Thread()  # can be referred to weakly
+    wire = rounds_over(weakref.ref(group), 0, 2, CPU)
+
+    def raises(*_):
+        raise error
+
+    monkeypatch.setattr(torch_rounds, "_all_to_all", raises)
+    pending = wire.post((), [(1, 8)])
+    failure = failure_of(lambda: pending.wait(patient(20.0)))
+    assert failure.kind == "broken" and repr(error) in failure.text
+    wire.close()
+
+
 # which group
 
 

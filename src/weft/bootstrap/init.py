@@ -26,6 +26,7 @@ from ..errors import WeftError, WireError, entry
 from ..group import default, process_group
 from ..group.failure import last_error
 from ..group.group import Group, is_duration
+from ..group.session import LONGEST
 from ..sparse import registry
 from ..wire import watch as slow
 from ..wire.address import (
@@ -108,7 +109,8 @@ def init(
             MASTER_ADDR and MASTER_PORT), "tcp://host:port" on the host of rank 0, or
             "file:///path" of a file or folder that all ranks see. None: "env://", and if the
             environment names no place, one that follows from the launcher.
-        timeout: the longest wait, in seconds. None: that of the group that weft uses, else 300.
+        timeout: the longest wait, in seconds; more than two weeks are two weeks. None: that of the
+            group that weft uses, else 300.
         wire: what CPU tensors and weft's own messages go over. "tcp": weft's own sockets, and
             shared memory between ranks of one host. "torch": a gloo group that weft makes, which is
             slower. Or one that `weft.register_wire` registered, or a package offers. None: the
@@ -218,6 +220,8 @@ def _start(asked: _Asked, env: Mapping[str, str]) -> Group:
     global _running
     if asked.timeout is not None and not is_duration(asked.timeout):
         raise WeftError(f"timeout is {asked.timeout!r}: pass a number of seconds above 0, or None")
+    if asked.timeout is not None:
+        asked = asked._replace(timeout=min(asked.timeout, LONGEST))
     if _running is not None and _running.process == os.getpid():
         if dist.is_initialized() and dist.group.WORLD is _running.process_group:
             _check_same(_running.group, _running.url, asked)

@@ -22,8 +22,8 @@ The rules, for every group:
 from __future__ import annotations
 
 import functools
-import math
 import re
+import sys
 import zlib
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, Self, TypeGuard, TypeVar, final
@@ -540,4 +540,4 @@ def is_duration(timeout: object) -> TypeGuard[float]:
     """Whether this is a finite number of seconds above 0."""
     if isinstance(timeout, bool) or not isinstance(timeout, int | float):
         return False
-    return math.isfinite(timeout) and timeout > 0
+    return 0 < timeout <= sys.float_info.max  # also of an int that no float can hold

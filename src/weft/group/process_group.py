@@ -35,7 +35,7 @@ from .failure import last_error
 from .failure.detector import Detector
 from .failure.verdict import SAME_ORDER
 from .group import Group
-from .session import Session
+from .session import LONGEST, Session
 from .traffic import Traffic
 
 _wire_of_program: str | None = None  # what `weft.init(wire=)` said; None: nothing
@@ -114,7 +114,8 @@ def connect(
         store: any store that all ranks share; all keys begin with `weft/{name}`.
         rank: this rank, from 0.
         size: how many ranks there are; one alone opens nothing.
-        timeout: seconds that joining as a whole, and then any one wait, may last.
+        timeout: seconds that joining as a whole, and then any one wait, may last; more than
+            `LONGEST` are as many.
         name: tells groups that are made at the same time apart.
         wire: the name of what carries bytes, in this group and in those that are split off; the
             same on every rank. None: the chosen one. One that is `lockstep` or `exact` carries
@@ -135,6 +136,7 @@ def connect(
     """
     if not 0 <= rank < size:
         raise WeftError(f"rank {rank} is none of {size} ranks")
+    timeout = min(timeout, LONGEST)
     return Group(_join(store, rank, size, timeout, name, wire or _name(), process_group))
 
 

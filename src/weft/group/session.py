@@ -46,6 +46,10 @@ from .worker import Worker
 
 T = TypeVar("T")
 
+LONGEST = 14 * 24 * 3600.0
+"""Seconds that a wait may last, two weeks: more is no limit, and the system's poll takes no more
+than 24 days."""
+
 _log = logging.getLogger("weft")
 
 
@@ -84,6 +88,7 @@ class Session:
         views: of this session, by their ranks and route, until it is closed: a `Group` each.
         states: what is kept from one call to the next, also by ranks and route: `Group.state`.
         closed: whether this rank has left.
+        worker: the one queue in which calls take their turn, on whichever groups of the session.
     """
 
     def __init__(
@@ -128,10 +133,10 @@ class Session:
         self.states: dict[tuple[tuple[int, ...], Route], dict[str, Any]] = {}
         self.closed = False
         self._broken: Verdict | None = None  # what every use raises; None: nobody has met it yet
-        self._worker: Worker | None = None
         self._join: Callable[[tuple[int, ...], str], Session] | None = join
         self._splits = 0  # how often `split` was called, equally often on all ranks
         self._lock = threading.Lock()  # held while the route of a device is made
+        self.worker = Worker(self)
         self._wires = Wires(wire.rank)
         self._wires.add(wire, registered)
         self.detector = detector
@@ -196,13 +201,6 @@ class Session:
         if self.detector is not None and self.detector.verdict is not None:
             self._wires.abort(self.detector.verdict)
 
-    @property
-    def worker(self) -> Worker:
-        """The one queue in which calls take their turn, on whichever groups of the session."""
-        if self._worker is None:
-            self._worker = Worker(self)
-        return self._worker
-
     def use(self, route: Route, doing: str, wire_call: Callable[..., T], *args: Any) -> T:
         """Call `wire_call(*args)` of a wire of this session, which does not wait for peers.
 
@@ -244,9 +242,9 @@ class Session:
 
     def set_timeout(self, seconds: float) -> None:
         """Change what any one wait may last, of those that begin from now on."""
-        self.timeout = seconds
+        self.timeout = min(seconds, LONGEST)
         if self.detector is not None:
-            self.detector.timeout = seconds
+            self.detector.timeout = self.timeout
             self.detector.links.wake()  # it may sleep for as long as waits lasted before
 
     def split(self, ranks: tuple[int, ...]) -> Session | None:
@@ -276,8 +274,7 @@ class Session:
         self._join = None  # it holds the store, whose server ends when nobody does
         self.views.clear()  # which hold the session
         self._leave()
-        if self._worker is not None:
-            self._worker.stop()  # its calls may use the wires of devices until here
+        self.worker.stop()  # its calls may use the wires of devices until here
         while self.devices:
             self.devices.popitem()[1].end_watch()
         self._wires.close_those_of_devices()
@@ -387,8 +384,7 @@ class Session:
         """In a forked child, where the session cannot be used, and has no threads."""
         keep(self)
         self._lock = threading.Lock()  # another thread may have held that one
-        if self._worker is not None:
-            self._worker.after_fork()
+        self.worker.after_fork()
         with contextlib.ExitStack() as stack:  # also where the close of a program's own wire raises
             # what the child kept open would hide the death of this process's parent from peers
             stack.callback(self._wires.close_those_of_hosts)
@@ -439,9 +435,7 @@ class Session:
 
     def _progress(self) -> Progress:
         """How far this rank is in its program; any thread."""
-        worker = self._worker
-        if worker is None:
-            return Progress(elsewhere=self._elsewhere())
+        worker = self.worker
         elsewhere = "" if worker.doing else self._elsewhere()
         return Progress(worker.calls, worker.doing, worker.entered, elsewhere)
 

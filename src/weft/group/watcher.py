@@ -148,7 +148,15 @@ def _watch(
     name: str,
 ) -> None:
     """The thread of a watcher."""
-    claim_thread(device)
+    try:
+        claim_thread(device)
+    except (
+        Exception
+    ) as error:  # nothing is watched then, and who waits for a stream hears of nothing
+        alive = session()
+        if alive is not None:
+            alive.give_up(f"{name} cannot be watched ({error!r})")
+        return
     # ended by `end`, or by the end of the watcher, which both put None
     while (item := queued.get()) is not None:
         try:

@@ -8,17 +8,21 @@ thread, and a synchronous one behind it waits for its turn.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import contextvars
 import functools
+import logging
+import math
 import queue
+import sys
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future
-from contextlib import nullcontext
 from datetime import timedelta
-from typing import Generic, Protocol, TypeVar
+from types import FrameType
+from typing import Any, Generic, Protocol, TypeVar, cast
 
 import torch
 
@@ -27,12 +31,19 @@ from ..devices import Aside
 from ..errors import Error, StillRunning, WeftError, WireError, entry
 from . import listeners, recorder
 from .failure.verdict import REMEMBERED, Entered
+from .latch import Latch
 from .traffic import Traffic
 
 T = TypeVar("T")
 
 _GRACE = 1.0  # seconds that calls get to finish at exit, or where the group is broken
 _LAST = 1.0  # seconds in which they end after the group was aborted
+_LOOK = 1.0  # seconds after which who waits for a turn looks whether calls before it have ended
+_SOON = 1e-4  # seconds in which a thread makes a few operations
+# what there is to be said between calls: see `Worker.doing`, `_several`, `now`, `entered`
+_NO_CALL = ("", False, None, None)
+
+_log = logging.getLogger("weft")
 
 
 class Member(Protocol):
@@ -64,6 +75,42 @@ class Member(Protocol):
         """Note the last calls that this rank has come to: others are told, also as it leaves."""
 
 
+class _Turn:
+    """A place in the line of calls.
+
+    Attributes:
+        name: of the call.
+        thread: the thread that is in the call, by its number; None: the call is queued, and its
+            caller has gone on.
+        frame: of that thread, in which the call is.
+        work: of a call that is queued; None: its caller runs it.
+        news: wakes up who waits for the turn, once somebody does.
+        is_over: whether it has left the line.
+    """
+
+    __slots__ = ("frame", "is_over", "name", "news", "thread", "work")
+
+    def __init__(self, name: str, frame: FrameType, work: Work[Any] | None = None) -> None:
+        self.name = name
+        self.thread: int | None = threading.get_ident()
+        self.frame: FrameType | None = frame
+        self.work = work
+        self.news: Latch | None = None
+        self.is_over = False
+
+    def is_alive(self) -> bool:
+        """Whether the call is queued, or its thread is still in it.
+
+        An interrupt may end a call at any point, also in the middle of leaving the line.
+        """
+        if self.thread is None:
+            return True
+        frame = sys._current_frames().get(self.thread)
+        while frame is not None and frame is not self.frame:
+            frame = frame.f_back
+        return frame is not None
+
+
 class Worker:
     """The calls of one rank on one group, one at a time, in the order they were made.
 
@@ -75,6 +122,11 @@ class Worker:
     KeyboardInterrupt included, means that this rank will not finish a schedule that others are in:
     the group is aborted, so that they raise instead of waiting, and the exception goes on.
 
+    An interrupt, which is an exception that the handler of a signal or another thread raises here,
+    may come at any point. So the line needs no lock, which would stay held: each step on it is one
+    operation of a deque's. Turns whose calls are over are put out of it by whoever comes next, and
+    by whoever waits, within a second.
+
     Attributes:
         calls: how many calls were started.
         made: how many calls were started or queued.
@@ -82,7 +134,6 @@ class Worker:
         now: the record of that call, or None.
         entered: the same call, once this rank has come to it: see `enter`; any thread reads it.
         history: the last calls that this rank has come to.
-        lock: held while a call joins the line or leaves it; a process may fork meanwhile.
 
     Example:
         >>> from weft.testing import threads
@@ -96,7 +147,9 @@ class Worker:
     """
 
     def __init__(self, member: Member) -> None:
-        self._member = member
+        """`member` is not kept alive: it is what has this worker."""
+        self.rank = member.rank
+        self._member = weakref.ref(member)
         self.calls = 0
         self.made = 0
         self.doing = ""
@@ -107,18 +160,31 @@ class Worker:
         self._stopped = False
         self._forked = False  # this is a child, and calls were perhaps under way in its parent
         self._lost = False  # a call raised a WireError: the group is broken
+        self._is_break_known = False  # and its caller has had that, or has no need to
+        # the calls that raised; no WeakSet, which cannot be read while another thread adds
+        self._failed: set[weakref.ref[Work[Any]]] = set()
         self._begin()
 
     def _begin(self) -> None:
         """Begin with an empty line and no threads."""
-        self.lock = threading.Lock()
-        self._turns = threading.Condition(self.lock)
-        self._line: deque[object] = deque()  # the calls in order; the first one has the group
-        self._owner: int | None = None  # the thread that runs a job
-        self._several = False  # whether that job may make calls itself
-        self._jobs = _Server(f"weft worker {self._member.rank}")
+        self._line: deque[_Turn] = deque()  # the calls in order; the first one has the group
+        self._several = False  # whether the job that runs may make calls itself
+        self._jobs = _Server(f"weft worker {self.rank}")
         # a callback that waits for another call must not block the thread that runs the calls
-        self._callbacks = _Server(f"weft callbacks {self._member.rank}")
+        self._callbacks = _Server(f"weft callbacks {self.rank}")
+        for server in (self._jobs, self._callbacks):
+            weakref.finalize(self, server.end, 0.0).atexit = False
+
+    def member(self) -> Member:
+        """Whom this works for.
+
+        Raises:
+            WeftError: its session is gone.
+        """
+        member = self._member()
+        if member is None:
+            raise WeftError(f"rank {self.rank}: this group is gone: keep it while it has calls")
+        return member
 
     @without_transforms
     @without_modes
@@ -129,22 +195,31 @@ class Worker:
             WeftError: made from inside another call on this group, or after `stop()`.
             Exception: whatever the job raises.
         """
-        if self._several and self._owner == threading.get_ident():
+        member = self.member()
+        if self._several and self.inside():
+            around = (self.doing, True, self.now, self.entered)
             with profiled(name):
-                return self._do(name, job)
-        with self.lock:  # which takes less than the condition itself
-            turn = self._draw(name)
+                return self._do(member, name, job, around=around)
+        self._check_outside(name)
+        self._check_open(name)
+        turn = _Turn(name, sys._getframe())
+        try:
             try:
-                # without a deadline: a call before this one ends by the deadlines of its own waits
-                while self._line[0] is not turn:
-                    self._turns.wait()
-            except BaseException as error:
-                self._line.remove(turn)
-                self._turns.notify_all()
-                self._member.abort(_text(error))
+                self._join(turn)
+                self._wait_for(turn, member)
+                with profiled(name):
+                    return self._do(member, name, job)
+            finally:
+                self._leave(turn)
+        except Error as error:
+            self._note(error)
+            if _raised(error) is error:
                 raise
-        with profiled(name):
-            return self._run(turn, name, job)
+            raise _raised(error) from None  # the others have the error
+        except BaseException as error:
+            self._leave(turn)  # again: the leaving may be what was interrupted
+            member.abort(_text(error))
+            raise
 
     def enter(
         self, ranks: tuple[int, ...], members: str, fields: tuple[tuple[str, str], ...]
@@ -172,13 +247,15 @@ class Worker:
         call.fields = fields
         self.entered = Entered(members, number, fields[0][1])
         self.history = (*self.history[1 - REMEMBERED :], self.entered)
-        self._member.note_calls(self.history)
+        self.member().note_calls(self.history)
         return True
 
     def submit(
         self, name: str, job: Callable[[], T] | Aside[T], *, several: bool = False
     ) -> Work[T]:
         """Queue `job` for the worker's thread, with this thread's context and gradient mode.
+
+        It starts once this has returned. An interrupt in here breaks the group, and it never does.
 
         Args:
             name: of the call.
@@ -190,8 +267,12 @@ class Worker:
 
         Raises:
             WeftError: made from inside another call on this group, or after `stop()`.
+            RuntimeError: there is no thread more for this process.
         """
-        work: Work[T] = Work(self, name, job if isinstance(job, Aside) else None)
+        member = self.member()
+        self._check_outside(name)
+        self._check_open(name)
+        self._jobs.start()
         context = contextvars.copy_context()
         grad = torch.is_grad_enabled()
         inference = torch.is_inference_mode_enabled()
@@ -200,15 +281,22 @@ class Worker:
             with torch.inference_mode(inference), torch.set_grad_enabled(grad):
                 return context.run(job)
 
-        with self.lock:
-            turn = self._draw(name)
+        work: Work[T] = Work(self, name, job if isinstance(job, Aside) else None)
+        turn = _Turn(name, sys._getframe(), work)
+        try:
+            work._job = functools.partial(self._do, member, name, as_here, several)
             work._end_range = profiled_until(name)
-            try:
-                self._jobs.put(functools.partial(self._serve, turn, as_here, several, work))
-            except RuntimeError:  # there is no thread more for this process
-                self._line.remove(turn)
-                raise
             _running.add(self)
+            self._join(turn)
+            self._jobs.put(self._serve)
+            self._check_open(name)  # a `stop` meanwhile may not wait for it
+        except BaseException as error:
+            self._leave(turn)
+            work._end_range()
+            if not isinstance(error, Error):
+                member.abort(f"{name} was interrupted as it was queued ({_text(error)})")
+            raise
+        turn.thread = None  # last, and by no call, after which an interrupt might come
         return work
 
     def stop(self, grace: float | None = None) -> None:
@@ -222,54 +310,116 @@ class Worker:
         """
         if self._lost:
             grace = _GRACE
-        with self.lock:
-            self._stopped = True
+        self._tell_of_lost()  # before: what calls raise because the group ends is no news
+        self._is_break_known = True
+        self._stopped = True
+        member = self._member()
         if not self._jobs.end(grace):
-            self._member.abort(f"its process ends while {self.doing or 'a call'} runs")
+            if member is not None:
+                member.abort(f"its process ends while {self.doing or 'a call'} runs")
             self._jobs.end(_LAST)
-        self._callbacks.end(grace or self._member.timeout)  # a user's callback may take any time
+        # a user's callback may take any time
+        self._callbacks.end(grace or (_LAST if member is None else member.timeout))
+        self._tell_of_lost()
         _running.discard(self)
 
-    def _draw(self, name: str) -> object:
-        """A place in the line for the next call; with the lock held.
+    def _tell_of_lost(self) -> None:
+        """Have the log say what calls have raised that nobody has waited for."""
+        for reference in self._failed.copy():
+            work = reference()
+            if work is not None and work._error is not None:
+                work._tell_if_lost(work._error)
 
-        Who draws it has to see to it that it leaves the line: every later call waits for that.
-        """
-        rank = self._member.rank
-        if self._owner == threading.get_ident():
+    def _note(self, error: BaseException | None) -> None:
+        """Note what a caller is told: of a broken group once is enough."""
+        if isinstance(error, WireError):
+            self._is_break_known = True
+
+    def inside(self) -> str:
+        """The name of the call on this group that this thread is in; "": it is in none."""
+        here = threading.get_ident()
+        for turn in self._line.copy():
+            if turn.thread == here:
+                if turn.is_alive():
+                    return self.doing or turn.name
+                self._leave(turn)
+        return ""
+
+    def _check_outside(self, name: str) -> None:
+        """Raise WeftError if this thread is in a call of the group."""
+        outer = self.inside() if self._line else ""  # whoever is in a call has a place in the line
+        if outer:
             raise WeftError(
-                f"rank {rank}: {name} was called from inside {self.doing}, which still has "
+                f"rank {self.rank}: {name} was called from inside {outer}, which still has "
                 "the group: call it afterwards, or on another group"
             )
+
+    def _check_open(self, name: str) -> None:
+        """Raise WeftError if the group was closed."""
         if self._stopped:
-            raise WeftError(f"rank {rank}: {name} was called after the group was closed")
+            raise WeftError(f"rank {self.rank}: {name} was called after the group was closed")
+
+    def _join(self, turn: _Turn) -> None:
+        """Give a call its place in the line, which its caller sees to that it leaves."""
         self.made += 1
-        self._line.append(turn := object())
-        return turn
+        self._line.append(turn)
 
-    def _run(self, turn: object, name: str, job: Callable[[], T], several: bool = False) -> T:
-        """Run a job whose turn it is, then let the next call have its turn."""
+    def _first(self) -> _Turn | None:
+        """The turn that has the group, or is going to."""
         try:
-            self._owner = threading.get_ident()
-            return self._do(name, job, several)
-        except Error as error:
-            self._lost = self._lost or isinstance(error, WireError)
-            if error.__cause__ is None or isinstance(error.__cause__, Exception):
-                raise
-            raise error.__cause__ from None  # the others have the error
-        finally:
-            with self.lock:
-                self._owner = None
-                if self._line and self._line[0] is turn:  # not in a child that the job forked
-                    self._line.popleft()
-                if self._line:
-                    self._turns.notify_all()
+            return self._line[0]
+        except IndexError:
+            return None
 
-    def _do(self, name: str, job: Callable[[], T], several: bool = False) -> T:
-        """Run a job in this thread's turn, and record it as a call."""
-        member = self._member
-        # of the call that this one is a part of
-        outer = (self.doing, self._several, self.now, self.entered)
+    def _wait_for(self, turn: _Turn, member: Member) -> None:
+        """Wait until a turn has come, or is over.
+
+        Raises:
+            WireError: the group is broken, so a call before this one may never end.
+        """
+        if self._first() is turn:
+            return
+        turn.news = Latch()  # before the next look: who leaves after that look finds it
+        while self._first() is not turn and not turn.is_over:
+            # ended as the turn before this one leaves the line; a call ends by the deadlines of its
+            # own waits
+            if not turn.news.wait(_LOOK):
+                self._put_out_the_dead()
+                member.check()
+
+    def _put_out_the_dead(self) -> None:
+        """Take those turns out of the line that an interrupt has kept from leaving it."""
+        for turn in self._line.copy():
+            if not turn.is_alive():
+                self._leave(turn)
+
+    def _leave(self, turn: _Turn) -> None:
+        """Take a turn out of the line, and wake up who is next. Twice is fine."""
+        turn.is_over = True
+        turn.frame = None  # which has the turn, too
+        with contextlib.suppress(ValueError):  # it has left, or this is a child that the job forked
+            self._line.remove(turn)
+        for each in (turn, self._first()):
+            if each is not None and each.news is not None:
+                each.news.open()
+
+    def _do(
+        self,
+        member: Member,
+        name: str,
+        job: Callable[[], T],
+        several: bool = False,
+        around: tuple[str, bool, recorder.Call | None, Entered | None] = _NO_CALL,
+    ) -> T:
+        """Run a job in this thread's turn, and record it as a call.
+
+        Args:
+            member: whom it is for.
+            name: of the call.
+            job: to run.
+            several: whether it may make calls itself.
+            around: what there is to be said, once it has ended, of the call that it is a part of.
+        """
         call = recorder.Call(member.name, self.calls + 1, name, member.traffic)
         try:
             self.calls += 1
@@ -277,7 +427,7 @@ class Worker:
             self._several = several
             self.now = call
             self.entered = None
-            result = self._sound(job)
+            result = self._sound(member, job)
             call.close()
             return result
         except BaseException as error:
@@ -285,21 +435,21 @@ class Worker:
             if not isinstance(error, Error):
                 member.abort(call.error)
             elif isinstance(error, WireError):
+                self._lost = True
                 recorder.write(call.error)
             raise
         finally:
-            self.doing, self._several, self.now, self.entered = outer
+            self.doing, self._several, self.now, self.entered = around
             if not self.doing:  # else it is a part of the call around it
                 member.streaming = False
                 listeners.tell_all(call, member.rank)
 
-    def _sound(self, job: Callable[[], T]) -> T:
+    def _sound(self, member: Member, job: Callable[[], T]) -> T:
         """What a job returns, unless the group broke while a stream waited for messages.
 
         That stream was not stopped. It went on with whatever the memory held, and so did the job,
         if it read numbers there.
         """
-        member = self._member
         try:
             result = job()
         except Exception as error:
@@ -310,62 +460,99 @@ class Worker:
             member.check()
         return result
 
-    def _serve(self, turn: object, job: Callable[[], T], several: bool, work: Work[T]) -> None:
-        """On the thread of jobs: run one when its turn comes."""
-        with self.lock:
-            # without a deadline: a call before this one ends by the deadlines of its own waits
-            while self._line[0] is not turn:
-                self._turns.wait()
-        if work._aside is not None:
-            work._aside.claim_thread()
+    def _serve(self) -> None:
+        """On the thread of jobs: run the first of those in the line, when its turn comes."""
+        turn = self._first_queued()
+        if turn is None or turn.work is None:  # the caller of one was interrupted
+            return
+        work = turn.work
         try:
-            value = self._run(turn, work._name, job, several)
+            self._wait_for(turn, self.member())
+            if self._is_submitted(turn):
+                turn.frame = sys._getframe()
+                turn.thread = threading.get_ident()
+                if work._aside is not None:
+                    work._aside.claim_thread()
+                work._value = work._take_job()()
         except BaseException as error:  # kept for whoever waits
-            work._end_range()
-            work._done.set_exception(error)
-        else:
-            work._end_range()
-            work._done.set_result(value)
+            work._error = _raised(error)
+        finally:
+            self._leave(turn)
+        work._end()
+        del turn, work  # the traceback of the error has this frame, and would keep them alive
+
+    def _first_queued(self) -> _Turn | None:
+        """The first turn in the line that is that of a job."""
+        for turn in self._line.copy():
+            if turn.work is not None:
+                return turn
+        return None
+
+    def _is_submitted(self, turn: _Turn) -> bool:
+        """Wait until the call of `submit` that made a turn is over; whether it ended well."""
+        while turn.thread is not None and not turn.is_over:
+            if not turn.is_alive():
+                self._leave(turn)
+            time.sleep(_SOON)  # it has a few operations left, and no call that could say so
+        return not turn.is_over
 
     def after_fork(self) -> None:
         """In a forked child, which has no thread that would serve the calls under way."""
         self._forked = True
-        self._begin()  # the lock may have been held
+        self._begin()
 
 
 class _Server:
-    """A daemon thread that runs functions in order; it starts with the first."""
+    """A daemon thread that runs functions in order; it starts with the first.
+
+    Who calls holds no lock meanwhile, which an interrupt might leave held.
+    """
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._ended = False
-        self._queue: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
-        self._lock = threading.Lock()
+        self._queue: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
+        self._serving = threading.Lock()  # held for good by the thread that runs the functions
         self._thread: threading.Thread | None = None
 
+    def start(self) -> None:
+        """Start the thread, if nobody has.
+
+        Raises:
+            RuntimeError: there is no thread more for this process.
+        """
+        if self._thread is None:
+            thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+            thread.start()
+            # only now: where an interrupt came in between, it is unknown whether it has started
+            self._thread = self._thread or thread
+
     def put(self, do: Callable[[], object]) -> None:
-        """Queue a function; if the thread has ended, run it here."""
-        with self._lock:
-            if not self._ended:
-                if self._thread is None:
-                    thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-                    thread.start()
-                    self._thread = thread
-                self._queue.put(do)
-                return
-        do()
+        """Queue a function."""
+        self._queue.put(do)
+
+    def run_rest(self) -> None:
+        """If the thread is told to end, run here what it may have left."""
+        if not self._ended:
+            return
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._queue.get_nowait()()
+        self._queue.put(_nothing)  # this may have been meant to wake up the thread
 
     def _run(self) -> None:
-        while (do := self._queue.get()) is not None:
-            do()
-            del do  # what it holds is the caller's, not this idle thread's
+        """The thread."""
+        if not self._serving.acquire(blocking=False):
+            return  # another one was started, and serves
+        self._thread = threading.current_thread()
+        while not (self._ended and self._queue.empty()):
+            self._queue.get()()
 
     def end(self, seconds: float | None = None) -> bool:
         """End the thread once the queue is empty; False if that took more than these seconds."""
-        with self._lock:
-            self._ended = True
-            thread = self._thread
-        self._queue.put(None)
+        self._ended = True
+        self._queue.put(_nothing)
+        thread = self._thread
         if thread is None or thread is threading.current_thread():
             return True
         thread.join(seconds)
@@ -373,28 +560,43 @@ class _Server:
 
 
 class Work(Generic[T]):
-    """An asynchronous call under way, with the face of `torch.distributed.Work`."""
+    """An asynchronous call under way, with the face of `torch.distributed.Work`.
+
+    If it fails, and nobody has asked what came of it when it is collected or its group is closed,
+    the log says so. Of a broken group it says nothing where another call has raised that, nor of
+    what a call raises because the group is closed.
+    """
+
+    _error: BaseException | None = None  # what the job raised
+    _is_told = False  # somebody has had that, or has no need to
 
     def __init__(self, worker: Worker, name: str, aside: Aside[T] | None = None) -> None:
         """`aside` is the job, where it runs in a stream of its own."""
         self._worker = worker
         self._name = name
         self._aside = aside
-        self._done: Future[T] = Future()
-        self._end_range: Callable[[], None] = lambda: None  # of the profiler
+        self._job: Callable[[], T] | None = None  # what is to be run; None: it runs, or has run
+        self._value: T | None = None  # what it returned
+        self._ended = Latch()
+        self._callbacks: deque[Callable[[], object]] = deque()  # to call once it has ended
+        self._end_range: Callable[[], object] = _nothing  # of the profiler
 
     def __repr__(self) -> str:
         if not self.is_completed():
             state = "under way"
-        elif (error := self.exception()) is None:
+        elif self._error is None:
             state = "done"
         else:
-            state = f"failed: {_text(error)}"
+            state = f"failed: {_text(self._error)}"
         return f"<Work {self._name}: {state}>"
+
+    def __del__(self) -> None:
+        if self._error is not None:
+            self._tell_if_lost(self._error)
 
     def is_completed(self) -> bool:
         """Whether it has ended, well or not."""
-        return self._done.done()
+        return self._ended.is_open
 
     @entry
     def wait(self, timeout: float | timedelta | None = None) -> T:
@@ -411,23 +613,22 @@ class Work(Generic[T]):
         seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
         if not self.is_completed():
             worker = self._worker
-            if worker._owner == threading.get_ident():
+            outer = worker.inside()
+            if outer:
                 raise WeftError(
-                    f"rank {worker._member.rank}: {self._name} waits for its turn behind "
-                    f"{worker.doing}, which waits for it: wait outside"
+                    f"rank {worker.rank}: {self._name} waits for its turn behind {outer}, which "
+                    "waits for it: wait outside"
                 )
             if worker._forked:
                 raise WeftError(
-                    f"rank {worker._member.rank}: {self._name} was under way when this process was "
+                    f"rank {worker.rank}: {self._name} was under way when this process was "
                     "forked: wait for it in the parent"
                 )
-            try:
-                self._done.exception(seconds)
-            except TimeoutError:
+            if not self._ends_within(seconds):
                 raise StillRunning(
-                    f"rank {worker._member.rank}: {self._name} is still under way after {seconds} "
+                    f"rank {worker.rank}: {self._name} is still under way after {seconds} "
                     "s: wait again, or longer"
-                ) from None
+                )
         return self.result()
 
     @entry
@@ -442,17 +643,27 @@ class Work(Generic[T]):
         """
         if not self.is_completed():
             raise WeftError(f"{self._name} is still under way: wait() for it first")
-        result = self._done.result()
+        error = self.exception()
+        if error is not None:
+            try:
+                raise error
+            finally:
+                del self, error  # whose traceback has this frame
+        result = cast(T, self._value)
         if self._aside is None:
             return result
-        member = self._worker._member
-        if self._aside.accelerators and not member.closed:
+        member = self._worker._member()
+        if self._aside.accelerators and member is not None and not member.closed:
             member.check()
         return self._aside.joined(result)
 
     def exception(self) -> BaseException | None:
         """What the call raised, or None: it has not ended, or it ended well."""
-        return self._done.exception() if self.is_completed() else None
+        if not self.is_completed():
+            return None
+        self._is_told = True
+        self._worker._note(self._error)
+        return self._error
 
     def get_future(self) -> torch.futures.Future[T]:
         """A Future of the result, for C++ to read and to chain callbacks on.
@@ -470,23 +681,93 @@ class Work(Generic[T]):
         # a tensor crashes. The error of one made by then() is native.
         future: torch.futures.Future[T] = raw.then(lambda done: done.value())
         callbacks = self._worker._callbacks
-        callbacks.put(lambda: None)  # its thread starts here: where it fails later, nobody is told
-        self._done.add_done_callback(lambda done: callbacks.put(lambda: _complete(raw, self)))
+        callbacks.start()  # here: where it fails later, nobody is told
+
+        def complete() -> None:
+            callbacks.put(lambda: _complete(raw, self))
+            callbacks.run_rest()
+
+        self._callbacks.append(complete)
+        if self.is_completed():
+            self._call_back()
         return future
+
+    def _ends_within(self, seconds: float | None) -> bool:
+        """Wait until it has ended; False: it has not, after so many seconds.
+
+        Raises:
+            WireError: it still waits for its turn, and the group is broken, so that may never come.
+        """
+        until = math.inf if seconds is None else time.monotonic() + seconds
+        while not self._ended.wait(max(0.0, min(_LOOK, until - time.monotonic()))):
+            if time.monotonic() >= until:
+                return False
+            member = self._worker._member()
+            if self._job is not None and member is not None:
+                member.check()
+        return True
+
+    def _end(self) -> None:
+        """Let those go on that wait, once there is a value or an error."""
+        self._end_range()
+        if self._error is not None:
+            failed = self._worker._failed
+            failed.add(weakref.ref(self, failed.discard))
+        self._ended.open()
+        self._call_back()
+
+    def _take_job(self) -> Callable[[], T]:
+        """What is to be run, which holds what is the caller's."""
+        job = self._job
+        self._job = None
+        assert job is not None
+        return job
+
+    def _call_back(self) -> None:
+        """Call what is to be called at the end, each once: more than one thread may come here."""
+        while self._callbacks:
+            with contextlib.suppress(IndexError):
+                self._callbacks.popleft()()
+
+    def _tell_if_lost(self, error: BaseException) -> None:
+        """Have the log say what this has raised, if nobody has been told."""
+        worker = self._worker
+        if self._is_told or (isinstance(error, WireError) and worker._is_break_known):
+            return
+        self._is_told = True
+        worker._note(error)
+        _log.warning(
+            "rank %d: %s failed, and nobody waited for it: %s",
+            worker.rank,
+            self._name,
+            _text(error),
+            exc_info=None if isinstance(error, Error) else error,
+        )
+
+
+def _raised(error: BaseException) -> BaseException:
+    """What the caller of a job gets: SystemExit and KeyboardInterrupt of his own as they are."""
+    cause = error.__cause__
+    is_of_caller = isinstance(error, Error) and not isinstance(cause, Exception | None)
+    return cast(BaseException, cause) if is_of_caller else error
+
+
+def _nothing() -> None:
+    return None
 
 
 def _complete(raw: torch.futures.Future[T], work: Work[T]) -> None:
     """Give a Future of torch's what came of a call."""
     error = work.exception()
     if error is None:
-        if work._aside is not None:
-            work._aside.claim_thread()
-        # the event that a Future with devices keeps for its readers is one of this stream's
-        with nullcontext() if work._aside is None else work._aside.apart():
-            try:
+        try:
+            if work._aside is not None:
+                work._aside.claim_thread()
+            # the event that a Future with devices keeps for its readers is one of this stream's
+            with contextlib.nullcontext() if work._aside is None else work._aside.apart():
                 raw.set_result(work.result())
-            except WireError as broken:  # the group, since the call has ended
-                error = broken
+        except Exception as broken:  # the group, since the call has ended, or the device
+            error = broken
     if error is not None:  # torch takes no KeyboardInterrupt
         known = error if isinstance(error, Exception) else RuntimeError(_text(error))
         raw.set_exception(known)  # type: ignore[arg-type]  # torch's stub says T

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..agree import DIRECT, agree
+from ..agree import BODY, DIRECT, agree
 from ..devices import on_host
 from ..errors import WeftError
 from ..grid import Shape
@@ -120,6 +120,12 @@ def handshake(
     """
 
     packed = statement.pack(group.rank)
+    if len(ranks) > DIRECT and len(packed) * len(ranks) > BODY:  # they follow one another
+        error = error or (
+            f"{call}: the shapes of {len(statement.shape)} dimensions that {len(ranks)} ranks tell "
+            f"each other take more than {BODY} bytes: use fewer ranks, or fewer dimensions"
+        )
+        packed = bytearray()
     agreement = agree(among(group, ranks), call, fields, error, packed, _one_behind_the_other)
     try:
         said: dict[int, Statement] = {}

@@ -216,7 +216,10 @@ class FramedWire:
         self._frames = {peer: _Frames(carrier, peer) for peer in range(size) if peer != rank}
         self._threads = _Threads(rank)
         self._process = os.getpid()
-        self.changed = threading.Condition()  # with its lock held these are read and written:
+        # entered by itself: that of a condition is Python, where an interrupt may leave it held
+        self.lock = threading.RLock()
+        self.changed = threading.Condition(self.lock)
+        # with the lock held these are read and written:
         # By peer and channel the receives that wait for a message, and the messages that came
         # before they were asked for. While the wire is sound, one of the two is empty.
         self._receives: dict[tuple[int, int], deque[_Incoming]] = defaultdict(deque)
@@ -238,7 +241,7 @@ class FramedWire:
         self, sends: Sequence[Send] = (), recvs: Sequence[Recv] = (), channel: int = 0
     ) -> FramedPending:
         messages: list[_Message] = []
-        with self.changed:
+        with self.lock:
             if self._failure is not None:
                 raise WireFailed(self._failure)
             for peer, want in recvs:
@@ -257,7 +260,7 @@ class FramedWire:
         return None
 
     def abort(self, failure: Failure) -> None:
-        with self.changed:
+        with self.lock:
             if self._failure is None:
                 self._failure = failure
             self.changed.notify_all()
@@ -282,7 +285,8 @@ class FramedWire:
 
     def _close_in_child(self) -> None:
         # the threads are the parent's, and one of them may have had the lock
-        self.changed = threading.Condition()
+        self.lock = threading.RLock()
+        self.changed = threading.Condition(self.lock)
         carrier = self._carrier
         self._carrier = None
         if carrier is not None:
@@ -303,7 +307,7 @@ class FramedWire:
             WireFailed: the wire has failed, or one of them will not come.
         """
         until = math.inf if timeout is None else time.monotonic() + timeout
-        with self.changed:
+        with self.lock:
             for peer, message in messages:
                 while not message.done:
                     if self._failure is None and self.is_lost(peer, message):
@@ -319,7 +323,7 @@ class FramedWire:
 
     def is_over(self, messages: Sequence[_Message]) -> bool:
         """Whether to wait for these would return or raise at once."""
-        with self.changed:
+        with self.lock:
             if self._failure is not None or all(message.done for _, message in messages):
                 return True
             return any(self.is_lost(peer, message) for peer, message in messages)
@@ -338,13 +342,18 @@ class FramedWire:
 
     def _lose(self, peer: int, why: str) -> None:
         """Note that nothing more comes from a peer, or goes there."""
-        with self.changed:
+        with self.lock:
             self._lost.setdefault(peer, why)
             self.changed.notify_all()
 
     def _refuse(self, peer: int, what: str) -> None:
         """Fail, because a peer sent an invalid message."""
         self.abort(Failure("garbled", peer, f"rank {peer} sent {what}"))
+
+    def _break(self, what: str, peer: int, error: BaseException) -> None:
+        """Fail, because a thread ends that others wait for."""
+        text = f"the thread that {what} what is rank {peer}'s failed: {error!r}"
+        self.abort(Failure("broken", self.rank, text))
 
     # the threads of one peer
 
@@ -354,7 +363,7 @@ class FramedWire:
         try:
             while (frame := frames.get()) is not None:
                 channel, message = frame
-                with self.changed:
+                with self.lock:
                     self._early[peer, channel].append(message)
                     self._deliver(peer, channel)
                     self.changed.notify_all()
@@ -363,8 +372,10 @@ class FramedWire:
             self._refuse(peer, str(error))
         except RuntimeError:
             self._lose(peer, "nothing more comes")
+        except BaseException as error:  # else whoever waits would hear of nothing
+            self._break("receives", peer, error)
         else:
-            with self.changed:
+            with self.lock:
                 self._left.add(peer)
                 self.changed.notify_all()
         self._outgoing[peer].put(None)  # so that its thread ends, too
@@ -378,13 +389,15 @@ class FramedWire:
                 nbytes = len(send.memory)
                 data = torch.frombuffer(send.memory, dtype=torch.uint8) if nbytes else _NOTHING
                 frames.put(channel, data)
-                with self.changed:
+                with self.lock:
                     send.done = True
                     self.changed.notify_all()
                 del item, send, data  # the caller's: not this idle thread's
             frames.end()
         except RuntimeError:
             pass  # what could not be sent is not done, so whoever waits for it finds it lost
+        except BaseException as error:  # else whoever waits would hear of nothing
+            self._break("sends", peer, error)
         self._lose(peer, "nothing more goes there")
 
 

@@ -484,14 +484,16 @@ class _Operations(abc.ABC):
         size: of the group.
         device: of the tensors.
         failure: the first one.
-        changed: notified when an operation is through, and at a failure.
+        lock: entered by itself: that of a condition is Python, and may stay held by an interrupt.
+        changed: notified when an operation is through, and at a failure; with that lock.
     """
 
     def __init__(self, group: Callable[[], Any], size: int, device: torch.device) -> None:
         self.size = size
         self.device = device
         self.failure: Failure | None = None
-        self.changed = threading.Condition()
+        self.lock = threading.RLock()
+        self.changed = threading.Condition(self.lock)
         self._group = group
         self._process = os.getpid()
 
@@ -512,7 +514,7 @@ class _Operations(abc.ABC):
 
     def fail(self, failure: Failure) -> Failure:
         """Fail with this, unless there is a failure already; the one that counts."""
-        with self.changed:
+        with self.lock:
             if self.failure is None:
                 self.failure = failure
                 self.changed.notify_all()
@@ -524,7 +526,7 @@ class _Operations(abc.ABC):
         if os.getpid() != self._process:  # forked, where another thread may have held the lock
             self.failure = self.failure or failure
             return
-        with self.changed:
+        with self.lock:
             self.failure = self.failure or failure
             self.changed.notify_all()
         self._end(waits=waits)
@@ -608,7 +610,10 @@ class _Awaited:
         except RuntimeError as error:
             operations.fail(Failure("lost", None, f"the process group failed: {error}"))
             return
-        with operations.changed:
+        except BaseException as error:  # else the thread would end, and who waits hear of nothing
+            operations.fail(Failure("broken", None, f"the process group raised {error!r}"))
+            return
+        with operations.lock:
             self._is_through = operations.failure is None
             self._memory = ()
             operations.changed.notify_all()
@@ -618,7 +623,7 @@ class _Awaited:
 
     def wait(self, timeout: float | None) -> bool:
         operations = self._operations
-        with operations.changed:
+        with operations.lock:
             return operations.changed.wait_for(
                 lambda: self._is_through or operations.failure is not None, timeout
             )
@@ -685,7 +690,7 @@ class _InStream(_Operations):
         """Forget operations that have ended, and so their memory. They end in their order."""
         # locked: a call that begins an operation and a close may both come here, and who sees that
         # the first one has ended may then pop no other
-        with self.changed:
+        with self.lock:
             while self._under_way and self._under_way[0].has_ended():
                 self._under_way.popleft()
 

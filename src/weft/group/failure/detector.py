@@ -31,6 +31,7 @@ from typing import NamedTuple, Protocol
 from ...errors import WeftError, WireError, names
 from ...wire import factory, watch
 from .. import recorder
+from ..latch import Latch
 from . import last_error
 from .links import ControlLinks, News
 from .messages import Message, line_of, parse, place_of, values_of
@@ -143,7 +144,8 @@ class Detector:
         self._peers = tuple(links.peers())  # all of them, also those that are gone since
         self._rests = dict.fromkeys(self._peers, b"")  # what came of a line that is not complete
         self._lock = threading.RLock()
-        self._settled = threading.Event()
+        self._settled = Latch()
+        self._settling: int | None = None  # the thread that is in `settle`
         self._closed = False
         # What a thread waits to have explained: a failed wait, and the likely reason; (None, None):
         # a call of another library failed. That thread sets it; that of the links asks, and clears.
@@ -154,7 +156,10 @@ class Detector:
         self._answers: dict[int, dict[int, Place]] = {}  # to `ask_all`, by number and peer
         self._exchanges = 0  # how many this rank has come to
         self._exchanged: dict[tuple[int, int], bytes] = {}  # by peer and number of the exchange
-        self._heard = threading.Condition()  # notified when something came that `exchange` awaits
+        # entered by itself: that of a condition is Python, where an interrupt may leave it held
+        self._hearing = threading.RLock()
+        # notified when something came that `exchange` awaits
+        self._heard = threading.Condition(self._hearing)
         links.start(self)
 
     def guard(
@@ -187,16 +192,20 @@ class Detector:
     def settle(self, verdict: Verdict) -> Verdict:
         """Break the session for every rank, unless it is broken; the verdict that counts."""
         with self._lock:
-            if self.verdict is not None:
+            # where an interrupt has ended this in its middle, the same thread does all of it again
+            if self.verdict is not None and self._settling != threading.get_ident():
                 return self.verdict
+            self._settling = threading.get_ident()
+            verdict = self.verdict or verdict
             self.verdict = verdict
             if self._closed:
                 return verdict
             self._send(self.links.peers(), {"verdict": [verdict.culprit, verdict.text]})
         # what follows may block or raise: a handler of the log, a file; waits end before that
         self._end_waits(verdict)
-        self._settled.set()
+        self._settled.open()
         self._notify()
+        self._settling = None
         with contextlib.suppress(Exception):  # of a handler: who waits raises what matters more
             recorder.write(verdict.text)
             if self._thread is None:
@@ -233,7 +242,7 @@ class Detector:
             return not late or self.verdict is not None or not self.leavers.keys().isdisjoint(late)
 
         seconds = self.timeout if until is None else max(0.0, until - time.monotonic())
-        with self._heard:
+        with self._hearing:
             # ended by the thread of the links, with the last message, a bye, or a verdict; else by
             # the deadline
             ended = self._heard.wait_for(is_over, seconds)
@@ -612,7 +621,7 @@ class Detector:
 
     def _notify(self) -> None:
         """Wake up who waits in `exchange`."""
-        with self._heard:
+        with self._hearing:
             self._heard.notify_all()
 
 

@@ -70,7 +70,8 @@ class Room:
 
     Attributes:
         size: how many ranks there are.
-        changed: of each rank, notified when its wait may be over; all have one lock.
+        lock: entered by itself: that of a condition is Python, and may stay held by an interrupt.
+        changed: of each rank, notified when its wait may be over; all have that lock.
         waiting: the posts that ranks wait for, those that are complete left out.
         gone: the ranks that have closed their wires.
         has_failed: whether a wire failed before it was closed.
@@ -78,11 +79,16 @@ class Room:
             receives.
     """
 
-    def __init__(self, size: int, changed: Sequence[threading.Condition] = ()) -> None:
-        """`changed`: conditions to use; none: new ones."""
+    def __init__(
+        self,
+        size: int,
+        changed: Sequence[threading.Condition] = (),
+        lock: threading.RLock | None = None,
+    ) -> None:
+        """`changed`, `lock`: to use; none: new ones."""
         self.size = size
-        lock = threading.RLock()
-        self.changed = list(changed) or [threading.Condition(lock) for _ in range(size)]
+        self.lock = lock or threading.RLock()
+        self.changed = list(changed) or [threading.Condition(self.lock) for _ in range(size)]
         self.waiting: dict[int, RoomPending] = {}
         self.gone: set[int] = set()
         self.has_failed = False
@@ -171,7 +177,8 @@ class RoomWire:
 
     Attributes:
         room: the group's.
-        changed: notified when a wait may be over; its lock is the room's.
+        lock: the room's.
+        changed: notified when a wait may be over.
         thread: the one that posted last; None: nothing was posted.
     """
 
@@ -181,6 +188,7 @@ class RoomWire:
         self.device = torch.device("cpu")
         self.features = Features()
         self.room = room
+        self.lock = room.lock
         self.changed = room.changed[rank]
         self.thread: int | None = None
         self._process = os.getpid()
@@ -193,7 +201,7 @@ class RoomWire:
     ) -> RoomPending:
         self.thread = threading.get_ident()
         pending = self.pending()
-        with self.changed:
+        with self.lock:
             self.check()
             for peer, into in recvs:
                 end = pending.add_receive(peer, into)
@@ -212,7 +220,7 @@ class RoomWire:
         return None
 
     def abort(self, failure: Failure) -> None:
-        with self.changed:
+        with self.lock:
             self.fail(failure)
         for part, ranks in self._parts:
             culprit = ranks.index(failure.peer) if failure.peer in ranks else None
@@ -229,7 +237,7 @@ class RoomWire:
     def close(self) -> None:
         if os.getpid() != self._process:
             return  # in a forked child, where a thread that is not there may hold the lock
-        with self.changed:
+        with self.lock:
             if self._is_closed:
                 return
             self._is_closed = True
@@ -308,7 +316,7 @@ class RoomPending:
 
     def wait(self, timeout: float | None = None) -> list[Tensor]:
         if self._received is None:
-            with self.wire.changed:
+            with self.wire.lock:
                 if self._incomplete:
                     self._wait(timeout)
                 self.finish()
@@ -321,11 +329,11 @@ class RoomPending:
         return self.wait()
 
     def done(self) -> bool:
-        with self.wire.changed:
+        with self.wire.lock:
             return self.is_over()
 
     def waiting_for(self) -> list[int]:
-        with self.wire.changed:
+        with self.wire.lock:
             return sorted({end.peer for end in self._ends if not end.has_met})
 
     def release(self) -> None:

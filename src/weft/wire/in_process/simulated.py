@@ -46,17 +46,18 @@ class Network:
     Attributes:
         link: the figures of the network.
         clocks: simulated seconds that have passed for each node.
-        changed: of each node, notified when its wait may be over; all have one lock.
+        lock: of everything.
+        changed: of each node, notified when its wait may be over; all have that lock.
     """
 
     def __init__(self, hosts: Sequence[str], link: Link, within: Link | None = None) -> None:
         if not hosts:
             raise ValueError("a group has at least one rank, not 0")
         size = len(hosts)
-        lock = threading.RLock()
+        self.lock = threading.RLock()
         self.link = link
         self.clocks = [0.0] * size
-        self.changed = [threading.Condition(lock) for _ in range(size)]
+        self.changed = [threading.Condition(self.lock) for _ in range(size)]
         self._within = within or link
         self._rooms: list[_Room] = []  # that of all nodes, then those of some
         self._sent = [0] * size  # messages
@@ -73,7 +74,7 @@ class Network:
         """The wires of a new group of some nodes; None: of all."""
         mine = range(len(self.clocks)) if nodes is None else nodes
         room = _Room(self, mine)
-        with self.changed[0]:
+        with self.lock:
             self._rooms.append(room)
         return [SimulatedWire(rank, room) for rank in range(len(mine))]
 
@@ -139,7 +140,7 @@ class _Room(Room):
     """Where messages meet, to move on over a network."""
 
     def __init__(self, network: Network, nodes: Sequence[int]) -> None:
-        super().__init__(len(nodes), [network.changed[node] for node in nodes])
+        super().__init__(len(nodes), [network.changed[node] for node in nodes], network.lock)
         self.network = network
         self.nodes = nodes
 
@@ -195,7 +196,7 @@ class SimulatedPending(RoomPending):
     def done(self) -> bool:
         """Whether nobody has to do anything more for it. Messages may be under way still: `wait`
         with a limit takes no real time for these, and without a limit until all ranks wait."""
-        with self.wire.changed:
+        with self.wire.lock:
             return self.is_over() or not self.has_unmet()
 
     def finish(self) -> None:

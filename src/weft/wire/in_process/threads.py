@@ -90,7 +90,7 @@ class ThreadPending(RoomPending):
         Raises:
             WireFailed: it did.
         """
-        with self.wire.changed:
+        with self.wire.lock:
             while self._views:
                 view, before = self._views.pop()
                 was_written_to = not np.array_equal(view, before)

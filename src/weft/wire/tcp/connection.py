@@ -590,13 +590,14 @@ class Connection:
         if message.data is not None:
             receive.place(length)[:] = message.data
         else:
-            assert self.segment is not None
+            segment = self.segment  # which the handler of a signal may drop: it stays mapped here
+            assert segment is not None
             if receive.tensor is None and not message.lent:
-                view = self.segment.memory[offset : offset + length]
+                view = segment.memory[offset : offset + length]
                 receive.set_view(view, lambda: self.was_read(number, length, awaited=False))
                 return
             place = ctypes.addressof(_START.from_buffer(receive.place(length)))
-            ctypes.memmove(place, self.segment.address + offset, length)
+            ctypes.memmove(place, segment.address + offset, length)
             self.was_read(number, length, awaited=message.lent)
         receive.done = True
 

@@ -280,6 +280,7 @@ class Attempt:
     Attributes:
         peer: the rank that listens.
         sock: non-blocking.
+        is_connected: whether it is; nobody has heard of this rank before.
     """
 
     def __init__(
@@ -299,12 +300,12 @@ class Attempt:
         self._token = token
         self._signed = b""  # what the proofs are HMACs of; b"" until the listener's nonce is there
         self._received = b""  # of the message that the listener sends next
-        self._is_connected = is_connected
+        self.is_connected = is_connected
 
     @property
     def wanted(self) -> int:
         """The events of the socket to wait for, as `select.poll` has them."""
-        return select.POLLIN if self._is_connected else select.POLLOUT
+        return select.POLLIN if self.is_connected else select.POLLOUT
 
     def sleep(self, seconds: float) -> None:
         """Wait until `advance` can do something."""
@@ -318,9 +319,9 @@ class Attempt:
         Raises:
             OSError: the connection failed, or who listens does not know the token.
         """
-        if not self._is_connected:
-            self._is_connected = self._has_connected()
-            if not self._is_connected:
+        if not self.is_connected:
+            self.is_connected = self._has_connected()
+            if not self.is_connected:
                 return False
         if not self._signed:
             if not self._read(_NONCE):

@@ -163,8 +163,9 @@ class Segment:
 
     def stage(self, tensor: Tensor) -> int | None:
         """Copy a contiguous tensor into the segment; the offset, or None if there is no room."""
+        memory = self.memory  # which the handler of a signal may close meanwhile: it stays mapped
         offset = self.allocate(tensor.nbytes)
-        if offset is not None:
+        if offset is not None and memory is not None:
             ctypes.memmove(self._address + offset, tensor.data_ptr(), tensor.nbytes)
         return offset
 

@@ -39,6 +39,7 @@ import contextlib
 import json
 import math
 import os
+import queue
 import select
 import socket
 import threading
@@ -178,7 +179,9 @@ class TcpWire:
         self._is_moving = False  # a connection is half through with something
         self._has_lost = False  # a connection has ended
         self._thread: threading.Thread | None = None
-        self._has_work = threading.Event()
+        self._is_awake = False  # the thread moves messages, or is going to
+        # what wakes it up: an `Event` is Python, where an interrupt may leave it locked
+        self._bell: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._failure: Failure | None = None
         self._failing = threading.RLock()  # held while `_failure` is set
         self._is_closing = False  # whoever waits ends that once all is sent
@@ -305,7 +308,8 @@ class TcpWire:
             finally:
                 self._release_all()
                 # with `_turn` held: the thread clears it only with `_turn` held
-                self._has_work.set()
+                self._is_awake = True
+                self._bell.put(None)
         thread = self._thread
         if thread is not None and thread is not threading.current_thread():
             thread.join()
@@ -348,7 +352,8 @@ class TcpWire:
         self._turn = threading.RLock()
         self._failing = threading.RLock()
         self._thread = None
-        self._has_work = threading.Event()
+        self._is_awake = False
+        self._bell = queue.SimpleQueue()
         self._failure = self._failure or Failure("broken", self.rank, "this process was forked")
         if self._acceptor is not None:
             self._acceptor.abandon()
@@ -617,7 +622,9 @@ class TcpWire:
         """Take the connections of ranks that have proved who they are.
 
         Of two ranks that connect to each other at the same time, the connection that the higher one
-        makes is kept: this rank closes one of a lower rank while it connects to that itself.
+        makes is kept, once it has reached the other: this rank then closes that of a lower one.
+        Before, it takes that and ends its own attempt, which may never reach anybody: a firewall
+        may let pass one way alone.
         """
         assert self._acceptor is not None
         try:
@@ -625,7 +632,7 @@ class TcpWire:
                 link = self.connections.get(peer)
                 if lane != MESSAGES or link is None or link.lost:
                     self._acceptor.refuse(candidate, not_awaited(peer))
-                elif link.sock is not None or (peer < self.rank and peer in self._unconnected):
+                elif link.sock is not None or (peer < self.rank and self._has_reached(peer)):
                     candidate.sock.close()
                 else:
                     self._on_connected(peer, self._acceptor.confirm(candidate))
@@ -633,6 +640,10 @@ class TcpWire:
             if not is_without_files(error):
                 raise
             self._fail_without_files("a connection that has come", error)
+
+    def _has_reached(self, peer: int) -> bool:
+        """Whether an attempt has reached a peer, which may take it from now on."""
+        return any(each.peer == peer and each.is_connected for each in self._attempts.values())
 
     def _on_connected(self, peer: int, sock: socket.socket) -> None:
         """Use a socket for a peer: end this rank's own attempt, and send what has waited for it."""
@@ -650,8 +661,9 @@ class TcpWire:
 
     def _wake_thread(self) -> None:
         """Wake the thread up, or start it; with `_turn` held."""
-        if not self._has_work.is_set():
-            self._has_work.set()
+        if not self._is_awake:
+            self._is_awake = True
+            self._bell.put(None)
             if self._thread is None:
                 thread = threading.Thread(
                     target=self._run_thread, name=f"weft tcp {self.rank}", daemon=True
@@ -663,7 +675,9 @@ class TcpWire:
         pause = _TICK
         try:
             while True:
-                self._has_work.wait(None if self._acceptor is None else _IDLE_LOOK)
+                if not self._is_awake:
+                    with contextlib.suppress(queue.Empty):
+                        self._bell.get(timeout=None if self._acceptor is None else _IDLE_LOOK)
                 if self._is_closed:
                     return
                 time.sleep(pause)
@@ -680,7 +694,7 @@ class TcpWire:
                     else:
                         is_busy = False
                     if not (self._is_closed or is_busy):
-                        self._has_work.clear()
+                        self._is_awake = False
                 finally:
                     self._turn.release()
         except BaseException as error:  # the next wait raises it

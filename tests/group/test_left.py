@@ -1,0 +1,117 @@
+"""A group that is closed, or that nobody has any more, gives back threads, sockets and memory.
+
+By its own doing: a collection of garbage may come late, or never.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import weft
+from weft.errors import WeftError, WireError
+from weft.group.group import Group
+from weft.group.process_group import connect
+from weft.testing.pace import patient
+
+
+@pytest.fixture(autouse=True)
+def no_collection() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def held() -> set[object]:
+    """The threads and sockets of this process."""
+    found: set[object] = set(threading.enumerate())
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # that of this listing
+            target = os.readlink(f"/proc/self/fd/{number}")
+            if target.startswith(("socket", "/memfd:weft")):
+                found.add((number, target))
+    return found
+
+
+def rows(group: Group) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.tensor([group.rank]), torch.ones(1, 2)
+
+
+def barrier(group: Group) -> None:
+    weft.barrier(group=group)
+
+
+def sparse(group: Group) -> None:
+    weft.sparse_all_reduce(rows(group), group=group)
+
+
+def asynchronous(group: Group) -> None:
+    weft.sparse_all_reduce(rows(group), group=group, async_op=True).wait()
+
+
+def future(group: Group) -> None:
+    weft.sparse_all_reduce(rows(group), group=group, async_op=True).get_future().wait()
+
+
+def failing(group: Group) -> None:
+    with contextlib.suppress(WeftError):
+        weft.all_reduce(torch.ones(2 + group.rank), group=group)
+
+
+def broken(group: Group) -> None:
+    group.session.abort("it was told to")
+    with contextlib.suppress(WireError):
+        weft.barrier(group=group)
+
+
+def of_some(group: Group) -> None:
+    weft.barrier(group=group.subset([1, 0]))
+
+
+def split(group: Group) -> None:
+    weft.barrier(group=group.split([0, 1]))
+
+
+def backward(group: Group) -> None:
+    x = torch.ones(2, requires_grad=True)
+    weft.all_reduce(x, group=group).sum().backward()
+
+
+USES = [barrier, sparse, asynchronous, future, failing, broken, of_some, split, backward]
+
+
+@pytest.mark.parametrize("ending", ["closed", "dropped"])
+@pytest.mark.parametrize("use", USES, ids=lambda use: use.__name__)
+def test_nothing_is_left_of_a_group(use: Callable[[Group], None], ending: str) -> None:
+    def program(rank: int) -> Callable[[], object]:
+        group = connect(store, rank, 2, patient(20.0), name=use.__name__)
+        session = weakref.ref(group.session)
+        use(group)
+        if ending == "closed":
+            group.close()
+            kept.append(group)
+        return session
+
+    kept: list[Group] = []
+    store = dist.HashStore()
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(time.sleep, [0.01] * 2))  # its threads are here
+        before = held()
+        sessions = list(pool.map(program, range(2)))
+        until = time.monotonic() + patient(20.0)
+        while (left := held() - before) and time.monotonic() < until:
+            time.sleep(0.01)
+        assert left == set()
+        if ending == "dropped":
+            assert [session() for session in sessions] == [None, None]
