@@ -113,6 +113,14 @@ def clips_shards():
     reference(batch(0, 0, 1)).square().mean().backward()
     expected = nn.utils.clip_grad_norm_(reference.parameters(), 0.01)
     torch.testing.assert_close(norm, expected)
+    table = model.module.table
+    norm = accelerator.clip_grad_norm_([table.weight], 0.001)  # as of one of two optimizers
+    expected = nn.utils.clip_grad_norm_([reference.table.weight], 0.001)
+    torch.testing.assert_close(norm, expected)
+    accelerator.clip_grad_value_(model.parameters(), 1e-4)
+    nn.utils.clip_grad_value_(reference.parameters(), 1e-4)
+    rows = reference.table.weight.grad[table.first :][: len(table.weight)]
+    torch.testing.assert_close(table.weight.grad.to_dense(), rows)
 
 
 def test_sparse_gradients_are_carried_and_clipped_by_accelerate():

@@ -11,8 +11,8 @@ elements that attain it, in equal shares.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -77,7 +77,7 @@ def all_reduce(
     said = f"{tensor.dtype}" + (f", sent as {wire_dtype}" if wire_dtype else "")
     # all that follows, backward too, is of a tensor of the dtype that travels
     given = narrowed(tensor, travelling(tensor.dtype, wire_dtype))
-    reduction = _Reduction(group, _NAME, error, op=str(name), said=said)
+    reduction = Reduction(group, _NAME, error, op=str(name), fields={"dtype": said})
     return apply(reduction, [given])[0].to(tensor.dtype)
 
 
@@ -96,7 +96,7 @@ def _wrong(tensor: object, op: object, wire_dtype: object) -> str | None:
 
 
 @dataclass
-class _Reduction(Linear):
+class Reduction(Linear):
     """A reduction. A sum or an average is linear, and its own adjoint.
 
     An extremum is the sum of the elements that attain it, in equal shares: so it is linear, too,
@@ -104,17 +104,17 @@ class _Reduction(Linear):
 
     Attributes:
         op: its name.
-        said: of the dtype, and how it travels.
+        fields: what else must be the same on all ranks, by name.
         attains: of an extremum, where this rank's elements are that.
     """
 
     op: str = "sum"
-    said: str = ""
+    fields: Mapping[str, object] = field(default_factory=dict)
     attains: Tensor | None = None
 
-    def adjoint(self, name: str) -> _Reduction:
+    def adjoint(self, name: str) -> Reduction:
         op = self.op if self.attains is None else "sum"
-        return _Reduction(self.group, name, op=op, said=self.said)
+        return Reduction(self.group, name, op=op, fields=self.fields)
 
     def apply_adjoint(self, gradients: Sequence[Tensor]) -> Sequence[Tensor]:
         totals = super().apply_adjoint(gradients)
@@ -131,7 +131,7 @@ class _Reduction(Linear):
         eager = eager and on_host(given)
         fields: dict[str, object] = {"op": self.op}
         if self.error is None:
-            fields |= {"dtype": self.said, "shape": tuple(given.shape), "device": over.route}
+            fields |= {**self.fields, "shape": tuple(given.shape), "device": over.route}
         own = memory_of(given) if eager else b""
         place = fresh(tuple(given.shape), given.dtype, given.device)
         with opened(group, self.name, fields, self.error, mode=mode, own=own) as said:
