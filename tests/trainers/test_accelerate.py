@@ -54,6 +54,7 @@ def program():
     accumulates(accelerator, rank)
     is_checked(accelerator)
     clips_shards()
+    has_state_of_shards()
     accelerator.end_training()
 
 
@@ -121,6 +122,16 @@ def clips_shards():
     nn.utils.clip_grad_value_(reference.parameters(), 1e-4)
     rows = reference.table.weight.grad[table.first :][: len(table.weight)]
     torch.testing.assert_close(table.weight.grad.to_dense(), rows)
+
+
+def has_state_of_shards():
+    """Of an optimizer that Accelerate has wrapped, and that has made no step."""
+    accelerator = weft.trainers.accelerate(Accelerator(cpu=True))
+    model = weft.nn.shard_embeddings(Model(), min_rows=50)
+    model, update = accelerator.prepare(model, torch.optim.NAdam(model.parameters()))
+    kept = weft.nn.sharded_state(model, update)["optimizer"]["state"]
+    assert kept["table.weight"]["exp_avg"].shape == (50, 4) and kept["out.bias"]["mu_product"] == 1
+    assert not update.state
 
 
 def test_sparse_gradients_are_carried_and_clipped_by_accelerate():
