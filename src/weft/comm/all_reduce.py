@@ -22,6 +22,7 @@ from ..agree import is_direct
 from ..devices import is_capturing, on_host
 from ..errors import entry
 from ..group import default
+from ..kernels.ops import OPS
 from ..schedules import dense, dense_all_reduce
 from ..sparse.request import op_name, travelling, wrong_wire_dtype
 from ..tensors import has_elements, lacking
@@ -32,6 +33,7 @@ from .rounding import narrowed
 from .staging import IN_A_GRAPH
 
 _NAME = "all_reduce"
+_DIFFERENTIABLE = ("sum", "avg", "min", "max")
 _EAGER = 8 << 10  # bytes of the largest tensor that travels in the opening exchange
 
 
@@ -86,12 +88,12 @@ def _wrong(tensor: object, op: object, wire_dtype: object) -> str | None:
     if not isinstance(tensor, Tensor) or not has_elements(tensor):
         what = lacking(tensor) if isinstance(tensor, Tensor) else f"a {type(tensor).__name__}"
         return f"tensor is {what}: pass a strided tensor (sparse ones: weft.sparse_all_reduce)"
-    if not isinstance(op, str) or op not in dense.OPS:
-        return f"op {op!r} is unknown: use one of {', '.join(dense.OPS)} or a torch ReduceOp"
+    if not isinstance(op, str) or op not in OPS:
+        return f"op {op!r} is unknown: use one of {', '.join(OPS)} or a torch ReduceOp"
     if is_capturing(tensor.device):
         return IN_A_GRAPH
-    if op == "prod" and tensor.requires_grad and torch.is_grad_enabled():
-        return "op prod has no gradient here, and the tensor requires one: detach() it"
+    if op not in _DIFFERENTIABLE and tensor.requires_grad and torch.is_grad_enabled():
+        return f"op {op} has no gradient here, and the tensor requires one: detach() it"
     return wrong_wire_dtype(wire_dtype, tensor.dtype) or dense.refuses(op, tensor.dtype)
 
 
