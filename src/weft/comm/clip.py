@@ -216,8 +216,8 @@ def _norms_over(
     found = []
     raised: WeftError | None = None
     for group, values in parts.items():
-        norms = [_norm(each, p).to("cpu", torch.float64) for each in values if each.numel()]
-        own = torch.stack([*norms, torch.zeros((), dtype=torch.float64)])
+        norms = [_norm(each, p) for each in values if each.numel()] or [torch.zeros(())]
+        own = torch.stack([norm.to(norms[0].device) for norm in norms]).cpu().double()  # one copy
         if math.isinf(p):
             reduction = Reduction(group, "clip_grad_norm_", error, op="max", fields=fields)
             own = own.amax()
