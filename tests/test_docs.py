@@ -81,7 +81,7 @@ def test_what_a_page_shows_runs(page, undone):
     for kind, code, line, runs in fences(page, "python", "pycon"):
         if kind == "python":
             # so many lines further down, tracebacks show the line of the page
-            compiled = compile("\n" * line + code, str(page), "exec")
+            compiled = compile("\n" * line + code, str(page), "exec", dont_inherit=True)
             if runs:
                 exec(compiled, space)
             continue

@@ -16,7 +16,7 @@ if _typing.TYPE_CHECKING:
     from .comm.all_to_all import all_to_all
     from .comm.attempt import attempt
     from .comm.barrier import barrier
-    from .comm.clip import clip_grad_norm_
+    from .comm.clip import clip_grad_norm_, clip_grad_value_
     from .comm.exchange import exchange
     from .comm.gradients import sync_grads
     from .comm.overlap import overlap_grads
@@ -58,6 +58,7 @@ __all__ = [
     "attempt",
     "barrier",
     "clip_grad_norm_",
+    "clip_grad_value_",
     "config",
     "ddp",
     "exchange",
@@ -96,7 +97,8 @@ _HOMES = {
     "on_call": "group.listeners",
     **dict.fromkeys(("all_reduce", "all_to_all", "attempt", "barrier", "exchange"), "comm"),
     **dict.fromkeys(("RemoteRows", "remote_rows"), "comm"),
-    **dict.fromkeys(("clip_grad_norm_", "overlap_grads", "sync_grads", "sync_params"), "comm"),
+    **dict.fromkeys(("clip_grad_norm_", "clip_grad_value_"), "comm"),
+    **dict.fromkeys(("overlap_grads", "sync_grads", "sync_params"), "comm"),
 }
 """Where a name is from; the others are from `sparse`."""
 

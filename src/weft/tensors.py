@@ -123,6 +123,26 @@ def plain(tensor: Tensor) -> Tensor:
     return tensor if is_plain(tensor) else tensor.contiguous().resolve_conj().resolve_neg()
 
 
+def in_format_of(like: Tensor, tensor: Tensor) -> Tensor:
+    """A tensor with the order of dimensions in memory that another has, by which convolutions go.
+
+    It is the tensor itself, contiguous, unless the other one is in the format `channels_last`, or
+    `channels_last_3d`, and has as many dimensions.
+
+    Example:
+        >>> import torch
+        >>> image = torch.ones(2, 3, 4, 4).to(memory_format=torch.channels_last)
+        >>> in_format_of(image, torch.ones(2, 3, 6, 6)).stride()
+        (108, 1, 18, 3)
+    """
+    found = {4: torch.channels_last, 5: torch.channels_last_3d}.get(like.dim())
+    if found is None or tensor.dim() != like.dim():
+        return tensor
+    if like.is_contiguous() or not like.is_contiguous(memory_format=found):
+        return tensor
+    return tensor.contiguous(memory_format=found)
+
+
 def as_bytes(tensor: Tensor) -> Tensor:
     """The bytes of a plain tensor, as uint8, 1-D."""
     if not tensor.numel():

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate
 
 import weft
 from weft.testing import processes
@@ -104,9 +105,29 @@ def beside(most):
             weft.sync_grads(trained)  # FSDP2 has reduced the others
         weft.sync_grads(table)
         norm = weft.clip_grad_norm_(trained, most)
-        whole = [getattr(p.grad, "full_tensor", lambda p=p: p.grad)() for p in trained.parameters()]
-        assert whole[0].is_sparse
-        return norm, [gradient.to_dense() for gradient in whole]
+        clipped = whole_gradients(trained)
+        weft.clip_grad_value_(trained, 0.01)
+        return norm, clipped, whole_gradients(trained)
+
+
+def whole_gradients(model):
+    whole = [getattr(p.grad, "full_tensor", lambda p=p: p.grad)() for p in model.parameters()]
+    assert whole[0].is_sparse
+    return [gradient.to_dense() for gradient in whole]
+
+
+def of_sums():
+    """What each rank has is a summand of the gradient: no rank can limit that."""
+    with weft.init():
+        mesh = init_device_mesh("cpu", (2,))
+        weight = nn.Parameter(DTensor.from_local(torch.zeros(2), mesh, [Replicate()]))
+        weight.grad = DTensor.from_local(torch.ones(2), mesh, [Partial()])
+        with pytest.raises(RuntimeError, match="in-place operations that require placement"):
+            weft.clip_grad_value_([weight], 1.0)
+
+
+def test_values_of_summands_are_not_clipped():
+    processes(2, of_sums)
 
 
 @pytest.mark.parametrize("most", [0.5, 1e9])
@@ -117,6 +138,8 @@ def test_a_replicated_sparse_table_beside_it(most):
     for parameter in alone.parameters():
         parameter.grad = parameter.grad.to_dense()
     wanted = nn.utils.clip_grad_norm_(alone.parameters(), most)
-    for norm, found in processes(2, beside, most):
+    clipped = [parameter.grad for parameter in alone.parameters()]
+    for norm, by_norm, by_value in processes(2, beside, most):
         torch.testing.assert_close(norm, wanted)
-        torch.testing.assert_close(found, [parameter.grad for parameter in alone.parameters()])
+        torch.testing.assert_close(by_norm, clipped)
+        torch.testing.assert_close(by_value, [each.clamp(-0.01, 0.01) for each in clipped])

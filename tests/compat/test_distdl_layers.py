@@ -213,10 +213,7 @@ def test_halos_that_are_none(group):
         layer(torch.ones(1))
     with pytest.raises(weft.WeftError, match="rank 2 has a tensor of 0 dimensions"):
         layer(torch.ones(()) if last else torch.ones(1))
-    with pytest.raises(
-        weft.WeftError, match=r"a halo of 2 in .* is wider than the shard of rank 1"
-    ):
-        layer(torch.ones(2 if last else 0))
+    assert layer(torch.ones(2 if last else 0)).tolist() == [0, 0] * last  # all shards are empty
     assert layer(torch.ones(3)).tolist() == [1, 1, 1]
 
 

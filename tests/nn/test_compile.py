@@ -111,3 +111,17 @@ def test_what_compiled_code_cannot_know(group):
     with pytest.raises(weft.WeftError, match="the ranks differ in mode"):
         (layer if group.rank else code)(data(group, 2))
     assert torch.equal(code(data(group, 2)), layer(data(group, 2)))
+
+
+@spmd(2, on=("processes",), timeout=40.0)
+def test_a_memory_format_stays(group):
+    halo = weft.nn.HaloExchange(weft.Partition((1, 1, 2)), 1)
+
+    def model(x):
+        return halo(x * 2) * 2
+
+    x = data(group, 2, 3, 4, 4).to(memory_format=torch.channels_last).requires_grad_()
+    y = torch.compile(model, fullgraph=True, backend="aot_eager")(x)
+    assert y.is_contiguous(memory_format=torch.channels_last) and torch.equal(y, model(x))
+    (dx,) = torch.autograd.grad(y, x, torch.ones_like(y))
+    assert torch.equal(dx, torch.autograd.grad(model(x), x, torch.ones_like(y))[0])

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 import weft
 from weft.sharded import tables as sharded_tables
-from weft.testing import processes, run
+from weft.testing import processes, run, spmd
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # torch's own, of Adagrad
 
@@ -133,16 +133,44 @@ def test_optimizers_work_on_the_shard(optimizer, average):
         torch.testing.assert_close(each, alone)
 
 
-@pytest.mark.parametrize("p", [1.0, 2.0, "inf"])
+def emptied(model):
+    """The same model with other parameters: it was on the meta device in between."""
+    values = [parameter.detach().clone() for parameter in model.parameters()]
+    model.to("meta").to_empty(device="cpu")
+    with torch.no_grad():
+        for parameter, value in zip(model.parameters(), values, strict=True):
+            parameter.copy_(value)
+    return model
+
+
+# what becomes of a model, and what a caller passes of it
+CLIPPED = {
+    "module": (lambda model: model, lambda model: model),
+    "parameters": (lambda model: model, nn.Module.parameters),
+    "of an optimizer": (
+        lambda model: model,
+        lambda model: torch.optim.SGD(model.parameters(), 0.1).param_groups[0]["params"],
+    ),
+    "a copy": (copy.deepcopy, nn.Module.parameters),
+    "unpickled": (lambda model: pickle.loads(pickle.dumps(model)), nn.Module.parameters),
+    "replaced": (emptied, nn.Module.parameters),
+}
+
+
+@pytest.mark.parametrize(
+    ("p", "given"),
+    [(1.0, "parameters"), ("inf", "parameters"), *((2.0, each) for each in CLIPPED)],
+)
 @pytest.mark.parametrize("ranks", [1, 2, 4, 7])
-def test_clipping_takes_the_norm_of_all_ranks_rows(ranks, p):
+def test_clipping_takes_the_norm_of_all_ranks_rows(ranks, p, given):
     whole = nn.Sequential(nn.Embedding(10, DIM), nn.Linear(DIM, 1))
     places = torch.tensor([9, 0, 3, 9])  # rows of some ranks alone
+    prepared, passed = CLIPPED[given]
 
     def program(group):
-        model = weft.nn.shard_embeddings(copy.deepcopy(whole), min_rows=1, group=group)
+        model = prepared(weft.nn.shard_embeddings(copy.deepcopy(whole), min_rows=1))
         model(places).square().sum().backward()
-        norm = weft.clip_grad_norm_(model, 0.1, p)
+        norm = weft.clip_grad_norm_(passed(model), 0.1, p)
         rows = torch.zeros(10, DIM)
         rows[model[0].first :][: len(model[0].weight)] = model[0].weight.grad.to_dense()
         return norm, rows, model[1].weight.grad
@@ -154,6 +182,68 @@ def test_clipping_takes_the_norm_of_all_ranks_rows(ranks, p):
         torch.testing.assert_close(each, norm)
         assert torch.equal(dense, found[0][2])
     torch.testing.assert_close(sum(rows for _, rows, _ in found), whole[0].weight.grad)
+
+
+@spmd(1, 3)
+def test_clipping_the_parameters_of_two_optimizers(group):
+    whole = nn.Sequential(nn.Embedding(10, DIM), nn.Linear(DIM, 1))
+    for parameter in whole.parameters():
+        nn.init.constant_(parameter, 0.5)
+    model = weft.nn.shard_embeddings(copy.deepcopy(whole), min_rows=1, group=group)
+    for each in (whole, model):
+        each(torch.tensor([9, 0, 3, 9])).square().sum().backward()
+    for mine, theirs in zip(model, whole, strict=True):
+        norm = weft.clip_grad_norm_(list(mine.parameters()), 0.1)
+        torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(theirs.parameters(), 0.1))
+    first = model[0].first
+    own = whole[0].weight.grad[first : first + len(model[0].weight)]
+    torch.testing.assert_close(model[0].weight.grad.to_dense(), own)
+    torch.testing.assert_close(model[1].weight.grad, whole[1].weight.grad)
+    weft.clip_grad_value_(model.parameters(), 0.01)
+    torch.testing.assert_close(model[0].weight.grad.to_dense(), own.clamp(-0.01, 0.01))
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")  # torch's, that it is new
+@spmd(2, 3)
+def test_clipping_wrongly_on_one_rank_raises_on_all(group):
+    model = nn.Sequential(nn.Embedding(10, DIM, sparse=True), nn.Linear(DIM, 1))
+    weft.nn.shard_embeddings(model, min_rows=1, group=group)
+    model(torch.tensor([9, 0])).sum().backward()
+    before = [each.grad for each in model.parameters()]
+    erring = group.rank == 1
+    for most, p, text in (
+        (-1.0, 2.0, "^rank 1: max_norm is -1.0 and norm_type 2.0: the first"),
+        (1.0, "two", "^rank 1: max_norm is 1.0 and norm_type two: the first"),
+        (2.0, 2.0, "^the ranks differ in max_norm: .*1.0, rank 1 has 2.0"),
+        (1.0, 3.0, "^the ranks differ in norm_type: .*2.0, rank 1 has 3.0"),
+    ):
+        with pytest.raises(weft.WeftError, match=text):
+            weft.clip_grad_norm_(model.parameters(), *(most, p) if erring else (1.0, 2.0))
+    other = nn.Parameter(torch.ones(2, 2).to_sparse_csr())
+    if erring:
+        other.grad = other.detach().clone()
+    with pytest.raises(weft.WeftError, match=r"^rank 1: a gradient has layout torch\.sparse_csr"):
+        weft.clip_grad_norm_([other, *model.parameters()], 1.0)
+    assert all(each.grad is was for each, was in zip(model.parameters(), before, strict=True))
+    assert weft.clip_grad_norm_(model.parameters(), 1.0) > 1
+
+
+def test_clipping_tables_of_two_groups_tells_both_what_is_wrong():
+    def program(group):
+        pair, everyone = group.subset(sorted({0, group.rank or 1})), group
+        if group.rank == 2:
+            pair = group.subset([2])
+        model = nn.ModuleList(
+            weft.nn.ShardedEmbedding(4, 2, group=each) for each in (pair, everyone)
+        )
+        for table in model:
+            table(torch.tensor([3, 0])).sum().backward()
+        try:
+            weft.clip_grad_norm_(model.parameters(), -1.0 if group.rank == 0 else 1.0)
+        except weft.WeftError as error:
+            return str(error)
+
+    assert all("max_norm is -1.0 and norm_type 2.0" in each for each in run(3, program))
 
 
 @pytest.mark.parametrize("on", ["threads", "device"])

@@ -150,6 +150,66 @@ def leave_alone():
     assert table["exp_avg"].to_local().data_ptr() == held.data_ptr()
 
 
+class Peculiar(torch.optim.Optimizer):
+    """Counts its steps, and has a state of its own making, which has another optimizer's inside."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 0.1})
+        self.inner = torch.optim.SGD(self.param_groups, lr=0.1, momentum=0.5)
+        self.steps = 0
+
+    def step(self, closure=None):
+        self.steps += 1
+        self.inner.step()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if not self.state[parameter]:
+                    self.state[parameter] = {"seen": torch.zeros(len(parameter))}
+                self.state[parameter]["seen"] += 1 + parameter.grad.to_dense().sum()
+
+
+def test_state_that_is_made_leaves_no_trace():
+    with weft.init():
+        model = Model(7)
+        parts = weft.nn.shard_embeddings(model, min_rows=7)
+        made = torch.optim.NAdam(model.out.parameters(), lr=0.1), Peculiar(of_tables(model))
+        for each in made:
+            each.register_step_pre_hook(lambda *_: pytest.fail("a step was made"))
+        model(torch.tensor([[1, 2]])).sum().backward()
+        before = [(each.detach().clone(), each.grad) for each in model.parameters()]
+        rate = torch.optim.lr_scheduler.StepLR(made[0], 1)
+        state = weft.nn.sharded_state(parts, made)["optimizer"]["state"]
+        assert state["out.bias"]["mu_product"] == 1 and state["out.bias"]["step"] == 0
+        assert set(state["table.weight"]) == {"seen"}
+        for parameter, (value, gradient) in zip(model.parameters(), before, strict=True):
+            assert torch.equal(parameter, value) and parameter.grad is gradient
+            assert parameter.requires_grad
+        assert not any(each.state for each in (*made, made[1].inner))
+        assert made[1].steps == 0 and rate.last_epoch == 0
+
+
+def test_a_table_whose_gradient_is_said_to_be_sparse_may_be_with_adam_while_it_is_frozen():
+    with weft.init():
+        model = Model(7)
+        for weight in of_tables(model):
+            weight.requires_grad_(False)
+        adam = torch.optim.Adam(model.parameters())
+        kept = weft.nn.sharded_state(model, adam)["optimizer"]["state"]
+        assert kept["small.weight"]["exp_avg"].count_nonzero() == 0
+        assert not model.small.weight.requires_grad
+
+
+def test_a_training_that_goes_back_keeps_nothing_of_what_was_new_then():
+    with weft.init():
+        model, update = made(7, "momentum")
+        state = copy.deepcopy(weft.nn.sharded_state(model, update))
+        model(torch.tensor([[1, 2]])).sum().backward()
+        update.step()
+        assert len(update.state) == 4
+        weft.nn.load_sharded_state(model, update, state)
+        assert not update.state
+
+
 def momentum():
     model, update = made(7, "momentum")
     train(model, update, range(2))
@@ -205,6 +265,12 @@ def test_what_is_wrong_is_said():
         other, adam = made(7, "sparse adam and adamw")
         with pytest.raises(weft.WeftError, match="their groups of parameters differ"):
             weft.nn.load_sharded_state(other, adam, state)
+        lbfgs = torch.optim.LBFGS(model.parameters())
+        with pytest.raises(
+            weft.WeftError, match=r"LBFGS keeps nothing of a parameter of shape \(7"
+        ):
+            weft.nn.sharded_state(model, lbfgs)
+        assert not lbfgs.state and all(each.requires_grad for each in model.parameters())
         del state["optimizer"]["state"]["table.weight"]
         with pytest.raises(weft.WeftError, match=r"has nothing of 'table.weight', of which"):
             weft.nn.load_sharded_state(model, update, state)

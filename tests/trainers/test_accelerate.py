@@ -54,6 +54,7 @@ def program():
     accumulates(accelerator, rank)
     is_checked(accelerator)
     clips_shards()
+    has_state_of_shards()
     accelerator.end_training()
 
 
@@ -113,6 +114,24 @@ def clips_shards():
     reference(batch(0, 0, 1)).square().mean().backward()
     expected = nn.utils.clip_grad_norm_(reference.parameters(), 0.01)
     torch.testing.assert_close(norm, expected)
+    table = model.module.table
+    norm = accelerator.clip_grad_norm_([table.weight], 0.001)  # as of one of two optimizers
+    expected = nn.utils.clip_grad_norm_([reference.table.weight], 0.001)
+    torch.testing.assert_close(norm, expected)
+    accelerator.clip_grad_value_(model.parameters(), 1e-4)
+    nn.utils.clip_grad_value_(reference.parameters(), 1e-4)
+    rows = reference.table.weight.grad[table.first :][: len(table.weight)]
+    torch.testing.assert_close(table.weight.grad.to_dense(), rows)
+
+
+def has_state_of_shards():
+    """Of an optimizer that Accelerate has wrapped, and that has made no step."""
+    accelerator = weft.trainers.accelerate(Accelerator(cpu=True))
+    model = weft.nn.shard_embeddings(Model(), min_rows=50)
+    model, update = accelerator.prepare(model, torch.optim.NAdam(model.parameters()))
+    kept = weft.nn.sharded_state(model, update)["optimizer"]["state"]
+    assert kept["table.weight"]["exp_avg"].shape == (50, 4) and kept["out.bias"]["mu_product"] == 1
+    assert not update.state
 
 
 def test_sparse_gradients_are_carried_and_clipped_by_accelerate():

@@ -7,7 +7,7 @@ from .all_reduce import all_reduce
 from .all_to_all import all_to_all
 from .attempt import attempt
 from .barrier import barrier
-from .clip import clip_grad_norm_
+from .clip import clip_grad_norm_, clip_grad_value_
 from .exchange import exchange
 from .gradients import sync_grads
 from .overlap import Overlap, overlap_grads
@@ -22,6 +22,7 @@ __all__ = [
     "attempt",
     "barrier",
     "clip_grad_norm_",
+    "clip_grad_value_",
     "exchange",
     "overlap_grads",
     "remote_rows",

@@ -11,8 +11,8 @@ elements that attain it, in equal shares.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from ..agree import is_direct
 from ..devices import is_capturing, on_host
 from ..errors import entry
 from ..group import default
+from ..kernels.ops import OPS
 from ..schedules import dense, dense_all_reduce
 from ..sparse.request import op_name, travelling, wrong_wire_dtype
 from ..tensors import has_elements, lacking
@@ -32,6 +33,7 @@ from .rounding import narrowed
 from .staging import IN_A_GRAPH
 
 _NAME = "all_reduce"
+_DIFFERENTIABLE = ("sum", "avg", "min", "max")
 _EAGER = 8 << 10  # bytes of the largest tensor that travels in the opening exchange
 
 
@@ -77,7 +79,7 @@ def all_reduce(
     said = f"{tensor.dtype}" + (f", sent as {wire_dtype}" if wire_dtype else "")
     # all that follows, backward too, is of a tensor of the dtype that travels
     given = narrowed(tensor, travelling(tensor.dtype, wire_dtype))
-    reduction = _Reduction(group, _NAME, error, op=str(name), said=said)
+    reduction = Reduction(group, _NAME, error, op=str(name), fields={"dtype": said})
     return apply(reduction, [given])[0].to(tensor.dtype)
 
 
@@ -86,17 +88,17 @@ def _wrong(tensor: object, op: object, wire_dtype: object) -> str | None:
     if not isinstance(tensor, Tensor) or not has_elements(tensor):
         what = lacking(tensor) if isinstance(tensor, Tensor) else f"a {type(tensor).__name__}"
         return f"tensor is {what}: pass a strided tensor (sparse ones: weft.sparse_all_reduce)"
-    if not isinstance(op, str) or op not in dense.OPS:
-        return f"op {op!r} is unknown: use one of {', '.join(dense.OPS)} or a torch ReduceOp"
+    if not isinstance(op, str) or op not in OPS:
+        return f"op {op!r} is unknown: use one of {', '.join(OPS)} or a torch ReduceOp"
     if is_capturing(tensor.device):
         return IN_A_GRAPH
-    if op == "prod" and tensor.requires_grad and torch.is_grad_enabled():
-        return "op prod has no gradient here, and the tensor requires one: detach() it"
+    if op not in _DIFFERENTIABLE and tensor.requires_grad and torch.is_grad_enabled():
+        return f"op {op} has no gradient here, and the tensor requires one: detach() it"
     return wrong_wire_dtype(wire_dtype, tensor.dtype) or dense.refuses(op, tensor.dtype)
 
 
 @dataclass
-class _Reduction(Linear):
+class Reduction(Linear):
     """A reduction. A sum or an average is linear, and its own adjoint.
 
     An extremum is the sum of the elements that attain it, in equal shares: so it is linear, too,
@@ -104,17 +106,17 @@ class _Reduction(Linear):
 
     Attributes:
         op: its name.
-        said: of the dtype, and how it travels.
+        fields: what else must be the same on all ranks, by name.
         attains: of an extremum, where this rank's elements are that.
     """
 
     op: str = "sum"
-    said: str = ""
+    fields: Mapping[str, object] = field(default_factory=dict)
     attains: Tensor | None = None
 
-    def adjoint(self, name: str) -> _Reduction:
+    def adjoint(self, name: str) -> Reduction:
         op = self.op if self.attains is None else "sum"
-        return _Reduction(self.group, name, op=op, said=self.said)
+        return Reduction(self.group, name, op=op, fields=self.fields)
 
     def apply_adjoint(self, gradients: Sequence[Tensor]) -> Sequence[Tensor]:
         totals = super().apply_adjoint(gradients)
@@ -131,7 +133,7 @@ class _Reduction(Linear):
         eager = eager and on_host(given)
         fields: dict[str, object] = {"op": self.op}
         if self.error is None:
-            fields |= {"dtype": self.said, "shape": tuple(given.shape), "device": over.route}
+            fields |= {**self.fields, "shape": tuple(given.shape), "device": over.route}
         own = memory_of(given) if eager else b""
         place = fresh(tuple(given.shape), given.dtype, given.device)
         with opened(group, self.name, fields, self.error, mode=mode, own=own) as said:

@@ -1,8 +1,8 @@
-"""`clip_grad_norm_`: as torch's, for sparse and dense gradients together.
+"""`clip_grad_norm_` and `clip_grad_value_`: as torch's, for sparse and dense gradients together.
 
 A sparse gradient as backward leaves it may hold an index several times. Its rows are summed first:
-the norm is that of the gradient, not of the pieces it came in. Of a table that is cut over ranks,
-each has the gradient of its own rows: the norm is that of all of them.
+what is clipped is the gradient, not the pieces it came in. Of a table that is cut over ranks, each
+has the gradient of its own rows: the norm is that of all of them.
 """
 
 from __future__ import annotations
@@ -16,12 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import WeftError
+from ..errors import WeftError, entry
 from ..group.group import Group
-from .all_reduce import all_reduce
-from .named import Cut, local
+from .all_reduce import Reduction
+from .differentiable import apply
+from .named import groups_of_shards, local
 
 
+@entry
 @torch.no_grad()
 def clip_grad_norm_(
     parameters: Tensor | Iterable[Tensor] | nn.Module,
@@ -34,13 +36,12 @@ def clip_grad_norm_(
 
     It is local and sends nothing: after `weft.sync_grads` all ranks have the same gradients, and so
     the same norm. But if gradients are DTensors, such as those of FSDP2, it is collective over
-    their mesh; if a module has sharded tables of `weft.nn`, over their group. The norm is then that
-    of the whole tensors.
+    their mesh; if there are weights of sharded tables of `weft.nn`, over their group. The norm is
+    then that of the whole tensors.
 
     Args:
-        parameters: parameters, or a module; with sharded tables it must be the module. Gradients
-            are dense or sparse COO, on any devices; sparse ones are coalesced. Parameters without a
-            gradient do not count.
+        parameters: parameters, or a module. Gradients are dense or sparse COO, on any devices;
+            sparse ones are coalesced. Parameters without a gradient do not count.
         max_norm: the largest norm that is allowed.
         norm_type: the p of the p-norm; may be `math.inf` or "inf".
         error_if_nonfinite: raise if the norm is infinite or NaN; else gradients are scaled by it.
@@ -51,9 +52,13 @@ def clip_grad_norm_(
         The norm before scaling, a tensor without dimensions; 0.0 if there is no gradient.
 
     Raises:
-        WeftError: `parameters` are not parameters, or an exhausted generator; `max_norm` or
-            `norm_type` is not a number that a norm can have; a gradient has another layout; or the
-            norm is not finite and `error_if_nonfinite` is true.
+        WeftError: `parameters` are not parameters, or an exhausted generator; raised on this rank
+            alone. `max_norm` or `norm_type` is not a number that a norm can have, or a gradient has
+            another layout; with sharded tables also, the ranks' `max_norm` or `norm_type` differ:
+            then it is the same text on every rank of their group, and the next call works. The norm
+            is not finite and `error_if_nonfinite` is true.
+        WireError: with sharded tables: a peer or a link failed; names the culprit. The group is
+            lost.
 
     Example:
         >>> import torch, weft
@@ -64,47 +69,75 @@ def clip_grad_norm_(
         >>> table.weight.grad.coalesce().values().norm()
         tensor(1.0000)
     """
-    try:
-        most, p = float(max_norm), float(norm_type)
-        wrong = math.isnan(most) or most < 0 or math.isnan(p) or p <= 0
-    except (TypeError, ValueError):
-        wrong = True
-    if wrong:
-        raise WeftError(
-            f"max_norm is {max_norm} and norm_type {norm_type}: the first must be at least 0 and "
-            "the second above it"
-        )
-    values: list[Tensor] = []
-    shards = _shards(parameters)
-    over: dict[Group, list[Tensor]] = {group: [] for group in shards.values()}
-    norms: list[Tensor] = []
-    for parameter in dict.fromkeys(_given(parameters)):
-        gradient = parameter.grad
-        if gradient is None:
-            continue
-        if gradient.layout == torch.sparse_coo:
-            parameter.grad = gradient = gradient.coalesce()
-            values.append(gradient._values())
-        elif gradient.layout == torch.strided:
-            values.append(gradient)
-        else:
-            raise WeftError(f"a gradient has layout {gradient.layout}: use strided or sparse COO")
-        if values[-1].numel():
-            group = shards.get(parameter)
-            (norms if group is None else over[group]).append(_norm(values[-1], p))
-    norms += [_norm_over(group, some, p) for group, some in over.items()]
+    given = list(dict.fromkeys(_given(parameters)))
+    groups = groups_of_shards(given)
+    error = _wrong_norm(max_norm, norm_type) or _wrong_layout(given)
+    if error and not groups:
+        raise WeftError(error)
+    values: dict[Tensor, Tensor] = {}
+    parts: dict[Group, list[Tensor]] = {group: [] for group in groups.values()}
+    if error is None:
+        for parameter in given:
+            gradient = _values(parameter)
+            if gradient is not None:
+                values[parameter] = gradient
+                if parameter in groups:
+                    parts[groups[parameter]].append(gradient)
+    # first of all what may raise an error on all ranks: the norm of a DTensor has others wait
+    norms_of_shards = _norms_over(parts, max_norm, norm_type, error)
+    whole = [each for parameter, each in values.items() if parameter not in groups]
+    norms = [_norm(each, float(norm_type)) for each in whole if each.numel()] + norms_of_shards
     if not norms:
         return torch.tensor(0.0)
-    device = norms[0].device
-    widest = torch.float64 if any(n.dtype is torch.float64 for n in norms) else torch.float32
-    total: Tensor = torch.linalg.vector_norm(
-        torch.stack([norm.to(device, widest) for norm in norms]), p
-    )
+    total = _joined(norms, float(norm_type))
     if error_if_nonfinite and not total.isfinite():
         raise WeftError(f"the norm of the gradients is {total.item()}: it cannot be clipped")
     clip: Any = nn.utils.clip_grads_with_norm_  # which asks for nothing but `.grad`
-    clip([SimpleNamespace(grad=local(each)) for each in values], most, total, foreach)
+    gradients = [SimpleNamespace(grad=local(each)) for each in values.values()]
+    clip(gradients, float(max_norm), total, foreach)
     return total
+
+
+@torch.no_grad()
+def clip_grad_value_(
+    parameters: Tensor | Iterable[Tensor] | nn.Module,
+    clip_value: float,
+    foreach: bool | None = None,
+) -> None:
+    """Set each element of the gradients that is above `clip_value`, or below its negative, to it.
+
+    It is local and sends nothing, whatever is cut over ranks.
+
+    Args:
+        parameters, foreach: as for `weft.clip_grad_norm_`.
+        clip_value: the largest magnitude that is allowed.
+
+    Raises:
+        WeftError: as for `weft.clip_grad_norm_`, but on this rank alone; or `clip_value` is
+            negative or no number.
+
+    Example:
+        >>> import torch, weft
+        >>> table = torch.nn.Embedding(10, 1, sparse=True)
+        >>> table(torch.tensor([3, 3, 7])).sum().backward()  # 3 twice: its gradient is 2
+        >>> weft.clip_grad_value_(table, 1.5)
+        >>> table.weight.grad.coalesce().values().flatten()
+        tensor([1.5000, 1.0000])
+    """
+    given = list(dict.fromkeys(_given(parameters)))
+    most = _number(clip_value)
+    if not most >= 0:
+        raise WeftError(f"clip_value is {clip_value}: it must be at least 0")
+    if error := _wrong_layout(given):
+        raise WeftError(error)
+    by_type: dict[type[Tensor], list[SimpleNamespace]] = {}  # torch takes no DTensors with others
+    for parameter in given:
+        values = _values(parameter)
+        if values is not None:
+            by_type.setdefault(type(values), []).append(SimpleNamespace(grad=values))
+    clip: Any = nn.utils.clip_grad_value_  # which asks for nothing but `.grad`
+    for gradients in by_type.values():
+        clip(gradients, most, foreach)
 
 
 def _given(parameters: object) -> list[Tensor]:
@@ -126,19 +159,39 @@ def _given(parameters: object) -> list[Tensor]:
     return found
 
 
-def _shards(parameters: object) -> dict[Tensor, Group]:
-    """The parameters of a module of which each rank has a part, and among which ranks."""
-    parts = parameters.modules() if isinstance(parameters, nn.Module) else ()
-    return {part.weight: part._group() for part in parts if isinstance(part, Cut)}
+def _number(given: object) -> float:
+    """A number; NaN if it is none."""
+    try:
+        return float(given)  # type: ignore[arg-type]  # what is no number raises
+    except (TypeError, ValueError):
+        return math.nan
 
 
-def _norm_over(group: Group, norms: Sequence[Tensor], p: float) -> Tensor:
-    """The p-norm of what the ranks have the norms of; collective."""
-    here = [norm.to(norms[0].device) for norm in norms] or [torch.zeros(())]
-    own = torch.stack(here).cpu().double()  # all in one copy
-    if math.isinf(p):
-        return all_reduce(own.amax(), "max", group).float()
-    return all_reduce((own**p).sum(), "sum", group).pow(1 / p).float()
+def _wrong_norm(max_norm: object, norm_type: object) -> str | None:
+    """What is wrong with what a caller passed, or None."""
+    if _number(max_norm) >= 0 and _number(norm_type) > 0:
+        return None
+    return (
+        f"max_norm is {max_norm} and norm_type {norm_type}: the first must be at least 0 and "
+        "the second above it"
+    )
+
+
+def _wrong_layout(parameters: Sequence[Tensor]) -> str | None:
+    """Which gradient cannot be clipped, or None."""
+    for parameter in parameters:
+        layout = torch.strided if parameter.grad is None else parameter.grad.layout
+        if layout not in (torch.strided, torch.sparse_coo):
+            return f"a gradient has layout {layout}: use strided or sparse COO"
+    return None
+
+
+def _values(parameter: Tensor) -> Tensor | None:
+    """The numbers of a gradient, in its memory; a sparse one is coalesced. None: there is none."""
+    if parameter.grad is None or parameter.grad.layout == torch.strided:
+        return parameter.grad
+    parameter.grad = parameter.grad.coalesce()
+    return parameter.grad._values()
 
 
 def _norm(values: Tensor, p: float) -> Tensor:
@@ -148,3 +201,45 @@ def _norm(values: Tensor, p: float) -> Tensor:
     whole = getattr(norm, "full_tensor", lambda: norm)  # of a DTensor
     number: Tensor = whole()
     return number
+
+
+def _norms_over(
+    parts: dict[Group, list[Tensor]], max_norm: object, norm_type: object, error: str | None
+) -> list[Tensor]:
+    """The norm of the values that the ranks of each group have; collective over each of them.
+
+    Raises:
+        WeftError: some rank's arguments are wrong, or differ. All groups have heard of it by then.
+    """
+    p = _number(norm_type)
+    fields = {"max_norm": _number(max_norm), "norm_type": p}
+    found = []
+    raised: WeftError | None = None
+    for group, values in parts.items():
+        norms = [_norm(each, p) for each in values if each.numel()] or [torch.zeros(())]
+        own = torch.stack([norm.to(norms[0].device) for norm in norms]).cpu().double()  # one copy
+        if math.isinf(p):
+            reduction = Reduction(group, "clip_grad_norm_", error, op="max", fields=fields)
+            own = own.amax()
+        else:
+            reduction = Reduction(group, "clip_grad_norm_", error, op="sum", fields=fields)
+            own = (own**p).sum()
+        try:
+            total = apply(reduction, [own])[0]
+        except WeftError as first:
+            raised = raised or first
+            error = error or str(first)
+        else:
+            found.append((total if math.isinf(p) else total.pow(1 / p)).float())
+    if raised is not None:
+        raise raised
+    return found
+
+
+def _joined(norms: Sequence[Tensor], p: float) -> Tensor:
+    """The p-norm of what these are the norms of, on the device of the first."""
+    widest = torch.float64 if any(n.dtype is torch.float64 for n in norms) else torch.float32
+    total: Tensor = torch.linalg.vector_norm(
+        torch.stack([norm.to(norms[0].device, widest) for norm in norms]), p
+    )
+    return total

@@ -9,9 +9,11 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
+import threading
+import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -70,9 +72,31 @@ class Cut(nn.Module, ABC):
 
     weight: nn.Parameter
 
+    def __new__(cls, *_: Any, **__: Any) -> Self:
+        """Also what `copy` and `pickle` begin with: from here on the weight is known as a shard."""
+        made = super().__new__(cls)
+        with _lock:
+            _alive.add(made)
+        return made
+
     @abstractmethod
     def _group(self) -> Group:
         """Of the ranks that have the rows."""
+
+
+_alive: weakref.WeakSet[Cut] = weakref.WeakSet()  # of this process; ranks may be threads
+_lock = threading.RLock()  # again by the same thread, where a garbage collection makes a module
+
+
+def groups_of_shards(given: Sequence[Tensor]) -> dict[Tensor, Group]:
+    """Those of some parameters of which each rank has other rows, each with the ranks' group.
+
+    A shard is known by itself, from wherever a caller has it: a module's weight may be another
+    object by now than when the module was made, so it is asked for.
+    """
+    with _lock:
+        found = {vars(each).get("_parameters", {}).get("weight"): each for each in _alive}
+    return {each: found[each]._group() for each in given if each in found}
 
 
 def parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

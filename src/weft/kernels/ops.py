@@ -1,6 +1,7 @@
 """The reductions: what each is called, what combines two values, and which values it takes.
 
-To add an operation: one entry in `OPS`; kernels, algorithms and tests find it there.
+To add an operation: one entry in `OPS`; kernels, algorithms, dense reductions and tests find it
+there.
 """
 
 from __future__ import annotations
@@ -34,14 +35,15 @@ class Op:
 
     Attributes:
         name: "sum", "prod", ...; for a callable its kind and qualified name.
-        function: combines two tensors of equal shape `[n, *row_shape]` row by row; the left
-            operand comes from the lower rank, or from earlier in the input.
+        function: combines two tensors of equal shape `[n, *row_shape]`, and changes neither: those
+            of `OPS` element by element, since parts of rows are reduced, too; a caller's row by
+            row. The left operand comes from the lower rank, or from earlier in the input.
         takes: the dtypes of values that can be reduced; None: all of `DTYPES`.
         instead: for values of other dtypes, what to do instead; for the error.
         rounds: whether the result of two values may need more digits than they have.
         mean: the result is divided by the size of the group at the end.
         neutral_of: what `neutral` returns, by the dtype; None: no value is neutral, as far as is
-            known.
+            known, and algorithms that need one are not taken.
         builtin: True for the operations named here, whose kernels may be compiled, which are
             associative up to rounding and commutative; False for a caller's function, which is
             only promised to be associative.

@@ -19,6 +19,7 @@ from .layer import Layer
 from .partition import Partition
 from .repartition import Repartition
 from .scatter import Gather, Scatter
+from .spec import Spec
 from .zero_volume import ZeroVolumeCorrector, zero_volume_tensor
 
 if _typing.TYPE_CHECKING:
@@ -45,6 +46,7 @@ __all__ = [
     "Scatter",
     "ShardedEmbedding",
     "ShardedEmbeddingBag",
+    "Spec",
     "SumReduce",
     "ZeroVolumeCorrector",
     "from_dtensor",

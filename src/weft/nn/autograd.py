@@ -27,7 +27,7 @@ from ..devices import is_capturing
 from ..errors import WeftError, entry
 from ..grid import Shape
 from ..group.group import Group
-from ..tensors import as_bytes, plain
+from ..tensors import as_bytes, in_format_of, plain
 from .executor import assemble, execute, has_addition
 from .handshake import Statement, handshake, payload_of
 from .spec import Spec, planned
@@ -171,7 +171,7 @@ class Call:
             y = execute(plan, local, group.on(local.device, self.ranks))
         if group.rank not in plan.want.shapes:
             y = y.new_empty(self.nothing)
-        return Moved(self, said, dtype, needs, y)
+        return Moved(self, said, dtype, needs, in_format_of(x, y))
 
     def _error(self, x: Any) -> str | None:
         """What is wrong with this rank's own tensor, or None."""

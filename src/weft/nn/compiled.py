@@ -26,6 +26,7 @@ from torch.fx.node import has_side_effect
 from .._torch import without_modes
 from ..errors import WeftError
 from ..grid import Shape
+from ..tensors import in_format_of
 from .autograd import Call
 from .layer import Layer
 from .spec import Spec, planned
@@ -135,12 +136,12 @@ def _foreseen(spec: Spec, shape: Shape) -> Shape:
 
 @_move.register_fake
 def _(x: Tensor, key: int, needs: bool) -> Tensor:
-    return x.new_empty(_foreseen(spec_of(key), tuple(x.shape)))
+    return in_format_of(x, x.new_empty(_foreseen(spec_of(key), tuple(x.shape))))
 
 
 @_move_back.register_fake
 def _(grad: Tensor, key: int, shape: Sequence[int]) -> Tensor:
-    return grad.new_empty(tuple(shape))
+    return in_format_of(grad, grad.new_empty(tuple(shape)))
 
 
 def _setup(ctx: Any, inputs: tuple[Tensor, int, bool], output: Tensor) -> None:

@@ -1,10 +1,11 @@
 """HaloExchange: every rank's shard with margins, which hold the adjacent values of its neighbours.
 
 The boxes that the ranks receive overlap. So the adjoint adds the gradient of a margin to that of
-the elements from which the margin was copied. A rank receives from all neighbours at once, also
-from those across corners. At the edge of the tensor `boundary` says what the margin holds: zeros,
-the values at the other end of the tensor ("periodic"), or its mirror image ("reflect", which does
-not repeat the edge). In the plan the last two are further images of the same elements.
+the elements from which the margin was copied. A rank receives from all ranks whose shards a margin
+reaches at once, also from those across corners. At the edge of the tensor `boundary` says what the
+margin holds: zeros, the values at the other end of the tensor ("periodic"), or its mirror image
+("reflect", which does not repeat the edge); a margin that is wider than the tensor holds that again
+and again. In the plan the last two are further images of the same elements.
 
 Use it before a convolution or a stencil: each rank then computes its part without padding. Source:
 Hewett and Grady (arXiv 2006.03108), on the halo exchange.
@@ -86,7 +87,6 @@ class HaloSpec(Spec):
         inner = {rank: self._within(rank, shape) for rank, shape in shapes.items()}
         lengths = fitting(name, cells, inner, dims)
         widths = {rank: self._widths(rank, len(lengths)) for rank in cells}
-        self._check(lengths, widths)
         held = shards(cells, lengths, dims)
         wanted = {
             rank: Box(
@@ -100,6 +100,7 @@ class HaloSpec(Spec):
             (max(w[dim][0] for w in widths.values()), max(w[dim][1] for w in widths.values()))
             for dim in range(len(lengths))
         ]
+        self._check(extents, most)
         pieces = []
         for rank, box in sorted(held.items()):
             # where the shard begins in what the rank brings
@@ -130,45 +131,42 @@ class HaloSpec(Spec):
     def _images(
         self, start: int, stop: int, extent: int, width: tuple[int, int]
     ) -> list[tuple[int, int, int]]:
-        """The images of a range of the tensor: (start, stop, first index in the shard) of each."""
-        found = [(start, stop, 0)]
-        before, after = width
-        if self.boundary == "periodic":
-            low = max(start, extent - before)  # what lies before the tensor is its end
-            high = min(stop, after)
-            found += [(low - extent, stop - extent, low - start)] * (low < stop)
-            found += [(start + extent, high + extent, 0)] * (start < high)
-        if self.boundary == "reflect":  # backwards, so one by one
-            mirrored = [(at, -at) for at in range(1, before + 1)]
-            mirrored += [(extent - 1 - k, extent - 1 + k) for k in range(1, after + 1)]
-            found += [(seen, seen + 1, at - start) for at, seen in mirrored if start <= at < stop]
+        """The images of a range of the tensor: (start, stop, first index in the shard) of each.
+
+        Args:
+            start, stop: the range.
+            extent: of the tensor.
+            width: how far images reach before and behind the tensor, at most.
+        """
+        if self.boundary == "zero" or start == stop:
+            return [(start, stop, 0)]
+        first, last = -width[0], extent + width[1]
+        # a mirror image goes back to the other edge, and neither edge is repeated
+        period = extent if self.boundary == "periodic" else max(1, 2 * (extent - 1))
+        found = []
+        for shift in range(first // period * period, last, period):
+            low = max(start + shift, first)
+            high = min(stop + shift, last)
+            if low < high:
+                found.append((low, high, low - shift - start))
+            if self.boundary == "reflect":  # backwards, so one by one
+                inner = range(max(start, 1), min(stop, extent - 1))
+                mirrored = ((shift + period - at, at - start) for at in inner)
+                found += [(seen, seen + 1, at) for seen, at in mirrored if first <= seen < last]
         return found
 
-    def _check(self, lengths: Sequence[Shape], widths: Mapping[int, Widths]) -> None:
-        """Check that one neighbour can fill each margin.
+    def _check(self, extents: Sequence[int], widths: Sequence[tuple[int, int]]) -> None:
+        """Check that there is something to fill the margins with.
 
         Raises:
-            WeftError: a margin is wider than that rank's shard.
+            WeftError: a margin is to hold images of a tensor that has nothing.
         """
-        for rank, cell in self.partition.cells.items():
-            for dim, each in enumerate(lengths):
-                place = cell[dim] if dim < len(cell) else 0
-                for width, beside in zip(widths[rank][dim], (place - 1, place + 1), strict=True):
-                    edge = not 0 <= beside < len(each)
-                    if not width or (edge and self.boundary == "zero"):
-                        continue
-                    mirror = edge and self.boundary == "reflect"
-                    filler = place if mirror else beside % len(each)
-                    if width <= each[filler] - mirror:
-                        continue
-                    cells = self.partition.cells.items()
-                    who = next(rank for rank, cell in cells if cell[dim] == filler)
-                    beyond = ", without its edge, which a reflection does not repeat" * mirror
-                    raise WeftError(
-                        f"{self.name}: a halo of {width} in dimension {dim} is wider than the "
-                        f"shard of rank {who}, which has {each[filler]} there{beyond}: use fewer "
-                        "ranks or a narrower halo"
-                    )
+        for dim, (extent, width) in enumerate(zip(extents, widths, strict=True)):
+            if self.boundary != "zero" and not extent and any(width):
+                raise WeftError(
+                    f"{self.name}: a halo of {max(width)} in dimension {dim} is to be "
+                    f"{self.boundary}, and the tensor has nothing there: use the boundary zero"
+                )
 
 
 class HaloExchange(Layer):
@@ -176,7 +174,9 @@ class HaloExchange(Layer):
 
     Input: this rank's shard, of any dtype, and of any lengths that fit together. Output: the shard
     with its margins: `before + length + after` in each dimension, also at the edges of the tensor.
-    Adjoint: adds the gradients of the margins to those of the elements they are copies of.
+    Margins may be wider than shards, and shards may be empty: a margin is filled from all shards
+    that it reaches. Adjoint: adds the gradients of the margins to those of the elements they are
+    copies of.
 
     If the widths differ between ranks, as a kernel with a stride needs it, pass a function of the
     cell as `width`.
@@ -188,15 +188,16 @@ class HaloExchange(Layer):
             each dimension of the grid an integer or a pair (before, after). A function that returns
             such a sequence, or an integer, for a cell of the grid: every rank calls it for all
             cells.
-        boundary: what margins at the edges of the tensor hold: "zero", "periodic" or "reflect".
+        boundary: what margins at the edges of the tensor hold: "zero", "periodic" or "reflect", as
+            "constant", "wrap" and "reflect" of `numpy.pad`.
         shape: None, or the shape of the whole tensor, cut in the balanced way; checked.
         padded: whether the input has the margins already. Then their content is ignored, and the
             output, of the same shape, has them filled.
 
     Raises:
         WeftError: a width is negative or missing, or the boundary is unknown. From a call: the
-            shards do not fit together, a margin is wider than the shard that fills it, or the
-            ranks' layers have different widths.
+            shards do not fit together, the ranks' layers have different widths, or the boundary is
+            not "zero" and the whole tensor is empty.
 
     Example:
         >>> import torch, weft

@@ -18,10 +18,10 @@ class Layer(torch.nn.Module):
     """A movement of data as a module, without parameters.
 
     `layer(x)` is collective among the ranks that take part. Other ranks pass a tensor without
-    elements, get one, and wait for nobody. The result is a new tensor on the device of the input.
-    The inputs of the ranks that take part must be on the same kind of device, also those without
-    elements. The `state_dict` is empty. The layer can be pickled, unless its partition is of a
-    `weft.Group`.
+    elements, get one, and wait for nobody. The result is a new tensor on the device of the input,
+    in the memory format `channels_last` or `channels_last_3d` if the input is in that. The inputs
+    of the ranks that take part must be on the same kind of device, also those without elements. The
+    `state_dict` is empty. The layer can be pickled, unless its partition is of a `weft.Group`.
 
     Attributes:
         spec: what moves where.

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, Literal, NamedTuple
 
 from ..grid import Box, Shape, whole
@@ -58,7 +58,7 @@ class SliceSpec(Spec):
         lengths: of the parts that tensors are cut into, for each dimension; None: balanced.
     """
 
-    movement: Movement
+    movement: Movement = field(repr=False)  # whose name is that of the call
     partition: Partition
     dims: Shape
     lengths: CheckedLengths = None

@@ -4,8 +4,9 @@ A spec has partitions and arguments. From the shapes of the ranks' tensors it ma
 integers only. So every rank makes the same plan, or raises the same error. A layer is a
 torch.nn.Module with a spec; its adjoint is the transpose of the plan.
 
-To add a layer, subclass `Spec`, define `plan`, and put a `Layer` around it. A layer that works
-within the slices of one grid is a `Movement` (`slices`).
+To add a layer, subclass `Spec`, define `plan`, and put a `Layer` around it
+(docs/to-write-a-layer.md). A layer that works within the slices of one grid is a `Movement`
+(`slices`).
 """
 
 from __future__ import annotations
@@ -30,7 +31,12 @@ CheckedLengths = tuple[Shape | None, ...] | None
 
 @dataclass(frozen=True)
 class Spec(abc.ABC):
-    """What moves between which ranks, but for the sizes.
+    """What a layer moves between which ranks, but for the sizes: the base class for those of yours.
+
+    A subclass is a frozen dataclass, with a `name` and a `plan`. Its fields are the layer's
+    arguments: at least one `weft.Partition`, whose ranks pass a tensor if it is the first, and what
+    else there is, hashable. Every call compares all of them between the ranks that take part: these
+    are the ranks of all its partitions. `docs/to-write-a-layer.md` has an example.
 
     Attributes:
         shape: the shape of the whole tensor, if the caller gave it; every call checks it.
@@ -52,18 +58,30 @@ class Spec(abc.ABC):
 
     @abc.abstractmethod
     def plan(self, shapes: Mapping[int, Shape]) -> Plan:
-        """The plan for the ranks of one group, given the shapes of the tensors that ranks pass.
+        """The plan, given the shapes of the tensors that ranks pass.
+
+        Every rank that takes part makes it, from the fields and these shapes alone. So all make the
+        same one, or raise the same error.
+
+        Args:
+            shapes: by rank, ascending.
 
         Raises:
             WeftError: the shapes do not fit together.
         """
 
     def inputs(self, rank: int, shape: Shape) -> Mapping[int, Shape]:
-        """The shapes of the inputs in a rank's group, given that of the whole tensor."""
+        """The shapes of the inputs in a rank's group, given that of the whole tensor.
+
+        Only needed where a caller gives `shape`, or `Layer.plan` a shape.
+        """
         raise NotImplementedError
 
     def output(self, rank: int, shape: Shape) -> Shape | None:
-        """The shape of a rank's output, if it follows from that of its own input; else None."""
+        """The shape of a rank's output, if it follows from that of its own input; else None.
+
+        torch.compile asks it where no `shape` was given.
+        """
         return None
 
     def _connected(self) -> Iterable[Sequence[int]]:
@@ -71,8 +89,13 @@ class Spec(abc.ABC):
         return [[rank for each in self.partitions for rank in each.ranks]]
 
     def settings(self) -> str:
-        """The arguments besides the partitions, as text that the ranks compare."""
-        told = {name: getattr(self, name, None) for name in ("dims", "lengths", "shape")}
+        """The arguments besides the partitions, as text that the ranks compare.
+
+        They are all fields, but those with `repr=False`, or None.
+        """
+        names = [each.name for each in fields(self) if each.repr and each.name not in self._grids]
+        own = [name for name in names if name != "shape"]
+        told = {name: getattr(self, name) for name in (*own, "shape")}
         return ", ".join(f"{name}={value}" for name, value in told.items() if value is not None)
 
     def batched(self, extent: int) -> Spec:
@@ -141,9 +164,19 @@ def planned(spec: Spec, shapes: tuple[tuple[int, Shape], ...]) -> Plan:
     """The plan for these shapes, which all ranks stated in this call.
 
     Raises:
-        WeftError: the shapes do not fit together, or do not fit `shape`.
+        WeftError: the shapes do not fit together, or do not fit `shape`; or the spec, one of a
+            program's own, raises another exception, or makes no plan: as all ranks do, or none.
     """
-    plan = spec.__dict__["latest"] = _planned(spec.integers, shapes)
+    try:
+        plan = _planned(spec.integers, shapes)
+    except (WeftError, MemoryError):  # memory lacks on one rank alone
+        raise
+    except Exception as error:
+        raise WeftError(
+            f"{spec.name} makes no plan for tensors of these shapes, by rank, {dict(shapes)}: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    spec.__dict__["latest"] = plan
     return plan
 
 
@@ -157,7 +190,10 @@ def _planned(spec: Spec, shapes: tuple[tuple[int, Shape], ...]) -> Plan:
                 f"rank {rank}: {spec.name} was told of a tensor of which this rank has "
                 f"{told[rank]}, and it brings {shape}: pass that, or another shape="
             )
-    return spec.plan(found)
+    plan = spec.plan(found)
+    if not isinstance(plan, Plan):
+        raise TypeError(f"plan() gave a {type(plan).__name__} and not a weft.plan.Plan")
+    return plan
 
 
 # How tensors are cut

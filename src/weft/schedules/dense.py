@@ -27,6 +27,7 @@ from ..devices import on_host
 from ..errors import WeftError
 from ..group.group import Group
 from ..group.pending import Pending
+from ..kernels.ops import OPS, Op
 from ..tensors import flattened
 
 SMALL = 1 << 13  # bytes that every rank rather sends whole to all others
@@ -40,27 +41,20 @@ _SCATTER = (1 << 16, 1 << 19)
 _GATHER = (1 << 17, 1 << 20)
 _LANE = "lane of the last reduction in parts"  # of a group's state
 
-OPS: dict[str, Callable[..., Tensor]] = {
-    "sum": torch.add,
-    "avg": torch.add,  # then divided by how many there are
-    "min": torch.minimum,
-    "max": torch.maximum,
-    "prod": torch.mul,
-    "band": torch.bitwise_and,
-    "bor": torch.bitwise_or,
-    "bxor": torch.bitwise_xor,
-}
-
 # torch's arithmetic lacks these; seen as signed integers they add and multiply to the same bits
 _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+_SAME_BITS = (torch.add, torch.mul, torch.bitwise_and, torch.bitwise_or, torch.bitwise_xor)
+_EXTREMA = {OPS["min"].function: torch.minimum, OPS["max"].function: torch.maximum}
+_OF_BOOLS = {torch.add: torch.logical_or, torch.mul: torch.logical_and}
+_IN_PLACE = (*_SAME_BITS, *_EXTREMA)  # functions that serve here for every dtype, with `out`
 
 
 def dense_all_reduce(group: Group, tensor: Tensor, op: str) -> Pending:
     """Start reducing `tensor` (contiguous, CPU) over all ranks, in place.
 
-    Every rank gets the same bits. `op` is "sum", "avg" (of floating point and complex numbers),
-    "min", "max", "prod", "band", "bor" or "bxor"; int16 and float16 work here even where the
-    wire below refuses them. `wait()` returns `[tensor]`.
+    Every rank gets the same bits. `op` is one of `weft.kernels.OPS`; "avg" is of floating point and
+    complex numbers; int16 and float16 work here even where the wire below refuses them. `wait()`
+    returns `[tensor]`.
 
     Ranks begin reductions in the same order, and wait for them in the same order; up to two may
     be under way.
@@ -215,13 +209,20 @@ class _Parts(_Reduction):
         return own
 
 
-@functools.cache
 def refuses(op: str, dtype: torch.dtype) -> str | None:
     """Why tensors of this dtype cannot be reduced by this op, or None if they can."""
     if op not in OPS:
         return f"op {op!r} is unknown: use one of {', '.join(OPS)}"
-    if op == "avg" and not (dtype.is_floating_point or dtype.is_complex):
-        return f"op avg is for floating point, the tensor is {dtype}: sum, then divide"
+    return _refuses(op, OPS[op], dtype)
+
+
+@functools.cache
+def _refuses(op: str, found: Op, dtype: torch.dtype) -> str | None:
+    """The same for an op that there is."""
+    if found.mean and not (dtype.is_floating_point or dtype.is_complex):
+        return f"op {op} is for floating point, the tensor is {dtype}: sum, then divide"
+    if found.function not in _IN_PLACE and (reason := found.refuses(dtype)):
+        return reason
     try:
         one = torch.zeros(1, dtype=dtype, device="cpu")
         reduce([one, one], op, one)
@@ -236,20 +237,25 @@ def reduce(parts: Sequence[Tensor], op: str, out: Tensor) -> None:
     Args:
         parts: 1-D, of the size of `out` in bytes, in rank order; they may be read-only memory, and
             are not changed.
-        op: one of `OPS`.
+        op: one of `weft.kernels.OPS`.
         out: contiguous; may be one of the parts.
     """
-    combine, dtype, mean = _combine(op, out.dtype), out.dtype, op == "avg"
+    dtype = out.dtype
+    mean = OPS[op].mean
+    combine = _combine(OPS[op], dtype)
     into = flattened(out).view(_SIGNED.get(dtype, dtype))
     seen = [part.view(into.dtype) for part in parts]
     if not len(into):
         return
+    narrow = dtype.is_floating_point and dtype.itemsize <= 2
     if len(seen) == 1:
         into.copy_(seen[0])
-    elif dtype.is_floating_point and dtype.itemsize <= 2:
+    elif narrow or OPS[op].function not in _IN_PLACE:
         step = BLOCK if on_host(into) else len(into)
         for start in range(0, len(into), step):
-            blocks = (part[start : start + step].float() for part in seen)
+            blocks = [part[start : start + step] for part in seen]
+            if narrow:
+                blocks = [block.float() for block in blocks]
             total = functools.reduce(combine, blocks)
             into[start : start + step] = total.div_(len(seen)) if mean else total
     else:
@@ -263,31 +269,38 @@ def reduce(parts: Sequence[Tensor], op: str, out: Tensor) -> None:
             into.div_(len(seen))
 
 
-def _combine(op: str, dtype: torch.dtype) -> Callable[..., Tensor]:
+def _combine(op: Op, dtype: torch.dtype) -> Callable[..., Tensor]:
     """How two contributions combine."""
-    if op in ("min", "max") and dtype in _SIGNED:
-        return functools.partial(_unsigned_extremum, op)
-    if op in ("min", "max") and dtype.is_floating_point:
-        return functools.partial(_extremum, op)
-    if dtype is torch.bool:
-        return {"sum": torch.logical_or, "prod": torch.logical_and}.get(op, OPS[op])
-    return OPS[op]
+    if dtype is torch.bool and op.function in _OF_BOOLS:
+        return _OF_BOOLS[op.function]
+    choose = _EXTREMA.get(op.function)
+    if choose is not None and dtype in _SIGNED:
+        return functools.partial(_unsigned_extremum, choose)
+    if choose is not None and dtype.is_floating_point:
+        return functools.partial(_extremum, choose)
+    return choose or op.function
 
 
-def _unsigned_extremum(op: str, left: Tensor, right: Tensor, *, out: Tensor) -> Tensor:
+def _unsigned_extremum(
+    choose: Callable[..., Tensor], left: Tensor, right: Tensor, *, out: Tensor
+) -> Tensor:
     """Of unsigned numbers that are seen as signed: flipping the top bit turns the order around."""
     top = torch.iinfo(left.dtype).min
-    return torch.bitwise_xor(OPS[op](left ^ top, right ^ top), top, out=out)
+    return torch.bitwise_xor(choose(left ^ top, right ^ top), top, out=out)
 
 
-def _extremum(op: str, left: Tensor, right: Tensor, *, out: Tensor | None = None) -> Tensor:
+def _extremum(
+    choose: Callable[..., Tensor], left: Tensor, right: Tensor, *, out: Tensor | None = None
+) -> Tensor:
     """torch's choice but for the sign of a zero, which torch chooses by where it lies.
 
-    A minimum is negative where either is, but for a NaN; a maximum where both are.
+    A minimum is negative where either is, but for a NaN; a maximum where both are. It takes less
+    memory than the entries of `OPS`, which leave the sign of a NaN.
     """
     bits = torch.int32 if left.dtype is torch.float32 else torch.int64
     one, two, sign = left.view(bits), right.view(bits), torch.iinfo(bits).min
-    signs = (one | two).bitwise_and_(sign) if op == "min" else (one & two).bitwise_or_(~sign)
-    found = OPS[op](left, right, out=out)
-    join = torch.bitwise_or if op == "min" else torch.bitwise_and
+    is_least = choose is torch.minimum
+    signs = (one | two).bitwise_and_(sign) if is_least else (one & two).bitwise_or_(~sign)
+    found = choose(left, right, out=out)
+    join = torch.bitwise_or if is_least else torch.bitwise_and
     return join(found.view(bits), signs, out=found.view(bits)).view(left.dtype)

@@ -3,10 +3,19 @@
 The state of a table's weight is a DTensor already. What an optimizer keeps of it, such as the sums
 of Adagrad, is a plain tensor of this rank's rows, of which torch.distributed.checkpoint would save
 one rank's. Here it becomes a DTensor, too, and a plain tensor again when it is loaded.
+
+torch.distributed.checkpoint fills what it is given, and raises where the checkpoint lacks a part of
+that. So a state always has all that an optimizer may keep: of a parameter of which nothing is kept
+yet (it is new, or frozen) it has what the optimizer would begin with. The list of the parameters'
+names, which comes from the checkpoint as it was saved, has the names of these twice: loaded,
+nothing is kept of them, as before.
 """
 
 from __future__ import annotations
 
+import copy
+import inspect
+from collections import Counter, UserDict, defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -30,8 +39,8 @@ def sharded_state(model: nn.Module, optimizers: Optimizers) -> dict[str, Any]:
 
     Args:
         model: with any wrapper. It may have no sharded table.
-        optimizers: one, or several (SparseAdam takes no dense parameters). Those that have made no
-            step yet have the state of which all is zero.
+        optimizers: one, or several (SparseAdam takes no dense parameters). They may have made no
+            step yet, or none of some of their parameters, and parameters may be frozen.
 
     Returns:
         `{"model": ..., "optimizer": ...}`: what torch's `get_model_state_dict` and
@@ -39,10 +48,13 @@ def sharded_state(model: nn.Module, optimizers: Optimizers) -> dict[str, Any]:
         for each row of a shard are DTensors `[num_embeddings, ...]` with `Shard(0)`, and share the
         memory of the optimizer's; where torch.distributed has no such group (a program that runs
         alone), they are the plain tensors. A momentum that is sparse becomes dense here, and so
-        takes the memory of a shard.
+        takes the memory of a shard. Of parameters of which an optimizer keeps nothing yet there is
+        what it begins with, also of frozen ones: leave those out of an optimizer that will never
+        train them, if memory is short.
 
     Raises:
-        WeftError: `model` or `optimizers` is something else; raised on this rank alone.
+        WeftError: `model` or `optimizers` is something else, or an optimizer cannot begin with a
+            gradient that is zero (LBFGS); raised on this rank alone.
 
     Example:
         >>> import torch, weft
@@ -57,15 +69,16 @@ def sharded_state(model: nn.Module, optimizers: Optimizers) -> dict[str, Any]:
 
     some = _checked(model, optimizers)
     tables = _tables(model)
-    with _begun(model, some):
-        kept: Any = states.get_optimizer_state_dict(model, some)
-        named = list(_named(kept, some))
-    for name, weight in named:
-        if name in kept["state"]:
-            own = kept["state"][name]  # the optimizer's own dict, which stays as it is
-            table = tables.get(weight)
-            kept["state"][name] = {key: _whole(table, weight, own[key]) for key in own}
-    return {"model": states.get_model_state_dict(model), "optimizer": kept}
+    with _state_of_all(model, some) as begun:
+        found: Any = states.get_optimizer_state_dict(model, some)
+    kept = {}
+    for group, weights in _groups(found, some):
+        for name, weight in weights.items():
+            if own := found["state"].get(name):
+                kept[name] = {key: _whole(tables.get(weight), weight, own[key]) for key in own}
+        group["params"] += [name for name, weight in weights.items() if weight in begun]
+    found["state"] = kept
+    return {"model": states.get_model_state_dict(model), "optimizer": found}
 
 
 def load_sharded_state(model: nn.Module, optimizers: Optimizers, state: dict[str, Any]) -> None:
@@ -79,8 +92,9 @@ def load_sharded_state(model: nn.Module, optimizers: Optimizers, state: dict[str
             The optimizers use its tensors from here on.
 
     Raises:
-        WeftError: `model`, `optimizers` or `state` is something else, or `state` lacks a parameter
-            of which an optimizer keeps something; raised on this rank alone. Nothing is changed.
+        WeftError: as for `sharded_state`; or `state` is something else, or lacks a parameter that
+            an optimizer trains and keeps something of; raised on this rank alone. Nothing is
+            changed.
         RuntimeError: from torch, where the weights do not fit the model.
 
     Example:
@@ -89,10 +103,10 @@ def load_sharded_state(model: nn.Module, optimizers: Optimizers, state: dict[str
         >>> import torch, weft
         >>> with weft.init():
         ...     table = weft.nn.ShardedEmbedding(1000, 8)
-        ...     optimizer = torch.optim.SparseAdam(table.parameters())
+        ...     optimizer = torch.optim.Adagrad(table.parameters())
         ...     state = weft.nn.sharded_state(table, optimizer)
         ...     weft.nn.load_sharded_state(table, optimizer, state)
-        >>> optimizer.state[table.weight]["exp_avg"].shape
+        >>> optimizer.state[table.weight]["sum"].shape
         torch.Size([1000, 8])
     """
     from torch.distributed.checkpoint import state_dict as states
@@ -105,8 +119,11 @@ def load_sharded_state(model: nn.Module, optimizers: Optimizers, state: dict[str
         )
     tables = _tables(model)
     given = state["optimizer"]
-    with _begun(model, some):
-        _check_names(given, some)
+    frozen = {weight for _, _, weight in _members(some) if not weight.requires_grad}
+    with _state_of_all(model, some):
+        own: Any = states.get_optimizer_state_dict(model, some)
+        weights = {name: each for _, named in _groups(own, some) for name, each in named.items()}
+        _check_names(given, own, {name for name, each in weights.items() if each in frozen})
         # what is sparse in an optimizer is dense in a checkpoint
         sparse = {
             (weight, key)
@@ -118,13 +135,16 @@ def load_sharded_state(model: nn.Module, optimizers: Optimizers, state: dict[str
         states.set_model_state_dict(model, state["model"])
         options = states.StateDictOptions(strict=False)  # `_check_names` is strict
         states.set_optimizer_state_dict(model, some, given, options=options)
-        loaded = [(optimizer, dict(optimizer.state)) for optimizer in some]
-    for optimizer, kept_of in loaded:
-        optimizer.state.update(kept_of)
+        loaded = [optimizer.state for optimizer in some]
+    begun = {weights[name] for name in _names_of_begun(given)}
+    for optimizer, kept_of in zip(some, loaded, strict=True):
+        optimizer.state = kept_of
+        for weight in begun & kept_of.keys():
+            del kept_of[weight]
         for weight, kept in kept_of.items():
             for key, each in kept.items():
-                own = _own(tables[weight], each) if weight in tables else each
-                kept[key] = own.to_sparse(1) if (weight, key) in sparse else own
+                rows = _own(tables[weight], each) if weight in tables else each
+                kept[key] = rows.to_sparse(1) if (weight, key) in sparse else rows
 
 
 def _checked(model: object, optimizers: object) -> list[torch.optim.Optimizer]:
@@ -132,14 +152,21 @@ def _checked(model: object, optimizers: object) -> list[torch.optim.Optimizer]:
     if not isinstance(model, nn.Module):
         raise WeftError(f"model is a {type(model).__name__}: pass a torch.nn.Module")
     if isinstance(optimizers, torch.optim.Optimizer):
-        return [optimizers]
+        return [_innermost(optimizers)]
     some: list[Any] = list(optimizers) if isinstance(optimizers, Iterable) else [optimizers]
     for each in some:
         if not isinstance(each, torch.optim.Optimizer):
             raise WeftError(
                 f"optimizers has a {type(each).__name__}: pass a torch.optim.Optimizer, or several"
             )
-    return some
+    return [_innermost(each) for each in some]
+
+
+def _innermost(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The optimizer that has the state: Accelerate's has another inside, and none of its own."""
+    while "state" not in vars(optimizer) and hasattr(optimizer, "optimizer"):
+        optimizer = optimizer.optimizer
+    return optimizer
 
 
 def _tables(model: nn.Module) -> dict[Tensor, ShardedTable]:
@@ -153,85 +180,163 @@ def _with_sparse_gradients(model: nn.Module) -> set[Tensor]:
     return {part.weight for part in model.modules() if isinstance(part, kinds) and part.sparse}
 
 
-@contextmanager
-def _begun(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> Iterator[None]:
-    """Inside, optimizers that have made no step yet have state of which all is zero.
+_Member = tuple[torch.optim.Optimizer, dict[str, Any], Tensor]
+"""A parameter of which an optimizer may keep something, with the optimizer and its group there."""
 
-    torch.distributed.checkpoint makes it with dense gradients, which SparseAdam refuses, and which
-    take the memory of a shard. It makes none where there are gradients: so all have one inside.
+
+def _members(optimizers: list[torch.optim.Optimizer]) -> list[_Member]:
+    return [
+        (optimizer, group, parameter)
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if parameter.is_floating_point() or parameter.is_complex()  # others are never trained
+    ]
+
+
+@contextmanager
+def _state_of_all(
+    model: nn.Module, optimizers: list[torch.optim.Optimizer]
+) -> Iterator[set[Tensor]]:
+    """Inside, optimizers have state of every parameter, and no parameter is frozen.
+
+    torch.distributed.checkpoint makes state by a step with dense gradients at rate 0, which
+    SparseAdam refuses, and which leaves other state than a training begins with; only for
+    optimizers that have none at all; and it loads none of frozen parameters.
+
+    Yields:
+        The parameters of which nothing is kept: their state is what the optimizer begins with.
     """
     sparse = _with_sparse_gradients(model)
-    fresh = [each for each in optimizers if not each.state]
-    groups = [group for each in optimizers for group in each.param_groups]
-    parameters = [each for group in groups for each in group["params"]]
-    gradients = [each.grad for each in parameters]
+    members = _members(optimizers)
+    before = [(each, each.grad, each.requires_grad) for _, _, each in members]
+    states = [optimizer.state for optimizer in optimizers]
+    begun: set[Tensor] = set()
     try:
-        for parameter in parameters:
-            parameter.grad = _no_gradient(parameter, parameter in sparse)
-        with _at_rate_zero(groups):
-            for optimizer in fresh:
-                optimizer.step()
-        for optimizer in fresh:
-            for kept in optimizer.state.values():
-                if "step" in kept:
-                    kept["step"] = 0 * kept["step"]  # a number, or a tensor
-        yield
+        for optimizer in optimizers:
+            optimizer.state = defaultdict(dict, optimizer.state)
+        for parameter, _, _ in before:
+            parameter.grad = None  # so that an optimizer inside of another makes no step
+            parameter.requires_grad = True
+        for optimizer, group, parameter in members:
+            if not optimizer.state.get(parameter):
+                first = _first_state(optimizer, group, parameter, parameter in sparse)
+                optimizer.state[parameter] = first
+                if first:
+                    begun.add(parameter)
+        yield begun
     finally:
-        for parameter, gradient in zip(parameters, gradients, strict=True):
+        for optimizer, state in zip(optimizers, states, strict=True):
+            optimizer.state = state
+        for parameter, gradient, requires_grad in before:
+            parameter.requires_grad = requires_grad
             parameter.grad = gradient
-        for optimizer in fresh:
-            optimizer.state.clear()
 
 
-@contextmanager
-def _at_rate_zero(groups: list[dict[str, Any]]) -> Iterator[None]:
-    """Inside, a step of an optimizer changes no parameter, whatever decays."""
-    rates = [group.get("lr") for group in groups]
-    for group, rate in zip(groups, rates, strict=True):
-        if rate is not None:
-            group["lr"] = 0 * rate  # a number, or a tensor
-    try:
-        yield
-    finally:
-        for group, rate in zip(groups, rates, strict=True):
-            if rate is not None:
-                group["lr"] = rate
+def _first_state(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: Tensor, is_sparse: bool
+) -> dict[str, Any]:
+    """What an optimizer begins with at a parameter, at the rates of now.
+
+    Args:
+        optimizer: it stays as it is.
+        group: of its groups, the one with the parameter.
+        parameter: it stays as it is.
+        is_sparse: whether its gradients probably are.
+
+    Raises:
+        WeftError: the optimizer cannot begin with a gradient that is zero.
+    """
+    layouts = [torch.strided, torch.sparse_coo]
+    errors = []
+    for layout in reversed(layouts) if is_sparse else layouts:
+        try:
+            return _first_state_by(optimizer, group, parameter, layout)
+        except Exception as error:  # such as SparseAdam's of dense gradients, Adam's of sparse ones
+            errors.append(error)
+    raise WeftError(
+        f"{type(optimizer).__name__} keeps nothing of a parameter of shape "
+        f"{tuple(parameter.shape)} yet, and cannot begin with a gradient that is zero: {errors[0]}"
+    ) from errors[0]
 
 
-def _no_gradient(parameter: Tensor, is_sparse: bool) -> Tensor | None:
-    """A gradient that is zero."""
-    if not parameter.requires_grad:
-        return None
-    if is_sparse:
-        return torch.zeros_like(parameter, layout=torch.sparse_coo)
-    return torch.zeros_like(parameter)
+@torch.no_grad()
+def _first_state_by(
+    optimizer: torch.optim.Optimizer,
+    group: dict[str, Any],
+    parameter: Tensor,
+    layout: torch.layout,
+) -> dict[str, Any]:
+    """The same, found by a step of a copy of the optimizer with zeros in place of the parameter.
+
+    What counts is what the optimizer puts into its state at first, and not what that is afterwards.
+    """
+    zeros = torch.zeros_like(parameter)
+    zeros.grad = torch.zeros_like(parameter, layout=layout)
+    trial = object.__new__(type(optimizer))
+    vars(trial).update(vars(optimizer))
+    trial.param_groups = [{**group, "params": [zeros]}]
+    trial.state = defaultdict(_Firsts)
+    inspect.unwrap(type(optimizer).step)(trial)  # as it was written, so without hooks
+    found = trial.state[zeros]
+    return found.firsts if isinstance(found, _Firsts) else found
 
 
-def _named(kept: Any, optimizers: list[torch.optim.Optimizer]) -> Iterator[tuple[str, Tensor]]:
-    """The parameters of optimizers, each with its name in a state of torch's."""
+class _Firsts(UserDict[str, Any]):
+    """A dictionary that remembers what was put in first under each key."""
+
+    def __init__(self) -> None:
+        self.firsts: dict[str, Any] = {}
+        super().__init__()
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        if key not in self.firsts:
+            self.firsts[key] = value.clone() if isinstance(value, Tensor) else copy.copy(value)
+        super().__setitem__(key, value)
+
+
+def _groups(
+    found: Any, optimizers: list[torch.optim.Optimizer]
+) -> Iterator[tuple[dict[str, Any], dict[str, Tensor]]]:
+    """The groups of optimizers as a state of torch's has them, each with its weights by name."""
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    for named, group in zip(kept["param_groups"], groups, strict=True):
-        yield from zip(named["params"], group["params"], strict=True)
+    for named, group in zip(found["param_groups"], groups, strict=True):
+        yield named, dict(zip(named["params"], group["params"], strict=True))
 
 
-def _check_names(given: Any, optimizers: list[torch.optim.Optimizer]) -> None:
-    """Raise WeftError where a state lacks what an optimizer keeps."""
-    kept = {weight for each in optimizers for weight in each.state}
+def _names_of_begun(given: Any) -> list[str]:
+    """The names of the parameters of which nothing was kept when a state was made."""
+    times = Counter(name for group in given["param_groups"] for name in group["params"])
+    return [name for name, count in times.items() if count > 1]
+
+
+def _check_names(given: Any, own: Any, frozen: set[str]) -> None:
+    """Raise WeftError where a state lacks what an optimizer keeps.
+
+    Args:
+        given: the optimizers' part of it.
+        own: that of a complete state of the optimizers that it is for.
+        frozen: the names of parameters of which a state may lack all: one of torch's does.
+    """
+    wanted = {name for name, kept in own["state"].items() if kept} - frozen
     try:
-        lacking = [
-            name
-            for name, weight in _named(given, optimizers)
-            if weight in kept and name not in given["state"]
-        ]
-    except (KeyError, TypeError, ValueError):
+        is_alike = _names_by_group(given) == _names_by_group(own)
+        lacking = [name for name in wanted if name not in given["state"]]
+    except (KeyError, TypeError):
+        is_alike = False
+    if not is_alike:
         raise WeftError(
             "state['optimizer'] is not of these optimizers: their groups of parameters differ"
-        ) from None
+        )
     if lacking:
         raise WeftError(
-            f"state['optimizer'] has nothing of {lacking[0]!r}, of which an optimizer keeps "
+            f"state['optimizer'] has nothing of {min(lacking)!r}, of which an optimizer keeps "
             "something: load the checkpoint into what sharded_state returns for these optimizers"
         )
+
+
+def _names_by_group(given: Any) -> list[list[str]]:
+    return sorted(sorted({*group["params"]}) for group in given["param_groups"])
 
 
 def _whole(table: ShardedTable | None, weight: Tensor, kept: Any) -> Any:

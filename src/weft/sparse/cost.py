@@ -81,6 +81,7 @@ class Load:
             is in rounds or `exact`. The same schedules run on both: every rank takes part in every
             round.
         in_order: only neighbouring ranks' rows may be combined (op is a caller's function).
+        has_neutral: op has a value that changes nothing.
         identical: all ranks certainly have the same index set.
         hosts: which ranks share a host; None is one host for each.
         rows_of_hosts: for each host the rows in the union of its ranks, and those in the union of
@@ -110,6 +111,7 @@ class Load:
     staying: bool = False
     lengths_known: bool = False
     in_order: bool = False
+    has_neutral: bool = True
     identical: bool = False
     hosts: Hosts | None = None
     rows_of_hosts: tuple[tuple[float, float], ...] | None = None

@@ -305,6 +305,7 @@ def _load(call: Call, *, moves: bool, sampled: bool) -> Load:
         index=4 if header.highest < 2**31 else 8,
         places=header.highest + 1,
         in_order=not call.op.builtin,
+        has_neutral=call.op.neutral_of is not None,
         identical=header.identical,
     )
 

@@ -12,7 +12,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import weft
 
-from .clipping import clip
 from .frameworks import check_kind
 
 A = TypeVar("A")
@@ -22,9 +21,9 @@ def accelerate(accelerator: A, algorithm: str = "auto", wire_dtype: torch.dtype 
     """Let weft carry the gradients of what an Accelerator prepares. Call it before `prepare`.
 
     Afterwards `accelerator.prepare` registers weft for each model that it wraps in
-    DistributedDataParallel (`weft.ddp.register`), and `accelerator.clip_grad_norm_` takes sparse
-    gradients, too. `accelerator.weft_state` is the `weft.ddp.State` of the model that was prepared
-    last, or None. In a group of one gradients stay as they are.
+    DistributedDataParallel (`weft.ddp.register`), and `accelerator.clip_grad_norm_` and
+    `clip_grad_value_` take sparse gradients, too. `accelerator.weft_state` is the `weft.ddp.State`
+    of the model that was prepared last, or None. In a group of one gradients stay as they are.
 
     Args:
         accelerator: an `accelerate.Accelerator` for one process, or for several under
@@ -66,6 +65,7 @@ def accelerate(accelerator: A, algorithm: str = "auto", wire_dtype: torch.dtype 
     given.prepare_model = methods.prepare_model
     given.backward = methods.backward
     given.clip_grad_norm_ = methods.clip_grad_norm_
+    given.clip_grad_value_ = methods.clip_grad_value_
     return accelerator
 
 
@@ -117,7 +117,11 @@ class _Methods:
         self, parameters: Iterable[Tensor], max_norm: float, norm_type: Any = 2
     ) -> Tensor:
         self._accelerator.unscale_gradients()
-        return clip(parameters, self._models, max_norm, norm_type)
+        return weft.clip_grad_norm_(parameters, max_norm, norm_type)
+
+    def clip_grad_value_(self, parameters: Iterable[Tensor], clip_value: float) -> None:
+        self._accelerator.unscale_gradients()
+        weft.clip_grad_value_(parameters, clip_value)
 
 
 def _synchronises(model: nn.Module) -> bool:

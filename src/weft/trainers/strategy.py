@@ -10,7 +10,6 @@ import torch
 
 import weft
 
-from .clipping import clip
 from .frameworks import import_framework
 
 _PACKAGES = {
@@ -26,8 +25,8 @@ def lightning(
 ) -> Any:
     """Make a strategy for a Lightning Trainer that lets weft carry gradients, on any device.
 
-    `gradient_clip_val=` of the Trainer then takes sparse gradients, too. `strategy.weft_state` is
-    the `weft.ddp.State` of the model, once it trains; None before.
+    `gradient_clip_val=` of the Trainer then takes sparse gradients, too, by norm and by value.
+    `strategy.weft_state` is the `weft.ddp.State` of the model, once it trains; None before.
 
     Args:
         algorithm, wire_dtype: as for `weft.ddp.register`.
@@ -74,7 +73,6 @@ class _OverWeft:
     """
 
     model: Any
-    lightning_module: Any
     precision_plugin: Any
     world_size: int
 
@@ -93,7 +91,8 @@ class _OverWeft:
         self.weft_state = weft.ddp.register(self.model, **self._weft_options)
         self._weft_calls = self.weft_state.group.worker.made
         self._weft_checked = False
-        self.precision_plugin.clip_grad_by_norm = self._clip
+        self.precision_plugin.clip_grad_by_norm = self._clip_norm
+        self.precision_plugin.clip_grad_by_value = self._clip_value
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
         lightnings: Any = super()
@@ -108,6 +107,8 @@ class _OverWeft:
         self._weft_checked = True
         return result
 
-    def _clip(self, optimizer: torch.optim.Optimizer, clip_val: float) -> None:
-        parameters = self.precision_plugin.main_params(optimizer)
-        clip(parameters, [self.lightning_module], clip_val)
+    def _clip_norm(self, optimizer: torch.optim.Optimizer, clip_val: float) -> None:
+        weft.clip_grad_norm_(self.precision_plugin.main_params(optimizer), clip_val)
+
+    def _clip_value(self, optimizer: torch.optim.Optimizer, clip_val: float) -> None:
+        weft.clip_grad_value_(self.precision_plugin.main_params(optimizer), clip_val)

@@ -70,7 +70,7 @@ def cost(load: Load) -> Cost:
 def applies(load: Load) -> str | None:
     if load.in_order:
         return "op is a function, which has no neutral element"
-    return None
+    return None if load.has_neutral else "op has no neutral element"
 
 
 @algorithm(cost=cost, applies=applies, lockstep=True)

@@ -1,0 +1,206 @@
+"""A training goes on from a checkpoint as if there had been none, whatever optimizers keep by then.
+
+Some parameters have had no gradient yet, some are frozen, and are trained again later.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn, optim
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict, unflatten_state_dict
+
+import weft
+from weft.testing import processes, run
+
+pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # torch's own, of Adagrad
+
+ROWS = 5  # of 4 ranks the last has none
+STEPS = 9
+
+# the steps from which on a part is used or, if it is frozen then, not trained
+LATE = 5  # `late` and its head are used
+FROZEN, THAWED = 3, 6  # `paused` is frozen in between, `still` until then
+
+FRESH, ALL_AT_ONCE = 0, 4  # steps before which a checkpoint is made
+
+
+class Model(nn.Module):
+    def __init__(self, sparse):
+        super().__init__()
+        for name in ("used", "late", "paused", "still"):
+            self.add_module(name, nn.EmbeddingBag(ROWS, 3, mode="sum", sparse=sparse))
+        self.small = nn.Embedding(2, 3, sparse=sparse)
+        self.out = nn.Linear(3, 2)
+        self.late_out = nn.Linear(3, 2)
+        drawn = torch.Generator().manual_seed(0)  # and not the one that all threads share
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.uniform_(-1, 1, generator=drawn)
+
+    def prepare(self, step):
+        """Freeze what is not trained in this step."""
+        self.paused.weight.requires_grad_(not FROZEN <= step < THAWED)
+        self.still.weight.requires_grad_(step >= THAWED)
+
+    def forward(self, ids, step):
+        seen = self.used(ids) + self.paused(ids) + self.still(ids) + self.small(ids[:, 0] % 2)
+        result = self.out(seen)
+        return result + self.late_out(self.late(ids)) if step >= LATE else result
+
+    def tables(self):
+        return [part.weight for name, part in self.named_children() if "out" not in name]
+
+    def dense(self):
+        return [*self.out.parameters(), *self.late_out.parameters()]
+
+
+def of_all(kind, **options):
+    return lambda model: [kind(model.parameters(), lr=0.1, **options)]
+
+
+def sparse_adam(model):
+    return [optim.SparseAdam(model.tables(), lr=0.1), optim.AdamW(model.dense(), lr=0.1)]
+
+
+# whether gradients of tables are sparse, and the optimizers of a model
+OPTIMIZERS = {
+    "momentum": (False, of_all(optim.SGD, momentum=0.9, weight_decay=0.1)),
+    "damped momentum": (False, of_all(optim.SGD, momentum=0.9, dampening=0.5)),
+    "sparse momentum": (True, of_all(optim.SGD, momentum=0.9, dampening=0.5)),
+    "Adam": (False, of_all(optim.Adam, weight_decay=0.1, amsgrad=True)),
+    "AdamW": (False, of_all(optim.AdamW)),
+    "SparseAdam": (True, sparse_adam),
+    "Adagrad": (False, of_all(optim.Adagrad, weight_decay=0.1, initial_accumulator_value=0.1)),
+    "sparse Adagrad": (True, of_all(optim.Adagrad)),
+    "RMSprop": (False, of_all(optim.RMSprop, weight_decay=0.1, momentum=0.5, centered=True)),
+    "NAdam": (False, of_all(optim.NAdam, weight_decay=0.1)),
+    "Rprop": (False, of_all(optim.Rprop)),
+    "ASGD": (False, of_all(optim.ASGD, weight_decay=0.1, t0=2)),
+}
+
+
+def made(kind, group):
+    sparse, optimizers_of = OPTIMIZERS[kind]
+    model = Model(sparse).double()
+    for name in ("used", "late", "paused", "still"):
+        setattr(model, name, weft.nn.shard_embeddings(getattr(model, name), 1, group=group))
+    model.prepare(0)
+    return model, optimizers_of(model)
+
+
+def train(model, optimizers, steps, group, rank, size):
+    """The loss of each step, over the same words on any number of ranks."""
+    losses = []
+    for step in steps:
+        model.prepare(step)
+        ids = torch.randint(ROWS, (6, 2), generator=torch.Generator().manual_seed(step))
+        own = ids.tensor_split(size)[rank]
+        loss = (model(own, step) - own).square().sum() * size / len(ids)
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+            for settings in optimizer.param_groups:
+                settings["lr"] = 0.02 / (1 + step)  # what is new later begins with another one
+        loss.backward()
+        weft.sync_grads(model, group=group)
+        for optimizer in optimizers:
+            optimizer.step()
+        losses.append(weft.all_reduce(loss.detach(), "avg", group).item())
+    return losses
+
+
+@functools.cache
+def undisturbed(kind):
+    """The losses of all steps without a checkpoint, in one process."""
+
+    def program(group):
+        return train(*made(kind, group), range(STEPS), group, 0, 1)
+
+    return run(1, program)[0]
+
+
+def go_on(kind, when, state, group, rank, size):
+    """Load a checkpoint into a new model and new optimizers, and compare the losses."""
+    model, optimizers = made(kind, group)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    model.prepare(when)
+    read = weft.nn.sharded_state(model, optimizers)
+    weft.nn.load_sharded_state(model, optimizers, state(read))
+    losses = train(model, optimizers, range(when, STEPS), group, rank, size)
+    assert losses == pytest.approx(undisturbed(kind)[when:], rel=1e-9)
+
+
+def whole(states):
+    """What torch.distributed.checkpoint writes of the ranks' states, by name."""
+    parts = [flatten_state_dict(state)[0] for state in states]
+    return {
+        name: torch.cat([part[name] for part in parts]) if is_cut(name, value) else value
+        for name, value in parts[0].items()
+    }
+
+
+def is_cut(name, value):
+    cut = any(f".{table}.weight" in name for table in ("used", "late", "paused", "still"))
+    return cut and isinstance(value, torch.Tensor) and value.dim() == 2
+
+
+def filled(written, state):
+    """As torch.distributed.checkpoint does, it raises where the checkpoint lacks a part."""
+    flat, places = flatten_state_dict(state)
+    own = {name: copy.deepcopy(written[name]) for name in flat}  # ranks are threads
+    return unflatten_state_dict(own, places)
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("when", [FRESH, ALL_AT_ONCE])
+def test_it_goes_on_with_any_number_of_ranks(kind, when):
+    def save(group):
+        model, optimizers = made(kind, group)
+        losses = train(model, optimizers, range(when), group, group.rank, group.size)
+        assert losses == pytest.approx(undisturbed(kind)[:when], rel=1e-9)
+        return weft.nn.sharded_state(model, optimizers)
+
+    def load(group, written):
+        go_on(kind, when, functools.partial(filled, written), group, group.rank, group.size)
+
+    undisturbed(kind)  # before ranks are threads
+    for savers, loaders in ((2, 2), (1, 3), (4, 2)):
+        run(loaders, load, whole(run(savers, save)))
+
+
+def by_torch(folder, kinds):
+    """The same with torch.distributed.checkpoint, all at once."""
+    with weft.init() as group:
+        groups = {size: dist.new_group(range(size)) for size in (1, 2, 3, 4)}
+        for kind in kinds:
+            for savers, loaders in ((2, 2), (1, 3), (4, 2)):
+                place = f"{folder}/{kind} {savers}"
+                if group.rank < savers:
+                    members = groups[savers]
+                    model, optimizers = made(kind, members)
+                    train(model, optimizers, range(ALL_AT_ONCE), members, group.rank, savers)
+                    state = weft.nn.sharded_state(model, optimizers)
+                    dcp.save(state, checkpoint_id=place, process_group=members)
+                weft.barrier()
+                if group.rank < loaders:
+                    load_by_torch(kind, place, groups[loaders], group.rank, loaders)
+                weft.barrier()
+
+
+def load_by_torch(kind, place, members, rank, size):
+    def read(state):
+        dcp.load(state, checkpoint_id=place, process_group=members)
+        return state
+
+    go_on(kind, ALL_AT_ONCE, read, members, rank, size)
+
+
+def test_it_goes_on_from_a_checkpoint_of_torch(tmp_path):
+    processes(4, by_torch, tmp_path, ["sparse momentum", "SparseAdam", "NAdam"])
