@@ -197,6 +197,7 @@ BY_NAME = {"setattr", "delattr", "getattr", "hasattr"}  # also monkeypatch's
 ALLOWED = {
     "_torch": "weft's file of what torch hides; the names in it are plain",
     "_is_view": "torch's: no public name says that a tensor is a view",
+    "_version": "torch's: no public name says how often a tensor was written to",
     "_schema": "torch's: no public name says what an operator writes to",
     "_get_backend": "torch's: no public name is the backend of a group's device",
     "_listener": "Python's: multiprocessing's Listener has no limit on `accept`",

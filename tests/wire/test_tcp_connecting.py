@@ -97,9 +97,19 @@ def make_at_once(start):
 
 
 def make_one_way(start):
-    """What rank 1 sends to connect to rank 0 is dropped, as by a firewall."""
+    """What rank 1 sends to connect to rank 0 is dropped, as by a firewall: its queue is full."""
     if start.rank == 1:
-        tcp.TcpWire._attempt = lambda wire, peer: None
+        full = socket.create_server(("127.0.0.3", 0), backlog=0)  # which `connections` leaves out
+        waiting = [full, socket.create_connection(full.getsockname())]
+        attempt = Listener.attempt
+
+        def to_nowhere(listener, rank, peer, endpoint, lane):
+            assert len(waiting) == 2  # both open
+            port = full.getsockname()[1]
+            endpoint = dataclasses.replace(endpoint, address="127.0.0.3", port=port)
+            return attempt(listener, rank, peer, endpoint, lane)
+
+        Listener.attempt = to_nowhere
     return make_at_once(start)
 
 

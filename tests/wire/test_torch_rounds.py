@@ -296,10 +296,10 @@ def test_whatever_an_operation_raises_ends_the_waits(error, monkeypatch):
     group = threading.Thread()  # can be referred to weakly
     wire = rounds_over(weakref.ref(group), 0, 2, CPU)
 
-    def raises(*_):
+    def raises(*_, **options):
         raise error
 
-    monkeypatch.setattr(torch_rounds, "_all_to_all", raises)
+    monkeypatch.setattr(dist, "all_to_all_single", raises)
     pending = wire.post((), [(1, 8)])
     failure = failure_of(lambda: pending.wait(patient(20.0)))
     assert failure.kind == "broken" and repr(error) in failure.text

@@ -61,8 +61,8 @@ class Group:
     """Some ranks that talk to each other; what `weft.init` returns, and `group=` takes.
 
     It is a view of a `Session`, which it shares with the groups that `subset` and `on` give: a
-    failure of one is a failure of all. To make a view costs nothing, and sends nothing. The session
-    keeps its views: for the same ranks in the same order there is one.
+    failure of one is a failure of all. To make a view costs nothing, and sends nothing. For the same
+    ranks in the same order there is one, and what calls keep of them outlives it (`state`).
 
     Attributes:
         session: what the group is a view of.
@@ -494,10 +494,9 @@ class Group:
 
     def _view(self, ranks: tuple[int, ...], route: Route) -> Group:
         """The view of these ranks of the session, with this route: the one that there is."""
-        views: dict[tuple[tuple[int, ...], Route], Group] = self.session.views
-        if (ranks, route) not in views:
-            views.setdefault((ranks, route), Group(self.session, ranks, route))
-        return views[ranks, route]
+        views = self.session.views
+        view: Group | None = views.get((ranks, route))
+        return view or views.setdefault((ranks, route), Group(self.session, ranks, route))
 
     def _check_peers(self, messages: Sequence[tuple[int, object]]) -> None:
         """Raise WeftError if a message is for or from a rank that is no peer."""

@@ -85,7 +85,7 @@ class Session:
         devices: the routes of tensors of those devices that there were tensors of.
         detector: of failures, beside the wires; None: there are no peers.
         streaming: whether a stream waits for messages of the call that runs, and the host does not.
-        views: of this session, by their ranks and route, until it is closed: a `Group` each.
+        views: of this session, by their ranks and route: a `Group` each, while anybody has it.
         states: what is kept from one call to the next, also by ranks and route: `Group.state`.
         closed: whether this rank has left.
         worker: the one queue in which calls take their turn, on whichever groups of the session.
@@ -129,7 +129,10 @@ class Session:
         self.payloads = self.openings
         self.devices: dict[torch.device, Route] = {}
         self.streaming = False
-        self.views: dict[tuple[tuple[int, ...], Route], Any] = {}
+        # weakly: they have the session, which then would not end with the last of them
+        self.views: weakref.WeakValueDictionary[tuple[tuple[int, ...], Route], Any] = (
+            weakref.WeakValueDictionary()
+        )
         self.states: dict[tuple[tuple[int, ...], Route], dict[str, Any]] = {}
         self.closed = False
         self._broken: Verdict | None = None  # what every use raises; None: nobody has met it yet
@@ -272,7 +275,6 @@ class Session:
             return
         self.closed = True
         self._join = None  # it holds the store, whose server ends when nobody does
-        self.views.clear()  # which hold the session
         self._leave()
         self.worker.stop()  # its calls may use the wires of devices until here
         while self.devices:
