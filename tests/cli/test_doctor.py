@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 import weft
@@ -85,6 +86,16 @@ def test_a_checkout_that_was_installed_by_the_old_name_is_no_strangers(monkeypat
     before = installed(tmp_path, "Sparse", "https://github.com/weft-collectives/weft")
     monkeypatch.setattr(sys, "path", [before, *sys.path])
     assert weft_package().level == "ok"
+
+
+def test_a_device_that_is_not_there_is_not_called_ok(monkeypatch):
+    """torch's build for CUDA names one on a machine without a GPU, unless it is asked to look."""
+
+    def current_accelerator(check_available=False):
+        return None if check_available else torch.device("cuda")
+
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", current_accelerator)
+    assert not [each for each in look(look_ahead()) if each.what.startswith("device")]
 
 
 def test_every_pair_is_measured_and_all_know_it():

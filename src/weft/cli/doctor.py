@@ -142,7 +142,7 @@ def look(ahead: Preview) -> Iterator[Finding]:
     yield from _backends(ahead)
     if missing := options.missing_extra():
         yield Finding("-", "weft demo", *missing.split(": ", 1))
-    if accelerator := torch.accelerator.current_accelerator():
+    if accelerator := torch.accelerator.current_accelerator(check_available=True):
         kind, count = accelerator.type, torch.accelerator.device_count()
         backend = dist.get_default_backend_for_device(kind)
         way = f"{count}; tensors stay there where the group's backend is cpu:gloo,{kind}:{backend}"
