@@ -60,9 +60,8 @@ def connect_all(
     # All have the same seconds, and begin at once: so they are through at once, too.
     left = max(deadline - time.monotonic(), _LEAST * timeout)
     everyones = exchange(space, "seconds left", left, rank, size, left, "came, and then left")
-    seconds = timeout
-    if is_of_gloo := _is_of_gloo(spec):
-        seconds = min(everyones)
+    is_of_gloo = _is_of_gloo(spec)
+    seconds = min(everyones) if is_of_gloo else _ATTEMPTS * timeout
     until = time.monotonic() + seconds
     roll = RollCall(
         AnsweringStore(dist.PrefixStore("connected", space), until + 2 * _PATIENCE),

@@ -359,7 +359,7 @@ class Detector:
         self.verdict = Verdict(
             None,
             "a forked process cannot use its parent's group",
-            "which is well: call weft in the parent alone, not in a DataLoader's workers",
+            "the group is well: call weft in the parent alone, not in a DataLoader's workers",
         )
         self.links.abandon()
         self._inquiry = None
