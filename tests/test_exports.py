@@ -43,3 +43,10 @@ def test_only_what_is_compiled_loads_the_compiler():
 def test_a_name_that_there_is_not_is_an_error():
     with pytest.raises(AttributeError, match="module 'weft' has no attribute 'all_gather'"):
         weft.all_gather  # noqa: B018
+
+
+@pytest.mark.parametrize("name", ["testing", "wire", "plan"])
+def test_a_room_is_found_without_an_import_of_its_own(name):
+    program = f"import weft; print(weft.{name}.__name__, '{name}' in dir(weft))"
+    said = subprocess.check_output([sys.executable, "-c", program], text=True)
+    assert said == f"weft.{name} True\n"

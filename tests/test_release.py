@@ -91,13 +91,33 @@ def test_only_the_command_line_needs_typer_and_rich():
     extras = PROJECT["optional-dependencies"]
     assert packages_of(PROJECT["dependencies"]).isdisjoint({"typer", "rich"})
     assert packages_of(extras["cli"]) == set(cli.EXTRA)
-    assert "weft[cli]" in extras["report"]
+    assert f"{PROJECT['name']}[cli]" in extras["report"]
 
 
-@pytest.mark.parametrize("page", ["README.md", "RELEASING.md", "docs/start.md", "docs/launch.md"])
+@pytest.mark.parametrize("page", ["README.md", "RELEASING.md", "docs/start.md"])
 def test_pages_that_install_for_the_command_line_name_its_extra(page):
     text = (ROOT / page).read_text("utf-8")
-    assert re.search(r"pip install '(\.|weft)\[cli\]", text)
+    assert re.search(r"pip install '(\.|weft-collectives)\[cli\]", text)
+
+
+def test_nothing_installs_the_other_project_that_is_called_weft():
+    """The import is `weft`; the distribution of that name on the package index is a stranger's."""
+    files = subprocess.check_output(["git", "ls-files"], cwd=ROOT, text=True).splitlines()
+    project = re.compile(
+        r"\bweft\[\w+\]"  # an extra of it
+        r"|pip3? (install|download)[^`\n]*[ '\"]weft(?![\w./-])"
+        r"|^(name =|dependencies = \[) *\"weft\"",
+        re.MULTILINE,
+    )
+    found = {}
+    for file in files:
+        path = ROOT / file
+        if path == Path(__file__) or path.suffix in (".png", ".gz") or not path.is_file():
+            continue
+        if lines := [match[0] for match in project.finditer(path.read_text("utf-8", "replace"))]:
+            found[file] = lines
+    assert found == {"docs/start.md": ["pip install weft"]}  # which says not to
+    assert PROJECT["name"] == "weft-collectives"
 
 
 @pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.stem)

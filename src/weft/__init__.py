@@ -10,7 +10,8 @@ import typing as _typing
 from . import backend as _backend
 
 if _typing.TYPE_CHECKING:
-    from . import ddp, kernels, nn, schedules, sparse, trainers
+    from . import ddp, kernels, nn, plan, schedules, sparse, testing, trainers, wire
+    from .bootstrap.config import Config
     from .bootstrap.init import config, init, shutdown
     from .comm.all_reduce import all_reduce
     from .comm.all_to_all import all_to_all
@@ -24,7 +25,8 @@ if _typing.TYPE_CHECKING:
     from .comm.remote_rows import RemoteRows, remote_rows
     from .errors import Error, StillRunning, WeftError, WireError
     from .group.group import Group
-    from .group.listeners import on_call
+    from .group.listeners import CallStats, on_call
+    from .group.worker import Work
     from .nn.partition import Partition
     from .rows import Rows
     from .sparse import (
@@ -43,6 +45,8 @@ if _typing.TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "CallStats",
+    "Config",
     "Error",
     "Group",
     "Partition",
@@ -52,6 +56,7 @@ __all__ = [
     "WeftError",
     "Wire",
     "WireError",
+    "Work",
     "algorithm",
     "all_reduce",
     "all_to_all",
@@ -68,6 +73,7 @@ __all__ = [
     "nn",
     "on_call",
     "overlap_grads",
+    "plan",
     "register_wire",
     "remote_rows",
     "schedules",
@@ -81,10 +87,22 @@ __all__ = [
     "sync_grads",
     "sync_params",
     "sync_sparsified",
+    "testing",
     "trainers",
+    "wire",
 ]
 
-_MODULES = ("ddp", "kernels", "nn", "schedules", "sparse", "trainers")
+_MODULES = (
+    "ddp",
+    "kernels",
+    "nn",
+    "plan",
+    "schedules",
+    "sparse",
+    "testing",
+    "trainers",
+    "wire",
+)
 _HOMES = {
     "Partition": "nn.partition",
     "Rows": "rows",
@@ -94,7 +112,9 @@ _HOMES = {
     "sync_sparsified": "sparsify",
     **dict.fromkeys(("Error", "StillRunning", "WeftError", "WireError"), "errors"),
     **dict.fromkeys(("config", "init", "shutdown"), "bootstrap.init"),
-    "on_call": "group.listeners",
+    **dict.fromkeys(("CallStats", "on_call"), "group.listeners"),
+    "Config": "bootstrap.config",
+    "Work": "group.worker",
     **dict.fromkeys(("all_reduce", "all_to_all", "attempt", "barrier", "exchange"), "comm"),
     **dict.fromkeys(("RemoteRows", "remote_rows"), "comm"),
     **dict.fromkeys(("clip_grad_norm_", "clip_grad_value_"), "comm"),

@@ -350,6 +350,18 @@ def default_timeout() -> float:
     return float(distributed_c10d.default_pg_timeout.total_seconds())
 
 
+def set_timeout(group: dist.ProcessGroup, seconds: float) -> None:
+    """Let operations of a group last so long; of gloo's and NCCL's, where torch can set it."""
+    setter = getattr(distributed_c10d, "_set_pg_timeout", None)
+    if setter is not None:
+        setter(timedelta(seconds=seconds), group)
+
+
+def can_set_timeout() -> bool:
+    """Whether `set_timeout` does anything in this release of torch."""
+    return hasattr(distributed_c10d, "_set_pg_timeout")
+
+
 def backend_base() -> Any:
     """The class of which a backend that is written in Python is a subclass.
 

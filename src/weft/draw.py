@@ -184,7 +184,7 @@ def drawn(plan: Plan, title: str) -> Figure:
         from matplotlib.figure import Figure
         from matplotlib.patches import Patch
     except ImportError as error:
-        raise WeftError("a plan is drawn by matplotlib: pip install 'weft[report]'") from error
+        raise WeftError("a plan is drawn by matplotlib: pip install matplotlib") from error
 
     sides = frames(plan)
     ranks = plan.ranks

@@ -19,16 +19,18 @@ where weft raised the error.
 
 from __future__ import annotations
 
+import difflib
 import functools
 import hashlib
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import ParamSpec, TypeVar
 
 from ._torch import uncompiled, without_modes, without_transforms
 
 P = ParamSpec("P")
 T = TypeVar("T")
+_SIMILAR = 0.7  # of difflib's ratio: names that are so alike were mixed up
 
 
 class Error(Exception):
@@ -103,6 +105,27 @@ def there_are(known: Iterable[str]) -> str:
         'there are mpi, tcp'
     """
     return f"there are {', '.join(sorted(known))}"
+
+
+def meant(given: object, known: Iterable[str], others: Mapping[str, str] | None = None) -> str:
+    """A question to add to an error about a name that is unknown; empty: nothing is like it.
+
+    Args:
+        given: the name.
+        known: those that there are.
+        others: what people call some of these elsewhere.
+
+    Example:
+        >>> meant("spilt", ["split", "ring"]), meant("mean", ["avg"], {"mean": "avg"})
+        (" (did you mean 'split'?)", " (did you mean 'avg'?)")
+        >>> meant("oak", ["split", "ring"])
+        ''
+    """
+    if not isinstance(given, str):
+        return ""
+    near = difflib.get_close_matches(given.lower(), known, 1, _SIMILAR)
+    name = (others or {}).get(given.lower()) or (near[0] if near else "")
+    return f" (did you mean {name!r}?)" if name else ""
 
 
 def names(ranks: Sequence[int]) -> str:

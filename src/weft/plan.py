@@ -272,7 +272,7 @@ class Plan:
             title: above the picture; by default how much moves.
 
         Returns:
-            A figure of matplotlib, which comes with `pip install 'weft[report]'`:
+            A figure of matplotlib, which comes with `pip install matplotlib`:
             `figure.savefig("plan.png")`.
 
         Raises:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dis
 import os
 import subprocess
 import sys
@@ -17,6 +18,7 @@ import torch.distributed as dist
 
 import weft
 from weft import kernels
+from weft.bootstrap import descent
 from weft.bootstrap import init as module
 from weft.bootstrap.init import init, shutdown
 from weft.bootstrap.local import launch
@@ -272,7 +274,8 @@ def misfitting(url: str) -> list[str]:
         os.environ.update(right)
         weft.__version__ = version
     with init(timeout=60):
-        assert dict(os.environ) == right  # children of this process find it as it was, too
+        mark = {descent.VARIABLE: os.environ[descent.VARIABLE]}
+        assert dict(os.environ) == right | mark  # children of this process find it as it was, too
         assert rows_of() == [0, 1, 9]
     return said
 
@@ -339,6 +342,8 @@ def test_what_was_called_transport_is_called_wire(monkeypatch):
         init(transport="tcp")
     with pytest.raises(TypeError, match=r"unexpected keyword argument 'colour'$"):
         init(colour="red")
+    with pytest.raises(TypeError, match=r"argument 'time_out' \(did you mean 'timeout'\?\)$"):
+        init(time_out=3)
     monkeypatch.setenv("WEFT_TRANSPORT", "tcp")
     with pytest.raises(
         WeftError,
@@ -351,6 +356,59 @@ def test_what_was_called_transport_is_called_wire(monkeypatch):
 def test_nccl_says_what_it_needs() -> None:
     with pytest.raises(WeftError, match="'nccl' needs a GPU and a CUDA build of torch"):
         init("nccl")
+
+
+# Interrupts.
+
+LOOKS_FOR_SIGNALS = {"CALL", "RESUME", "JUMP_BACKWARD", "BEFORE_WITH", "CALL_FUNCTION_EX"}
+
+
+class Interrupt:
+    """A tracer that interrupts weft's own code at the given one of the points where Ctrl-C may."""
+
+    def __init__(self, at: int) -> None:
+        self.at = at
+        self.count = 0
+
+    def __call__(self, frame, event, arg):
+        if event == "call":
+            frame.f_trace_opcodes = True
+            return self if f"{os.sep}weft{os.sep}" in frame.f_code.co_filename else None
+        if event == "opcode":
+            name = dis.opname[frame.f_code.co_code[frame.f_lasti]]
+            self.count += name in LOOKS_FOR_SIGNALS
+            if self.count == self.at:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return self
+
+
+def start(interrupt: Interrupt) -> None:
+    before = sys.gettrace()
+    sys.settrace(interrupt)
+    try:
+        init(timeout=60)
+    finally:
+        sys.settrace(before)
+
+
+def test_an_interrupted_init_leaves_no_default_group_behind() -> None:
+    with init():
+        pass  # what is loaded once, is
+    none = Interrupt(-1)
+    start(none)
+    shutdown()
+    assert none.count > 100
+    left = []
+    for point in range(1, none.count, 7):
+        with pytest.raises(KeyboardInterrupt):
+            start(Interrupt(point))
+        if dist.is_initialized():
+            left.append(point)
+            shutdown()
+    assert left == []
+    with init():
+        assert rows_of() == [0, 9]
 
 
 # Importing, leaving, forking.

@@ -26,6 +26,7 @@ from weft.bootstrap.membership import Member, check
 from weft.bootstrap.rendezvous import File, Mpi, Tcp, place
 from weft.errors import WeftError, WireError
 from weft.testing.pace import patient
+from weft.wire.store import AnsweringStore
 
 ZERO, ONE = (Launch("environment", rank, 2, rank, 2) for rank in range(2))
 MASTER = {"MASTER_ADDR": "node1", "MASTER_PORT": "29500"}
@@ -256,7 +257,7 @@ def together(*comers: Callable[[], str]) -> list[str]:
 def crashed(path: Path, decision: dict[str, object] | None = None) -> None:
     """What rank 0 of an earlier run has left, of which rank 1 had come."""
     meeting = File(path.with_name("used")).open(ZERO, soon(5))
-    membership.begin_round(meeting.store)
+    membership.begin_round(AnsweringStore(meeting.store, soon(9.0)))
     store = dist.PrefixStore("weft/round1", meeting.store)
     store.add("arrived", 2)
     for number in (1, 2):

@@ -274,7 +274,10 @@ def test_what_does_not_serve_is_refused_with_the_reason() -> None:
     assert right  # refusing is not being wrong
     assert rows["tiny", "weft:gather"]["status"] == rows["tall", "torch"]["status"] == "ok"
     assert rows["tiny", "torch"]["status"] == "refused" and rows["tiny", "torch"]["why"]
-    assert rows["tall", "dense"]["status"] == "refused" and "MiB" in rows["tall", "dense"]["why"]
+    assert rows["tall", "dense"]["status"] == "refused"
+    assert "MiB: to time it, give a smaller --height" in rows["tall", "dense"]["why"]
+    (head,) = [what for kind, what in found if kind == "head"]
+    assert head["wire"] == "tcp"
 
 
 def unchanged(case: Case) -> bool:

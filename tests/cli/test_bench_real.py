@@ -197,7 +197,7 @@ def words_of(refused: Result) -> str:
 @pytest.mark.parametrize(
     ("case", "words"),
     [
-        ("text", "its data are in the package wordsegment: pip install 'weft[real]'"),
+        ("text", "its data are in the package wordsegment: pip install wordsegment"),
         ("graph", "its data are in the package recbole: pip install --no-deps recbole==1.2.1"),
     ],
 )

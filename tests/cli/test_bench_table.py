@@ -175,10 +175,29 @@ def test_reasons_and_versions_are_comments() -> None:
 
 
 def test_a_terminal_has_the_same_lines_and_what_goes_on() -> None:
-    there = shown(force_terminal=True, width=80, color_system=None)
+    there = shown(force_terminal=True, width=200, color_system=None)
     assert "uniform: working" in "".join(there) and "25%" in "".join(there)
     for line in shown():
         assert any(seen.endswith(line) for seen in there), line
+
+
+def test_a_narrow_terminal_has_the_columns_that_fit_and_says_which_do_not() -> None:
+    there = shown(force_terminal=True, width=80, color_system=None)
+    (title,) = [line[line.index("#case") :] for line in there if "#case" in line]
+    assert len(title) <= 80
+    assert title[1:].split() == ["case", "by", "ms", "xbound", "torch/x", "horovod/x", "dense/x"]
+    for line in there:
+        if line.startswith("# ") and "peer/x" in line:
+            assert len(line) <= 80 and "xlink" not in line
+    text = " ".join(line.removeprefix("# ") for line in there)
+    assert "no room here for spread, cpu, factors" in text and "write --csv" in text
+
+
+def test_the_legend_explains_the_columns_that_there_are() -> None:
+    legend = " ".join(line for line in shown(link=False) if line.startswith("# "))
+    assert "xbound: bytes sent" in legend and "peer/x: " in legend
+    for title in ("xlink", "rounds", "xrest", "hostMB", "least-ms", "xleast", "link: bits"):
+        assert title not in legend
 
 
 def test_a_file_has_a_version_and_rows_of_plain_values(tmp_path: Path) -> None:

@@ -57,7 +57,7 @@ def test_without_the_extra_it_says_what_to_install_before_training(
     monkeypatch.setattr(options, "find_spec", lambda name: None)
     found = demo(f"--out {tmp_path}")
     assert found.exit_code == 2 and found.stdout == ""
-    words = "it needs matplotlib and jinja2: pip install 'weft[report]'"
+    words = "it needs matplotlib and jinja2: pip install matplotlib jinja2"
     assert found.stderr == f"weft demo: the report cannot be drawn: {words}\n"
 
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
+import weft
 from weft.bootstrap import look_ahead
 from weft.cli.commands import app
 from weft.cli.doctor import Pair, crowded, look, measure, network, slow
@@ -22,6 +25,11 @@ def nothing_set(monkeypatch):
 
 def wrong():
     return [finding for finding in look(look_ahead()) if finding.level == "wrong"]
+
+
+def weft_package():
+    (finding,) = [each for each in look(look_ahead()) if each.what == "package"]
+    return finding
 
 
 def test_alone_all_is_well():
@@ -52,6 +60,42 @@ def test_what_is_wrong_ends_with_what_to_type(monkeypatch):
     done = CliRunner().invoke(app, ["doctor"])
     assert done.exit_code == 1
     assert "-> start with torchrun" in done.output
+
+
+def installed(folder, summary, url):
+    """A folder of packages, with a distribution called `weft` in it."""
+    info = folder / "weft-0.9.118.dist-info"
+    info.mkdir()
+    lines = "Metadata-Version: 2.1", "Name: weft", "Version: 0.9.118", f"Summary: {summary}"
+    (info / "METADATA").write_text("\n".join([*lines, f"Project-URL: Repository, {url}"]) + "\n")
+    return str(folder)
+
+
+def test_another_projects_package_of_the_name_is_told_of(monkeypatch, tmp_path):
+    ours = weft_package()
+    assert ours.level == "ok" and str(Path(weft.__file__).parent) in ours.text
+    tasks = installed(tmp_path, "Durable tasks", "https://example.com/weft")
+    monkeypatch.setattr(sys, "path", [tasks, *sys.path])
+    theirs = weft_package()
+    assert theirs.level == "wrong"
+    assert "weft 0.9.118 is installed, which is another project's (Durable tasks)" in theirs.text
+    assert theirs.remedy.startswith("pip uninstall weft weft-collectives")
+
+
+def test_a_checkout_that_was_installed_by_the_old_name_is_no_strangers(monkeypatch, tmp_path):
+    before = installed(tmp_path, "Sparse", "https://github.com/weft-collectives/weft")
+    monkeypatch.setattr(sys, "path", [before, *sys.path])
+    assert weft_package().level == "ok"
+
+
+def test_a_device_that_is_not_there_is_not_called_ok(monkeypatch):
+    """torch's build for CUDA names one on a machine without a GPU, unless it is asked to look."""
+
+    def current_accelerator(check_available=False):
+        return None if check_available else torch.device("cuda")
+
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", current_accelerator)
+    assert not [each for each in look(look_ahead()) if each.what.startswith("device")]
 
 
 def test_every_pair_is_measured_and_all_know_it():

@@ -442,7 +442,8 @@ def fork(group):
         try:
             group.post([(1 - group.rank, torch.zeros(1))])
         except WireError as error:
-            status = 0 if "forked process" in str(error) else 2
+            text = str(error)
+            status = 0 if "forked process" in text and "not in a DataLoader's" in text else 2
         group.close()
         del group
         gc.collect()

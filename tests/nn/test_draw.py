@@ -127,5 +127,5 @@ def test_many_ranks_are_cut_short_and_none_are_refused():
 
 def test_without_matplotlib_it_says_what_to_type(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(weft.WeftError, match=r"pip install 'weft\[report\]'"):
+    with pytest.raises(weft.WeftError, match=r"pip install matplotlib"):
         between({0: whole((2,))}, {0: whole((2,))}).draw()

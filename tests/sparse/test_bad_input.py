@@ -415,3 +415,32 @@ def test_who_sends_rows_in_the_broadcast_of_another_is_named_as_in_all_errors(mo
                 weft.sparse_broadcast(rows, group=group.subset(some))
 
     run(3, program)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"op": "mean"}, r"op 'mean' is unknown \(did you mean 'avg'\?\): use one of"),
+        ({"op": "summ"}, r"\(did you mean 'sum'\?\)"),
+        ({"algorithm": "spilt"}, r"algorithm 'spilt' is unknown \(did you mean 'split'\?\): use"),
+        ({"algorithm": "oak"}, r"algorithm 'oak' is unknown: use auto"),
+    ],
+)
+def test_a_mistyped_name_hears_which_was_meant(arguments, says):
+    with weft.init(), pytest.raises(weft.WeftError, match=says):
+        weft.sparse_all_reduce((torch.tensor([1]), torch.ones(1)), **arguments)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_list_in_place_of_a_tuple_is_told_so(size):
+    def program(group):
+        with pytest.raises(weft.WeftError, match=r"pass them as a tuple, \(indices, values\)"):
+            weft.sparse_all_reduce([torch.tensor([1]), torch.ones(1)])
+        return weft.sparse_all_reduce((torch.tensor([1]), torch.ones(1)))[0].tolist()
+
+    assert run(size, program) == [[1]] * size
+
+
+def test_the_mean_of_tensors_is_called_avg():
+    with weft.init(), pytest.raises(weft.WeftError, match=r"did you mean 'avg'"):
+        weft.all_reduce(torch.ones(1), "mean")

@@ -21,7 +21,7 @@ from ..group.group import Group
 from ..wire import watch
 from ..wire.address import VARIABLES as OF_INTERFACES
 from ..wire.address import interface_of, own_address
-from . import launchers
+from . import descent, launchers
 
 _PREFIX = "WEFT_"
 _SIMILAR = 0.75  # of difflib's ratio: names that are so alike were mixed up
@@ -42,6 +42,7 @@ _WITHOUT = {
 VARIABLES = frozenset(
     {*_WITHOUT, "WEFT_INTERFACE", "WEFT_KERNELS", "WEFT_SAFE", "WEFT_WIRE", "WEFT_WATCH"}
     | {"WEFT_TRANSPORT"}  # which is an error
+    | {descent.VARIABLE}  # which weft itself sets
 )
 """All variables of the environment that are weft's own."""
 

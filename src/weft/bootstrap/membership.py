@@ -32,7 +32,7 @@ from ..errors import WeftError, WireError, names
 from ..group.failure.verdict import differing
 from ..wire.address import is_loopback, own_address
 from ..wire.machine import machine_and_network
-from ..wire.store import has, pauses
+from ..wire.store import AnsweringStore, has, pauses
 from . import backends, rendezvous
 from .launchers import Launch
 from .rendezvous import Place, Rendezvous
@@ -41,7 +41,7 @@ _log = logging.getLogger("weft")
 LINGER = 5.0  # seconds in which the others can read an error from a store that this process hosts
 GRACE = 10.0  # seconds in which torchrun's agents restart their workers, one after another
 _FRESH = 30.0  # an error that is no older, in seconds, is one of this attempt; clocks may differ
-LATE = 2.0  # seconds after the deadline in which rank 0 may still say who is missing
+LATE = 0.7  # seconds after the deadline in which rank 0 may still say who is missing
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,14 +196,16 @@ def check(meeting: Rendezvous, mine: Member, deadline: float) -> tuple[Decision,
     """
     stands_in = meeting.hosts and mine.rank != 0 and bool(mine.error)  # for rank 0, to say why
     newcomer, hint = meeting.round == 0, ""
-    store, arrival, decision = meeting.store, 0, Decision(over=True)
+    store = AnsweringStore(meeting.store, deadline + LATE)
+    arrival, decision = 0, Decision(over=True)
     # if another rank 0 hosts the store, it has begun the first round
     if stands_in or (mine.rank == 0 and (meeting.hosts or meeting.lasts or meeting.round)):
         begin_round(store)
     while decision.over:
-        meeting.round = _next_round(meeting, mine, deadline)
-        space = dist.PrefixStore(f"weft/round{meeting.round}", store)
-        arrival, decision = _attend(space, mine, deadline, meeting, stands_in or mine.rank == 0)
+        meeting.round = _next_round(meeting, store, mine, deadline)
+        name = f"weft/round{meeting.round}"
+        judges = stands_in or mine.rank == 0
+        arrival, decision = _attend(store.part(name), mine, deadline, meeting, judges)
         doubts = stands_in or (newcomer and arrival > decision.came)
         if meeting.lasts and doubts and not decision.over:
             # the decision is one of processes that are gone; or it is an error of this attempt,
@@ -223,7 +225,7 @@ def check(meeting: Rendezvous, mine: Member, deadline: float) -> tuple[Decision,
         raise WireError(f"{decision.error}{hint}", rank=mine.rank, culprit=decision.missing)
     if decision.error:
         raise WeftError(decision.error)
-    return decision, space
+    return decision, dist.PrefixStore(name, meeting.store)
 
 
 # What fits.
@@ -311,27 +313,27 @@ def _machine() -> str:
 # Rounds.
 
 
-def begin_round(store: dist.Store) -> None:
+def begin_round(store: AnsweringStore) -> None:
     """Begin a round, and end the one before."""
     number = store.add("weft/round", 1)
     store.set(f"weft/begun{number}", "yes")
     over = json.dumps(asdict(Decision(over=True)))
-    dist.PrefixStore(f"weft/round{number - 1}", store).compare_set("decision", "", over)
+    store.part(f"weft/round{number - 1}").compare_set("decision", "", over)
 
 
-def _next_round(meeting: Rendezvous, mine: Member, deadline: float) -> int:
+def _next_round(meeting: Rendezvous, store: AnsweringStore, mine: Member, deadline: float) -> int:
     """Wait for a round after the last one of this process; the number of the latest.
 
     If none begins in time, it is the next number: there the processes without rank 0 are counted.
     """
-    following, store = meeting.round + 1, meeting.store
+    following = meeting.round + 1
     late = mine.rank, lambda: f"rank 0 did not come to {meeting.where} so far"
     begun = has(store, f"weft/begun{following}", deadline, 1, late)
     return store.add("weft/round", 0) if begun else following
 
 
 def _attend(
-    store: dist.Store, mine: Member, deadline: float, meeting: Rendezvous, judges: bool
+    store: AnsweringStore, mine: Member, deadline: float, meeting: Rendezvous, judges: bool
 ) -> tuple[int, Decision]:
     """Take part in a round: the number of this process in order of arrival, and the decision."""
     arrival = store.add("arrived", 1)
@@ -372,7 +374,7 @@ def _attend(
     return arrival, found
 
 
-def _read(store: dist.Store, *, after: int = 0) -> list[Member]:
+def _read(store: AnsweringStore, *, after: int = 0) -> list[Member]:
     """The members in the list, without the first `after`."""
     found: list[Member] = []
     while store.check([key := f"member{after + len(found) + 1}"]):
@@ -396,7 +398,7 @@ def incomplete(
     )
 
 
-def _linger(store: dist.Store, mine: Member, members: list[Member], *, whole: bool) -> None:
+def _linger(store: AnsweringStore, mine: Member, members: list[Member], *, whole: bool) -> None:
     """Keep a store that ends with this process until the others have read the error.
 
     Args:

@@ -1,6 +1,6 @@
 """The command `weft`: `commands` collects one folder or file for each command.
 
-Only commands need typer and rich, the extra `weft[cli]`. Importing this package needs neither.
+Only commands need typer and rich, the extra `cli`. Importing this package needs neither.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import sys
 __all__ = ["EXTRA", "main"]
 
 EXTRA = ("typer", "rich")
-"""What `weft[cli]` installs beside the library."""
+"""What the extra `cli` installs beside the library."""
 
 
 def main() -> None:
@@ -21,5 +21,5 @@ def main() -> None:
         package = str(error.name).partition(".")[0]
         if package not in EXTRA:
             raise
-        sys.exit(f"weft: the command line needs {package}: pip install 'weft[cli]'")
+        sys.exit(f"weft: the command line needs {package}: pip install {' '.join(EXTRA)}")
     app()

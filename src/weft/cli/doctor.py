@@ -13,6 +13,7 @@ import os
 import socket
 import time
 from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
@@ -132,6 +133,7 @@ def _next(findings: list[Finding], pairs: list[Pair]) -> str:
 
 def look(ahead: Preview) -> Iterator[Finding]:
     """What can be seen without the other ranks."""
+    yield _package()
     versions = wording.versions()
     yield Finding("ok", "versions", wording.listed(versions))
     if "numba" not in versions["kernels"].lower():
@@ -140,7 +142,7 @@ def look(ahead: Preview) -> Iterator[Finding]:
     yield from _backends(ahead)
     if missing := options.missing_extra():
         yield Finding("-", "weft demo", *missing.split(": ", 1))
-    if accelerator := torch.accelerator.current_accelerator():
+    if accelerator := torch.accelerator.current_accelerator(check_available=True):
         kind, count = accelerator.type, torch.accelerator.device_count()
         backend = dist.get_default_backend_for_device(kind)
         way = f"{count}; tensors stay there where the group's backend is cpu:gloo,{kind}:{backend}"
@@ -167,6 +169,25 @@ def look(ahead: Preview) -> Iterator[Finding]:
         yield Finding("ok", "launched by", ahead.launcher)
         if ahead.meeting:
             yield Finding("ok", "meeting at", ahead.meeting)
+
+
+def _package() -> Finding:
+    """Where weft was imported from, and whether another project's `weft` is installed, too."""
+    imported = f"weft-collectives {weft.__version__}, imported from {Path(weft.__file__).parent}"
+    try:
+        namesake = metadata.distribution("weft").metadata
+    except metadata.PackageNotFoundError:
+        return Finding("ok", "package", imported)
+    addresses = namesake.get_all("Project-URL", [])
+    if any("weft-collectives" in address for address in addresses):  # a checkout's, of before
+        return Finding("ok", "package", imported)
+    return Finding(
+        "wrong",
+        "package",
+        f"{imported}; and weft {namesake['Version']} is installed, which is another project's "
+        f"({namesake['Summary']}): each puts its files into the other's folder",
+        "pip uninstall weft weft-collectives, and install weft-collectives again",
+    )
 
 
 def _backends(ahead: Preview) -> Iterator[Finding]:

@@ -133,7 +133,9 @@ Picture = Annotated[
 def missing_extra() -> str:
     """What to install if pictures and reports cannot be made here; empty if they can."""
     missing = [name for name in ("matplotlib", "jinja2") if find_spec(name) is None]
-    return f"it needs {' and '.join(missing)}: pip install 'weft[report]'" if missing else ""
+    if not missing:
+        return ""
+    return f"it needs {' and '.join(missing)}: pip install {' '.join(missing)}"
 
 
 def refuse(option: str, words: str) -> NoReturn:

@@ -1,7 +1,7 @@
 """Figures and facts in words, the same in every command: one way to write a number.
 
 Ranks and the examples use this, too, so it needs neither typer nor rich, which come with the extra
-`weft[cli]`.
+`cli`.
 """
 
 from __future__ import annotations

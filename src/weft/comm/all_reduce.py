@@ -20,9 +20,9 @@ from torch import Tensor
 
 from ..agree import is_direct
 from ..devices import is_capturing, on_host
-from ..errors import entry
+from ..errors import entry, meant
 from ..group import default
-from ..kernels.ops import OPS
+from ..kernels.ops import ELSEWHERE, OPS
 from ..schedules import dense, dense_all_reduce
 from ..sparse.request import op_name, travelling, wrong_wire_dtype
 from ..tensors import has_elements, lacking
@@ -89,7 +89,8 @@ def _wrong(tensor: object, op: object, wire_dtype: object) -> str | None:
         what = lacking(tensor) if isinstance(tensor, Tensor) else f"a {type(tensor).__name__}"
         return f"tensor is {what}: pass a strided tensor (sparse ones: weft.sparse_all_reduce)"
     if not isinstance(op, str) or op not in OPS:
-        return f"op {op!r} is unknown: use one of {', '.join(OPS)} or a torch ReduceOp"
+        hint = meant(op, OPS, ELSEWHERE)
+        return f"op {op!r} is unknown{hint}: use one of {', '.join(OPS)} or a torch ReduceOp"
     if is_capturing(tensor.device):
         return IN_A_GRAPH
     if op not in _DIFFERENTIABLE and tensor.requires_grad and torch.is_grad_enabled():

@@ -11,17 +11,19 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import math
 import os
 import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
 from .._torch import NoDevice
-from ..errors import AbsentError, WeftError, names, there_are
+from ..errors import AbsentError, WeftError, WireError, names, there_are
 from ..wire import mpi, torch_gloo
 from ..wire.address import own_address
 from ..wire.factory import Factory, Start, seconds_left
@@ -29,12 +31,15 @@ from ..wire.framed import CarriedSockets, Carrier
 from ..wire.machine import own_host
 from ..wire.memory import Pool
 from ..wire.registry import wire_names
-from ..wire.store import exchange, has, pauses
+from ..wire.store import AnsweringStore, exchange, has, pauses
 from ..wire.tcp.listener import CONTROL, STRANGERS, Endpoint, Listener, make_room
 from .failure.links import ControlLinks, SocketLinks
 
+T = TypeVar("T")
+
 _BUFFER = 1 << 17  # bytes that a link takes at once, whatever its peer does
 PATIENCE = 5.0  # seconds in which the others can answer, and read why there is no group
+HELD_UP = 1.0  # seconds after a deadline from which on a rank itself is late, and was stopped
 _LAST = 1.0  # seconds in which who is late itself says so, before those say it that wait for it
 _LONGEST = 500  # characters of what gloo says
 
@@ -227,21 +232,10 @@ def _gloo_carrier(start: Start) -> Carrier:
         RuntimeError: from the store.
     """
     assert start.store is not None
-    roll = RollCall(start.store, start.rank, start.size)
     deadline = time.monotonic() + start.timeout + _LAST
-    carrier = None
-    try:
-        carrier = torch_gloo.carrier(replace(start, check=roll.check))
-        roll.wait_for_all(deadline)
-    except NotJoinedError:  # another rank has said why
-        raise
-    except (OSError, RuntimeError) as error:
-        failure = roll.explain(error)
-        if failure is not None:
-            raise failure from error
-    # here all ranks are connected, as each has said after gloo gave it a carrier: this one, too
-    assert carrier is not None
-    return carrier
+    store = AnsweringStore(start.store, deadline + PATIENCE)
+    roll = RollCall(store, start.rank, start.size)
+    return roll.hold(lambda: torch_gloo.carrier(replace(start, check=roll.check)), deadline)
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,7 +257,7 @@ _JOINED = _Outcome("")
 
 
 class RollCall:
-    """What ranks tell each other at the store while gloo connects them for control links.
+    """What ranks tell each other at the store while gloo connects them, for links or for a group.
 
     Before there are links nobody sees that a rank dies, and gloo says what has failed, but not
     whose fault that is: it may fail on one rank because it has failed on another. So a rank for
@@ -275,10 +269,59 @@ class RollCall:
     gloo said there, "here 3" and "read 3"; and by whoever is the first "roll call" and "outcome".
     """
 
-    def __init__(self, store: dist.Store, rank: int, size: int) -> None:
+    def __init__(
+        self,
+        store: AnsweringStore,
+        rank: int,
+        size: int,
+        *,
+        step: str = "join the control links",
+        patience: float | None = None,
+        busy_until: float = -math.inf,
+    ) -> None:
+        """Call it in a part of the store that no other roll call uses.
+
+        Args:
+            store: that all ranks share.
+            rank, size: this rank, and how many there are.
+            step: what the ranks are doing, for errors.
+            patience: seconds in which the others answer; None: `PATIENCE`.
+            busy_until: when the others are through with the step at the latest, by
+                `time.monotonic`, if they cannot answer before.
+        """
         self._store = store
         self._rank = rank
         self._size = size
+        self._step = step
+        self._patience = PATIENCE if patience is None else patience
+        self._busy_until = busy_until
+
+    def hold(self, step: Callable[[], T], deadline: float) -> T:
+        """Take the step, wait until all ranks have taken it, and return what came of it here.
+
+        Raises:
+            NotJoinedError: some rank has not; the same on all.
+            RuntimeError: from the store.
+        """
+        taken: list[T] = []
+        try:
+            taken.append(step())
+            self.wait_for_all(deadline)
+        except (NotJoinedError, WireError):  # another rank has said why, or weft itself
+            raise
+        except (OSError, RuntimeError) as error:
+            late = time.monotonic() - deadline
+            if late > HELD_UP:
+                what = (
+                    f"rank {self._rank} came {late:.0f} s too late to {self._step}: was it stopped?"
+                )
+                failure = self._conclude(_Outcome(what, self._rank))
+            else:
+                failure = self.explain(error)
+            if failure is not None:
+                raise failure from error
+        # here all ranks have taken it, as each has said after it did: this one, too
+        return taken[0]
 
     def check(self) -> None:
         """Answer a roll call, if there was one, and raise NotJoinedError if a failure was told."""
@@ -317,15 +360,16 @@ class RollCall:
             isinstance(error, OSError) and not isinstance(error, TimeoutError)
         )
         if is_own:
-            what = f"rank {self._rank} did not join the control links ({text})"
+            what = f"rank {self._rank} did not {self._step} ({text})"
             return self._conclude(_Outcome(what, self._rank))
         if not self._has("connected", self._rank):  # else this rank only waited for the others
             self._store.set(f"failed {self._rank}", text)
+        began = time.monotonic()
         missing = self._call_the_roll()
         if missing:
             what = (
-                f"{names(missing)} came, and then did not join the control links (no answer for "
-                f"{PATIENCE:g} s): see that all ranks run, and reach the store"
+                f"{names(missing)} came, and then did not {self._step} (no answer for "
+                f"{time.monotonic() - began:.1f} s): see that all ranks run, and reach the store"
             )
             return self._conclude(_Outcome(what, missing[0], absent=missing))
         return self._conclude(self._outcome_of_all())
@@ -338,7 +382,7 @@ class RollCall:
         self._store.set("roll call", "")
         self._answer()
         missing = list(range(self._size))
-        until = time.monotonic() + PATIENCE
+        until = max(time.monotonic(), self._busy_until) + self._patience
         # ended by the last answer; by an outcome, which some may know already; by the time
         for _ in pauses(until, 0.001, 0.02):
             while missing and self._has("here", missing[-1]):
@@ -360,8 +404,9 @@ class RollCall:
         else:
             return _JOINED
         return _Outcome(
-            f"{what}, though all ranks answer at the store: see that they reach each other by the "
-            "interface that WEFT_INTERFACE names"
+            f"{what}, though all ranks answer at the store: see that no firewall closes the ports "
+            "that the system chooses, and that they reach each other by the interface that "
+            "WEFT_INTERFACE names"
         )
 
     def _has(self, what: str, rank: int) -> bool:
@@ -387,7 +432,7 @@ class RollCall:
 
     def _wait_for_readers(self, absent: Sequence[int]) -> None:
         """Wait until all ranks know the outcome: the store may end with this program."""
-        until = time.monotonic() + PATIENCE
+        until = time.monotonic() + self._patience
         with contextlib.suppress(RuntimeError):  # another rank's program had it, and has ended
             self._answer()  # as in `_conclude`
             self._store.set(f"read {self._rank}", "")

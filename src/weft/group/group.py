@@ -61,8 +61,8 @@ class Group:
     """Some ranks that talk to each other; what `weft.init` returns, and `group=` takes.
 
     It is a view of a `Session`, which it shares with the groups that `subset` and `on` give: a
-    failure of one is a failure of all. To make a view costs nothing, and sends nothing. For the same
-    ranks in the same order there is one, and what calls keep of them outlives it (`state`).
+    failure of one is a failure of all. To make a view costs nothing, and sends nothing. There is
+    one of the same ranks in the same order, and what calls keep of them outlives it (`state`).
 
     Attributes:
         session: what the group is a view of.

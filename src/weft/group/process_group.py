@@ -7,7 +7,9 @@ and order the caller would have to keep). To add a wire, register it (`registry`
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import json
 import os
 import threading
 import time
@@ -28,9 +30,10 @@ from ..wire.interface import Wire
 from ..wire.machine import own_host
 from ..wire.memory import Pool
 from ..wire.registry import is_own, own_wire, wire_named, wire_names
+from ..wire.store import AnsweringStore, SilentStoreError
 from ..wire.tcp.wire import TcpWire
 from . import recorder
-from .control import NotJoinedError, join_links
+from .control import HELD_UP, NotJoinedError, join_links
 from .failure import last_error
 from .failure.detector import Detector
 from .failure.verdict import SAME_ORDER
@@ -168,11 +171,14 @@ def _join(
         alone = TcpWire(rank, size, {}, memory)
         return Session(alone, timeout, [own_host()], detector=None, memory=memory, join=join)
     try:
-        generation = store.add(f"weft/{name}/{rank}", 1)
+        generation = AnsweringStore(store, deadline).add(f"weft/{name}/{rank}", 1)
         space = dist.PrefixStore(f"weft/{name}/{generation}", store)
         joined = join_links(space, rank, size, timeout, wire, factory)
     except (RuntimeError, OSError) as error:  # of the store, of the sockets
-        raise _not_joined(error, rank, size, name, timeout, process_group) from error
+        failure = _why_not_joined(error, rank, deadline, timeout, process_group)
+        why, culprit = _first_to_fail(space, failure)
+        text = f"rank {rank}: group {name!r} of {size} ranks: {why}"
+        raise WireError(text, rank=rank, culprit=culprit) from error
     assert not isinstance(factory, str)  # else every rank has raised that
     detector = Detector(rank, timeout, joined.links, watch.chosen())
     start = Start(
@@ -256,33 +262,46 @@ def _made_by_all(
         ) from error.__cause__
 
 
-def _not_joined(
+def _why_not_joined(
     error: Exception,
     rank: int,
-    size: int,
-    name: str,
+    deadline: float,
     timeout: float,
     process_group: dist.ProcessGroup | None,
-) -> WireError:
-    """The error where the store, the sockets or gloo failed."""
-    culprit = None
+) -> tuple[str, int | None]:
+    """What is said where the store, the sockets or gloo failed, and the rank to blame."""
     remedy = "; see that all ranks were started and reach each other"
+    late = time.monotonic() - deadline
     if isinstance(error, NotJoinedError):  # it says itself what to do
-        culprit = error.culprit
-        why = str(error) if culprit is not None else f"it was not joined: {error}"
-        remedy = ""
-    elif isinstance(error, AbsentError):
+        why = str(error) if error.culprit is not None else f"it was not joined: {error}"
+        return why, error.culprit
+    if late > HELD_UP:
+        return f"rank {rank} came {late:.0f} s too late to join it: was it stopped?", rank
+    if isinstance(error, AbsentError):
         why = f"{error} before the timeout of {timeout:g} s"
-        where = "" if process_group is None else _where(process_group, error.ranks)
-        if where:  # there they may wait for one that waits here
-            remedy = f": {where}; see that {SAME_ORDER}"
-        else:
-            culprit = error.ranks[0]
-            remedy += f", and that {SAME_ORDER}"
-    else:
-        why = f"it was not joined (timeout {timeout:g} s): {error}"
-    text = f"rank {rank}: group {name!r} of {size} ranks: {why}{remedy}"
-    return WireError(text, rank=rank, culprit=culprit)
+        if process_group is None or process_group is dist.group.WORLD:
+            return f"{why}{remedy}", error.ranks[0]
+        if where := _where(process_group, error.ranks):  # they may wait there for one that is here
+            return f"{why}: {where}; see that {SAME_ORDER}", None
+        return f"{why}{remedy}, and that {SAME_ORDER}", error.ranks[0]
+    if isinstance(error, SilentStoreError):
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            return f"{error}: is the launcher, which hosts it, stopped?", None
+        return f"{error}: is rank 0, which hosts it, stopped or cut off?", 0
+    return f"it was not joined (timeout {timeout:g} s): {error}{remedy}", None
+
+
+def _first_to_fail(space: dist.Store, failure: tuple[str, int | None]) -> tuple[str, int | None]:
+    """What the first rank said that gave up, which is what all say; this rank may be the first.
+
+    A rank that goes on after it was stopped finds nobody, and hears by this that it is to blame.
+    """
+    store = AnsweringStore(space, time.monotonic())
+    with contextlib.suppress(RuntimeError):  # the store may be what failed
+        store.compare_set("failure", "", json.dumps(failure))
+        why, culprit = json.loads(store.get("failure"))
+        return why, culprit
+    return failure
 
 
 def of(handle: object) -> Group:
@@ -435,7 +454,7 @@ def store_of(group: dist.ProcessGroup) -> dist.Store | None:
         raise WeftError(
             f"{_me()}this process was forked from one whose process group it cannot use: start "
             "processes by spawn or forkserver, or fork them before weft.init and before "
-            "torch.distributed.init_process_group"
+            "torch.distributed.init_process_group; in a DataLoader's worker call no weft"
         )
     store = _torch.store_of(group)
     if store is None:

@@ -21,6 +21,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from multiprocessing.util import Finalize
 from typing import Any, NoReturn, Protocol, TypeVar
 
@@ -426,7 +427,7 @@ class Session:
 
     def _break(self, verdict: Verdict, where: str = "") -> WireError:
         """Break the session here; the error to raise. `where` is what this rank was doing."""
-        self._broken = Verdict(verdict.culprit, f"{verdict.text}{where}")
+        self._broken = replace(verdict, text=f"{verdict.text}{where}")
         self._wires.abort(verdict)  # the detector's thread may not have come to that yet
         return self._broken.error(self.rank)
 

@@ -200,7 +200,7 @@ def object_code() -> bytes:
         with _turn(path.parent):
             found = _read(path)  # compiled by another meanwhile
             if found is None:
-                _log.info("machine code is made, once on this machine: it takes ten seconds or so")
+                _log.warning("compiling weft's arithmetic, once on this machine: ten seconds or so")
                 found = compiled_kernels()
                 write_kernels(path, found)
     return found

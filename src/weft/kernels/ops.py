@@ -188,3 +188,19 @@ OPS: dict[str, Op] = {
     )
 }
 """The built-in operations by name."""
+
+ELSEWHERE = {
+    "mean": "avg",
+    "average": "avg",
+    "add": "sum",
+    "product": "prod",
+    "mul": "prod",
+    "minimum": "min",
+    "maximum": "max",
+    "amin": "min",
+    "amax": "max",
+    "and": "band",
+    "or": "bor",
+    "xor": "bxor",
+}
+"""What other libraries call some of them."""

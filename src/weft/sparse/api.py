@@ -5,7 +5,8 @@ Here is the public face; `request` checks the arguments, `run` takes the steps o
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Literal, overload
 
 import torch
 
@@ -13,10 +14,90 @@ from ..devices import Aside
 from ..errors import untransformed
 from ..group import default
 from ..group.group import Group
+from ..group.worker import Work
 from . import run, tables
 from .explanation import Explanation
+from .forms import AnyForm, Form, Member, Place, Reduction
 from .record import started
 from .request import Request
+
+
+@overload
+def sparse_all_reduce(
+    rows: Form,
+    op: Reduction = "sum",
+    group: object = None,
+    async_op: Literal[False] = False,
+    *,
+    algorithm: str = "auto",
+    wire_dtype: torch.dtype | None = None,
+    out: Place = None,
+) -> Form: ...
+
+
+@overload
+def sparse_all_reduce(
+    rows: Form,
+    op: Reduction = "sum",
+    group: object = None,
+    *,
+    async_op: Literal[True],
+    algorithm: str = "auto",
+    wire_dtype: torch.dtype | None = None,
+    out: Place = None,
+) -> Work[Form]: ...
+
+
+@overload
+def sparse_all_reduce(
+    rows: Form,
+    op: Reduction = "sum",
+    group: object = None,
+    async_op: bool = False,
+    *,
+    algorithm: str = "auto",
+    wire_dtype: torch.dtype | None = None,
+    out: Place = None,
+) -> Form | Work[Form]: ...
+
+
+@overload
+def sparse_all_reduce(
+    rows: list[Member],
+    op: Reduction = "sum",
+    group: object = None,
+    async_op: Literal[False] = False,
+    *,
+    algorithm: str = "auto",
+    wire_dtype: torch.dtype | None = None,
+    out: list[Place] | None = None,
+) -> list[Member]: ...
+
+
+@overload
+def sparse_all_reduce(
+    rows: list[Member],
+    op: Reduction = "sum",
+    group: object = None,
+    *,
+    async_op: Literal[True],
+    algorithm: str = "auto",
+    wire_dtype: torch.dtype | None = None,
+    out: list[Place] | None = None,
+) -> Work[list[Member]]: ...
+
+
+@overload
+def sparse_all_reduce(
+    rows: list[Member],
+    op: Reduction = "sum",
+    group: object = None,
+    async_op: bool = False,
+    *,
+    algorithm: str = "auto",
+    wire_dtype: torch.dtype | None = None,
+    out: list[Place] | None = None,
+) -> list[Member] | Work[list[Member]]: ...
 
 
 @untransformed
@@ -85,8 +166,8 @@ def sparse_all_reduce(
 
 @untransformed
 def explain(
-    rows: Any,
-    op: Any = "sum",
+    rows: AnyForm | Sequence[AnyForm],
+    op: Reduction = "sum",
     group: object = None,
     *,
     algorithm: str = "auto",

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, TypeVar, TypeVarTuple
 
-from ..errors import WeftError, summed_up, there_are
+from ..errors import WeftError, meant, summed_up, there_are
 from ..rows import Rows
 from .cost import Cost, Load
 
@@ -330,7 +330,8 @@ def find(name: str, where: str = "") -> Algorithm:
             f"{where}algorithm {name!r} is gone: {_GONE[name]}; {there_are(['auto', *ALGORITHMS])}"
         )
     known = ", ".join(sorted(ALGORITHMS))
-    raise WeftError(f"{where}algorithm {name!r} is unknown: use auto or one of {known}")
+    hint = meant(name, ["auto", *ALGORITHMS])
+    raise WeftError(f"{where}algorithm {name!r} is unknown{hint}: use auto or one of {known}")
 
 
 @remembered

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from .. import kernels
 from ..devices import is_capturing, on_host
-from ..errors import WeftError, summed_up
-from ..kernels.ops import HALVES, OPS, Op
+from ..errors import WeftError, meant, summed_up
+from ..kernels.ops import ELSEWHERE, HALVES, OPS, Op
 from ..rows import Rows
 from ..tensors import has_elements, is_made_of_others, is_transformed, lacking, plain
 from . import factors, link, registry, sketch
@@ -429,8 +429,8 @@ def operation(op: object) -> Op:
     if isinstance(op, str):
         if op not in OPS:
             raise WeftError(
-                f"op {op!r} is unknown: use one of {', '.join(OPS)}, a torch ReduceOp, or a "
-                "function of two tensors"
+                f"op {op!r} is unknown{meant(op, OPS, ELSEWHERE)}: use one of {', '.join(OPS)}, a "
+                "torch ReduceOp, or a function of two tensors"
             )
         return OPS[op]
     if not callable(op):

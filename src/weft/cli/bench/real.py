@@ -112,7 +112,7 @@ class Source:
         return cast(Traversable, metadata.distribution(self.package).locate_file(file))
 
 
-_WORDSEGMENT = Source("wordsegment", "pip install 'weft[real]'")
+_WORDSEGMENT = Source("wordsegment", "pip install wordsegment")
 _RECBOLE = Source("recbole", "pip install --no-deps recbole==1.2.1")
 _WORDS_FILE = "wordsegment/unigrams.txt"
 _RATINGS_FILE = "recbole/dataset_example/ml-100k/ml-100k.inter"

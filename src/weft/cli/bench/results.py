@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import csv
 import json
+import textwrap
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -92,16 +93,37 @@ _WIDTHS |= {"spread": ">15", "horovod/x": ">9"}
 """Of columns, where it is not 8, to the right."""
 
 
-_LEGEND = (
-    "ms: median of the slowest rank's time; spread: its quartiles; MB: sent by the average rank",
-    "cpu: ms that the average rank's threads were busy in a call",
-    "xbound: bytes sent / bytes of the bound; xlink: time / time of the bound's bytes on the link",
-    "rounds: that the call waits for, with the opening's; xrest: as xlink, without their time",
-    "where ranks share hosts: hostMB must cross the link of the busiest host; least-ms: the least",
-    "time of any exact schedule there; xleast, the ratio to look at: time / least time",
-    "peer/x: the peer's time / this time, above 1 this is faster; link: bits a second of a rank",
-    "horovod: Horovod's way, in torch (all-gather, coalesce); Horovod itself is not run",
+_LEGEND = {
+    "ms": "median of the slowest rank's time",
+    "spread": "its quartiles",
+    "cpu": "ms that the average rank's threads were busy in a call",
+    "MB": "sent by the average rank",
+    "xbound": "bytes sent / bytes of the bound",
+    "xlink": "time / time of the bound's bytes on the link",
+    "rounds": "that the call waits for, with the opening's",
+    "xrest": "as xlink, without their time",
+    "hostMB": "must cross the link of the busiest host",
+    "least-ms": "the least time of any exact schedule there",
+    "xleast": "the ratio to look at where ranks share hosts: time / least time",
+    "horovod/x": "Horovod's way, in torch (all-gather, coalesce); Horovod itself is not run",
+}
+"""What the columns have, by title."""
+
+_LEFT_OUT = (
+    "spread",
+    "cpu",
+    "factors",
+    "rounds",
+    "xrest",
+    "k",
+    "union",
+    "hostMB",
+    "MB",
+    "xlink",
+    "algorithm",
+    "xbound",
 )
+"""Columns that a narrow terminal does without, the first first."""
 
 
 def summary(
@@ -222,6 +244,11 @@ def _cells(row: Row, peers: Sequence[str]) -> dict[str, str]:
     }
 
 
+def _width(title: str) -> int:
+    """Of a column."""
+    return int(_WIDTHS.get(title, ">8")[1:])
+
+
 class Shown:
     """Shows what comes and, at the end, writes it to files, however it ends.
 
@@ -300,7 +327,8 @@ class Shown:
             self._titles += [f"{peer}/x" for peer in self._peers]
             alone = ["one rank alone communicates nothing: --ranks 4 starts four"]
             notes = [*self._notes, *(alone if what["ranks"] == 1 else [])]
-            for line in (listed(what), *_LEGEND, *notes):
+            left_out = self._fit()
+            for line in (listed(what), *self._legend(left_out), *notes):
                 self._line(f"# {line}", "dim")
             self._columns("#", {title: title for title in self._titles}, "bold")
         else:
@@ -310,6 +338,33 @@ class Shown:
             self._columns(" ", _cells(what, self._peers), style)
             if what["why"]:
                 self._line(f"# {what['case']} {what['by']} {what['status']}: {what['why']}")
+
+    def _fit(self) -> list[str]:
+        """Leave out columns until the others fit on the terminal; those that are left out."""
+        left_out: list[str] = []
+        for title in _LEFT_OUT if self._console.is_terminal else ():
+            widths = [_width(each) for each in self._titles]
+            if 1 + sum(widths) + len(widths) - 1 <= self._console.width:
+                break
+            if title in self._titles:
+                self._titles.remove(title)
+                left_out.append(title)
+        return left_out
+
+    def _legend(self, left_out: Sequence[str]) -> list[str]:
+        """What the columns have, in lines that fit, and which this terminal has no room for."""
+        told = [f"{title}: {_LEGEND[title]}" for title in self._titles if title in _LEGEND]
+        if self._peers:
+            told.append("peer/x: the peer's time / this time, above 1 this is faster")
+        if self._link:
+            told.append("link: bits a second of a rank")
+        lines = textwrap.wrap("; ".join(told), 100 if not left_out else self._console.width - 2)
+        if left_out:
+            lines += textwrap.wrap(
+                f"no room here for {', '.join(left_out)}: widen the terminal, or write --csv",
+                self._console.width - 2,
+            )
+        return lines
 
     def _go_on(self, case: str, words: str, done: float) -> None:
         """Show what goes on."""

@@ -206,6 +206,7 @@ def _starter(way: str, group: Group, tables: list[Tensor]) -> Callable[[Tensor],
     buffers = {table: torch.zeros_like(table) for table in tables if way == "dense"}
 
     def by_weft(table: Tensor) -> _Sum:
+        assert table.grad is not None
         work = weft.sparse_all_reduce(table.grad, op="avg", async_op=True)
         # calls take turns, so what runs next in the queue finds the record of this one
         return _Sum(work.wait, group.worker.submit("record", weft.sparse.last_call).wait)

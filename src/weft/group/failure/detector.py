@@ -380,7 +380,11 @@ class Detector:
         """
         self._closed = True
         self._lock = threading.RLock()  # the thread of the links may have had that one
-        self.verdict = Verdict(None, "a forked process cannot use its parent's group")
+        self.verdict = Verdict(
+            None,
+            "a forked process cannot use its parent's group",
+            "the group is well: call weft in the parent alone, not in a DataLoader's workers",
+        )
         self.links.abandon()
         self._inquiry = None
         self._suspect = None

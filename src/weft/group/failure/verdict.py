@@ -32,14 +32,16 @@ class Verdict:
     Attributes:
         culprit: the rank to blame, or None.
         text: a clause that says what happened, such as "rank 2 died".
+        remedy: what to do about it.
     """
 
     culprit: int | None
     text: str
+    remedy: str = "start the group again"
 
     def error(self, rank: int) -> WireError:
         """What a rank raises on account of it: the same text each time."""
-        text = f"rank {rank}: {self.text}; start the group again"
+        text = f"rank {rank}: {self.text}; {self.remedy}"
         return WireError(text, rank=rank, culprit=self.culprit)
 
 

@@ -16,16 +16,19 @@ Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of wor
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
+from torch import Tensor
 
 from ...agree import is_direct
 from ...devices import Aside
 from ...errors import untransformed
 from ...group import default
 from ...group.group import Group
+from ...group.worker import Work
 from ...rows import Rows
+from ..forms import Form, Place
 from ..record import started
 from ..registry import ALONE, EAGER
 from ..request import Request
@@ -33,6 +36,78 @@ from ..run import Opened, performed
 from ..stream import LISTS, VALUES, Ring, consecutive, wrong_list
 
 _NAME = "sparse_all_gather"
+
+
+@overload
+def sparse_all_gather(
+    rows: Form,
+    group: object = None,
+    async_op: Literal[False] = False,
+    *,
+    return_counts: Literal[False] = False,
+    wire_dtype: torch.dtype | None = None,
+    out: Place = None,
+) -> Form: ...
+
+
+@overload
+def sparse_all_gather(
+    rows: Form,
+    group: object = None,
+    *,
+    async_op: Literal[True],
+    return_counts: Literal[False] = False,
+    wire_dtype: torch.dtype | None = None,
+    out: Place = None,
+) -> Work[Form]: ...
+
+
+@overload
+def sparse_all_gather(
+    rows: Form,
+    group: object = None,
+    async_op: bool = False,
+    *,
+    return_counts: Literal[False] = False,
+    wire_dtype: torch.dtype | None = None,
+    out: Place = None,
+) -> Form | Work[Form]: ...
+
+
+@overload
+def sparse_all_gather(
+    rows: Form,
+    group: object = None,
+    async_op: Literal[False] = False,
+    *,
+    return_counts: Literal[True],
+    wire_dtype: torch.dtype | None = None,
+    out: Place = None,
+) -> tuple[Form, Tensor]: ...
+
+
+@overload
+def sparse_all_gather(
+    rows: Form,
+    group: object = None,
+    *,
+    async_op: Literal[True],
+    return_counts: Literal[True],
+    wire_dtype: torch.dtype | None = None,
+    out: Place = None,
+) -> Work[tuple[Form, Tensor]]: ...
+
+
+@overload
+def sparse_all_gather(
+    rows: Form,
+    group: object = None,
+    async_op: bool = False,
+    *,
+    return_counts: Literal[True],
+    wire_dtype: torch.dtype | None = None,
+    out: Place = None,
+) -> tuple[Form, Tensor] | Work[tuple[Form, Tensor]]: ...
 
 
 @untransformed

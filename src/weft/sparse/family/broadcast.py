@@ -8,7 +8,7 @@ such that filling the chain takes no longer than need be.
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 
@@ -16,9 +16,11 @@ from ...agree import is_direct
 from ...devices import Aside, current
 from ...errors import untransformed
 from ...group import default
+from ...group.worker import Work
 from ...rows import Rows
 from ...tensors import has_elements, shape_in
 from ..cost import Load
+from ..forms import AnyForm, Form, Place
 from ..record import started
 from ..request import NOTHING, Request, root_in
 from ..run import Opened, performed
@@ -26,6 +28,78 @@ from .all_gather import joined
 
 _NAME = "sparse_broadcast"
 _CHUNK = 1 << 14  # bytes of the smallest chunk
+
+
+@overload
+def sparse_broadcast(
+    rows: Form,
+    group_src: int = 0,
+    group: object = None,
+    async_op: Literal[False] = False,
+    *,
+    wire_dtype: torch.dtype | None = None,
+    out: Place = None,
+) -> Form: ...
+
+
+@overload
+def sparse_broadcast(
+    rows: Form,
+    group_src: int = 0,
+    group: object = None,
+    *,
+    async_op: Literal[True],
+    wire_dtype: torch.dtype | None = None,
+    out: Place = None,
+) -> Work[Form]: ...
+
+
+@overload
+def sparse_broadcast(
+    rows: Form,
+    group_src: int = 0,
+    group: object = None,
+    async_op: bool = False,
+    *,
+    wire_dtype: torch.dtype | None = None,
+    out: Place = None,
+) -> Form | Work[Form]: ...
+
+
+@overload
+def sparse_broadcast(
+    rows: None,
+    group_src: int = 0,
+    group: object = None,
+    async_op: Literal[False] = False,
+    *,
+    wire_dtype: torch.dtype | None = None,
+    out: Place = None,
+) -> AnyForm: ...
+
+
+@overload
+def sparse_broadcast(
+    rows: None,
+    group_src: int = 0,
+    group: object = None,
+    *,
+    async_op: Literal[True],
+    wire_dtype: torch.dtype | None = None,
+    out: Place = None,
+) -> Work[AnyForm]: ...
+
+
+@overload
+def sparse_broadcast(
+    rows: None,
+    group_src: int = 0,
+    group: object = None,
+    async_op: bool = False,
+    *,
+    wire_dtype: torch.dtype | None = None,
+    out: Place = None,
+) -> AnyForm | Work[AnyForm]: ...
 
 
 @untransformed

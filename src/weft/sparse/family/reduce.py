@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -22,10 +22,12 @@ from torch import Tensor
 from ...devices import Aside
 from ...errors import untransformed
 from ...group import default
+from ...group.worker import Work
 from ...rows import Rows
 from ...wire.memory import typed
 from ..call import Call
 from ..cost import Cost, Load
+from ..forms import Form, Place, Reduction
 from ..local_rows import LocalRows
 from ..owners import balanced_bounds, reduce_to_owners, spans
 from ..record import started
@@ -35,6 +37,45 @@ from ..run import Opened, merge_eager, performed
 from ..stream import SUMS, chunks, exchange_lists, in_rank_order, lay_out, list_messages
 
 _NAME = "sparse_reduce"
+
+
+@overload
+def sparse_reduce(
+    rows: Form,
+    op: Reduction = "sum",
+    group_dst: int = 0,
+    group: object = None,
+    async_op: Literal[False] = False,
+    *,
+    wire_dtype: torch.dtype | None = None,
+    out: Place = None,
+) -> Form | None: ...
+
+
+@overload
+def sparse_reduce(
+    rows: Form,
+    op: Reduction = "sum",
+    group_dst: int = 0,
+    group: object = None,
+    *,
+    async_op: Literal[True],
+    wire_dtype: torch.dtype | None = None,
+    out: Place = None,
+) -> Work[Form | None]: ...
+
+
+@overload
+def sparse_reduce(
+    rows: Form,
+    op: Reduction = "sum",
+    group_dst: int = 0,
+    group: object = None,
+    async_op: bool = False,
+    *,
+    wire_dtype: torch.dtype | None = None,
+    out: Place = None,
+) -> Form | Work[Form | None] | None: ...
 
 
 @untransformed

@@ -10,7 +10,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 
@@ -18,7 +18,9 @@ from ...devices import Aside
 from ...errors import WeftError, summed_up, untransformed
 from ...group import default
 from ...group.group import Group
+from ...group.worker import Work
 from ...rows import Rows
+from ..forms import Form, Place, Reduction
 from ..header import Header
 from ..local_rows import slices_between
 from ..owners import balanced_bounds, reduce_to_owners
@@ -29,6 +31,45 @@ from ..run import Opened, merge_eager, performed
 
 _NAME = "sparse_reduce_scatter"
 _SHOWN = 9  # bounds that are compared as they are; longer ranges by a digest
+
+
+@overload
+def sparse_reduce_scatter(
+    rows: Form,
+    op: Reduction = "sum",
+    group: object = None,
+    async_op: Literal[False] = False,
+    *,
+    ranges: Sequence[int] | None = None,
+    wire_dtype: torch.dtype | None = None,
+    out: Place = None,
+) -> Form: ...
+
+
+@overload
+def sparse_reduce_scatter(
+    rows: Form,
+    op: Reduction = "sum",
+    group: object = None,
+    *,
+    async_op: Literal[True],
+    ranges: Sequence[int] | None = None,
+    wire_dtype: torch.dtype | None = None,
+    out: Place = None,
+) -> Work[Form]: ...
+
+
+@overload
+def sparse_reduce_scatter(
+    rows: Form,
+    op: Reduction = "sum",
+    group: object = None,
+    async_op: bool = False,
+    *,
+    ranges: Sequence[int] | None = None,
+    wire_dtype: torch.dtype | None = None,
+    out: Place = None,
+) -> Form | Work[Form]: ...
 
 
 @untransformed

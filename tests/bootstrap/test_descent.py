@@ -1,0 +1,103 @@
+"""A program that a rank starts is refused, and its rank's group does not notice."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+import weft
+from weft.bootstrap import descent
+from weft.bootstrap.launchers import Launch
+from weft.bootstrap.local import launch
+from weft.bootstrap.rendezvous import File, Tcp
+
+CHILD = """
+import weft
+try:
+    weft.init(timeout=60{more})
+    print("made")
+except weft.WeftError as error:
+    print(error)
+"""
+
+
+def run(program: str, *before: str) -> str:
+    line = [*before, sys.executable, "-c", program]
+    return subprocess.run(line, capture_output=True, text=True, timeout=120, check=True).stdout
+
+
+def starting() -> list[str]:
+    """What children of rank 0 say: started by it, and by a shell; with a wrong argument, too."""
+    said = []
+    with weft.init(timeout=120):
+        if os.environ["RANK"] == "0":
+            said.append(run(CHILD.format(more="")))
+            said.append(run(CHILD.format(more=", backend='smoke'"), "nice"))
+            said.append(run(CHILD.format(more=", rendezvous='env://'")))
+        weft.barrier()
+    with weft.init(timeout=120):  # the children have spoilt nothing
+        weft.barrier()
+    return said
+
+
+@pytest.mark.parametrize("agent", ["True", "False"])
+def test_a_program_that_a_rank_starts_is_refused_at_once(agent: str, port: int) -> None:
+    env = {"OMP_NUM_THREADS": "1", "TORCHELASTIC_USE_AGENT_STORE": agent}
+    if agent == "False":
+        env["MASTER_PORT"] = str(port)
+    said, nothing = launch(2, starting, env=env)
+    assert len(said) == 3 and nothing == []
+    for text in said:
+        assert text.startswith("rank 0: process ")
+        assert "has started this process" in text
+        assert "unset RANK and WORLD_SIZE for a group of one, or start it with a launcher" in text
+
+
+RANKS = {"RANK": "1", "WORLD_SIZE": "2"}
+ONE = Launch("environment", 1, 2, 1, 2)
+PLACE = Tcp("node1", 29500, "node1:29500")
+
+
+@pytest.fixture
+def marked(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """The environment of a program that rank 1 has started."""
+    monkeypatch.setenv(descent.VARIABLE, "")
+    descent.leave_mark(ONE, PLACE)
+    mark = os.environ[descent.VARIABLE]
+    return RANKS | {descent.VARIABLE: mark.replace(str(os.getpid()), str(os.getppid()), 1)}
+
+
+def test_the_rank_itself_may_start_again(marked: dict[str, str]) -> None:
+    assert "unset RANK and WORLD_SIZE" in descent.refusal(ONE, PLACE, marked)
+    assert (
+        descent.refusal(ONE, PLACE, RANKS | {descent.VARIABLE: os.environ[descent.VARIABLE]}) == ""
+    )
+    descent.take_mark_back()
+    assert descent.VARIABLE not in os.environ
+
+
+@pytest.mark.parametrize(
+    ("launch", "place"),
+    [
+        (ONE, Tcp("node1", 29501, "node1:29501")),  # a launcher that a rank has started
+        (ONE, File("/tmp/elsewhere")),
+        (Launch("environment", 0, 2, 0, 2), PLACE),
+        (Launch("environment", 1, 4, 1, 4), PLACE),
+        (Launch("alone", 0, 1, 0, 1), None),
+    ],
+)
+def test_a_program_that_is_no_copy_of_its_rank_is_not_refused(
+    launch: Launch, place: Tcp | File | None, marked: dict[str, str]
+) -> None:
+    assert descent.refusal(launch, place, marked) == ""
+
+
+def test_what_a_process_that_is_gone_has_left_is_not_believed(marked: dict[str, str]) -> None:
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    mark = marked[descent.VARIABLE].partition(" ")[2]
+    assert descent.refusal(ONE, PLACE, marked | {descent.VARIABLE: f"{gone.pid} {mark}"}) == ""
+    assert descent.refusal(ONE, PLACE, marked | {descent.VARIABLE: "nonsense"}) == ""
