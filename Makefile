@@ -25,7 +25,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Where the environment keeps Python from keeping bytecode, every process of a test compiles weft.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test examples soak lint types layers docs check package clean
+.PHONY: demo test examples soak lint types layers docs check workflows package clean
 
 demo: $(VENV)/base
 	$(BIN)/weft demo
@@ -61,8 +61,13 @@ docs: $(VENV)/docs
 
 check: lint types layers docs test
 
+# Whether somebody else could make the workflows run code of theirs, or take what these know.
+workflows: $(VENV)/package
+	$(BIN)/zizmor --offline --quiet .github
+
 # What a release uploads: the wheel and the source archive, in dist/. The wheel is installed into an
-# empty environment, and has to serve there: first the library alone, then the command line, too.
+# empty environment, and has to serve there: first the library alone, of whose environment sbom.json
+# is the list (CycloneDX), then the command line, too.
 package: $(VENV)/package
 	rm -rf dist .venv-package
 	$(BIN)/python -m build --outdir dist .
@@ -72,6 +77,8 @@ package: $(VENV)/package
 	.venv-package/bin/python -m pip install --quiet --constraint $(CONSTRAINTS) dist/*.whl
 	cd dist && ../.venv-package/bin/python -c "import weft; weft.init(); weft.barrier(); weft.shutdown()"
 	! .venv-package/bin/weft --version
+	$(BIN)/cyclonedx-py environment --pyproject pyproject.toml --mc-type library --output-reproducible \
+	  --output-file sbom.json .venv-package/bin/python
 	.venv-package/bin/python -m pip install --quiet --constraint $(CONSTRAINTS) "$$(echo dist/*.whl)[cli]"
 	.venv-package/bin/weft --version
 	rm -rf .venv-package
@@ -112,4 +119,4 @@ $(EXAMPLES_VENV)/made: pyproject.toml $(CONSTRAINTS)
 	@touch $@
 
 clean:
-	rm -rf .venv .venv-newest .venv-nightly .venv-examples* .venv-package dist site weft-demo
+	rm -rf .venv .venv-newest .venv-nightly .venv-examples* .venv-package dist sbom.json site weft-demo

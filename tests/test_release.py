@@ -10,6 +10,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import yaml
 from hatchling.metadata.core import ProjectMetadata
 from hatchling.plugin.manager import PluginManager
 
@@ -18,10 +19,15 @@ from weft import cli
 
 ROOT = Path(__file__).resolve().parent.parent
 WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
+FORMS = sorted((ROOT / ".github/ISSUE_TEMPLATE").glob("[!c]*.yml"))  # config.yml is no form
+RECIPE = yaml.safe_load((ROOT / "recipe/recipe.yaml").read_text("utf-8"))
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
 ADDRESSES = (
     "README.md",
     "SECURITY.md",
+    "CODE_OF_CONDUCT.md",
+    ".github/ISSUE_TEMPLATE/config.yml",
+    "recipe/recipe.yaml",
     "CITATION.cff",
     "mkdocs.yml",
     "RELEASING.md",
@@ -48,12 +54,47 @@ def test_the_citation_has_the_version():
     assert f"\nversion: {weft.__version__}\n" in citation
 
 
-def test_the_classifiers_are_the_versions_that_the_workflow_runs():
-    text = (ROOT / ".github/workflows/ci.yml").read_text("utf-8")
+def jobs_of(workflow):
+    """A workflow's jobs by name, each as text: what follows its line, up to the next job's."""
+    text = (ROOT / ".github/workflows" / workflow).read_text("utf-8")
+    _, *pieces = re.split(r"^  (\w+):$", text.partition("\njobs:\n")[2], flags=re.MULTILINE)
+    jobs = dict(zip(pieces[::2], pieces[1::2], strict=True))
+    assert jobs.keys() == yaml.safe_load(text)["jobs"].keys()
+    return jobs
+
+
+def test_the_classifiers_are_the_versions_and_systems_that_the_workflow_runs():
+    jobs = jobs_of("ci.yml")
+    trials = jobs.pop("trials")
+    text = "".join(jobs.values())
     run = {*re.findall(r'python(?:-version)?: "(3\.\d+)"', text)}
     said = {each.rpartition(" ")[2] for each in PROJECT["classifiers"] if ":: 3." in each}
     assert run == said
     assert PROJECT["requires-python"] == f">={min(said, key=lambda v: int(v[2:]))}"
+    assert {*re.findall(r"runs-on: (.+)", text)} == {"ubuntu-latest"}
+    systems = [each for each in PROJECT["classifiers"] if each.startswith("Operating System")]
+    assert systems == ["Operating System :: POSIX :: Linux"]
+    assert "\n    continue-on-error: true\n" in trials
+
+
+def test_the_recipe_needs_what_the_package_needs():
+    assert RECIPE["context"]["version"] == weft.__version__
+    assert f">={RECIPE['context']['python_min']}" == PROJECT["requires-python"]
+    assert RECIPE["package"]["name"] == PROJECT["name"]
+    python, *needed, system = RECIPE["requirements"]["run"]
+    assert (python, system) == ("python >=${{ python_min }}", "__unix")
+    ours = [*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["cli"]]
+    ours = [re.sub("^torch", "pytorch", each.partition(";")[0]) for each in ours]
+    assert [each.replace(" ", "") for each in needed] == ours
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda path: path.stem)
+def test_forms_of_issues_ask_under_names_of_their_own(form):
+    asked = yaml.safe_load(form.read_text("utf-8"))
+    assert asked.keys() >= {"name", "description", "body"}
+    names = [field["id"] for field in asked["body"]]
+    assert len({*names}) == len(names)
+    assert all(field["attributes"]["label"] for field in asked["body"])
 
 
 def readme_of_the_package_index():

@@ -8,7 +8,7 @@ thread if the call is synchronous.
 What torch asks a backend for is a `PythonGroup`, which becomes the group; or, where the group has
 another backend for other devices, a `PythonBackend`, by which it serves the CPU's tensors. Both
 have the same collectives. A group alone is better: of a backend's works, C++ hands out an envelope
-that only waits (tools/upstream/python_backend.py).
+that only waits (tools/upstream/python_backend.md).
 """
 
 from __future__ import annotations
