@@ -77,8 +77,7 @@ package: $(VENV)/package
 	.venv-package/bin/python -m pip install --quiet --constraint $(CONSTRAINTS) dist/*.whl
 	cd dist && ../.venv-package/bin/python -c "import weft; weft.init(); weft.barrier(); weft.shutdown()"
 	! .venv-package/bin/weft --version
-	$(BIN)/cyclonedx-py environment --pyproject pyproject.toml --mc-type library --output-reproducible \
-	  --output-file sbom.json .venv-package/bin/python
+	$(BIN)/cyclonedx-py environment --output-reproducible --output-file sbom.json .venv-package/bin/python
 	.venv-package/bin/python -m pip install --quiet --constraint $(CONSTRAINTS) "$$(echo dist/*.whl)[cli]"
 	.venv-package/bin/weft --version
 	rm -rf .venv-package
