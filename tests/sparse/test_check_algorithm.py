@@ -23,7 +23,7 @@ def direct(rows, call, fault=""):
     group = call.group
     indices, values = rows.indices.to(call.wire_index), rows.values
     if fault == "cuts indices to 32 bits":
-        indices = (rows.indices % (1 << 31)).to(torch.int32)
+        indices = (rows.indices.long() % (1 << 31)).to(torch.int32)
     if fault == "ignores wire_dtype":
         values = combined(call.given, rows.indices)
     if fault == "is wrong on five ranks" and group.size == 5:
