@@ -202,7 +202,11 @@ class StreamsWire:
 
     def run(self, work: Coroutine[Any, Any, Any]) -> Any:
         """Run something in the thread of the loop, and wait for it."""
-        return asyncio.run_coroutine_threadsafe(work, self.loop).result()
+        running = asyncio.run_coroutine_threadsafe(work, self.loop)
+        with self.changed:
+            while not running.done():
+                self.changed.wait(0.01)  # lets go of `changed`, however often this thread holds it
+        return running.result()
 
     def close(self) -> None:
         if os.getpid() != self.process:

@@ -13,6 +13,7 @@ from weft import kernels
 from weft.schedules import dense_all_reduce
 from weft.sparse import ALGORITHMS, Cost, unregister
 from weft.testing import check_algorithm
+from weft.testing.algorithms import SIZES
 
 CLAUSES = 16
 
@@ -21,6 +22,12 @@ def direct(rows, call, fault=""):
     """Every rank sends its rows to every other, and all merge them in rank order."""
     group = call.group
     indices, values = rows.indices.to(call.wire_index), rows.values
+    if fault == "cuts indices to 32 bits":
+        indices = (rows.indices.long() % (1 << 31)).to(torch.int32)
+    if fault == "ignores wire_dtype":
+        values = combined(call.given, rows.indices)
+    if fault == "is wrong on five ranks" and group.size == 5:
+        values = values * 2
     if fault == "loses long lists":
         indices, values = indices[:4096], values[:4096]
     if fault == "has no answer to rows without elements" and 0 in call.row_shape:
@@ -43,7 +50,8 @@ def direct(rows, call, fault=""):
     if fault == "calls the allocator itself" and callable(call.out):
         call.out(len(union.indices), call.row_shape, (call.index, call.dtype))
     result = call.result_at(union.indices)
-    sums = torch.empty(result.values.shape, dtype=call.partial)
+    rounds_each = fault == "rounds each partial sum"
+    sums = torch.empty(result.values.shape, dtype=call.dtype if rounds_each else call.partial)
     for rank in order:
         kernels.combine(sums, union.slots[rank], everyone[rank][1], call.op)
     call.finish(sums, result.values)
@@ -57,6 +65,13 @@ def direct(rows, call, fault=""):
     if fault == "has its result elsewhere":
         return weft.Rows(result.indices.clone(), result.values.clone(), result.height)
     return result
+
+
+def combined(given, indices):
+    """The sums of a rank's rows, unrounded, at sorted indices."""
+    slots = torch.searchsorted(indices, given.indices.to(indices.dtype))
+    sums = torch.zeros(len(indices), *given.values.shape[1:], dtype=given.values.dtype)
+    return sums.index_add_(0, slots, given.values)
 
 
 def exchanged(group, indices, values):
@@ -157,12 +172,16 @@ def test_one_of_a_program_passes_by_name_and_as_a_function(registered):
 FAULTS = {
     "forgets a rank": 1,
     "adds its own rows first": 2,
+    "is wrong on five ranks": 1,
     "loses long lists": 3,
+    "cuts indices to 32 bits": 3,
     "does not divide": 4,
+    "rounds each partial sum": 4,
     "adds in falling order": 5,
     "has no answer to rows without elements": 6,
     "needs a height": 7,
     "takes what is rounded for half": 8,
+    "ignores wire_dtype": 8,
     "writes to the caller's rows": 9,
     "has its result elsewhere": 10,
     "calls the allocator itself": 11,
@@ -176,7 +195,7 @@ def test_a_clause_finds_a_schedule_that(registered, fault):
         return direct(rows, call, fault)
 
     registered(broken, cost)
-    breaks(broken, FAULTS[fault])
+    breaks(broken, FAULTS[fault], sizes=(2, 3) if "five" not in fault else SIZES)
 
 
 def test_a_clause_finds_a_schedule_that_hides_who_gave_up(registered):

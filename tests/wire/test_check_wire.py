@@ -6,11 +6,14 @@ Ranks are threads, unless a clause needs processes; there the right wire is the 
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import socket
 import sys
 import threading
+import time
+from collections import deque
 from pathlib import Path
 
 import pytest
@@ -18,6 +21,7 @@ import torch
 
 from weft.errors import WeftError
 from weft.testing import check_wire, ranks_as_processes, ranks_as_threads
+from weft.testing.pace import patient
 from weft.testing.wires import NUMBERS
 from weft.wire.in_process.room import Room
 from weft.wire.in_process.threads import ThreadWire, thread_wires
@@ -123,9 +127,30 @@ class LastFirst(Room):
         super().add(end, key)
 
 
-class OneChannel(Between):
-    def post(self, sends=(), recvs=(), channel=0):
-        return super().post(sends, recvs, 0)
+def cuts_channels(bits):
+    """Makes groups of wires that send so many bits of a channel along."""
+
+    class Cuts(Between):
+        def post(self, sends=(), recvs=(), channel=0):
+            return super().post(sends, recvs, channel % (1 << bits))
+
+    return between(Cuts)
+
+
+class Astray(Room):
+    """A message that nobody has asked for goes to another channel's receive of its length."""
+
+    def add(self, end, key):
+        if key not in self.unmet:
+            key = next((other for other in self.unmet if self.is_like(end, key, other)), key)
+        super().add(end, key)
+
+    def is_like(self, end, key, other):
+        first = self.unmet[other][0]
+        return key[:2] == other[:2] and (first.is_send, first.nbytes) == (
+            not end.is_send,
+            end.nbytes,
+        )
 
 
 class InTurn(Between):
@@ -286,6 +311,20 @@ def aborts_when_late(pending, timeout):
         raise
 
 
+def goes_to_the_end(pending, timeout):
+    """Ask again, once a wait ran out: behind what was asked for since."""
+    try:
+        return pending.inner.wait(timeout)
+    except TimeoutError:
+        with pending.wire.inner.changed:
+            for ends in pending.wire.inner.room.unmet.values():
+                own = [end for end in ends if end.pending is pending.inner]
+                for end in own:
+                    ends.remove(end)
+                    ends.append(end)
+        raise
+
+
 class Translates(Between):
     def abort(self, failure):
         super().abort(Failure(failure.kind, failure.peer, f"aborted: {failure.text}"))
@@ -404,6 +443,86 @@ class Cancels(Later):
     def __del__(self):
         if not self.inner.done():
             self.wire.abort(Failure("broken", self.wire.rank, "a post was dropped"))
+
+
+class ReceivesWhileKept(Between):
+    """A receive whose pending nobody keeps is cancelled."""
+
+    def pending(self, inner):
+        return CancelsReceives(inner, self)
+
+
+class CancelsReceives(Later):
+    def __del__(self):
+        room = self.wire.inner.room
+        with self.wire.inner.changed:
+            for key, ends in list(room.unmet.items()):
+                others = [end for end in ends if end.is_send or end.pending is not self.inner]
+                room.unmet[key] = deque(others)
+                if not others:
+                    del room.unmet[key]
+
+
+class LosesOne(Between):
+    """Of ten thousand messages one is lost."""
+
+    count = 0
+
+    def post(self, sends=(), recvs=(), channel=0):
+        kept = []
+        for each in sends:
+            self.count += 1
+            if self.count % 10_000:
+                kept.append(each)
+        return super().post(kept, recvs, channel)
+
+
+class Slow(Between):
+    def post(self, sends=(), recvs=(), channel=0):
+        if any(tensor.nbytes > 1 << 20 for _, tensor in sends):
+            time.sleep(2 * patient(0.1))
+        return super().post(sends, recvs, channel)
+
+
+class SlowToTell(Between):
+    def failure(self):
+        time.sleep(2 * patient(0.1))
+        return super().failure()
+
+
+LEFT = []
+"""Descriptors, and events that end threads, which wires have left behind."""
+
+
+@pytest.fixture
+def cleared():
+    """What wires have left behind in this process is gone."""
+    yield
+    for each in LEFT:
+        if isinstance(each, int):
+            os.close(each)
+        else:
+            each.set()
+    LEFT.clear()
+
+
+class LeavesDescriptors(Between):
+    """Each hundredth post takes a descriptor, and no close gives it back."""
+
+    count = 0
+
+    def post(self, sends=(), recvs=(), channel=0):
+        self.count += 1
+        if self.count % 100 == 0:
+            LEFT.append(os.open(os.devnull, os.O_RDONLY))
+        return super().post(sends, recvs, channel)
+
+
+class LeavesAThread(Between):
+    def __init__(self, inner):
+        super().__init__(inner)
+        LEFT.append(threading.Event())
+        threading.Thread(target=LEFT[-1].wait, daemon=True).start()
 
 
 class GoesOn(Between):
@@ -656,6 +775,20 @@ def closes_later(start):
     return ClosesLater(weft_streams.make_wire(start))
 
 
+class WaitsWithTheLock(weft_streams.StreamsWire):
+    """A close waits for its thread, with whatever lock the wait holds that it interrupts."""
+
+    def run(self, work):
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result()
+
+
+def waits_with_the_lock(start):
+    wire = WaitsWithTheLock(start.rank, start.size)
+    wire.listen()
+    wire.connect(start.exchange(wire.address), start.timeout)
+    return wire
+
+
 class TrustsAll(Between):
     """Takes whoever connects for a rank, and what it says for garbage."""
 
@@ -673,11 +806,44 @@ def trusts_all(start):
     return TrustsAll(weft_streams.make_wire(start))
 
 
+class TrustsDatagrams(TrustsAll):
+    """Takes a datagram of anybody for a rank's."""
+
+    def __init__(self, inner):
+        super(TrustsAll, self).__init__(inner)
+        self.listener = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+        self.listener.bind(("127.0.0.1", 0))
+        threading.Thread(target=self.accept, daemon=True).start()
+
+    def accept(self):
+        self.listener.recv(1)
+        self.abort(Failure("garbled", 0, "rank 0 sent garbage"))
+
+
+def trusts_datagrams(start):
+    return TrustsDatagrams(weft_streams.make_wire(start))
+
+
+def listens_nowhere(start):
+    """Its ports are closed as soon as all ranks have connected."""
+    wire = weft_streams.make_wire(start)
+    while len(wire.incoming) < start.size - 1:
+        time.sleep(0.01)
+    start.exchange(b"")
+    wire.loop.call_soon_threadsafe(wire.server.close)
+    start.exchange(b"")
+    return wire
+
+
+def leaves_a_thread(start):
+    return LeavesAThread(weft_streams.make_wire(start))
+
+
 BROKEN = {
     "sizes": between(NoFeatures),
     "dtypes": waiting(lambda pending, timeout: [t.clone() for t in pending.inner.wait(timeout)]),
     "order": meeting(LastFirst),
-    "channels": between(OneChannel),
+    "channels": cuts_channels(0),
     "pairs": between(InTurn),
     "empty": between(NothingEmpty),
     "sized": waiting(
@@ -715,6 +881,8 @@ BROKEN = {
     "closed_by_a_handler": closes_later,
     "complete": waiting(nothing_after_a_failure),
     "released": between(ReleasesWhileSound),
+    "at_once": between(Slow),
+    "leaves_nothing": between(LeavesDescriptors),
 }
 OF_PROCESSES = {"dies", "forks", "signals", "strangers", "closed_by_a_handler"}
 
@@ -723,12 +891,12 @@ def test_every_clause_has_a_wire_that_breaks_it():
     assert list(BROKEN) == list(NUMBERS)
 
 
-def breaks(clause, wire):
+def breaks(clause, wire, limit=60.0):
     """A clause is broken by a wire, and no more is said of it."""
     number = NUMBERS[clause]
     ranks = ranks_as_processes if clause in OF_PROCESSES else ranks_as_threads
     with pytest.raises(AssertionError, match=rf"(?m)^ *{number}  .*FAILED: .") as caught:
-        check_wire(ranks(wire), clauses=[number], soon=1.0, thorough=True)
+        check_wire(ranks(wire, limit=limit), clauses=[number], soon=1.0, thorough=True)
     assert "the wire breaks 1 of 1 clauses" in str(caught.value)
 
 
@@ -739,8 +907,61 @@ def short(monkeypatch):
 
 
 @pytest.mark.parametrize("clause", BROKEN)
-def test_a_clause_finds_a_wire_that_breaks_it(clause, short):
+def test_a_clause_finds_a_wire_that_breaks_it(clause, short, cleared):
     breaks(clause, BROKEN[clause])
+
+
+@pytest.mark.parametrize("bits", [8, 16, 24, 30])
+def test_all_bits_of_a_channel_count(bits):
+    breaks("channels", cuts_channels(bits))
+
+
+def test_no_message_goes_to_another_channels_receive():
+    breaks("channels", meeting(Astray))
+
+
+def test_a_wait_that_ran_out_keeps_its_place():
+    breaks("timeouts", waiting(goes_to_the_end))
+
+
+def test_a_receive_may_be_dropped_as_well_as_a_send():
+    breaks("dropped", between(ReceivesWhileKept))
+
+
+def test_one_message_lost_of_ten_thousand_is_missed():
+    breaks("many", between(LosesOne))
+
+
+def test_to_ask_for_the_failure_takes_no_time():
+    breaks("at_once", between(SlowToTell))
+
+
+def test_a_closed_wire_leaves_no_thread(cleared):
+    breaks("leaves_nothing", between(LeavesAThread))
+    number = NUMBERS["leaves_nothing"]
+    with pytest.raises(AssertionError, match=r"0 more descriptors and 1 more threads"):
+        check_wire(ranks_as_processes(leaves_a_thread), clauses=[number], soon=1.0)
+
+
+def test_a_handler_closes_a_wire_whose_wait_holds_a_lock():
+    breaks("closed_by_a_handler", waits_with_the_lock, limit=5.0)
+
+
+def test_strangers_send_datagrams_too():
+    breaks("strangers", trusts_datagrams)
+
+
+def test_no_stranger_comes_where_a_wire_listens_nowhere():
+    run = ranks_as_processes(listens_nowhere)
+    (outcome,) = check_wire(run, Features(), clauses=[NUMBERS["strangers"]])
+    assert outcome.skipped == "it listens nowhere"
+
+
+def test_ranks_that_nobody_compares_are_told_of():
+    run = ranks_as_threads(thread_wires)
+    number = NUMBERS["leaves_nothing"]
+    (outcome,) = check_wire(lambda size, body: run(size, body), clauses=[number])
+    assert outcome.skipped == "it needs ranks that are compared before and after"
 
 
 def test_what_a_handler_raises_must_change_nothing():

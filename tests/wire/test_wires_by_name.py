@@ -19,4 +19,7 @@ RUNS = {
 @pytest.mark.parametrize("clause", NUMBERS)
 def test_a_wire_keeps_a_clause(clause, wire):
     (outcome,) = check_wire(RUNS[wire], Features(), clauses=[NUMBERS[clause]])
-    assert bool(outcome.skipped) == (clause in {"among", "reduces", "huge"})
+    skipped = {"among", "reduces", "huge"}
+    if wire == "tcp":
+        skipped.add("strangers")  # once all ranks of a host share memory it listens nowhere
+    assert bool(outcome.skipped) == (clause in skipped)

@@ -2,8 +2,8 @@
 
 A clause is a function that runs programs on ranks that are threads, and asserts. Threads find at
 once what hangs elsewhere: a deadlock, memory that changes while it is sent, a rank that leaves the
-others alone. All values are small integers, so sums are exact in any order of addition; the clauses
-about bits take real numbers.
+others alone. Most values are small integers, so sums are exact in any order of addition. The
+clauses about bits, dtypes and rounding take real numbers.
 
 What an algorithm refuses by `applies` is left out, since the call raises on every rank.
 """
@@ -33,7 +33,7 @@ from .clauses import Outcome, asked_for, raise_if_broken, title_of, tried
 from .oracle import expected
 from .spmd import run
 
-SIZES = (2, 3, 4, 7, 8)
+SIZES = (2, 3, 4, 5, 6, 7, 8)
 """Numbers of ranks that clauses run on: a group of one runs no algorithm."""
 
 _KINDS = ("few", "duplicates", "many", "identical", "skew", "some empty", "all empty")
@@ -41,6 +41,7 @@ _FAST = Link(alpha=50e-6, beta=2e-9, gamma=1e-9, work=20e-6)  # lists are sent a
 _SLOW = Link(alpha=100e-6, beta=8e-9, gamma=0.35e-9, work=10e-6)  # lists are packed
 _LINK_NAMES = ((_FAST, "a fast link"), (_SLOW, "a slow link"))
 
+_REAL = 60  # rows of real numbers of a rank, where many cases are tried
 _WIDTH = 32  # floats a row where bytes are counted
 _OPENING = 8 << 10  # bytes of a statement without rows
 _LEASED = 416 << 10  # bytes leased for each peer by the opening and the first messages of two lists
@@ -188,10 +189,20 @@ def _rows(
     return Rows(indices.to(index), values.to(dtype), height)
 
 
-def _real(rank: int) -> Rows:
+def _real(rank: int, dtype: torch.dtype = torch.float32, count: int = 500) -> Rows:
+    """Rows of real numbers, most of whose indices the other ranks have, too."""
     draw = torch.Generator().manual_seed(rank + 1)
-    indices = torch.randint(300, (500,), generator=draw)
-    return Rows(indices, torch.randn(500, 5, generator=draw), 300)
+    height = count * 3 // 5
+    indices = torch.randint(height, (count,), generator=draw)
+    return Rows(indices, torch.randn(count, 5, generator=draw).to(dtype), height)
+
+
+def _far(rows: Rows) -> Rows:
+    """The same rows, half of them at indices that do not fit into 32 bits."""
+    shift = 1 << 31
+    assert rows.height is not None
+    half = rows.indices % 2 * shift
+    return Rows(rows.indices + half, rows.values, rows.height + shift)
 
 
 def _even(kind: str, rank: int, size: int) -> Rows:
@@ -207,8 +218,27 @@ def _right(left: Tensor, right: Tensor) -> Tensor:
     return right
 
 
-def _compare(case: str, found: Rows, wanted: Rows, *, units: float = 0.0) -> None:
-    """Assert that a result is the wanted one, up to so many units of its values."""
+def _bound(parts: Sequence[Rows], op: str, wire_dtype: torch.dtype | None = None) -> Tensor:
+    """How far each value of a result may be from that of `expected`, in float64.
+
+    Both add what was rounded once, and round the sum once. So the sums differ by the errors of the
+    additions, which depend on their order, and the results by those and one unit in the last place.
+    """
+    dtype = parts[0].values.dtype
+    sent = dtype if wire_dtype is None else min(dtype, wire_dtype, key=lambda each: each.itemsize)
+    sums = torch.promote_types(dtype, torch.float32)
+    result = expected(parts, op, wire_dtype).values.double()
+    if not OPS[op].rounds:
+        return torch.zeros_like(result)
+    sizes = [replace(rows, values=rows.values.abs()) for rows in parts]
+    size = expected(sizes, op, wire_dtype).values.double()
+    unit = torch.finfo(sent).eps
+    smallest = unit * torch.finfo(sent).smallest_normal
+    return unit * result.abs() + 2 * len(parts) * torch.finfo(sums).eps * size + smallest
+
+
+def _compare(case: str, found: Rows, wanted: Rows, bound: Tensor | float = 0.0) -> None:
+    """Assert that a result is the wanted one, and that no value is further off than its bound."""
     assert found.indices.tolist() == wanted.indices.tolist(), (
         f"{case}: the result has {len(found)} rows with other indices than the {len(wanted)} that "
         "the ranks have"
@@ -217,7 +247,9 @@ def _compare(case: str, found: Rows, wanted: Rows, *, units: float = 0.0) -> Non
     assert dtypes == (wanted.indices.dtype, wanted.values.dtype), f"{case}: dtypes are {dtypes}"
     shape = tuple(found.values.shape)
     assert shape == tuple(wanted.values.shape), f"{case}: values have shape {shape}"
-    near = torch.isclose(found.values, wanted.values, rtol=units, atol=0, equal_nan=True)
+    near = found.values == wanted.values  # infinite ones, too
+    near |= (found.values.double() - wanted.values.double()).abs() <= bound
+    near |= found.values.isnan() & wanted.values.isnan()
     if not near.all():
         row = int((~near).view(len(near), -1).any(1).nonzero()[0])
         raise AssertionError(
@@ -246,7 +278,7 @@ def _compare_all(
     parts: Sequence[Rows],
     op: Op = "sum",
     *,
-    units: float = 0.0,
+    bound: Tensor | float = 0.0,
     **options: Any,
 ) -> bool:
     """Reduce the parts, one a rank, and compare with the oracle; whether the call was served."""
@@ -264,7 +296,7 @@ def _compare_all(
     if served:
         wanted = expected(parts, op, **options)
         for rank, result in enumerate(found):
-            _compare(f"{case}, rank {rank} of {size}", result, wanted, units=units)
+            _compare(f"{case}, rank {rank} of {size}", result, wanted, bound)
     return served
 
 
@@ -303,9 +335,11 @@ def bits(trial: _Trial) -> None:
 
 @_clause
 def packed(trial: _Trial) -> None:
-    """long index lists arrive, also on slow links, where they travel packed."""
+    """long index lists arrive, of indices above 2^31, too, and packed, as on slow links."""
     for (link, where), index in product(_LINK_NAMES, (torch.int32, torch.int64)):
         parts = [_rows("long", rank, index=index) for rank in range(trial.middle)]
+        if index is torch.int64:
+            parts = [_far(rows) for rows in parts]
         wanted = expected(parts)
 
         def program(group: Group, link: Link = link, parts: Sequence[Rows] = parts) -> Rows | None:
@@ -326,9 +360,14 @@ def dtypes(trial: _Trial) -> None:
     """every dtype of values and indices is served, in every operation that takes it."""
     for dtype, op in product(DTYPES, OPS):
         if OPS[op].refuses(dtype) is None:
-            parts = [_rows("few", rank, dtype=dtype) for rank in range(trial.middle)]
-            units = 2**-7 if op == "avg" else 0.0  # rounded once
-            _compare_all(trial, trial.middle, f"{op} of {dtype}", parts, op, units=units)
+            case = f"{op} of {dtype}"
+            if dtype.is_floating_point:
+                parts = [_real(rank, dtype, _REAL) for rank in range(trial.middle)]
+                bound = _bound(parts, op)
+                _compare_all(trial, trial.middle, case, parts, op, bound=bound)
+            else:
+                parts = [_rows("few", rank, dtype=dtype) for rank in range(trial.middle)]
+                _compare_all(trial, trial.middle, case, parts, op)
     parts = [_rows("few", rank, index=torch.int32) for rank in range(trial.middle)]
     _compare_all(trial, trial.middle, "indices of torch.int32", parts)
 
@@ -387,10 +426,11 @@ def rounding(trial: _Trial) -> None:
         (torch.bfloat16, torch.float32),
         (torch.float16, torch.float32),
     )
-    for dtype, wire_dtype in travelling:
-        parts = [_rows("duplicates", rank, dtype=dtype) for rank in range(trial.middle)]
-        case = f"{dtype} with wire_dtype={wire_dtype}"
-        _compare_all(trial, trial.middle, case, parts, wire_dtype=wire_dtype)
+    for (dtype, wire_dtype), op in product(travelling, ("sum", "avg", "max")):
+        parts = [_real(rank, dtype, _REAL) for rank in range(trial.middle)]
+        case = f"{op} of {dtype} with wire_dtype={wire_dtype}"
+        bound = _bound(parts, op, wire_dtype)
+        _compare_all(trial, trial.middle, case, parts, op, bound=bound, wire_dtype=wire_dtype)
 
 
 @_clause

@@ -69,16 +69,20 @@ def asked_for(clauses: Iterable[int], count: int) -> set[int]:
     return asked
 
 
-def tried(number: int, title: str, check: Callable[[], object]) -> Outcome:
-    """What comes of a clause: whatever it raises is an outcome, and the next ones are tried."""
+def tried(number: int, title: str, check: Callable[[], str | None]) -> Outcome:
+    """What comes of a clause: whatever it raises is an outcome, and the next ones are tried.
+
+    A check may return why there was nothing to try.
+    """
     error = ""
+    skipped = None
     try:
-        check()
+        skipped = check()
     except Exception as failure:
         notes = "".join(f" ({note})" for note in getattr(failure, "__notes__", ()))
         kind = "" if isinstance(failure, AssertionError) else f"{type(failure).__name__}: "
         error = f"{kind}{failure}{notes}"
-    return Outcome(number, title, error)
+    return Outcome(number, title, error, skipped or "")
 
 
 def stated(body: Callable[..., Any], *args: Any) -> Any:

@@ -7,13 +7,15 @@ here. And here it is told: before each round the ranks compare what they send wi
 
 from __future__ import annotations
 
+import os
 from datetime import timedelta
+from typing import Any
 
 from .. import _torch
 from ..bootstrap import rendezvous
 from ..wire.address import free_address, gloo_interfaces
 from ..wire.factory import Start
-from ..wire.torch_rounds import TorchRounds, rounds_over
+from ..wire.torch_rounds import OnThread, TorchRounds
 
 _FOREVER = timedelta(days=1000)  # of an operation: the limits are those of the waits
 
@@ -43,4 +45,20 @@ def round_wire(start: Start) -> TorchRounds:
     gloo = _torch.gloo_group(store, start.rank, start.size, start.timeout, interfaces)
     group = _torch.process_group_of(gloo, store, start.rank, start.size)
     group.set_timeout(_FOREVER)
-    return rounds_over(lambda: group, start.rank, start.size, start.device)
+    return _OverItsOwn(group, start)
+
+
+class _OverItsOwn(TorchRounds):
+    """Rounds over a process group of this wire's own, which ends with it."""
+
+    def __init__(self, group: Any, start: Start) -> None:
+        own = [group]  # none, once it is closed
+        operations = OnThread(lambda: own[0] if own else None, start.size, start.device)
+        super().__init__(operations, range(start.size), start.rank)
+        self._own = own
+        self._made_in = os.getpid()
+
+    def close(self) -> None:
+        super().close()
+        if os.getpid() == self._made_in:  # in a forked child gloo's threads are not there
+            self._own.clear()

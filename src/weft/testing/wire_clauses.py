@@ -11,6 +11,7 @@ These times are short, and no clause depends on one being kept; limits on waits 
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import os
 import random
@@ -19,10 +20,13 @@ import signal
 import socket
 import threading
 import time
+import traceback
 import warnings
+from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from types import FrameType
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -50,16 +54,24 @@ _MOMENT = 0.2  # seconds in which a message that nobody may wait for would have 
 _ABORT = 1.0  # seconds that a wait may take to end after an abort
 _HANDLED = 0.1  # seconds that the handler of a signal may have to wait for its turn
 _SIGNALS = 5  # the median of so many delays is looked at
+_AT_ONCE = 0.1  # seconds that the quickest of a few calls may take which returns at once
+_TRIES = 5  # of such a call
+_TOGETHER = 6  # messages of a post, so that more than ten thousand are under way
+_LOOKS = 50  # signals that look where in a wait they come
+_LOOK = 0.001  # seconds between them
 _CONNECT = 5.0  # seconds that a stranger waits for its connection
 _AFTER_FORK = 60.0  # seconds in which the parent of a forked child ends
 
 
 class Body(Protocol):
-    """One rank's program; `soon` is the seconds in which what must come soon comes."""
+    """One rank's program; `soon` is the seconds in which what must come soon comes.
+
+    It may return why there was nothing to try.
+    """
 
     __name__: str
 
-    def __call__(self, wire: Wire, soon: float) -> None: ...
+    def __call__(self, wire: Wire, soon: float) -> str | None: ...
 
 
 class Clause(NamedTuple):
@@ -76,6 +88,7 @@ class Clause(NamedTuple):
             for.
         on_threads: numbers of ranks to run it on as well, where they are threads, which start at
             once.
+        is_compared: what the processes hold afterwards is compared with what they held before.
     """
 
     sizes: tuple[int, ...]
@@ -86,6 +99,7 @@ class Clause(NamedTuple):
     dies: tuple[int, ...] = ()
     copies: int = 0
     on_threads: tuple[int, ...] = ()
+    is_compared: bool = False
 
     def memory(self) -> int:
         """Bytes that all ranks take together."""
@@ -104,12 +118,25 @@ def _clause(
     dies: tuple[int, ...] = (),
     copies: int = 0,
     threads: tuple[int, ...] = (),
+    is_compared: bool = False,
 ) -> Callable[[Body], Body]:
     """Register the program of a rank as a clause, whose title is its docstring's first line."""
 
     def register(body: Body) -> Body:
         is_for_processes = processes or bool(dies)
-        CLAUSES.append(Clause(sizes, body, unless, needs, is_for_processes, dies, copies, threads))
+        CLAUSES.append(
+            Clause(
+                sizes,
+                body,
+                unless,
+                needs,
+                is_for_processes,
+                dies,
+                copies,
+                threads,
+                is_compared,
+            )
+        )
         return body
 
     return register
@@ -208,6 +235,50 @@ def _delay_of_a_handler(pending: Pending, soon: float) -> float:
     raise AssertionError("a wait for what had not come returned, or kept what a handler raised")
 
 
+def _closed_while_it_sleeps(wire: Wire, pending: Pending, soon: float) -> None:
+    """Wait, and have the handler of a signal close the wire meanwhile."""
+    before = signal.signal(signal.SIGUSR1, lambda *_: wire.close())
+    timer = threading.Timer(1.1 * _MOMENT, os.kill, [os.getpid(), signal.SIGUSR1])
+    try:
+        timer.start()
+        pending.wait(soon)
+    finally:
+        timer.join()
+        signal.signal(signal.SIGUSR1, before)
+
+
+def _closed_in_its_code(wire: Wire, pending: Pending, soon: float) -> None:
+    """Wait again and again without sleeping, and have a handler close the wire in the middle.
+
+    The deeper in functions of the wire a signal comes, the likelier a lock is held. So the first
+    ones look how deep they come, and the next one as deep as that closes the wire.
+    """
+    looks = iter(range(_LOOKS))
+    deepest = 0.0
+
+    def handle(_: int, frame: FrameType | None) -> None:
+        nonlocal deepest
+        depth = sum(1 for _ in traceback.walk_stack(frame))
+        if next(looks, None) is not None:
+            deepest = max(deepest, depth)
+        elif depth < deepest:
+            deepest -= 1 / _LOOKS  # it may have been there for once
+        else:
+            signal.setitimer(signal.ITIMER_REAL, 0.0)
+            wire.close()
+
+    before = signal.signal(signal.SIGALRM, handle)
+    until = time.monotonic() + soon
+    try:
+        signal.setitimer(signal.ITIMER_REAL, _MOMENT, _LOOK)
+        while time.monotonic() < until:
+            with contextlib.suppress(TimeoutError):
+                pending.wait(0)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, before)
+
+
 def _close_in_a_child(wire: Wire, soon: float) -> None:
     """Fork, and close the wire in the child, which lives until others must have seen the death of
     this process."""
@@ -240,19 +311,23 @@ def _strangers() -> list[socket.socket]:
     """Connections to wherever this process listens; most of them have sent garbage."""
     connections = []
     noise = random.Random(0).randbytes(1000)
-    for family, address in _addresses():
+    for family, kind, address in _addresses():
         for data in (noise, noise[:1], b"GET / HTTP/1.1\r\n\r\n", b""):
-            connection = socket.socket(family)
+            connection = socket.socket(family, kind)
             connection.settimeout(_CONNECT)
-            connection.connect(address)
+            try:
+                connection.connect(address)
+            except FileNotFoundError:  # nobody finds it any more whom the wire has not told
+                connection.close()
+                break
             with contextlib.suppress(ConnectionError):  # it was refused already
                 connection.sendall(data)
             connections.append(connection)
     return connections
 
 
-def _addresses() -> list[tuple[socket.AddressFamily, Any]]:
-    """Where this process listens, by the descriptors that it has open."""
+def _addresses() -> list[tuple[socket.AddressFamily, socket.SocketKind, Any]]:
+    """Where this process listens or takes datagrams, by the descriptors that it has open."""
     addresses = []
     for name in os.listdir("/dev/fd"):
         try:
@@ -265,9 +340,22 @@ def _addresses() -> list[tuple[socket.AddressFamily, Any]]:
             os.close(copy)
             continue
         with sock:
-            if sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                addresses.append((sock.family, sock.getsockname()))
+            listens = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+            if listens or _takes_datagrams(sock):
+                addresses.append((sock.family, sock.type, sock.getsockname()))
     return addresses
+
+
+def _takes_datagrams(sock: socket.socket) -> bool:
+    """Whether anybody may send a datagram to a socket: it has an address, and no peer."""
+    families = (socket.AF_INET, socket.AF_INET6, socket.AF_UNIX)
+    if sock.type is not socket.SOCK_DGRAM or sock.family not in families:
+        return False
+    with contextlib.suppress(OSError):
+        sock.getpeername()
+        return False
+    address = sock.getsockname()
+    return bool(address if sock.family is socket.AF_UNIX else address[1])
 
 
 def _bits(tensor: Tensor) -> Tensor:
@@ -328,14 +416,26 @@ def order(wire: Wire, soon: float) -> None:
 def channels(wire: Wire, soon: float) -> None:
     """a channel waits for no other, whatever lies there."""
     peer, last = 1 - wire.rank, CHANNELS - 1
+    # some are alike in their lower bits, and all messages in their length
+    others = (0, 1, 1 << 8, 1 << 16, 1 << 24, 1 << 30)
     if wire.rank == 0:
         posts = [wire.post([(peer, _bytes(_BIG, 3))], channel=last)]
-        posts += [wire.post([(peer, _bytes(_MEDIUM, i))], channel=i) for i in (0, 1)]
+        for length in (8, _MEDIUM):
+            for i, channel in enumerate(others):
+                posts.append(wire.post([(peer, _bytes(length, i))], channel=channel))
+                if i == 0:  # the others come when the last one was asked for
+                    wire.post((), [(peer, _number())], last).wait(soon)
     else:
-        for i in (1, 0):
-            pending = wire.post((), [(peer, _MEDIUM)], i)
-            assert int(pending.wait(soon)[0][-1]) == i
-            pending.release()
+        for length in (8, _MEDIUM):
+            time.sleep(_MOMENT / 2)
+            asked = wire.post((), [(peer, length)], others[-1])
+            wire.post([(peer, _number())], (), last).wait(soon)
+            for i, channel in reversed([*enumerate(others)]):
+                if channel != others[-1]:
+                    asked = wire.post((), [(peer, length)], channel)
+                found = int(asked.wait(soon)[0][-1])
+                assert found == i, f"channel {channel} has the message of channel {others[found]}"
+                asked.release()
         posts = [wire.post((), [(peer, _bytes(_BIG))], last)]
     for each in posts:
         each.wait(soon)
@@ -426,9 +526,15 @@ def short(wire: Wire, soon: float) -> None:
 @_clause(2)
 def many(wire: Wire, soon: float) -> None:
     """thousands of posts may be under way."""
-    peer, count = 1 - wire.rank, 2000
-    posts = [wire.post([(peer, _number(i))], [(peer, _number())]) for i in range(count)]
-    assert [each.wait()[0].item() for each in posts] == list(range(count))
+    peer = 1 - wire.rank
+    sent, received = (_TOGETHER, 1) if wire.rank == 0 else (1, _TOGETHER)
+    posts = []
+    for i in range(2000):
+        sends = [(peer, _number(i + place)) for place in range(sent)]
+        posts.append(wire.post(sends, [(peer, _number()) for _ in range(received)]))
+    for i, each in enumerate(posts):
+        got = [number.item() for number in each.wait(soon)]
+        assert got == [*range(i, i + received)], f"post {i} received {got}"
 
 
 @_clause(3)
@@ -513,21 +619,25 @@ def views(wire: Wire, soon: float) -> None:
 def timeouts(wire: Wire, soon: float) -> None:
     """a wait that ran out raises TimeoutError and changes nothing: it can be waited for again."""
     peer = 1 - wire.rank
-    pending = wire.post((), [(peer, _number()), (peer, _MEDIUM)])
-    answer = [(peer, _number(7)), (peer, _bytes(_MEDIUM))]
+    posts = [wire.post((), [(peer, _number()), (peer, _MEDIUM)]) for _ in range(2)]
+    pending = posts[0]
     if wire.rank == 0:
         began = time.monotonic()
         _is_not_over(pending, _MOMENT)
         assert time.monotonic() - began >= 0.9 * _MOMENT, "it ran out early"
         _is_not_over(pending, 0)
         assert wire.failure() is None and not pending.done()
-        wire.post(answer).wait(soon)
     else:
         pending.wait(soon)
-        wire.post(answer).wait(soon)
-    got = pending.wait(soon)
-    assert got[0].item() == 7 and got[1].all() and pending.done()
-    pending.release()
+    posts.append(wire.post((), [(peer, _number()), (peer, _MEDIUM)]))
+    for i in range(3):
+        wire.post([(peer, _number(i)), (peer, _bytes(_MEDIUM, i))]).wait(soon)
+    for i, each in enumerate(posts):
+        number, view = each.wait(soon)
+        found = number.item(), int(view[-1])
+        assert found == (i, i), f"post {i} received {found}"
+        assert each.done()
+        each.release()
 
 
 @_clause(3)
@@ -693,13 +803,21 @@ def rounds(wire: Wire, soon: float) -> None:
 def dropped(wire: Wire, soon: float) -> None:
     """a post whose pending nobody keeps arrives all the same."""
     if wire.rank == 0:
+        place = _number()
         wire.post([(1, _bytes(_BIG))])
+        wire.post((), [(1, place)])
         gc.collect()
-        wire.post((), [(1, _number())]).wait(soon)
+        got = wire.post((), [(1, _number())]).wait(soon)
+        assert got[0].item() == 2, "a message came to another receive than the one dropped"
+        until = time.monotonic() + soon
+        while not place.item():
+            assert time.monotonic() < until, "nothing came to a receive that was dropped"
+            time.sleep(0.01)
         return
     time.sleep(_MOMENT)
     assert wire.post((), [(0, _bytes(_BIG, 0))]).wait(soon)[0].all()
-    wire.post([(0, _number(1))]).wait(soon)
+    for number in (1, 2):
+        wire.post([(0, _number(number))]).wait(soon)
 
 
 @_clause(2, unless=("streams",))
@@ -765,7 +883,7 @@ def signals(wire: Wire, soon: float) -> None:
 
 
 @_clause(3, processes=True)
-def strangers(wire: Wire, soon: float) -> None:
+def strangers(wire: Wire, soon: float) -> str | None:
     """who connects to a port where the wire listens, and is no rank, changes nothing."""
     strange = _strangers()
     _swap_with_all(wire, 8, soon)
@@ -777,6 +895,7 @@ def strangers(wire: Wire, soon: float) -> None:
     assert wire.failure() is None, f"{wire.failure()}, after a stranger came"
     for connection in strange:
         connection.close()
+    return None if strange else "it listens nowhere"
 
 
 @_clause(4, needs="lockstep")
@@ -859,29 +978,26 @@ def wrong_and_early(wire: Wire, soon: float) -> None:
     _failure_of(lambda: wire.post((), [(0, _bytes(12))]).wait(soon), "garbled", 0, soon)
 
 
-@_clause(2, unless=("lockstep",), processes=True)
+@_clause(4, unless=("lockstep",), processes=True)
 def closed_by_a_handler(wire: Wire, soon: float) -> None:
     """the handler of a signal may close the wire, which ends the wait, and nothing comes twice."""
+    peer = _partner(wire)
     data = torch.arange(_BIG)
-    if wire.rank == 1:
+    if wire.rank > peer:
         time.sleep(_MOMENT)
         place = torch.zeros_like(data)
         with contextlib.suppress(WireFailed):  # then not all has come
-            wire.post((), [(0, place)]).wait(soon)
+            wire.post((), [(peer, place)]).wait(soon)
             assert torch.equal(place, data), "other bytes came than were sent"
-        _failure_of(lambda: wire.post((), [(0, 8)]).wait(soon), "lost", 0, soon)
+        _failure_of(lambda: wire.post((), [(peer, 8)]).wait(soon), "lost", peer, soon)
         return
-    pending = wire.post([(1, data)], [(1, 8)])
-    before = signal.signal(signal.SIGUSR1, lambda *_: wire.close())
-    timer = threading.Timer(1.1 * _MOMENT, os.kill, [os.getpid(), signal.SIGUSR1])
+    pending = wire.post([(peer, data)], [(peer, 8)])
+    # of the first pair while it sleeps in its wait, of the other in the code of a wait
+    wait = _closed_while_it_sleeps if wire.rank == 0 else _closed_in_its_code
     try:
-        timer.start()
-        pending.wait(soon)
+        wait(wire, pending, soon)
     except WireFailed:
         return
-    finally:
-        timer.join()
-        signal.signal(signal.SIGUSR1, before)
     raise AssertionError("the wait did not end")
 
 
@@ -923,3 +1039,36 @@ def released(wire: Wire, soon: float) -> None:
     wire.abort(Failure("aborted", peer, f"rank {peer} died"))
     posts[1].release()
     posts[1].release()
+
+
+@_clause(2)
+def at_once(wire: Wire, soon: float) -> None:
+    """`post`, `done`, `waiting_for` and `failure` return at once, whatever is under way."""
+    peer = 1 - wire.rank
+    taken = defaultdict[str, list[float]](list)
+
+    def timed(name: str, call: Callable[[], Any]) -> Any:
+        began = time.monotonic()
+        result = call()
+        taken[name].append(time.monotonic() - began)
+        return result
+
+    for length in (8, _BIG):
+        data, place = _bytes(length), _bytes(length, 0)
+        for _ in range(_TRIES):
+            post = functools.partial(wire.post, [(peer, data)], [(peer, place)])
+            pending = timed(f"a post of {length} bytes", post)
+            timed("`done`", pending.done)
+            timed("`waiting_for`", pending.waiting_for)
+            timed("`failure`", wire.failure)
+            pending.wait(soon)
+    for name, seconds in taken.items():
+        least = min(seconds)  # the others may have waited for a core
+        assert least < patient(_AT_ONCE), f"{name} took {least:.2f} s"
+
+
+@_clause(2, is_compared=True)
+def leaves_nothing(wire: Wire, soon: float) -> None:
+    """a closed wire leaves no descriptor and no thread behind, however much it was used."""
+    for _ in range(300):
+        _swap(wire, 1 - wire.rank, soon)

@@ -32,6 +32,7 @@ from ..wire.interface import Failure, Wire
 from ..wire.memory import Pool
 from ..wire.registry import wire_named
 from .clauses import stated
+from .held import Held
 from .pace import patient
 
 _START = 60.0  # seconds that new processes may take until they are at the store
@@ -71,6 +72,7 @@ class ProcessRanks:
     """Runs a body on ranks that are processes; see `weft.testing.check_wire`."""
 
     are_processes = True
+    compares = True
 
     def __init__(self, name: str, factory: Factory, limit: float, apart: bool) -> None:
         self._name = name
@@ -79,7 +81,11 @@ class ProcessRanks:
         self._limit = limit
 
     def __call__(
-        self, size: int, body: Callable[[Wire], Any], dies: Collection[int] = ()
+        self,
+        size: int,
+        body: Callable[[Wire], Any],
+        dies: Collection[int] = (),
+        is_compared: bool = False,
     ) -> list[Any]:
         """Run `body(wire)` on each of `size` new processes; the results in rank order.
 
@@ -88,13 +94,15 @@ class ProcessRanks:
             body: the program of each, a function at the top of a module; it may be partial. Its
                 result is pickled.
             dies: ranks whose processes may end without a result, which is None then.
+            is_compared: it is an error if a process holds more descriptors or threads, once its
+                wire is closed, than before that was made.
 
         Raises:
             RankFailure: a process died, or ranks hang; the text says where they were.
             WeftError: the wire could not be made; or other processes cannot load the body.
             BaseException: what a rank raised, with a note that says which.
         """
-        program = self._program(size, body)
+        program = self._program(size, body, is_compared)
         store, port = rendezvous.host(rendezvous.LOOPBACK)
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         trial = _Trial(dies)
@@ -111,7 +119,9 @@ class ProcessRanks:
             del store  # the ranks are gone, nobody asks it any more
         return results(trial.outcomes(), "processes")
 
-    def _program(self, size: int, body: Callable[[Wire], Any]) -> tuple[Any, ...]:
+    def _program(
+        self, size: int, body: Callable[[Wire], Any], is_compared: bool
+    ) -> tuple[Any, ...]:
         """What every rank is to run, in a form that its process can load."""
         functions = [_innermost(self._factory), _innermost(body)]
         folders = [folder_of(each.__module__) for each in functions]
@@ -122,7 +132,7 @@ class ProcessRanks:
                 f"other processes cannot load the factory of wire {self._name!r}, or the program "
                 f"of a rank: {error}; make them functions at the top of a module"
             ) from error
-        return self._name, size, self._limit, self._apart, folders, packed
+        return self._name, size, self._limit, self._apart, is_compared, folders, packed
 
 
 def _innermost(function: Any) -> Any:
@@ -245,6 +255,7 @@ def _run(
     size: int,
     timeout: float,
     apart: bool,
+    is_compared: bool,
     folders: Sequence[str],
     packed: bytes,
 ) -> Any:
@@ -270,15 +281,19 @@ def _run(
     if apart:
         host += f" {number}"
     start = Start(number, size, device, timeout, host, exchange, Pool(), store=store)
+    before = Held.now()
     wire = make_wire(name, factory, start)
     try:
-        return stated(body, wire)
+        result = stated(body, wire)
     except BaseException as error:
         text = f"rank {number} raised {type(error).__name__}: {error}"
         wire.abort(Failure("aborted", number, text))
         raise
     finally:
         wire.close()
+    if is_compared:
+        before.is_all_soon()
+    return result
 
 
 def _listen(number: int, answers: queue.SimpleQueue[Any]) -> None:

@@ -24,6 +24,7 @@ from ..wire.interface import Failure, Features, Wire
 from ..wire.memory import Pool
 from ..wire.registry import wire_named
 from .clauses import Outcome, asked_for, raise_if_broken, stated, title_of, tried
+from .held import Held
 from .pace import patient
 from .threads import on_threads
 from .wire_clauses import CLAUSES, Clause
@@ -34,11 +35,16 @@ class Run(Protocol):
 
     It may have an attribute `are_processes`, true where the ranks are processes of their own, which
     some clauses need. Only then is `dies` given. Where it is not true, some clauses are tried with
-    more numbers of ranks.
+    more numbers of ranks. It may have an attribute `compares`, and only where that is true is
+    `is_compared` given.
     """
 
     def __call__(
-        self, size: int, body: Callable[[Wire], Any], dies: Collection[int] = ()
+        self,
+        size: int,
+        body: Callable[[Wire], Any],
+        dies: Collection[int] = (),
+        is_compared: bool = False,
     ) -> list[Any]:
         """The results, in rank order; raises what a rank raised.
 
@@ -49,6 +55,8 @@ class Run(Protocol):
             size: the number of ranks.
             body: the program of each.
             dies: ranks that end their processes, which is no error then.
+            is_compared: it is an error if processes hold more descriptors or threads, once their
+                wires are closed, than before these were made.
         """
 
 
@@ -121,16 +129,20 @@ def _outcome(
     if skipped:
         return Outcome(number, title, skipped=skipped)
 
-    def check() -> None:
+    def check() -> str | None:
         body = functools.partial(clause.body, soon=soon)
+        options: dict[str, Any] = {}
+        if clause.dies:
+            options["dies"] = clause.dies
+        if clause.is_compared:
+            options["is_compared"] = True
         sizes = clause.sizes
         if not getattr(run, "are_processes", False):
             sizes += clause.on_threads
+        reasons: list[str | None] = []
         for size in sizes:
-            if clause.dies:
-                run(size, body, dies=clause.dies)
-            else:
-                run(size, body)
+            reasons += run(size, body, **options)
+        return reasons[0] if all(reasons) else None
 
     return tried(number, title, check)
 
@@ -144,6 +156,8 @@ def _why_not(clause: Clause, run: Run, features: Features, thorough: bool) -> st
         return f"its features have no {clause.needs}"
     if clause.is_for_processes and not getattr(run, "are_processes", False):
         return "it needs ranks that are processes"
+    if clause.is_compared and not getattr(run, "compares", False):
+        return "it needs ranks that are compared before and after"
     memory = clause.memory()
     if memory and not thorough:
         return f"it takes {memory / 2**30:.0f} GiB of memory, and is tried if asked for"
@@ -155,9 +169,7 @@ def _why_not(clause: Clause, run: Run, features: Features, thorough: bool) -> st
 # Ranks that are threads -------------------------------------------------------------------------
 
 
-def ranks_as_threads(
-    make: Callable[[int], Sequence[Wire]], *, limit: float = 60.0
-) -> Callable[..., list[Any]]:
+def ranks_as_threads(make: Callable[[int], Sequence[Wire]], *, limit: float = 60.0) -> ThreadRanks:
     """Make a `Run` whose ranks are threads of this process.
 
     Args:
@@ -165,9 +177,27 @@ def ranks_as_threads(
             `functools.partial(make_wires, "my wire")`.
         limit: seconds that the ranks may take together, on an idle machine.
     """
+    return ThreadRanks(make, limit)
 
-    def run(size: int, body: Callable[[Wire], Any], dies: Collection[int] = ()) -> list[Any]:
-        wires = make(size)
+
+class ThreadRanks:
+    """Runs a body on ranks that are threads of this process; a `Run`."""
+
+    compares = True
+
+    def __init__(self, make: Callable[[int], Sequence[Wire]], limit: float) -> None:
+        self._make = make
+        self._limit = limit
+
+    def __call__(
+        self,
+        size: int,
+        body: Callable[[Wire], Any],
+        dies: Collection[int] = (),
+        is_compared: bool = False,
+    ) -> list[Any]:
+        before = Held.now()
+        wires = self._make(size)
 
         def program(wire: Wire) -> Rank:
             rank = Rank.of(wire.rank, stated, body, wire)
@@ -176,9 +206,10 @@ def ranks_as_threads(
             wire.close()
             return rank
 
-        return results(on_threads(wires, program, patient(limit)), "threads")
-
-    return run
+        found = results(on_threads(wires, program, patient(self._limit)), "threads")
+        if is_compared:
+            before.is_all_soon()
+        return found
 
 
 def make_wires(wire: str | Factory, size: int, *, timeout: float = 60.0) -> list[Wire]:

@@ -35,6 +35,7 @@ class Staged:
         self.features = Features(exact=cpu_wire.features.exact)
         self._cpu_wire = cpu_wire
         self._failure: Failure | None = None
+        self._dropped: list[StagedPending] = []
 
     def post(
         self, sends: Sequence[Send] = (), recvs: Sequence[Recv] = (), channel: int = 0
@@ -61,6 +62,19 @@ class Staged:
 
     def close(self) -> None:
         self.abort(Failure("aborted", None, f"rank {self.rank} has closed its wire"))
+        self._dropped.clear()
+
+    def keep(self, pending: StagedPending) -> None:
+        """Keep a pending that nobody else keeps: what comes for it is yet to be copied."""
+        if self.failure() is None:
+            self._dropped.append(pending)
+
+    def fill_dropped(self) -> None:
+        """Copy what has come for pendings that nobody keeps."""
+        for pending in [*self._dropped]:
+            if self.failure() is None and pending.done():
+                self._dropped.remove(pending)
+                pending.fill(0)
 
     def check(self) -> None:
         """Raise WireFailed if the wire has failed."""
@@ -100,7 +114,17 @@ class StagedPending:
         self._places = [None if isinstance(into, int) else bytes_of(into) for into in intos]
         self._received: list[Tensor] | None = None
 
+    def __del__(self) -> None:
+        if self._received is None and self._intos:
+            self._wire.keep(self)
+
     def wait(self, timeout: float | None = None) -> list[Tensor]:
+        received = self.fill(timeout)
+        self._wire.fill_dropped()
+        return received
+
+    def fill(self, timeout: float | None) -> list[Tensor]:
+        """Wait, and copy what came to the device; once."""
         if self._received is None:
             self._received = self._on_device(self._arrived(timeout))
         return self._received

@@ -87,7 +87,7 @@ def rounds_over(
         rank, size: of the group.
         device: whose tensors it is to carry.
     """
-    kind = _InStream if has_streams(device) else _OnThread
+    kind = _InStream if has_streams(device) else OnThread
     return TorchRounds(kind(group, size, device), range(size), rank)
 
 
@@ -544,7 +544,7 @@ class _Operations(abc.ABC):
         """Let go of everything, `waits`: once what is under way has ended. Twice is fine."""
 
 
-class _OnThread(_Operations):
+class OnThread(_Operations):
     """Operations on tensors of the CPU, each of which a thread begins when the last one is through.
 
     A group of gloo is not aborted: that ends no wait of its (measured, torch 2.13). What was asked
@@ -586,7 +586,7 @@ class _Awaited:
 
     def __init__(
         self,
-        operations: _OnThread,
+        operations: OnThread,
         begin: Callable[[], Iterable[dist.Work]],
         memory: tuple[Tensor, ...],
     ) -> None:
