@@ -19,7 +19,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from weft import WireError
 from weft.group.control import HELD_UP
+from weft.group.process_group import connect
 from weft.testing.pace import patient
 from weft.wire.store import AnsweringStore, SilentStoreError
 
@@ -166,6 +168,10 @@ def test_a_request_of_a_store_whose_host_is_stopped_ends_at_the_deadline() -> No
             silent.check(["key"])
         with pytest.raises(SilentStoreError):  # at once, by the same object
             silent.get("key")
+        # whose rank 0 need not host it
+        with pytest.raises(WireError, match="is the process that hosts it stopped") as caught:
+            connect(store, 0, 2, 0.2)
+        assert caught.value.culprit is None
     finally:
         host.kill()
         host.communicate()

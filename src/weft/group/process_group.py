@@ -288,17 +288,18 @@ def _why_not_joined(
         if where := _where(process_group, error.ranks):  # they may wait there for one that is here
             return f"{why}: {where}; see that {SAME_ORDER}", None
         return f"{why}{remedy}, and that {SAME_ORDER}", error.ranks[0]
-    is_of_store = not isinstance(error, OSError) and server_of(store)[0] is not None
-    if not is_of_store:
+    if isinstance(error, OSError) or server_of(store)[0] is None:  # not of a store that has a host
         return f"it was not joined (timeout {timeout:g} s): {error}{remedy}", None
-    by_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    host, culprit = ("the launcher", None) if by_launcher else ("rank 0", 0)
+    host, culprit = "the process that hosts it", None
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        host = "the launcher, which hosts it,"
+    elif process_group is dist.group.WORLD:  # else rank 0 is not that of the program
+        host, culprit = "rank 0, which hosts it,", 0
     if isinstance(error, SilentStoreError):
-        return f"{error}: is {host}, which hosts it, stopped or cut off?", culprit
+        return f"{error}: is {host} stopped or cut off?", culprit
     said = str(error).splitlines()[0]
     return (
-        f"the store failed ({said}): has {host}, which hosts it, ended, or was this rank stopped "
-        "meanwhile?",
+        f"the store failed ({said}): has {host} ended, or was this rank stopped meanwhile?",
         culprit,
     )
 
