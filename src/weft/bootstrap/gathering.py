@@ -62,7 +62,8 @@ def connect_all(
 
     # All have the same seconds, and begin at once: so they are through at once, too.
     left = max(deadline - time.monotonic(), _LEAST * timeout)
-    everyones = exchange(space, "seconds left", left, rank, size, left, "came, and then left")
+    missing = "came, and then did not go on"
+    everyones = exchange(space, "seconds left", left, rank, size, left, missing)
     is_of_gloo = _is_of_gloo(spec)
     seconds = min(everyones) if is_of_gloo else _ATTEMPTS * timeout
     until = time.monotonic() + seconds
