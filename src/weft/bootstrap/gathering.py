@@ -91,7 +91,7 @@ def connect_all(
 
 
 def lost(
-    failed: Exception, launch: Launch, place: Place, timeout: float, deadline: float, *, met: bool
+    failed: Exception, launch: Launch, place: Place, deadline: float, *, met: bool
 ) -> WireError:
     """What a rank raises that has no group.
 
@@ -99,7 +99,7 @@ def lost(
         failed: what went wrong.
         launch: how this process was launched.
         place: where the ranks meet.
-        timeout, deadline: of the meeting.
+        deadline: of the meeting.
         met: whether all ranks came there.
     """
     said = str(failed).splitlines()[0]

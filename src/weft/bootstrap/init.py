@@ -410,7 +410,7 @@ def _together(launch: launchers.Launch, place: places.Place, asked: _Asked) -> N
     except (RuntimeError, OSError) as failed:  # torch's store and gloo errors are RuntimeErrors
         if isinstance(failed, WireError):
             raise
-        raise gathering.lost(failed, launch, place, timeout, deadline, met=met) from failed
+        raise gathering.lost(failed, launch, place, deadline, met=met) from failed
 
 
 def _tell_of_later_groups(rank: int, address: str, interfaces: Sequence[str]) -> None:
