@@ -293,7 +293,8 @@ def _why_not_joined(
     host, culprit = "the process that hosts it", None
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         host = "the launcher, which hosts it,"
-    elif process_group is dist.group.WORLD:  # else rank 0 is not that of the program
+    elif process_group is not None and process_group is dist.group.WORLD:
+        # in other groups rank 0 may be another one than the program's
         host, culprit = "rank 0, which hosts it,", 0
     if isinstance(error, SilentStoreError):
         return f"{error}: is {host} stopped or cut off?", culprit
