@@ -21,7 +21,7 @@ from ..group.control import HELD_UP, NotJoinedError, RollCall
 from ..wire.address import GLOO
 from ..wire.store import AnsweringStore, SilentStoreError, exchange
 from .launchers import Launch
-from .rendezvous import Place, Tcp
+from .rendezvous import File, Place, Tcp
 
 _ATTEMPTS = 5  # of gloo, each of which lasts as long as its timeout
 _PATIENCE = 0.6  # seconds after a deadline in which ranks answer a roll call
@@ -36,7 +36,7 @@ def connect_all(
     timeout: float,
     deadline: float,
     interfaces: Sequence[str],
-) -> None:
+) -> float:
     """Set up the default group of ranks that have met; collective.
 
     Args:
@@ -46,6 +46,9 @@ def connect_all(
         timeout: of the group's operations, in seconds.
         deadline: of the meeting, by `time.monotonic`.
         interfaces: where gloo listens.
+
+    Returns:
+        When this rank was connected, by `time.monotonic`; from then on others may have gone on.
 
     Raises:
         NotJoinedError: somebody did not connect, the same on all ranks that answer; it is raised
@@ -59,7 +62,8 @@ def connect_all(
 
     # All have the same seconds, and begin at once: so they are through at once, too.
     left = max(deadline - time.monotonic(), _LEAST * timeout)
-    everyones = exchange(space, "seconds left", left, rank, size, left, "came, and then left")
+    missing = "came, and then did not go on"
+    everyones = exchange(space, "seconds left", left, rank, size, left, missing)
     is_of_gloo = _is_of_gloo(spec)
     seconds = min(everyones) if is_of_gloo else _ATTEMPTS * timeout
     until = time.monotonic() + seconds
@@ -73,15 +77,21 @@ def connect_all(
     )
     limit = seconds / _ATTEMPTS if is_of_gloo else timeout
     store = dist.PrefixStore("group", space)
-    roll.hold(lambda: init_group(spec, store, rank, size, limit, interfaces), until)
+
+    def connect() -> float:
+        init_group(spec, store, rank, size, limit, interfaces)
+        return time.monotonic()
+
+    connected = roll.hold(connect, until)
     world = dist.group.WORLD
     assert world is not None  # it was just made
     if is_of_gloo:
         _torch.set_timeout(world, timeout)
+    return connected
 
 
 def lost(
-    failed: Exception, launch: Launch, place: Place, timeout: float, deadline: float, *, met: bool
+    failed: Exception, launch: Launch, place: Place, deadline: float, *, met: bool
 ) -> WireError:
     """What a rank raises that has no group.
 
@@ -89,37 +99,32 @@ def lost(
         failed: what went wrong.
         launch: how this process was launched.
         place: where the ranks meet.
-        timeout, deadline: of the meeting.
+        deadline: of the meeting.
         met: whether all ranks came there.
     """
     said = str(failed).splitlines()[0]
-    hosted_by_rank_0 = isinstance(place, Tcp) and not place.agent
-    host = "rank 0" if hosted_by_rank_0 else "the launcher"
-    ago = time.monotonic() - deadline
+    is_of_launcher = isinstance(place, Tcp) and place.agent
+    host, host_rank = ("the launcher", None) if is_of_launcher else ("rank 0", 0)
+    late = time.monotonic() - deadline
     culprit = None
     if isinstance(failed, NotJoinedError | AbsentError):
         culprit = failed.culprit if isinstance(failed, NotJoinedError) else failed.ranks[0]
         why = f"{said}; all {launch.size} ranks had come to {place.where}"
     elif isinstance(failed, SilentStoreError):
-        culprit = 0 if hosted_by_rank_0 else None
+        culprit = host_rank
         why = f"{said}: is {host}, which hosts it, stopped or cut off?"
-    elif met and ago > HELD_UP:
+    elif late > HELD_UP:
         culprit = launch.rank
         why = (
-            f"this rank came {ago:.0f} s too late itself, after it had met the others, and they "
-            f"have gone on without it: was it stopped? ({said})"
-        )
-    elif met:
-        culprit = 0 if hosted_by_rank_0 else None
-        why = (
-            f"all {launch.size} ranks came to {place.where}, and then the store failed there "
-            f"({said}): has {host}, which hosts it, ended?"
+            f"this rank came {late:.0f} s too late itself, and the others have gone on without it: "
+            f"was it stopped? ({said})"
         )
     else:
-        why = (
-            f"the {launch.size} ranks did not meet at {place.where} within {timeout:g} s: are all "
-            f"of them started, and is that address reachable? ({said})"
-        )
+        who = f"all {launch.size} ranks" if met else "this rank"
+        why = f"{who} came to {place.where}, and then the store failed there ({said})"
+        if not isinstance(place, File):
+            culprit = host_rank
+            why += f": has {host}, which hosts it, ended, or was this rank stopped meanwhile?"
     return WireError(f"rank {launch.rank}: {why}", rank=launch.rank, culprit=culprit)
 
 

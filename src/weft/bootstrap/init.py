@@ -25,6 +25,7 @@ import torch.distributed as dist
 from .. import kernels
 from ..errors import WeftError, WireError, entry, meant
 from ..group import default, process_group
+from ..group.control import HELD_UP
 from ..group.failure import last_error
 from ..group.group import Group, is_duration
 from ..group.session import LONGEST
@@ -400,11 +401,16 @@ def _together(launch: launchers.Launch, place: places.Place, asked: _Asked) -> N
         if launch.local_size < launch.size:
             _tell_of_later_groups(launch.rank, own_address(meeting.store), interfaces)
         spec = backends.spec(decision.backend)
-        gathering.connect_all(space, launch.rank, launch.size, spec, timeout, deadline, interfaces)
+        connected = gathering.connect_all(
+            space, launch.rank, launch.size, spec, timeout, deadline, interfaces
+        )
+        ago = time.monotonic() - connected
+        if ago > timeout + HELD_UP:  # no other rank waits for as long
+            raise TimeoutError(f"it was connected to them {ago:.0f} s ago")
     except (RuntimeError, OSError) as failed:  # torch's store and gloo errors are RuntimeErrors
         if isinstance(failed, WireError):
             raise
-        raise gathering.lost(failed, launch, place, timeout, deadline, met=met) from failed
+        raise gathering.lost(failed, launch, place, deadline, met=met) from failed
 
 
 def _tell_of_later_groups(rank: int, address: str, interfaces: Sequence[str]) -> None:

@@ -25,6 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from .. import _torch
 from ..errors import AbsentError, WeftError, WireError, there_are
 from ..wire import watch
+from ..wire.address import server_of
 from ..wire.factory import Factory, Start, make_wire, seconds_left
 from ..wire.interface import Wire
 from ..wire.machine import own_host
@@ -175,8 +176,10 @@ def _join(
         space = dist.PrefixStore(f"weft/{name}/{generation}", store)
         joined = join_links(space, rank, size, timeout, wire, factory)
     except (RuntimeError, OSError) as error:  # of the store, of the sockets
-        failure = _why_not_joined(error, rank, deadline, timeout, process_group)
-        why, culprit = _first_to_fail(space, failure)
+        failure = _why_not_joined(error, store, rank, deadline, timeout, process_group)
+        if space is not store:  # else the store has not even said how these ranks are called there
+            failure = _first_to_fail(space, failure)
+        why, culprit = failure
         text = f"rank {rank}: group {name!r} of {size} ranks: {why}"
         raise WireError(text, rank=rank, culprit=culprit) from error
     assert not isinstance(factory, str)  # else every rank has raised that
@@ -264,6 +267,7 @@ def _made_by_all(
 
 def _why_not_joined(
     error: Exception,
+    store: dist.Store,
     rank: int,
     deadline: float,
     timeout: float,
@@ -284,11 +288,21 @@ def _why_not_joined(
         if where := _where(process_group, error.ranks):  # they may wait there for one that is here
             return f"{why}: {where}; see that {SAME_ORDER}", None
         return f"{why}{remedy}, and that {SAME_ORDER}", error.ranks[0]
+    if isinstance(error, OSError) or server_of(store)[0] is None:  # not of a store that has a host
+        return f"it was not joined (timeout {timeout:g} s): {error}{remedy}", None
+    host, culprit = "the process that hosts it", None
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        host = "the launcher, which hosts it,"
+    elif process_group is not None and process_group is dist.group.WORLD:
+        # in other groups rank 0 may be another one than the program's
+        host, culprit = "rank 0, which hosts it,", 0
     if isinstance(error, SilentStoreError):
-        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-            return f"{error}: is the launcher, which hosts it, stopped?", None
-        return f"{error}: is rank 0, which hosts it, stopped or cut off?", 0
-    return f"it was not joined (timeout {timeout:g} s): {error}{remedy}", None
+        return f"{error}: is {host} stopped or cut off?", culprit
+    said = str(error).splitlines()[0]
+    return (
+        f"the store failed ({said}): has {host} ended, or was this rank stopped meanwhile?",
+        culprit,
+    )
 
 
 def _first_to_fail(space: dist.Store, failure: tuple[str, int | None]) -> tuple[str, int | None]:
