@@ -5,10 +5,14 @@ Here is the public face; `request` checks the arguments, `run` takes the steps o
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from ..agree import preparing
+from ..arguments import truth
 from ..devices import Aside
 from ..errors import untransformed
 from ..group import default
@@ -17,6 +21,8 @@ from . import run, tables
 from .explanation import Explanation
 from .record import started
 from .request import Request
+
+_NAME = "sparse_all_reduce"
 
 
 @untransformed
@@ -79,8 +85,10 @@ def sparse_all_reduce(
         (tensor([2, 7]), tensor([2., 5.]))
     """
     group = default.resolve(group)
-    job = job_of(group, rows, op, algorithm, wire_dtype, out)
-    return started(group, "sparse_all_reduce", job, async_op)
+    with preparing(group, _NAME):
+        job = job_of(group, rows, op, algorithm, wire_dtype, out)
+        is_async = truth("async_op", async_op)
+    return started(group, _NAME, job, is_async)
 
 
 @untransformed
@@ -108,11 +116,15 @@ def explain(
         'alone'
     """
     group = default.resolve(group)
-    if isinstance(rows, list):
-        several = tables.requests_of(rows, op, algorithm, wire_dtype, None)
-        return group.worker.call("explain", lambda: tables.explained(group, *several))
-    request = Request.of(rows, op, algorithm, wire_dtype, None)
-    return group.worker.call("explain", lambda: run.explained(group, request))
+    explained: Callable[[], Explanation]
+    with preparing(group, "explain"):
+        if isinstance(rows, list):
+            several = tables.requests_of(rows, op, algorithm, wire_dtype, None)
+            explained = functools.partial(tables.explained, group, *several)
+        else:
+            request = Request.of(rows, op, algorithm, wire_dtype, None)
+            explained = functools.partial(run.explained, group, request)
+    return group.worker.call("explain", explained)
 
 
 def job_of(
