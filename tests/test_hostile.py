@@ -482,7 +482,7 @@ GROUPS: dict[str, Callable[[Any], object]] = {
 def test_what_are_no_ranks_is_told_to_its_rank_alone(group):
     for value, make in VALUES.items():
         if group.rank == CULPRIT and value != "a list":  # which has all ranks
-            with in_case(value), pytest.raises(weft.WeftError, match="are not distinct|no part"):
+            with in_case(value), pytest.raises(weft.WeftError, match=r"are not distinct|no part"):
                 group.subset(make())
     assert weft.all_reduce(torch.ones(1)).item() == group.size
 
