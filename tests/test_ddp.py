@@ -527,7 +527,7 @@ def test_who_disagrees_on_the_wire_dtype_is_named_on_every_rank() -> None:
     ours = DistributedDataParallel(nn.Linear(70, 300))
     for given, wire_dtype, text in (
         (ours, torch.float16 if me == 1 else None, r"differ in wire_dtype: .*rank 1 has torch.flo"),
-        (ours, "float16" if me == 2 else torch.float16, "^rank 2: wire_dtype is float16: pass"),
+        (ours, "float16" if me == 2 else torch.float16, "^rank 2: wire_dtype is 'float16': pass"),
         (ours.module if me == 0 else ours, None, "^rank 0: register takes a Dist.* this is Linear"),
         (ours.module, None, "^rank 0: register takes a Dist.* this is Linear"),
     ):

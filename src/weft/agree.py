@@ -25,14 +25,16 @@ from __future__ import annotations
 
 import functools
 import struct
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from .errors import WeftError
+from .arguments import in_words, printable
+from .errors import WeftError, WireError
 from .group.failure.verdict import NAMED, crossed, differing
 from .group.group import OPENINGS, SMALL, Group, check_members
 from .group.pending import Pending
@@ -160,6 +162,12 @@ class _Cohort(NamedTuple):
         """As it travels."""
         ranks = ",".join(map(str, self.ranks[:NAMED]))
         return _FIELD.join([_spelled(self.fields), ranks, str(self.total), str(self.number)])
+
+
+def _stated(fields: Mapping[str, object]) -> _Fields:
+    """Fields as they travel."""
+    values = (_UNKNOWN if value is None else printable(str(value)) for value in fields.values())
+    return tuple(zip(fields, values, strict=True))
 
 
 @functools.lru_cache(_SPELLED)
@@ -338,23 +346,29 @@ def agree(
     Raises:
         WeftError: a rank stated an error, or fingerprints differ; the same text on every rank.
         WireError: as every wait does; also where a peer sent something else than a statement.
-        RuntimeError: the fields or the body are larger than a statement may be.
+        RuntimeError: the body is larger than a statement may be.
     """
     name = group.rank_in_errors(group.rank)
-    values = ((name, _UNKNOWN if value is None else str(value)) for name, value in fields.items())
-    known = ((_CALL, call), (_MEMBERS, group.members))
+    known: _Fields = ((_CALL, printable(call)), (_MEMBERS, group.members))
+    if error is None:  # else nobody needs the fields
+        try:
+            known += _stated(fields)
+        except Exception as trouble:  # a value is the caller's, and may have no text
+            error = in_words(trouble)
+        if len(_spelled(known).encode()) > _FINGERPRINT:
+            known = known[:2]
+            error = "the arguments are too long to be told to the other ranks: pass shorter ones"
     mine = _Statement(
-        (_Cohort((*known, *values), (name,), 1, group.worker.calls),),
-        b"" if error is None else f"rank {name}: {error}".encode()[:_TEXT],
+        (_Cohort(known, (name,), 1, group.worker.calls),),
+        b"" if error is None else f"rank {name}: {error}".encode(errors="backslashreplace")[:_TEXT],
         name,
         body.numpy().data if isinstance(body, Tensor) else memoryview(body),
         watched=watch is not None,
     )
     is_first = group.worker.enter(group.global_ranks, group.members, mine.cohorts[0].fields)
-    fingerprint = len(_written(mine.cohorts))
     longest = len(mine.body) + max((sum(map(len, said)) for said in private or ()), default=0)
-    if fingerprint > _FINGERPRINT or longest > BODY:
-        raise RuntimeError(f"a statement of {fingerprint} + {longest} bytes")
+    if longest > BODY:
+        raise RuntimeError(f"a statement of {longest} bytes")
     if group.size == 1:
         return _agreed(group, [(0, mine)])
     if not is_direct(group):
@@ -397,12 +411,30 @@ def confess(
         name = group.rank_in_errors(group.rank)
         lacking = str(trouble).removeprefix(f"rank {name}: ")  # which is said for all
     elif trouble is not None:
-        lacking = f"{type(trouble).__name__}: {trouble}".removesuffix(": ")
+        lacking = in_words(trouble)
     nothing = torch.empty(0, dtype=torch.uint8)
     try:
         agree(group, call, {}, lacking, nothing, lambda lower, upper: lower).release()
     except WeftError as error:
         raise error from trouble
+
+
+@contextmanager
+def preparing(group: Group, call: str) -> Iterator[None]:
+    """Tell all ranks what is raised in this block, which makes a call of a caller's arguments.
+
+    These may raise anything wherever they are looked at. If this rank alone raised it, the others
+    would wait for it in the call.
+
+    Raises:
+        WeftError: as `confess`.
+    """
+    try:
+        yield
+    except WireError:
+        raise
+    except Exception as error:
+        group.worker.call(call, functools.partial(confess, group, call, error))  # raises
 
 
 def _heard(

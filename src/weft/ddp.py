@@ -51,6 +51,7 @@ from torch.utils.hooks import RemovableHandle
 
 from . import kernels
 from ._torch import at_end_of_backward, backward_id, has_run, is_of_group, uncompiled
+from .agree import preparing
 from .comm.buckets import reduce_dense
 from .comm.gradients import without_rows
 from .comm.opening import opened
@@ -190,7 +191,8 @@ class State:
             given = self._handle
             group = given if isinstance(given, Group) else process_group.of_group(given)
             # dense buckets are not compared one by one
-            fields, error = self._asked()
+            with preparing(group, _NAME):
+                fields, error = self._asked()
             _tell(group, fields | {"kind of state": type(self).__name__}, error)
             self._group = group
         return self._group

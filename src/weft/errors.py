@@ -147,7 +147,7 @@ def summed_up(text: str, most: int, short: str) -> str:
         >>> summed_up("a, b", 10, "2 letters"), summed_up("a, b, c, d", 9, "4 letters")
         ('a, b', '4 letters (digest 68424a970635)')
     """
-    data = text.encode()
+    data = text.encode(errors="backslashreplace")
     if len(data) <= most:
         return text
     return f"{short} (digest {hashlib.sha256(data).hexdigest()[:12]})"

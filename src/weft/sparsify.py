@@ -30,7 +30,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .agree import confess
+from .agree import confess, preparing
+from .arguments import in_words, is_a, shown
 from .comm.buckets import reduce_dense
 from .comm.named import expanded_dims, local
 from .comm.rounding import narrowed
@@ -102,17 +103,25 @@ def sync_sparsified(
         >>> run(2, program)[0]
         ([0.0, 8.0, 0.0, 0.0], [0.0, 0.0, 0.0, 4.0])
     """
-    named, error = _named(tensors)
     group: Group
-    if isinstance(getattr(state, "sparsifier", None), Sparsifier):
-        group, error = state.group, error or state.sparsifier.wrong(named)
+    sparsifier = _sparsifier_of(state)
+    if sparsifier is not None:
+        group = state.group
     else:  # ranks that have one are likely of this group, and would wait
         group = process_group.of_group(None) if process_group.has_default() else default.current()
-        error = f"state is a {type(state).__name__}: pass a weft.ddp.TopK"
-    kinds: dict[tuple[torch.dtype, str], dict[str, Tensor]] = {}
-    for name, tensor in named.items():
-        kinds.setdefault((tensor.dtype, tensor.device.type), {})[name] = tensor
-    description = _described(named)
+    with preparing(group, _NAME):
+        named, error = _named(tensors)
+        if sparsifier is None:
+            error = f"state is a {type(state).__name__}: pass a weft.ddp.TopK"
+        elif error is None:
+            error = sparsifier.wrong(named)
+        if error is None and density is not None:
+            error = _wrong_density("density", density)
+            density = None if error else float(density)
+        kinds: dict[tuple[torch.dtype, str], dict[str, Tensor]] = {}
+        for name, tensor in named.items():
+            kinds.setdefault((tensor.dtype, tensor.device.type), {})[name] = tensor
+        description = _described(named)
 
     def job() -> None:
         if error is not None:  # of any of the tensors, before one is reduced
@@ -132,6 +141,15 @@ def sync_sparsified(
 
     with torch.no_grad():
         group.worker.call(_NAME, job)
+
+
+def _sparsifier_of(state: object) -> Sparsifier | None:
+    """What a `weft.ddp.TopK` has; None: it is something else."""
+    try:
+        found = getattr(state, "sparsifier", None)
+    except Exception:  # a caller's object may raise anything
+        return None
+    return found if is_a(found, Sparsifier) else None
 
 
 def _named(tensors: object) -> tuple[dict[str, Tensor], str | None]:
@@ -298,9 +316,9 @@ class Sparsifier:
 
     def _wrong_setting(self) -> str | None:
         if not isinstance(self.error_feedback, bool):
-            return f"error_feedback is {self.error_feedback!r}: pass True or False"
+            return f"error_feedback is {shown(self.error_feedback)}: pass True or False"
         if not _is_number(self.momentum) or not 0 <= self.momentum < 1:
-            return f"momentum is {self.momentum!r}: pass a number from 0, below 1"
+            return f"momentum is {shown(self.momentum)}: pass a number from 0, below 1"
         if self.momentum and not self.error_feedback:
             return f"momentum is {self.momentum!r}, which corrects residuals: use error_feedback"
         for name, least in (("warmup_steps", 0), ("min_numel", 0), ("chunk", 1)):
@@ -308,7 +326,7 @@ class Sparsifier:
             if value is None and name == "chunk":
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                return f"{name} is {value!r}: pass a whole number, at least {least}"
+                return f"{name} is {shown(value)}: pass a whole number, at least {least}"
         return None
 
     def names_of(self, parameters: Sequence[Tensor]) -> list[str]:
@@ -394,7 +412,7 @@ class Sparsifier:
         with self._as_it_was_if_it_raises(parts):
             self._pick_all(step, density)
             if step.trouble is not None:
-                error = f"{type(step.trouble).__name__}: {step.trouble}"
+                error = in_words(step.trouble)
             # takes place even if no tensor is sparsified: it compares the ranks
             request = Request.of(step.rows, "avg", algorithm, self.wire_dtype, None)
             request.error = error or request.error
@@ -561,9 +579,9 @@ class Sparsifier:
         return float(first * (density / first) ** done)
 
     def _wrong_algorithm(self, algorithm: str) -> str | None:
-        if self.total_density is None or algorithm == "auto":
+        if self.total_density is None or (type(algorithm) is str and algorithm == "auto"):
             return None
-        return f"algorithm is {algorithm!r}, and total_density has its own: leave it 'auto'"
+        return f"algorithm is {shown(algorithm)}, and total_density has its own: leave it 'auto'"
 
 
 def _rows_of(picked: Sequence[_Picked], starts: Sequence[int], like: Tensor) -> Rows:
@@ -651,4 +669,4 @@ def _is_number(value: object) -> bool:
 def _wrong_density(name: str, density: Any) -> str | None:
     if _is_number(density) and 0 < density <= 1:
         return None
-    return f"{name} is {density!r}: pass the share of entries to send, above 0, at most 1"
+    return f"{name} is {shown(density)}: pass the share of entries to send, above 0, at most 1"

@@ -16,7 +16,7 @@ from weft.sparse import ALGORITHMS, tables
 from weft.sparse import run as sparse_run
 from weft.sparse.family import broadcast
 from weft.sparse.header import Header
-from weft.sparse.stream import LISTS, send_list_to_all
+from weft.sparse.stream import send_list_to_all
 from weft.testing import run, spmd
 from weft.testing.cases import in_case
 
@@ -361,7 +361,7 @@ def test_who_sends_rows_beyond_the_height_is_named_as_in_all_errors():
         def with_a_place_too_many(sends=(), recvs=(), channel=0):
             marked = []
             for peer, each in sends:
-                is_bitmap = channel == LISTS and each.nbytes == 1  # of places 8 to 11
+                is_bitmap = each.nbytes == 1  # of places 8 to 11
                 marked.append((peer, each | 0x80 if is_bitmap and group.rank == 2 else each))
             return post(marked, recvs, channel)
 

@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..agree import is_direct
+from ..agree import is_direct, preparing
+from ..arguments import shown
 from ..devices import is_capturing, on_host
 from ..errors import entry, meant
 from ..group import default
@@ -72,14 +73,16 @@ def all_reduce(
         >>> run(3, lambda group: weft.all_reduce(torch.tensor([1.0, group.rank])).tolist())
         [[3.0, 3.0], [3.0, 3.0], [3.0, 3.0]]
     """
-    group, name = default.resolve(group), op_name(op)
-    error = _wrong(tensor, name, wire_dtype)
-    if error:
-        tensor, wire_dtype = torch.empty(0), None
-    said = f"{tensor.dtype}" + (f", sent as {wire_dtype}" if wire_dtype else "")
-    # all that follows, backward too, is of a tensor of the dtype that travels
-    given = narrowed(tensor, travelling(tensor.dtype, wire_dtype))
-    reduction = Reduction(group, _NAME, error, op=str(name), fields={"dtype": said})
+    group = default.resolve(group)
+    with preparing(group, _NAME):
+        name = op_name(op)
+        error = _wrong(tensor, name, wire_dtype)
+        if error:
+            tensor, name, wire_dtype = torch.empty(0), "sum", None
+        said = f"{tensor.dtype}" + (f", sent as {wire_dtype}" if wire_dtype else "")
+        # all that follows, backward too, is of a tensor of the dtype that travels
+        given = narrowed(tensor, travelling(tensor.dtype, wire_dtype))
+        reduction = Reduction(group, _NAME, error, op=str(name), fields={"dtype": said})
     return apply(reduction, [given])[0].to(tensor.dtype)
 
 
@@ -90,7 +93,7 @@ def _wrong(tensor: object, op: object, wire_dtype: object) -> str | None:
         return f"tensor is {what}: pass a strided tensor (sparse ones: weft.sparse_all_reduce)"
     if not isinstance(op, str) or op not in OPS:
         hint = meant(op, OPS, ELSEWHERE)
-        return f"op {op!r} is unknown{hint}: use one of {', '.join(OPS)} or a torch ReduceOp"
+        return f"op {shown(op)} is unknown{hint}: use one of {', '.join(OPS)} or a torch ReduceOp"
     if is_capturing(tensor.device):
         return IN_A_GRAPH
     if op not in _DIFFERENTIABLE and tensor.requires_grad and torch.is_grad_enabled():

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ..agree import is_direct
+from ..agree import is_direct, preparing
 from ..devices import on_host
 from ..errors import entry
 from ..group import default
@@ -26,8 +26,9 @@ from ..schedules import dense_all_reduce
 from ..wire.memory import fresh, memory_of
 from .differentiable import Linear, apply
 from .opening import NO_LIMIT, Mode, opened
-from .staging import moved, unsendable, wrong_bytes
+from .staging import moved, number_of_bytes, unsendable, wrong_bytes
 
+_NAME = "all_to_all"
 _EAGER = 128 << 10  # bytes of a tensor, at most, that is sent along with its shape
 _DIMS = 64  # dimensions that a tensor of torch may have
 _CAP = 8 + 8 * _DIMS + 8 + _EAGER  # bytes of a shape and the tensor that is sent along
@@ -69,9 +70,10 @@ def all_to_all(
         [[[], [1]], [[0], [1, 1]]]
     """
     group = default.resolve(group)
-    error = _wrong(inputs, group.size) or check_round(round_bytes)
-    tensors = [torch.empty(0)] * group.size if error else list(inputs)
-    scatter = Scatter(group, "all_to_all", error, limit=NO_LIMIT if error else round_bytes)
+    with preparing(group, _NAME):
+        error = _wrong(inputs, group.size) or check_round(round_bytes)
+        tensors = [torch.empty(0)] * group.size if error else list(inputs)
+        scatter = Scatter(group, _NAME, error, limit=NO_LIMIT if error else limit_of(round_bytes))
     return apply(scatter, tensors)
 
 
@@ -96,23 +98,28 @@ def check_round(round_bytes: object) -> str | None:
     return None if round_bytes is None else wrong_bytes("round_bytes", round_bytes)
 
 
+def limit_of(round_bytes: object) -> int:
+    """A caller's `round_bytes` as the limit of a round."""
+    return NO_LIMIT if round_bytes is None else number_of_bytes(round_bytes)
+
+
 @dataclass
 class Scatter(Linear):
     """The collective: a tensor to each rank. It is its own adjoint.
 
     Attributes:
         fields: values that must be equal on all ranks, beside the dtype.
-        limit: bytes of a round, or None.
+        limit: bytes of a round.
     """
 
     fields: dict[str, object] = field(default_factory=dict)
-    limit: int | None = None
+    limit: int = NO_LIMIT
 
     def adjoint(self, name: str) -> Scatter:
         return Scatter(self.group, name, limit=self.limit)
 
     def run(self, tensors: Sequence[Tensor], mode: Mode) -> tuple[list[Tensor], bool]:
-        group, like, limit = self.group, tensors[self.group.rank], self.limit or NO_LIMIT
+        group, like, limit = self.group, tensors[self.group.rank], self.limit
         over = group.on(like.device)
         fields = dict(self.fields)
         if self.error is None:

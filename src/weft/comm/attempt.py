@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar, cast
 
-from ..agree import confess
-from ..errors import entry
+from ..agree import confess, preparing
+from ..arguments import printable, shown
+from ..errors import WeftError, entry
 from ..group import default
 
 T = TypeVar("T")
@@ -48,6 +49,10 @@ def attempt(function: Callable[[], T], group: object = None, *, name: str = "att
         'rank 0: ZeroDivisionError: integer division or modulo by zero'
     """
     group = default.resolve(group)
+    with preparing(group, "attempt"):
+        if not isinstance(name, str):
+            raise WeftError(f"name is {shown(name)}: pass a text")
+        call = printable(str.__str__(name)).encode()[:_LONGEST].decode(errors="ignore")
 
     def job() -> T:
         made, trouble = None, None
@@ -55,10 +60,10 @@ def attempt(function: Callable[[], T], group: object = None, *, name: str = "att
             made = function()
         except BaseException as error:
             trouble = error
-        confess(group, name.encode()[:_LONGEST].decode(errors="ignore"), trouble)
+        confess(group, call, trouble)
         return cast(T, made)
 
-    return group.worker.call(name, job)
+    return group.worker.call(call, job)
 
 
 _LONGEST = 700  # bytes of a name: it travels in the fingerprint

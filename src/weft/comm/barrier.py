@@ -7,6 +7,7 @@ takes its turn after the barrier.
 
 from __future__ import annotations
 
+from ..arguments import shown
 from ..errors import StillRunning, entry, names
 from ..group import default
 from ..group.group import Group, is_duration
@@ -56,13 +57,14 @@ def barrier(timeout: float | None = None, group: object = None) -> None:
         group.worker.call("barrier", Entered(group, None).run)
         return
     entered = enter(group, timeout)
+    seconds = float(timeout) if is_duration(timeout) else group.timeout
     try:
-        entered.work.wait(timeout if is_duration(timeout) else None)
+        entered.work.wait(seconds if seconds < group.timeout else None)
     except StillRunning:
         group.state[_LEFT] = entered
         rank = group.rank_in_errors(group.rank)
         raise StillRunning(
-            f"rank {rank}: {entered.late()} after {timeout:g} s: call barrier again to wait on"
+            f"rank {rank}: {entered.late()} after {seconds:g} s: call barrier again to wait on"
         ) from None
 
 
@@ -94,7 +96,7 @@ class Entered:
         self._group = group
         self._error = None
         if timeout is not None and not is_duration(timeout):
-            self._error = f"timeout is {timeout!r}: pass a positive number of seconds, or None"
+            self._error = f"timeout is {shown(timeout)}: pass a positive number of seconds"
         self._awaited: Pending | None = None
 
     def run(self) -> None:

@@ -13,16 +13,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..agree import preparing
+from ..arguments import truth
 from ..errors import entry
 from ..group import default
 from ..group.group import Group
 from ..sparse.request import travelling, wrong_wire_dtype
-from .all_to_all import Scatter, check_round
+from .all_to_all import Scatter, check_round, limit_of
 from .differentiable import apply, start
 from .opening import NO_LIMIT
 from .rounding import narrowed
 from .staging import serves, unsendable
 
+_NAME = "exchange"
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """By bytes of an element, a dtype that torch picks rows of."""
 
@@ -83,16 +86,20 @@ def exchange(
         [[12.0, 10.0], [2.0, 0.0]]
     """
     group = default.resolve(group)
-    error = _wrong(rows, to, group.size) or check_round(round_bytes)
-    error = error or wrong_wire_dtype(wire_dtype, rows.dtype)
-    if error:
-        return given_out(Outgoing(group, "exchange", error), async_op)
-    nothing = torch.empty(0, dtype=torch.int64, device=rows.device)
-    picks = [nothing if some is None else some for some in to]
-    counts = [some.numel() for some in picks]
-    limit = round_bytes or NO_LIMIT
-    outgoing = Outgoing(group, "exchange", None, rows, torch.cat(picks), counts, wire_dtype, limit)
-    return given_out(outgoing, async_op)
+    with preparing(group, _NAME):
+        is_async = truth("async_op", async_op)
+        error = _wrong(rows, to, group.size) or check_round(round_bytes)
+        error = error or wrong_wire_dtype(wire_dtype, rows.dtype)
+        outgoing = Outgoing(group, _NAME, error)
+        if error is None:
+            nothing = torch.empty(0, dtype=torch.int64, device=rows.device)
+            picks = [nothing if some is None else some for some in to]
+            counts = [some.numel() for some in picks]
+            limit = limit_of(round_bytes)
+            outgoing = Outgoing(
+                group, _NAME, None, rows, torch.cat(picks), counts, wire_dtype, limit
+            )
+    return given_out(outgoing, is_async)
 
 
 @dataclass(frozen=True)

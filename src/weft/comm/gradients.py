@@ -18,6 +18,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from ..agree import preparing
+from ..arguments import shown
 from ..errors import WeftError, entry
 from ..group import default
 from ..group.group import Group
@@ -98,11 +100,13 @@ def sync_grads(
         [0.10009765625, 0.10009765625]
     """
     group = default.resolve(group)
-    finish = finish_of(module) if isinstance(module, torch.nn.Module) else None
+    with preparing(group, NAME):
+        finish = finish_of(module) if isinstance(module, torch.nn.Module) else None
+        if finish is None:
+            synchronised = Synchronised(group, module, average, wire_dtype)
     if finish is not None:
         finish(group, average, wire_dtype)
         return
-    synchronised = Synchronised(group, module, average, wire_dtype)
     group.worker.call(NAME, lambda: synchronised.reduce(list(synchronised.of)))
 
 
@@ -138,6 +142,7 @@ class Synchronised:
         of: the parameters by name, sorted; a shared one comes once, under its first name.
         manifest: their descriptions.
         error: what is wrong with the arguments, or None.
+        fields: those that must be the same on every rank.
     """
 
     def __init__(self, group: Group, module: Any, average: object, wire_dtype: Any) -> None:
@@ -145,8 +150,11 @@ class Synchronised:
         self._op = "sum" if average is False else "avg"
         self.of, self.manifest, self.error = of_module(module, buffers=False)
         if self.error is None and not isinstance(average, bool):
-            self.error = f"average is {average!r}: pass True or False"
+            self.error = f"average is {shown(average)}: pass True or False"
         self.error = self.error or wrong_wire_dtype(wire_dtype)
+        self.fields: dict[str, object] = {}
+        if self.error is None:
+            self.fields = {"average": average, "wire_dtype": str(wire_dtype)}
         self._digest = digest(self.manifest)
 
     @torch.no_grad()
@@ -171,7 +179,7 @@ class Synchronised:
         with opened(
             self.group,
             NAME,
-            {"average": self._op == "avg", "wire_dtype": str(self.wire_dtype)},
+            self.fields | {"overlap_grads": "not called" if first is None else "called"},
             error,
             limit=0 if ready else NO_LIMIT,
             digest=self._digest,

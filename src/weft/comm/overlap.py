@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from ..agree import confess
+from ..agree import confess, preparing
 from ..devices import Aside
 from ..errors import WeftError, entry
 from ..group import default
@@ -32,7 +32,7 @@ from ..group.worker import Work
 from .gradients import NAME, Synchronised, finish_of, overlapping
 from .named import digest, local, parameters, told_by_all
 from .opening import opened
-from .staging import wrong_bytes
+from .staging import number_of_bytes, wrong_bytes
 
 _NAME = "overlap_grads"
 _BUCKET = 8 << 20  # bytes of a bucket, but for its last parameter
@@ -83,7 +83,9 @@ def overlap_grads(
         [[[3.0, 3.0]], [[3.0, 3.0]], [[3.0, 3.0]]]
     """
     group = default.resolve(group)
-    return Overlap(Synchronised(group, module, average, wire_dtype), module, bucket_bytes)
+    with preparing(group, _NAME):
+        synchronised = Synchronised(group, module, average, wire_dtype)
+    return Overlap(synchronised, module, bucket_bytes)
 
 
 class Overlap:
@@ -93,12 +95,15 @@ class Overlap:
         self._synchronised, self._worker = synchronised, synchronised.group.worker
         self._paused = False
         self._handles: list[RemovableHandle] = []
-        order = self._agreed_order(module, bucket_bytes)
+        with preparing(synchronised.group, _NAME):
+            job = self._ordering(module, bucket_bytes)
+        order = self._worker.call(_NAME, job)
         self._module = weakref.ref(module)  # whose hooks keep this alive
         self._buckets: list[list[str]] = []
-        size = bucket_bytes
+        full = number_of_bytes(bucket_bytes)
+        size = full
         for name in order:
-            if size >= bucket_bytes:
+            if size >= full:
                 self._buckets.append([])
                 size = 0
             self._buckets[-1].append(name)
@@ -141,8 +146,9 @@ class Overlap:
         finally:
             self._paused = before
 
-    def _agreed_order(self, module: nn.Module, bucket_bytes: object) -> list[str]:
-        """The parameters, last first if all modules have the same order; else sorted by name."""
+    def _ordering(self, module: nn.Module, bucket_bytes: object) -> Callable[[], list[str]]:
+        """The job that returns the parameters: last first if all modules have the same order, else
+        sorted by name."""
         known = self._synchronised
         error = known.error or wrong_bytes("bucket_bytes", bucket_bytes)
         if error is None and finish_of(module) is not None:
@@ -152,11 +158,7 @@ class Overlap:
             names = [name for name, _ in parameters(module)]
             order = [name for name in reversed(names) if name in known.of]
         described = digest({**known.manifest, "their order": ", ".join(order)})
-        fields = {
-            "average": known.average,
-            "wire_dtype": str(known.wire_dtype),
-            "bucket_bytes": bucket_bytes,
-        }
+        fields = known.fields | {"bucket_bytes": number_of_bytes(bucket_bytes)}
 
         def job() -> list[str]:
             with opened(known.group, _NAME, fields, error, digest=described) as said:
@@ -165,12 +167,13 @@ class Overlap:
                 told_by_all(known.group, _NAME, known.manifest)
             return order if same else sorted(order)
 
-        return self._worker.call(_NAME, job)
+        return job
 
     def _restart(self) -> None:
         self._missing = [set(names) for names in self._buckets]
         self._works: list[Work[_Step]] = []
         self._changed: str | None = None  # what was, too late
+        self._failure: WeftError | None = None  # of a bucket, on every rank
 
     def _hook(self, name: str, bucket: int) -> Any:
         def seen(parameter: Tensor) -> None:
@@ -208,8 +211,14 @@ class Overlap:
         names, first = self._from(bucket), len(self._buckets[bucket])
 
         def job() -> _Step:
+            if self._failure is not None:  # no rank reduces the later buckets, nor waits there
+                raise self._failure
             known = self._synchronised
-            went_on = known.reduce(names, first=first, ready=ready)
+            try:
+                went_on = known.reduce(names, first=first, ready=ready)
+            except WeftError as error:
+                self._failure = error
+                raise
             found = (known.of[name].grad for name in names[:first])
             return went_on, [local(each) for each in found if each is not None]
 
@@ -252,7 +261,7 @@ class Overlap:
                 try:
                     if bucket < len(self._works):
                         self._works[bucket].wait()
-                    elif not self._worker.call(NAME, self._step(bucket, ready=False))[0]:
+                    elif failure or not self._worker.call(NAME, self._step(bucket, ready=False))[0]:
                         break
                 except WeftError as raised:  # on every rank, some of which have begun more buckets
                     failure = failure or raised

@@ -19,13 +19,14 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
+from ..agree import preparing
+from ..arguments import root_in, wrong_root
 from ..devices import on_host
 from ..errors import entry
 from ..group import default
 from ..group.group import Group
 from ..group.pending import Pending
 from ..schedules.chain import Chain
-from ..sparse.request import root_in, wrong_root
 from ..tensors import as_bytes, plain
 from .buckets import in_buckets
 from .named import digest, expanded_dims, local, of_module, told_by_all
@@ -65,7 +66,8 @@ def sync_params(module: torch.nn.Module, group_src: int = 0, group: object = Non
         [[[1.0, 1.0]], [[1.0, 1.0]]]
     """
     group = default.resolve(group)
-    found, manifest, error = of_module(module, buffers=True)
+    with preparing(group, _NAME):
+        found, manifest, error = of_module(module, buffers=True)
     root = root_in(group_src, group.size)
     error = error or wrong_root("group_src", root, group_src, group.size)
 

@@ -17,10 +17,12 @@ import torch
 from torch import Tensor
 
 from .. import kernels
+from ..agree import preparing
+from ..arguments import as_integer, shown, truth
 from ..errors import entry
 from ..group import default
 from ..group.group import Group
-from ..sparse.request import as_integer, outside, wrong_wire_dtype
+from ..sparse.request import outside, wrong_wire_dtype
 from .all_to_all import Scatter
 from .differentiable import apply
 from .exchange import Outgoing, given_out, wrong_rows
@@ -71,7 +73,8 @@ def remote_rows(indices: Tensor, count: int, group: object = None) -> RemoteRows
         of `edges`; in DGL the result of `fetch` holds the source nodes of a block.
     """
     group = default.resolve(group)
-    error = _wrong(indices, count)
+    with preparing(group, f"{_NAME} (counts)"):
+        error = _wrong(indices, count)
     count = 0 if error else as_integer(count)
     # each rank tells the others how many rows it has
     own = torch.tensor([count])
@@ -160,14 +163,14 @@ class RemoteRows:
             ...     plan.fetch(torch.tensor([5.0, 6.0, 7.0]))[plan.places]
             tensor([7., 5.])
         """
-        error = self._wrong(rows) or wrong_wire_dtype(wire_dtype, rows.dtype)
-        if error:
-            outgoing = Outgoing(self._group, "fetch", error)
-        else:
-            outgoing = Outgoing(
-                self._group, "fetch", None, rows, self._picks, self.sent, wire_dtype
-            )
-        return given_out(outgoing, async_op, lambda received: torch.cat([rows, *received]))
+        group = self._group
+        with preparing(group, "fetch"):
+            is_async = truth("async_op", async_op)
+            error = self._wrong(rows) or wrong_wire_dtype(wire_dtype, rows.dtype)
+        outgoing = Outgoing(group, "fetch", error)
+        if error is None:
+            outgoing = Outgoing(group, "fetch", None, rows, self._picks, self.sent, wire_dtype)
+        return given_out(outgoing, is_async, lambda received: torch.cat([rows, *received]))
 
     def _wrong(self, rows: object) -> str | None:
         """What is wrong with what a caller passed, or None."""
@@ -190,7 +193,7 @@ def _wrong(indices: object, count: object) -> str | None:
     if indices.dtype not in (torch.int32, torch.int64):
         return f"indices is {indices.dtype}: indices must be int32 or int64"
     if not 0 <= as_integer(count) <= _MOST:
-        return f"count is {count!r}: pass the number of rows of this rank, 0 or more"
+        return f"count is {shown(count)}: pass the number of rows of this rank, 0 or more"
     return None
 
 

@@ -8,9 +8,11 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
+from ..arguments import as_integer, shown
 from ..devices import is_capturing
 from ..group.group import Group
 from ..tensors import has_elements, lacking
+from .opening import NO_LIMIT
 
 CHANNEL = 3
 IN_A_GRAPH = (
@@ -44,9 +46,14 @@ def unsendable(name: str, tensor: object) -> str | None:
 
 def wrong_bytes(name: str, count: object) -> str | None:
     """What is wrong with an argument, called `name`, that is to be a number of bytes, or None."""
-    if isinstance(count, int) and not isinstance(count, bool) and count > 0:
+    if number_of_bytes(count) > 0:
         return None
-    return f"{name} is {count!r}: pass a positive number of bytes"
+    return f"{name} is {shown(count)}: pass a positive number of bytes"
+
+
+def number_of_bytes(given: object) -> int:
+    """An argument as a number of bytes, at most `NO_LIMIT`; -1 if it is none."""
+    return min(as_integer(given), NO_LIMIT)
 
 
 def moved(

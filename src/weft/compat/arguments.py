@@ -47,7 +47,7 @@ def integer(given: object) -> int | None:
     """An integer of any type, such as NumPy's or a bool, as an int; None for anything else."""
     try:
         return int(operator.index(given))  # type: ignore[arg-type]  # whatever is none raises
-    except TypeError:
+    except Exception:  # a caller's object may raise anything
         return None
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from contextvars import ContextVar
 
+from ..arguments import is_a
 from ..errors import WeftError
 from . import process_group
 from .failure import last_error
@@ -57,7 +58,7 @@ def resolve(group: object) -> Group:
             since nobody knows which ranks are meant. A rank that waits for this one learns of the
             error when this rank leaves, or at the deadline (`failure.last_error`).
     """
-    if isinstance(group, Group):
+    if is_a(group, Group):
         return group
     try:
         if group is None:

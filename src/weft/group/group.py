@@ -33,6 +33,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .._torch import is_of_group
+from ..arguments import as_integer, shown
 from ..devices import Streams
 from ..errors import Error, WeftError, WireError, entry, summed_up
 from ..wire.interface import Features, Lease, Recv, Reducing, Send, Wire
@@ -506,11 +507,13 @@ class Group:
 
     def _chosen(self, ranks: Sequence[int]) -> tuple[int, ...]:
         """Some of the ranks. Raises WeftError: they are not distinct ranks of this group."""
-        distinct = tuple(ranks)
+        try:
+            distinct = tuple(map(as_integer, ranks))
+        except Exception:  # a caller's object may raise anything
+            distinct = (-1,)
         if len(set(distinct)) < len(distinct) or not set(distinct) <= set(range(self.size)):
-            raise WeftError(
-                f"rank {self.rank}: {list(distinct)} are not distinct ranks of {self.size}"
-            )
+            said = f"{shown(ranks)} are not distinct ranks of {self.size}"
+            raise WeftError(f"rank {self.rank}: {said}")
         return distinct
 
 
@@ -537,6 +540,9 @@ def by_doubling(rank: int, size: int) -> tuple[list[int], list[int]]:
 
 def is_duration(timeout: object) -> TypeGuard[float]:
     """Whether this is a finite number of seconds above 0."""
-    if isinstance(timeout, bool) or not isinstance(timeout, int | float):
+    try:
+        if isinstance(timeout, bool) or not isinstance(timeout, int | float):
+            return False
+        return 0 < timeout <= sys.float_info.max  # also of an int that no float can hold
+    except Exception:  # a caller's object may raise anything
         return False
-    return 0 < timeout <= sys.float_info.max  # also of an int that no float can hold

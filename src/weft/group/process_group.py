@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from .. import _torch
+from ..arguments import is_a
 from ..errors import AbsentError, WeftError, WireError, there_are
 from ..wire import watch
 from ..wire.address import server_of
@@ -324,9 +325,9 @@ def of(handle: object) -> Group:
     Raises:
         WeftError: it is neither, the mesh has more dimensions, or as `of_group`.
     """
-    if isinstance(handle, DeviceMesh):
+    if is_a(handle, DeviceMesh):
         return of_group(_of_mesh(handle))
-    if isinstance(handle, dist.ProcessGroup) or handle is dist.GroupMember.NON_GROUP_MEMBER:
+    if is_a(handle, dist.ProcessGroup) or handle is dist.GroupMember.NON_GROUP_MEMBER:
         return of_group(cast(dist.ProcessGroup, handle))
     raise WeftError(
         f"{_me()}{type(handle).__name__} is no group: pass None, a weft.Group, a "

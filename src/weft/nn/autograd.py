@@ -23,13 +23,15 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from .._torch import in_forward_mode, is_wrapped
+from ..agree import preparing
+from ..arguments import is_a
 from ..devices import is_capturing
 from ..errors import WeftError, entry
 from ..grid import Shape
 from ..group.group import Group
 from ..tensors import as_bytes, in_format_of, plain
 from .executor import assemble, execute, has_addition
-from .handshake import Statement, handshake, payload_of
+from .handshake import Statement, among, handshake, payload_of
 from .spec import Spec, planned
 
 
@@ -59,7 +61,7 @@ def outside(name: str, group: Group, x: Any) -> Tensor:
     Raises:
         WeftError: its input has elements, or is no tensor; raised on this rank alone.
     """
-    if not isinstance(x, Tensor) or x.numel():
+    if not is_a(x, Tensor) or x.numel():
         raise WeftError(
             f"rank {group.rank}: {name} does not concern this rank, which must pass a "
             f"tensor without elements, such as weft.nn.zero_volume_tensor(), not {_what(x)}"
@@ -68,7 +70,7 @@ def outside(name: str, group: Group, x: Any) -> Tensor:
 
 
 def _what(x: object) -> str:
-    if not isinstance(x, Tensor):
+    if not is_a(x, Tensor):
         return f"a {type(x).__name__}"
     return f"one of shape {tuple(x.shape)}"
 
@@ -113,17 +115,18 @@ class Call:
         Raises:
             WeftError, WireError: as `applied`.
         """
-        error = self._error(x)
-        own = x.dtype if isinstance(x, Tensor) else torch.float32
         records = torch.is_grad_enabled() if needs is None else needs
         dtype, device, statement = None, None, Statement((), needs=False, records=records)
-        if error is None:
-            shape = tuple(x.shape) if self.stated is None else self.stated
-            asks = records and (x.requires_grad if needs is None else needs)
-            statement = Statement(shape, asks, records, payload_of(x, self.ranks))
-            # compiled code has fixed the dtype of its result already
-            dtype = own if x.numel() or self.compiled else None
-            device = self.group.on(x.device).route
+        with preparing(among(self.group, self.ranks), self.name):
+            error = self._error(x)
+            own = x.dtype if is_a(x, Tensor) else torch.float32
+            if error is None:
+                shape = tuple(x.shape) if self.stated is None else self.stated
+                asks = records and (x.requires_grad if needs is None else needs)
+                statement = Statement(shape, asks, records, payload_of(x, self.ranks))
+                # compiled code has fixed the dtype of its result already
+                dtype = own if x.numel() or self.compiled else None
+                device = self.group.on(x.device).route
         fields = {
             "partition": self.spec.grids,
             "arguments": self.spec.arguments,
@@ -175,7 +178,7 @@ class Call:
 
     def _error(self, x: Any) -> str | None:
         """What is wrong with this rank's own tensor, or None."""
-        if not isinstance(x, Tensor):
+        if not is_a(x, Tensor):
             return f"{self.name} takes a tensor, not a {type(x).__name__}"
         if (trouble := _unreadable(x)) is not None:
             return f"{self.name} takes dense tensors, and this one is {trouble}"
@@ -265,7 +268,7 @@ def _recorded(call: Call, x: Any, *, tangents: bool = True) -> Tensor:
         tangents: whether to also move the tangent of forward-mode differentiation.
     """
     function: Any = _Transformed  # torch's functions have no types
-    if isinstance(x, Tensor) and is_wrapped(x):
+    if is_a(x, Tensor) and is_wrapped(x):
         # torch.func looks behind the tensor first, and the ranks hear of each other there
         return cast(Tensor, function.apply(x, None, call))
     forward_mode = tangents and in_forward_mode()
@@ -283,7 +286,7 @@ def _recorded(call: Call, x: Any, *, tangents: bool = True) -> Tensor:
 def _primal(x: Any) -> Any:
     """A tensor without its tangent."""
     ad: Any = forward_ad  # whose functions have no types
-    return ad.unpack_dual(x).primal if isinstance(x, Tensor) else x
+    return ad.unpack_dual(x).primal if is_a(x, Tensor) else x
 
 
 def _dual(x: Tensor) -> Tensor:

@@ -35,6 +35,7 @@ from torch.utils.hooks import RemovableHandle
 
 from .. import kernels
 from .._torch import profiled
+from ..arguments import in_words
 from ..comm.all_to_all import Scatter
 from ..comm.differentiable import apply
 from ..comm.named import Cut
@@ -527,7 +528,7 @@ def sharded_lookup(
             asked.append(one._asked(*(given if isinstance(given, tuple) else (given,))))
     except Exception as wrong:  # such as the TypeError of a call with an argument too many
         name = f"table {len(asked)}: " if len(tables) > 1 else ""
-        error = f"{name}{wrong if isinstance(wrong, WeftError) else repr(wrong)}"
+        error = f"{name}{wrong if isinstance(wrong, WeftError) else in_words(wrong)}"
     with profiled("sharded_lookup"):
         rows = _fetched(group, tables, [indices for indices, _ in asked], error)
     return [output(found) for (_, output), found in zip(asked, rows, strict=True)]

@@ -5,11 +5,14 @@ Here is the public face; `request` checks the arguments, `run` takes the steps o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, overload
 
 import torch
 
+from ..agree import preparing
+from ..arguments import truth
 from ..devices import Aside
 from ..errors import untransformed
 from ..group import default
@@ -20,6 +23,8 @@ from .explanation import Explanation
 from .forms import AnyForm, Form, Member, Place, Reduction
 from .record import started
 from .request import Request
+
+_NAME = "sparse_all_reduce"
 
 
 @overload
@@ -160,8 +165,10 @@ def sparse_all_reduce(
         (tensor([2, 7]), tensor([2., 5.]))
     """
     group = default.resolve(group)
-    job = job_of(group, rows, op, algorithm, wire_dtype, out)
-    return started(group, "sparse_all_reduce", job, async_op)
+    with preparing(group, _NAME):
+        job = job_of(group, rows, op, algorithm, wire_dtype, out)
+        is_async = truth("async_op", async_op)
+    return started(group, _NAME, job, is_async)
 
 
 @untransformed
@@ -189,11 +196,15 @@ def explain(
         'alone'
     """
     group = default.resolve(group)
-    if isinstance(rows, list):
-        several = tables.requests_of(rows, op, algorithm, wire_dtype, None)
-        return group.worker.call("explain", lambda: tables.explained(group, *several))
-    request = Request.of(rows, op, algorithm, wire_dtype, None)
-    return group.worker.call("explain", lambda: run.explained(group, request))
+    explained: Callable[[], Explanation]
+    with preparing(group, "explain"):
+        if isinstance(rows, list):
+            several = tables.requests_of(rows, op, algorithm, wire_dtype, None)
+            explained = functools.partial(tables.explained, group, *several)
+        else:
+            request = Request.of(rows, op, algorithm, wire_dtype, None)
+            explained = functools.partial(run.explained, group, request)
+    return group.worker.call("explain", explained)
 
 
 def job_of(

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, TypeVar, TypeVarTuple
 
+from ..arguments import in_words, shown
 from ..errors import WeftError, meant, summed_up, there_are
 from ..rows import Rows
 from .cost import Cost, Load
@@ -155,7 +156,7 @@ class Registry(Mapping[str, Algorithm]):
             if offer.name not in self._registered:
                 why = f"{offer.value} does not register it"
         except Exception as error:
-            why = f"{offer.value} raised {type(error).__name__}: {error}"
+            why = f"{offer.value} raised {in_words(error)}"
         if why:
             self._missing[offer.name] = why
             _log.warning("algorithm %r of an installed package is missing: %s", offer.name, why)
@@ -331,7 +332,7 @@ def find(name: str, where: str = "") -> Algorithm:
         )
     known = ", ".join(sorted(ALGORITHMS))
     hint = meant(name, ["auto", *ALGORITHMS])
-    raise WeftError(f"{where}algorithm {name!r} is unknown{hint}: use auto or one of {known}")
+    raise WeftError(f"{where}algorithm {shown(name)} is unknown{hint}: use auto or one of {known}")
 
 
 @remembered

@@ -7,7 +7,6 @@ tells all ranks.
 
 from __future__ import annotations
 
-import operator
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import kernels
+from ..arguments import as_integer, in_words, printable, shown, wrong_root
 from ..devices import is_capturing, on_host
 from ..errors import WeftError, meant, summed_up
 from ..kernels.ops import ELSEWHERE, HALVES, OPS, Op
@@ -38,7 +38,7 @@ WIRE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 _NONE = kernels.Distinct(NOTHING.indices, None, None)
 _NO_OP = object()  # the op of a call that reduces nothing
-_SAID = (int, bool, float, str, type(None))  # types whose repr errors show; another's may raise
+_HIGHEST = 2**63  # what indices of int64 reach
 _LONGEST = 160  # bytes that the name of a caller's function may have
 
 
@@ -185,7 +185,7 @@ class Request:
         if not isinstance(error, Exception):
             return False
         ours = isinstance(error, WeftError)  # raised here it would leave the others waiting
-        self.error = str(error) if ours else f"{type(error).__name__}: {error}"
+        self.error = str(error) if ours else in_words(error)
         self.dtype = self.rows.values.dtype
         return True
 
@@ -327,8 +327,9 @@ def readable(given: Rows) -> Rows:
     """
     indices = given.indices
     values = given.values
-    if given.height is not None and not (isinstance(given.height, int) and given.height >= 0):
-        raise WeftError(f"height is {given.height!r}: pass the number of rows, or None")
+    height = None if given.height is None else as_integer(given.height)
+    if height is not None and not 0 <= height <= _HIGHEST:
+        raise WeftError(f"height is {shown(given.height)}: pass the number of rows, or None")
     for name, tensor in (("indices", indices), ("values", values)):
         if not has_elements(tensor):
             raise WeftError(f"the tensor of {name} is {lacking(tensor)}: pass one with data")
@@ -354,7 +355,7 @@ def readable(given: Rows) -> Rows:
             "outside of the graph"
         )
     # the caller may give its tensors other memory while an asynchronous call is under way
-    return Rows(indices.detach(), plain(values.detach()), given.height)
+    return Rows(indices.detach(), plain(values.detach()), height)
 
 
 def wrong_wire_dtype(dtype: object, own: torch.dtype | None = None) -> str | None:
@@ -362,7 +363,7 @@ def wrong_wire_dtype(dtype: object, own: torch.dtype | None = None) -> str | Non
     if dtype is None:
         return None
     if not isinstance(dtype, torch.dtype) or dtype not in WIRE_DTYPES:
-        return f"wire_dtype is {dtype}: pass {', '.join(map(str, WIRE_DTYPES))} or None"
+        return f"wire_dtype is {shown(dtype)}: pass {', '.join(map(str, WIRE_DTYPES))} or None"
     if own is None or own.is_floating_point:
         return None
     said = f"wire_dtype is {dtype}, which is for floating point, and the values are {own}"
@@ -388,30 +389,10 @@ def outside(low: int, high: int, height: int | None) -> str | None:
     return None
 
 
-def as_integer(given: Any) -> int:
-    """A caller's argument as an integer, also one of numpy's; -1 if it is none."""
-    if isinstance(given, bool):
-        return -1
-    try:
-        return operator.index(given)
-    except Exception:  # an object of the caller's may raise anything
-        return -1
-
-
-def root_in(given: Any, size: int) -> int:
-    """A caller's argument as a rank; -1 if it is none of `size` ranks."""
-    root = as_integer(given)
-    return root if 0 <= root < size else -1
-
-
-def wrong_root(name: str, root: int, given: object, size: int) -> str | None:
-    """What is wrong with an argument that `root_in` made `root` of, or None."""
-    said = repr(given) if type(given) in _SAID else f"a {type(given).__name__}"
-    return f"{name} is {said}: pass a rank of the group, 0 to {size - 1}" if root < 0 else None
-
-
 def op_name(op: object) -> object:
-    """The name of a `torch.distributed.ReduceOp`; anything else as it is."""
+    """The name of a `torch.distributed.ReduceOp`, or a plain text; anything else as it is."""
+    if isinstance(op, str):
+        return str.__str__(op)  # as a key finds it: one of a subclass, such as an enum's, may not
     if not isinstance(op, dist.ReduceOp | dist.ReduceOp.RedOpType):
         return op
     members = dist.ReduceOp.RedOpType.__members__
@@ -428,14 +409,15 @@ def operation(op: object) -> Op:
     op = op_name(op)
     if isinstance(op, str):
         if op not in OPS:
+            hint = meant(op, OPS, ELSEWHERE)
             raise WeftError(
-                f"op {op!r} is unknown{meant(op, OPS, ELSEWHERE)}: use one of {', '.join(OPS)}, a "
-                "torch ReduceOp, or a function of two tensors"
+                f"op {shown(op)} is unknown{hint}: use one of {', '.join(OPS)}, a torch ReduceOp, "
+                "or a function of two tensors"
             )
         return OPS[op]
     if not callable(op):
         raise WeftError(f"op is a {type(op).__name__}: pass a name, a ReduceOp or a function")
     name = getattr(op, "__qualname__", None) or type(op).__qualname__
-    name = f"{type(op).__name__} {getattr(op, '__module__', '?')}.{name}"
+    name = printable(f"{type(op).__name__} {getattr(op, '__module__', '?')}.{name}")
     name = summed_up(name, _LONGEST, f"{name[: _LONGEST // 4]}...")  # it travels with every call
     return Op(name, op, builtin=False)

@@ -424,7 +424,7 @@ def settle(group: Group, name: str, call: Call, count: int | None = None) -> Non
     if not (call.header.fallible or (count is not None and call.header.limited)):
         return
     lacking = None
-    if count is not None and isinstance(call.out, tuple):
+    if count is not None and call.out is not None and not callable(call.out):
         room = call.out[0].numel()
         lacking = too_small(room, count) if room < count else None
     confess(group, f"the end of {name}", call.trouble.error, lacking)

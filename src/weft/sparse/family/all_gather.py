@@ -21,7 +21,8 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from ...agree import is_direct
+from ...agree import is_direct, preparing
+from ...arguments import truth
 from ...devices import Aside
 from ...errors import untransformed
 from ...group import default
@@ -158,8 +159,11 @@ def sparse_all_gather(
         ([7, 0, 7, 1], [2, 2])
     """
     group = default.resolve(group)
-    job = job_of(group, Request.to_move(rows, out, wire_dtype), return_counts=return_counts)
-    return started(group, _NAME, job, async_op)
+    with preparing(group, _NAME):
+        request = Request.to_move(rows, out, wire_dtype)
+        job = job_of(group, request, return_counts=truth("return_counts", return_counts))
+        is_async = truth("async_op", async_op)
+    return started(group, _NAME, job, is_async)
 
 
 def job_of(group: Group, request: Request, *, return_counts: bool = False) -> Aside[Any]:

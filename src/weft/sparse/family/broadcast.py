@@ -12,7 +12,8 @@ from typing import Any, Literal, overload
 
 import torch
 
-from ...agree import is_direct
+from ...agree import is_direct, preparing
+from ...arguments import root_in, truth
 from ...devices import Aside, current
 from ...errors import untransformed
 from ...group import default
@@ -22,7 +23,7 @@ from ...tensors import has_elements, shape_in
 from ..cost import Load
 from ..forms import AnyForm, Form, Place
 from ..record import started
-from ..request import NOTHING, Request, root_in
+from ..request import NOTHING, Request
 from ..run import Opened, performed
 from .all_gather import joined
 
@@ -152,15 +153,18 @@ def sparse_broadcast(
     group = default.resolve(group)
     src = root_in(group_src, group.size)
     here = group.rank == src
-    request = (
-        Request.to_move(rows, out, wire_dtype) if here else request_of_listener(out, wire_dtype)
-    )
-    learns = "device" in request.fields
-    request.take_root("group_src", src, group_src, group.size)
-    request.fields["form"] = None
-    if here and request.error is None:
-        request.fields["form"] = _form_of(rows)
-        request.fields["row shape"] = tuple(request.rows.row_shape)
+    with preparing(group, _NAME):
+        if here:
+            request = Request.to_move(rows, out, wire_dtype)
+        else:
+            request = request_of_listener(out, wire_dtype)
+        learns = "device" in request.fields
+        request.take_root("group_src", src, group_src, group.size)
+        request.fields["form"] = None
+        if here and request.error is None:
+            request.fields["form"] = _form_of(rows)
+            request.fields["row shape"] = tuple(request.rows.row_shape)
+        is_async = truth("async_op", async_op)
 
     def schedule(opening: Opened) -> tuple[str, Rows]:
         call = opening.call
@@ -182,7 +186,7 @@ def sparse_broadcast(
         return result
 
     device = current() if learns else request.device
-    return started(group, _NAME, Aside(group.streams, device, job), async_op)
+    return started(group, _NAME, Aside(group.streams, device, job), is_async)
 
 
 _COALESCED = "coalesced"

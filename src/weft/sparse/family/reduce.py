@@ -19,6 +19,8 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
+from ...agree import preparing
+from ...arguments import root_in, truth
 from ...devices import Aside
 from ...errors import untransformed
 from ...group import default
@@ -32,7 +34,7 @@ from ..local_rows import LocalRows
 from ..owners import balanced_bounds, reduce_to_owners, spans
 from ..record import started
 from ..registry import ALONE, EAGER
-from ..request import Request, root_in
+from ..request import Request
 from ..run import Opened, merge_eager, performed
 from ..stream import SUMS, chunks, exchange_lists, in_rank_order, lay_out, list_messages
 
@@ -126,8 +128,10 @@ def sparse_reduce(
     group = default.resolve(group)
     dst = root_in(group_dst, group.size)
     here = group.rank == dst
-    request = Request.of(rows, op, "auto", wire_dtype, out if here else None)
-    request.take_root("group_dst", dst, group_dst, group.size)
+    with preparing(group, _NAME):
+        request = Request.of(rows, op, "auto", wire_dtype, out if here else None)
+        request.take_root("group_dst", dst, group_dst, group.size)
+        is_async = truth("async_op", async_op)
 
     def schedule(opening: Opened) -> tuple[str, Rows]:
         call = opening.call
@@ -144,7 +148,7 @@ def sparse_reduce(
         done.note(group)
         return request.restore(done.rows) if here else None
 
-    return started(group, _NAME, Aside(group.streams, request.device, job), async_op)
+    return started(group, _NAME, Aside(group.streams, request.device, job), is_async)
 
 
 def _is_direct_quicker(load: Load) -> bool:

@@ -14,6 +14,8 @@ from typing import Any, Literal, overload
 
 import torch
 
+from ...agree import preparing
+from ...arguments import truth
 from ...devices import Aside
 from ...errors import WeftError, summed_up, untransformed
 from ...group import default
@@ -121,8 +123,10 @@ def sparse_reduce_scatter(
         [[2], [7]]
     """
     group = default.resolve(group)
-    job = job_of(group, Request.of(rows, op, "auto", wire_dtype, out), ranges)
-    return started(group, _NAME, job, async_op)
+    with preparing(group, _NAME):
+        job = job_of(group, Request.of(rows, op, "auto", wire_dtype, out), ranges)
+        is_async = truth("async_op", async_op)
+    return started(group, _NAME, job, is_async)
 
 
 def job_of(group: Group, request: Request, ranges: Sequence[int] | None = None) -> Aside[Any]:
