@@ -369,14 +369,17 @@ class Interrupt:
     def __init__(self, at: int) -> None:
         self.at = at
         self.count = 0
+        self.last = {}  # the operation that each frame is behind
 
     def __call__(self, frame, event, arg):
         if event == "call":
             frame.f_trace_opcodes = True
             return self if f"{os.sep}weft{os.sep}" in frame.f_code.co_filename else None
         if event == "opcode":
-            name = dis.opname[frame.f_code.co_code[frame.f_lasti]]
-            self.count += name in LOOKS_FOR_SIGNALS
+            # Python looks for signals behind these operations: before one, such as the call that
+            # gives a lock back, no interrupt can come
+            self.count += self.last.get(frame) in LOOKS_FOR_SIGNALS
+            self.last[frame] = dis.opname[frame.f_code.co_code[frame.f_lasti]]
             if self.count == self.at:
                 sys.settrace(None)
                 raise KeyboardInterrupt
@@ -392,6 +395,8 @@ def start(interrupt: Interrupt) -> None:
         sys.settrace(before)
 
 
+# Python itself ignores what is raised in a finalizer, of what an interrupted start has dropped
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_an_interrupted_init_leaves_no_default_group_behind() -> None:
     with init():
         pass  # what is loaded once, is
@@ -399,14 +404,18 @@ def test_an_interrupted_init_leaves_no_default_group_behind() -> None:
     start(none)
     shutdown()
     assert none.count > 100
+    interrupted = 0
     left = []
     for point in range(1, none.count, 7):
-        with pytest.raises(KeyboardInterrupt):
+        try:
             start(Interrupt(point))
-        if dist.is_initialized():
-            left.append(point)
-            shutdown()
+        except KeyboardInterrupt:
+            interrupted += 1
+            if dist.is_initialized():
+                left.append(point)
+        shutdown()  # where it was not interrupted, too: it may take fewer steps the next time
     assert left == []
+    assert interrupted > 50
     with init():
         assert rows_of() == [0, 9]
 

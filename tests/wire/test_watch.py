@@ -182,9 +182,9 @@ def test_who_was_killed_left_no_record_and_the_others_say_in_which_call(job):
     three = job("SIGKILL")
     assert three.ends() == ["WireError", "WireError", ""]
     files = three.records((0, 1))
-    assert [call["name"] for call in files[0]["calls"]] == ["barrier", "all_reduce"]
-    assert "rank 2 died" in files[0]["calls"][1]["error"] and "rank 2 died" in files[1]["why"]
-    assert files[1]["calls"][1]["fields"]["shape"] == "(2,)"
+    assert [call["name"] for call in files[0]["calls"]] == ["join", "barrier", "all_reduce"]
+    assert "rank 2 died" in files[0]["calls"][-1]["error"] and "rank 2 died" in files[1]["why"]
+    assert files[1]["calls"][-1]["fields"]["shape"] == "(2,)"
     assert files[1]["at"].startswith("<string>:")  # not in weft
     assert not (three.place / "records" / "rank2.json").exists()
     assert first_difference(files) == (

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import sys
 import threading
 import traceback
 from collections.abc import Callable, Sequence
@@ -13,6 +12,7 @@ from typing import Any
 from .._torch import is_of_group
 from ..errors import WeftError, WireError
 from ..wire.interface import WireFailed
+from ..wire.watch import frame_of
 
 
 class RankFailure(WireError, AssertionError):
@@ -125,7 +125,7 @@ def results(outcomes: Sequence[Outcome], where: str) -> list[Any]:
 
 def place(thread: threading.Thread) -> str:
     """A clause: the thread gave no answer, and its stack from the rank's program on."""
-    frame = sys._current_frames().get(thread.ident or 0)
+    frame = frame_of(thread.ident)
     if frame is None:
         return "has just ended"
     stack = traceback.extract_stack(frame)

@@ -105,10 +105,14 @@ class _Turn:
         """
         if self.thread is None:
             return True
-        frame = sys._current_frames().get(self.thread)
-        while frame is not None and frame is not self.frame:
-            frame = frame.f_back
-        return frame is not None
+        frame = self.frame
+        if frame is None:  # it has left
+            return False
+        try:
+            frame.clear()
+        except RuntimeError:  # which a frame raises that is being executed
+            return True
+        return False
 
 
 class Worker:

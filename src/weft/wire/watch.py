@@ -7,12 +7,14 @@ does. The line changes nothing else, so ranks may set different times.
 from __future__ import annotations
 
 import contextlib
+import gc
 import math
 import os
 import sys
 import sysconfig
 import threading
 from pathlib import Path
+from types import FrameType
 
 import torch
 
@@ -63,7 +65,7 @@ def program_line(thread: int | None = None) -> str:
     Args:
         thread: its identifier; None: the main one.
     """
-    innermost = sys._current_frames().get(thread or threading.main_thread().ident or 0)
+    innermost = frame_of(thread or threading.main_thread().ident)
     frame = innermost
     while frame is not None and _is_library(frame.f_code.co_filename):
         frame = frame.f_back
@@ -71,6 +73,21 @@ def program_line(thread: int | None = None) -> str:
     if frame is None:
         return "an unknown line"
     return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_qualname}"
+
+
+def frame_of(thread: int | None) -> FrameType | None:
+    """What a thread executes now; None: there is no such thread.
+
+    A collection of garbage meanwhile may lock Python 3.11 up (python/cpython#106883): it runs
+    finalizers while no thread can begin.
+    """
+    is_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        return sys._current_frames().get(thread or 0)
+    finally:
+        if is_enabled:
+            gc.enable()
 
 
 def _is_library(file: str) -> bool:
