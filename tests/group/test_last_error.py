@@ -161,7 +161,7 @@ def test_all_calls_that_take_a_group_are_here():
         if callable(each) and not (isinstance(each, type) and issubclass(each, BaseException))
         if "group" in inspect.signature(each).parameters
     }
-    assert set(CALLS) == takes
+    assert set(CALLS) == takes - {"CallStats"}  # a record, which has the name of its group
 
 
 @pytest.mark.parametrize("call", CALLS)

@@ -263,7 +263,8 @@ def test_what_cannot_be_checked_is_refused():
         weft.WeftError, match=rf"<function cost .* is not registered: .*; there are {known}"
     ):
         check_algorithm(cost)
-    with pytest.raises(weft.WeftError, match=rf"'splt' is unknown: use auto or one of {known}"):
+    told = rf"'splt' is unknown \(did you mean 'split'\?\): use auto or one of {known}"
+    with pytest.raises(weft.WeftError, match=told):
         check_algorithm("splt")
     with pytest.raises(weft.WeftError, match=r"sizes are \[1\]: .* two ranks or more"):
         check_algorithm("split", sizes=[1])

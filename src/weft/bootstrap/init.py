@@ -98,8 +98,8 @@ def _naming_what_was_meant(function: Callable[P, T]) -> Callable[P, T]:
     return call
 
 
-@_naming_what_was_meant
 @entry
+@_naming_what_was_meant
 def init(
     backend: str | None = None,
     *,
