@@ -20,7 +20,7 @@ def shown(given: object) -> str:
         >>> shown("median"), shown(2.5), shown(object), shown([0] * 99)
         ("'median'", '2.5', "<class 'object'>", 'a list')
         >>> shown("na" * 99)[70:]
-        "nananananana' and so on"
+        "ananananan' and so on"
     """
     what = f"a {type(given).__name__}"
     try:

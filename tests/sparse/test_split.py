@@ -711,27 +711,36 @@ class Watched:
         return getattr(self.pending, name)
 
 
-def watched(group, rows, is_sent, is_received):
+@pytest.fixture
+def watched(monkeypatch):
     """One call: when some messages left this rank, and when others came, and its result.
 
-    Both are told by the peer and the channel. The times of those that came are those at which they
-    were waited for.
+    Both are told by the peer and the channel, whichever ranks post them as a group: those of a
+    stage do, too. The times of those that came are those at which they were waited for.
     """
-    sent, received = [], []
-    post = group.wire.post  # over which the ranks of a stage send, too
+    calls = {}  # by session: what is sent and received, and its times
+    post = weft.Group.post
 
-    def watching(sends=(), recvs=(), channel=0):
+    def watching(of, sends=(), recvs=(), channel=0):
+        pending = post(of, sends, recvs, channel)
+        if of.session not in calls:
+            return pending
+        group, is_sent, is_received, sent, received = calls[of.session]
         for peer, tensor in sends:
-            if is_sent(peer, channel) and tensor.numel():
+            if is_sent(of.rank_in_errors(peer), channel) and tensor.numel():
                 sent.append(simulated.clock(group))
-        pending = post(sends, recvs, channel)
-        if any(is_received(peer, channel) for peer, _ in recvs):
+        if any(is_received(of.rank_in_errors(peer), channel) for peer, _ in recvs):
             return Watched(group, pending, received)
         return pending
 
-    group.wire.post = watching
-    total = weft.sparse_all_reduce(rows, algorithm="split")
-    return sent, received, total
+    def call(group, rows, is_sent, is_received):
+        sent, received = [], []
+        calls[group.session] = group, is_sent, is_received, sent, received
+        total = weft.sparse_all_reduce(rows, algorithm="split")
+        return sent, received, total
+
+    monkeypatch.setattr(weft.Group, "post", watching)
+    return call
 
 
 def has_place(names):
@@ -754,7 +763,7 @@ def has_place(names):
     ],
 )
 def test_the_second_stage_begins_before_the_first_has_ended(
-    between, names, gbit, between_blocks, asked
+    between, names, gbit, between_blocks, asked, watched
 ):
     asked(factors_of(names))
     between_blocks(between)
@@ -792,7 +801,7 @@ def test_the_second_stage_begins_before_the_first_has_ended(
     ],
 )
 def test_a_block_shares_its_first_sums_before_the_last_have_come(
-    between, names, between_blocks, asked
+    between, names, between_blocks, asked, watched
 ):
     asked(factors_of(names))
     between_blocks(between)
@@ -847,7 +856,7 @@ def test_on_a_fast_link_it_takes_what_was_predicted(hosts):
 @pytest.mark.parametrize("names", ["aaaabbbb", "aabbccdd"])
 @pytest.mark.parametrize("between", ["holders", "ring"])
 def test_what_runs_between_hosts_takes_what_was_predicted(
-    between, names, gbit, between_blocks, asked
+    between, names, gbit, between_blocks, asked, watched
 ):
     asked(factors_of(names))
     between_blocks(between)
