@@ -383,6 +383,7 @@ class Program:
         """A call on a group and one on its subset, which some ranks make first."""
         group = self.group.split(range(self.size))
         assert group is not None
+        weft.barrier(group=group)  # else one that is slow to join is told of it there
         group.set_timeout(SOON)
         calls = [(verbs[0], group)]
         if self.rank in subset:
