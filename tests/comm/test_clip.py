@@ -76,6 +76,15 @@ def test_half_precision_does_not_overflow_and_dtypes_mix():
     torch.testing.assert_close(half.grad, torch.full((4,), 0.3).half())
 
 
+class Hostile:
+    """Whatever is asked of it raises."""
+
+    def __float__(self):
+        raise RuntimeError("no number")
+
+    __repr__ = __str__ = __float__
+
+
 def test_nothing_and_what_is_wrong():
     parameter = nn.Parameter(torch.ones(2))
     assert weft.clip_grad_norm_(parameter, 1.0).item() == 0
@@ -84,8 +93,13 @@ def test_nothing_and_what_is_wrong():
         weft.clip_grad_norm_(parameter, 1.0, error_if_nonfinite=True)
     assert parameter.grad.tolist() == [1.0, math.inf]
     for most in (-1.0, math.nan, "much", None):
-        with pytest.raises(weft.WeftError, match=f"clip_value is {most}: it must be at least 0"):
+        with pytest.raises(weft.WeftError, match=f"clip_value is {most!r}: it must be"):
             weft.clip_grad_value_(parameter, most)
+    for wrong in (10**400, Hostile()):
+        with pytest.raises(weft.WeftError, match="it must be at least 0"):
+            weft.clip_grad_value_(parameter, wrong)
+        with pytest.raises(weft.WeftError, match="max_norm is"):
+            weft.clip_grad_norm_(parameter, wrong)
     for most, p in ((-1.0, 2.0), (math.nan, 2.0), (1.0, 0.0), (1.0, "two"), (None, 2.0)):
         with pytest.raises(weft.WeftError, match="max_norm is"):
             weft.clip_grad_norm_(parameter, most, p)

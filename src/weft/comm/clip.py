@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..arguments import shown
 from ..errors import WeftError, entry
 from ..group.group import Group
 from .all_reduce import Reduction
@@ -127,7 +128,7 @@ def clip_grad_value_(
     given = list(dict.fromkeys(_given(parameters)))
     most = _number(clip_value)
     if not most >= 0:
-        raise WeftError(f"clip_value is {clip_value}: it must be at least 0")
+        raise WeftError(f"clip_value is {shown(clip_value)}: it must be at least 0")
     if error := _wrong_layout(given):
         raise WeftError(error)
     by_type: dict[type[Tensor], list[SimpleNamespace]] = {}  # torch takes no DTensors with others
@@ -163,7 +164,7 @@ def _number(given: object) -> float:
     """A number; NaN if it is none."""
     try:
         return float(given)  # type: ignore[arg-type]  # what is no number raises
-    except (TypeError, ValueError):
+    except Exception:  # a caller's object may raise anything
         return math.nan
 
 
@@ -171,10 +172,8 @@ def _wrong_norm(max_norm: object, norm_type: object) -> str | None:
     """What is wrong with what a caller passed, or None."""
     if _number(max_norm) >= 0 and _number(norm_type) > 0:
         return None
-    return (
-        f"max_norm is {max_norm} and norm_type {norm_type}: the first must be at least 0 and "
-        "the second above it"
-    )
+    said = f"max_norm is {shown(max_norm)} and norm_type {shown(norm_type)}"
+    return f"{said}: the first must be at least 0 and the second above it"
 
 
 def _wrong_layout(parameters: Sequence[Tensor]) -> str | None:
