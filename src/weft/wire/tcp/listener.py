@@ -596,7 +596,8 @@ class Acceptor:
 
     def _forget(self, candidate: Candidate) -> None:
         self._candidates.remove(candidate)
-        self._selector.unregister(candidate.sock)
+        with contextlib.suppress(KeyError):  # the handler of a signal has closed this meanwhile
+            self._selector.unregister(candidate.sock)
 
 
 def _proof(token: str, side: bytes, signed: bytes) -> bytes:
