@@ -213,7 +213,7 @@ def test_clipping_wrongly_on_one_rank_raises_on_all(group):
     erring = group.rank == 1
     for most, p, text in (
         (-1.0, 2.0, "^rank 1: max_norm is -1.0 and norm_type 2.0: the first"),
-        (1.0, "two", "^rank 1: max_norm is 1.0 and norm_type two: the first"),
+        (1.0, "two", "^rank 1: max_norm is 1.0 and norm_type 'two': the first"),
         (2.0, 2.0, "^the ranks differ in max_norm: .*1.0, rank 1 has 2.0"),
         (1.0, 3.0, "^the ranks differ in norm_type: .*2.0, rank 1 has 3.0"),
     ):
