@@ -416,7 +416,7 @@ class _Asked(dist.Store):
         pause = 0.001
         while not self._store.check(keys):
             if time.monotonic() > deadline or _ends.is_set():
-                # in a TCPStore's words, by which `weft.init` knows who is late
+                # in a TCPStore's words
                 late = f"{1000 * seconds:.0f}ms, keys: {', '.join(keys)}"
                 raise dist.DistStoreError(f"wait timeout after {late}")
             _ends.wait(pause * random.uniform(0.5, 1.0))  # not all processes at once

@@ -445,8 +445,10 @@ def _heard(
     for cohort in statement.cohorts:
         if cohort.members != group.members:
             group.decode(peer, "a statement", check_members, cohort.members, group.session.size)
-            ranks = map(group.rank_in_errors, (group.rank, peer))
-            calls = dict(zip(ranks, (mine.cohorts[0].place, cohort.place), strict=True))
+            calls = {
+                group.rank_in_errors(group.rank): mine.cohorts[0].place,
+                group.rank_in_errors(peer): cohort.place,
+            }
             raise group.session.fail(None, crossed(calls))
     group.decode(peer, "a statement", statement.check_ranks, among)
     return statement

@@ -116,7 +116,7 @@ def test_a_rank_that_is_lost_after_the_meeting_is_named(
     limit = patient(4.0)
     *others, itself = job(programs, where, how, url, port, limit)
     for text in others:
-        assert re.match(r"[\d.]+ 1 .*rank 1 (came, and then|did not|cannot|died)", text)
+        assert re.match(r"[\d.]+ 1 .*rank 1 (came, and then|did not|cannot|died)", text), text
         assert float(text.partition(" ")[0]) < 2.5 * limit, text  # gloo alone takes five times it
     if how == "stops":  # it is told the truth, not to mend the network
         assert re.match(r"[\d.]+ 1 .*(too late|rank 1 (came|did not|cannot be reached))", itself)

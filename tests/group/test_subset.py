@@ -114,10 +114,6 @@ def test_errors_of_a_call_of_some_ranks_name_them_by_their_numbers_among_all():
     run(3, program)
 
 
-def listed(ranks):
-    return f"ranks {', '.join(map(str, ranks))}"
-
-
 def few_rows(group):
     return weft.sparse_all_reduce(weft.Rows(torch.arange(3), torch.ones(3, 2)), group=group)
 

@@ -301,8 +301,8 @@ def _set_up(asked: _Asked, env: Mapping[str, str]) -> str | None:
         refusal = descent.refusal(launch, place, env)
         if not refusal:
             _check_environment()
-        if asked.backend is not None and not refusal:
-            backends.spec(asked.backend)
+            if asked.backend is not None:
+                backends.spec(asked.backend)
     except WeftError as error:
         _tell(error, launch, asked, env)
         raise

@@ -72,7 +72,12 @@ def clip_grad_norm_(
     """
     given = list(dict.fromkeys(_given(parameters)))
     groups = groups_of_shards(given)
-    error = _wrong_norm(max_norm, norm_type) or _wrong_layout(given)
+    most = _number(max_norm)
+    p = _number(norm_type)
+    error = _wrong_layout(given)
+    if not (most >= 0 and p > 0):
+        said = f"max_norm is {shown(max_norm)} and norm_type {shown(norm_type)}"
+        error = f"{said}: the first must be at least 0 and the second above it"
     if error and not groups:
         raise WeftError(error)
     values: dict[Tensor, Tensor] = {}
@@ -85,17 +90,17 @@ def clip_grad_norm_(
                 if parameter in groups:
                     parts[groups[parameter]].append(gradient)
     # first of all what may raise an error on all ranks: the norm of a DTensor has others wait
-    norms_of_shards = _norms_over(parts, max_norm, norm_type, error)
+    norms_of_shards = _norms_over(parts, most, p, error)
     whole = [each for parameter, each in values.items() if parameter not in groups]
-    norms = [_norm(each, float(norm_type)) for each in whole if each.numel()] + norms_of_shards
+    norms = [_norm(each, p) for each in whole if each.numel()] + norms_of_shards
     if not norms:
         return torch.tensor(0.0)
-    total = _joined(norms, float(norm_type))
+    total = _joined(norms, p)
     if error_if_nonfinite and not total.isfinite():
         raise WeftError(f"the norm of the gradients is {total.item()}: it cannot be clipped")
     clip: Any = nn.utils.clip_grads_with_norm_  # which asks for nothing but `.grad`
     gradients = [SimpleNamespace(grad=local(each)) for each in values.values()]
-    clip(gradients, float(max_norm), total, foreach)
+    clip(gradients, most, total, foreach)
     return total
 
 
@@ -168,14 +173,6 @@ def _number(given: object) -> float:
         return math.nan
 
 
-def _wrong_norm(max_norm: object, norm_type: object) -> str | None:
-    """What is wrong with what a caller passed, or None."""
-    if _number(max_norm) >= 0 and _number(norm_type) > 0:
-        return None
-    said = f"max_norm is {shown(max_norm)} and norm_type {shown(norm_type)}"
-    return f"{said}: the first must be at least 0 and the second above it"
-
-
 def _wrong_layout(parameters: Sequence[Tensor]) -> str | None:
     """Which gradient cannot be clipped, or None."""
     for parameter in parameters:
@@ -203,26 +200,26 @@ def _norm(values: Tensor, p: float) -> Tensor:
 
 
 def _norms_over(
-    parts: dict[Group, list[Tensor]], max_norm: object, norm_type: object, error: str | None
+    parts: dict[Group, list[Tensor]], most: float, p: float, error: str | None
 ) -> list[Tensor]:
     """The norm of the values that the ranks of each group have; collective over each of them.
 
     Raises:
         WeftError: some rank's arguments are wrong, or differ. All groups have heard of it by then.
     """
-    p = _number(norm_type)
-    fields = {"max_norm": _number(max_norm), "norm_type": p}
+    fields = {"max_norm": most, "norm_type": p}
     found = []
     raised: WeftError | None = None
     for group, values in parts.items():
         norms = [_norm(each, p) for each in values if each.numel()] or [torch.zeros(())]
         own = torch.stack([norm.to(norms[0].device) for norm in norms]).cpu().double()  # one copy
         if math.isinf(p):
-            reduction = Reduction(group, "clip_grad_norm_", error, op="max", fields=fields)
+            op = "max"
             own = own.amax()
         else:
-            reduction = Reduction(group, "clip_grad_norm_", error, op="sum", fields=fields)
+            op = "sum"
             own = (own**p).sum()
+        reduction = Reduction(group, "clip_grad_norm_", error, op=op, fields=fields)
         try:
             total = apply(reduction, [own])[0]
         except WeftError as first:

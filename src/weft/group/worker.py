@@ -27,6 +27,7 @@ from typing import Any, Generic, Protocol, TypeVar, cast
 import torch
 
 from .._torch import profiled, profiled_until, without_modes, without_transforms
+from ..arguments import in_words
 from ..devices import Aside
 from ..errors import Error, StillRunning, WeftError, WireError, entry
 from . import listeners, recorder
@@ -222,7 +223,7 @@ class Worker:
             raise _raised(error) from None  # the others have the error
         except BaseException as error:
             self._leave(turn)  # again: the leaving may be what was interrupted
-            member.abort(_text(error))
+            member.abort(in_words(error))
             raise
 
     def enter(
@@ -298,7 +299,7 @@ class Worker:
             self._leave(turn)
             work._end_range()
             if not isinstance(error, Error):
-                member.abort(f"{name} was interrupted as it was queued ({_text(error)})")
+                member.abort(f"{name} was interrupted as it was queued ({in_words(error)})")
             raise
         turn.thread = None  # last, and by no call, after which an interrupt might come
         return work
@@ -435,7 +436,7 @@ class Worker:
             call.close()
             return result
         except BaseException as error:
-            call.close(_text(error))
+            call.close(in_words(error))
             if not isinstance(error, Error):
                 member.abort(call.error)
             elif isinstance(error, WireError):
@@ -591,7 +592,7 @@ class Work(Generic[T]):
         elif self._error is None:
             state = "done"
         else:
-            state = f"failed: {_text(self._error)}"
+            state = f"failed: {in_words(self._error)}"
         return f"<Work {self._name}: {state}>"
 
     def __del__(self) -> None:
@@ -744,7 +745,7 @@ class Work(Generic[T]):
             "rank %d: %s failed, and nobody waited for it: %s",
             worker.rank,
             self._name,
-            _text(error),
+            in_words(error),
             exc_info=None if isinstance(error, Error) else error,
         )
 
@@ -773,13 +774,8 @@ def _complete(raw: torch.futures.Future[T], work: Work[T]) -> None:
         except Exception as broken:  # the group, since the call has ended, or the device
             error = broken
     if error is not None:  # torch takes no KeyboardInterrupt
-        known = error if isinstance(error, Exception) else RuntimeError(_text(error))
+        known = error if isinstance(error, Exception) else RuntimeError(in_words(error))
         raw.set_exception(known)  # type: ignore[arg-type]  # torch's stub says T
-
-
-def _text(error: BaseException) -> str:
-    text = str(error)
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 _running: weakref.WeakSet[Worker] = weakref.WeakSet()  # those that may have threads

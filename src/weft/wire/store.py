@@ -39,6 +39,7 @@ class AnsweringStore:
         """`deadline`: by `time.monotonic`."""
         self._store = store
         self._deadline = deadline
+        self._host, self._port = server_of(store)
         self._is_silent = False
 
     def part(self, name: str) -> AnsweringStore:
@@ -70,8 +71,7 @@ class AnsweringStore:
             SilentStoreError: none came in time.
             RuntimeError: from the store.
         """
-        host, port = server_of(self._store)
-        if host is None:  # a file, or this process's own memory
+        if self._host is None:  # a file, or this process's own memory
             return request(*args)
         answers: list[Any] = []
         failures: list[Exception] = []
@@ -90,7 +90,7 @@ class AnsweringStore:
             raise failures[0]
         if not answers:
             self._is_silent = True
-            raise SilentStoreError(f"the store at {host} port {port} does not answer")
+            raise SilentStoreError(f"the store at {self._host} port {self._port} does not answer")
         return answers[0]
 
 

@@ -344,13 +344,10 @@ class Detector:
 
     def ask_all(self) -> dict[int, Place]:
         """Where the peers are: those of them that answer in time, which this waits for."""
-        with self._lock:
-            self._inquiries += 1
-            number = self._inquiries
+        number, asked = self._question()
         answers = self._answers[number] = {}
-        asked = set(self.links.peers()) - set(self.leavers)
         self._send(sorted(asked), {"ask": number})
-        with self._heard:
+        with self._hearing:
             # ended by the last answer, or by the time for that
             self._heard.wait_for(lambda: answers.keys() >= asked, ANSWER)
         return self._answers.pop(number)
@@ -472,12 +469,15 @@ class Detector:
 
     def _ask(self, about: Wait | None) -> None:
         """Ask all where they are."""
-        with self._lock:
-            self._inquiries += 1
-            number = self._inquiries
-        asked = set(self.links.peers()) - set(self.leavers)
+        number, asked = self._question()
         self._inquiry = _Inquiry(number, about, time.monotonic() + ANSWER, asked)
         self._send(sorted(asked), {"ask": number})
+
+    def _question(self) -> tuple[int, set[int]]:
+        """The number of a new question to all ranks, and those that are there to answer it."""
+        with self._lock:
+            self._inquiries += 1
+            return self._inquiries, set(self.links.peers()) - set(self.leavers)
 
     def _judge(self, inquiry: _Inquiry) -> None:
         """Conclude from the answers: a verdict, a line about a slow wait, or nothing."""

@@ -595,8 +595,10 @@ class Acceptor:
         self.refuse(candidate, "it did not prove that it knows the token")
 
     def _forget(self, candidate: Candidate) -> None:
-        self._candidates.remove(candidate)
-        with contextlib.suppress(KeyError):  # the handler of a signal has closed this meanwhile
+        # the handler of a signal may close all this at any point, which forgets every candidate
+        with contextlib.suppress(ValueError):
+            self._candidates.remove(candidate)
+        with contextlib.suppress(KeyError, ValueError):  # or its socket is closed
             self._selector.unregister(candidate.sock)
 
 
