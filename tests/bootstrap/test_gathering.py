@@ -163,6 +163,7 @@ def test_a_request_of_a_store_whose_host_is_stopped_ends_at_the_deadline() -> No
         assert answering.part("a").get("key") == b"value"
         assert answering.check(["a/key"]) and answering.add("number", 2) == 2
         host.send_signal(signal.SIGSTOP)
+        os.waitpid(host.pid, os.WUNTRACED)  # until it has stopped
         silent = AnsweringStore(store, time.monotonic() + 0.2)
         with pytest.raises(SilentStoreError, match=f"127.0.0.1 port {port} does not answer"):
             silent.check(["key"])
