@@ -176,3 +176,26 @@ def test_a_request_of_a_store_whose_host_is_stopped_ends_at_the_deadline() -> No
     finally:
         host.kill()
         host.communicate()
+
+
+FOUND_SILENT = """
+import atexit, os, signal, sys, time
+import torch.distributed as dist
+from weft.wire.store import AnsweringStore, SilentStoreError
+
+port, host = map(int, sys.argv[1:])
+store = dist.TCPStore("127.0.0.1", port, is_master=False)
+os.kill(host, signal.SIGSTOP)
+try:
+    while True:
+        AnsweringStore(store, time.monotonic() + 0.2).check(["key"])
+except SilentStoreError:
+    atexit.register(os.kill, host, signal.SIGKILL)
+"""
+
+
+def test_a_process_ends_well_while_the_silent_host_of_its_store_is_killed() -> None:
+    line = [sys.executable, "-c", HOST]
+    with subprocess.Popen(line, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as host:
+        port = host.stdout.readline().strip()
+        subprocess.run([sys.executable, "-c", FOUND_SILENT, port, str(host.pid)], check=True)

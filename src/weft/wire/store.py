@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import math
 import random
@@ -18,6 +19,7 @@ from .address import server_of
 
 _GROWTH = 1.5  # from one pause to the next
 _LEAST = 0.3  # seconds that an answer may take, also after the deadline
+_LAST = 2.0  # seconds that an answer may take while the process ends
 
 Late = tuple[int, Callable[[], str]] | None
 """For the line about a slow wait (`weft.init(watch=)`): the rank that waits, and a function that
@@ -26,6 +28,20 @@ says who is missing, or "" if nobody is any more. None: print no line."""
 
 class SilentStoreError(RuntimeError):
     """A store has not answered in time: the process that hosts it is stopped, or cut off."""
+
+
+_left: list[threading.Thread] = []  # those that had no answer in time
+
+
+@atexit.register
+def _end_left() -> None:
+    """Wait a little for answers that did not come in time.
+
+    Whoever ends a host that is stopped ends those it has not answered, too, and C++ cannot take the
+    GIL once the interpreter ends: a request that fails then aborts the process.
+    """
+    for thread in _left:
+        thread.join(_LAST)
 
 
 class AnsweringStore:
@@ -89,7 +105,9 @@ class AnsweringStore:
         if failures:
             raise failures[0]
         if not answers:
-            self._is_silent = True
+            if not self._is_silent:
+                self._is_silent = True
+                _left.append(thread)
             raise SilentStoreError(f"the store at {self._host} port {self._port} does not answer")
         return answers[0]
 
