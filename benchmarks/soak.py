@@ -383,7 +383,6 @@ class Program:
         """A call on a group and one on its subset, which some ranks make first."""
         group = self.group.split(range(self.size))
         assert group is not None
-        weft.barrier(group=group)  # else one that is slow to join is told of it there
         group.set_timeout(SOON)
         calls = [(verbs[0], group)]
         if self.rank in subset:
@@ -391,6 +390,7 @@ class Program:
         text = ""
         with group:
             try:
+                weft.barrier(group=group)  # else one that is slow to join is told of it there
                 for verb, of in calls:
                     VERBS[verb](of)
             except weft.WireError as error:
