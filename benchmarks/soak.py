@@ -4,6 +4,7 @@
     python benchmarks/soak.py --programs 500 --first 20000 --world shm-4,tcp-3
     python benchmarks/soak.py --world shm-4 --program "..."     # one that failed: its error has it
     python benchmarks/soak.py --large                           # large calls; needs 12 GiB
+    python benchmarks/soak.py --training 3600                   # seconds of a training
 
 A program is some ten steps, which `drawn_step` draws: from a seed here, by hypothesis in
 tests/test_mixture.py. The steps are sparse collectives of every kind, op, dtype and form, lists of
@@ -24,6 +25,9 @@ more than 32 MiB.
 Large calls are: a message of more than 2 GiB, a result of more than 2**31 elements, and 100,000
 calls, each on two processes of one host and on two as if on hosts of their own. With them the exit
 status says nothing of memory.
+
+A training is `weft.ddp` on four processes: a table of 200,000 rows of 64 floats with SparseAdam,
+and layers behind it, in batches of 64 to 512 samples of 20 words. Its programs are its steps.
 """
 
 from __future__ import annotations
@@ -54,6 +58,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 import weft
@@ -771,12 +776,43 @@ def large(wire: str, what: str) -> Told:
         return Told(1, calls, start, State.now([group]))
 
 
+def training(seconds: float) -> Told:
+    """The program of a rank that trains a model, in batches of another size each."""
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    with weft.init(timeout=120) as group:
+        table = torch.nn.EmbeddingBag(200_000, 64, sparse=True)
+        layers = (torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 1))
+        model = DistributedDataParallel(torch.nn.Sequential(table, *layers))
+        weft.ddp.register(model)
+        optimizers = (
+            torch.optim.SparseAdam(table.parameters()),
+            torch.optim.Adam([each for layer in layers for each in layer.parameters()]),
+        )
+        own = torch.Generator().manual_seed(group.rank)
+        began, steps, states = time.monotonic(), 0, []
+        while len(states) < 2:
+            words = torch.randint(
+                200_000, (random.Random(steps).randint(64, 512), 20), generator=own
+            )
+            model(words).square().mean().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            steps += 1
+            passed = torch.tensor(time.monotonic() - began)
+            if weft.all_reduce(passed, "max") > seconds * (0.25, 1.0)[len(states)]:
+                states.append(State.now([group]))
+        return Told(steps, steps, *states)
+
+
 def main(
     programs: Annotated[int, typer.Option(help="How many, in all worlds together.")] = 10_000,
     first: Annotated[int, typer.Option(help="The first one's number.")] = 1000,
     only: Annotated[str, typer.Option("--world", help="Worlds, divided by commas.")] = "",
     program: Annotated[str, typer.Option(help="One, in each world, as an error has it.")] = "",
     is_large: Annotated[bool, typer.Option("--large", help="What is large, in place.")] = False,
+    seconds: Annotated[float, typer.Option("--training", help="Of a training, in place.")] = 0.0,
 ) -> None:
     """Run random programs, and see what a process has of them afterwards."""
     torch.set_num_threads(1)
@@ -791,7 +827,11 @@ def main(
             since = time.monotonic()
             ranks = processes(2, large, wire, what, timeout=1800)
             done.append((f"{wire}-2, {what}", time.monotonic() - since, ranks))
-    for number, name in enumerate(() if is_large else worlds):
+    if seconds:
+        env = {"WEFT_KEEP": "0"}
+        ranks = processes(4, training, seconds, env=env, timeout=2 * seconds + 600)
+        done.append(("training", seconds, ranks))
+    for number, name in enumerate(() if is_large or seconds else worlds):
         count, since = len(range(number, programs, len(worlds))), time.monotonic()
         ranks = world(name, first, count, 36_000.0)
         first += count
