@@ -4,20 +4,12 @@
     python benchmarks/choice.py --link 4x1gbit --case zipf,full    # or a part of it ...
     python benchmarks/choice.py --read --docs docs/choice.md       # ... and then into the manual
     python benchmarks/choice.py --link one-host --case text,ratings,graph,tables   # real work
-    python benchmarks/choice.py --several --docs docs/choice.md    # a case for each algorithm
 
 All algorithms take turns in one run, so noise affects all alike. Links and cases are those of
 `goals.py`; cases of `weft bench --case real` can be named, too. The figure is the median time of
-`auto` over the least median time of all algorithms: 1.00 means that no algorithm was faster. Over a
-network `dense_tail` is left out if the dense tensor has more rows than all ranks together: there it
-takes 5 to 30 times as long as the fastest.
+`auto` over the least median time of all algorithms: 1.00 means that no algorithm was faster.
 
-`--several` runs other cases, on several hosts of several ranks each: one for each algorithm, in
-which it is predicted to be the quickest (`SETTINGS`), and one more for `gather`, with one rank on
-each host. A table has the measured and the predicted time of every algorithm. The exit status is
-then 0 if `auto` took the expected one in all of them.
-
-Else it is 0 if the figure is at most 1.15 in 30 of the 35 cases (in six of seven, if there
+The exit status is 0 if the figure is at most 1.15 in 30 of the 35 cases (in six of seven, if there
 are fewer), 1 if not or if a result was wrong, 2 if something could not be run.
 """
 
@@ -36,78 +28,16 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from goals import CASES, HERE, LINKS, Link, asked, command
+from goals import CASES, HERE, LINKS, asked, command
 from weft.cli.bench.cases import CASES as DRAWN
 from weft.cli.bench.cases import REAL
 from weft.cli.bench.results import OWN
-from weft.sparse import ALGORITHMS, EAGER
 
 LIMIT, SHARE = 1.15, 30 / 35
 FIVE = tuple(LINKS)[:5]  # those of docs/choice.md
 SIZES = DRAWN | REAL
 ROOT = HERE.parent
 BEGIN, END = "<!-- figures -->", "<!-- /figures -->"
-BEGIN_SEVERAL, END_SEVERAL = "<!-- several -->", "<!-- /several -->"
-
-
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """A case on several hosts, in which an algorithm is predicted to be quickest.
-
-    Attributes:
-        expected: the algorithm, or "eager".
-        hosts, per_host, rate: the hosts, ranks of each, and the rate of their links.
-        rows, height, width: a rank brings so many of so many rows, of so many floats.
-        distribution: as `weft bench --distribution`.
-        delay: milliseconds from one host to another.
-    """
-
-    expected: str
-    hosts: int
-    per_host: int
-    rate: str
-    rows: int
-    height: int
-    width: int
-    distribution: str = "uniform"
-    delay: float = 0
-
-    @property
-    def shape(self) -> str:
-        return f"{self.hosts}x{self.per_host}"
-
-    def __str__(self) -> str:
-        words = f"{self.rows:,} of {self.height:,} rows of {self.width} floats"
-        if self.distribution == "identical":
-            words = f"the same {words}"
-        apart = f", {self.delay:g} ms apart" if self.delay else ""
-        return f"{self.shape}, {self.rate}{apart}, {words}"
-
-    def command(self, file: Path, iters: int) -> list[str]:
-        """The command line that measures all algorithms."""
-        link = Link("several", self.hosts, self.rate, iters, self.per_host, self.delay)
-        names = served(link.ranks, self.rows, self.height)
-        argv = command(link, ["uniform"], names, file, 1.0, "none")
-        sizes = {"rows": self.rows, "height": self.height, "width": self.width}
-        for name, value in sizes.items():
-            argv += [f"--{name}", str(value)]
-        return [*argv, "--distribution", self.distribution]
-
-
-# By links as netlab makes them on two cores: there each is predicted to be 10 % ahead or more, of
-# all that keep within the memory that `auto` allows. But `dense_tail` is 4 % ahead, and `ring` from
-# 14 % behind to 17 % ahead, by what is measured of the link: between 8 ranks, 3 to 5 Gbit/s.
-SETTINGS = (
-    Setting("eager", 2, 2, "1gbit", 60, 1_000_000, 64),
-    Setting("gather", 3, 1, "1gbit", 100_000, 1_000_000, 4),
-    Setting("gather", 2, 2, "100mbit", 5_000, 1_000_000, 16, delay=25),
-    Setting("doubling", 4, 2, "10gbit", 600, 1_000, 64),
-    Setting("holders", 4, 2, "1gbit", 7_000, 1_000_000, 1024),
-    Setting("split", 2, 4, "1gbit", 50_000, 1_000_000, 16),
-    Setting("ring", 4, 2, "10gbit", 60_000, 1_000_000, 64, "identical"),
-    Setting("mask", 2, 4, "10gbit", 200_000, 1_000_000, 1, "identical"),
-    Setting("dense_tail", 4, 2, "100mbit", 6_000, 8_000, 16, delay=25),
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,38 +98,13 @@ def _choice(link: str, case: str, rows: list[dict[str, Any]], measured: str) -> 
     return Choice(link, case, chosen, seconds, others, measured)
 
 
-def algorithms(link: Link, case: str) -> str:
-    """What is worth measuring there, as `weft bench --algorithm` wants it."""
-    mine = SIZES[case]
-    return "all" if link.rate is None else served(link.ranks, mine.rows, mine.height)
-
-
-def served(ranks: int, rows: int, height: int) -> str:
-    """All algorithms, but for `dense_tail` where the table is longer than all ranks' rows."""
-    if height <= ranks * rows:
-        return "all"
-    names = sorted(ALGORITHMS.keys() - {"dense_tail"})
-    return ",".join(["auto", *names])
-
-
 def measure(links: Iterable[str], cases: Iterable[str], out: Path, size: float) -> None:
     for name in links:
         for case in cases:
             file = out / f"{name}-{case}.json"
-            argv = command(LINKS[name], [case], algorithms(LINKS[name], case), file, size)
-            argv += ["--peers", "none"]
+            argv = [*command(LINKS[name], [case], "all", file, size), "--peers", "none"]
             print(f"# {name} {case}, load of this machine {os.getloadavg()[0]:.1f}", flush=True)
             run(argv, file)
-
-
-def measure_several(settings: Iterable[Setting], out: Path, iters: int) -> None:
-    for setting in settings:
-        print(f"# {setting}, load of this machine {os.getloadavg()[0]:.1f}", flush=True)
-        run(setting.command(file_of(setting, out), iters), file_of(setting, out))
-
-
-def file_of(setting: Setting, out: Path) -> Path:
-    return out / f"several-{setting.expected}-{setting.shape}.json"
 
 
 def run(argv: list[str], file: Path) -> None:
@@ -255,68 +160,6 @@ def table(found: list[Choice]) -> str:
     return "\n".join(lines) + "\n"
 
 
-@dataclass(frozen=True, slots=True)
-class Trial:
-    """What `weft bench` found in a setting.
-
-    Attributes:
-        chosen: what `auto` took.
-        times: of each algorithm that serves: measured and predicted seconds; of "auto", too.
-    """
-
-    setting: Setting
-    chosen: str
-    times: dict[str, tuple[float, float | None]]
-    measured: str
-
-    @property
-    def as_expected(self) -> bool:
-        return self.chosen == self.setting.expected
-
-    def cell(self, name: str) -> str:
-        """The measured milliseconds of an algorithm, and the predicted ones."""
-        # what auto took has its time, where it cannot be asked for by name
-        taken = "auto" if name == self.chosen and name not in self.times else name
-        if taken not in self.times:
-            return "-"
-        seconds, predicted = self.times[taken]
-        words = f"{1e3 * seconds:.1f}"
-        if predicted is not None:
-            words += f" ({1e3 * predicted:.1f})"
-        return f"**{words}**" if name == self.chosen else words
-
-
-def trials(out: Path) -> list[Trial]:
-    """What the files of a folder say of the settings, in their order."""
-    found = []
-    for setting in SETTINGS:
-        file = file_of(setting, out)
-        if not file.exists():
-            continue
-        read = json.loads(file.read_text(encoding="utf-8"))
-        refuse_wrong(str(setting), read["rows"])
-        done = [row for row in read["rows"] if row["status"] == "ok"]
-        times = {
-            row["by"].removeprefix(OWN): (row["median_seconds"], row["predicted_seconds"])
-            for row in done
-        }
-        [auto] = [row for row in done if row["by"] == f"{OWN}auto"]
-        found.append(Trial(setting, auto["algorithm"], times, read["measured"]))
-    return found
-
-
-def table_of_trials(found: list[Trial]) -> str:
-    """Markdown: measured and predicted milliseconds of each algorithm; in bold what `auto` took."""
-    names = [EAGER, *sorted(ALGORITHMS)]
-    lines = [f"| | {' | '.join(f'`{name}`' for name in names)} |", "|---" * (len(names) + 1) + "|"]
-    for trial in found:
-        cells = " | ".join(trial.cell(name) for name in names)
-        lines.append(f"| {trial.setting} | {cells} |")
-    times = {trial.measured: None for trial in found}
-    lines += ["", *(f"Measured {when}." for when in times)]
-    return "\n".join(lines) + "\n"
-
-
 def refuse_wrong(where: str, rows: list[dict[str, Any]]) -> None:
     """End the tool if a result was wrong."""
     wrong = [row for row in rows if row["status"] == "wrong"]
@@ -365,16 +208,12 @@ def draw(found: list[Choice], file: Path) -> None:
 
 
 def publish(found: list[Choice], page: Path) -> None:
-    """Put tables and picture into a page of the manual."""
-    put(f"{summary(found)}\n\n{table(found)}", page, BEGIN, END)
+    """Put table and picture into a page of the manual, the table between its two marks."""
+    before, rest = page.read_text(encoding="utf-8").split(BEGIN, 1)
+    after = rest.split(END, 1)[1]
+    text = f"{summary(found)}\n\n{table(found)}"
+    page.write_text(f"{before}{BEGIN}\n{text}{END}{after}", encoding="utf-8")
     draw(found, page.parent / "images" / "choice.svg")
-
-
-def put(text: str, page: Path, begin: str, end: str) -> None:
-    """Put a text into a page of the manual, between its two marks."""
-    before, rest = page.read_text(encoding="utf-8").split(begin, 1)
-    after = rest.split(end, 1)[1]
-    page.write_text(f"{before}{begin}\n{text}{end}{after}", encoding="utf-8")
 
 
 def main(
@@ -384,20 +223,11 @@ def main(
     out: Annotated[Path, typer.Option(help="Folder of the JSON files.")] = Path("build/choice"),
     read_only: Annotated[bool, typer.Option("--read", help="Judge what is there.")] = False,
     docs: Annotated[Path | None, typer.Option(help="Page to put tables and picture into.")] = None,
-    several: Annotated[
-        bool, typer.Option("--several", help="A case for each algorithm, on several hosts.")
-    ] = False,
-    iters: Annotated[int, typer.Option(help="Timed calls of each, with --several.")] = 7,
 ) -> None:
     """Say whether `auto` takes what is quickest."""
     links, cases = asked("choice", link, case, SIZES)
     out = out.resolve()
     out.mkdir(parents=True, exist_ok=True)
-    if several:
-        if not read_only:
-            measure_several(SETTINGS, out, iters)
-        show_several(trials(out), out, docs)
-        return
     if not read_only:
         measure(links, cases, out, size)
     found = [one for one in choices(out) if one.link in links and one.case in cases]
@@ -410,21 +240,6 @@ def main(
     if docs is not None:
         publish(found, docs)
     if sum(one.ratio <= LIMIT for one in found) < SHARE * len(found):
-        raise typer.Exit(1)
-
-
-def show_several(found: list[Trial], out: Path, docs: Path | None) -> None:
-    """Print what was found in the settings; exit with 1 if `auto` took another algorithm."""
-    if not found:
-        print(f"choice: {out} has no figures of --several; leave out --read")
-        raise typer.Exit(2)
-    print(table_of_trials(found))
-    others = [trial for trial in found if not trial.as_expected]
-    for trial in others:
-        print(f"{trial.setting}: auto took {trial.chosen}, expected was {trial.setting.expected}")
-    if docs is not None:
-        put(table_of_trials(found), docs, BEGIN_SEVERAL, END_SEVERAL)
-    if others:
         raise typer.Exit(1)
 
 

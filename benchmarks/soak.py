@@ -513,8 +513,6 @@ class Draw:
         narrow = pick((None, None, "float16", "bfloat16")) if wide else None
         table = self.table(len(group), op, dtype, narrow is not None)
         form = pick(("pair", "rows", "coo"))
-        low = table["height"] in (50, 2000) and form != "pair"
-        usable = sorted(ALGORITHMS) if low else sorted(ALGORITHMS.keys() - {"dense_tail"})
         names = ("all_reduce",) * 3 + ("all_gather", "broadcast", "reduce", "reduce_scatter")
         return {
             "name": pick(names),
@@ -524,7 +522,7 @@ class Draw:
             "wire_dtype": narrow,
             "root": pick(range(len(group))),
             "form": form,
-            "algorithm": pick(["auto", "auto", "auto", *usable]),
+            "algorithm": pick(["auto", "auto", "auto", *sorted(ALGORITHMS)]),
             "bounds": [0, *sorted(self.source.sample(range(1, 5000), len(group) - 1)), 2**31],
             "later": pick((False, True)),
         }

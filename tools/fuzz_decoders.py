@@ -235,7 +235,7 @@ def reduced(algorithm, group):
     return weft.sparse_all_reduce(rows(group), group=group, algorithm=algorithm)
 
 
-ALGORITHMS = "gather", "split", "ring", "doubling", "holders", "mask", "dense_tail"
+ALGORITHMS = "gather", "split", "doubling", "holders", "mask"
 CALLS = {
     **{name: functools.partial(reduced, name) for name in ALGORITHMS},
     "eager": lambda group: weft.sparse_all_reduce(rows(group, 1), group=group),

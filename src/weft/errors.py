@@ -116,9 +116,9 @@ def meant(given: object, known: Iterable[str], others: Mapping[str, str] | None 
         others: what people call some of these elsewhere.
 
     Example:
-        >>> meant("spilt", ["split", "ring"]), meant("mean", ["avg"], {"mean": "avg"})
+        >>> meant("spilt", ["split", "mask"]), meant("mean", ["avg"], {"mean": "avg"})
         (" (did you mean 'split'?)", " (did you mean 'avg'?)")
-        >>> meant("oak", ["split", "ring"])
+        >>> meant("oak", ["split", "mask"])
         ''
     """
     if not isinstance(given, str):

@@ -145,7 +145,7 @@ def sparse_all_reduce(
 
     Returns:
         Sorted indices, each once, and their sums. A rank's duplicates are added in input order, and
-        ranks in rank order, except by `doubling`, `ring` and `split` in several stages, which adds
+        ranks in rank order, except by `doubling` and `split` in several stages, which adds
         stage by stage (docs/algorithms.md).
         So the same inputs give the same bits again, as long as the same algorithm runs or another
         that adds in rank order, and `split` in the same stages. Both are chosen by measured figures

@@ -33,8 +33,6 @@ from .cost import MANY, Blocks, Load, preferred
 from .registry import ALGORITHMS, Algorithm, remembered
 
 _SMALLEST = 1 << 16  # bytes of a chunk
-# each rank sums a range; it has its own first, then that of its left neighbour, and so on
-_IN_PARTS = ("ring", "split")
 _HANDING_ON = 4.0  # bytes merged in the time in which one is handed on within a host, if unknown
 
 
@@ -241,7 +239,7 @@ def in_parts(load: Load, algorithm: Algorithm, inner: Load) -> bool:
         algorithm: between the blocks.
         inner: its load.
     """
-    if load.at_once or algorithm.name not in _IN_PARTS or inner.stages:
+    if load.at_once or algorithm.name != "split" or inner.stages:
         return False
     if not are_near(load, blocks_of(load)):
         return False

@@ -40,7 +40,6 @@ T = TypeVar("T")
 
 _REMEMBERED = 256  # answers of a function
 _FIELD = 200  # bytes of the fingerprint for the names of a program's own algorithms
-_GONE = {"hierarchical": "use split, whose first factor is the ranks of a host"}
 _NOT_NAMES = ("auto", ALONE, EAGER)  # what else `algorithm=` and records say
 
 _log = logging.getLogger("weft")
@@ -325,10 +324,6 @@ def find(name: str, where: str = "") -> Algorithm:
         raise WeftError(
             f"{where}algorithm {name!r} of an installed package is missing: {why}; "
             f"{there_are(ALGORITHMS)}"
-        )
-    if name in _GONE:
-        raise WeftError(
-            f"{where}algorithm {name!r} is gone: {_GONE[name]}; {there_are(['auto', *ALGORITHMS])}"
         )
     known = ", ".join(sorted(ALGORITHMS))
     hint = meant(name, ["auto", *ALGORITHMS])

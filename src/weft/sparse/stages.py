@@ -14,8 +14,8 @@ from .factors import are_near, blocks_of, handing_on, in_parts, load_between_blo
 from .registry import ALGORITHMS, Algorithm, remembered
 from .stream import list_messages, window
 
-# doubling's receives are as long as the call's rows, and dense_tail's table has the call's height
-NOT_BETWEEN = ("doubling", "dense_tail")
+# its receives are as long as the call's rows
+NOT_BETWEEN = ("doubling",)
 
 
 def cost(load: Load) -> Cost:
@@ -225,10 +225,9 @@ def _part_before(places: int, algorithm: Algorithm, inner: Load) -> float:
     first range and one with the last; it is counted as if all began with the first, which comes
     back complete once its owner has it of all.
 
-    With `ring` a place begins with the range of the rank before it, and in the end all wait for the
-    place that had to begin with the last range. With `holders` rows that others sum leave chunk by
-    chunk, but complete sums, most of the bytes, begin to go round when all of the block's sums are
-    made. So these, and all others, are counted as if they began when all sums are made.
+    With `holders` rows that others sum leave chunk by chunk, but complete sums, most of the bytes,
+    begin to go round when all of the block's sums are made. So these, and those of all others, are
+    counted as if they began when all sums are made.
 
     It is that of the average place.
     """

@@ -338,8 +338,9 @@ def _concatenated(group: Group, rows: Rows, wide: bool, out: Any) -> Rows:
 ONECCL = {
     "allgatherv": "gather",
     "allgather": "gather",
-    "basic": "ring",
-    "size": "ring",
+    "ring": "split",
+    "basic": "split",
+    "size": "split",
 }
 """The algorithm of weft for each name of oneCCL's."""
 

@@ -20,7 +20,7 @@ of the rows.
 Complete sums pass through four files on their way to the block. Each calls the next, with numbers
 of rows that begin to count at different rows:
 
-    gather, ring, split, ...     what runs between the blocks, in the group of a place
+    gather, holders, split     what runs between the blocks, in the group of a place
       | call.ready(stop, rank)       rows before `stop` of the part that `rank` of that group sums;
       |                              rank None: of all sums of the place
     call.Call
