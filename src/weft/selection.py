@@ -63,7 +63,6 @@ def mean_of_largest(
     """
     if group.size > _EAGER_RANKS:
         request.algorithm = "reduce_scatter"  # one that is asked for by name opens without entries
-    request.sampled = False  # a sample is half of an opening, and owners are cut by points alone
     owned = reduce_scatter.job_of(group, request).run()
     summed = last_call(group)
     assert summed is not None

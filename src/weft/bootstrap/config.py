@@ -28,8 +28,7 @@ _SIMILAR = 0.75  # of difflib's ratio: names that are so alike were mixed up
 
 _WITHOUT = {
     "WEFT_ALGORITHM": ("algorithm", "auto"),
-    "WEFT_LINK": ("link", "measured by the first calls of a group"),
-    "WEFT_FACTORS": ("factors", "as predicted to be quickest"),
+    "WEFT_LINK": ("rate of the link", "as calls reached it"),
     "WEFT_KEEP": ("kept results", "at most a 64th of the machine's memory"),
     "WEFT_CACHE_DIR": ("cache", "the user's cache directory"),
     "WEFT_HOST": ("host", "as machine and network say"),

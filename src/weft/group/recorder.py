@@ -74,7 +74,7 @@ class Call:
         self.number = number
         self.name = name
         self._traffic = traffic
-        # messages and bytes before the call, and when it began; `leave_out` moves all three on
+        # messages and bytes before the call, and when it began
         self._before = traffic.messages, traffic.bytes, time.perf_counter()
         self._waited_before = traffic.waited
         _calls.append(self)
@@ -86,16 +86,6 @@ class Call:
             self._traffic.messages - messages,
             self._traffic.bytes - sent,
             time.perf_counter() - start,
-        )
-
-    def leave_out(self, so_far: tuple[int, int, float]) -> None:
-        """Do not count what was spent since `spent()` returned `so_far`."""
-        messages, sent, start = self._before
-        now = self.spent()
-        self._before = (
-            messages + now[0] - so_far[0],
-            sent + now[1] - so_far[1],
-            start + now[2] - so_far[2],
         )
 
     def close(self, error: str = "") -> None:

@@ -22,7 +22,7 @@ The vocabulary:
 * `shares(slots, total, weights)` gives each place of a union to one of the runs that have it;
   `deal` sorts a run's rows by the run that was given their places, `pick` finds those that some
   run was given, and where it has them; `put` brings rows to places.
-* `held`, `take`, `sketch`: see each.
+* `held`, `take`: see each.
 * `index_code`, `encode`, `decode`: sorted indices in few bits; see `codec`.
 
 On an accelerator the host waits only in `read`. `survey`, `union`, `shares` and `unite_and_share`
@@ -58,7 +58,6 @@ from .reference import Picked as Picked
 from .reference import Shares as Shares
 from .reference import Survey as Survey
 from .reference import Union as Union
-from .reference import hashed as hashed
 from .reference import held as held
 from .reference import read as read
 from .reference import there as there
@@ -96,13 +95,13 @@ def distinct(indices: Tensor) -> Distinct:
     """
     indices = indices.contiguous()
     if not on_host(indices):
-        return survey([indices], 0, 0)[0].distinct
+        return survey([indices], 0)[0].distinct
     code = _code(indices)
     found = None if code is None else cpu.distinct(code, indices)
     return reference.distinct(indices) if found is None else found
 
 
-def survey(tables: Sequence[Tensor], points: int, sample: int) -> list[Survey]:
+def survey(tables: Sequence[Tensor], points: int) -> list[Survey]:
     """Find what is distinct among the indices of some tables, and all that other ranks are told.
 
     For tables on an accelerator: one `read` for all of them.
@@ -110,14 +109,13 @@ def survey(tables: Sequence[Tensor], points: int, sample: int) -> list[Survey]:
     Args:
         tables: at least one; each 1-D, int32 or int64, in any order; all on one device.
         points: how many quantiles to tell at most.
-        sample: how many of those with the smallest hashes to tell at most.
 
     Example:
-        >>> (one,) = survey([torch.tensor([7, 2, 7])], 4, 4)
+        >>> (one,) = survey([torch.tensor([7, 2, 7])], 4)
         >>> one.distinct.indices, one.distinct.most, one.lowest, one.highest, one.points
         (tensor([2, 7]), 2, 2, 7, [2, 7])
     """
-    return reference.survey([indices.contiguous() for indices in tables], points, sample)
+    return reference.survey([indices.contiguous() for indices in tables], points)
 
 
 def lie_within(indices: Tensor, low: int, high: int, *, ascending: bool = True) -> bool:
@@ -521,17 +519,3 @@ def take(values: Tensor, positions: Tensor, out: Tensor | None = None) -> Tensor
     taken = torch.index_select(_detached(values), 0, positions, out=out)
     meter.spend(taken.nbytes)
     return taken
-
-
-def sketch(indices: Tensor, count: int) -> Tensor:
-    """A sample of a set that can be united with the samples of others.
-
-    Returns:
-        int64 `[min(count, k)]`: of the k distinct indices those with the smallest hashes,
-        smallest first. The hash is a bijection of 64 bits, so the indices say it all.
-    """
-    indices = indices.contiguous()
-    code = _code(indices)
-    if code is None or not 0 < count < len(indices):
-        return reference.sketch(indices, count)
-    return cpu.sketch(code, indices, count)

@@ -102,16 +102,6 @@ def _workspace(words: int) -> Tensor:
     return kept[:words]
 
 
-def sketch(code: Loops, indices: Tensor, count: int) -> Tensor:
-    """See `weft.kernels.sketch`; for more than `count` indices."""
-    hashes, ids = torch.empty(2, count, dtype=torch.int64)
-    code[f"smallest.{kind_of(indices.dtype)}"](
-        indices.data_ptr(), len(indices), hashes.data_ptr(), ids.data_ptr(), count
-    )
-    sample: Tensor = ids[torch.argsort(hashes)]
-    return sample
-
-
 # Uniting runs ---------------------------------------------------------------------------------
 
 

@@ -19,7 +19,6 @@ from .llvm_intrinsics import (
     apply,
     copy,
     count_ones,
-    inlined,
     load,
     load_as,
     lowest_one,
@@ -28,8 +27,6 @@ from .llvm_intrinsics import (
     store_as,
 )
 
-# as in `reference`: the factors of the hash, as int64
-_FIRST, _SECOND = 0x9E3779B97F4A7C15 - 2**64, 0xD6E8FEB86659FD93 - 2**64
 _LOW, _TOP = 0xFFFFFFFF, -(2**63)
 _GOLDEN = 2654435769  # 2**32 divided by the golden ratio; as in `reference`
 _BLOCK = 256  # as in `codec`
@@ -40,13 +37,6 @@ _PLACES_AHEAD = 8  # rows whose places are asked for before they are written to
 
 
 # Indices --------------------------------------------------------------------------------------
-
-
-@inlined
-def _hash(index: int) -> int:
-    word = index * _FIRST
-    word = (word ^ ((word >> 32) & _LOW)) * _SECOND
-    return word ^ ((word >> 32) & _LOW) ^ _TOP
 
 
 def scan(kind: int, indices: int, count: int, found: int) -> int:
@@ -259,40 +249,6 @@ def compose(slots: int, count: int, outer: int) -> int:
         first = slot >> 63  # -1 where the part brings the index first, else 0
         slot = load("i32", outer, slot ^ first)
         store("i32", slots, i, slot ^ (slot >> 63) ^ (first & (slot >> 63)))
-    return 0
-
-
-def smallest(kind: int, indices: int, count: int, hashes: int, ids: int, room: int) -> int:
-    """The `room` indices with the smallest hashes, out of at least that many, in no order.
-
-    `hashes` are as in `reference.hashed`: int64 in the order of the uint64.
-    """
-    for i in range(room):
-        index = load(kind, indices, i)
-        store("i64", ids, i, index)
-        store("i64", hashes, i, _hash(index))
-    inner = room // 2  # nodes that have children: first these sift down, which makes a heap
-    for step in range(inner + count - room):
-        if step < inner:
-            node = inner - 1 - step
-            hash, index = load("i64", hashes, node), load("i64", ids, node)
-        else:  # then every other index takes the place of the greatest, if it is less
-            node = 0
-            index = load(kind, indices, step - inner + room)
-            hash = _hash(index)
-            if hash >= load("i64", hashes, 0):
-                continue
-        while 2 * node + 1 < room:
-            child = 2 * node + 1
-            if child + 1 < room:
-                child += load("i64", hashes, child + 1) > load("i64", hashes, child)
-            if hash >= load("i64", hashes, child):
-                break
-            store("i64", hashes, node, load("i64", hashes, child))
-            store("i64", ids, node, load("i64", ids, child))
-            node = child
-        store("i64", hashes, node, hash)
-        store("i64", ids, node, index)
     return 0
 
 
@@ -650,7 +606,7 @@ def combine(type: str) -> Callable[..., int]:
 
 # What is compiled -----------------------------------------------------------------------------
 
-_BY_KIND = (scan, sort, unpack, ends, mark, place, pair, smallest, encode, decode)
+_BY_KIND = (scan, sort, unpack, ends, mark, place, pair, encode, decode)
 _PLAIN = (compose, weigh, aim, choose, arrange, deal, pick, scatter)
 
 LOOPS: dict[str, Callable[..., int]] = {loop.__name__: loop for loop in (*_BY_KIND, *_PLAIN)} | {

@@ -14,7 +14,6 @@ code agrees with this file bit for bit, payloads of NaNs excepted.
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Sequence
 from itertools import islice
 from typing import NamedTuple
@@ -29,7 +28,6 @@ from .ops import Op
 
 _BLOCK = 1 << 17  # numbers that are worked on at once
 _GOLDEN = 2654435769  # 2**32 divided by the golden ratio
-_FIRST, _SECOND = 0x9E3779B97F4A7C15 - 2**64, 0xD6E8FEB86659FD93 - 2**64  # as int64
 
 
 class Distinct(NamedTuple):
@@ -57,17 +55,12 @@ class Survey(NamedTuple):
         lowest, highest: the least and the greatest of them; 0 and -1 if there are none.
         points: quantiles of the u distinct ones: those at `j * u // n` for j from 0 to below n,
             which is as many as were asked for, or u if that is less.
-        sample: those with the smallest hashes, as `kernels.sketch` gives them.
-        digest: 16 bytes that are equal for equal sets, of any dtype and on any device, and for no
-            others, as far as chance goes.
     """
 
     distinct: Distinct
     lowest: int
     highest: int
     points: list[int]
-    sample: list[int]
-    digest: bytes
 
 
 class Union(NamedTuple):
@@ -162,18 +155,18 @@ def distinct(indices: Tensor) -> Distinct:
     return Distinct(unique, order, starts)
 
 
-def survey(tables: Sequence[Tensor], points: int, sample: int) -> list[Survey]:
+def survey(tables: Sequence[Tensor], points: int) -> list[Survey]:
     """See `weft.kernels.survey`."""
-    found = [_described(each, points, sample) for each in tables]
+    found = [_described(each, points) for each in tables]
     numbers = [said for said, _ in found if said.numel()]
     told = iter(read(torch.cat(numbers)) if numbers else ())
     return [
-        _surveyed(given, distinct, list(islice(told, said.numel())), points)
+        _surveyed(given, distinct, list(islice(told, said.numel())))
         for given, (said, distinct) in zip(tables, found, strict=True)
     ]
 
 
-def _described(given: Tensor, points: int, sample: int) -> tuple[Tensor, Distinct]:
+def _described(given: Tensor, points: int) -> tuple[Tensor, Distinct]:
     """What the host is told of a table; and its distinct indices, with others behind them."""
     if not given.numel():
         return given.long(), Distinct(given, None, None)
@@ -182,33 +175,24 @@ def _described(given: Tensor, points: int, sample: int) -> tuple[Tensor, Distinc
     count, length = first.sum(), given.numel()
     unique = ascending[starts[:-1].clamp(max=length - 1)]  # the greatest again behind them
     ids = unique.long()
-    there, hashes = torch.arange(length, device=given.device) < count, hashed(ids)
-    digest = [torch.where(there, each, 0).sum() for each in (hashes, hashed(hashes ^ _GOLDEN))]
-    said = (given[1:] < given[:-1]).any(), count, starts.diff().max(), ids[0], ids[-1], *digest
+    said = (given[1:] < given[:-1]).any(), count, starts.diff().max(), ids[0], ids[-1]
     quantiles = torch.arange(points, device=given.device) * count // count.clamp(max=max(1, points))
-    ranked = torch.where(there, hashes, 2**63 - 1)
-    least = torch.topk(ranked, min(sample, length), largest=False).indices
-    samples = ids[quantiles.clamp(max=length - 1)], ids[least]
-    return torch.cat([_stacked(*said), *samples]), Distinct(unique, order, starts)
+    points_of = ids[quantiles.clamp(max=length - 1)]
+    return torch.cat([_stacked(*said), points_of]), Distinct(unique, order, starts)
 
 
-def _surveyed(given: Tensor, padded: Distinct, told: list[int], points: int) -> Survey:
+def _surveyed(given: Tensor, padded: Distinct, told: list[int]) -> Survey:
     """The survey of a table, from `_described` and the numbers that the host has read."""
     if not told:
-        return Survey(padded, 0, -1, [], [], _digest(0, 0))
-    falls, count, most, low, high, *digest = told[:7]
+        return Survey(padded, 0, -1, [])
+    falls, count, most, low, high, *quantiles = told
     order = padded.order if falls else None
     if count == given.numel():
         distinct = Distinct(padded.indices if falls else given, order, None, 1)
     else:
         assert padded.starts is not None
         distinct = Distinct(padded.indices[:count], order, padded.starts[: count + 1], most)
-    quantiles, least = told[7 : 7 + points], told[7 + points :]
-    return Survey(distinct, low, high, quantiles[:count], least[:count], _digest(*digest))
-
-
-def _digest(first: int, second: int) -> bytes:
-    return struct.pack("<2q", first, ~second)  # an empty set's is not all zeros
+    return Survey(distinct, low, high, quantiles[:count])
 
 
 def _stacked(*numbers: Tensor) -> Tensor:
@@ -510,29 +494,6 @@ def _blocks(tensor: Tensor) -> tuple[Tensor, ...]:
         return (tensor,)
     row = max(1, tensor[:1].numel())
     return torch.split(tensor, max(1, _BLOCK // row))
-
-
-def sketch(indices: Tensor, count: int) -> Tensor:
-    """See `weft.kernels.sketch`."""
-    ids = indices.long()
-    if len(ids) <= count:
-        return ids[torch.argsort(hashed(ids))]
-    return ids[torch.topk(hashed(ids), count, largest=False, sorted=True).indices]
-
-
-def hashed(ids: Tensor) -> Tensor:
-    """The hashes by which `sketch` samples: of int64 ids, as int64 that order like the hashes.
-
-    A bijection, two rounds of multiply and xor-shift as the mixers of Vigna's generators; add 2**63
-    for the hash as a number from 0 up.
-
-    Example:
-        >>> hashed(torch.tensor([0])).item() + 2**63
-        0
-    """
-    word = ids * _FIRST
-    word = (word ^ (word >> 32 & 0xFFFFFFFF)) * _SECOND
-    return word ^ (word >> 32 & 0xFFFFFFFF) ^ -(2**63)
 
 
 def _rows(values: Tensor, places: Tensor, out: Tensor) -> Tensor:

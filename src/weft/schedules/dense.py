@@ -98,11 +98,6 @@ def reduced_bytes(ranks: int, nbytes: float) -> float:
     return nbytes * (ranks - 1) / (1 if nbytes <= SMALL else ranks)
 
 
-def scratch_bytes(ranks: int, nbytes: float) -> float:
-    """Bytes of workspace that a rank needs while so many are reduced."""
-    return min(2 * SCRATCH, nbytes * (ranks - 1) / (1 if nbytes <= SMALL else ranks))
-
-
 class _Reduction(Pending):
     """A reduction that `_complete` completes in the first `wait`; here there is nothing to do."""
 

@@ -11,11 +11,11 @@ So a schedule knows two dtypes of values, which are often the same: that of rows
 and that of partial sums, which are not rounded yet. Which one travels depends on what travels:
 
     what                                  call by which it goes    dtype            bytes a row
-    complete sums                         call                     Call.dtype       Load.row
-    partial sums                          call.of_partials()       Call.partial     Load.partial
-    rows on the way to who sums them      call.incoming            one of these     Load.incoming
+    complete sums                         call                     Call.dtype       Sizes.row
+    partial sums                          call.of_partials()       Call.partial     Sizes.partial
+    rows on the way to who sums them      call.incoming            one of these     Sizes.incoming
 
-The rows are partial sums themselves (`Load.summed`) if the schedule is a later stage of another
+The rows are partial sums themselves (`Sizes.summed`) if the schedule is a later stage of another
 one; else they are rows as `Call.dtype` has them.
 """
 
@@ -37,9 +37,9 @@ from ..kernels.ops import OPS, Op
 from ..rows import Rows
 from ..tensors import as_bytes, has_elements, lacking, overlapping
 from ..wire.memory import fresh, typed
-from .cost import Load
 from .header import Header
 from .out import Out, Pair, checked
+from .sizes import Sizes
 
 _TAIL = 1 << 12  # at most so many numbers are widened through a copy, not in place
 
@@ -97,7 +97,7 @@ class Call:
         divisor: what the result is divided by.
         counts: how many rows each rank has, where the opening tells; else it is empty.
         header: the combined headers of all ranks; set once the ranks have agreed.
-        load: the sizes that costs are computed from; set once the ranks have agreed.
+        sizes: of the call; set once the ranks have agreed.
     """
 
     group: Group
@@ -117,7 +117,7 @@ class Call:
     onward: Onward | None = None
     counts: Sequence[int] = ()
     header: Header = field(init=False)
-    load: Load = field(init=False)
+    sizes: Sizes = field(init=False)
     divisor: int = field(init=False)
     _widened: Rows = field(init=False)
 
@@ -134,7 +134,7 @@ class Call:
     @property
     def wire_index(self) -> torch.dtype:
         """The dtype of indices on the wire: int32 when all fit."""
-        return torch.int32 if self.load.index == 4 else torch.int64
+        return torch.int32 if self.sizes.index == 4 else torch.int64
 
     @property
     def partial(self) -> torch.dtype:
@@ -144,25 +144,25 @@ class Call:
     @property
     def incoming(self) -> Call:
         """The call as far as rows go to those who sum them: they may be sums of some ranks."""
-        return self.of_partials() if self.load.summed else self
+        return self.of_partials() if self.sizes.summed else self
 
-    def among(self, group: Group, load: Load) -> Call:
+    def among(self, group: Group, sizes: Sizes) -> Call:
         """The call of a stage, whose ranks have not told how many rows they bring.
 
         Args:
             group: of these ranks.
-            load: that they have.
+            sizes: that they have.
         """
         stage = copy(self)
         stage.group = group
-        stage.load = load
+        stage.sizes = sizes
         stage.counts = ()
         return stage
 
     @property
     def chunk_rows(self) -> int:
         """Rows of values in a chunk."""
-        return max(1, self.load.chunk // max(self.load.row, 1))
+        return max(1, self.sizes.chunk // max(self.sizes.row, 1))
 
     def result(self, count: int) -> Rows:
         """Memory for a result of `count` rows: the caller's `out` if it can be used, else new."""
@@ -237,7 +237,7 @@ class Call:
         call = Call(self.group, op, self.row_shape, self.index, self.partial, self.height)
         call.given = self.given
         call.header = self.header
-        call.load = self.load.of_partials()
+        call.sizes = self.sizes.of_partials()
         return call
 
     def finish(self, partial: Tensor, values: Tensor) -> None:

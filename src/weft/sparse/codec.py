@@ -3,7 +3,7 @@
 A list says itself which it is. Gaps are written in a Golomb-Rice code that becomes a bitmap where
 the list is dense (`weft.kernels.codec`): hardly more than the entropy, 4.8 bits for one index of
 ten. Lossless. Writing and reading them takes a core some 3 ns an index, which a link of 8 Gbit/s
-no longer repays: whether lists may be packed follows from the link (`Load.gaps`). Short lists are
+no longer repays: whether lists may be packed follows from the link (`Sizes.gaps`). Short lists are
 written plainly in any case.
 
 The idea is that of inverted files: Witten, Moffat and Bell, "Managing Gigabytes", section 3.3.

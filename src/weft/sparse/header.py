@@ -11,7 +11,6 @@ for an equal share of the rank's rows. `owners` cuts index ranges from the point
 
 from __future__ import annotations
 
-import hashlib
 import math
 import struct
 from collections.abc import Sequence
@@ -26,25 +25,19 @@ from .. import kernels
 from ..agree import BODY
 from ..kernels import Survey
 from ..rows import Rows
-from ..schedules.hosts import Hosts
 from ..wire.memory import memory_of, typed
-from . import sketch
+from .rate import GUESS, MOST
 
 POINTS = 128
 """Points of one rank."""
 
-DIGESTED = 1 << 20
-"""Bytes of a rank's indices up to which they are digested: more would take too long."""
-
 _KEPT = 1024  # points of a combined header
-# the first fields of a header, in their order; then the lengths of the sketch and of the points or,
-# if rows follow, -1 and the bytes of an index; then the bytes of a number of the sketch, of the
-# points and of the weights, or three zeros. 96 bytes, so that rows that follow are aligned
-_FIXED = struct.Struct("<6q2?6x16s2q3B5x")
-_FIELDS = 9
+# the first fields of a header, in their order; then the number of points, and the bytes of one and
+# of a weight or, if rows follow, -1 and the bytes of an index. 80 bytes, so that rows are aligned
+_FIXED = struct.Struct("<6q?B6xq2B14x")
+_FIELDS = 8
 _WIDTHS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}  # by bytes
 _GRAIN = 16  # bytes: values begin at a multiple
-_NONE = bytes(16)  # no digest: ranks have different index sets, or too large ones
 NO_LIMIT = 1 << 62
 _MOST = 1 << 44  # rows that all ranks together may have: more than fit in any memory
 
@@ -61,12 +54,10 @@ class Header(NamedTuple):
         highest: the largest index, -1 if there are no rows.
         capacity, tightest: rows that the smallest caller's `out` holds, and whose it is: the
             rank's number in errors.
-        alike: all ranks have the same index set, as far as sketches tell, or digests.
         fallible: somebody passed a function, which may raise.
-        digest: of the index set that all ranks have, if digests tell; else zeros.
-        sketch: sample of the union of the index sets, see `sketch`; empty where nobody needs it.
+        rate: the least that ranks have stated, see `rate`.
         points, weights: indices, ascending, and how many rows lie from each to the next.
-        rows: of one rank, sent in place of sketch and points.
+        rows: of one rank, sent in place of points.
     """
 
     total: int
@@ -75,10 +66,8 @@ class Header(NamedTuple):
     highest: int
     capacity: int
     tightest: int
-    alike: bool
     fallible: bool
-    digest: bytes = _NONE
-    sketch: Longs = _NOTHING
+    rate: int
     points: Longs = _NOTHING
     weights: Longs = _NOTHING
     rows: Rows | None = None
@@ -91,10 +80,10 @@ class Header(NamedTuple):
         *,
         capacity: int | None = None,
         fallible: bool = False,
+        rate: int = GUESS,
         highest: int | None = None,
         values: Tensor | None = None,
         survey: Survey | None = None,
-        sampled: bool = True,
     ) -> Header:
         """The header of one rank.
 
@@ -103,36 +92,30 @@ class Header(NamedTuple):
             rank: whose they are, by its number in errors.
             capacity: rows that fit in the caller's `out`; None: no limit.
             fallible: whether the caller passed a function.
-            highest: the largest index, for unsorted indices: the header then has no sketch and no
-                points.
+            rate: that this rank states.
+            highest: the largest index, for unsorted indices: the header then has no points.
             values: rows' values: the header then carries the rows themselves.
-            survey: of indices on an accelerator; it replaces their sketch, points and digest.
-            sampled: whether it has a sketch, which says how large the union is.
+            survey: of indices on an accelerator; it replaces their points.
         """
         count = indices.numel()
         limit = NO_LIMIT if capacity is None else capacity
         if survey is not None:
             highest = survey.highest
         top = _last(indices) if highest is None else highest
-        header = cls(count, count, count, top, limit, rank, True, fallible)
+        header = cls(count, count, count, top, limit, rank, fallible, rate)
         if values is not None:
             return header._replace(rows=Rows(indices, values))
         if survey is None:
-            return header._described(indices, sampled=sampled) if highest is None else header
+            return header.described(indices) if highest is None else header
         return header._replace(
-            digest=survey.digest,
-            sketch=np.array(survey.sample, np.int64) if sampled else _NOTHING,
             points=np.array(survey.points, np.int64),
             weights=np.diff(shares(count)),
         )
 
-    def _described(self, indices: Tensor, *, sampled: bool) -> Header:
-        """This header of one rank, with sketch, points and digest instead of rows."""
-        count = indices.numel()
-        begins = shares(count)
+    def described(self, indices: Tensor) -> Header:
+        """This header of one rank, with points instead of rows."""
+        begins = shares(indices.numel())
         return self._replace(
-            digest=_digest(indices),
-            sketch=kernels.sketch(indices, sketch.SIZE).numpy() if sampled else _NOTHING,
             points=indices.numpy()[begins[:-1]].astype(np.int64),
             weights=np.diff(begins),
             rows=None,
@@ -149,15 +132,16 @@ class Header(NamedTuple):
         if self.rows is not None:
             indices = self.rows.indices.contiguous()
             values = self.rows.values.contiguous()
-            sizes = -1, indices.itemsize, 0, 0, 0
+            sizes = -1, indices.itemsize, 0
             gap = bytes(-indices.nbytes % _GRAIN)
             parts = memory_of(indices), gap, memory_of(values)
         else:
             # points ascend: what lies between two of them takes fewer bytes than they do
             gaps = np.diff(self.points, prepend=0)
-            parts = [_narrow(numbers) for numbers in (self.sketch, gaps, self.weights)]
-            widths = [numbers.itemsize for numbers in parts]
-            sizes = len(self.sketch), len(self.points), *widths
+            narrow = [_narrow(numbers) for numbers in (gaps, self.weights)]
+            gap_bytes, weight_bytes = (numbers.itemsize for numbers in narrow)
+            sizes = len(self.points), gap_bytes, weight_bytes
+            parts = narrow
         raw = bytearray().join((_FIXED.pack(*self[:_FIELDS], *sizes), *parts))
         return torch.frombuffer(raw, dtype=torch.uint8)
 
@@ -172,7 +156,6 @@ class Header(NamedTuple):
         height: int | None = None,
         counted: Header | None = None,
         of_one: bool = False,
-        sampled: bool = True,
     ) -> Header:
         """Read and check a header. Rows in it, of that shape and dtype, are views of `body`.
 
@@ -183,28 +166,27 @@ class Header(NamedTuple):
             height: that all indices are below; None: it is unknown.
             counted: one of those that a combined header is made of, if that is known.
             of_one: whether it is the header of one rank, and not a combined one.
-            sampled: whether the headers of one rank have sketches.
 
         Raises:
             ValueError, struct.error: the bytes are no valid header.
         """
-        *figures, ids, points, sketch_width, point_width, weight_width = _FIXED.unpack_from(body)
+        *figures, points, width, weight_width = _FIXED.unpack_from(body)
         header = cls(*figures)
         header._check_figures(moves=moves, height=height, counted=counted, of_one=of_one)
-        if ids < 0:
-            if sketch_width or point_width or weight_width:
-                raise ValueError("it has rows, and says how wide numbers of a sketch are")
-            index = torch.int32 if points == 4 else torch.int64
+        if points < 0:
+            if weight_width or width not in (4, 8):
+                raise ValueError(f"its indices have {width} bytes")
+            index = torch.int32 if width == 4 else torch.int64
             rows = header._rows_in(body, index, row_shape, dtype, ascending=not moves)
             return header._replace(rows=rows)
-        if not 0 <= points <= _KEPT:
+        if points > _KEPT:
             raise ValueError(f"it has {points} points")
-        lengths = (ids, sketch_width), (points, point_width), (points, weight_width)
-        sample, gaps, weights = _longs_in(body[_FIXED.size :], lengths)
-        header = header._replace(sketch=sample, points=gaps.cumsum(), weights=weights)
+        lengths = (points, width), (points, weight_width)
+        gaps, weights = _longs_in(body[_FIXED.size :], lengths)
+        header = header._replace(points=gaps.cumsum(), weights=weights)
         header._check_points()
-        if of_one and not moves and not header._describes_one_rank(sampled=sampled):
-            raise ValueError(f"its {ids} and {points} numbers are not those of {header.total} rows")
+        if of_one and not moves and not header._describes_one_rank():
+            raise ValueError(f"its {points} points are not those of {header.total} rows")
         return header
 
     def _check_figures(
@@ -215,6 +197,8 @@ class Header(NamedTuple):
         counts_fit = 0 <= self.fewest <= self.most <= self.total < _MOST
         if not counts_fit or self.highest < -1 or self.capacity < 0 or self.tightest < 0:
             raise ValueError(f"it says {figures}")
+        if not 1 <= self.rate <= MOST:
+            raise ValueError(f"it says a rate of {self.rate}")
         if height is not None and self.highest >= height:
             raise ValueError(f"it says that an index is {self.highest}, of {height} rows")
         if counted is not None and not self._counts(counted):
@@ -261,8 +245,8 @@ class Header(NamedTuple):
     def together(cls, headers: Sequence[Header]) -> Header:
         """Combine headers, in the order of their ranks.
 
-        The result has no sketch and no points if a header carries rows, or has unsorted rows: then
-        nobody needs them, or the headers have to be `described` before.
+        The result has no points if a header carries rows, or has unsorted rows: then nobody needs
+        them, or the headers have to be `described` before.
         """
         tightest = min(headers, key=lambda one: one.capacity)
         header = cls(
@@ -272,8 +256,8 @@ class Header(NamedTuple):
             max(one.highest for one in headers),
             tightest.capacity,
             tightest.tightest,
-            False,
             any(one.fallible for one in headers),
+            min(one.rate for one in headers),
         )
         if any(one.rows is not None or (one.total and not len(one.points)) for one in headers):
             return header
@@ -281,27 +265,19 @@ class Header(NamedTuple):
         weights = np.concatenate([one.weights for one in headers])
         order = np.argsort(points, kind="stable")
         points, weights = _thinned(points[order], weights[order])
-        return header._replace(
-            alike=_are_alike(headers),
-            digest=_digest_of_all(headers),
-            sketch=sketch.merge([one.sketch for one in headers]),
-            points=points,
-            weights=weights,
-        )
+        return header._replace(points=points, weights=weights)
 
     def _fits_one_rank(self, *, moves: bool) -> bool:
         """Whether one rank may have these figures; with `moves` it may have an index twice."""
-        if not (self.total == self.most == self.fewest and self.alike):
+        if not self.total == self.most == self.fewest:
             return False
         if not self.total:
             return self.highest == -1
         return self.highest >= (0 if moves else self.total - 1)
 
-    def _describes_one_rank(self, *, sampled: bool) -> bool:
-        """Whether sketch and points may be those of one rank's rows, as `_described` makes them."""
+    def _describes_one_rank(self) -> bool:
+        """Whether points may be those of one rank's rows, as `described` makes them."""
         shares_of_points = np.diff(shares(self.total))
-        if len(self.sketch) != (min(sketch.SIZE, self.total) if sampled else 0):
-            return False
         if not np.array_equal(self.weights, shares_of_points):
             return False
         if not self.total:
@@ -317,78 +293,14 @@ class Header(NamedTuple):
         return rows and self.highest >= one.highest and self.capacity <= one.capacity
 
     @property
-    def identical(self) -> bool:
-        """Whether all ranks certainly have the same index set."""
-        return self.digest != _NONE
-
-    @property
     def limited(self) -> bool:
         """Whether some rank passed memory of a certain size."""
         return self.capacity < NO_LIMIT
 
-    def union(self, height: int | None) -> int:
-        """Rows that the result will have: an estimate, the same on every rank."""
-        if self.alike:
-            return self.most
-        guess = sketch.union_size(self.sketch)
-        return max(self.most, min(guess, self.total, self.total if height is None else height))
 
-
-def described(headers: Sequence[Header], *, sampled: bool = True) -> list[Header]:
+def described(headers: Sequence[Header]) -> list[Header]:
     """The headers, all of sorted rows; those that carry the rows say instead where they lie."""
-    return [
-        one if one.rows is None else one._described(one.rows.indices, sampled=sampled)
-        for one in headers
-    ]
-
-
-def rows_of_hosts(
-    headers: Sequence[Header], hosts: Hosts, union: int
-) -> tuple[tuple[int, int], ...]:
-    """For each host the rows in the union of its ranks, and those in the union of all other ranks.
-
-    The first is an estimate from samples, as `Header.union`. The second is the least that it can
-    be by these: all ranks' rows but the host's, or those of another host.
-
-    Args:
-        headers: of each rank, in the order of ranks, `described`.
-        hosts: of these ranks.
-        union: rows in the union of all ranks.
-    """
-    united = [_united([headers[rank] for rank in ranks], union) for ranks in hosts.ranks]
-    found = []
-    for host, own in enumerate(united):
-        of_others = max(united[:host] + united[host + 1 :], default=0)
-        found.append((own, max(of_others, union - own)))
-    return tuple(found)
-
-
-def _united(headers: Sequence[Header], most: int) -> int:
-    """Rows in the union of some ranks, at most so many: an estimate from their sketches."""
-    together = headers[0]._replace(
-        total=sum(one.total for one in headers),
-        most=max(one.most for one in headers),
-        alike=_are_alike(headers),
-        sketch=sketch.merge([one.sketch for one in headers]),
-    )
-    return together.union(most)
-
-
-def _are_alike(headers: Sequence[Header]) -> bool:
-    """Whether all have as many rows, and the same sample of their indices, or the same digest."""
-    first = headers[0]
-    if first.total and not len(first.sketch):
-        return _digest_of_all(headers) != _NONE
-    return all(
-        one.alike and one.most == first.most and np.array_equal(one.sketch, first.sketch)
-        for one in headers
-    )
-
-
-def _digest_of_all(headers: Sequence[Header]) -> bytes:
-    """The digest that all have, or none."""
-    first = headers[0].digest
-    return first if all(one.digest == first for one in headers) else _NONE
+    return [one if one.rows is None else one.described(one.rows.indices) for one in headers]
 
 
 def combined(lower: Tensor, upper: Tensor) -> Tensor:
@@ -429,14 +341,6 @@ def _longs_in(body: memoryview, lengths: Sequence[tuple[int, int]]) -> list[Long
         found.append(numbers.astype(np.int64))
         start += count * width
     return found
-
-
-def _digest(indices: Tensor) -> bytes:
-    """The digest of sorted, unique indices, as int32 if all fit: equal sets have equal digests."""
-    raw = memory_of(indices.int() if _last(indices) < 2**31 else indices)
-    if len(raw) > DIGESTED:
-        return _NONE
-    return hashlib.sha256(raw).digest()[:16]  # processors have instructions for it
 
 
 def _last(indices: Tensor) -> int:

@@ -136,20 +136,6 @@ def _union(rows: Longs, width: Longs, ranks: int, some: int) -> Longs:
     return union
 
 
-def expected_union(header: Header, ranks: int) -> int:
-    """Rows in the union of all ranks, by the points of a header without a sketch.
-
-    In each range of indices the ranks are taken to draw theirs independently.
-
-    Args:
-        header: of all ranks together.
-        ranks: how many there are.
-    """
-    if header.alike:
-        return header.most
-    return max(header.most, int(_binned(header, ranks).union.sum()))
-
-
 def header_of_blocks(header: Header, ranks: int, blocks: int, span: tuple[int, int]) -> Header:
     """The header of what blocks of ranks have in a range of indices, each block summed.
 
@@ -251,7 +237,7 @@ class SparseReduceScatter:
         """
         start: int = part.start
         stop: int = part.stop
-        if self._call.load.lengths_known or not self._rows.at_hand:
+        if self._call.sizes.lengths_known or not self._rows.at_hand:
             return start
         step = self._incoming.chunk_rows
         quarter = step * -(-(stop - start) // (4 * step))
@@ -266,7 +252,7 @@ class SparseReduceScatter:
         self._inflows = {
             peer: receive_rows(self._incoming, peer, len(lists[peer])) for peer in self._sources
         }
-        span = self._span if self._call.load.staying else None
+        span = self._span if self._call.sizes.staying else None
         self.union = united(self._call, in_order, span)
 
     @property

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -16,8 +14,6 @@ from ..group.group import Group
 class Record:
     """What one call did, on this rank; of a list, all tables together.
 
-    The figures leave out the link's measurement, which the first calls of a group do.
-
     Attributes:
         algorithm: what ran; "eager" where all rows travelled in the opening exchange.
         rows: rows of this rank, without duplicates where the call combines them.
@@ -29,7 +25,6 @@ class Record:
         seconds: from the opening to the result.
         ranges: of `sparse_reduce_scatter`: rank r owns the indices from `ranges[r]` up to, not
             including, `ranges[r + 1]`.
-        factors: of `split`, such as "4x2"; "" where it was flat, or did not run.
     """
 
     algorithm: str
@@ -41,12 +36,6 @@ class Record:
     bound_bytes: int
     seconds: float
     ranges: tuple[int, ...] | None = None
-    factors: str = ""
-
-    @property
-    def name(self) -> str:
-        """What ran, as `weft.explain` has it: the algorithm, and its factors if it has some."""
-        return f"{self.algorithm} {self.factors}".strip()
 
 
 _RECORD = "record of the last sparse call"  # of a group's state
@@ -65,16 +54,6 @@ def note(group: Group, algorithm: str, *, bound: float, **figures: Any) -> None:
     spent: dict[str, Any] = {"messages": messages, "sent_bytes": sent, "seconds": seconds}
     record = Record(algorithm, bound_bytes=round(bound), **spent, **figures)
     group.state[_RECORD] = call.figures = record
-
-
-@contextmanager
-def unrecorded(group: Group) -> Iterator[None]:
-    """Leave messages and time of this block out of the record of the call that runs."""
-    call = group.worker.now
-    so_far = (0, 0, 0.0) if call is None else call.spent()
-    yield
-    if call is not None:
-        call.leave_out(so_far)
 
 
 def started(group: Group, name: str, job: Aside[Any], async_op: bool) -> Any:

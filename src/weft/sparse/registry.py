@@ -15,16 +15,17 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
-from typing import TYPE_CHECKING, TypeVar, TypeVarTuple
+from typing import TYPE_CHECKING
 
 from ..arguments import in_words, shown
 from ..errors import WeftError, meant, summed_up, there_are
 from ..rows import Rows
-from .cost import Cost, Load
+from .sizes import Sizes
 
 if TYPE_CHECKING:
     from .call import Call
     from .local_rows import LocalRows
+    from .traffic import Traffic
 
 ALONE = "alone"
 """What "runs" where the group is one rank."""
@@ -35,10 +36,6 @@ EAGER = "eager"
 ENTRY_POINTS = "weft.algorithms"
 """The group of entry points by which installed packages offer algorithms."""
 
-Arguments = TypeVarTuple("Arguments")
-T = TypeVar("T")
-
-_REMEMBERED = 256  # answers of a function
 _FIELD = 200  # bytes of the fingerprint for the names of a program's own algorithms
 _NOT_NAMES = ("auto", ALONE, EAGER)  # what else `algorithm=` and records say
 
@@ -55,15 +52,19 @@ class Algorithm:
     Attributes:
         name: what `algorithm=` says.
         run: the schedule.
-        cost: what it costs for a load.
-        applies: None, or why it cannot serve a load.
+        applies: None, or why it cannot serve a call of such sizes.
+        traffic: what the average rank sends in such a call, given the rows of its result; None:
+            nobody has said.
+        workspace: bytes that it needs at most, beside the rank's own rows and the result; None:
+            nobody has said.
         replaced: the algorithm that had this name before, which `unregister` brings back.
     """
 
     name: str
     run: Schedule
-    cost: Callable[[Load], Cost]
-    applies: Callable[[Load], str | None]
+    applies: Callable[[Sizes], str | None]
+    traffic: Callable[[Sizes, int], Traffic] | None
+    workspace: Callable[[Sizes], int] | None
     replaced: Algorithm | None = None
 
     @property
@@ -75,7 +76,7 @@ class Algorithm:
 _OWN = f"{__package__}.algorithms."
 
 
-def _always(load: Load) -> None:
+def _always(sizes: Sizes) -> None:
     return None
 
 
@@ -85,7 +86,7 @@ class Registry(Mapping[str, Algorithm]):
     `algorithm` adds to it, `unregister` removes.
 
     Attributes:
-        changes: how often it has changed, for `remembered`.
+        changes: how often it has changed.
     """
 
     def __init__(self) -> None:
@@ -165,50 +166,33 @@ ALGORITHMS = Registry()
 """All algorithms, by name."""
 
 
-def remembered(function: Callable[[*Arguments], T]) -> Callable[[*Arguments], T]:
-    """The function, whose last answers are remembered, each until an algorithm comes or goes.
-
-    It must depend on its arguments and on the algorithms alone.
-    """
-
-    @functools.lru_cache(_REMEMBERED)
-    def found(changes: int, *arguments: *Arguments) -> T:
-        return function(*arguments)
-
-    @functools.wraps(function)
-    def answer(*arguments: *Arguments) -> T:
-        return found(ALGORITHMS.changes, *arguments)
-
-    return answer
-
-
 def algorithm(
     *,
-    cost: Callable[[Load], Cost],
-    applies: Callable[[Load], str | None] = _always,
+    applies: Callable[[Sizes], str | None] = _always,
+    traffic: Callable[[Sizes, int], Traffic] | None = None,
+    workspace: Callable[[Sizes], int] | None = None,
     lockstep: bool = False,
     replace: bool = False,
 ) -> Callable[[Schedule], Schedule]:
     """Register the decorated function as an algorithm, under its own name.
 
     The function is one rank's program, `schedule(rows, call) -> Rows`. Every rank runs it, for a
-    call with `algorithm=` its name, and for `auto` where it is predicted to be quickest. So every
-    rank registers the same algorithms; where they differ, a call raises on all of them.
-    `weft.testing.check_algorithm` tries whether an algorithm keeps what is said here, its cost
-    included. `weft.sparse.unregister` removes it.
+    call with `algorithm=` its name; `auto` takes weft's own. Every rank registers the same
+    algorithms; where they differ, a call raises on all of them. `weft.testing.check_algorithm`
+    tries whether an algorithm keeps what is said here. `weft.sparse.unregister` removes it.
 
     A package that is installed beside weft offers algorithms by entry points of the group
     `weft.algorithms`, `name = "package.module:name"`, whose module registers them. Then they are
     there in every program, and in `weft bench --algorithm`.
 
     Args:
-        cost: what the average rank does, from the sizes of a call (`Load`): rounds, messages sent,
-            bytes received, bytes that go through kernels, workspace (`Cost`). If one rank does more
-            than the others, such as a root that receives everything, `Cost.slowest` says what. All
-            ranks compute it from the same figures, so it must give the same on every machine.
-            Where `auto` chooses, numbers of rows are rounded (`Load.coarse`).
-        applies: None, or in a few words why the algorithm cannot serve such a load, which is the
-            error of a call that asks for it by name; by default it serves all.
+        applies: None, or in a few words why the algorithm cannot serve a call of such sizes
+            (`call.sizes`), which is the error of a call that asks for it; by default it serves all.
+        traffic: rounds that the average rank waits for after the opening, messages that it sends
+            and bytes that it receives at most (`weft.sparse.Traffic`), given the sizes and the rows
+            of the result: `weft.explain` prints them, and `check_algorithm` holds them.
+        workspace: bytes that it leases at most, beside its own rows and the result, given the
+            sizes; `check_algorithm` holds it.
         lockstep: whether it serves wires in rounds, those that are `exact`, and tensors of
             accelerators: both ends know the length of a message before they post it, and both are
             posted before any rank waits, so that all ranks take part in the same rounds
@@ -226,7 +210,7 @@ def algorithm(
       are combined, and rounded to what travels, when they are first asked for. `rows.take` gives
       some of them without the rest.
     * `call`: `group` (among whom), `op`, `row_shape`, `dtype` of values, `wire_index` of indices as
-      they travel, `partial` of sums that are not complete, `header` and `load` (what all ranks
+      they travel, `partial` of sums that are not complete, `header` and `sizes` (what all ranks
       said when the call opened), `chunk_rows`. `call.result(count)` is memory for a result of so
       many rows; `call.finish(sums, values)` divides and rounds sums into it.
 
@@ -236,14 +220,10 @@ def algorithm(
 
     Example:
         >>> import torch, weft
-        >>> def cost(load):
-        ...     others, table = load.ranks - 1, load.height * load.row
-        ...     received = 2 * others / load.ranks * table
-        ...     return weft.sparse.Cost(2, 2 * others, received, merged=table, memory=table)
-        >>> @weft.algorithm(cost=cost, applies=lambda load: None if load.row else "rows are empty")
+        >>> @weft.algorithm(applies=lambda sizes: None if sizes.row else "rows are empty")
         ... def everything(rows, call):  # all rows of the tensor are in the result
-        ...     total = call.result(call.load.height)
-        ...     total.indices.copy_(torch.arange(call.load.height))
+        ...     total = call.result(call.sizes.height)
+        ...     total.indices.copy_(torch.arange(call.sizes.height))
         ...     total.values.zero_()
         ...     total.values[rows.indices.long()] = rows.values
         ...     weft.schedules.dense_all_reduce(call.group, total.values, call.op.name).wait()
@@ -257,12 +237,12 @@ def algorithm(
         >>> weft.sparse.unregister("everything")
     """
 
-    def serves(load: Load) -> str | None:
-        if load.staying and not lockstep:
+    def serves(sizes: Sizes) -> str | None:
+        if sizes.staying and not lockstep:
             return "its schedule is for tensors of the CPU"
-        if load.lengths_known and not lockstep:
+        if sizes.lengths_known and not lockstep:
             return "its schedule is not for a wire in rounds, or one that is exact"
-        return applies(load)
+        return applies(sizes)
 
     def register(schedule: Schedule) -> Schedule:
         name = schedule.__name__
@@ -278,7 +258,7 @@ def algorithm(
                 f"algorithm {name!r} is registered already, {whose}: use another name, or "
                 f"replace=True to take its place; {there_are(ALGORITHMS.loaded())}"
             )
-        ALGORITHMS.add(Algorithm(name, schedule, cost, serves, before))
+        ALGORITHMS.add(Algorithm(name, schedule, serves, traffic, workspace, before))
         return schedule
 
     return register
@@ -297,7 +277,7 @@ def unregister(name: str) -> None:
 
     Example:
         >>> import weft
-        >>> @weft.algorithm(cost=lambda load: weft.sparse.Cost(1, load.ranks - 1, load.bound))
+        >>> @weft.algorithm()
         ... def mine(rows, call):
         ...     raise NotImplementedError
         >>> weft.sparse.unregister("mine")
@@ -330,12 +310,13 @@ def find(name: str, where: str = "") -> Algorithm:
     raise WeftError(f"{where}algorithm {shown(name)} is unknown{hint}: use auto or one of {known}")
 
 
-@remembered
 def spelled() -> str:
-    """The algorithms beside weft's own, for the fingerprint of a call.
+    """The algorithms beside weft's own, for the fingerprint of a call: all ranks have the same."""
+    return _spelled(ALGORITHMS.changes)
 
-    `auto` chooses among all that are registered, so all ranks must have the same.
-    """
+
+@functools.lru_cache(1)
+def _spelled(changes: int) -> str:
     own = [found for found in ALGORITHMS.values() if not found.builtin]
     if not own:
         return "weft's own"

@@ -24,7 +24,7 @@ from torch import Tensor
 from ..group.pending import Pending
 from ..wire.memory import typed
 from .call import Call
-from .cost import Load
+from .sizes import Sizes
 from .stream import SUMS, left_of, right_of, wait_all
 
 _AHEAD = 2  # steps for which receives are posted ahead
@@ -32,15 +32,15 @@ _STEPS = _AHEAD + 3  # steps that have slots: two earlier steps may still be sen
 _MOST = 24 << 20  # bytes of slots, unless rows are larger
 
 
-def relay_rows(load: Load, most: float) -> int:
+def relay_rows(sizes: Sizes, most: float) -> int:
     """Rows in a chunk, if the rank with most rows has `most`."""
-    fair = min(load.chunk, _MOST // (_STEPS * load.ranks)) // max(1, load.row)
+    fair = min(sizes.chunk, _MOST // (_STEPS * sizes.ranks)) // max(1, sizes.row)
     return max(1, math.ceil(min(fair, most)))
 
 
-def relay_memory(load: Load, most: float) -> int:
+def relay_memory(sizes: Sizes, most: float) -> int:
     """Bytes of the slots, if the rank with most rows has `most`."""
-    return _STEPS * load.ranks * relay_rows(load, most) * load.row
+    return _STEPS * sizes.ranks * relay_rows(sizes, most) * sizes.row
 
 
 class Relay:
@@ -63,7 +63,7 @@ class Relay:
         self._counts = counts
         self._left = left_of(call.group)
         self._right = right_of(call.group)
-        self.rows = relay_rows(call.load, longest)
+        self.rows = relay_rows(call.sizes, longest)
         self._chunks = -(-longest // self.rows)  # of the rank with most
         self.steps = self._chunks + len(counts) - 1 if self._chunks else 0
         # by the step in which they are sent: the receives in their order, and the sends
@@ -73,7 +73,7 @@ class Relay:
     def start(self) -> Self:
         """Post the receives of the first steps."""
         slots = _STEPS * self._group.size
-        self._lease = self._group.lease(slots * self.rows * self._call.load.row)
+        self._lease = self._group.lease(slots * self.rows * self._call.sizes.row)
         shape = (slots, self.rows, *self._call.row_shape)
         self._slots = typed(self._lease.tensor, shape, self._call.dtype).unbind()
         for step in range(_AHEAD):

@@ -23,7 +23,7 @@ from ..errors import WeftError, meant, summed_up
 from ..kernels.ops import ELSEWHERE, HALVES, OPS, Op
 from ..rows import Rows
 from ..tensors import has_elements, is_made_of_others, is_transformed, lacking, plain
-from . import factors, link, registry, sketch
+from . import rate, registry
 from .header import POINTS
 from .out import Out, checked
 
@@ -63,8 +63,6 @@ class Request:
         restore: converts a result to the form of the rows that were given.
         agreed: the fields that all ranks agreed on; empty before the call is opened.
         marks: see `Call.marks`.
-        sampled: whether headers say how similar the ranks' rows are, by samples of 256 indices; the
-            same on every rank. A call that chooses nothing by it can do without them.
     """
 
     rows: Rows = NOTHING
@@ -83,7 +81,6 @@ class Request:
     restore: Callable[[Rows], Any] = lambda rows: rows
     agreed: dict[str, str] = field(default_factory=dict)
     marks: Sequence[int] = ()
-    sampled: bool = True
 
     @classmethod
     def of(
@@ -146,7 +143,7 @@ class Request:
         with self:
             if not on_host(indices):
                 if self.survey is None:
-                    self.survey = kernels.survey([indices], POINTS, sketch.SIZE)[0]
+                    self.survey = kernels.survey([indices], POINTS)[0]
                     self._take_ends(self.survey.lowest, self.survey.highest)
                 self.distinct = self.survey.distinct
             elif indices.numel() and not self.distinct.indices.numel():
@@ -235,11 +232,8 @@ class Request:
             registry.find(str(chosen), f"WEFT_ALGORITHM={said}: " if said else "")
         self.algorithm = self.fields["algorithm"] = str(chosen)
         self.fields["registered algorithms"] = registry.spelled()
-        said = os.environ.get("WEFT_LINK")
-        if said is not None:
-            link.parse(said)  # raises here rather than when the link is needed
-        self.fields["WEFT_LINK"] = "nothing" if said is None else said
-        self.fields["WEFT_FACTORS"] = "x".join(map(str, factors.of_environment())) or "nothing"
+        if (text := os.environ.get("WEFT_LINK")) is not None:
+            rate.parse(text)  # raises here rather than when the rate is needed
 
     def _take_dtype(self, own: torch.dtype) -> None:
         """Check that the op and the `wire_dtype` apply to values of this dtype."""

@@ -1,13 +1,14 @@
 """The steps of a call, the same for every algorithm and for every collective of the family.
 
 1. Agree (`opened`): every rank states its arguments, and a header of its rows or the rows.
-2. Run a schedule: for a sparse all-reduce the algorithm that `choice` takes.
+2. Run a schedule: for a sparse all-reduce the algorithm that the rule names (`choose`).
 3. If a caller's function may have raised, tell each other (`settle`).
 4. Put the result where the caller wants it (`handed_out`).
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -24,16 +25,16 @@ from ..group.group import Group
 from ..rows import Rows
 from ..tensors import dtype_in, shape_in
 from .call import Call, row_bytes
-from .choice import choose, is_eager, with_link
-from .cost import Load
+from .choose import chosen, is_eager
 from .explanation import Explanation, explanation
-from .factors import factored, factors_of, of_environment
-from .header import Header, combined, described, rows_of_hosts
+from .header import Header, combined, described
 from .local_rows import LocalRows
-from .owners import expected_union
+from .rate import learn, stated, suited
 from .record import note
 from .registry import ALONE, EAGER, find
 from .request import Request, travelling
+from .sizes import Sizes
+from .stages import in_stages
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +44,7 @@ class Done:
     Attributes:
         algorithm: what ran.
         rows: the result.
-        load: the sizes of the call; `load.union` is exact if all ranks get the same result.
+        sizes: of the call.
         bound: bytes that the average rank must receive, an index counted as 4.
         own: number of this rank's rows.
         below: see `Call.below`.
@@ -51,15 +52,10 @@ class Done:
 
     algorithm: str
     rows: Rows
-    load: Load
+    sizes: Sizes
     bound: float
     own: int
     below: Sequence[int]
-
-    @property
-    def factors(self) -> str:
-        """Of `split`, as users write them; "" where it was flat, or did not run."""
-        return factors_of(self.algorithm, self.load)
 
     def note(self, group: Group, **more: Any) -> None:
         """Store the figures of the call, whose turn it is."""
@@ -68,9 +64,8 @@ class Done:
             self.algorithm,
             bound=self.bound,
             rows=self.own,
-            total=self.load.total,
+            total=self.sizes.total,
             union=len(self.rows),
-            factors=self.factors,
             **more,
         )
 
@@ -132,20 +127,18 @@ def opened(
         distributions = headers
         if not moves and any(header.rows is None for header in headers):
             # some ranks' rows did not come, so those that came are not merged here
-            distributions = described(headers, sampled=request.sampled)
+            distributions = described(headers)
         call.header = Header.together(distributions)
         if direct:
             call.counts = [header.total for header in headers]
-        call.load = _load(call, moves=moves, sampled=request.sampled)
+        call.sizes = _sizes(call)
         assert call.given is not None
         staying = not on_host(call.given.values)
         rows_of_all = None
-        if may_be_eager and not staying and is_eager(call.load, call.index):
+        if may_be_eager and not staying and is_eager(call.sizes, call.index.itemsize):
             rows_of_all = _rows_of_all(group, headers)
         elif group.size > 1:
-            call.load = with_link(call.group, call.load, staying=staying)
-            if direct and not moves and request.sampled:
-                call.load = _with_rows_of_hosts(call.load, distributions)
+            call.sizes = suited(call.sizes, call.group, call.header.rate, staying=staying)
         yield Opened(call, own, headers, rows_of_all)
     finally:
         own.release()
@@ -202,10 +195,10 @@ def _header(
         group.rank_in_errors(group.rank),
         capacity=request.capacity,
         fallible=request.fallible,
+        rate=stated(call.group),
         highest=request.highest if moves else None,
         values=own.values if carries else None,
         survey=request.survey,
-        sampled=request.sampled,
     )
 
 
@@ -223,7 +216,6 @@ def _read_headers(
         height=call.height,
         counted=None if direct else own,
         of_one=direct,
-        sampled=request.sampled,
     )
     headers = agreement.read(unpack, call.row_shape, call.dtype)
     if direct:
@@ -283,21 +275,14 @@ def _nothing_on(kind: str) -> Rows:
     return Rows(nothing, nothing)
 
 
-def _load(call: Call, *, moves: bool, sampled: bool) -> Load:
+def _sizes(call: Call) -> Sizes:
     """The sizes of a call, from the combined header."""
     header = call.header
-    if moves:
-        union = header.total
-    elif sampled:
-        union = header.union(call.height)
-    else:
-        union = expected_union(header, call.group.size)
-    return Load(
+    return Sizes(
         ranks=call.group.size,
         total=header.total,
         most=header.most,
         fewest=header.fewest,
-        union=union,
         # without a height, assume the smallest tensor that holds all rows
         height=header.highest + 1 if call.height is None else call.height,
         row=row_bytes(call.row_shape, call.dtype),
@@ -306,21 +291,7 @@ def _load(call: Call, *, moves: bool, sampled: bool) -> Load:
         places=header.highest + 1,
         in_order=not call.op.builtin,
         has_neutral=call.op.neutral_of is not None,
-        identical=header.identical,
     )
-
-
-def _with_rows_of_hosts(load: Load, headers: list[Header]) -> Load:
-    """The load with the rows of each host, where ranks share one of several.
-
-    Args:
-        load: the sizes of the call, with its hosts.
-        headers: of each rank, `described`.
-    """
-    hosts = load.hosts
-    if hosts is None or len(hosts.ranks) in (1, load.ranks):
-        return load  # nothing depends on them
-    return load.but(rows_of_hosts=rows_of_hosts(headers, hosts, load.union))
 
 
 def performed(
@@ -340,17 +311,22 @@ def performed(
         apart: whether ranks get different results.
     """
     with opened(group, request, name, moves=moves) as opening:
+        began = time.perf_counter()
         algorithm, result = schedule(opening)
+        seconds = time.perf_counter() - began
         call = opening.call
     settle(group, name, call, len(result) if apart else None)
     if not apart and len(result) > call.header.capacity:
         raise WeftError(
             f"rank {call.header.tightest}: {too_small(call.header.capacity, len(result))}"
         )
-    load = call.load if apart else call.load.but(union=len(result))
-    bound = load.bound_to_one if apart else load.bound
+    if apart:  # nobody knows all rows of the result
+        bound = call.sizes.bound_to_one
+    else:
+        bound = call.sizes.bound(len(result))
+        learn(call.group, call.sizes, len(result), seconds)
     result = handed_out(call.widened(result), call)
-    return Done(algorithm, result, load, bound, len(opening.own), call.below)
+    return Done(algorithm, result, call.sizes, bound, len(opening.own), call.below)
 
 
 def reduced(group: Group, request: Request) -> Done:
@@ -359,10 +335,14 @@ def reduced(group: Group, request: Request) -> Done:
     def schedule(opening: Opened) -> tuple[str, Rows]:
         if opening.rows_of_all is not None:
             return EAGER, merge_eager(opening.rows_of_all, opening.call)
-        opening.call.load = factored(opening.call.load, of_environment())
-        name = choose(opening.call.load, request.algorithm, _carrier(opening.call.group))
+        call = opening.call
+        name = ALONE
+        if call.sizes.ranks > 1:
+            name, _ = chosen(call.sizes, request.algorithm, _carrier(call.group))
+        if name == "split":
+            call.sizes = in_stages(call.sizes)
         run = _alone if name == ALONE else find(name).run
-        return name, run(opening.own, opening.call)
+        return name, run(opening.own, call)
 
     return performed(group, request, "sparse_all_reduce", schedule)
 
@@ -370,11 +350,10 @@ def reduced(group: Group, request: Request) -> Done:
 def explained(group: Group, request: Request) -> Explanation:
     """Say what `reduced` would do; collective."""
     with opened(group, request, "explain", looks=True) as opening:
-        load = factored(opening.call.load, of_environment())
-    over = opening.call.group
+        call = opening.call
     index = request.rows.indices.dtype
-    found = explanation(load, request.algorithm, index, _carrier(over))
-    return replace(found, device=over.route)
+    found = explanation(call.sizes, request.algorithm, index.itemsize, _carrier(call.group))
+    return replace(found, device=call.group.route)
 
 
 def _carrier(over: Group) -> str:

@@ -6,7 +6,7 @@
 * `send_rows` and `receive_rows`: rows from one rank to another, in chunks.
 * `Ring`: an all-gather of rows, from each left neighbour to its right one. Each host then has one
   stream in and one out, which share its link evenly; streams between all pairs do not. Measured
-  at 4 hosts of 1 Gbit/s: 1.1 times the limit, against 1.6. `Load.sends_directly` says where each
+  at 4 hosts of 1 Gbit/s: 1.1 times the limit, against 1.6. `Sizes.sends_directly` says where each
   rank sends to all others instead.
 * `lay_out` and `Share`: one result for the sums of all owners of index ranges.
 * `merge_blocks`: merges own rows and inflows in rank order, block by block, while later chunks are
@@ -40,7 +40,7 @@ from ..wire.interface import Lease
 from ..wire.memory import typed
 from . import codec
 from .call import Call
-from .cost import Load
+from .sizes import Sizes
 
 T = TypeVar("T")
 
@@ -65,9 +65,9 @@ _SLOTS = 8  # chunks that one inflow has posted ahead, at most
 _WINDOW = 48 << 20  # bytes that all inflows of a rank have posted ahead, at least 2 chunks each
 
 
-def window(load: Load) -> int:
+def window(sizes: Sizes) -> int:
     """Chunks that are received from a peer ahead of the merge."""
-    fair = _WINDOW // max(1, load.ranks - 1) // max(1, load.chunk)
+    fair = _WINDOW // max(1, sizes.ranks - 1) // max(1, sizes.chunk)
     return max(2, min(_SLOTS, fair))
 
 
@@ -125,7 +125,7 @@ def exchange_lists(
     Returns:
         The lists under way.
     """
-    if call.load.at_once:  # where who posts a receive has to know how long its message is
+    if call.sizes.at_once:  # where who posts a receive has to know how long its message is
         return _ListsOfKnownLength(call, lists, sources, spans).start()
     return IndexLists(call, lists, sources, spans).start()
 
@@ -183,7 +183,7 @@ class _ListsOfKnownLength(Lists):
         received = zip(self._counts.items(), self._pending.wait(), strict=True)
         lists = {peer: typed(memory, (count,), dtype) for (peer, count), memory in received}
         # on an accelerator the host does not look, and lists may have indices of other ranges
-        if not self._call.load.staying and (error := wrong_list(self._call, lists, self._spans)):
+        if not self._call.sizes.staying and (error := wrong_list(self._call, lists, self._spans)):
             raise error
         return lists
 
@@ -213,7 +213,7 @@ class IndexLists(Lists):
         return self
 
     def _packed(self, indices: Tensor) -> Tensor:
-        lease = codec.pack(indices, self._call.group.memory, gaps=self._call.load.gaps)
+        lease = codec.pack(indices, self._call.group.memory, gaps=self._call.sizes.gaps)
         self._leases.append(lease)
         return lease.tensor
 
@@ -222,7 +222,7 @@ class IndexLists(Lists):
         heads = dict(zip(self._sources, self._heads.wait(), strict=True))
         # no list has more bytes: `total` counts the rows of all ranks of the call, also in the
         # header of one place (`owners.header_of_blocks`)
-        most = call.header.total * call.load.index
+        most = call.header.total * call.sizes.index
         rests: dict[int, Tensor] = {}
         for peer, head in heads.items():
             size = self._read(peer, codec.bytes_of, head, most)
@@ -239,7 +239,7 @@ class IndexLists(Lists):
         return lists
 
     def _unpacked(self, peer: int, message: Tensor) -> Tensor:
-        places = self._call.load.places
+        places = self._call.sizes.places
         low, high = self._spans.get(peer, (0, places))
         span = low, min(high, places) - 1
         return self._read(peer, codec.unpack, message, self._call.wire_index, span, self._room)
@@ -293,7 +293,7 @@ def united(
     """
     ends = span or ()
     with ascending(call, lists):
-        union = kernels.union([*lists.values()], (*ends, *call.marks), call.load.places - 1)
+        union = kernels.union([*lists.values()], (*ends, *call.marks), call.sizes.places - 1)
     of_ends = union.below[: len(ends)]
     of_marks = union.below[len(ends) :]
     begin, end = of_ends or (0, union.indices.numel())
@@ -322,7 +322,7 @@ def wrong_list(
     A list is invalid if it does not ascend, or has an index that no header announced, or one
     outside of the span of its rank.
     """
-    places = call.load.places
+    places = call.sizes.places
     for peer, indices in lists.items():
         low, end = spans.get(peer, (0, places))
         last = min(end, places) - 1
@@ -348,7 +348,7 @@ class Inflow:
     def __init__(self, call: Call, peer: int, count: int) -> None:
         self._call = call
         self._peer = peer
-        self._to_post = count if call.load.row else 0  # rows without bytes are not sent
+        self._to_post = count if call.sizes.row else 0  # rows without bytes are not sent
         self._posted: deque[tuple[int, Pending]] = deque()
         self._reading: Pending | None = None
         self._chunk = torch.empty(0)  # that is read
@@ -356,14 +356,14 @@ class Inflow:
 
     def start(self) -> Self:
         """Post the receives of the first chunks."""
-        ahead = window(self._call.load)
+        ahead = window(self._call.sizes)
         while self._to_post and len(self._posted) < ahead:
             self._post()
         return self
 
     def _post(self) -> None:
         if count := min(self._call.chunk_rows, self._to_post):
-            size = count * self._call.load.row
+            size = count * self._call.sizes.row
             self._posted.append((count, self._call.group.post((), [(self._peer, size)], VALUES)))
             self._to_post -= count
 
@@ -378,7 +378,7 @@ class Inflow:
 
     def pieces(self, start: int, stop: int) -> Iterator[Tensor]:
         """The `Source`: each piece is valid until the next one is asked for."""
-        if not self._call.load.row:
+        if not self._call.sizes.row:
             shape = stop - start, *self._call.row_shape
             yield torch.empty(shape, dtype=self._call.dtype, device=self._call.device)
             return
@@ -412,7 +412,7 @@ def chunks(call: Call, values: Tensor) -> Sequence[Tensor]:
     if not values.numel():
         return ()
     rows = values.shape[0]
-    step = max(1, call.load.chunk // (values.nbytes // rows))
+    step = max(1, call.sizes.chunk // (values.nbytes // rows))
     return (values,) if rows <= step else torch.split(values, step)
 
 
@@ -436,8 +436,8 @@ class Ring:
 
     Round the ring: the left neighbour sends its own rows first, then those of its left neighbour,
     and so on. A rank sends each chunk on to the right as soon as it has received it. Directly
-    (`Load.sends_directly`): each rank sends its chunks to all others, and waits for the n-th chunks
-    of all together. That takes fewer copies, and no hop of a ring waits.
+    (`Sizes.sends_directly`): each rank sends its chunks to all others, and waits for the n-th
+    chunks of all together. That takes fewer copies, and no hop of a ring waits.
     """
 
     def __init__(
@@ -464,7 +464,7 @@ class Ring:
         self._channel = channel
         self._runs = runs
         self._received = received
-        self._direct = call.load.sends_directly(nbytes)
+        self._direct = call.sizes.sends_directly(nbytes)
         self._left = left_of(group)
         self._right = right_of(group)
         self._to = group.peers if self._direct else [self._right][: group.size - 1]
@@ -545,9 +545,9 @@ def lay_out(call: Call, lists: Sequence[Tensor]) -> tuple[Rows, list[Tensor]]:
     result = call.result_at(*lists)
     indices = result.indices
     places = consecutive(map(len, lists))
-    if call.load.staying and indices.numel():  # else they were looked at when they came
+    if call.sizes.staying and indices.numel():  # else they were looked at when they came
         wrong = (indices[1:] <= indices[:-1]).any() | (indices[0] < 0)
-        wrong |= indices[-1] >= call.load.places
+        wrong |= indices[-1] >= call.sizes.places
         # each with the last index before it, which must be below
         looked_at = {
             rank: indices[max(0, part.start - 1) : part.stop] for rank, part in enumerate(places)
@@ -668,7 +668,7 @@ def merge_blocks(
         first_keys = union.indices[torch.arange(0, total, step)]
         bounds = [[*torch.searchsorted(run, first_keys).tolist(), run.numel()] for run in runs]
     direct = call.partial == call.dtype and end - begin == total
-    with call.group.lease(0 if direct else min(step, total) * call.load.partial) as memory:
+    with call.group.lease(0 if direct else min(step, total) * call.sizes.partial) as memory:
         for block, start in enumerate(starts):
             stop = min(start + step, total)
             low = max(start, begin)

@@ -36,7 +36,7 @@ from ..group.group import Group
 from ..rows import Rows
 from ..tensors import as_bytes, extent, has_elements, shape_in
 from ..wire.memory import fresh
-from . import explanation, run, sketch
+from . import explanation, run
 from .call import Call
 from .explanation import Batch, Explanation
 from .header import NO_LIMIT, POINTS
@@ -51,8 +51,6 @@ _SHORT = 2**31  # keys below fit in int32
 _FIELDS = (
     "op",
     "algorithm",
-    "WEFT_LINK",
-    "WEFT_FACTORS",
     "wire dtype",
     "number of tables",
     "device",
@@ -158,7 +156,7 @@ def _surveyed(requests: Sequence[Request]) -> str | None:
             kinds.setdefault((rows.values.dtype, rows.row_shape), []).append((request, keys))
             request.highest = 0  # not -1: the table has rows
     tall = [torch.cat([keys for _, keys in kind]) for kind in kinds.values()]
-    surveys = kernels.survey(tall, POINTS, sketch.SIZE)
+    surveys = kernels.survey(tall, POINTS)
     for kind, survey in zip(kinds.values(), surveys, strict=True):
         kind[0][0].survey = survey
         for request, _ in kind if survey.lowest < 0 else ():
@@ -226,9 +224,8 @@ def reduced(group: Group, requests: Sequence[Request], error: str | None) -> lis
     note(
         group,
         " and ".join(dict.fromkeys(one.algorithm for one in done)) or nothing,
-        factors=" and ".join(dict.fromkeys(one.factors for one in done if one.factors)),
         rows=sum(one.own for one in done),
-        total=sum(one.load.total for one in done),
+        total=sum(one.sizes.total for one in done),
         union=sum(len(one.rows) for one in done),
         bound=sum(one.bound for one in done),
     )

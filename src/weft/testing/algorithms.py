@@ -11,7 +11,6 @@ What an algorithm refuses by `applies` is left out, since the call raises on eve
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
@@ -22,13 +21,16 @@ from torch import Tensor
 
 import weft
 
+from ..bootstrap.outcome import results
 from ..errors import WeftError, WireError, there_are
 from ..group.group import Group
 from ..kernels.ops import DTYPES, OPS
 from ..rows import Rows
-from ..sparse import ALGORITHMS, Algorithm, Cost, Link, Load, last_call
-from ..sparse.link import set_link
+from ..sparse import ALGORITHMS, Algorithm, Sizes, last_call
+from ..sparse.rate import MOST, set_rate
 from ..sparse.registry import find
+from ..sparse.stages import in_stages
+from . import threads
 from .clauses import Outcome, asked_for, raise_if_broken, title_of, tried
 from .oracle import expected
 from .spmd import run
@@ -37,16 +39,13 @@ SIZES = (2, 3, 4, 5, 6, 7, 8)
 """Numbers of ranks that clauses run on: a group of one runs no algorithm."""
 
 _KINDS = ("few", "duplicates", "many", "identical", "skew", "some empty", "all empty")
-_FAST = Link(alpha=50e-6, beta=2e-9, gamma=1e-9, work=20e-6)  # lists are sent as they are
-_SLOW = Link(alpha=100e-6, beta=8e-9, gamma=0.35e-9, work=10e-6)  # lists are packed
-_LINK_NAMES = ((_FAST, "a fast link"), (_SLOW, "a slow link"))
+_RATES = ((MOST, "a fast link"), (10, "a slow link"))  # where lists are plain, and packed
 
 _REAL = 60  # rows of real numbers of a rank, where many cases are tried
 _WIDTH = 32  # floats a row where bytes are counted
 _OPENING = 8 << 10  # bytes of a statement without rows
 _LEASED = 416 << 10  # bytes leased for each peer by the opening and the first messages of two lists
-_TOLERANCE = 0.25  # of what `cost` says: it does not know who shares rows with whom
-_UNEVEN = 1.5  # how many times as much as `cost` says the busiest rank may do
+_TOLERANCE = 0.25  # of what `traffic` says: it does not know who shares rows with whom
 
 Op = str | Callable[[Tensor, Tensor], Tensor]
 
@@ -74,13 +73,13 @@ class _Trial:
 
     @functools.cached_property
     def spent(self) -> list[tuple[str, list[_Spent]]]:
-        """The cases in which costs are compared: a name, and what the ranks spent. Run once."""
+        """The cases in which traffic is compared: a name, and what the ranks spent. Run once."""
         return list(_each(self))
 
     def serves(self, group: Group, rows: Any, op: Op = "sum", **options: Any) -> bool:
         """Whether the algorithm takes such a call; collective."""
-        load = weft.explain(rows, op, group=group, **options).load
-        return self.algorithm.applies(load) is None
+        sizes = weft.explain(rows, op, group=group, **options).sizes
+        return self.algorithm.applies(sizes) is None
 
     def reduce(self, rows: Any, op: Op = "sum", **options: Any) -> Any:
         return weft.sparse_all_reduce(rows, op, algorithm=self.name, **options)
@@ -106,7 +105,7 @@ def check_algorithm(
 
     It runs the algorithm on ranks that are threads of this process, against `expected`: over sizes,
     kinds of rows, dtypes, operations, row shapes and `wire_dtype`; looks for the same bits on every
-    rank and in a second call; compares messages, bytes and memory with what its `cost` says; and
+    rank and in a second call; holds messages, bytes and memory against what it says of them; and
     has ranks err and abort in the middle. Calls that its `applies` refuses are left out. It takes
     some ten seconds, and needs no pytest.
 
@@ -284,7 +283,6 @@ def _compare_all(
     """Reduce the parts, one a rank, and compare with the oracle; whether the call was served."""
 
     def program(group: Group) -> Rows | None:
-        set_link(group, _FAST)
         rows = parts[group.rank]
         if not trial.serves(group, rows, op, **options):
             return None
@@ -319,7 +317,6 @@ def bits(trial: _Trial) -> None:
     """real numbers give the same bits on every rank, and in a second call."""
 
     def program(group: Group) -> list[Rows]:
-        set_link(group, _FAST)
         rows = _real(group.rank)
         if not trial.serves(group, rows):
             return []
@@ -336,21 +333,23 @@ def bits(trial: _Trial) -> None:
 @_clause
 def packed(trial: _Trial) -> None:
     """long index lists arrive, of indices above 2^31, too, and packed, as on slow links."""
-    for (link, where), index in product(_LINK_NAMES, (torch.int32, torch.int64)):
+    apart = [f"host {rank}" for rank in range(trial.middle)]
+    for (rate, where), index in product(_RATES, (torch.int32, torch.int64)):
         parts = [_rows("long", rank, index=index) for rank in range(trial.middle)]
         if index is torch.int64:
             parts = [_far(rows) for rows in parts]
         wanted = expected(parts)
 
-        def program(group: Group, link: Link = link, parts: Sequence[Rows] = parts) -> Rows | None:
-            set_link(group, link)
+        def program(group: Group, rate: int = rate, parts: Sequence[Rows] = parts) -> Rows | None:
+            set_rate(group, rate)
             rows = parts[group.rank]
             if not trial.serves(group, rows):
                 return None
             found: Rows = trial.reduce(rows)
             return found
 
-        for found in run(trial.middle, program):
+        groups = threads.group(trial.middle, hosts=apart)
+        for found in results(threads.on_groups(groups, program), "threads"):
             if found is not None:
                 _compare(f"{index} on {where}", found, wanted)
 
@@ -397,7 +396,6 @@ def heights(trial: _Trial) -> None:
     tables = [[_rows(kind, rank) for kind in ("few", "many")] for rank in range(size)]
 
     def program(group: Group) -> tuple[tuple[Tensor, Tensor] | None, list[Rows]]:
-        set_link(group, _FAST)
         mine = tables[group.rank]
         pair = mine[1].indices, mine[1].values
         found = trial.reduce(pair) if trial.serves(group, pair) else None
@@ -438,7 +436,6 @@ def memory(trial: _Trial) -> None:
     """the caller's rows stay as they are, and a result is nobody else's memory."""
 
     def program(group: Group) -> None:
-        set_link(group, _FAST)
         rows = _rows("many", group.rank)
         if not trial.serves(group, rows):
             return
@@ -465,7 +462,6 @@ def outs(trial: _Trial) -> None:
     """the result is where the caller wants it."""
 
     def program(group: Group) -> None:
-        set_link(group, _FAST)
         rows = _rows("many", group.rank)
         if not trial.serves(group, rows):
             return
@@ -500,7 +496,6 @@ def errors(trial: _Trial) -> None:
         raise Refused("no memory here")
 
     def program(group: Group) -> list[str]:
-        set_link(group, _FAST)
         rows = _rows("few", group.rank)
         texts: list[str] = []
         if not trial.serves(group, rows):
@@ -530,7 +525,6 @@ def aborts(trial: _Trial) -> None:
     """an abort in the middle of the schedule ends the call on every rank, by name."""
 
     def program(group: Group) -> None:
-        set_link(group, _FAST)
         rows = _rows("many", group.rank)
         if not trial.serves(group, rows):
             return
@@ -555,15 +549,17 @@ class _Spent(NamedTuple):
     """What one rank spent on a call, without the opening exchange.
 
     Attributes:
-        cost: what the algorithm says for the load of the call.
+        sizes: of the call.
+        union: rows of its result.
         messages: that it sent.
-        to: bytes that it sent to each rank.
+        bytes: that it sent.
         peak: bytes that it had leased at most, beyond its own rows.
     """
 
-    cost: Cost
+    sizes: Sizes
+    union: int
     messages: int
-    to: dict[int, int]
+    bytes: int
     peak: int
 
 
@@ -571,11 +567,12 @@ def _spent(trial: _Trial, size: int, kind: str) -> list[_Spent]:
     """What each rank spends on a call with evenly spread rows; nothing if it is refused."""
 
     def program(group: Group) -> _Spent | None:
-        set_link(group, _FAST)
         rows = _even(kind, group.rank, size)
         if not trial.serves(group, rows):
             return None
-        load = weft.explain(rows, algorithm=trial.name).load
+        sizes = weft.explain(rows, algorithm=trial.name).sizes
+        if trial.name == "split":
+            sizes = in_stages(sizes)
         pool = group.memory
         pool.peak = pool.lent
         group.traffic.reset()
@@ -583,16 +580,15 @@ def _spent(trial: _Trial, size: int, kind: str) -> list[_Spent]:
         assert pool.lent == 0, f"rank {group.rank} did not give back {pool.lent} bytes of leases"
         record = last_call(group)
         assert record is not None
-        cost = trial.algorithm.cost(replace(load, union=len(result)))
-        to = {peer: nbytes - _OPENING for peer, nbytes in group.traffic.to.items()}
-        own = len(rows) * load.row
-        return _Spent(cost, record.messages - (size - 1), to, pool.peak - own)
+        nbytes = sum(each - _OPENING for each in group.traffic.to.values())
+        own = len(rows) * sizes.row
+        return _Spent(sizes, len(result), record.messages - (size - 1), nbytes, pool.peak - own)
 
     return [spent for spent in run(size, program) if spent is not None]
 
 
 def _each(trial: _Trial) -> Iterable[tuple[str, list[_Spent]]]:
-    """The cases in which costs are compared: a name, and what the ranks spent."""
+    """The cases in which traffic is compared: a name, and what the ranks spent."""
     for size, kind in product(trial.sizes, ("identical", "half", "disjoint")):
         if kind == "disjoint" and size > 4:
             continue  # four places between two rows: no more than four ranks can be disjoint
@@ -602,75 +598,32 @@ def _each(trial: _Trial) -> Iterable[tuple[str, list[_Spent]]]:
 
 
 @_clause
-def costs(trial: _Trial) -> None:
-    """`cost` says how many messages and bytes the average rank sends."""
+def traffic(trial: _Trial) -> None:
+    """the average rank sends no more messages and bytes than `traffic` says, if that is given."""
+    if trial.algorithm.traffic is None:
+        return
     for case, spent in trial.spent:
-        cost = spent[0].cost
+        said = trial.algorithm.traffic(spent[0].sizes, spent[0].union)
         messages = sum(one.messages for one in spent) / len(spent)
-        nbytes = sum(sum(one.to.values()) for one in spent) / len(spent)
-        within = math.isclose(messages, cost.messages, rel_tol=_TOLERANCE, abs_tol=1)
-        assert within, f"{case}: {messages:.1f} messages were sent, `cost` says {cost.messages}"
-        slack = _OPENING * len(spent)
-        within = math.isclose(nbytes, cost.bytes, rel_tol=_TOLERANCE, abs_tol=slack)
-        assert within, f"{case}: {nbytes:.0f} bytes were sent, `cost` says {cost.bytes:.0f}"
-
-
-@_clause
-def busiest(trial: _Trial) -> None:
-    """`cost` says what the busiest rank does, if that is much more than the average."""
-    for case, spent in trial.spent:
-        cost = spent[0].cost
-        said = cost.bytes
-        if cost.slowest is not None:
-            # within a host a byte is copied, not sent: there it may count as merged
-            said = max(said, cost.slowest.bytes + cost.slowest.merged)
-        allowed = _UNEVEN * said + _OPENING * len(spent)
-        for rank, one in enumerate(spent):
-            sent = sum(one.to.values())
-            received = sum(other.to.get(rank, 0) for other in spent)
-            most = max(sent, received)
-            assert most <= allowed, (
-                f"{case}: rank {rank} sends {sent} bytes and receives {received}, where `cost` "
-                f"says {said:.0f}: say what it does as Cost.slowest"
-            )
+        assert messages <= (1 + _TOLERANCE) * said.messages + 1, (
+            f"{case}: {messages:.1f} messages were sent, `traffic` says {said.messages}"
+        )
+        nbytes = sum(one.bytes for one in spent) / len(spent)
+        assert nbytes <= (1 + _TOLERANCE) * said.bytes + _OPENING * len(spent), (
+            f"{case}: {nbytes:.0f} bytes were sent, `traffic` says {said.bytes:.0f}"
+        )
 
 
 @_clause
 def workspaces(trial: _Trial) -> None:
-    """`cost` says how much workspace is leased, and all of it is given back."""
+    """all workspace is given back, and no more is leased than `workspace` says, if it is given."""
     for case, spent in trial.spent:
         # A receive of unknown length is leased for the most that may come, which is much more than
         # comes where all have the same rows. No page is touched that nothing comes into.
-        if case.startswith("identical"):
+        if trial.algorithm.workspace is None or case.startswith("identical"):
             continue
         for rank, one in enumerate(spent):
-            allowed = (1 + _TOLERANCE) * one.cost.memory + _LEASED * (len(spent) - 1)
-            assert one.peak <= allowed, (
-                f"{case}: rank {rank} leases {one.peak} bytes, `cost` says {one.cost.memory:.0f}"
+            said = trial.algorithm.workspace(one.sizes)
+            assert one.peak <= said + _LEASED * (len(spent) - 1), (
+                f"{case}: rank {rank} leases {one.peak} bytes, `workspace` says {said}"
             )
-
-
-@_clause
-def loads(trial: _Trial) -> None:
-    """`cost` is a finite number for any load, and the same when it is asked again."""
-    for ranks, most, link in product((2, 13, 1024, 10_240), (0, 1, 50_000), (_FAST, _SLOW, None)):
-        load = Load(
-            ranks=ranks,
-            total=most * ranks,
-            most=most,
-            fewest=0,
-            union=min(most * ranks, 1_000_000),
-            height=1_000_000,
-            row=256,
-            partial=256,
-            index=4,
-            places=1_000_000,
-            link=link,
-        )
-        if trial.algorithm.applies(load) is not None:
-            continue
-        cost = trial.algorithm.cost(load)
-        assert cost == trial.algorithm.cost(load), f"{cost} the first time, then another"
-        figures = (cost.rounds, cost.messages, cost.bytes, cost.merged, cost.memory)
-        good = all(math.isfinite(figure) and figure >= 0 for figure in figures)
-        assert good, f"{cost} for {ranks} ranks of up to {most} rows"

@@ -1,8 +1,8 @@
 """What an algorithm would take on a network that is only computed.
 
 The real call, opening exchange and all, runs on simulated ranks (`simulated`) with real rows;
-kernels report their arithmetic to the clocks. It backs `Cost`: a prediction that the simulation
-does not bear out is wrong, or the schedule is.
+kernels report their arithmetic to the clocks. A thousand ranks fit in a process: so it shows what
+no test of real ranks could, their messages, their bytes, and that none waits for another for ever.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import gc
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -18,11 +18,11 @@ from ..errors import WeftError
 from ..group.group import Group
 from ..kernels import meter
 from ..rows import Rows
-from ..sparse import factors, run
-from ..sparse.cost import Cost, Load
-from ..sparse.link import set_link
+from ..sparse import run
 from ..sparse.registry import ALGORITHMS
 from ..sparse.request import Request
+from ..sparse.sizes import Sizes
+from ..sparse.traffic import Traffic
 from ..wire.link import Link
 from . import simulated
 
@@ -37,10 +37,9 @@ class Simulation:
         opening: of the opening exchange.
         seconds: of what came after it.
         messages, bytes: sent by the average rank, without those of the opening exchange.
-        load: the sizes of the call, the union's the true one.
-        cost: what the algorithm says it costs for that load.
-        predicted: seconds that this cost takes on the link, whose queues never overflow here; to be
-            held against `seconds`.
+        sizes: of the call.
+        union: rows of the result.
+        traffic: what the algorithm says of messages and bytes; None: nothing.
     """
 
     algorithm: str
@@ -48,9 +47,9 @@ class Simulation:
     seconds: float
     messages: float
     bytes: float
-    load: Load
-    cost: Cost
-    predicted: float
+    sizes: Sizes
+    union: int
+    traffic: Traffic | None
 
 
 def simulate(
@@ -85,25 +84,22 @@ def simulate(
         >>> link = Link(alpha=50e-6, beta=8e-9, gamma=0.35e-9, work=10e-6)
         >>> rows = Rows(torch.arange(500), torch.ones(500, 64), height=1000)
         >>> done = simulate("doubling", lambda rank: rows, 8, link)
-        >>> done.messages
-        3.0
-        >>> bool(abs(done.predicted / done.seconds - 1) < 0.15)
-        True
+        >>> done.messages, done.traffic.messages
+        (3.0, 3)
     """
 
-    def program(group: Group) -> tuple[float, float, int, int, str, Load]:
-        set_link(group, link)
+    def program(group: Group) -> tuple[float, float, int, int, str, Sizes, int]:
         with meter.metered(functools.partial(simulated.compute, group)):
             # two openings, of which the first is nothing but that: the difference is the schedule
             request = Request.of(rows(group.rank), op, algorithm, wire_dtype, None)
-            with run.opened(group, request, "sparse_all_reduce") as opening:
-                load = factors.factored(opening.call.load, factors.of_environment())
+            with run.opened(group, request, "sparse_all_reduce"):
+                pass
             opened = simulated.clock(group)
             before = group.traffic.messages, group.traffic.bytes
             done = run.reduced(group, request)
             count = group.traffic.messages - 2 * before[0], group.traffic.bytes - 2 * before[1]
-            load = load.but(union=len(done.rows))
-            return opened, simulated.clock(group), *count, done.algorithm, load
+            ended = simulated.clock(group)
+            return opened, ended, *count, done.algorithm, done.sizes, len(done.rows)
 
     threads, collecting = torch.get_num_threads(), gc.isenabled()
     torch.set_num_threads(1)  # a thousand ranks would each keep a pool of them
@@ -114,23 +110,17 @@ def simulate(
         torch.set_num_threads(threads)
         if collecting:
             gc.enable()
-    opened, ended, messages, nbytes, (name, *_), (load, *_) = zip(*seen, strict=True)
+    opened, ended, messages, nbytes, (name, *_), (sizes, *_), (union, *_) = zip(*seen, strict=True)
     if name not in ALGORITHMS:
         raise WeftError(f"no algorithm ran ({name}): simulate more rows or ranks, or name one")
-    opening, cost = max(opened), ALGORITHMS[name].cost(load)
+    opening, traffic = max(opened), ALGORITHMS[name].traffic
     return Simulation(
         name,
         opening,
         max(ended) - 2 * opening,
         sum(messages) / ranks,
         sum(nbytes) / ranks,
-        load,
-        cost,
-        _without_queues(cost).seconds(link),
+        sizes,
+        union,
+        None if traffic is None else traffic(sizes, union),
     )
-
-
-def _without_queues(cost: Cost) -> Cost:
-    """The cost on links that keep whatever is sent to them, as simulated ones do."""
-    slowest = None if cost.slowest is None else _without_queues(cost.slowest)
-    return replace(cost, recovering=0.0, slowest=slowest)

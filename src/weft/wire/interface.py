@@ -30,21 +30,6 @@ for which memory is taken as messages come, and not for the most that may come."
 
 
 @dataclass(frozen=True, slots=True)
-class LinkFigures:
-    """What a kind of wire takes, as constants, for the choice of algorithms.
-
-    Attributes:
-        latency: seconds until a small message has come.
-        seconds_a_byte: of a long message.
-        work: seconds of a core for a message.
-    """
-
-    latency: float
-    seconds_a_byte: float
-    work: float
-
-
-@dataclass(frozen=True, slots=True)
 class Features:
     """What a wire has beside `post`. Schedules are chosen by it, so all ranks have the same.
 
@@ -53,16 +38,15 @@ class Features:
         lockstep: messages travel in rounds, see `Wire.post`; the wire is a `Rounds`.
         streams: `Pending.wait_stream` does not block the host.
         reduces: (op, dtype) of what `all_reduce` takes; with any, the wire is a `Reducing`.
-        between: the figures of the network between hosts; None: the group measures them.
-        within: the figures between ranks of one host; None: as `between`.
+        between: bytes a second that a rank reaches between hosts, as a first guess; None: weft has
+            one, and then each group what its calls reached.
     """
 
     exact: bool = False
     lockstep: bool = False
     streams: bool = False
     reduces: frozenset[tuple[str, torch.dtype]] = field(default_factory=frozenset)
-    between: LinkFigures | None = None
-    within: LinkFigures | None = None
+    between: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

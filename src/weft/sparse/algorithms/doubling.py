@@ -14,8 +14,7 @@ Thakur, Rabenseifner and Gropp, "Optimization of collective communication operat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable
 from functools import partial
 from typing import TypeVar
 
@@ -26,52 +25,29 @@ from ... import kernels
 from ...rows import Rows
 from ...wire.memory import typed
 from ..call import Call
-from ..cost import Cost, Load
 from ..local_rows import LocalRows
 from ..registry import algorithm
+from ..sizes import Sizes
+from ..traffic import Traffic
 
 
-def cost(load: Load) -> Cost:
-    core = 1 << (load.ranks.bit_length() - 1)
-    folded = load.ranks - core
+def traffic(sizes: Sizes, union: int) -> Traffic:
+    core = 1 << (sizes.ranks.bit_length() - 1)
     rounds = core.bit_length() - 1
-    carried = [load.union_of(2**i * load.ranks / core) for i in range(rounds)]
-    halves = min(2 * load.union_of(core // 2), load.union)  # the operands of the last merge
-    # the last sums are made in the result, where no half precision is rounded
-    rounded = load.union if load.partial != load.row else 0.0
-    held = 3 * load.union if rounded or folded else 2 * load.union_of(core // 2)
-    memory = held * (load.partial + load.index) + load.uniting_memory(halves, load.union)
-    average = replace(_swaps(load, carried, rounded), memory=memory)
-    if not folded:
-        return average
-    # those that speak for two have more to carry, and others wait for them
-    longer = [load.union_of(min(2 ** (i + 1), load.ranks)) for i in range(rounds)]
-    slowest = _swaps(load, [load.mean, *longer, load.union], load.union)
-    # the average rank's share of the fold: one message in before, one result out after
-    voices = core / load.ranks
-    pairs = folded / load.ranks
-    row = load.partial + load.index
-    return replace(
-        average,
-        messages=round(voices * rounds + 2 * pairs),
-        bytes=(voices * sum(carried) + pairs * (load.mean + load.union)) * row,
-        slowest=slowest,
-    )
+    paired = (sizes.ranks - core) / sizes.ranks  # ranks that send all they have, and get the result
+    # at most: ranks may have the same rows
+    swapped = sum(min(2**i * sizes.mean * sizes.ranks / core, union) for i in range(rounds))
+    rows = core / sizes.ranks * swapped + paired * (sizes.mean + union)
+    messages = core / sizes.ranks * rounds + 2 * paired
+    waiting = rounds + (2 if paired else 0)
+    return Traffic(waiting, round(messages), rows * (sizes.partial + sizes.index))
 
 
-def _swaps(load: Load, carried: Sequence[float], rounded: float) -> Cost:
-    """Rounds in which a rank sends and receives so many rows, merging them after each."""
-    received = sum(carried) * (load.partial + load.index)
-    return Cost(
-        rounds=len(carried),
-        messages=len(carried),
-        bytes=received,
-        merged=load.merging(2 * sum(carried) + rounded, 2 * len(carried)),
-        delayed=load.queue * received,
-    )
+def workspace(sizes: Sizes) -> int:
+    return 4 * sizes.union[1] * (sizes.partial + sizes.index)
 
 
-@algorithm(cost=cost)
+@algorithm(traffic=traffic, workspace=workspace)
 def doubling(rows: LocalRows, call: Call) -> Rows:
     group = call.group
     rank = group.rank
@@ -140,8 +116,8 @@ _Place = TypeVar("_Place", _Message, Rows)
 
 def _extent(call: Call, count: int) -> tuple[int, int]:
     """Where in a message the values begin, at a multiple of 8 bytes, and where they end."""
-    head = 8 + -(-count * call.load.index // 8) * 8
-    return head, head + count * call.load.partial
+    head = 8 + -(-count * call.sizes.index // 8) * 8
+    return head, head + count * call.sizes.partial
 
 
 def _made(call: Call, indices: Tensor) -> _Message:
@@ -155,14 +131,14 @@ def _made(call: Call, indices: Tensor) -> _Message:
 
 def _receive(call: Call, peer: int, ranks: int) -> Callable[[], _Message]:
     """Post the receive of the rows of so many ranks from a peer; the function waits for them."""
-    load = call.load
-    most = min(ranks * load.most, load.total if load.height is None else load.height)
+    sizes = call.sizes
+    most = min(ranks * sizes.most, sizes.total if sizes.height is None else sizes.height)
     pending = call.group.post((), [(peer, _extent(call, most)[1])])
 
     def read(memory: Tensor) -> _Message:
         message = _Message(call, memory, pending.release)
-        if not kernels.lie_within(message.indices, 0, load.places - 1):
-            raise ValueError(f"its indices do not ascend from 0 to {load.places - 1}")
+        if not kernels.lie_within(message.indices, 0, sizes.places - 1):
+            raise ValueError(f"its indices do not ascend from 0 to {sizes.places - 1}")
         return message
 
     return lambda: call.group.decode(peer, "rows", read, pending.wait()[0])

@@ -26,47 +26,37 @@ from ...agree import DIRECT
 from ...rows import Rows
 from ...wire.memory import typed
 from ..call import Call
-from ..cost import Cost, Load
 from ..local_rows import LocalRows
 from ..registry import algorithm
+from ..sizes import Sizes
 from ..stream import (
     VALUES,
     Ring,
     at_hand,
     in_rank_order,
-    list_messages,
     merge_blocks,
     send_list_to_all,
     united,
 )
+from ..traffic import Traffic, of_list, of_ring
 
 
-def cost(load: Load) -> Cost:
-    others = load.ranks - 1
-    list_of_rows = load.list_of(load.mean)
-    received = others * (load.mean * load.incoming + list_of_rows)
-    merged = load.merging(load.total, load.pieces(load.mean, load.ranks, load.union))
-    # rows are merged in order, while the last ones come
-    last = min(merged, load.mean * load.incoming)
-    moved = load.of_partials() if load.summed else load
-    are_counted = load.ranks <= DIRECT and not load.summed
-    are_sent = load.at_once or list_messages(list_of_rows) == 1
-    rounds_of_lists = 0 if are_counted and are_sent else 1
-    return Cost(
-        rounds=rounds_of_lists + moved.hops_of_shared(load.mean),
-        messages=others * (list_messages(list_of_rows) + load.chunks(load.mean, load.incoming)),
-        bytes=received,
-        merged=merged - last,
-        overlapped=last,
-        delayed=load.queue * others * list_of_rows
-        + moved.shared(load.mean)
-        + load.crowded(received),
-        memory=(load.total - load.fewest) * load.incoming
-        + load.uniting_memory(load.total, load.union),
-    )
+def traffic(sizes: Sizes, union: int) -> Traffic:
+    others = sizes.ranks - 1
+    lists, listed = of_list(sizes, sizes.mean)
+    rounds, messages, nbytes = of_ring(sizes, sizes.mean, sizes.incoming)
+    follow_at_once = sizes.ranks <= DIRECT and not sizes.summed and (lists == 1 or sizes.at_once)
+    rounds += not follow_at_once
+    return Traffic(rounds, others * lists + messages, others * listed + nbytes)
 
 
-@algorithm(cost=cost, lockstep=True)
+def workspace(sizes: Sizes) -> int:
+    # the rows of all others, and of all the indices and their places in the union
+    received = (sizes.total - sizes.fewest) * sizes.incoming
+    return received + sizes.total * 3 * sizes.index
+
+
+@algorithm(traffic=traffic, workspace=workspace, lockstep=True)
 def gather(rows: LocalRows, call: Call) -> Rows:
     group = call.group
     incoming = call.incoming
@@ -84,10 +74,10 @@ def gather(rows: LocalRows, call: Call) -> Rows:
 
     # round the ring, or to all: values, which are merged as they come
     received = [0 if rank == group.rank else count for rank, count in enumerate(counts)]
-    with group.lease(sum(received) * call.load.incoming) as memory:
+    with group.lease(sum(received) * call.sizes.incoming) as memory:
         space = typed(memory, (sum(received), *call.row_shape), incoming.dtype)
         parts = torch.split(space, received)
-        ring = Ring(incoming, parts, VALUES, incoming.load.mean * incoming.load.row).start()
+        ring = Ring(incoming, parts, VALUES, incoming.sizes.mean * incoming.sizes.row).start()
         for piece in rows.pieces(incoming.chunk_rows, 0, len(rows)):
             ring.send(piece)
         if runs is None:

@@ -29,7 +29,6 @@ patterns are set up once and used often. Index sets ahead of values: Zhao and Ca
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Self
@@ -42,16 +41,15 @@ from torch import Tensor
 from ... import kernels
 from ...group.pending import Pending
 from ...kernels import Shares
-from ...kernels.meter import CALL, PLACE, PUT
 from ...rows import Rows
 from ...wire.interface import Lease
 from ...wire.memory import typed
 from ..call import Call
-from ..cost import Cost, Load
 from ..header import Longs
 from ..local_rows import LocalRows
 from ..registry import algorithm
-from ..relay import Relay, relay_memory, relay_rows
+from ..relay import Relay, relay_rows
+from ..sizes import Sizes
 from ..stream import (
     SUMS,
     Inflow,
@@ -59,50 +57,39 @@ from ..stream import (
     Source,
     all_gather_lists,
     ascending,
-    list_messages,
     receive_rows,
     send_rows,
     wait_all,
-    window,
 )
-
-_DEAL = 176  # bytes that could be merged while an index's place is given to a rank
-
-
-def cost(load: Load) -> Cost:
-    others = load.ranks - 1
-    sums = load.union / load.ranks  # of each rank
-    list_of_rows = load.list_of(load.mean)
-    steps = 1 if load.at_once else math.ceil(sums / relay_rows(load, sums))
-    away = max(0.0, load.mean - sums)  # rows that are summed elsewhere, in equal parts
-    pieces = others * steps * -math.expm1(-away / max(1, others * steps))
-    received = others * list_of_rows + away * load.incoming + others * sums * load.row
-    made = load.merging(load.mean, pieces)
-    placing = PUT * load.union * load.row + load.ranks * steps * CALL  # sums, in the result
-    return Cost(
-        rounds=2 + load.hops(sums),
-        messages=round(load.parted(away / max(1, others), load.incoming, others))
-        + others * (list_messages(list_of_rows) + steps * bool(load.row)),
-        bytes=received,
-        # rows are dealt out before most of them are sent
-        merged=(PLACE + _DEAL) * load.total + away * load.incoming + made / max(1, steps),
-        overlapped=made * (1 - 1 / max(1, steps)) + placing,
-        delayed=load.queue * (others * list_of_rows + away * load.incoming)
-        + load.crowded(received),
-        memory=away * load.incoming
-        + (load.union * load.row if load.at_once else relay_memory(load, sums))
-        + min(away * load.incoming, others * window(load) * load.chunk),
-        recovering=load.recovering(away * load.incoming),
-    )
+from ..traffic import Traffic, of_list, of_ring, of_rows
 
 
-@algorithm(cost=cost, lockstep=True)
+def traffic(sizes: Sizes, union: int) -> Traffic:
+    others = sizes.ranks - 1
+    sums = union / sizes.ranks  # of each rank
+    away = max(0.0, sizes.mean - sums)  # rows that are summed elsewhere
+    rounds, messages, nbytes = of_ring(sizes, sums, sizes.row)
+    for more, each in (
+        of_list(sizes, sizes.mean),
+        of_rows(sizes, away / max(1, others), sizes.incoming),
+    ):
+        messages += others * more
+        nbytes += others * each
+    return Traffic(2 + rounds, messages, nbytes)
+
+
+def workspace(sizes: Sizes) -> int:
+    # of rows that are summed elsewhere, and of all indices and their places in the union
+    return 2 * sizes.most * sizes.incoming + sizes.total * 3 * sizes.index
+
+
+@algorithm(traffic=traffic, workspace=workspace, lockstep=True)
 def holders(own: LocalRows, call: Call) -> Rows:
     # to all: index lists
     runs, lists = all_gather_lists(call, own.indices.to(call.wire_index))
     union, shares = _shared(call, runs)
     result = call.result_at(union.indices)
-    if call.load.row:  # else rows are without bytes
+    if call.sizes.row:  # else rows are without bytes
         _move_values(call, own, union, shares, result.values)
     lists.release()
     return result
@@ -110,9 +97,9 @@ def holders(own: LocalRows, call: Call) -> Rows:
 
 def _shared(call: Call, runs: Sequence[Tensor]) -> tuple[kernels.Union, Shares]:
     """The union of all index sets, and who sums what: the same on every rank."""
-    if call.load.staying:  # where the host would have to wait for a sample
+    if call.sizes.staying:  # where the host would have to wait for a sample
         equal = [_ONE] * call.group.size
-        last = call.load.places - 1
+        last = call.sizes.places - 1
         with ascending(call, dict(enumerate(runs))):
             union, shares = kernels.unite_and_share(runs, equal, call.marks, last)
         call.below = union.below
@@ -127,9 +114,9 @@ def _move_values(
 ) -> None:
     """Send rows to those who sum them, and all sums to all."""
     me = call.group.rank
-    at_once = call.load.at_once
+    at_once = call.sizes.at_once
     counts = [shares.count(rank) for rank in range(call.group.size)]
-    step = max(1, counts[me]) if at_once else relay_rows(call.load, max(counts))
+    step = max(1, counts[me]) if at_once else relay_rows(call.sizes, max(counts))
     sums = _Sums(call, own, union.slots, shares, step).start()
     dealt = kernels.deal(union.slots[me], shares, me)
     with _sent(call.incoming, own, dealt):
@@ -161,7 +148,7 @@ def _gather_at_once(
     call: Call, sums: _Sums, shares: Shares, counts: Sequence[int], out: Tensor
 ) -> None:
     """The same by messages to all others, which are sent together."""
-    if call.load.lengths_known:
+    if call.sizes.lengths_known:
         call.group.post().wait()  # rows travel, also where a rank neither sends nor gets any
     with call.group.lease(out.nbytes) as memory:
         together = typed(memory, tuple(out.shape), call.dtype)
@@ -187,7 +174,7 @@ def _sent(call: Call, own: LocalRows, dealt: Sequence[Tensor]) -> Iterator[None]
     for start in range(0, max(len(dealt[peer]) for peer in peers), step):
         for peer in peers:
             rows = dealt[peer][start : start + step]
-            lease = call.group.lease(len(rows) * call.load.row)
+            lease = call.group.lease(len(rows) * call.sizes.row)
             leases.append(lease)
             together = typed(lease.tensor, (len(rows), *call.row_shape), call.dtype)
             own.take(rows, together)
@@ -241,7 +228,7 @@ class _Sums:
             if count > self._step:
                 bounds = torch.searchsorted(places ^ (places >> 31), edges).tolist()
             self._runs.append((places, source, bounds))
-        self._lease = group.lease(0 if self._direct else self._step * self._call.load.partial)
+        self._lease = group.lease(0 if self._direct else self._step * self._call.sizes.partial)
         return self
 
     def write(self, number: int, out: Tensor) -> None:

@@ -51,8 +51,6 @@ from ...rows import Rows
 from ...wire.memory import typed
 from .. import stages
 from ..call import Call
-from ..cost import Blocks, Cost, Load
-from ..factors import blocks_of, in_parts, load_in_block
 from ..header import Header
 from ..local_rows import LocalRows, SummedRows
 from ..owners import (
@@ -64,42 +62,33 @@ from ..owners import (
     spans,
 )
 from ..registry import algorithm
-from ..stream import Share, list_messages, window
+from ..sizes import Sizes
+from ..stream import Share
+from ..traffic import Traffic, of_list, of_ring, of_rows
 
 
-def cost(load: Load) -> Cost:
-    return stages.cost(load) if load.stages else _flat(load)
+def traffic(sizes: Sizes, union: int) -> Traffic:
+    if sizes.blocks:
+        return stages.traffic(sizes, union)
+    others = sizes.ranks - 1
+    rows = sizes.mean / sizes.ranks  # that a rank has of the range of one owner
+    sums = union / sizes.ranks  # of one owner
+    rounds, messages, nbytes = of_ring(sizes, sums, sizes.row)
+    to_owner = of_list(sizes, rows), of_rows(sizes, rows, sizes.incoming), of_list(sizes, sums)
+    for more, each in to_owner:
+        messages += others * more
+        nbytes += others * each
+    return Traffic(2 + rounds, messages, nbytes)
 
 
-def _flat(load: Load) -> Cost:
-    others = load.ranks - 1
-    rows = load.mean / load.ranks  # that a rank has of the range of one owner
-    sums = load.union / load.ranks  # of one owner
-    list_of_rows = load.list_of(rows, 1 / load.ranks)
-    list_of_sums = load.list_of(sums, 1 / load.ranks)
-    received = others * (rows * load.incoming + sums * load.row + list_of_rows + list_of_sums)
-    values = load.parted(rows, load.incoming, others) + load.parted(sums, load.row, others)
-    lists = list_messages(list_of_rows) + list_messages(list_of_sums)
-    return Cost(
-        rounds=2 + load.hops_of_shared(sums),
-        messages=others * lists + round(values),
-        bytes=received,
-        merged=load.merging(load.mean, load.pieces(rows, load.ranks, sums)),
-        delayed=load.queue * others * (rows * load.incoming + list_of_rows + list_of_sums)
-        + load.shared(sums)
-        + load.unevenly(received)
-        + load.crowded(received),
-        # the index lists of one's own share, then those of all sums
-        memory=min(load.mean * load.incoming, others * window(load) * load.chunk)
-        + load.uniting_memory(load.mean, sums)
-        + load.union * load.index_memory(load.union),
-        recovering=load.recovering(others * rows * load.incoming, sums),
-    )
+def workspace(sizes: Sizes) -> int:
+    # of the rows that this rank owns, of two lists of their indices, and of that of all sums
+    return 2 * sizes.most * sizes.incoming + 3 * (sizes.most + sizes.union[1]) * sizes.index
 
 
-@algorithm(cost=cost, lockstep=True)
+@algorithm(traffic=traffic, workspace=workspace, lockstep=True)
 def split(rows: LocalRows, call: Call) -> Rows:
-    if call.load.stages:
+    if call.sizes.blocks:
         return _summed_in_stages(rows, call)
     return _summed_by_all(rows, call)
 
@@ -129,7 +118,7 @@ def _summed_by_all(rows: LocalRows, call: Call) -> Rows:
 
 
 def _summed_in_stages(rows: LocalRows, call: Call) -> Rows:
-    blocks = blocks_of(call.load)
+    blocks = call.sizes.blocks
     number = next(each for each, ranks in enumerate(blocks) if call.group.rank in ranks)
     block = blocks[number]
     place = block.index(call.group.rank)
@@ -141,15 +130,12 @@ def _summed_in_stages(rows: LocalRows, call: Call) -> Rows:
     scatter.start()
     scatter.receive_lists()
     scatter.send_rest()
-    if call.load.lengths_known:
-        # the round of the block's rows, also for ranks that sum none, and so await none
-        of_block.group.post().wait()
 
     # what these sum is summed with the other blocks, and shared in the block as it is complete
     share = Share(call, of_block)
-    between = _Between(call, blocks, bounds)
+    between = _Between(call, bounds)
     onward = _Onward(share, between, place, number)
-    if place < call.load.factors[0]:
+    if place < stages.places_in(blocks):
         _sum_between(call, scatter, between, onward)
     else:
         # this rank sums nothing: its list is empty, and it only receives
@@ -164,15 +150,15 @@ def _summed_in_stages(rows: LocalRows, call: Call) -> Rows:
 def _among(call: Call, block: tuple[int, ...]) -> Call:
     """The call among the ranks of a block.
 
-    Its load is that of the largest block, for all blocks: so all choose alike. Who needs the number
-    of this block's ranks asks the group.
+    Its sizes are those of the largest block, for all blocks: so all send alike. Who needs the
+    number of this block's ranks asks the group.
     """
-    return call.among(call.group.subset(block), load_in_block(call.load))
+    return call.among(call.group.subset(block), stages.sizes_in_block(call.sizes))
 
 
 def _bounds(call: Call, block: tuple[int, ...]) -> list[int]:
     """The ranges of a block's ranks; those that have no place own nothing."""
-    bounds = bounds_of_equal_sums(call.header, call.group.size, call.load.factors[0])
+    bounds = bounds_of_equal_sums(call.header, call.group.size, stages.places_in(call.sizes.blocks))
     return bounds + bounds[-1:] * (len(block) + 1 - len(bounds))
 
 
@@ -183,18 +169,14 @@ class _Between:
         call: the call.
         blocks: the ranks of each.
         bounds: the ranges of a block's ranks.
-        algorithm: what runs among the ranks of a place.
-        load: that it has.
-        in_parts: whether each rank of a place hands on the part that it sums, or gets, once that is
-            complete.
+        inner: the algorithm among the ranks of a place, and the sizes that it has.
     """
 
-    def __init__(self, call: Call, blocks: Blocks, bounds: list[int]) -> None:
+    def __init__(self, call: Call, bounds: list[int]) -> None:
         self.call = call
-        self.blocks = blocks
+        self.blocks = call.sizes.blocks
         self.bounds = bounds
-        self.algorithm, self.load = stages.middle(call.load)
-        self.in_parts = in_parts(call.load, self.algorithm, self.load)
+        self.inner = stages.between(call.sizes)
 
     def header(self, place: int) -> Header:
         """Of the ranks of a place together."""
@@ -209,7 +191,7 @@ class _Between:
             indices: of these sums.
             block: the number of the block.
         """
-        if not self.in_parts:
+        if not self.inner.in_parts:
             return [slice(0, len(indices))]
         count = len(self.blocks)
         parts = owned_parts(self.header(place), count, indices)
@@ -222,14 +204,14 @@ def _sum_between(
     """Sum what the ranks of one place have of their blocks."""
     place = scatter.owner
     of_place = call.group.subset([ranks[place] for ranks in between.blocks])
-    inner = call.among(of_place, between.load)
+    inner = call.among(of_place, between.inner.sizes)
     inner.header = between.header(place)
     inner.onward = onward
     indices = scatter.indices
-    with call.group.lease(len(indices) * call.load.partial) as memory:
+    with call.group.lease(len(indices) * call.sizes.partial) as memory:
         sums = Rows(indices, typed(memory, (len(indices), *call.row_shape), call.partial))
         merged = scatter.sums(inner.incoming, scatter.union, sums.values)
-        between.algorithm.run(SummedRows(sums, merged), inner)
+        between.inner.algorithm.run(SummedRows(sums, merged), inner)
         onward.finish()
 
 
@@ -270,7 +252,7 @@ class _Onward:
     def ready(self, stop: int, rank: int | None) -> None:
         if rank is None:
             self._share.send(stop)
-        elif self._between.in_parts:
+        elif self._between.inner.in_parts:
             number = (self._block - rank) % len(self._runs)
             self._share.send(self._runs[number].start + stop, number)
         # else `finish` sends all: parts are not complete in the order in which the block gets them

@@ -220,7 +220,7 @@ def joined(opening: Opened, counts: Sequence[int]) -> tuple[str, Rows]:
     if indices.numel():
         low, high = indices.aminmax()
         lists = {rank: indices[place] for rank, place in enumerate(part)}
-        wrong = (low < 0) | (high >= call.load.places)
+        wrong = (low < 0) | (high >= call.sizes.places)
         group.fail_if(wrong, lambda: wrong_list(call, lists, ascending=False))
     result.indices.copy_(indices)
     return ALONE if group.size == 1 else "ring", result

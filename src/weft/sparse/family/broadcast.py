@@ -1,13 +1,11 @@
 """`sparse_broadcast`: every rank gets the rows that one rank has.
 
 Few rows travel in the opening exchange; more go from rank to rank along the ring in chunks
-(`all_gather.joined`, where all others have no rows), so a link carries them once. The chunks are
-such that filling the chain takes no longer than need be.
+(`all_gather.joined`, where all others have no rows), so a link carries them once.
 """
 
 from __future__ import annotations
 
-import math
 from typing import Any, Literal, overload
 
 import torch
@@ -20,7 +18,6 @@ from ...group import default
 from ...group.worker import Work
 from ...rows import Rows
 from ...tensors import has_elements, shape_in
-from ..cost import Load
 from ..forms import AnyForm, Form, Place
 from ..record import started
 from ..request import NOTHING, Request
@@ -28,7 +25,7 @@ from ..run import Opened, performed
 from .all_gather import joined
 
 _NAME = "sparse_broadcast"
-_CHUNK = 1 << 14  # bytes of the smallest chunk
+_CHUNK = 1 << 17  # bytes: small ones fill the chain of ranks sooner, large ones are fewer
 
 
 @overload
@@ -172,8 +169,9 @@ def sparse_broadcast(
             if one.total and rank != src and is_direct(group):
                 name = group.rank_in_errors(rank)
                 raise group.fail(rank, f"rank {name} sent {one.total} rows, and has none to give")
-        call.load = call.load.but(chunk=_chunk(call.load))
-        return joined(opening, [call.load.total * (rank == src) for rank in range(group.size)])
+        if group.size > 2 and not call.sizes.at_once:
+            call.sizes = call.sizes.but(chunk=min(call.sizes.chunk, _CHUNK))
+        return joined(opening, [call.sizes.total * (rank == src) for rank in range(group.size)])
 
     def job() -> Any:
         done = performed(group, request, _NAME, schedule, moves=True)
@@ -222,13 +220,3 @@ def request_of_listener(out: Any, wire_dtype: object) -> Request:
             return request
     request.take_out(out)
     return request
-
-
-def _chunk(load: Load) -> int:
-    """Bytes of a chunk: small ones fill the chain sooner, large ones are fewer."""
-    link = load.link
-    if load.ranks < 3 or link is None:  # a chain of one link, or rows came in the opening exchange
-        return load.chunk
-    size = load.total * (load.row + load.index)
-    best = math.sqrt(size * link.work / ((load.ranks - 2) * link.beta))
-    return max(min(_CHUNK, load.chunk), min(1 << max(0, round(best)).bit_length(), load.chunk))

@@ -1,9 +1,9 @@
 """`sparse_reduce`: one rank gets the reduction of all ranks' rows.
 
-Few rows travel in the opening exchange. Else it is one of two schedules, whichever is predicted to
-be quicker: `direct`, where all ranks send their rows to the one rank, which merges them; and
-`owners`, where each rank first sums a range of the indices (`reduce_to_owners`) and then sends the
-sums to the one rank. These are fewer rows where ranks overlap, and all ranks share the arithmetic.
+Few rows travel in the opening exchange. Else it is one of two schedules: `direct`, up to
+`DIRECTLY` ranks, where all send their rows to the one rank, which merges them; and `owners`, where
+each rank first sums a range of the indices (`reduce_to_owners`) and then sends the sums to the one
+rank. These are fewer rows where ranks overlap, and all ranks share the arithmetic.
 
 The tree of Rabenseifner's reduce, as in Thakur, Rabenseifner and Gropp, "Optimization of
 collective communication operations in MPICH" (IJHPCA 2005), section 4.5: a reduce-scatter, then a
@@ -28,7 +28,6 @@ from ...group.worker import Work
 from ...rows import Rows
 from ...wire.memory import typed
 from ..call import Call
-from ..cost import Cost, Load
 from ..forms import Form, Place, Reduction
 from ..local_rows import LocalRows
 from ..owners import balanced_bounds, reduce_to_owners, spans
@@ -36,9 +35,12 @@ from ..record import started
 from ..registry import ALONE, EAGER
 from ..request import Request
 from ..run import Opened, merge_eager, performed
-from ..stream import SUMS, chunks, exchange_lists, in_rank_order, lay_out, list_messages
+from ..stream import SUMS, chunks, exchange_lists, in_rank_order, lay_out
 
 _NAME = "sparse_reduce"
+
+DIRECTLY = 4
+"""Ranks up to which all send their rows to the one that gets the result."""
 
 
 @overload
@@ -137,7 +139,7 @@ def sparse_reduce(
         call = opening.call
         if opening.rows_of_all is not None:
             return EAGER, merge_eager(opening.rows_of_all, call) if here else call.result(0)
-        if group.size > 1 and not _is_direct_quicker(call.load):
+        if group.size > DIRECTLY:
             return "owners", _by_owners(opening.own, call, dst)
         end = call.header.highest + 1
         all_his = [0] * (dst + 1) + [end] * (group.size - dst)
@@ -151,49 +153,12 @@ def sparse_reduce(
     return started(group, _NAME, Aside(group.streams, request.device, job), is_async)
 
 
-def _is_direct_quicker(load: Load) -> bool:
-    assert load.link is not None
-    # in microseconds: every machine rounds these alike
-    direct, owners = (
-        round(1e6 * cost(load).seconds(load.link)) for cost in (_to_one, _through_owners)
-    )
-    return direct <= owners
-
-
-def _to_one(load: Load) -> Cost:
-    """The cost of the schedule `direct`, at the rank that gets the result, which has most to do."""
-    others = load.ranks - 1
-    listed = load.list_of(load.mean)
-    return Cost(
-        rounds=2,
-        messages=others * (list_messages(listed) + load.chunks(load.mean, load.row)),
-        bytes=others * (load.mean * load.row + listed),
-        merged=load.merging(load.total, load.pieces(load.mean, load.ranks, load.union)),
-    )
-
-
-def _through_owners(load: Load) -> Cost:
-    """The cost of the schedule `owners`, at the rank that gets the result, which has most to do."""
-    others = load.ranks - 1
-    share = 1 / load.ranks
-    rows = load.mean * share  # that a rank has of the range of one owner
-    sums = load.union * share  # of one owner
-    list_of_rows = load.list_of(rows, share)
-    list_of_sums = load.list_of(sums, share)
-    return Cost(
-        rounds=4,
-        messages=others * (list_messages(list_of_rows) + load.chunks(rows, load.row) + 2),
-        bytes=others * ((rows + sums) * load.row + (list_of_rows + list_of_sums)),
-        merged=load.merging(load.mean, load.pieces(rows, load.ranks, sums)),
-    )
-
-
 def _by_owners(rows: LocalRows, call: Call, dst: int) -> Rows:
     """The schedule `owners`: rows go to their owners, then all sums to one rank."""
     with ExitStack() as leases:
 
         def place(indices: Tensor) -> Rows:
-            memory = leases.enter_context(call.group.lease(len(indices) * call.load.row))
+            memory = leases.enter_context(call.group.lease(len(indices) * call.sizes.row))
             return Rows(indices, typed(memory, (len(indices), *call.row_shape), call.dtype))
 
         bounds = balanced_bounds(call.header, call.group.size)

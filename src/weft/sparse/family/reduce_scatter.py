@@ -132,7 +132,7 @@ def sparse_reduce_scatter(
 def job_of(group: Group, request: Request, ranges: Sequence[int] | None = None) -> Aside[Any]:
     """What reduces rows to their owners, when its turn has come."""
     chosen: tuple[int, ...] | None = None  # by the caller
-    request.fields["ranges"] = "balanced" if request.sampled else "balanced, without a sample"
+    request.fields["ranges"] = "balanced"
     if ranges is not None:
         try:
             chosen = _checked(ranges, group.size)
@@ -177,10 +177,7 @@ def _balanced(opening: Opened) -> list[int]:
     call = opening.call
     header = call.header
     if opening.rows_of_all is not None:  # then nobody has said yet where rows lie
-        headers = [
-            Header.of(rows.indices, rank, sampled=False)
-            for rank, rows in enumerate(opening.rows_of_all)
-        ]
+        headers = [Header.of(rows.indices, rank) for rank, rows in enumerate(opening.rows_of_all)]
         header = Header.together(headers)
     bounds = balanced_bounds(header, call.group.size)
     return bounds if call.height is None else [*bounds[:-1], call.height]

@@ -1,0 +1,120 @@
+"""The rate of what carries a group's rows, as the group's own calls reached it.
+
+A rate is a whole number r: 2^r kilobytes a second. What follows from it is the length of chunks,
+and whether index lists are packed; neither changes the bits of a result.
+
+Each rank states in the opening of a call the best rate that its calls reached so far. The least
+that ranks state counts for that call: so all ranks have chunks of one length. Before that it is a
+guess: what `WEFT_LINK` says, else what the wire does (`Features.between`), else `GUESS`.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+
+import torch
+
+from ..errors import WeftError
+from ..group.group import Group
+from ..schedules.hosts import hosts_of
+from .sizes import Sizes
+
+GUESS = 15
+"""A rate of 34 MB/s, before anything is known: chunks of 256 KiB, and packed lists."""
+
+MOST = 40
+"""No rate is higher."""
+
+_LARGE = 1_000_000  # bytes of the bound, from which the time of a call says something of the link
+_PACKED = (
+    19  # from this rate on, half a gigabyte a second, packing lists takes longer than it saves
+)
+_CHUNK = 3  # chunks of 2^3 ms: 32 to 128 KiB at 100 Mbit/s and 512 at 1 Gbit/s were the best
+_CHUNKS = (1 << 16, 1 << 20)  # bytes of the smallest and the largest chunk between hosts
+_NEAR = 1 << 24  # bytes of one chunk of every rank together, if all share a host
+_WHOLE = 1 << 48  # bytes of a chunk where messages are not cut
+
+_RATE = "rate of the link"  # of a group's state
+
+
+def stated(group: Group) -> int:
+    """The rate that this rank states in the opening of a call."""
+    return group.state.get(_RATE) or _guessed(group)
+
+
+def learn(group: Group, sizes: Sizes, union: int, seconds: float) -> None:
+    """Keep the rate that a call reached, if it is the best so far.
+
+    Args:
+        group: over which the rows went.
+        sizes: of the call.
+        union: rows of its result.
+        seconds: from the end of the opening to the result.
+    """
+    nbytes = sizes.bound(union)
+    if nbytes >= _LARGE and not sizes.on_one_host and not sizes.staying:
+        group.state[_RATE] = max(group.state.get(_RATE, 0), rate_of(nbytes / seconds))
+
+
+def rate_of(bytes_a_second: float) -> int:
+    """The rate of so many bytes a second.
+
+    Example:
+        >>> rate_of(125e6), rate_of(34e6)  # 1 Gbit/s, the guess
+        (16, 15)
+    """
+    return min(max(1, int(bytes_a_second / 1000).bit_length() - 1), MOST)
+
+
+def set_rate(group: Group, rate: int) -> None:
+    """Have this rank state a rate from here on, until a call is quicker: a switch for tests."""
+    group.on(torch.device("cpu")).state[_RATE] = rate
+
+
+def suited(sizes: Sizes, group: Group, rate: int, *, staying: bool) -> Sizes:
+    """The sizes with the hosts of the group, and with what suits the link.
+
+    Args:
+        sizes: of the call.
+        group: over which the rows go.
+        rate: the least that ranks have stated.
+        staying: whether rows are on an accelerator. Then, or if the wire is in rounds or `exact`,
+            lists and values are sent in one message each, unpacked.
+    """
+    features = group.features
+    sizes = sizes.but(
+        hosts=hosts_of(group), staying=staying, lengths_known=features.lockstep or features.exact
+    )
+    if sizes.at_once:
+        return sizes.but(chunk=_WHOLE, gaps=False)
+    smallest, largest = _CHUNKS
+    if sizes.on_one_host:  # a copy keeps a core as busy as a merge: small chunks overlap little
+        fair = 1 << (_NEAR // sizes.ranks).bit_length() - 1
+        return sizes.but(chunk=max(smallest, fair), gaps=False)
+    return sizes.but(chunk=min(max(smallest, 1 << rate + _CHUNK), largest), gaps=rate < _PACKED)
+
+
+def _guessed(group: Group) -> int:
+    """The rate before any call was large enough."""
+    text = os.environ.get("WEFT_LINK")
+    if text is not None:
+        return parse(text)
+    between = group.features.between
+    return GUESS if between is None else rate_of(between)
+
+
+def parse(text: str) -> int:
+    """The rate that WEFT_LINK says, in Gbit/s. Raises WeftError.
+
+    Example:
+        >>> parse("1")
+        16
+    """
+    try:
+        rate = float(text)
+        if not 0 < rate < math.inf:
+            raise ValueError("no rate")
+    except ValueError:
+        raise WeftError(f"WEFT_LINK={text!r} is no rate in Gbit/s: e.g. 10") from None
+    return rate_of(rate * 125e6)

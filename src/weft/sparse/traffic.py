@@ -1,0 +1,49 @@
+"""What an algorithm sends, in whole: each says it beside its schedule, as a function of the sizes.
+
+`weft.explain` prints it, `weft plan` makes times of it, and tests hold it against what is sent.
+Indices count as they are: a list that is packed takes fewer bytes.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from . import codec
+from .sizes import Sizes
+from .stream import list_messages
+
+
+class Traffic(NamedTuple):
+    """What the average rank waits for, sends and receives after the opening of a call.
+
+    Attributes:
+        rounds: messages that it waits for one after the other.
+        messages: that it sends.
+        bytes: that it receives.
+    """
+
+    rounds: int
+    messages: int
+    bytes: float
+
+
+def of_list(sizes: Sizes, count: float) -> tuple[int, float]:
+    """Messages and bytes of a list of so many indices."""
+    nbytes = codec.PREFIX + count * sizes.index
+    return list_messages(nbytes), nbytes
+
+
+def of_rows(sizes: Sizes, count: float, row: int) -> tuple[int, float]:
+    """Messages and bytes of so many rows, of `row` bytes each."""
+    nbytes = count * row
+    rows = max(1, sizes.chunk // max(row, 1))
+    return math.ceil(count / rows) if nbytes else 0, nbytes
+
+
+def of_ring(sizes: Sizes, count: float, row: int) -> tuple[int, int, float]:
+    """Rounds, messages and bytes where all ranks get so many rows of each other rank."""
+    others = sizes.ranks - 1
+    messages, nbytes = of_rows(sizes, count, row)
+    rounds = min(others, 1) if sizes.sends_directly(nbytes) else others
+    return rounds, others * messages, others * nbytes
