@@ -234,7 +234,7 @@ def meeting_at(url: str) -> list[int]:
 
 def test_a_rank_that_does_not_come_is_waited_for_until_the_timeout(tmp_path: Path) -> None:
     waited = launch(2, waiting, [tmp_path], env={**QUICK, "WORLD_SIZE": "3"})
-    assert max(waited) >= 3  # who came first; the other hears it from that one, maybe earlier
+    assert max(waited) >= 2  # who came first; the other hears it from that one, maybe earlier
 
 
 MISFITS = [  # what rank 1 has in its environment, what both say
@@ -301,7 +301,7 @@ def waiting(folder: Path) -> float:
         time.sleep(0.01)
     began = time.monotonic()
     with pytest.raises(WireError, match=r"rank 2 did not come to .* in time \(2 of 3 came"):
-        init(timeout=3)
+        init(timeout=2)
     assert not dist.is_initialized()
     return time.monotonic() - began
 
