@@ -228,8 +228,10 @@ def test_the_cause_is_raised_and_not_its_echoes() -> None:
     assert "rank 2 of 3 raised WireError: an echo" in "\n".join(caught.value.__notes__)
 
 
-@pytest.mark.parametrize("in_gloo", [False, True])
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM])
+@pytest.mark.parametrize(
+    ("number", "in_gloo"),
+    [(signal.SIGKILL, True), (signal.SIGSEGV, False), (signal.SIGTERM, True)],
+)
 def test_a_killed_rank_is_named_with_its_signal(number: signal.Signals, in_gloo: bool) -> None:
     with pytest.raises(WireError, match=f"rank 1 of 3 was killed by {number.name}") as caught:
         local.launch(3, dying, [number, in_gloo])
