@@ -36,6 +36,7 @@ from weft.group.group import Group
 from weft.schedules import dense
 from weft.testing import gloo_of_one_thread, spmd
 from weft.testing.cases import in_case
+from weft.testing.pace import patient
 
 VOCABULARY, WIDTH = 40, 4
 
@@ -465,11 +466,13 @@ def test_who_fails_after_the_last_bucket_is_named(how: int, by: str) -> None:
 
 def failing_after_its_last_bucket(how: int, by: str) -> None:
     kind, hooks = WireError, ddp.hook
-    with init(timeout=5):
+    with init(timeout=60) as group:
         model = nn.Sequential(nn.Linear(WIDTH, 8), nn.BatchNorm1d(8))
         wrapped = DistributedDataParallel(model, find_unused_parameters=True)
         pids: list[Any] = [None, None]
         dist.all_gather_object(pids, os.getpid())
+        if how == signal.SIGSTOP:  # which is found out at the deadline
+            group.set_timeout(patient(1.0))
         armed = threading.Event()
 
         @functools.wraps(hooks)
