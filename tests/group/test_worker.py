@@ -7,7 +7,6 @@ import ctypes
 import gc
 import os
 import signal
-import subprocess
 import sys
 import textwrap
 import threading
@@ -26,6 +25,7 @@ from weft.group.session import LONGEST
 from weft.group.worker import Work
 from weft.schedules import dense_all_reduce
 from weft.testing import run, spmd, threads
+from weft.testing.cases import in_case
 from weft.testing.pace import patient
 
 
@@ -385,41 +385,48 @@ ENDINGS = {
 }
 
 
-@pytest.mark.parametrize("ending", ENDINGS)
-def test_the_interpreter_exits_cleanly(programs, ending):
-    program = f"""
+def ending(name):
+    """A program that ends so."""
+    return f"""
 import threading, time
 from weft.testing import threads
 from weft.group import worker as module
 groups = threads.group(2, timeout=300.0)
 worker = groups[0].worker
-if {"never" in ending}:  # what cannot be ended is left behind, soon
+if {"never" in name}:  # what cannot be ended is left behind, soon
     module._LAST = 0.2
-{textwrap.dedent(ENDINGS[ending])}
+{textwrap.dedent(ENDINGS[name])}
 """
-    done = programs(program, strict=True)
-    assert (done.communicate(), done.returncode) == (("", ""), 0)
 
 
-def test_peers_are_told_of_a_process_that_ends_with_a_call_under_way():
+def test_the_interpreter_exits_cleanly(programs):
+    started = {name: programs(ending(name), strict=True) for name in ENDINGS}
+    for name, done in started.items():
+        with in_case(name):
+            assert (done.communicate(), done.returncode) == (("", ""), 0)
+
+
+def test_peers_are_told_of_a_process_that_ends_with_a_call_under_way(programs):
     program = """
         import atexit
-        def tell():  # after what weft does at exit, since that is registered later
+        def tell():
             try:
                 groups[1].post()
             except Exception as error:
                 print(error, end="")
-        atexit.register(tell)
         from weft.testing import threads
         from weft.group import worker
+        # behind what weft does at exit: the last that is registered comes first
+        atexit.unregister(worker._stop_all)
+        atexit.register(tell)
+        atexit.register(worker._stop_all)
         groups = threads.group(2, timeout=300.0)
         groups[0].worker.submit("reduce", lambda: groups[0].post((), [(1, 4)]).wait())
     """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, timeout=50
-    )
-    assert done.stdout.startswith("rank 1: rank 0 gave up: its process ends while reduce runs")
-    assert (done.returncode, done.stderr) == (0, "")
+    done = programs(textwrap.dedent(program))
+    out, err = done.communicate()
+    assert out.startswith("rank 1: rank 0 gave up: its process ends while reduce runs")
+    assert (done.returncode, err) == (0, "")
 
 
 def test_a_child_forked_in_the_middle_of_calls_is_told_so(group):
