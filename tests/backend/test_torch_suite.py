@@ -7,6 +7,7 @@ in groups of its own. The classes are PyTorch's, unchanged: what they call `gloo
 from __future__ import annotations
 
 import importlib
+import inspect
 import os
 import re
 import sys
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import torch
 import torch.distributed as dist
 
 from weft.testing import processes
@@ -27,6 +29,7 @@ from weft.testing.pace import patient
 SUITE = "torch.testing._internal.distributed.distributed_test"
 OF_MPI = "all_to_all"  # in the names of the tests that PyTorch skips for gloo, and runs for MPI
 OF_DEVICES = re.compile("cuda|nccl")
+NEEDS_DEVICES = re.compile("@skip_if_(lt_x|no)_gpu")  # above a test
 PATIENCE = 20.0  # seconds of an operation, where a test names no other
 MEET = 120.0  # seconds between two tests
 RANKS = 4  # some of the tests need as many
@@ -126,6 +129,10 @@ def _run(suite: Any, name: str, store: dist.Store) -> str:
     case: Any = _case(suite)(name)
     case.rank = rank
     case.file_name = f"{os.environ['TEMP_DIR']}/again"
+    if not torch.cuda.is_available() and NEEDS_DEVICES.search(
+        inspect.getsource(getattr(case, name))
+    ):
+        return _outcome(suite, case, name)  # that it is skipped, for which no group need be made
     dist.init_process_group(
         suite.BACKEND,
         store=store,

@@ -59,7 +59,7 @@ def sparse_calls():
         return weft.config()["wire"]
 
 
-@pytest.mark.parametrize("size", [2, 3, 4, 7])
+@pytest.mark.parametrize("size", [2, 4, 7])
 def test_every_algorithm_runs_over_it(env, size):
     assert processes(size, sparse_calls, env=env) == [env["WEFT_WIRE"]] * size
 
@@ -86,9 +86,8 @@ def layers_and_routines():
             assert weft.all_reduce(torch.ones(1), group=other).item() == size
 
 
-@pytest.mark.parametrize("size", [2, 4])
-def test_layers_and_routines_run_over_it(env, size):
-    processes(size, layers_and_routines, env=env)
+def test_layers_and_routines_run_over_it(env):
+    processes(4, layers_and_routines, env=env)
 
 
 # Bodies that run on ranks as processes, of every kind of call.
@@ -100,8 +99,6 @@ SUITES = [
     "tests/comm/test_sync_grads.py",
     "tests/comm/test_wire_dtype.py",
 ]
-# One rank posts nothing; on seven every algorithm runs above.
-LEFT_OUT = ["processes-1", "processes-7", "processes-8"]
 
 
 def test_the_tests_of_sparse_nn_and_comm_run_over_it(env):
@@ -109,7 +106,7 @@ def test_the_tests_of_sparse_nn_and_comm_run_over_it(env):
     everywhere = {**os.environ, "PYTHONPATH": env["PACKAGES"], "WEFT_WIRE": env["WEFT_WIRE"]}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
     done = subprocess.run(
-        [*command, "-k", f"processes and not ({' or '.join(LEFT_OUT)})", *SUITES],
+        [*command, "-k", "processes-3", *SUITES],  # on other numbers every algorithm runs above
         cwd=EXAMPLES.parent,
         env=everywhere,
         capture_output=True,
