@@ -11,7 +11,9 @@ import inspect
 import os
 import re
 import sys
+import time
 import traceback
+import types
 import unittest
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -92,8 +94,14 @@ def _imported(kind: str, folder: str) -> Any:
     os.environ.update(BACKEND=kind, TEMP_DIR=folder, INIT_METHOD=f"file://{folder}/{kind}")
     sys.modules.pop(SUITE, None)
     suite = importlib.import_module(SUITE)
+    suite.time = types.SimpleNamespace(**{**vars(time), "sleep": _sleep})
     os.environ["BACKEND"] = "mpi"  # then tests of groups run on fewer than eight ranks, too
     return suite
+
+
+def _sleep(seconds: float) -> None:
+    """What PyTorch's tests sleep by; for 0.1 s they do between two looks whether all ranks came."""
+    time.sleep(0.01 if seconds == 0.1 else seconds)
 
 
 @contextmanager
