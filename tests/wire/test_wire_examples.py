@@ -101,19 +101,22 @@ SUITES = [
 ]
 
 
-def test_the_tests_of_sparse_nn_and_comm_run_over_it(env):
+PYTEST = """
+import os, sys, pytest
+sys.path.insert(0, os.environ["PYTHONPATH"])
+sys.exit(pytest.main(sys.argv[1:]))
+"""
+
+
+def test_the_tests_of_sparse_nn_and_comm_run_over_it(programs, env):
     """As a user's own tests do, by WEFT_WIRE alone."""
     everywhere = {**os.environ, "PYTHONPATH": env["PACKAGES"], "WEFT_WIRE": env["WEFT_WIRE"]}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
-    done = subprocess.run(
-        [*command, "-k", "processes-3", *SUITES],  # on other numbers every algorithm runs above
-        cwd=EXAMPLES.parent,
-        env=everywhere,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    root = EXAMPLES.parent
+    arguments = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", f"--rootdir={root}"]
+    arguments += ["-k", "processes-3"]  # on other numbers every algorithm runs above
+    done = programs(PYTEST, *arguments, *(str(root / suite) for suite in SUITES), env=everywhere)
+    said = "".join(done.communicate(timeout=300.0))
+    assert done.returncode == 0 and " passed" in said, said
 
 
 def until_one_dies():
