@@ -48,6 +48,12 @@ from .pace import patient
 HUGE = (1 << 31) + 4096
 """Bytes of a message whose length does not fit into a signed number of 32 bits."""
 
+POSTS = 2000
+"""Of `many`: how many are under way."""
+
+ROUNDS = 3000
+"""Of `rounds`: how many there are."""
+
 _BIG = 4 << 20  # bytes of a message that is longer than any buffer of a connection
 _MEDIUM = 90_000  # bytes of a message that is longer than what is sent unasked
 _MOMENT = 0.2  # seconds in which a message that nobody may wait for would have come
@@ -529,7 +535,7 @@ def many(wire: Wire, soon: float) -> None:
     peer = 1 - wire.rank
     sent, received = (_TOGETHER, 1) if wire.rank == 0 else (1, _TOGETHER)
     posts = []
-    for i in range(2000):
+    for i in range(POSTS):
         sends = [(peer, _number(i + place)) for place in range(sent)]
         posts.append(wire.post(sends, [(peer, _number()) for _ in range(received)]))
     for i, each in enumerate(posts):
@@ -796,7 +802,7 @@ def leases(wire: Wire, soon: float) -> None:
 def rounds(wire: Wire, soon: float) -> None:
     """of three thousand rounds no wake-up gets lost."""
     places = [(peer, _number()) for peer in _others(wire)]
-    for i in range(3000):
+    for i in range(ROUNDS):
         pending = wire.post([(peer, _number(i)) for peer in _others(wire)], places)
         assert all(each.item() == i for each in pending.wait(soon)), f"round {i}"
 
