@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import inspect
 import os
 import signal
@@ -326,6 +327,42 @@ def test_a_result_is_not_copied_into_its_gradient() -> None:
             model(words(0)).sum().backward()
             result = results[-1]._values()
             assert model.module.weight.grad._values().data_ptr() == result.data_ptr()
+
+
+def left_to_the_collector(step: Callable[[], None]) -> list[Tensor]:
+    """The tensors in cycles that a step has made, which only the garbage collector ends."""
+    step()
+    gc.collect()
+    gc.disable()
+    try:
+        step()
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        gc.collect()
+        return [each for each in gc.garbage if isinstance(each, Tensor)]
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()
+
+
+@trained(2)
+def test_no_gradient_waits_for_the_garbage_collector() -> None:
+    def registered(model: DistributedDataParallel) -> None:
+        ddp.register(model)
+
+    def sparsified(model: DistributedDataParallel) -> None:
+        model.register_comm_hook(ddp.TopK(0.5), ddp.topk_hook)
+
+    for prepare in (registered, sparsified):
+        model = DistributedDataParallel(Model())
+        prepare(model)
+
+        def step(model: DistributedDataParallel = model) -> None:
+            model.zero_grad()
+            model(words(0)).sum().backward()
+
+        with in_case(prepare.__name__):
+            assert left_to_the_collector(step) == []
 
 
 @trained(2)
