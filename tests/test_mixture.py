@@ -1,4 +1,4 @@
-"""Random programs, 504 of them: calls of all kinds one after the other, on every wire.
+"""Random programs, 120 of them: calls of all kinds one after the other, on every wire.
 
 `benchmarks/soak.py` holds each call against one process's arithmetic; hypothesis draws here, and
 shrinks a program that fails. What one call leaves behind must be no other's trouble, and no result
@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from weft.testing.pace import patient
 
-WORLDS = "threads-2", "threads-3", "threads-4", "threads-7", "shm-2", "shm-4", "tcp-3", "torch-2"
+WORLDS = "threads-2", "threads-4", "threads-7", "shm-4", "tcp-3", "torch-2"
 
 
 @pytest.mark.parametrize("world", WORLDS)
@@ -24,7 +24,7 @@ def test_random_programs(script: Callable[[str], ModuleType], world: str) -> Non
     soak, size = script("benchmarks/soak.py"), int(world[-1])
     steps = st.randoms(use_true_random=False).map(lambda source: soak.drawn_step(source, size))
 
-    @settings(max_examples=63)
+    @settings(max_examples=20)
     @given(st.integers(0, 99), st.lists(steps, min_size=1, max_size=14))
     def works(seed: int, steps: list[object]) -> None:
         soak.tried(world, (seed, steps))
@@ -36,7 +36,8 @@ def test_random_programs(script: Callable[[str], ModuleType], world: str) -> Non
 def test_nothing_is_left(
     script: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch, world: str
 ) -> None:
+    # after a quarter of them each group has been called, which starts its thread
     monkeypatch.setenv("WEFT_KEEP", "0")  # as the script does, and for this test alone
-    for told in script("benchmarks/soak.py").world(world, 0, 60, limit=patient(200.0)):
-        assert told.programs == 60 and told.calls > 5 * 60
+    for told in script("benchmarks/soak.py").world(world, 0, 40, limit=patient(200.0)):
+        assert told.programs == 40 and told.calls > 5 * 40
         assert told.end.files <= told.start.files and told.end.threads <= told.start.threads

@@ -34,14 +34,13 @@ def check(done):
     assert done.bytes == pytest.approx(done.cost.bytes, rel=0.05)
 
 
-@pytest.mark.parametrize("name", sorted(ALGORITHMS))
+@pytest.mark.parametrize("name", sorted(ALGORITHMS.keys() - {"split"}))
 def test_64_ranks_take_what_was_predicted(name):
     check(simulate(name, spread, 64, SLOW))
 
 
-@pytest.mark.parametrize("name", ["doubling", "split"])
-def test_256_ranks_take_what_was_predicted(name):
-    check(simulate(name, spread, 256, SLOW))
+def test_256_ranks_take_what_was_predicted():
+    check(simulate("split", partial(spread, count=40, height=1600), 256, SLOW))
 
 
 def test_mask_where_all_ranks_have_the_same_rows():
@@ -49,9 +48,8 @@ def test_mask_where_all_ranks_have_the_same_rows():
     check(simulate("mask", lambda _: rows, 8, replace(SLOW, beta=1e-10)))
 
 
-@pytest.mark.parametrize("name", ["doubling", "holders"])
-def test_64_ranks_that_merge_slowly(name):
-    check(simulate(name, spread, 64, BUSY))
+def test_64_ranks_that_merge_slowly():
+    check(simulate("doubling", spread, 64, BUSY))
 
 
 def test_chunks_of_distant_ranks_do_not_wait_for_each_other_in_the_ring():
@@ -122,16 +120,16 @@ def test_between_distant_hosts_a_call_waits_for_the_rounds_that_are_named_and_it
     assert seconds / FAR.alpha < named + 1.5
 
 
-@pytest.mark.parametrize(("each", "link"), [(4, SLOW), (8, BUSY), (32, SLOW)])
-def test_64_ranks_on_hosts_of_several(each, link):
+def test_64_ranks_on_hosts_of_several():
     # a host's own network is its cores: to hand a byte on costs them four that are merged
-    within = replace(link, beta=4 * link.gamma)
-    hosts = [f"{rank // each}" for rank in range(64)]
-    check(simulate("split", spread, 64, link, hosts=hosts, within=within))
+    within = replace(BUSY, beta=4 * BUSY.gamma)
+    hosts = [f"{rank // 8}" for rank in range(64)]
+    check(simulate("split", spread, 64, BUSY, hosts=hosts, within=within))
 
 
-@pytest.mark.parametrize(("hosts", "factors"), [("aaaabbb", "3x2"), ("a" * 8 + "b", "1x2")])
-@pytest.mark.parametrize("gbit", [1, 10])
+@pytest.mark.parametrize(
+    ("hosts", "factors", "gbit"), [("aaaabbb", "3x2", 1), ("a" * 8 + "b", "1x2", 10)]
+)
 def test_hosts_of_unequal_ranks_wait_for_the_busiest(hosts, factors, gbit, monkeypatch):
     link = Link(alpha=20e-6, beta=8e-9 / gbit, gamma=MERGE, work=5e-6, within=WITHIN)
     on_hosts = {"hosts": hosts, "within": replace(link, beta=WITHIN)}
@@ -150,47 +148,47 @@ def test_hosts_of_unequal_ranks_wait_for_the_busiest(hosts, factors, gbit, monke
 
 def on_hosts_of_eight(gbit):
     link = Link(alpha=20e-6, beta=8e-9 / gbit, gamma=MERGE, work=5e-6, within=WITHIN)
-    hosts = [f"{rank // 8}" for rank in range(64)]
+    hosts = [f"{rank // 8}" for rank in range(32)]
     return link, {"hosts": hosts, "within": replace(link, beta=WITHIN)}
 
 
-@pytest.mark.parametrize("name", ["dense_tail", "gather", "holders"])
-@pytest.mark.parametrize("gbit", [1, 10])
+@pytest.mark.parametrize(("name", "gbit"), [("dense_tail", 1), ("gather", 10)])
 def test_most_hops_of_a_ring_are_within_hosts(name, gbit):
     link, on_hosts = on_hosts_of_eight(gbit)
-    check(simulate(name, partial(spread, height=2000), 64, link, **on_hosts))
+    check(simulate(name, partial(spread, height=2000), 32, link, **on_hosts))
 
 
 def test_rows_to_holders_share_the_links_of_hosts():
     link, on_hosts = on_hosts_of_eight(1)
-    check(simulate("holders", partial(spread, count=400, height=1600), 64, link, **on_hosts))
+    check(simulate("holders", partial(spread, count=400, height=1600), 32, link, **on_hosts))
 
 
-@pytest.mark.parametrize("name", ["holders", "mask"])
-@pytest.mark.parametrize("gbit", [10, 25])
+@pytest.mark.parametrize(("name", "gbit"), [("holders", 10), ("mask", 25)])
 def test_places_of_a_host_that_end_together_hand_their_sums_on_at_the_end(name, gbit, monkeypatch):
     monkeypatch.setattr(stages, "NOT_BETWEEN", ALGORITHMS.keys() - {name})
-    monkeypatch.setenv("WEFT_FACTORS", "8x8")
+    monkeypatch.setenv("WEFT_FACTORS", "8x4")
     link, on_hosts = on_hosts_of_eight(gbit)
     rows = partial(spread, count=500, height=20_000)
-    check(simulate("split", rows, 64, link, **on_hosts))
+    check(simulate("split", rows, 32, link, **on_hosts))
 
 
 def test_sums_of_small_ranges_are_handed_on_while_others_come(monkeypatch):
     # a range is a quarter of a chunk
     link, on_hosts = on_hosts_of_eight(25)
     monkeypatch.setattr(stages, "NOT_BETWEEN", ALGORITHMS.keys() - {"split"})
-    monkeypatch.setenv("WEFT_FACTORS", "8x8")
+    monkeypatch.setenv("WEFT_FACTORS", "8x4")
     rows = partial(spread, count=200, height=8000)
-    done = simulate("split", rows, 64, link, **on_hosts)
+    done = simulate("split", rows, 32, link, **on_hosts)
     check(done)
     monkeypatch.setattr(algorithms.split, "in_parts", lambda *_: False)
-    at_the_end = simulate("split", rows, 64, link, **on_hosts)
+    at_the_end = simulate("split", rows, 32, link, **on_hosts)
     assert done.seconds < 0.9 * at_the_end.seconds
 
 
-@pytest.mark.parametrize("name", ["dense_tail", "gather", "split"])
-@pytest.mark.parametrize("gbit", [25, 100])  # round the ring, and directly
+@pytest.mark.parametrize(
+    ("name", "gbit"),
+    [("dense_tail", 25), ("gather", 100), ("split", 25)],  # round the ring, and directly
+)
 def test_hosts_whose_ranks_share_a_link_as_quick_as_memory(name, gbit, monkeypatch):
     monkeypatch.setenv("WEFT_FACTORS", "8")
     link = Link(alpha=20e-6, beta=8e-9 / gbit, gamma=MERGE, work=5e-6, within=WITHIN)

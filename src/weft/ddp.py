@@ -799,7 +799,9 @@ def _reduce_tables(state: State, step: _Step) -> None:
 
 
 def _start(state: State, tables: _Tables) -> Work[list[Tensor]]:
-    group, given = state.group, [before for _, before in tables.given]
+    group = state.group
+    pairs = tables.given  # not the tables, which will have this work: no cycle keeps gradients
+    given = [before for _, before in pairs]
     like = state.algorithm, state.wire_dtype
 
     def job() -> list[Tensor]:
@@ -810,7 +812,7 @@ def _start(state: State, tables: _Tables) -> Work[list[Tensor]]:
         if record is not None:
             state.calls.append(record)
         results = [done] if alone else done
-        for (gradient, _), result in zip(tables.given, results, strict=True):
+        for (gradient, _), result in zip(pairs, results, strict=True):
             # DistributedDataParallel copies what it is given into the gradient, unless it is the
             # gradient: so let that have the memory of the result.
             gradient.data = result

@@ -24,32 +24,35 @@ except weft.WeftError as error:
 """
 
 
-def run(program: str, *before: str) -> str:
-    line = [*before, sys.executable, "-c", program]
+def run(more: str, *before: str) -> str:
+    line = [*before, sys.executable, "-c", CHILD.format(more=more)]
     return subprocess.run(line, capture_output=True, text=True, timeout=120, check=True).stdout
 
 
-def starting() -> list[str]:
-    """What children of rank 0 say: started by it, and by a shell; with a wrong argument, too."""
-    said = []
+def starting(children: list[tuple[str, ...]]) -> list[str]:
+    """What children of rank 0 say."""
+    said: list[str] = []
     with weft.init(timeout=120):
         if os.environ["RANK"] == "0":
-            said.append(run(CHILD.format(more="")))
-            said.append(run(CHILD.format(more=", backend='smoke'"), "nice"))
-            said.append(run(CHILD.format(more=", rendezvous='env://'")))
+            said = [run(*each) for each in children]
         weft.barrier()
     with weft.init(timeout=120):  # the children have spoilt nothing
         weft.barrier()
     return said
 
 
-@pytest.mark.parametrize("agent", ["True", "False"])
-def test_a_program_that_a_rank_starts_is_refused_at_once(agent: str, port: int) -> None:
+@pytest.mark.parametrize(
+    ("agent", "children"),  # started by the rank, or by a program in between; with arguments, too
+    [("True", [(", backend='smoke'", "nice")]), ("False", [("",), (", rendezvous='env://'",)])],
+)
+def test_a_program_that_a_rank_starts_is_refused_at_once(
+    agent: str, children: list[tuple[str, ...]], port: int
+) -> None:
     env = {"OMP_NUM_THREADS": "1", "TORCHELASTIC_USE_AGENT_STORE": agent}
     if agent == "False":
         env["MASTER_PORT"] = str(port)
-    said, nothing = launch(2, starting, env=env)
-    assert len(said) == 3 and nothing == []
+    said, nothing = launch(2, starting, [children], env=env)
+    assert len(said) == len(children) and nothing == []
     for text in said:
         assert text.startswith("rank 0: process ")
         assert "has started this process" in text

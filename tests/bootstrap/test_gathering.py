@@ -9,13 +9,12 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch.distributed as dist
 
@@ -28,14 +27,14 @@ from weft.wire.store import AnsweringStore, SilentStoreError
 Programs = Callable[..., Any]
 
 RANK = """
-import os, signal, sys, time
+import os, pathlib, signal, sys, time
 import torch.distributed as dist
 import weft
 from weft import kernels
 from weft.bootstrap import gathering, membership
 from weft.group import control, process_group
 kernels.prepare()
-victim, where, how, url, limit = sys.argv[1:]
+folder, victim, where, how, url, limit = sys.argv[1:]
 
 def freeze():
     print(time.monotonic(), flush=True)
@@ -77,6 +76,11 @@ if os.environ["RANK"] == victim:
         lost_after(gathering, "connect_all")
     else:
         lost_after(control, "exchange")
+# the limit is of what follows, and not of how long each takes to start
+folder = pathlib.Path(folder)
+(folder / os.environ["RANK"]).touch()
+while len(list(folder.iterdir())) < 3:
+    time.sleep(0.01)
 began = time.monotonic()
 try:
     weft.init(rendezvous=url or None, timeout=float(limit))
@@ -87,95 +91,139 @@ assert not dist.is_initialized()
 """
 
 
-def job(
-    programs: Programs, where: str, how: str, url: str, port: int, limit: float, victim: int = 1
-) -> list[str]:
-    """What the ranks of a job say; the lost one, if it goes on once the others have ended, last."""
-    place = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    env = {**os.environ, **place, "OMP_NUM_THREADS": "1"}
-    arguments = [str(victim), where, how, url, str(limit)]
-    ranks = [programs(RANK, *arguments, env={**env, "RANK": str(rank)}) for rank in range(3)]
-    lost = ranks.pop(victim)
-    said = [rank.communicate(timeout=60.0)[0] for rank in ranks]
-    since = float(lost.text().splitlines()[0])
-    if how == "stops":
-        # its deadlines are from before it stopped: later than this it is late by all of them
-        time.sleep(max(0.0, since + limit + 2 * HELD_UP - time.monotonic()))
-        os.kill(lost.pid, signal.SIGCONT)
-    out, _ = lost.communicate(timeout=60.0)
-    return [*said, out.partition("\n")[2]]
+class Job:
+    """Three ranks, of which one is lost at a certain place."""
+
+    def __init__(
+        self,
+        programs: Programs,
+        folder: Path,
+        where: str,
+        how: str,
+        url: str,
+        port: int,
+        victim: int,
+    ) -> None:
+        self.how = how
+        self.limit = patient(2.0)
+        folder.mkdir()
+        place = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        env = {**os.environ, **place, "OMP_NUM_THREADS": "1"}
+        arguments = [str(folder), str(victim), where, how, url, str(self.limit)]
+        ranks = [programs(RANK, *arguments, env={**env, "RANK": str(rank)}) for rank in range(3)]
+        self._lost = ranks.pop(victim)
+        self._others = ranks
+
+    def said(self) -> list[str]:
+        """What the ranks say; the lost one, if it goes on once the others have ended, last."""
+        said = [rank.communicate(timeout=60.0)[0] for rank in self._others]
+        since = float(self._lost.text().splitlines()[0])
+        if self.how == "stops":
+            # its deadlines are from before it stopped: later than this it is late by all of them
+            time.sleep(max(0.0, since + self.limit + 2 * HELD_UP - time.monotonic()))
+            os.kill(self._lost.pid, signal.SIGCONT)
+        out, _ = self._lost.communicate(timeout=60.0)
+        return [*said, out.partition("\n")[2]]
 
 
-@pytest.mark.parametrize("how", ["stops", "dies"])
-@pytest.mark.parametrize("where", ["met", "gloo", "made", "stated"])
-@pytest.mark.parametrize("place", ["tcp", "file"])
+@pytest.mark.parametrize(
+    ("where", "at_tcp", "at_a_file"),
+    [
+        ("met", "stops", "dies"),
+        ("gloo", "dies", "stops"),
+        ("made", "dies", "stops"),
+        ("stated", "stops", "dies"),
+    ],
+)
 def test_a_rank_that_is_lost_after_the_meeting_is_named(
-    programs: Programs, place: str, where: str, how: str, port: int, tmp_path: Path
+    programs: Programs, where: str, at_tcp: str, at_a_file: str, port: int, tmp_path: Path
 ) -> None:
-    url = f"file://{tmp_path}/meet" if place == "file" else ""
-    limit = patient(4.0)
-    *others, itself = job(programs, where, how, url, port, limit)
-    for text in others:
-        assert re.match(r"[\d.]+ 1 .*rank 1 (came, and then|did not|cannot|died)", text), text
-        assert float(text.partition(" ")[0]) < 2.5 * limit, text  # gloo alone takes five times it
-    if how == "stops":  # it is told the truth, not to mend the network
-        assert re.match(r"[\d.]+ 1 .*(too late|rank 1 (came|did not|cannot be reached))", itself)
+    url = f"file://{tmp_path}/meet"
+    jobs = [  # which wait at the same time
+        Job(programs, tmp_path / "tcp", where, at_tcp, "", port, victim=1),
+        Job(programs, tmp_path / "file", where, at_a_file, url, port, victim=1),
+    ]
+    for job in jobs:
+        *others, itself = job.said()
+        for text in others:
+            assert re.match(r"[\d.]+ 1 .*rank 1 (came, and then|did not|cannot|died)", text), text
+            # gloo alone takes five times it
+            assert float(text.partition(" ")[0]) < 2.5 * job.limit, text
+        if job.how == "stops":  # it is told the truth, not to mend the network
+            told = r"[\d.]+ 1 .*(too late|rank 1 (came|did not|cannot be reached))"
+            assert re.match(told, itself), itself
 
 
 @pytest.mark.parametrize("where", ["met", "gloo", "made", "stated"])
 def test_rank_0_is_named_where_it_dies_and_hosts_the_store(
-    programs: Programs, where: str, port: int
+    programs: Programs, where: str, port: int, tmp_path: Path
 ) -> None:
-    *others, _ = job(programs, where, "dies", "", port, patient(4.0), victim=0)
+    *others, _ = Job(programs, tmp_path / "ranks", where, "dies", "", port, victim=0).said()
     named = "has rank 0, which hosts it, ended|rank 0 (came, and then|did not|cannot|died)"
     for text in others:
-        assert re.match(rf"[\d.]+ 0 .*({named})", text)
+        assert re.match(rf"[\d.]+ 0 .*({named})", text), text
 
 
-@pytest.mark.parametrize("where", ["met", "made"])
 def test_rank_0_is_named_where_it_stops_and_hosts_the_store(
-    programs: Programs, where: str, port: int
+    programs: Programs, port: int, tmp_path: Path
 ) -> None:
-    limit = patient(4.0)
-    *others, itself = job(programs, where, "stops", "", port, limit, victim=0)
-    for text in others:
-        assert re.match(r"[\d.]+ 0 .*does not answer: is rank 0, which hosts it, stopped", text)
-        assert float(text.partition(" ")[0]) < 2.5 * limit, text
-    assert re.match(r"[\d.]+ 0 rank 0: .*(this rank|rank 0) came \d+ s too late .*: was it", itself)
+    jobs = [  # which wait at the same time
+        Job(programs, tmp_path / "met", "met", "stops", "", port, victim=0),
+        Job(programs, tmp_path / "made", "made", "stops", f"tcp://[::1]:{port}", port, victim=0),
+    ]
+    silent = r"[\d.]+ 0 .*does not answer: is rank 0, which hosts it, stopped"
+    late = r"[\d.]+ 0 rank 0: .*(this rank|rank 0) came \d+ s too late .*: was it"
+    for job in jobs:
+        *others, itself = job.said()
+        for text in others:
+            assert re.match(silent, text), text
+            assert float(text.partition(" ")[0]) < 2.5 * job.limit, text
+        assert re.match(late, itself), itself
 
 
 HOST = """
-import sys, torch.distributed as dist
+import signal
+import torch.distributed as dist
 store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 print(store.port, flush=True)
-sys.stdin.read()
+signal.pause()
 """
 
 
-def test_a_request_of_a_store_whose_host_is_stopped_ends_at_the_deadline() -> None:
-    line = [sys.executable, "-c", HOST]
-    host = subprocess.Popen(line, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    try:
-        port = int(host.stdout.readline())
-        store = dist.TCPStore("127.0.0.1", port, is_master=False)
-        answering = AnsweringStore(store, time.monotonic() + patient(60.0))
-        answering.part("a").set("key", "value")
-        assert answering.part("a").get("key") == b"value"
-        assert answering.check(["a/key"]) and answering.add("number", 2) == 2
-        host.send_signal(signal.SIGSTOP)
-        os.waitpid(host.pid, os.WUNTRACED)  # until it has stopped
-        silent = AnsweringStore(store, time.monotonic() + 0.2)
-        with pytest.raises(SilentStoreError, match=f"127.0.0.1 port {port} does not answer"):
-            silent.check(["key"])
-        with pytest.raises(SilentStoreError):  # at once, by the same object
-            silent.get("key")
-        # whose rank 0 need not host it
-        with pytest.raises(WireError, match="is the process that hosts it stopped") as caught:
-            connect(store, 0, 2, 0.2)
-        assert caught.value.culprit is None
-    finally:
-        host.kill()
-        host.communicate()
+@pytest.fixture
+def host(programs: Programs) -> tuple[int, int]:
+    """The process that hosts a store, and the store's port."""
+    program = programs(HOST)
+    until = time.monotonic() + patient(60.0)
+    while not program.text().endswith("\n"):
+        assert time.monotonic() < until, "no store"
+        time.sleep(0.01)
+    return program.pid, int(program.text())
+
+
+def test_a_request_of_a_store_whose_host_is_stopped_ends_at_the_deadline(
+    host: tuple[int, int],
+) -> None:
+    pid, port = host
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    answering = AnsweringStore(store, time.monotonic() + patient(60.0))
+    answering.part("a").set("key", "value")
+    assert answering.part("a").get("key") == b"value"
+    assert answering.check(["a/key"]) and answering.add("number", 2) == 2
+    os.kill(pid, signal.SIGSTOP)
+    until = time.monotonic() + patient(60.0)
+    while psutil.Process(pid).status() != psutil.STATUS_STOPPED:
+        assert time.monotonic() < until, "it does not stop"
+        time.sleep(0.01)
+    silent = AnsweringStore(store, time.monotonic() + 0.2)
+    with pytest.raises(SilentStoreError, match=f"127.0.0.1 port {port} does not answer"):
+        silent.check(["key"])
+    with pytest.raises(SilentStoreError):  # at once, by the same object
+        silent.get("key")
+    # whose rank 0 need not host it
+    with pytest.raises(WireError, match="is the process that hosts it stopped") as caught:
+        connect(store, 0, 2, 0.2)
+    assert caught.value.culprit is None
 
 
 FOUND_SILENT = """
@@ -194,8 +242,10 @@ except SilentStoreError:
 """
 
 
-def test_a_process_ends_well_while_the_silent_host_of_its_store_is_killed() -> None:
-    line = [sys.executable, "-c", HOST]
-    with subprocess.Popen(line, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as host:
-        port = host.stdout.readline().strip()
-        subprocess.run([sys.executable, "-c", FOUND_SILENT, port, str(host.pid)], check=True)
+def test_a_process_ends_well_while_the_silent_host_of_its_store_is_killed(
+    programs: Programs, host: tuple[int, int]
+) -> None:
+    pid, port = host
+    finder = programs(FOUND_SILENT, str(port), str(pid))
+    said = finder.communicate()
+    assert finder.returncode == 0, said

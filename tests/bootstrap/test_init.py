@@ -25,6 +25,7 @@ from weft.bootstrap.local import launch
 from weft.errors import WeftError, WireError
 from weft.group import default, process_group
 from weft.testing import processes
+from weft.testing.cases import in_case
 
 QUICK = {"OMP_NUM_THREADS": "1"}
 
@@ -234,7 +235,7 @@ def meeting_at(url: str) -> list[int]:
 
 def test_a_rank_that_does_not_come_is_waited_for_until_the_timeout(tmp_path: Path) -> None:
     waited = launch(2, waiting, [tmp_path], env={**QUICK, "WORLD_SIZE": "3"})
-    assert max(waited) >= 3  # who came first; the other hears it from that one, maybe earlier
+    assert max(waited) >= 2  # who came first; the other hears it from that one, maybe earlier
 
 
 MISFITS = [  # what rank 1 has in its environment, what both say
@@ -280,18 +281,18 @@ def misfitting(url: str) -> list[str]:
     return said
 
 
-@pytest.mark.parametrize("named", ["^docker,veth", "nosuch7,lo", "127.0.0.1", " lo", "lo,lo"])
-def test_gloo_is_told_what_it_does_not_understand(named: str) -> None:
+def test_gloo_is_told_what_it_does_not_understand() -> None:
     """weft reads more than names of interfaces in gloo's own variable."""
-    meet = {**QUICK, "GLOO_SOCKET_IFNAME": named}
-    assert launch(2, naming, [named], env=meet) == [[0, 1, 9]] * 2
+    launch(2, naming, [["^docker,veth", "nosuch7,lo", "127.0.0.1", " lo", "lo,lo"]], env=QUICK)
 
 
-def naming(named: str) -> list[int]:
-    with init(timeout=60):
-        assert os.environ["GLOO_SOCKET_IFNAME"] == named
-        assert total(1.0) == 2.0
-        return rows_of()
+def naming(names: list[str]) -> None:
+    for named in names:
+        os.environ["GLOO_SOCKET_IFNAME"] = named
+        with in_case(named), init(timeout=60):
+            assert os.environ["GLOO_SOCKET_IFNAME"] == named
+            assert total(1.0) == 2.0
+            assert rows_of() == [0, 1, 9]
 
 
 def waiting(folder: Path) -> float:
@@ -301,7 +302,7 @@ def waiting(folder: Path) -> float:
         time.sleep(0.01)
     began = time.monotonic()
     with pytest.raises(WireError, match=r"rank 2 did not come to .* in time \(2 of 3 came"):
-        init(timeout=3)
+        init(timeout=2)
     assert not dist.is_initialized()
     return time.monotonic() - began
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +20,7 @@ import torch.distributed as dist
 from weft.bootstrap import local
 from weft.bootstrap.init import init
 from weft.errors import WeftError, WireError
+from weft.testing.pace import patient
 
 Gone = Callable[[list[int]], bool]
 
@@ -228,8 +228,10 @@ def test_the_cause_is_raised_and_not_its_echoes() -> None:
     assert "rank 2 of 3 raised WireError: an echo" in "\n".join(caught.value.__notes__)
 
 
-@pytest.mark.parametrize("in_gloo", [False, True])
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM])
+@pytest.mark.parametrize(
+    ("number", "in_gloo"),
+    [(signal.SIGKILL, True), (signal.SIGSEGV, False), (signal.SIGTERM, True)],
+)
 def test_a_killed_rank_is_named_with_its_signal(number: signal.Signals, in_gloo: bool) -> None:
     with pytest.raises(WireError, match=f"rank 1 of 3 was killed by {number.name}") as caught:
         local.launch(3, dying, [number, in_gloo])
@@ -316,39 +318,32 @@ if __name__ == "__main__":
 
 
 @pytest.fixture
-def launcher(tmp_path: Path) -> Path:
-    """A script that launches two ranks, which sleep until they are interrupted."""
-    script = tmp_path / "launcher.py"
-    script.write_text(LAUNCHER.format(folder=str(Path(__file__).parent)))
-    return script
+def launcher(programs: Callable[..., Any]) -> tuple[Any, list[int]]:
+    """A program under way that launches two ranks, and these: they sleep until interrupted."""
+    program = programs(LAUNCHER.format(folder=str(Path(__file__).parent)))
+    until = time.monotonic() + patient(60.0)
+    while program.text().count("\n") < 2:
+        assert time.monotonic() < until, program.text()
+        time.sleep(0.01)
+    return program, [int(line.split()[-1].rstrip(")")) for line in program.text().splitlines()]
 
 
-def started(launcher: Path) -> tuple[subprocess.Popen[str], list[int]]:
-    """The launcher under way, and its ranks' process ids."""
-    process = subprocess.Popen(
-        [sys.executable, launcher],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    assert process.stdout is not None
-    pids = [int(process.stdout.readline().split()[-1].rstrip(")")) for _ in range(2)]
-    return process, pids
-
-
-def test_ctrl_c_reaches_every_rank_once_and_ends_all(gone: Gone, launcher: Path) -> None:
-    process, pids = started(launcher)
-    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the whole foreground
-    out, err = process.communicate(timeout=60)
-    assert sorted(out.split("\n")) == ["", "0 ('interrupted', 1)", "1 ('interrupted', 1)"]
-    assert process.returncode == -signal.SIGINT
+def test_ctrl_c_reaches_every_rank_once_and_ends_all(
+    gone: Gone, launcher: tuple[Any, list[int]]
+) -> None:
+    program, pids = launcher
+    os.killpg(program.pid, signal.SIGINT)  # as a terminal does: to the whole foreground
+    out, err = program.communicate()
+    assert sorted(out.splitlines()[2:]) == ["0 ('interrupted', 1)", "1 ('interrupted', 1)"]
+    assert program.returncode == -signal.SIGINT
     assert "KeyboardInterrupt" in err
     assert gone(pids)
 
 
-def test_ranks_do_not_outlive_a_killed_launcher(gone: Gone, launcher: Path) -> None:
-    process, pids = started(launcher)
-    process.kill()
-    process.communicate(timeout=60)
+def test_ranks_do_not_outlive_a_killed_launcher(
+    gone: Gone, launcher: tuple[Any, list[int]]
+) -> None:
+    program, pids = launcher
+    os.kill(program.pid, signal.SIGKILL)
+    program.communicate()
     assert gone(pids)

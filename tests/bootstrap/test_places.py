@@ -45,7 +45,6 @@ assert prctl(4, 0) == prctl(38, 1, 0, 0, 0) == prctl(22, 2, program) == 0
 """
 NO_NUMBA = "import sys; sys.modules.update(dict.fromkeys(['numba', 'llvmlite']))"
 PLACES = [
-    pytest.param(4, LIMIT.format("NOFILE", 64), id="64 files"),
     pytest.param(8, LIMIT.format("NOFILE", 64), id="64 files, 8 ranks"),
     pytest.param(3, ADDRESSES.format("AS", "taken + (9 << 28)"), id="2.25 GiB of addresses"),
     pytest.param(3, NO_NUMBA, id="no numba"),
@@ -55,7 +54,7 @@ PLACES = [
         id="container",
         marks=pytest.mark.skipif(platform.machine() != "x86_64", reason="numbers of that"),
     ),
-    pytest.param(32, "", id="32 ranks"),
+    pytest.param(16, "", id="16 ranks"),
 ]
 
 

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from weft.bootstrap import init
 from weft.errors import WireError
+from weft.testing.pace import patient
 
 RANK = """
 import sys, weft
@@ -44,10 +45,13 @@ class Ranks:
         self._started: list[Any] = []
         self._folder = folder
 
-    def start(self, env: dict[str, str], url: str = "", timeout: float = LONG) -> None:
+    def start(
+        self, env: dict[str, str], url: str = "", timeout: float = LONG, *, before: str = ""
+    ) -> None:
+        """Start one; `before` is a program that it runs first."""
         right = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
         right |= {"TMPDIR": str(self._folder), "OMP_NUM_THREADS": "1"}
-        self._started.append(self._programs(RANK, url, str(timeout), env={**right, **env}))
+        self._started.append(self._programs(before + RANK, url, str(timeout), env={**right, **env}))
 
     def said(self) -> list[tuple[str, str]]:
         """Output and errors of each."""
@@ -93,7 +97,7 @@ def test_a_port_that_is_taken_is_told(ranks: Ranks) -> None:
     with socket.create_server(("127.0.0.1", 0)) as sock:  # which never says a word
         port = sock.getsockname()[1]
         ranks.start(at(port, RANK="0", WORLD_SIZE="2"))
-        ranks.start(at(port, RANK="1", WORLD_SIZE="2"), timeout=2.0)
+        ranks.start(at(port, RANK="1", WORLD_SIZE="2"), timeout=1.0)
         zero, one = (out for out, _ in ranks.said())
     assert zero == (
         f"WeftError: rank 0 cannot host the rendezvous at 127.0.0.1:{port}: another program "
@@ -105,11 +109,29 @@ def test_a_port_that_is_taken_is_told(ranks: Ranks) -> None:
 # What a person sees meanwhile: torch's own warnings and traces are none of that.
 
 
+KNOCKS = """
+import os, socket
+knock, knocks = socket.create_connection, []
+def knock_again(*args):
+    knocks.append(args)
+    if len(knocks) == 10:
+        open(os.environ["KNOCKED"], "w").close()
+    return knock(*args)
+socket.create_connection = knock_again
+"""
+
+
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
-def test_a_late_rank_0_is_waited_for_in_silence(host: str, ranks: Ranks, port: int) -> None:
+def test_a_late_rank_0_is_waited_for_in_silence(
+    host: str, ranks: Ranks, port: int, tmp_path: Path
+) -> None:
+    knocked = tmp_path / "knocked"
     env = at(port, WORLD_SIZE="2") | {"MASTER_ADDR": host}
-    ranks.start(env | {"RANK": "1"})
-    time.sleep(3.0)  # it is at the port long since
+    ranks.start(env | {"RANK": "1", "KNOCKED": str(knocked)}, before=KNOCKS)
+    until = time.monotonic() + patient(60.0)
+    while not knocked.exists():  # it has been at the port some times
+        assert time.monotonic() < until
+        time.sleep(0.01)
     ranks.start(env | {"RANK": "0"})
     assert ranks.said() == [("ready\n", "")] * 2
 
@@ -124,7 +146,7 @@ def test_a_late_rank_0_is_waited_for_in_silence(host: str, ranks: Ranks, port: i
 def test_a_rank_that_gives_up_says_one_sentence(
     rank: str, complaint: str, ranks: Ranks, port: int
 ) -> None:
-    ranks.start(at(port, RANK=rank, WORLD_SIZE="2"), timeout=2.0)
+    ranks.start(at(port, RANK=rank, WORLD_SIZE="2"), timeout=1.0)
     ((out, err),) = ranks.said()
     with pytest.raises(AssertionError, match=f"^WireError: {complaint}"):
         raise AssertionError(out)

@@ -2,9 +2,8 @@
 
 import json
 import os
-import subprocess
-import sys
 import zipfile
+from collections.abc import Callable
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
@@ -223,8 +222,8 @@ def test_another_release_is_refused_with_the_remedy() -> None:
 
 
 @pytest.fixture
-def beside_a_wheel(site: Path, tmp_path: Path) -> dict[str, str]:
-    """An environment in which wordsegment is installed and recbole is a wheel."""
+def beside_a_wheel(site: Path, tmp_path: Path) -> str:
+    """The beginning of a program for which wordsegment is installed and recbole is a wheel."""
     wheel = tmp_path / "recbole-1.2.3-py3-none-any.whl"
     words = tmp_path / "words"
     words.mkdir()
@@ -236,10 +235,12 @@ def beside_a_wheel(site: Path, tmp_path: Path) -> dict[str, str]:
             else:
                 (words / name).parent.mkdir(exist_ok=True)
                 os.link(file, words / name)
-    return os.environ | {"PYTHONPATH": f"{wheel}{os.pathsep}{words}"}
+    return f"import sys; sys.path[1:1] = {[str(wheel), str(words)]}\n"
 
 
-def test_a_wheel_is_not_read_where_other_ranks_read_it(beside_a_wheel: dict[str, str]) -> None:
+def test_a_wheel_is_not_read_where_other_ranks_read_it(
+    beside_a_wheel: str, programs: Callable[..., Any]
+) -> None:
     """Ranks are forks of a process in which importlib has it open: they share its file position."""
     program = """
 from importlib import metadata
@@ -251,22 +252,21 @@ before = opened.tell()
 assert trace.source.read(trace.file).startswith("user_id:token\titem_id:token")
 assert opened.tell() == before
 """
-    line = [sys.executable, "-c", program]
-    done = subprocess.run(line, env=beside_a_wheel, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
+    assert programs(beside_a_wheel + program).communicate() == ("", "")
 
 
 def test_it_measures_what_is_installed_and_what_lies_in_a_wheel(
-    beside_a_wheel: dict[str, str], tmp_path: Path
+    beside_a_wheel: str, programs: Callable[..., Any], tmp_path: Path
 ) -> None:
     found = tmp_path / "found.json"
-    line = [sys.executable, "-m", "weft", "bench", "--ranks", "2", "--case", "real", "--size"]
-    line += ["0.02", "--iters", "1", "--warmup", "0", "--algorithm", "auto,gather", "--json", found]
-    done = subprocess.run(line, env=beside_a_wheel, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
+    line = "bench --ranks 2 --case real --size 0.02 --iters 1 --warmup 0 --algorithm gather"
+    command = "import runpy; runpy.run_module('weft', run_name='__main__')"
+    done = programs(beside_a_wheel + command, *line.split(), "--json", str(found))
+    said = done.communicate(timeout=200.0)
+    assert done.returncode == 0, said
     rows = json.loads(found.read_text(encoding="utf-8"))["rows"]
     status = [(row["case"], row["by"], row["status"]) for row in rows]
-    by = ("weft:auto", "weft:gather", "torch", "horovod", "dense")
+    by = ("weft:gather", "torch", "horovod", "dense")
     refused = [("text", "dense")]  # 81 MiB
     assert status == [
         (case, who, "refused" if (case, who) in refused else "ok") for case in REAL for who in by

@@ -4,9 +4,10 @@ import os
 import random
 import re
 import signal
-import subprocess
-import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -20,6 +21,7 @@ from weft.cli.commands import app
 from weft.cli.demo import train
 from weft.cli.demo.figures import FIGURES, Run, agreement
 from weft.cli.demo.text import WINDOW
+from weft.testing.pace import patient
 
 SMALL = "--ranks 2 --steps 12 --dim 8 --batch 128"
 
@@ -61,10 +63,11 @@ def test_without_the_extra_it_says_what_to_install_before_training(
     assert found.stderr == f"weft demo: the report cannot be drawn: {words}\n"
 
 
-def test_the_command_line_starts_without_what_only_a_report_needs() -> None:
+def test_the_command_line_starts_without_what_only_a_report_needs(
+    programs: Callable[..., Any],
+) -> None:
     code = "import sys, weft.cli.commands; print({'matplotlib', 'jinja2'} & {*sys.modules})"
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert found.stdout == "set()\n"
+    assert programs(code).communicate() == ("set()\n", "")
 
 
 def test_all_three_ways_on_a_small_text(tmp_path: Path, text: Path) -> None:
@@ -74,8 +77,8 @@ def test_all_three_ways_on_a_small_text(tmp_path: Path, text: Path) -> None:
     for way in ("weft", "PyTorch sparse", "PyTorch dense"):
         assert re.search(rf"^{way} +step +12  loss \d", found.stdout, re.MULTILINE), found.stdout
     assert found.stdout.count("agree over 12 steps") == 2 and "DO NOT" not in found.stdout
-    for time in ("summing the gradients alone", "a whole step, which also computes"):
-        assert re.search(rf"{time}: weft is \S+x as fast as PyTorch sparse and", found.stdout)
+    for what in ("summing the gradients alone", "a whole step, which also computes"):
+        assert re.search(rf"{what}: weft is \S+x as fast as PyTorch sparse and", found.stdout)
     words, table = read_vectors(tmp_path / "vectors.txt")
     assert table.shape == (len(words), 8) and table.any(axis=1).all()
     report = (out / "report.html").read_text()
@@ -93,23 +96,21 @@ def test_one_rank_alone_and_the_same_seed_again(tmp_path: Path, text: Path) -> N
     assert tables[0] == tables[1]
 
 
-def test_ctrl_c_keeps_what_was_made_and_leaves_no_process(tmp_path: Path, text: Path) -> None:
+def test_ctrl_c_keeps_what_was_made_and_leaves_no_process(
+    tmp_path: Path, text: Path, programs: Callable[..., Any]
+) -> None:
     given = f"{SMALL} --steps 1000 --text {text} --out {tmp_path} --save {tmp_path}/vectors.txt"
-    line = f"{sys.executable} -m weft demo {given}"
-    environment, pipe = {**os.environ, "TMPDIR": str(tmp_path)}, subprocess.PIPE
-    with subprocess.Popen(
-        line.split(), stdout=pipe, stderr=pipe, text=True, start_new_session=True, env=environment
-    ) as process:
-        try:
-            assert process.stdout is not None
-            while "step   " not in process.stdout.readline():  # a tenth of it is done
-                assert process.poll() is None, process.communicate()
-            ranks = psutil.Process(process.pid).children(recursive=True)
-            assert len(ranks) >= 3  # two, and the process that makes them
-            process.send_signal(signal.SIGINT)
-            out, err = process.communicate(timeout=60)
-        finally:
-            process.kill()
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    code = "import runpy; runpy.run_module('weft', run_name='__main__')"
+    process = programs(code, "demo", *given.split(), "--compare", "torch", env=environment)
+    until = time.monotonic() + patient(100.0)
+    while "step   " not in process.text():  # a tenth of it is done
+        assert time.monotonic() < until and psutil.pid_exists(process.pid), process.text()
+        time.sleep(0.02)
+    ranks = psutil.Process(process.pid).children(recursive=True)
+    assert len(ranks) >= 3  # two, and the process that makes them
+    os.kill(process.pid, signal.SIGINT)
+    out, err = process.communicate()
     assert process.returncode == 130, err
     assert "Traceback" not in err
     assert "steps: interrupted" in out

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,7 +10,6 @@ import pytest
 from typer.testing import CliRunner
 
 from weft.cli.commands import app
-from weft.testing.pace import patient
 from weft.testing.wires import NUMBERS
 
 EXAMPLE = Path(__file__).parents[2] / "examples/wire_streams"
@@ -73,18 +70,10 @@ def rows(done):
     return [(int(number), verdict) for number, verdict in lines]
 
 
-def test_a_wire_that_keeps_the_contract(packages):
-    """As a person types it: a process of its own."""
+def test_a_wire_that_keeps_the_contract(doctor):
     some = [NUMBERS[name] for name in ("sizes", "dies", "among", "huge")]
-    options = ["--wire", "streams", "--clauses", ",".join(map(str, some))]
-    done = subprocess.run(
-        [sys.executable, "-m", "weft", "doctor", *options],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(packages)},
-        capture_output=True,
-        text=True,
-        timeout=patient(200.0),
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = doctor("streams", "--clauses", ",".join(map(str, some)))
+    assert done.exit_code == 0, done.stdout + done.stderr
     assert rows(done) == list(zip(some, ["ok", "ok", "-", "-"], strict=True))
     assert "\n" + " " * 24 + "its features have no lockstep\n" in done.stdout
     assert done.stdout.endswith("wire 'streams' keeps the 2 clauses that were tried\n")

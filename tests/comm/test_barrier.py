@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 import weft
 from weft.testing import run, spmd
+from weft.testing.pace import patient
 
 
 @spmd(1, 2, 4)
@@ -87,15 +89,22 @@ def test_who_comes_in_the_last_moment_is_not_called_absent():
 
 
 @spmd(2)
-def test_a_rank_may_go_on_to_its_next_call(group):
+def test_a_rank_may_go_on_to_its_next_call(group, tmp_path):
     """Which waits behind the barrier; a barrier after it is another one."""
+    rows, went_on = (torch.tensor([0]), torch.ones(1)), tmp_path / "went on"
     if group.rank == 0:
         with pytest.raises(weft.StillRunning, match="rank 1 has not come"):
             weft.barrier(timeout=0.3)  # the worker's thread must have had its turn
+        work = weft.sparse_all_reduce(rows, async_op=True)
+        went_on.touch()
     else:
-        time.sleep(2)
+        until = time.monotonic() + patient(60.0)
+        while not went_on.exists():
+            assert time.monotonic() < until
+            time.sleep(0.002)
         weft.barrier(timeout=10)
-    assert weft.all_reduce(torch.ones(1)).item() == 2
+        work = weft.sparse_all_reduce(rows, async_op=True)
+    assert work.wait()[1].item() == 2
     weft.barrier(timeout=10)
     weft.barrier()
 
@@ -121,12 +130,15 @@ def errors_are_told(group):
 
 
 def test_past_the_deadline_of_the_wire_it_is_broken_and_the_culprit_named():
+    raised = threading.Event()
+
     def program(group):
         if group.rank == 1:
-            time.sleep(3)
+            assert raised.wait(patient(60.0))
             return None
         with pytest.raises(weft.WireError) as caught:
             weft.barrier(timeout=60)
+        raised.set()
         return caught.value.culprit
 
     assert run(2, program, timeout=0.5)[0] == 1

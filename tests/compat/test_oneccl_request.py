@@ -78,8 +78,10 @@ def test_buffers_and_counts_are_filled(group):
 INDICES = [getattr(torch, f"{sign}int{bits}") for sign in ("", "u") for bits in (8, 16, 32, 64)]
 
 
-@pytest.mark.parametrize("values", DTYPES, ids=str)
-@pytest.mark.parametrize("index", INDICES, ids=str)
+TYPES = [(index, torch.float32) for index in INDICES] + [(torch.int64, each) for each in DTYPES]
+
+
+@pytest.mark.parametrize("index, values", TYPES, ids=str)
 @spmd(2, on=("threads",))
 def test_every_type_of_indices_and_values(group, index, values):
     highest = torch.iinfo(index).max

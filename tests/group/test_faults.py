@@ -31,7 +31,6 @@ SCENARIOS = [
     ("kill parent", 2, LONG),
     ("kill idle", 3, LONG),
     ("kill in dense", 2, LONG),
-    ("kill in stream", 1, LONG),
     ("kill in stream", 2, LONG),
     ("abort", 1, LONG),
     ("fail", 1, LONG),
@@ -43,7 +42,6 @@ SCENARIOS = [
     ("stop in stream", 2, SHORT),
     ("sleep", 3, SHORT),
     ("cut", 2, SHORT),
-    ("cut", 0, SHORT),
 ]
 
 Line = dict[str, Any]

@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import weft
 from weft import WeftError, WireError
-from weft.group import control
+from weft.group import control, process_group
 from weft.group.process_group import connect, of, of_group
 from weft.schedules import dense_all_reduce
 from weft.testing import processes, run
@@ -170,11 +170,11 @@ def crossed(group, path, have_joined):
     """The text of the error on this rank, and its culprit."""
     told = "", None
     with default_group(group, path):
-        of_group(None, timeout=2.0)
+        of_group(None, timeout=1.0)
         first, second = (dist.new_group(), dist.new_group())[:: 1 - 2 * group.rank]
         if have_joined:
             for each in sorted((first, second), key=lambda each: each.group_name):
-                assert of(each).timeout == 2.0
+                assert of(each).timeout == 1.0
                 talk(of(each))
         try:
             weft.all_reduce(torch.ones(2), group=first)
@@ -202,7 +202,7 @@ def test_a_group_that_ranks_join_is_named_where_they_wait_for_each_other_in_two(
     for rank, (text, _) in enumerate(on_processes(2, crossed, str(tmp_path / "at"), False)):
         assert re.search(
             rf"rank {rank}: group '\d' of 2 ranks: rank {1 - rank} did not join before the timeout "
-            rf"of 2 s: rank {1 - rank} (is|.* after it raised .* is) joining group '\d', and in no "
+            rf"of 1 s: rank {1 - rank} (is|.* after it raised .* is) joining group '\d', and in no "
             rf"call of '.*', at .*test_process_group.py.*; {ORDER}",
             text,
         ), text
@@ -241,6 +241,20 @@ def test_a_wait_for_a_late_rank_counts_against_the_timeout_of_joining():
     finally:
         unregister_wire("late")
     assert left[0] <= 59.5 and left[0] < left[1]
+
+
+def test_who_gives_up_first_stays_until_the_others_have_read_why(monkeypatch):
+    """The store may end with its program."""
+    monkeypatch.setattr(process_group, "HELD_UP", 60.0)
+    store = dist.HashStore()
+
+    def joining(rank, timeout):
+        with pytest.raises(WireError, match="3 ranks: rank 2 did not join before"):
+            connect(store, rank, 3, timeout, name="x")
+        return store.check(["weft/x/1/read/0", "weft/x/1/read/1"])
+
+    with ThreadPoolExecutor(2) as pool:
+        assert all(pool.map(joining, (0, 1), (1.0, 1.3)))
 
 
 def test_who_did_not_say_where_it_listens_is_named():
@@ -283,8 +297,10 @@ def test_what_came_while_nobody_waited_is_blamed_on_its_sender():
     """And not on the rank that got it, for which the others wait until their deadline."""
     store = dist.HashStore()
     with ThreadPoolExecutor(3) as pool:
-        joining = [pool.submit(connect, store, rank, 3, 2.0) for rank in range(3)]
+        joining = [pool.submit(connect, store, rank, 3, 60.0) for rank in range(3)]
         groups = [each.result() for each in joining]
+    for group in groups:
+        group.set_timeout(0.7)
     place = torch.zeros(1 << 17, dtype=torch.uint8)
     pending = groups[0].post((), [(1, place)])
     groups[1].wire.connections[0].sock.send(b"\xff" * 24)

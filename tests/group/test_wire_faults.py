@@ -106,88 +106,75 @@ def the_next_works():
         return weft.all_reduce(torch.ones(1)).item()
 
 
-def after_a_fault(fault, ranks):
-    """What a rank raises where this is wrong on those ranks from the second call on."""
+def after_faults(*faults):
+    """What a rank raises where each of these is wrong in turn, from the second call on.
+
+    A fault is what is wrong, and on which ranks.
+    """
     register_wire("mine", make)
-    group = weft.init(timeout=60, wire="mine")
-    with pytest.raises(weft.WireError) as caught:
-        weft.all_reduce(torch.ones(3))  # some may be in it still when others hear of the fault
-        group.set_timeout(patient(2.0))
-        if group.rank in ranks:
-            group.wire.fault = fault
-        group.lease(8).release()
-        for _ in range(3):
-            weft.all_reduce(torch.ones(3))
-    with pytest.raises(weft.WireError) as again:
-        weft.barrier()
-    assert str(again.value) == str(caught.value)
-    weft.shutdown()
-    cause = repr(caught.value.__cause__)
-    return str(caught.value), caught.value.culprit, cause, the_next_works()
+    told = []
+    for fault, ranks in faults:
+        group = weft.init(timeout=60, wire="mine")
+        with pytest.raises(weft.WireError) as caught:
+            weft.all_reduce(torch.ones(3))  # some may be in it still when others hear of the fault
+            group.set_timeout(patient(1.0))
+            if group.rank in ranks:
+                group.wire.fault = fault
+            group.lease(8).release()
+            for _ in range(3):
+                weft.all_reduce(torch.ones(3))
+        with pytest.raises(weft.WireError) as again:
+            weft.barrier()
+        assert str(again.value) == str(caught.value)
+        weft.shutdown()
+        cause = repr(caught.value.__cause__)
+        told.append((str(caught.value), caught.value.culprit, cause))
+        assert the_next_works() == 3.0
+    return told
 
 
-@pytest.mark.parametrize(
-    ("fault", "ranks", "culprit", "text"),
-    [
-        (
-            "sends nothing",
-            [BAD],
-            BAD,
-            "rank 1 is past call 2 (all_reduce), where ranks 0 and 2 wait for it: it is in call 3 "
-            "(all_reduce) and has waited for rank",
-        ),
-        (
-            "completes nothing",
-            [BAD],
-            BAD,
-            "not all came in time between rank 1 and ranks 0 and 2 in call 2 (all_reduce), though "
-            f"all answer: {LOST}",
-        ),
-        (
-            "completes nothing",
-            [0, 1, 2],
-            None,
-            "not all came in time between ranks 0, 1 and 2 in call 2 (all_reduce), though all "
-            f"answer: {LOST}",
-        ),
-        ("breaks", [BAD], BAD, f"rank 1: wire 'mine' failed: there is no memory left {HOW}"),
-        (
-            "raises in post",
-            [BAD],
-            BAD,
-            f"rank 1: wire 'mine' raised ValueError: there is no queue left {HOW}",
-        ),
-        (
-            "raises in wait",
-            [BAD],
-            BAD,
-            f"rank 1: wire 'mine' raised KeyError: 'no such message' {HOW}",
-        ),
-        (
-            "raises in lease",
-            [BAD],
-            BAD,
-            f"rank 1: wire 'mine' raised KeyError: 'no such memory' {HOW}",
-        ),
-        (
-            "raises in release",
-            [BAD],
-            BAD,
-            f"rank 1: wire 'mine' raised KeyError: 'no such message' {HOW}",
-        ),
-    ],
-)
-def test_what_a_wire_of_ones_own_does_wrong_is_told_alike_by_all(fault, ranks, culprit, text):
-    raised = "None"
-    if fault.startswith("raises"):
-        raised = "ValueError" if fault == "raises in post" else "KeyError"
-    for rank, (said, blamed, cause, total) in enumerate(processes(3, after_a_fault, fault, ranks)):
-        assert said.startswith(f"rank {rank}: {text}"), said
-        assert said.endswith("; start the group again"), said
-        assert HOW in said
-        assert blamed == culprit
-        assert cause.startswith(raised if rank == BAD else "None"), cause
-        assert total == 3.0
+RAISES = "raised KeyError: 'no such"
+FAULTS = [  # what is wrong, on which ranks, who is to blame, what all say, what that rank caught
+    (
+        "sends nothing",
+        [BAD],
+        BAD,
+        "rank 1 is past call 2 (all_reduce), where ranks 0 and 2 wait for it: it is in call 3 "
+        "(all_reduce) and has waited for rank",
+        "None",
+    ),
+    (
+        "completes nothing",
+        [BAD],
+        BAD,
+        "not all came in time between rank 1 and ranks 0 and 2 in call 2 (all_reduce), though "
+        f"all answer: {LOST}",
+        "None",
+    ),
+    ("breaks", [BAD], BAD, f"rank 1: wire 'mine' failed: there is no memory left {HOW}", "None"),
+    (
+        "raises in post",
+        [BAD],
+        BAD,
+        f"rank 1: wire 'mine' raised ValueError: there is no queue left {HOW}",
+        "ValueError",
+    ),
+    ("raises in wait", [BAD], BAD, f"rank 1: wire 'mine' {RAISES} message' {HOW}", "KeyError"),
+    ("raises in lease", [BAD], BAD, f"rank 1: wire 'mine' {RAISES} memory' {HOW}", "KeyError"),
+    ("raises in release", [BAD], BAD, f"rank 1: wire 'mine' {RAISES} message' {HOW}", "KeyError"),
+]
+
+
+def test_what_a_wire_of_ones_own_does_wrong_is_told_alike_by_all():
+    results = processes(3, after_faults, *(fault[:2] for fault in FAULTS))
+    for rank, told in enumerate(results):
+        for (said, blamed, cause), fault in zip(told, FAULTS, strict=True):
+            *_, culprit, text, raised = fault
+            assert said.startswith(f"rank {rank}: {text}"), said
+            assert said.endswith("; start the group again"), said
+            assert HOW in said
+            assert blamed == culprit
+            assert cause.startswith(raised if rank == BAD else "None"), cause
 
 
 def after_calls_of_some():
@@ -200,19 +187,21 @@ def after_calls_of_some():
     weft.barrier()
     if group.rank < 2:
         weft.barrier(group=group.subset([0, 1]))
-    group.set_timeout(patient(2.0))
+    group.set_timeout(patient(1.0))
     group.wire.fault = "completes nothing"
     with pytest.raises(weft.WireError) as caught:
         weft.all_reduce(torch.ones(3))
     weft.shutdown()
-    return str(caught.value), caught.value.culprit
+    return str(caught.value), caught.value.culprit, the_next_works()
 
 
 def test_calls_of_some_ranks_are_no_other_calls():
-    for rank, (said, culprit) in enumerate(processes(3, after_calls_of_some)):
+    for rank, (said, culprit, total) in enumerate(processes(3, after_calls_of_some)):
         text = f"rank {rank}: not all came in time between ranks 0, 1 and 2 in call"
         assert said.startswith(text), said
+        assert f"though all answer: {LOST}" in said, said
         assert culprit is None
+        assert total == 3.0
 
 
 def lost_in_a_round():
@@ -237,7 +226,7 @@ def lost_in_a_round():
     group = weft.init(timeout=60, wire="lossy")
     long = [torch.ones(9999)] * 3
     weft.all_to_all(long)
-    group.set_timeout(patient(2.0))
+    group.set_timeout(patient(1.0))
     if group.rank < 2:
         lost.append(True)
     with pytest.raises(weft.WireError) as caught:

@@ -26,6 +26,7 @@ from weft.group.session import LONGEST
 from weft.group.worker import Work
 from weft.schedules import dense_all_reduce
 from weft.testing import run, spmd, threads
+from weft.testing.cases import in_case
 from weft.testing.pace import patient
 
 
@@ -385,20 +386,25 @@ ENDINGS = {
 }
 
 
-@pytest.mark.parametrize("ending", ENDINGS)
-def test_the_interpreter_exits_cleanly(programs, ending):
-    program = f"""
+def ending(name):
+    """A program that ends so."""
+    return f"""
 import threading, time
 from weft.testing import threads
 from weft.group import worker as module
 groups = threads.group(2, timeout=300.0)
 worker = groups[0].worker
-if {"never" in ending}:  # what cannot be ended is left behind, soon
+if {"never" in name}:  # what cannot be ended is left behind, soon
     module._LAST = 0.2
-{textwrap.dedent(ENDINGS[ending])}
+{textwrap.dedent(ENDINGS[name])}
 """
-    done = programs(program, strict=True)
-    assert (done.communicate(), done.returncode) == (("", ""), 0)
+
+
+def test_the_interpreter_exits_cleanly(programs):
+    started = {name: programs(ending(name), strict=True) for name in ENDINGS}
+    for name, done in started.items():
+        with in_case(name):
+            assert (done.communicate(), done.returncode) == (("", ""), 0)
 
 
 def test_peers_are_told_of_a_process_that_ends_with_a_call_under_way():
@@ -411,7 +417,6 @@ def test_peers_are_told_of_a_process_that_ends_with_a_call_under_way():
                 print(error, end="")
         atexit.register(tell)
         from weft.testing import threads
-        from weft.group import worker
         groups = threads.group(2, timeout=300.0)
         groups[0].worker.submit("reduce", lambda: groups[0].post((), [(1, 4)]).wait())
     """

@@ -22,7 +22,9 @@ assert jit.loops() is not None, jit.describe()
 FIRST = Op("callable first", lambda left, right: left.clone(), builtin=False)
 CASES = [(d, op) for d in DTYPES for op in (*OPS.values(), FIRST) if op.refuses(d) is None]
 NAMES = [f"{str(d).removeprefix('torch.')}-{op.name}" for d, op in CASES]
-SOME = settings(max_examples=40)
+# each dtype once, and each op in a dtype of each kind
+EACH_ONCE = [(d, op) for d, op in CASES if op.name == "sum" or d in (torch.int32, torch.bfloat16)]
+SOME = settings(max_examples=20)
 TABLES = st.lists(st.lists(st.integers(0, 30), max_size=60), min_size=1, max_size=5)
 INDEX_DTYPES = st.sampled_from([torch.int32, torch.int64])
 
@@ -57,7 +59,7 @@ def test_a_merge_is_that_of_the_cpu(dtype, op):
                 assert torch.equal(some, reduced[last])
         return kernels.merge(parts, op)
 
-    for row_shape in ((), (3,), (2, 5), (0,)):
+    for row_shape in ((), (2, 5), (0,)):
         with in_case(row_shape):
             values = [
                 torch.randint(-4, 5, (len(i), *row_shape), generator=draws) / -3.0 for i in runs
@@ -176,7 +178,7 @@ def test_indices_take_one_read(reads, dtype):
     kernels.held(union.slots, empty(3))
 
 
-@pytest.mark.parametrize(("dtype", "op"), CASES, ids=NAMES)
+@pytest.mark.parametrize(("dtype", "op"), EACH_ONCE)
 def test_values_take_none(reads, dtype, op):
     values, some, out = (
         empty(20, 4, dtype=dtype),

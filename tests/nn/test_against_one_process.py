@@ -16,7 +16,7 @@ import weft
 from weft import nn
 from weft.nn import executor, handshake
 from weft.schedules import chain
-from weft.testing import spmd
+from weft.testing import run, spmd
 
 P = weft.Partition
 N = None  # a rank that brings nothing, or gets nothing
@@ -183,16 +183,14 @@ def travelling(way):
         setattr(module, name, value)
 
 
-@pytest.fixture(params=WAYS)
-def way(request):
-    with travelling(request.param):
-        yield request.param
-
-
+@pytest.mark.parametrize(
+    ("way", "on"),
+    [("eager", "threads"), ("moves", "device"), ("schedules", "threads"), ("schedules", "device")],
+)
 @pytest.mark.parametrize("name", CASES)
-@spmd(5, on=("threads", "device"))
-def test_values_and_gradients(group, name, way):
-    check(group, name)
+def test_values_and_gradients(name, way, on):
+    with travelling(way):
+        run(5, check, name, on=on)
 
 
 @pytest.mark.parametrize(

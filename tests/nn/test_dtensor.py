@@ -246,8 +246,10 @@ def group_of_its_own(group, mesh):
 PROGRAMS = ["everything", "derivatives", "some_ranks", "faults", "group_of_its_own"]
 
 
-@pytest.mark.parametrize("staying", [False, True], ids=["host", "device"])
-@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize(
+    ("program", "staying"),
+    [*((each, False) for each in PROGRAMS), ("everything", True), ("derivatives", True)],
+)
 def test_on_processes(program, staying, tmp_path):
     run(4, started, program, str(tmp_path / "store"), staying, on="processes")
 

@@ -73,7 +73,7 @@ def inner(case, cell):
     )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     halos().filter(lambda case: not is_of_nothing(case)),
     st.sampled_from([-1, handshake.EAGER]),  # in messages, or in the handshake

@@ -66,7 +66,7 @@ def numbers(rank, shape, seed):
 
 
 @given(layers(), st.sampled_from(["threads", "device"]))
-@settings(max_examples=80)
+@settings(max_examples=40)
 def test_the_adjoint(case, on):
     name, (shape, ranks), argument, shapes = case
 

@@ -79,8 +79,15 @@ def used(table, rank, given):
     return output.detach(), given[2].grad if len(given) > 2 else torch.zeros(0)
 
 
-@pytest.mark.parametrize("on", ["threads", "device"])
-@pytest.mark.parametrize("sizes", [[10], [5, 4], [4, 4, 2], [3, 3, 3, 1], [3, 3, 3, 0]])
+@pytest.mark.parametrize(
+    ("on", "sizes"),
+    [
+        ("threads", [10]),
+        ("threads", [5, 4]),
+        ("threads", [3, 3, 3, 0]),
+        ("device", [4, 4, 2]),
+    ],
+)
 @pytest.mark.parametrize("case", CASES)
 def test_it_gives_what_a_replicated_table_gives(case, sizes, on):
     kind, options, inputs = CASES[case]
@@ -158,10 +165,12 @@ CLIPPED = {
 
 
 @pytest.mark.parametrize(
-    ("p", "given"),
-    [(1.0, "parameters"), ("inf", "parameters"), *((2.0, each) for each in CLIPPED)],
+    ("ranks", "p", "given"),
+    [
+        *((ranks, p, "parameters") for ranks in (1, 2, 4, 7) for p in (1.0, "inf", 2.0)),
+        *((3, 2.0, each) for each in CLIPPED),
+    ],
 )
-@pytest.mark.parametrize("ranks", [1, 2, 4, 7])
 def test_clipping_takes_the_norm_of_all_ranks_rows(ranks, p, given):
     whole = nn.Sequential(nn.Embedding(10, DIM), nn.Linear(DIM, 1))
     places = torch.tensor([9, 0, 3, 9])  # rows of some ranks alone
@@ -453,17 +462,17 @@ def alike(found, wanted):
         torch.testing.assert_close(table, other)
 
 
-@pytest.mark.parametrize("fsdp", [False, True])
-def test_the_dense_part_is_carried_by_others(fsdp):
-    found = processes(2, train, None, 0, 3, True, fsdp)
-    alike(found, processes(2, train, None, 0, 3, False))
+def test_the_dense_part_is_carried_by_others():
+    wanted = processes(2, train, None, 0, 3, False)
+    for fsdp in (False, True):
+        alike(processes(2, train, None, 0, 3, True, fsdp), wanted)
 
 
-@pytest.mark.parametrize("ranks", [2, 8])
-def test_a_checkpoint_of_four_ranks_is_loaded_by_others(tmp_path, ranks):
+def test_a_checkpoint_of_four_ranks_is_loaded_by_others(tmp_path):
     processes(4, train, tmp_path, 0, 2)
-    loaded = processes(ranks, train, tmp_path, 2, 2)
-    alike(loaded, [(losses[2:], table) for losses, table in processes(2, train, None, 0, 4)])
+    wanted = [(losses[2:], table) for losses, table in processes(2, train, None, 0, 4)]
+    for ranks in (2, 8):
+        alike(processes(ranks, train, tmp_path, 2, 2), wanted)
 
 
 def test_a_weight_of_other_rows_is_an_error_on_all():

@@ -65,8 +65,9 @@ def test_integers_reduce_as_integers_do(form, dtype, op):
     run(3, reduce_integers, dtype, op, 301)
 
 
-@pytest.mark.parametrize("size", [2, 4, 5, 8])
-@pytest.mark.parametrize("count", [1, 7, 1000, 2049])
+@pytest.mark.parametrize(
+    ("size", "count"), [(2, 1), (2, 2049), (4, 1000), (5, 7), (5, 2049), (8, 1), (8, 1000)]
+)
 def test_any_count_among_any_number_of_ranks(form, size, count):
     run(size, reduce_integers, torch.int32, "sum", count)
 
@@ -139,7 +140,7 @@ def test_minus_zero_is_less_than_zero_wherever_a_tensor_is_cut(form, op):
 
 def reduce_two(group):
     pauses = random.Random(group.rank)
-    for number in range(4):
+    for number in range(2):
         mine = [integers(10 * group.rank + each, torch.int32, 2049) for each in range(2)]
         under_way = [dense.dense_all_reduce(group, each, "sum") for each in mine]
         for each in under_way:
@@ -151,7 +152,7 @@ def reduce_two(group):
             assert found.tolist() == [exact("sum", list(c), torch.int32) for c in columns], number
 
 
-@pytest.mark.parametrize("size", [2, 3, 5])
+@pytest.mark.parametrize("size", [2, 3])
 def test_two_may_be_under_way(form, size):
     run(size, reduce_two)
 

@@ -13,9 +13,9 @@ from weft import kernels
 from weft.schedules import dense_all_reduce
 from weft.sparse import ALGORITHMS, Cost, unregister
 from weft.testing import check_algorithm
-from weft.testing.algorithms import SIZES
 
 CLAUSES = 16
+TRIED_BESIDE = {3, 6}  # of each algorithm by test_algorithms.py, on more kinds of rows and of ranks
 
 
 def direct(rows, call, fault=""):
@@ -159,14 +159,15 @@ def registered():
 
 @pytest.mark.parametrize("name", sorted(ALGORITHMS))
 def test_every_algorithm_of_weft_passes(name):
-    outcomes = check_algorithm(name, sizes=(3, 4))
-    assert [outcome.number for outcome in outcomes] == list(range(1, CLAUSES + 1))
+    clauses = sorted({*range(1, CLAUSES + 1)} - TRIED_BESIDE)
+    outcomes = check_algorithm(name, sizes=[3], clauses=clauses)
+    assert [outcome.number for outcome in outcomes] == clauses
 
 
 def test_one_of_a_program_passes_by_name_and_as_a_function(registered):
     registered(direct, cost)
-    assert len(check_algorithm("direct")) == CLAUSES
-    assert len(check_algorithm(direct, sizes=[2], clauses=[1])) == 1
+    assert len(check_algorithm("direct", sizes=[2])) == CLAUSES
+    assert len(check_algorithm(direct, clauses=[1])) == 1
 
 
 FAULTS = {
@@ -195,7 +196,7 @@ def test_a_clause_finds_a_schedule_that(registered, fault):
         return direct(rows, call, fault)
 
     registered(broken, cost)
-    breaks(broken, FAULTS[fault], sizes=(2, 3) if "five" not in fault else SIZES)
+    breaks(broken, FAULTS[fault], sizes=[5] if "five" in fault else [3])
 
 
 def test_a_clause_finds_a_schedule_that_hides_who_gave_up(registered):
@@ -250,7 +251,7 @@ def test_an_algorithm_that_serves_nothing_does_not_pass():
         unregister("direct")
 
 
-def breaks(algorithm, clause, sizes=(2, 3)):
+def breaks(algorithm, clause, sizes=(3,)):
     """A clause fails, and says which it is."""
     with pytest.raises(AssertionError, match=rf"(?m)^ *{clause}  .*FAILED: .") as caught:
         check_algorithm(algorithm, sizes=sizes, clauses=[clause])

@@ -43,7 +43,7 @@ def rows_of(rank, kind, size):
         if (name, kind) != ("doubling", "identical")
     ],
 )
-@spmd(4, 7, on=("threads",))
+@spmd(4, on=("threads",))
 def test_workspace_is_what_was_predicted(group, name, kind):
     rows = rows_of(group.rank, kind, group.size)
     load = weft.explain(rows, algorithm=name).load
@@ -96,8 +96,9 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.parametrize("factors", ["4", "2x2"])
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize(
+    ("name", "factors"), [*((name, "4") for name in PROGRAMS), ("split", "2x2")]
+)
 def test_memory_is_free_without_the_garbage_collector(name, factors, monkeypatch):
     """As in programs that switch it off, so that it does not stop a step of training."""
     monkeypatch.setenv("WEFT_FACTORS", factors)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from functools import partial
-from itertools import product
 
 import pytest
 import torch
@@ -187,17 +186,18 @@ def alike(group, text):
 @pytest.mark.parametrize("kind", KINDS)
 @spmd(3, on=("threads",))
 def test_rows_that_only_stand_for_some(group, kind):
+    """In each call, in each part of the rows in turn; of the next kind it begins with the next."""
     made, text = KINDS[kind]
-    for name, call in CALLS.items():
+    for turn, (name, call) in enumerate(CALLS.items(), [*KINDS].index(kind)):
         call(group, good())  # so that what came of the checks is known
-        for part, (number, of) in PARTS.items():
-            pair = good()  # made here: in a transform it would be of that, too
+        part, (number, of) = [*PARTS.items()][turn % len(PARTS)]
+        pair = good()  # made here: in a transform it would be of that, too
 
-            def use(tensor, call=call, of=of, other=pair[1 - number]):
-                return call(group, of(tensor, other))
+        def use(tensor, call=call, of=of, other=pair[1 - number]):
+            return call(group, of(tensor, other))
 
-            wrong, right = partial(made, use, pair[number]), partial(call, group, good())
-            told(group, (name, part), f"the tensor of {part.split()[0]} is {text}", wrong, right)
+        wrong, right = partial(made, use, pair[number]), partial(call, group, good())
+        told(group, (name, part), f"the tensor of {part.split()[0]} is {text}", wrong, right)
 
 
 COO = {
@@ -211,7 +211,7 @@ COO = {
 
 
 @pytest.mark.parametrize("kind", COO)
-@spmd(2, 3, on=("threads",))
+@spmd(3, on=("threads",))
 def test_sparse_tensors_that_only_stand_for_some(group, kind):
     made, text = COO[kind]
     for name, call in CALLS.items():
@@ -243,8 +243,10 @@ MEMORY = memory()
 @pytest.mark.parametrize("kind", KINDS)
 @spmd(2, on=("threads",))
 def test_buffers_that_only_stand_for_some(group, kind):
+    """In each call, in the indices and the values in turn; of the next kind it is the other way."""
     made, text = KINDS[kind]
-    for (name, call), number in product(OUTS.items(), (0, 1)):
+    for turn, (name, call) in enumerate(OUTS.items(), [*KINDS].index(kind)):
+        number = turn % 2
         part = ("indices", "values")[number]
         out = memory()
 
@@ -256,7 +258,7 @@ def test_buffers_that_only_stand_for_some(group, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@spmd(2, 3, on=("threads",))
+@spmd(3, on=("threads",))
 def test_functions_that_return_what_only_stands_for_some(group, kind):
     made, text = KINDS[kind]
 
@@ -293,7 +295,7 @@ def shown(found):
 
 
 @pytest.mark.parametrize("name", RIGHT)
-@spmd(2, 3, on=("threads",))
+@spmd(3, on=("threads",))
 def test_plain_rows_are_reduced_inside_of_a_transform_too(group, name):
     """What is from outside of it is what it is."""
     want = shown(RIGHT[name](group, good()))

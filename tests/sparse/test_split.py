@@ -133,14 +133,15 @@ def test_it_equals_the_definition(size, names, asked):
     assert set(run(size, program)) == {wanted if len(wanted) > 1 else ()}
 
 
-@pytest.mark.parametrize("on", IN_ROUNDS)
 @pytest.mark.parametrize(
-    ("names", "text"),
+    ("names", "text", "on"),
     [
-        *((names, factors_of(names)) for size in (4, 7, 8) for names in HOSTS[size]),
-        ("abcdefgh", "2x4"),
-        ("aabbccdd", "2x2x2"),
-        ("abcdefg", "2x3"),  # blocks of two, two, and three ranks, of which one sums nothing
+        *((names, factors_of(names), "device") for names in HOSTS[4]),
+        *((names, factors_of(names), "rounds") for size in (7, 8) for names in HOSTS[size]),
+        ("abcdefgh", "2x4", "device"),
+        ("aabbccdd", "2x2x2", "rounds"),
+        # blocks of two, two, and three ranks, of which one sums nothing
+        ("abcdefg", "2x3", "device"),
     ],
 )
 def test_its_stages_run_in_rounds(names, text, on, asked):
@@ -169,8 +170,7 @@ def test_its_stages_run_in_rounds(names, text, on, asked):
         assert all(map(torch.equal, found, first))
 
 
-@pytest.mark.parametrize("on", IN_ROUNDS)
-@pytest.mark.parametrize("names", ["aabbcca", "abcabcab"])
+@pytest.mark.parametrize(("names", "on"), [("aabbcca", "rounds"), ("abcabcab", "device")])
 @pytest.mark.parametrize("between", MIDDLES)
 def test_whatever_runs_in_rounds_may_run_between_blocks_there(
     between, names, on, between_blocks, asked
@@ -244,13 +244,12 @@ def summed_over_gloo(names, texts):
         return group.on(torch.device("cpu")).route
 
 
-@pytest.mark.parametrize(("names", "texts"), [("aabb", ("4", "2x2")), ("aabba", ("5", "2x2"))])
-def test_a_device_s_wire_over_gloo_sums_flat_and_in_stages(names, texts):
-    size = len(names)
-    assert processes(size, summed_over_gloo, names, texts) == ["cpu (rounds)"] * size
+def test_a_device_s_wire_over_gloo_sums_flat_and_in_stages():
+    found = processes(5, summed_over_gloo, "aabba", ("5", "2x2"))
+    assert found == ["cpu (rounds)"] * 5
 
 
-@pytest.mark.parametrize("text", ["3x4", "2x2x3", "4x3", "2x6"])
+@pytest.mark.parametrize("text", ["3x4", "2x2x3"])
 def test_a_prime_number_of_ranks_has_blocks_of_unequal_sizes(text, asked):
     asked(text)
     parts, _ = world(13, "sum", torch.float32)
@@ -336,10 +335,17 @@ def test_real_numbers_have_the_same_bits_on_all_ranks_and_again(text, asked):
     assert all(torch.equal(each, first) for both in found for each in both)
 
 
-@pytest.mark.parametrize("between", BETWEEN)
 @pytest.mark.parametrize(
-    ("names", "text"),
-    [("abcdefgh", "2x4"), ("abcdefgh", "4x2"), ("aabbccdd", "2x4"), ("aaabbcca", "2x3")],
+    ("between", "names", "text"),
+    [
+        ("gather", "aaabbcca", "2x3"),
+        ("holders", "abcdefgh", "2x4"),
+        ("holders", "aabbccdd", "2x4"),
+        ("mask", "abcdefgh", "4x2"),
+        ("ring", "aabbccdd", "2x4"),
+        ("split", "abcdefgh", "2x4"),
+        ("split", "aaabbcca", "2x3"),
+    ],
 )
 def test_sums_of_many_chunks_are_shared_once_they_are_complete(
     names, text, between, between_blocks, asked
@@ -622,8 +628,7 @@ os._exit(0)
 """
 
 
-@pytest.mark.parametrize("victim", [0, 3])
-@pytest.mark.parametrize("stage", ["the first", "the last"])
+@pytest.mark.parametrize(("victim", "stage"), [(0, "the first"), (3, "the last")])
 def test_survivors_name_who_was_killed_in_a_stage_of_rounds(survivors, tmp_path, victim, stage):
     """Ranks 0 and 1 are a block, and 2 and 3; who waits for whom depends on the stage."""
     given = str(tmp_path / "place"), str(victim), stage
@@ -651,8 +656,7 @@ def test_only_sums_of_hosts_leave_them(group):
     assert leaves <= opening + 1.1 * 4000 * (8 * 4 + 4) / 4
 
 
-@pytest.mark.parametrize("kind", ["identical", "disjoint"])
-@pytest.mark.parametrize("names", ["aaaabbbb", "aabbccdd"])
+@pytest.mark.parametrize(("names", "kind"), [("aaaabbbb", "disjoint"), ("aabbccdd", "identical")])
 def test_workspace_is_what_was_predicted(names, kind, asked):
     asked(factors_of(names))
     count, opening = 12_000, 416 << 10  # bytes of a statement and of two lists' first messages
@@ -756,7 +760,6 @@ def has_place(names):
         ("gather", "aaaabbbb", 1),
         # a rank begins with the range of its neighbour, which may be the last: on slow links, where
         # chunks are short, that one is not complete at once, either
-        ("holders", "aabbccdd", 0.25),
         ("ring", "aabbccdd", 0.25),
         ("split", "aabbccdd", 0.25),
         ("holders", "aaabbccc", 0.25),
@@ -830,7 +833,7 @@ def test_a_block_shares_its_first_sums_before_the_last_have_come(
             assert sent and min(sent) < max(received)
 
 
-@pytest.mark.parametrize(("ranks", "each"), [(8, 4), (8, 2), (16, 8), (64, 8), (64, 1), (61, 1)])
+@pytest.mark.parametrize(("ranks", "each"), [(16, 8), (61, 1)])
 def test_it_takes_what_was_predicted(ranks, each):
     hosts = [f"{rank // each}" for rank in range(ranks)]
     done = simulate("split", lambda rank: spread(rank, 1000, 20_000), ranks, NETWORK,
@@ -840,21 +843,20 @@ def test_it_takes_what_was_predicted(ranks, each):
     assert done.bytes == pytest.approx(done.cost.bytes, rel=0.05)
 
 
-@pytest.mark.parametrize("hosts", ["aaaabbbb", "aabbccdd"])
-def test_on_a_fast_link_it_takes_what_was_predicted(hosts):
+def test_on_a_fast_link_it_takes_what_was_predicted():
     """Where the stages within a host take about as long as the bytes that leave it."""
     link = dataclasses.replace(NETWORK, beta=0.8e-9)
     done = simulate("split", lambda rank: spread(rank, 5000, 100_000), 8, link,
-                    hosts=hosts, within=WITHIN)  # fmt: skip
+                    hosts="aabbccdd", within=WITHIN)  # fmt: skip
     assert len(done.load.factors) == 2
     assert done.predicted == pytest.approx(done.seconds, rel=0.15)
     assert done.messages == pytest.approx(done.cost.messages, rel=0.1)
     assert done.bytes == pytest.approx(done.cost.bytes, rel=0.05)
 
 
-@pytest.mark.parametrize("gbit", [1, 10])
-@pytest.mark.parametrize("names", ["aaaabbbb", "aabbccdd"])
-@pytest.mark.parametrize("between", ["holders", "ring"])
+@pytest.mark.parametrize(
+    ("between", "names", "gbit"), [("holders", "aaaabbbb", 10), ("ring", "aabbccdd", 1)]
+)
 def test_what_runs_between_hosts_takes_what_was_predicted(
     between, names, gbit, between_blocks, asked, watched
 ):
@@ -869,10 +871,9 @@ def test_what_runs_between_hosts_takes_what_was_predicted(
     assert done.bytes == pytest.approx(done.cost.bytes, rel=0.05)
 
 
-@pytest.mark.parametrize("gbit", [1, 10])
-@pytest.mark.parametrize("names", ["aaaabbbb", "aabbccdd"])
 @pytest.mark.parametrize(
-    ("given", "wire_dtype"), [(torch.bfloat16, None), (torch.float32, torch.bfloat16)]
+    ("given", "wire_dtype", "names", "gbit"),
+    [(torch.bfloat16, None, "aaaabbbb", 1), (torch.float32, torch.bfloat16, "aabbccdd", 10)],
 )
 def test_where_sums_of_some_ranks_travel_wider_it_takes_what_was_predicted(
     given, wire_dtype, names, gbit, asked

@@ -81,12 +81,9 @@ def test_factors_have_the_product_of_the_ranks(stages):
     assert list(stages.lists_of(13, 1)) == [(13,)]
 
 
-@pytest.mark.parametrize("name", ["uniform", "zipf", "identical"])
 @pytest.mark.parametrize(
-    ("factors", "per_host"),
-    [((2,), 1), ((8,), 1), ((2, 2), 2), ((4, 2), 4), ((2, 4), 2), ((16,), 1), ((8, 2), 8),
-     ((4, 4), 1), ((2, 8), 2), ((64,), 1), ((8, 8), 1), ((8, 8), 8)],
-)  # fmt: skip
+    ("name", "factors", "per_host"), [("uniform", (8,), 1), ("zipf", (4, 2), 4)]
+)
 def test_the_schedule_sends_and_takes_what_the_model_says(stages, name, factors, per_host):
     case = stages.CASES[name](60, 2400)
     messages, nbytes, taken = stages.of_simulated(case, factors, per_host, rate=1e9)
@@ -95,12 +92,9 @@ def test_the_schedule_sends_and_takes_what_the_model_says(stages, name, factors,
     assert taken == pytest.approx(1, rel=0.15)
 
 
-@pytest.mark.parametrize(
-    ("factors", "per_host"), [((8,), 1), ((4, 2), 4), ((2, 4), 2), ((4, 4), 1), ((8, 8), 8)]
-)
-def test_the_model_knows_that_sums_of_some_ranks_are_not_rounded(stages, factors, per_host):
+def test_the_model_knows_that_sums_of_some_ranks_are_not_rounded(stages):
     case = dataclasses.replace(stages.CASES["uniform"](60, 2400), is_rounded=True)
-    messages, nbytes, taken = stages.of_simulated(case, factors, per_host, rate=1e9)
+    messages, nbytes, taken = stages.of_simulated(case, (4, 2), 4, rate=1e9)
     assert messages == pytest.approx(1, rel=0.05)
     assert nbytes == pytest.approx(1, rel=0.05)
     assert taken == pytest.approx(1, rel=0.15)

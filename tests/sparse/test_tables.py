@@ -82,8 +82,18 @@ def mine(group, kinds, count, missing=()):
 
 
 @pytest.mark.parametrize("name", ["auto", *sorted(ALGORITHMS)])
-@spmd(1, 2, 3, 7, on=EVERYWHERE)
+@spmd(1, 3, on=THREADS)
 def test_each_table_as_if_alone(group, name):
+    each_table_as_if_alone(group, name)
+
+
+@pytest.mark.parametrize("name", ["auto", "split"])
+@spmd(2, 7, on=("processes", "torch"))
+def test_each_table_as_if_alone_between_processes(group, name):
+    each_table_as_if_alone(group, name)
+
+
+def each_table_as_if_alone(group, name):
     missing = [(0, 2), (1, 0), (2, 6), *((rank, 4) for rank in range(7))]
     for kinds in (ALIKE, KINDS, KINDS[1:2]):
         with in_case(kinds):
@@ -120,9 +130,12 @@ LARGE = [
 ]
 
 
-@pytest.mark.parametrize("kinds", [[LARGE[0], LARGE[3], LARGE[0]], LARGE], ids=["alike", "mixed"])
-@pytest.mark.parametrize("rate", [1e-10, 1e-8])
-@spmd(2, 3, 7, on=EVERYWHERE)
+@pytest.mark.parametrize(
+    ("kinds", "rate"),
+    [([LARGE[0], LARGE[3], LARGE[0]], 1e-10), (LARGE, 1e-8)],
+    ids=["alike", "mixed"],
+)
+@spmd(2, 7, on=EVERYWHERE)
 def test_more_than_fits_in_the_opening(group, kinds, rate):
     set_link(group, Link(1e-4, rate, 1e-10, 1e-5))
     few = {(rank, number) for rank in range(2, 7) for number in (0, 2, 4)}
@@ -135,7 +148,7 @@ FLOATS = [kind for kind in LARGE if kind[1].is_floating_point]
 
 
 @pytest.mark.parametrize("kinds", [[LARGE[0], LARGE[3]], FLOATS], ids=["alike", "mixed"])
-@spmd(1, 2, 3, on=THREADS)
+@spmd(1, 3, on=THREADS)
 def test_operations_and_rounding(group, kinds):
     """The bits of a call for each table; tables that are as narrow already are not rounded."""
     set_link(group, Link(1e-4, 1e-8, 1e-10, 1e-5))
@@ -145,7 +158,7 @@ def test_operations_and_rounding(group, kinds):
         seen.add(left.dtype)
         return right
 
-    # each has every operation and tables of every size, but not all of both; auto has
+    # of the others each has one of the sizes with an operation; auto has all of both
     others = serving("gather", "split", "doubling")
     sizes = ((9, torch.bfloat16), (1100, torch.float16), (30, None))
     for turn, (count, narrow) in enumerate(sizes):
@@ -153,7 +166,8 @@ def test_operations_and_rounding(group, kinds):
         for each in rows:  # what must be rounded
             each.values.add_(torch.linspace(0, 1, each.values.numel()).view(each.values.shape))
         for number, op in enumerate(("sum", "avg", "max", last)):
-            for name in ("auto", others[(turn + number) % len(others)]):
+            other = [others[2 * number % len(others)]] if number % len(sizes) == turn else []
+            for name in ("auto", *other):
                 seen.clear()
                 ran = check_against_single_calls(group, rows, name, op=op, wire_dtype=narrow)
                 if op is last:
@@ -410,15 +424,14 @@ def numbers(results):
     return [(indices.tolist(), values.flatten().tolist()) for indices, values in results]
 
 
-@pytest.mark.parametrize("allocated", [False, True], ids=["buffers", "allocator"])
 @pytest.mark.parametrize("name", ["auto", "split", "doubling"])
-@spmd(1, 2, 3, on=THREADS)
-def test_a_result_in_the_memory_of_another_tables_rows(group, name, allocated):
+@spmd(1, 3, on=THREADS)
+def test_a_result_in_the_memory_of_another_tables_rows(group, name):
     """Also where a list takes several calls: for each row shape."""
     for shapes in ([(2,), (1,)], [(1,)] * 300):
         tables = [one_hot(group, number, *shape) for number, shape in enumerate(shapes)]
         plain = numbers(weft.sparse_all_reduce(tables, algorithm=name))
-        for reader, writer in ((0, -1), (-1, 0)):
+        for reader, writer, allocated in ((0, -1, False), (-1, 0, True)):
             place, memory = room(9, shapes[writer][0])
             rows, out = list(tables), [None] * len(tables)
             indices, values = tables[reader]

@@ -4,11 +4,84 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pickle
 import resource
+import sys
 
 import pytest
 
+from weft.bootstrap import rendezvous
+from weft.bootstrap.local import folder_of
+from weft.testing import ranks_as_processes, run, wire_clauses
+from weft.testing.clauses import stated
+from weft.testing.wire_clauses import CLAUSES
+from weft.wire.factory import EXCHANGED, Start, make_wire
+from weft.wire.interface import Failure
+from weft.wire.memory import Pool
+from weft.wire.registry import wire_named
 from weft.wire.tcp import shm
+
+
+def on_a_wire(group, folder, packed, is_apart):
+    """The body of a clause, on a wire of its own beside the group's."""
+    if folder and folder not in sys.path:
+        sys.path.append(folder)  # where the module of the factory is
+    factory, body = pickle.loads(packed)
+
+    def exchange(data):
+        return group.all_gather_bytes(pickle.dumps(data).ljust(2 * EXCHANGED), pickle.loads)
+
+    host = f"host {group.rank if is_apart else 0}"
+    store, port = rendezvous.host(rendezvous.LOOPBACK) if group.rank == 0 else (None, 0)
+    port = int(exchange(str(port).encode())[0])
+    if store is None:
+        store = rendezvous.connect(rendezvous.LOOPBACK, port, group.timeout)
+    start = Start(
+        *(group.rank, group.size, group.device, group.timeout, host, exchange, Pool()),
+        store=store,
+    )
+    wire = make_wire("of this test", factory, start)
+    try:
+        return stated(body, wire)
+    except BaseException:
+        wire.abort(Failure("aborted", wire.rank, f"rank {wire.rank} gave up"))
+        raise
+    finally:
+        wire.close()
+
+
+@pytest.fixture
+def fewer(monkeypatch):
+    """Clauses of thousands of messages have hundreds.
+
+    That is for wires that add little to others, which are tried with thousands.
+    """
+    monkeypatch.setattr(wire_clauses, "POSTS", 300)
+    monkeypatch.setattr(wire_clauses, "ROUNDS", 300)
+
+
+@pytest.fixture
+def ranks_of():
+    """`ranks_of(wire, clause, apart=)` is a `Run` on processes, for this clause of the contract.
+
+    They are new ones where the clause is about processes, and otherwise those that other tests run
+    on, too: then a wire is made anew, and no process.
+    """
+
+    def ranks_of(wire, clause, *, apart=False):
+        if CLAUSES[clause - 1].is_for_processes or CLAUSES[clause - 1].is_compared:
+            return ranks_as_processes(wire, apart=apart)
+        factory = wire_named(wire) if isinstance(wire, str) else wire
+
+        def kept(size, body):
+            packed = pickle.dumps((factory, body))
+            folder = folder_of(factory.__module__)
+            return run(size, on_a_wire, folder, packed, apart, on="processes")
+
+        kept.are_processes = True
+        return kept
+
+    return ranks_of
 
 
 @pytest.fixture

@@ -32,7 +32,7 @@ def failure_of(use):
     return caught.value.failure
 
 
-def test_it_keeps_the_contract():
+def test_it_keeps_the_contract(fewer):
     outcomes = check_wire(RUN, Features(lockstep=True, exact=True))
     assert sum(not outcome.skipped for outcome in outcomes) >= 10
 

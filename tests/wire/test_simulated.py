@@ -112,7 +112,7 @@ def test_hosts_are_one_for_each_rank():
         simulated.group(2, LINK, hosts=["a"])
 
 
-def test_simulated_ranks_keep_the_contract():
+def test_simulated_ranks_keep_the_contract(fewer):
     outcomes = check_wire(ranks_as_threads(lambda size: Network("abcdefgh"[:size], LINK).wires()))
     assert not any(outcome.error for outcome in outcomes)
 

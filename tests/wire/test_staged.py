@@ -38,7 +38,7 @@ def failure_of(use):
     return caught.value.failure
 
 
-def test_it_keeps_the_contract():
+def test_it_keeps_the_contract(fewer):
     outcomes = check_wire(ranks_as_threads(wires_of))
     assert not any(outcome.error for outcome in outcomes)
 

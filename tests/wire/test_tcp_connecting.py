@@ -17,7 +17,7 @@ import torch
 from weft.testing import check_wire, make_wires, ranks_as_processes
 from weft.testing.pace import patient
 from weft.testing.wire_clauses import CLAUSES
-from weft.wire.interface import WireFailed
+from weft.wire.interface import Features, WireFailed
 from weft.wire.memory import Pool
 from weft.wire.tcp import wire as tcp
 from weft.wire.tcp.listener import Endpoint, Listener
@@ -33,10 +33,11 @@ def make_mixed(start):
     return tcp.make(dataclasses.replace(start, host=f"host {start.rank // 2}"))
 
 
-def test_it_keeps_the_contract_where_some_ranks_share_a_host():
+def test_it_keeps_the_contract_where_some_ranks_share_a_host(ranks_of):
     """Clauses of one or two ranks are left out: those would all be on one host."""
-    of_several_hosts = [n for n, clause in enumerate(CLAUSES, 1) if max(clause.sizes) > 2]
-    check_wire(ranks_as_processes(make_mixed), clauses=of_several_hosts)
+    for number, clause in enumerate(CLAUSES, 1):
+        if max(clause.sizes) > 2:
+            check_wire(ranks_of(make_mixed, number), Features(), clauses=[number])
 
 
 def connections():

@@ -14,6 +14,7 @@ import torch
 from weft.errors import WeftError, WireError
 from weft.schedules import dense_all_reduce
 from weft.testing import run, threads
+from weft.testing.pace import patient
 
 
 @pytest.fixture
@@ -97,13 +98,15 @@ def test_the_chain_of_waits_leads_to_the_one_who_is_late():
     def body(group):
         if group.rank == 2:
             group.worker.doing = "thinking"
-            time.sleep(3)
+            raised.wait(patient(60.0))
             return ""
         with pytest.raises(WireError) as caught:
             group.post((), [(group.rank + 1, 4)]).wait()
         assert caught.value.culprit == 2
+        raised.wait(patient(60.0))
         return str(caught.value)
 
+    raised = threading.Barrier(3)
     texts = run(3, body, timeout=0.5)
     for text in texts[:2]:
         assert "rank 2 keeps the others waiting: it is in call 0 (thinking)" in text

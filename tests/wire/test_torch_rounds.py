@@ -47,7 +47,7 @@ def failure_of(use):
     return caught.value.failure
 
 
-def test_it_keeps_the_contract():
+def test_it_keeps_the_contract(fewer):
     tried = {outcome.number for outcome in check_wire(RUN) if not outcome.skipped}
     assert tried >= {NUMBERS[name] for name in ("among", "reduces", "rounds")}
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import weft
-from weft.testing import RankFailure, ranks_as_processes
+from weft.testing import RankFailure, ranks_as_processes, wire_processes
 from weft.wire.interface import WireFailed
 from weft.wire.registry import register_wire, unregister_wire
 
@@ -92,7 +92,8 @@ def leaves_a_thread(wire):
     threading.Thread(target=time.sleep, args=[600]).start()
 
 
-def test_a_process_that_does_not_end_is_told_of():
+def test_a_process_that_does_not_end_is_told_of(monkeypatch):
+    monkeypatch.setattr(wire_processes, "patient", lambda seconds: seconds / 2.5)
     with pytest.raises(RankFailure, match="rank 0 of 1 has ended its program, but its process"):
         RUN(1, leaves_a_thread)
 

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import pytest
 
-from weft.testing import check_wire, ranks_as_processes
+from weft.testing import check_wire
 from weft.testing.wires import NUMBERS
 from weft.wire import Features
 
-RUNS = {
-    "tcp": ranks_as_processes("tcp"),  # which shares memory
-    "tcp-apart": ranks_as_processes("tcp", apart=True),  # which connects when messages are posted
-    "torch": ranks_as_processes("torch"),
+WIRES = {
+    "tcp": ("tcp", False),  # which shares memory
+    "tcp-apart": ("tcp", True),  # which connects when messages are posted
+    "torch": ("torch", False),
 }
 
 
-@pytest.mark.parametrize("wire", RUNS)
+@pytest.mark.parametrize("wire", WIRES)
 @pytest.mark.parametrize("clause", NUMBERS)
-def test_a_wire_keeps_a_clause(clause, wire):
-    (outcome,) = check_wire(RUNS[wire], Features(), clauses=[NUMBERS[clause]])
+def test_a_wire_keeps_a_clause(ranks_of, clause, wire):
+    number = NUMBERS[clause]
+    name, is_apart = WIRES[wire]
+    run = ranks_of(name, number, apart=is_apart)
+    (outcome,) = check_wire(run, Features(), clauses=[number])
     skipped = {"among", "reduces", "huge"}
     if wire == "tcp":
         skipped.add("strangers")  # once all ranks of a host share memory it listens nowhere

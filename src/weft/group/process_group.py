@@ -14,7 +14,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import cast
 
@@ -32,7 +32,7 @@ from ..wire.interface import Wire
 from ..wire.machine import own_host
 from ..wire.memory import Pool
 from ..wire.registry import is_own, own_wire, wire_named, wire_names
-from ..wire.store import AnsweringStore, SilentStoreError
+from ..wire.store import AnsweringStore, SilentStoreError, has
 from ..wire.tcp.wire import TcpWire
 from . import recorder
 from .control import HELD_UP, NotJoinedError, join_links
@@ -179,7 +179,8 @@ def _join(
     except (RuntimeError, OSError) as error:  # of the store, of the sockets
         failure = _why_not_joined(error, store, rank, deadline, timeout, process_group)
         if space is not store:  # else the store has not even said how these ranks are called there
-            failure = _first_to_fail(space, failure)
+            lost = error.ranks if isinstance(error, AbsentError) else [failure[1]]
+            failure = _first_to_fail(space, failure, rank, set(range(size)).difference(lost))
         why, culprit = failure
         text = f"rank {rank}: group {name!r} of {size} ranks: {why}"
         raise WireError(text, rank=rank, culprit=culprit) from error
@@ -306,16 +307,23 @@ def _why_not_joined(
     )
 
 
-def _first_to_fail(space: dist.Store, failure: tuple[str, int | None]) -> tuple[str, int | None]:
+def _first_to_fail(
+    space: dist.Store, failure: tuple[str, int | None], rank: int, there: Collection[int]
+) -> tuple[str, int | None]:
     """What the first rank said that gave up, which is what all say; this rank may be the first.
 
     A rank that goes on after it was stopped finds nobody, and hears by this that it is to blame.
+    Others may give up a moment later, and the store may end with this program: they are waited for.
     """
     store = AnsweringStore(space, time.monotonic())
     with contextlib.suppress(RuntimeError):  # the store may be what failed
         store.compare_set("failure", "", json.dumps(failure))
         why, culprit = json.loads(store.get("failure"))
-        return why, culprit
+        failure = why, culprit
+        store.set(f"read/{rank}", "")
+        until = time.monotonic() + HELD_UP
+        for each in there:
+            has(store, f"read/{each}", until, len(there))
     return failure
 
 
