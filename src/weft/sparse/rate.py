@@ -83,11 +83,13 @@ def suited(sizes: Sizes, group: Group, rate: int, *, staying: bool) -> Sizes:
             lists and values are sent in one message each, unpacked.
     """
     features = group.features
-    sizes = sizes.but(
-        hosts=hosts_of(group), staying=staying, lengths_known=features.lockstep or features.exact
-    )
-    if sizes.at_once:
-        return sizes.but(chunk=_WHOLE, gaps=False)
+    lengths_known = features.lockstep or features.exact
+    sizes = sizes.but(hosts=hosts_of(group), staying=staying, lengths_known=lengths_known)
+    return sizes.but(chunk=_WHOLE, gaps=False) if sizes.at_once else fitted(sizes, rate)
+
+
+def fitted(sizes: Sizes, rate: int) -> Sizes:
+    """The sizes of a call between known hosts, with what suits a link of that rate."""
     smallest, largest = _CHUNKS
     if sizes.on_one_host:  # a copy keeps a core as busy as a merge: small chunks overlap little
         fair = 1 << (_NEAR // sizes.ranks).bit_length() - 1

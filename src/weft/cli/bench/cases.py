@@ -46,6 +46,7 @@ from torch import Tensor
 
 import weft
 
+from ..counted import Counted
 from .real import TRACES
 
 Distribution = Literal["uniform", "zipf", "identical"]
@@ -284,9 +285,7 @@ class Answer:
     slack: Tensor | None
 
 
-def sizes(
-    case: Case, ranks: int, seed: int, hosts: weft.sparse.Hosts | None = None
-) -> weft.sparse.Load:
+def sizes(case: Case, ranks: int, seed: int, hosts: weft.sparse.Hosts | None = None) -> Counted:
     """Rows, distinct and united, counted from the indices of all ranks, with bytes as weft sends.
 
     Args:
@@ -303,20 +302,18 @@ def sizes(
         own = [distinct[rank] for rank in neighbours]
         others = [distinct[rank] for rank in range(ranks) if rank not in neighbours]
         rows_of_hosts.append((_united(own), _united(others)))
-    return weft.sparse.Load(
+    sizes = weft.sparse.Sizes(
         ranks,
         total=sum(counts),
         most=max(counts),
         fewest=min(counts),
-        union=_united(distinct),
         height=case.height,
         row=case.sent_row_bytes,
         partial=case.sent_row_bytes,
-        index=4,
         places=case.height,
         hosts=hosts,
-        rows_of_hosts=tuple(rows_of_hosts),
     )
+    return Counted(sizes, _united(distinct), tuple(rows_of_hosts))
 
 
 def _united(runs: Sequence[npt.NDArray[np.int64]]) -> int:

@@ -36,7 +36,7 @@ import itertools
 import random
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any, NamedTuple, cast
 
@@ -47,11 +47,11 @@ from torch import Tensor
 
 import weft
 from weft.group.group import Group
-from weft.schedules.hosts import hosts_of
+from weft.schedules.hosts import Hosts, hosts_of
 
 from ..wording import mib, versions
 from .cases import Answer, Case, answer, answer_of_weft, differs, digest, indices, sizes, values
-from .results import OWN, Found, Prediction, Status, compared, summary
+from .results import OWN, Found, Status, compared, summary
 
 DENSE_LIMIT = 64 << 20
 """Bytes of a table up to which the dense way is worth trying."""
@@ -82,7 +82,6 @@ class Contender:
         seconds: of each iteration.
         busy: seconds of a core that this rank's threads were busy in each.
         record: what weft noted of the last call; None for a peer.
-        predicted: what weft says of its call; None for a peer.
     """
 
     name: str
@@ -94,7 +93,6 @@ class Contender:
     seconds: list[float] = field(default_factory=list)
     busy: list[float] = field(default_factory=list)
     record: Any = None
-    predicted: Prediction | None = None
 
     @property
     def own(self) -> bool:
@@ -285,13 +283,13 @@ def run(job: Job, emit: Callable[[Found], None]) -> bool:
     if job.unprivileged and ctypes.CDLL(None, use_errno=True).prctl(4, 0, 0, 0, 0):
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_DUMPABLE)")
     with weft.init(timeout=job.timeout) as group:
-        network = _network(job, group)
+        hosts = hosts_of(group)
         speak = emit if group.rank == 0 else lambda found: None
-        speak(("head", _head(job, network)))
+        speak(("head", _head(job, hosts)))
         right, done, whole = [], 0.0, sum(map(_effort, job.cases))
         for case in job.cases:
             share = _effort(case) / whole
-            right.append(_measure(job, case, network, done, share, speak))
+            right.append(_measure(job, case, group, done, share, speak))
             done += share
         return all(right)
 
@@ -313,7 +311,7 @@ def _effort(case: Case) -> float:
 def _measure(
     job: Job,
     case: Case,
-    network: Network,
+    group: Group,
     before: float,
     share: float,
     speak: Callable[[Found], None],
@@ -346,9 +344,7 @@ def _measure(
     del right, right_of_weft
 
     starters = [one for one in contenders if one.status == _OK]
-    _time(starters, job, network.group, doing)
-    for one in starters:
-        one.predicted = predicted(one, case)
+    _time(starters, job, group.on(torch.device("cpu")), doing)
     mine = {one.name: _Timed(one.seconds, one.busy, one.record, one.changed) for one in starters}
     everybody = [mine] * ranks
     dist.all_gather_object(everybody, mine)
@@ -361,10 +357,11 @@ def _measure(
         seconds = [max(each) for each in zip(*(timed.seconds for timed in seen), strict=True)]
         busy = [fmean(each) for each in zip(*(timed.busy for timed in seen), strict=True)]
         records = [timed.record for timed in seen if timed.record is not None]
-        rows.append((one.name, one.status, seconds, records, one.predicted, busy))
+        rows.append((one.name, one.status, seconds, records, busy))
     if rank == 0:
-        load = sizes(case, ranks, job.seed, network.hosts)
-        for row in compared([summary(case, load, network.link, *row) for row in rows]):
+        counted = sizes(case, ranks, job.seed, hosts_of(group))
+        beta = None if job.link is None else 8 / job.link
+        for row in compared([summary(case, counted, beta, *row) for row in rows]):
             speak(("row", row))
     return all(one.status[0] != "wrong" for one in contenders)
 
@@ -388,25 +385,6 @@ def _try(one: Contender, job: Job, case: Case, right: Answer | None) -> None:
         one.status = "wrong", f"the bits on ranks {others} are not those on rank 0"
     for worst in ("wrong", "refused"):
         one.status = next((said for said, _ in everybody if said[0] == worst), one.status)
-
-
-def predicted(one: Contender, case: Case) -> Prediction | None:
-    """What `weft.explain` says of its call, with the factors that are set; collective.
-
-    None for a peer, and for a rank alone.
-    """
-    if not one.own:
-        return None
-    algorithm = one.name.removeprefix(OWN)
-    explanation = weft.explain(
-        one.prepare(), case.op, algorithm=algorithm, wire_dtype=case.torch_wire_dtype
-    )
-    calls = explanation.calls or (explanation,)
-    chosen = [line for call in calls for line in call.lines if line.verdict == "chosen"]
-    if not chosen:
-        return None
-    seconds = sum(line.milliseconds for line in chosen) / 1e3
-    return Prediction(seconds, sum(line.rounds for line in chosen))
 
 
 def meet(group: Group) -> None:
@@ -455,36 +433,11 @@ def _time(starters: list[Contender], job: Job, group: Group, doing: Callable[[st
         gc.enable()
 
 
-@dataclass(frozen=True, slots=True)
-class Network:
-    """What joins the ranks.
-
-    Attributes:
-        group: all ranks, on the host.
-        hosts: which ranks share one.
-        link: of the speed that `--link` says; within a host as measured. None without `--link`.
-    """
-
-    group: Group
-    hosts: weft.sparse.Hosts
-    link: weft.sparse.Link | None
-
-
-def _network(job: Job, group: Group) -> Network:
-    """The network of this group; collective."""
-    hosts = hosts_of(group)
-    over = group.on(torch.device("cpu"))
-    if job.link is None:
-        return Network(over, hosts, None)
-    measured = group.worker.call("link", lambda: weft.sparse.link.link_of(over))
-    return Network(over, hosts, replace(measured, beta=8 / job.link))
-
-
-def _head(job: Job, network: Network) -> dict[str, Any]:
+def _head(job: Job, hosts: Hosts) -> dict[str, Any]:
     """What the table is headed with."""
     here = {
-        "ranks": sum(map(len, network.hosts.ranks)),
-        "hosts": len(network.hosts.ranks),
+        "ranks": len(hosts.of),
+        "hosts": len(hosts.ranks),
         "wire": weft.config()["wire"],
         "threads": torch.get_num_threads(),
         "cores": len(psutil.Process().cpu_affinity()) if psutil.LINUX else psutil.cpu_count(),

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import numpy as np
 from rich.console import Console
@@ -24,6 +24,7 @@ from rich.text import Text
 
 import weft
 
+from ..counted import Counted
 from ..wording import listed, number
 from .cases import Case
 
@@ -40,19 +41,7 @@ Status = tuple[str, str]
 """What became of a contender: "ok", "refused" (does not serve this case) or "wrong", and why."""
 
 
-class Prediction(NamedTuple):
-    """What `weft.explain` says of a call; of a list, of all its calls together.
-
-    Attributes:
-        seconds: predicted, without the exchange that opens the call.
-        rounds: that it waits for beside the time of its bytes, with those that open it.
-    """
-
-    seconds: float
-    rounds: float
-
-
-VERSION = 2
+VERSION = 3
 """Of the format of files; it changes when a field changes its name or meaning, or goes."""
 
 Row = dict[str, Any]
@@ -62,22 +51,15 @@ Row = dict[str, Any]
   wire_dtype: in which weft's calls sent values, None: in their own;
 * distinct: rows of the average rank; total, union: K and U;
 * by: who was asked: `weft:` and the algorithm given, or a peer; algorithm: the one that ran;
-  factors: of `split`, such as "4x2", or "" where it was flat or another one ran;
 * status: "ok", "refused" or "wrong"; why: of those that are not ok;
 * median_seconds, first_quartile_seconds, third_quartile_seconds, least_seconds, most_seconds: over
   the iterations, of the slowest rank's times;
 * core_seconds: that the threads of the average rank were busy in a call, on any core; the median
   over the iterations;
-* predicted_seconds: that weft.explain predicts for the algorithm that ran, without the opening
-  exchange;
 * sent_bytes, messages: by the average rank; most_bytes: by the rank that sent most;
 * bound_bytes: that the average rank must receive, of values as weft sends them; bound_seconds: what
   they take on the link;
-* rounds: that weft.explain says a call waits for beside the time of its bytes, with those that open
-  it; of a list, of all its calls and the exchange before them; rounds_seconds: what they take on
-  the link; None for a peer;
-* bytes_ratio: bytes sent over the bound's; time_ratio: median over bound_seconds; rest_ratio: the
-  median without rounds_seconds, over bound_seconds;
+* bytes_ratio: bytes sent over the bound's; time_ratio: median over bound_seconds;
 * host_bound_bytes: the host bound, which must cross the link of the busiest host;
   least_time_seconds: the least time of any exact schedule with these ranks on these hosts;
   least_time_ratio: median over that. Look at these where ranks share each of several hosts;
@@ -88,7 +70,7 @@ In a file each row also has what the head says: versions, ranks, hosts, and so o
 
 _TIMES = ("least", "first_quartile", "median", "third_quartile", "most")
 
-_WIDTHS = {"case": "<10", "by": "<14", "algorithm": "<9", "factors": "<7"}
+_WIDTHS = {"case": "<10", "by": "<14", "algorithm": "<9"}
 _WIDTHS |= {"spread": ">15", "horovod/x": ">9"}
 """Of columns, where it is not 8, to the right."""
 
@@ -100,8 +82,6 @@ _LEGEND = {
     "MB": "sent by the average rank",
     "xbound": "bytes sent / bytes of the bound",
     "xlink": "time / time of the bound's bytes on the link",
-    "rounds": "that the call waits for, with the opening's",
-    "xrest": "as xlink, without their time",
     "hostMB": "must cross the link of the busiest host",
     "least-ms": "the least time of any exact schedule there",
     "xleast": "the ratio to look at where ranks share hosts: time / least time",
@@ -112,9 +92,6 @@ _LEGEND = {
 _LEFT_OUT = (
     "spread",
     "cpu",
-    "factors",
-    "rounds",
-    "xrest",
     "k",
     "union",
     "hostMB",
@@ -128,72 +105,57 @@ _LEFT_OUT = (
 
 def summary(
     case: Case,
-    load: weft.sparse.Load,
-    link: weft.sparse.Link | None,
+    counted: Counted,
+    beta: float | None,
     name: str,
     status: Status,
     seconds: Sequence[float],
     records: Sequence[Any],
-    predicted: Prediction | None = None,
     busy: Sequence[float] = (),
 ) -> Row:
     """The row of one contender.
 
     Args:
         case: what all contenders did.
-        load: of that.
-        link: that `--link` says.
+        counted: of that.
+        beta: seconds for a byte on the link that `--link` says.
         name: of the contender.
         status: what became of it.
         seconds: of the slowest rank in each iteration.
         records: what weft noted on each rank; none for a peer.
-        predicted: what weft says of the call; None for a peer.
         busy: seconds of a core that the average rank's threads were busy in each iteration.
     """
     sent = [int(record.sent_bytes) for record in records]
     mean = fmean(sent) if sent else None
     times = np.quantile(seconds, [0, 0.25, 0.5, 0.75, 1]).tolist() if seconds else [None] * 5
     bound = least_time = None
-    if link is not None:
-        bound = load.bound * link.beta
-        least_time = load.least_seconds(link)
-    seconds_predicted = rounds = waiting = None
-    if predicted is not None:
-        seconds_predicted = predicted.seconds
-        if link is not None:
-            rounds = predicted.rounds
-            waiting = rounds * link.alpha
+    if beta is not None:
+        bound = counted.bound * beta
+        least_time = counted.least_seconds(beta, weft.wire.link.WITHIN)
     setting = asdict(case)
     row = {
         "case": setting.pop("name"),
         **setting,
-        "distinct": load.mean,
-        "total": load.total,
-        "union": load.union,
+        "distinct": counted.sizes.mean,
+        "total": counted.sizes.total,
+        "union": counted.union,
         "by": name,
         "algorithm": records[0].algorithm if records else None,
-        "factors": records[0].factors if records else None,
         "status": status[0],
         "why": status[1],
         **{f"{which}_seconds": time for which, time in zip(_TIMES, times, strict=True)},
         "core_seconds": median(busy) if busy else None,
-        "predicted_seconds": seconds_predicted,
         "sent_bytes": mean,
         "most_bytes": max(sent, default=None),
         "messages": fmean(record.messages for record in records) if records else None,
-        "bound_bytes": load.bound,
+        "bound_bytes": counted.bound,
         "bound_seconds": bound,
-        "rounds": rounds,
-        "rounds_seconds": waiting,
-        "bytes_ratio": _ratio(mean, load.bound),
-        "host_bound_bytes": load.host_bound,
+        "bytes_ratio": _ratio(mean, counted.bound),
+        "host_bound_bytes": counted.host_bound,
         "least_time_seconds": least_time,
     }
     row["time_ratio"] = _ratio(row["median_seconds"], bound)
     row["least_time_ratio"] = _ratio(row["median_seconds"], least_time)
-    row["rest_ratio"] = None
-    if waiting is not None and row["median_seconds"] is not None:
-        row["rest_ratio"] = _ratio(row["median_seconds"] - waiting, bound)
     return row
 
 
@@ -226,7 +188,6 @@ def _cells(row: Row, peers: Sequence[str]) -> dict[str, str]:
         "union": str(row["union"]),
         "by": row["by"],
         "algorithm": _one_word(row["algorithm"]),
-        "factors": _one_word(row["factors"]),
         "ms": number(row["median_seconds"], 1e3)
         if row["status"] == "ok"
         else row["status"].upper(),
@@ -235,8 +196,6 @@ def _cells(row: Row, peers: Sequence[str]) -> dict[str, str]:
         "MB": number(row["sent_bytes"], 1e-6),
         "xbound": number(row["bytes_ratio"]),
         "xlink": number(row["time_ratio"]),
-        "rounds": number(row["rounds"]),
-        "xrest": number(row["rest_ratio"]),
         "hostMB": number(row["host_bound_bytes"], 1e-6),
         "least-ms": number(row["least_time_seconds"], 1e3),
         "xleast": number(row["least_time_ratio"]),
@@ -259,7 +218,7 @@ class Shown:
         console: for the table.
         peers: what is measured beside weft.
         link: whether the link's speed is known.
-        file: for `{"version": 2, "rows": [...]}`, times in seconds.
+        file: for `{"version": 3, "rows": [...]}`, times in seconds.
         sheet: for the same rows as comma-separated values.
         notes: lines below the versions.
     """
@@ -275,7 +234,7 @@ class Shown:
     ) -> None:
         self._console, self._peers, self._notes = console, peers, notes
         self._file, self._sheet = file, sheet
-        self._titles = ["case", "k", "union", "by", "algorithm", "factors"]
+        self._titles = ["case", "k", "union", "by", "algorithm"]
         self._titles += ["ms", "spread", "cpu", "MB", "xbound"]
         self._link = link
         self._head: dict[str, Any] = {}
@@ -319,7 +278,7 @@ class Shown:
             self._head = what
             ranks_share_hosts = 1 < what["hosts"] < what["ranks"]
             if self._link:
-                self._titles += ["xlink", "rounds", "xrest"]
+                self._titles.append("xlink")
             if ranks_share_hosts:
                 self._titles.append("hostMB")
             if ranks_share_hosts and self._link:

@@ -23,14 +23,14 @@ _NOTE = (
     "All figures of the tables are predicted; nothing was sent. "
     "ms, and the figures under the algorithms' names: milliseconds after the opening exchange; "
     "-: cannot serve, or needs more workspace than auto allows; MB and messages: of a rank; "
-    "rounds: that a call waits for, with those that open it; "
+    "rounds: that a call waits for after the opening; "
     "xbound: MB over the least that a rank must receive. least-ms: the least time of any exact "
     "schedule with these ranks on these hosts, an index counted as 4 bytes; xleast: ms over that, "
     "below 1 where packed indices take less"
 )
 _MEASURED = (
-    "Measured, by weft's authors: the rates of merging and within a host. docs/plan.md says which "
-    "simulated networks and which real calls the same predictions were held against"
+    "Measured, by weft's authors: the rates of merging and within a host; docs/plan.md says how "
+    "far such forecasts were off"
 )
 
 
@@ -86,7 +86,7 @@ def plan(
 ) -> None:
     """Predict algorithm, time, bytes and messages for a cluster that you describe.
 
-    It uses the same costs as `auto`, and sends nothing.
+    The algorithm is the one that the rule takes; the times are forecasts, and nothing is sent.
     """
     counts = _counts(ranks)
     own = {"rows": rows, "height": height, "width": width, "distribution": distribution}
@@ -94,14 +94,14 @@ def plan(
         options.refuse("--record", "the file has the sizes: leave --case and other sizes out")
     with options.failing("plan", 2):
         if record is not None:
-            sizes = recorded(record)
+            drawings = recorded(record)
         else:
-            sizes = [*map(drawn, options.cases_of(case, "uniform", own, {"dtype": dtype}))]
+            drawings = [*map(drawn, options.cases_of(case, "uniform", own, {"dtype": dtype}))]
         links = _links(link, latency, work)
-        found = list(predict(sizes, links, counts, per_host))
+        found = list(predict(drawings, links, counts, per_host))
     if not found:
         options.refuse("--per-host", f"all of --ranks {ranks} are on one host, without a link")
-    groups = [list(group) for _, group in groupby(found, lambda one: (one.sizes, one.link))]
+    groups = [list(group) for _, group in groupby(found, lambda one: (one.drawing, one.link))]
     _show(groups, record)
     if alone := sorted(set(counts) - {one.ranks for one in found}):
         typer.echo(f"left out, since all are on one host: {', '.join(map(str, alone))} ranks")
@@ -123,14 +123,9 @@ def _counts(given: str) -> list[int]:
 
 
 def _links(speeds: str, latency: float, work: float) -> list[Named]:
-    def link(bits: float) -> weft.sparse.Link:
-        return weft.sparse.Link(
-            alpha=latency * 1e-6,
-            beta=8 / bits,
-            gamma=weft.sparse.MERGE,
-            work=work * 1e-6,
-            within=weft.sparse.WITHIN,
-        )
+    def link(bits: float) -> weft.wire.link.Link:
+        figures = {"alpha": latency * 1e-6, "beta": 8 / bits, "work": work * 1e-6}
+        return weft.wire.link.Link(gamma=weft.wire.link.MERGE, **figures)
 
     return [Named(name.strip(), link(options.rate(name))) for name in speeds.split(",")]
 
@@ -143,11 +138,12 @@ def _show(groups: list[list[Prediction]], record: Path | None) -> None:
     console = show.console()
     algorithms = list(weft.sparse.ALGORITHMS)
     for lines in groups:
-        sizes, link = lines[0].sizes, lines[0].link
+        drawing, link = lines[0].drawing, lines[0].link
         words = (
-            f"{sizes.case.name}: {lines[0].answer.load.most} rows a rank of {sizes.case.height}, "
+            f"{drawing.case.name}: {lines[0].counted.sizes.most} rows a rank of "
+            f"{drawing.case.height}, {drawing.case.sent_row_bytes} bytes each; link {link.name}: "
+            f"{link.link}, {1e-9 / weft.wire.link.WITHIN:.3g} GB/s within a host"
         )
-        words += f"{sizes.case.sent_row_bytes} bytes each; link {link.name}: {link.link}"
         console.print(words, style="dim", soft_wrap=True)
         titles = ["ranks", "union", "chosen", "ms", "MB", "messages", "rounds", "xbound"]
         titles += ["least-ms", "xleast"]
@@ -163,15 +159,15 @@ def _show(groups: list[list[Prediction]], record: Path | None) -> None:
 
 def _chosen(one: Prediction) -> list[str]:
     """A line of the first table, below `titles` of `_show`."""
-    best = next(line for line in one.answer.lines if line.algorithm == one.answer.chosen)
+    best = one.forecasts[one.chosen]
     return [
         str(one.ranks),
-        str(one.answer.load.union),
-        f"[bold]{best.name}[/]",
+        str(one.counted.union),
+        f"[bold]{one.chosen}[/]",
         wording.number(best.milliseconds),
         wording.number(best.bytes, 1e-6),
         str(best.messages),
-        wording.number(best.rounds),
+        str(best.rounds),
         wording.number(best.of_bound),
         wording.number(one.least_ms),
         wording.number(best.milliseconds / one.least_ms),
@@ -179,5 +175,6 @@ def _chosen(one: Prediction) -> list[str]:
 
 
 def _time(one: Prediction, name: str) -> str:
-    figure = wording.number(one.times.get(name))
-    return f"[bold]{figure}[/]" if name == one.answer.chosen else figure
+    found = one.forecasts.get(name)
+    figure = wording.number(found and found.milliseconds)
+    return f"[bold]{figure}[/]" if name == one.chosen else figure

@@ -1,7 +1,7 @@
 """Where each algorithm wins: a picture with two panels for each case and link.
 
 Left, predicted time against ranks, a line for each algorithm, and the least time of any exact
-schedule, dashed. Right, which one is predicted to be the quickest, over ranks and rows a rank, rows
+schedule, dashed. Right, which one the rule takes, over ranks and rows a rank, rows
 drawn independently; the case itself is the line.
 """
 
@@ -38,8 +38,8 @@ def draw(path: Path, groups: Sequence[Sequence[Prediction]], names: Sequence[str
         for (left, right), lines in zip(rows, groups, strict=True):
             seen |= _times(left, lines, colours)
             seen |= _map(right, lines, colours)
-            left.set(title=f"{lines[0].sizes.case.name}, {lines[0].link.name}")
-            right.set(title="predicted quickest, independent rows")
+            left.set(title=f"{lines[0].drawing.case.name}, {lines[0].link.name}")
+            right.set(title="what the rule takes, independent rows")
         shown: list[Artist] = [
             Patch(color=colour, label=name) for name, colour in colours.items() if name in seen
         ]
@@ -54,7 +54,9 @@ def _times(axes: Axes, lines: Sequence[Prediction], colours: Mapping[str, str]) 
     """Draw a line for each algorithm that serves some ranks; the names of these."""
     seen = set()
     for name, colour in colours.items():
-        points = [(one.ranks, one.times[name]) for one in lines if name in one.times]
+        points = [
+            (one.ranks, one.forecasts[name].milliseconds) for one in lines if name in one.forecasts
+        ]
         if points:
             axes.plot(*zip(*points, strict=True), color=colour, marker="o", markersize=3)
             seen.add(name)
@@ -70,14 +72,14 @@ def _times(axes: Axes, lines: Sequence[Prediction], colours: Mapping[str, str]) 
 
 
 def _map(axes: Axes, lines: Sequence[Prediction], colours: Mapping[str, str]) -> set[str]:
-    """Draw which algorithm is the quickest, over ranks and rows; the names of those that are."""
+    """Draw which algorithm the rule takes, over ranks and rows; the names of those."""
     first, ranks, order = lines[0], [one.ranks for one in lines], list(colours)
-    most = first.sizes.case.height
+    most = first.drawing.case.height
     rows = [count for count in _ROWS if count <= most] or [1.0]
     winners = []
     for count in rows:
-        found = predict([first.sizes.with_rows(count)], [first.link], ranks, first.per_host)
-        winners.append([order.index(one.answer.chosen) for one in found])
+        found = predict([first.drawing.with_rows(count)], [first.link], ranks, first.per_host)
+        winners.append([order.index(one.chosen) for one in found])
     axes.pcolormesh(
         np.arange(len(ranks)),
         rows,
@@ -88,7 +90,7 @@ def _map(axes: Axes, lines: Sequence[Prediction], colours: Mapping[str, str]) ->
         shading="nearest",
         rasterized=True,  # an element for each cell would make a file of half a megabyte
     )
-    axes.axhline(first.sizes.rows, color="white", linewidth=1.2)
+    axes.axhline(first.drawing.rows, color="white", linewidth=1.2)
     axes.set_yscale("log")
     axes.set_xticks(range(len(ranks)), [str(count) for count in ranks])
     axes.set(xlabel="ranks", ylabel="rows a rank, logarithmic")

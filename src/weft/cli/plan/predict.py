@@ -1,4 +1,4 @@
-"""Predictions: what so many ranks would bring to a call, and what `auto` would choose for it.
+"""Predictions: what so many ranks would bring to a call, what the rule would take, and its time.
 
 An index that a draw hits with probability p is in the union of n draws with probability
 1 - (1 - p)^n. For rows drawn independently that is all there is to know; a recorded run says
@@ -9,8 +9,9 @@ same number of places were filled independently.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from itertools import product
 from pathlib import Path
@@ -23,6 +24,8 @@ import weft
 
 from ..bench.cases import Case
 from ..bench.results import VERSION
+from ..counted import Counted
+from .forecast import Forecast, forecasts
 
 _HEAD, _BINS = 1 << 20, 1 << 13  # probabilities of their own, and shared ones
 
@@ -30,23 +33,21 @@ Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
+class Drawing:
     """What a rank brings, and how it overlaps with others.
 
     Attributes:
         case: what it is called, its height, and the values of a row.
         rows: rows of a rank, its duplicates removed.
         union: rows in the union of so many ranks.
-        identical: all ranks bring the same rows.
     """
 
     case: Case
     rows: float
     union: Callable[[int], float]
-    identical: bool = False
 
-    def load(self, ranks: int, per_host: int = 1) -> weft.sparse.Load:
-        """The load of a call of so many ranks, some of which share a host."""
+    def counted(self, ranks: int, per_host: int = 1) -> Counted:
+        """A call of so many ranks, some of which share a host."""
         case, rows = self.case, round(self.rows)
         op = weft.kernels.OPS[case.op]
         partial = op.accumulator(case.torch_dtype) if op.rounds else case.sent_dtype
@@ -54,42 +55,46 @@ class Sizes:
         hosts = weft.sparse.Hosts(tuple(rank // per_host for rank in range(ranks)))
         counts = [len(neighbours) for neighbours in hosts.ranks]
         united = {count: (self.union(count), self.union(ranks - count)) for count in {*counts}}
-        return weft.sparse.Load(
-            *(ranks, rows * ranks, rows, rows, union, case.height),
-            *(case.sent_row_bytes, case.width * partial.itemsize),
+        sizes = weft.sparse.Sizes(
+            ranks,
+            total=rows * ranks,
+            most=rows,
+            fewest=rows,
+            height=case.height,
+            row=case.sent_row_bytes,
+            partial=case.width * partial.itemsize,
             index=4 if case.height <= 2**31 else 8,
             places=case.height,
-            identical=self.identical,
             hosts=hosts,
-            rows_of_hosts=tuple(united[count] for count in counts),
         )
+        return Counted(sizes, union, tuple(united[count] for count in counts))
 
-    def with_rows(self, rows: float) -> Sizes:
+    def with_rows(self, rows: float) -> Drawing:
         """Ranks that bring so many rows, drawn independently."""
         union = _independent(rows, self.case.height)
-        return replace(self, rows=rows, union=union, identical=False)
+        return replace(self, rows=rows, union=union)
 
 
-def drawn(case: Case) -> Sizes:
+def drawn(case: Case) -> Drawing:
     """Rows drawn as `weft bench` draws them."""
     if case.distribution == "identical":
-        return Sizes(case, case.rows, lambda ranks: case.rows, identical=True)
+        return Drawing(case, case.rows, lambda ranks: case.rows)
     if case.distribution == "uniform":
-        return Sizes(case, case.rows, _independent(case.rows, case.height))
+        return Drawing(case, case.rows, _independent(case.rows, case.height))
     chances, places = _zipf(case.height)
 
     @lru_cache
     def union(ranks: int) -> float:
         return float(-(places * np.expm1(case.rows * ranks * np.log1p(-chances))).sum())
 
-    return Sizes(case, union(1), union)
+    return Drawing(case, union(1), union)
 
 
-def _independent(rows: float, places: int) -> Callable[[int], float]:
+def _independent(rows: float, places: float) -> Callable[[int], float]:
     return lambda ranks: float(-places * np.expm1(ranks * np.log1p(-min(rows / places, 1 - 1e-15))))
 
 
-def recorded(path: Path) -> list[Sizes]:
+def recorded(path: Path) -> list[Drawing]:
     """The cases of a run that `weft bench --json` recorded.
 
     Raises:
@@ -110,7 +115,7 @@ def recorded(path: Path) -> list[Sizes]:
     return cases
 
 
-def _of_record(row: dict[str, Any]) -> Sizes:
+def _of_record(row: dict[str, Any]) -> Drawing:
     names = {field.name for field in fields(Case)} - {"name", "wire_dtype"}
     setting = {name: row[name] for name in names}
     wire_dtype = row.get("wire_dtype")  # files of earlier wefts have none
@@ -124,11 +129,22 @@ def _of_record(row: dict[str, Any]) -> Sizes:
             f"{case}: {mean} rows a rank, {total} in all, {union} in the union: these do not go "
             "together"
         )
-    seen = weft.sparse.Load(
-        *(ranks, total, round(mean), round(mean), union, case.height),
-        *(case.sent_row_bytes, case.sent_row_bytes, 4),
-    )
-    return Sizes(case, mean, seen.union_of, identical=total == ranks * union)
+    places = _places(mean, union, ranks)
+    return Drawing(case, mean, lambda some: min(_independent(mean, places)(some), some * mean))
+
+
+def _places(mean: float, union: int, ranks: int) -> float:
+    """The number of places for which independent draws give a union of this size."""
+    low, high = max(mean, 1.0), max(2.0 * ranks * mean, 1.0) * 1e4
+    if union <= low:
+        return low
+    for _ in range(36):  # to less than a billionth
+        middle = math.sqrt(low * high)
+        if middle * (1 - (1 - min(1.0, mean / middle)) ** ranks) < union:
+            low = middle
+        else:
+            high = middle
+    return high
 
 
 @lru_cache(maxsize=2)
@@ -151,67 +167,59 @@ class Named(NamedTuple):
     """A link between hosts, and what it is called."""
 
     name: str
-    link: weft.sparse.Link
+    link: weft.wire.link.Link
 
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What was asked, and the answer for all algorithms.
+    """What was asked, and the answer.
 
     Attributes:
-        sizes, link, ranks, per_host: what was asked.
-        load: of the call, with the rows of hosts, which a call of many ranks does not know.
-        answer: by what a call knows.
+        drawing, link, ranks, per_host: what was asked.
+        counted: the call.
+        chosen: the algorithm that the rule takes.
+        forecasts: of each algorithm that can serve, by its name.
     """
 
-    sizes: Sizes
+    drawing: Drawing
     link: Named
     ranks: int
     per_host: int
-    load: weft.sparse.Load
-    answer: weft.sparse.Explanation
-
-    @property
-    def times(self) -> dict[str, float]:
-        """Milliseconds of each algorithm that serves."""
-        return {
-            line.algorithm: line.milliseconds
-            for line in self.answer.lines
-            if line.verdict == "chosen" or line.verdict.startswith("predicted")
-        }
+    counted: Counted
+    chosen: str
+    forecasts: dict[str, Forecast]
 
     @property
     def least_ms(self) -> float:
         """Milliseconds that any exact schedule takes with these ranks on these hosts."""
-        return 1e3 * self.load.least_seconds(self.link.link)
+        return 1e3 * self.counted.least_seconds(self.link.link.beta, weft.wire.link.WITHIN)
 
     def json(self) -> dict[str, Any]:
         """As plain values; milliseconds, bytes received and messages sent by a rank."""
-        load = self.load
         return {
-            "case": self.sizes.case.name,
+            "case": self.drawing.case.name,
             "link": self.link.name,
             "ranks": self.ranks,
             "per_host": self.per_host,
-            "rows": load.most,
-            "union": load.union,
-            "bound_bytes": load.bound,
-            "host_bound_bytes": load.host_bound,
+            "rows": self.counted.sizes.most,
+            "union": self.counted.union,
+            "bound_bytes": self.counted.bound,
+            "host_bound_bytes": self.counted.host_bound,
             "least_time_milliseconds": self.least_ms,
-            "chosen": self.answer.chosen,
-            "algorithms": [asdict(line) for line in self.answer.lines],
+            "chosen": self.chosen,
+            "algorithms": {name: each._asdict() for name, each in self.forecasts.items()},
         }
 
 
 def predict(
-    sizes: Sequence[Sizes], links: Sequence[Named], ranks: Sequence[int], per_host: int = 1
+    drawings: Sequence[Drawing], links: Sequence[Named], ranks: Sequence[int], per_host: int = 1
 ) -> Iterator[Prediction]:
     """All combinations, the number of ranks changing quickest; neighbours share a host.
 
     Those that would all be on one host, whose link they do not use, are left out.
     """
-    for one, link, count in product(sizes, links, ranks):
+    for one, link, count in product(drawings, links, ranks):
         if per_host < count:
-            load = one.load(count, per_host)
-            answer = weft.sparse.predicted(load, link.link)
-            yield Prediction(one, link, count, per_host, load, answer)
+            counted = one.counted(count, per_host)
+            chosen, of_all = forecasts(counted, link.link)
+            yield Prediction(one, link, count, per_host, counted, chosen, of_all)
