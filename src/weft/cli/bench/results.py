@@ -131,7 +131,7 @@ def summary(
     bound = least_time = None
     if beta is not None:
         bound = counted.bound * beta
-        least_time = counted.least_seconds(beta, weft.wire.link.WITHIN)
+        least_time = counted.least_seconds(beta, weft.wire.WITHIN)
     setting = asdict(case)
     row = {
         "case": setting.pop("name"),

@@ -123,9 +123,9 @@ def _counts(given: str) -> list[int]:
 
 
 def _links(speeds: str, latency: float, work: float) -> list[Named]:
-    def link(bits: float) -> weft.wire.link.Link:
+    def link(bits: float) -> weft.wire.Link:
         figures = {"alpha": latency * 1e-6, "beta": 8 / bits, "work": work * 1e-6}
-        return weft.wire.link.Link(gamma=weft.wire.link.MERGE, **figures)
+        return weft.wire.Link(gamma=weft.wire.MERGE, **figures)
 
     return [Named(name.strip(), link(options.rate(name))) for name in speeds.split(",")]
 
@@ -142,7 +142,7 @@ def _show(groups: list[list[Prediction]], record: Path | None) -> None:
         words = (
             f"{drawing.case.name}: {lines[0].counted.sizes.most} rows a rank of "
             f"{drawing.case.height}, {drawing.case.sent_row_bytes} bytes each; link {link.name}: "
-            f"{link.link}, {1e-9 / weft.wire.link.WITHIN:.3g} GB/s within a host"
+            f"{link.link}, {1e-9 / weft.wire.WITHIN:.3g} GB/s within a host"
         )
         console.print(words, style="dim", soft_wrap=True)
         titles = ["ranks", "union", "chosen", "ms", "MB", "messages", "rounds", "xbound"]

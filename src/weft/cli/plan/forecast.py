@@ -37,7 +37,7 @@ class Forecast(NamedTuple):
     of_bound: float
 
 
-def forecasts(counted: Counted, link: weft.wire.link.Link) -> tuple[str, dict[str, Forecast]]:
+def forecasts(counted: Counted, link: weft.wire.Link) -> tuple[str, dict[str, Forecast]]:
     """What the rule takes, and the forecasts of all algorithms that it does not rule out."""
     sizes = weft.sparse.rate.fitted(counted.sizes, weft.sparse.rate.rate_of(1 / link.beta))
     found = {
@@ -56,7 +56,7 @@ def forecasts(counted: Counted, link: weft.wire.link.Link) -> tuple[str, dict[st
 
 
 def _forecast(
-    name: str, sizes: weft.sparse.Sizes, counted: Counted, link: weft.wire.link.Link
+    name: str, sizes: weft.sparse.Sizes, counted: Counted, link: weft.wire.Link
 ) -> Forecast:
     """Of an algorithm by name."""
     traffic_of = weft.sparse.ALGORITHMS[name].traffic
@@ -84,7 +84,7 @@ def _of_traffic(
     traffic: weft.sparse.Traffic,
     sizes: weft.sparse.Sizes,
     counted: Counted,
-    link: weft.wire.link.Link,
+    link: weft.wire.Link,
     merged: float,
 ) -> Forecast:
     waiting = traffic.rounds * link.alpha
@@ -99,7 +99,7 @@ def _seconds_a_byte(
     sizes: weft.sparse.Sizes,
     counted: Counted,
     traffic: weft.sparse.Traffic,
-    link: weft.wire.link.Link,
+    link: weft.wire.Link,
 ) -> float:
     """Of what a rank receives, some from its own host, some from others over the host's link."""
     crowd = max(sizes.ranks_of_hosts)
@@ -112,4 +112,4 @@ def _seconds_a_byte(
         places = weft.sparse.stages.places_in(sizes.blocks)
         crossing = inner.algorithm.traffic(inner.sizes, counted.union // places).bytes
         share = min(1.0, crossing / traffic.bytes) if traffic.bytes else 0.0
-    return share * crowd * link.beta + (1 - share) * weft.wire.link.WITHIN
+    return share * crowd * link.beta + (1 - share) * weft.wire.WITHIN

@@ -167,7 +167,7 @@ class Named(NamedTuple):
     """A link between hosts, and what it is called."""
 
     name: str
-    link: weft.wire.link.Link
+    link: weft.wire.Link
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +192,7 @@ class Prediction:
     @property
     def least_ms(self) -> float:
         """Milliseconds that any exact schedule takes with these ranks on these hosts."""
-        return 1e3 * self.counted.least_seconds(self.link.link.beta, weft.wire.link.WITHIN)
+        return 1e3 * self.counted.least_seconds(self.link.link.beta, weft.wire.WITHIN)
 
     def json(self) -> dict[str, Any]:
         """As plain values; milliseconds, bytes received and messages sent by a rank."""
