@@ -31,10 +31,6 @@ import pytest
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Figures of a network, so that no test spends its time measuring one, as tests/sparse/test_link.py
-# does.
-os.environ.setdefault("WEFT_LINK", "50,10")
-
 # torch's TCPStore asks for the name of the address that it connects to, each time. Where the answer
 # of a name server is lost, that takes five seconds by default.
 os.environ.setdefault("RES_OPTIONS", "timeout:1")

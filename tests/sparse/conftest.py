@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from weft.sparse import ALGORITHMS
-from weft.sparse.cost import Load
+from weft.sparse import ALGORITHMS, Sizes
 
-_STAYING = Load(2, 8, 4, 4, 6, 9, 4, 4, 4, staying=True)
+_STAYING = Sizes(2, 8, 4, 4, 9, 4, 4, staying=True)
 _IN_ROUNDS = 3  # ranks of groups whose tensors of the CPU go in rounds
 _MOST = 4  # ranks; these files, and tests of holders, have 7, too
 _SEVEN = ("test_family", "test_tables")

@@ -27,8 +27,7 @@ from weft.testing.cases import in_case
 from weft.wire.link import MERGE, Link
 
 NAMES = ["auto", *sorted(ALGORITHMS)]
-ANY_HEIGHT = [name for name in NAMES if name != "dense_tail"]
-IN_ORDER = [name for name in NAMES if name not in ("mask", "ring")]
+IN_ORDER = [name for name in NAMES if name != "mask"]
 PLAIN = ("doubling",)  # it sends indices as they are
 SIZES = (1, 2, 3, 4, 7, 8)
 THREADS = ("threads", "device", "rounds")
@@ -167,7 +166,7 @@ def test_nobody_needs_to_say_how_high_a_tensor_is(group, name):
             assert torch.equal(values, want.values)
 
 
-@pytest.mark.parametrize("name", ANY_HEIGHT)
+@pytest.mark.parametrize("name", NAMES)
 @spmd(1, 3, on=THREADS)
 def test_the_largest_index_there_is(group, name):
     """No bound beyond it is of its dtype."""
@@ -180,7 +179,7 @@ def test_the_largest_index_there_is(group, name):
             assert torch.equal(total.values, want.values)
 
 
-@pytest.mark.parametrize("name", ANY_HEIGHT)
+@pytest.mark.parametrize("name", NAMES)
 def test_on_a_slow_link_indices_are_packed(monkeypatch, name):
     packed, pack = [], codec.kernels.encode
 
@@ -311,7 +310,7 @@ def test_every_row_shape_and_index_dtype(group, name):
             assert torch.equal(total.values, want.values)
 
 
-@pytest.mark.parametrize("name", ANY_HEIGHT)
+@pytest.mark.parametrize("name", NAMES)
 @spmd(4, on=EVERYWHERE)
 def test_indices_beyond_32_bits(group, name):
     parts, want = world(group.size, "far apart")
@@ -320,7 +319,7 @@ def test_indices_beyond_32_bits(group, name):
     assert torch.equal(total.values, want.values)
 
 
-@pytest.mark.parametrize("name", ["gather", "split", "holders", "dense_tail", "auto"])
+@pytest.mark.parametrize("name", ["gather", "split", "holders", "auto"])
 @spmd(3, 8, on=EVERYWHERE)
 def test_real_numbers_add_in_rank_order(group, name):
     parts, want = world(group.size, "real")
@@ -329,7 +328,7 @@ def test_real_numbers_add_in_rank_order(group, name):
     same_everywhere(group, total)
 
 
-@pytest.mark.parametrize("name", ["doubling", "mask", "ring"])
+@pytest.mark.parametrize("name", ["doubling", "mask"])
 @spmd(3, 7, on=EVERYWHERE)
 def test_real_numbers_are_the_same_bits_everywhere(group, name):
     rows = rows_of(group.rank, "real")
