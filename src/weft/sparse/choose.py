@@ -77,7 +77,7 @@ def lines(sizes: Sizes) -> Iterator[Line]:
     if sizes.in_order:
         yield Line("gather", "the op is a function")
     if sizes.on_one_host:
-        if sizes.mean * sizes.row <= NEAR:
+        if sizes.total * sizes.row <= NEAR * sizes.ranks:
             yield Line("gather", f"ranks of one host bring up to {NEAR >> 20} MiB of rows each")
         yield Line("split", "all ranks share a host")
     elif max(sizes.ranks_of_hosts) > 1:
@@ -89,7 +89,7 @@ def lines_apart(sizes: Sizes) -> Iterator[Line]:
     """Those for ranks of which each has a host of its own."""
     if sizes.ranks == 2:
         yield Line("gather", "there are two ranks")
-    if sizes.mean * sizes.row <= LITTLE:
+    if sizes.total * sizes.row <= LITTLE * sizes.ranks:
         yield Line("doubling", f"ranks bring up to {LITTLE >> 10} KiB of rows each")
     if sizes.row <= NARROW:
         yield Line("split", f"a row has up to {NARROW} bytes")
