@@ -101,8 +101,15 @@ def lines_apart(sizes: Sizes) -> Iterator[Line]:
 
 
 def first_served(sizes: Sizes, fitting: Iterator[Line]) -> Line:
-    """The first line whose algorithm can serve a call within its workspace."""
-    return next(line for line in fitting if why_not(sizes, line.algorithm) is None)
+    """The first line whose algorithm can serve a call within its workspace.
+
+    Raises:
+        WeftError: none can, since others have taken the place of weft's own.
+    """
+    for line in fitting:
+        if why_not(sizes, line.algorithm) is None:
+            return line
+    raise WeftError(f"split, as it was replaced, refuses this call: {why_not(sizes, 'split')}")
 
 
 def why_not(sizes: Sizes, algorithm: str) -> str | None:
