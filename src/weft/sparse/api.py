@@ -183,9 +183,9 @@ def explain(
 
     Collective: every rank calls it. It raises the errors of `sparse_all_reduce`. The result prints
     as a table: algorithm, rounds, messages, bytes, bytes divided by the bound, and why an algorithm
-    is not chosen; above it stands the line of the rule that decided. For a list of tables it also has the `groups`: tables of the same row
-    shape and dtype, which are reduced together. If there are several groups, each takes a call:
-    `calls` says what each of these would do.
+    is not chosen; above it stands the line of the rule that decided. For a list of tables it also
+    has the `groups`: tables of the same row shape and dtype, which are reduced together. If there
+    are several groups, each takes a call: `calls` says what each of these would do.
 
     Example:
         >>> import torch, weft
