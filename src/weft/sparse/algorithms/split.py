@@ -10,9 +10,9 @@ place in it, early. Owners merge chunk by chunk into their part of the result; e
 goes round the ring straight from there, and is received where it belongs. Workspace is bounded,
 whatever P is.
 
-With several factors (`factors`) the owners are those of a block, such as a host. What they sum is
-then summed among the ranks of one place, one of each block, by whatever algorithm is quickest
-there: its rows are the block's sums, which leave as they are made, and its result goes straight to
+In stages (`stages`) the owners are those of a block, such as a host. What they sum is then summed
+among the ranks of one place, one of each block, by the algorithm that the rule takes for them: its
+rows are the block's sums, which leave as they are made, and its result goes straight to
 the ranks of the block. Nothing is agreed on again: the headers of the call say what to expect. Sums
 of one block travel unrounded; complete sums are divided and rounded once, and shared in the dtype
 of the rows.
