@@ -6,12 +6,12 @@ The promise: at most the result, plus three times the rank's own rows (without d
 MiB.
 
 For each case, and each algorithm that can serve it within the workspace that a call may use, new
-processes make three calls. The table has the growth of the resident set: its peak during the call (VmHWM, which writing 5 to
-/proc/self/clear_refs resets) minus its size before. It is that of the rank which comes closest to
-the promise, or exceeds it most:
+processes make three calls. The table has the growth of the resident set: its peak during the call
+(VmHWM, which writing 5 to /proc/self/clear_refs resets) minus its size before. It is that of the
+rank which comes closest to the promise, or exceeds it most:
 
-* cold: the first call of the process. It also loads the machine code of the kernels, and connects to
-  the peers;
+* cold: the first call of the process. It also loads the machine code of the kernels, and connects
+  to the peers;
 * warm: that is done, but all workspaces are new;
 * again: the same call once more, with the workspaces that were kept;
 * kept: what the process has more than before the first call, when the last result is gone.
