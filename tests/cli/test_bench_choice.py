@@ -1,4 +1,4 @@
-"""`benchmarks/choice.py`: a choice that is not the quickest is called so, here and in the page."""
+"""`benchmarks/choice.py`: a choice that is not the quickest is called so."""
 
 import json
 from collections.abc import Callable
@@ -39,24 +39,19 @@ def test_the_best_is_what_was_quickest(choice: ModuleType, measured: Path) -> No
     assert "MORE" not in zipf.line() and "MORE THAN 1.15" in wide.line()
 
 
-def test_the_page_gets_tables_and_a_picture(choice: ModuleType, measured: Path) -> None:
-    pytest.importorskip("matplotlib", reason="the extra `report` is not installed")
-    page = measured / "choice.md"
-    page.write_text("before\n<!-- figures -->\nold\n<!-- /figures -->\nafter\n")
-    choice.publish(choice.choices(measured), page)
-    assert page.read_text().splitlines() == [
-        "before",
-        "<!-- figures -->",
+def test_a_table_has_the_ratios_and_the_words_what_is_beyond(
+    choice: ModuleType, measured: Path
+) -> None:
+    found = choice.choices(measured)
+    assert choice.summary(found).splitlines() == [
         "`auto` is within 5 % of the best in 1 of the 3 cases, and within 15 % in 2.",
         "Beyond that: `wide` on one-host (1.20 of `gather`).",
         f"Measured {MEASURED}: one-host, 4x1gbit.",
-        "",
+    ]
+    assert choice.table(found).splitlines() == [
         "| | one-host | 4x1gbit |",
         "|---|---|---|",
         "| small | eager 1.00 | - |",
         "| wide | split 1.20 | - |",
         "| zipf | - | split 1.10 |",
-        "<!-- /figures -->",
-        "after",
     ]
-    assert "</svg>" in (measured / "images" / "choice.svg").read_text()
