@@ -5,7 +5,7 @@
     python benchmarks/goals.py --link near,far,lossy --case small,zipf,wide --peers torch,horovod
     python benchmarks/goals.py --more "--wire-dtype bfloat16" --out build/rounded   # other calls
     python benchmarks/goals.py --read                   # judge the files of an earlier run again
-    python benchmarks/goals.py --read --table           # and print them as in docs/performance.md
+    python benchmarks/goals.py --read --table           # and print them in Markdown
 
 Links: `one-host` is this machine with 4 ranks, `one-host-2` and `one-host-8` with 2 and 8. `PxRATE`
 is P virtual hosts that are joined by links of that rate (`tools/netlab`, which needs root and

@@ -2,7 +2,7 @@
 
     python benchmarks/holders.py
 
-It prints the table of docs/holders.md. The ranks are threads, so it needs no network, and the load
+It prints the table of notes/holders.md. The ranks are threads, so it needs no network, and the load
 of the machine changes nothing. All columns but *indices* are bytes of values over the bound:
 
 * *average*: what the average rank sends;
