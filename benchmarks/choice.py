@@ -1,8 +1,8 @@
 """Compare the algorithm that `auto` chooses with all others, in each case on each link.
 
-    python benchmarks/choice.py --docs docs/choice.md          # all, into the manual: 25 minutes
+    python benchmarks/choice.py                                    # all: 25 minutes
     python benchmarks/choice.py --link 4x1gbit --case zipf,full    # or a part of it ...
-    python benchmarks/choice.py --read --docs docs/choice.md       # ... and then into the manual
+    python benchmarks/choice.py --read --table                     # ... and all of it, in Markdown
     python benchmarks/choice.py --link one-host --case text,ratings,graph,tables   # real work
 
 All algorithms take turns in one run, so noise affects all alike. Links and cases are those of
@@ -34,10 +34,9 @@ from weft.cli.bench.cases import REAL
 from weft.cli.bench.results import OWN
 
 LIMIT, SHARE = 1.15, 30 / 35
-FIVE = tuple(LINKS)[:5]  # those of docs/choice.md
+FIVE = tuple(LINKS)[:5]
 SIZES = DRAWN | REAL
 ROOT = HERE.parent
-BEGIN, END = "<!-- figures -->", "<!-- /figures -->"
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,61 +167,13 @@ def refuse_wrong(where: str, rows: list[dict[str, Any]]) -> None:
         raise typer.Exit(1)
 
 
-def draw(found: list[Choice], file: Path) -> None:
-    """Each algorithm's time over the best's, a panel for each link; a ring is what `auto` took."""
-    import matplotlib
-    from matplotlib.figure import Figure
-    from matplotlib.lines import Line2D
-
-    from weft.cli import pictures
-
-    links = list(dict.fromkeys(choice.link for choice in found))
-    names = sorted({name for choice in found for name in choice.others})
-    colours = dict(zip(names, matplotlib.colormaps["tab10"].colors, strict=False))
-    auto = {"marker": "o", "mfc": "none", "mec": pictures.INK}
-
-    def panels(figure: Figure) -> None:
-        axes = figure.subplots(1, len(links), sharex=True, squeeze=False)
-        for axis, link in zip(axes[0], links, strict=True):
-            mine = [choice for choice in found if choice.link == link]
-            for place, choice in enumerate(mine):
-                least = choice.others[choice.best]
-                for name, seconds in choice.others.items():
-                    axis.plot(seconds / least, place, "o", color=colours[name], ms=5, alpha=0.9)
-                axis.plot(choice.others[choice.chosen] / least, place, ms=11, **auto)
-            axis.set_yticks(range(len(mine)), [choice.case for choice in mine])
-            axis.invert_yaxis()
-            axis.set_xscale("log")
-            axis.set_xlim(0.9, 12)
-            axis.set_xticks([1, 2, 5, 10], ["1", "2", "5", "10"])
-            axis.minorticks_off()
-            axis.axvline(LIMIT, color=pictures.MUTED, lw=0.6)
-            axis.set_title(link, fontsize=10)
-        marks = [Line2D([], [], ls="", marker="o", c=colours[name], label=name) for name in names]
-        marks.append(Line2D([], [], ls="", ms=10, label="auto", **auto))
-        figure.supxlabel("time / time of the best", fontsize=9)
-        figure.legend(handles=marks, loc="outside right center", fontsize=8)
-
-    file.parent.mkdir(parents=True, exist_ok=True)
-    pictures.write(file, "svg", 2.4 * len(links) + 1.6, 3.6, panels)
-
-
-def publish(found: list[Choice], page: Path) -> None:
-    """Put table and picture into a page of the manual, the table between its two marks."""
-    before, rest = page.read_text(encoding="utf-8").split(BEGIN, 1)
-    after = rest.split(END, 1)[1]
-    text = f"{summary(found)}\n\n{table(found)}"
-    page.write_text(f"{before}{BEGIN}\n{text}{END}{after}", encoding="utf-8")
-    draw(found, page.parent / "images" / "choice.svg")
-
-
 def main(
     link: Annotated[str, typer.Option(help="Links, divided by commas.")] = ",".join(FIVE),
     case: Annotated[str, typer.Option(help="Cases, divided by commas.")] = ",".join(CASES),
     size: Annotated[float, typer.Option(help="Times the rows and heights.")] = 1.0,
     out: Annotated[Path, typer.Option(help="Folder of the JSON files.")] = Path("build/choice"),
     read_only: Annotated[bool, typer.Option("--read", help="Judge what is there.")] = False,
-    docs: Annotated[Path | None, typer.Option(help="Page to put tables and picture into.")] = None,
+    tabled: Annotated[bool, typer.Option("--table", help="Print them in Markdown, too.")] = False,
 ) -> None:
     """Say whether `auto` takes what is quickest."""
     links, cases = asked("choice", link, case, SIZES)
@@ -237,8 +188,8 @@ def main(
     print(f"{'link':10} {'case':10} {'auto took':13} {'ms':>8} {'best':13} {'ms':>8} {'ratio':>6}")
     for one in found:
         print(one.line())
-    if docs is not None:
-        publish(found, docs)
+    if tabled:
+        print(f"\n{summary(found)}\n\n{table(found)}", end="")
     if sum(one.ratio <= LIMIT for one in found) < SHARE * len(found):
         raise typer.Exit(1)
 

@@ -311,7 +311,6 @@ class Lane:
             "MASTER_PORT": str(port),
             "GLOO_SOCKET_IFNAME": "eth0" if cut else "lo",
             "TMPDIR": str(folder / f"tmp{rank}"),
-            "WEFT_LINK": "50,10",
         }
         if cell.wire == "torch":
             os.environ["WEFT_WIRE"] = "torch"

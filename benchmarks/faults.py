@@ -46,7 +46,7 @@ from typing import Annotated, Any
 import typer
 from rich.progress import Progress, TextColumn
 
-from choice import measured, put
+from choice import measured
 from goals import HERE
 
 DEADLINE = 2.0  # seconds that one wait may last
@@ -221,7 +221,10 @@ def main(
         for rank, text in each.texts.items():
             print(f"  {rank} raised {text}")
     if docs is not None:
-        put(f"Measured {found['measured']}.\n\n{table(results)}\n", docs, BEGIN, END)
+        before, rest = docs.read_text(encoding="utf-8").split(BEGIN, 1)
+        after = rest.split(END, 1)[1]
+        text = f"Measured {found['measured']}.\n\n{table(results)}\n"
+        docs.write_text(f"{before}{BEGIN}\n{text}{END}{after}", encoding="utf-8")
     raise typer.Exit(bool(bad))
 
 

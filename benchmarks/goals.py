@@ -5,13 +5,12 @@
     python benchmarks/goals.py --link near,far,lossy --case small,zipf,wide --peers torch,horovod
     python benchmarks/goals.py --more "--wire-dtype bfloat16" --out build/rounded   # other calls
     python benchmarks/goals.py --read                   # judge the files of an earlier run again
-    python benchmarks/goals.py --read --table           # and print them as in docs/performance.md
+    python benchmarks/goals.py --read --table           # and print them in Markdown
 
 Links: `one-host` is this machine with 4 ranks, `one-host-2` and `one-host-8` with 2 and 8. `PxRATE`
 is P virtual hosts that are joined by links of that rate (`tools/netlab`, which needs root and
 iproute2), and `HxNxRATE` is H hosts with N ranks each. `near`, `far` and `lossy` are 4 hosts at 100
-Mbit/s: side by side, 25 ms apart, and 25 ms apart with 0.1 % of the packets lost; where hosts are
-apart, *rest / bound* leaves out the rounds that `weft.explain` names. The ranks run
+Mbit/s: side by side, 25 ms apart, and 25 ms apart with 0.1 % of the packets lost. The ranks run
 with `--unprivileged`. If you are root and ask for no virtual hosts, start this with
 `setpriv --bounding-set -sys_ptrace`.
 
@@ -140,38 +139,10 @@ def over_host_bound(auto: Row) -> float | None:
     return auto["median_seconds"] * bytes_a_second / auto["host_bound_bytes"]
 
 
-def predicted_over_measured(auto: Row) -> float | None:
-    """The time that `weft.explain` predicts, over the measured one."""
-    predicted = auto.get("predicted_seconds")
-    return predicted / auto["median_seconds"] if predicted else None
-
-
 def cores_over_measured(auto: Row) -> float | None:
     """The least time in which this machine's cores do the work of all ranks, over the measured."""
     busy = auto.get("core_seconds")
     return busy * auto["ranks"] / auto["cores"] / auto["median_seconds"] if busy else None
-
-
-def prediction_off(auto: Row) -> float | None:
-    """By what factor the predicted time is too long, or too short: 1 or more."""
-    ratio = predicted_over_measured(auto)
-    return max(ratio, 1 / ratio) if ratio else None
-
-
-def without_rounds(auto: Row) -> float | None:
-    """Weft's time without the rounds that it waits for, over that of the bound's bytes."""
-    return auto.get("rest_ratio") if is_far(auto) else None
-
-
-def waited(auto: Row) -> float | None:
-    """Milliseconds of the rounds that weft waits for, as `weft.explain` counts them."""
-    return 1e3 * auto["rounds_seconds"] if is_far(auto) else None
-
-
-def is_far(auto: Row) -> bool:
-    """Whether a round takes so long that it counts beside the bytes."""
-    rounds = auto.get("rounds")
-    return bool(rounds) and auto["rounds_seconds"] / rounds >= FAR_ROUND
 
 
 TORCH = {  # torch.distributed.all_reduce of the COO tensor over weft, at least
@@ -189,8 +160,6 @@ HOST_BOUND = {  # time over the least with several ranks on each host, at most
     "2x4x1gbit": 1.5,
     "4x2x1gbit": 1.5,
 }
-FAR_ROUND = 0.005  # seconds
-FAR = {"far": 1.25, "lossy": 1.4}  # time without the named rounds over that of the bound, at most
 GOALS = (
     *(
         Goal("torch / weft", link, case, limit, over("torch"))
@@ -207,23 +176,13 @@ GOALS = (
         for case in SEVERAL
     ),
     *(
-        Goal(name, link, case, limit, figure, least=least)
-        for link, most in FAR.items()
-        for case in ("zipf", "wide")
-        for name, limit, figure, least in (
-            ("rest / bound", most, without_rounds, False),
-            ("best peer / weft", 1.0, over_best_peer, True),
-        )
+        Goal("best peer / weft", link, case, 1.0, over_best_peer)
+        for link in ("far", "lossy")
+        for case in ("zipf", "wide", "small")
     ),
-    *(Goal("best peer / weft", link, "small", 1.0, over_best_peer) for link in FAR),
     Goal("dense / weft", "one-host", "full", 0.95, over("dense")),
     Goal("dense / weft", "4x1gbit", "full", 1.0, over("dense")),
     Goal("dense / weft", "8x1gbit", "full", 1.0, over("dense")),
-    *(
-        Goal("prediction off by", link, case, 1.15, prediction_off, least=False)
-        for link in ("2x4x250mbit", "4x2x250mbit")
-        for case in SEVERAL
-    ),
     *(Goal("best peer / weft", "one-host-2", case, 1.0, over_best_peer) for case in CASES),
 )
 
@@ -373,10 +332,7 @@ COLUMNS: dict[str, Figure] = {  # of a table, by heading
     "dense / weft": over("dense"),
     "time / bound": over_bound,
     "time / host bound": over_host_bound,
-    "predicted / measured": predicted_over_measured,
     "cores / measured": cores_over_measured,
-    "rounds, ms": waited,
-    "rest / bound": without_rounds,
 }
 
 
@@ -402,16 +358,10 @@ def table(runs: list[list[Row]]) -> str:
     ]
     for case, rows in autos.items():
         took = statistics.median(row["median_seconds"] for row in rows) * 1e3
-        names = " or ".join(sorted({ran(row) for row in rows}))
+        names = " or ".join(sorted({row["algorithm"] for row in rows}))
         cells = [spread([COLUMNS[heading](row) for row in rows]) for heading in measured]
         lines.append(f"| {case} | {names} | {took:.1f} | {' | '.join(cells)} |")
     return "\n".join(lines)
-
-
-def ran(row: Row) -> str:
-    """The algorithm, and its factors if it has some, as `weft.explain` has it."""
-    factors = row.get("factors") or ""  # files of older runs have none
-    return f"{row['algorithm']} {factors}".strip()
 
 
 def spread(figures: Iterable[float | None]) -> str:

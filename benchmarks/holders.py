@@ -2,7 +2,7 @@
 
     python benchmarks/holders.py
 
-It prints the table of docs/holders.md. The ranks are threads, so it needs no network, and the load
+It prints the table of notes/holders.md. The ranks are threads, so it needs no network, and the load
 of the machine changes nothing. All columns but *indices* are bytes of values over the bound:
 
 * *average*: what the average rank sends;
@@ -17,27 +17,30 @@ from __future__ import annotations
 
 import importlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import TypeVar
 from unittest import mock
 
 import torch
 from torch import Tensor
 
 import weft
+from weft.bootstrap.outcome import results
 from weft.group.group import Group
 from weft.group.pending import Pending
 from weft.sparse import codec
 from weft.sparse.bound import rows_of_average, rows_of_busiest
-from weft.sparse.link import set_link
+from weft.sparse.rate import rate_of, set_rate
 from weft.sparse.stream import SUMS, VALUES
-from weft.testing import run
+from weft.testing import threads
 from weft.wire import Recv, Send
-from weft.wire.link import MERGE, Link
 from weft.wire.memory import Lease, Pool
 
+T = TypeVar("T")
+
 HEIGHT, WIDTH = 1_000_000, 64
-GIGABIT = Link(1e-4, 8e-9, MERGE, 1e-5)
+GIGABIT = rate_of(125e6)  # at which index lists are packed
 
 
 def zipf(tokens: int, draw: torch.Generator) -> Tensor:
@@ -85,7 +88,7 @@ def packed_lists() -> Iterator[Counter[int]]:
 
 def moved(group: Group, indices: Tensor) -> tuple[int, int, int]:
     """Bytes of values that this rank sent, and received; what `packed_lists` has of it."""
-    set_link(group, GIGABIT)
+    set_rate(group, GIGABIT)
     values, post = [0, 0], group.post
 
     def posted(sends: Sequence[Send] = (), recvs: Sequence[Recv] = (), channel: int = 0) -> Pending:
@@ -100,16 +103,22 @@ def moved(group: Group, indices: Tensor) -> tuple[int, int, int]:
     return values[0], values[1], id(group.memory)
 
 
+def on_hosts(ranks: int, program: Callable[[Group], T]) -> list[T]:
+    """Run a program on ranks of which each has a host of its own."""
+    groups = threads.group(ranks, hosts=[f"host {rank}" for rank in range(ranks)])
+    return results(threads.on_groups(groups, program), "threads")
+
+
 def line(case: str, ranks: int) -> str:
     sets = index_sets(case, ranks)
     total, union = sum(map(len, sets)), len(torch.cat(sets).unique())
     bound = rows_of_average(total, union, ranks) * WIDTH * 4
     with packed_lists() as lists:
-        done = run(ranks, lambda group: moved(group, sets[group.rank]))
+        done = on_hosts(ranks, lambda group: moved(group, sets[group.rank]))
     sent, received, memory = zip(*done, strict=True)
     algorithm = importlib.import_module("weft.sparse.algorithms.holders")
     with mock.patch.object(algorithm, "weights", lambda slots, union: [1] * len(slots)):
-        equally = run(ranks, lambda group: max(moved(group, sets[group.rank])[:2]))
+        equally = on_hosts(ranks, lambda group: max(moved(group, sets[group.rank])[:2]))
     elsewhere = [
         len(torch.cat([one for rank, one in enumerate(sets) if rank != me]).unique())
         for me in range(ranks)

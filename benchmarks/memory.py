@@ -5,13 +5,13 @@
 The promise: at most the result, plus three times the rank's own rows (without duplicates), plus 64
 MiB.
 
-For each case, and each algorithm that `auto` may choose for it, new processes make three calls. The
-table has the growth of the resident set: its peak during the call (VmHWM, which writing 5 to
-/proc/self/clear_refs resets) minus its size before. It is that of the rank which comes closest to
-the promise, or exceeds it most:
+For each case, and each algorithm that can serve it within the workspace that a call may use, new
+processes make three calls. The table has the growth of the resident set: its peak during the call
+(VmHWM, which writing 5 to /proc/self/clear_refs resets) minus its size before. It is that of the
+rank which comes closest to the promise, or exceeds it most:
 
-* cold: the first call of the process. It also loads the machine code of the kernels, measures the
-  link and connects to the peers;
+* cold: the first call of the process. It also loads the machine code of the kernels, and connects
+  to the peers;
 * warm: that is done, but all workspaces are new;
 * again: the same call once more, with the workspaces that were kept;
 * kept: what the process has more than before the first call, when the last result is gone.
@@ -103,12 +103,12 @@ def rank_of(case: Case, algorithm: str) -> Growth:
 
 
 def eligible(case: Case) -> tuple[list[str], str]:
-    """The algorithms that `auto` may choose for a case, and the one it does; collective."""
+    """The algorithms that serve a case within its workspace, and what `auto` takes; collective."""
     with weft.init(timeout=120) as group:
         rows = Rows(indices(case, group.rank, 0), values(case, group.rank, 0), case.height)
         said = weft.explain(rows, case.op)
-    chosen = [line for line in said.lines if line.verdict.startswith(("chosen", "predicted"))]
-    return [line.algorithm for line in chosen if line.algorithm in ALGORITHMS], said.chosen
+    serving = [line.algorithm for line in said.lines if not line.verdict.startswith("ruled out")]
+    return [name for name in serving if name in ALGORITHMS], said.chosen
 
 
 def main() -> int:
@@ -132,7 +132,7 @@ def main() -> int:
         for algorithm in arguments.algorithm.split(","):
             label = f"auto ({chosen})" if algorithm == "auto" else algorithm
             if algorithm not in ("auto", *may):
-                table.add_row(name, label, *[""] * 7, "auto does not take it")
+                table.add_row(name, label, *[""] * 7, "ruled out")
                 continue
             ranks = processes(arguments.ranks, rank_of, case, algorithm, timeout=300)
             worst = max(ranks, key=lambda rank: rank.most - rank.promise)

@@ -21,8 +21,7 @@ selection, *communication*, and what is done with what came; it is that of the s
 communication is the sparse call with its sums, the all-gather or the all-reduce, from when the last
 rank has come. MB left the network interface of the rank that sent most. The bound is that of an
 exact sum of the selected entries with 4 bytes an index (docs/algorithms.md), and its time is held
-against communication, with the rounds that `weft.explain` would name and without them. The loss is
-of held-out text, at the end.
+against communication. The loss is of held-out text, at the end.
 """
 
 from __future__ import annotations
@@ -46,7 +45,6 @@ from turns import on_ranks, sent
 from weft.cli import options
 from weft.cli.bench.measure import meet
 from weft.group.group import Group
-from weft.sparse.link import link_of
 
 CHUNK = 4096
 KEPT = 64  # entries of a chunk that are sent
@@ -175,15 +173,14 @@ def rank(arguments: argparse.Namespace) -> str:
                 figures = loops[name].turn()
                 if number >= 0:
                     found[name].append(figures)
-        bound, waiting, head = least(state, arguments)
-        titles = "exchange, ms", "communication, ms", "MB", "over bound", "without rounds", "loss"
-        lines = [head, "", f"| way | {' | '.join(titles)} |", "|---" * 7 + "|"]
+        bound, head = least(state, arguments)
+        titles = "exchange, ms", "communication, ms", "MB", "over bound", "loss"
+        lines = [head, "", f"| way | {' | '.join(titles)} |", "|---" * 6 + "|"]
         for name, loop in loops.items():
             exchange, communication, nbytes = zip(*found[name], strict=True)
             middle = statistics.median(communication)
-            rest = f"{(middle - waiting) / bound:.2f}" if name == "TopK" else "-"
             cells = spread(exchange), spread(communication), f"{max(nbytes) / 1e6:.2f}"
-            cells += f"{middle / bound:.2f}", rest, f"{loop.loss():.3f}"
+            cells += f"{middle / bound:.2f}", f"{loop.loss():.3f}"
             lines.append(f"| {name} | {' | '.join(cells)} |")
     dist.destroy_process_group()
     return "\n".join(lines)
@@ -195,27 +192,17 @@ def spread(seconds: Sequence[float]) -> str:
     return f"{1e3 * middle:.0f} ({1e3 * least:.0f} to {1e3 * most:.0f})"
 
 
-def least(state: weft.ddp.TopK, arguments: argparse.Namespace) -> tuple[float, float, str]:
-    """Seconds of the bound's bytes, and of the rounds of the last call; and both as text."""
+def least(state: weft.ddp.TopK, arguments: argparse.Namespace) -> tuple[float, str]:
+    """Seconds of the bound's bytes of the last call; and that as text."""
     call = state.calls[-1]
-    group = state.group
-    link = group.worker.call("link", lambda: link_of(group.on(torch.device("cpu"))))
     count = sum(each.numel() for each in Model().parameters())
-    width = torch.bfloat16.itemsize
-    load = weft.sparse.Load(
-        *(group.size, call.total, call.rows, call.rows, call.union, count),
-        *(width, torch.float32.itemsize, 4),
-        places=count,
-    )
-    lines = weft.sparse.predicted(load, link).lines
-    rounds = next(line.rounds for line in lines if line.algorithm == call.algorithm)
     bound = call.bound_bytes * 8 / options.rate(arguments.link)
     text = (
-        f"{group.size} ranks, {call.rows} of {count} entries each, {call.union} in the mean, "
+        f"{state.group.size} ranks, {call.rows} of {count} entries each, {call.union} in the mean, "
         f"{call.algorithm}; the bound's {call.bound_bytes / 1e6:.2f} MB take {1e3 * bound:.0f} ms "
-        f"at {arguments.link}, and {rounds:.3g} rounds {1e3 * rounds * link.alpha:.0f} ms"
+        f"at {arguments.link}"
     )
-    return bound, rounds * link.alpha, text
+    return bound, text
 
 
 def main() -> None:

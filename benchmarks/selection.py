@@ -25,7 +25,7 @@ import weft
 from weft import agree
 from weft.group.group import Group
 from weft.sparse import run
-from weft.sparse.link import set_link
+from weft.sparse.rate import rate_of, set_rate
 from weft.testing import simulated
 from weft.wire.link import MERGE, Link
 
@@ -57,7 +57,7 @@ def sent_in_a_step(
     opened: dict[int, int],
 ) -> tuple[int, int, int]:
     """Bytes that this rank sends in the last step, and in its opening; entries of the result."""
-    set_link(group, LINK)
+    set_rate(group, rate_of(1 / LINK.beta))
     state = weft.ddp.TopK(density, total_density=total, min_numel=1, group=group)
     generator = torch.Generator().manual_seed(group.rank)
     for _ in range(steps):

@@ -1,16 +1,15 @@
-"""Compare predicted times with simulated ones: the tables of docs/plan.md and docs/choice.md.
+"""Compare what algorithms say that they send with what they send on simulated ranks.
 
     python benchmarks/simulation.py --ranks 64 --rows 500 --height 20000 --width 64
     python benchmarks/simulation.py --ranks 1024 --rows 128 --height 8192 --width 8 \\
         --algorithm auto --link 1gbit,10gbit
-    python benchmarks/simulation.py --ranks 4 --rows 30000 --height 600000 --link distant
     python benchmarks/simulation.py --algorithm split --per-host 8
     python benchmarks/simulation.py --ranks 8 --per-host 4 --rows 4000 --height 80000 \\
         --algorithm auto --case uniform,zipf,identical,wide --link 1gbit,10gbit,25gbit,100gbit
 
 A simulated message takes less than 0.1 ms of a core, a pair of ranks some ten kilobytes. An
 algorithm takes seconds for 64 ranks and half a minute for 256. For 1,024 ranks it takes two to 47
-minutes and 11 GiB; `doubling` and `split` with factors, which send few messages, take up to three.
+minutes and 11 GiB; `doubling` and `split`, which send few messages, take up to three.
 """
 
 from __future__ import annotations
@@ -24,9 +23,7 @@ import torch
 import typer
 
 import weft
-from weft.sparse import ALGORITHMS, Load
-from weft.sparse.factors import factors_of
-from weft.sparse.stages import middle
+from weft.sparse import ALGORITHMS
 from weft.testing.simulation import simulate
 from weft.wire.link import MERGE, WITHIN, Link
 
@@ -35,7 +32,6 @@ LINKS = {
     "10gbit": Link(20e-6, 0.8e-9, MERGE, 5e-6),
     "25gbit": Link(20e-6, 0.32e-9, MERGE, 5e-6),
     "100gbit": Link(20e-6, 0.08e-9, MERGE, 5e-6),
-    "distant": Link(25e-3, 80e-9, MERGE, 10e-6),  # 100 Mbit/s, 25 ms one way
 }
 
 
@@ -83,41 +79,29 @@ def main(
     per_host: Annotated[int, typer.Option(help="Neighbouring ranks that share a host.")] = 1,
     case: Annotated[str, typer.Option(help=f"Some of {', '.join(CASES)}.")] = "uniform",
 ) -> None:
-    """Print a line for each case, algorithm and link."""
+    """Print a line for each case, algorithm and link, of the average rank."""
     hosts = [f"{rank // per_host}" for rank in range(ranks)]
     print(f"# {ranks} ranks, {per_host} a host, {rows} rows of {width} floats, of {height}")
-    print("# case      algorithm            link     simulated ms  predicted ms  of simulated")
-    print(f"#{'of time, messages, bytes':>85}")
+    print("# case     algorithm   link      messages      said            bytes          said")
     for kind in case.split(","):
         parts = [CASES[kind](rank, rows, height, width) for rank in range(ranks)]
         for name in ALGORITHMS if algorithm == "all" else algorithm.split(","):
             for speed in link.split(","):
                 between = LINKS[speed]
-                if 1 < per_host < ranks:
-                    between = replace(between, within=WITHIN)
                 within = replace(between, beta=WITHIN)
                 start = time.perf_counter()
                 done = simulate(name, parts.__getitem__, ranks, between, hosts=hosts, within=within)
                 took = time.perf_counter() - start
+                messages = nbytes = "-"
+                if done.traffic is not None:
+                    messages = str(done.traffic.messages)
+                    nbytes = f"{done.traffic.bytes:.0f}"
                 print(
-                    f"{kind:11} {ran(done.algorithm, done.load):20} {speed:8} "
-                    f"{done.seconds * 1e3:12.3f}  {done.predicted * 1e3:12.3f}  "
-                    f"{done.predicted / done.seconds:10.2f} "
-                    f"{done.cost.messages / done.messages:8.2f} "
-                    f"{done.cost.bytes / done.bytes:5.2f}  "
-                    f"{done.messages:.0f} messages, opening {done.opening * 1e3:.3f} ms, "
-                    f"took {took:.0f} s",
+                    f"{kind:10} {done.algorithm:11} {speed:8} {done.messages:9.1f} {messages:>9} "
+                    f"{done.bytes:16.0f} {nbytes:>13}  "
+                    f"{done.seconds * 1e3:.3f} ms simulated, took {took:.0f} s",
                     flush=True,
                 )
-
-
-def ran(algorithm: str, load: Load) -> str:
-    """The algorithm that ran, with its factors and what ran between the blocks."""
-    factors = factors_of(algorithm, load)
-    if not factors:
-        return algorithm
-    between, _ = middle(load)
-    return f"{algorithm} {factors} {between.name}"
 
 
 if __name__ == "__main__":

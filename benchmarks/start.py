@@ -13,7 +13,7 @@ For each number of ranks, of the rank with most:
 * MiB: growth of the resident set. What the system's kernel holds for a socket is not in it;
 * core s: seconds of a core that `weft.init` keeps this rank's threads busy;
 * s: seconds of `weft.init`, with everybody at once on the cores of this machine;
-* stages, flat: connections after a first sparse all-reduce, by `split` with factors and without.
+* split: connections after a first sparse all-reduce, by `split`.
 
 The lines below continue the table to 1,024 and 10,240 ranks. The last line says by which law, with
 n other ranks: its numbers are fitted to all counted lines. Which law it is follows from the source:
@@ -23,15 +23,14 @@ n other ranks: its numbers are fitted to all counted lines. Which law it is foll
 * each rank reads what each other rank says at the store, and works as much for each connection:
   so memory and seconds of a core have a part that grows with n. Seconds on the clock are those of
   all ranks on a few cores here, and are not continued;
-* a flat `split` sends to all others. With factors of f1 x f2 x ... ranks it sends to f1 - 1,
-  f2 - 1, ... of them. Openings and the measure of the link need log2 P others on each side, most
-  of which are among these; below 17 ranks openings are direct, to all.
+* a flat `split` sends to all others, one in stages to those of its block and of its place
+  (`weft.sparse.stages`). Openings need log2 P others on each side, most of which are among these;
+  below 17 ranks openings are direct, to all.
 """
 
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import socket
 import stat
@@ -47,11 +46,13 @@ from rich.table import Table
 
 import weft
 from weft.agree import opening_peers
-from weft.group.group import by_doubling
+from weft.sparse import Hosts, Sizes
+from weft.sparse.stages import between, in_stages
 from weft.testing import processes
 
 FURTHER = (1024, 10_240)
-COLUMNS = ("connections", "files", "threads", "MiB", "core s", "s", "stages", "flat")
+ROWS, WIDTH, HEIGHT = 4096, 16, 1 << 20  # of the split
+COLUMNS = ("connections", "files", "threads", "MiB", "core s", "s", "split")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +65,7 @@ class Opened:
     mib: float
     core_seconds: float
     seconds: float
-    after_stages: float
-    after_flat: float
+    after_split: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,25 +75,25 @@ class Law:
     Attributes:
         powers: of n, each of which has a factor that is fitted.
         decimals: of the factors, as they are shown.
-        more: what is known besides, of so many ranks.
+        more: what is known besides, of so many ranks, of which so many share a host.
     """
 
     powers: tuple[int, ...]
     decimals: int
-    more: Callable[[int], float] | None = None
+    more: Callable[[int, int], float] | None = None
 
-    def fitted(self, counted: dict[int, float]) -> list[float]:
+    def fitted(self, counted: dict[int, float], per_host: int) -> list[float]:
         """The factors with which it is nearest to what was counted, in parts of each count."""
         others = np.array([ranks - 1.0 for ranks in counted])
         found = np.array(list(counted.values()))
         if self.more is not None:
-            found = found - [self.more(ranks) for ranks in counted]
+            found = found - [self.more(ranks, per_host) for ranks in counted]
         terms = np.stack([others**power for power in self.powers], axis=1)
         factors, *_ = np.linalg.lstsq(terms / found[:, None], np.ones(len(found)), rcond=None)
         return [float(each) for each in factors]
 
-    def at(self, ranks: int, factors: list[float]) -> float:
-        more = 0.0 if self.more is None else self.more(ranks)
+    def at(self, ranks: int, per_host: int, factors: list[float]) -> float:
+        more = 0.0 if self.more is None else self.more(ranks, per_host)
         terms = zip(factors, self.powers, strict=True)
         return more + sum(factor * (ranks - 1.0) ** power for factor, power in terms)
 
@@ -106,25 +106,29 @@ class Law:
         return " + ".join(terms + ["peers"] * (self.more is not None))
 
 
-def factors_of(ranks: int) -> tuple[int, int]:
-    """Ranks of a block, and blocks: about as many."""
-    size = next(n for n in range(math.isqrt(ranks), 0, -1) if ranks % n == 0)
-    return size, ranks // size
-
-
-def peers_in_stages(ranks: int) -> float:
+def peers_of_split(ranks: int, per_host: int) -> float:
     """To how many others the rank with most has a connection for messages: see the file's head."""
-    size, count = factors_of(ranks)
-    most_peers = 0
-    for rank in range(ranks):
-        block, place = divmod(rank, size)
-        peers = {block * size + other for other in range(size)}
-        peers |= {other * size + place for other in range(count)}
-        peers |= {*opening_peers(rank, ranks)}
-        before, behind = by_doubling(rank, ranks)  # in the measure of the link
-        peers |= {*before, *behind}
-        most_peers = max(most_peers, len(peers) - 1)
-    return most_peers
+    hosts = Hosts(tuple(rank // per_host for rank in range(ranks)))
+    row = WIDTH * 4
+    sizes = Sizes(ranks, ranks * ROWS, ROWS, ROWS, HEIGHT, row, row, places=HEIGHT, hosts=hosts)
+    peers = [{*opening_peers(rank, ranks)} - {rank} for rank in range(ranks)]
+    add_peers(peers, [*range(ranks)], sizes)
+    return max(map(len, peers))
+
+
+def add_peers(peers: list[set[int]], members: list[int], sizes: Sizes) -> None:
+    """Add those with which each of some ranks exchanges messages in a split among them."""
+    blocks = in_stages(sizes).blocks
+    if not blocks:
+        for rank in members:
+            peers[rank].update(other for other in members if other != rank)
+        return
+    blocks_of_ranks = [[members[place] for place in block] for block in blocks]
+    for block in blocks_of_ranks:
+        add_peers(peers, block, sizes.but(ranks=len(block), hosts=Hosts((0,) * len(block))))
+    inner = between(in_stages(sizes)).sizes
+    for place in zip(*blocks_of_ranks, strict=False):  # as many as the smallest block has
+        add_peers(peers, [*place], inner)
 
 
 LAWS = {
@@ -133,8 +137,7 @@ LAWS = {
     "threads": Law((0,), 0),
     "MiB": Law((0, 1), 3),
     "core s": Law((0, 1), 4),
-    "stages": Law((0, 1), 0, peers_in_stages),
-    "flat": Law((0, 1), 0),
+    "split": Law((0, 1), 0, peers_of_split),
 }
 
 
@@ -173,9 +176,7 @@ def rank(per_host: int) -> Opened:
     """One rank's program."""
     torch.set_num_threads(1)
     me = int(os.environ["RANK"])
-    ranks = int(os.environ["WORLD_SIZE"])
     os.environ["WEFT_HOST"] = f"host {me // per_host}"
-    os.environ["WEFT_LINK"] = "100,1"  # else the first calls measure it, for tens of seconds here
     connections_before = connections()
     files_before = files()
     threads_before = threads()
@@ -192,18 +193,16 @@ def rank(per_host: int) -> Opened:
             resident() - mib_before,
             core_seconds,
             seconds,
-            first_split("x".join(map(str, factors_of(ranks)))) - connections_before,
-            first_split(str(ranks)) - connections_before,
+            after_split() - connections_before,
         )
         weft.barrier()
     return found
 
 
-def first_split(factors: str) -> int:
-    """Connections after a call with these factors, where no call had more peers before."""
-    os.environ["WEFT_FACTORS"] = factors
-    indices = torch.arange(4096) + int(os.environ["RANK"])
-    rows = weft.Rows(indices, torch.ones(4096, 16), height=1 << 20)
+def after_split() -> int:
+    """Connections after a first split."""
+    indices = torch.arange(ROWS) + int(os.environ["RANK"])
+    rows = weft.Rows(indices, torch.ones(ROWS, WIDTH), height=HEIGHT)
     weft.sparse_all_reduce(rows, algorithm="split")
     return connections()
 
@@ -213,7 +212,7 @@ def most(ranks: list[Opened]) -> Opened:
     return Opened(*map(max, zip(*map(astuple, ranks), strict=True)))
 
 
-def show(counted: dict[int, Opened]) -> None:
+def show(counted: dict[int, Opened], per_host: int) -> None:
     table = Table(title="more than before, at the rank with most", title_justify="left")
     table.add_column("ranks", justify="right")
     for column in COLUMNS:
@@ -226,12 +225,12 @@ def show(counted: dict[int, Opened]) -> None:
     for column, name in zip(COLUMNS, names, strict=True):
         if column in LAWS:
             of_ranks = {ranks: getattr(opened, name) for ranks, opened in counted.items()}
-            factors[column] = LAWS[column].fitted(of_ranks)
+            factors[column] = LAWS[column].fitted(of_ranks, per_host)
     for ranks in FURTHER:
         cells = []
         for column in COLUMNS:
             is_continued = column in LAWS
-            figure = LAWS[column].at(ranks, factors[column]) if is_continued else 0.0
+            figure = LAWS[column].at(ranks, per_host, factors[column]) if is_continued else 0.0
             cells.append(spelled(column, figure) if is_continued else "-")
         table.add_row(f"{ranks:,}, continued", *cells)
     laws = [LAWS[c].spelled(factors[c]) if c in LAWS else "-" for c in COLUMNS]
@@ -252,7 +251,7 @@ def main() -> None:
     for ranks in map(int, arguments.ranks.split(",")):
         counted[ranks] = most(processes(ranks, rank, arguments.per_host, timeout=600))
         print(f"# {ranks} ranks: {counted[ranks]}", flush=True)
-    show(counted)
+    show(counted, arguments.per_host)
 
 
 if __name__ == "__main__":

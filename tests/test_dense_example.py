@@ -53,4 +53,4 @@ def test_it_says_what_it_cannot_serve():
         lines = {line.algorithm: line for line in weft.explain(rows).lines}
         return lines["dense"].bytes
 
-    assert all(nbytes > 0 for nbytes in run(2, program))
+    assert all(nbytes > 0 for nbytes, _ in run(2, program))

@@ -37,6 +37,7 @@ assert_type(weft.sparse_all_gather(pair), Pair)
 assert_type(weft.sparse_all_gather(pair, return_counts=True), tuple[Pair, torch.Tensor])
 assert_type(weft.sparse_broadcast(rows), weft.Rows)
 assert_type(weft.sparse_broadcast(None), torch.Tensor | Pair | weft.Rows)
+assert_type(weft.explain(rows).bound, tuple[float, float])
 
 # What the manual names is in weft.
 assert_type(weft.config(), weft.Config)
@@ -60,3 +61,4 @@ weft.sparse_all_reduce(coo).wait()  # error: attr-defined
 weft.sparse_reduce(coo).to_dense()  # error: union-attr
 weft.sparse_broadcast(3)  # error: call-overload
 weft.init(time_out=3)  # error: call-arg
+weft.algorithm(cost=print)  # error: call-arg

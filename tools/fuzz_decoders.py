@@ -37,14 +37,14 @@ import torch
 
 import weft
 from weft import kernels, tensors
+from weft.bootstrap.outcome import results
 from weft.group.failure import messages
 from weft.group.group import Group
 from weft.group.session import Session
 from weft.sparse import codec
-from weft.sparse.link import set_link
-from weft.testing import run
+from weft.sparse.rate import GUESS, set_rate
+from weft.testing import threads
 from weft.wire import Features, framed
-from weft.wire.link import Link
 from weft.wire.memory import Pool, memory_of
 from weft.wire.tcp.connection import Connection, Receive
 
@@ -258,11 +258,16 @@ CALLS = {
 
 
 def call(name, group):
-    set_link(group, Link(50e-6, 8e-9, 0.35e-9, 50e-6))
+    set_rate(group, GUESS)  # at which index lists are packed
     try:
         return CALLS[name](group)
     except weft.WeftError:
         return None  # what was said is well-formed, and of another call
+
+
+def hosts_of(size):
+    """A host for each rank: within one, lists are not packed."""
+    return [f"host {rank}" for rank in range(size)]
 
 
 @functools.cache
@@ -279,7 +284,8 @@ def recorded(name, size):
         group.wire.post = post
         call(name, group)
 
-    run(size, program)
+    groups = threads.group(size, hosts=hosts_of(size))
+    results(threads.on_groups(groups, program), "threads")
     return said
 
 
@@ -332,8 +338,8 @@ class Coming:
 
 def replaying(rank, size, said, rng):
     """A group over such a wire, which knows no peers: there are none."""
-    wire, hosts = Replayed(rank, size, said, rng), ["threads"] * size
-    return Group(Session(wire, 5.0, hosts, detector=None, memory=Pool(), join=None))
+    wire = Replayed(rank, size, said, rng)
+    return Group(Session(wire, 5.0, hosts_of(size), detector=None, memory=Pool(), join=None))
 
 
 def replay(rng):

@@ -17,31 +17,26 @@ from weft import kernels
 from weft.schedules import dense_all_reduce
 
 
-def cost(load):
+def traffic(sizes, union):
     """Two ring all-reduces, of the marks and of the table: 2 (P - 1) / P of their bytes."""
-    steps, nbytes = 2 * (load.ranks - 1), load.height * (load.partial + 1)
-    return weft.sparse.Cost(
-        rounds=2 * steps,
-        messages=2 * steps,
-        bytes=steps / load.ranks * nbytes,
-        merged=3 * load.height * load.partial + load.merging(load.union + load.mean),
-        memory=nbytes,
-    )
+    steps = 2 * (sizes.ranks - 1)
+    nbytes = sizes.height * (sizes.partial + 1)
+    return weft.sparse.Traffic(2 * steps, 2 * steps, steps / sizes.ranks * nbytes)
 
 
-def applies(load):
+def applies(sizes):
     """Why the algorithm cannot serve a call, or None."""
-    if load.in_order:
+    if sizes.in_order:
         return "op is a function, which has no neutral element"
-    if load.height > max(1 << 20, 64 * load.total):
+    if sizes.height > max(1 << 20, 64 * sizes.total):
         return "the dense tensor is more than 64 times all rows"
     return None
 
 
-@weft.algorithm(cost=cost, applies=applies)
+@weft.algorithm(applies=applies, traffic=traffic)
 def dense(rows, call):
     """One rank's program: it takes this rank's canonical rows and returns the canonical sum."""
-    group, height, indices = call.group, call.load.height, rows.indices.long()
+    group, height, indices = call.group, call.sizes.height, rows.indices.long()
 
     there = torch.zeros(height, dtype=torch.uint8)
     there[indices] = 1

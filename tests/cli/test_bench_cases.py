@@ -215,15 +215,17 @@ def test_sizes_of_no_overlap_full_overlap_and_duplicates() -> None:
     row = 64 * 4 + 4
     same = SMALL["identical"]
     found = sizes(same, 4, 0)
-    assert (found.mean, found.total, found.union) == (500, 2000, 500)
+    assert (found.sizes.mean, found.sizes.total, found.union) == (500, 2000, 500)
     assert found.bound == 2 * 3 / 4 * 500 * row  # the dense bound, 2(P-1)/P
     apart = sizes(Case("x", 5, 10**9), 3, 0)
-    assert (apart.total, apart.union, apart.bound) == (15, 15, 2 * 5 * row)  # (P-1)k
+    assert (apart.sizes.total, apart.union, apart.bound) == (15, 15, 2 * 5 * row)  # (P-1)k
     assert sizes(same, 1, 0).bound == 0
     shared = sizes(TINY, 3, 3, Hosts((0, 1, 0)))
     of_ranks = [set(indices(TINY, rank, 3).tolist()) for rank in range(3)]
     first, second = len(of_ranks[0] | of_ranks[2]), len(of_ranks[1])
     assert shared.rows_of_hosts == ((first, second), (second, first))
     twice = sizes(TINY, 2, 3)
-    assert twice.total == sum(len(set(indices(TINY, rank, 3).tolist())) for rank in (0, 1)) < 24
+    assert (
+        twice.sizes.total == sum(len(set(indices(TINY, rank, 3).tolist())) for rank in (0, 1)) < 24
+    )
     assert twice.union == len(answer(TINY, 2, 3).indices)

@@ -1,4 +1,4 @@
-"""`benchmarks/choice.py`: a choice that is not the quickest is called so, here and in the page."""
+"""`benchmarks/choice.py`: a choice that is not the quickest is called so."""
 
 import json
 from collections.abc import Callable
@@ -6,7 +6,6 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-import typer
 
 MEASURED = "2026-11-21 with commit 4b15643, torch 2.13"
 
@@ -40,72 +39,19 @@ def test_the_best_is_what_was_quickest(choice: ModuleType, measured: Path) -> No
     assert "MORE" not in zipf.line() and "MORE THAN 1.15" in wide.line()
 
 
-def test_the_page_gets_tables_and_a_picture(choice: ModuleType, measured: Path) -> None:
-    pytest.importorskip("matplotlib", reason="the extra `report` is not installed")
-    page = measured / "choice.md"
-    page.write_text("before\n<!-- figures -->\nold\n<!-- /figures -->\nafter\n")
-    choice.publish(choice.choices(measured), page)
-    assert page.read_text().splitlines() == [
-        "before",
-        "<!-- figures -->",
+def test_a_table_has_the_ratios_and_the_words_what_is_beyond(
+    choice: ModuleType, measured: Path
+) -> None:
+    found = choice.choices(measured)
+    assert choice.summary(found).splitlines() == [
         "`auto` is within 5 % of the best in 1 of the 3 cases, and within 15 % in 2.",
         "Beyond that: `wide` on one-host (1.20 of `gather`).",
         f"Measured {MEASURED}: one-host, 4x1gbit.",
-        "",
+    ]
+    assert choice.table(found).splitlines() == [
         "| | one-host | 4x1gbit |",
         "|---|---|---|",
         "| small | eager 1.00 | - |",
         "| wide | split 1.20 | - |",
         "| zipf | - | split 1.10 |",
-        "<!-- /figures -->",
-        "after",
     ]
-    assert "</svg>" in (measured / "images" / "choice.svg").read_text()
-
-
-def of_setting(choice: ModuleType, out: Path, expected: str, chosen: str) -> None:
-    [setting] = [one for one in choice.SETTINGS if one.expected == expected]
-    rows = [
-        {"by": f"weft:{name}", "algorithm": ran, "median_seconds": seconds, "status": "ok"}
-        | {"predicted_seconds": predicted}
-        for name, ran, seconds, predicted in (
-            ("auto", chosen, 0.0101, 0.009),
-            ("split", "split", 0.02, 0.018),
-        )
-    ]
-    rows.append({"by": "weft:mask", "status": "refused", "why": "no height"})
-    text = json.dumps({"rows": rows, "measured": MEASURED})
-    choice.file_of(setting, out).write_text(text)
-
-
-def test_each_algorithm_has_a_setting_with_measured_and_predicted_times(
-    choice: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert {one.expected for one in choice.SETTINGS} == {"eager", *choice.ALGORITHMS}
-    of_setting(choice, tmp_path, "eager", "eager")
-    of_setting(choice, tmp_path, "ring", "split")
-    page = tmp_path / "choice.md"
-    page.write_text("before\n<!-- several -->\nold\n<!-- /several -->\nafter\n")
-    with pytest.raises(typer.Exit):  # auto took another than was expected
-        choice.show_several(choice.trials(tmp_path), tmp_path, page)
-    assert "rows of 64 floats: auto took split, expected was ring" in capsys.readouterr().out
-    _, _, titles, _, eager, ring, *_ = page.read_text().splitlines()
-    names = titles.split(" | ")[1:]
-    found = dict(zip(names, eager.split(" | ")[1:], strict=True))
-    assert found["`eager`"] == "**10.1 (9.0)**"  # eager has auto's time: nobody can ask for it
-    assert found["`split` |"] == "20.0 (18.0) |"
-    assert found["`mask`"] == "-"
-    assert ring.endswith("| **20.0 (18.0)** |")
-
-
-def test_settings_have_files_of_their_own_and_hosts_may_be_far_apart(
-    choice: ModuleType, tmp_path: Path
-) -> None:
-    files = [choice.file_of(one, tmp_path) for one in choice.SETTINGS]
-    assert len(set(files)) == len(files)
-    near, far = (one for one in choice.SETTINGS if one.expected == "gather")
-    assert "apart" not in str(near) and str(far).startswith("2x2, 100mbit, 25 ms apart, 5,000 of")
-    argv = far.command(tmp_path / "x.json", 7)
-    assert argv[argv.index("--delay") + 1] == "25"
-    assert argv[argv.index("--per-host") + 1] == "2"
-    assert "--delay" not in near.command(tmp_path / "x.json", 7)

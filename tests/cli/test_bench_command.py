@@ -104,12 +104,12 @@ def test_it_launches_measures_prints_and_writes(tmp_path: Path) -> None:
     by = ["weft:auto", "weft:split", "torch", "horovod", "dense"]
     assert [line[3] for line in lines] == by * 2
     found: dict[str, Any] = json.loads(file.read_text())
-    assert found["version"] == 2
+    assert found["version"] == 3
     assert [(row["ranks"], row["status"]) for row in found["rows"]] == [(2, "ok")] * 10
     assert {row["wire_dtype"] for row in found["rows"]} == {"bfloat16"}
     with sheet.open(encoding="utf-8", newline="") as lines:
         rows = list(csv.DictReader(lines))
-    assert [(row["version"], row["by"]) for row in rows] == [("2", name) for name in by * 2]
+    assert [(row["version"], row["by"]) for row in rows] == [("3", name) for name in by * 2]
     for text, row in zip(rows, found["rows"], strict=True):
         assert {"version", *row} == set(text)
         assert all(

@@ -80,7 +80,7 @@ def test_the_same_again_and_different_elsewhere(name: str) -> None:
 def test_words_come_in_bursts() -> None:
     text = replace(REAL["text"], rows=4096)
     by_one = Case("x", 4096, WORDS, distribution="zipf")
-    distinct = [sizes(case, 4, 0).mean for case in (text, by_one)]
+    distinct = [sizes(case, 4, 0).sizes.mean for case in (text, by_one)]
     assert 0.6 < distinct[0] / distinct[1] < 0.76
     # a word that comes again is near; words drawn one by one are as likely at any distance
     drawn = indices(text, 0, 0).numpy()

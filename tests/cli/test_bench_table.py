@@ -9,30 +9,30 @@ import pytest
 from rich.console import Console
 
 from weft.cli.bench.cases import CASES
-from weft.cli.bench.results import VERSION, Prediction, Row, Shown, compared, summary
-from weft.sparse import Hosts, Link, Load
+from weft.cli.bench.results import VERSION, Row, Shown, compared, summary
+from weft.cli.counted import Counted
+from weft.sparse import Hosts, Sizes
 
 HEAD = {"weft": "0", "torch": "2", "python": "3", "kernels": "numba 1", "ranks": 4, "hosts": 1}
 HEAD |= {"threads": 1, "cores": 2, "iters": 3, "warmup": 1, "checked": True, "seed": 0}
 HEAD |= {"link": 1e9, "unprivileged": False}
 CASE = CASES["uniform"]
-LOAD = Load(4, 200_000, 50_000, 50_000, 185_000, CASE.height, 256, 256, 4)
-LINK = Link(1e-4, 8e-9, 1e-10, 1e-5)
+SIZES = Sizes(4, 200_000, 50_000, 50_000, CASE.height, 256, 256)
+COUNTED = Counted(SIZES, 185_000, ((50_000, 150_000),) * 4)
+BETA = 8e-9
 PEERS = ("torch", "horovod", "dense")
 
 
 def rows() -> list[Row]:
-    ran = {"algorithm": "split", "factors": "2x2", "name": "split 2x2", "messages": 6}
+    ran = {"algorithm": "split", "messages": 6}
     records = [SimpleNamespace(**ran, sent_bytes=sent) for sent in (50e6, 52e6)]
     ok = ("ok", "")
     busy = [0.01, 0.03, 0.08]
     found = [
-        summary(
-            CASE, LOAD, LINK, "weft:auto", ok, [0.1, 0.2, 0.4], records, Prediction(0.18, 60), busy
-        ),
-        summary(CASE, LOAD, LINK, "torch", ok, [0.5, 0.6, 0.7], []),
-        summary(CASE, LOAD, LINK, "horovod", ("wrong", "one bit"), [], []),
-        summary(CASE, LOAD, LINK, "dense", ("refused", "too large"), [], []),
+        summary(CASE, COUNTED, BETA, "weft:auto", ok, [0.1, 0.2, 0.4], records, busy),
+        summary(CASE, COUNTED, BETA, "torch", ok, [0.5, 0.6, 0.7], []),
+        summary(CASE, COUNTED, BETA, "horovod", ("wrong", "one bit"), [], []),
+        summary(CASE, COUNTED, BETA, "dense", ("refused", "too large"), [], []),
     ]
     return list(compared(found))
 
@@ -53,37 +53,27 @@ def test_figures_of_a_row() -> None:
     assert auto["first_quartile_seconds"] == pytest.approx(0.15)
     assert auto["third_quartile_seconds"] == pytest.approx(0.3)
     assert auto["core_seconds"] == 0.03 and torch["core_seconds"] is None
-    assert (auto["algorithm"], auto["factors"]) == ("split", "2x2")
-    assert torch["algorithm"] is None and torch["factors"] is None
+    assert auto["algorithm"] == "split" and torch["algorithm"] is None
     assert (auto["sent_bytes"], auto["most_bytes"], auto["messages"]) == (51e6, 52e6, 6)
-    assert auto["bytes_ratio"] == pytest.approx(51e6 / LOAD.bound)
-    assert auto["bound_seconds"] == pytest.approx(LOAD.bound * 8e-9)
-    assert auto["time_ratio"] == pytest.approx(0.2 / (LOAD.bound * 8e-9))
+    assert auto["bytes_ratio"] == pytest.approx(51e6 / COUNTED.bound)
+    assert auto["bound_seconds"] == pytest.approx(COUNTED.bound * BETA)
+    assert auto["time_ratio"] == pytest.approx(0.2 / (COUNTED.bound * BETA))
     assert auto["torch_ratio"] == pytest.approx(3.0)
     assert auto["horovod_ratio"] is None  # nobody is compared with what is wrong
     assert torch["torch_ratio"] is None and torch["bytes_ratio"] is None
     assert horovod["median_seconds"] is None and dense["least_seconds"] is None
 
 
-def test_rounds_are_those_that_are_predicted() -> None:
-    auto, peer, *_ = rows()
-    assert auto["predicted_seconds"] == 0.18
-    assert auto["rounds"] == 60
-    assert auto["rounds_seconds"] == pytest.approx(60 * LINK.alpha)
-    assert auto["rest_ratio"] == pytest.approx((0.2 - 60 * LINK.alpha) / auto["bound_seconds"])
-    assert peer["rounds"] is peer["rounds_seconds"] is peer["rest_ratio"] is None
-
-
 def test_with_several_ranks_on_a_host_the_bound_is_that_of_hosts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    counted = ((90_000, 95_000), (95_000, 90_000))
-    load = LOAD.but(hosts=Hosts((0, 0, 1, 1)), rows_of_hosts=counted)
-    row = summary(CASE, load, LINK, "weft:auto", ("ok", ""), [0.3], [])
+    hosts = SIZES.but(hosts=Hosts((0, 0, 1, 1)))
+    counted = Counted(hosts, 185_000, ((90_000, 95_000), (95_000, 90_000)))
+    row = summary(CASE, counted, BETA, "weft:auto", ("ok", ""), [0.3], [])
     assert row["host_bound_bytes"] == 95_000 * 260
     assert row["least_time_seconds"] == pytest.approx(95_000 * 260 * 8e-9)
     assert row["least_time_ratio"] == pytest.approx(0.3 / (95_000 * 260 * 8e-9))
-    assert row["bound_bytes"] == LOAD.bound  # that of a rank is beside it
+    assert row["bound_bytes"] == COUNTED.bound  # that of a rank is beside it
     for hosts, link, seen in (
         (1, True, set()),
         (2, True, {"hostMB", "least-ms", "xleast"}),
@@ -96,12 +86,12 @@ def test_with_several_ranks_on_a_host_the_bound_is_that_of_hosts(
 
 
 def test_the_bound_of_hosts_is_shown_in_bytes_and_in_time() -> None:
-    counted = ((90_000, 95_000), (95_000, 90_000))
-    load = LOAD.but(hosts=Hosts((0, 0, 1, 1)), rows_of_hosts=counted)
+    hosts = SIZES.but(hosts=Hosts((0, 0, 1, 1)))
+    counted = Counted(hosts, 185_000, ((90_000, 95_000), (95_000, 90_000)))
     out = io.StringIO()
     with Shown(Console(file=out), (), True) as there:
         there.show(("head", HEAD | {"hosts": 2}))
-        there.show(("row", summary(CASE, load, LINK, "weft:auto", ("ok", ""), [0.3], [])))
+        there.show(("row", summary(CASE, counted, BETA, "weft:auto", ("ok", ""), [0.3], [])))
     *_, title, line = out.getvalue().splitlines()
     cells = dict(zip(title[1:].split(), line.split(), strict=True))
     assert cells["hostMB"] == "24.7"  # 95,000 rows of 260 bytes
@@ -110,14 +100,14 @@ def test_the_bound_of_hosts_is_shown_in_bytes_and_in_time() -> None:
 
 
 def test_no_bound_and_no_link_give_no_ratio() -> None:
-    alone = Load(1, 5, 5, 5, 5, 9, 256, 256, 4)
+    alone = Counted(Sizes(1, 5, 5, 5, 9, 256, 256), 5, ((5, 0),))
     row = summary(CASE, alone, None, "weft:auto", ("ok", ""), [0.1], [])
     assert row["bytes_ratio"] is None and row["time_ratio"] is None
     assert row["first_quartile_seconds"] == row["third_quartile_seconds"] == 0.1
 
 
 def test_rows_of_the_average_rank_are_counted_whole() -> None:
-    few = Load(4, 88, 23, 21, 60, CASE.height, 256, 256, 4)
+    few = Counted(Sizes(4, 88, 23, 21, CASE.height, 256, 256), 60, ((22, 50),) * 4)
     out = io.StringIO()
     with Shown(Console(file=out), PEERS, False) as there:
         there.show(("row", summary(CASE, few, None, "weft:auto", ("ok", ""), [0.1], [])))
@@ -135,15 +125,12 @@ def test_columns_are_split_by_white_space_under_their_titles() -> None:
         "union": "185000",
         "by": "weft:auto",
         "algorithm": "split",
-        "factors": "2x2",
         "ms": "200",
         "spread": "150..300",
         "cpu": "30.0",
         "MB": "51.0",
         "xbound": "1.38",
         "xlink": "0.67",
-        "rounds": "60.0",
-        "xrest": "0.65",
         "torch/x": "3.00",
         "horovod/x": "-",
         "dense/x": "-",
@@ -155,12 +142,12 @@ def test_columns_are_split_by_white_space_under_their_titles() -> None:
 
 
 def test_algorithms_of_a_list_are_one_column() -> None:
-    ran = {"algorithm": "gather and split", "factors": "", "messages": 6, "sent_bytes": 50e6}
+    ran = {"algorithm": "gather and split", "messages": 6, "sent_bytes": 50e6}
     out = io.StringIO()
     with Shown(Console(file=out), PEERS, False) as there:
-        row = summary(CASE, LOAD, None, "weft:auto", ("ok", ""), [0.1], [SimpleNamespace(**ran)])
+        row = summary(CASE, COUNTED, None, "weft:auto", ("ok", ""), [0.1], [SimpleNamespace(**ran)])
         there.show(("row", row))
-    assert out.getvalue().split()[4:6] == ["gather+split", "-"]
+    assert out.getvalue().split()[4] == "gather+split"
 
 
 def test_reasons_and_versions_are_comments() -> None:
@@ -190,20 +177,20 @@ def test_a_narrow_terminal_has_the_columns_that_fit_and_says_which_do_not() -> N
         if line.startswith("# ") and "peer/x" in line:
             assert len(line) <= 80 and "xlink" not in line
     text = " ".join(line.removeprefix("# ") for line in there)
-    assert "no room here for spread, cpu, factors" in text and "write --csv" in text
+    assert "no room here for spread, cpu, k" in text and "write --csv" in text
 
 
 def test_the_legend_explains_the_columns_that_there_are() -> None:
     legend = " ".join(line for line in shown(link=False) if line.startswith("# "))
     assert "xbound: bytes sent" in legend and "peer/x: " in legend
-    for title in ("xlink", "rounds", "xrest", "hostMB", "least-ms", "xleast", "link: bits"):
+    for title in ("xlink", "hostMB", "least-ms", "xleast", "link: bits"):
         assert title not in legend
 
 
 def test_a_file_has_a_version_and_rows_of_plain_values(tmp_path: Path) -> None:
     shown(file=tmp_path / "found.json")
     found = json.loads((tmp_path / "found.json").read_text())
-    assert found["version"] == VERSION == 2
+    assert found["version"] == VERSION == 3
     auto, _, horovod, _ = found["rows"]
     assert HEAD.items() <= auto.items()
     assert auto["height"] == 1_000_000 and auto["median_seconds"] == 0.2
@@ -218,14 +205,13 @@ def test_the_fields_of_a_file_are_those_of_its_version() -> None:
     """Whoever changes one also changes the version, and says so in the changelog."""
     head = " ".join(HEAD)
     setting = "case rows height width distribution ids values dtype index_dtype op wire_dtype"
-    sizes = "distinct total union by algorithm factors status why"
+    sizes = "distinct total union by algorithm status why"
     times = " ".join(
         f"{which}_seconds"
         for which in ("least", "first_quartile", "median", "third_quartile", "most")
     )
-    sent = "core_seconds predicted_seconds sent_bytes most_bytes messages bound_bytes bound_seconds"
-    sent += " rounds rounds_seconds bytes_ratio"
-    sent += " host_bound_bytes least_time_seconds time_ratio least_time_ratio rest_ratio"
+    sent = "core_seconds sent_bytes most_bytes messages bound_bytes bound_seconds bytes_ratio"
+    sent += " host_bound_bytes least_time_seconds time_ratio least_time_ratio"
     ratios = "torch_ratio horovod_ratio dense_ratio"
     assert [*HEAD, *rows()[0]] == f"{head} {setting} {sizes} {times} {sent} {ratios}".split()
 

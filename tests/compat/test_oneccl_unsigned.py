@@ -17,8 +17,6 @@ from weft.testing.cases import in_case
 WIDTH = 2
 UNUSED = [None] * 4
 HALF, LAST = 2**63, 2**64 - 1
-TALL = {"dense_tail"}  # whose tables end with the highest index
-LOW = {"near the ends of the halves", "nobody has a row"}  # cases in which each half ends low
 
 ENDS = [0, 7, HALF - 1, HALF, HALF + 7, LAST - 1, LAST]
 NEAR = [*range(9), *range(HALF, HALF + 9)]
@@ -129,10 +127,6 @@ def test_every_algorithm(monkeypatch, algorithm):
         for case in CASES:
             with in_case(case):
                 rows = part(case, group.rank, group.size)
-                if algorithm in TALL and case not in LOW:
-                    with pytest.raises(weft.WeftError, match=f"{algorithm} cannot serve this call"):
-                        by_event(rows, how="alloc_fn")()
-                    continue
                 assert by_event(rows, how="alloc_fn")() == reduced(everyone(case, group.size))
                 assert last_call().algorithm == ("eager" if algorithm == "auto" else algorithm)
 

@@ -35,8 +35,7 @@ from weft.group.route import backend_for
 from weft.group.watcher import Watcher
 from weft.group.worker import Worker
 from weft.kernels import reference
-from weft.sparse import ALGORITHMS, request
-from weft.sparse.cost import Load
+from weft.sparse import ALGORITHMS, Sizes, request
 from weft.tensors import as_bytes
 from weft.testing import processes, run, threads
 from weft.testing.pace import patient
@@ -47,7 +46,7 @@ from weft.wire.staged import Staged
 from weft.wire.torch_rounds import TorchRounds, rounds_over
 
 CPU = torch.device("cpu")
-STAYING = Load(2, 8, 4, 4, 6, 9, 4, 4, 4, staying=True)
+STAYING = Sizes(2, 8, 4, 4, 9, 4, 4, staying=True)
 NAMES = sorted(name for name, found in ALGORITHMS.items() if found.applies(STAYING) is None)
 
 

@@ -26,38 +26,6 @@ def test_what_a_group_is(group):
     assert group.on(CPU, [group.rank]) is group
 
 
-@spmd(1, 2, 3, 7, 8, 24, on=("threads",))
-def test_ranks_tell_all_by_doubling_what_each_says(group):
-    before = group.traffic.messages
-    found = group.all_gather_by_doubling(bytes([group.rank, 7]), tuple)
-    assert found == [(rank, 7) for rank in range(group.size)]
-    assert group.traffic.messages - before == (group.size - 1).bit_length()  # log2, rounded up
-
-
-@pytest.mark.parametrize("spoilt", ["its own", "another's"])
-@spmd(6, on=("threads",))
-def test_who_sends_what_cannot_be_decoded_is_named_also_where_it_hands_it_on(group, spoilt):
-    post = group.wire.post
-
-    def spoiling(sends=(), recvs=(), channel=0):
-        sends = [(peer, message.clone()) for peer, message in sends]
-        for _, message in sends:
-            if spoilt == "its own" or len(message) > 1:
-                message[0 if spoilt == "its own" else 1] = 99
-        return post(sends, recvs, channel)
-
-    if group.rank == 2:
-        group.wire.post = spoiling
-    with pytest.raises(weft.WireError, match="rank 2 sent a letter that cannot be read"):
-        for _ in range(2):  # a rank that the spoilt one does not reach learns of it in the next
-            group.all_gather_by_doubling(bytes([group.rank]), letter_in, "a letter")
-
-
-def letter_in(raw):
-    """That of one of six ranks."""
-    return [*range(6)].index(raw[0])
-
-
 @spmd(3, on=("device",))
 def test_a_group_for_a_device_is_made_once(group):
     over = group.on(CPU)

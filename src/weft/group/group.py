@@ -276,41 +276,6 @@ class Group:
         pending.release()
         return [self.decode(rank, what, decode, each) for rank, each in enumerate(heard)]
 
-    def all_gather_by_doubling(
-        self, message: bytes, decode: Callable[[bytes], T], what: str = "a message"
-    ) -> list[T]:
-        """The same as `all_gather_bytes`, in log2 P rounds with one message of each rank.
-
-        Messages come through other ranks. Each decodes what it gets before it sends it on: so the
-        rank that sent what cannot be decoded is to blame, whosever message it should have been.
-        With many ranks it needs few connections: `peers_by_doubling`.
-
-        In a round a rank sends what it has to the rank that is so many places before it, and gets
-        as much from the one so many places behind it: so it has the messages of twice as many ranks
-        (Bruck et al., "Efficient algorithms for all-to-all communications", IEEE TPDS 1997).
-        """
-        over = self._over(self.session.openings)
-        length = len(message)
-        # of this rank, and of those behind it
-        messages = torch.frombuffer(bytearray(message), dtype=torch.uint8)
-        decoded = [self.decode(self.rank, what, decode, message)]
-        before, behind = self.peers_by_doubling
-        for sender, receiver in zip(behind, before, strict=True):
-            count = min(len(messages), (self.size * length) - len(messages))
-            received = torch.empty(count, dtype=torch.uint8)
-            pending = over.post([(receiver, messages[:count])], [(sender, received)], SMALL)
-            pending.wait()
-            pending.release()
-            for each in received.view(-1, length):
-                decoded.append(self.decode(sender, what, decode, each.numpy().tobytes()))
-            messages = torch.cat([messages, received])
-        return [decoded[(rank - self.rank) % self.size] for rank in range(self.size)]
-
-    @property
-    def peers_by_doubling(self) -> tuple[list[int], list[int]]:
-        """The ranks 1, 2, 4, ... places before this one, and those as many places behind it."""
-        return by_doubling(self.rank, self.size)
-
     def lease(self, nbytes: int) -> Lease:
         """Workspace that is best to send from: peers of this host read it where it lies.
 
@@ -528,14 +493,6 @@ def check_members(text: str, size: int) -> None:
     ranks = {int(rank) for rank in text.removeprefix("ranks ").split(", ")}
     if not text.startswith("ranks ") or not ranks <= set(range(size)):
         raise ValueError(f"it is among {text}")
-
-
-def by_doubling(rank: int, size: int) -> tuple[list[int], list[int]]:
-    """`Group.peers_by_doubling` of a rank of so many."""
-    distances = [1 << power for power in range((size - 1).bit_length())]
-    before = [(rank - distance) % size for distance in distances]
-    behind = [(rank + distance) % size for distance in distances]
-    return before, behind
 
 
 def is_duration(timeout: object) -> TypeGuard[float]:

@@ -217,13 +217,14 @@ def _line(
     name: str, sizes: Sizes, least: Traffic, verdict: str, most: Traffic | None = None
 ) -> _Line:
     most = most or least
-    rounds = opening_rounds(sizes.ranks) + most.rounds
+    rounds = opening_rounds(sizes.ranks) + max(least.rounds, most.rounds)
+    messages = max(least.messages, most.messages)
     nbytes = round(least.bytes), round(most.bytes)
     bounds = map(sizes.bound, sizes.union)
     least_ratio, most_ratio = (
         got / bound if bound else 1.0 for got, bound in zip(nbytes, bounds, strict=True)
     )
-    return _Line(name, rounds, most.messages, nbytes, (least_ratio, most_ratio), verdict)
+    return _Line(name, rounds, messages, nbytes, (least_ratio, most_ratio), verdict)
 
 
 def together(calls: Sequence[Explanation]) -> Explanation:

@@ -179,7 +179,7 @@ def training(
         figures = {"clock": clock, "loss": loss.item(), **spent}
         figures["gradient"] = _length(gradients)  # after the clock: it is no part of training
         figures |= {name: sum(getattr(one, name) for one in records) for name in RECORDED}
-        algorithm = " + ".join(dict.fromkeys(one.name for one in records))
+        algorithm = " + ".join(dict.fromkeys(one.algorithm for one in records))
         yield algorithm, [figures[name] for name in FIGURES]
 
 

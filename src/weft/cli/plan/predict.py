@@ -116,10 +116,9 @@ def recorded(path: Path) -> list[Drawing]:
 
 
 def _of_record(row: dict[str, Any]) -> Drawing:
-    names = {field.name for field in fields(Case)} - {"name", "wire_dtype"}
-    setting = {name: row[name] for name in names}
-    wire_dtype = row.get("wire_dtype")  # files of earlier wefts have none
-    case, ranks = Case(row["case"], **setting, wire_dtype=wire_dtype), int(row["ranks"])
+    names = {field.name for field in fields(Case)} - {"name"}
+    case = Case(row["case"], **{name: row[name] for name in names})
+    ranks = int(row["ranks"])
     mean, total, union = float(row["distinct"]), int(row["total"]), int(row["union"])
     if ranks < 2:
         raise ValueError(f"of {ranks} ranks, which says nothing of how several overlap")
