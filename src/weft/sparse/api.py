@@ -147,11 +147,10 @@ def sparse_all_reduce(
         Sorted indices, each once, and their sums. A rank's duplicates are added in input order, and
         ranks in rank order, except by `doubling` and `split` in several stages, which adds
         stage by stage (docs/algorithms.md).
-        So the same inputs give the same bits again, as long as the same algorithm runs or another
-        that adds in rank order, and `split` in the same stages. Both are chosen by measured figures
-        of the link: with WEFT_LINK set they are the same from run to run. Half precision is added
-        in float32 and rounded twice: each rank's sum of duplicates, before it is sent, and the
-        result. Integers wrap. The result has no gradient history.
+        Which algorithm runs, and in which stages, follows from sizes and hosts alone: the same
+        inputs on the same hosts give the same bits, on every run. Half precision is added in
+        float32 and rounded twice: each rank's sum of duplicates, before it is sent, and the result.
+        Integers wrap. The result has no gradient history.
 
     Raises:
         WeftError: some rank's arguments are wrong or differ from the others'; the same text on
