@@ -23,7 +23,6 @@ from weft import sparsify
 from weft.ddp import TopK, topk_hook
 from weft.errors import WeftError, WireError
 from weft.group.group import Group
-from weft.sparse.link import set_link
 from weft.sparsify import entries_to_send, largest_entries
 from weft.testing import run, simulated, spmd
 from weft.wire.link import Link
@@ -325,7 +324,6 @@ def test_a_rank_sends_fewer_than_six_words_an_entry() -> None:
     link = Link(20e-6, 0.8e-9, 1e-10, 5e-6)
 
     def program(group: Group) -> list[int]:
-        set_link(group, link)
         sent = []
         for count in (2000, 4000):
             state = TopK(0.01, total_density=0.01, min_numel=1, group=group)
