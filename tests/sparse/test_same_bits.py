@@ -20,7 +20,7 @@ RANKS = 4
 NAMES = ("auto", *sorted(ALGORITHMS))
 IN_ORDER = ("gather", "holders", "mask", "split")  # where each rank has a host of its own
 HOSTS = ("aaaa", "abcd", "aabb")
-RATES = (10, 16, 40)  # of which chunks are the smallest, middling and the largest
+RATES = (10, 16, 40, None)  # of the smallest, middling and largest chunks; as calls reached it
 
 
 def plus(left, right):
@@ -37,15 +37,15 @@ def part(rank, count, dtype=torch.float32):
 
 def calls(rank):
     """Rows and op of each call: some fit in the opening, some are little, some are large."""
-    few, some, large = (part(rank, count) for count in (100, 1000, 4000))
-    half = part(rank, 5000, torch.bfloat16)
+    few, some, large = (part(rank, count) for count in (100, 700, 2500))
+    half = part(rank, 2500, torch.bfloat16)
     return {
         "few": (few, "sum"),
         "some": (some, "sum"),
         "large": (large, "sum"),
         "half": (half, "avg"),
         "function": (large, plus),
-        "list": ([some, large, half], "sum"),
+        "list": ([some, few, half], "sum"),
     }
 
 
@@ -73,10 +73,10 @@ def program(group, hosts, rates):
                 continue  # which it refuses
             bits = found[what, name] = set()
             for rate in rates:
-                set_rate(group, rate + 7 * group.rank if rate is RATES[0] else rate)
-                for _ in range(2):  # the second call goes by what the first reached
-                    total = weft.sparse_all_reduce(rows, op, algorithm=name)
-                    bits.add((last_call().algorithm, bits_of(total)))
+                if rate is not None:
+                    set_rate(group, rate + 7 * group.rank if rate == 10 else rate)
+                total = weft.sparse_all_reduce(rows, op, algorithm=name)
+                bits.add((last_call().algorithm, bits_of(total)))
     return found
 
 
@@ -96,13 +96,12 @@ def test_whatever_the_link(hosts):
 
 def plain_bits():
     """The same in a process without machine code, for one rate."""
-    serves = kernels.describe()
-    return serves, {hosts: bits_over(hosts, RATES[1:2]) for hosts in HOSTS}
+    return kernels.describe(), {hosts: bits_over(hosts, RATES[1:2]) for hosts in HOSTS}
 
 
 def test_with_and_without_machine_code():
     ((serves, plain),) = processes(1, plain_bits, env={"WEFT_KERNELS": "reference"})
-    assert serves == "torch operations (WEFT_KERNELS=reference)"
+    assert serves.startswith("torch operations (WEFT_KERNELS=reference)")
     assert kernels.describe().startswith("numba")
     for hosts in HOSTS:
         assert plain[hosts] == bits_over(hosts)
@@ -124,7 +123,9 @@ def test_data_on_which_algorithms_differ():
     """Else these tests could not fail."""
     apart, pairs = bits_over("abcd"), bits_over("aabb")
     for what in calls(0):
-        adding = apart[what, "split"], apart[what, "doubling"], pairs[what, "split"]
-        assert len({bits for each in adding for _, bits in each}) == 3, what
+        ((_, flat),) = apart[what, "split"]
+        ((_, in_pairs),) = pairs[what, "split"]
+        ((_, doubled),) = apart[what, "doubling"]
+        assert flat not in (in_pairs, doubled), what
     ran = {what: {name for name, _ in apart[what, "auto"]} for what in calls(0)}
     assert ran["few"] == {"eager"} and ran["some"] == {"doubling"} and ran["large"] == {"holders"}
