@@ -38,7 +38,9 @@ def part(rank, count, dtype=torch.float32):
 def calls(rank):
     """Rows and op of each call: some fit in the opening, some are little, some are large."""
     few, some, large = (part(rank, count) for count in (100, 700, 2500))
-    half = part(rank, 2500, torch.bfloat16)
+    # ranks 0 and 3 have the same, which come to nothing: what is lost beside them is seen
+    half = part(rank % 3, 2500, torch.bfloat16)
+    half.values.mul_({0: 2.0**20, 3: -(2.0**20)}.get(rank, 1.0))
     return {
         "few": (few, "sum"),
         "some": (some, "sum"),
