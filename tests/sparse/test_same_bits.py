@@ -32,7 +32,7 @@ def part(rank, count, dtype=torch.float32):
     draw = torch.Generator().manual_seed(rank)
     indices = torch.randperm(count * 3 // 2, generator=draw)[:count]
     values = torch.randn(count, 64, generator=draw).to(dtype)
-    return weft.Rows(indices, values, count * 3 // 2)
+    return weft.Rows(indices, values, 3 * count)
 
 
 def calls(rank):
