@@ -551,7 +551,7 @@ def test_trouble_of_one_rank_is_raised_on_all_and_nothing_is_lost(
 
 
 def test_a_reduce_scatter_of_another_rank_is_told_from_that_of_topk() -> None:
-    """They open alike, but for the sample that TopK does without; the next step works."""
+    """They open alike, but for the name of the call; the next step works."""
 
     def program(group: Group) -> str:
         state = TopK(0.5, total_density=0.1, min_numel=20, group=group)
@@ -569,8 +569,8 @@ def test_a_reduce_scatter_of_another_rank_is_told_from_that_of_topk() -> None:
     texts = run(2, program)
     assert texts[0] == texts[1]
     assert texts[0] == (
-        "the ranks differ in ranges: rank 0 has balanced, without a sample, rank 1 has balanced; "
-        "pass the same on every rank"
+        "the ranks are in different calls: rank 0 has sync_sparsified (call 3), rank 1 has "
+        "sparse_reduce_scatter (call 3); make the same calls in the same order on every rank"
     )
 
 

@@ -41,10 +41,10 @@ from weft.group.failure import messages
 from weft.group.group import Group
 from weft.group.session import Session
 from weft.sparse import codec
-from weft.sparse.link import set_link
+from weft.sparse.rate import set_rate
 from weft.testing import run
+from weft.testing.cases import on_hosts
 from weft.wire import Features, framed
-from weft.wire.link import Link
 from weft.wire.memory import Pool, memory_of
 from weft.wire.tcp.connection import Connection, Receive
 
@@ -258,9 +258,10 @@ CALLS = {
 
 
 def call(name, group):
-    set_link(group, Link(50e-6, 8e-9, 0.35e-9, 50e-6))
+    set_rate(group, 16)  # at which index lists are packed
     try:
-        return CALLS[name](group)
+        with on_hosts(group, [*map(str, range(group.size))]):  # between which they are
+            return CALLS[name](group)
     except weft.WeftError:
         return None  # what was said is well-formed, and of another call
 
