@@ -14,17 +14,17 @@ import pytest
 import torch
 
 import weft
-from weft.sparse.link import set_link
+from weft.sparse.rate import set_rate
 from weft.testing import run
+from weft.testing.cases import on_hosts
 from weft.wire import framed as gloo_frames
-from weft.wire.link import Link
 from weft.wire.tcp import connection
 
 CULPRIT = 1
 TOP = (1 << 63) - 1
-LINKS = {"plain": Link(5e-5, 8e-11, 3e-10, 5e-5), "packed": Link(5e-5, 8e-9, 3e-10, 5e-5)}
+RATES = {"plain": 19, "packed": 15}  # of links on which index lists are so
 STATEMENT, LIST, REST = range(3)  # the messages of a call, in their order
-HEADER = 1632  # the last bytes of a statement: 96, 256 ids of 4, and twice 128 numbers of 2
+HEADER = 592  # the last bytes of a statement: 80, and twice 128 numbers of 2
 
 
 def put(at, *words):
@@ -99,11 +99,16 @@ def attacked(group, way, what):
         group = after.enter_context(group.split(range(3)))
         which, lists, change = MESSAGES.get(what, (None, "plain", None))
         given = group.subset([0, 2, 1]) if what == "a negative count" else group
-        set_link(given, LINKS[lists])
+        after.enter_context(on_hosts(given, "abc"))
         rows = weft.Rows(torch.arange(60_000) * 3 + group.rank, torch.ones(60_000, 2), 200_000)
+
+        def reduce():
+            set_rate(given, RATES[lists])
+            weft.sparse_all_reduce(rows, algorithm="gather", group=given)
+
         began = time.monotonic()
         with pytest.raises(weft.WireError) as caught:
-            weft.sparse_all_reduce(rows, algorithm="gather", group=given)
+            reduce()
             if group.rank == CULPRIT and change is not None:
                 changed(given, which, change)
             elif group.rank == CULPRIT and what == "of a detector":
@@ -113,7 +118,7 @@ def attacked(group, way, what):
             elif group.rank == CULPRIT:
                 framed(patch, connection, "_FRAME", FRAMES[what])
             for _ in range(100):
-                weft.sparse_all_reduce(rows, algorithm="gather", group=given)
+                reduce()
     return caught.value.culprit, str(caught.value), time.monotonic() - began
 
 

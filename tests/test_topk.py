@@ -23,7 +23,6 @@ from weft import sparsify
 from weft.ddp import TopK, topk_hook
 from weft.errors import WeftError, WireError
 from weft.group.group import Group
-from weft.sparse.link import set_link
 from weft.sparsify import entries_to_send, largest_entries
 from weft.testing import run, simulated, spmd
 from weft.wire.link import Link
@@ -325,7 +324,6 @@ def test_a_rank_sends_fewer_than_six_words_an_entry() -> None:
     link = Link(20e-6, 0.8e-9, 1e-10, 5e-6)
 
     def program(group: Group) -> list[int]:
-        set_link(group, link)
         sent = []
         for count in (2000, 4000):
             state = TopK(0.01, total_density=0.01, min_numel=1, group=group)
@@ -553,7 +551,7 @@ def test_trouble_of_one_rank_is_raised_on_all_and_nothing_is_lost(
 
 
 def test_a_reduce_scatter_of_another_rank_is_told_from_that_of_topk() -> None:
-    """They open alike, but for the sample that TopK does without; the next step works."""
+    """They open alike, but for the name of the call; the next step works."""
 
     def program(group: Group) -> str:
         state = TopK(0.5, total_density=0.1, min_numel=20, group=group)
@@ -571,8 +569,8 @@ def test_a_reduce_scatter_of_another_rank_is_told_from_that_of_topk() -> None:
     texts = run(2, program)
     assert texts[0] == texts[1]
     assert texts[0] == (
-        "the ranks differ in ranges: rank 0 has balanced, without a sample, rank 1 has balanced; "
-        "pass the same on every rank"
+        "the ranks are in different calls: rank 0 has sync_sparsified (call 3), rank 1 has "
+        "sparse_reduce_scatter (call 3); make the same calls in the same order on every rank"
     )
 
 

@@ -37,13 +37,13 @@ import torch
 
 import weft
 from weft import kernels, tensors
-from weft.bootstrap.outcome import results
 from weft.group.failure import messages
 from weft.group.group import Group
 from weft.group.session import Session
 from weft.sparse import codec
-from weft.sparse.rate import GUESS, set_rate
-from weft.testing import threads
+from weft.sparse.rate import set_rate
+from weft.testing import run
+from weft.testing.cases import on_hosts
 from weft.wire import Features, framed
 from weft.wire.memory import Pool, memory_of
 from weft.wire.tcp.connection import Connection, Receive
@@ -258,16 +258,12 @@ CALLS = {
 
 
 def call(name, group):
-    set_rate(group, GUESS)  # at which index lists are packed
+    set_rate(group, 16)  # at which index lists are packed
     try:
-        return CALLS[name](group)
+        with on_hosts(group, [*map(str, range(group.size))]):  # between which they are
+            return CALLS[name](group)
     except weft.WeftError:
         return None  # what was said is well-formed, and of another call
-
-
-def hosts_of(size):
-    """A host for each rank: within one, lists are not packed."""
-    return [f"host {rank}" for rank in range(size)]
 
 
 @functools.cache
@@ -284,8 +280,7 @@ def recorded(name, size):
         group.wire.post = post
         call(name, group)
 
-    groups = threads.group(size, hosts=hosts_of(size))
-    results(threads.on_groups(groups, program), "threads")
+    run(size, program)
     return said
 
 
@@ -338,8 +333,8 @@ class Coming:
 
 def replaying(rank, size, said, rng):
     """A group over such a wire, which knows no peers: there are none."""
-    wire = Replayed(rank, size, said, rng)
-    return Group(Session(wire, 5.0, hosts_of(size), detector=None, memory=Pool(), join=None))
+    wire, hosts = Replayed(rank, size, said, rng), ["threads"] * size
+    return Group(Session(wire, 5.0, hosts, detector=None, memory=Pool(), join=None))
 
 
 def replay(rng):

@@ -37,6 +37,7 @@ _EAGER_RANKS = 3  # up to which entries may go to all with the opening exchange,
 _LONG = 8  # bits of a digit, for fewer exchanges
 _SHORT = 4  # the same for fewer counts in each
 _FEW = 64  # entries to select for each count: with fewer the counts would be much of the traffic
+_NAME = "sync_sparsified"  # the call that this is part of
 _COUNT = torch.int32  # the dtype of a count as it travels
 
 
@@ -63,7 +64,8 @@ def mean_of_largest(
     """
     if group.size > _EAGER_RANKS:
         request.algorithm = "reduce_scatter"  # one that is asked for by name opens without entries
-    owned = reduce_scatter.job_of(group, request).run()
+    # a name of its own: it must not be taken for another rank's call of `sparse_reduce_scatter`
+    owned = reduce_scatter.job_of(group, request, name=_NAME).run()
     summed = last_call(group)
     assert summed is not None
     shared = _largest_of_all(group, owned, starts, most)

@@ -73,17 +73,13 @@ def test_a_merge_is_that_of_the_cpu(dtype, op):
 @given(some=TABLES, dtype=INDEX_DTYPES)
 def test_a_survey_is_what_the_host_finds(some, dtype):
     tables = [torch.tensor(ids, dtype=dtype) for ids in some]
-    for indices, found in zip(tables, kernels.survey(tables, 8, 5), strict=True):
+    for indices, found in zip(tables, kernels.survey(tables, 8), strict=True):
         expected, ids = kernels.distinct(indices), sorted(set(indices.tolist()))
         equal(found.distinct[:3], expected[:3])
         assert found.distinct.most == max((indices.eq(each).sum() for each in ids), default=0)
         assert (found.lowest, found.highest) == ((ids[0], ids[-1]) if ids else (0, -1))
         parts = min(8, len(ids))
         assert found.points == [ids[j * len(ids) // parts] for j in range(parts)]
-        assert found.sample == kernels.sketch(expected.indices, 5).tolist()
-        alike, less = kernels.survey([torch.tensor(each).long() for each in (ids, ids[1:])], 8, 5)
-        assert alike.digest == found.digest and len(found.digest) == 16 and any(found.digest)
-        assert not ids or less.digest != found.digest
 
 
 @SOME
@@ -164,8 +160,8 @@ def empty(*shape, dtype=torch.int64):
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_indices_take_one_read(reads, dtype):
     table = empty(20, dtype=dtype)
-    reads += [2 * [1, 8, 3, 0, 9, 5, 5, *range(4), *range(6)], [1, 8, 3, 0, 9, 5, 5], [0, 0, 1, 2]]
-    surveys = kernels.survey([table, table], 4, 6)
+    reads += [2 * [1, 8, 3, 0, 9, *range(4)], [1, 8, 3, 0, 9], [0, 0, 1, 2]]
+    surveys = kernels.survey([table, table], 4)
     assert [len(each.distinct.indices) for each in surveys] == [8, 8]
     assert len(kernels.distinct(table).starts) == 9 and kernels.lie_within(table, 0, 9)
 

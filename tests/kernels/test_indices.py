@@ -182,31 +182,3 @@ def test_indices_that_are_not_contiguous():
     ids = torch.tensor([[3, 0], [1, 0], [3, 0]])[:, 0]
     assert kernels.distinct(ids).indices.tolist() == [1, 3]
     assert kernels.union([ids[1:2], ids[::2][:1]]).indices.tolist() == [1, 3]
-    assert kernels.sketch(torch.arange(20)[::2], 3).numel() == 3
-
-
-# Sketches.
-
-
-def mixed(index):
-    """The hash as documented, in unsigned arithmetic."""
-    mask = 2**64 - 1
-    word = index * 0x9E3779B97F4A7C15 & mask
-    word = (word ^ word >> 32) * 0xD6E8FEB86659FD93 & mask
-    return word ^ word >> 32
-
-
-@SOME
-@given(
-    dtype=st.sampled_from(DTYPES),
-    ids=st.sets(st.integers(0, 2**31 - 1), max_size=200),
-    count=st.integers(1, 100),
-)
-def test_sketch_is_the_smallest_hashes(dtype, ids, count):
-    indices = torch.tensor(sorted(ids), dtype=dtype)
-    expected = sorted(ids, key=mixed)[:count]
-    for serve in (kernels.sketch, reference.sketch):
-        got = serve(indices, count)
-        assert got.tolist() == expected and got.dtype == torch.int64
-    if 0 < count < len(ids):
-        assert cpu.sketch(CODE, indices, count).tolist() == expected

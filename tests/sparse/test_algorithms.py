@@ -20,14 +20,14 @@ import weft
 from weft.devices import as_device
 from weft.kernels.ops import DTYPES, OPS
 from weft.sparse import ALGORITHMS, codec
-from weft.sparse.link import set_link
+from weft.sparse.rate import set_rate
 from weft.sparse.stream import VALUES
 from weft.testing import expected, run, spmd
-from weft.testing.cases import in_case
-from weft.wire.link import MERGE, Link
+from weft.testing.cases import in_case, on_hosts
 
 NAMES = ["auto", *sorted(ALGORITHMS)]
 IN_ORDER = [name for name in NAMES if name != "mask"]
+SLOW = 15  # the rate of a link on which lists are packed, and chunks are short
 PLAIN = ("doubling",)  # it sends indices as they are
 SIZES = (1, 2, 3, 4, 7, 8)
 THREADS = ("threads", "device", "rounds")
@@ -188,10 +188,11 @@ def test_on_a_slow_link_indices_are_packed(monkeypatch, name):
         return pack(indices, code, memory)
 
     def program(group, kind):
-        set_link(group, Link(1e-4, 8e-9, MERGE, 1e-5))
+        set_rate(group, SLOW)
         index = torch.int32 if kind == "long" else torch.int64
-        parts, want = world(group.size, kind, dtype=torch.float64, index=index)
-        total = weft.sparse_all_reduce(parts[group.rank], algorithm=name)
+        parts, want = world(group.size, kind, shape=(5,), dtype=torch.float64, index=index)
+        with on_hosts(group, "abc"):
+            total = weft.sparse_all_reduce(parts[group.rank], algorithm=name)
         assert torch.equal(total.indices, want.indices)
         assert torch.equal(total.values, want.values)
 
@@ -207,9 +208,9 @@ def test_on_a_slow_link_indices_are_packed(monkeypatch, name):
 @pytest.mark.parametrize("name", NAMES)
 @spmd(3, on=THREADS)
 def test_rows_of_many_chunks(group, name):
-    set_link(group, Link(1e-4, 8e-9, MERGE, 1e-5))
+    set_rate(group, SLOW)
     for dtype in (torch.float32, torch.bfloat16):
-        with in_case(dtype):
+        with in_case(dtype), on_hosts(group, "abc"):
             parts, want = world(group.size, "wide", shape=(512,), dtype=dtype)
             total = weft.sparse_all_reduce(parts[group.rank], algorithm=name)
             assert torch.equal(total.indices, want.indices)
@@ -237,11 +238,10 @@ def order_of(patch, group):
     return done
 
 
-@pytest.mark.parametrize("beta", [8e-11, 8e-9], ids=["plain", "packed"])
+@pytest.mark.parametrize("names", ["aaaa", "abcd"], ids=["plain", "packed"])
 @spmd(4, on=("threads", "processes"))
-def test_gather_of_a_list_in_two_messages_beside_short_ones(group, beta):
+def test_gather_of_a_list_in_two_messages_beside_short_ones(group, names):
     """Who has it sends values when others' lists are read, and others send theirs at once."""
-    set_link(group, Link(5e-5, beta, 3e-10, 5e-5))
     for size, own in product((2, 3, 4), (0, 1)):
         if group.rank >= size:
             continue
@@ -250,7 +250,8 @@ def test_gather_of_a_list_in_two_messages_beside_short_ones(group, beta):
         indices = torch.randint(2**31 - 1, (100_000 if group.rank == own else 5,), generator=draw)
         indices[0] = 7  # which all ranks have
         rows = weft.Rows(indices, torch.ones(len(indices), 2))
-        with in_case(size, own), pytest.MonkeyPatch.context() as patch:
+        on_them = on_hosts(some, names)
+        with in_case(size, own), pytest.MonkeyPatch.context() as patch, on_them:
             want = weft.sparse_all_reduce(rows, algorithm="split", group=some)
             done = order_of(patch, some)
             total = weft.sparse_all_reduce(rows, algorithm="gather", group=some)
@@ -319,7 +320,7 @@ def test_indices_beyond_32_bits(group, name):
     assert torch.equal(total.values, want.values)
 
 
-@pytest.mark.parametrize("name", ["gather", "split", "holders", "auto"])
+@pytest.mark.parametrize("name", ["gather", "split", "holders", "mask", "auto"])
 @spmd(3, 8, on=EVERYWHERE)
 def test_real_numbers_add_in_rank_order(group, name):
     parts, want = world(group.size, "real")
@@ -328,12 +329,11 @@ def test_real_numbers_add_in_rank_order(group, name):
     same_everywhere(group, total)
 
 
-@pytest.mark.parametrize("name", ["doubling", "mask"])
-@spmd(3, 7, on=EVERYWHERE)
-def test_real_numbers_are_the_same_bits_everywhere(group, name):
+@spmd(3, 7, on=("threads", "processes", "torch"))
+def test_doubling_gives_real_numbers_the_same_bits_everywhere(group):
     rows = rows_of(group.rank, "real")
-    first = weft.sparse_all_reduce(rows, algorithm=name)
-    again = weft.sparse_all_reduce(rows, algorithm=name)
+    first = weft.sparse_all_reduce(rows, algorithm="doubling")
+    again = weft.sparse_all_reduce(rows, algorithm="doubling")
     same_everywhere(group, first)
     assert torch.equal(first.values, again.values)
 

@@ -350,31 +350,6 @@ def test_a_bitmap_says_of_no_place_that_is_none(monkeypatch):
     assert run(2, program) == [[*range(36)]] * 2
 
 
-def test_who_sends_rows_beyond_the_height_is_named_as_in_all_errors():
-    """Of a group of some ranks by the number that it has among all."""
-    some = [0, 2]
-
-    def program(group):
-        if group.rank not in some:
-            return
-        part = group.subset(some)
-        post = group.wire.post
-
-        def with_a_place_too_many(sends=(), recvs=(), channel=0):
-            marked = []
-            for peer, each in sends:
-                is_bitmap = each.nbytes == 1  # of places 8 to 11
-                marked.append((peer, each | 0x80 if is_bitmap and group.rank == 2 else each))
-            return post(marked, recvs, channel)
-
-        group.wire.post = with_a_place_too_many
-        rows = weft.Rows(torch.arange(12), torch.ones(12), 12)
-        with pytest.raises(weft.WireError, match="rank 2 sent rows beyond the height of 12"):
-            weft.sparse_all_reduce(rows, algorithm="dense_tail", group=part)
-
-    run(3, program)
-
-
 def test_who_lists_fewer_rows_than_it_said_is_named(monkeypatch):
     """Its values were sent on before its list came, and would be taken for other rows'."""
     module = importlib.import_module("weft.sparse.algorithms.gather")

@@ -11,21 +11,16 @@ import functools
 import heapq
 import itertools
 import math
-import random
-from dataclasses import replace
 
 import pytest
 import torch
 
 import weft
-from weft import Rows, kernels
-from weft.sparse import Hosts, Link, Load
+from weft.cli.counted import Counted
+from weft.sparse import Hosts, Sizes, last_call
 from weft.sparse.bound import rows_of_average, rows_of_busiest
-from weft.sparse.explanation import predicted
-from weft.sparse.header import Header, described, rows_of_hosts
-from weft.sparse.link import set_link
 from weft.testing import run
-from weft.testing.simulation import simulate
+from weft.testing.cases import on_hosts
 
 
 def closed(sums):
@@ -221,15 +216,14 @@ def test_no_schedule_is_quicker_than_the_least_time(hosts, rows):
         found = loads_of_all(indices, crossing_and_near)
         for within in WITHIN:
             seconds = min(max(*load[:near], within * max(load[near:])) for load in found)
-            link = Link(0, 1 / 8, 0, 0, within=within / 8)
-            least = load_of(hosts, indices).least_seconds(link)
+            least = counted(hosts, indices).least_seconds(1 / 8, within / 8)
             assert least <= seconds * (1 + 1e-9)
             met += least == pytest.approx(seconds)
     assert met >= 0.5 * len(WITHIN) * len(cases)  # and often a schedule is as quick
 
 
-def load_of(hosts, indices):
-    """The load of ranks of hosts that hold some rows, of eight bytes with their index."""
+def counted(hosts, indices):
+    """Of ranks of hosts that hold some rows, of eight bytes with their index."""
     holders = list(zip(*indices, strict=True))  # for each rank which rows it holds
     counts = [sum(rank) for rank in holders]
 
@@ -238,214 +232,53 @@ def load_of(hosts, indices):
         return sum(map(any, zip(*members, strict=True)))
 
     names = {*hosts}
-    counted = tuple((union_of({host}), union_of(names - {host})) for host in sorted(names))
-    return Load(
-        len(hosts), sum(counts), max(counts), min(counts), len(indices), None, 4, 4, 4,
-        hosts=Hosts.named(hosts), rows_of_hosts=counted,
-    )  # fmt: skip
+    of_hosts = tuple((union_of({host}), union_of(names - {host})) for host in sorted(names))
+    by_host = Hosts.named(hosts)
+    sizes = Sizes(len(hosts), sum(counts), max(counts), min(counts), None, 4, 4, hosts=by_host)
+    return Counted(sizes, len(indices), of_hosts)
 
 
 def test_the_bound_of_ranks_is_that_of_hosts_with_a_rank_each():
-    load = Load(4, 400, 130, 80, 300, None, 256, 256, 4, hosts=Hosts((0, 1, 2, 3)))
-    assert load.bound == rows_of_average(400, 300, 4) * 260 == (400 + 2 * 300) / 4 * 260
-    assert load.host_bound == pytest.approx(load.bound, rel=0.01)  # the others' union: an estimate
-    link = Link(1e-4, 8e-9, 1e-10, 1e-5)
-    assert load.least_seconds(link) == pytest.approx(load.bound * 8e-9, rel=0.01)
-    assert load.but(hosts=None).host_bound == load.host_bound
-    alone = load.but(hosts=Hosts((0, 0, 0, 0)))
+    sizes = Sizes(4, 400, 130, 80, None, 256, 256, hosts=Hosts((0, 1, 2, 3)))
+    found = Counted(sizes, 300, ((100, 280),) * 4)
+    assert found.bound == rows_of_average(400, 300, 4) * 260 == (400 + 2 * 300) / 4 * 260
+    assert found.host_bound == pytest.approx(280 * 260)  # what the others have, which is more
+    alone = Counted(sizes.but(hosts=Hosts((0, 0, 0, 0))), 300, ((300, 0),))
     assert alone.host_bound == 0
-    assert alone.least_seconds(link) == load.bound * 8e-9
+    assert alone.least_seconds(8e-9, 1e-9) == found.bound * 1e-9
 
 
 def test_the_rank_with_most_rows_sends_them_all():
-    load = Load(4, 400, 350, 10, 380, None, 256, 256, 4)
-    assert load.bound < load.host_bound == 350 * 260
-
-
-def test_several_ranks_on_hosts():
-    """Rows that ranks draw independently, 1,000 of 10,000."""
-    union = 10_000 * (1 - 0.9**8)
-    load = Load(8, 8000, 1000, 1000, round(union), None, 256, 256, 4)
-    pairs = load.but(hosts=Hosts((0, 0, 0, 0, 1, 1, 1, 1)))
-    four = 10_000 * (1 - 0.9**4)
-    assert pairs.host_bound == pytest.approx(four * 260, rel=0.001)  # what the other host has
-    counted = pairs.but(rows_of_hosts=((3000, 3600), (3600, 3000)))
-    assert counted.host_bound == 3600 * 260
-    # of five ranks and two that are alone, these must receive what six others have
-    uneven = load.but(ranks=7, total=7000, union=round(10_000 * (1 - 0.9**7)))
-    uneven = uneven.but(hosts=Hosts((0, 0, 0, 0, 0, 1, 2)))
-    six = 10_000 * (1 - 0.9**6)
-    assert uneven.host_bound == pytest.approx(six * 260, rel=0.001)
+    sizes = Sizes(4, 400, 350, 10, None, 256, 256, hosts=Hosts((0, 0, 1, 1)))
+    found = Counted(sizes, 380, ((340, 40), (40, 340)))
+    assert found.bound < found.host_bound == 350 * 260
 
 
 def test_the_least_time_counts_what_ranks_of_a_host_receive_from_each_other():
-    load = Load(8, 8000, 1000, 1000, 1000, None, 256, 256, 4, hosts=Hosts((0, 0, 0, 0, 1, 1, 1, 1)))
+    """Of eight ranks on two hosts that have the same 1,000 rows."""
+    sizes = Sizes(8, 8000, 1000, 1000, None, 256, 256, hosts=Hosts((0, 0, 0, 0, 1, 1, 1, 1)))
+    found = Counted(sizes, 1000, ((1000, 1000),) * 2)
     crossing = 1000 * 260 * 8e-9
-    slow = Link(1e-4, 8e-9, 1e-10, 1e-5)
-    assert load.least_seconds(slow) == pytest.approx(crossing)  # not known how quick a host is
-    quick_within = Link(1e-4, 8e-9, 1e-10, 1e-5, within=1e-10)
-    assert load.least_seconds(quick_within) == pytest.approx(crossing)
+    assert found.least_seconds(8e-9, 1e-10) == pytest.approx(crossing)
     # each rank receives 1,750 rows; all 8 together over two links and within their hosts
-    slow_within = Link(1e-4, 8e-9, 1e-10, 1e-5, within=16e-9)
     speed = 2 / 8e-9 + 8 / 16e-9
-    assert load.least_seconds(slow_within) == pytest.approx(8 * 1750 * 260 / speed)
-    assert load.least_seconds(slow_within) > crossing
+    slowly = found.least_seconds(8e-9, 16e-9)
+    assert slowly == pytest.approx(8 * 1750 * 260 / speed) and slowly > crossing
 
 
-LINK = Link(1e-4, 8e-9, 1e-10, 1e-5, within=1e-10)
-SLOW_WITHIN = Link(1e-4, 8e-9, 1e-10, 1e-5, within=16e-9)
-
-
-@pytest.mark.parametrize(
-    ("hosts", "link", "milliseconds", "why"),
-    [
-        (
-            "aaaaaaaa",
-            LINK,
-            1750 * 260 * 8e-6,
-            "all ranks share a host, so the bound is that of a rank",
-        ),
-        (
-            "abcdefgh",
-            LINK,
-            1750 * 260 * 8e-6,
-            "no rank shares its host, so the bound is that of a rank; the busiest must receive or "
-            "send 455000 bytes",
-        ),
-        (
-            "aaaabbbb",
-            LINK,
-            1000 * 260 * 8e-6,
-            "4 ranks share a host, so the bound is the host bound: 260000 bytes cross the link of "
-            "the busiest of 2 hosts",
-        ),
-        (
-            "aaaabbbb",
-            SLOW_WITHIN,
-            8 * 1750 * 260 / (2 / 8e-6 + 8 / 16e-6),
-            "4 ranks share a host, but the bound is that of a rank: the 455000 bytes that it "
-            "receives, from its host and over the link, take longer than the 260000 that cross the "
-            "link of the busiest host",
-        ),
-    ],
-)
-def test_explain_says_which_bytes_take_the_least_time(hosts, link, milliseconds, why):
-    """Of eight ranks that have the same 1,000 rows of 260 bytes."""
-    load = Load(8, 8000, 1000, 1000, 1000, None, 256, 256, 4, hosts=Hosts.named(hosts))
-    if hosts == "aaaabbbb":
-        why = f"if ranks draw their rows independently: {why}"
-        separator = ", "
-    else:
-        separator = ": "
-    lines = str(predicted(load, link)).splitlines()
-    assert f"least time about {milliseconds:.2f} ms{separator}{why}" in lines
-
-
-def rows_of_its_host(rank):
-    """Of ranks 0 to 3 the first 4,000 rows, of the others the next."""
-    return Rows(torch.arange(4000) + 4000 * (rank // 4), torch.ones(4000, 64), 8000)
-
-
-NEAR = Link(50e-6, 80e-9, 0.125e-9, 1e-6, within=0.25e-9)
-
-
-def test_explain_knows_that_the_ranks_of_a_host_have_the_same_rows():
+@pytest.mark.parametrize("step", [0, 2000, 4000])  # the same rows, half of them, and others
+def test_explain_says_between_what_the_bound_lies(step):
     def program(group):
-        set_link(group, NEAR)
-        group.session.hosts = tuple("aaaabbbb")
-        one = weft.explain(rows_of_its_host(group.rank))
-        narrow = (torch.arange(4000), torch.ones(4000))
-        several = weft.explain([rows_of_its_host(group.rank), narrow])
-        return str(one), one.load.rows_of_hosts, several.load.rows_of_hosts
+        rows = weft.Rows(torch.arange(4000) + step * group.rank, torch.ones(4000, 64), 16_000)
+        with on_hosts(group, "abcd"):
+            said = weft.explain(rows)
+            weft.sparse_all_reduce(rows)
+        return said, last_call()
 
-    text, one, several = run(8, program)[0]
-    least = 4000 * 260 * NEAR.beta  # a host sends all that it has to the other
-    assert f"least time about {1e3 * least:.2f} ms: 4 ranks share a host" in text
-    assert one == ((4000, 4000),) * 2
-    assert several == ((8000, 8000),) * 2
-
-
-def test_a_split_of_hosts_is_predicted_where_their_ranks_have_the_same_rows():
-    near = replace(NEAR, beta=NEAR.within)
-    done = simulate("split", rows_of_its_host, 8, NEAR, hosts="aaaabbbb", within=near)
-    assert done.predicted == pytest.approx(done.seconds, rel=0.05)
-
-
-def header_of(rows, rank):
-    return Header.of(torch.tensor(sorted(rows)), rank)
-
-
-@pytest.mark.parametrize("hosts", ["aabbccdd", "aaaaabcc", "abcabcab"])
-@pytest.mark.parametrize("alike", [0.0, 0.5, 1.0])
-def test_rows_of_hosts_are_estimated_from_samples(hosts, alike):
-    """Each rank has a part of its rows in common with its host."""
-    draw = random.Random(hosts)
-    common = {host: draw.sample(range(100_000), 4000) for host in sorted({*hosts})}
-    shared = round(4000 * alike)
-    sets = [{*common[host][:shared], *draw.sample(range(100_000), 4000 - shared)} for host in hosts]
-    headers = [header_of(rows, rank) for rank, rows in enumerate(sets)]
-    union = Header.together(headers).union(100_000)
-
-    by_host = Hosts.named(hosts)
-    found = rows_of_hosts(headers, by_host, union)
-    assert len(found) == len(by_host.ranks)
-    for ranks, (own, others) in zip(by_host.ranks, found, strict=True):
-        true = union_of_sets(sets[rank] for rank in ranks)
-        assert own == pytest.approx(true, rel=0.2)  # three standard deviations
-        if alike == 1:
-            assert own == true
-        assert union - own <= others <= union
-        true_others = union_of_sets(sets[rank] for rank in range(len(sets)) if rank not in ranks)
-        assert others <= 1.2 * true_others
-        assert own <= union
-
-
-def union_of_sets(sets):
-    return len(set().union(*sets))
-
-
-def test_rows_of_hosts_are_exact_for_few_rows():
-    """Also of a rank whose header has the rows themselves."""
-    sets = [{1, 2, 3}, {3, 4}, {*range(200)}, {7}, set()]
-    headers = [header_of(rows, rank) for rank, rows in enumerate(sets)]
-    headers[1] = Header.of(torch.tensor([3, 4]), 1, values=torch.ones(2))
-    found = rows_of_hosts(described(headers), Hosts.named("ababc"), 200)
-    assert found == ((200, 3), (3, 200), (0, 200))
-
-
-def test_a_header_that_carries_rows_is_described_once(monkeypatch):
-    """By each rank, where one rank has too many rows to send them with its header."""
-    sketched = []
-    sketch = kernels.sketch
-
-    def counted(indices, count):
-        sketched.append(len(indices))
-        return sketch(indices, count)
-
-    def program(group):
-        set_link(group, NEAR)
-        group.session.hosts = tuple("aabb")
-        count = 3000 if group.rank == 1 else 3
-        weft.sparse_all_reduce(Rows(torch.arange(count), torch.ones(count, 64), 3000))
-
-    monkeypatch.setattr(kernels, "sketch", counted)
-    run(4, program)
-    assert sorted(sketched) == 12 * [3] + [3000]  # rank 1 did not send its own
-
-
-def test_explain_says_that_all_wait_for_the_busiest():
-    def program(group):
-        set_link(group, NEAR)
-        group.session.hosts = tuple("abcd")
-        some = Rows(torch.arange(4000) + 4000 * group.rank, torch.ones(4000, 64), 16_000)
-        one = some if group.rank == 0 else Rows(some.indices[:0], some.values[:0], 16_000)
-        return weft.explain(some), weft.explain(one)
-
-    even, skewed = run(4, program)[0]
-    waits = "all wait for the busiest host"
-    assert waits not in str(even)
-    # rank 0 has to send 4,000 rows, the average one 3,000: it has three quarters of them to receive
-    assert f"{waits}, which has 1.3 times as much to receive or send" in str(skewed)
-    assert waits in skewed._repr_html_()
-    least = 1e3 * skewed.load.least_seconds(NEAR)
-    assert skewed.lines[0].milliseconds < least == pytest.approx(4e6 * 260 * NEAR.beta)
+    said, record = run(4, program)[0]
+    least, most = said.bound
+    places = 4000 + 3 * step
+    assert said.sizes.union == (4000, places)
+    assert (least, most) == ((16_000 + 2 * 4000) / 4 * 260, (16_000 + 2 * places) / 4 * 260)
+    assert least <= record.bound_bytes <= most
+    assert f"{places} in the result" in str(said)

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import math
-import random
-
 import pytest
 import torch
 
 import weft
 from weft import kernels
-from weft.schedules import dense_all_reduce
-from weft.sparse import ALGORITHMS, Cost, unregister
+from weft.sparse import ALGORITHMS, Traffic, unregister
 from weft.testing import check_algorithm
 
-CLAUSES = 16
+CLAUSES = 14
 TRIED_BESIDE = {3, 6}  # of each algorithm by test_algorithms.py, on more kinds of rows and of ranks
 
 
@@ -35,7 +31,9 @@ def direct(rows, call, fault=""):
     if fault == "needs a height":
         torch.empty(call.height)
     if fault == "keeps a lease":
-        group.lease(1 << 26)
+        group.lease(1 << 10)
+    if fault == "leases more than it says":
+        group.lease(1 << 26).release()
 
     everyone = exchanged(group, indices, values)
     if fault == "forgets a rank":
@@ -94,61 +92,22 @@ def exchanged(group, indices, values):
     return everyone
 
 
-def rooted(rows, call):
-    """Every rank sends its rows to rank 0, which sends the result to all."""
-    group = call.group
-    own = rows.indices.to(call.wire_index), rows.values
-    counts = torch.zeros(group.size, dtype=torch.int64)
-    counts[group.rank] = len(rows)
-    dense_all_reduce(group, counts, "sum").wait()
-    if group.rank:
-        group.post([(0, each) for each in own]).wait()
-        length = torch.zeros(1, dtype=torch.int64)
-        group.post((), [(0, length)]).wait()
-        result = call.result(int(length))
-        indices = torch.empty(int(length), dtype=call.wire_index)
-        group.post((), [(0, indices), (0, result.values)]).wait()
-        result.indices.copy_(indices)
-        return result
-    everyone = [own]
-    for length in counts[1:].tolist():
-        indices = torch.empty(length, dtype=call.wire_index)
-        everyone.append((indices, torch.empty((length, *call.row_shape), dtype=call.dtype)))
-    recvs = [(rank, each) for rank in range(1, group.size) for each in everyone[rank]]
-    group.post((), recvs).wait()
-    union = kernels.union([every[0] for every in everyone])
-    result = call.result_at(union.indices)
-    sums = torch.empty(result.values.shape, dtype=call.partial)
-    for slots, (_, values) in zip(union.slots, everyone, strict=True):
-        kernels.combine(sums, slots, values, call.op)
-    call.finish(sums, result.values)
-    for peer in group.peers:
-        sizes = torch.tensor([len(result)])
-        group.post([(peer, sizes)]).wait()
-        group.post([(peer, result.indices.to(call.wire_index)), (peer, result.values)]).wait()
-    return result
+def traffic(sizes, union):
+    others = sizes.ranks - 1
+    return Traffic(2, 3 * others, others * sizes.mean * (sizes.row + sizes.index))
 
 
-def cost(load):
-    others = load.ranks - 1
-    received = others * load.mean * (load.row + load.index)
-    return Cost(2, 3 * others, received, merged=load.merging(load.total), memory=received)
-
-
-def cost_of_root(load):
-    """Right for the average rank, silent about the root."""
-    others = load.ranks - 1
-    moved = (load.mean + load.union) * (load.row + load.index)
-    return Cost(4, 7, others / load.ranks * moved, memory=load.total * load.row)
+def workspace(sizes):
+    return 0  # its tensors are not leased
 
 
 @pytest.fixture
 def registered():
-    """Registers an algorithm for one test: `registered(schedule, cost)`."""
+    """Registers an algorithm for one test: `registered(schedule)`."""
     names = []
 
-    def register(schedule, cost):
-        weft.algorithm(cost=cost)(schedule)
+    def register(schedule, traffic=traffic):
+        weft.algorithm(traffic=traffic, workspace=workspace)(schedule)
         names.append(schedule.__name__)
         return schedule
 
@@ -165,7 +124,7 @@ def test_every_algorithm_of_weft_passes(name):
 
 
 def test_one_of_a_program_passes_by_name_and_as_a_function(registered):
-    registered(direct, cost)
+    registered(direct)
     assert len(check_algorithm("direct", sizes=[2])) == CLAUSES
     assert len(check_algorithm(direct, clauses=[1])) == 1
 
@@ -186,7 +145,8 @@ FAULTS = {
     "writes to the caller's rows": 9,
     "has its result elsewhere": 10,
     "calls the allocator itself": 11,
-    "keeps a lease": 15,
+    "keeps a lease": 14,
+    "leases more than it says": 14,
 }
 
 
@@ -195,7 +155,7 @@ def test_a_clause_finds_a_schedule_that(registered, fault):
     def broken(rows, call):
         return direct(rows, call, fault)
 
-    registered(broken, cost)
+    registered(broken)
     breaks(broken, FAULTS[fault], sizes=[5] if "five" in fault else [3])
 
 
@@ -207,43 +167,31 @@ def test_a_clause_finds_a_schedule_that_hides_who_gave_up(registered):
         except weft.WireError:
             raise OSError("the network failed") from None
 
-    registered(secretive, cost)
+    registered(secretive)
     breaks(secretive, 12)
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        lambda load: Cost(2, 3 * (load.ranks - 1), cost(load).bytes / 2, memory=cost(load).memory),
-        lambda load: Cost(2, 30 * (load.ranks - 1), cost(load).bytes, memory=cost(load).memory),
-    ],
-)
-def test_a_clause_finds_a_cost_that_is_not_what_is_sent(registered, wrong):
-    registered(direct, wrong)
+@pytest.mark.parametrize("number", [1, 2])  # the messages, and the bytes
+def test_a_clause_finds_what_sends_more_than_it_says(registered, number):
+    def half(sizes, union):
+        said = [*traffic(sizes, union)]
+        said[number] /= 2
+        return Traffic(*said)
+
+    registered(direct, half)
     breaks(direct, 13)
 
 
-def test_a_clause_finds_a_root_that_the_cost_is_silent_about(registered):
-    registered(rooted, cost_of_root)
-    check_algorithm(rooted, sizes=[4], clauses=[1, 13])  # right otherwise
-    breaks(rooted, 14, sizes=[4])
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        lambda load: Cost(1, load.ranks, math.inf),
-        lambda load: Cost(1, load.ranks, load.mean - 1),
-        lambda load: Cost(1, load.ranks, random.random()),
-    ],
-)
-def test_a_clause_finds_a_cost_that_is_no_number_or_another_each_time(registered, wrong):
-    registered(direct, wrong)
-    breaks(direct, 16)
+def test_what_an_author_does_not_say_is_not_held():
+    weft.algorithm()(direct)
+    try:
+        assert len(check_algorithm(direct, sizes=[3], clauses=[13, 14])) == 2
+    finally:
+        unregister("direct")
 
 
 def test_an_algorithm_that_serves_nothing_does_not_pass():
-    weft.algorithm(cost=cost, applies=lambda load: "never")(direct)
+    weft.algorithm(applies=lambda sizes: "never")(direct)
     try:
         with pytest.raises(AssertionError, match="refuses every call"):
             check_algorithm(direct, clauses=[1])
@@ -259,11 +207,11 @@ def breaks(algorithm, clause, sizes=(3,)):
 
 
 def test_what_cannot_be_checked_is_refused():
-    known = "dense_tail, doubling, gather, "
+    known = "doubling, gather, "
     with pytest.raises(
-        weft.WeftError, match=rf"<function cost .* is not registered: .*; there are {known}"
+        weft.WeftError, match=rf"<function workspace .* is not registered: .*; there are {known}"
     ):
-        check_algorithm(cost)
+        check_algorithm(workspace)
     told = rf"'splt' is unknown \(did you mean 'split'\?\): use auto or one of {known}"
     with pytest.raises(weft.WeftError, match=told):
         check_algorithm("splt")

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 import weft
 from weft.sparse import codec, last_call
-from weft.sparse.link import set_link
+from weft.sparse.rate import set_rate
 from weft.testing import spmd
-from weft.wire.link import Link
+from weft.testing.cases import on_hosts
 from weft.wire.memory import Pool
 
 
@@ -78,8 +78,7 @@ def test_no_index_takes_more_than_a_plain_one():
 
 @spmd(2, on=("threads",))
 def test_indices_that_fit_travel_as_int32(group):
-    """Whatever the caller's are of, on a link so quick that they are not packed."""
-    set_link(group, Link(50e-6, 8e-11, 0.35e-9, 50e-6))
+    """Whatever the caller's are of, on a host, where they are not packed."""
     near = torch.arange(40_000) * 3
     near[-1] = 2**31 - 1
     sent = {}
@@ -92,11 +91,11 @@ def test_indices_that_fit_travel_as_int32(group):
 
 
 @pytest.mark.parametrize("name", ["gather", "split"])
-@pytest.mark.parametrize("gbit", [1, 100])
+@pytest.mark.parametrize("rate", [16, 19])
 @spmd(3, on=("threads",))
-def test_long_lists_come_in_two_messages(group, name, gbit):
+def test_long_lists_come_in_two_messages(group, name, rate):
     """Beside short ones; packed on the slow link, where they are still longer than the first."""
-    set_link(group, Link(50e-6, 8e-9 / gbit, 0.35e-9, 50e-6))
+    set_rate(group, rate)
     total = torch.zeros(3_000_000)
     for rank, count in enumerate((900_000, 40, 600_000)):
         draw = torch.Generator().manual_seed(rank)
@@ -104,7 +103,8 @@ def test_long_lists_come_in_two_messages(group, name, gbit):
         total.index_add_(0, indices, torch.full((count,), rank + 1.0))
         if rank == group.rank:
             rows = weft.Rows(indices, torch.full((count,), rank + 1.0), len(total))
-    assert weft.explain(rows, algorithm=name).load.gaps == (gbit == 1)
-    found = weft.sparse_all_reduce(rows, algorithm=name)
+    with on_hosts(group, "abc"):
+        assert weft.explain(rows, algorithm=name).sizes.gaps == (rate == 16)
+        found = weft.sparse_all_reduce(rows, algorithm=name)
     assert torch.equal(found.indices, total.nonzero()[:, 0])
     assert torch.equal(found.values, total[found.indices])

@@ -14,11 +14,10 @@ from weft.devices import on_host
 from weft.group.group import Group
 from weft.schedules import dense_all_reduce
 from weft.sparse import last_call
-from weft.sparse.link import set_link
+from weft.sparse.family.reduce import DIRECTLY
 from weft.sparse.stream import LISTS
 from weft.testing import expected, run, spmd
-from weft.testing.cases import in_case
-from weft.wire.link import Link
+from weft.testing.cases import in_case, on_hosts
 
 SIZES = (1, 2, 3, 7)
 THREADS = ("threads", "device", "rounds")
@@ -144,10 +143,8 @@ def test_operations(group, op):
                 assert torch.equal(total.values, want.values)
 
 
-@pytest.mark.parametrize("link", ["fast", "slow"])
 @spmd(*SIZES, on=EVERYWHERE)
-def test_one_rank_gets_the_sum(group, link):
-    set_link(group, Link(1e-5, 1e-10 if link == "fast" else 1e-7, 1e-10, 1e-5))
+def test_one_rank_gets_the_sum(group):
     dst = group.size // 2
     for kind in ("few", "many", "empty on some", "empty", "skew", "one"):
         with in_case(kind):
@@ -161,10 +158,10 @@ def test_one_rank_gets_the_sum(group, link):
             ran = last_call().algorithm
             if group.size == 1:
                 assert ran == "alone"
-            elif kind in ("many", "one") and link == "slow":  # nearly half of all rows on each rank
-                assert ran == ("owners" if group.size > 2 else "direct")
-            elif kind not in ("many", "skew", "one"):
-                assert (ran == "eager") == on_host(want.values)
+            elif kind in ("many", "skew", "one") or not on_host(want.values):
+                assert ran == ("owners" if group.size > DIRECTLY else "direct")
+            else:
+                assert ran == "eager"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bool, torch.complex128])
@@ -270,7 +267,7 @@ def test_forms_and_devices_stay(group):
     ("kind", "dtype"),
     [("few", torch.float64), ("many", torch.float32), ("empty on some", torch.bfloat16)],
 )
-@spmd(1, 3, on=THREADS)
+@spmd(1, 3, 5, on=THREADS)  # a sum for one rank goes directly there, and through owners
 def test_rounded_on_the_wire(group, kind, dtype):
     """Reductions as the all-reduce rounds; what is only moved once, on its own rank too."""
     for narrow in (torch.bfloat16, torch.float16):
@@ -283,11 +280,9 @@ def test_rounded_on_the_wire(group, kind, dtype):
             _, values = between(want, *ranges[group.rank : group.rank + 2])
             assert got.values.dtype is dtype
             assert torch.equal(got.values, values)
-            for rate in (1e-10, 1e-7):  # directly, through owners
-                set_link(group, Link(1e-5, rate, 1e-10, 1e-5))
-                total = weft.sparse_reduce(mine, op, group_dst=group.size - 1, wire_dtype=narrow)
-                assert (total is None) == (group.rank < group.size - 1)
-                assert total is None or torch.equal(total.values, want.values)
+            total = weft.sparse_reduce(mine, op, group_dst=group.size - 1, wire_dtype=narrow)
+            assert (total is None) == (group.rank < group.size - 1)
+            assert total is None or torch.equal(total.values, want.values)
 
         def rounded(values, narrow=narrow):
             return values if dtype is torch.bfloat16 else values.to(narrow).to(dtype)
@@ -303,7 +298,6 @@ def test_rounded_on_the_wire(group, kind, dtype):
 
 @spmd(3, on=THREADS)
 def test_rounded_values_are_half_the_bytes_and_go_where_they_are_wanted(group):
-    set_link(group, Link(1e-5, 1e-7, 1e-10, 1e-5))
     rows = weft.Rows(torch.arange(4000), torch.randn(4000, 100), 4000)
     sent = {}
     for narrow in (None, torch.bfloat16):
@@ -482,7 +476,7 @@ def test_what_must_be_the_same(group):
 
 
 @pytest.mark.parametrize(("count", "directly"), [(20_000, True), (400_000, False)])
-def test_indices_go_directly_between_distant_hosts_if_they_are_few(count, directly, monkeypatch):
+def test_indices_go_directly_between_hosts_if_they_are_few(count, directly, monkeypatch):
     """By their own bytes: here the values have none."""
     goes_to = [set() for _ in range(4)]
     post = Group.post
@@ -495,9 +489,9 @@ def test_indices_go_directly_between_distant_hosts_if_they_are_few(count, direct
     monkeypatch.setattr(Group, "post", noted)
 
     def program(group):
-        set_link(group, Link(alpha=0.025, beta=8e-8, gamma=0.125e-9, work=10e-6))
         mine = weft.Rows(torch.arange(count), torch.ones(count, 0), count)
-        return len(weft.sparse_all_gather(mine))
+        with on_hosts(group, "abcd"):
+            return len(weft.sparse_all_gather(mine))
 
     assert run(4, program) == [4 * count] * 4
     everybody = [{0, 1, 2, 3} - {rank} for rank in range(4)]

@@ -12,11 +12,12 @@ from weft.sparse import tables
 from weft.sparse.header import Header
 from weft.testing import run
 
-ROWS = 600  # more than a header has points, or a sketch ids
+ROWS = 600  # more than a header has points
 HIGHEST = 3 * (ROWS - 1)
 TOTAL, MOST, FEWEST, TOP = range(0, 32, 8)  # bytes at which the figures begin
-ALIKE = 48
-POINTS = 96 + 2 * 256  # behind the fixed fields, and the sketch in 2 bytes for each number
+RATE = 49
+COUNT, WIDTH_OF_WEIGHTS = 56, 65
+POINTS = 80  # behind the fixed fields
 WEIGHTS = POINTS + 128  # points, as differences, take 1 byte each; so do weights
 
 
@@ -45,9 +46,9 @@ def put_small(at, *numbers):
     return change
 
 
-def without_sketch_and_points(raw):
-    del raw[96:]
-    struct.pack_into("<2q3B", raw, 72, 0, 0, 1, 1, 1)
+def without_points(raw):
+    del raw[POINTS:]
+    struct.pack_into("<q2B", raw, COUNT, 0, 1, 1)
 
 
 OF_ALL = {  # whether it says where rows lie, has them, or is of unsorted ones
@@ -55,14 +56,13 @@ OF_ALL = {  # whether it says where rows lie, has them, or is of unsorted ones
     "another rank with more rows": put(TOTAL, 2 * ROWS, 2 * ROWS),
     "another rank with fewer rows": put(FEWEST, 7),
     "no index": put(TOP, -1),
-    "several ranks, whose rows differ": lambda raw: raw.__setitem__(ALIKE, 0),
 }
 OF_SORTED = {
     "fewer indices than rows": put(TOP, ROWS - 2),
     "an index without rows": put(TOTAL, 0, 0, 0),
 }
 OF_DESCRIBED = {
-    "no sketch, and no points": without_sketch_and_points,
+    "no points": without_points,
     "other shares": put_small(WEIGHTS, 3, 6),
     "points nearer than rows": put_small(POINTS, 0, 1),
     "the last point too near the last index": put_small(POINTS + 127, 25),
@@ -91,10 +91,18 @@ def test_what_no_rank_has_alone_is_refused(form, what):
         read()
 
 
-def test_rows_come_without_widths_of_a_sketch():
+def test_rows_come_without_a_width_of_weights():
     raw = packed(carries=True)
-    raw[88] = 8
-    with pytest.raises(ValueError, match="how wide numbers of a sketch are"):
+    raw[WIDTH_OF_WEIGHTS] = 1
+    with pytest.raises(ValueError, match="its indices have 8 bytes"):
+        Header.unpack(memoryview(raw), (2,), of_one=True)
+
+
+@pytest.mark.parametrize("rate", [0, 41])
+def test_a_rate_that_no_link_has_is_refused(rate):
+    raw = packed()
+    raw[RATE] = rate
+    with pytest.raises(ValueError, match=f"it says a rate of {rate}"):
         Header.unpack(memoryview(raw), (2,), of_one=True)
 
 

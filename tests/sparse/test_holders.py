@@ -14,24 +14,24 @@ from hypothesis import strategies as st
 
 import weft
 from weft import kernels
-from weft.sparse import ALGORITHMS, choice
+from weft.sparse import ALGORITHMS
 from weft.sparse.algorithms.holders import weights
-from weft.sparse.choice import fitted
-from weft.sparse.link import set_link
 from weft.sparse.local_rows import LocalRows
+from weft.sparse.rate import set_rate
 from weft.sparse.relay import relay_memory, relay_rows
 from weft.sparse.stream import SUMS, VALUES
 from weft.testing import expected, run, spmd
-from weft.wire.link import Link
+from weft.testing.cases import on_hosts
 
-SLOW = Link(1e-4, 8e-9, 1e-9, 1e-5)  # 1 Gbit/s: small chunks
+SLOW = 12  # the rate of a link on which chunks are as small as they get: of few rows there are some
 WIDTH = 16
 
 
-@pytest.fixture(autouse=True)
-def small_chunks(monkeypatch):
-    """Chunks of 256 KiB however much moves: of few rows, too, there are some."""
-    monkeypatch.setattr(choice, "STEP_SECONDS", 0.0)
+def reduced(group, rows, op="sum"):
+    """The sum by holders over a slow link."""
+    set_rate(group, SLOW)
+    with on_hosts(group, range(group.size)):
+        return weft.sparse_all_reduce(rows, op, algorithm="holders")
 
 
 def parts_of(kind, ranks):
@@ -63,7 +63,7 @@ def rows_of(indices):
     return weft.Rows(indices, torch.ones(len(indices), WIDTH), 1_000_000)
 
 
-def values_moved(group, rows, **arguments):
+def values_moved(group, rows):
     """The result, and the rows of values that this rank sent and received."""
     moved, post = [0, 0], group.post
 
@@ -76,7 +76,7 @@ def values_moved(group, rows, **arguments):
         return post(sends, recvs, channel)
 
     group.post = counting
-    total = weft.sparse_all_reduce(rows, algorithm="holders", **arguments)
+    total = reduced(group, rows)
     group.post = post
     row = WIDTH * 4
     assert all(nbytes % row == 0 for nbytes in moved)  # whole rows, and nothing else
@@ -166,7 +166,6 @@ def test_what_nobody_else_has_goes_before_any_sum_is_ready():
     started = threading.Event()
 
     def body(group):
-        set_link(group, SLOW)
         post = group.post
 
         def ordered(sends=(), recvs=(), channel=0):
@@ -180,28 +179,13 @@ def test_what_nobody_else_has_goes_before_any_sum_is_ready():
         shared = torch.arange(3 if group.rank < 2 else 0)
         own = torch.arange(100, 300) + 200 * group.rank
         rows = weft.Rows(torch.cat([shared, own]), torch.ones(len(own) + len(shared), 1024), 2000)
-        mine = weft.sparse_all_reduce(rows, algorithm="holders")
+        mine = reduced(group, rows)
         group.post = post
         return mine
 
     for total in run(3, body):
         assert len(total) == 603
         assert (total.values[:3] == 2).all() and (total.values[3:] == 1).all()
-
-
-def test_chunks_do_not_jump_with_what_was_measured():
-    load = weft.sparse.Load(4, 4000, 1000, 1000, 3000, None, 256, 256, 4)
-    measured = [Link(1e-4, 1 / rate, 1e-9, 1e-5) for rate in (95e6, 125e6, 140e6, 180e6)]
-    assert {fitted(load, link).chunk for link in measured} == {1 << 18}
-
-
-@pytest.mark.parametrize(
-    ("ranks", "rows", "wanted"), [(4, 500, 18), (4, 20_000, 19), (4, 60_000, 20)]
-)
-def test_chunks_grow_with_what_moves(monkeypatch, ranks, rows, wanted):
-    monkeypatch.undo()
-    load = weft.sparse.Load(ranks, ranks * rows, rows, rows, 2 * rows, None, 256, 256, 4)
-    assert fitted(load, SLOW).chunk == 1 << wanted
 
 
 def repeated(rank, ranks, row=64):
@@ -217,8 +201,7 @@ def test_duplicates_are_combined_on_the_way_out(monkeypatch):
     monkeypatch.setattr(LocalRows, "values", property(lambda own: pytest.fail("combined all rows")))
 
     def body(group):
-        set_link(group, SLOW)
-        return weft.sparse_all_reduce(repeated(group.rank, 3), algorithm="holders")
+        return reduced(group, repeated(group.rank, 3))
 
     want = expected([repeated(rank, 3) for rank in range(3)])
     for total in run(3, body):
@@ -226,11 +209,10 @@ def test_duplicates_are_combined_on_the_way_out(monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ["disjoint", "half"])
-def test_memory_is_what_the_cost_says_and_not_the_rows_of_all(kind):
+def test_memory_is_its_workspace_and_not_the_rows_of_all(kind):
     ranks, count, width = 4, 8000, 128
 
     def body(group):
-        set_link(group, SLOW)
         leases, lease, peak = [], group.lease, 0
 
         def counted(nbytes):
@@ -241,38 +223,36 @@ def test_memory_is_what_the_cost_says_and_not_the_rows_of_all(kind):
 
         step = ranks if kind == "disjoint" else 2
         rows = weft.Rows(torch.arange(count) * step + group.rank % step, torch.ones(count, width))
-        load = weft.explain(rows, algorithm="holders").load
+        sizes = weft.explain(rows, algorithm="holders").sizes
         group.lease = counted
-        total = weft.sparse_all_reduce(rows, algorithm="holders")
+        reduced(group, rows)
         group.lease = lease
-        return peak, load.but(union=len(total))
+        return peak, sizes
 
-    for peak, load in run(ranks, body):
-        assert peak <= ALGORITHMS["holders"].cost(load).memory + (1 << 20)  # and index lists
+    for peak, sizes in run(ranks, body):
+        assert peak <= ALGORITHMS["holders"].workspace(sizes) + (1 << 20)  # and index lists
         if kind == "disjoint":
-            assert peak < 0.6 * ALGORITHMS["gather"].cost(load).memory
+            assert peak < 0.6 * ALGORITHMS["gather"].workspace(sizes)
 
 
 def test_many_ranks_get_smaller_chunks():
-    load = weft.sparse.Load(1000, 10**9, 10**6, 10**6, 10**8, None, 256, 256, 4, chunk=1 << 20)
-    assert relay_memory(load, 10**5) <= 24 << 20
-    assert relay_rows(load, 10**5) >= 1
-    assert relay_rows(load, 3) == 3
+    sizes = weft.sparse.Sizes(1000, 10**9, 10**6, 10**6, None, 256, 256, chunk=1 << 20)
+    assert relay_memory(sizes, 10**5) <= 24 << 20
+    assert relay_rows(sizes, 10**5) >= 1
+    assert relay_rows(sizes, 3) == 3
 
 
 @pytest.mark.parametrize("op, dtype", [("sum", torch.float32), ("avg", torch.bfloat16)])
 @spmd(3, 5)
 def test_more_rows_than_the_relay_has_slots(group, op, dtype):
-    set_link(group, SLOW)
-
     def part(rank):
         draw = torch.Generator().manual_seed(rank)
-        many = 700 if rank == 1 else 40  # 22 chunks of 32 rows, or two
+        many = 700 if rank == 1 else 40  # 44 chunks of 16 rows, or three
         indices = torch.randperm(900, generator=draw)[:many]
         return weft.Rows(indices, torch.randn(many, 1024, generator=draw).to(dtype), 900)
 
     parts = [part(rank) for rank in range(group.size)]
-    total = weft.sparse_all_reduce(parts[group.rank], op, algorithm="holders")
+    total = reduced(group, parts[group.rank], op)
     want = expected(parts, op)
     assert torch.equal(total.indices, want.indices)
     assert torch.equal(total.values, want.values)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weft.sparse.header import Header
-from weft.sparse.owners import balanced_bounds, expected_union
+from weft.sparse.owners import balanced_bounds
 
 DRAWS = {
     "uniform": lambda g: torch.randint(1_000_000, (20_000,), generator=g),
@@ -61,34 +61,30 @@ def test_cuts_ascend_and_a_header_survives_the_wire(parts):
     assert found == sorted(found)
     distinct = {index for part in parts for index in part}
     assert whole.total == sum(len(set(part)) for part in parts)
-    assert whole.union(None) == len(distinct)  # small sets are sketched whole
     assert whole.weights.sum() == whole.total
     assert whole.highest == max(distinct, default=-1)
 
 
-@pytest.mark.parametrize(
-    ("step", "ids", "gaps"), [(1, 2, 1), (300, 4, 2), (70_000, 4, 4), (2**40, 8, 8)]
-)
-def test_a_header_has_no_more_bytes_than_its_numbers_need(step, ids, gaps):
-    """Behind 96 others: 256 ids, 128 points, and 128 weights of one byte each."""
+@pytest.mark.parametrize(("step", "gaps"), [(1, 1), (300, 2), (70_000, 4), (2**40, 8)])
+def test_a_header_has_no_more_bytes_than_its_numbers_need(step, gaps):
+    """Behind 80 others: 128 points, and 128 weights of one byte each."""
     header = Header.of(torch.arange(1000) * step, 0)
     raw = header.pack().numpy().data
-    assert len(raw) == 96 + 256 * ids + 128 * gaps + 128
+    assert len(raw) == 80 + 128 * gaps + 128
     again = Header.unpack(raw)
-    for name in ("sketch", "points", "weights"):
+    for name in ("points", "weights"):
         assert getattr(again, name).tolist() == getattr(header, name).tolist()
 
 
 @pytest.mark.parametrize(
     ("place", "value", "why"),
     [
-        (88, 3, r"numbers of \[3, 1, 1\] bytes"),
-        (89, 2, "numbers in"),
-        (72, 255, "numbers in"),
-        (80, 51, "numbers in"),
-        (81, 5, "points"),
+        (64, 3, r"numbers of \[3, 1\] bytes"),
+        (64, 2, "numbers in"),
+        (56, 51, "numbers in"),
+        (57, 5, "points"),
     ],
-    ids=["width", "wider", "more ids", "more points", "too many points"],
+    ids=["width", "wider", "more points", "too many points"],
 )
 def test_a_header_of_other_numbers_than_it_has_is_refused(place, value, why):
     raw = Header.of(torch.arange(50), 0).pack()
@@ -98,39 +94,6 @@ def test_a_header_of_other_numbers_than_it_has_is_refused(place, value, why):
         Header.unpack(raw.numpy().data)
 
 
-@pytest.mark.parametrize("name", DRAWS)
-def test_the_union_is_estimated(name):
-    parts, header = headers_of(name, 4)
-    true = torch.cat(parts).unique().numel()
-    assert header.union(None) == pytest.approx(true, rel=0.25)
-    same = functools.reduce(combine, [Header.of(parts[0], rank) for rank in range(4)])
-    assert same.union(None) == parts[0].numel()
-
-
-@pytest.mark.parametrize("name", DRAWS)
-def test_without_a_sketch_the_cuts_are_the_same_and_the_union_is_estimated(name):
-    parts, header = headers_of(name, 4)
-    bare = [Header.of(part, rank, sampled=False) for rank, part in enumerate(parts)]
-    whole = functools.reduce(combine, bare)
-    assert not whole.alike and not len(whole.sketch)
-    assert balanced_bounds(whole, 4) == balanced_bounds(header, 4)
-    true = torch.cat(parts).unique().numel()
-    assert expected_union(whole, 4) == pytest.approx(true, rel=0.25)
-    same = functools.reduce(combine, [bare[0]] * 4)
-    assert expected_union(same, 4) == parts[0].numel()
-
-
-def test_a_header_has_a_sketch_where_the_call_has_them_alone():
-    indices = torch.arange(1000)
-    for sampled in (True, False):
-        raw = Header.of(indices, 0, sampled=sampled).pack().numpy().data
-        assert len(raw) == 96 + 256 * 2 * sampled + 128 * (1 + 1)
-        again = Header.unpack(raw, of_one=True, sampled=sampled)
-        assert len(again.sketch) == 256 * sampled
-        with pytest.raises(ValueError, match="numbers are not those of 1000 rows"):
-            Header.unpack(raw, of_one=True, sampled=not sampled)
-
-
 def test_combining_is_the_same_in_any_tree():
     parts, _ = headers_of("zipf", 8)
     single = [Header.of(part, rank) for rank, part in enumerate(parts)]
@@ -138,5 +101,5 @@ def test_combining_is_the_same_in_any_tree():
     pairs = [combine(a, b) for a, b in zip(single[::2], single[1::2], strict=True)]
     tree = combine(combine(*pairs[:2]), combine(*pairs[2:]))
     assert tree.total == line.total
-    assert tree.sketch.tolist() == line.sketch.tolist()
-    assert tree.union(None) == line.union(None)
+    assert tree.points.tolist() == line.points.tolist()
+    assert tree.weights.tolist() == line.weights.tolist()

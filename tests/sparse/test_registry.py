@@ -9,21 +9,17 @@ import pytest
 import torch
 
 import weft
-from weft.sparse import ALGORITHMS, Cost, unregister
+from weft.sparse import ALGORITHMS, unregister
 from weft.testing import processes, run
 
 OFFER = """
 import torch
 import weft
 
-@weft.algorithm(cost=lambda load: weft.sparse.Cost(1, load.ranks - 1, load.bound))
+@weft.algorithm()
 def offered(rows, call):
     raise NotImplementedError
 """
-
-
-def cost(load):
-    return Cost(1, load.ranks - 1, load.bound)
 
 
 def split(rows, call):
@@ -37,19 +33,19 @@ def mine(rows, call):
 
 def test_a_name_that_is_taken_is_refused():
     before = ALGORITHMS["split"]
-    known = "; there are dense_tail, doubling, gather, "
+    known = "; there are doubling, gather, "
     with pytest.raises(
         weft.WeftError, match=rf"'split' is registered already, one of weft's own: .*{known}"
     ):
-        weft.algorithm(cost=cost)(split)
+        weft.algorithm()(split)
     assert ALGORITHMS["split"] is before
 
-    weft.algorithm(cost=cost)(mine)
+    weft.algorithm()(mine)
     try:
         with pytest.raises(
             weft.WeftError, match=rf"registered already, that of {__name__}: .*{known}.* mine, "
         ):
-            weft.algorithm(cost=cost)(mine)
+            weft.algorithm()(mine)
     finally:
         unregister("mine")
 
@@ -61,13 +57,13 @@ def test_a_name_with_another_meaning_is_refused(name):
 
     schedule.__name__ = name
     with pytest.raises(weft.WeftError, match=f"'{name}': that name has another meaning.*; there "):
-        weft.algorithm(cost=cost, replace=True)(schedule)
+        weft.algorithm(replace=True)(schedule)
 
 
 def test_what_was_replaced_comes_back():
     own = ALGORITHMS["split"]
     rows = torch.arange(3), torch.ones(3)
-    weft.algorithm(cost=cost, replace=True)(split)
+    weft.algorithm(replace=True)(split)
     try:
         assert ALGORITHMS["split"].run is split
         with pytest.raises(NotImplementedError):
@@ -82,8 +78,8 @@ def test_what_was_replaced_comes_back():
 @pytest.mark.parametrize(
     ("name", "text"),
     [
-        ("split", "one of weft's own, which stay; there are dense_tail, doubling, gather, "),
-        ("magic", "is unknown: use auto or one of dense_tail, doubling, gather, "),
+        ("split", "one of weft's own, which stay; there are doubling, gather, "),
+        ("magic", "is unknown: use auto or one of doubling, gather, "),
     ],
 )
 def test_what_cannot_be_removed(name, text):
@@ -105,7 +101,7 @@ def register_on_one():
     rows = torch.arange(2), torch.ones(2)
     with weft.init() as group:
         if group.rank == 1:
-            weft.algorithm(cost=cost)(mine)
+            weft.algorithm()(mine)
         with pytest.raises(weft.WeftError) as caught:
             weft.sparse_all_reduce(rows)
         if group.rank == 1:
@@ -179,4 +175,4 @@ def test_a_package_that_cannot_offer_its_algorithm_is_told_of_where_it_is_asked_
     _, found, count, said = answer(program)
     assert not found and count == len(ALGORITHMS)
     assert "algorithm 'offered' of an installed package is missing: " in said
-    assert why in said and "; there are dense_tail, doubling, gather, " in said
+    assert why in said and "; there are doubling, gather, " in said

@@ -17,10 +17,8 @@ from weft.devices import as_device, on_host
 from weft.kernels import reference
 from weft.schedules import dense_all_reduce
 from weft.sparse import ALGORITHMS, last_call
-from weft.sparse.link import set_link
 from weft.testing import expected, run, spmd
 from weft.testing.cases import in_case
-from weft.wire.link import Link
 
 THREADS = ("threads", "device")
 EVERYWHERE = (*THREADS, "processes", "torch")
@@ -97,8 +95,6 @@ def each_table_as_if_alone(group, name):
     missing = [(0, 2), (1, 0), (2, 6), *((rank, 4) for rank in range(7))]
     for kinds in (ALIKE, KINDS, KINDS[1:2]):
         with in_case(kinds):
-            if name == "dense_tail":  # would make tables of 2**40 rows
-                kinds = [(shape, dtype, torch.int64, 50) for shape, dtype, *_ in kinds]
             got = weft.sparse_all_reduce(mine(group, kinds, 20, missing), algorithm=name)
             check(group, got, kinds, 20, missing=missing)
             record = last_call()
@@ -130,14 +126,9 @@ LARGE = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("kinds", "rate"),
-    [([LARGE[0], LARGE[3], LARGE[0]], 1e-10), (LARGE, 1e-8)],
-    ids=["alike", "mixed"],
-)
+@pytest.mark.parametrize("kinds", [[LARGE[0], LARGE[3], LARGE[0]], LARGE], ids=["alike", "mixed"])
 @spmd(2, 7, on=EVERYWHERE)
-def test_more_than_fits_in_the_opening(group, kinds, rate):
-    set_link(group, Link(1e-4, rate, 1e-10, 1e-5))
+def test_more_than_fits_in_the_opening(group, kinds):
     few = {(rank, number) for rank in range(2, 7) for number in (0, 2, 4)}
     for missing in ((), few):  # the latter: rows that fit on some ranks, headers on the others
         rows = mine(group, kinds, 600, missing)
@@ -151,7 +142,6 @@ FLOATS = [kind for kind in LARGE if kind[1].is_floating_point]
 @spmd(1, 3, on=THREADS)
 def test_operations_and_rounding(group, kinds):
     """The bits of a call for each table; tables that are as narrow already are not rounded."""
-    set_link(group, Link(1e-4, 1e-8, 1e-10, 1e-5))
     seen = set()
 
     def last(left, right):  # gets rounded values in the tables' own dtypes
@@ -194,7 +184,6 @@ def test_ranks_agree_on_what_a_list_is_rounded_to(group):
 
 @spmd(1, 3, on=THREADS)
 def test_what_a_list_would_do_is_explained(group):
-    set_link(group, Link(1e-4, 1e-8, 1e-10, 1e-5))
     for kinds, count in ((ALIKE, 5), (KINDS, 5), (LARGE, 600), ([LARGE[0], LARGE[3]] * 2, 600)):
         rows = mine(group, kinds, count, missing={(rank, 1) for rank in range(3)})
         for name in serving("auto", "split", "doubling"):
@@ -202,7 +191,7 @@ def test_what_a_list_would_do_is_explained(group):
             weft.sparse_all_reduce(rows, algorithm=name)
             record = last_call()
             assert said.chosen == record.algorithm
-            assert said.load.total == record.total
+            assert said.sizes.total == record.total
             whose = sorted(table for each in said.groups for table in each.tables)
             assert whose == [number for number in range(len(kinds)) if number != 1]
             for each in said.groups:
@@ -217,7 +206,8 @@ def test_what_a_list_would_do_is_explained(group):
                     dense_all_reduce(group, sent, "sum").wait()
                     opening = 9000 * (group.size - 1)
                     average = sent.item() / group.size
-                    assert lines[name].bytes == pytest.approx(average, rel=0.25, abs=opening)
+                    least, most = lines[name].bytes
+                    assert 0.75 * least - opening <= average <= 1.25 * most + opening
     many = weft.explain([(torch.tensor([4]), torch.ones(1))] * 600)
     assert [len(each.tables) for each in many.groups] == [600]
     none = (torch.empty(0, dtype=torch.int64), torch.empty(0))
@@ -243,7 +233,6 @@ def test_rounds_of_a_list_have_those_in_which_its_tables_are_stated(size, rounds
     rows = weft.Rows(torch.arange(600), torch.ones(600, 64))
 
     def program(group):
-        set_link(group, Link(1e-4, 1e-8, 1e-10, 1e-5))
         alone = weft.explain(rows, algorithm="gather")
         one = weft.explain([rows], algorithm="gather")
         other = weft.Rows(rows.indices, rows.values.double())
@@ -258,8 +247,7 @@ def test_rounds_of_a_list_have_those_in_which_its_tables_are_stated(size, rounds
     for line, of_list in zip(alone.lines, one.lines, strict=True):
         assert of_list == replace(line, rounds=line.rounds + rounds)
     if size > 1:
-        assert f", {2 * rounds} to open the call" in str(one)
-        assert f", {3 * rounds} to open the call" in str(many)
+        assert many.lines[0].rounds == alone.lines[0].rounds + 2 * rounds
 
 
 def spread(group, count, shape, dtype):

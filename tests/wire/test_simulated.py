@@ -9,7 +9,6 @@ import pytest
 import torch
 
 import weft
-from weft.sparse.link import set_link
 from weft.testing import check_wire, ranks_as_threads, simulated
 from weft.testing.simulated import clock, compute, run
 from weft.wire.in_process.simulated import Network
@@ -80,7 +79,6 @@ def test_the_same_time_again():
     def program(group):
         generator = torch.Generator().manual_seed(group.rank)
         rows = torch.randint(500, (60,), generator=generator), torch.ones(60, 8)
-        set_link(group, LINK)
         weft.sparse_all_reduce(rows, algorithm="split")
         return clock(group)
 

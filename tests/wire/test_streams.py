@@ -26,8 +26,7 @@ from weft import devices, kernels
 from weft.bootstrap.outcome import results
 from weft.devices import as_device
 from weft.kernels import reference
-from weft.sparse import ALGORITHMS, run
-from weft.sparse.cost import Load
+from weft.sparse import ALGORITHMS, Sizes, run
 from weft.testing import threads
 from weft.testing.pace import patient
 from weft.testing.threads import on_groups
@@ -38,7 +37,7 @@ CPU, RANKS = torch.device("cpu"), 2
 NAMES = sorted(
     name
     for name, found in ALGORITHMS.items()
-    if found.applies(Load(2, 8, 4, 4, 6, 9, 4, 4, 4, staying=True, lengths_known=True)) is None
+    if found.applies(Sizes(2, 8, 4, 4, 9, 4, 4, staying=True, lengths_known=True)) is None
 )
 CALLER, GROUP, WIRE = "caller", "group", "wire"  # whose streams there are
 

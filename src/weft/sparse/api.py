@@ -147,10 +147,10 @@ def sparse_all_reduce(
         Sorted indices, each once, and their sums. A rank's duplicates are added in input order, and
         ranks in rank order, except by `doubling` and `split` in several stages, which adds
         stage by stage (docs/algorithms.md).
-        Which runs follows from sizes and hosts, never from a measured figure: the same inputs give
-        the same bits, on every rank and run. Half precision is added in float32 and rounded twice:
-        each rank's sum of duplicates, before it is sent, and the result. Integers wrap. The result
-        has no gradient history.
+        Which algorithm runs, and in which stages, follows from sizes and hosts alone: the same
+        inputs on the same hosts give the same bits, on every run. Half precision is added in
+        float32 and rounded twice: each rank's sum of duplicates, before it is sent, and the result.
+        Integers wrap. The result has no gradient history.
 
     Raises:
         WeftError: some rank's arguments are wrong or differ from the others'; the same text on
@@ -182,10 +182,10 @@ def explain(
     """Say what `sparse_all_reduce` would do with these arguments, and why; reduce nothing.
 
     Collective: every rank calls it. It raises the errors of `sparse_all_reduce`. The result prints
-    as a table: algorithm, rounds, messages, bytes, bytes divided by the bound, and why an algorithm
-    is not chosen; above it stands the line of the rule that decided. For a list of tables it also
-    has the `groups`: tables of the same row shape and dtype, which are reduced together. If there
-    are several groups, each takes a call: `calls` says what each of these would do.
+    as a table: algorithm, messages, bytes, predicted time, bytes divided by the bound, and why an
+    algorithm is not chosen. For a list of tables it also has the `groups`: tables of the same row
+    shape and dtype, which are reduced together. If there are several groups, each takes a call:
+    `calls` says what each of these would do.
 
     Example:
         >>> import torch, weft

@@ -29,7 +29,7 @@ from .choose import chosen, is_eager
 from .explanation import Explanation, explanation
 from .header import Header, combined, described
 from .local_rows import LocalRows
-from .rate import learn, stated, suited
+from .rate import GUESS, learn, stated, suited
 from .record import note
 from .registry import ALONE, EAGER, find
 from .request import Request, travelling
@@ -190,12 +190,14 @@ def _header(
     """This rank's header; with `eager` it has the rows themselves, if they fit."""
     row = row_bytes(call.row_shape, call.dtype)
     carries = eager and Header.fits(len(own), own.indices.element_size(), row)
+    # an error of this rank may be that WEFT_LINK says no rate
+    rate = stated(call.group) if request.error is None else GUESS
     return Header.of(
         own.indices,
         group.rank_in_errors(group.rank),
         capacity=request.capacity,
         fallible=request.fallible,
-        rate=stated(call.group),
+        rate=rate,
         highest=request.highest if moves else None,
         values=own.values if carries else None,
         survey=request.survey,

@@ -1,9 +1,11 @@
-"""Many cases in one group of ranks: what goes wrong in one of them says in which."""
+"""Many cases in one group of ranks: what goes wrong in one says in which, and on which hosts."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+
+from ..group.group import Group
 
 
 @contextmanager
@@ -30,3 +32,25 @@ def in_case(*case: object) -> Iterator[None]:
     except BaseException as error:
         error.add_note(f"in the case {', '.join(map(repr, case))}")
         raise
+
+
+@contextmanager
+def on_hosts(group: Group, names: Sequence[str]) -> Iterator[None]:
+    """A block in which the ranks of a group are on hosts of these names, one for each rank.
+
+    Ranks of a test share one machine; what they do between hosts is tried so.
+
+    Example:
+        >>> from weft.testing import run
+        >>> def program(group):
+        ...     with on_hosts(group, "aab"):
+        ...         return group.hosts
+        >>> run(3, program)[0]
+        ('a', 'a', 'b')
+    """
+    before = group.session.hosts
+    group.session.hosts = tuple(names)
+    try:
+        yield
+    finally:
+        group.session.hosts = before

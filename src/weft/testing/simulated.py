@@ -30,7 +30,7 @@ def group(
 
     Args:
         size: how many ranks.
-        link: the figures of the network; also what algorithms are chosen by.
+        link: the figures of the network.
         timeout: seconds, real ones, that any one wait may last.
         hosts: the name of each rank's host; by default each has one of its own.
         within: the figures between ranks of one host; by default those of `link`.

@@ -41,9 +41,12 @@ PATIENCE = 8
 
 
 class Lease:
-    """A piece of workspace: `tensor` (uint8, 1-D) is yours until `release()`."""
+    """A piece of workspace: `tensor` (uint8, 1-D) is yours until `release()`.
 
-    __slots__ = ("_block", "_pool", "tensor")
+    Who needs less of it may set `tensor` to a part of it.
+    """
+
+    __slots__ = ("_block", "_nbytes", "_pool", "tensor")
 
     def __init__(self, pool: Pool, block: Tensor | int, tensor: Tensor) -> None:
         """
@@ -54,6 +57,7 @@ class Lease:
         """
         self._pool: Pool | None = pool
         self._block = block
+        self._nbytes = tensor.numel()
         self.tensor = tensor
 
     @property
@@ -66,7 +70,7 @@ class Lease:
         pool = self._pool
         self._pool = None
         if pool is not None:
-            pool._take_back(self._block, self.tensor.numel())
+            pool._take_back(self._block, self._nbytes)
 
     def __enter__(self) -> Tensor:
         return self.tensor

@@ -48,7 +48,7 @@ from ..call import Call
 from ..header import Longs
 from ..local_rows import LocalRows
 from ..registry import algorithm
-from ..relay import Relay, relay_rows
+from ..relay import Relay, relay_memory, relay_rows
 from ..sizes import Sizes
 from ..stream import (
     SUMS,
@@ -80,7 +80,11 @@ def traffic(sizes: Sizes, union: int) -> Traffic:
 
 def workspace(sizes: Sizes) -> int:
     # of rows that are summed elsewhere, and of all indices and their places in the union
-    return 2 * sizes.most * sizes.incoming + sizes.total * 3 * sizes.index
+    own = 2 * sizes.most * sizes.incoming + sizes.total * 3 * sizes.index
+    if sizes.at_once:
+        return own + sizes.union[1] * sizes.row
+    # of the relay in chunks of any length: what the rule takes does not follow from the link
+    return own + relay_memory(sizes.but(chunk=1 << 62), sizes.most)
 
 
 @algorithm(traffic=traffic, workspace=workspace, lockstep=True)

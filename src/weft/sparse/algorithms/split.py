@@ -82,8 +82,13 @@ def traffic(sizes: Sizes, union: int) -> Traffic:
 
 
 def workspace(sizes: Sizes) -> int:
-    # of the rows that this rank owns, of two lists of their indices, and of that of all sums
-    return 2 * sizes.most * sizes.incoming + 3 * (sizes.most + sizes.union[1]) * sizes.index
+    # of the rows that this rank sums, of two lists of their indices, and of that of all sums
+    rows = sizes.most
+    row = sizes.incoming
+    if sizes.blocks:  # ranks that have a place sum the rows of all of the block
+        rows = -(-rows * max(map(len, sizes.blocks)) // stages.places_in(sizes.blocks))
+        row = sizes.partial
+    return 2 * rows * row + 3 * (rows + sizes.union[1]) * sizes.index
 
 
 @algorithm(traffic=traffic, workspace=workspace, lockstep=True)

@@ -1,0 +1,105 @@
+"""The rule: each of its lines decides a case, and falls to the next where it cannot be served."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import weft
+from weft.schedules.hosts import Hosts
+from weft.sparse import ALGORITHMS, Sizes, choose
+from weft.sparse.choose import Line, chosen, is_eager, lines, why_not
+from weft.testing import run
+from weft.testing.cases import on_hosts
+
+
+def of(ranks=8, rows=50_000, hosts=None, **changes):
+    """Ranks with so many rows of 256 bytes each, by default on hosts of their own."""
+    names = range(ranks) if hosts is None else hosts
+    sizes = Sizes(ranks, ranks * rows, rows, rows, 10**6, 256, 256, places=10**6)
+    return sizes.but(hosts=Hosts.named(names), **changes)
+
+
+# what decides: sizes, the algorithm, and the line in words
+LINES = {
+    "a function": (of(in_order=True), "gather", "the op is a function"),
+    "near": (of(rows=8192, hosts="aaaaaaaa"), "gather", "ranks of one host bring up to 2 MiB"),
+    "near and large": (of(rows=8193, hosts="aaaaaaaa"), "split", "all ranks share a host"),
+    "several a host": (of(hosts="aaaabbbb"), "split", "ranks share hosts"),
+    "two": (of(2), "gather", "there are two ranks"),
+    "little": (of(rows=2048), "doubling", "ranks bring up to 512 KiB of rows each"),
+    "not so little": (of(rows=2049), "holders", "there are up to 32 ranks"),
+    "narrow": (of(rows=100_000, row=8), "split", "a row has up to 8 bytes"),
+    "not so narrow": (of(rows=100_000, row=12), "holders", "there are up to 32 ranks"),
+    "full": (of(height=200_000), "split", "at least twice as many rows as the table has"),
+    "not so full": (of(height=200_001), "holders", "there are up to 32 ranks"),
+    "no height": (of(height=None), "holders", "there are up to 32 ranks"),
+    "some": (of(32, rows=5000), "holders", "there are up to 32 ranks"),
+    "many": (of(33, rows=5000), "split", "there are more than 32 ranks"),
+}
+# what is passed over: sizes, the algorithm of the line that fits, and what runs
+PASSED_OVER = {
+    "all rows of many ranks": (of(32, in_order=True), "gather", "holders"),
+    "all rows of one of two": (of(2, most=600_000, total=600_000, fewest=0), "gather", "split"),
+    "little on an accelerator": (of(rows=2048, staying=True), "doubling", "holders"),
+    "little in rounds": (of(rows=2048, lengths_known=True), "doubling", "holders"),
+    "all rows of one of some": (of(most=400_000, fewest=0), "holders", "split"),
+}
+
+
+@pytest.mark.parametrize("case", LINES)
+def test_a_line_decides(case):
+    sizes, algorithm, why = LINES[case]
+    line = chosen(sizes, "auto")
+    assert line.algorithm == algorithm and why in line.why
+    assert next(lines(sizes)) == line
+
+
+@pytest.mark.parametrize("case", PASSED_OVER)
+def test_a_line_whose_algorithm_cannot_serve_is_passed_over(case):
+    sizes, first, runs = PASSED_OVER[case]
+    assert next(lines(sizes)).algorithm == first
+    assert why_not(sizes, first) is not None
+    assert chosen(sizes, "auto").algorithm == runs
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"in_order": True},
+        {"has_neutral": False},
+        {"staying": True, "lengths_known": True},
+        {"most": 10**6, "fewest": 0, "total": 10**9},  # more than may be leased
+    ],
+)
+def test_split_always_serves(changes):
+    for sizes in (of(**changes), of(hosts="aabbccdd", **changes), of(100, **changes)):
+        *_, last = lines(sizes)
+        assert last.algorithm == "split" and why_not(sizes, "split") is None
+
+
+def test_rows_that_fit_in_the_opening_are_eager_over_every_wire():
+    fitting = of(rows=527)  # 80 bytes, 527 rows with indices of 8 bytes, and 16: in 136 KiB
+    for wire in ({}, {"lengths_known": True}, {"chunk": 1 << 16, "gaps": True}):
+        assert is_eager(fitting.but(**wire), 8)
+        assert not is_eager(fitting.but(most=528, **wire), 8)
+        assert not is_eager(of(17, rows=1).but(**wire), 8)  # statements of more are combined
+    assert not is_eager(fitting.but(staying=True), 8)
+
+
+def test_what_is_asked_for_runs_or_the_error_says_what_could():
+    assert chosen(of(), "mask") == Line("mask", "it was asked for")
+    able = ", ".join(sorted(ALGORITHMS.keys() - {"mask"}))
+    with pytest.raises(weft.WeftError, match=f"op is a function.*; use auto, or one of {able}$"):
+        chosen(of(in_order=True), "mask")
+
+
+def test_explain_says_which_line_decided():
+    def program(group):
+        rows = weft.Rows(torch.arange(1000), torch.ones(1000, 64), 1000)
+        with on_hosts(group, "abc"):
+            return weft.explain(rows)
+
+    said = run(3, program)[0]
+    assert (said.chosen, said.why) == next(choose.lines(said.sizes))
+    assert "\ndoubling: ranks bring up to 512 KiB of rows each\n" in str(said)
