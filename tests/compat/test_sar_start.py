@@ -129,11 +129,11 @@ def test_arguments_go_by_sar_s_names_and_by_plain_ones(names, tmp_path):
         sar.initialize_comms(**told | {"_rank": 0, "rank": 0})
 
 
-def test_what_is_wrong_is_said():
+def test_what_is_wrong_is_said(port):
     with pytest.raises(weft.WeftError, match="backend 'gloop' is unknown: use one of gloo"):
-        sar.initialize_comms(0, 1, "127.0.0.1", "gloop", master_port_number=29433)
+        sar.initialize_comms(0, 1, "127.0.0.1", "gloop", master_port_number=port)
     with pytest.raises(weft.WeftError, match="nccl"):
-        sar.initialize_comms(0, 1, "127.0.0.1", "nccl", master_port_number=29433)
+        sar.initialize_comms(0, 1, "127.0.0.1", "nccl", master_port_number=port)
     assert not sar.is_initialized()
 
 
