@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -104,3 +106,27 @@ def test_what_a_process_that_is_gone_has_left_is_not_believed(marked: dict[str, 
     mark = marked[descent.VARIABLE].partition(" ")[2]
     assert descent.refusal(ONE, PLACE, marked | {descent.VARIABLE: f"{gone.pid} {mark}"}) == ""
     assert descent.refusal(ONE, PLACE, marked | {descent.VARIABLE: "nonsense"}) == ""
+
+
+INTERRUPTED = """
+import os
+import weft
+from weft.bootstrap import descent
+from weft.group import default
+
+def interrupt(group):
+    print(descent.VARIABLE in os.environ, end=" ")
+    raise KeyboardInterrupt
+
+default.set = interrupt
+try:
+    weft.init()
+except KeyboardInterrupt:
+    print(descent.VARIABLE in os.environ)
+"""
+
+
+def test_an_interrupted_init_takes_its_mark_back(programs: Callable[..., Any], port: int) -> None:
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    done = programs(INTERRUPTED, env={**os.environ, **meeting, "RANK": "0", "WORLD_SIZE": "1"})
+    assert done.communicate()[0] == "True False\n"

@@ -182,10 +182,10 @@ def explain(
     """Say what `sparse_all_reduce` would do with these arguments, and why; reduce nothing.
 
     Collective: every rank calls it. It raises the errors of `sparse_all_reduce`. The result prints
-    as a table: algorithm, messages, bytes, predicted time, bytes divided by the bound, and why an
-    algorithm is not chosen. For a list of tables it also has the `groups`: tables of the same row
-    shape and dtype, which are reduced together. If there are several groups, each takes a call:
-    `calls` says what each of these would do.
+    as a table: algorithm, rounds, messages, bytes, bytes divided by the bound, and why an algorithm
+    is not chosen; above it stands the line of the rule that decided. For a list of tables it also
+    has the `groups`: tables of the same row shape and dtype, which are reduced together. If there
+    are several groups, each takes a call: `calls` says what each of these would do.
 
     Example:
         >>> import torch, weft

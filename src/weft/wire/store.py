@@ -40,8 +40,9 @@ def _end_left() -> None:
     Whoever ends a host that is stopped ends those it has not answered, too, and C++ cannot take the
     GIL once the interpreter ends: a request that fails then aborts the process.
     """
+    until = time.monotonic() + _LAST
     for thread in _left:
-        thread.join(_LAST)
+        thread.join(max(0.0, until - time.monotonic()))
 
 
 class AnsweringStore:
