@@ -8,7 +8,7 @@ from types import ModuleType
 
 import pytest
 
-PAGE = Path(__file__).parents[2] / "docs" / "compression.md"
+PAGE = Path(__file__).parents[2] / "benchmarks" / "notes" / "compression.md"
 
 
 @pytest.fixture
