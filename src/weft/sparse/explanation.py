@@ -16,8 +16,7 @@ from ..agree import opening_rounds
 from .choose import Line, chosen, is_eager, why_not
 from .registry import ALGORITHMS, ALONE, EAGER
 from .sizes import Sizes
-from .stages import in_stages
-from .traffic import Traffic
+from .traffic import Traffic, of_eager
 
 _CHOSEN = "chosen"
 _RULED_OUT = "ruled out"
@@ -186,8 +185,7 @@ def explanation(sizes: Sizes, algorithm: str, index_bytes: int, carrier: str = "
         return Explanation(ALONE, "", sizes, ())
     if algorithm == "auto" and is_eager(sizes, index_bytes):
         best = Line(EAGER, "all rows fit in the opening exchange")
-        received = (sizes.ranks - 1) * sizes.mean * (sizes.row + index_bytes)
-        table = [_line(EAGER, sizes, Traffic(0, sizes.ranks - 1, received), _CHOSEN)]
+        table = [_line(EAGER, sizes, of_eager(sizes, index_bytes), _CHOSEN)]
     else:
         best = chosen(sizes, algorithm, carrier)
         table = [_of_algorithm(best.algorithm, sizes, _CHOSEN)]
@@ -207,8 +205,6 @@ def _of_algorithm(name: str, sizes: Sizes, verdict: str) -> _Line:
     traffic = ALGORITHMS[name].traffic
     if traffic is None:
         return _Line(name, None, None, None, None, verdict)
-    if name == "split":
-        sizes = in_stages(sizes)
     least, most = (traffic(sizes, union) for union in sizes.union)
     return _line(name, sizes, least, verdict, most)
 

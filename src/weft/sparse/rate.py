@@ -27,9 +27,7 @@ MOST = 40
 """No rate is higher."""
 
 _LARGE = 1_000_000  # bytes of the bound, from which the time of a call says something of the link
-_PACKED = (
-    19  # from this rate on, half a gigabyte a second, packing lists takes longer than it saves
-)
+_PACKED = 19  # half a gigabyte a second, from which packing lists takes longer than it saves
 _CHUNK = 3  # chunks of 2^3 ms: 32 to 128 KiB at 100 Mbit/s and 512 at 1 Gbit/s were the best
 _CHUNKS = (1 << 16, 1 << 20)  # bytes of the smallest and the largest chunk between hosts
 _NEAR = 1 << 24  # bytes of one chunk of every rank together, if all share a host

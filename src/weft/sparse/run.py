@@ -34,7 +34,6 @@ from .record import note
 from .registry import ALONE, EAGER, find
 from .request import Request, travelling
 from .sizes import Sizes
-from .stages import in_stages
 
 
 @dataclass(frozen=True, slots=True)
@@ -341,8 +340,6 @@ def reduced(group: Group, request: Request) -> Done:
         name = ALONE
         if call.sizes.ranks > 1:
             name, _ = chosen(call.sizes, request.algorithm, _carrier(call.group))
-        if name == "split":
-            call.sizes = in_stages(call.sizes)
         run = _alone if name == ALONE else find(name).run
         return name, run(opening.own, call)
 

@@ -24,9 +24,7 @@ from .sizes import Blocks, Sizes
 from .traffic import Traffic, of_list, of_rows
 
 _SMALLEST = 1 << 16  # bytes of a chunk
-_OVERLAP = (
-    12  # chunks of the sums of a place: a twelfth of the time on a host overlaps with nothing
-)
+_OVERLAP = 12  # chunks of a place's sums: one in so many overlaps with nothing on the host
 _PART = 1 << 17  # bytes of complete sums, from which it pays that each rank hands its part on
 
 
@@ -100,15 +98,13 @@ def between(sizes: Sizes) -> Between:
         blocks=(),
     )
     if not _are_near(sizes):  # it is there to save messages
-        return Between(ALGORITHMS["split"], in_stages(inner), in_parts=False)
+        return Between(ALGORITHMS["split"], inner, in_parts=False)
     inner = inner.but(chunk=_chunk_on_hosts(sizes))
     one_of_each = sizes.but(ranks=count, total=_share(sizes, count), hosts=None)
     fitting = (line for line in lines_apart(one_of_each) if line.algorithm != "doubling")
     name = first_served(inner, fitting).algorithm
-    if name == "split":
-        inner = in_stages(inner)
     part = min(inner.total, inner.places) // count * inner.row
-    in_parts = name == "split" and not inner.blocks and part > _PART
+    in_parts = name == "split" and not _blocks(inner) and part > _PART
     return Between(ALGORITHMS[name], inner, in_parts)
 
 
@@ -157,5 +153,5 @@ def _are_near(sizes: Sizes) -> bool:
 def _chunk_on_hosts(sizes: Sizes) -> int:
     """Bytes of values sent at a time where blocks are hosts, and their stages overlap."""
     sums = min(sizes.total, sizes.places) // places_in(sizes.blocks) * sizes.row
-    nearest = 1 << max(0, sums // _OVERLAP).bit_length()
+    nearest = 1 << (sums // _OVERLAP).bit_length()
     return min(sizes.chunk, max(_SMALLEST, nearest))

@@ -41,6 +41,12 @@ def of_rows(sizes: Sizes, count: float, row: int) -> tuple[int, float]:
     return math.ceil(count / rows) if nbytes else 0, nbytes
 
 
+def of_eager(sizes: Sizes, index_bytes: int) -> Traffic:
+    """What the opening carries where all rows fit in it, with indices of so many bytes."""
+    others = sizes.ranks - 1
+    return Traffic(0, others, others * sizes.mean * (sizes.row + index_bytes))
+
+
 def of_ring(sizes: Sizes, count: float, row: int) -> tuple[int, int, float]:
     """Rounds, messages and bytes where all ranks get so many rows of each other rank."""
     others = sizes.ranks - 1

@@ -29,7 +29,6 @@ from ..rows import Rows
 from ..sparse import ALGORITHMS, Algorithm, Sizes, last_call
 from ..sparse.rate import MOST, set_rate
 from ..sparse.registry import find
-from ..sparse.stages import in_stages
 from . import threads
 from .clauses import Outcome, asked_for, raise_if_broken, title_of, tried
 from .oracle import expected
@@ -571,8 +570,6 @@ def _spent(trial: _Trial, size: int, kind: str) -> list[_Spent]:
         if not trial.serves(group, rows):
             return None
         sizes = weft.explain(rows, algorithm=trial.name).sizes
-        if trial.name == "split":
-            sizes = in_stages(sizes)
         pool = group.memory
         pool.peak = pool.lent
         group.traffic.reset()

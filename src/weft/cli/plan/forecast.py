@@ -47,9 +47,7 @@ def forecasts(counted: Counted, link: weft.wire.Link) -> tuple[str, dict[str, Fo
     }
     if not weft.sparse.choose.is_eager(sizes, sizes.index):
         return weft.sparse.choose.chosen(sizes, "auto").algorithm, found
-    others = sizes.ranks - 1
-    received = others * sizes.mean * (sizes.row + sizes.index)
-    traffic = weft.sparse.Traffic(0, others, received)
+    traffic = weft.sparse.traffic.of_eager(sizes, sizes.index)
     merged = sizes.total * sizes.row
     found[weft.sparse.EAGER] = _of_traffic(traffic, sizes, counted, link, merged)
     return weft.sparse.EAGER, found

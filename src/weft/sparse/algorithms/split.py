@@ -68,6 +68,7 @@ from ..traffic import Traffic, of_list, of_ring, of_rows
 
 
 def traffic(sizes: Sizes, union: int) -> Traffic:
+    sizes = stages.in_stages(sizes)
     if sizes.blocks:
         return stages.traffic(sizes, union)
     others = sizes.ranks - 1
@@ -82,6 +83,7 @@ def traffic(sizes: Sizes, union: int) -> Traffic:
 
 
 def workspace(sizes: Sizes) -> int:
+    sizes = stages.in_stages(sizes)
     # of the rows that this rank sums, of two lists of their indices, and of that of all sums
     rows = sizes.most
     row = sizes.incoming
@@ -93,6 +95,7 @@ def workspace(sizes: Sizes) -> int:
 
 @algorithm(traffic=traffic, workspace=workspace, lockstep=True)
 def split(rows: LocalRows, call: Call) -> Rows:
+    call.sizes = stages.in_stages(call.sizes)
     if call.sizes.blocks:
         return _summed_in_stages(rows, call)
     return _summed_by_all(rows, call)
