@@ -14,9 +14,8 @@ import torch.distributed as dist
 import weft
 from weft.sparse import ALGORITHMS
 from weft.testing import GroupContract, check_wire, expected, wire_clauses
-from weft.testing.clauses import stated
 from weft.testing.pace import patient
-from weft.testing.wires import NUMBERS
+from weft.testing.wires import NUMBERS, stated_on
 from weft.wire import Features, mpi
 from weft.wire.factory import Start
 from weft.wire.interface import Failure
@@ -52,13 +51,7 @@ def on_a_wire(group, body):
 
     start = Start(group.rank, group.size, group.device, 20.0, "host", exchange, Pool())
     wire = mpi.make(start)
-    try:
-        return stated(body, wire)
-    except BaseException:
-        wire.abort(Failure("aborted", wire.rank, f"rank {wire.rank} gave up"))
-        raise
-    finally:
-        wire.close()
+    return stated_on(wire, body)
 
 
 @pytest.mark.parametrize("clause", NUMBERS)

@@ -13,10 +13,9 @@ import pytest
 from weft.bootstrap import rendezvous
 from weft.bootstrap.local import folder_of
 from weft.testing import ranks_as_processes, run, wire_clauses
-from weft.testing.clauses import stated
 from weft.testing.wire_clauses import CLAUSES
+from weft.testing.wires import stated_on
 from weft.wire.factory import EXCHANGED, Start, make_wire
-from weft.wire.interface import Failure
 from weft.wire.memory import Pool
 from weft.wire.registry import wire_named
 from weft.wire.tcp import shm
@@ -41,13 +40,7 @@ def on_a_wire(group, folder, packed, is_apart):
         store=store,
     )
     wire = make_wire("of this test", factory, start)
-    try:
-        return stated(body, wire)
-    except BaseException:
-        wire.abort(Failure("aborted", wire.rank, f"rank {wire.rank} gave up"))
-        raise
-    finally:
-        wire.close()
+    return stated_on(wire, body)
 
 
 @pytest.fixture

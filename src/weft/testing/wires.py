@@ -200,16 +200,23 @@ class ThreadRanks:
         wires = self._make(size)
 
         def program(wire: Wire) -> Rank:
-            rank = Rank.of(wire.rank, stated, body, wire)
-            if rank.error is not None:
-                wire.abort(Failure("aborted", wire.rank, f"rank {wire.rank} gave up"))
-            wire.close()
-            return rank
+            return Rank.of(wire.rank, stated_on, wire, body)
 
         found = results(on_threads(wires, program, patient(self._limit)), "threads")
         if is_compared:
             before.is_all_soon()
         return found
+
+
+def stated_on(wire: Wire, body: Callable[[Wire], Any]) -> Any:
+    """Run the body of a clause on a wire, which is then closed; who raises aborts it before."""
+    try:
+        return stated(body, wire)
+    except BaseException:
+        wire.abort(Failure("aborted", wire.rank, f"rank {wire.rank} gave up"))
+        raise
+    finally:
+        wire.close()
 
 
 def make_wires(wire: str | Factory, size: int, *, timeout: float = 60.0) -> list[Wire]:
