@@ -595,11 +595,8 @@ class Acceptor:
         self.refuse(candidate, "it did not prove that it knows the token")
 
     def _forget(self, candidate: Candidate) -> None:
-        # the handler of a signal may close all this at any point, which forgets every candidate
-        with contextlib.suppress(ValueError):
-            self._candidates.remove(candidate)
-        with contextlib.suppress(KeyError, ValueError):  # or its socket is closed
-            self._selector.unregister(candidate.sock)
+        self._candidates.remove(candidate)
+        self._selector.unregister(candidate.sock)
 
 
 def _proof(token: str, side: bytes, signed: bytes) -> bytes:

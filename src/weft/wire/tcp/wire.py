@@ -636,8 +636,10 @@ class TcpWire:
                     candidate.sock.close()
                 else:
                     self._on_connected(peer, self._acceptor.confirm(candidate))
-        except OSError as error:
-            if not is_without_files(error):
+        except (OSError, KeyError, ValueError) as error:
+            if self._is_closed:  # by the handler of a signal, at any point of this
+                return
+            if not isinstance(error, OSError) or not is_without_files(error):
                 raise
             self._fail_without_files("a connection that has come", error)
 
