@@ -595,8 +595,11 @@ class Acceptor:
         self.refuse(candidate, "it did not prove that it knows the token")
 
     def _forget(self, candidate: Candidate) -> None:
-        self._candidates.remove(candidate)
-        self._selector.unregister(candidate.sock)
+        # the handler of a signal may close all this between any two lines, or find it so
+        with contextlib.suppress(ValueError):
+            self._candidates.remove(candidate)
+        with contextlib.suppress(KeyError, ValueError):
+            self._selector.unregister(candidate.sock)
 
 
 def _proof(token: str, side: bytes, signed: bytes) -> bytes:
