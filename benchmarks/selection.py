@@ -27,9 +27,9 @@ from weft.group.group import Group
 from weft.sparse import run
 from weft.sparse.rate import rate_of, set_rate
 from weft.testing import simulated
-from weft.wire.link import MERGE, Link
+from weft.wire.link import Link
 
-LINK = Link(alpha=20e-6, beta=0.8e-9, gamma=MERGE, work=5e-6)  # 10 Gbit/s: lists are not packed
+LINK = Link(alpha=20e-6, beta=0.8e-9, work=5e-6)  # 10 Gbit/s: lists are not packed
 
 
 @contextmanager

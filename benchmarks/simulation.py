@@ -23,15 +23,16 @@ import torch
 import typer
 
 import weft
+from weft.cli.counted import WITHIN
 from weft.sparse import ALGORITHMS
 from weft.testing.simulation import simulate
-from weft.wire.link import MERGE, WITHIN, Link
+from weft.wire.link import Link
 
 LINKS = {
-    "1gbit": Link(50e-6, 8e-9, MERGE, 10e-6),
-    "10gbit": Link(20e-6, 0.8e-9, MERGE, 5e-6),
-    "25gbit": Link(20e-6, 0.32e-9, MERGE, 5e-6),
-    "100gbit": Link(20e-6, 0.08e-9, MERGE, 5e-6),
+    "1gbit": Link(50e-6, 8e-9, 10e-6),
+    "10gbit": Link(20e-6, 0.8e-9, 5e-6),
+    "25gbit": Link(20e-6, 0.32e-9, 5e-6),
+    "100gbit": Link(20e-6, 0.08e-9, 5e-6),
 }
 
 

@@ -321,7 +321,7 @@ def test_means_of_any_dtype_are_selected(
 
 def test_a_rank_sends_fewer_than_six_words_an_entry() -> None:
     """On 24 ranks, whose independent entries would be 21 % of the tensor; two openings apart."""
-    link = Link(20e-6, 0.8e-9, 1e-10, 5e-6)
+    link = Link(20e-6, 0.8e-9, 5e-6)
 
     def program(group: Group) -> list[int]:
         sent = []

@@ -31,6 +31,7 @@ from ._torch import uncompiled, without_modes, without_transforms
 P = ParamSpec("P")
 T = TypeVar("T")
 _SIMILAR = 0.7  # of difflib's ratio: names that are so alike were mixed up
+_LONGEST = 500  # characters of an error that travel
 
 
 class Error(Exception):
@@ -123,9 +124,19 @@ def meant(given: object, known: Iterable[str], others: Mapping[str, str] | None 
     """
     if not isinstance(given, str):
         return ""
-    near = difflib.get_close_matches(given.lower(), known, 1, _SIMILAR)
-    name = (others or {}).get(given.lower()) or (near[0] if near else "")
+    name = (others or {}).get(given.lower()) or nearest(given.lower(), known)
     return f" (did you mean {name!r}?)" if name else ""
+
+
+def nearest(given: str, known: Iterable[str]) -> str | None:
+    """The name that was mixed up with an unknown one; None: nothing is like it.
+
+    Example:
+        >>> nearest("spilt", ["split", "mask"])
+        'split'
+    """
+    near = difflib.get_close_matches(given, list(known), 1, _SIMILAR)
+    return near[0] if near else None
 
 
 def names(ranks: Sequence[int]) -> str:
@@ -151,3 +162,13 @@ def summed_up(text: str, most: int, short: str) -> str:
     if len(data) <= most:
         return text
     return f"{short} (digest {hashlib.sha256(data).hexdigest()[:12]})"
+
+
+def in_short(text: str) -> str:
+    """As much of an error's text as travels to other ranks, on one line.
+
+    Example:
+        >>> in_short("bad address\n  at line 3")
+        'bad address at line 3'
+    """
+    return " ".join(text.split())[:_LONGEST]

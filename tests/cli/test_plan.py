@@ -20,7 +20,7 @@ from weft.sparse import ALGORITHMS
 from weft.sparse.rate import rate_of, set_rate
 from weft.sparse.stages import in_stages
 from weft.testing import run
-from weft.wire import MERGE, WITHIN, Link
+from weft.wire import Link
 
 ROOT = Path(__file__).parents[2]
 
@@ -103,7 +103,7 @@ def test_the_bound_of_hosts_is_beside_that_of_ranks(tmp_path: Path) -> None:
     assert found[4]["bound_bytes"] == 7 / 4 * rows
 
 
-GBIT = Named("1gbit", Link(50e-6, 8e-9, MERGE, 10e-6))
+GBIT = Named("1gbit", Link(50e-6, 8e-9, 10e-6))
 
 
 def of(distribution: str, rows: int, height: int) -> Drawing:
@@ -167,7 +167,7 @@ def test_the_bound_of_hosts_follows_from_the_rows_of_their_ranks() -> None:
     [one] = predict([text], [GBIT], [32], per_host=8)
     assert one.counted.rows_of_hosts == ((text.union(8), text.union(24)),) * 4
     assert one.json()["host_bound_bytes"] == one.counted.host_bound
-    assert one.least_ms == 1e3 * one.counted.least_seconds(GBIT.link.beta, WITHIN)
+    assert one.least_ms == 1e3 * one.counted.least_seconds(GBIT.link.beta)
 
 
 @pytest.mark.parametrize("per_host", [1, 2])

@@ -36,7 +36,7 @@ class TestSimulated(GroupContract):
     def ranks(self):
         def ranks(size, body, *args, timeout=20.0):
             # its links are alike for any two ranks, and what is beside them is that of threads
-            groups = simulated.group(min(size, 4), Link(1e-4, 1e-9, 1e-9, 1e-5), timeout)
+            groups = simulated.group(min(size, 4), Link(1e-4, 1e-9, 1e-5), timeout)
             return results(on_groups(groups, body, args), "simulated")
 
         return ranks

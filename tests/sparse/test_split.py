@@ -25,7 +25,7 @@ from weft.testing import expected, run, simulated, spmd
 from weft.testing.cases import on_hosts
 from weft.testing.pace import patient
 from weft.testing.simulation import simulate
-from weft.wire.link import MERGE, Link
+from weft.wire.link import Link
 
 HOSTS = {  # by name of each rank's host
     2: ("ab", "aa"),
@@ -449,8 +449,8 @@ def test_only_sums_of_hosts_leave_them(group):
 
 # Simulated -------------------------------------------------------------------------------------
 
-NETWORK = Link(50e-6, 8e-9, MERGE, 10e-6)
-WITHIN = dataclasses.replace(NETWORK, beta=4 * MERGE)
+NETWORK = Link(50e-6, 8e-9, 10e-6)
+WITHIN = dataclasses.replace(NETWORK, beta=0.5e-9)
 
 
 def spread(rank, count=6000, height=60_000):

@@ -6,10 +6,19 @@ are `init_as`, `publish`, stores to meet at, and `join`, which makes a group of 
 """
 
 from ..group.process_group import connect as join
-from .init import init_as
+from .init import TIMEOUT, init_as
 from .preview import Preview, look_ahead
 from .rendezvous import connect as connect_store
 from .rendezvous import host as host_store
 from .rendezvous import publish
 
-__all__ = ["Preview", "connect_store", "host_store", "init_as", "join", "look_ahead", "publish"]
+__all__ = [
+    "TIMEOUT",
+    "Preview",
+    "connect_store",
+    "host_store",
+    "init_as",
+    "join",
+    "look_ahead",
+    "publish",
+]

@@ -5,7 +5,6 @@ Here is also the list of all variables that weft reads, by which a mistyped one 
 
 from __future__ import annotations
 
-import difflib
 import os
 import platform
 from collections.abc import Iterator, Mapping
@@ -15,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from .. import kernels, notebook
-from ..errors import WeftError
+from ..errors import WeftError, nearest
 from ..group import process_group
 from ..group.group import Group
 from ..wire import watch
@@ -24,7 +23,6 @@ from ..wire.address import interface_of, own_address
 from . import descent, launchers
 
 _PREFIX = "WEFT_"
-_SIMILAR = 0.75  # of difflib's ratio: names that are so alike were mixed up
 
 _WITHOUT = {
     "WEFT_ALGORITHM": ("algorithm", "auto"),
@@ -99,12 +97,11 @@ def unknown_variables(env: Mapping[str, str]) -> dict[str, str | None]:
         >>> next(iter(unknown_variables(dict(WEFT_WRIE="torch")).values()))
         'WEFT_WIRE'
     """
-    found: dict[str, str | None] = {}
-    for name in env:
-        if name.startswith(_PREFIX) and name not in VARIABLES:
-            near = difflib.get_close_matches(name, sorted(VARIABLES), 1, _SIMILAR)
-            found[name] = near[0] if near else None
-    return found
+    return {
+        name: nearest(name, sorted(VARIABLES))
+        for name in env
+        if name.startswith(_PREFIX) and name not in VARIABLES
+    }
 
 
 def config(group: Group | None) -> Config:

@@ -47,7 +47,7 @@ from .config import config as in_force
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_TIMEOUT = 300.0  # seconds, of a group that weft starts
+TIMEOUT = 300.0  # seconds, of a group that weft starts
 TELL = 3.0  # seconds in which a process that cannot take part tries to tell the others
 _log = logging.getLogger("weft")
 
@@ -75,7 +75,7 @@ class _Asked(NamedTuple):
     @property
     def limit(self) -> float:
         """Seconds that a wait may last, in a group that weft starts."""
-        return _TIMEOUT if self.timeout is None else self.timeout
+        return TIMEOUT if self.timeout is None else self.timeout
 
 
 _VALUES = {"WEFT_KERNELS": ("", "reference"), "WEFT_SAFE": ("", "0", "1")}

@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 import weft
 
+WITHIN = 0.25e-9
+"""Seconds for a byte that a rank receives from its own host: one mapped copy."""
+
 
 @dataclass(frozen=True, slots=True)
 class Counted:
@@ -37,7 +40,7 @@ class Counted:
         busiest = max(weft.sparse.bound.rows_of_busiest(own, others, self.union), self.sizes.most)
         return busiest * (self.sizes.row + 4)
 
-    def least_seconds(self, beta: float, within: float) -> float:
+    def least_seconds(self, beta: float, within: float = WITHIN) -> float:
         """The time that any exact schedule takes at least with these ranks on these hosts.
 
         The link of the busiest host carries `host_bound`. All ranks together receive P times

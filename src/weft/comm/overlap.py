@@ -29,13 +29,13 @@ from ..errors import WeftError, entry
 from ..group import default
 from ..group.group import Group
 from ..group.worker import Work
+from .buckets import BUCKET
 from .gradients import NAME, Synchronised, finish_of, overlapping
 from .named import digest, local, parameters, told_by_all
 from .opening import opened
 from .staging import number_of_bytes, wrong_bytes
 
 _NAME = "overlap_grads"
-_BUCKET = 8 << 20  # bytes of a bucket, but for its last parameter
 _Step = tuple[bool, list[Tensor]]  # whether some rank was ready; the gradients
 
 
@@ -45,7 +45,7 @@ def overlap_grads(
     average: bool = True,
     group: object = None,
     *,
-    bucket_bytes: int = _BUCKET,
+    bucket_bytes: int = BUCKET,
     wire_dtype: torch.dtype | None = None,
 ) -> Overlap:
     """Reduce the gradients of a module while backward runs; `weft.sync_grads` finishes it.

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from .._torch import NoDevice
-from ..errors import AbsentError, WeftError, WireError, names, there_are
+from ..errors import AbsentError, WeftError, WireError, in_short, names, there_are
 from ..wire import mpi, torch_gloo
 from ..wire.address import own_address
 from ..wire.factory import Factory, Start, seconds_left
@@ -41,7 +41,6 @@ _BUFFER = 1 << 17  # bytes that a link takes at once, whatever its peer does
 PATIENCE = 5.0  # seconds in which the others can answer, and read why there is no group
 HELD_UP = 1.0  # seconds after a deadline from which on a rank itself is late, and was stopped
 _LAST = 1.0  # seconds in which who is late itself says so, before those say it that wait for it
-_LONGEST = 500  # characters of what gloo says
 
 
 @dataclass(frozen=True, slots=True)
@@ -355,7 +354,7 @@ class RollCall:
 
     def explain(self, error: Exception) -> NotJoinedError | None:
         """What to raise where gloo has failed here, or others are not connected; None: they are."""
-        text = " ".join(str(error).split())[:_LONGEST]
+        text = in_short(str(error))
         is_own = isinstance(error, NoDevice) or (
             isinstance(error, OSError) and not isinstance(error, TimeoutError)
         )

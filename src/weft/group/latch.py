@@ -10,7 +10,8 @@ from __future__ import annotations
 import threading
 import time
 
-_LOOK = 1.0  # seconds after which who waits looks by itself
+LOOK = 1.0
+"""Seconds after which who waits looks by itself at what it waits for."""
 
 
 class Latch:
@@ -42,11 +43,11 @@ class Latch:
         """Wait until it is open; False: it is not, after so many seconds. None: no limit."""
         until = None if seconds is None else time.monotonic() + seconds
         while not self.is_open:
-            left = _LOOK if until is None else min(_LOOK, until - time.monotonic())
+            left = LOOK if until is None else min(LOOK, until - time.monotonic())
             # ended by `open`, by another that it has let through, or by the time
             if self._lock.acquire(timeout=max(0.0, left)):
                 self._hand_on()
-            elif left < _LOOK:
+            elif left < LOOK:
                 break
         return self.is_open
 

@@ -14,11 +14,12 @@ from collections.abc import Callable, Iterable
 from types import CodeType
 from typing import Any, NamedTuple
 
+from ..arguments import in_words
+from ..errors import in_short
 from ..wire.interface import Failure, Wire
 from ..wire.torch_rounds import TorchRounds
 from .failure.verdict import Verdict, how_to_try
 
-_LONGEST = 500  # characters of an exception that travel
 _ALIKE = (
     "(all ranks must run the same program and version, and post the same lengths to each other)"
 )
@@ -130,7 +131,7 @@ def verdict_on(failure: Failure, rank: int, name: str) -> Verdict:
 
 def verdict_on_exception(error: Exception, rank: int, name: str) -> Verdict:
     """The verdict on a wire that raised what none may raise; `rank` and `name` as above."""
-    what = " ".join(f"{type(error).__name__}: {error}".split())[:_LONGEST]
+    what = in_short(in_words(error))
     if name:
         return Verdict(rank, f"rank {rank}: wire {name!r} raised {what} {how_to_try(name)}")
     return Verdict(rank, f"rank {rank}: its wire raised {what}")

@@ -32,14 +32,13 @@ from ..devices import Aside
 from ..errors import Error, StillRunning, WeftError, WireError, entry
 from . import listeners, recorder
 from .failure.verdict import REMEMBERED, Entered
-from .latch import Latch
+from .latch import LOOK, Latch
 from .traffic import Traffic
 
 T = TypeVar("T")
 
 _GRACE = 1.0  # seconds that calls get to finish at exit, or where the group is broken
 _LAST = 1.0  # seconds in which they end after the group was aborted
-_LOOK = 1.0  # seconds after which who waits for a turn looks whether calls before it have ended
 _SOON = 1e-4  # seconds in which a thread makes a few operations
 # what there is to be said between calls: see `Worker.doing`, `_several`, `now`, `entered`
 _NO_CALL = ("", False, None, None)
@@ -388,7 +387,7 @@ class Worker:
         while self._first() is not turn and not turn.is_over:
             # ended as the turn before this one leaves the line; a call ends by the deadlines of its
             # own waits
-            if not turn.news.wait(_LOOK):
+            if not turn.news.wait(LOOK):
                 self._put_out_the_dead()
                 member.check()
 
@@ -704,7 +703,7 @@ class Work(Generic[T]):
             WireError: it still waits for its turn, and the group is broken, so that may never come.
         """
         until = math.inf if seconds is None else time.monotonic() + seconds
-        while not self._ended.wait(max(0.0, min(_LOOK, until - time.monotonic()))):
+        while not self._ended.wait(max(0.0, min(LOOK, until - time.monotonic()))):
             if time.monotonic() >= until:
                 return False
             member = self._worker._member()

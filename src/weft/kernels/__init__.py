@@ -45,7 +45,7 @@ import torch
 from torch import Tensor
 
 from ..devices import on_host
-from . import cpu, jit, meter, reference
+from . import cpu, jit, reference
 from .codec import IndexCode as IndexCode
 from .codec import decode as decode
 from .codec import encode as encode
@@ -185,12 +185,10 @@ def reduce(
         raise ValueError(f"out is {tuple(out.shape)}, the result {shape}: make them equal")
     if out.numel() == 0:
         return out
-    meter.spend(values.nbytes if rows is None else values.nbytes * shape[0] / many)
     values, rows = _detached(values), None if rows is None else rows.contiguous()
     total = out
     if values.dtype is torch.float64 and out.dtype.itemsize == 2:  # which torch would round twice
         total = values.new_empty(shape)
-        meter.spend(total.nbytes)
     code = None if unique else _code(values)
     if code is None or not cpu.reduce(code, values, distinct, op, total, rows):
         _by_definition(values, distinct, op, total, rows)
@@ -237,7 +235,6 @@ def union(runs: Sequence[Tensor], below: Sequence[int] = (), highest: int | None
         [tensor([-2, -3], dtype=torch.int32), tensor([-1,  2], dtype=torch.int32)]
     """
     runs = [run.contiguous() for run in runs]
-    meter.spend(meter.PLACE * sum(run.numel() for run in runs))
     code = _code(runs[0])
     found = None if code is None else cpu.union(code, runs)
     if found is None:
@@ -262,7 +259,6 @@ def bitmap(indices: Tensor, places: int) -> Tensor:
         >>> bitmap(torch.tensor([0, 2, 65]), 100)
         tensor([5, 2])
     """
-    meter.spend(meter.MARK * indices.numel() + places / 8)
     if on_host(indices) and len(indices) and (indices[0] < 0 or indices[-1] >= places):
         raise ValueError(f"an index is not below {places}, or negative")
     return reference.bitmap(indices, places)
@@ -282,10 +278,7 @@ def unite_bitmap(bits: Tensor, indices: Tensor) -> Union:
         >>> unite_bitmap(bitmap(torch.tensor([0, 2, 65]), 100), torch.tensor([2]))
         Union(indices=tensor([ 0,  2, 65]), slots=[tensor([-2], dtype=torch.int32)], below=())
     """
-    found = reference.unite_bitmap(bits, indices)
-    spread = meter.SPREAD * found.indices.numel() + 3 * bits.nbytes
-    meter.spend(spread + meter.MARK * indices.numel())
-    return found
+    return reference.unite_bitmap(bits, indices)
 
 
 def combine(out: Tensor, slots: Tensor, values: Tensor, op: Op, base: int = 0) -> None:
@@ -321,7 +314,6 @@ def combine(out: Tensor, slots: Tensor, values: Tensor, op: Op, base: int = 0) -
     if values.numel() == 0:
         return
     slots, values, code = slots.contiguous(), _detached(values), _code(values)
-    meter.spend(meter.CALL + values.numel() * out.element_size())
     if code is None or not cpu.combine(code, out, slots, values, op, base):
         reference.combine(out, slots, values, op, base)
 
@@ -340,7 +332,6 @@ def finish(values: Tensor, out: Tensor, divisor: int = 1) -> None:
         >>> out
         tensor([0.2500, 0.5000], dtype=torch.bfloat16)
     """
-    meter.spend(values.nbytes)
     reference.finish(_detached(values), out, divisor)
 
 
@@ -363,7 +354,6 @@ def merge(runs: Sequence[tuple[Tensor, Tensor]], op: Op) -> tuple[Tensor, Tensor
     indices, slots, _ = union([run for run, _ in runs])
     first = runs[0][1]
     total = first.new_empty((len(indices), *first.shape[1:]), dtype=op.accumulator(first.dtype))
-    meter.spend(total.nbytes)  # fresh memory costs as much as the arithmetic in it
     for slot, (_, values) in zip(slots, runs, strict=True):
         combine(total, slot, values, op)
     return indices, total
@@ -392,7 +382,6 @@ def shares(slots: Sequence[Tensor], total: int, weights: Sequence[int]) -> Share
     """
     _check(weights)
     slots = [slot.contiguous() for slot in slots]
-    meter.spend(meter.SHARE * sum(map(len, slots)))
     code = _code(slots[0])
     if code is None:
         return reference.shares(slots, total, weights)
@@ -416,7 +405,6 @@ def unite_and_share(
         united = union(runs, below, highest)
         return united, shares(united.slots, united.indices.numel(), weights)
     _check(weights)
-    meter.spend((meter.PLACE + meter.SHARE) * sum(run.numel() for run in runs))
     return reference.unite_and_share([run.contiguous() for run in runs], weights, below, highest)
 
 
@@ -440,7 +428,6 @@ def pick(slots: Tensor, shares: Shares, run: int, to: int) -> Picked:
         Picked(rows=tensor([1], dtype=torch.int32), slots=tensor([1], dtype=torch.int32))
     """
     slots = slots.contiguous()
-    meter.spend(meter.PICK * len(slots))
     code = _code(slots)
     if code is None:
         return reference.pick(slots, shares, run, to)
@@ -464,7 +451,6 @@ def deal(slots: Tensor, shares: Shares, run: int) -> list[Tensor]:
         [tensor([1], dtype=torch.int32), tensor([0], dtype=torch.int32)]
     """
     slots = slots.contiguous()
-    meter.spend(meter.PICK * len(slots))
     code = _code(slots)
     if code is None:
         return reference.deal(slots, shares, run)
@@ -498,7 +484,6 @@ def put(out: Tensor, places: Tensor, values: Tensor) -> None:
         )
     if values.numel() == 0:
         return
-    meter.spend(meter.CALL + meter.PUT * values.nbytes)
     code, values = _code(values), _detached(values)
     if code is None or not out.is_contiguous():
         out.index_copy_(0, places.long(), values)
@@ -516,6 +501,4 @@ def take(values: Tensor, positions: Tensor, out: Tensor | None = None) -> Tensor
         >>> take(torch.tensor([1.0, 2.0, 4.0]), torch.tensor([2, 0]))
         tensor([4., 1.])
     """
-    taken = torch.index_select(_detached(values), 0, positions, out=out)
-    meter.spend(taken.nbytes)
-    return taken
+    return torch.index_select(_detached(values), 0, positions, out=out)

@@ -93,11 +93,6 @@ def received_bytes(ranks: int, nbytes: float) -> float:
     return nbytes * (ranks - 1) * (1 if nbytes <= SMALL else 2 / ranks)
 
 
-def reduced_bytes(ranks: int, nbytes: float) -> float:
-    """Bytes that a rank adds up while so many are reduced."""
-    return nbytes * (ranks - 1) / (1 if nbytes <= SMALL else ranks)
-
-
 class _Reduction(Pending):
     """A reduction that `_complete` completes in the first `wait`; here there is nothing to do."""
 

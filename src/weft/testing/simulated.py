@@ -47,17 +47,8 @@ def group(
 
 def clock(group: Group) -> float:
     """Simulated seconds that have passed for a rank."""
-    return _wire_of(group).clock
-
-
-def compute(group: Group, nbytes: float) -> None:
-    """Let the time pass for a rank that merging so many bytes takes."""
-    _wire_of(group).compute(nbytes)
-
-
-def _wire_of(group: Group) -> SimulatedWire:
     assert isinstance(group.wire, SimulatedWire)
-    return group.wire
+    return group.wire.clock
 
 
 def run(
@@ -81,7 +72,7 @@ def run(
         ...     before, after = (group.rank - 1) % group.size, (group.rank + 1) % group.size
         ...     group.post([(after, torch.ones(250))], [(before, torch.empty(250))]).wait()
         ...     return clock(group)
-        >>> run(3, Link(alpha=1e-3, beta=1e-6, gamma=0, work=0), program)
+        >>> run(3, Link(alpha=1e-3, beta=1e-6, work=0), program)
         [0.002, 0.002, 0.002]
     """
     groups = group(size, link, hosts=hosts, within=within)

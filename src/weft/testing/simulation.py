@@ -1,13 +1,12 @@
 """What an algorithm would take on a network that is only computed.
 
-The real call, opening exchange and all, runs on simulated ranks (`simulated`) with real rows;
-kernels report their arithmetic to the clocks. A thousand ranks fit in a process: so it shows what
-no test of real ranks could, their messages, their bytes, and that none waits for another for ever.
+The real call, opening exchange and all, runs on simulated ranks (`simulated`) with real rows. A
+thousand ranks fit in a process: so it shows what no test of real ranks could, their messages, their
+bytes, and that none waits for another for ever.
 """
 
 from __future__ import annotations
 
-import functools
 import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,7 +15,6 @@ import torch
 
 from ..errors import WeftError
 from ..group.group import Group
-from ..kernels import meter
 from ..rows import Rows
 from ..sparse import run
 from ..sparse.registry import ALGORITHMS
@@ -81,7 +79,7 @@ def simulate(
             one rank, or all rows fit in the opening exchange, which "auto" then uses.
 
     Example:
-        >>> link = Link(alpha=50e-6, beta=8e-9, gamma=0.35e-9, work=10e-6)
+        >>> link = Link(alpha=50e-6, beta=8e-9, work=10e-6)
         >>> rows = Rows(torch.arange(500), torch.ones(500, 64), height=1000)
         >>> done = simulate("doubling", lambda rank: rows, 8, link)
         >>> done.messages, done.traffic.messages
@@ -89,17 +87,16 @@ def simulate(
     """
 
     def program(group: Group) -> tuple[float, float, int, int, str, Sizes, int]:
-        with meter.metered(functools.partial(simulated.compute, group)):
-            # two openings, of which the first is nothing but that: the difference is the schedule
-            request = Request.of(rows(group.rank), op, algorithm, wire_dtype, None)
-            with run.opened(group, request, "sparse_all_reduce"):
-                pass
-            opened = simulated.clock(group)
-            before = group.traffic.messages, group.traffic.bytes
-            done = run.reduced(group, request)
-            count = group.traffic.messages - 2 * before[0], group.traffic.bytes - 2 * before[1]
-            ended = simulated.clock(group)
-            return opened, ended, *count, done.algorithm, done.sizes, len(done.rows)
+        # two openings, of which the first is nothing but that: the difference is the schedule
+        request = Request.of(rows(group.rank), op, algorithm, wire_dtype, None)
+        with run.opened(group, request, "sparse_all_reduce"):
+            pass
+        opened = simulated.clock(group)
+        before = group.traffic.messages, group.traffic.bytes
+        done = run.reduced(group, request)
+        count = group.traffic.messages - 2 * before[0], group.traffic.bytes - 2 * before[1]
+        ended = simulated.clock(group)
+        return opened, ended, *count, done.algorithm, done.sizes, len(done.rows)
 
     threads, collecting = torch.get_num_threads(), gc.isenabled()
     torch.set_num_threads(1)  # a thousand ranks would each keep a pool of them

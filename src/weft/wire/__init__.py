@@ -18,14 +18,12 @@ from .interface import (
     Wire,
     WireFailed,
 )
-from .link import MERGE, WITHIN, Link
+from .link import Link
 from .memory import Pool
 from .registry import register_wire, unregister_wire
 
 __all__ = [
     "CHANNELS",
-    "MERGE",
-    "WITHIN",
     "Failure",
     "Features",
     "Lease",

@@ -22,8 +22,6 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-import weft
-
 from ..counted import Counted
 from ..wording import listed, number
 from .cases import Case
@@ -131,7 +129,7 @@ def summary(
     bound = least_time = None
     if beta is not None:
         bound = counted.bound * beta
-        least_time = counted.least_seconds(beta, weft.wire.WITHIN)
+        least_time = counted.least_seconds(beta)
     setting = asdict(case)
     row = {
         "case": setting.pop("name"),

@@ -13,6 +13,8 @@ from typer import Option
 import weft
 
 from .. import options, show, wording
+from ..counted import WITHIN
+from .forecast import MERGED
 from .predict import Named, Prediction, drawn, predict, recorded
 
 _MOST = 1 << 16  # ranks that a prediction is made for
@@ -122,7 +124,7 @@ def _counts(given: str) -> list[int]:
 def _links(speeds: str, latency: float, work: float) -> list[Named]:
     def link(bits: float) -> weft.wire.Link:
         figures = {"alpha": latency * 1e-6, "beta": 8 / bits, "work": work * 1e-6}
-        return weft.wire.Link(gamma=weft.wire.MERGE, **figures)
+        return weft.wire.Link(**figures)
 
     return [Named(name.strip(), link(options.rate(name))) for name in speeds.split(",")]
 
@@ -139,7 +141,7 @@ def _show(groups: list[list[Prediction]], record: Path | None) -> None:
         words = (
             f"{drawing.case.name}: {lines[0].counted.sizes.most} rows a rank of "
             f"{drawing.case.height}, {drawing.case.sent_row_bytes} bytes each; link {link.name}: "
-            f"{link.link}, {1e-9 / weft.wire.WITHIN:.3g} GB/s within a host"
+            f"{link.link}, {1e-9 / MERGED:.3g} GB/s merged, {1e-9 / WITHIN:.3g} GB/s within a host"
         )
         console.print(words, style="dim", soft_wrap=True)
         titles = ["ranks", "union", "chosen", "ms", "MB", "messages", "rounds", "xbound"]

@@ -1,6 +1,6 @@
 """About how long a call takes on a described network: latency, bandwidth and merging.
 
-    seconds = max(rounds * alpha, bytes * beta) + messages * work + merged * gamma
+    seconds = max(rounds * alpha, bytes * beta) + messages * work + merged * MERGED
 
 Rounds, messages and bytes are what each algorithm says of itself (`weft.sparse.Traffic`). Most
 rounds are hops of a ring, which the time of the bytes hides if that is longer. The ranks of a host
@@ -9,7 +9,7 @@ share its link: a byte then takes as many times as long, as far as it comes from
 can be compared; the rule does not look at it.
 
 The time is that of LogGP (Alexandrov et al., SPAA 1995), with latency `alpha`, overhead `work` and
-gap a byte `beta`, and `gamma` for the arithmetic.
+gap a byte `beta`, and with the arithmetic.
 """
 
 from __future__ import annotations
@@ -18,7 +18,11 @@ from typing import NamedTuple
 
 import weft
 
-from ..counted import Counted
+from ..counted import WITHIN, Counted
+
+MERGED = 0.125e-9
+"""Seconds for a byte of rows merged by one core, its cache shared with others';
+benchmarks/kernels.py."""
 
 
 class Forecast(NamedTuple):
@@ -87,7 +91,7 @@ def _of_traffic(
 ) -> Forecast:
     waiting = traffic.rounds * link.alpha
     streaming = traffic.bytes * _seconds_a_byte(sizes, counted, traffic, link)
-    seconds = max(waiting, streaming) + traffic.messages * link.work + merged * link.gamma
+    seconds = max(waiting, streaming) + traffic.messages * link.work + merged * MERGED
     bound = counted.bound
     of_bound = traffic.bytes / bound if bound else 1.0
     return Forecast(1e3 * seconds, *traffic, of_bound)
@@ -110,4 +114,4 @@ def _seconds_a_byte(
         places = weft.sparse.stages.places_in(sizes.blocks)
         crossing = inner.algorithm.traffic(inner.sizes, counted.union // places).bytes
         share = min(1.0, crossing / traffic.bytes) if traffic.bytes else 0.0
-    return share * crowd * link.beta + (1 - share) * weft.wire.WITHIN
+    return share * crowd * link.beta + (1 - share) * WITHIN

@@ -191,7 +191,7 @@ class Prediction:
     @property
     def least_ms(self) -> float:
         """Milliseconds that any exact schedule takes with these ranks on these hosts."""
-        return 1e3 * self.counted.least_seconds(self.link.link.beta, weft.wire.WITHIN)
+        return 1e3 * self.counted.least_seconds(self.link.link.beta)
 
     def json(self) -> dict[str, Any]:
         """As plain values; milliseconds, bytes received and messages sent by a rank."""

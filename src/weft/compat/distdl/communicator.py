@@ -24,7 +24,7 @@ from torch import Tensor
 
 import weft
 from weft import Partition, WeftError, nn
-from weft.bootstrap import connect_store, host_store, join
+from weft.bootstrap import TIMEOUT, connect_store, host_store, join
 
 from ..arguments import default, group_of
 
@@ -393,7 +393,6 @@ def is_mpi(comm: Any) -> bool:
     return hasattr(comm, "Get_rank") and hasattr(comm, "allgather")
 
 
-_TIMEOUT = 300.0  # seconds, as of a group that weft.init starts
 _PROCESS = secrets.token_hex(8)  # tells this process from all others
 _met: dict[tuple[str, ...], weft.Group] = {}
 """The groups of communicators, by their processes: a script may make many of the same processes."""
@@ -439,5 +438,5 @@ def meet(comm: Any) -> weft.Group:
     if wrong:
         raise WeftError(f"rank 0: no store can listen for the others to meet at: {wrong}")
     if store is None:
-        store = connect_store(host, port, _TIMEOUT)
-    return join(store, comm.Get_rank(), comm.Get_size(), _TIMEOUT)
+        store = connect_store(host, port, TIMEOUT)
+    return join(store, comm.Get_rank(), comm.Get_size(), TIMEOUT)

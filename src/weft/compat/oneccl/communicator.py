@@ -17,13 +17,10 @@ import torch.distributed as dist
 
 import weft
 from weft import Group, WeftError, WireError
-from weft.bootstrap import connect_store, host_store, join
+from weft.bootstrap import TIMEOUT, connect_store, host_store, join
 from weft.group.group import is_duration
 
 from ..arguments import group_of, integer, tell
-
-TIMEOUT = 300.0
-"""Seconds, as of a group that weft.init starts."""
 
 
 class Communicator(AbstractContextManager["Communicator"]):

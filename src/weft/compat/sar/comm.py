@@ -22,7 +22,7 @@ from torch import Tensor
 
 import weft
 from weft import Group, WeftError
-from weft.bootstrap import init_as, look_ahead, publish
+from weft.bootstrap import TIMEOUT, init_as, look_ahead, publish
 
 from ..arguments import default, group_of, integer, tell, unfit
 from .tasks import CommThread as CommThread  # SAR has them here
@@ -55,8 +55,6 @@ def also(**plain: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
 
 published: dict[str, int] = {}
 """The port of rank 0 by its address, as `nfs_ip_init` found it."""
-
-_TIMEOUT = 300.0  # seconds to wait for the file
 
 
 class SocketInfo(NamedTuple):
@@ -112,7 +110,7 @@ def dump_ip_address(ip_file: str) -> str:
         ...     dump_ip_address(folder) == get_ip_address(folder)
         True
     """
-    return publish(0, ip_file, _TIMEOUT)[0]
+    return publish(0, ip_file, TIMEOUT)[0]
 
 
 @also(path="ip_file")
@@ -131,7 +129,7 @@ def get_ip_address(ip_file: str) -> str:
         WeftError: the file belongs to another user, or has other content.
         WireError: nobody answered within 300 s.
     """
-    return publish(-1, ip_file, _TIMEOUT)[0]
+    return publish(-1, ip_file, TIMEOUT)[0]
 
 
 @also(rank="_rank", path="ip_file")
@@ -156,7 +154,7 @@ def nfs_ip_init(_rank: int, ip_file: str) -> str:
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     address = nfs_ip_init(0, f"{folder}/ip_file")
     """
-    address, published[address] = publish(_rank, ip_file, _TIMEOUT)
+    address, published[address] = publish(_rank, ip_file, TIMEOUT)
     return address
 
 

@@ -9,10 +9,9 @@ from concurrent.futures import Future
 from typing import Any
 
 from weft import StillRunning
+from weft.bootstrap import TIMEOUT
 
 from ..arguments import default
-
-_TIMEOUT = 300.0  # seconds to wait for a result if there is no group
 
 
 class CommThread:
@@ -61,7 +60,7 @@ class CommThread:
             Exception: what the task raised in place of a result.
         """
         group = default()
-        seconds = _TIMEOUT if group is None else group.timeout
+        seconds = TIMEOUT if group is None else group.timeout
         try:
             return self.result_queue.get(block, seconds).result()
         except queue.Empty:

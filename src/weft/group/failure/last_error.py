@@ -10,7 +10,8 @@ from __future__ import annotations
 import sys
 import time
 
-_LONGEST = 500  # characters of an error that travel
+from ...arguments import in_words
+from ...errors import in_short
 
 _last: tuple[float, str] | None = None
 
@@ -19,8 +20,7 @@ def note(error: BaseException) -> None:
     """Keep an error that was raised now."""
     global _last
     if not isinstance(error, SystemExit) or error.code:  # SystemExit(0) is no error
-        text = " ".join(f"{type(error).__name__}: {error}".split())
-        _last = time.monotonic(), text[:_LONGEST]
+        _last = time.monotonic(), in_short(in_words(error))
 
 
 def note_uncaught() -> None:

@@ -18,10 +18,9 @@ from __future__ import annotations
 from torch import Tensor
 
 from ... import kernels
-from ...kernels import meter
 from ...rows import Rows
 from ...schedules import dense_all_reduce
-from ...schedules.dense import messages, received_bytes, reduced_bytes
+from ...schedules.dense import messages, received_bytes
 from ...wire.memory import typed
 from ..call import Call
 from ..local_rows import LocalRows
@@ -68,9 +67,7 @@ def mask(rows: LocalRows, call: Call) -> Rows:
             table = typed(memory, tuple(table.shape), call.partial)
         table.fill_(call.op.neutral(call.partial))
         table[slots ^ (slots >> 31)] = rows.values.to(call.partial)
-        meter.spend(table.nbytes + rows.values.nbytes)
         if table.numel():
-            meter.spend(reduced_bytes(group.size, table.nbytes))
             dense_all_reduce(group, table, "sum" if call.op.mean else call.op.name).wait()
         call.finish(table, result.values)
     return result
@@ -88,7 +85,6 @@ def _union(indices: Tensor, call: Call) -> tuple[Tensor, Tensor]:
     """The indices that some rank has, and this rank's slots."""
     if _by_bitmap(call.sizes):
         bits = kernels.bitmap(indices, call.sizes.places)
-        meter.spend(reduced_bytes(call.group.size, bits.nbytes))
         dense_all_reduce(call.group, bits, "bor").wait()
         if spare := -call.sizes.places % 64:
             bits[-1] &= (1 << (64 - spare)) - 1  # a peer may have set bits where no place is

@@ -15,7 +15,7 @@ The model, by the four figures of a `Link`:
   is shared: switches have the bandwidth of all ranks together.
 * Ranks of one host (`hosts`) share the host's two ways to other hosts. Among each other they have
   ways of their own, with the figures of `within`.
-* `SimulatedWire.compute` takes `gamma` seconds a byte.
+* What a rank does between two messages takes no time.
 
 Everything is deterministic: the same program takes the same simulated time again, unless it waits
 with a limit. Such a limit is in real seconds.
@@ -171,10 +171,6 @@ class SimulatedWire(RoomWire):
     def clock(self) -> float:
         """Simulated seconds that have passed for this rank."""
         return self.network.clocks[self.node]
-
-    def compute(self, nbytes: float) -> None:
-        """Let the time pass that merging so many bytes takes."""
-        self.network.clocks[self.node] += nbytes * self.network.link.gamma
 
     def pending(self) -> SimulatedPending:
         return SimulatedPending(self)
