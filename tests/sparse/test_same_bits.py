@@ -8,6 +8,8 @@ from itertools import product
 
 import pytest
 import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import weft
 from weft import kernels
@@ -131,3 +133,41 @@ def test_data_on_which_algorithms_differ():
         assert flat not in (in_pairs, doubled), what
     ran = {what: {name for name, _ in apart[what, "auto"]} for what in calls(0)}
     assert ran["few"] == {"eager"} and ran["some"] == {"doubling"} and ran["large"] == {"holders"}
+
+
+class Towers(nn.Module):
+    """Tables of which one is little and the others large, before layers of as many buckets."""
+
+    def __init__(self):
+        super().__init__()
+        self.tables = nn.ModuleList(
+            nn.Embedding(height, 64, sparse=True) for height in (400, 4000, 3000)
+        )
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in self.tables)
+
+    def forward(self, words):
+        looked_up = (table(words % len(table.weight)) for table in self.tables)
+        return sum(layer(rows) for layer, rows in zip(self.layers, looked_up, strict=True)).tanh()
+
+
+def trained():
+    """The bits of a model after some steps with DistributedDataParallel."""
+    with weft.init() as group, on_hosts(group, "abcd"):
+        torch.manual_seed(0)
+        towers = Towers()
+        model = DistributedDataParallel(towers, bucket_cap_mb=0.02)
+        weft.ddp.register(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        torch.manual_seed(1 + group.rank)
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.randint(4000, (3000,))).sum().backward()
+            optimizer.step()
+        weights = torch.cat([parameter.detach().flatten() for parameter in towers.parameters()])
+        return hashlib.sha256(weights.numpy().tobytes()).hexdigest()
+
+
+def test_a_training_on_other_wires_and_links():
+    slow = processes(RANKS, trained, env={"WEFT_LINK": "0.01"})
+    quick = processes(RANKS, trained, env={"WEFT_LINK": "100", "WEFT_WIRE": "torch"})
+    assert len({*slow, *quick}) == 1
