@@ -21,7 +21,7 @@ from ..schedules.hosts import Hosts
 from .choose import MANY, first_served, lines_apart
 from .registry import ALGORITHMS, Algorithm
 from .sizes import Blocks, Sizes
-from .traffic import Traffic, of_list, of_rows
+from .traffic import Sent, Traffic, of_list, of_rows, together
 
 _SMALLEST = 1 << 16  # bytes of a chunk
 _OVERLAP = 12  # chunks of a place's sums: one in so many overlaps with nothing on the host
@@ -120,23 +120,19 @@ def traffic(sizes: Sizes, union: int) -> Traffic:
     leading = places * count / sizes.ranks  # the part of the ranks that has a place
     inner = between(sizes)
     assert inner.algorithm.traffic is not None  # it is one of weft's own
-    rounds, inner_messages, inner_bytes = inner.algorithm.traffic(inner.sizes, union // places)
-    messages = leading * inner_messages
-    nbytes = leading * inner_bytes
+    rounds, *sent = inner.algorithm.traffic(inner.sizes, union // places)
 
     # rows go to the ranks of the block that have a place, and these send their sums to all of it
     block = sizes_in_block(sizes)
     rows = sizes.mean / places
     sums = union / places
-    to_place = of_list(block, rows), of_rows(block, rows, sizes.row)
-    to_all = of_list(block, sums), of_rows(block, sums, sizes.row)
-    for peers, sent in (
-        (places - leading, to_place),
-        (leading * (sizes.ranks / count - 1), to_all),
-    ):
-        for more, each in sent:
-            messages += peers * more
-            nbytes += peers * each
+    to_place = together(of_list(block, rows), of_rows(block, rows, sizes.row))
+    to_all = together(of_list(block, sums), of_rows(block, sums, sizes.row))
+    messages, nbytes = together(
+        Sent(*sent).to(leading),
+        to_place.to(places - leading),
+        to_all.to(leading * (sizes.ranks / count - 1)),
+    )
     return Traffic(rounds + 3, round(messages), nbytes)
 
 

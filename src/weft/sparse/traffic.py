@@ -28,17 +28,34 @@ class Traffic(NamedTuple):
     bytes: float
 
 
-def of_list(sizes: Sizes, count: float) -> tuple[int, float]:
-    """Messages and bytes of a list of so many indices."""
+class Sent(NamedTuple):
+    """Messages, and the bytes in them."""
+
+    messages: float
+    bytes: float
+
+    def to(self, peers: float) -> Sent:
+        """What goes to so many peers, where each gets this."""
+        return Sent(peers * self.messages, peers * self.bytes)
+
+
+def together(*parts: Sent) -> Sent:
+    """What is sent in parts."""
+    messages, nbytes = map(sum, zip(*parts, strict=True))
+    return Sent(messages, nbytes)
+
+
+def of_list(sizes: Sizes, count: float) -> Sent:
+    """A list of so many indices."""
     nbytes = codec.PREFIX + count * sizes.index
-    return list_messages(nbytes), nbytes
+    return Sent(list_messages(nbytes), nbytes)
 
 
-def of_rows(sizes: Sizes, count: float, row: int) -> tuple[int, float]:
-    """Messages and bytes of so many rows, of `row` bytes each."""
+def of_rows(sizes: Sizes, count: float, row: int) -> Sent:
+    """So many rows, of `row` bytes each."""
     nbytes = count * row
     rows = max(1, sizes.chunk // max(row, 1))
-    return math.ceil(count / rows) if nbytes else 0, nbytes
+    return Sent(math.ceil(count / rows) if nbytes else 0, nbytes)
 
 
 def of_eager(sizes: Sizes, index_bytes: int) -> Traffic:
@@ -47,9 +64,9 @@ def of_eager(sizes: Sizes, index_bytes: int) -> Traffic:
     return Traffic(0, others, others * sizes.mean * (sizes.row + index_bytes))
 
 
-def of_ring(sizes: Sizes, count: float, row: int) -> tuple[int, int, float]:
-    """Rounds, messages and bytes where all ranks get so many rows of each other rank."""
+def of_ring(sizes: Sizes, count: float, row: int) -> tuple[int, Sent]:
+    """Where all ranks get so many rows of each other rank: rounds, and what a rank sends."""
     others = sizes.ranks - 1
-    messages, nbytes = of_rows(sizes, count, row)
-    rounds = min(others, 1) if sizes.sends_directly(nbytes) else others
-    return rounds, others * messages, others * nbytes
+    sent = of_rows(sizes, count, row)
+    rounds = min(others, 1) if sizes.sends_directly(sent.bytes) else others
+    return rounds, sent.to(others)

@@ -38,16 +38,18 @@ from ..stream import (
     send_list_to_all,
     united,
 )
-from ..traffic import Traffic, of_list, of_ring
+from ..traffic import Traffic, of_list, of_ring, together
 
 
 def traffic(sizes: Sizes, union: int) -> Traffic:
     others = sizes.ranks - 1
-    lists, listed = of_list(sizes, sizes.mean)
-    rounds, messages, nbytes = of_ring(sizes, sizes.mean, sizes.incoming)
-    follow_at_once = sizes.ranks <= DIRECT and not sizes.summed and (lists == 1 or sizes.at_once)
+    listed = of_list(sizes, sizes.mean)
+    rounds, rows_sent = of_ring(sizes, sizes.mean, sizes.incoming)
+    is_short = listed.messages == 1 or sizes.at_once
+    follow_at_once = sizes.ranks <= DIRECT and not sizes.summed and is_short
     rounds += not follow_at_once
-    return Traffic(rounds, others * lists + messages, others * listed + nbytes)
+    messages, nbytes = together(listed.to(others), rows_sent)
+    return Traffic(rounds, int(messages), nbytes)
 
 
 def workspace(sizes: Sizes) -> int:

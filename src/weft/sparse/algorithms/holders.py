@@ -61,21 +61,18 @@ from ..stream import (
     send_rows,
     wait_all,
 )
-from ..traffic import Traffic, of_list, of_ring, of_rows
+from ..traffic import Traffic, of_list, of_ring, of_rows, together
 
 
 def traffic(sizes: Sizes, union: int) -> Traffic:
     others = sizes.ranks - 1
     sums = union / sizes.ranks  # of each rank
     away = max(0.0, sizes.mean - sums)  # rows that are summed elsewhere
-    rounds, messages, nbytes = of_ring(sizes, sums, sizes.row)
-    for more, each in (
-        of_list(sizes, sizes.mean),
-        of_rows(sizes, away / max(1, others), sizes.incoming),
-    ):
-        messages += others * more
-        nbytes += others * each
-    return Traffic(2 + rounds, messages, nbytes)
+    rounds, sums_sent = of_ring(sizes, sums, sizes.row)
+    lists = of_list(sizes, sizes.mean).to(others)
+    rows = of_rows(sizes, away / max(1, others), sizes.incoming).to(others)
+    messages, nbytes = together(lists, rows, sums_sent)
+    return Traffic(2 + rounds, int(messages), nbytes)
 
 
 def workspace(sizes: Sizes) -> int:

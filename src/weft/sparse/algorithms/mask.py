@@ -27,20 +27,19 @@ from ..local_rows import LocalRows
 from ..registry import algorithm
 from ..sizes import Sizes
 from ..stream import all_gather_lists, united
-from ..traffic import Traffic, of_list
+from ..traffic import Sent, Traffic, of_list, together
 
 
 def traffic(sizes: Sizes, union: int) -> Traffic:
-    others = sizes.ranks - 1
-    values = union * sizes.partial
-    received = received_bytes(sizes.ranks, values)
+    def reduced(nbytes: int) -> Sent:
+        return Sent(messages(sizes.ranks, nbytes), received_bytes(sizes.ranks, nbytes))
+
     if _by_bitmap(sizes):
-        bits = 8 * -(-sizes.places // 64)
-        sent = messages(sizes.ranks, bits), received_bytes(sizes.ranks, bits)
+        places = reduced(8 * -(-sizes.places // 64))
     else:
-        lists, listed = of_list(sizes, sizes.mean)
-        sent = others * lists, others * listed
-    return Traffic(4, sent[0] + messages(sizes.ranks, values), sent[1] + received)
+        places = of_list(sizes, sizes.mean).to(sizes.ranks - 1)
+    count, nbytes = together(places, reduced(union * sizes.partial))
+    return Traffic(4, int(count), nbytes)
 
 
 def workspace(sizes: Sizes) -> int:

@@ -64,7 +64,7 @@ from ..owners import (
 from ..registry import algorithm
 from ..sizes import Sizes
 from ..stream import Share
-from ..traffic import Traffic, of_list, of_ring, of_rows
+from ..traffic import Traffic, of_list, of_ring, of_rows, together
 
 
 def traffic(sizes: Sizes, union: int) -> Traffic:
@@ -74,12 +74,10 @@ def traffic(sizes: Sizes, union: int) -> Traffic:
     others = sizes.ranks - 1
     rows = sizes.mean / sizes.ranks  # that a rank has of the range of one owner
     sums = union / sizes.ranks  # of one owner
-    rounds, messages, nbytes = of_ring(sizes, sums, sizes.row)
-    to_owner = of_list(sizes, rows), of_rows(sizes, rows, sizes.incoming), of_list(sizes, sums)
-    for more, each in to_owner:
-        messages += others * more
-        nbytes += others * each
-    return Traffic(2 + rounds, messages, nbytes)
+    rounds, to_all = of_ring(sizes, sums, sizes.row)
+    to_owner = together(of_list(sizes, rows), of_rows(sizes, rows, sizes.incoming))
+    messages, nbytes = together(to_owner.to(others), of_list(sizes, sums).to(others), to_all)
+    return Traffic(2 + rounds, int(messages), nbytes)
 
 
 def workspace(sizes: Sizes) -> int:
