@@ -3,7 +3,7 @@
     python benchmarks/device.py                                  # 4 ranks on the CPU, over gloo
     python benchmarks/device.py --rounds 0 --kernels cuda        # the kernels on a GPU
 
-Calls: CPU tensors are treated as if they were on an accelerator (`weft.devices.as_device`). Then
+Calls: CPU tensors are treated as if they were on an accelerator (`as_device`). Then
 the kernels are torch's operations, and exchanges use the process group. `weft bench` times that
 beside `torch.distributed.all_reduce` and the padded all-gather of Horovod and DeepSpeed, and checks
 all results. So all contenders use gloo and torch's operations, as on GPUs all use NCCL and torch's
@@ -29,10 +29,10 @@ from torch import Tensor
 from kernels import CASES as OF_KERNELS
 from kernels import SUM, Case, coalesce, least
 from weft import kernels
+from weft.base.devices import as_device
 from weft.cli.bench.cases import CASES
 from weft.cli.bench.measure import Job, run
 from weft.cli.bench.results import Shown
-from weft.devices import as_device
 from weft.testing import launch, send
 
 RUNS = 4  # that an owner merges

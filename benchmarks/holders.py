@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 import weft
+from weft.base.memory import Lease, Pool
 from weft.bootstrap.outcome import results
 from weft.group.group import Group
 from weft.group.pending import Pending
@@ -35,7 +36,6 @@ from weft.sparse.rate import rate_of, set_rate
 from weft.sparse.stream import SUMS, VALUES
 from weft.testing import threads
 from weft.wire import Recv, Send
-from weft.wire.memory import Lease, Pool
 
 T = TypeVar("T")
 

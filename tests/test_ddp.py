@@ -27,11 +27,11 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 from torch.nn.parallel import DistributedDataParallel
 
 from weft import ddp
+from weft.base.devices import as_device
+from weft.base.errors import Error, WeftError, WireError
 from weft.bootstrap.init import init
 from weft.bootstrap.local import launch
 from weft.comm import sync_grads
-from weft.devices import as_device
-from weft.errors import Error, WeftError, WireError
 from weft.group import process_group
 from weft.group.group import Group
 from weft.schedules import dense

@@ -19,9 +19,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from weft import ddp
+from weft.base.errors import WeftError
 from weft.bootstrap.init import init
 from weft.bootstrap.local import launch
-from weft.errors import WeftError
 from weft.testing.cases import in_case
 
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}

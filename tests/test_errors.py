@@ -63,7 +63,7 @@ def test_a_traceback_ends_with_the_call_and_the_sentence(programs, case):
     for whole, each in started.items():
         said = each.communicate()[1]
         lines = said.splitlines()
-        assert lines[-1].startswith(f"weft.errors.{sentence}"), said
+        assert lines[-1].startswith(f"weft.{sentence}"), said
         raised, ours = said.count("Traceback"), said.count(f"{os.sep}weft{os.sep}")
         # a function's own is shown, too; what weft caught itself with its frames alone
         inside = {"late": 1, "routine": 1, "backward": 1} if whole == "1" else {}

@@ -40,7 +40,7 @@ CALLERS = (
     "nn/dtensor.py",
     "nn/mesh.py",
     "sharded/checkpoints.py",
-    "_torch.py",
+    "base/_torch.py",
 )
 
 
@@ -118,7 +118,7 @@ def circle_in(graph):
 
 def test_files_of_wires_and_groups_import_in_no_circle():
     graph = imports_among(files_of(SOURCE, "wire", "group"), SOURCE)
-    assert "weft.wire.memory" in graph["weft.wire.factory"]
+    assert "weft.wire.interface" in graph["weft.wire.factory"]
     assert "weft.wire.store" in graph["weft.group.control"]
     assert circle_in(graph) == []
 
@@ -156,7 +156,7 @@ def test_files_of_wires_and_groups_import_from_below_alone():
         for module, imported in graph.items()
         if module.startswith(("weft.wire", "weft.group"))
     }
-    assert "weft._torch" in rooms["weft.group.route"]
+    assert "weft.base._torch" in rooms["weft.group.route"]
     assert arrows_upward(rooms, layers()) == []
 
 
@@ -315,12 +315,12 @@ def test_tests_reach_nothing_of_wefts_by_an_underscore():
     ("source", "name"),
     [
         ("from weft.wire.tcp import _wire", "_wire"),
-        ("from weft._torch import keep", "_torch"),
+        ("from weft.base._torch import keep", "_torch"),
         ("wire._turn.acquire()", "_turn"),
         ("class Both(Staged):\n    def close(self):\n        self._cpu_wire.close()", "_cpu_wire"),
         ("wires[0].session._worker = None", "_worker"),
         ("monkeypatch.setattr(control, '_PATIENCE', 0.1)", "_PATIENCE"),
-        ("monkeypatch.setattr('weft.wire.memory._shelf', None)", "_shelf"),
+        ("monkeypatch.setattr('weft.base.memory._shelf', None)", "_shelf"),
         ("PROGRAM = '\\n    import weft\\n    weft.group()._wires'", "_wires"),
     ],
 )

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import weft
-from weft import notebook
+from weft.base import notebook
 from weft.testing import run
 
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from weft.errors import WeftError, WireError
+from weft.base.errors import WeftError, WireError
 from weft.group import default
 from weft.schedules import dense_all_reduce
 from weft.testing import RankFailure, gloo_of_one_thread, pool, processes, run, spmd

@@ -20,8 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import weft
 from weft import sparsify
+from weft.base.errors import WeftError, WireError
 from weft.ddp import TopK, topk_hook
-from weft.errors import WeftError, WireError
 from weft.group.group import Group
 from weft.sparsify import entries_to_send, largest_entries
 from weft.testing import run, simulated, spmd

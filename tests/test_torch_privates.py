@@ -14,8 +14,8 @@ from torch.autograd import forward_ad
 from torch.distributed import distributed_c10d
 
 import weft
-from weft import _torch
-from weft._torch import (
+from weft.base import _torch
+from weft.base._torch import (
     at_end_of_backward,
     backend_base,
     backend_of,
@@ -229,7 +229,7 @@ def test_who_serves_a_device() -> None:
 ENDS_MEANWHILE = """
 import sys, threading
 import torch.distributed as dist
-from weft._torch import gloo_group
+from weft.base._torch import gloo_group
 
 store = dist.HashStore()
 

@@ -36,7 +36,9 @@ import numpy as np
 import torch
 
 import weft
-from weft import kernels, tensors
+from weft import kernels
+from weft.base import tensors
+from weft.base.memory import Pool, memory_of
 from weft.group.failure import messages
 from weft.group.group import Group
 from weft.group.session import Session
@@ -45,7 +47,6 @@ from weft.sparse.rate import set_rate
 from weft.testing import run
 from weft.testing.cases import on_hosts
 from weft.wire import Features, framed
-from weft.wire.memory import Pool, memory_of
 from weft.wire.tcp.connection import Connection, Receive
 
 REPLAYED = 20  # executions of which one replays a call

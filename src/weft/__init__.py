@@ -11,6 +11,7 @@ from . import backend as _backend
 
 if _typing.TYPE_CHECKING:
     from . import ddp, kernels, nn, plan, schedules, sparse, testing, trainers, wire
+    from .base.errors import Error, StillRunning, WeftError, WireError
     from .bootstrap.config import Config
     from .bootstrap.init import config, init, shutdown
     from .comm.all_reduce import all_reduce
@@ -23,7 +24,6 @@ if _typing.TYPE_CHECKING:
     from .comm.overlap import overlap_grads
     from .comm.parameters import sync_params
     from .comm.remote_rows import RemoteRows, remote_rows
-    from .errors import Error, StillRunning, WeftError, WireError
     from .group.group import Group
     from .group.listeners import CallStats, on_call
     from .group.worker import Work
@@ -110,7 +110,7 @@ _HOMES = {
     "Wire": "wire.interface",
     "register_wire": "wire.registry",
     "sync_sparsified": "sparsify",
-    **dict.fromkeys(("Error", "StillRunning", "WeftError", "WireError"), "errors"),
+    **dict.fromkeys(("Error", "StillRunning", "WeftError", "WireError"), "base.errors"),
     **dict.fromkeys(("config", "init", "shutdown"), "bootstrap.init"),
     **dict.fromkeys(("CallStats", "on_call"), "group.listeners"),
     "Config": "bootstrap.config",

@@ -33,8 +33,8 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from .arguments import in_words, printable
-from .errors import WeftError, WireError
+from .base.arguments import in_words, printable
+from .base.errors import WeftError, WireError
 from .group.failure.verdict import NAMED, crossed, differing
 from .group.group import OPENINGS, SMALL, Group, check_members
 from .group.pending import Pending

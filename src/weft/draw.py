@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import combinations, pairwise, product
 from typing import TYPE_CHECKING
 
-from .errors import WeftError
+from .base.errors import WeftError
 from .grid import Box, whole
 
 if TYPE_CHECKING:

@@ -25,13 +25,13 @@ import torch
 from torch import Tensor
 
 from .agree import BODY, agree
+from .base.tensors import as_bytes
 from .group.group import Group
 from .rows import Rows
 from .sparse import last_call
 from .sparse.family import all_gather, reduce_scatter
 from .sparse.record import note
 from .sparse.request import Request
-from .tensors import as_bytes
 
 _EAGER_RANKS = 3  # up to which entries may go to all with the opening exchange, in 2k words each
 _LONG = 8  # bits of a digit, for fewer exchanges

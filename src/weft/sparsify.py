@@ -31,12 +31,13 @@ import torch
 from torch import Tensor
 
 from .agree import confess, preparing
-from .arguments import in_words, is_a, shown
+from .base.arguments import in_words, is_a, shown
+from .base.errors import WeftError, entry, summed_up
+from .base.tensors import flattened, plain
 from .comm.buckets import reduce_dense
 from .comm.named import expanded_dims, local
 from .comm.rounding import narrowed
 from .comm.staging import unsendable
-from .errors import WeftError, entry, summed_up
 from .group import default, process_group
 from .group.group import Group
 from .rows import Rows
@@ -44,7 +45,6 @@ from .selection import mean_of_largest
 from .sparse import Record, last_call
 from .sparse.api import job_of_one
 from .sparse.request import Request, travelling
-from .tensors import flattened, plain
 
 _log = logging.getLogger("weft")
 _NAME = "sync_sparsified"

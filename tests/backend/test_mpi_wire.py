@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 import weft
+from weft.base.memory import Pool
 from weft.sparse import ALGORITHMS
 from weft.testing import GroupContract, check_wire, expected, wire_clauses
 from weft.testing.pace import patient
@@ -19,7 +20,6 @@ from weft.testing.wires import NUMBERS, stated_on
 from weft.wire import Features, mpi
 from weft.wire.factory import Start
 from weft.wire.interface import Failure
-from weft.wire.memory import Pool
 
 CASES = [case.values for case in GroupContract.test_contract.pytestmark[0].args[1]]
 # of what is tried at several sizes: that is the schedules, which the other groups prove

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import weft
-from weft import _torch
 from weft.backend import register
+from weft.base import _torch
 from weft.group import process_group
 from weft.testing import run
 

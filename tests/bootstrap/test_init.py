@@ -18,11 +18,11 @@ import torch.distributed as dist
 
 import weft
 from weft import kernels
+from weft.base.errors import WeftError, WireError
 from weft.bootstrap import descent
 from weft.bootstrap import init as module
 from weft.bootstrap.init import init, shutdown
 from weft.bootstrap.local import launch
-from weft.errors import WeftError, WireError
 from weft.group import default, process_group
 from weft.testing import processes
 from weft.testing.cases import in_case

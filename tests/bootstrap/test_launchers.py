@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from weft.base.errors import WeftError
 from weft.bootstrap.launchers import Launch, detect
-from weft.errors import WeftError
 
 OF_TWO = {"RANK": "1", "WORLD_SIZE": "2"}
 # as seen under Open MPI 5.0.11 from its wheel

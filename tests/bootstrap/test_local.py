@@ -17,9 +17,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from weft.base.errors import WeftError, WireError
 from weft.bootstrap import local
 from weft.bootstrap.init import init
-from weft.errors import WeftError, WireError
 from weft.testing.pace import patient
 
 Gone = Callable[[list[int]], bool]

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from weft.base.errors import WeftError, WireError
 from weft.bootstrap import membership
 from weft.bootstrap.membership import Member, check, judge
 from weft.bootstrap.rendezvous import Rendezvous
-from weft.errors import WeftError, WireError
 
 
 def member(rank: int, size: int = 3, **more: object) -> Member:

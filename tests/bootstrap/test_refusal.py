@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from weft.base.errors import WireError
 from weft.bootstrap import init
-from weft.errors import WireError
 from weft.testing.pace import patient
 
 RANK = """

@@ -20,11 +20,11 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from weft.base.errors import WeftError, WireError
 from weft.bootstrap import membership, rendezvous
 from weft.bootstrap.launchers import Launch
 from weft.bootstrap.membership import Member, check
 from weft.bootstrap.rendezvous import File, Mpi, Tcp, place
-from weft.errors import WeftError, WireError
 from weft.testing.pace import patient
 from weft.wire.store import AnsweringStore
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import weft
+from weft.base.tensors import as_bytes
 from weft.comm import staging
-from weft.tensors import as_bytes
 from weft.testing import spmd
 from weft.testing.cases import in_case
 

@@ -12,13 +12,13 @@ import torch.distributed as dist
 
 import weft
 from weft import nn
+from weft.base.devices import as_device
+from weft.base.tensors import as_bytes
 from weft.comm import staging
 from weft.comm.named import of_module
-from weft.devices import as_device
 from weft.group import default
 from weft.nn import autograd
 from weft.schedules import dense
-from weft.tensors import as_bytes
 from weft.testing import run, spmd
 from weft.wire.checked_rounds import CheckedRounds
 from weft.wire.torch_rounds import TorchRounds

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import weft
-from weft.tensors import as_bytes
+from weft.base.tensors import as_bytes
 from weft.testing import run, spmd
 
 EVERYWHERE = ("threads", "device", "processes", "torch")

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 import weft
+from weft.base.tensors import as_bytes
 from weft.comm.named import local, of_module
 from weft.schedules import chain
-from weft.tensors import as_bytes
 from weft.testing import spmd
 
 EVERYWHERE = ("threads", "device", "processes", "torch")

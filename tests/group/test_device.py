@@ -26,9 +26,11 @@ import torch
 import torch.distributed as dist
 
 import weft
-from weft import _torch, devices, kernels
+from weft import kernels
+from weft.base import _torch, devices
+from weft.base.devices import Aside, as_device, is_capturing
+from weft.base.tensors import as_bytes
 from weft.bootstrap.outcome import results
-from weft.devices import Aside, as_device, is_capturing
 from weft.group import process_group
 from weft.group import session as session_module
 from weft.group.route import backend_for
@@ -36,7 +38,6 @@ from weft.group.watcher import Watcher
 from weft.group.worker import Worker
 from weft.kernels import reference
 from weft.sparse import ALGORITHMS, Sizes, request
-from weft.tensors import as_bytes
 from weft.testing import processes, run, threads
 from weft.testing.pace import patient
 from weft.testing.threads import on_groups
@@ -256,7 +257,7 @@ def until(*given, **options):
     return exchange(*given, **options)
 dist.all_to_all_single = until
 try:
-    with weft.devices.as_device():
+    with weft.base.devices.as_device():
         while len(done) < 20:
             weft.sparse_all_reduce(rows, algorithm="split")
 except weft.WireError as error:

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import weft
+from weft.base.devices import as_device
 from weft.bootstrap.outcome import results
-from weft.devices import as_device
 from weft.schedules import fast_all_reduce
 from weft.testing import spmd, threads
 from weft.testing.threads import on_groups

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from weft.errors import WireError
+from weft.base.errors import WireError
 from weft.group.group import Group
 from weft.testing import threads
 from weft.testing.pace import patient

@@ -127,7 +127,7 @@ ENDS = [
     ("exit", [0, 3], "1 rank 1: SystemExit: 3"),
     ("interrupt", [0, -2], "1 rank 0: rank 1 was interrupted (SIGINT) while rank 0 awaited"),
     ("interrupted wait", [0, 4], ""),
-    ("killed", [1, -9], "weft.errors.WireError: rank 0: rank 1 died"),  # at once
+    ("killed", [1, -9], "weft.WireError: rank 0: rank 1 died"),  # at once
 ]
 
 

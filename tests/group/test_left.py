@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 import weft
-from weft.errors import WeftError, WireError
+from weft.base.errors import WeftError, WireError
 from weft.group.group import Group
 from weft.group.process_group import connect
 from weft.testing.pace import patient

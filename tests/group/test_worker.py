@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 import weft
-from weft.errors import Error, StillRunning, WeftError, WireError
+from weft.base.errors import Error, StillRunning, WeftError, WireError
 from weft.group.process_group import connect
 from weft.group.session import LONGEST
 from weft.group.worker import Work

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from weft import kernels
-from weft.errors import WeftError
+from weft.base.errors import WeftError
 from weft.kernels import jit, reference
 from weft.kernels.ops import OPS, Op
 

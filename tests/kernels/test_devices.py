@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch.overrides import TorchFunctionMode
 
 from weft import kernels
-from weft.devices import as_device
+from weft.base.devices import as_device
 from weft.kernels import jit, reference
 from weft.kernels.ops import DTYPES, OPS, Op
 from weft.testing.cases import in_case

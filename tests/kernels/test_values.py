@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from weft import kernels
-from weft.devices import as_device
+from weft.base.devices import as_device
 from weft.kernels import cpu, jit, pool, reference
 from weft.kernels.ops import DTYPES, OPS, Op
 from weft.testing.cases import in_case

@@ -9,7 +9,7 @@ import torch
 import torch._dynamo.testing
 
 import weft
-from weft.devices import as_device
+from weft.base.devices import as_device
 from weft.testing import spmd
 
 

@@ -17,7 +17,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 import weft
 from weft import nn
-from weft.devices import as_device
+from weft.base.devices import as_device
 from weft.nn.dtensor import Cut, FromDTensorSpec, Layout
 from weft.testing import run
 

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import weft
-from weft.devices import as_device
+from weft.base.devices import as_device
 from weft.kernels.ops import DTYPES, OPS
 from weft.sparse import ALGORITHMS, codec
 from weft.sparse.rate import set_rate

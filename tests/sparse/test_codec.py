@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import weft
+from weft.base.memory import Pool
 from weft.sparse import codec, last_call
 from weft.sparse.rate import set_rate
 from weft.testing import spmd
 from weft.testing.cases import on_hosts
-from weft.wire.memory import Pool
 
 
 def there_and_back(indices, gaps):

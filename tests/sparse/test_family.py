@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import weft
-from weft.devices import on_host
+from weft.base.devices import on_host
 from weft.group.group import Group
 from weft.schedules import dense_all_reduce
 from weft.sparse import last_call

@@ -13,7 +13,7 @@ import torch
 
 import weft
 from weft import kernels
-from weft.devices import as_device, on_host
+from weft.base.devices import as_device, on_host
 from weft.kernels import reference
 from weft.schedules import dense_all_reduce
 from weft.sparse import ALGORITHMS, last_call

@@ -10,13 +10,13 @@ import sys
 
 import pytest
 
+from weft.base.memory import Pool
 from weft.bootstrap import rendezvous
 from weft.bootstrap.local import folder_of
 from weft.testing import ranks_as_processes, run, wire_clauses
 from weft.testing.wire_clauses import CLAUSES
 from weft.testing.wires import stated_on
 from weft.wire.factory import EXCHANGED, Start, make_wire
-from weft.wire.memory import Pool
 from weft.wire.registry import wire_named
 from weft.wire.tcp import shm
 

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from weft.errors import WeftError
+from weft.base.errors import WeftError
 from weft.testing import (
     check_wire,
     held,

@@ -8,7 +8,7 @@ import struct
 import pytest
 import torch
 
-from weft.wire.memory import Pool
+from weft.base.memory import Pool
 from weft.wire.tcp import shm
 from weft.wire.tcp.connection import EAGER, Block, Connection, Outgoing, Receive
 

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 import pytest
 
-from weft.errors import AbsentError
+from weft.base.errors import AbsentError
 from weft.wire.tcp.listener import (
     CONTROL,
     MESSAGES,

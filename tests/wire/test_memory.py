@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from weft.wire import memory
-from weft.wire.memory import Shelf, fresh
+from weft.base import memory
+from weft.base.memory import Shelf, fresh
 
 LARGE = 5 << 20
 

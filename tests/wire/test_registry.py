@@ -13,13 +13,13 @@ import pytest
 import torch
 
 import weft
+from weft.base.memory import Pool
 from weft.group.failure.detector import EXCHANGED
 from weft.testing import round_wire
 from weft.wire import mpi, torch_gloo
 from weft.wire.factory import Start, make_wire
 from weft.wire.in_process.threads import thread_wires
 from weft.wire.interface import Failure, Features
-from weft.wire.memory import Pool
 from weft.wire.registry import register_wire, unregister_wire, wire_named, wire_names
 from weft.wire.tcp import wire as tcp
 

@@ -22,9 +22,10 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 import weft
-from weft import devices, kernels
+from weft import kernels
+from weft.base import devices
+from weft.base.devices import as_device
 from weft.bootstrap.outcome import results
-from weft.devices import as_device
 from weft.kernels import reference
 from weft.sparse import ALGORITHMS, Sizes, run
 from weft.testing import threads

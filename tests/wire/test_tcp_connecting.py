@@ -14,11 +14,11 @@ import psutil
 import pytest
 import torch
 
+from weft.base.memory import Pool
 from weft.testing import check_wire, make_wires, ranks_as_processes
 from weft.testing.pace import patient
 from weft.testing.wire_clauses import CLAUSES
 from weft.wire.interface import Features, WireFailed
-from weft.wire.memory import Pool
 from weft.wire.tcp import wire as tcp
 from weft.wire.tcp.listener import Endpoint, Listener
 

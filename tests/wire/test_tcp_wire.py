@@ -15,10 +15,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
+from weft.base.memory import Pool
 from weft.wire.factory import Start
 from weft.wire.framed import FramedWire
 from weft.wire.interface import Failure, WireFailed
-from weft.wire.memory import Pool
 from weft.wire.tcp import connection, shm
 from weft.wire.tcp import wire as tcp
 from weft.wire.tcp.listener import Listener

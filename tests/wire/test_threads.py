@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from weft.errors import WeftError, WireError
+from weft.base.errors import WeftError, WireError
 from weft.schedules import dense_all_reduce
 from weft.testing import run, threads
 from weft.testing.pace import patient

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 
 import weft
-from weft import _torch
-from weft._torch import NoDevice
+from weft.base import _torch
+from weft.base._torch import NoDevice
 from weft.group import control
 from weft.group.process_group import connect
 from weft.schedules import dense_all_reduce

@@ -25,7 +25,7 @@ def register() -> None:
     """Register the backends with `torch.distributed`. It may be called more than once."""
     if not dist.is_available():  # a torch built without it
         return
-    from .. import _torch  # noqa: F401  # what it does in forked children
+    from ..base import _torch  # noqa: F401  # what it does in forked children
 
     for name, create in ((WEFT, _weft), (MPI, _mpi)):
         if name not in dist.Backend.backend_list:
@@ -43,7 +43,7 @@ def _weft(asked: Any, options: object) -> Any:
 
 
 def _mpi(asked: Any, options: object) -> Any:
-    from ..errors import WeftError
+    from ..base.errors import WeftError
     from .mpi import MpiGroup
 
     if _shared(asked):

@@ -16,17 +16,17 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from .. import _torch
 from ..agree import is_direct
+from ..base import _torch
+from ..base.errors import WeftError, summed_up
+from ..base.memory import typed
+from ..base.tensors import flattened, has_elements, is_made_of_others, is_plain, lacking, plain
 from ..comm.opening import opened
 from ..comm.parameters import ScatterAllGather
 from ..comm.staging import moved
-from ..errors import WeftError, summed_up
 from ..group.group import Group
 from ..schedules import dense, dense_all_reduce
 from ..sparse.api import job_of
-from ..tensors import flattened, has_elements, is_made_of_others, is_plain, lacking, plain
-from ..wire.memory import typed
 
 _SAID = 200  # characters of sizes that ranks compare as text; longer texts by a digest
 

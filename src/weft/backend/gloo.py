@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .. import _torch
+from ..base import _torch
 from ..wire.address import gloo_interfaces
 from .group import PythonBackend, PythonGroup
 from .space import unused

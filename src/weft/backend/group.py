@@ -22,9 +22,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .. import _torch, kernels
+from .. import kernels
+from ..base import _torch
+from ..base.errors import WeftError
 from ..comm.barrier import barrier, enter
-from ..errors import WeftError
 from ..group import process_group
 from ..group.group import Group
 from ..sparse.request import op_name

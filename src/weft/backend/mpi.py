@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .. import _torch
-from ..errors import WeftError
+from ..base import _torch
+from ..base.errors import WeftError
+from ..base.tensors import plain
 from ..group import process_group
-from ..tensors import plain
 from .collectives import elements, unsendable
 from .group import Answers, PythonGroup, listed
 from .work import Posted

@@ -16,7 +16,7 @@ import time
 
 import torch.distributed as dist
 
-from ..errors import WireError, names
+from ..base.errors import WireError, names
 from ..wire.store import has, pauses
 
 _FIRST, _LAST = 0.001, 0.02  # seconds between two looks of rank 0 at the store

@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..base.tensors import as_bytes, is_plain, plain
 from ..group.pending import Pending
 from ..group.worker import Work
-from ..tensors import as_bytes, is_plain, plain
 
 NO_LIMIT = timedelta(0)
 

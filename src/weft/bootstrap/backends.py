@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from ..backend import MPI, WEFT
-from ..errors import WeftError
+from ..base.errors import WeftError
 from ..wire import mpi
 
 

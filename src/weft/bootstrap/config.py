@@ -13,11 +13,11 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from .. import kernels, notebook
-from ..errors import WeftError, nearest
+from .. import kernels
+from ..base import notebook, watch
+from ..base.errors import WeftError, nearest
 from ..group import process_group
 from ..group.group import Group
-from ..wire import watch
 from ..wire.address import VARIABLES as OF_INTERFACES
 from ..wire.address import interface_of, own_address
 from . import descent, launchers

@@ -15,8 +15,8 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from .. import _torch
-from ..errors import AbsentError, WireError
+from ..base import _torch
+from ..base.errors import AbsentError, WireError
 from ..group.control import HELD_UP, NotJoinedError, RollCall
 from ..wire.address import GLOO
 from ..wire.store import AnsweringStore, SilentStoreError, exchange

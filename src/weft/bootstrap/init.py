@@ -23,14 +23,14 @@ from typing import NamedTuple, ParamSpec, TypeVar
 import torch.distributed as dist
 
 from .. import kernels
-from ..errors import WeftError, WireError, entry, meant
+from ..base import watch as slow
+from ..base.errors import WeftError, WireError, entry, meant
 from ..group import default, process_group
 from ..group.control import HELD_UP
 from ..group.failure import last_error
 from ..group.group import Group, is_duration
 from ..group.session import LONGEST
 from ..sparse import registry
-from ..wire import watch as slow
 from ..wire.address import (
     GLOO,
     gloo_interfaces,

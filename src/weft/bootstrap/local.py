@@ -33,7 +33,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from ..errors import WeftError
+from ..base.errors import WeftError
 from .outcome import Outcome, results
 from .rendezvous import LOOPBACK
 from .rendezvous import host as host_store

@@ -28,7 +28,7 @@ from dataclasses import asdict, dataclass, replace
 import torch
 import torch.distributed as dist
 
-from ..errors import WeftError, WireError, names
+from ..base.errors import WeftError, WireError, names
 from ..group.failure.verdict import differing
 from ..wire.address import is_loopback, own_address
 from ..wire.machine import machine_and_network

@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from .._torch import is_of_group
-from ..errors import WeftError, WireError
+from ..base._torch import is_of_group
+from ..base.errors import WeftError, WireError
+from ..base.watch import frame_of
 from ..wire.interface import WireFailed
-from ..wire.watch import frame_of
 
 
 class RankFailure(WireError, AssertionError):

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import torch.distributed as dist
 
-from ..errors import WeftError
+from ..base.errors import WeftError
 from ..wire.address import interface_of, own_address
 from ..wire.tcp.shm import Segment
 from . import backends, launchers

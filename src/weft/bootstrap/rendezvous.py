@@ -37,8 +37,8 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from .._torch import keep
-from ..errors import WeftError, WireError
+from ..base._torch import keep
+from ..base.errors import WeftError, WireError
 from ..wire import mpi
 from ..wire.address import (
     VARIABLES,

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from weft.errors import names
+from weft.base.errors import names
 
 from . import options, show, wording
 

@@ -19,15 +19,15 @@ import torch
 from torch import Tensor
 
 from ..agree import is_direct, preparing
-from ..arguments import shown
-from ..devices import is_capturing, on_host
-from ..errors import entry, meant
+from ..base.arguments import shown
+from ..base.devices import is_capturing, on_host
+from ..base.errors import entry, meant
+from ..base.memory import fresh, memory_of
+from ..base.tensors import has_elements, lacking
 from ..group import default
 from ..kernels.ops import ELSEWHERE, OPS
 from ..schedules import dense, dense_all_reduce
 from ..sparse.request import op_name, travelling, wrong_wire_dtype
-from ..tensors import has_elements, lacking
-from ..wire.memory import fresh, memory_of
 from .differentiable import Linear, apply
 from .opening import Mode, opened
 from .rounding import narrowed

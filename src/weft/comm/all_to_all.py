@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 
 from ..agree import is_direct, preparing
-from ..devices import on_host
-from ..errors import entry
+from ..base.devices import on_host
+from ..base.errors import entry
+from ..base.memory import fresh, memory_of
 from ..group import default
 from ..group.group import SMALL, Group
 from ..schedules import dense_all_reduce
-from ..wire.memory import fresh, memory_of
 from .differentiable import Linear, apply
 from .opening import NO_LIMIT, Mode, opened
 from .staging import moved, number_of_bytes, unsendable, wrong_bytes

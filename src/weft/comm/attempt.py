@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import TypeVar, cast
 
 from ..agree import confess, preparing
-from ..arguments import printable, shown
-from ..errors import WeftError, entry
+from ..base.arguments import printable, shown
+from ..base.errors import WeftError, entry
 from ..group import default
 
 T = TypeVar("T")

@@ -7,8 +7,8 @@ takes its turn after the barrier.
 
 from __future__ import annotations
 
-from ..arguments import shown
-from ..errors import StillRunning, entry, names
+from ..base.arguments import shown
+from ..base.errors import StillRunning, entry, names
 from ..group import default
 from ..group.group import Group, is_duration
 from ..group.pending import Pending

@@ -18,13 +18,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from ..base.memory import typed
+from ..base.tensors import flattened, is_plain, plain
 from ..group.group import Group
 from ..group.pending import Pending
 from ..schedules import dense_all_reduce
 from ..sparse.request import travelling
-from ..tensors import flattened, is_plain, plain
 from ..wire.interface import Lease
-from ..wire.memory import typed
 from .rounding import narrow
 
 ALONE = 1 << 20  # bytes of a tensor that is sent from its own memory

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..arguments import shown
-from ..errors import WeftError, entry
+from ..base.arguments import shown
+from ..base.errors import WeftError, entry
 from ..group.group import Group
 from .all_reduce import Reduction
 from .differentiable import apply

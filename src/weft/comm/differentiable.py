@@ -19,11 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..devices import Aside
-from ..errors import entry
+from ..base.devices import Aside
+from ..base.errors import entry
+from ..base.tensors import has_elements, lacking, plain
 from ..group.group import Group
 from ..group.worker import Work
-from ..tensors import has_elements, lacking, plain
 from .opening import Mode
 
 

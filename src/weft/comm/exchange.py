@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from ..agree import preparing
-from ..arguments import truth
-from ..errors import entry
+from ..base.arguments import truth
+from ..base.errors import entry
 from ..group import default
 from ..group.group import Group
 from ..sparse.request import travelling, wrong_wire_dtype

@@ -19,15 +19,15 @@ import torch
 from torch import Tensor
 
 from ..agree import preparing
-from ..arguments import shown
-from ..errors import WeftError, entry
+from ..base.arguments import shown
+from ..base.errors import WeftError, entry
+from ..base.tensors import shape_in
 from ..group import default
 from ..group.group import Group
 from ..kernels.ops import DTYPES
 from ..schedules import dense
 from ..sparse.api import job_of
 from ..sparse.request import wrong_wire_dtype
-from ..tensors import shape_in
 from .buckets import reduce_dense
 from .named import Manifest, digest, expanded_dims, local, of_module, shard_of, told_by_all
 from .opening import NO_LIMIT, ROOM, opened

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from ..devices import on_host
-from ..errors import WeftError
+from ..base.devices import on_host
+from ..base.errors import WeftError
+from ..base.tensors import extent
 from ..group.group import Group
-from ..tensors import extent
 from .all_to_all import Scatter
 from .opening import Mode
 from .staging import unsendable

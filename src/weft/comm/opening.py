@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ..agree import BODY, Agreement, Private, agree
-from ..errors import WeftError
+from ..base.errors import WeftError
 from ..group.group import Group
 from ..group.pending import Pending
 

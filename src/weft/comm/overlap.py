@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ..agree import confess, preparing
-from ..devices import Aside
-from ..errors import WeftError, entry
+from ..base.devices import Aside
+from ..base.errors import WeftError, entry
 from ..group import default
 from ..group.group import Group
 from ..group.worker import Work

@@ -20,14 +20,14 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from ..agree import preparing
-from ..arguments import root_in, wrong_root
-from ..devices import on_host
-from ..errors import entry
+from ..base.arguments import root_in, wrong_root
+from ..base.devices import on_host
+from ..base.errors import entry
+from ..base.tensors import as_bytes, plain
 from ..group import default
 from ..group.group import Group
 from ..group.pending import Pending
 from ..schedules.chain import Chain
-from ..tensors import as_bytes, plain
 from .buckets import in_buckets
 from .named import digest, expanded_dims, local, of_module, told_by_all
 from .opening import opened

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from .. import kernels
 from ..agree import preparing
-from ..arguments import as_integer, shown, truth
-from ..errors import entry
+from ..base.arguments import as_integer, shown, truth
+from ..base.errors import entry
 from ..group import default
 from ..group.group import Group
 from ..sparse.request import outside, wrong_wire_dtype

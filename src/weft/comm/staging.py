@@ -8,10 +8,10 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from ..arguments import as_integer, shown
-from ..devices import is_capturing
+from ..base.arguments import as_integer, shown
+from ..base.devices import is_capturing
+from ..base.tensors import has_elements, lacking
 from ..group.group import Group
-from ..tensors import has_elements, lacking
 from .opening import NO_LIMIT
 
 CHANNEL = 3

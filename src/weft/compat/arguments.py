@@ -15,7 +15,7 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 import weft
-from weft.tensors import has_elements, lacking
+from weft.base.tensors import has_elements, lacking
 
 Integers = NDArray[np.int64]
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 import threading
 from contextvars import ContextVar
 
-from ..arguments import is_a
-from ..errors import WeftError
+from ..base.arguments import is_a
+from ..base.errors import WeftError
 from . import process_group
 from .failure import last_error
 from .group import Group

@@ -32,12 +32,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .._torch import is_of_group
-from ..arguments import as_integer, shown
-from ..devices import Streams
-from ..errors import Error, WeftError, WireError, entry, summed_up
+from ..base._torch import is_of_group
+from ..base.arguments import as_integer, shown
+from ..base.devices import Streams
+from ..base.errors import Error, WeftError, WireError, entry, summed_up
+from ..base.memory import Pool
 from ..wire.interface import Features, Lease, Recv, Reducing, Send, Wire
-from ..wire.memory import Pool
 from .pending import Exchange, Pending, Round, WithOwn
 from .route import Route
 from .session import Session

@@ -22,15 +22,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from .. import _torch
-from ..arguments import is_a
-from ..errors import AbsentError, WeftError, WireError, there_are
-from ..wire import watch
+from ..base import _torch, watch
+from ..base.arguments import is_a
+from ..base.errors import AbsentError, WeftError, WireError, there_are
+from ..base.memory import Pool
 from ..wire.address import server_of
 from ..wire.factory import Factory, Start, make_wire, seconds_left
 from ..wire.interface import Wire
 from ..wire.machine import own_host
-from ..wire.memory import Pool
 from ..wire.registry import is_own, own_wire, wire_named, wire_names
 from ..wire.store import AnsweringStore, SilentStoreError, has
 from ..wire.tcp.wire import TcpWire

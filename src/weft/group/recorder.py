@@ -25,7 +25,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
 
-from ..wire import watch
+from ..base import watch
 from .traffic import Traffic
 
 _KEPT = 1000  # calls

@@ -20,9 +20,9 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from .._torch import serves
+from ..base._torch import serves
+from ..base.memory import Pool
 from ..wire.interface import Features, Lease, Rounds, Wire
-from ..wire.memory import Pool
 from ..wire.staged import Staged
 from ..wire.torch_rounds import rounds_over
 from .watcher import Watcher

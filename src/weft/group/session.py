@@ -29,13 +29,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .._torch import keep
-from ..devices import Streams, is_host
-from ..errors import WireError
+from ..base._torch import keep
+from ..base.devices import Streams, is_host
+from ..base.errors import WireError
+from ..base.memory import Pool
 from ..wire import interface
 from ..wire.interface import Failure, WireFailed
 from ..wire.machine import host_name
-from ..wire.memory import Pool
 from . import recorder
 from .failure.detector import Detector, Progress, Wait
 from .failure.verdict import Entered, Verdict, who_answers

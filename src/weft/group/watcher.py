@@ -17,8 +17,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ..devices import claim_thread
-from ..errors import WireError
+from ..base.devices import claim_thread
+from ..base.errors import WireError
 from .failure.verdict import Entered
 
 _log = logging.getLogger("weft")

@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterable
 from types import CodeType
 from typing import Any, NamedTuple
 
-from ..arguments import in_words
-from ..errors import in_short
+from ..base.arguments import in_words
+from ..base.errors import in_short
 from ..wire.interface import Failure, Wire
 from ..wire.torch_rounds import TorchRounds
 from .failure.verdict import Verdict, how_to_try

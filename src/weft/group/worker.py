@@ -26,10 +26,10 @@ from typing import Any, Generic, Protocol, TypeVar, cast
 
 import torch
 
-from .._torch import profiled, profiled_until, without_modes, without_transforms
-from ..arguments import in_words
-from ..devices import Aside
-from ..errors import Error, StillRunning, WeftError, WireError, entry
+from ..base._torch import profiled, profiled_until, without_modes, without_transforms
+from ..base.arguments import in_words
+from ..base.devices import Aside
+from ..base.errors import Error, StillRunning, WeftError, WireError, entry
 from . import listeners, recorder
 from .failure.verdict import REMEMBERED, Entered
 from .latch import LOOK, Latch

@@ -44,7 +44,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..devices import on_host
+from ..base.devices import on_host
 from . import cpu, jit, reference
 from .codec import IndexCode as IndexCode
 from .codec import decode as decode

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding_bag
 
-from ..devices import on_host
-from ..errors import WeftError
+from ..base.devices import on_host
+from ..base.errors import WeftError
 from .ops import Op
 
 _BLOCK = 1 << 17  # numbers that are worked on at once

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ..errors import WeftError
+from ..base.errors import WeftError
 from ..grid import Shape, balanced
 from ..plan import Plan, between
 from .layer import Layer

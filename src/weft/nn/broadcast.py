@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ..errors import WeftError
+from ..base.errors import WeftError
 from ..grid import Box, Shape, ravel, whole
 from ..plan import Plan, Side, between
 from .layer import Layer

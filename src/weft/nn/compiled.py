@@ -23,10 +23,10 @@ import torch
 from torch import Tensor
 from torch.fx.node import has_side_effect
 
-from .._torch import without_modes
-from ..errors import WeftError
+from ..base._torch import without_modes
+from ..base.errors import WeftError
+from ..base.tensors import in_format_of
 from ..grid import Shape
-from ..tensors import in_format_of
 from .autograd import Call
 from .layer import Layer
 from .spec import Spec, planned

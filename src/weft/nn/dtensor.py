@@ -29,8 +29,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .._torch import shard_order
-from ..errors import WeftError, entry
+from ..base._torch import shard_order
+from ..base.errors import WeftError, entry
 from ..grid import Box, Shape, ravel
 from ..plan import Piece, Plan, Side, between
 from .autograd import Call, Moved, anchor_of, outside

@@ -23,7 +23,8 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from ..devices import on_host
+from ..base.devices import on_host
+from ..base.memory import fresh, typed
 from ..grid import Box
 from ..group.group import Group
 from ..group.pending import Pending
@@ -31,7 +32,6 @@ from ..plan import Local, Plan, Write
 from ..schedules import dense_all_reduce
 from ..schedules.chain import Chain
 from ..wire.interface import Lease
-from ..wire.memory import fresh, typed
 from .handshake import among
 
 _CHANNEL = 8  # that no other room uses

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any, Literal, get_args
 
-from ..errors import WeftError
+from ..base.errors import WeftError
 from ..grid import Box, Shape
 from ..plan import Piece, Plan, Side, between
 from .layer import Layer

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from ..agree import BODY, DIRECT, agree
-from ..devices import on_host
-from ..errors import WeftError
+from ..base.devices import on_host
+from ..base.errors import WeftError
+from ..base.tensors import as_bytes, dtype_in, plain
 from ..grid import Shape
 from ..group.group import Group
-from ..tensors import as_bytes, dtype_in, plain
 
 EAGER = 4 << 10
 """Bytes of a tensor that may be sent in the handshake, at most."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from ..errors import WeftError
+from ..base.errors import WeftError
 from ..plan import Plan
 from .autograd import applied
 from .partition import lengths_of

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from .. import _torch
-from ..errors import WeftError
+from ..base import _torch
+from ..base.errors import WeftError
 from ..group.group import Group
 
 

@@ -24,8 +24,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .. import grid, notebook
-from ..errors import WeftError, entry
+from .. import grid
+from ..base import notebook
+from ..base.errors import WeftError, entry
 from ..grid import Box, Shape
 from ..group import default
 from ..group.group import Group

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import ClassVar
 
-from ..errors import WeftError
+from ..base.errors import WeftError
 from ..grid import Box, Shape, balanced
 from ..plan import Plan
 from .partition import Partition, lengths_of

@@ -23,12 +23,12 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from ..devices import on_host
-from ..errors import WeftError
+from ..base.devices import on_host
+from ..base.errors import WeftError
+from ..base.tensors import flattened
 from ..group.group import Group
 from ..group.pending import Pending
 from ..kernels.ops import OPS, Op
-from ..tensors import flattened
 
 SMALL = 1 << 13  # bytes that every rank rather sends whole to all others
 SCRATCH = 6 << 20  # bytes of others' contributions that a rank collects at once

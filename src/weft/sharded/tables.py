@@ -34,13 +34,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from .. import kernels
-from .._torch import profiled
-from ..arguments import in_words
+from ..base._torch import profiled
+from ..base.arguments import in_words
+from ..base.errors import WeftError, entry, summed_up
 from ..comm.all_to_all import Scatter
 from ..comm.differentiable import apply
 from ..comm.named import Cut
 from ..comm.staging import unsendable
-from ..errors import WeftError, entry, summed_up
 from ..group import default
 from ..group.group import Group
 from ..kernels.ops import OPS

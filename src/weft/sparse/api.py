@@ -12,9 +12,9 @@ from typing import Any, Literal, overload
 import torch
 
 from ..agree import preparing
-from ..arguments import truth
-from ..devices import Aside
-from ..errors import untransformed
+from ..base.arguments import truth
+from ..base.devices import Aside
+from ..base.errors import untransformed
 from ..group import default
 from ..group.group import Group
 from ..group.worker import Work

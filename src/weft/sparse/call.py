@@ -31,12 +31,12 @@ import torch
 from torch import Tensor
 
 from .. import kernels
-from ..errors import WeftError
+from ..base.errors import WeftError
+from ..base.memory import fresh, typed
+from ..base.tensors import as_bytes, has_elements, lacking, overlapping
 from ..group.group import Group
 from ..kernels.ops import OPS, Op
 from ..rows import Rows
-from ..tensors import as_bytes, has_elements, lacking, overlapping
-from ..wire.memory import fresh, typed
 from .header import Header
 from .out import Out, Pair, checked
 from .sizes import Sizes

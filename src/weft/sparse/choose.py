@@ -31,7 +31,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from ..agree import DIRECT
-from ..errors import WeftError
+from ..base.errors import WeftError
 from .header import Header
 from .registry import ALGORITHMS, find
 from .sizes import Sizes

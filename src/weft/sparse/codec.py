@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from .. import kernels
+from ..base.memory import Pool, typed
 from ..wire.interface import Lease
-from ..wire.memory import Pool, typed
 
 _PREFIX = struct.Struct("<qqq")  # indices; bytes after this; the first one, or -1 where plain
 PREFIX = _PREFIX.size

@@ -23,9 +23,9 @@ from torch import Tensor
 
 from .. import kernels
 from ..agree import BODY
+from ..base.memory import memory_of, typed
 from ..kernels import Survey
 from ..rows import Rows
-from ..wire.memory import memory_of, typed
 from .rate import GUESS, MOST
 
 POINTS = 128

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from .. import kernels
+from ..base.memory import Pool, typed
 from ..kernels import Distinct
 from ..kernels.ops import OPS, Op
 from ..rows import Rows
 from ..wire.interface import Lease
-from ..wire.memory import Pool, typed
 from .header import shares
 
 

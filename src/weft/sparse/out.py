@@ -7,8 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ..errors import WeftError
-from ..tensors import has_elements, lacking, overlapping
+from ..base.errors import WeftError
+from ..base.tensors import has_elements, lacking, overlapping
 
 Pair = tuple[Tensor, Tensor]
 """Indices and values of some rows."""

@@ -15,7 +15,7 @@ import os
 
 import torch
 
-from ..errors import WeftError
+from ..base.errors import WeftError
 from ..group.group import Group
 from ..schedules.hosts import hosts_of
 from .sizes import Sizes

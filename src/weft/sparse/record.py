@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, cast
 
-from ..devices import Aside
+from ..base.devices import Aside
 from ..group import default
 from ..group.group import Group
 

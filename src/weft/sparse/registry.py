@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING
 
-from ..arguments import in_words, shown
-from ..errors import WeftError, meant, summed_up, there_are
+from ..base.arguments import in_words, shown
+from ..base.errors import WeftError, meant, summed_up, there_are
 from ..rows import Rows
 from .sizes import Sizes
 

@@ -21,8 +21,8 @@ from typing import Self
 
 from torch import Tensor
 
+from ..base.memory import typed
 from ..group.pending import Pending
-from ..wire.memory import typed
 from .call import Call
 from .sizes import Sizes
 from .stream import SUMS, left_of, right_of, wait_all

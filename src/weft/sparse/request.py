@@ -17,12 +17,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import kernels
-from ..arguments import as_integer, in_words, printable, shown, wrong_root
-from ..devices import is_capturing, on_host
-from ..errors import WeftError, meant, summed_up
+from ..base.arguments import as_integer, in_words, printable, shown, wrong_root
+from ..base.devices import is_capturing, on_host
+from ..base.errors import WeftError, meant, summed_up
+from ..base.tensors import has_elements, is_made_of_others, is_transformed, lacking, plain
 from ..kernels.ops import ELSEWHERE, HALVES, OPS, Op
 from ..rows import Rows
-from ..tensors import has_elements, is_made_of_others, is_transformed, lacking, plain
 from . import rate, registry
 from .header import POINTS
 from .out import Out, checked

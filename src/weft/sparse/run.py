@@ -19,11 +19,11 @@ import torch
 
 from .. import kernels
 from ..agree import Agreement, agree, confess, is_direct
-from ..devices import current, on_host
-from ..errors import WeftError
+from ..base.devices import current, on_host
+from ..base.errors import WeftError
+from ..base.tensors import dtype_in, shape_in
 from ..group.group import Group
 from ..rows import Rows
-from ..tensors import dtype_in, shape_in
 from .call import Call, row_bytes
 from .choose import chosen, is_eager
 from .explanation import Explanation, explanation

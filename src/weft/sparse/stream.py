@@ -32,12 +32,12 @@ import torch
 from torch import Tensor
 
 from .. import kernels
-from ..errors import WireError
+from ..base.errors import WireError
+from ..base.memory import typed
 from ..group.group import SMALL, Group
 from ..group.pending import Pending
 from ..rows import Rows
 from ..wire.interface import Lease
-from ..wire.memory import typed
 from . import codec
 from .call import Call
 from .sizes import Sizes

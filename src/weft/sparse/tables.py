@@ -30,12 +30,12 @@ from torch import Tensor
 
 from .. import kernels
 from ..agree import BODY, agree, confess, is_direct, opening_rounds
-from ..devices import on_host
-from ..errors import WeftError
+from ..base.devices import on_host
+from ..base.errors import WeftError
+from ..base.memory import fresh
+from ..base.tensors import as_bytes, extent, has_elements, shape_in
 from ..group.group import Group
 from ..rows import Rows
-from ..tensors import as_bytes, extent, has_elements, shape_in
-from ..wire.memory import fresh
 from . import explanation, run
 from .call import Call
 from .explanation import Batch, Explanation

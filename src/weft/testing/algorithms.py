@@ -21,8 +21,8 @@ from torch import Tensor
 
 import weft
 
+from ..base.errors import WeftError, WireError, there_are
 from ..bootstrap.outcome import results
-from ..errors import WeftError, WireError, there_are
 from ..group.group import Group
 from ..kernels.ops import DTYPES, OPS
 from ..rows import Rows

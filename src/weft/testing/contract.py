@@ -24,7 +24,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ..errors import WireError
+from ..base.errors import WireError
 from ..group.group import Group
 from ..group.pending import Pending
 from ..schedules import dense_all_reduce

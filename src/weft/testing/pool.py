@@ -27,10 +27,10 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ..base.errors import Error, WeftError
 from ..bootstrap import rendezvous
 from ..bootstrap.local import Rank, end, ends_with_launcher, pump, receive, send
 from ..bootstrap.outcome import Outcome, place, results
-from ..errors import Error, WeftError
 from ..group.group import Group
 from ..group.process_group import connect
 from .pace import patient

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from .. import _torch
+from ..base import _torch
 from ..wire.address import gloo_interfaces
 
 _NAME = "gloo_of_one_thread"

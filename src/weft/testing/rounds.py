@@ -11,7 +11,7 @@ import os
 from datetime import timedelta
 from typing import Any
 
-from .. import _torch
+from ..base import _torch
 from ..bootstrap import rendezvous
 from ..wire.address import free_address, gloo_interfaces
 from ..wire.factory import Start

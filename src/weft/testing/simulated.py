@@ -6,11 +6,11 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+from ..base.memory import Pool
 from ..bootstrap.outcome import results
 from ..group.group import Group
 from ..wire.in_process.simulated import Network, SimulatedWire
 from ..wire.link import Link
-from ..wire.memory import Pool
 from .threads import Crew, names_of_hosts, on_groups
 
 T = TypeVar("T")

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..errors import WeftError
+from ..base.errors import WeftError
 from ..group.group import Group
 from ..rows import Rows
 from ..sparse import run

@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
+from ..base.devices import as_device
+from ..base.errors import WeftError
 from ..bootstrap.outcome import results
-from ..devices import as_device
-from ..errors import WeftError
 from .pace import patient
 from .threads import group, on_groups
 

@@ -9,18 +9,18 @@ from collections.abc import Callable, Mapping, Sequence
 from contextvars import copy_context
 from typing import Any, Protocol, TypeVar
 
+from ..base import watch
+from ..base.errors import WeftError, WireError
+from ..base.memory import Pool
 from ..bootstrap.outcome import Outcome, place
-from ..errors import WeftError, WireError
 from ..group import default
 from ..group.failure.detector import Detector
 from ..group.failure.links import QueueLinks, links_of_threads
 from ..group.group import Group
 from ..group.session import Session
-from ..wire import watch
 from ..wire.checked_rounds import CheckedRounds
 from ..wire.in_process.room import RoomWire
 from ..wire.in_process.threads import thread_wires
-from ..wire.memory import Pool
 
 
 def group(

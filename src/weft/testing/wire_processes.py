@@ -23,13 +23,13 @@ from typing import Any
 
 import torch
 
+from ..base.errors import WeftError, WireError
+from ..base.memory import Pool
 from ..bootstrap import rendezvous
 from ..bootstrap.local import Rank, end, folder_of, pump, receive, send
 from ..bootstrap.outcome import Outcome, place, results
-from ..errors import WeftError, WireError
 from ..wire.factory import Factory, Start, make_wire
 from ..wire.interface import Failure, Wire
-from ..wire.memory import Pool
 from ..wire.registry import wire_named
 from .clauses import stated
 from .held import Held

@@ -17,11 +17,11 @@ from typing import Any, Protocol
 import psutil
 import torch
 
+from ..base.memory import Pool
 from ..bootstrap.outcome import Outcome as Rank
 from ..bootstrap.outcome import results
 from ..wire.factory import Factory, Start, make_wire
 from ..wire.interface import Failure, Features, Wire
-from ..wire.memory import Pool
 from ..wire.registry import wire_named
 from .clauses import Outcome, asked_for, raise_if_broken, stated, title_of, tried
 from .held import Held

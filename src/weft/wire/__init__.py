@@ -4,6 +4,7 @@ For a network of your own write a `Wire`, as the manual's page "To write a wire"
 `weft.testing.check_wire`. `interface` says what a wire promises, `factory` how a group makes one.
 """
 
+from ..base.memory import Pool
 from .factory import Start
 from .interface import (
     CHANNELS,
@@ -19,7 +20,6 @@ from .interface import (
     WireFailed,
 )
 from .link import Link
-from .memory import Pool
 from .registry import register_wire, unregister_wire
 
 __all__ = [

@@ -16,9 +16,9 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
-from ..errors import WeftError
+from ..base.errors import WeftError
+from ..base.memory import Pool
 from .interface import Features, Reducing, Rounds, Wire
-from .memory import Pool
 
 _MOMENT = 0.1  # seconds, see `seconds_left`
 

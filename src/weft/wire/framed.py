@@ -26,8 +26,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from ..base.memory import fault_of, fresh, memory_of
 from .interface import Failure, Features, Recv, Send, WireFailed
-from .memory import fault_of, fresh, memory_of
 
 _HEAD = struct.Struct("<qq")  # of a frame: its channel and its bytes
 _FIRST = 1024  # bytes of the first part of a frame, head and all

@@ -27,7 +27,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..errors import WeftError, WireError
+from ..base.errors import WeftError, WireError
 from .factory import Start
 from .framed import FramedWire
 from .interface import Failure

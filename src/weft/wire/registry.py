@@ -18,7 +18,7 @@ import re
 import threading
 from importlib.metadata import EntryPoint, entry_points
 
-from ..errors import WeftError, there_are
+from ..base.errors import WeftError, there_are
 from .factory import Factory
 
 ENTRY_POINTS = "weft.wires"

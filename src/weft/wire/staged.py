@@ -13,8 +13,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ..base.memory import bytes_of
 from .interface import Failure, Features, Pending, Recv, Send, Wire, WireFailed
-from .memory import bytes_of
 
 _APART = 1 << 30  # exchanges channels that the CPU's own messages do not use for those they do
 _LOOK = 0.05  # seconds between two looks at whether this wire was aborted

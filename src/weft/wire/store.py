@@ -13,8 +13,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ..errors import AbsentError, names
-from . import watch
+from ..base import watch
+from ..base.errors import AbsentError, names
 from .address import server_of
 
 _GROWTH = 1.5  # from one pause to the next

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import _torch
+from ..base import _torch
 from .address import gloo_interfaces
 from .factory import Start
 from .framed import FramedWire, Waitable

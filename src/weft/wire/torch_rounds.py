@@ -50,8 +50,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..base.memory import bytes_of
 from .interface import Failure, Features, Recv, Send, WireFailed
-from .memory import bytes_of
 
 _log = logging.getLogger("weft")
 

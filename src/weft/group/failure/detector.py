@@ -28,8 +28,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple, Protocol
 
-from ...errors import WeftError, WireError, names
-from ...wire import factory, watch
+from ...base import watch
+from ...base.errors import WeftError, WireError, names
+from ...wire import factory
 from .. import recorder
 from ..latch import Latch
 from . import last_error

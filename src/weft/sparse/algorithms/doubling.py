@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from ... import kernels
+from ...base.memory import typed
 from ...rows import Rows
-from ...wire.memory import typed
 from ..call import Call
 from ..local_rows import LocalRows
 from ..registry import algorithm

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from ...agree import DIRECT
+from ...base.memory import typed
 from ...rows import Rows
-from ...wire.memory import typed
 from ..call import Call
 from ..local_rows import LocalRows
 from ..registry import algorithm

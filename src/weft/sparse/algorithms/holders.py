@@ -39,11 +39,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ... import kernels
+from ...base.memory import typed
 from ...group.pending import Pending
 from ...kernels import Shares
 from ...rows import Rows
 from ...wire.interface import Lease
-from ...wire.memory import typed
 from ..call import Call
 from ..header import Longs
 from ..local_rows import LocalRows

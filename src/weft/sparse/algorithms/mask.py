@@ -18,10 +18,10 @@ from __future__ import annotations
 from torch import Tensor
 
 from ... import kernels
+from ...base.memory import typed
 from ...rows import Rows
 from ...schedules import dense_all_reduce
 from ...schedules.dense import messages, received_bytes
-from ...wire.memory import typed
 from ..call import Call
 from ..local_rows import LocalRows
 from ..registry import algorithm

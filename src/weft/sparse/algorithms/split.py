@@ -47,8 +47,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from ...base.memory import typed
 from ...rows import Rows
-from ...wire.memory import typed
 from .. import stages
 from ..call import Call
 from ..header import Header

@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from ...agree import is_direct, preparing
-from ...arguments import truth
-from ...devices import Aside
-from ...errors import untransformed
+from ...base.arguments import truth
+from ...base.devices import Aside
+from ...base.errors import untransformed
 from ...group import default
 from ...group.group import Group
 from ...group.worker import Work

@@ -11,13 +11,13 @@ from typing import Any, Literal, overload
 import torch
 
 from ...agree import is_direct, preparing
-from ...arguments import root_in, truth
-from ...devices import Aside, current
-from ...errors import untransformed
+from ...base.arguments import root_in, truth
+from ...base.devices import Aside, current
+from ...base.errors import untransformed
+from ...base.tensors import has_elements, shape_in
 from ...group import default
 from ...group.worker import Work
 from ...rows import Rows
-from ...tensors import has_elements, shape_in
 from ..forms import AnyForm, Form, Place
 from ..record import started
 from ..request import NOTHING, Request

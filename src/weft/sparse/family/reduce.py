@@ -20,13 +20,13 @@ import torch
 from torch import Tensor
 
 from ...agree import preparing
-from ...arguments import root_in, truth
-from ...devices import Aside
-from ...errors import untransformed
+from ...base.arguments import root_in, truth
+from ...base.devices import Aside
+from ...base.errors import untransformed
+from ...base.memory import typed
 from ...group import default
 from ...group.worker import Work
 from ...rows import Rows
-from ...wire.memory import typed
 from ..call import Call
 from ..forms import Form, Place, Reduction
 from ..local_rows import LocalRows

@@ -15,9 +15,9 @@ from typing import Any, Literal, overload
 import torch
 
 from ...agree import preparing
-from ...arguments import truth
-from ...devices import Aside
-from ...errors import WeftError, summed_up, untransformed
+from ...base.arguments import truth
+from ...base.devices import Aside
+from ...base.errors import WeftError, summed_up, untransformed
 from ...group import default
 from ...group.group import Group
 from ...group.worker import Work

@@ -21,8 +21,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ...base.memory import fault_of, memory_of
 from ..interface import Failure, Features, Recv, Send, WireFailed
-from ..memory import fault_of, memory_of
 
 Bytes = NDArray[np.uint8]
 

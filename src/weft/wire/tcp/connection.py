@@ -68,7 +68,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ..memory import Lease, Pool, fault_of, fresh, memory_of
+from ...base.memory import Lease, Pool, fault_of, fresh, memory_of
 from . import shm
 
 _START = ctypes.c_char * 0  # where memory begins

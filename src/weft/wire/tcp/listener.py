@@ -47,7 +47,7 @@ from typing import Any
 
 import psutil
 
-from ...errors import AbsentError
+from ...base.errors import AbsentError
 from ..factory import check_nothing
 
 MESSAGES = 0

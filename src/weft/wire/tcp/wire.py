@@ -50,10 +50,10 @@ from dataclasses import astuple, dataclass
 import torch
 from torch import Tensor
 
+from ...base.memory import Lease, Pool
 from ..address import own_address
 from ..factory import Start
 from ..interface import Failure, Features, Recv, Send, WireFailed
-from ..memory import Lease, Pool
 from . import connection, shm
 from .connection import Block, Connection, Receive
 from .listener import (

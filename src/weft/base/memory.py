@@ -24,7 +24,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ..tensors import as_bytes
+from .tensors import as_bytes
 
 _log = logging.getLogger("weft")
 

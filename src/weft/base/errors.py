@@ -37,13 +37,19 @@ _LONGEST = 500  # characters of an error that travel
 class Error(Exception):
     """Base of everything weft raises on purpose."""
 
+    __module__ = "weft"  # as users name it, in a traceback, too
+
 
 class WeftError(Error, ValueError):
     """The caller erred; the same text is raised on every rank and the next call works."""
 
+    __module__ = "weft"
+
 
 class StillRunning(WeftError, TimeoutError):
     """A wait for asynchronous work timed out, on this rank alone: it goes on, wait again."""
+
+    __module__ = "weft"
 
 
 class WireError(Error, ConnectionError):
@@ -53,6 +59,8 @@ class WireError(Error, ConnectionError):
         rank: the rank that raises, in the group's numbering.
         culprit: the rank that is to blame, or None if nobody could be named.
     """
+
+    __module__ = "weft"
 
     def __init__(self, text: str, *, rank: int | None = None, culprit: int | None = None) -> None:
         super().__init__(text)

@@ -18,7 +18,7 @@ from types import FrameType
 
 import torch
 
-from ..errors import WeftError
+from .errors import WeftError
 
 _WEFT = Path(__file__).parents[2]
 _LIBRARIES = tuple(os.path.join(each, "") for each in (_WEFT, torch.__path__[0]))
