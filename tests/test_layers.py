@@ -33,6 +33,7 @@ SOURCE = Path(weft.__file__).parent
 # cli/ and testing/: peers, and launching; nn/dtensor: a DTensor is made of its placements;
 # sharded/checkpoints: states of a model and its optimizers are read, and nothing is sent
 CALLERS = (
+    "rendezvous/",
     "wire/",
     "group/",
     "backend/",
@@ -119,7 +120,7 @@ def circle_in(graph):
 def test_files_of_wires_and_groups_import_in_no_circle():
     graph = imports_among(files_of(SOURCE, "wire", "group"), SOURCE)
     assert "weft.wire.interface" in graph["weft.wire.factory"]
-    assert "weft.wire.store" in graph["weft.group.control"]
+    assert "weft.group.worker" in graph["weft.group.session"]
     assert circle_in(graph) == []
 
 

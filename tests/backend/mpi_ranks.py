@@ -23,7 +23,7 @@ from weft.bootstrap.outcome import Outcome
 from weft.group import default
 from weft.group.process_group import connect
 from weft.testing.pool import load_module
-from weft.wire import mpi
+from weft.rendezvous import mpi
 
 
 def run(job: dict[str, Any], store: dist.Store, rank: int) -> Outcome:

@@ -12,9 +12,9 @@ import pytest
 
 import weft
 from weft.bootstrap import descent
-from weft.bootstrap.launchers import Launch
 from weft.bootstrap.local import launch
-from weft.bootstrap.rendezvous import File, Tcp
+from weft.rendezvous.launchers import Launch
+from weft.rendezvous.places import File, Tcp
 
 CHILD = """
 import weft

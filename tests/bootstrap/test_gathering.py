@@ -21,8 +21,8 @@ import torch.distributed as dist
 from weft import WireError
 from weft.group.control import HELD_UP
 from weft.group.process_group import connect
+from weft.rendezvous.store import AnsweringStore, SilentStoreError
 from weft.testing.pace import patient
-from weft.wire.store import AnsweringStore, SilentStoreError
 
 Programs = Callable[..., Any]
 
@@ -229,7 +229,7 @@ def test_a_request_of_a_store_whose_host_is_stopped_ends_at_the_deadline(
 FOUND_SILENT = """
 import atexit, os, signal, sys, time
 import torch.distributed as dist
-from weft.wire.store import AnsweringStore, SilentStoreError
+from weft.rendezvous.store import AnsweringStore, SilentStoreError
 
 port, host = map(int, sys.argv[1:])
 store = dist.TCPStore("127.0.0.1", port, is_master=False)

@@ -1,11 +1,11 @@
-"""`weft.bootstrap.launchers`: who launched a process, from environments as launchers set them."""
+"""`weft.rendezvous.launchers`: who launched a process, from environments as launchers set them."""
 
 from __future__ import annotations
 
 import pytest
 
 from weft.base.errors import WeftError
-from weft.bootstrap.launchers import Launch, detect
+from weft.rendezvous.launchers import Launch, detect
 
 OF_TWO = {"RANK": "1", "WORLD_SIZE": "2"}
 # as seen under Open MPI 5.0.11 from its wheel

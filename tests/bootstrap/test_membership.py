@@ -16,7 +16,7 @@ import torch.distributed as dist
 from weft.base.errors import WeftError, WireError
 from weft.bootstrap import membership
 from weft.bootstrap.membership import Member, check, judge
-from weft.bootstrap.rendezvous import Rendezvous
+from weft.rendezvous.places import Rendezvous
 
 
 def member(rank: int, size: int = 3, **more: object) -> Member:

@@ -21,12 +21,13 @@ import pytest
 import torch.distributed as dist
 
 from weft.base.errors import WeftError, WireError
-from weft.bootstrap import membership, rendezvous
-from weft.bootstrap.launchers import Launch
+from weft.bootstrap import membership
 from weft.bootstrap.membership import Member, check
-from weft.bootstrap.rendezvous import File, Mpi, Tcp, place
+from weft.rendezvous import places as rendezvous
+from weft.rendezvous.launchers import Launch
+from weft.rendezvous.places import File, Mpi, Tcp, place
+from weft.rendezvous.store import AnsweringStore
 from weft.testing.pace import patient
-from weft.wire.store import AnsweringStore
 
 ZERO, ONE = (Launch("environment", rank, 2, rank, 2) for rank in range(2))
 MASTER = {"MASTER_ADDR": "node1", "MASTER_PORT": "29500"}
@@ -215,7 +216,7 @@ def test_an_interface_that_is_not_there_keeps_nobody_from_meeting(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """So that all, on whatever host, hear of it in the membership check."""
-    from weft.wire import mpi
+    from weft.rendezvous import mpi
 
     said: list[str] = []
 

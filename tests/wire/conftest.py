@@ -11,8 +11,8 @@ import sys
 import pytest
 
 from weft.base.memory import Pool
-from weft.bootstrap import rendezvous
 from weft.bootstrap.local import folder_of
+from weft.rendezvous import places as rendezvous
 from weft.testing import ranks_as_processes, run, wire_clauses
 from weft.testing.wire_clauses import CLAUSES
 from weft.testing.wires import stated_on

@@ -1,4 +1,4 @@
-"""`weft.wire.address`: where a rank listens."""
+"""`weft.rendezvous.address`: where a rank listens."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
+from weft.rendezvous import address
+from weft.rendezvous.address import Interface, interface_of, interfaces, own_address
 from weft.testing.pace import patient
-from weft.wire import address
-from weft.wire.address import Interface, interface_of, interfaces, own_address
 
 LOOPBACK = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
 

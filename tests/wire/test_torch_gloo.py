@@ -20,10 +20,10 @@ from weft.base import _torch
 from weft.base._torch import NoDevice
 from weft.group import control
 from weft.group.process_group import connect
+from weft.rendezvous import store as store_module
 from weft.schedules import dense_all_reduce
 from weft.testing import RankFailure, processes, run
 from weft.testing.pace import patient
-from weft.wire import store as store_module
 from weft.wire import torch_gloo
 
 

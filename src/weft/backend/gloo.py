@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from ..base import _torch
-from ..wire.address import gloo_interfaces
+from ..rendezvous.address import gloo_interfaces
 from .group import PythonBackend, PythonGroup
 from .space import unused
 

@@ -17,7 +17,7 @@ import time
 import torch.distributed as dist
 
 from ..base.errors import WireError, names
-from ..wire.store import has, pauses
+from ..rendezvous.store import has, pauses
 
 _FIRST, _LAST = 0.001, 0.02  # seconds between two looks of rank 0 at the store
 _LATE = 1.0  # seconds after the deadline in which rank 0 may still say who is missing

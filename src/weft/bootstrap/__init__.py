@@ -6,11 +6,11 @@ are `init_as`, `publish`, stores to meet at, and `join`, which makes a group of 
 """
 
 from ..group.process_group import connect as join
+from ..rendezvous.places import connect as connect_store
+from ..rendezvous.places import host as host_store
+from ..rendezvous.places import publish
 from .init import TIMEOUT, init_as
 from .preview import Preview, look_ahead
-from .rendezvous import connect as connect_store
-from .rendezvous import host as host_store
-from .rendezvous import publish
 
 __all__ = [
     "TIMEOUT",

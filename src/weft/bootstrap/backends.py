@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from ..backend import MPI, WEFT
 from ..base.errors import WeftError
-from ..wire import mpi
+from ..rendezvous import mpi
 
 
 def spec(backend: str) -> str:

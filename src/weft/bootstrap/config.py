@@ -18,9 +18,10 @@ from ..base import notebook, watch
 from ..base.errors import WeftError, nearest
 from ..group import process_group
 from ..group.group import Group
-from ..wire.address import VARIABLES as OF_INTERFACES
-from ..wire.address import interface_of, own_address
-from . import descent, launchers
+from ..rendezvous import launchers
+from ..rendezvous.address import VARIABLES as OF_INTERFACES
+from ..rendezvous.address import interface_of, own_address
+from . import descent
 
 _PREFIX = "WEFT_"
 

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 
 import psutil
 
-from .launchers import Launch
-from .rendezvous import Place
+from ..rendezvous.launchers import Launch
+from ..rendezvous.places import Place
 
 VARIABLE = "WEFT_RANK_PROCESS"
 _OF_LAUNCHERS = ("RANK", "WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_PROCID")

@@ -18,10 +18,10 @@ import torch.distributed as dist
 from ..base import _torch
 from ..base.errors import AbsentError, WireError
 from ..group.control import HELD_UP, NotJoinedError, RollCall
-from ..wire.address import GLOO
-from ..wire.store import AnsweringStore, SilentStoreError, exchange
-from .launchers import Launch
-from .rendezvous import File, Place, Tcp
+from ..rendezvous.address import GLOO
+from ..rendezvous.launchers import Launch
+from ..rendezvous.places import File, Place, Tcp
+from ..rendezvous.store import AnsweringStore, SilentStoreError, exchange
 
 _ATTEMPTS = 5  # of gloo, each of which lasts as long as its timeout
 _PATIENCE = 0.6  # seconds after a deadline in which ranks answer a roll call

@@ -30,8 +30,9 @@ from ..group.control import HELD_UP
 from ..group.failure import last_error
 from ..group.group import Group, is_duration
 from ..group.session import LONGEST
-from ..sparse import registry
-from ..wire.address import (
+from ..rendezvous import launchers
+from ..rendezvous import places
+from ..rendezvous.address import (
     GLOO,
     gloo_interfaces,
     interface_of,
@@ -39,8 +40,8 @@ from ..wire.address import (
     named_for_gloo,
     own_address,
 )
-from . import backends, descent, gathering, launchers, membership
-from . import rendezvous as places
+from ..sparse import registry
+from . import backends, descent, gathering, membership
 from .config import Config, unknown_variables
 from .config import config as in_force
 

@@ -34,9 +34,9 @@ from typing import Any, TypeVar
 import torch
 
 from ..base.errors import WeftError
+from ..rendezvous.places import LOOPBACK
+from ..rendezvous.places import host as host_store
 from .outcome import Outcome, results
-from .rendezvous import LOOPBACK
-from .rendezvous import host as host_store
 
 T = TypeVar("T")
 

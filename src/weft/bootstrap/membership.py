@@ -30,12 +30,13 @@ import torch.distributed as dist
 
 from ..base.errors import WeftError, WireError, names
 from ..group.failure.verdict import differing
-from ..wire.address import is_loopback, own_address
-from ..wire.machine import machine_and_network
-from ..wire.store import AnsweringStore, has, pauses
-from . import backends, rendezvous
-from .launchers import Launch
-from .rendezvous import Place, Rendezvous
+from ..rendezvous import places as rendezvous
+from ..rendezvous.address import is_loopback, own_address
+from ..rendezvous.launchers import Launch
+from ..rendezvous.machine import machine_and_network
+from ..rendezvous.places import Place, Rendezvous
+from ..rendezvous.store import AnsweringStore, has, pauses
+from . import backends
 
 _log = logging.getLogger("weft")
 LINGER = 5.0  # seconds in which the others can read an error from a store that this process hosts

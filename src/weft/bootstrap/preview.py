@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 import torch.distributed as dist
 
 from ..base.errors import WeftError
-from ..wire.address import interface_of, own_address
+from ..rendezvous import launchers
+from ..rendezvous import places
+from ..rendezvous.address import interface_of, own_address
 from ..wire.tcp.shm import Segment
-from . import backends, launchers
-from . import rendezvous as places
+from . import backends
 
 _BY = {"alone": "no launcher", "environment": "a program that sets RANK and WORLD_SIZE"}
 

@@ -25,13 +25,13 @@ import torch.distributed as dist
 from ..base._torch import NoDevice
 from ..base.errors import AbsentError, WeftError, WireError, in_short, names, there_are
 from ..base.memory import Pool
+from ..rendezvous.address import own_address
+from ..rendezvous.machine import own_host
+from ..rendezvous.store import AnsweringStore, exchange, has, pauses
 from ..wire import mpi, torch_gloo
-from ..wire.address import own_address
 from ..wire.factory import Factory, Start, seconds_left
 from ..wire.framed import CarriedSockets, Carrier
-from ..wire.machine import own_host
 from ..wire.registry import wire_names
-from ..wire.store import AnsweringStore, exchange, has, pauses
 from ..wire.tcp.listener import CONTROL, STRANGERS, Endpoint, Listener, make_room
 from .failure.links import ControlLinks, SocketLinks
 

@@ -26,12 +26,12 @@ from ..base import _torch, watch
 from ..base.arguments import is_a
 from ..base.errors import AbsentError, WeftError, WireError, there_are
 from ..base.memory import Pool
-from ..wire.address import server_of
+from ..rendezvous.address import server_of
+from ..rendezvous.machine import own_host
+from ..rendezvous.store import AnsweringStore, SilentStoreError, has
 from ..wire.factory import Factory, Start, make_wire, seconds_left
 from ..wire.interface import Wire
-from ..wire.machine import own_host
 from ..wire.registry import is_own, own_wire, wire_named, wire_names
-from ..wire.store import AnsweringStore, SilentStoreError, has
 from ..wire.tcp.wire import TcpWire
 from . import recorder
 from .control import HELD_UP, NotJoinedError, join_links

@@ -33,9 +33,9 @@ from ..base._torch import keep
 from ..base.devices import Streams, is_host
 from ..base.errors import WireError
 from ..base.memory import Pool
+from ..rendezvous.machine import host_name
 from ..wire import interface
 from ..wire.interface import Failure, WireFailed
-from ..wire.machine import host_name
 from . import recorder
 from .failure.detector import Detector, Progress, Wait
 from .failure.verdict import Entered, Verdict, who_answers

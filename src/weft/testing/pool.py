@@ -28,11 +28,11 @@ from typing import Any
 import torch.distributed as dist
 
 from ..base.errors import Error, WeftError
-from ..bootstrap import rendezvous
 from ..bootstrap.local import Rank, end, ends_with_launcher, pump, receive, send
 from ..bootstrap.outcome import Outcome, place, results
 from ..group.group import Group
 from ..group.process_group import connect
+from ..rendezvous import places as rendezvous
 from .pace import patient
 from .threads import outcome_on
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ..base import _torch
-from ..wire.address import gloo_interfaces
+from ..rendezvous.address import gloo_interfaces
 
 _NAME = "gloo_of_one_thread"
 

@@ -12,8 +12,8 @@ from datetime import timedelta
 from typing import Any
 
 from ..base import _torch
-from ..bootstrap import rendezvous
-from ..wire.address import free_address, gloo_interfaces
+from ..rendezvous import places as rendezvous
+from ..rendezvous.address import free_address, gloo_interfaces
 from ..wire.factory import Start
 from ..wire.torch_rounds import OnThread, TorchRounds
 

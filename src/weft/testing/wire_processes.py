@@ -25,9 +25,9 @@ import torch
 
 from ..base.errors import WeftError, WireError
 from ..base.memory import Pool
-from ..bootstrap import rendezvous
 from ..bootstrap.local import Rank, end, folder_of, pump, receive, send
 from ..bootstrap.outcome import Outcome, place, results
+from ..rendezvous import places as rendezvous
 from ..wire.factory import Factory, Start, make_wire
 from ..wire.interface import Failure, Wire
 from ..wire.registry import wire_named

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ..base import _torch
-from .address import gloo_interfaces
+from ..rendezvous.address import gloo_interfaces
 from .factory import Start
 from .framed import FramedWire, Waitable
 

@@ -51,7 +51,7 @@ import torch
 from torch import Tensor
 
 from ...base.memory import Lease, Pool
-from ..address import own_address
+from ...rendezvous.address import own_address
 from ..factory import Start
 from ..interface import Failure, Features, Recv, Send, WireFailed
 from . import connection, shm

@@ -39,17 +39,10 @@ import torch.distributed as dist
 
 from ..base._torch import keep
 from ..base.errors import WeftError, WireError
-from ..wire import mpi
-from ..wire.address import (
-    VARIABLES,
-    free_address,
-    interfaces,
-    is_here,
-    is_loopback,
-    own_address,
-)
-from ..wire.store import Late, pauses
+from . import mpi
+from .address import VARIABLES, free_address, interfaces, is_here, is_loopback, own_address
 from .launchers import Launch
+from .store import Late, pauses
 
 LOOPBACK = "127.0.0.1"
 _NAME = "weft-rendezvous"  # of the file, where a folder was given
