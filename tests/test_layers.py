@@ -35,6 +35,7 @@ SOURCE = Path(weft.__file__).parent
 CALLERS = (
     "rendezvous/",
     "wire/",
+    "failure/",
     "group/",
     "backend/",
     "bootstrap/",
@@ -118,7 +119,7 @@ def circle_in(graph):
 
 
 def test_files_of_wires_and_groups_import_in_no_circle():
-    graph = imports_among(files_of(SOURCE, "wire", "group"), SOURCE)
+    graph = imports_among(files_of(SOURCE, "wire", "failure", "records", "group"), SOURCE)
     assert "weft.wire.interface" in graph["weft.wire.factory"]
     assert "weft.group.worker" in graph["weft.group.session"]
     assert circle_in(graph) == []
@@ -155,7 +156,7 @@ def test_files_of_wires_and_groups_import_from_below_alone():
     rooms = {
         module: imported
         for module, imported in graph.items()
-        if module.startswith(("weft.wire", "weft.group"))
+        if module.startswith(("weft.wire", "weft.failure", "weft.records", "weft.group"))
     }
     assert "weft.base._torch" in rooms["weft.group.route"]
     assert arrows_upward(rooms, layers()) == []

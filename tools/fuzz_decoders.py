@@ -39,7 +39,7 @@ import weft
 from weft import kernels
 from weft.base import tensors
 from weft.base.memory import Pool, memory_of
-from weft.group.failure import messages
+from weft.failure import messages
 from weft.group.group import Group
 from weft.group.session import Session
 from weft.sparse import codec

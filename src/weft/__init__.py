@@ -25,9 +25,9 @@ if _typing.TYPE_CHECKING:
     from .comm.parameters import sync_params
     from .comm.remote_rows import RemoteRows, remote_rows
     from .group.group import Group
-    from .group.listeners import CallStats, on_call
     from .group.worker import Work
     from .nn.partition import Partition
+    from .records.listeners import CallStats, on_call
     from .rows import Rows
     from .sparse import (
         algorithm,
@@ -112,7 +112,7 @@ _HOMES = {
     "sync_sparsified": "sparsify",
     **dict.fromkeys(("Error", "StillRunning", "WeftError", "WireError"), "base.errors"),
     **dict.fromkeys(("config", "init", "shutdown"), "bootstrap.init"),
-    **dict.fromkeys(("CallStats", "on_call"), "group.listeners"),
+    **dict.fromkeys(("CallStats", "on_call"), "records.listeners"),
     "Config": "bootstrap.config",
     "Work": "group.worker",
     **dict.fromkeys(("all_reduce", "all_to_all", "attempt", "barrier", "exchange"), "comm"),

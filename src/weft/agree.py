@@ -35,7 +35,7 @@ from torch import Tensor
 
 from .base.arguments import in_words, printable
 from .base.errors import WeftError, WireError
-from .group.failure.verdict import NAMED, crossed, differing
+from .failure.verdict import NAMED, crossed, differing
 from .group.group import OPENINGS, SMALL, Group, check_members
 from .group.pending import Pending
 

@@ -22,8 +22,8 @@ import torch.distributed as dist
 from weft.bootstrap.outcome import Outcome
 from weft.group import default
 from weft.group.process_group import connect
-from weft.testing.pool import load_module
 from weft.rendezvous import mpi
+from weft.testing.pool import load_module
 
 
 def run(job: dict[str, Any], store: dist.Store, rank: int) -> Outcome:

@@ -19,7 +19,7 @@ import pytest
 import torch.distributed as dist
 
 from weft import WireError
-from weft.group.control import HELD_UP
+from weft.failure.control import HELD_UP
 from weft.group.process_group import connect
 from weft.rendezvous.store import AnsweringStore, SilentStoreError
 from weft.testing.pace import patient
@@ -32,7 +32,8 @@ import torch.distributed as dist
 import weft
 from weft import kernels
 from weft.bootstrap import gathering, membership
-from weft.group import control, process_group
+from weft.failure import control
+from weft.group import process_group
 kernels.prepare()
 folder, victim, where, how, url, limit = sys.argv[1:]
 

@@ -1,4 +1,4 @@
-"""`weft.group.failure.detector`: one detector, whose peers are the test."""
+"""`weft.failure.detector`: one detector, whose peers are the test."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from contextlib import ExitStack
 import pytest
 
 from weft import WeftError, WireError
-from weft.group.failure import links
-from weft.group.failure.detector import ANSWER, EXCHANGED, LATE, Detector, Progress
-from weft.group.failure.links import SocketLinks
-from weft.group.failure.messages import line_of
-from weft.group.failure.verdict import Entered, Verdict
+from weft.failure import links
+from weft.failure.detector import ANSWER, EXCHANGED, LATE, Detector, Progress
+from weft.failure.links import SocketLinks
+from weft.failure.messages import line_of
+from weft.failure.verdict import Entered, Verdict
 from weft.testing.pace import patient
 
 

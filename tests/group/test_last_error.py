@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import weft
-from weft.group.failure import last_error
+from weft.failure import last_error
 
 RANK = """
 import os, signal, sys, threading, time

@@ -9,8 +9,8 @@ import time
 
 import pytest
 
-from weft.group.failure import links as links_module
-from weft.group.failure.links import SocketLinks, links_of_threads
+from weft.failure import links as links_module
+from weft.failure.links import SocketLinks, links_of_threads
 from weft.testing.pace import patient
 
 

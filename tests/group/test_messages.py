@@ -1,4 +1,4 @@
-"""`weft.group.failure.messages`: what one detector says, another reads, and nothing else."""
+"""`weft.failure.messages`: what one detector says, another reads, and nothing else."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from weft.group.failure.messages import line_of, parse, place_of, values_of
-from weft.group.failure.verdict import Entered, Place
+from weft.failure.messages import line_of, parse, place_of, values_of
+from weft.failure.verdict import Entered, Place
 
 RANKS = {0, 1, 2}
 CALL = ["all 3 ranks", 6, "all_reduce"]

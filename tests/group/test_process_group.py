@@ -26,7 +26,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import weft
 from weft import WeftError, WireError
-from weft.group import control, process_group
+from weft.failure import control
+from weft.group import process_group
 from weft.group.process_group import connect, of, of_group
 from weft.schedules import dense_all_reduce
 from weft.testing import processes, run

@@ -1,10 +1,10 @@
-"""`weft.group.failure.verdict.judge`: who is named, from what ranks say about themselves."""
+"""`weft.failure.verdict.judge`: who is named, from what ranks say about themselves."""
 
 from __future__ import annotations
 
 import pytest
 
-from weft.group.failure.verdict import REMEMBERED, Entered, Place, judge
+from weft.failure.verdict import REMEMBERED, Entered, Place, judge
 
 CALL = "sparse_all_reduce"
 ALL = "all 3 ranks"

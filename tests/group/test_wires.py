@@ -10,7 +10,7 @@ import threading
 
 import pytest
 
-from weft.group.failure.verdict import Verdict
+from weft.failure.verdict import Verdict
 from weft.group.wires import Wires, is_of_a_signal, verdict_on, verdict_on_exception
 from weft.wire.interface import Failure
 

@@ -14,7 +14,7 @@ import torch
 
 import weft
 from weft.base.memory import Pool
-from weft.group.failure.detector import EXCHANGED
+from weft.failure.detector import EXCHANGED
 from weft.testing import round_wire
 from weft.wire import mpi, torch_gloo
 from weft.wire.factory import Start, make_wire

@@ -18,7 +18,7 @@ import torch.distributed as dist
 import weft
 from weft.base import _torch
 from weft.base._torch import NoDevice
-from weft.group import control
+from weft.failure import control
 from weft.group.process_group import connect
 from weft.rendezvous import store as store_module
 from weft.schedules import dense_all_reduce

@@ -15,13 +15,13 @@ import pytest
 
 import weft
 from weft.cli.doctor_merge import first_difference
-from weft.group import recorder
+from weft.records import recorder
 from weft.testing import run
 from weft.testing.pace import patient
 
 RANK = """
 import faulthandler, os, pathlib, signal, sys, time, torch, weft
-from weft.group.failure import detector
+from weft.failure import detector
 place, how = sys.argv[1:]
 if how == "sleep":
     detector.ANSWER = 3.0  # on a busy machine an answer may be slow, and is not to be missed

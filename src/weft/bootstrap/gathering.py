@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from ..base import _torch
 from ..base.errors import AbsentError, WireError
-from ..group.control import HELD_UP, NotJoinedError, RollCall
+from ..failure.control import HELD_UP, NotJoinedError, RollCall
 from ..rendezvous.address import GLOO
 from ..rendezvous.launchers import Launch
 from ..rendezvous.places import File, Place, Tcp

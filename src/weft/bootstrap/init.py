@@ -25,13 +25,12 @@ import torch.distributed as dist
 from .. import kernels
 from ..base import watch as slow
 from ..base.errors import WeftError, WireError, entry, meant
+from ..failure import last_error
+from ..failure.control import HELD_UP
 from ..group import default, process_group
-from ..group.control import HELD_UP
-from ..group.failure import last_error
 from ..group.group import Group, is_duration
 from ..group.session import LONGEST
-from ..rendezvous import launchers
-from ..rendezvous import places
+from ..rendezvous import launchers, places
 from ..rendezvous.address import (
     GLOO,
     gloo_interfaces,

@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 
 from ..base.errors import WeftError, WireError, names
-from ..group.failure.verdict import differing
+from ..failure.verdict import differing
 from ..rendezvous import places as rendezvous
 from ..rendezvous.address import is_loopback, own_address
 from ..rendezvous.launchers import Launch

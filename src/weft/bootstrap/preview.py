@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 import torch.distributed as dist
 
 from ..base.errors import WeftError
-from ..rendezvous import launchers
-from ..rendezvous import places
+from ..rendezvous import launchers, places
 from ..rendezvous.address import interface_of, own_address
 from ..wire.tcp.shm import Segment
 from . import backends

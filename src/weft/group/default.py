@@ -12,8 +12,8 @@ from contextvars import ContextVar
 
 from ..base.arguments import is_a
 from ..base.errors import WeftError
+from ..failure import last_error
 from . import process_group
-from .failure import last_error
 from .group import Group
 
 _local: ContextVar[Group | None] = ContextVar("weft_group", default=None)

@@ -37,11 +37,11 @@ from ..base.arguments import as_integer, shown
 from ..base.devices import Streams
 from ..base.errors import Error, WeftError, WireError, entry, summed_up
 from ..base.memory import Pool
+from ..records.traffic import Traffic
 from ..wire.interface import Features, Lease, Recv, Reducing, Send, Wire
 from .pending import Exchange, Pending, Round, WithOwn
 from .route import Route
 from .session import Session
-from .traffic import Traffic
 from .worker import Worker
 
 T = TypeVar("T")

@@ -26,6 +26,12 @@ from ..base import _torch, watch
 from ..base.arguments import is_a
 from ..base.errors import AbsentError, WeftError, WireError, there_are
 from ..base.memory import Pool
+from ..failure import last_error
+from ..failure.control import HELD_UP, NotJoinedError, join_links
+from ..failure.detector import Detector
+from ..failure.verdict import SAME_ORDER
+from ..records import recorder
+from ..records.traffic import Traffic
 from ..rendezvous.address import server_of
 from ..rendezvous.machine import own_host
 from ..rendezvous.store import AnsweringStore, SilentStoreError, has
@@ -33,14 +39,8 @@ from ..wire.factory import Factory, Start, make_wire, seconds_left
 from ..wire.interface import Wire
 from ..wire.registry import is_own, own_wire, wire_named, wire_names
 from ..wire.tcp.wire import TcpWire
-from . import recorder
-from .control import HELD_UP, NotJoinedError, join_links
-from .failure import last_error
-from .failure.detector import Detector
-from .failure.verdict import SAME_ORDER
 from .group import Group
 from .session import LONGEST, Session
-from .traffic import Traffic
 
 _wire_of_program: str | None = None  # what `weft.init(wire=)` said; None: nothing
 _lock = threading.Lock()

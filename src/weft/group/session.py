@@ -33,14 +33,14 @@ from ..base._torch import keep
 from ..base.devices import Streams, is_host
 from ..base.errors import WireError
 from ..base.memory import Pool
+from ..failure.detector import Detector, Progress, Wait
+from ..failure.verdict import Entered, Verdict, who_answers
+from ..records import recorder
+from ..records.traffic import Traffic
 from ..rendezvous.machine import host_name
 from ..wire import interface
 from ..wire.interface import Failure, WireFailed
-from . import recorder
-from .failure.detector import Detector, Progress, Wait
-from .failure.verdict import Entered, Verdict, who_answers
 from .route import Route, wire_of_device
-from .traffic import Traffic
 from .watcher import Watcher
 from .wires import Wires, is_of_a_signal, verdict_on, verdict_on_exception
 from .worker import Worker

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..base.devices import claim_thread
 from ..base.errors import WireError
-from .failure.verdict import Entered
+from ..failure.verdict import Entered
 
 _log = logging.getLogger("weft")
 

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 
 from ..base.arguments import in_words
 from ..base.errors import in_short
+from ..failure.verdict import Verdict, how_to_try
 from ..wire.interface import Failure, Wire
 from ..wire.torch_rounds import TorchRounds
-from .failure.verdict import Verdict, how_to_try
 
 _ALIKE = (
     "(all ranks must run the same program and version, and post the same lengths to each other)"

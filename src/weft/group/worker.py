@@ -30,10 +30,10 @@ from ..base._torch import profiled, profiled_until, without_modes, without_trans
 from ..base.arguments import in_words
 from ..base.devices import Aside
 from ..base.errors import Error, StillRunning, WeftError, WireError, entry
-from . import listeners, recorder
-from .failure.verdict import REMEMBERED, Entered
-from .latch import LOOK, Latch
-from .traffic import Traffic
+from ..base.latch import LOOK, Latch
+from ..failure.verdict import REMEMBERED, Entered
+from ..records import listeners, recorder
+from ..records.traffic import Traffic
 
 T = TypeVar("T")
 

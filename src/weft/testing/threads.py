@@ -13,9 +13,9 @@ from ..base import watch
 from ..base.errors import WeftError, WireError
 from ..base.memory import Pool
 from ..bootstrap.outcome import Outcome, place
+from ..failure.detector import Detector
+from ..failure.links import QueueLinks, links_of_threads
 from ..group import default
-from ..group.failure.detector import Detector
-from ..group.failure.links import QueueLinks, links_of_threads
 from ..group.group import Group
 from ..group.session import Session
 from ..wire.checked_rounds import CheckedRounds

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ...base.errors import WireError, names
+from ..base.errors import WireError, names
 
 NAMED = 8
 """Ranks that are named for each value in which ranks differ."""

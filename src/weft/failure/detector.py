@@ -28,11 +28,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple, Protocol
 
-from ...base import watch
-from ...base.errors import WeftError, WireError, names
-from ...wire import factory
-from .. import recorder
-from ..latch import Latch
+from ..base import watch
+from ..base.errors import WeftError, WireError, names
+from ..base.latch import Latch
+from ..records import recorder
+from ..wire import factory
 from . import last_error
 from .links import ControlLinks, News
 from .messages import Message, line_of, parse, place_of, values_of

@@ -10,8 +10,8 @@ from __future__ import annotations
 import sys
 import time
 
-from ...base.arguments import in_words
-from ...base.errors import in_short
+from ..base.arguments import in_words
+from ..base.errors import in_short
 
 _last: tuple[float, str] | None = None
 

@@ -33,7 +33,7 @@ from ..wire.factory import Factory, Start, seconds_left
 from ..wire.framed import CarriedSockets, Carrier
 from ..wire.registry import wire_names
 from ..wire.tcp.listener import CONTROL, STRANGERS, Endpoint, Listener, make_room
-from .failure.links import ControlLinks, SocketLinks
+from .links import ControlLinks, SocketLinks
 
 T = TypeVar("T")
 
