@@ -106,7 +106,8 @@ def test_nothing_is_left_of_a_group(use: Callable[[Group], None], ending: str) -
     kept: list[Group] = []
     store = dist.HashStore()
     with ThreadPoolExecutor(2) as pool:
-        list(pool.map(time.sleep, [0.01] * 2))  # its threads are here
+        meeting = threading.Barrier(2)
+        list(pool.map(lambda _: meeting.wait(), range(2)))  # both threads of the pool are here
         before = held()
         sessions = list(pool.map(program, range(2)))
         until = time.monotonic() + patient(20.0)
