@@ -22,7 +22,7 @@ import torch
 import typer
 
 import weft
-from weft import agree
+from weft.call import agree
 from weft.group.group import Group
 from weft.sparse import run
 from weft.sparse.rate import rate_of, set_rate

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import weft
-from weft.agree import BODY, DIRECT, agree, opening_peers
+from weft.call.agree import BODY, DIRECT, agree, opening_peers
 from weft.testing import spmd
 
 

@@ -36,7 +36,7 @@ def test_importing_weft_loads_little_of_it_before_it_is_used():
         "print(*sorted(heavy & {*sys.modules} - had))"
     )
     said = subprocess.check_output([sys.executable, "-c", program], text=True).splitlines()
-    rooms = ["weft.testing True", "weft.wire True", "weft.plan True"]
+    rooms = ["weft.testing True", "weft.wire True", "weft.nn.plan True"]
     assert said == ["weft weft.backend weft.base weft.base._torch", *rooms, ""]
 
 

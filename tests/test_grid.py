@@ -7,8 +7,8 @@ import math
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft import grid
-from weft.grid import Box
+from weft.nn import grid
+from weft.nn.grid import Box
 
 SHAPES = st.lists(st.integers(1, 4), max_size=3).map(tuple)
 

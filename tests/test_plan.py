@@ -7,10 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.grid import Box, balanced, boxes, whole
 from weft.nn import executor
 from weft.nn.executor import assemble, execute
-from weft.plan import Piece, Side, between
+from weft.nn.grid import Box, balanced, boxes, whole
+from weft.nn.plan import Piece, Side, between
 from weft.schedules import chain
 from weft.testing import run, spmd
 

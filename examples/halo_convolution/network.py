@@ -111,8 +111,8 @@ def images() -> tuple[Tensor, Tensor]:
 
 def lengths(grid: weft.Partition, count: int) -> list[tuple[int, ...]]:
     """How images are cut: balanced in pairs of pixels, so that no pooled pair is torn."""
-    halves = weft.grid.balanced(HEIGHT // 2, grid.shape[2])
-    columns = weft.grid.balanced(WIDTH // 2, grid.shape[3])
+    halves = weft.nn.grid.balanced(HEIGHT // 2, grid.shape[2])
+    columns = weft.nn.grid.balanced(WIDTH // 2, grid.shape[3])
     return [(count,), (1,), tuple(2 * n for n in halves), tuple(2 * n for n in columns)]
 
 
@@ -156,7 +156,7 @@ def compare(grid: weft.Partition) -> dict[str, float]:
 def picture(grid: weft.Partition, path: str) -> None:
     """Draw who holds what of the images, and what the first convolution needs of them."""
     halo = Parted(grid).halos[0]
-    cuts = weft.grid.boxes(lengths(grid, len(LETTERS) * len(FONTS)))
+    cuts = weft.nn.grid.boxes(lengths(grid, len(LETTERS) * len(FONTS)))
     shapes = {rank: box.shape for rank, box in zip(grid.ranks, cuts, strict=True)}
     plan = halo.plan(shapes)
     plan.draw("the images: their parts, and with the margins of a 5 x 5 kernel").savefig(path)

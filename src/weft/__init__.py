@@ -10,13 +10,13 @@ import typing as _typing
 from . import backend as _backend
 
 if _typing.TYPE_CHECKING:
-    from . import ddp, kernels, nn, plan, schedules, sparse, testing, trainers, wire
+    from . import ddp, kernels, nn, schedules, sparse, testing, trainers, wire
     from .base.errors import Error, StillRunning, WeftError, WireError
     from .bootstrap.config import Config
     from .bootstrap.init import config, init, shutdown
+    from .call.attempt import attempt
     from .comm.all_reduce import all_reduce
     from .comm.all_to_all import all_to_all
-    from .comm.attempt import attempt
     from .comm.barrier import barrier
     from .comm.clip import clip_grad_norm_, clip_grad_value_
     from .comm.exchange import exchange
@@ -26,6 +26,7 @@ if _typing.TYPE_CHECKING:
     from .comm.remote_rows import RemoteRows, remote_rows
     from .group.group import Group
     from .group.worker import Work
+    from .nn import plan
     from .nn.partition import Partition
     from .records.listeners import CallStats, on_call
     from .rows import Rows
@@ -92,17 +93,8 @@ __all__ = [
     "wire",
 ]
 
-_MODULES = (
-    "ddp",
-    "kernels",
-    "nn",
-    "plan",
-    "schedules",
-    "sparse",
-    "testing",
-    "trainers",
-    "wire",
-)
+_ROOMS = ("ddp", "kernels", "nn", "schedules", "sparse", "testing", "trainers", "wire")
+_MODULES = {**{name: name for name in _ROOMS}, "plan": "nn.plan"}
 _HOMES = {
     "Partition": "nn.partition",
     "Rows": "rows",
@@ -129,7 +121,7 @@ def __getattr__(name: str) -> _typing.Any:
     if name not in __all__:
         raise AttributeError(f"module 'weft' has no attribute {name!r}")
     if name in _MODULES:
-        return _importlib.import_module(f".{name}", __name__)
+        return _importlib.import_module(f".{_MODULES[name]}", __name__)
     home = _importlib.import_module(f".{_HOMES.get(name, 'sparse')}", __name__)
     found = globals()[name] = getattr(home, name)
     return found

@@ -50,13 +50,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from . import kernels
-from .agree import preparing
 from .base._torch import at_end_of_backward, backward_id, has_run, is_of_group, uncompiled
 from .base.devices import Aside, Streams, accelerators, on_host
 from .base.errors import WeftError, WireError, entry
+from .call.agree import preparing
+from .call.opening import opened
 from .comm.buckets import reduce_dense
 from .comm.gradients import without_rows
-from .comm.opening import opened
 from .group import process_group
 from .group.group import Group
 from .group.worker import Work

@@ -24,8 +24,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .agree import BODY, agree
 from .base.tensors import as_bytes
+from .call.agree import BODY, agree
 from .group.group import Group
 from .rows import Rows
 from .sparse import last_call

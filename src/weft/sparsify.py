@@ -30,10 +30,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .agree import confess, preparing
 from .base.arguments import in_words, is_a, shown
 from .base.errors import WeftError, entry, summed_up
 from .base.tensors import flattened, plain
+from .call.agree import confess, preparing
 from .comm.buckets import reduce_dense
 from .comm.named import expanded_dims, local
 from .comm.rounding import narrowed

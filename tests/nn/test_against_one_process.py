@@ -14,7 +14,8 @@ import torch
 
 import weft
 from weft import nn
-from weft.nn import executor, handshake
+from weft.call import handshake
+from weft.nn import executor
 from weft.schedules import chain
 from weft.testing import run, spmd
 

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import weft
 from weft import nn
-from weft.nn import handshake
+from weft.call import handshake
 from weft.testing import run, spmd
 
 P = weft.Partition

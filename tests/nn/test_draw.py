@@ -8,10 +8,10 @@ import pytest
 from matplotlib.colors import to_rgba
 
 import weft
-from weft import draw
-from weft.draw import Cell, frames
-from weft.grid import Box, whole
-from weft.plan import Side, between
+from weft.nn import draw
+from weft.nn.draw import Cell, frames
+from weft.nn.grid import Box, whole
+from weft.nn.plan import Side, between
 from weft.testing import run
 
 HALVES = {0: Box((0, 0), (3, 4)), 2: Box((3, 0), (5, 4))}
@@ -82,7 +82,7 @@ def test_pieces_of_a_rank_and_tensors_of_their_own():
     strided = Side(
         {0: (4,), 1: (4,)},
         tuple(
-            weft.plan.Piece(rank, Box((at,), (at + 2,)), (2 * (at > 3),))
+            weft.nn.plan.Piece(rank, Box((at,), (at + 2,)), (2 * (at > 3),))
             for at, rank in ((0, 0), (2, 1), (4, 0), (6, 1))
         ),
     )

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 import weft
 from weft import nn
-from weft.grid import cells
-from weft.nn import handshake
+from weft.call import handshake
+from weft.nn.grid import cells
 from weft.testing import run, spmd
 
 MODES = {"zero": "constant", "periodic": "wrap", "reflect": "reflect"}

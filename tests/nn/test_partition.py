@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 import weft
 from weft import nn
-from weft.grid import Box
+from weft.nn.grid import Box
 from weft.testing import run, spmd
 
 P = weft.Partition

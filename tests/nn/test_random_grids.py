@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import weft
 from weft import nn
-from weft.grid import cells
+from weft.nn.grid import cells
 from weft.testing import run
 
 RANKS = 4

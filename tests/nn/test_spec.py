@@ -9,9 +9,9 @@ import torch
 
 import weft
 from weft import nn
-from weft.grid import whole
 from weft.nn import Layer, Spec
-from weft.plan import Side, between
+from weft.nn.grid import whole
+from weft.nn.plan import Side, between
 from weft.testing import run, spmd
 
 
@@ -61,7 +61,7 @@ def test_a_field_that_differs_is_an_error_on_every_rank(group, rows):
     ("trouble", "text"),
     [
         ("raises", "{0: (2,), 1: (2,), 2: (2,)}: KeyError: 'nobody'"),
-        ("forgets", "plan() gave a NoneType and not a weft.plan.Plan"),
+        ("forgets", "plan() gave a NoneType and not a weft.nn.plan.Plan"),
     ],
 )
 @spmd(3)

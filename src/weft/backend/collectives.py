@@ -16,12 +16,12 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from ..agree import is_direct
 from ..base import _torch
 from ..base.errors import WeftError, summed_up
 from ..base.memory import typed
 from ..base.tensors import flattened, has_elements, is_made_of_others, is_plain, lacking, plain
-from ..comm.opening import opened
+from ..call.agree import is_direct
+from ..call.opening import opened
 from ..comm.parameters import ScatterAllGather
 from ..comm.staging import moved
 from ..group.group import Group

@@ -16,6 +16,9 @@ from torch.nn.parameter import is_lazy
 
 from ._torch import is_wrapped, lacks_address
 
+Shape = tuple[int, ...]
+"""Extents, indices or offsets: one integer for each dimension."""
+
 
 def has_elements(tensor: Tensor) -> bool:
     """Whether a tensor lies somewhere, with strides: no sparse, nested, meta or lazy one does.

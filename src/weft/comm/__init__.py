@@ -3,9 +3,9 @@
 To add one: a file for it, which opens with `opening.opened`, and its line here and in `weft`.
 """
 
+from ..call.attempt import attempt
 from .all_reduce import all_reduce
 from .all_to_all import all_to_all
-from .attempt import attempt
 from .barrier import barrier
 from .clip import clip_grad_norm_, clip_grad_value_
 from .exchange import exchange

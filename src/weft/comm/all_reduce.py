@@ -18,18 +18,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..agree import is_direct, preparing
 from ..base.arguments import shown
 from ..base.devices import is_capturing, on_host
 from ..base.errors import entry, meant
 from ..base.memory import fresh, memory_of
 from ..base.tensors import has_elements, lacking
+from ..call.agree import is_direct, preparing
+from ..call.opening import Mode, opened
 from ..group import default
 from ..kernels.ops import ELSEWHERE, OPS
 from ..schedules import dense, dense_all_reduce
 from ..sparse.request import op_name, travelling, wrong_wire_dtype
 from .differentiable import Linear, apply
-from .opening import Mode, opened
 from .rounding import narrowed
 from .staging import IN_A_GRAPH
 

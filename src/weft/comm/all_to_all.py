@@ -17,15 +17,15 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ..agree import is_direct, preparing
 from ..base.devices import on_host
 from ..base.errors import entry
 from ..base.memory import fresh, memory_of
+from ..call.agree import is_direct, preparing
+from ..call.opening import NO_LIMIT, Mode, opened
 from ..group import default
 from ..group.group import SMALL, Group
 from ..schedules import dense_all_reduce
 from .differentiable import Linear, apply
-from .opening import NO_LIMIT, Mode, opened
 from .staging import moved, number_of_bytes, unsendable, wrong_bytes
 
 _NAME = "all_to_all"

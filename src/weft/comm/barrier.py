@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from ..base.arguments import shown
 from ..base.errors import StillRunning, entry, names
+from ..call.opening import opened
 from ..group import default
 from ..group.group import Group, is_duration
 from ..group.pending import Pending
 from ..group.worker import Work
-from .opening import opened
 
 
 @entry

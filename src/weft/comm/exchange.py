@@ -13,15 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..agree import preparing
 from ..base.arguments import truth
 from ..base.errors import entry
+from ..call.agree import preparing
+from ..call.opening import NO_LIMIT
 from ..group import default
 from ..group.group import Group
 from ..sparse.request import travelling, wrong_wire_dtype
 from .all_to_all import Scatter, check_round, limit_of
 from .differentiable import apply, start
-from .opening import NO_LIMIT
 from .rounding import narrowed
 from .staging import serves, unsendable
 

@@ -18,10 +18,11 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from ..agree import preparing
 from ..base.arguments import shown
 from ..base.errors import WeftError, entry
 from ..base.tensors import shape_in
+from ..call.agree import preparing
+from ..call.opening import NO_LIMIT, ROOM, opened
 from ..group import default
 from ..group.group import Group
 from ..kernels.ops import DTYPES
@@ -30,7 +31,6 @@ from ..sparse.api import job_of
 from ..sparse.request import wrong_wire_dtype
 from .buckets import reduce_dense
 from .named import Manifest, digest, expanded_dims, local, of_module, shard_of, told_by_all
-from .opening import NO_LIMIT, ROOM, opened
 
 NAME = "sync_grads"
 

@@ -23,16 +23,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from ..agree import confess, preparing
 from ..base.devices import Aside
 from ..base.errors import WeftError, entry
+from ..call.agree import confess, preparing
+from ..call.opening import opened
 from ..group import default
 from ..group.group import Group
 from ..group.worker import Work
 from .buckets import BUCKET
 from .gradients import NAME, Synchronised, finish_of, overlapping
 from .named import digest, local, parameters, told_by_all
-from .opening import opened
 from .staging import number_of_bytes, wrong_bytes
 
 _NAME = "overlap_grads"

@@ -19,18 +19,18 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from ..agree import preparing
 from ..base.arguments import root_in, wrong_root
 from ..base.devices import on_host
 from ..base.errors import entry
 from ..base.tensors import as_bytes, plain
+from ..call.agree import preparing
+from ..call.opening import opened
 from ..group import default
 from ..group.group import Group
 from ..group.pending import Pending
 from ..schedules.chain import Chain
 from .buckets import in_buckets
 from .named import digest, expanded_dims, local, of_module, told_by_all
-from .opening import opened
 
 _NAME = "sync_params"
 _CHANNEL = 5  # that no other room uses

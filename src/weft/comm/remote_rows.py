@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from .. import kernels
-from ..agree import preparing
 from ..base.arguments import as_integer, shown, truth
 from ..base.errors import entry
+from ..call.agree import preparing
 from ..group import default
 from ..group.group import Group
 from ..sparse.request import outside, wrong_wire_dtype

@@ -11,8 +11,8 @@ from torch import Tensor
 from ..base.arguments import as_integer, shown
 from ..base.devices import is_capturing
 from ..base.tensors import has_elements, lacking
+from ..call.opening import NO_LIMIT
 from ..group.group import Group
-from .opening import NO_LIMIT
 
 CHANNEL = 3
 IN_A_GRAPH = (

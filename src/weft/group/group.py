@@ -51,7 +51,7 @@ SMALL = 1 << 18
 
 OPENINGS = 1 << 21
 """The channel of what opens a call. On it alone do messages of different groups meet: there ranks
-that are in calls of different groups learn that they are (`weft.agree`)."""
+that are in calls of different groups learn that they are (`weft.call.agree`)."""
 
 _MEMBERS = 64  # bytes of the text of a group's ranks, which travels with every call
 _DIGEST = re.compile(r"\d+ ranks \(digest [0-9a-f]{12}\)")  # of a longer one

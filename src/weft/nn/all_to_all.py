@@ -12,10 +12,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ..base.errors import WeftError
-from ..grid import Shape, balanced
-from ..plan import Plan, between
+from ..base.tensors import Shape
+from .grid import balanced
 from .layer import Layer
 from .partition import Partition, are_grids, integers, normal_dims
+from .plan import Plan, between
 from .slices import Movement, SliceSpec
 from .spec import Spec, checked_lengths, checked_shape, fitting, parts, shards
 

@@ -22,16 +22,15 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from ..agree import preparing
 from ..base._torch import in_forward_mode, is_wrapped
 from ..base.arguments import is_a
 from ..base.devices import is_capturing
 from ..base.errors import WeftError, entry
-from ..base.tensors import as_bytes, in_format_of, plain
-from ..grid import Shape
+from ..base.tensors import Shape, as_bytes, in_format_of, plain
+from ..call.agree import preparing
+from ..call.handshake import Statement, among, handshake, payload_of
 from ..group.group import Group
 from .executor import assemble, execute, has_addition
-from .handshake import Statement, among, handshake, payload_of
 from .spec import Spec, planned
 
 

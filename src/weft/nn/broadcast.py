@@ -16,10 +16,11 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ..base.errors import WeftError
-from ..grid import Box, Shape, ravel, whole
-from ..plan import Plan, Side, between
+from ..base.tensors import Shape
+from .grid import Box, ravel, whole
 from .layer import Layer
 from .partition import Partition, are_grids, normal_dims, same_group
+from .plan import Plan, Side, between
 from .spec import Spec, checked_shape, fitting
 
 

@@ -25,8 +25,7 @@ from torch.fx.node import has_side_effect
 
 from ..base._torch import without_modes
 from ..base.errors import WeftError
-from ..base.tensors import in_format_of
-from ..grid import Shape
+from ..base.tensors import Shape, in_format_of
 from .autograd import Call
 from .layer import Layer
 from .spec import Spec, planned

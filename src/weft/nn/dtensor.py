@@ -31,11 +31,12 @@ from torch import Tensor
 
 from ..base._torch import shard_order
 from ..base.errors import WeftError, entry
-from ..grid import Box, Shape, ravel
-from ..plan import Piece, Plan, Side, between
+from ..base.tensors import Shape
+from ..call.handshake import Statement, handshake
 from .autograd import Call, Moved, anchor_of, outside
-from .handshake import Statement, handshake
+from .grid import Box, ravel
 from .partition import Partition
+from .plan import Piece, Plan, Side, between
 from .spec import CheckedLengths, Lengths, Spec, checked_lengths, cut, fitting, shards
 
 if TYPE_CHECKING:

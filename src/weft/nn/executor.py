@@ -25,14 +25,14 @@ from torch import Tensor
 
 from ..base.devices import on_host
 from ..base.memory import fresh, typed
-from ..grid import Box
+from ..call.handshake import among
 from ..group.group import Group
 from ..group.pending import Pending
-from ..plan import Local, Plan, Write
 from ..schedules import dense_all_reduce
 from ..schedules.chain import Chain
 from ..wire.interface import Lease
-from .handshake import among
+from .grid import Box
+from .plan import Local, Plan, Write
 
 _CHANNEL = 8  # that no other room uses
 DIRECT = 64 << 10  # bytes of a rank's tensor up to which every plan goes by direct messages

@@ -20,10 +20,11 @@ from itertools import product
 from typing import Any, Literal, get_args
 
 from ..base.errors import WeftError
-from ..grid import Box, Shape
-from ..plan import Piece, Plan, Side, between
+from ..base.tensors import Shape
+from .grid import Box
 from .layer import Layer
 from .partition import Partition, are_grids
+from .plan import Piece, Plan, Side, between
 from .spec import Spec, checked_shape, evenly, fitting, shards
 
 Boundary = Literal["zero", "periodic", "reflect"]

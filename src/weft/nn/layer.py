@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from ..base.errors import WeftError
-from ..plan import Plan
 from .autograd import applied
 from .partition import lengths_of
+from .plan import Plan
 from .spec import Spec, planned
 
 

@@ -24,12 +24,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .. import grid
 from ..base import notebook
 from ..base.errors import WeftError, entry
-from ..grid import Box, Shape
+from ..base.tensors import Shape
 from ..group import default
 from ..group.group import Group
+from . import grid
+from .grid import Box
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ..grid import Shape
-from ..plan import Plan, between
+from ..base.tensors import Shape
 from .layer import Layer
 from .partition import Partition, are_grids, same_group
+from .plan import Plan, between
 from .spec import (
     CheckedLengths,
     Lengths,

@@ -13,10 +13,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal, NamedTuple
 
-from ..grid import Box, Shape, whole
-from ..plan import Plan, between
+from ..base.tensors import Shape
+from .grid import Box, whole
 from .layer import Layer
 from .partition import Partition, are_grids, normal_dims
+from .plan import Plan, between
 from .spec import (
     CheckedLengths,
     Lengths,

@@ -19,9 +19,10 @@ from dataclasses import dataclass, field, fields, replace
 from typing import ClassVar
 
 from ..base.errors import WeftError
-from ..grid import Box, Shape, balanced
-from ..plan import Plan
+from ..base.tensors import Shape
+from .grid import Box, balanced
 from .partition import Partition, lengths_of
+from .plan import Plan
 
 Lengths = Sequence[Sequence[int] | None] | None
 """For each dimension the lengths of the parts that it is cut into; None: balanced."""
@@ -192,7 +193,7 @@ def _planned(spec: Spec, shapes: tuple[tuple[int, Shape], ...]) -> Plan:
             )
     plan = spec.plan(found)
     if not isinstance(plan, Plan):
-        raise TypeError(f"plan() gave a {type(plan).__name__} and not a weft.plan.Plan")
+        raise TypeError(f"plan() gave a {type(plan).__name__} and not a weft.nn.plan.Plan")
     return plan
 
 

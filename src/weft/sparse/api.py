@@ -11,10 +11,10 @@ from typing import Any, Literal, overload
 
 import torch
 
-from ..agree import preparing
 from ..base.arguments import truth
 from ..base.devices import Aside
 from ..base.errors import untransformed
+from ..call.agree import preparing
 from ..group import default
 from ..group.group import Group
 from ..group.worker import Work

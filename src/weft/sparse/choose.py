@@ -30,8 +30,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from ..agree import DIRECT
 from ..base.errors import WeftError
+from ..call.agree import DIRECT
 from .header import Header
 from .registry import ALGORITHMS, find
 from .sizes import Sizes

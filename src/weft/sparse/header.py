@@ -22,8 +22,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from .. import kernels
-from ..agree import BODY
 from ..base.memory import memory_of, typed
+from ..call.agree import BODY
 from ..kernels import Survey
 from ..rows import Rows
 from .rate import GUESS, MOST

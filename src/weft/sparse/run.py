@@ -18,10 +18,10 @@ from typing import Any
 import torch
 
 from .. import kernels
-from ..agree import Agreement, agree, confess, is_direct
 from ..base.devices import current, on_host
 from ..base.errors import WeftError
 from ..base.tensors import dtype_in, shape_in
+from ..call.agree import Agreement, agree, confess, is_direct
 from ..group.group import Group
 from ..rows import Rows
 from .call import Call, row_bytes

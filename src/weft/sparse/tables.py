@@ -29,11 +29,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from .. import kernels
-from ..agree import BODY, agree, confess, is_direct, opening_rounds
 from ..base.devices import on_host
 from ..base.errors import WeftError
 from ..base.memory import fresh
 from ..base.tensors import as_bytes, extent, has_elements, shape_in
+from ..call.agree import BODY, agree, confess, is_direct, opening_rounds
 from ..group.group import Group
 from ..rows import Rows
 from . import explanation, run

@@ -22,8 +22,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ...agree import DIRECT
 from ...base.memory import typed
+from ...call.agree import DIRECT
 from ...rows import Rows
 from ..call import Call
 from ..local_rows import LocalRows

@@ -21,10 +21,10 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from ...agree import is_direct, preparing
 from ...base.arguments import truth
 from ...base.devices import Aside
 from ...base.errors import untransformed
+from ...call.agree import is_direct, preparing
 from ...group import default
 from ...group.group import Group
 from ...group.worker import Work

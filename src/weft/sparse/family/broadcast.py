@@ -10,11 +10,11 @@ from typing import Any, Literal, overload
 
 import torch
 
-from ...agree import is_direct, preparing
 from ...base.arguments import root_in, truth
 from ...base.devices import Aside, current
 from ...base.errors import untransformed
 from ...base.tensors import has_elements, shape_in
+from ...call.agree import is_direct, preparing
 from ...group import default
 from ...group.worker import Work
 from ...rows import Rows

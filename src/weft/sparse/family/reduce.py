@@ -19,11 +19,11 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from ...agree import preparing
 from ...base.arguments import root_in, truth
 from ...base.devices import Aside
 from ...base.errors import untransformed
 from ...base.memory import typed
+from ...call.agree import preparing
 from ...group import default
 from ...group.worker import Work
 from ...rows import Rows

@@ -20,7 +20,7 @@ from ..partition import MPIPartition, grids_of, nobody, paired
 from .module import Module
 
 if TYPE_CHECKING:
-    from weft.plan import Plan
+    from weft.nn.plan import Plan
 
 Overlap = tuple[tuple[slice, ...] | None, tuple[int, ...] | None, int | str | None]
 """Slices of this worker's tensor, their shape, and the worker that has them on the other side."""

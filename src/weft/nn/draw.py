@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import combinations, pairwise, product
 from typing import TYPE_CHECKING
 
-from .base.errors import WeftError
+from ..base.errors import WeftError
 from .grid import Box, whole
 
 if TYPE_CHECKING:
@@ -66,8 +66,8 @@ def frames(plan: Plan) -> tuple[list[Frame], list[Frame]]:
         WeftError: there is nothing to be seen.
 
     Example:
-        >>> from weft.grid import Box
-        >>> from weft.plan import between
+        >>> from weft.nn.grid import Box
+        >>> from weft.nn.plan import between
         >>> plan = between({0: Box((0,), (3,)), 1: Box((3,), (5,))}, {1: Box((0,), (5,))})
         >>> (have,), (get,) = frames(plan)
         >>> [cell.ranks for cell in get.cells], get.title

@@ -33,11 +33,11 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from .base.arguments import in_words, printable
-from .base.errors import WeftError, WireError
-from .failure.verdict import NAMED, crossed, differing
-from .group.group import OPENINGS, SMALL, Group, check_members
-from .group.pending import Pending
+from ..base.arguments import in_words, printable
+from ..base.errors import WeftError, WireError
+from ..failure.verdict import NAMED, crossed, differing
+from ..group.group import OPENINGS, SMALL, Group, check_members
+from ..group.pending import Pending
 
 T = TypeVar("T")
 

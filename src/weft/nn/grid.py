@@ -14,8 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise, product
 
-Shape = tuple[int, ...]
-"""Extents, indices or offsets: one integer for each dimension."""
+from ..base.tensors import Shape
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar, cast
 
-from ..agree import confess, preparing
 from ..base.arguments import printable, shown
 from ..base.errors import WeftError, entry
 from ..group import default
+from .agree import confess, preparing
 
 T = TypeVar("T")
 

@@ -1,6 +1,6 @@
 """The opening exchange of every call in this room.
 
-Beside the fingerprint and the error of `weft.agree`, a rank states whether its tensors record
+Beside the fingerprint and the error of `weft.call.agree`, a rank states whether its tensors record
 gradients, whether it is under `torch.no_grad()`, a limit of bytes to move at once, and a digest of
 something that may differ. These combine by minima, however many ranks there are. A call may add
 bytes of its own (a mask, a small payload): if statements are direct, each rank gets those of every
@@ -19,10 +19,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..agree import BODY, Agreement, Private, agree
 from ..base.errors import WeftError
 from ..group.group import Group
 from ..group.pending import Pending
+from .agree import BODY, Agreement, Private, agree
 
 NO_LIMIT = (1 << 63) - 1
 """The limit of a rank that has none."""

@@ -18,8 +18,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
+from ..base.tensors import Shape
 from .draw import drawn
-from .grid import Box, Shape, whole
+from .grid import Box, whole
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -184,7 +185,7 @@ class Plan:
         want: the tensors it makes.
 
     Example:
-        >>> from weft.grid import Box
+        >>> from weft.nn.grid import Box
         >>> plan = between({0: Box((0,), (3,)), 1: Box((3,), (5,))}, {1: Box((0,), (5,))})
         >>> for move in plan.moves:
         ...     print(move.source, move.take.start, move.destination, move.put.start)
@@ -279,7 +280,7 @@ class Plan:
             WeftError: matplotlib is not there, or no rank has or wants a tensor.
 
         Example:
-            >>> from weft.grid import Box, whole
+            >>> from weft.nn.grid import Box, whole
             >>> shards = {0: Box((0,), (2,)), 1: Box((2,), (4,))}
             >>> plan = between(shards, dict.fromkeys(range(2), whole((4,))))
             >>> [axes.get_title() for axes in plan.draw().axes]
@@ -302,7 +303,7 @@ def between(have: Mapping[int, Box] | Side, want: Mapping[int, Box] | Side) -> P
         want: for each rank the box that it is to get; where no rank has anything, zeros.
 
     Example:
-        >>> from weft.grid import whole
+        >>> from weft.nn.grid import whole
         >>> everything = {rank: whole((4,)) for rank in range(3)}
         >>> between(everything, everything).hint
         'all_reduce'

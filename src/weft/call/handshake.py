@@ -1,7 +1,7 @@
 """The handshake of every call of a layer: every rank that takes part learns what all pass.
 
 Each rank states the shape and dtype of its tensor, whether it needs a gradient, and what is wrong
-with its arguments (`weft.agree`). This happens in every call, also if `shape=` is given: if one
+with its arguments (see `agree`). This happens in every call, also if `shape=` is given: if one
 rank passed another shape than promised, the others would hang otherwise. Tensors on the host of up
 to `EAGER` bytes are sent with the statement, if at most 16 ranks take part; if all tensors are so
 small, nothing more is sent.
@@ -17,12 +17,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..agree import BODY, DIRECT, agree
 from ..base.devices import on_host
 from ..base.errors import WeftError
-from ..base.tensors import as_bytes, dtype_in, plain
-from ..grid import Shape
+from ..base.tensors import Shape, as_bytes, dtype_in, plain
 from ..group.group import Group
+from .agree import BODY, DIRECT, agree
 
 EAGER = 4 << 10
 """Bytes of a tensor that may be sent in the handshake, at most."""
