@@ -33,8 +33,8 @@ from rich.table import Table
 
 import weft
 from weft.cli.bench.cases import CASES, Case, indices, values
-from weft.rows import Rows
 from weft.sparse import ALGORITHMS
+from weft.sparse.rows import Rows
 from weft.testing import processes
 
 SPARE = 64 << 20

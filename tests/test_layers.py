@@ -41,7 +41,7 @@ CALLERS = (
     "bootstrap/",
     "nn/dtensor.py",
     "nn/mesh.py",
-    "sharded/checkpoints.py",
+    "nn/sharded/checkpoints.py",
     "base/_torch.py",
 )
 

@@ -29,7 +29,6 @@ if _typing.TYPE_CHECKING:
     from .nn import plan
     from .nn.partition import Partition
     from .records.listeners import CallStats, on_call
-    from .rows import Rows
     from .sparse import (
         algorithm,
         explain,
@@ -39,6 +38,7 @@ if _typing.TYPE_CHECKING:
         sparse_reduce,
         sparse_reduce_scatter,
     )
+    from .sparse.rows import Rows
     from .sparsify import sync_sparsified
     from .wire.interface import Wire
     from .wire.registry import register_wire
@@ -97,7 +97,7 @@ _ROOMS = ("ddp", "kernels", "nn", "schedules", "sparse", "testing", "trainers", 
 _MODULES = {**{name: name for name in _ROOMS}, "plan": "nn.plan"}
 _HOMES = {
     "Partition": "nn.partition",
-    "Rows": "rows",
+    "Rows": "sparse.rows",
     "Group": "group.group",
     "Wire": "wire.interface",
     "register_wire": "wire.registry",

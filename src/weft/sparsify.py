@@ -40,11 +40,11 @@ from .comm.rounding import narrowed
 from .comm.staging import unsendable
 from .group import default, process_group
 from .group.group import Group
-from .rows import Rows
 from .selection import mean_of_largest
 from .sparse import Record, last_call
 from .sparse.api import job_of_one
 from .sparse.request import Request, travelling
+from .sparse.rows import Rows
 
 _log = logging.getLogger("weft")
 _NAME = "sync_sparsified"

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import weft
-from weft.rows import Rows
+from weft.sparse.rows import Rows
 from weft.testing import spmd
 from weft.testing.oracle import expected
 

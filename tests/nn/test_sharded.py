@@ -20,7 +20,7 @@ from torch.nn.utils.prune import random_unstructured
 from torch.utils.checkpoint import checkpoint
 
 import weft
-from weft.sharded import tables as sharded_tables
+from weft.nn.sharded import tables as sharded_tables
 from weft.testing import processes, run, spmd
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # torch's own, of Adagrad

@@ -5,9 +5,6 @@ transpose is the backward pass. `weft.nn.functional` has each of them as a funct
 tables whose rows are cut over the ranks (`ShardedEmbedding` and its siblings) use no partition.
 """
 
-import importlib as _importlib
-import typing as _typing
-
 from . import functional
 from .all_gather import AllGather, ReduceScatter
 from .all_sum_reduce import AllSumReduce
@@ -19,18 +16,16 @@ from .layer import Layer
 from .partition import Partition
 from .repartition import Repartition
 from .scatter import Gather, Scatter
+from .sharded import (
+    ShardedEmbedding,
+    ShardedEmbeddingBag,
+    load_sharded_state,
+    shard_embeddings,
+    sharded_lookup,
+    sharded_state,
+)
 from .spec import Spec
 from .zero_volume import ZeroVolumeCorrector, zero_volume_tensor
-
-if _typing.TYPE_CHECKING:
-    from ..sharded import (
-        ShardedEmbedding,
-        ShardedEmbeddingBag,
-        load_sharded_state,
-        shard_embeddings,
-        sharded_lookup,
-        sharded_state,
-    )
 
 __all__ = [
     "AllGather",
@@ -58,11 +53,3 @@ __all__ = [
     "to_dtensor",
     "zero_volume_tensor",
 ]
-
-
-def __getattr__(name: str) -> _typing.Any:
-    """Import the sharded tables at their first use: `weft.sharded` may import this package."""
-    if name not in __all__:
-        raise AttributeError(f"module 'weft.nn' has no attribute {name!r}")
-    found = globals()[name] = getattr(_importlib.import_module("..sharded", __name__), name)
-    return found

@@ -36,9 +36,9 @@ from ..base.memory import fresh, typed
 from ..base.tensors import as_bytes, has_elements, lacking, overlapping
 from ..group.group import Group
 from ..kernels.ops import OPS, Op
-from ..rows import Rows
 from .header import Header
 from .out import Out, Pair, checked
+from .rows import Rows
 from .sizes import Sizes
 
 _TAIL = 1 << 12  # at most so many numbers are widened through a copy, not in place

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..rows import Rows
+from .rows import Rows
 
 Pair = tuple[Tensor, Tensor]
 """Indices and values."""

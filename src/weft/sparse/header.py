@@ -25,8 +25,8 @@ from .. import kernels
 from ..base.memory import memory_of, typed
 from ..call.agree import BODY
 from ..kernels import Survey
-from ..rows import Rows
 from .rate import GUESS, MOST
+from .rows import Rows
 
 POINTS = 128
 """Points of one rank."""

@@ -18,9 +18,9 @@ from .. import kernels
 from ..base.memory import Pool, typed
 from ..kernels import Distinct
 from ..kernels.ops import OPS, Op
-from ..rows import Rows
 from ..wire.interface import Lease
 from .header import shares
+from .rows import Rows
 
 
 class LocalRows:

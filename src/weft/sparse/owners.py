@@ -23,11 +23,11 @@ from torch import Tensor
 
 from .. import kernels
 from ..group.pending import Pending
-from ..rows import Rows
 from ..wire.interface import Send
 from .call import Call
 from .header import Header, Longs
 from .local_rows import LocalRows, slices_between
+from .rows import Rows
 from .stream import (
     VALUES,
     Source,

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from ..base.arguments import in_words, shown
 from ..base.errors import WeftError, meant, summed_up, there_are
-from ..rows import Rows
+from .rows import Rows
 from .sizes import Sizes
 
 if TYPE_CHECKING:

@@ -22,10 +22,10 @@ from ..base.devices import is_capturing, on_host
 from ..base.errors import WeftError, meant, summed_up
 from ..base.tensors import has_elements, is_made_of_others, is_transformed, lacking, plain
 from ..kernels.ops import ELSEWHERE, HALVES, OPS, Op
-from ..rows import Rows
 from . import rate, registry
 from .header import POINTS
 from .out import Out, checked
+from .rows import Rows
 
 NOTHING = Rows(
     torch.empty(0, dtype=torch.int64, device="cpu"),

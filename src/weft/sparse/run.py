@@ -23,7 +23,6 @@ from ..base.errors import WeftError
 from ..base.tensors import dtype_in, shape_in
 from ..call.agree import Agreement, agree, confess, is_direct
 from ..group.group import Group
-from ..rows import Rows
 from .call import Call, row_bytes
 from .choose import chosen, is_eager
 from .explanation import Explanation, explanation
@@ -33,6 +32,7 @@ from .rate import GUESS, learn, stated, suited
 from .record import note
 from .registry import ALONE, EAGER, find
 from .request import Request, travelling
+from .rows import Rows
 from .sizes import Sizes
 
 

@@ -36,10 +36,10 @@ from ..base.errors import WireError
 from ..base.memory import typed
 from ..group.group import SMALL, Group
 from ..group.pending import Pending
-from ..rows import Rows
 from ..wire.interface import Lease
 from . import codec
 from .call import Call
+from .rows import Rows
 from .sizes import Sizes
 
 T = TypeVar("T")

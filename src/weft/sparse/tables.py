@@ -35,7 +35,6 @@ from ..base.memory import fresh
 from ..base.tensors import as_bytes, extent, has_elements, shape_in
 from ..call.agree import BODY, agree, confess, is_direct, opening_rounds
 from ..group.group import Group
-from ..rows import Rows
 from . import explanation, run
 from .call import Call
 from .explanation import Batch, Explanation
@@ -43,6 +42,7 @@ from .header import NO_LIMIT, POINTS
 from .record import note
 from .registry import ALONE, EAGER
 from .request import NOTHING, Request
+from .rows import Rows
 
 NAME = "sparse_all_reduce of a list"
 

@@ -25,10 +25,10 @@ from ..base.errors import WeftError, WireError, there_are
 from ..bootstrap.outcome import results
 from ..group.group import Group
 from ..kernels.ops import DTYPES, OPS
-from ..rows import Rows
 from ..sparse import ALGORITHMS, Algorithm, Sizes, last_call
 from ..sparse.rate import MOST, set_rate
 from ..sparse.registry import find
+from ..sparse.rows import Rows
 from . import threads
 from .clauses import Outcome, asked_for, raise_if_broken, title_of, tried
 from .oracle import expected

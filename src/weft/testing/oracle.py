@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.ops import HALVES, OPS
-from ..rows import Rows
+from ..sparse.rows import Rows
 
 
 def expected(

@@ -15,10 +15,10 @@ import torch
 
 from ..base.errors import WeftError
 from ..group.group import Group
-from ..rows import Rows
 from ..sparse import run
 from ..sparse.registry import ALGORITHMS
 from ..sparse.request import Request
+from ..sparse.rows import Rows
 from ..sparse.sizes import Sizes
 from ..sparse.traffic import Traffic
 from ..wire.link import Link

@@ -23,10 +23,10 @@ from torch import Tensor
 
 from ... import kernels
 from ...base.memory import typed
-from ...rows import Rows
 from ..call import Call
 from ..local_rows import LocalRows
 from ..registry import algorithm
+from ..rows import Rows
 from ..sizes import Sizes
 from ..traffic import Traffic
 

@@ -24,10 +24,10 @@ from torch import Tensor
 
 from ...base.memory import typed
 from ...call.agree import DIRECT
-from ...rows import Rows
 from ..call import Call
 from ..local_rows import LocalRows
 from ..registry import algorithm
+from ..rows import Rows
 from ..sizes import Sizes
 from ..stream import (
     VALUES,

@@ -42,13 +42,13 @@ from ... import kernels
 from ...base.memory import typed
 from ...group.pending import Pending
 from ...kernels import Shares
-from ...rows import Rows
 from ...wire.interface import Lease
 from ..call import Call
 from ..header import Longs
 from ..local_rows import LocalRows
 from ..registry import algorithm
 from ..relay import Relay, relay_memory, relay_rows
+from ..rows import Rows
 from ..sizes import Sizes
 from ..stream import (
     SUMS,

@@ -19,12 +19,12 @@ from torch import Tensor
 
 from ... import kernels
 from ...base.memory import typed
-from ...rows import Rows
 from ...schedules import dense_all_reduce
 from ...schedules.dense import messages, received_bytes
 from ..call import Call
 from ..local_rows import LocalRows
 from ..registry import algorithm
+from ..rows import Rows
 from ..sizes import Sizes
 from ..stream import all_gather_lists, united
 from ..traffic import Sent, Traffic, of_list, together

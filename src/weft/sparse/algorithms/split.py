@@ -48,7 +48,6 @@ from __future__ import annotations
 from torch import Tensor
 
 from ...base.memory import typed
-from ...rows import Rows
 from .. import stages
 from ..call import Call
 from ..header import Header
@@ -62,6 +61,7 @@ from ..owners import (
     spans,
 )
 from ..registry import algorithm
+from ..rows import Rows
 from ..sizes import Sizes
 from ..stream import Share
 from ..traffic import Traffic, of_list, of_ring, of_rows, together

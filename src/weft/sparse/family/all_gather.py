@@ -28,11 +28,11 @@ from ...call.agree import is_direct, preparing
 from ...group import default
 from ...group.group import Group
 from ...group.worker import Work
-from ...rows import Rows
 from ..forms import Form, Place
 from ..record import started
 from ..registry import ALONE, EAGER
 from ..request import Request
+from ..rows import Rows
 from ..run import Opened, performed
 from ..stream import LISTS, VALUES, Ring, consecutive, wrong_list
 

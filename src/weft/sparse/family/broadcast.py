@@ -17,10 +17,10 @@ from ...base.tensors import has_elements, shape_in
 from ...call.agree import is_direct, preparing
 from ...group import default
 from ...group.worker import Work
-from ...rows import Rows
 from ..forms import AnyForm, Form, Place
 from ..record import started
 from ..request import NOTHING, Request
+from ..rows import Rows
 from ..run import Opened, performed
 from .all_gather import joined
 

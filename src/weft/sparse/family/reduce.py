@@ -26,7 +26,6 @@ from ...base.memory import typed
 from ...call.agree import preparing
 from ...group import default
 from ...group.worker import Work
-from ...rows import Rows
 from ..call import Call
 from ..forms import Form, Place, Reduction
 from ..local_rows import LocalRows
@@ -34,6 +33,7 @@ from ..owners import balanced_bounds, reduce_to_owners, spans
 from ..record import started
 from ..registry import ALONE, EAGER
 from ..request import Request
+from ..rows import Rows
 from ..run import Opened, merge_eager, performed
 from ..stream import SUMS, chunks, exchange_lists, in_rank_order, lay_out
 

@@ -21,7 +21,6 @@ from ...call.agree import preparing
 from ...group import default
 from ...group.group import Group
 from ...group.worker import Work
-from ...rows import Rows
 from ..forms import Form, Place, Reduction
 from ..header import Header
 from ..local_rows import slices_between
@@ -29,6 +28,7 @@ from ..owners import balanced_bounds, reduce_to_owners
 from ..record import started
 from ..registry import ALONE, EAGER
 from ..request import Request
+from ..rows import Rows
 from ..run import Opened, merge_eager, performed
 
 _NAME = "sparse_reduce_scatter"

@@ -1,8 +1,4 @@
-"""Embedding tables that are cut by rows over the ranks of a group, and their checkpoints.
-
-Users find the public names in `weft.nn`. The code is here, because it imports `weft.comm`, which
-`weft.nn` may not import.
-"""
+"""Embedding tables that are cut by rows over the ranks of a group, and their checkpoints."""
 
 from .checkpoints import load_sharded_state, sharded_state
 from .tables import (

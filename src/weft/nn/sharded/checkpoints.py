@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..base.errors import WeftError
+from ...base.errors import WeftError
 from .tables import ShardedTable
 
 Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]

@@ -33,19 +33,19 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
-from .. import kernels
-from ..base._torch import profiled
-from ..base.arguments import in_words
-from ..base.errors import WeftError, entry, summed_up
-from ..comm.all_to_all import Scatter
-from ..comm.differentiable import apply
-from ..comm.named import Cut
-from ..comm.staging import unsendable
-from ..group import default
-from ..group.group import Group
-from ..kernels.ops import OPS
-from ..nn.mesh import as_shard
-from ..nn.partition import Partition
+from ... import kernels
+from ...base._torch import profiled
+from ...base.arguments import in_words
+from ...base.errors import WeftError, entry, summed_up
+from ...comm.all_to_all import Scatter
+from ...comm.differentiable import apply
+from ...comm.named import Cut
+from ...comm.staging import unsendable
+from ...group import default
+from ...group.group import Group
+from ...kernels.ops import OPS
+from ..mesh import as_shard
+from ..partition import Partition
 
 _NAME = "sharded_lookup"
 _SPELLED = 500  # characters of a fingerprint that tell what tables there are; above, a digest

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .base.errors import WeftError
+from ..base.errors import WeftError
 
 
 @dataclass(frozen=True, slots=True, eq=False)
