@@ -32,6 +32,8 @@ from weft.base.errors import Error, WeftError, WireError
 from weft.bootstrap.init import init
 from weft.bootstrap.local import launch
 from weft.comm import sync_grads
+from weft.ddp import backward, registration
+from weft.ddp import state as of_models
 from weft.group import process_group
 from weft.group.group import Group
 from weft.schedules import dense
@@ -312,7 +314,7 @@ def test_a_gradient_that_shares_memory_with_another_is_reduced_apart() -> None:
 
 @trained(2)
 def test_a_result_is_not_copied_into_its_gradient() -> None:
-    job_of, results = ddp.job_of, []
+    job_of, results = backward.job_of, []
 
     def remember(*args: Any) -> Any:
         job = job_of(*args)
@@ -321,7 +323,7 @@ def test_a_result_is_not_copied_into_its_gradient() -> None:
     model = DistributedDataParallel(nn.EmbeddingBag(VOCABULARY, WIDTH, sparse=True))
     ddp.register(model)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ddp, "job_of", remember)
+        patch.setattr(backward, "job_of", remember)
         for _ in range(2):
             model.zero_grad()
             model(words(0)).sum().backward()
@@ -522,7 +524,7 @@ def failing_after_its_last_bucket(how: int, by: str) -> None:
             return future
 
         if by == "backward":
-            ddp.hook = hook
+            registration.hook = hook
             ddp.register(wrapped)
         else:  # the hook knows nothing of the model
             kind = RuntimeError
@@ -605,7 +607,7 @@ def test_a_model_that_is_not_wrapped_is_left_alone_in_a_group_of_one() -> None:
 
 
 def test_a_model_that_is_not_wrapped_is_left_alone_without_a_group(monkeypatch, caplog) -> None:
-    ddp.say_alone.cache_clear()
+    registration.say_alone.cache_clear()
     table = nn.EmbeddingBag(9, 2, sparse=True)
     check_alone(table)
     ddp.register(table)
@@ -832,7 +834,7 @@ def test_on_an_accelerator_a_dense_gradient_is_this_ranks_own_after_an_error() -
         model = DistributedDataParallel(nn.Linear(3, 2), gradient_as_bucket_view=views)
         ddp.register(model)
         with as_device(), pytest.MonkeyPatch.context() as patch:
-            patch.setattr(ddp, "fast_all_reduce", refuse)
+            patch.setattr(of_models, "fast_all_reduce", refuse)
             with pytest.raises(WeftError, match="not now"):
                 model(torch.ones(1, 3)).sum().mul(1 + dist.get_rank()).backward()
         assert model.module.weight.grad.eq(1 + dist.get_rank()).all()

@@ -19,11 +19,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import weft
-from weft import sparsify
 from weft.base.errors import WeftError, WireError
-from weft.ddp import TopK, topk_hook
+from weft.ddp import TopK, sparsify, topk_hook
+from weft.ddp.sparsify import entries_to_send, largest_entries
 from weft.group.group import Group
-from weft.sparsify import entries_to_send, largest_entries
 from weft.testing import run, simulated, spmd
 from weft.wire.link import Link
 

@@ -24,6 +24,7 @@ if _typing.TYPE_CHECKING:
     from .comm.overlap import overlap_grads
     from .comm.parameters import sync_params
     from .comm.remote_rows import RemoteRows, remote_rows
+    from .ddp.sparsify import sync_sparsified
     from .group.group import Group
     from .group.worker import Work
     from .nn import plan
@@ -39,7 +40,6 @@ if _typing.TYPE_CHECKING:
         sparse_reduce_scatter,
     )
     from .sparse.rows import Rows
-    from .sparsify import sync_sparsified
     from .wire.interface import Wire
     from .wire.registry import register_wire
 
@@ -101,7 +101,7 @@ _HOMES = {
     "Group": "group.group",
     "Wire": "wire.interface",
     "register_wire": "wire.registry",
-    "sync_sparsified": "sparsify",
+    "sync_sparsified": "ddp.sparsify",
     **dict.fromkeys(("Error", "StillRunning", "WeftError", "WireError"), "base.errors"),
     **dict.fromkeys(("config", "init", "shutdown"), "bootstrap.init"),
     **dict.fromkeys(("CallStats", "on_call"), "records.listeners"),

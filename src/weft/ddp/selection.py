@@ -24,14 +24,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .base.tensors import as_bytes
-from .call.agree import BODY, agree
-from .group.group import Group
-from .sparse import last_call
-from .sparse.family import all_gather, reduce_scatter
-from .sparse.record import note
-from .sparse.request import Request
-from .sparse.rows import Rows
+from ..base.tensors import as_bytes
+from ..call.agree import BODY, agree
+from ..group.group import Group
+from ..sparse import last_call
+from ..sparse.family import all_gather, reduce_scatter
+from ..sparse.record import note
+from ..sparse.request import Request
+from ..sparse.rows import Rows
 
 _EAGER_RANKS = 3  # up to which entries may go to all with the opening exchange, in 2k words each
 _LONG = 8  # bits of a digit, for fewer exchanges

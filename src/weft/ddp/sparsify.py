@@ -30,21 +30,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .base.arguments import in_words, is_a, shown
-from .base.errors import WeftError, entry, summed_up
-from .base.tensors import flattened, plain
-from .call.agree import confess, preparing
-from .comm.buckets import reduce_dense
-from .comm.named import expanded_dims, local
-from .comm.rounding import narrowed
-from .comm.staging import unsendable
-from .group import default, process_group
-from .group.group import Group
+from ..base.arguments import in_words, is_a, shown
+from ..base.errors import WeftError, entry, summed_up
+from ..base.tensors import flattened, plain
+from ..call.agree import confess, preparing
+from ..comm.buckets import reduce_dense
+from ..comm.named import expanded_dims, local
+from ..comm.rounding import narrowed
+from ..comm.staging import unsendable
+from ..group import default, process_group
+from ..group.group import Group
+from ..sparse import Record, last_call
+from ..sparse.api import job_of_one
+from ..sparse.request import Request, travelling
+from ..sparse.rows import Rows
 from .selection import mean_of_largest
-from .sparse import Record, last_call
-from .sparse.api import job_of_one
-from .sparse.request import Request, travelling
-from .sparse.rows import Rows
 
 _log = logging.getLogger("weft")
 _NAME = "sync_sparsified"

@@ -1,0 +1,148 @@
+"""The state of the hook, of which each model has one."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .. import kernels
+from ..base.devices import on_host
+from ..call.agree import preparing
+from ..call.opening import opened
+from ..comm.buckets import reduce_dense
+from ..group import process_group
+from ..group.group import Group
+from ..schedules import fast_all_reduce
+from ..sparse import Record
+from ..sparse.request import travelling, wrong_wire_dtype
+from .step import Step
+
+NAME = "ddp.register"
+_KEPT = 256  # records
+_NOT_COPIED = ("_handle", "joined", "outermost", "step")  # what a copy of a State does not have
+_log = logging.getLogger("weft")
+
+
+def no_backward() -> None:
+    """In place of a reference to what a backward keeps: there is none."""
+
+
+class State:
+    """The state of `hook`, one for each model; `register` makes it.
+
+    It can be copied and pickled. A copy has neither the group nor calls that are running: its group
+    is torch.distributed's default group, and its first use is collective among all ranks of that.
+
+    Attributes:
+        calls: records (`weft.sparse.Record`) of the last sparse calls, oldest first, at most 256.
+            Tables whose buckets follow one another share a call.
+    """
+
+    def __init__(
+        self,
+        group: Group | dist.ProcessGroup | None = None,
+        algorithm: str = "auto",
+        wire_dtype: torch.dtype | None = None,
+    ) -> None:
+        """
+        Args:
+            group: the model's group; None: torch.distributed's default group.
+            algorithm: of `weft.sparse_all_reduce`.
+            wire_dtype: the dtype in which gradients of wider floating-point dtypes are sent, dense
+                and sparse; None: their own. It must be the same on every rank; weft compares it
+                once.
+        """
+        self._handle = group
+        self.joined: Group | None = None  # the group as weft's, once the first use has made it
+        self.algorithm = algorithm
+        self._wire_dtype = wire_dtype
+        self.error: str | None = None  # what is wrong with the model
+        # DistributedDataParallel reduces which parameters were used at the end of each backward
+        self.finds_unused = False
+        self.calls: deque[Record] = deque(maxlen=_KEPT)
+        self.step: Step | None = None  # that is under way
+        # what the outermost backward keeps to raise errors at its end: gone if that was given up
+        self.outermost: Callable[[], object] = no_backward
+        self.is_told_of = False  # what the first step carried
+        self.unlike: str | None = None  # what is wrong with the kind of a gradient
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self._handle not in (None, dist.group.WORLD):
+            _log.warning("a copy of a %s is of the default group", type(self).__name__)
+        return {name: each for name, each in vars(self).items() if name not in _NOT_COPIED}
+
+    def __setstate__(self, kept: dict[str, Any]) -> None:
+        State.__init__(self)
+        vars(self).update(kept)
+
+    @property
+    def wire_dtype(self) -> torch.dtype | None:
+        """The `wire_dtype` that was given. It cannot be changed: no rank may change it alone."""
+        return self._wire_dtype
+
+    @property
+    def group(self) -> Group:
+        """The group as weft's. The first access makes it, which is collective.
+
+        Raises:
+            WeftError: the ranks' states differ, or one is wrong; the same text on every rank.
+        """
+        if self.joined is None:
+            kernels.prepare()
+            given = self._handle
+            group = given if isinstance(given, Group) else process_group.of_group(given)
+            # dense buckets are not compared one by one
+            with preparing(group, NAME):
+                fields, error = self.asked()
+            tell_of(group, fields | {"kind of state": type(self).__name__}, error)
+            self.joined = group
+        return self.joined
+
+    def tell_first(self, step: Step, sent: int) -> None:
+        """Log what weft carries of the model in a step, in which this rank sent so many bytes."""
+        _log.info(
+            "ddp: %s and %s a step, %.0f KB sent by rank %d in the first",
+            _counted(step.sparse, "table"),
+            _counted(step.dense, "dense bucket"),
+            sent / 1e3,
+            self.group.rank,
+        )
+
+    def asked(self) -> tuple[dict[str, str], str | None]:
+        """What must be the same on every rank, and what is wrong with it."""
+        error = self.error or wrong_wire_dtype(self._wire_dtype)
+        return {"wire_dtype": str(self._wire_dtype)}, error
+
+    def reduction(self, bucket: dist.GradBucket) -> Callable[[Group, Tensor], None]:
+        """What reduces a dense bucket, in place, in a call whose turn it is."""
+
+        def reduction(group: Group, gradient: Tensor) -> None:
+            if on_host(gradient):
+                reduce_dense(group, [gradient], "avg", self.wire_dtype)
+                return
+            # divided first: a sum may overflow. Aside: what is not reduced stays this rank's own
+            sent = gradient.div(group.size).to(travelling(gradient.dtype, self.wire_dtype))
+            fast_all_reduce(group.on(gradient.device), sent, "sum").wait()
+            gradient.copy_(sent)
+
+        return reduction
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}{'s' * (number != 1)}"
+
+
+def tell_of(group: Group, fields: dict[str, str], error: str | None) -> None:
+    """Have all ranks say what they were given; raises, on all, what is wrong with it."""
+
+    def job() -> None:
+        with opened(group, NAME, fields, error):
+            return
+
+    group.worker.call(NAME, job)

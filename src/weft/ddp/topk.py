@@ -1,0 +1,188 @@
+"""TopK: the largest entries of gradients are sent, and a rank keeps the others for later."""
+# No postponed annotations here: DistributedDataParallel compares those of the hook with types.
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.futures import Future
+
+from ..group.group import Group
+from .backward import hook
+from .sparsify import Sparsifier
+from .state import State
+from .step import Step
+
+
+class TopK(State):
+    """The state of `topk_hook`, which sends the largest entries of gradients; one for each model.
+
+    Each rank adds a parameter's gradient to the parameter's residual, which it keeps. It sends the
+    fraction `density` of the entries of this sum, those of the largest magnitude, and keeps the
+    others as the new residual (error feedback). `weft.sparse_all_reduce` averages what the ranks
+    sent: an entry is the sum of what ranks sent of it, divided by the number of all ranks; an entry
+    that no rank sent is zero. Every rank gets the same bits.
+
+    Ranks seldom send the same entries, so with many ranks the result fills up. With `total_density`
+    only the largest means are shared, and the others stay in the residuals of who sent them.
+
+    The constructor raises nothing. What is wrong with the settings is raised on every rank at the
+    first use, from `backward()` or `weft.sync_sparsified`.
+
+    Source: Lin et al., "Deep gradient compression" (ICLR 2018, arXiv 1712.01887), sections 3.1 to
+    3.3. For `total_density`: Li and Hoefler, "Near-optimal sparse allreduce for distributed deep
+    learning" (PPoPP'22), where both densities are one number.
+
+    Attributes:
+        calls: records (`weft.sparse.Record`) of the last sparse calls, oldest first, at most 256:
+            one for each bucket of dense gradients in a step, and those of tables with sparse
+            gradients.
+        sparsifier: the settings, and what this rank keeps.
+
+    Example:
+        >>> import torch, weft
+        >>> from torch.nn.parallel import DistributedDataParallel
+        >>> with weft.init():
+        ...     model = DistributedDataParallel(torch.nn.Linear(4, 1, bias=False))
+        ...     state = weft.ddp.TopK(0.25, min_numel=1)
+        ...     model.register_comm_hook(state, weft.ddp.topk_hook)
+        ...     model(torch.tensor([1.0, 8.0, 2.0, 4.0])).backward()
+        ...     model.module.weight.grad, state.state_dict()["residual"]
+        (tensor([[0., 8., 0., 0.]]), {'float32 -1': tensor([1., 0., 2., 4.])})
+    """
+
+    def __init__(
+        self,
+        density: float = 0.01,
+        *,
+        total_density: float | None = None,
+        error_feedback: bool = True,
+        momentum: float = 0.0,
+        warmup_steps: int = 0,
+        min_numel: int = 8192,
+        chunk: int | None = None,
+        wire_dtype: torch.dtype | None = None,
+        group: Group | dist.ProcessGroup | None = None,
+        algorithm: str = "auto",
+    ) -> None:
+        """All but `group` must be the same on every rank; weft compares it.
+
+        Args:
+            density: the fraction of a parameter's entries that a rank sends, above 0. The number of
+                entries is rounded up. Entries that are zero are not sent. With 1 the parameter is
+                sent whole.
+            total_density: None, or the fraction of a parameter's entries that the result has at
+                most, above 0; the number is rounded up. The ranks that own the sums share those of
+                the largest magnitude; of equal ones, those that come first. An entry leaves a
+                rank's residual only if that rank sent it and it is in the result. With both
+                densities equal, for k entries, a rank receives less than 6k words if k is large
+                enough: docs/compression.md has what was counted. Parameters that are sent whole
+                have whole results.
+            error_feedback: whether a rank keeps what it does not send. Without it gradients are
+                biased, and the loss becomes worse.
+            momentum: the factor of momentum correction, from 0, below 1; 0: none. The residual then
+                accumulates velocities instead of gradients, and the velocity of an entry that was
+                sent becomes zero (factor masking). Use SGD without a momentum of its own. It needs
+                `error_feedback`.
+            warmup_steps: the number of steps in which the density falls from 0.25 to `density`, by
+                the same factor from step to step; 0: none. It changes nothing if `density` is 0.25
+                or more. The same is true of `total_density`.
+            min_numel: parameters of fewer entries, such as biases and norms, are sent whole.
+            chunk: None, or a number of entries: the selection is then made in each run of so many
+                consecutive entries of the flattened gradient, the same number in each, as in
+                SparseLoCo (arXiv 2508.15706), which has 4096.
+            wire_dtype: None, or `torch.bfloat16`, `torch.float16` or `torch.float32`: entries of
+                wider dtypes are sent in this dtype. The residual keeps the rounding error of what
+                this rank sends, but not that of the mean, which is rounded, too.
+            group: the model's process group, or a Group; None: torch.distributed's default group.
+            algorithm: of `weft.sparse_all_reduce`: "auto" or a registered name. With
+                `total_density`, which has a schedule of its own, "auto".
+        """
+        super().__init__(group, algorithm, wire_dtype)
+        self.sparsifier = Sparsifier(
+            density,
+            total_density,
+            error_feedback,
+            momentum,
+            warmup_steps,
+            min_numel,
+            chunk,
+            wire_dtype,
+        )
+
+    def state_dict(self) -> dict[str, dict[str, Any]]:
+        """Return what this rank keeps from step to step, for a checkpoint. Each rank has its own.
+
+        Returns:
+            Three dicts, "residual", "velocity" (with `momentum`) and "steps" (how often a parameter
+            was reduced, an int). Their keys name the parameters: by dtype and number, counted from
+            the model's last parameter back ("float32 -1"), or as `weft.sync_sparsified` was given
+            them. Tensors are 1-D, as long as the flattened gradient, in float32 or, for float64, in
+            float64. They are not copies: the next step changes them.
+        """
+        return self.sparsifier.state_dict()
+
+    def load_state_dict(self, state: dict[str, dict[str, Any]]) -> None:
+        """Continue from what `state_dict()` returned on this rank, of the same model; copy it.
+
+        Call it before the first backward, with as many ranks as it was saved on.
+
+        Raises:
+            WeftError: `state` is not what `state_dict()` returns; raised on this rank alone. Later,
+                on every rank, from `backward()`: a residual has not as many entries as its
+                parameter.
+
+        Example:
+            >>> import torch, weft
+            >>> with weft.init():
+            ...     state = weft.ddp.TopK(0.5, min_numel=1)
+            ...     weft.sync_sparsified({"w": torch.tensor([1.0, 8.0])}, state)
+            ...     again = weft.ddp.TopK(0.5, min_numel=1)
+            ...     again.load_state_dict(state.state_dict())
+            >>> again.state_dict()
+            {'residual': {'w': tensor([1., 0.])}, 'velocity': {}, 'steps': {'w': 1}}
+        """
+        self.sparsifier.load_state_dict(state)
+
+    def tell_first(self, step: Step, sent: int) -> None:
+        if self.group.rank == 0:
+            self.sparsifier.tell_if_whole()
+        super().tell_first(step, sent)
+
+    def asked(self) -> tuple[dict[str, str], str | None]:
+        wrong, (settings, error) = super().asked()[1], self.sparsifier.settings()
+        return settings, wrong or error
+
+    def reduction(self, bucket: dist.GradBucket) -> Callable[[Group, Tensor], None]:
+        parameters = bucket.parameters()
+        names = self.sparsifier.names_of(parameters)
+        # complex numbers come as two real ones
+        sizes = [p.numel() * (2 if p.is_complex() else 1) for p in parameters]
+
+        def reduction(group: Group, flat: Tensor) -> None:
+            parts = dict(zip(names, flat.split_with_sizes(sizes), strict=True))
+            error = self.sparsifier.wrong(parts)
+            record = self.sparsifier.reduce(group, parts, self.algorithm, error=error)
+            if record is not None:
+                self.calls.append(record)
+
+        return reduction
+
+
+def topk_hook(state: TopK, bucket: dist.GradBucket) -> Future[Tensor]:
+    """The communication hook that sends sparsified gradients; `TopK` has an example.
+
+    Use it as `ddp_model.register_comm_hook(weft.ddp.TopK(density), weft.ddp.topk_hook)`, on every
+    rank, before the first backward. Gradients that are sparse tensors are sent whole. A model with
+    tables that a batch may leave unused needs `keep_tables_used(model)` too. If a reduction raises
+    a `WeftError`, its residuals become what they were before the step, up to rounding.
+
+    Raises:
+        WeftError: from `backward()`: settings are wrong or differ between ranks, or a residual that
+            was loaded is of another model; the same text on every rank. The next step works, but
+            for wrong settings.
+        WireError: from `backward()`: a peer or a link failed; names the culprit. The group is lost.
+    """
+    return hook(state, bucket)
