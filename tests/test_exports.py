@@ -37,7 +37,7 @@ def test_importing_weft_loads_little_of_it_before_it_is_used():
     )
     said = subprocess.check_output([sys.executable, "-c", program], text=True).splitlines()
     rooms = ["weft.testing True", "weft.wire True", "weft.nn.plan True"]
-    assert said == ["weft weft.backend weft.base weft.base._torch", *rooms, ""]
+    assert said == ["weft weft.backend weft.base weft.base._torch weft.version", *rooms, ""]
 
 
 def test_only_what_is_compiled_loads_the_compiler(programs):

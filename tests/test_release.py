@@ -184,7 +184,7 @@ def test_workflows_make_what_the_makefile_has(workflow):
 def released(folder, version="0.2.0", changelog="## [0.2.0] - 2027-01-31"):
     """A project whose files are of 0.2.0, but for what is given."""
     (folder / "src/weft").mkdir(parents=True)
-    (folder / "src/weft/__init__.py").write_text(f'__version__ = "{version}"\n')
+    (folder / "src/weft/version.py").write_text(f'__version__ = "{version}"\n')
     (folder / "CITATION.cff").write_text("version: 0.2.0\n")
     (folder / "CHANGELOG.md").write_text(f"# Changelog\n\n{changelog}\n")
     return folder
@@ -204,7 +204,7 @@ def test_a_release_that_agrees_passes(tmp_path):
 @pytest.mark.parametrize(
     "fault, says",
     [
-        ({"version": "0.1.0"}, "src/weft/__init__.py has version 0.1.0"),
+        ({"version": "0.1.0"}, "src/weft/version.py has version 0.1.0"),
         ({"changelog": "## [0.1.0] - 2026-12-01"}, "CHANGELOG.md has no section [0.2.0]"),
         ({"changelog": "## [0.2.0] - Unreleased"}, "dates 0.2.0 as 'Unreleased'"),
     ],

@@ -8,9 +8,10 @@ import importlib as _importlib
 import typing as _typing
 
 from . import backend as _backend
+from .version import __version__ as __version__
 
 if _typing.TYPE_CHECKING:
-    from . import ddp, kernels, nn, schedules, sparse, testing, trainers, wire
+    from . import ddp, kernels, nn, schedules, sparse, testing, wire
     from .base.errors import Error, StillRunning, WeftError, WireError
     from .bootstrap.config import Config
     from .bootstrap.init import config, init, shutdown
@@ -42,8 +43,6 @@ if _typing.TYPE_CHECKING:
     from .sparse.rows import Rows
     from .wire.interface import Wire
     from .wire.registry import register_wire
-
-__version__ = "0.1.0"
 
 __all__ = [
     "CallStats",

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 import weft
 from weft.base.memory import Pool
+from weft.rendezvous import mpi as started
 from weft.sparse import ALGORITHMS
 from weft.testing import GroupContract, check_wire, expected, wire_clauses
 from weft.testing.pace import patient
@@ -124,11 +125,11 @@ def test_a_barrier_names_the_late(mpi_job):
 def test_a_wait_looks_less_and_less_often(monkeypatch):
     """Waiting does not burn a core: a second of it is a few hundred looks."""
     clock, looks = [0.0], []
-    monkeypatch.setattr(mpi.time, "monotonic", lambda: clock[0])
-    monkeypatch.setattr(mpi.time, "sleep", lambda s: clock.append(clock.pop() + s + 1e-6))
+    monkeypatch.setattr(started.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(started.time, "sleep", lambda s: clock.append(clock.pop() + s + 1e-6))
     request = types.SimpleNamespace(Test=lambda: looks.append(clock[0]))
     with pytest.raises(weft.WireError, match=r"rank 3: nobody came within 1 s"):
-        mpi.wait_for(request, 1.0, 3, "nobody came")
+        started.wait_for(request, 1.0, 3, "nobody came")
     assert 100 < len(looks) < 1000
 
 
@@ -136,8 +137,8 @@ def test_a_wait_looks_less_and_less_often(monkeypatch):
 def test_the_end_does_not_wait_for_a_rank_that_died(monkeypatch, broken):
     """MPI itself would, for ever; but as long as nothing broke, who is late will come."""
     clock, done = [0.0], []
-    monkeypatch.setattr(mpi.time, "monotonic", lambda: clock[0])
-    monkeypatch.setattr(mpi.time, "sleep", lambda s: clock.append(clock.pop() + s + 1e-3))
+    monkeypatch.setattr(started.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(started.time, "sleep", lambda s: clock.append(clock.pop() + s + 1e-3))
     request = types.SimpleNamespace(Test=lambda: clock[0] > 50.0)
     library = types.SimpleNamespace(
         TAG_UB=0,
@@ -146,7 +147,7 @@ def test_the_end_does_not_wait_for_a_rank_that_died(monkeypatch, broken):
         Finalize=lambda: done.append(clock[0]),
     )
     comm = types.SimpleNamespace(rank=0, size=1, Get_attr=lambda key: 99)
-    world = mpi.World(library, comm)
+    world = started.World(library, comm)
     if broken:
         group = mpi.MpiWire(mpi.Messages(world, 0, []), 0, 1, 20.0)
         group.abort(Failure("aborted", None, "rank 1 died"))

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 import weft
-from weft import kernels
+from weft import kernels, version
 from weft.base.errors import WeftError, WireError
 from weft.bootstrap import descent
 from weft.bootstrap import init as module
@@ -178,11 +178,11 @@ def test_ranks_adopt_a_group_together() -> None:
 
 def adopting() -> list[int]:
     dist.init_process_group("gloo")
-    version = weft.__version__
-    weft.__version__ += os.environ["RANK"]
+    own = version.__version__
+    version.__version__ += os.environ["RANK"]
     with pytest.raises(WeftError, match=r"differ in weft version: .*0, rank 1 has .*1; install"):
         init(timeout=60)
-    weft.__version__ = version
+    version.__version__ = own
     with pytest.raises(WeftError, match=r"^rank 1 \(.*wire 'pigeon' is unknown"):
         init(timeout=60, wire="pigeon" if dist.get_rank() else None)
     for _ in range(2):  # its group is closed in between, and made again
@@ -261,11 +261,11 @@ def test_every_rank_says_what_does_not_fit_and_the_next_init_works(tmp_path: Pat
 
 
 def misfitting(url: str) -> list[str]:
-    right, version, said = dict(os.environ), weft.__version__, []
+    right, own, said = dict(os.environ), version.__version__, []
     for case, (change, _) in enumerate(MISFITS):
         if right["RANK"] == "1":
             os.environ.update(change)
-            weft.__version__ = change.get("VERSION", version)
+            version.__version__ = change.get("VERSION", own)
         elif "FIRST" in change:
             os.environ["BACKEND"] = change["FIRST"]
         with pytest.raises(WeftError) as info:
@@ -273,7 +273,7 @@ def misfitting(url: str) -> list[str]:
         said.append(str(info.value))
         os.environ.clear()
         os.environ.update(right)
-        weft.__version__ = version
+        version.__version__ = own
     with init(timeout=60):
         mark = {descent.VARIABLE: os.environ[descent.VARIABLE]}
         assert dict(os.environ) == right | mark  # children of this process find it as it was, too

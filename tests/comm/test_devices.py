@@ -20,7 +20,7 @@ from weft.group import default
 from weft.nn import autograd
 from weft.schedules import dense
 from weft.testing import run, spmd
-from weft.wire.checked_rounds import CheckedRounds
+from weft.testing.checked_rounds import CheckedRounds
 from weft.wire.torch_rounds import TorchRounds
 
 CPU = torch.device("cpu")

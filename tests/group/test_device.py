@@ -39,9 +39,9 @@ from weft.group.worker import Worker
 from weft.kernels import reference
 from weft.sparse import ALGORITHMS, Sizes, request
 from weft.testing import processes, run, threads
+from weft.testing.checked_rounds import CheckedRounds
 from weft.testing.pace import patient
 from weft.testing.threads import on_groups
-from weft.wire.checked_rounds import CheckedRounds
 from weft.wire.interface import Features, WireFailed
 from weft.wire.staged import Staged
 from weft.wire.torch_rounds import TorchRounds, rounds_over

@@ -21,8 +21,8 @@ from weft.group.group import Group
 from weft.group.process_group import connect
 from weft.sparse import ALGORITHMS, Sizes, owners
 from weft.testing import RankFailure, processes, round_wire, run
+from weft.testing.checked_rounds import CheckedRounds
 from weft.testing.pace import patient
-from weft.wire.checked_rounds import CheckedRounds
 from weft.wire.interface import Features
 from weft.wire.registry import register_wire, wire_names
 

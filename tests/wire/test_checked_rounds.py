@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from weft.testing.checked_rounds import CheckedRounds
 from weft.testing.wires import check_wire, ranks_as_threads
-from weft.wire.checked_rounds import CheckedRounds
 from weft.wire.in_process.threads import thread_wires
 from weft.wire.interface import Features, WireFailed
 

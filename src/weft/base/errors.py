@@ -176,7 +176,7 @@ def in_short(text: str) -> str:
     """As much of an error's text as travels to other ranks, on one line.
 
     Example:
-        >>> in_short("bad address\n  at line 3")
-        'bad address at line 3'
+        >>> in_short("bad  address, at line 3")
+        'bad address, at line 3'
     """
     return " ".join(text.split())[:_LONGEST]

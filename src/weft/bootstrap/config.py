@@ -21,6 +21,7 @@ from ..group.group import Group
 from ..rendezvous import launchers
 from ..rendezvous.address import VARIABLES as OF_INTERFACES
 from ..rendezvous.address import interface_of, own_address
+from ..version import __version__
 from . import descent
 
 _PREFIX = "WEFT_"
@@ -111,8 +112,6 @@ def config(group: Group | None) -> Config:
 
 
 def _settings(group: Group | None) -> Iterator[Setting]:
-    from .. import __version__  # here, since `weft` itself imports this
-
     yield Setting("weft", __version__, "installed")
     yield Setting("torch", str(torch.version.__version__), "installed")
     yield Setting("python", platform.python_version(), "installed")

@@ -28,6 +28,7 @@ from dataclasses import asdict, dataclass, replace
 import torch
 import torch.distributed as dist
 
+from .. import version
 from ..base.errors import WeftError, WireError, names
 from ..failure.verdict import differing
 from ..rendezvous import places as rendezvous
@@ -80,8 +81,6 @@ class Member:
         cls, rank: int, size: int, store: dist.Store, backend: str | None = None, error: str = ""
     ) -> Member:
         """The member that this process writes to that store."""
-        from .. import __version__  # here: tests pretend to be of another version
-
         address = ""
         try:
             address = own_address(store)
@@ -96,7 +95,7 @@ class Member:
             _machine(),
             socket.gethostname(),
             os.getpid(),
-            __version__,
+            version.__version__,
             torch.version.__version__.partition("+")[0],
             error,
         )

@@ -19,13 +19,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-import weft
-
 from ..base.errors import WeftError, WireError, there_are
 from ..bootstrap.outcome import results
 from ..group.group import Group
 from ..kernels.ops import DTYPES, OPS
-from ..sparse import ALGORITHMS, Algorithm, Sizes, last_call
+from ..sparse import ALGORITHMS, Algorithm, Sizes, explain, last_call, sparse_all_reduce
 from ..sparse.rate import MOST, set_rate
 from ..sparse.registry import find
 from ..sparse.rows import Rows
@@ -77,11 +75,11 @@ class _Trial:
 
     def serves(self, group: Group, rows: Any, op: Op = "sum", **options: Any) -> bool:
         """Whether the algorithm takes such a call; collective."""
-        sizes = weft.explain(rows, op, group=group, **options).sizes
+        sizes = explain(rows, op, group=group, **options).sizes
         return self.algorithm.applies(sizes) is None
 
     def reduce(self, rows: Any, op: Op = "sum", **options: Any) -> Any:
-        return weft.sparse_all_reduce(rows, op, algorithm=self.name, **options)
+        return sparse_all_reduce(rows, op, algorithm=self.name, **options)
 
 
 _Body = Callable[[_Trial], None]
@@ -569,7 +567,7 @@ def _spent(trial: _Trial, size: int, kind: str) -> list[_Spent]:
         rows = _even(kind, group.rank, size)
         if not trial.serves(group, rows):
             return None
-        sizes = weft.explain(rows, algorithm=trial.name).sizes
+        sizes = explain(rows, algorithm=trial.name).sizes
         pool = group.memory
         pool.peak = pool.lent
         group.traffic.reset()

@@ -18,9 +18,9 @@ from ..failure.links import QueueLinks, links_of_threads
 from ..group import default
 from ..group.group import Group
 from ..group.session import Session
-from ..wire.checked_rounds import CheckedRounds
 from ..wire.in_process.room import RoomWire
 from ..wire.in_process.threads import thread_wires
+from .checked_rounds import CheckedRounds
 
 
 def group(

@@ -15,7 +15,7 @@ from itertools import permutations
 import torch
 from torch import Tensor
 
-from .interface import Failure, Features, Pending, Recv, Send, Wire, WireFailed
+from ..wire.interface import Failure, Features, Pending, Recv, Send, Wire, WireFailed
 
 _TOTALS = (1 << 30) + 1  # a channel that other messages on the wire below do not use
 _MESSAGES = (1 << 30) + 2  # another one
