@@ -1,9 +1,8 @@
-"""Who may call torch.distributed, that files of `wire/` and `group/` import in no circle, and that
-tests of wires and groups reach nothing of weft's by an underscore.
+"""Who may call torch.distributed, that files import in no circle, and that tests of wires and
+groups reach nothing of weft's by an underscore.
 
 The types of torch.distributed may be named anywhere, its functions called only by few. The order of
-weft's own layers is import-linter's business (`make layers`). It passes over imports for types, so
-for those two rooms these are walked here, too.
+weft's own layers is import-linter's business, too (`make layers`).
 """
 
 from __future__ import annotations
@@ -118,9 +117,16 @@ def circle_in(graph):
     return []
 
 
-def test_files_of_wires_and_groups_import_in_no_circle():
-    graph = imports_among(files_of(SOURCE, "wire", "failure", "records", "group"), SOURCE)
-    assert "weft.wire.interface" in graph["weft.wire.factory"]
+def all_of_weft():
+    """What each file in a room of weft imports of others: the face hands names on, and the file of
+    the version imports nothing."""
+    graph = imports_among(files_of(SOURCE, "."), SOURCE)
+    on_top = {"weft", "weft.__main__", "weft.version"}
+    return {module: graph[module] - on_top for module in graph.keys() - on_top}
+
+
+def test_files_import_in_no_circle():
+    graph = all_of_weft()
     assert "weft.group.worker" in graph["weft.group.session"]
     assert circle_in(graph) == []
 
@@ -150,16 +156,11 @@ def arrows_upward(graph, layers):
     return found
 
 
-def test_files_of_wires_and_groups_import_from_below_alone():
+def test_files_import_from_below_alone():
     """For types, too, and late."""
-    graph = imports_among(sorted(SOURCE.rglob("*.py")), SOURCE)
-    rooms = {
-        module: imported
-        for module, imported in graph.items()
-        if module.startswith(("weft.wire", "weft.failure", "weft.records", "weft.group"))
-    }
-    assert "weft.base._torch" in rooms["weft.group.route"]
-    assert arrows_upward(rooms, layers()) == []
+    graph = all_of_weft()
+    assert "weft.base._torch" in graph["weft.backend.group"]
+    assert arrows_upward(graph, layers()) == []
 
 
 LINES = [

@@ -33,7 +33,6 @@ from weft.base.tensors import as_bytes
 from weft.bootstrap.outcome import results
 from weft.group import process_group
 from weft.group import session as session_module
-from weft.group.route import backend_for
 from weft.group.watcher import Watcher
 from weft.group.worker import Worker
 from weft.kernels import reference
@@ -43,6 +42,7 @@ from weft.testing.checked_rounds import CheckedRounds
 from weft.testing.pace import patient
 from weft.testing.threads import on_groups
 from weft.wire.interface import Features, WireFailed
+from weft.wire.of_devices import backend_for
 from weft.wire.staged import Staged
 from weft.wire.torch_rounds import TorchRounds, rounds_over
 

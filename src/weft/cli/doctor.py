@@ -25,8 +25,8 @@ from rich.text import Text
 from typer import Option
 
 import weft
+from weft import Group
 from weft.bootstrap import Preview, look_ahead
-from weft.group.group import Group
 from weft.schedules import dense_all_reduce
 from weft.schedules.hosts import hosts_of
 

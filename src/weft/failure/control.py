@@ -15,7 +15,7 @@ import math
 import os
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import TypeVar
 
@@ -28,10 +28,8 @@ from ..base.memory import Pool
 from ..rendezvous.address import own_address
 from ..rendezvous.machine import own_host
 from ..rendezvous.store import AnsweringStore, exchange, has, pauses
-from ..wire import mpi, torch_gloo
 from ..wire.factory import Factory, Start, seconds_left
-from ..wire.framed import CarriedSockets, Carrier
-from ..wire.registry import wire_names
+from ..wire.registry import carried_sockets, carrier_beside, wire_names
 from ..wire.tcp.listener import CONTROL, STRANGERS, Endpoint, Listener, make_room
 from .links import ControlLinks, SocketLinks
 
@@ -103,7 +101,9 @@ def join_links(
     """
     deadline = time.monotonic() + timeout
     trouble = factory if isinstance(factory, str) else ""
-    carrier = _carrier_beside(factory)
+    carrier = "" if isinstance(factory, str) else carrier_beside(factory)
+    if os.environ.get("WEFT_SAFE") == "1":
+        carrier = carrier or "torch"
     with contextlib.ExitStack() as stack:
         listener = None
         if not carrier:
@@ -135,19 +135,7 @@ def join_links(
         memory=Pool(),
         store=space,
     )
-    return Joined(_carried(_CARRIERS[agreed](start), rank, size), hosts, agreed)
-
-
-def _carrier_beside(factory: Factory | str) -> str:
-    """The name of what is to carry the links beside a wire that this makes; "": sockets.
-
-    Not the wire's name decides: a program may have registered another wire in the place of weft's.
-    """
-    if factory is mpi.make:
-        return "mpi"
-    if factory is torch_gloo.make or os.environ.get("WEFT_SAFE") == "1":
-        return "torch"
-    return ""
+    return Joined(_carried(agreed, start), hosts, agreed)
 
 
 def _listener(store: dist.Store, size: int) -> Listener:
@@ -221,8 +209,8 @@ class NotJoinedError(RuntimeError):
         self.culprit = culprit
 
 
-def _gloo_carrier(start: Start) -> Carrier:
-    """As `torch_gloo.carrier`; where it fails on one rank, all ranks raise the same.
+def _carried(agreed: str, start: Start) -> ControlLinks:
+    """Links that go the way of one of weft's wires. Where gloo fails, all ranks raise the same.
 
     Raises:
         NotJoinedError: a rank failed by itself, or does not answer; or gloo has failed, and who is
@@ -230,11 +218,16 @@ def _gloo_carrier(start: Start) -> Carrier:
             `start.timeout` seconds.
         RuntimeError: from the store.
     """
+    if agreed != "torch":
+        carried = carried_sockets(agreed, start)
+        return _CarriedLinks(carried.sockets, carried.close)
     assert start.store is not None
     deadline = time.monotonic() + start.timeout + _LAST
     store = AnsweringStore(start.store, deadline + PATIENCE)
     roll = RollCall(store, start.rank, start.size)
-    return roll.hold(lambda: torch_gloo.carrier(replace(start, check=roll.check)), deadline)
+    checked = replace(start, check=roll.check)
+    carried = roll.hold(lambda: carried_sockets(agreed, checked), deadline)
+    return _CarriedLinks(carried.sockets, carried.close)
 
 
 @dataclass(frozen=True, slots=True)
@@ -440,30 +433,18 @@ class RollCall:
                     has(self._store, f"read {rank}", until, self._size)
 
 
-_CARRIERS: dict[str, Callable[[Start], Carrier]] = {
-    "torch": _gloo_carrier,
-    "mpi": mpi.carrier,
-}
-"""What carries control links in place of sockets, by the name of weft's wire over the same."""
-
-
-def _carried(carrier: Carrier, rank: int, size: int) -> ControlLinks:
-    sockets = CarriedSockets(carrier, rank, size)
-    sockets.start()
-    return _CarriedLinks(sockets)
-
-
 class _CarriedLinks(SocketLinks):
-    """Links over sockets within this process, whose bytes a carrier carries."""
+    """Links over sockets within this process, whose bytes go the way of a wire."""
 
-    def __init__(self, carried: CarriedSockets) -> None:
-        super().__init__(carried.sockets)
-        self._carried = carried
+    def __init__(self, sockets: Mapping[int, socket.socket], end: Callable[[], None]) -> None:
+        """`end`: ends what carries the bytes, once the sockets are closed."""
+        super().__init__(sockets)
+        self._end_carrying = end
 
     def close(self, goodbye: bytes = b"") -> None:
         super().close(goodbye)
-        self._carried.close()
+        self._end_carrying()
 
     def abandon(self) -> None:
         super().abandon()
-        self._carried.close()
+        self._end_carrying()

@@ -37,9 +37,8 @@ from ..rendezvous.machine import own_host
 from ..rendezvous.store import AnsweringStore, SilentStoreError, has
 from ..wire.factory import Factory, Start, make_wire, seconds_left
 from ..wire.interface import Wire
-from ..wire.registry import is_own, own_wire, wire_named, wire_names
-from ..wire.tcp.wire import TcpWire
-from .group import Group
+from ..wire.registry import is_own, own_wire, wire_alone, wire_named, wire_names
+from .group import Group, is_duration
 from .session import LONGEST, Session
 
 _wire_of_program: str | None = None  # what `weft.init(wire=)` said; None: nothing
@@ -127,9 +126,10 @@ def connect(
         process_group: torch's, that the group is made for; for wires that use it.
 
     Raises:
-        WeftError: the rank is none of them; or, on every rank: the ranks were asked for different
-            wires, or for one that some rank does not know, or some rank cannot have its end of the
-            wire, or may not open as many files as its connections are.
+        WeftError: the rank is none of them, or the timeout no number of seconds; or, on every rank:
+            the ranks were asked for different wires, or for one that some rank does not know, or
+            some rank cannot have its end of the wire, or may not open as many files as its
+            connections are.
         WireError: somebody did not come in time, or died.
 
     Example:
@@ -140,6 +140,8 @@ def connect(
     """
     if not 0 <= rank < size:
         raise WeftError(f"rank {rank} is none of {size} ranks")
+    if not is_duration(timeout):
+        raise WeftError(f"timeout is {timeout!r}: pass a number of seconds above 0")
     timeout = min(timeout, LONGEST)
     return Group(_join(store, rank, size, timeout, name, wire or _name(), process_group))
 
@@ -169,7 +171,7 @@ def _join(
     if size == 1:
         if isinstance(factory, str):
             raise WeftError(f"{_me()}{factory}")
-        alone = TcpWire(rank, size, {}, memory)
+        alone = wire_alone(memory)
         return Session(alone, timeout, [own_host()], detector=None, memory=memory, join=join)
     try:
         generation = AnsweringStore(store, deadline).add(f"weft/{name}/{rank}", 1)

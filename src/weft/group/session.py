@@ -40,7 +40,8 @@ from ..records.traffic import Traffic
 from ..rendezvous.machine import host_name
 from ..wire import interface
 from ..wire.interface import Failure, WireFailed
-from .route import Route, wire_of_device
+from ..wire.of_devices import wire_of_device
+from .route import Route
 from .watcher import Watcher
 from .wires import Wires, is_of_a_signal, verdict_on, verdict_on_exception
 from .worker import Worker

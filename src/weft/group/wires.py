@@ -17,8 +17,7 @@ from typing import Any, NamedTuple
 from ..base.arguments import in_words
 from ..base.errors import in_short
 from ..failure.verdict import Verdict, how_to_try
-from ..wire.interface import Failure, Wire
-from ..wire.torch_rounds import TorchRounds
+from ..wire.interface import Droppable, Failure, Wire
 
 _ALIKE = (
     "(all ranks must run the same program and version, and post the same lengths to each other)"
@@ -100,9 +99,7 @@ def _call_all(ends: Iterable[Callable[[], None]]) -> None:
 
 def _drop_of(wire: Wire) -> Callable[[], None]:
     """What closes a wire of a device, and waits for nothing."""
-    if isinstance(wire, TorchRounds):
-        return wire.drop
-    return wire.close  # it copies through the host, and its close does not wait
+    return wire.drop if isinstance(wire, Droppable) else wire.close
 
 
 def verdict_on(failure: Failure, rank: int, name: str) -> Verdict:

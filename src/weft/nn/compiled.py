@@ -27,7 +27,6 @@ from ..base._torch import without_modes
 from ..base.errors import WeftError
 from ..base.tensors import Shape, in_format_of
 from .autograd import Call
-from .layer import Layer
 from .spec import Spec, planned
 
 _lock = threading.Lock()
@@ -50,7 +49,7 @@ def number(spec: Spec) -> int:
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch's has no types
-def made(kind: Callable[..., Layer], *args: Any, **kwargs: Any) -> int:
+def made(kind: Callable[..., Any], *args: Any, **kwargs: Any) -> int:
     """The number of the spec of a layer that is made once, while code is compiled."""
     found: int = number(kind(*args, **kwargs).spec)
     return found

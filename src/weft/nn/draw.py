@@ -12,16 +12,32 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations, pairwise, product
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from ..base.errors import WeftError
 from .grid import Box, whole
+from .sides import Move, Piece, Side
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from .plan import Piece, Plan, Side
+
+class Drawable(Protocol):
+    """What there is to be drawn of a plan."""
+
+    @property
+    def have(self) -> Side: ...
+
+    @property
+    def want(self) -> Side: ...
+
+    @property
+    def moves(self) -> Sequence[Move]: ...
+
+    @property
+    def ranks(self) -> Sequence[int]: ...
+
 
 Colours = Mapping[int, tuple[float, float, float, float]]
 
@@ -59,7 +75,7 @@ class Frame:
     outlines: tuple[tuple[Box, str], ...]
 
 
-def frames(plan: Plan) -> tuple[list[Frame], list[Frame]]:
+def frames(plan: Drawable) -> tuple[list[Frame], list[Frame]]:
     """What is to be seen: of what ranks have, and of what they get.
 
     Raises:
@@ -173,7 +189,7 @@ def _flat(box: Box, dims: Sequence[int]) -> Box:
 # The painting
 
 
-def drawn(plan: Plan, title: str) -> Figure:
+def drawn(plan: Drawable, title: str) -> Figure:
     """The picture of a plan; see `Plan.draw`.
 
     Raises:

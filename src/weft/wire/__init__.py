@@ -8,6 +8,7 @@ from ..base.memory import Pool
 from .factory import Start
 from .interface import (
     CHANNELS,
+    Droppable,
     Failure,
     Features,
     Lease,
@@ -24,6 +25,7 @@ from .registry import register_wire, unregister_wire
 
 __all__ = [
     "CHANNELS",
+    "Droppable",
     "Failure",
     "Features",
     "Lease",

@@ -219,6 +219,17 @@ class Wire(Protocol):
 
 
 @runtime_checkable
+class Droppable(Protocol):
+    """What a wire has beside, whose `close` waits for a device."""
+
+    def drop(self) -> None:
+        """Close, and wait for no device: a collection of garbage comes here, or the process ends.
+
+        The memory of what is under way is held until that has ended.
+        """
+
+
+@runtime_checkable
 class Reducing(Protocol):
     """What a wire has beside, whose `features.reduces` is not empty."""
 

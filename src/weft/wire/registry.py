@@ -16,10 +16,14 @@ from __future__ import annotations
 import pkgutil
 import re
 import threading
+from collections.abc import Callable
 from importlib.metadata import EntryPoint, entry_points
 
 from ..base.errors import WeftError, there_are
-from .factory import Factory
+from ..base.memory import Pool
+from .factory import Factory, Start
+from .framed import CarriedSockets, Carrier
+from .interface import Wire
 
 ENTRY_POINTS = "weft.wires"
 """The group of entry points by which installed packages offer wires."""
@@ -30,6 +34,9 @@ _OWN = {
     "torch": "weft.wire.torch_gloo:make",
 }
 """weft's own wires, and where their factories are, which are imported when they are asked for."""
+
+_CARRIERS = {"mpi": "weft.wire.mpi:carrier", "torch": "weft.wire.torch_gloo:carrier"}
+"""What carries frames as a wire of this name does, for control links."""
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 """What a name may be: environments, command lines and lists of names have to say it."""
@@ -186,6 +193,37 @@ def own_wire(name: str) -> Factory:
     """
     factory: Factory = pkgutil.resolve_name(_OWN[name])
     return factory
+
+
+def wire_alone(memory: Pool) -> Wire:
+    """The wire of a group of one."""
+    make_alone: Callable[[Pool], Wire] = pkgutil.resolve_name("weft.wire.tcp.wire:alone")
+    return make_alone(memory)
+
+
+def carrier_beside(factory: Factory) -> str:
+    """The name of that of weft's own wires which is to carry the control links beside a wire that
+    this makes; "": sockets do.
+
+    Not the wire's name decides: a program may have registered another wire in the place of weft's.
+    """
+    return next((name for name in _CARRIERS if factory is own_wire(name)), "")
+
+
+def carried_sockets(name: str, start: Start) -> CarriedSockets:
+    """A socket to each peer, whose bytes go the way of one of weft's own wires; collective.
+
+    Args:
+        name: as `carrier_beside` gives it.
+        start: of a wire.
+
+    Raises:
+        RuntimeError, OSError, WeftError: as the factory of that wire.
+    """
+    make_carrier: Callable[[Start], Carrier] = pkgutil.resolve_name(_CARRIERS[name])
+    sockets = CarriedSockets(make_carrier(start), start.rank, start.size)
+    sockets.start()
+    return sockets
 
 
 def is_own(factory: Factory) -> bool:

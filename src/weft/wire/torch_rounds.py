@@ -163,10 +163,7 @@ class TorchRounds:
         self._close(waits=True)
 
     def drop(self) -> None:
-        """Close, and wait for no device: a collection of garbage may come here.
-
-        The memory of what is under way is held until that has ended.
-        """
+        """As `Droppable` has it."""
         self._close(waits=False)
 
     def _close(self, *, waits: bool) -> None:

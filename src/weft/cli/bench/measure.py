@@ -46,7 +46,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import weft
-from weft.group.group import Group
+from weft import Group
 from weft.schedules.hosts import Hosts, hosts_of
 
 from ..wording import mib, versions

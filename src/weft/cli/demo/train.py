@@ -32,7 +32,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import weft
-from weft.group.group import Group
+from weft import Group
 from weft.testing import gloo_of_one_thread, send
 
 from .figures import FIGURES, PARTS, RECORDED, Floats

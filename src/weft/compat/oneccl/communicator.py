@@ -18,7 +18,6 @@ import torch.distributed as dist
 import weft
 from weft import Group, WeftError, WireError
 from weft.bootstrap import TIMEOUT, connect_store, host_store, join
-from weft.group.group import is_duration
 
 from ..arguments import group_of, integer, tell
 
@@ -130,8 +129,6 @@ def create_communicator(
             f"kvs is a {type(kvs).__name__}: make it by create_main_kvs or create_kvs, or pass a "
             "store of torch"
         )
-    if not is_duration(timeout):
-        raise WeftError(f"timeout is {timeout!r}: pass a number of seconds")
     return Communicator(join(store, number, count, timeout), owned=True)
 
 

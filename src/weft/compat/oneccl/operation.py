@@ -29,8 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import weft
-from weft import Group, WeftError
-from weft.group.worker import Work
+from weft import Group, WeftError, Work
 
 from ..arguments import group_of, tell
 from .attributes import Attributes

@@ -9,8 +9,7 @@ from concurrent.futures import Future, wait
 from datetime import timedelta
 from typing import Any
 
-from weft import WeftError
-from weft.group.worker import Work
+from weft import WeftError, Work
 
 
 class Event:

@@ -766,6 +766,11 @@ def _end_of(link: Connection) -> Failure:
     return Failure("lost", link.peer, link.lost)
 
 
+def alone(memory: Pool) -> TcpWire:
+    """The wire of a group of one; for the registry."""
+    return TcpWire(0, 1, {}, memory)
+
+
 def make(start: Start) -> TcpWire:
     """Connect this rank to all others, and map the memory of those of its host; for the registry.
 
