@@ -1,7 +1,9 @@
 """What a person finds in `weft` is what `weft.__all__` names, in order, with a docstring."""
 
+import importlib
 import subprocess
 import sys
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -54,3 +56,38 @@ def test_only_what_is_compiled_loads_the_compiler(programs):
 def test_a_name_that_there_is_not_is_an_error():
     with pytest.raises(AttributeError, match="module 'weft' has no attribute 'all_gather'"):
         weft.all_gather  # noqa: B018
+
+
+PUBLIC = (
+    "weft",
+    "weft.nn",
+    "weft.nn.functional",
+    "weft.ddp",
+    "weft.testing",
+    "weft.wire",
+    "weft.sparse",
+    "weft.trainers",
+    "weft.compat.oneccl",
+    "weft.compat.distdl",
+    "weft.compat.distdl.nn",
+    "weft.compat.sar",
+)
+
+
+def test_public_names_stay():
+    """A name that is added is added to the list, too; one that goes is named in the changelog."""
+    listed = Path(__file__).with_name("public_names.txt").read_text(encoding="utf-8").split()
+    assert sorted(public_names()) == listed
+
+
+def public_names():
+    for room in PUBLIC:
+        module = importlib.import_module(room)
+        own = [
+            name
+            for name, thing in vars(module).items()
+            if not name.startswith("_") and not isinstance(thing, ModuleType)
+        ]
+        for name in getattr(module, "__all__", own):
+            assert hasattr(module, name)
+            yield f"{room}.{name}"
