@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 
 import weft
 from weft.base.devices import as_device
+from weft.group.channels import VALUES
 from weft.kernels.ops import DTYPES, OPS
 from weft.sparse import ALGORITHMS, codec
 from weft.sparse.rate import set_rate
-from weft.sparse.stream import VALUES
 from weft.testing import expected, run, spmd
 from weft.testing.cases import in_case, on_hosts
 

@@ -11,11 +11,11 @@ import torch
 
 import weft
 from weft.base.devices import on_host
+from weft.group.channels import LISTS
 from weft.group.group import Group
 from weft.schedules import dense_all_reduce
 from weft.sparse import last_call
 from weft.sparse.family.reduce import DIRECTLY
-from weft.sparse.stream import LISTS
 from weft.testing import expected, run, spmd
 from weft.testing.cases import in_case, on_hosts
 

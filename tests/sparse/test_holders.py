@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 
 import weft
 from weft import kernels
+from weft.group.channels import SUMS, VALUES
 from weft.sparse import ALGORITHMS
 from weft.sparse.algorithms.holders import weights
 from weft.sparse.local_rows import LocalRows
 from weft.sparse.rate import set_rate
 from weft.sparse.relay import relay_memory, relay_rows
-from weft.sparse.stream import SUMS, VALUES
 from weft.testing import expected, run, spmd
 from weft.testing.cases import on_hosts
 

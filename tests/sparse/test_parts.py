@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import weft
+from weft.group.channels import SUMS
 from weft.group.group import Group
 from weft.sparse import run
 from weft.sparse.call import Call
@@ -14,7 +15,7 @@ from weft.sparse.local_rows import LocalRows
 from weft.sparse.owners import SparseReduceScatter
 from weft.sparse.relay import Relay
 from weft.sparse.request import Request
-from weft.sparse.stream import SUMS, IndexLists, Inflow, Ring
+from weft.sparse.stream import IndexLists, Inflow, Ring
 from weft.testing import run as run_on_threads
 
 INDICES = torch.arange(4, dtype=torch.int32)

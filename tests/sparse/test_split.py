@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import weft
+from weft.group.channels import SUMS, VALUES
 from weft.schedules.hosts import Hosts
 from weft.sparse import ALGORITHMS, Sizes, last_call, stages
 from weft.sparse.choose import Line
@@ -20,7 +21,6 @@ from weft.sparse.header import Header
 from weft.sparse.owners import balanced_bounds, bounds_of_equal_sums, header_of_blocks
 from weft.sparse.rate import set_rate
 from weft.sparse.stages import in_stages
-from weft.sparse.stream import SUMS, VALUES
 from weft.testing import expected, run, simulated, spmd
 from weft.testing.cases import on_hosts
 from weft.testing.pace import patient

@@ -36,7 +36,8 @@ from torch import Tensor
 from ..base.arguments import in_words, printable
 from ..base.errors import WeftError, WireError
 from ..failure.verdict import NAMED, crossed, differing
-from ..group.group import OPENINGS, SMALL, Group, check_members
+from ..group.channels import OPENINGS, SMALL
+from ..group.group import Group, check_members
 from ..group.pending import Pending
 
 T = TypeVar("T")

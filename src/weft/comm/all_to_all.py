@@ -23,7 +23,8 @@ from ..base.memory import fresh, memory_of
 from ..call.agree import is_direct, preparing
 from ..call.opening import NO_LIMIT, Mode, opened
 from ..group import default
-from ..group.group import SMALL, Group
+from ..group.channels import SMALL
+from ..group.group import Group
 from ..schedules import dense_all_reduce
 from .differentiable import Linear, apply
 from .staging import moved, number_of_bytes, unsendable, wrong_bytes

@@ -26,6 +26,7 @@ from ..base.tensors import as_bytes, plain
 from ..call.agree import preparing
 from ..call.opening import opened
 from ..group import default
+from ..group.channels import PARAMETERS
 from ..group.group import Group
 from ..group.pending import Pending
 from ..schedules.chain import Chain
@@ -33,7 +34,6 @@ from .buckets import in_buckets
 from .named import digest, expanded_dims, local, of_module, told_by_all
 
 _NAME = "sync_params"
-_CHANNEL = 5  # that no other room uses
 
 
 @entry
@@ -135,10 +135,10 @@ class ScatterAllGather(Pending):
         group = self._group
         if group.rank == self._source:
             parts = [(peer, self._parts[peer]) for peer in group.peers]
-            self._scatter = group.post(parts, (), _CHANNEL)
+            self._scatter = group.post(parts, (), PARAMETERS)
         else:
             own_part = (self._source, self._parts[group.rank])
-            self._scatter = group.post((), [own_part], _CHANNEL)
+            self._scatter = group.post((), [own_part], PARAMETERS)
         return self
 
     def wait(self) -> list[Tensor]:
@@ -150,5 +150,5 @@ class ScatterAllGather(Pending):
         recvs = []
         if group.rank != self._source:
             recvs = [(peer, self._parts[peer]) for peer in group.peers]
-        group.post(sends, recvs, _CHANNEL).wait()
+        group.post(sends, recvs, PARAMETERS).wait()
         return [self._memory]

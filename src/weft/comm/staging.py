@@ -12,9 +12,9 @@ from ..base.arguments import as_integer, shown
 from ..base.devices import is_capturing
 from ..base.tensors import has_elements, lacking
 from ..call.opening import NO_LIMIT
+from ..group.channels import ROUNDS
 from ..group.group import Group
 
-CHANNEL = 3
 IN_A_GRAPH = (
     "the stream records a CUDA graph, and ranks speak to each other on the host: call weft outside "
     "of the graph"
@@ -78,7 +78,7 @@ def moved(
         group.post(
             [(peer, piece) for peer, piece in sends if piece.numel()],
             [(peer, place) for peer, place in recvs if place.numel()],
-            CHANNEL,
+            ROUNDS,
         ).wait()
 
 

@@ -39,19 +39,13 @@ from ..base.errors import Error, WeftError, WireError, entry, summed_up
 from ..base.memory import Pool
 from ..records.traffic import Traffic
 from ..wire.interface import Features, Lease, Recv, Reducing, Send, Wire
+from .channels import OPENINGS, SMALL
 from .pending import Exchange, Pending, Round, WithOwn
 from .route import Route
 from .session import Session
 from .worker import Worker
 
 T = TypeVar("T")
-
-SMALL = 1 << 18
-"""The channel of small messages inside a call: lengths, heads of index lists."""
-
-OPENINGS = 1 << 21
-"""The channel of what opens a call. On it alone do messages of different groups meet: there ranks
-that are in calls of different groups learn that they are (`weft.call.agree`)."""
 
 _MEMBERS = 64  # bytes of the text of a group's ranks, which travels with every call
 _DIGEST = re.compile(r"\d+ ranks \(digest [0-9a-f]{12}\)")  # of a longer one

@@ -26,6 +26,7 @@ from torch import Tensor
 from ..base.devices import on_host
 from ..base.memory import fresh, typed
 from ..call.handshake import among
+from ..group.channels import LAYERS
 from ..group.group import Group
 from ..group.pending import Pending
 from ..schedules import dense_all_reduce
@@ -34,7 +35,6 @@ from ..wire.interface import Lease
 from .grid import Box
 from .plan import Local, Plan, Write
 
-_CHANNEL = 8  # that no other room uses
 DIRECT = 64 << 10  # bytes of a rank's tensor up to which every plan goes by direct messages
 
 _BITS = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
@@ -133,14 +133,14 @@ def _directly(plan: Plan, x: Tensor, group: Group) -> Tensor:
             if place is not None:
                 in_place.add(peer)
             size = sum(put.volume for _, put in moves) * x.element_size()
-            coming[peer] = group.post((), [(peer, size if place is None else place)], _CHANNEL)
+            coming[peer] = group.post((), [(peer, size if place is None else place)], LAYERS)
     leases: list[Lease] = []
     messages: dict[tuple[Box, ...], Tensor] = {}  # the same to several peers is one
     for takes in local.sends.values():
         if takes not in messages:
             messages[takes] = _packed(x, takes, group, leases)
     sends = [(peer, messages[local.sends[peer]]) for peer in group.peers if peer in local.sends]
-    going = [group.post(sends, (), _CHANNEL)] if sends or group.features.lockstep else []
+    going = [group.post(sends, (), LAYERS)] if sends or group.features.lockstep else []
     for source, moves in local.sources.items():
         if source == group.rank:
             _write(y, local.writes[source], x)

@@ -16,10 +16,10 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from ..group.channels import CHAIN
 from ..group.group import Group
 from ..group.pending import Pending
 
-_CHANNEL = 4  # that no other room uses
 CHUNKS = (128 << 10, 512 << 10)  # bytes of the smallest (but for the last) and the largest chunk
 
 
@@ -75,7 +75,7 @@ class Chain(Pending):
                 self._send(chunk)
             return self
         for number, chunk in enumerate(self._chunks):
-            pending = self._group.post((), [(self._previous, chunk)], _CHANNEL)
+            pending = self._group.post((), [(self._previous, chunk)], CHAIN)
             self._receives.append((number, pending))
         return self
 
@@ -94,4 +94,4 @@ class Chain(Pending):
     def _send(self, chunk: Tensor) -> None:
         """Send a chunk to the next rank, if there is one."""
         if self._next is not None:
-            self._sends.append(self._group.post([(self._next, chunk)], (), _CHANNEL))
+            self._sends.append(self._group.post([(self._next, chunk)], (), CHAIN))

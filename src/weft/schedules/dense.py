@@ -26,6 +26,7 @@ from torch import Tensor
 from ..base.devices import on_host
 from ..base.errors import WeftError
 from ..base.tensors import flattened
+from ..group.channels import GATHERS, SCATTERS
 from ..group.group import Group
 from ..group.pending import Pending
 from ..kernels.ops import OPS, Op
@@ -36,9 +37,6 @@ LARGE = 256 << 20  # the same on an accelerator, where each exchange costs more
 BLOCK = 1 << 15  # elements that are combined at once, in memory that stays in the cache
 _ALIGN = 64  # bytes that parts and chunks are multiples of
 
-# channels of their own, two of each kind: reductions in parts alternate between them
-_SCATTER = (1 << 16, 1 << 19)
-_GATHER = (1 << 17, 1 << 20)
 _LANE = "lane of the last reduction in parts"  # of a group's state
 
 # torch's arithmetic lacks these; seen as signed integers they add and multiply to the same bits
@@ -166,7 +164,7 @@ class _Parts(_Reduction):
             own = self._reduced(start)
             sends = [(peer, own) for peer in group.peers]
             recvs = [(peer, self._piece(peer, start)) for peer in group.peers]
-            gathers.append(group.post(sends, recvs, _GATHER[self._lane]))
+            gathers.append(group.post(sends, recvs, GATHERS[self._lane]))
         for pending in gathers:
             pending.wait()
 
@@ -184,7 +182,7 @@ class _Parts(_Reduction):
         nbytes = self._piece(group.rank, start).nbytes
         sends = [(peer, self._piece(peer, start)) for peer in group.peers]
         recvs = [(peer, nbytes) for peer in group.peers]
-        return group.post(sends, recvs, _SCATTER[self._lane])
+        return group.post(sends, recvs, SCATTERS[self._lane])
 
     def _reduced(self, start: int) -> Tensor:
         """One's own chunk, reduced; the next is on its way meanwhile."""

@@ -22,6 +22,7 @@ import numpy as np
 from torch import Tensor
 
 from .. import kernels
+from ..group.channels import VALUES
 from ..group.pending import Pending
 from ..wire.interface import Send
 from .call import Call
@@ -29,7 +30,6 @@ from .header import Header, Longs
 from .local_rows import LocalRows, slices_between
 from .rows import Rows
 from .stream import (
-    VALUES,
     Source,
     chunks,
     exchange_lists,

@@ -22,10 +22,11 @@ from typing import Self
 from torch import Tensor
 
 from ..base.memory import typed
+from ..group.channels import SUMS
 from ..group.pending import Pending
 from .call import Call
 from .sizes import Sizes
-from .stream import SUMS, left_of, right_of, wait_all
+from .stream import left_of, right_of, wait_all
 
 _AHEAD = 2  # steps for which receives are posted ahead
 _STEPS = _AHEAD + 3  # steps that have slots: two earlier steps may still be sending

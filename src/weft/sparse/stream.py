@@ -34,7 +34,8 @@ from torch import Tensor
 from .. import kernels
 from ..base.errors import WireError
 from ..base.memory import typed
-from ..group.group import SMALL, Group
+from ..group.channels import LISTS, SMALL, SUMS, VALUES
+from ..group.group import Group
 from ..group.pending import Pending
 from ..wire.interface import Lease
 from . import codec
@@ -46,9 +47,6 @@ T = TypeVar("T")
 
 HEAD = 128 << 10
 """Bytes of the first message of an index list."""
-
-LISTS, VALUES, SUMS = range(3)
-"""The channels."""
 
 Source = Callable[[int, int], Iterable[Tensor]]
 """Given two row numbers, yields the values of a rank's rows between them, in pieces. Calls must be

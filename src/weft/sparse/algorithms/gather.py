@@ -24,13 +24,13 @@ from torch import Tensor
 
 from ...base.memory import typed
 from ...call.agree import DIRECT
+from ...group.channels import VALUES
 from ..call import Call
 from ..local_rows import LocalRows
 from ..registry import algorithm
 from ..rows import Rows
 from ..sizes import Sizes
 from ..stream import (
-    VALUES,
     Ring,
     at_hand,
     in_rank_order,

@@ -40,6 +40,7 @@ from torch import Tensor
 
 from ... import kernels
 from ...base.memory import typed
+from ...group.channels import SUMS
 from ...group.pending import Pending
 from ...kernels import Shares
 from ...wire.interface import Lease
@@ -51,7 +52,6 @@ from ..relay import Relay, relay_memory, relay_rows
 from ..rows import Rows
 from ..sizes import Sizes
 from ..stream import (
-    SUMS,
     Inflow,
     Ring,
     Source,

@@ -26,6 +26,7 @@ from ...base.devices import Aside
 from ...base.errors import untransformed
 from ...call.agree import is_direct, preparing
 from ...group import default
+from ...group.channels import LISTS, VALUES
 from ...group.group import Group
 from ...group.worker import Work
 from ..forms import Form, Place
@@ -34,7 +35,7 @@ from ..registry import ALONE, EAGER
 from ..request import Request
 from ..rows import Rows
 from ..run import Opened, performed
-from ..stream import LISTS, VALUES, Ring, consecutive, wrong_list
+from ..stream import Ring, consecutive, wrong_list
 
 _NAME = "sparse_all_gather"
 

@@ -25,6 +25,7 @@ from ...base.errors import untransformed
 from ...base.memory import typed
 from ...call.agree import preparing
 from ...group import default
+from ...group.channels import SUMS
 from ...group.worker import Work
 from ..call import Call
 from ..forms import Form, Place, Reduction
@@ -35,7 +36,7 @@ from ..registry import ALONE, EAGER
 from ..request import Request
 from ..rows import Rows
 from ..run import Opened, merge_eager, performed
-from ..stream import SUMS, chunks, exchange_lists, in_rank_order, lay_out
+from ..stream import chunks, exchange_lists, in_rank_order, lay_out
 
 _NAME = "sparse_reduce"
 
