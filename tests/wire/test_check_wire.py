@@ -338,7 +338,7 @@ class Translates(Between):
 
 
 class WritesOn(Between):
-    """Goes on to write after an abort."""
+    """Goes on to write after an abort, as soon as the caller does."""
 
     def post(self, sends=(), recvs=(), channel=0):
         self.places = [into for _, into in recvs] or getattr(self, "places", [])
@@ -346,7 +346,13 @@ class WritesOn(Between):
 
     def abort(self, failure):
         super().abort(failure)
-        threading.Timer(0.1, self.places[-1].fill_, [1]).start()
+        threading.Thread(target=self.write_on, daemon=True).start()
+
+    def write_on(self):
+        place, until = self.places[-1], time.monotonic() + 60.0
+        while not place.all() and time.monotonic() < until:
+            time.sleep(0.001)
+        place.fill_(1)
 
 
 class NoticesEarly(Between):

@@ -59,6 +59,7 @@ def hook(state: State, bucket: dist.GradBucket) -> Future[Tensor]:
 
     Example:
         >>> import torch, weft
+        >>> from torch.nn.parallel import DistributedDataParallel
         >>> with weft.init():
         ...     model = DistributedDataParallel(torch.nn.Linear(2, 1, bias=False))
         ...     model.register_comm_hook(weft.ddp.State(), weft.ddp.hook)

@@ -673,13 +673,15 @@ def memory(wire: Wire, soon: float) -> None:
     """once a use has raised WireFailed, no memory of any post is written to."""
     place, other = _bytes(_BIG, 0), _bytes(1000, 0)
     if wire.rank == 1:
-        time.sleep(_MOMENT)
+        wire.post((), [(0, _number())], 2).wait(soon)
+        time.sleep(_MOMENT)  # until the other rank has failed
         wire.post([(0, place)])
         wire.post([(0, other)], (), 1)
         time.sleep(2 * _MOMENT)
         return
     posts = [wire.post((), [(1, place)]), wire.post((), [(1, other)], 1)]
-    threading.Timer(_MOMENT / 2, wire.abort, [Failure("aborted", None, "enough")]).start()
+    wire.post([(1, _number(1))], (), 2).wait(soon)
+    wire.abort(Failure("aborted", None, "enough"))
     try:
         posts[1].wait(soon)
     except WireFailed:

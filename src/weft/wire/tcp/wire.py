@@ -464,6 +464,8 @@ class TcpWire:
             if self._unconnected and not self._is_closed:
                 self._go_on_connecting()
         except BaseException as error:  # of a handler of a signal: a message may be half moved
+            if self._is_closed and isinstance(error, KeyError | OSError | ValueError):
+                return  # a handler has closed this wire, at any point above: what it took is missed
             kind = type(error).__name__
             self._fail(Failure("broken", self.rank, f"{kind} was raised while messages moved"))
             raise
@@ -636,10 +638,8 @@ class TcpWire:
                     candidate.sock.close()
                 else:
                     self._on_connected(peer, self._acceptor.confirm(candidate))
-        except (OSError, KeyError, ValueError) as error:
-            if self._is_closed:  # by the handler of a signal, at any point of this
-                return
-            if not isinstance(error, OSError) or not is_without_files(error):
+        except OSError as error:
+            if not is_without_files(error):
                 raise
             self._fail_without_files("a connection that has come", error)
 
