@@ -1,5 +1,5 @@
-"""Who may call torch.distributed, that files import in no circle, and that tests of wires and
-groups reach nothing of weft's by an underscore.
+"""Who may call torch.distributed, that files import in no circle, that no constructor communicates,
+and that tests of wires and groups reach nothing of weft's by an underscore.
 
 The types of torch.distributed may be named anywhere, its functions called only by few. The order of
 weft's own layers is import-linter's business, too (`make layers`).
@@ -200,10 +200,50 @@ def test_an_arrow_upward_is_seen(house, line):
     assert arrows_upward(graph, [["house.one"], ["house.two"]]) == [f"house.two imports {upward}"]
 
 
+# making an object is free
+
+SENDS = (
+    "agree",
+    "call",
+    "confess",
+    "exchange",
+    "handshake",
+    "opened",
+    "post",
+    "start",
+    "submit",
+    "wait",
+)
+ROOMS = ("call", "comm", "ddp", "failure", "group", "nn", "schedules", "sparse")
+
+
+def sent_by_constructors(tree):
+    """What constructors call that sends to other ranks, or waits for them."""
+    for made in (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)):
+        for function in made.body:
+            if getattr(function, "name", "") in ("__init__", "__post_init__"):
+                for node in ast.walk(function):
+                    if isinstance(node, ast.Call):
+                        name = ast.unparse(node.func)
+                        if name.rpartition(".")[2] in SENDS:
+                            yield f"{made.name} calls {name}"
+
+
+def test_no_constructor_communicates():
+    found = [
+        f"{path.relative_to(SOURCE)}: {what}"
+        for path in files_of(SOURCE, *ROOMS)
+        for what in sent_by_constructors(tree_of(path))
+    ]
+    assert found == []
+    house = "class A:\n    def __init__(self):\n        self.group.post()"
+    assert [*sent_by_constructors(ast.parse(house))] == ["A calls self.group.post"]
+
+
 # tests reach what users and other rooms reach
 
 TESTS = Path(__file__).parent
-OF_PUBLIC_NAMES = ("wire", "group", "bootstrap", "backend")
+OF_PUBLIC_NAMES = ("wire", "group", "bootstrap", "backend", "failure", "rendezvous")
 BY_NAME = {"setattr", "delattr", "getattr", "hasattr"}  # also monkeypatch's
 ALLOWED = {
     "_torch": "weft's file of what torch hides; the names in it are plain",

@@ -146,8 +146,9 @@ def test_operations(group, op):
 @spmd(*SIZES, on=EVERYWHERE)
 def test_one_rank_gets_the_sum(group):
     dst = group.size // 2
-    for kind in ("few", "many", "empty on some", "empty", "skew", "one"):
-        with in_case(kind):
+    kinds = ("few", "many", "empty on some", "empty", "skew", "one")
+    for kind, hosts in product(kinds, ("aaaaaaaa", "abcdefgh")):
+        with in_case(kind), on_hosts(group, hosts[: group.size]):
             want = total_of(group.size, kind)
             total = weft.sparse_reduce(part(group.rank, kind), group_dst=dst)
             if group.rank != dst:
@@ -159,7 +160,8 @@ def test_one_rank_gets_the_sum(group):
             if group.size == 1:
                 assert ran == "alone"
             elif kind in ("many", "skew", "one") or not on_host(want.values):
-                assert ran == ("owners" if group.size > DIRECTLY else "direct")
+                is_apart = hosts.startswith("ab")
+                assert ran == ("owners" if is_apart and group.size > DIRECTLY else "direct")
             else:
                 assert ran == "eager"
 

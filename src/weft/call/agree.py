@@ -54,8 +54,9 @@ _FINGERPRINT = 1152  # bytes that a rank's may have
 # of a call that agree come in three forms at most, by the fields that ranks do not know: so there
 # is room for one that differs.
 _TEXT = 5120
-# magic, bytes of: cohorts, error, body, what is said in private; whose error; whether it is watched
-_HEAD = struct.Struct("<4sIIIII?")
+# magic; bytes of: text, error, body, what is said in private; number of the call; whose it is, or
+# its error; whether it is of one rank, whether it is watched
+_HEAD = struct.Struct("<4sIIIIQI??")
 _MAGIC = b"weft"
 _ALIGNED = 16  # bytes, to a multiple of which a body begins: enough for any dtype
 CAP = _HEAD.size + 2 * _TEXT + 2 * _ALIGNED + BODY
@@ -91,21 +92,25 @@ class Agreement:
     private: list[memoryview]
     _group: Group
     _heard: list[tuple[int, _Statement]]
+    _own: memoryview  # this rank's body
     release: Callable[[], None]
 
-    def read(self, decode: Callable[..., T], *given: Any) -> list[T]:
+    def read(self, decode: Callable[..., T], *given: Any, own: T | None = None) -> list[T]:
         """`decode(body, *given)` of each of the bodies, which are memoryviews.
 
         There is one for each rank where statements are direct, else the one combined body; they
-        are valid until `release()`.
+        are valid until `release()`. `own`: what this rank's own says, which is not decoded then.
 
         Raises:
             WireError: as `decoded`.
         """
-        return [
-            self._group.decode(peer, "a statement", decode, each.body, *given)
-            for peer, each in self._heard
-        ]
+        found = []
+        for peer, each in self._heard:
+            if own is not None and each.body is self._own:
+                found.append(own)
+            else:
+                found.append(self._group.decode(peer, "a statement", decode, each.body, *given))
+        return found
 
     def check_whose(self, whose: Sequence[Collection[int]]) -> None:
         """Check that each rank stated what is its own, where statements are direct.
@@ -177,23 +182,29 @@ def _spelled(fields: _Fields) -> str:
 
 
 @functools.lru_cache(_SPELLED)
+def _encoded(fields: _Fields) -> bytes:
+    return _spelled(fields).encode()
+
+
+@functools.lru_cache(_SPELLED)
 def _fields_in(text: str) -> _Fields:
-    pairs = ((name, value) for name, value in (each.split(_VALUE) for each in text.split(_FIELD)))
-    return tuple(pairs)
+    """What `_spelled` made that of; raises ValueError if it was not."""
+    fields = tuple((name, value) for name, value in (s.split(_VALUE) for s in text.split(_FIELD)))
+    names = [name for name, _ in fields[:2]]
+    if names != [_CALL, _MEMBERS]:
+        raise ValueError(f"it states {names}")
+    return fields
 
 
 def _cohorts_in(raw: bytes) -> tuple[_Cohort, ...]:
-    """What `spelled` made that of; raises ValueError if it was not."""
+    """What `_written` made that of; raises ValueError if it was not."""
     cohorts = []
     for text in raw.decode().split(_COHORT):
         fields, ranks, count, number = text.rsplit(_FIELD, 3)
-        cohort = _Cohort(
-            _fields_in(fields), tuple(map(int, ranks.split(","))), int(count), int(number)
-        )
-        names = [name for name, _ in cohort.fields[:2]]
-        if cohort.number < 0 or names != [_CALL, _MEMBERS]:
-            raise ValueError(f"it is of call {number}, and states {names}")
-        cohorts.append(cohort)
+        if int(number) < 0:
+            raise ValueError(f"it is of call {number}")
+        named = tuple(map(int, ranks.split(",")))
+        cohorts.append(_Cohort(_fields_in(fields), named, int(count), int(number)))
     return tuple(cohorts)
 
 
@@ -212,31 +223,47 @@ class _Statement:
 
     def pack(self, private: Private = ()) -> Tensor:
         """The message to a rank, with what is said to it in private."""
-        cohorts, size = _written(self.cohorts), sum(map(len, private))
-        gap = bytes(-(_HEAD.size + len(cohorts) + len(self.error)) % _ALIGNED)
-        rest, lengths = (
-            bytes(-len(self.body) % _ALIGNED),
-            map(len, (cohorts, self.error, self.body)),
+        first = self.cohorts[0]
+        is_of_one = len(self.cohorts) == first.total == 1
+        text = _encoded(first.fields) if is_of_one else _written(self.cohorts)
+        head = _HEAD.pack(
+            _MAGIC,
+            len(text),
+            len(self.error),
+            len(self.body),
+            sum(map(len, private)),
+            first.number,
+            self.error_rank,
+            is_of_one,
+            self.watched,
         )
-        head = _HEAD.pack(_MAGIC, *lengths, size, self.error_rank, self.watched)
-        parts = [head, cohorts, self.error, gap, self.body, rest, *private]
+        gap = bytes(-(len(head) + len(text) + len(self.error)) % _ALIGNED)
+        rest = bytes(-len(self.body) % _ALIGNED)
+        parts = [head, text, self.error, gap, self.body, rest, *private]
         return torch.frombuffer(bytearray().join(parts), dtype=torch.uint8)
 
     @classmethod
-    def unpack(cls, raw: memoryview) -> _Statement:
-        """The statement in a message.
+    def unpack(cls, raw: memoryview, like: _Fields) -> _Statement:
+        """The statement in a message. One with the fingerprint `like` is not parsed for it.
 
         Raises:
             ValueError, struct.error: there is none.
         """
-        magic, cohorts, error, body, private, rank, watched = _HEAD.unpack_from(raw)
-        middle, end = _HEAD.size + cohorts, _HEAD.size + cohorts + error
+        magic, text, error, body, private, number, rank, is_of_one, watched = _HEAD.unpack_from(raw)
+        middle = _HEAD.size + text
+        end = middle + error
         start = end + -end % _ALIGNED
         after = start + body + -body % _ALIGNED
         if magic != _MAGIC or after + private > len(raw):
             raise ValueError(f"{bytes(raw[: _HEAD.size]).hex()}, of {len(raw)} bytes")
+        said = raw[_HEAD.size : middle]
+        if not is_of_one:
+            cohorts = _cohorts_in(bytes(said))
+        else:
+            fields = like if said == _encoded(like) else _fields_in(bytes(said).decode())
+            cohorts = (_Cohort(fields, (rank,), 1, number),)
         return cls(
-            _cohorts_in(bytes(raw[_HEAD.size : middle])),
+            cohorts,
             bytes(raw[middle:end]),
             rank,
             raw[start : start + body],
@@ -366,15 +393,15 @@ def agree(
         body.numpy().data if isinstance(body, Tensor) else memoryview(body),
         watched=watch is not None,
     )
-    is_first = group.worker.enter(group.global_ranks, group.members, mine.cohorts[0].fields)
+    is_first = group.worker.enter(group.global_ranks, group.members, known)
     longest = len(mine.body) + max((sum(map(len, said)) for said in private or ()), default=0)
     if longest > BODY:
         raise RuntimeError(f"a statement of {longest} bytes")
     if group.size == 1:
-        return _agreed(group, [(0, mine)])
+        return _agreed(group, mine, [(0, mine)])
     if not is_direct(group):
-        agreement = _agreed(group, [_combined_and_watched(group, mine, combine, watch)])
-        for field, _ in mine.cohorts[0].fields:  # whose names the last that came may not have
+        agreement = _agreed(group, mine, [_combined_and_watched(group, mine, combine, watch)])
+        for field, _ in known:  # whose names the last that came may not have
             agreement.fields.setdefault(field, _UNKNOWN)
         return agreement
     messages = [mine.pack()] * group.size if private is None else [*map(mine.pack, private)]
@@ -391,7 +418,7 @@ def agree(
         for peer, message in heard
     ]
     said.insert(group.rank, (group.rank, mine))
-    return _agreed(group, said, pending.release)
+    return _agreed(group, mine, said, pending.release)
 
 
 def confess(
@@ -442,9 +469,10 @@ def _heard(
     group: Group, mine: _Statement, peer: int, message: Tensor, among: Collection[int]
 ) -> _Statement:
     """What a peer stated for some of these ranks, in the call in which this rank is, too."""
-    statement = group.decode(peer, "a statement", _Statement.unpack, message.numpy().data)
+    own = mine.cohorts[0].fields
+    statement = group.decode(peer, "a statement", _Statement.unpack, message.numpy().data, own)
     for cohort in statement.cohorts:
-        if cohort.members != group.members:
+        if cohort.fields is not own and cohort.members != group.members:
             group.decode(peer, "a statement", check_members, cohort.members, group.session.size)
             calls = {
                 group.rank_in_errors(group.rank): mine.cohorts[0].place,
@@ -456,22 +484,26 @@ def _heard(
 
 
 def _agreed(
-    group: Group, heard: list[tuple[int, _Statement]], release: Callable[[], None] = lambda: None
+    group: Group,
+    mine: _Statement,
+    heard: list[tuple[int, _Statement]],
+    release: Callable[[], None] = lambda: None,
 ) -> Agreement:
     """The conclusion from statements and who sent them; raises what every rank raises."""
     said = [statement for _, statement in heard]
     cohorts = [cohort for each in said for cohort in each.cohorts]
+    fields = cohorts[0].fields
+    differ = any(each.fields is not fields and each.fields != fields for each in cohorts)
     # a rank that calls of some of the ranks left out goes on from the others' number
     group.worker.calls = number = max(cohort.number for cohort in cohorts)
     try:
-        if len({cohort.fields for cohort in cohorts}) == 1 and not any(each.error for each in said):
-            agreed = dict(cohorts[0].fields)
-        else:
-            agreed = _conclude(said)
+        differ = differ or any(each.error for each in said)
+        agreed = _conclude(said) if differ else dict(fields)
     except WeftError:
         release()
         raise
-    return Agreement(number, agreed, [each.private for each in said], group, heard, release)
+    private = [each.private for each in said]
+    return Agreement(number, agreed, private, group, heard, mine.body, release)
 
 
 def _combined_and_watched(

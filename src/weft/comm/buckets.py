@@ -67,7 +67,8 @@ def in_buckets(
     """
     under_way: deque[_UnderWay] = deque()
     for bucket in _planned(tensors, wire_dtype):
-        under_way.append(_UnderWay(group, bucket, start, given))
+        under_way.append(_UnderWay(bucket))
+        under_way[-1].start(group, start, given)
         if len(under_way) == _UNDER_WAY:
             under_way.popleft().end(taken)
     for each in under_way:
@@ -120,14 +121,17 @@ def _planned(tensors: Iterable[Tensor], wire_dtype: torch.dtype | None) -> Itera
 
 
 class _UnderWay:
-    """A bucket on the wire."""
+    """A bucket on the wire, from `start` to `end`."""
 
     _lease: Lease | None = None
 
-    def __init__(
-        self, group: Group, bucket: _Bucket, start: Callable[[Group, Tensor], Pending], given: bool
-    ) -> None:
-        self._bucket, first = bucket, bucket.pieces[0]
+    def __init__(self, bucket: _Bucket) -> None:
+        self._bucket = bucket
+
+    def start(self, group: Group, start: Callable[[Group, Tensor], Pending], given: bool) -> None:
+        """Start the collective on the bucket, and on what is `given` in its tensors."""
+        bucket = self._bucket
+        first = bucket.pieces[0]
         over = group.on(first.device)
         if len(bucket.pieces) == 1 and first.dtype == bucket.dtype:
             self._flat = first

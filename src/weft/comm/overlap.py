@@ -85,21 +85,33 @@ def overlap_grads(
     group = default.resolve(group)
     with preparing(group, _NAME):
         synchronised = Synchronised(group, module, average, wire_dtype)
-    return Overlap(synchronised, module, bucket_bytes)
+    overlap = Overlap(synchronised)
+    overlap.start(module, bucket_bytes)
+    return overlap
 
 
 class Overlap:
     """Reduces the gradients of one module while backward runs; made by `overlap_grads`."""
 
-    def __init__(self, synchronised: Synchronised, module: nn.Module, bucket_bytes: int) -> None:
-        self._synchronised, self._worker = synchronised, synchronised.group.worker
+    _module: weakref.ref[nn.Module]  # whose hooks keep this alive
+
+    def __init__(self, synchronised: Synchronised) -> None:
+        self._synchronised = synchronised
+        self._worker = synchronised.group.worker
         self._paused = False
         self._handles: list[RemovableHandle] = []
-        with preparing(synchronised.group, _NAME):
+        self._buckets: list[list[str]] = []
+
+    def start(self, module: nn.Module, bucket_bytes: int) -> None:
+        """Agree on the order of the parameters, and hook them; collective.
+
+        Raises:
+            WeftError, WireError: as `overlap_grads`.
+        """
+        with preparing(self._synchronised.group, _NAME):
             job = self._ordering(module, bucket_bytes)
         order = self._worker.call(_NAME, job)
-        self._module = weakref.ref(module)  # whose hooks keep this alive
-        self._buckets: list[list[str]] = []
+        self._module = weakref.ref(module)
         full = number_of_bytes(bucket_bytes)
         size = full
         for name in order:

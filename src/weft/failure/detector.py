@@ -161,7 +161,10 @@ class Detector:
         self._hearing = threading.RLock()
         # notified when something came that `exchange` awaits
         self._heard = threading.Condition(self._hearing)
-        links.start(self)
+
+    def start(self) -> None:
+        """Begin to hear the peers."""
+        self.links.start(self)
 
     def guard(
         self, end_waits: Callable[[Verdict], None], find_fault: Callable[[], Verdict | None]

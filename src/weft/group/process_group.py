@@ -187,6 +187,7 @@ def _join(
         raise WireError(text, rank=rank, culprit=culprit) from error
     assert not isinstance(factory, str)  # else every rank has raised that
     detector = Detector(rank, timeout, joined.links, watch.chosen())
+    detector.start()
     start = Start(
         rank=rank,
         size=size,

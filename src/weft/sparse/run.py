@@ -218,7 +218,8 @@ def _read_headers(
         counted=None if direct else own,
         of_one=direct,
     )
-    headers = agreement.read(unpack, call.row_shape, call.dtype)
+    known = own if direct and own.total else None  # without rows it may not know their shape
+    headers = agreement.read(unpack, call.row_shape, call.dtype, own=known)
     if direct:
         agreement.check_whose([[header.tightest] for header in headers])
     return headers

@@ -128,7 +128,9 @@ class Crew:
 
     def _detector(self, wire: RoomWire, links: QueueLinks, slow: float) -> Detector:
         thread = functools.partial(getattr, wire, "thread")
-        return Detector(wire.rank, self._timeout, links, slow, thread)
+        detector = Detector(wire.rank, self._timeout, links, slow, thread)
+        detector.start()
+        return detector
 
     def _join(self, rank: int, ranks: tuple[int, ...], name: str) -> Session:
         """A rank's session among some ranks; the first of them that comes makes it for all.

@@ -103,6 +103,7 @@ class Peers:
         self.fault: Verdict | None = None  # what rank 0 is sure of
         self.links = LateLinks(SocketLinks(mesh))
         self.watch = Detector(0, timeout, self.links)
+        self.watch.start()
         self.watch.progress = lambda: lambda: Progress(7, "barrier", HISTORY[-1])
         self.watch.history = HISTORY
         self.watch.guard(self.end_waits, lambda: self.fault)
@@ -156,6 +157,7 @@ def test_a_reset_is_a_death(peers):
         near.setblocking(False)
         with ExitStack() as stack:
             watch = Detector(0, 20.0, SocketLinks({1: near}))
+            watch.start()
             stack.callback(watch.close)
             far.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, bytes([1, 0, 0, 0, 0, 0, 0, 0]))
             far.close()
