@@ -104,6 +104,17 @@ def each_table_as_if_alone(group, name):
             assert record.algorithm in wanted
 
 
+@pytest.mark.parametrize("height", [2**29 + 1, 2**30 - 1, 2**31 - 1])
+@spmd(2, on=THREADS)
+def test_tables_whose_heights_together_need_more_than_32_bits(group, height):
+    """Each by itself needs fewer."""
+    kinds = [((3,), torch.float32, torch.int32, height)] * 4
+    for name in ("auto", "gather", "split"):
+        with in_case(name):
+            got = weft.sparse_all_reduce(mine(group, kinds, 20), algorithm=name)
+            check(group, got, kinds, 20)
+
+
 def check_against_single_calls(group, rows, algorithm="auto", **options):
     """For larger tables: the definition takes too long, and a call for each is tested elsewhere."""
     got = weft.sparse_all_reduce(rows, algorithm=algorithm, **options)
