@@ -34,7 +34,7 @@ from ..base.latch import Latch
 from ..records import recorder
 from ..wire import factory
 from . import last_error
-from .links import ControlLinks, News
+from .links import LONGEST, ControlLinks, News
 from .messages import Message, line_of, parse, place_of, values_of
 from .verdict import Entered, Place, Verdict, judge, leaver_to_blame, on_leaver
 
@@ -50,7 +50,6 @@ LATE = 0.5
 _NEWS = 0.25  # seconds to wait for a verdict of another rank, before this rank asks
 _NAMED = 4  # reasons that are printed for one slow wait
 _LISTED = 64  # ranks that are told to be awaited
-_LONGEST = 1 << 16  # bytes of a message between detectors
 _NOTHING_DUE = 3600.0  # seconds that the thread may sleep once there is a verdict
 
 _log = logging.getLogger("weft")
@@ -589,7 +588,7 @@ class Detector:
                 self.settle(Verdict(peer, self._death_of(peer, news.error)))
             return
         *lines, rest = (self._rests[peer] + news.data).split(b"\n")
-        self._rests[peer] = rest[:_LONGEST]  # of a longer one not all is kept: it is no message
+        self._rests[peer] = rest[:LONGEST]  # of a longer one not all is kept: it is no message
         for line in lines:
             try:
                 message = parse(line, {self.rank, *self._peers})

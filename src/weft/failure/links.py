@@ -20,7 +20,8 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
-_LONGEST = 1 << 16  # bytes that are read at once
+LONGEST = 1 << 16
+"""Bytes that are read at once, and of a message between detectors at most."""
 PATIENCE = 5.0  # seconds that a close waits for the thread, which lets go itself if it is later
 _AT_ONCE = 1000  # messages of threads that are taken from the queue before readers are called
 GOODBYES = 0.1  # seconds in which goodbyes of threads are collected, as whole groups say them
@@ -194,7 +195,7 @@ class SocketLinks:
         sock = self._sockets[peer]
         fault = ""
         try:
-            data = sock.recv(_LONGEST)
+            data = sock.recv(LONGEST)
         except BlockingIOError:
             raise
         except OSError as error:

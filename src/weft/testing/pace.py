@@ -11,6 +11,12 @@ import os
 MOST = 4.0
 """The largest factor of a deadline."""
 
+START = 60.0
+"""Seconds that new processes may take until they are where they meet, and to join a group."""
+
+ANSWER = 2.0
+"""Seconds that a rank has to say where it is."""
+
 
 def patient(seconds: float) -> float:
     """A deadline in seconds for this machine now, given the one for an idle machine.

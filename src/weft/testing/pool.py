@@ -33,12 +33,9 @@ from ..bootstrap.outcome import Outcome, place, results
 from ..group.group import Group
 from ..group.process_group import connect
 from ..rendezvous import places as rendezvous
-from .pace import patient
+from .pace import ANSWER, START, patient
 from .threads import outcome_on
 
-_START = 60.0  # seconds that new processes may take to answer
-_ANSWER = 2.0  # seconds that a rank has to send its stack
-_JOINING = 60.0  # seconds in which ranks join a group
 _AFTERMATH = 5.0  # seconds that the other ranks have to notice that one died
 
 _Key = tuple[str, int, float]  # what groups are kept by: group, size, timeout
@@ -171,7 +168,7 @@ class _Pool:
             if left == members:
                 for member in left:
                     _tell(member, None)  # asks for its stack
-            self._hear(left, patient(_ANSWER if left == members else _AFTERMATH))
+            self._hear(left, patient(ANSWER if left == members else _AFTERMATH))
         outcomes, healthy = [], True
         for member in members:
             told, fine = self._said.get(member.number, (None, False))
@@ -191,7 +188,7 @@ class _Pool:
             for rank in new:
                 self.members.append(Rank.start(rank, environment, "", body))
         members = self.members[new.start :]
-        if not self._hear(members, patient(_START)):
+        if not self._hear(members, patient(START)):
             late = "has not started in time"
             results([each.outcome or Outcome(each.number, hangs=late) for each in members], "pool")
 
@@ -240,7 +237,7 @@ def end_pool() -> None:
     if pool is not None:
         for member in pool.members:
             member.connection.close()
-        pump(pool.members, lambda rank, said: None, time.monotonic() + patient(_ANSWER))
+        pump(pool.members, lambda rank, said: None, time.monotonic() + patient(ANSWER))
         end(pool.members, [(signal.SIGKILL, 10.0)])
 
 
@@ -249,7 +246,7 @@ def end_pool() -> None:
 
 def _serve(port: int) -> None:
     """The program of a member: run the jobs that it receives, until the connection is closed."""
-    store = rendezvous.connect(rendezvous.LOOPBACK, port, patient(_START))
+    store = rendezvous.connect(rendezvous.LOOPBACK, port, patient(START))
     jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
     runs: list[_Job] = []  # the job that it has not answered yet, if any
 
@@ -306,7 +303,7 @@ def _connected(job: _Job, store: dist.Store, groups: dict[_Key, tuple[str, Group
     if group is None:
         kind, size, timeout = job.key
         # the limit is of waits: on a busy machine ranks may take longer to meet
-        group = connect(store, job.rank, size, _JOINING, name=job.group, wire=kind)
+        group = connect(store, job.rank, size, START, name=job.group, wire=kind)
         group.set_timeout(timeout)
     groups[job.key] = job.group, group
     return group

@@ -33,11 +33,9 @@ from ..wire.interface import Failure, Wire
 from ..wire.registry import wire_named
 from .clauses import stated
 from .held import Held
-from .pace import patient
+from .pace import ANSWER, START, patient
 
-_START = 60.0  # seconds that new processes may take until they are at the store
 _AFTERMATH = 10.0  # seconds that the other ranks have to end, once one has failed
-_ANSWER = 2.0  # seconds that a rank has to say where it is
 _LEAVING = 5.0  # seconds in which a process ends, once its program has a result
 
 _HERE = b""  # what a rank says first
@@ -165,7 +163,7 @@ class _Trial:
         def have_started() -> bool:
             return len(self._started) == len(self.ranks) or self._has_failure()
 
-        pump(self.ranks, self._hear, time.monotonic() + patient(_START), have_started)
+        pump(self.ranks, self._hear, time.monotonic() + patient(START), have_started)
 
     def wait(self, seconds: float) -> None:
         """Wait until all ranks have ended their programs, or for a while after one has failed."""
@@ -180,7 +178,7 @@ class _Trial:
         hanging = [rank for rank in self.ranks if rank.outcome is None]
         for rank in hanging:
             _tell(rank, _WHERE)
-        pump(hanging, self._hear, time.monotonic() + patient(_ANSWER), self._have_all_ended)
+        pump(hanging, self._hear, time.monotonic() + patient(ANSWER), self._have_all_ended)
         for rank in hanging:
             if rank.outcome is None:
                 rank.outcome = Outcome(rank.number, hangs="gave no answer, not even where it is")
@@ -263,7 +261,7 @@ def _run(
     answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
     threading.Thread(target=_listen, args=(number, answers), daemon=True).start()
     # before the limit of a run begins: torch asks a name server on the way
-    store = rendezvous.connect(rendezvous.LOOPBACK, port, patient(_START))
+    store = rendezvous.connect(rendezvous.LOOPBACK, port, patient(START))
     send(_HERE)
     sys.path += [folder for folder in folders if folder]
     factory, body = pickle.loads(packed)
