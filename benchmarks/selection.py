@@ -34,13 +34,13 @@ LINK = Link(alpha=20e-6, beta=0.8e-9, work=5e-6)  # 10 Gbit/s: lists are not pac
 
 @contextmanager
 def openings() -> Iterator[dict[int, int]]:
-    """Bytes that each rank sends in the last opening of a reduce-scatter meanwhile."""
+    """Bytes that each rank sends in the last opening of a step meanwhile."""
     sent: dict[int, int] = {}
 
     def counted(group: Group, name: str, *given: Any, **more: Any) -> agree.Agreement:
         before = group.traffic.bytes
         found = agree.agree(group, name, *given, **more)
-        if name == "sparse_reduce_scatter":
+        if name == "sync_sparsified":
             sent[group.rank] = group.traffic.bytes - before
         return found
 

@@ -68,7 +68,8 @@ class Config:
     """What is in force. It prints as a table; `config["wire"]` is a value.
 
     Attributes:
-        settings: one after the other.
+        settings: one after the other, each with a `name`, a `value` and its `source`: a variable,
+            an argument, "default", or what decided it.
     """
 
     settings: tuple[Setting, ...]

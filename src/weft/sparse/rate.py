@@ -21,7 +21,7 @@ from ..schedules.hosts import hosts_of
 from .sizes import Sizes
 
 GUESS = 15
-"""A rate of 34 MB/s, before anything is known: chunks of 256 KiB, and packed lists."""
+"""A rate of 33 MB/s, before anything is known: chunks of 256 KiB, and packed lists."""
 
 MOST = 40
 """No rate is higher."""

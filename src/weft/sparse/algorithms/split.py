@@ -38,7 +38,7 @@ its `Share` also calls `call.ready`, at the top, for its own part and for those 
 Best for overlapping rows or many ranks: the general case.
 
 "SSAR_Split_allgather" of Renggli et al., "SparCML" (SC'19), section 5.3; balanced owners as in Li
-and Hoefler, "Near-optimal sparse allreduce" (PPoPP'22), section 3; factors as in Zhao and Canny,
+and Hoefler, "Near-optimal sparse allreduce" (PPoPP'22), section 3; stages as in Zhao and Canny,
 "Kylix" (ICPP 2014), section 4, and with hosts first as in Goyal et al., "Accurate, Large Minibatch
 SGD" (2017), section 4.
 """
