@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import sys
+import textwrap
 import time
 from pathlib import Path
 
@@ -108,14 +109,27 @@ def job(programs, tmp_path):
 )
 def test_a_rank_that_has_not_come_is_told_of_once(programs, tmp_path, port, late, place, said):
     place, said = place.format(tmp_path, port), said.format(tmp_path, port)
-    env = {**os.environ, "WORLD_SIZE": "3", "OMP_NUM_THREADS": "1", "WEFT_WATCH": "0.5"}
-    source = "import sys, weft; weft.init(rendezvous=sys.argv[1], timeout=60.0)"
+    env = {**os.environ, "WORLD_SIZE": "3", "OMP_NUM_THREADS": "1", "WEFT_WATCH": "1"}
+    source = textwrap.dedent(
+        """
+        import os, pathlib, sys, time, weft
+        here = pathlib.Path(sys.argv[2])
+        (here / os.environ["RANK"]).touch()
+        while not (here / "go").exists():
+            time.sleep(0.01)
+        weft.init(rendezvous=sys.argv[1], timeout=60.0)
+        """
+    )
+    start = tmp_path / "start"
+    start.mkdir()
     here = [rank for rank in range(3) if rank != late]
-    ranks = [programs(source, place, env={**env, "RANK": str(rank)}) for rank in here]
+    ranks = [programs(source, place, str(start), env={**env, "RANK": str(rank)}) for rank in here]
+    assert soon(lambda: all((start / str(rank)).exists() for rank in here))
+    (start / "go").touch()
     for rank, program in zip(here, ranks, strict=True):
         line = soon(Path(f"/proc/{program.pid}/fd/2").read_text)
         assert line.startswith(f"weft: rank {rank} has waited for ") and said in line
-    ranks.append(programs(source, place, env={**env, "RANK": str(late)}))
+    ranks.append(programs(source, place, str(start), env={**env, "RANK": str(late)}))
     told = [program.communicate()[1].count(said) for program in ranks]
     assert told == [1, 1, 0] and [program.returncode for program in ranks] == [0, 0, 0]
 

@@ -7,7 +7,7 @@ import torch
 
 import weft
 from weft.base.tensors import as_bytes
-from weft.comm import staging
+from weft.group.channels import ROUNDS
 from weft.testing import spmd
 from weft.testing.cases import in_case
 
@@ -96,7 +96,7 @@ def test_no_round_moves_more_than_it_may(group, most):
     seen, post = [], over.post
 
     def watched(sends=(), recvs=(), channel=0):
-        if channel == staging.CHANNEL:
+        if channel == ROUNDS:
             moved = [tensor for _, tensor in (*sends, *recvs)]
             seen.append((sum(tensor.nbytes for tensor in moved), len(moved)))
         return post(sends, recvs, channel)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import struct
 
 import pytest
@@ -123,9 +124,13 @@ def test_who_states_what_another_has_room_for_is_named(several, monkeypatch):
     )
     monkeypatch.setattr(tables, "_statement", lambda request, rank: state(request, rank or 7))
 
+    named = "rank 0 sent a statement that is not its own"
+
     def program(group):
         rows = weft.Rows(torch.arange(3), torch.ones(3))
-        with pytest.raises(weft.WireError, match="rank 0 sent a statement that is not its own"):
+        # rank 0 may be through before it is told
+        refused = pytest.raises(weft.WireError, match=named)
+        with refused if group.rank else contextlib.suppress(weft.WireError):
             weft.sparse_all_reduce([rows, rows] if several else rows)
 
     run(3, program)
