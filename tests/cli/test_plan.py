@@ -45,7 +45,7 @@ def test_a_line_for_each_number_of_ranks_to_thousands() -> None:
 
 
 WINS = {  # a case of each algorithm that the rule takes
-    "doubling": "--rows 10 --height 1000 --link 10gbit --ranks 256",
+    "doubling": "--rows 1000 --height 100000 --link 10gbit --ranks 16",
     "eager": "--rows 10 --height 1000 --link 1gbit --ranks 4",
     "gather": "--case uniform --link 1gbit --ranks 2",
     "holders": "--case uniform --link 1gbit --ranks 16",

@@ -27,7 +27,8 @@ LINES = {
     "near and large": (of(rows=8193, hosts="aaaaaaaa"), "split", "all ranks share a host"),
     "several a host": (of(hosts="aaaabbbb"), "split", "ranks share hosts"),
     "two": (of(2), "gather", "there are two ranks"),
-    "little": (of(rows=2048), "doubling", "ranks bring up to 512 KiB of rows each"),
+    "little": (of(16, rows=2048), "doubling", "up to 16 ranks bring up to 512 KiB of rows each"),
+    "little of many": (of(17, rows=2048), "holders", "there are up to 32 ranks"),
     "not so little": (of(rows=2049), "holders", "there are up to 32 ranks"),
     "narrow": (of(rows=100_000, row=8), "split", "a row has up to 8 bytes"),
     "not so narrow": (of(rows=100_000, row=12), "holders", "there are up to 32 ranks"),
@@ -102,4 +103,4 @@ def test_explain_says_which_line_decided():
 
     said = run(3, program)[0]
     assert (said.chosen, said.why) == next(choose.lines(said.sizes))
-    assert "\ndoubling: ranks bring up to 512 KiB of rows each\n" in str(said)
+    assert "\ndoubling: up to 16 ranks bring up to 512 KiB of rows each\n" in str(said)
