@@ -51,8 +51,8 @@ SEVERAL = 32
 """Ranks: of 8, `holders` is the best; of more it was simulated."""
 
 MANY = 16
-"""Ranks: of more, nearly square blocks take a fraction of the messages, and `doubling` is forecast to
-take as long as other algorithms without overlap, and up to twice as long with it."""
+"""Ranks: of more, nearly square blocks take a fraction of the messages, and `doubling` is forecast
+to take as long as other algorithms without overlap, and up to twice as long with it."""
 
 
 class Line(NamedTuple):
