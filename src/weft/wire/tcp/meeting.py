@@ -43,6 +43,7 @@ import ctypes
 import hashlib
 import mmap
 import platform
+from array import array
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -60,8 +61,6 @@ MEETS = 160 << 10
 
 _LOOKS = 40  # at a peer's number before a sleep; with more, other work on this core waits
 _SETS = 1000  # of ranks, of which is remembered where their lines are
-
-_Numbers = ctypes.Array[ctypes.c_int64]
 
 
 def architecture() -> str:
@@ -90,10 +89,10 @@ def _whole_pages(nbytes: int) -> int:
     return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
-def _array(numbers: Sequence[int]) -> tuple[_Numbers, int]:
+def _array(numbers: Sequence[int]) -> tuple[array[int], int]:
     """Private memory for machine code, and its address."""
-    made = (ctypes.c_int64 * len(numbers))(*numbers)
-    return made, ctypes.addressof(made)
+    made = array("q", numbers)
+    return made, made.buffer_info()[0]
 
 
 class _Peers:
