@@ -33,6 +33,7 @@ from weft.testing.wires import NUMBERS
 from weft.wire.in_process.room import Room
 from weft.wire.in_process.threads import ThreadWire, thread_wires
 from weft.wire.interface import Failure, Features, WireFailed
+from weft.wire.tcp import wire as tcp
 
 sys.path.append(str(Path(__file__).parents[2] / "examples/wire_streams"))
 
@@ -53,6 +54,16 @@ class Between:
         return self.pending(self.inner.post(sends, recvs, channel))
 
     def pending(self, inner):
+        return inner
+
+    @property
+    def near(self):
+        return self.inner.near
+
+    def meet(self, message, ranks):
+        return self.meeting(self.inner.meet(message, ranks))
+
+    def meeting(self, inner):
         return inner
 
     def lease(self, nbytes):
@@ -672,7 +683,116 @@ class OfOneThread(Later):
         self.inner.release()
 
 
+class MeetsAscending(Between):
+    """Gives messages in the order of ranks, whatever was asked for."""
+
+    def meet(self, message, ranks):
+        return super().meet(message, sorted(ranks))
+
+
+class HearsTheLast(Between):
+    """Gives the messages of the meeting that was begun last."""
+
+    last = None
+
+    def meeting(self, inner):
+        self.last = inner
+        return OfTheLast(inner, self)
+
+
+class OfTheLast(Later):
+    def wait(self, timeout=None):
+        return self.wire.last.wait(timeout)
+
+
+class FewMeetings(Between):
+    """Takes twenty meetings ahead."""
+
+    ahead = 0
+
+    def meeting(self, inner):
+        self.ahead += 1
+        if self.ahead > 20:
+            self.inner.abort(Failure("broken", self.rank, "too many meetings"))
+        return Counted(inner, self)
+
+
+class Counted(Later):
+    def wait(self, timeout=None):
+        self.wire.ahead = 0
+        return self.inner.wait(timeout)
+
+
+class SlowToMeet(Between):
+    def meeting(self, inner):
+        time.sleep(0.2)
+        return inner
+
+
+class MeetsAnybody(Room):
+    """Two ranks meet, whichever meetings they came to."""
+
+    def copy(self, source, target):
+        source.pending.met = target.pending.met
+        super().copy(source, target)
+
+
+class MeetsForAWhile(Between):
+    """Gives up a meeting that does not come, and says nothing of a circle."""
+
+    def meeting(self, inner):
+        return AWhile(inner, self)
+
+
+class AWhile(Later):
+    def wait(self, timeout=None):
+        return self.inner.wait(1.0 if timeout is None else timeout)
+
+
 # in processes: factories that a process can load
+
+
+def tcp_that_meets(start):
+    return tcp.make(start, meets=True)
+
+
+class MeetsTheLost(Between):
+    """Waits on for a rank that has died."""
+
+    def meeting(self, inner):
+        return WaitsOn(inner, self)
+
+
+def meets_the_lost(start):
+    return MeetsTheLost(tcp_that_meets(start))
+
+
+class MeetsInAChild(Between):
+    """A child that was forked hears nothing, and no error."""
+
+    def __init__(self, inner):
+        super().__init__(inner)
+        self.process = os.getpid()
+
+    def meet(self, message, ranks):
+        if os.getpid() != self.process:
+            return thread_wires(1)[0].meet(b"", [0])
+        return super().meet(message, ranks)
+
+
+def meets_in_a_child(start):
+    return MeetsInAChild(tcp_that_meets(start))
+
+
+class MeetsDeaf(Between):
+    """Handles no signal during the wait for a meeting."""
+
+    def meeting(self, inner):
+        return WaitsDeaf(inner, self)
+
+
+def meets_deaf(start):
+    return MeetsDeaf(tcp_that_meets(start))
 
 
 class LastsForever(Between):
@@ -898,8 +1018,23 @@ BROKEN = {
     "released": between(ReleasesWhileSound),
     "at_once": between(Slow),
     "leaves_nothing": between(LeavesDescriptors),
+    "meets": between(MeetsAscending),
+    "meets_in_subsets": between(HearsTheLast),
+    "meets_ahead": between(FewMeetings),
+    "meets_late": between(SlowToMeet),
+    "meets_others": meeting(MeetsAnybody),
+    "meets_in_a_circle": between(MeetsForAWhile),
+    "meets_the_dead": meets_the_lost,
+    "meets_in_a_child": meets_in_a_child,
+    "meets_with_signals": meets_deaf,
+    "meets_no_more": between(Translates),
 }
-OF_PROCESSES = {"dies", "forks", "signals", "strangers", "closed_by_a_handler"}
+OF_MEETINGS = {name for name in BROKEN if name.startswith("meets")}
+OF_PROCESSES = {"dies", "forks", "signals", "strangers", "closed_by_a_handler"} | {
+    "meets_the_dead",
+    "meets_in_a_child",
+    "meets_with_signals",
+}
 
 
 def test_every_clause_has_a_wire_that_breaks_it():
@@ -1013,7 +1148,7 @@ def test_the_example_of_the_manual_keeps_the_contract(ranks_of, clause):
     number = NUMBERS[clause]
     run = ranks_of(weft_streams.make_wire, number)
     (outcome,) = check_wire(run, Features(), clauses=[number])
-    assert bool(outcome.skipped) == (clause in {"among", "reduces", "huge"})
+    assert bool(outcome.skipped) == (clause in {"among", "reduces", "huge", *OF_MEETINGS})
 
 
 def test_clauses_that_a_wire_in_rounds_need_not_keep_are_left_out():

@@ -73,6 +73,22 @@ def test_pages_that_are_not_used_for_a_while_go_back(segment):
     assert blocks() <= PAGE and segment.memory[kept] == 7
 
 
+def test_what_is_reserved_is_neither_given_nor_released():
+    segment = Segment.make(64 * PAGE, reserved=4 * PAGE)
+    segment.memory[: 4 * PAGE] = 7
+    large = segment.allocate(60 * PAGE)
+    assert large == 4 * PAGE and segment.allocate(1) is None
+    segment.memory[large:] = 1
+    segment.free(large)
+    for _ in range(100):
+        segment.free(segment.allocate(PAGE))
+    segment.drain()
+    assert os.fstat(segment.fd).st_blocks * 512 == 4 * PAGE
+    assert bool((segment.memory[: 4 * PAGE] == 7).all())
+    segment.close()
+    assert Segment.make(64 * PAGE, reserved=33 * PAGE).reserved == 0
+
+
 def test_a_closed_segment_gives_no_memory_and_keeps_what_it_gave(segment):
     offset = segment.stage(torch.arange(100))
     held = segment.memory[offset : offset + 800]
@@ -172,7 +188,7 @@ def with_room(group, room):
         every_way(group)
         return
     make = Segment.make
-    shm.Segment.make = classmethod(lambda cls: make(room))
+    shm.Segment.make = classmethod(lambda cls, reserved: make(room, reserved))
     part = group.split(range(group.size))
     shm.Segment.make = make
     every_way(part)

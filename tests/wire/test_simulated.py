@@ -11,6 +11,7 @@ import torch
 import weft
 from weft.testing import check_wire, ranks_as_threads, simulated
 from weft.testing.simulated import clock, run
+from weft.testing.wire_clauses import CLAUSES
 from weft.wire.in_process.simulated import Network
 from weft.wire.link import Link
 
@@ -115,6 +116,24 @@ def test_hosts_are_one_for_each_rank():
 def test_simulated_ranks_keep_the_contract(fewer):
     outcomes = check_wire(ranks_as_threads(lambda size: Network("abcdefgh"[:size], LINK).wires()))
     assert not any(outcome.error for outcome in outcomes)
+
+
+def test_simulated_ranks_of_one_host_keep_the_clauses_of_meetings():
+    run = ranks_as_threads(lambda size: Network("a" * size, LINK).wires())
+    clauses = [number for number, each in enumerate(CLAUSES, 1) if each.needs == "meets"]
+    outcomes = check_wire(run, clauses=clauses)
+    needing = {outcome.skipped for outcome in outcomes}
+    assert needing == {"", "it needs ranks that are processes"}
+
+
+def test_simulated_ranks_meet_within_their_host():
+    wires = Network("aabb", LINK).wires()
+    assert [sorted(wire.near) for wire in wires] == [[0, 1], [0, 1], [2, 3], [2, 3]]
+    pending = [wire.meet(bytes(1000), sorted(wire.near)) for wire in wires[:2]]
+    for wire, each in zip(wires, pending, strict=False):
+        assert each.wait(0) == [bytes(1000)] * 2
+        # half of `work` to send, the message's way, half of `work` to receive
+        assert wire.clock == pytest.approx(LINK.work + LINK.alpha + 1000 * LINK.beta)
 
 
 def test_a_deadlock_across_a_group_and_a_part_of_it_is_told_at_once():

@@ -40,8 +40,9 @@ Loops = Mapping[str, Loop]
 
 _log = logging.getLogger("weft")
 _PREFIX = "weft."  # of the names of instances
-SOURCES = ("jit.py", "llvm_intrinsics.py", "loops.py")
-_FROM_C = {"memcpy", "memset", "memmove"}  # what machine code may ask of the C library
+SOURCES = ("jit.py", "llvm_intrinsics.py", "loops.py", "page.py", "shared.py")
+# what machine code may ask of the C library
+_FROM_C = {"memcpy", "memset", "memmove", "sched_yield"}
 WAIT = 120.0  # seconds that another process may take to compile; then it is done here too
 _KEPT = 8  # versions of machine code that stay beside this one,
 _DAYS = 30.0  # if they were used in so many days

@@ -232,6 +232,53 @@ def copy(context: Any, to: Any, source: Any, size: Any) -> Any:
 
 
 @_word
+def load_shared(context: Any, address: Any) -> Any:
+    """load_shared(address): the int64 there, which another process may store meanwhile.
+
+    All such loads and stores, of all processes, happen in one order (sequentially consistent). An
+    acquire load could pass the store before it, on Arm.
+    """
+
+    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        pointer = builder.inttoptr(arguments[0], _I64.as_pointer())
+        try:
+            return builder.load_atomic(pointer, "seq_cst", 8)
+        except TypeError:  # a release of llvmlite whose pointers have no types
+            return builder.load_atomic(pointer, "seq_cst", 8, typ=_I64)
+
+    return types.int64(types.int64), code
+
+
+@_word
+def store_shared(context: Any, address: Any, number: Any) -> Any:
+    """store_shared(address, number): store an int64 that other processes load by `load_shared`.
+
+    Whatever was written before, in this process, is seen by who has loaded the number.
+    """
+
+    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        address, number = arguments
+        builder.store_atomic(number, builder.inttoptr(address, _I64.as_pointer()), "seq_cst", 8)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), code
+
+
+@_word
+def give_way(context: Any) -> Any:
+    """give_way(): let other processes have the core, if there are any that want it."""
+
+    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        form = ir.FunctionType(_I32, [])
+        name = "sched_yield"
+        function = builder.module.globals.get(name) or ir.Function(builder.module, form, name)
+        builder.call(function, [])
+        return context.get_dummy_value()
+
+    return types.void(), code
+
+
+@_word
 def count_ones(context: Any, word: Any) -> Any:
     """count_ones(word): how many bits of the word are set."""
 

@@ -26,6 +26,7 @@ from .llvm_intrinsics import (
     store,
     store_as,
 )
+from .shared import LOOPS as SHARED
 
 _LOW, _TOP = 0xFFFFFFFF, -(2**63)
 _GOLDEN = 2654435769  # 2**32 divided by the golden ratio; as in `reference`
@@ -609,11 +610,15 @@ def combine(type: str) -> Callable[..., int]:
 _BY_KIND = (scan, sort, unpack, ends, mark, place, pair, encode, decode)
 _PLAIN = (compose, weigh, aim, choose, arrange, deal, pick, scatter)
 
-LOOPS: dict[str, Callable[..., int]] = {loop.__name__: loop for loop in (*_BY_KIND, *_PLAIN)} | {
-    f"{make.__name__}_{type}": make(type)
-    for make in (reduce, combine)
-    for type in ("f32", "f64", "i64")
-}
+LOOPS: dict[str, Callable[..., int]] = (
+    {loop.__name__: loop for loop in (*_BY_KIND, *_PLAIN)}
+    | {
+        f"{make.__name__}_{type}": make(type)
+        for make in (reduce, combine)
+        for type in ("f32", "f64", "i64")
+    }
+    | SHARED
+)
 """Each loop by the name that it has in `INSTANCES`."""
 
 _SUMS = (
@@ -636,7 +641,7 @@ def _instances() -> dict[str, tuple[str, tuple[int, ...]]]:
         for loop in _BY_KIND
         for kind in ("i32", "i64")
     }
-    made |= {loop.__name__: (loop.__name__, ()) for loop in _PLAIN}
+    made |= {name: (name, ()) for name in (*(loop.__name__ for loop in _PLAIN), *SHARED)}
     for src, dst, op in VALUES:
         type = "f64" if dst == "f64" else "i64" if dst[0] == "i" else "f32"
         total = "f32" if dst in ("f16", "bf16") else dst

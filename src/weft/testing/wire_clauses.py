@@ -23,7 +23,7 @@ import time
 import traceback
 import warnings
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import FrameType
@@ -36,7 +36,9 @@ from ..wire.interface import (
     CHANNELS,
     Failure,
     Features,
+    Meeting,
     Pending,
+    PendingBytes,
     Reducing,
     Rounds,
     Wire,
@@ -175,6 +177,57 @@ def _swap(wire: Wire, peer: int, soon: float) -> None:
     assert got[0].item() == 1, f"{got[0].item()} came for 1"
 
 
+def _of_meetings(body: Body) -> Body:
+    """A clause of wires that let ranks meet; where ranks share no host there is nothing to try."""
+
+    @functools.wraps(body)
+    def clause(wire: Wire, soon: float) -> str | None:
+        assert isinstance(wire, Meeting), "its features have `meets`, and it has no `meet`"
+        if not wire.near.issuperset(range(wire.size)):
+            return "its ranks do not share a host"
+        return body(wire, soon)
+
+    return clause
+
+
+def _said(rank: int, number: int) -> bytes:
+    """What a rank says in its meeting of this number, of a length of its own."""
+    length = (0, 40, 1500, 70_000)[(rank + number) % 4]
+    return bytes([rank, number % 251]) + bytes([(7 * number + 31 * rank) % 256]) * length
+
+
+def _tell(wire: Wire, message: bytes, ranks: Sequence[int]) -> PendingBytes:
+    assert isinstance(wire, Meeting)
+    return wire.meet(message, ranks)
+
+
+def _meet(wire: Wire, number: int, ranks: Sequence[int]) -> PendingBytes:
+    return _tell(wire, _said(wire.rank, number), ranks)
+
+
+def _heard(pending: PendingBytes, number: int, ranks: Sequence[int], soon: float) -> None:
+    """Wait for a meeting that `_meet` began; all said what they say in it."""
+    messages = pending.wait(soon)
+    assert len(messages) == len(ranks), f"{len(messages)} messages came of {len(ranks)} ranks"
+    for rank, message in zip(ranks, messages, strict=True):
+        wanted = _said(rank, number)
+        assert message == wanted, (
+            f"rank {rank} said {message[:9]!r}, {len(message)} bytes, in meeting {number}, "
+            f"for {wanted[:9]!r}, {len(wanted)}"
+        )
+
+
+def _wait_until_it_leaves(wire: Wire, peer: int, soon: float) -> None:
+    with contextlib.suppress(WireFailed):
+        wire.post((), [(peer, 8)]).wait(2 * soon)
+
+
+def _subsets(size: int, count: int) -> list[list[int]]:
+    """Who meets, meeting by meeting, the same on every rank: any two or more, in any order."""
+    chance = random.Random(size)
+    return [chance.sample(range(size), chance.randint(2, size)) for _ in range(count)]
+
+
 def _failure_of(use: Callable[[], object], kind: str, peer: int | None, soon: float) -> Failure:
     """The failure that a use raises soon, which has to be of this kind and about this peer."""
     began = time.monotonic()
@@ -214,7 +267,7 @@ class _Handled(Exception):
     """What the handler of a signal raises."""
 
 
-def _delay_of_a_handler(pending: Pending, soon: float) -> float:
+def _delay_of_a_handler(pending: Pending | PendingBytes, soon: float) -> float:
     """Seconds after which a signal is handled that comes during a wait, and ends it."""
     times: list[float] = []
 
@@ -288,6 +341,11 @@ def _closed_in_its_code(wire: Wire, pending: Pending, soon: float) -> None:
 def _close_in_a_child(wire: Wire, soon: float) -> None:
     """Fork, and close the wire in the child, which lives until others must have seen the death of
     this process."""
+    _in_a_child(wire.close, soon)
+
+
+def _in_a_child(use: Callable[[], object], soon: float) -> None:
+    """Fork, and do something in the child, which lives on for a while; it has to end soon."""
     reads, writes = os.pipe()
     ends, held = os.pipe()  # of which `held` is this process's alone: it closes as that dies
     with warnings.catch_warnings():
@@ -297,8 +355,8 @@ def _close_in_a_child(wire: Wire, soon: float) -> None:
         try:
             os.setsid()  # whoever started the ranks ends what is left in their sessions
             os.close(held)
-            wire.close()
-            os.write(writes, b"closed")
+            use()
+            os.write(writes, b"done")
             select.select([ends], [], [], _AFTER_FORK)
             time.sleep(soon + 1.0)
         except BaseException as error:
@@ -310,7 +368,7 @@ def _close_in_a_child(wire: Wire, soon: float) -> None:
     has_ended, _, _ = select.select([reads], [], [], soon)
     result = os.read(reads, 1000).decode() if has_ended else "it hangs"
     os.close(reads)
-    assert result == "closed", f"a close in a forked child: {result}"
+    assert result == "done", f"in a forked child: {result}"
 
 
 def _strangers() -> list[socket.socket]:
@@ -1088,3 +1146,227 @@ def leaves_nothing(wire: Wire, soon: float) -> None:
     """a closed wire leaves no descriptor and no thread behind, however much it was used."""
     for _ in range(300):
         _swap(wire, 1 - wire.rank, soon)
+
+
+@_clause(2, 4, needs="meets", threads=(1, 8))
+@_of_meetings
+def meets(wire: Wire, soon: float) -> None:
+    """ranks that meet hear each other's bytes, in the order that each asks for."""
+    assert isinstance(wire, Meeting)
+    ranks = [*range(wire.size)]
+    orders = (ranks, ranks[::-1], [wire.rank, *_others(wire)])
+    for number in range(60):
+        _heard(_meet(wire, number, orders[number % 3]), number, orders[number % 3], soon)
+    most = wire.features.meets
+    for length in (0, 1, most):
+        pending = wire.meet(bytes([wire.rank]) * length, ranks)
+        wanted = [bytes([rank]) * length for rank in ranks]
+        assert pending.wait(soon) == wanted, f"messages of {length} bytes came as others"
+        assert pending.wait(0) == wanted and pending.done() and pending.waiting_for() == []
+    assert wire.meet(b"to myself", [wire.rank]).wait(soon) == [b"to myself"]
+    for message, others in ((bytes(most + 1), ranks), (b"", [wire.rank] * 2), (b"", [wire.size])):
+        try:
+            wire.meet(message, others)
+        except ValueError:
+            continue
+        raise AssertionError(f"{len(message)} bytes to ranks {others} were no ValueError")
+    _heard(_meet(wire, 0, ranks), 0, ranks, soon)
+    assert wire.failure() is None
+
+
+@_clause(4, needs="meets", threads=(8,))
+@_of_meetings
+def meets_in_subsets(wire: Wire, soon: float) -> None:
+    """any ranks meet, two meetings under way, waited for in any order, and messages go between."""
+    own = random.Random(wire.rank)
+    under_way: list[tuple[PendingBytes, int, list[int]]] = []
+    for number, ranks in enumerate(_subsets(wire.size, 1000)):
+        if number % 100 == 0:
+            _swap_with_all(wire, 8, soon)
+        if wire.rank not in ranks:
+            continue
+        while len(under_way) >= own.choice((1, 2, 2)):
+            _heard(*under_way.pop(own.randrange(len(under_way))), soon)
+        under_way.append((_meet(wire, number, ranks), number, ranks))
+    for each in under_way:
+        _heard(*each, soon)
+
+
+@_clause(3, needs="meets")
+@_of_meetings
+def meets_ahead(wire: Wire, soon: float) -> None:
+    """any number of meetings may be begun ahead, also while a peer does not come."""
+    ranks = [*range(wire.size)]
+    if wire.rank == 2:
+        time.sleep(_MOMENT)
+    under_way = [_meet(wire, number, ranks) for number in range(50)]
+    if wire.rank != 2:  # a wait for messages, too, reads what peers left, and leaves more
+        _swap(wire, 1 - wire.rank, soon)
+    for number in (*range(0, 50, 2), *reversed(range(1, 50, 2))):
+        _heard(under_way[number], number, ranks, soon)
+    # who leaves has told what it told
+    _meet(wire, 50, ranks)
+    if wire.rank == 2:
+        _tell(wire, b"last", ranks).wait(soon)
+        return
+    assert _tell(wire, b"last", ranks).wait(soon) == [b"last"] * 3
+    _swap(wire, 1 - wire.rank, soon)
+    assert wire.failure() is None, f"{wire.failure()}, though nothing was awaited of rank 2"
+    _failure_of(lambda: _tell(wire, b"", [wire.rank, 2]).wait(soon), "lost", 2, soon)
+
+
+@_clause(3, needs="meets")
+@_of_meetings
+def meets_late(wire: Wire, soon: float) -> None:
+    """`meet` returns at once; a wait that ran out changes nothing; `waiting_for` names the late."""
+    ranks = [*range(wire.size)]
+    if wire.rank == 2:
+        for peer in (0, 1):  # until their waits have run out
+            wire.post((), [(peer, _number())]).wait(soon)
+        for number in range(20):
+            _heard(_meet(wire, number, ranks), number, ranks, soon)
+        return
+    taken = []
+    under_way = []
+    for number in range(20):
+        began = time.monotonic()
+        under_way.append(_meet(wire, number, ranks))
+        taken.append(time.monotonic() - began)
+    least = min(taken)
+    assert least < patient(_AT_ONCE), f"`meet` took {least:.2f} s"
+    for each in (under_way[0], under_way[19]):
+        try:
+            each.wait(_MOMENT)
+        except TimeoutError:
+            assert not each.done() and 2 in each.waiting_for(), f"it awaits {each.waiting_for()}"
+        else:
+            raise AssertionError("a meeting went without a rank that did not come")
+    assert under_way[0].waiting_for() == [2]
+    wire.post([(2, _number())]).wait(soon)
+    for number in reversed(range(20)):
+        _heard(under_way[number], number, ranks, soon)
+
+
+@_clause(3, needs="meets")
+@_of_meetings
+def meets_others(wire: Wire, soon: float) -> None:
+    """two ranks that come to different meetings both fail as stuck."""
+    if wire.rank == 2:
+        _wait_until_it_leaves(wire, 0, soon)
+        return
+    _heard(_meet(wire, 0, [0, 1]), 0, [0, 1], soon)
+    ranks = [0, 1] if wire.rank == 0 else [0, 1, 2]
+    _failure_of(lambda: _meet(wire, 1, ranks).wait(soon), "stuck", None, soon)
+    _failure_of(lambda: _meet(wire, 2, [0, 1]), "stuck", None, soon)
+    time.sleep(2 * _MOMENT)
+
+
+@_clause(3, needs="meets")
+@_of_meetings
+def meets_in_a_circle(wire: Wire, soon: float) -> None:
+    """ranks that wait for each other in a circle, without a limit, are told of that."""
+    after = (wire.rank + 1) % 3
+    for number in range(30):
+        _heard(_meet(wire, number, [0, 1, 2]), number, [0, 1, 2], soon)
+    began = time.monotonic()
+    try:
+        _tell(wire, b"", [wire.rank, after]).wait()
+    except WireFailed as error:
+        # one of them finds it; for the others it is gone then, as no group tells them
+        assert error.failure.kind in ("stuck", "lost"), f"{error.failure} was raised"
+    else:
+        raise AssertionError(f"rank {wire.rank} met rank {after}, who waits for another one")
+    taken = time.monotonic() - began
+    assert taken < soon, f"it was raised after {taken:.1f} s"
+
+
+@_clause(3, needs="meets", dies=(1,))
+@_of_meetings
+def meets_the_dead(wire: Wire, soon: float) -> None:
+    """what a rank told before it was killed comes; a meeting that lacks it fails as lost."""
+    ranks = [*range(wire.size)]
+    _heard(_meet(wire, 0, ranks), 0, ranks, soon)
+    if wire.rank == 1:
+        _meet(wire, 1, ranks)
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(_MOMENT)
+    _heard(_meet(wire, 1, ranks), 1, ranks, soon)
+    pair = [2, 0]
+    for number in range(20):
+        _heard(_meet(wire, number, pair), number, pair, soon)
+    assert wire.failure() is None, f"{wire.failure()}, though nothing was awaited of rank 1"
+    _failure_of(lambda: _meet(wire, 2, [1, wire.rank]).wait(soon), "lost", 1, soon)
+
+
+@_clause(2, needs="meets", processes=True)
+@_of_meetings
+def meets_in_a_child(wire: Wire, soon: float) -> None:
+    """a forked child cannot meet, and changes nothing of its parent's meetings."""
+    ranks = [0, 1]
+    _heard(_meet(wire, 0, ranks), 0, ranks, soon)
+    late = _meet(wire, 1, ranks) if wire.rank == 0 else None
+    if wire.rank == 0:
+
+        def use() -> None:
+            assert late is not None
+            for call in (functools.partial(_tell, wire, b"", ranks), late.wait):
+                _failure_of(call, "broken", 0, soon)
+
+        _in_a_child(use, soon)
+        _swap(wire, 1, soon)
+    else:
+        _swap(wire, 0, soon)
+        late = _meet(wire, 1, ranks)
+    assert late is not None
+    _heard(late, 1, ranks, soon)
+    for number in range(2, 30):
+        _heard(_meet(wire, number, ranks), number, ranks, soon)
+
+
+@_clause(2, needs="meets", processes=True)
+@_of_meetings
+def meets_with_signals(wire: Wire, soon: float) -> None:
+    """signals are handled during a meeting's wait, and what a handler raises changes nothing."""
+    ranks = [0, 1]
+    if wire.rank == 1:
+        wire.post((), [(0, _number())]).wait(2 * _SIGNALS * soon)  # until all were handled
+        _heard(_meet(wire, 0, ranks), 0, ranks, soon)
+        return
+    pending = _meet(wire, 0, ranks)
+    delays = sorted(_delay_of_a_handler(pending, soon) for _ in range(_SIGNALS))
+    median = delays[_SIGNALS // 2]
+    assert median < patient(_HANDLED), f"a handler ran {median:.2f} s after its signal"
+    assert wire.failure() is None, f"a handler that raised left the wire with {wire.failure()}"
+    wire.post([(1, _number())]).wait(soon)
+    _heard(pending, 0, ranks, soon)
+
+
+@_clause(3, needs="meets")
+@_of_meetings
+def meets_no_more(wire: Wire, soon: float) -> None:
+    """an abort and a close, in another thread, end the wait for a meeting."""
+    ranks = [*range(wire.size)]
+    early = _meet(wire, 0, ranks)
+    _heard(early, 0, ranks, soon)
+    if wire.rank == 2:  # who does not come
+        _wait_until_it_leaves(wire, 0, soon)
+        return
+    pending = _meet(wire, 1, ranks)
+    if wire.rank == 0:
+        given = Failure("aborted", 2, "rank 2 died")
+        threading.Timer(_MOMENT, wire.abort, [given]).start()
+        found = _failure_of(pending.wait, "aborted", 2, soon)
+        assert found is given, "another failure than the abort's"
+    else:
+        threading.Timer(_MOMENT, wire.close).start()
+        _failure_of(pending.wait, "aborted", None, soon)
+        wire.close()
+    assert pending.done()
+    _heard(early, 0, ranks, soon)
+    for use in (pending.wait, functools.partial(_tell, wire, b"", ranks)):
+        try:
+            use()
+        except WireFailed:
+            continue
+        raise AssertionError("a wire that has failed, or is closed, lets ranks meet")
+    time.sleep(2 * _MOMENT)  # the others of this group still abort

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from ..base.errors import WeftError
 from ..base.memory import Pool
-from .interface import Features, Reducing, Rounds, Wire
+from .interface import Features, Meeting, Reducing, Rounds, Wire
 
 _MOMENT = 0.1  # seconds, see `seconds_left`
 
@@ -250,6 +250,8 @@ def _fault(wire: object, start: Start) -> str:
         return "the wire says lockstep, and has no `among`"
     if wire.features.reduces and not isinstance(wire, Reducing):
         return "the wire says what it reduces, and has no `all_reduce`"
+    if wire.features.meets and not isinstance(wire, Meeting):
+        return "the wire says how long messages of a meeting are, and has no `meet`"
     failure = wire.failure()
     if failure is not None:
         return f"the wire has failed already: {failure.text}"

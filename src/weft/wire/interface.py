@@ -38,6 +38,7 @@ class Features:
         lockstep: messages travel in rounds, see `Wire.post`; the wire is a `Rounds`.
         streams: `Pending.wait_stream` does not block the host.
         reduces: (op, dtype) of what `all_reduce` takes; with any, the wire is a `Reducing`.
+        meets: the most bytes of a message of `meet`; with any, the wire is a `Meeting`.
         between: bytes a second that a rank reaches between hosts, as a first guess; None: weft has
             one, and then each group what its calls reached.
     """
@@ -46,6 +47,7 @@ class Features:
     lockstep: bool = False
     streams: bool = False
     reduces: frozenset[tuple[str, torch.dtype]] = field(default_factory=frozenset)
+    meets: int = 0
     between: float | None = None
 
 
@@ -58,8 +60,9 @@ class Failure:
             peer may have ended because of another.
             "garbled": the peer sent what no rank may send, or another length than was asked for.
             "broken": something at this end failed.
-            "stuck": all ranks wait, none with a limit, so nothing will ever come. Only a wire that
-            sees the waits of all ranks can say so, such as one between threads of a process.
+            "stuck": ranks wait for each other, none with a limit, so nothing will ever come. Only a
+            wire that sees the waits of others can say so, such as one between threads of a process.
+            Or two ranks came to different meetings, where they begin theirs in one order.
             "aborted": `abort` was called, with this.
         peer: whom it is about; None where the wire cannot say.
         text: a clause, such as "the connection to rank 2 was reset".
@@ -255,3 +258,89 @@ class Rounds(Protocol):
         It sets nothing up: only these ranks call it, and it fails with this wire. Its features are
         the same, but that it need not reduce.
         """
+
+
+class PendingBytes(Protocol):
+    """The messages of one meeting. To drop it does not cancel them."""
+
+    def wait(self, timeout: float | None = None) -> list[bytes]:
+        """Wait on the host until the messages of all are here, and this rank's is where they read.
+
+        Signals are handled as in `Pending.wait`.
+
+        Args:
+            timeout: seconds; None: no limit.
+
+        Returns:
+            Each one's message, this rank's own too, in the order of `ranks`; again, the same.
+
+        Raises:
+            TimeoutError: not yet. Nothing has changed: wait again, or abort.
+            WireFailed: as `Pending.wait`; and as stuck, where ranks that wait without a limit do so
+                in a circle, each for a meeting that the next one comes to later. The rank that
+                closes the circle finds it; the group tells the others.
+        """
+
+    def done(self) -> bool:
+        """Whether `wait` would return or raise at once; any thread. It never blocks."""
+
+    def waiting_for(self) -> list[int]:
+        """The peers whose messages are not here, ascending; any thread. Where this rank's own found
+        no room yet, also those that have to read more before it does."""
+
+
+@runtime_checkable
+class Meeting(Protocol):
+    """What a wire has beside, whose `features.meets` is not 0.
+
+    Ranks of one host tell each other a few bytes quicker than by messages: each leaves its own
+    where all can read them. Messages of `post` and meetings do not wait for each other.
+
+    Attributes:
+        near: the ranks that this one can meet, itself among them; the same on each of these.
+    """
+
+    near: frozenset[int]
+
+    def meet(self, message: bytes, ranks: Sequence[int]) -> PendingBytes:
+        """Tell these ranks a message, and begin to hear theirs; never blocks.
+
+        Nothing belongs to a set of ranks, and none is made known before. But two ranks begin the
+        meetings that both are in, whoever else is, in one order; where they do not, both fail as
+        stuck. Any number may be begun before the first is waited for, and they may be waited for
+        in any order.
+
+        A message goes at once, while less than a few meetings of any two ranks are unread. Else it
+        goes in a later wait of this rank, for whatever, or as it asks `done`. Peers read in their
+        waits, too, and nobody writes to a message that somebody may yet read.
+
+        Peers that leave, or die, have told what they told before: that still comes. A meeting that
+        lacks one of them fails the wire as lost, and others do not.
+
+        Args:
+            message: of at most `features.meets` bytes; those of the ranks have any lengths.
+            ranks: distinct, some of `near`, this one among them. Each of these ranks calls it with
+                the same ones, in any order.
+
+        Raises:
+            ValueError: a message is longer, or `ranks` are not as above. Nothing has changed.
+            WireFailed: the wire has failed, or is closed; or this process is a child that the
+                wire's was forked into.
+        """
+
+
+def check_meeting(
+    wire: Meeting, rank: int, limit: int, message: bytes, ranks: Sequence[int]
+) -> None:
+    """Raise what `meet` of a wire raises for its arguments; `limit` is its `features.meets`."""
+    if not limit:
+        raise ValueError(f"rank {rank}: no ranks meet over this wire: send messages")
+    if len(message) > limit:
+        raise ValueError(
+            f"rank {rank} meets with {len(message)} bytes, where {limit} are the most: send them"
+        )
+    if rank not in ranks or len(set(ranks)) < len(ranks) or not wire.near.issuperset(ranks):
+        raise ValueError(
+            f"rank {rank} cannot meet ranks {[*ranks]}: pass it and some others of "
+            f"{sorted(wire.near)}, each once"
+        )

@@ -5,6 +5,8 @@ message is one copy, and a send is complete only when it was received: the lates
 allows. `threads` and `simulated` say what else happens.
 
 If all ranks wait without a limit, nothing will ever come: all of them fail as stuck, at once.
+
+A meeting is a post to each other one of its ranks, on a channel that no program has.
 """
 
 from __future__ import annotations
@@ -22,7 +24,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ...base.memory import fault_of, memory_of
-from ..interface import Failure, Features, Recv, Send, WireFailed
+from ..interface import CHANNELS, Failure, Features, Recv, Send, WireFailed, check_meeting
+
+MEETS = 160 << 10
+"""Bytes of a message of a meeting, at most; as over TCP, so that tests try the same."""
+
+_MEETINGS = CHANNELS  # the channel of meetings
 
 Bytes = NDArray[np.uint8]
 
@@ -115,6 +122,9 @@ class Room:
 
     def copy(self, source: End, target: End) -> None:
         """Copy a message, whose length has to fit its receive."""
+        if source.pending.met != target.pending.met:
+            self.fail_as_crossed(source.pending, target.pending)
+            return
         length = source.nbytes
         fault = fault_of(length, target.nbytes, is_sized=target.is_sized)
         if fault:
@@ -134,6 +144,15 @@ class Room:
         """The bytes of a message were copied: complete it."""
         source.pending.complete()
         target.pending.complete()
+
+    def fail_as_crossed(self, *both: RoomPending) -> None:
+        """Fail two ranks of which each came to another meeting."""
+        story = " and ".join(
+            f"rank {pending.wire.rank} meets ranks {pending.met}" for pending in both
+        )
+        text = f"{story}, where both have to begin the same meeting"
+        for pending in both:
+            pending.wire.fail(Failure("stuck", None, text))
 
     def forget(self, wire: RoomWire) -> None:
         """Copy no more from or to the memory of a rank."""
@@ -176,6 +195,7 @@ class RoomWire:
     """One rank's end of a group whose messages meet in a room; a `weft.wire.interface.Wire`.
 
     Attributes:
+        near: all ranks, or those of this one's host.
         room: the group's.
         lock: the room's.
         changed: notified when a wait may be over.
@@ -186,7 +206,8 @@ class RoomWire:
         self.rank = rank
         self.size = room.size
         self.device = torch.device("cpu")
-        self.features = Features()
+        self.features = Features(meets=MEETS)
+        self.near = frozenset(range(room.size))
         self.room = room
         self.lock = room.lock
         self.changed = room.changed[rank]
@@ -199,8 +220,23 @@ class RoomWire:
     def post(
         self, sends: Sequence[Send] = (), recvs: Sequence[Recv] = (), channel: int = 0
     ) -> RoomPending:
-        self.thread = threading.get_ident()
+        return self._begin(self.pending(), sends, recvs, channel)
+
+    def meet(self, message: bytes, ranks: Sequence[int]) -> RoomMeeting:
+        check_meeting(self, self.rank, MEETS, message, ranks)
         pending = self.pending()
+        pending.met = sorted(ranks)
+        # of no bytes torch makes no tensor
+        sent = torch.frombuffer(bytearray(message + b"\0"), dtype=torch.uint8)[: len(message)]
+        peers = [rank for rank in ranks if rank != self.rank]
+        sends = [(peer, sent) for peer in peers]
+        self._begin(pending, sends, [(peer, MEETS) for peer in peers], _MEETINGS)
+        return RoomMeeting(pending, message, ranks.index(self.rank))
+
+    def _begin(
+        self, pending: RoomPending, sends: Sequence[Send], recvs: Sequence[Recv], channel: int
+    ) -> RoomPending:
+        self.thread = threading.get_ident()
         with self.lock:
             self.check()
             for peer, into in recvs:
@@ -274,12 +310,14 @@ class RoomPending:
         wire: whose post it is.
         receives: this rank's ends of the messages that it receives, in the order asked for.
         has_limit: whether the wait for it has one.
+        met: of a meeting, the ranks that meet, ascending; empty: it is none.
     """
 
     def __init__(self, wire: RoomWire) -> None:
         self.wire = wire
         self.receives: list[End] = []
         self.has_limit = False
+        self.met: list[int] = []
         self._ends: list[End] = []  # of all messages, until they are complete
         self._incomplete = 0  # messages
         self._received: list[Tensor] | None = None  # what `wait` has returned
@@ -399,6 +437,36 @@ class RoomPending:
     def is_over_now(self) -> bool:
         """The same as `is_over`, as the time of a wait is over."""
         return self.is_over()
+
+
+class RoomMeeting:
+    """The messages of one meeting; a `weft.wire.interface.PendingBytes`."""
+
+    def __init__(self, pending: RoomPending, message: bytes, position: int) -> None:
+        """
+        Args:
+            pending: the post of the same messages, in the order of the other ranks.
+            message: this rank's own.
+            position: its place among the others.
+        """
+        self._pending = pending
+        self._message = message
+        self._position = position
+        self._messages: list[bytes] | None = None  # what `wait` has returned
+
+    def wait(self, timeout: float | None = None) -> list[bytes]:
+        if self._messages is None:
+            messages = [view.numpy().tobytes() for view in self._pending.wait(timeout)]
+            self._pending.release()
+            messages.insert(self._position, self._message)
+            self._messages = messages
+        return [*self._messages]
+
+    def done(self) -> bool:
+        return self._pending.done()
+
+    def waiting_for(self) -> list[int]:
+        return self._pending.waiting_for()
 
 
 def bytes_of(tensor: Tensor) -> Bytes:

@@ -78,6 +78,10 @@ class Network:
             self._rooms.append(room)
         return [SimulatedWire(rank, room) for rank in range(len(mine))]
 
+    def host_of(self, node: int) -> int:
+        """The number of a node's host."""
+        return self._host[node]
+
     def begin(self, node: int, end: End) -> None:
         """A node posts one end of a message."""
         if end.is_send:
@@ -166,6 +170,10 @@ class SimulatedWire(RoomWire):
         super().__init__(rank, room)
         self.network = room.network
         self.node = room.nodes[rank]
+        host = self.network.host_of(self.node)
+        self.near = frozenset(
+            other for other, node in enumerate(room.nodes) if self.network.host_of(node) == host
+        )
 
     @property
     def clock(self) -> float:

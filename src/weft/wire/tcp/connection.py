@@ -49,9 +49,11 @@ A frame has a kind, a channel, a length and a number, which is the last of these
 |          |        | connection: that memory is its owner's again                               |
 | 5 WAITS  | n      | who has a message of more than `EAGER` bytes, the n-th of its channel and  |
 |          |        | the next there, and no credit for it: its receive may be too short for one |
+| 6 RING   | 0      | who saw its peer asleep, once it had left it a message of a `meeting`, or  |
+|          |        | read one: the peer looks again. Who is awake ignores it                    |
 
-Each n begins at 1. CREDIT has no length, and READ has no channel either: these are 0 there. All of
-them go before the messages that wait. READ may wait for another frame: see `was_read`.
+Each n begins at 1. CREDIT has no length, READ and RING have no channel either: these are 0 there.
+All of them go before the messages that wait. READ may wait for another frame: see `was_read`.
 """
 
 from __future__ import annotations
@@ -85,6 +87,7 @@ _LENT = 2
 _COPIED = 3
 _READ = 4
 _WAITS = 5
+_RING = 6
 
 _AHEAD = 1 << 16  # bytes read at a time while the next length is not known
 _TOGETHER = 1 << 16  # bytes of messages up to which another one goes in the same system call
@@ -282,6 +285,7 @@ class Connection:
         self._last_credit: dict[int, int] = defaultdict(int)  # up to which the peer wants them
         self._told: dict[int, int] = defaultdict(int)  # the last one of which the peer knows so
         self._waits: list[tuple[int, int, int]] = []  # to be sent: channels, lengths and numbers
+        self._rings = False  # a RING frame is to be sent
         # those that need to wait no more, in order, with their channels
         self._admitted: deque[tuple[int, Outgoing]] = deque()
         self._parts: list[bytes | memoryview] = []  # what is being sent
@@ -371,9 +375,14 @@ class Connection:
                     send.done = True
                 self._outgoing.clear()
 
+    def ring(self) -> None:
+        """Wake the peer up, if it sleeps; `flush` does it."""
+        self._rings = True
+        self.due = True
+
     def _has_notes(self) -> bool:
         """Whether there are frames to be sent that belong to no message."""
-        return bool(self._credits or self._acknowledgements or self._waits)
+        return bool(self._credits or self._acknowledgements or self._waits or self._rings)
 
     def _load(self) -> None:
         """Load the next frames and messages into `_parts`."""
@@ -383,10 +392,13 @@ class Connection:
             notes = [_FRAME.pack(_CREDIT, at, 0, last) for at, last in self._credits.items()]
             notes += [_FRAME.pack(_READ, 0, 0, number) for number in self._acknowledgements]
             notes += [_FRAME.pack(_WAITS, *each) for each in self._waits]
+            if self._rings:
+                notes.append(_FRAME.pack(_RING, 0, 0, 0))
             parts.append(b"".join(notes))
             self._waits.clear()
             self._credits.clear()
             self._acknowledgements.clear()
+            self._rings = False
             self._owed = 0
         while self._admitted and size < _TOGETHER and len(parts) < _PARTS:
             channel, send = self._admitted.popleft()
@@ -558,6 +570,8 @@ class Connection:
                 self._fits(length, posted[number - first])
         elif kind == _READ and number in self._unacknowledged:
             self._let_go(self._unacknowledged.pop(number))
+        elif kind == _RING:
+            pass  # it has ended a sleep; the wire looks at meetings after each
         elif kind in (_LENT, _COPIED) and self._holds(number, length):
             self._announcements_received += 1
             message = _Arrived(length, number, self._announcements_received, lent=kind == _LENT)

@@ -6,9 +6,10 @@ fail. Its descriptor goes to each peer once, over the Unix socket that connects 
 it read-only. Workspaces that messages are sent from lie in it (`Pool.lease`), and messages that lie
 elsewhere are copied into it. A message is then an offset and a length on the socket.
 
-The segment holds no flags and needs no fences: a rank reads there only what a frame on the socket
-has announced, and the owner writes there again only after a frame has acknowledged it; the system
-calls that carry the frames order memory. When a process dies, the kernel frees what it had.
+Messages need no flags there, and no fences: a rank reads only what a frame on the socket has
+announced, and the owner writes there again only after a frame has acknowledged it; the system calls
+that carry the frames order memory. Meetings (`meeting`) have the first bytes for themselves. When a
+process dies, the kernel frees what it had.
 
 Where there is no memfd (macOS), or no memory for one, ranks of a host send over their sockets.
 """
@@ -57,12 +58,18 @@ class Segment:
     Attributes:
         fd: the file; below 0 once it is closed.
         nbytes: its size.
+        address: where it lies here.
+        reserved: bytes at its start that it never allocates.
         memory: all of it; None once it is closed.
         lock: held while something is allocated or freed.
     """
 
-    def __init__(self, fd: int, nbytes: int) -> None:
+    def __init__(self, fd: int, nbytes: int, reserved: int = 0) -> None:
         """Map a file in memory, and own its descriptor.
+
+        Args:
+            fd, nbytes: the file, and its size.
+            reserved: bytes at its start that are never allocated; whole pages.
 
         Raises:
             OSError: it cannot be mapped.
@@ -71,19 +78,25 @@ class Segment:
         self.nbytes = nbytes
         self._pages = mmap.mmap(fd, nbytes)
         self.memory: Tensor | None = torch.frombuffer(self._pages, dtype=torch.uint8)
-        self._address = self.memory.data_ptr()
+        self.address = self.memory.data_ptr()
+        self.reserved = reserved
         # reentrant: a handler of a signal may close a wire in the middle of anything
         self.lock = threading.RLock()
-        self._free = [(0, nbytes)]  # first byte and end of each part, ascending
+        self._free = [(reserved, nbytes)]  # first byte and end of each part, ascending
         self._taken: dict[int, int] = {}  # bytes of each part that is in use, by its first
-        self._touched = 0  # the end of the pages that were used and not released
-        self._peak = 0  # the end of the memory that was used since all was free
+        self._touched = reserved  # the end of the pages that were used and not released
+        self._peak = reserved  # the end of the memory that was used since all was free
         self._quiet = 0  # how often in a row the peak was less than half of what is touched
         self._process = os.getpid()
 
     @classmethod
-    def make(cls, nbytes: int | None = None) -> Segment | None:
-        """A new segment; None if there is no memory for it, or memory cannot be shared here."""
+    def make(cls, nbytes: int | None = None, reserved: int = 0) -> Segment | None:
+        """A new segment; None if there is no memory for it, or memory cannot be shared here.
+
+        Args:
+            nbytes: its size; None: as the machine has.
+            reserved: bytes at its start that are never allocated; none, if that is half of it.
+        """
         if not sys.platform.startswith("linux"):
             return None
         room = nbytes or min(ROOM, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 8)
@@ -94,7 +107,7 @@ class Segment:
             fd = os.memfd_create("weft", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             os.truncate(fd, room)
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
-            return cls(fd, room)
+            return cls(fd, room, reserved if reserved <= room // 2 else 0)
         except OSError:  # forbidden, or a limit on files, addresses or their sizes
             if fd >= 0:
                 os.close(fd)
@@ -135,19 +148,20 @@ class Segment:
     def _rest(self) -> None:
         """All memory is free: release pages that were not used for a while."""
         self._touched = max(self._touched, self._peak)
-        if 2 * self._peak < self._touched:
+        if 2 * (self._peak - self.reserved) < self._touched - self.reserved:
             self._quiet += 1
         else:
             self._quiet = 0
         if self._quiet >= _QUIET:
             self._let_go(self._peak)
-        self._peak = 0
+        self._peak = self.reserved
 
     def drain(self) -> None:
         """Release all pages behind the last one in use."""
         with self.lock:
             self._touched = max(self._touched, self._peak)
-            self._let_go(max((at + size for at, size in self._taken.items()), default=0))
+            ends = (at + size for at, size in self._taken.items())
+            self._let_go(max(ends, default=self.reserved))
 
     def _let_go(self, start: int) -> None:
         """Release the pages from there on."""
@@ -158,7 +172,7 @@ class Segment:
 
     def offset_of(self, tensor: Tensor) -> int | None:
         """The offset of a tensor in the segment; None if it is elsewhere."""
-        offset = tensor.data_ptr() - self._address
+        offset = tensor.data_ptr() - self.address
         return offset if offset >= 0 and offset + tensor.nbytes <= self.nbytes else None
 
     def stage(self, tensor: Tensor) -> int | None:
@@ -166,7 +180,7 @@ class Segment:
         memory = self.memory  # which the handler of a signal may close meanwhile: it stays mapped
         offset = self.allocate(tensor.nbytes)
         if offset is not None and memory is not None:
-            ctypes.memmove(self._address + offset, tensor.data_ptr(), tensor.nbytes)
+            ctypes.memmove(self.address + offset, tensor.data_ptr(), tensor.nbytes)
         return offset
 
     def close(self) -> None:

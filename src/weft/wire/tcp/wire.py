@@ -15,8 +15,9 @@ gone. One that does not answer in `Far.timeout` seconds is lost.
 
 What threads wait for, and how long:
 
-* `finish`, until its messages are complete: as long as its caller says. A socket of a peer, one
-  that is being connected or accepted, or the alarm, which `abort` sets off, ends each sleep.
+* `finish`, until its messages are complete, and `finish_meeting`, until a meeting is: as long as
+  their callers say. A socket of a peer, one that is being connected or accepted, or the alarm,
+  which `abort` sets off, ends each sleep.
 * `_turn`, which a thread holds in all of its `finish`, asleep or not: so a `release` in another
   thread lasts as long as that wait. A `close` in another thread ends it, once what was sent is
   on its way.
@@ -53,8 +54,8 @@ from torch import Tensor
 from ...base.memory import Lease, Pool
 from ...rendezvous.address import own_address
 from ..factory import Start
-from ..interface import Failure, Features, Recv, Send, WireFailed
-from . import connection, shm
+from ..interface import Failure, Features, Recv, Send, WireFailed, check_meeting
+from . import connection, meeting, shm
 from .connection import Block, Connection, Receive
 from .listener import (
     AGAIN,
@@ -88,6 +89,8 @@ PAUSE = 2 * _IDLE_LOOK  # without a look for as long this rank was paused, and n
 _CONNECTING = 60.0  # seconds in which a rank must be reached, also if the start has fewer left
 _BUFFER = 4 << 20  # bytes of a Unix socket's buffers; with the small default it is 4 times slower
 
+_SWITCH = "WEFT_MEET"  # of the environment: with 1 ranks of a host may meet, if all ranks say so
+
 _CLOSED = Failure("aborted", None, "this end was closed")
 
 _Received = tuple[Connection, Receive]
@@ -115,6 +118,7 @@ class TcpWire:
 
     Attributes:
         connections: to all other ranks, by rank.
+        near: the ranks that this one can meet: those of its host, if its features say so.
         segment: the memory of this rank that peers of its host map, or None.
     """
 
@@ -128,6 +132,8 @@ class TcpWire:
         segments: Mapping[int, shm.Peer] | None = None,
         mapped_by: Set[int] = frozenset(),
         far: Far | None = None,
+        *,
+        meets: bool = False,
     ) -> None:
         """
         Args:
@@ -138,11 +144,14 @@ class TcpWire:
             segments: of peers, mapped here.
             mapped_by: the peers that have mapped this rank's segment.
             far: how peers are reached that are not connected yet; the wire closes its listener.
+            meets: whether ranks meet that share a host: all ranks have said so, and each has
+                mapped the segments of all others of its host.
         """
         self.rank = rank
         self.size = size
         self.device = torch.device("cpu")
-        self.features = Features()
+        self.features = Features(meets=meeting.MEETS if meets else 0)
+        self.near = frozenset({rank, *(segments or {})} if meets else {rank})
         self.segment = segment
         self._memory = memory
         memory.source = segment
@@ -184,6 +193,10 @@ class TcpWire:
         self._bell: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._failure: Failure | None = None
         self._failing = threading.RLock()  # held while `_failure` is set
+        self._meetings: meeting.Meetings | None = None
+        if meets:
+            self._meetings = meeting.Meetings(self, segment, segments or {}, self._ring)
+        self._awaited: meeting.TcpMeeting | None = None  # by a wait without a limit
         self._is_closing = False  # whoever waits ends that once all is sent
         self._is_closed = False
         for peer, sock in sockets.items():
@@ -274,6 +287,25 @@ class TcpWire:
             block.readers += 1
         return connection.Outgoing(tensor, offset, block)
 
+    def meet(self, message: bytes, ranks: Sequence[int]) -> meeting.TcpMeeting:
+        self._check_process()  # a thread of the parent may hold `_turn`
+        check_meeting(self, self.rank, self.features.meets, message, ranks)
+        with self._turn:
+            meetings = self._meetings  # which the handler of a signal may drop
+            self._check()
+            assert meetings is not None  # else it is closed, and has failed
+            self._is_moving = True
+            try:
+                return meetings.begin(message, ranks)
+            except WireFailed as error:  # a peer wrote what cannot be
+                raise WireFailed(self._fail(error.failure)) from None
+            except BaseException as error:  # peers may see a half of it
+                kind = type(error).__name__
+                self._fail(Failure("broken", self.rank, f"{kind} was raised in a meeting"))
+                raise
+            finally:
+                self._is_moving = False
+
     def lease(self, nbytes: int) -> Lease | None:
         """Memory in the segment, which peers of this host read where it lies."""
         if self.segment is None or nbytes <= INLINE:
@@ -354,7 +386,7 @@ class TcpWire:
         self._thread = None
         self._is_awake = False
         self._bell = queue.SimpleQueue()
-        self._failure = self._failure or Failure("broken", self.rank, "this process was forked")
+        self._failure = self._failure or self._forked()
         if self._acceptor is not None:
             self._acceptor.abandon()
         self._acceptor = None
@@ -362,6 +394,8 @@ class TcpWire:
 
     def _release_all(self) -> None:
         self._is_closed = True
+        self._meetings = None  # which holds the segments
+        self._awaited = None
         if self.segment is not None:
             self.segment.close()
         for link in self.connections.values():
@@ -393,6 +427,15 @@ class TcpWire:
         if self._failure is not None:
             raise WireFailed(self._failure)
 
+    def _check_process(self) -> None:
+        """Raise WireFailed in a forked child, which must not write to what the parent shares."""
+        if os.getpid() != self._process:
+            self._failure = self._failure or self._forked()
+            raise WireFailed(self._failure)
+
+    def _forked(self) -> Failure:
+        return Failure("broken", self.rank, "this process was forked")
+
     # moving messages
 
     def lost_among(self, messages: Sequence[_Message]) -> Connection | None:
@@ -422,6 +465,73 @@ class TcpWire:
                     if seconds <= 0 and not message.done:
                         raise TimeoutError("the messages of a post are not complete")
 
+    def _lost(self) -> list[Connection]:
+        """The connections that have ended."""
+        return [link for link in self.connections.values() if link.lost]
+
+    def has_lost_one_of(self, peers: Sequence[int]) -> bool:
+        """Whether a connection to one of these peers has ended."""
+        return any(self.connections[peer].lost for peer in peers)
+
+    def finish_meeting(self, awaited: meeting.TcpMeeting, timeout: float | None) -> None:
+        """Move messages until this meeting is through; what it raises is as of `finish`."""
+        self._check_process()
+        until = math.inf if timeout is None else time.monotonic() + timeout
+        with self._turn:
+            meetings = self._meetings  # which the handler of a signal may drop
+            while not awaited.is_complete():
+                self._check()
+                assert meetings is not None  # else it is closed, and has failed
+                # of these all is read below that they have left; who is lost meanwhile may have
+                # left something since that was read
+                lost = self._lost() if self._has_lost else []
+                meetings.is_begun(awaited)
+                self._move_meetings(meetings)
+                if awaited.is_complete():
+                    return
+                self._check()
+                missing = awaited.waiting_for()
+                for link in lost:
+                    if link.peer in missing:
+                        raise WireFailed(self._fail(_end_of(link)))
+                seconds = until - time.monotonic()
+                self._awaited = awaited if timeout is None else None
+                try:
+                    self._step(max(0.0, seconds), spin=0.0)
+                finally:
+                    self._awaited = None
+                if seconds <= 0 and not awaited.is_complete():
+                    raise TimeoutError("a meeting is not complete")
+
+    def _move_meetings(self, meetings: meeting.Meetings) -> bool:
+        """Read what peers have left for this rank, and leave what has room; whether anything was.
+
+        It raises nothing that a peer has caused: then the wire has failed.
+        """
+        if os.getpid() != self._process:  # `done` in a forked child, say
+            self._fail(self._forked())
+        if self._failure is not None:
+            return False
+        self._is_moving = True
+        try:
+            return meetings.move()
+        except WireFailed as error:
+            self._fail(error.failure)
+            return False
+        except BaseException as error:  # of a handler of a signal: a message may be half read
+            kind = type(error).__name__
+            self._fail(Failure("broken", self.rank, f"{kind} was raised while ranks met"))
+            raise
+        finally:
+            self._is_moving = False
+
+    def _ring(self, peer: int) -> None:
+        """Wake up a peer, whose sleep some number ends that this rank has stored."""
+        link = self.connections[peer]
+        link.ring()
+        link.flush()
+        self._watch(link)
+
     def move(self) -> None:
         """Move what can be moved now, unless another thread does."""
         if self._turn.acquire(blocking=False):
@@ -446,6 +556,9 @@ class TcpWire:
 
     def _step(self, seconds: float, spin: float = _SPIN) -> None:
         """Wait until something can be moved, at most so many seconds, and move it."""
+        meetings = self._meetings
+        if meetings is not None and meetings.under_way and self._move_meetings(meetings):
+            seconds = 0.0  # one that is waited for may be through
         events = self._wait_for_events(seconds, spin)
         self._is_moving = True
         try:
@@ -487,7 +600,42 @@ class TcpWire:
             os.sched_yield()
             now = time.monotonic()
         longest = AGAIN if self._unconnected else _LONGEST
-        return self._poll.poll(min(seconds, longest) * 1e3)
+        seconds = min(seconds, longest)
+        meetings = self._meetings
+        if meetings is not None and meetings.under_way and seconds > 0:
+            return self._sleep_while_meeting(meetings, seconds)
+        return self._poll.poll(seconds * 1e3)
+
+    def _sleep_while_meeting(
+        self, meetings: meeting.Meetings, seconds: float
+    ) -> list[tuple[int, int]]:
+        """Sleep until something can be moved, or a peer rings.
+
+        Peers look whether this rank sleeps, after all that may end that sleep. So it says so first,
+        and then looks once more whether there is something.
+        """
+        if self._failure is not None:
+            return []
+        try:
+            meetings.fall_asleep(self._awaited)
+            if self._move_meetings(meetings) or not self._may_sleep(meetings):
+                return []
+            return self._poll.poll(seconds * 1e3)
+        finally:
+            try:
+                meetings.wake_up()
+            except BaseException as error:  # of a handler of a signal: peers may see it asleep
+                kind = type(error).__name__
+                self._fail(Failure("broken", self.rank, f"{kind} was raised as it woke up"))
+                raise
+
+    def _may_sleep(self, meetings: meeting.Meetings) -> bool:
+        """Whether something may end the sleep of this rank; if not, the wire fails."""
+        try:
+            meetings.check_before_sleep(self._awaited)
+        except WireFailed as error:
+            self._fail(error.failure)
+        return self._failure is None
 
     def _set_off_alarm(self) -> None:
         """Wake up whoever waits; any thread."""
@@ -771,27 +919,41 @@ def alone(memory: Pool) -> TcpWire:
     return TcpWire(0, 1, {}, memory)
 
 
-def make(start: Start) -> TcpWire:
+def make(start: Start, *, meets: bool | None = None) -> TcpWire:
     """Connect this rank to all others, and map the memory of those of its host; for the registry.
+
+    Args:
+        start: what a factory is given.
+        meets: whether ranks may meet that share a host, if all ranks say so; None: as the
+            environment says.
 
     Raises:
         OSError: from the sockets.
     """
+    if meets is None:
+        meets = os.environ.get(_SWITCH) == "1"
+    own_kind = meeting.architecture() if meets else ""
     deadline = time.monotonic() + start.timeout
     with contextlib.ExitStack() as stack:  # which closes what was opened, if a step fails
         address = own_address(start.store)
         listener = stack.enter_context(Listener(address, start.size + STRANGERS, start.host))
-        peers = _exchange_endpoints(start, listener.endpoint)
+        peers, kinds = _exchange_endpoints(start, listener.endpoint, own_kind)
+        meets = own_kind != "" and kinds == {own_kind}
         near = {peer: each for peer, each in peers.items() if each.host == start.host}
         far = {peer: each for peer, each in peers.items() if each.host != start.host}
         sockets = listener.connect(start.rank, near, MESSAGES, deadline, start.check, far)
         for sock in sockets.values():
             stack.callback(sock.close)
         near_sockets = _near_sockets(sockets)
-        segment = shm.Segment.make() if near_sockets else None
+        reserved = meeting.room_for(start.size, len(near)) if meets else 0
+        segment = shm.Segment.make(reserved=reserved) if near_sockets else None
         if segment is not None:
             stack.callback(segment.close)
         segments, mapped_by = shm.exchange(segment, near_sockets, deadline)
+        if meets:
+            has_mapped_all = segments.keys() == mapped_by == near.keys()
+            has_room = segment is None or segment.reserved == reserved
+            meets = _all_say(start, has_mapped_all and has_room)
         # what is left of the start may be next to nothing, where a rank came late
         timeout = max(start.timeout, _CONNECTING)
         wire = TcpWire(
@@ -803,6 +965,7 @@ def make(start: Start) -> TcpWire:
             segments,
             mapped_by,
             Far(listener, far, timeout) if far else None,
+            meets=meets,
         )
         stack.callback(wire.close)
         wire.start()
@@ -821,8 +984,21 @@ def _near_sockets(sockets: Mapping[int, socket.socket]) -> dict[int, socket.sock
     return near
 
 
-def _exchange_endpoints(start: Start, own: Endpoint) -> dict[int, Endpoint]:
-    """Where each other rank listens."""
-    messages = start.exchange(json.dumps(astuple(own)).encode())
-    endpoints = [Endpoint(*json.loads(message)) for message in messages]
-    return {peer: each for peer, each in enumerate(endpoints) if peer != start.rank}
+def _exchange_endpoints(
+    start: Start, own: Endpoint, own_kind: str
+) -> tuple[dict[int, Endpoint], set[str]]:
+    """Where each other rank listens, and by what architectures ranks would meet; "": one cannot."""
+    messages = start.exchange(json.dumps([own_kind, *astuple(own)]).encode())
+    kinds = set[str]()
+    endpoints = dict[int, Endpoint]()
+    for peer, message in enumerate(messages):
+        kind, *endpoint = json.loads(message)
+        kinds.add(kind)
+        if peer != start.rank:
+            endpoints[peer] = Endpoint(*endpoint)
+    return endpoints, kinds
+
+
+def _all_say(start: Start, own: bool) -> bool:
+    """Whether all ranks say yes."""
+    return all(message == b"yes" for message in start.exchange(b"yes" if own else b"no"))

@@ -1,0 +1,502 @@
+"""Meetings of ranks of one host, by words and slots in the segments that they share.
+
+To tell each other a few bytes by messages costs each rank three system calls, and the bookkeeping
+of a message three times. Here a rank leaves its message in its own segment, stores a number, and
+looks at the numbers of the others.
+
+At the start of a rank's segment is its *page* (`kernels.page` says what lies where), and behind it
+*slots*, each for one message. Only the owner writes there. A page has a line for each other rank,
+and nothing that belongs to a set of ranks: two ranks begin the meetings that both are in in one
+order, so number n of a pair is one meeting, of the same ranks, at both ends.
+
+**To begin** a meeting (`begin`, `_post`), a rank
+
+1. numbers it with each peer, and queues it for each;
+2. waits for room, which is there once each peer has read all but `DEPTH - 1` of the meetings before
+   it. Without room the meeting stays unposted, and so do later ones that share a peer with it;
+3. copies its message to the first slot whose readers have all read it;
+4. stores, with each peer, the entry, then BEGUN, and then looks who sleeps, and rings those.
+
+**To read** (`_read`), of each peer in order, whether or not the meeting is waited for: BEGUN is
+high enough; then the entry is copied, and checked; then the message is copied; then READ is
+stored, and the peer rung if it sleeps for room.
+
+**To sleep** (`fall_asleep`), in the poll of the wire, a rank stores WANTS or ROOM, then the number
+of its sleep, and *then reads everything that is there, and posts what has room*: who comes later
+sees it asleep. Then it polls. A ring is a frame on the socket (`connection`), which says nothing:
+who wakes up looks again. So whatever ends a wait for messages ends this one: a death, an abort, a
+signal, a deadline.
+
+All numbers are stored and loaded by machine code, in one order for all processes. What is read is a
+stranger's: what steers memory is copied, then checked, then used. Who is not what it should be:
+
+* a peer whose entry has another digest of who meets has come to another meeting: both ends see it;
+* ranks that sleep in a circle, each for the next, are found by the last to fall asleep (`circle`);
+* numbers, or a message's place, that cannot be garble the wire, and name who wrote them.
+
+Nothing here waits, and the wire holds its `_turn` in every call but those of `TcpMeeting`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import mmap
+import platform
+from array import array
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from ...kernels import jit
+from ...kernels.page import BEGUN, DEPTH, LINE, READ, ROOM, WANTS
+from ..interface import Failure, WireFailed
+from . import shm
+
+if TYPE_CHECKING:
+    from .wire import TcpWire
+
+MEETS = 160 << 10
+"""Bytes of a slot, so the most of a message."""
+
+_LOOKS = 40  # at a peer's number before a sleep; with more, other work on this core waits
+_SETS = 1000  # of ranks, of which is remembered where their lines are
+
+
+def architecture() -> str:
+    """What all ranks that meet have the same; empty: this one cannot, since it has no machine code.
+
+    It loads the machine code, or makes it, which may take ten seconds once on a machine.
+    """
+    return "" if jit.loops() is None else platform.machine()
+
+
+def room_for(size: int, near: int) -> int:
+    """Bytes at the start of a segment, of a wire of `size` ranks, for meetings with so many peers.
+
+    Each slot in use has a reader that has not read it, and none has more than `DEPTH` to read: so
+    one is free.
+    """
+    return _whole_pages(_start_of_slots(size) + (DEPTH * near + 1) * MEETS)
+
+
+def _start_of_slots(size: int) -> int:
+    return _whole_pages(LINE * (1 + size))
+
+
+def _whole_pages(nbytes: int) -> int:
+    """So many bytes, and what is left of the last page of memory."""
+    return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+def _array(numbers: Sequence[int]) -> tuple[array[int], int]:
+    """Private memory for machine code, and its address."""
+    made = array("q", numbers)
+    return made, made.buffer_info()[0]
+
+
+class _Peers:
+    """Those that a rank meets at once, and where their words lie, for machine code.
+
+    Attributes:
+        ranks: the peers.
+        count: how many.
+        digest: of all that meet, this rank too.
+        own_lines, lines, pages: addresses of arrays: for each peer this rank's line for it, its
+            line for this rank, its page.
+        place: for each peer that of its message among all.
+        own_place: that of this rank's message.
+    """
+
+    def __init__(self, meetings: Meetings, ranks: Sequence[int]) -> None:
+        own = meetings.rank
+        self.ranks = tuple(rank for rank in ranks if rank != own)
+        self.count = len(self.ranks)
+        spelled = ",".join(str(rank) for rank in sorted(ranks))
+        digest = hashlib.blake2b(spelled.encode(), digest_size=8).digest()
+        self.digest = int.from_bytes(digest, "little") >> 1  # a positive number
+        self.everybody = sorted(ranks)
+        self.place = {rank: place for place, rank in enumerate(ranks)}
+        self.own_place = self.place[own]
+        own_lines = [meetings.line(own, peer) for peer in self.ranks]
+        lines = [meetings.line(peer, own) for peer in self.ranks]
+        pages = [meetings.page(peer) for peer in self.ranks]
+        self._arrays = [_array(each) for each in (own_lines, lines, pages)]
+        self.own_lines, self.lines, self.pages = (address for _, address in self._arrays)
+
+
+class _Turn:
+    """The numbers that one meeting has with each of its peers.
+
+    Attributes:
+        peers: whom it is with.
+        numbers: in their order.
+        address: of the numbers, for machine code.
+    """
+
+    __slots__ = ("_reached", "address", "numbers", "peers")
+
+    def __init__(self, peers: _Peers, numbers: Sequence[int], reached: Callable[..., int]) -> None:
+        self.peers = peers
+        self.numbers, self.address = _array(numbers)
+        self._reached = reached
+
+    def is_begun(self, looks: int) -> bool:
+        """Whether all peers have begun it, after so many looks at most."""
+        peers = self.peers
+        return bool(self._reached(peers.lines, peers.count, BEGUN, self.address, 0, looks))
+
+    def is_read(self) -> bool:
+        """Whether all peers have read this rank's message."""
+        peers = self.peers
+        return bool(self._reached(peers.lines, peers.count, READ, self.address, 0, 0))
+
+    def has_room(self) -> bool:
+        """Whether all peers have read what lies where its entries would."""
+        peers = self.peers
+        return bool(self._reached(peers.lines, peers.count, READ, self.address, DEPTH, 0))
+
+
+class TcpMeeting:
+    """One meeting of this rank; a `weft.wire.interface.PendingBytes`.
+
+    Attributes:
+        turn: its numbers.
+        message: this rank's.
+        messages: all of them, as far as they have come, in the order asked for.
+        missing: how many have not come.
+        is_posted: whether peers can read this rank's.
+        without_room: of one that is not posted, peers that have to read more before.
+    """
+
+    __slots__ = (
+        "_wire",
+        "is_posted",
+        "message",
+        "messages",
+        "missing",
+        "turn",
+        "without_room",
+    )
+
+    def __init__(self, wire: TcpWire, turn: _Turn, message: bytes) -> None:
+        self._wire = wire
+        self.turn = turn
+        self.message = message
+        self.messages: list[bytes | None] = [None] * (turn.peers.count + 1)
+        self.messages[turn.peers.own_place] = message
+        self.missing = turn.peers.count
+        self.is_posted = not turn.peers.count
+        self.without_room: list[int] = []
+
+    def wait(self, timeout: float | None = None) -> list[bytes]:
+        if not self.is_complete():
+            self._wire.finish_meeting(self, timeout)
+        return [message for message in self.messages if message is not None]
+
+    def done(self) -> bool:
+        if not self.is_complete():
+            self._wire.move()  # so that what a peer left before it was lost is read
+        return (
+            self.is_complete()
+            or self._wire.failure() is not None
+            or self._wire.has_lost_one_of(self.waiting_for())
+        )
+
+    def waiting_for(self) -> list[int]:
+        peers = self.turn.peers
+        late = {peer for peer in peers.ranks if self.messages[peers.place[peer]] is None}
+        return sorted(late if self.is_posted else late.union(self.without_room))
+
+    def is_complete(self) -> bool:
+        """Whether all messages have come, and peers can read this rank's."""
+        return not self.missing and self.is_posted
+
+
+class Meetings:
+    """All meetings of one rank.
+
+    Attributes:
+        rank: this one.
+        under_way: how many are not complete.
+    """
+
+    def __init__(
+        self,
+        wire: TcpWire,
+        segment: shm.Segment | None,
+        segments: Mapping[int, shm.Peer],
+        ring: Callable[[int], None],
+    ) -> None:
+        """
+        Args:
+            wire: the wire that these are of.
+            segment: of this rank, with `room_for` them at its start; None: it is alone on its host.
+            segments: of the others of this host.
+            ring: wakes a peer up that may be asleep.
+        """
+        loops = jit.loops()
+        assert loops is not None  # all ranks have voted so
+        self.rank = wire.rank
+        self.under_way = 0
+        self._wire = wire
+        self._ring = ring
+        self._loops = loops
+        self._reached = loops["reached"]
+        self._find = loops["find"]
+        self._confirm = loops["confirm"]
+        # held, so that it stays mapped whatever closes the wire in the middle of something
+        self._memory = [each.memory for each in (segment, *segments.values()) if each is not None]
+        self._bases = {peer: each.address for peer, each in segments.items()}
+        self._sizes = {peer: each.nbytes for peer, each in segments.items()}
+        if segment is not None:
+            self._bases[wire.rank] = segment.address
+        self._slots_at = _start_of_slots(wire.size)
+        # of each slot the turn whose message it has; None: it had none
+        self._slots: list[_Turn | None] = [None] * (DEPTH * len(segments) + 1)
+        self._begun = dict.fromkeys(segments, 0)  # by peer: meetings, posted or not
+        self._has_read = dict.fromkeys(segments, 0)  # by peer: its messages
+        # by peer: the meetings whose message of it is yet to be read, in order
+        self._queues: dict[int, deque[TcpMeeting]] = {peer: deque() for peer in segments}
+        self._unposted: deque[TcpMeeting] = deque()
+        self._peers_of: dict[tuple[int, ...], _Peers] = {}
+        self._near = _Peers(self, [wire.rank, *segments])
+        self._sleeps, self._sleeps_at = _array([0] * len(segments))
+        self._zeros, self._zeros_at = _array([0] * len(segments))
+        self._entry, self._entry_at = _array([0] * 3)
+        self._sleep = 0  # how often this rank fell asleep
+
+    def page(self, owner: int) -> int:
+        """The address of a rank's page."""
+        return self._bases[owner]
+
+    def line(self, owner: int, other: int) -> int:
+        """The address of an owner's line for another rank."""
+        return self._bases[owner] + LINE * (1 + other)
+
+    def begin(self, message: bytes, ranks: Sequence[int]) -> TcpMeeting:
+        """Begin a meeting, and post it if there is room."""
+        peers = self._found_peers(tuple(ranks))
+        for peer in peers.ranks:
+            self._begun[peer] += 1
+        turn = _Turn(peers, [self._begun[peer] for peer in peers.ranks], self._reached)
+        meeting = TcpMeeting(self._wire, turn, message)
+        if not peers.count:
+            return meeting
+        self.under_way += 1
+        for peer in peers.ranks:
+            self._queues[peer].append(meeting)
+        self._unposted.append(meeting)
+        self._post_all()
+        return meeting
+
+    def _found_peers(self, ranks: tuple[int, ...]) -> _Peers:
+        found = self._peers_of.get(ranks)
+        if found is None:
+            if len(self._peers_of) >= _SETS:
+                self._peers_of.clear()
+            found = self._peers_of[ranks] = _Peers(self, ranks)
+        return found
+
+    def move(self) -> bool:
+        """Read all that is there, and post what has room; whether anything was.
+
+        Raises:
+            WireFailed: a peer has come to another meeting, or wrote what cannot be.
+        """
+        has_moved = False
+        for peer, queue in self._queues.items():
+            while queue and self._read(peer, queue[0]):
+                queue.popleft()
+                has_moved = True
+        if self._unposted:
+            has_moved |= self._post_all()
+        return has_moved
+
+    def is_begun(self, meeting: TcpMeeting) -> bool:
+        """Look some times whether all peers have begun a meeting."""
+        return meeting.turn.is_begun(_LOOKS)
+
+    # posting
+
+    def _post_all(self) -> bool:
+        """Post what has room; only what shares a peer with one before it has to wait for that."""
+        unposted: deque[TcpMeeting] = deque()
+        held_up: dict[int, list[int]] = {}  # by peer: who keeps meetings with it from being posted
+        for meeting in self._unposted:
+            peers = meeting.turn.peers
+            without_room = {other for peer in peers.ranks for other in held_up.get(peer, ())}
+            if not meeting.turn.has_room():
+                without_room.update(self._without_room(meeting.turn))
+            if not without_room:
+                self._post(meeting)
+                continue
+            meeting.without_room = sorted(without_room)
+            held_up |= dict.fromkeys(peers.ranks, meeting.without_room)
+            unposted.append(meeting)
+        has_posted = len(unposted) < len(self._unposted)
+        self._unposted = unposted
+        return has_posted
+
+    def _without_room(self, turn: _Turn) -> list[int]:
+        """The peers that have to read more before this is posted."""
+        return [
+            peer
+            for peer, number in zip(turn.peers.ranks, turn.numbers, strict=True)
+            if self._loops["look"](self.line(peer, self.rank) + READ) < number - DEPTH
+        ]
+
+    def _post(self, meeting: TcpMeeting) -> None:
+        """Leave this rank's message where all peers can read it, and wake up who sleeps."""
+        turn = meeting.turn
+        peers = turn.peers
+        slot = self._free_slot()
+        offset = self._slots_at + slot * MEETS
+        length = len(meeting.message)
+        ctypes.memmove(self._bases[self.rank] + offset, meeting.message, length)
+        self._slots[slot] = turn
+        sleepers = self._loops["announce"](
+            peers.own_lines,
+            peers.pages,
+            peers.count,
+            turn.address,
+            peers.digest,
+            offset,
+            length,
+            self._sleeps_at,
+        )
+        meeting.is_posted = True
+        self._count_if_complete(meeting)
+        if sleepers:
+            for peer, sleep in zip(peers.ranks, self._sleeps, strict=False):
+                if sleep:
+                    self._ring(peer)
+
+    def _free_slot(self) -> int:
+        """The first slot that nobody has to read any more: its pages are warm."""
+        for slot, turn in enumerate(self._slots):
+            if turn is None or turn.is_read():
+                return slot
+        self._check_numbers()  # a peer has taken back what it had read
+        raise AssertionError("all slots are in use")
+
+    # reading
+
+    def _read(self, peer: int, meeting: TcpMeeting) -> bool:
+        """Read a peer's message of this meeting, if it is there."""
+        number = self._has_read[peer] + 1
+        line = self.line(peer, self.rank)
+        if not self._find(line, number, self._entry_at):
+            return False
+        digest, offset, length = self._entry  # private now: the peer may change its own
+        peers = meeting.turn.peers
+        if digest != peers.digest:
+            text = (
+                f"rank {peer} came to another meeting than rank {self.rank}, which meets ranks "
+                f"{peers.everybody}; both have to begin the meetings that both are in in one order"
+            )
+            raise WireFailed(Failure("stuck", None, text))
+        if not (0 <= length <= MEETS and 0 <= offset <= self._sizes[peer] - length):
+            text = f"rank {peer} sent a message of {length} bytes at {offset} of its segment"
+            raise WireFailed(Failure("garbled", peer, text))
+        place = peers.place[peer]
+        meeting.messages[place] = ctypes.string_at(self._bases[peer] + offset, length)
+        meeting.missing -= 1
+        self._has_read[peer] = number
+        own_line = self.line(self.rank, peer)
+        is_awaited = self._confirm(own_line, line, self._bases[peer], number)
+        self._count_if_complete(meeting)
+        if is_awaited:
+            self._ring(peer)
+        return True
+
+    def _count_if_complete(self, meeting: TcpMeeting) -> None:
+        """One step of a meeting was its last, maybe."""
+        if meeting.is_complete():
+            self.under_way -= 1
+
+    # sleeping
+
+    def fall_asleep(self, awaited: TcpMeeting | None) -> None:
+        """Say that this rank sleeps; the caller then moves once more what is there, and polls.
+
+        Args:
+            awaited: what it sleeps for, if it would for ever: then it may be part of a circle. Not
+                so while it has something to post, which may end the sleep of others.
+        """
+        put_each = self._loops["put_each"]
+        for meeting in self._unposted:
+            peers = meeting.turn.peers
+            for peer in peers.ranks:
+                self._loops["put"](self.line(self.rank, peer) + ROOM, 1)
+        if awaited is not None and not self._unposted:
+            peers = awaited.turn.peers
+            put_each(peers.own_lines, peers.count, WANTS, awaited.turn.address)
+        self._sleep += 1
+        self._loops["put"](self._bases[self.rank], self._sleep)
+
+    def wake_up(self) -> None:
+        """Say that this rank is awake."""
+        near = self._near
+        self._loops["put"](self._bases[self.rank], 0)
+        for word in (WANTS, ROOM):
+            self._loops["put_each"](near.own_lines, near.count, word, self._zeros_at)
+
+    def check_before_sleep(self, awaited: TcpMeeting | None) -> None:
+        """Once this rank has said that it sleeps, and nothing was left to move: may it ever wake?
+
+        Raises:
+            WireFailed: a peer wrote numbers that cannot be; or ranks sleep in a circle.
+        """
+        self._check_numbers()
+        if awaited is None or self._unposted:
+            return
+        circle = self._circle()
+        if circle:
+            text = (
+                f"ranks {circle} wait for each other, each for a meeting with the next: all have "
+                "to begin the meetings that two of them are in in one order"
+            )
+            raise WireFailed(Failure("stuck", None, text))
+
+    def _check_numbers(self) -> None:
+        near = self._near
+        place = self._loops["impossible"](near.own_lines, near.lines, near.count)
+        if place >= 0:
+            peer = near.ranks[place]
+            text = f"rank {peer} sent numbers of meetings that cannot be"
+            raise WireFailed(Failure("garbled", peer, text))
+
+    def _circle(self) -> list[int]:
+        """Ranks that sleep, each for a meeting that the next has not begun; none: there is none.
+
+        Who sleeps for a meeting posts nothing. So if each of them is in the same sleep before and
+        after all that was seen between, they sleep at once, and nobody will end it.
+        """
+        look = self._loops["look"]
+        sleeps: dict[int, int] = {}
+        path: list[int] = []
+
+        def search(rank: int) -> list[int]:
+            if rank in path:
+                return path[path.index(rank) :]
+            if rank in sleeps:  # seen before, and no circle leads through it
+                return []
+            sleeps[rank] = look(self.page(rank))
+            if not sleeps[rank]:
+                return []
+            path.append(rank)
+            for other in self._bases:
+                if other != rank:
+                    wanted = look(self.line(rank, other) + WANTS)
+                    if wanted and look(self.line(other, rank) + BEGUN) < wanted:
+                        found = search(other)
+                        if found:
+                            return found
+            path.pop()
+            return []
+
+        circle = search(self.rank)
+        if all(look(self.page(rank)) == sleeps[rank] for rank in circle):
+            return sorted(circle)
+        return []

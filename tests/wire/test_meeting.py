@@ -1,0 +1,518 @@
+"""Meetings over TCP: the contract, what happens to them in the middle, and false numbers.
+
+Most of it has its ranks in this process, each wire used by a thread, as `make_wires` joins them:
+then a test can write to any page, and cut any connection.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import os
+import random
+import signal
+import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from weft.kernels import jit
+from weft.kernels.page import BEGUN, DEPTH, ENTRIES, ENTRY, LINE, READ
+from weft.testing import check_wire, make_wires, ranks_as_processes
+from weft.testing.pace import patient
+from weft.testing.wire_clauses import CLAUSES
+from weft.testing.wires import NUMBERS
+from weft.wire.interface import Failure, Features, WireFailed
+from weft.wire.tcp import meeting
+from weft.wire.tcp import wire as tcp
+
+MEETING = Features(meets=meeting.MEETS)
+OF_MEETINGS = [name for name, number in NUMBERS.items() if CLAUSES[number - 1].needs == "meets"]
+SOON = 20.0  # seconds in which what must come comes, on an idle machine
+
+pytestmark = pytest.mark.skipif(jit.loops() is None, reason="there is no machine code here")
+
+
+def make(start):
+    return tcp.make(start, meets=True)
+
+
+@pytest.mark.parametrize("clause", OF_MEETINGS)
+def test_a_wire_whose_ranks_meet_keeps_a_clause(ranks_of, clause):
+    number = NUMBERS[clause]
+    (outcome,) = check_wire(ranks_of(make, number), MEETING, clauses=[number])
+    assert not outcome.skipped
+
+
+# whose waits and closes go through the code that sleeps while ranks meet
+WAITS = ["timeouts", "aborts", "closes", "moves", "dies", "forks", "signals", "closed_by_a_handler"]
+
+
+@pytest.mark.parametrize("clause", [*WAITS, "leaves_nothing"])
+def test_messages_go_as_before_where_ranks_meet(ranks_of, clause):
+    number = NUMBERS[clause]
+    check_wire(ranks_of(make_with_one_under_way, number), MEETING, clauses=[number])
+
+
+def make_with_one_under_way(start):
+    """Each sleep is one that peers look at, since there is a meeting that never comes about."""
+    wire = make(start)
+    for peer in range(wire.rank + 1, wire.size):
+        wire.meet(b"", [wire.rank, peer])
+    return wire
+
+
+# how ranks of this process meet
+
+
+@pytest.fixture
+def wires():
+    """`wires(size)` is so many wires whose ranks may meet."""
+    made = []
+
+    def some(size, factory=make):
+        found = make_wires(factory, size)
+        made.extend(found)
+        return found
+
+    yield some
+    for wire in made:
+        wire.close()
+
+
+def together(wires, body, seconds=SOON):
+    """`body(wire)` in a thread for each; their results. What hangs is aborted, and fails."""
+    with ThreadPoolExecutor(len(wires)) as threads:
+        running = [threads.submit(body, wire) for wire in wires]
+        try:
+            until = time.monotonic() + patient(seconds)
+            return [each.result(until - time.monotonic()) for each in running]
+        finally:
+            for wire, each in zip(wires, running, strict=True):
+                if not each.done():
+                    wire.abort(Failure("aborted", None, "the test gave it up"))
+
+
+def failed(use):
+    """The failure that something raises."""
+    with pytest.raises(WireFailed) as caught:
+        use()
+    return caught.value.failure
+
+
+def kind_of(failure):
+    return failure.kind, failure.peer
+
+
+def meet_all(wire, message=b"hello", times=1):
+    ranks = [*range(wire.size)]
+    for _ in range(times):
+        messages = wire.meet(message, ranks).wait(patient(SOON))
+    return messages
+
+
+def lines(wire):
+    """The addresses of a wire's own lines, by peer, and how numbers are stored there."""
+    meetings = wire._meetings
+    return {peer: meetings.line(wire.rank, peer) for peer in wire.near}, jit.loops()["put"]
+
+
+# who may
+
+
+def all_but_one(start):
+    return tcp.make(start, meets=start.rank != 1)
+
+
+@pytest.mark.parametrize("reason", ["switch", "code", "architecture", "room"])
+def test_ranks_meet_if_all_may(wires, monkeypatch, reason):
+    if reason in ("code", "architecture"):
+        calls = itertools.count()
+        one = "" if reason == "code" else "another"
+        real = meeting.architecture()
+        monkeypatch.setattr(meeting, "architecture", lambda: real if next(calls) else one)
+    if reason == "room":
+        monkeypatch.setattr(meeting, "MEETS", 1 << 30)
+    some = wires(3, all_but_one if reason == "switch" else make)
+    for wire in some:
+        assert wire.features.meets == 0 and wire.near == {wire.rank}
+        with pytest.raises(ValueError, match="no ranks meet over this wire"):
+            wire.meet(b"", [wire.rank])
+
+
+def test_the_environment_has_the_switch(wires, monkeypatch):
+    assert wires(2, tcp.make)[0].features.meets == 0
+    monkeypatch.setenv("WEFT_MEET", "1")
+    assert wires(2, tcp.make)[0].features.meets == meeting.MEETS
+
+
+def test_ranks_of_one_host_meet_in_a_wire_over_several(wires):
+    def factory(start):
+        return make(dataclasses.replace(start, host=f"host {start.rank // 2}"))
+
+    some = wires(5, factory)
+    assert [sorted(wire.near) for wire in some] == [[0, 1], [0, 1], [2, 3], [2, 3], [4]]
+
+    def body(wire):
+        ranks = sorted(wire.near)
+        for _ in range(50):
+            found = wire.meet(bytes([wire.rank]), ranks).wait(patient(SOON))
+            assert found == [bytes([rank]) for rank in ranks]
+        with pytest.raises(ValueError, match=r"rank \d cannot meet ranks \[0, 1, 2, 3, 4\]: pass"):
+            wire.meet(b"", [0, 1, 2, 3, 4])
+
+    together(some, body)
+
+
+# what happens in the middle
+
+
+def test_a_cut_connection_is_a_loss_and_what_was_told_before_comes(wires):
+    first, second = wires(2)
+    together([first, second], meet_all)
+    second.meet(b"last", [0, 1])
+    for each in (first, second):
+        each.connections[1 - each.rank].sock.shutdown(socket.SHUT_RDWR)
+    assert first.meet(b"too late", [0, 1]).wait(patient(SOON)) == [b"too late", b"last"]
+    assert kind_of(failed(first.meet(b"", [0, 1]).wait)) == ("lost", 1)
+    second.meet(b"", [0, 1])  # it has come to hear the first two, and to miss the third
+    assert kind_of(failed(lambda: meet_all(second, times=5))) == ("lost", 0)
+
+
+def test_what_a_peer_left_before_a_ring_found_it_gone_comes(wires, monkeypatch):
+    """It leaves something, and leaves, between two looks of this rank at what there is."""
+    first, second, third = wires(3)
+    pending = first.meet(b"", [0, 1, 2])
+    move = first._meetings.move
+
+    def moves():
+        found = move()
+        if second.failure() is None:
+            for wire in (second, third):
+                wire.meet(b"here", [0, 1, 2])
+            second.close()
+            while not first.connections[1].lost:
+                first._ring(1)  # as if it had seen the peer asleep
+        return found
+
+    monkeypatch.setattr(first._meetings, "move", moves)
+    assert pending.wait(patient(SOON)) == [b"", b"here", b"here"]
+
+
+def test_a_connection_that_is_cut_ends_a_sleep(wires):
+    first, second = wires(2)
+    pending = first.meet(b"", [0, 1])
+    with ThreadPoolExecutor(1) as thread:
+        waiting = thread.submit(failed, pending.wait)
+        while not first._meetings._sleep:
+            time.sleep(0.01)
+        second.connections[0].sock.shutdown(socket.SHUT_RDWR)
+        assert kind_of(waiting.result(patient(SOON))) == ("lost", 1)
+
+
+@pytest.mark.parametrize("where", ["announce", "find", "confirm"])
+@pytest.mark.parametrize("raised", [KeyboardInterrupt, MemoryError])
+def test_what_is_raised_within_a_meeting_breaks_the_wire(wires, monkeypatch, where, raised):
+    first, second = wires(2)
+    together([first, second], meet_all)
+    second.meet(b"here", [0, 1])
+
+    def raises(*_):
+        raise raised
+
+    monkeypatch.setitem(first._meetings._loops, where, raises)
+    for name in ("find", "confirm"):
+        monkeypatch.setattr(first._meetings, f"_{name}", first._meetings._loops[name])
+    with pytest.raises(raised):
+        first.meet(b"", [0, 1]).wait(patient(SOON))
+    assert kind_of(first.failure()) == ("broken", 0)
+    assert kind_of(failed(lambda: first.meet(b"", [0, 1]))) == ("broken", 0)
+
+
+@pytest.mark.parametrize("where", ["announce", "find", "confirm", "reached", "put"])
+def test_the_handler_of_a_signal_may_close_the_wire_anywhere(wires, monkeypatch, where):
+    """Its memory stays mapped until what it has interrupted is through."""
+    first, second = wires(2)
+    together([first, second], meet_all)
+    if where != "put":
+        second.meet(b"here", [0, 1])
+    meetings = first._meetings
+    real = meetings._loops[where]
+
+    def closes(*args):
+        if first.failure() is None:
+            first.close()
+        return real(*args)
+
+    monkeypatch.setitem(meetings._loops, where, closes)
+    for name in ("find", "confirm", "reached"):
+        monkeypatch.setattr(meetings, f"_{name}", meetings._loops[name])
+    try:
+        first.meet(b"", [0, 1]).wait(patient(SOON))  # it may have been through
+    except WireFailed as error:
+        assert kind_of(error.failure) == ("aborted", None)
+    assert kind_of(first.failure()) == ("aborted", None)
+
+
+def test_a_close_in_another_thread_while_ranks_meet(wires):
+    some = wires(3)
+
+    def body(wire):
+        if wire.rank == 2:
+            threading.Timer(0.2, wire.close).start()
+        return failed(lambda: meet_all(wire, times=10**9))
+
+    kinds = {kind_of(each) for each in together(some, body)}
+    # who is told that another has left may leave before the third has seen it
+    assert ("aborted", None) in kinds
+    assert kinds <= {("aborted", None), ("lost", 2), ("lost", 1), ("lost", 0)}
+
+
+def freezes(wire):
+    """Rank 1 is stopped, in the middle of its meetings; the others wait, and go on."""
+    ranks = [*range(wire.size)]
+    pids = [int(each) for each in wire.meet(str(os.getpid()).encode(), ranks).wait(patient(SOON))]
+    if wire.rank == 0:
+        os.kill(pids[1], signal.SIGSTOP)
+    has_waited = False
+    for _ in range(100):
+        pending = wire.meet(b"", ranks)
+        until = time.monotonic() + patient(SOON)
+        while not pending.done():
+            assert time.monotonic() < until, f"it waits for {pending.waiting_for()}"
+            with contextlib.suppress(TimeoutError):
+                pending.wait(0.5)
+                continue
+            assert wire.failure() is None
+            if wire.rank == 0 and not has_waited and 1 in pending.waiting_for():
+                has_waited = True
+                os.kill(pids[1], signal.SIGCONT)
+        assert pending.wait(0) == [b""] * wire.size
+    assert has_waited or wire.rank, "it met a rank that was stopped"
+
+
+def test_a_rank_that_is_stopped_is_waited_for_and_named():
+    ranks_as_processes(make)(3, freezes)
+
+
+def test_meetings_go_on_without_room_while_messages_are_waited_for(wires):
+    """A wait for a message reads what peers leave, and so gives them room."""
+
+    def body(wire):
+        ranks = [0, 1]
+        pending = [wire.meet(bytes([number]), ranks) for number in range(3 * DEPTH)]
+        if wire.rank == 0:
+            assert pending[-1].wait(patient(SOON)) == [bytes([3 * DEPTH - 1])] * 2
+            wire.post([(1, torch.ones(1))]).wait(patient(SOON))
+        else:
+            wire.post((), [(0, torch.zeros(1))]).wait(patient(SOON))
+        for number, each in enumerate(pending):
+            assert each.wait(patient(SOON)) == [bytes([number])] * 2
+
+    for _ in range(5):
+        together(wires(2), body)
+
+
+def test_many_sets_of_ranks_are_forgotten(wires, monkeypatch):
+    monkeypatch.setattr(meeting, "_SETS", 3)
+
+    def body(wire):
+        for ranks in itertools.chain(*[itertools.permutations(range(3))] * 5):
+            found = wire.meet(bytes([wire.rank]), ranks).wait(patient(SOON))
+            assert found == [bytes([rank]) for rank in ranks]
+        return len(wire._meetings._peers_of)
+
+    assert max(together(wires(3), body)) <= 3
+
+
+# deadlocks: all are found, and nothing else is taken for one
+
+
+def calls_of(generator, size):
+    """Who meets, call by call, on each rank; on some of them two calls are exchanged."""
+    most = generator.choice((2, 2, size))
+    every = [sorted(generator.sample(range(size), generator.randint(2, most))) for _ in range(12)]
+    calls = [[ranks for ranks in every if rank in ranks] for rank in range(size)]
+    for rank in generator.sample(range(size), generator.randint(0, size)):
+        if len(calls[rank]) > 1:
+            place = generator.randrange(len(calls[rank]) - 1)
+            calls[rank][place : place + 2] = calls[rank][place + 1], calls[rank][place]
+    return calls
+
+
+def comes_to_an_end(calls):
+    """Whether a program does whose ranks wait for each call."""
+    places = [0] * len(calls)
+    while True:
+        heads = [
+            own[place] if place < len(own) else () for own, place in zip(calls, places, strict=True)
+        ]
+        ready = [each for each in heads if each and all(heads[rank] == each for rank in each)]
+        if not ready:
+            return not any(heads)
+        for rank in ready[0]:
+            places[rank] += 1
+
+
+def test_deadlocks_are_found_and_nothing_else(wires):
+    ends = []
+    for seed in range(60):
+        generator = random.Random(seed)
+        calls = calls_of(generator, 4)
+        ends.append(comes_to_an_end(calls))
+        some = wires(4)
+
+        def body(wire, seed=seed, calls=calls):
+            pauses = random.Random(7 * seed + wire.rank)
+            try:
+                for ranks in calls[wire.rank]:
+                    if pauses.random() < 0.2:
+                        time.sleep(pauses.random() * 0.003)
+                    wire.meet(b"x" * 100, ranks).wait()
+            except WireFailed as error:
+                wire.close()  # as no group tells the others
+                return error.failure.kind
+            return ""
+
+        kinds = together(some, body)
+        for wire in some:
+            wire.close()
+        if ends[-1]:
+            assert kinds == [""] * 4, (seed, kinds)
+        else:
+            assert "stuck" in kinds and {*kinds} <= {"", "stuck", "lost"}, (seed, kinds)
+    assert 10 < sum(ends) < 50  # of both kinds
+
+
+# false numbers
+
+
+@pytest.mark.parametrize(
+    ("word", "number"),
+    [
+        (BEGUN, 1 << 40),
+        (BEGUN, -1),
+        (READ, 1 << 40),
+        (READ, -(1 << 63)),
+        (ENTRIES + ENTRY * (2 % DEPTH) + 8, 1 << 40),
+        (ENTRIES + ENTRY * (2 % DEPTH) + 8, -1),
+        (ENTRIES + ENTRY * (2 % DEPTH) + 16, 1 << 40),
+        (ENTRIES + ENTRY * (2 % DEPTH) + 16, -1),
+    ],
+)
+def test_numbers_that_cannot_be_name_who_wrote_them(wires, word, number):
+    first, second = wires(2)
+    together([first, second], meet_all)
+    own_lines, put = lines(second)
+    is_of_entry = word >= ENTRIES
+    if is_of_entry:
+        second.meet(b"here", [0, 1])
+    put(own_lines[0] + word, number)
+    if word == BEGUN and number > 0:
+        # what it points to is the entry of no meeting: as if it had come to another one
+        assert failed(first.meet(b"", [0, 1]).wait).kind in ("stuck", "garbled")
+    else:
+        found = failed(lambda: meet_all(first, times=2))
+        assert kind_of(found) == ("garbled", 1), found
+
+
+def test_what_changes_between_check_and_use_is_not_used(wires, monkeypatch):
+    first, second = wires(2)
+    together([first, second], meet_all)
+    own_lines, put = lines(second)
+    find = first._meetings._find
+
+    def changes(line, number, entry):
+        found = find(line, number, entry)
+        if found:
+            for word in range(3):  # once the words are copied, and before any is checked or used
+                put(own_lines[0] + ENTRIES + ENTRY * (number % DEPTH) + 8 * word, 1 << 50)
+        return found
+
+    monkeypatch.setattr(first._meetings, "_find", changes)
+    for number in range(20):
+        late = second.meet(bytes([number]) * 1000, [0, 1])
+        message = first.meet(b"", [0, 1]).wait(patient(SOON))[1]
+        assert message == bytes([number]) * 1000
+        late.wait(patient(SOON))
+
+
+def test_garbage_on_a_page_harms_nobody_but_who_meets_its_writer(wires):
+    """A thread writes over a rank's page and slots while all meet: no crash, right bytes between
+    the others, and none of them is blamed."""
+    for seed in range(6):
+        some = wires(4)
+        meetings = some[3]._meetings  # so that the page stays mapped until the end
+        base = meetings.page(3)
+        put = jit.loops()["put"]
+        ended = threading.Event()
+
+        def spoil(seed=seed, base=base, put=put, ended=ended):
+            generator = random.Random(seed)
+            while not ended.wait(generator.choice((0, 1e-4))):
+                words = generator.choice((LINE * 5, 2 * meeting.MEETS))
+                address = base + generator.randrange(words) // 8 * 8
+                put(address, generator.choice((-1, 1 << 62, 5, generator.getrandbits(62))))
+
+        def body(wire):
+            honest = [0, 1, 2]
+            try:
+                for number in range(100_000):
+                    if wire.rank < 3:
+                        message = bytes([number % 256, wire.rank]) * 700
+                        found = wire.meet(message, honest).wait(2.0)
+                        assert found == [bytes([number % 256, rank]) * 700 for rank in honest]
+                    wire.meet(b"all", range(4)).wait(2.0)
+            except (WireFailed, TimeoutError) as error:
+                wire.close()
+                return getattr(error, "failure", None)
+
+        spoiler = threading.Thread(target=spoil)
+        spoiler.start()
+        try:
+            failures = together(some, body, 60.0)
+        finally:
+            ended.set()
+            spoiler.join()
+        for rank, failure in enumerate(failures[:3]):
+            assert failure is None or failure.kind != "garbled" or failure.peer == 3, (
+                rank,
+                failure,
+            )
+
+
+def test_a_forked_child_touches_nothing_though_a_thread_of_its_parent_waits(wires):
+    first, second = wires(2)
+    pending = first.meet(b"", [0, 1])
+    with ThreadPoolExecutor(1) as thread:
+        waiting = thread.submit(pending.wait)  # which holds the wire's lock
+        while not first._meetings._sleep:
+            time.sleep(0.01)
+        child = os.fork()
+        if child == 0:
+            try:
+                first.meet(b"", [0, 1])
+            except WireFailed as error:
+                os._exit(0 if error.failure.text == "this process was forked" else 1)
+            finally:
+                os._exit(2)
+        assert ends(child) == 0
+        assert second.meet(b"", [0, 1]).wait(patient(SOON)) == [b""] * 2
+        assert waiting.result(patient(SOON)) == [b""] * 2
+
+
+def ends(child):
+    """The status with which a child ends, which is soon."""
+    until = time.monotonic() + patient(SOON)
+    while time.monotonic() < until:
+        pid, status = os.waitpid(child, os.WNOHANG)
+        if pid:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.01)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    raise AssertionError("a forked child hangs")
