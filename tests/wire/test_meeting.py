@@ -117,7 +117,7 @@ def meet_all(wire, message=b"hello", times=1):
 
 def lines(wire):
     """The addresses of a wire's own lines, by peer, and how numbers are stored there."""
-    meetings = wire._meetings
+    meetings = wire.meetings
     return {peer: meetings.line(wire.rank, peer) for peer in wire.near}, jit.loops()["put"]
 
 
@@ -187,7 +187,7 @@ def test_what_a_peer_left_before_a_ring_found_it_gone_comes(wires, monkeypatch):
     """It leaves something, and leaves, between two looks of this rank at what there is."""
     first, second, third = wires(3)
     pending = first.meet(b"", [0, 1, 2])
-    move = first._meetings.move
+    move = first.meetings.move
 
     def moves():
         found = move()
@@ -196,10 +196,10 @@ def test_what_a_peer_left_before_a_ring_found_it_gone_comes(wires, monkeypatch):
                 wire.meet(b"here", [0, 1, 2])
             second.close()
             while not first.connections[1].lost:
-                first._ring(1)  # as if it had seen the peer asleep
+                first.ring(1)  # as if it had seen the peer asleep
         return found
 
-    monkeypatch.setattr(first._meetings, "move", moves)
+    monkeypatch.setattr(first.meetings, "move", moves)
     assert pending.wait(patient(SOON)) == [b"", b"here", b"here"]
 
 
@@ -208,7 +208,7 @@ def test_a_connection_that_is_cut_ends_a_sleep(wires):
     pending = first.meet(b"", [0, 1])
     with ThreadPoolExecutor(1) as thread:
         waiting = thread.submit(failed, pending.wait)
-        while not first._meetings._sleep:
+        while not first.meetings.sleep_number:
             time.sleep(0.01)
         second.connections[0].sock.shutdown(socket.SHUT_RDWR)
         assert kind_of(waiting.result(patient(SOON))) == ("lost", 1)
@@ -224,9 +224,9 @@ def test_what_is_raised_within_a_meeting_breaks_the_wire(wires, monkeypatch, whe
     def raises(*_):
         raise raised
 
-    monkeypatch.setitem(first._meetings._loops, where, raises)
+    monkeypatch.setitem(first.meetings.loops, where, raises)
     for name in ("find", "confirm"):
-        monkeypatch.setattr(first._meetings, f"_{name}", first._meetings._loops[name])
+        monkeypatch.setattr(first.meetings, name, first.meetings.loops[name])
     with pytest.raises(raised):
         first.meet(b"", [0, 1]).wait(patient(SOON))
     assert kind_of(first.failure()) == ("broken", 0)
@@ -240,17 +240,17 @@ def test_the_handler_of_a_signal_may_close_the_wire_anywhere(wires, monkeypatch,
     together([first, second], meet_all)
     if where != "put":
         second.meet(b"here", [0, 1])
-    meetings = first._meetings
-    real = meetings._loops[where]
+    meetings = first.meetings
+    real = meetings.loops[where]
 
     def closes(*args):
         if first.failure() is None:
             first.close()
         return real(*args)
 
-    monkeypatch.setitem(meetings._loops, where, closes)
+    monkeypatch.setitem(meetings.loops, where, closes)
     for name in ("find", "confirm", "reached"):
-        monkeypatch.setattr(meetings, f"_{name}", meetings._loops[name])
+        monkeypatch.setattr(meetings, name, meetings.loops[name])
     try:
         first.meet(b"", [0, 1]).wait(patient(SOON))  # it may have been through
     except WireFailed as error:
@@ -318,13 +318,13 @@ def test_meetings_go_on_without_room_while_messages_are_waited_for(wires):
 
 
 def test_many_sets_of_ranks_are_forgotten(wires, monkeypatch):
-    monkeypatch.setattr(meeting, "_SETS", 3)
+    monkeypatch.setattr(meeting, "SETS", 3)
 
     def body(wire):
         for ranks in itertools.chain(*[itertools.permutations(range(3))] * 5):
             found = wire.meet(bytes([wire.rank]), ranks).wait(patient(SOON))
             assert found == [bytes([rank]) for rank in ranks]
-        return len(wire._meetings._peers_of)
+        return len(wire.meetings.peers_of)
 
     assert max(together(wires(3), body)) <= 3
 
@@ -424,7 +424,7 @@ def test_what_changes_between_check_and_use_is_not_used(wires, monkeypatch):
     first, second = wires(2)
     together([first, second], meet_all)
     own_lines, put = lines(second)
-    find = first._meetings._find
+    find = first.meetings.find
 
     def changes(line, number, entry):
         found = find(line, number, entry)
@@ -433,7 +433,7 @@ def test_what_changes_between_check_and_use_is_not_used(wires, monkeypatch):
                 put(own_lines[0] + ENTRIES + ENTRY * (number % DEPTH) + 8 * word, 1 << 50)
         return found
 
-    monkeypatch.setattr(first._meetings, "_find", changes)
+    monkeypatch.setattr(first.meetings, "find", changes)
     for number in range(20):
         late = second.meet(bytes([number]) * 1000, [0, 1])
         message = first.meet(b"", [0, 1]).wait(patient(SOON))[1]
@@ -446,7 +446,7 @@ def test_garbage_on_a_page_harms_nobody_but_who_meets_its_writer(wires):
     the others, and none of them is blamed."""
     for seed in range(6):
         some = wires(4)
-        meetings = some[3]._meetings  # so that the page stays mapped until the end
+        meetings = some[3].meetings  # so that the page stays mapped until the end
         base = meetings.page(3)
         put = jit.loops()["put"]
         ended = threading.Event()
@@ -490,7 +490,7 @@ def test_a_forked_child_touches_nothing_though_a_thread_of_its_parent_waits(wire
     pending = first.meet(b"", [0, 1])
     with ThreadPoolExecutor(1) as thread:
         waiting = thread.submit(pending.wait)  # which holds the wire's lock
-        while not first._meetings._sleep:
+        while not first.meetings.sleep_number:
             time.sleep(0.01)
         child = os.fork()
         if child == 0:

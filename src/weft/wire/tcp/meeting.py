@@ -46,21 +46,20 @@ import platform
 from array import array
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from ...kernels import jit
 from ...kernels.page import BEGUN, DEPTH, LINE, READ, ROOM, WANTS
 from ..interface import Failure, WireFailed
 from . import shm
 
-if TYPE_CHECKING:
-    from .wire import TcpWire
-
 MEETS = 160 << 10
 """Bytes of a slot, so the most of a message."""
 
+SETS = 1000
+"""Of ranks, of which is remembered where their lines are."""
+
 _LOOKS = 40  # at a peer's number before a sleep; with more, other work on this core waits
-_SETS = 1000  # of ranks, of which is remembered where their lines are
 
 
 def architecture() -> str:
@@ -93,6 +92,29 @@ def _array(numbers: Sequence[int]) -> tuple[array[int], int]:
     """Private memory for machine code, and its address."""
     made = array("q", numbers)
     return made, made.buffer_info()[0]
+
+
+class _Moves(Protocol):
+    """What a meeting asks of its wire.
+
+    Attributes:
+        rank, size: as of a wire.
+    """
+
+    rank: int
+    size: int
+
+    def finish_meeting(self, awaited: TcpMeeting, timeout: float | None) -> None:
+        """Wait for a meeting, and move messages meanwhile."""
+
+    def move(self) -> None:
+        """Move what can be moved now, unless another thread does."""
+
+    def failure(self) -> Failure | None:
+        """As of a wire."""
+
+    def has_lost_one_of(self, peers: Sequence[int]) -> bool:
+        """Whether a connection to one of these peers has ended."""
 
 
 class _Peers:
@@ -179,7 +201,7 @@ class TcpMeeting:
         "without_room",
     )
 
-    def __init__(self, wire: TcpWire, turn: _Turn, message: bytes) -> None:
+    def __init__(self, wire: _Moves, turn: _Turn, message: bytes) -> None:
         self._wire = wire
         self.turn = turn
         self.message = message
@@ -219,11 +241,14 @@ class Meetings:
     Attributes:
         rank: this one.
         under_way: how many are not complete.
+        loops: the machine code, by name; `reached`, `find` and `confirm` are some of it.
+        peers_of: whom some ranks are, for machine code, by these ranks.
+        sleep_number: how often this rank fell asleep.
     """
 
     def __init__(
         self,
-        wire: TcpWire,
+        wire: _Moves,
         segment: shm.Segment | None,
         segments: Mapping[int, shm.Peer],
         ring: Callable[[int], None],
@@ -241,10 +266,10 @@ class Meetings:
         self.under_way = 0
         self._wire = wire
         self._ring = ring
-        self._loops = loops
-        self._reached = loops["reached"]
-        self._find = loops["find"]
-        self._confirm = loops["confirm"]
+        self.loops = loops
+        self.reached = loops["reached"]
+        self.find = loops["find"]
+        self.confirm = loops["confirm"]
         # held, so that it stays mapped whatever closes the wire in the middle of something
         self._memory = [each.memory for each in (segment, *segments.values()) if each is not None]
         self._bases = {peer: each.address for peer, each in segments.items()}
@@ -259,12 +284,12 @@ class Meetings:
         # by peer: the meetings whose message of it is yet to be read, in order
         self._queues: dict[int, deque[TcpMeeting]] = {peer: deque() for peer in segments}
         self._unposted: deque[TcpMeeting] = deque()
-        self._peers_of: dict[tuple[int, ...], _Peers] = {}
+        self.peers_of: dict[tuple[int, ...], _Peers] = {}
         self._near = _Peers(self, [wire.rank, *segments])
         self._sleeps, self._sleeps_at = _array([0] * len(segments))
         self._zeros, self._zeros_at = _array([0] * len(segments))
         self._entry, self._entry_at = _array([0] * 3)
-        self._sleep = 0  # how often this rank fell asleep
+        self.sleep_number = 0  # how often this rank fell asleep
 
     def page(self, owner: int) -> int:
         """The address of a rank's page."""
@@ -279,7 +304,7 @@ class Meetings:
         peers = self._found_peers(tuple(ranks))
         for peer in peers.ranks:
             self._begun[peer] += 1
-        turn = _Turn(peers, [self._begun[peer] for peer in peers.ranks], self._reached)
+        turn = _Turn(peers, [self._begun[peer] for peer in peers.ranks], self.reached)
         meeting = TcpMeeting(self._wire, turn, message)
         if not peers.count:
             return meeting
@@ -291,11 +316,11 @@ class Meetings:
         return meeting
 
     def _found_peers(self, ranks: tuple[int, ...]) -> _Peers:
-        found = self._peers_of.get(ranks)
+        found = self.peers_of.get(ranks)
         if found is None:
-            if len(self._peers_of) >= _SETS:
-                self._peers_of.clear()
-            found = self._peers_of[ranks] = _Peers(self, ranks)
+            if len(self.peers_of) >= SETS:
+                self.peers_of.clear()
+            found = self.peers_of[ranks] = _Peers(self, ranks)
         return found
 
     def move(self) -> bool:
@@ -343,7 +368,7 @@ class Meetings:
         return [
             peer
             for peer, number in zip(turn.peers.ranks, turn.numbers, strict=True)
-            if self._loops["look"](self.line(peer, self.rank) + READ) < number - DEPTH
+            if self.loops["look"](self.line(peer, self.rank) + READ) < number - DEPTH
         ]
 
     def _post(self, meeting: TcpMeeting) -> None:
@@ -355,7 +380,7 @@ class Meetings:
         length = len(meeting.message)
         ctypes.memmove(self._bases[self.rank] + offset, meeting.message, length)
         self._slots[slot] = turn
-        sleepers = self._loops["announce"](
+        sleepers = self.loops["announce"](
             peers.own_lines,
             peers.pages,
             peers.count,
@@ -386,7 +411,7 @@ class Meetings:
         """Read a peer's message of this meeting, if it is there."""
         number = self._has_read[peer] + 1
         line = self.line(peer, self.rank)
-        if not self._find(line, number, self._entry_at):
+        if not self.find(line, number, self._entry_at):
             return False
         digest, offset, length = self._entry  # private now: the peer may change its own
         peers = meeting.turn.peers
@@ -404,7 +429,7 @@ class Meetings:
         meeting.missing -= 1
         self._has_read[peer] = number
         own_line = self.line(self.rank, peer)
-        is_awaited = self._confirm(own_line, line, self._bases[peer], number)
+        is_awaited = self.confirm(own_line, line, self._bases[peer], number)
         self._count_if_complete(meeting)
         if is_awaited:
             self._ring(peer)
@@ -424,23 +449,23 @@ class Meetings:
             awaited: what it sleeps for, if it would for ever: then it may be part of a circle. Not
                 so while it has something to post, which may end the sleep of others.
         """
-        put_each = self._loops["put_each"]
+        put_each = self.loops["put_each"]
         for meeting in self._unposted:
             peers = meeting.turn.peers
             for peer in peers.ranks:
-                self._loops["put"](self.line(self.rank, peer) + ROOM, 1)
+                self.loops["put"](self.line(self.rank, peer) + ROOM, 1)
         if awaited is not None and not self._unposted:
             peers = awaited.turn.peers
             put_each(peers.own_lines, peers.count, WANTS, awaited.turn.address)
-        self._sleep += 1
-        self._loops["put"](self._bases[self.rank], self._sleep)
+        self.sleep_number += 1
+        self.loops["put"](self._bases[self.rank], self.sleep_number)
 
     def wake_up(self) -> None:
         """Say that this rank is awake."""
         near = self._near
-        self._loops["put"](self._bases[self.rank], 0)
+        self.loops["put"](self._bases[self.rank], 0)
         for word in (WANTS, ROOM):
-            self._loops["put_each"](near.own_lines, near.count, word, self._zeros_at)
+            self.loops["put_each"](near.own_lines, near.count, word, self._zeros_at)
 
     def check_before_sleep(self, awaited: TcpMeeting | None) -> None:
         """Once this rank has said that it sleeps, and nothing was left to move: may it ever wake?
@@ -461,7 +486,7 @@ class Meetings:
 
     def _check_numbers(self) -> None:
         near = self._near
-        place = self._loops["impossible"](near.own_lines, near.lines, near.count)
+        place = self.loops["impossible"](near.own_lines, near.lines, near.count)
         if place >= 0:
             peer = near.ranks[place]
             text = f"rank {peer} sent numbers of meetings that cannot be"
@@ -473,7 +498,7 @@ class Meetings:
         Who sleeps for a meeting posts nothing. So if each of them is in the same sleep before and
         after all that was seen between, they sleep at once, and nobody will end it.
         """
-        look = self._loops["look"]
+        look = self.loops["look"]
         sleeps: dict[int, int] = {}
         path: list[int] = []
 

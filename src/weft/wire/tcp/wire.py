@@ -120,6 +120,7 @@ class TcpWire:
         connections: to all other ranks, by rank.
         near: the ranks that this one can meet: those of its host, if its features say so.
         segment: the memory of this rank that peers of its host map, or None.
+        meetings: of this rank; None: ranks do not meet, or this is closed.
     """
 
     def __init__(
@@ -193,9 +194,9 @@ class TcpWire:
         self._bell: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._failure: Failure | None = None
         self._failing = threading.RLock()  # held while `_failure` is set
-        self._meetings: meeting.Meetings | None = None
+        self.meetings: meeting.Meetings | None = None
         if meets:
-            self._meetings = meeting.Meetings(self, segment, segments or {}, self._ring)
+            self.meetings = meeting.Meetings(self, segment, segments or {}, self.ring)
         self._awaited: meeting.TcpMeeting | None = None  # by a wait without a limit
         self._is_closing = False  # whoever waits ends that once all is sent
         self._is_closed = False
@@ -291,7 +292,7 @@ class TcpWire:
         self._check_process()  # a thread of the parent may hold `_turn`
         check_meeting(self, self.rank, self.features.meets, message, ranks)
         with self._turn:
-            meetings = self._meetings  # which the handler of a signal may drop
+            meetings = self.meetings  # which the handler of a signal may drop
             self._check()
             assert meetings is not None  # else it is closed, and has failed
             self._is_moving = True
@@ -394,7 +395,7 @@ class TcpWire:
 
     def _release_all(self) -> None:
         self._is_closed = True
-        self._meetings = None  # which holds the segments
+        self.meetings = None  # which holds the segments
         self._awaited = None
         if self.segment is not None:
             self.segment.close()
@@ -478,7 +479,7 @@ class TcpWire:
         self._check_process()
         until = math.inf if timeout is None else time.monotonic() + timeout
         with self._turn:
-            meetings = self._meetings  # which the handler of a signal may drop
+            meetings = self.meetings  # which the handler of a signal may drop
             while not awaited.is_complete():
                 self._check()
                 assert meetings is not None  # else it is closed, and has failed
@@ -525,7 +526,7 @@ class TcpWire:
         finally:
             self._is_moving = False
 
-    def _ring(self, peer: int) -> None:
+    def ring(self, peer: int) -> None:
         """Wake up a peer, whose sleep some number ends that this rank has stored."""
         link = self.connections[peer]
         link.ring()
@@ -556,7 +557,7 @@ class TcpWire:
 
     def _step(self, seconds: float, spin: float = _SPIN) -> None:
         """Wait until something can be moved, at most so many seconds, and move it."""
-        meetings = self._meetings
+        meetings = self.meetings
         if meetings is not None and meetings.under_way and self._move_meetings(meetings):
             seconds = 0.0  # one that is waited for may be through
         events = self._wait_for_events(seconds, spin)
@@ -601,7 +602,7 @@ class TcpWire:
             now = time.monotonic()
         longest = AGAIN if self._unconnected else _LONGEST
         seconds = min(seconds, longest)
-        meetings = self._meetings
+        meetings = self.meetings
         if meetings is not None and meetings.under_way and seconds > 0:
             return self._sleep_while_meeting(meetings, seconds)
         return self._poll.poll(seconds * 1e3)
