@@ -727,7 +727,7 @@ class MeetsAnybody(Room):
     """Two ranks meet, whichever meetings they came to."""
 
     def copy(self, source, target):
-        source.pending.met = target.pending.met
+        source.pending.meeting = target.pending.meeting
         super().copy(source, target)
 
 

@@ -264,7 +264,7 @@ class Meetings:
         self._sleeps, self._sleeps_at = _array([0] * len(segments))
         self._zeros, self._zeros_at = _array([0] * len(segments))
         self._entry, self._entry_at = _array([0] * 3)
-        self._sleep = 0  # how often this rank fell asleep
+        self._sleep_count = 0  # how often this rank fell asleep
 
     def page(self, owner: int) -> int:
         """The address of a rank's page."""
@@ -432,8 +432,8 @@ class Meetings:
         if awaited is not None and not self._unposted:
             peers = awaited.turn.peers
             put_each(peers.own_lines, peers.count, WANTS, awaited.turn.address)
-        self._sleep += 1
-        self._loops["put"](self._bases[self.rank], self._sleep)
+        self._sleep_count += 1
+        self._loops["put"](self._bases[self.rank], self._sleep_count)
 
     def wake_up(self) -> None:
         """Say that this rank is awake."""
