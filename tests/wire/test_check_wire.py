@@ -733,7 +733,7 @@ class MeetsAnybody(Room):
     """Two ranks meet, whichever meetings they came to."""
 
     def copy(self, source, target):
-        source.pending.met = target.pending.met
+        source.pending.meeting = target.pending.meeting
         super().copy(source, target)
 
 

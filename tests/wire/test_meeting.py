@@ -208,7 +208,7 @@ def test_a_connection_that_is_cut_ends_a_sleep(wires):
     pending = first.meet(b"", [0, 1])
     with ThreadPoolExecutor(1) as thread:
         waiting = thread.submit(failed, pending.wait)
-        while not first.meetings.sleep_number:
+        while not first.meetings.sleep_count:
             time.sleep(0.01)
         second.connections[0].sock.shutdown(socket.SHUT_RDWR)
         assert kind_of(waiting.result(patient(SOON))) == ("lost", 1)
@@ -490,7 +490,7 @@ def test_a_forked_child_touches_nothing_though_a_thread_of_its_parent_waits(wire
     pending = first.meet(b"", [0, 1])
     with ThreadPoolExecutor(1) as thread:
         waiting = thread.submit(pending.wait)  # which holds the wire's lock
-        while not first.meetings.sleep_number:
+        while not first.meetings.sleep_count:
             time.sleep(0.01)
         child = os.fork()
         if child == 0:

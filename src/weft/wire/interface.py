@@ -38,17 +38,17 @@ class Features:
         lockstep: messages travel in rounds, see `Wire.post`; the wire is a `Rounds`.
         streams: `Pending.wait_stream` does not block the host.
         reduces: (op, dtype) of what `all_reduce` takes; with any, the wire is a `Reducing`.
-        meets: the most bytes of a message of `meet`; with any, the wire is a `Meeting`.
         between: bytes a second that a rank reaches between hosts, as a first guess; None: weft has
             one, and then each group what its calls reached.
+        meets: the most bytes of a message of `meet`; with any, the wire is a `Meeting`.
     """
 
     exact: bool = False
     lockstep: bool = False
     streams: bool = False
     reduces: frozenset[tuple[str, torch.dtype]] = field(default_factory=frozenset)
-    meets: int = 0
     between: float | None = None
+    meets: int = 0
 
 
 @dataclass(frozen=True, slots=True)

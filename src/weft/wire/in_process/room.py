@@ -122,7 +122,7 @@ class Room:
 
     def copy(self, source: End, target: End) -> None:
         """Copy a message, whose length has to fit its receive."""
-        if source.pending.met != target.pending.met:
+        if source.pending.meeting != target.pending.meeting:
             self.fail_as_crossed(source.pending, target.pending)
             return
         length = source.nbytes
@@ -148,7 +148,7 @@ class Room:
     def fail_as_crossed(self, *both: RoomPending) -> None:
         """Fail two ranks of which each came to another meeting."""
         story = " and ".join(
-            f"rank {pending.wire.rank} meets ranks {pending.met}" for pending in both
+            f"rank {pending.wire.rank} meets ranks {pending.meeting}" for pending in both
         )
         text = f"{story}, where both have to begin the same meeting"
         for pending in both:
@@ -225,7 +225,7 @@ class RoomWire:
     def meet(self, message: bytes, ranks: Sequence[int]) -> RoomMeeting:
         check_meeting(self, self.rank, MEETS, message, ranks)
         pending = self.pending()
-        pending.met = sorted(ranks)
+        pending.meeting = sorted(ranks)
         # of no bytes torch makes no tensor
         sent = torch.frombuffer(bytearray(message + b"\0"), dtype=torch.uint8)[: len(message)]
         peers = [rank for rank in ranks if rank != self.rank]
@@ -310,14 +310,14 @@ class RoomPending:
         wire: whose post it is.
         receives: this rank's ends of the messages that it receives, in the order asked for.
         has_limit: whether the wait for it has one.
-        met: of a meeting, the ranks that meet, ascending; empty: it is none.
+        meeting: of a meeting, the ranks that meet, ascending; empty: it is none.
     """
 
     def __init__(self, wire: RoomWire) -> None:
         self.wire = wire
         self.receives: list[End] = []
         self.has_limit = False
-        self.met: list[int] = []
+        self.meeting: list[int] = []
         self._ends: list[End] = []  # of all messages, until they are complete
         self._incomplete = 0  # messages
         self._received: list[Tensor] | None = None  # what `wait` has returned

@@ -243,7 +243,7 @@ class Meetings:
         under_way: how many are not complete.
         loops: the machine code, by name; `reached`, `find` and `confirm` are some of it.
         peers_of: whom some ranks are, for machine code, by these ranks.
-        sleep_number: how often this rank fell asleep.
+        sleep_count: how often this rank fell asleep.
     """
 
     def __init__(
@@ -289,7 +289,7 @@ class Meetings:
         self._sleeps, self._sleeps_at = _array([0] * len(segments))
         self._zeros, self._zeros_at = _array([0] * len(segments))
         self._entry, self._entry_at = _array([0] * 3)
-        self.sleep_number = 0  # how often this rank fell asleep
+        self.sleep_count = 0  # how often this rank fell asleep
 
     def page(self, owner: int) -> int:
         """The address of a rank's page."""
@@ -457,8 +457,8 @@ class Meetings:
         if awaited is not None and not self._unposted:
             peers = awaited.turn.peers
             put_each(peers.own_lines, peers.count, WANTS, awaited.turn.address)
-        self.sleep_number += 1
-        self.loops["put"](self._bases[self.rank], self.sleep_number)
+        self.sleep_count += 1
+        self.loops["put"](self._bases[self.rank], self.sleep_count)
 
     def wake_up(self) -> None:
         """Say that this rank is awake."""
