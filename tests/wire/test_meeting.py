@@ -317,6 +317,18 @@ def test_meetings_go_on_without_room_while_messages_are_waited_for(wires):
         together(wires(2), body)
 
 
+def test_to_ask_done_again_and_again_is_as_good_as_to_wait(wires):
+    """It reads what is there, and so gives room, and posts what has room."""
+    some = wires(2)
+    pending = [[wire.meet(b"", [0, 1]) for _ in range(3 * DEPTH)] for wire in some]
+    until = time.monotonic() + patient(SOON)
+    are_done = [False]
+    while not all(are_done):
+        are_done = [each.done() for own in pending for each in own]  # all are asked
+        assert time.monotonic() < until, [each.waiting_for() for own in pending for each in own]
+    assert pending[0][-1].wait(0) == pending[1][-1].wait(0) == [b"", b""]
+
+
 def test_many_sets_of_ranks_are_forgotten(wires, monkeypatch):
     monkeypatch.setattr(meeting, "SETS", 3)
 
@@ -386,6 +398,26 @@ def test_deadlocks_are_found_and_nothing_else(wires):
         else:
             assert "stuck" in kinds and {*kinds} <= {"", "stuck", "lost"}, (seed, kinds)
     assert 10 < sum(ends) < 50  # of both kinds
+
+
+def test_who_has_something_to_post_is_in_no_circle(wires):
+    """Ranks 0 and 1 sleep for each other, until rank 2 gives room for what rank 1 awaits."""
+    some = wires(3)
+
+    def body(wire):
+        if wire.rank == 2:
+            while not all(each._meetings._sleep_count for each in some[:2]):
+                time.sleep(0.01)
+        pairs = [wire.meet(b"", [0, 2]) for _ in range(DEPTH) if wire.rank != 1]
+        shared = wire.meet(b"", [0, 1, 2])
+        if wire.rank == 1:
+            shared.wait()
+        if wire.rank != 2:
+            wire.meet(b"", [0, 1]).wait()
+        for each in (*pairs, shared):
+            each.wait()
+
+    together(some, body)
 
 
 # false numbers

@@ -1177,7 +1177,7 @@ def meets(wire: Wire, soon: float) -> None:
 @_clause(4, needs="meets", threads=(8,))
 @_of_meetings
 def meets_in_subsets(wire: Wire, soon: float) -> None:
-    """any ranks meet, two meetings under way, waited for in any order, and messages go between."""
+    """any ranks meet, several meetings under way, in any order, and messages go between them."""
     own = random.Random(wire.rank)
     under_way: list[tuple[PendingBytes, int, list[int]]] = []
     for number, ranks in enumerate(_subsets(wire.size, 1000)):
@@ -1185,7 +1185,7 @@ def meets_in_subsets(wire: Wire, soon: float) -> None:
             _swap_with_all(wire, 8, soon)
         if wire.rank not in ranks:
             continue
-        while len(under_way) >= own.choice((1, 2, 2)):
+        while len(under_way) >= own.choice((1, 2, 2, 12)):
             _heard(*under_way.pop(own.randrange(len(under_way))), soon)
         under_way.append((_meet(wire, number, ranks), number, ranks))
     for each in under_way:
