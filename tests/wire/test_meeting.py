@@ -406,7 +406,7 @@ def test_who_has_something_to_post_is_in_no_circle(wires):
 
     def body(wire):
         if wire.rank == 2:
-            while not all(each._meetings._sleep_count for each in some[:2]):
+            while not all(each.meetings.sleep_count for each in some[:2]):
                 time.sleep(0.01)
         pairs = [wire.meet(b"", [0, 2]) for _ in range(DEPTH) if wire.rank != 1]
         shared = wire.meet(b"", [0, 1, 2])
