@@ -15,7 +15,7 @@ import signal
 import socket
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 
 import pytest
 import torch
@@ -88,13 +88,13 @@ def together(wires, body, seconds=SOON):
     """`body(wire)` in a thread for each; their results. What hangs is aborted, and fails."""
     with ThreadPoolExecutor(len(wires)) as threads:
         running = [threads.submit(body, wire) for wire in wires]
-        try:
-            until = time.monotonic() + patient(seconds)
-            return [each.result(until - time.monotonic()) for each in running]
-        finally:
-            for wire, each in zip(wires, running, strict=True):
-                if not each.done():
-                    wire.abort(Failure("aborted", None, "the test gave it up"))
+        ended, _ = wait(running, patient(seconds), FIRST_EXCEPTION)
+        for wire, each in zip(wires, running, strict=True):
+            if each not in ended:
+                wire.abort(Failure("aborted", None, "the test gave it up"))
+        for each in ended:
+            each.result()  # of what was raised first
+        return [each.result() for each in running]
 
 
 def failed(use):
