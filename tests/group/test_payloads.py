@@ -381,13 +381,16 @@ def dies_with_a_child(folder):
     with weft.init(wire="socket", timeout=300) as group:
         weft.barrier()
         if group.rank == 1:
+            is_there, tells = os.pipe()
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", DeprecationWarning)  # this process has threads
                 child = os.fork()
             if child == 0:
                 os.setsid()  # else whoever started the ranks ends it with its parent
+                os.write(tells, b".")
                 time.sleep(patient(15))
                 os._exit(0)
+            os.read(is_there, 1)  # with which it has let go of what it must
             os.kill(os.getpid(), signal.SIGKILL)
         payloads = group.on(CPU).wire
         payloads.socket.settimeout(patient(10))
