@@ -732,7 +732,7 @@ def memory(wire: Wire, soon: float) -> None:
     place, other = _bytes(_BIG, 0), _bytes(1000, 0)
     if wire.rank == 1:
         wire.post((), [(0, _number())], 2).wait(soon)
-        time.sleep(_MOMENT)  # until the other rank has failed
+        time.sleep(patient(_MOMENT))  # until the other rank has failed
         wire.post([(0, place)])
         wire.post([(0, other)], (), 1)
         time.sleep(2 * _MOMENT)
@@ -747,7 +747,7 @@ def memory(wire: Wire, soon: float) -> None:
         other.fill_(7)
     else:
         return  # this rank was held up, and all came before the failure
-    time.sleep(2 * _MOMENT)
+    time.sleep(2 * patient(_MOMENT))
     for tensor in (place, other):
         assert bool((tensor == 7).all()), "memory was written to after the failure"
 
