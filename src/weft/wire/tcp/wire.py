@@ -218,8 +218,7 @@ class TcpWire:
             try:
                 receives, messages = self._begin(sends, recvs, channel)
             except BaseException as error:  # some of it may be under way
-                kind = type(error).__name__
-                self._fail(Failure("broken", self.rank, f"{kind} was raised in a post"))
+                self._break(error, "in a post")
                 raise
             finally:
                 self._is_moving = False
@@ -301,8 +300,7 @@ class TcpWire:
             except WireFailed as error:  # a peer wrote what cannot be
                 raise WireFailed(self._fail(error.failure)) from None
             except BaseException as error:  # peers may see a half of it
-                kind = type(error).__name__
-                self._fail(Failure("broken", self.rank, f"{kind} was raised in a meeting"))
+                self._break(error, "in a meeting")
                 raise
             finally:
                 self._is_moving = False
@@ -423,6 +421,10 @@ class TcpWire:
                 self._failure = failure
             return self._failure
 
+    def _break(self, error: BaseException, where: str) -> None:
+        """Fail, because of what was raised here in the middle of something."""
+        self._fail(Failure("broken", self.rank, f"{type(error).__name__} was raised {where}"))
+
     def _check(self) -> None:
         """Raise WireFailed if the wire has failed; with `_turn` held, so that nothing moves."""
         if self._failure is not None:
@@ -520,8 +522,7 @@ class TcpWire:
             self._fail(error.failure)
             return False
         except BaseException as error:  # of a handler of a signal: a message may be half read
-            kind = type(error).__name__
-            self._fail(Failure("broken", self.rank, f"{kind} was raised while ranks met"))
+            self._break(error, "while ranks met")
             raise
         finally:
             self._is_moving = False
@@ -580,8 +581,7 @@ class TcpWire:
         except BaseException as error:  # of a handler of a signal: a message may be half moved
             if self._is_closed and isinstance(error, KeyError | OSError | ValueError):
                 return  # a handler has closed this wire, at any point above: what it took is missed
-            kind = type(error).__name__
-            self._fail(Failure("broken", self.rank, f"{kind} was raised while messages moved"))
+            self._break(error, "while messages moved")
             raise
         finally:
             self._is_moving = False
@@ -626,8 +626,7 @@ class TcpWire:
             try:
                 meetings.wake_up()
             except BaseException as error:  # of a handler of a signal: peers may see it asleep
-                kind = type(error).__name__
-                self._fail(Failure("broken", self.rank, f"{kind} was raised as it woke up"))
+                self._break(error, "as it woke up")
                 raise
 
     def _may_sleep(self, meetings: meeting.Meetings) -> bool:
