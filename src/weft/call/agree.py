@@ -383,7 +383,7 @@ def agree(
             known += _stated(fields)
         except Exception as trouble:  # a value is the caller's, and may have no text
             error = in_words(trouble)
-        if len(_spelled(known).encode()) > _FINGERPRINT:
+        if len(_encoded(known)) > _FINGERPRINT:
             known = known[:2]
             error = "the arguments are too long to be told to the other ranks: pass shorter ones"
     mine = _Statement(
