@@ -179,6 +179,8 @@ def rank(scenario: int, fault: str, victim: int, timeout: float) -> None:
         timeout=timedelta(seconds=30),
     )
     group = connect(store, RANK, SIZE, 30.0)  # a busy machine takes its time to start
+    meet = functools.partial(dense_all_reduce, group, torch.ones(1), "sum")
+    group.worker.call("all_reduce", lambda: meet().wait())  # nothing happens while some still join
     group.set_timeout(timeout)
 
     def call(number: int) -> None:
