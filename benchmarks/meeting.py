@@ -27,7 +27,6 @@ from rich.console import Console
 from rich.table import Table
 
 from weft.testing import ranks_as_processes
-from weft.wire import Start
 from weft.wire.tcp import wire as tcp
 
 LENGTHS = (0, 64, 1504, 65536)
@@ -36,10 +35,6 @@ LATE = 2.0  # seconds that the others wait for rank 0
 LIMIT = 5.0  # percent of them that one may be busy
 
 Figures = list[float]
-
-
-def make(start: Start) -> tcp.TcpWire:
-    return tcp.make(start, meets=True)
 
 
 def per_call(call: Callable[[], None]) -> tuple[float, float]:
@@ -105,7 +100,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=15)
     arguments = parser.parse_args()
-    run = ranks_as_processes(make, limit=600.0)
+    run = ranks_as_processes(tcp.make, limit=600.0)
     by_rank = run(arguments.ranks, functools.partial(costs, rounds=arguments.rounds))
     rows = []
     for length, of_ranks in zip(LENGTHS, zip(*by_rank, strict=True), strict=True):

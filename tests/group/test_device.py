@@ -95,8 +95,14 @@ def counted(group, path, name):
         assert weft.explain(rows, group=dist.group.WORLD).device == "cpu (standin)"
         beside = process_group.of_group(None)
         ASKED.clear()
-        post = beside.wire.post
+        post, meet = beside.wire.post, beside.wire.meet
         beside.wire.post = lambda sends=(), *rest: hosts.extend(sends) or post(sends, *rest)
+
+        def meet_noted(message, ranks):
+            hosts.extend([(peer, memoryview(message)) for peer in ranks if peer != group.rank])
+            return meet(message, ranks)
+
+        beside.wire.meet = meet_noted
         found = weft.sparse_all_reduce(rows, algorithm=name, group=beside)
     record = weft.sparse.last_call(beside)
     dist.destroy_process_group()

@@ -13,6 +13,7 @@ import socket
 import sys
 import threading
 import time
+import zlib
 from collections import deque
 from pathlib import Path
 
@@ -20,6 +21,7 @@ import pytest
 import torch
 
 from weft.base.errors import WeftError
+from weft.base.memory import tensor_of
 from weft.testing import (
     check_wire,
     held,
@@ -30,9 +32,10 @@ from weft.testing import (
     wires,
 )
 from weft.testing.wires import NUMBERS
+from weft.wire.in_process import room
 from weft.wire.in_process.room import Room
 from weft.wire.in_process.threads import ThreadWire, thread_wires
-from weft.wire.interface import Failure, Features, WireFailed
+from weft.wire.interface import Failure, Features, WireFailed, check_meeting
 from weft.wire.tcp import wire as tcp
 
 sys.path.append(str(Path(__file__).parents[2] / "examples/wire_streams"))
@@ -729,12 +732,17 @@ class SlowToMeet(Between):
         return inner
 
 
-class MeetsAnybody(Room):
-    """Two ranks meet, whichever meetings they came to."""
+class MeetsTheSame(Between):
+    """Meets those that came to meet the same ranks."""
 
-    def copy(self, source, target):
-        source.pending.meeting = target.pending.meeting
-        super().copy(source, target)
+    def meet(self, message, ranks):
+        check_meeting(self, self.rank, room.MEETS, message, ranks)
+        sent = tensor_of(bytearray(message))
+        peers = [rank for rank in ranks if rank != self.rank]
+        receives = [(peer, room.MEETS) for peer in peers]
+        channel = zlib.crc32(repr(sorted(ranks)).encode()) >> 1
+        pending = self.inner.post([(peer, sent) for peer in peers], receives, channel)
+        return room.RoomMeeting(pending, message, ranks.index(self.rank))
 
 
 class MeetsForAWhile(Between):
@@ -752,10 +760,6 @@ class AWhile(Later):
 # in processes: factories that a process can load
 
 
-def tcp_that_meets(start):
-    return tcp.make(start, meets=True)
-
-
 class MeetsTheLost(Between):
     """Waits on for a rank that has died."""
 
@@ -764,7 +768,7 @@ class MeetsTheLost(Between):
 
 
 def meets_the_lost(start):
-    return MeetsTheLost(tcp_that_meets(start))
+    return MeetsTheLost(tcp.make(start))
 
 
 class MeetsInAChild(Between):
@@ -781,7 +785,7 @@ class MeetsInAChild(Between):
 
 
 def meets_in_a_child(start):
-    return MeetsInAChild(tcp_that_meets(start))
+    return MeetsInAChild(tcp.make(start))
 
 
 class MeetsDeaf(Between):
@@ -792,7 +796,7 @@ class MeetsDeaf(Between):
 
 
 def meets_deaf(start):
-    return MeetsDeaf(tcp_that_meets(start))
+    return MeetsDeaf(tcp.make(start))
 
 
 class LastsForever(Between):
@@ -1022,7 +1026,7 @@ BROKEN = {
     "meets_in_subsets": between(HearsTheLast),
     "meets_ahead": between(FewMeetings),
     "meets_late": between(SlowToMeet),
-    "meets_others": meeting(MeetsAnybody),
+    "meets_others": between(MeetsTheSame),
     "meets_in_a_circle": between(MeetsForAWhile),
     "meets_the_dead": meets_the_lost,
     "meets_in_a_child": meets_in_a_child,

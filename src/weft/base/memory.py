@@ -31,6 +31,7 @@ _log = logging.getLogger("weft")
 _SMALLEST = 1 << 12  # bytes; a block is never smaller, unless a pool says so
 _HUGE = 1 << 21  # bytes of a huge page on x86-64 and most of arm64
 _WORTH_KEEPING = 1 << 20  # bytes; smaller results are left to the allocator of torch
+_NO_BYTES = torch.empty(0, dtype=torch.uint8)  # which torch makes of no memory
 _PLAIN = {torch.float32, torch.float64, torch.int32, torch.int64, torch.uint8}  # as NumPy's own
 
 SPARE = 1.25
@@ -183,6 +184,11 @@ def memory_of(tensor: Tensor) -> memoryview:
     if tensor.dtype in _PLAIN and tensor.numel():
         return alias.numpy().data.cast("B")  # takes a third of the time
     return as_bytes(alias).numpy().data
+
+
+def tensor_of(memory: bytearray | memoryview) -> Tensor:
+    """A tensor of these bytes: uint8, 1-D."""
+    return torch.frombuffer(memory, dtype=torch.uint8) if memory else _NO_BYTES
 
 
 def fault_of(length: int, limit: int, *, is_sized: bool) -> str:

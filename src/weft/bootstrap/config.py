@@ -29,7 +29,6 @@ _PREFIX = "WEFT_"
 _WITHOUT = {
     "WEFT_ALGORITHM": ("algorithm", "auto"),
     "WEFT_LINK": ("rate of the link", "as calls reached it"),
-    "WEFT_MEET": ("meetings of ranks of a host", "off"),
     "WEFT_KEEP": ("kept results", "at most a 64th of the machine's memory"),
     "WEFT_CACHE_DIR": ("cache", "the user's cache directory"),
     "WEFT_HOST": ("host", "as machine and network say"),

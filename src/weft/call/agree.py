@@ -35,10 +35,11 @@ from torch import Tensor
 
 from ..base.arguments import in_words, printable
 from ..base.errors import WeftError, WireError
+from ..base.memory import tensor_of
 from ..failure.verdict import NAMED, crossed, differing
 from ..group.channels import OPENINGS, SMALL
 from ..group.group import Group, check_members
-from ..group.pending import Pending
+from ..group.pending import Awaited, Pending, Telling
 
 T = TypeVar("T")
 
@@ -221,8 +222,16 @@ class _Statement:
     private: memoryview = _NOTHING
     watched: bool = False  # some of the ranks watch who has come
 
-    def pack(self, private: Private = ()) -> Tensor:
-        """The message to a rank, with what is said to it in private."""
+    def pack(self, private: Private = ()) -> bytearray:
+        """The message to a rank, with what is said to it in private.
+
+        Raises:
+            RuntimeError: it is longer than a statement may be.
+        """
+        own = len(self.body)
+        more = sum(map(len, private))
+        if own + more > BODY:
+            raise RuntimeError(f"a statement of {own + more} bytes")
         first = self.cohorts[0]
         is_of_one = len(self.cohorts) == first.total == 1
         text = _encoded(first.fields) if is_of_one else _written(self.cohorts)
@@ -230,17 +239,17 @@ class _Statement:
             _MAGIC,
             len(text),
             len(self.error),
-            len(self.body),
-            sum(map(len, private)),
+            own,
+            more,
             first.number,
             self.error_rank,
             is_of_one,
             self.watched,
         )
         gap = bytes(-(len(head) + len(text) + len(self.error)) % _ALIGNED)
-        rest = bytes(-len(self.body) % _ALIGNED)
+        rest = bytes(-own % _ALIGNED)
         parts = [head, text, self.error, gap, self.body, rest, *private]
-        return torch.frombuffer(bytearray().join(parts), dtype=torch.uint8)
+        return bytearray().join(parts)
 
     @classmethod
     def unpack(cls, raw: memoryview, like: _Fields) -> _Statement:
@@ -283,10 +292,6 @@ class _Statement:
             known = ranks == among or set(ranks) <= set(among)
             if not known or not len(ranks) <= total <= len(among):
                 raise ValueError(f"it is of {total} ranks, {ranks}")
-
-
-def _tensor(raw: memoryview) -> Tensor:
-    return torch.frombuffer(raw, dtype=torch.uint8) if raw else torch.empty(0, dtype=torch.uint8)
 
 
 def is_direct(group: Group) -> bool:
@@ -353,7 +358,7 @@ def agree(
     body: Tensor | bytearray,
     combine: Combine,
     *,
-    watch: Callable[[Pending], object] | None = None,
+    watch: Callable[[Awaited], object] | None = None,
     private: Sequence[Private] | None = None,
 ) -> Agreement:
     """Exchange statements; collective.
@@ -366,10 +371,10 @@ def agree(
         body: uint8, 1-D, at most `BODY` bytes.
         combine: makes one body of two; the left one is of lower ranks. Only used, and only
             needed, where statements are not direct.
-        watch: is told what is waited for: one message of each rank. Where statements are not
+        watch: is told what is waited for: something of each rank. Where statements are not
             direct, it is an empty one beside them, which tells who has come.
-        private: what to say to each rank, in rank order; with the body at most `BODY` bytes. Only
-            where statements are direct.
+        private: what to say to each rank, in rank order. With the body at most `BODY` bytes; that
+            to all `near` ranks together, too. Only where statements are direct.
 
     Raises:
         WeftError: a rank stated an error, or fingerprints differ; the same text on every rank.
@@ -394,9 +399,6 @@ def agree(
         watched=watch is not None,
     )
     is_first = group.worker.enter(group.global_ranks, group.members, known)
-    longest = len(mine.body) + max((sum(map(len, said)) for said in private or ()), default=0)
-    if longest > BODY:
-        raise RuntimeError(f"a statement of {longest} bytes")
     if group.size == 1:
         return _agreed(group, mine, [(0, mine)])
     if not is_direct(group):
@@ -404,21 +406,21 @@ def agree(
         for field, _ in known:  # whose names the last that came may not have
             agreement.fields.setdefault(field, _UNKNOWN)
         return agreement
-    messages = [mine.pack()] * group.size if private is None else [*map(mine.pack, private)]
-    sends = [(peer, messages[peer]) for peer in group.peers]
-    others = [rank for rank in range(group.size) if rank != group.rank]
-    # what is received comes in rank order, without this rank's own
-    pending = group.post(sends, [(peer, CAP) for peer in others], OPENINGS)
-    pending.opens = is_first
+    names = [group.rank_in_errors(peer) for peer in range(group.size)]
+    telling = _tell(group, mine, private, opens=is_first)
     if watch is not None:
-        watch(pending)
-    heard = zip(others, pending.wait(), strict=True)
+        watch(telling)
     said = [
-        (peer, _heard(group, mine, peer, message, (group.rank_in_errors(peer),)))
-        for peer, message in heard
+        mine if peer == group.rank else _heard(group, mine, peer, message, (names[peer],))
+        for peer, message in enumerate(telling.wait())
     ]
-    said.insert(group.rank, (group.rank, mine))
-    return _agreed(group, mine, said, pending.release)
+    agreement = _agreed(group, mine, [*enumerate(said)], telling.release)
+    if private is not None:
+        for peer in group.near:
+            agreement.private[peer] = group.decode(
+                peer, "a statement", _said_to, group.rank, group.size, said[peer].private
+            )
+    return agreement
 
 
 def confess(
@@ -465,12 +467,43 @@ def preparing(group: Group, call: str) -> Iterator[None]:
         group.worker.call(call, functools.partial(confess, group, call, error))  # raises
 
 
+def _tell(
+    group: Group, mine: _Statement, private: Sequence[Private] | None, *, opens: bool
+) -> Telling:
+    """Start telling all ranks this rank's statement, and each what is said to it in private."""
+    if private is None:
+        return group.tell(mine.pack(), CAP, OPENINGS, opens=opens)
+    to_far = {peer: mine.pack(private[peer]) for peer in group.far}
+    to_near = [said if peer in group.near else () for peer, said in enumerate(private)]
+    message = mine.pack(_in_one(to_near))
+    return group.tell(message, CAP, OPENINGS, to_far=to_far, opens=opens)
+
+
+def _in_one(private: Sequence[Private]) -> Private:
+    """What is said to each rank as what is said to all: the lengths, and then the texts."""
+    lengths = [sum(map(len, said)) for said in private]
+    parts: list[bytes | memoryview] = [struct.pack(f"<{len(lengths)}q", *lengths)]
+    for said, length in zip([(), *private], [len(parts[0]), *lengths], strict=True):
+        parts += [*said, bytes(-length % _ALIGNED)]
+    return parts
+
+
+def _said_to(rank: int, size: int, said: memoryview) -> memoryview:
+    """What `_in_one` put there for one rank, of so many. Raises ValueError, struct.error."""
+    lengths = struct.unpack_from(f"<{size}q", said)
+    start = sum(-(-length // _ALIGNED) * _ALIGNED for length in (8 * size, *lengths[:rank]))
+    end = start + lengths[rank]
+    if min(lengths) < 0 or end > len(said):
+        raise ValueError(f"{len(said)} bytes for {lengths}")
+    return said[start:end]
+
+
 def _heard(
-    group: Group, mine: _Statement, peer: int, message: Tensor, among: Collection[int]
+    group: Group, mine: _Statement, peer: int, message: memoryview, among: Collection[int]
 ) -> _Statement:
     """What a peer stated for some of these ranks, in the call in which this rank is, too."""
     own = mine.cohorts[0].fields
-    statement = group.decode(peer, "a statement", _Statement.unpack, message.numpy().data, own)
+    statement = group.decode(peer, "a statement", _Statement.unpack, message, own)
     for cohort in statement.cohorts:
         if cohort.fields is not own and cohort.members != group.members:
             group.decode(peer, "a statement", check_members, cohort.members, group.session.size)
@@ -510,7 +543,7 @@ def _combined_and_watched(
     group: Group,
     mine: _Statement,
     combine: Combine,
-    watch: Callable[[Pending], object] | None,
+    watch: Callable[[Awaited], object] | None,
 ) -> tuple[int, _Statement]:
     """As `_combining`; if any rank watches who comes, every rank sends every rank an empty message.
 
@@ -546,27 +579,27 @@ def _combining(group: Group, mine: _Statement, combine: Combine) -> tuple[int, _
     partner, others = _partners(rank, group.size)
     among = frozenset(map(group.rank_in_errors, range(group.size)))
 
-    def swap(peer: int, *, send: bool = True, receive: bool = True) -> _Statement:
-        pending = group.post([(peer, mine.pack())] * send, [(peer, CAP)] * receive, OPENINGS)
-        got = pending.wait()
-        other = _heard(group, mine, peer, got[0].clone(), among) if receive else mine
-        pending.release()
+    def swap(peer: int) -> _Statement:
+        telling = group.tell(mine.pack(), CAP, OPENINGS, to=[peer])
+        said = telling.wait()[peer > rank]
+        other = _heard(group, mine, peer, memoryview(bytearray(said)), among)
+        telling.release()
         return other
 
     def united(peer: int, lower: _Statement, upper: _Statement) -> _Statement:
         return group.decode(peer, "a statement", _combined, lower, upper, combine)
 
-    if partner is not None and partner < rank:
-        swap(partner, receive=False)
-        return partner, swap(partner, send=False)
+    if partner is not None and partner < rank:  # which speaks for this rank
+        swap(partner)
+        return partner, swap(partner)
     if partner is not None:
-        mine = united(partner, mine, swap(partner, send=False))
+        mine = united(partner, mine, swap(partner))
     for peer in others:
         theirs = swap(peer)
         lower, upper = (mine, theirs) if rank < peer else (theirs, mine)
         mine = united(peer, lower, upper)
     if partner is not None:
-        swap(partner, receive=False)
+        swap(partner)
     return others[-1], mine
 
 
@@ -576,7 +609,7 @@ def _combined(lower: _Statement, upper: _Statement, combine: Combine) -> _Statem
     # bodies of an erring rank, or of different calls, need not be what `combine` expects
     body = lower.body
     if not first.error and len({cohort.fields[0] for cohort in cohorts}) == 1:
-        body = combine(_tensor(lower.body), _tensor(upper.body)).numpy().data
+        body = combine(tensor_of(lower.body), tensor_of(upper.body)).numpy().data
     watched = lower.watched or upper.watched
     return _Statement(cohorts, first.error, first.error_rank, body, watched=watched)
 

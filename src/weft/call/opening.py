@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ..base.errors import WeftError
 from ..group.group import Group
-from ..group.pending import Pending
+from ..group.pending import Awaited
 from .agree import BODY, Agreement, Private, agree
 
 NO_LIMIT = (1 << 63) - 1
@@ -92,7 +92,7 @@ def opened(
     digest: int = 0,
     own: bytes | memoryview = b"",
     private: Sequence[Private] | None = None,
-    watch: Callable[[Pending], object] | None = None,
+    watch: Callable[[Awaited], object] | None = None,
 ) -> Iterator[Opening]:
     """Agree on a call; collective.
 

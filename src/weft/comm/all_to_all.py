@@ -31,6 +31,7 @@ from .staging import moved, number_of_bytes, unsendable, wrong_bytes
 
 _NAME = "all_to_all"
 _EAGER = 128 << 10  # bytes of a tensor, at most, that is sent along with its shape
+_TOGETHER = 32 << 10  # bytes of all tensors of a rank, where each rank hears what is for all
 _DIMS = 64  # dimensions that a tensor of torch may have
 _CAP = 8 + 8 * _DIMS + 8 + _EAGER  # bytes of a shape and the tensor that is sent along
 _ALIGNED = 16  # bytes: a shape is padded to a multiple, so that any dtype may follow
@@ -125,11 +126,13 @@ class Scatter(Linear):
         fields = dict(self.fields)
         if self.error is None:
             fields |= {"dtype": like.dtype, "device": over.route}
-        # the tensors of all others that are sent along fit in a round, too
-        eager = _EAGER if limit == NO_LIMIT else min(_EAGER, limit // (2 * group.size))
+        eager = _eager(group, limit)
         if not on_host(like) or over.features.lockstep:
-            eager = -1  # nothing is sent along, not even empty tensors: all ranks are in all rounds
-        told = [b""] * group.size if self.error else [_stated(each, eager) for each in tensors]
+            # nothing is sent along, not even empty tensors: all ranks are in all rounds
+            eager = [-1] * group.size
+        told = [b""] * group.size
+        if self.error is None:
+            told = [*map(_stated, tensors, eager)]
         told[group.rank] = b""
         private = [[each] for each in told] if is_direct(group) else None
         with opened(
@@ -145,7 +148,7 @@ class Scatter(Linear):
                 results[peer], came = group.decode(peer, "a tensor", _read, heard[peer], like)
                 if not came:
                     incoming[peer] = results[peer]
-                if tensors[peer].nbytes > eager:
+                if tensors[peer].nbytes > eager[peer]:
                     outgoing[peer] = tensors[peer]
             rounds = 1
             if said.limit != NO_LIMIT:
@@ -155,6 +158,16 @@ class Scatter(Linear):
                 rounds = max(1, -(-int(most) // max(1, said.limit)))
             moved(over, outgoing, incoming, rounds)
             return results, said.records
+
+
+def _eager(group: Group, limit: int) -> list[int]:
+    """For each rank the bytes of a tensor that is sent along to it, at most.
+
+    The tensors of all others that are sent along fit in a round of so many bytes, too.
+    """
+    most = _EAGER if limit == NO_LIMIT else min(_EAGER, limit // (2 * group.size))
+    of_near = min(most, _TOGETHER // max(1, len(group.near)))
+    return [of_near if peer in group.near else most for peer in range(group.size)]
 
 
 def _stated(tensor: Tensor, eager: int) -> bytes:

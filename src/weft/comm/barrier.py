@@ -12,7 +12,7 @@ from ..base.errors import StillRunning, entry, names
 from ..call.opening import opened
 from ..group import default
 from ..group.group import Group, is_duration
-from ..group.pending import Pending
+from ..group.pending import Awaited
 from ..group.worker import Work
 
 
@@ -97,14 +97,14 @@ class Entered:
         self._error = None
         if timeout is not None and not is_duration(timeout):
             self._error = f"timeout is {shown(timeout)}: pass a positive number of seconds"
-        self._awaited: Pending | None = None
+        self._awaited: Awaited | None = None
 
     def run(self) -> None:
         """Wait for all ranks; run in the call's turn."""
         with opened(self._group, "barrier", {}, self._error, watch=self._watch):
             pass
 
-    def _watch(self, pending: Pending) -> None:
+    def _watch(self, pending: Awaited) -> None:
         self._awaited = pending
 
     def late(self) -> str:

@@ -345,6 +345,15 @@ class Detector:
         # one that left well, too: of another library's call nobody knows whether it was through
         return next(iter(leavers), None) if raised is None else raised
 
+    def judge(self, wait: Wait | None) -> Verdict:
+        """The verdict on a wait that nothing will end, as a wire has seen: from where all are.
+
+        To find it may take about a second.
+        """
+        places = {self.rank: self._place(None), **self.ask_all()}
+        silent = set(self.links.peers()) - places.keys() - self.leavers.keys()
+        return self.settle(self._judgement(wait, places, silent))
+
     def ask_all(self) -> dict[int, Place]:
         """Where the peers are: those of them that answer in time, which this waits for."""
         number, asked = self._question()

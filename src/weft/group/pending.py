@@ -1,4 +1,4 @@
-"""What a group has posted: sends and receives under way, which are waited for.
+"""What a group has under way, and waits for: messages of a post, or what all ranks tell.
 
 A wait ends with its messages, or with an error that names a rank (`session`).
 """
@@ -10,21 +10,37 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from ..base.memory import tensor_of
 from ..wire import interface
 from ..wire.interface import Recv, Send
 from .route import Route
 from .session import Session
 
 
-class Pending(abc.ABC):
-    """Some sends and receives under way.
+class Awaited:
+    """What is under way, and other ranks take part in.
 
     Attributes:
-        opens: whether they are what all ranks say as they come to a call, before they wait for
+        opens: whether it is what all ranks say as they come to a call, before they wait for
             anything in it.
     """
 
     opens = False
+
+    def awaited(self) -> list[int] | None:
+        """The ranks whose messages are not complete; any thread may ask, and no message moves.
+
+        Only for texts that name missing ranks. None: it is unknown.
+        """
+        return None
+
+    def release(self) -> None:
+        """Give back the leased views, if there are any: after a wait. Twice does nothing."""
+        return None
+
+
+class Pending(Awaited, abc.ABC):
+    """Some sends and receives under way."""
 
     @abc.abstractmethod
     def wait(self) -> list[Tensor]:
@@ -36,17 +52,6 @@ class Pending(abc.ABC):
         Raises:
             WireError: the deadline passed, or a peer or a link failed.
         """
-
-    def release(self) -> None:
-        """Give back the leased views, if there are any: after `wait()`. Twice does nothing."""
-        return None
-
-    def awaited(self) -> list[int] | None:
-        """The ranks whose messages are not complete; any thread may ask, and no message moves.
-
-        Only for texts that name missing ranks. None: it is unknown.
-        """
-        return None
 
     def is_through(self) -> bool:
         """Whether `wait` would return at once; no message moves. False: it is unknown.
@@ -191,17 +196,117 @@ class Round(Posted):
         return f"was in a round over {self._route.carrier or self._route.name}"
 
 
-class WithOwn(Pending):
-    """The messages of all other ranks, with this rank's own put in its place in rank order."""
+class Messages:
+    """What some ranks tell in a message each.
 
-    def __init__(self, pending: Pending, rank: int, own: Tensor) -> None:
-        self._pending = pending
-        self._rank = rank
-        self._own = own
+    Attributes:
+        pending: the post that receives them.
+        peers: who tells something, in the order of the receives.
+    """
 
-    def wait(self) -> list[Tensor]:
-        received = self._pending.wait()
-        return [*received[: self._rank], self._own, *received[self._rank :]]
+    def __init__(self, pending: Pending, peers: Sequence[int]) -> None:
+        self.pending = pending
+        self.peers = peers
+
+    def wait(self) -> list[memoryview]:
+        """Wait until all are here; what they tell, in the order of `peers`."""
+        return [message.numpy().data for message in self.pending.wait()]
+
+    def awaited(self) -> list[int] | None:
+        return self.pending.awaited()
 
     def release(self) -> None:
-        self._pending.release()
+        self.pending.release()
+
+
+class Meeting:
+    """What ranks of this host tell in a meeting, over a wire that has `features.meets`.
+
+    Ranks have their numbers in the session here, as in `Posted`, but those of `peers`.
+
+    Attributes:
+        session, pending, wire_name, in_round: as in `Posted`.
+        peers: whom this rank meets.
+        opens: as in `Awaited`.
+    """
+
+    in_round = False
+
+    def __init__(
+        self,
+        session: Session,
+        pending: interface.PendingBytes,
+        route: Route,
+        peers: Sequence[int],
+        *,
+        opens: bool,
+    ) -> None:
+        self.session = session
+        self.pending = pending
+        self.wire_name = route.registered
+        self.peers = peers
+        self.opens = opens
+
+    def wait(self) -> list[memoryview]:
+        """As of `Messages`."""
+        return [memoryview(each) for each in self.session.wait_for(self)[1:]]
+
+    def awaited(self) -> list[int]:
+        return self.pending.waiting_for()
+
+    def peer(self) -> int | None:
+        """The first rank that is waited for; None: none is any more."""
+        return next(iter(self.pending.waiting_for()), None)
+
+    def what(self) -> str:
+        """What is waited for, as a clause of an error."""
+        peer = self.peer()
+        return "awaited nothing" if peer is None else f"awaited a message of rank {peer}"
+
+    def release(self) -> None:
+        return None
+
+
+class Telling(Awaited):
+    """A few bytes of each rank on their way to all others: see `Group.tell`."""
+
+    def __init__(self, parts: Sequence[Meeting | Messages], rank: int, message: bytearray) -> None:
+        """`message` is that of this rank; `parts` bring those of all others."""
+        self._parts = parts
+        self._told = {rank: memoryview(message)}
+
+    def wait(self) -> list[memoryview]:
+        """Wait until all are here; what each rank told, in rank order, this rank's own too.
+
+        Valid until `release()`. Waiting again returns the same.
+
+        Raises:
+            WireError: the deadline passed, or a peer or a link failed.
+        """
+        for part in self._parts:
+            if not self._told.keys() >= set(part.peers):
+                self._told.update(zip(part.peers, part.wait(), strict=True))
+        return [self._told[rank] for rank in sorted(self._told)]
+
+    def awaited(self) -> list[int]:
+        return sorted(rank for part in self._parts for rank in part.awaited() or ())
+
+    def release(self) -> None:
+        for part in self._parts:
+            part.release()
+
+
+class AsTensors(Pending):
+    """What all ranks tell, as tensors."""
+
+    def __init__(self, telling: Telling) -> None:
+        self._telling = telling
+
+    def wait(self) -> list[Tensor]:
+        return [tensor_of(each) for each in self._telling.wait()]
+
+    def awaited(self) -> list[int] | None:
+        return self._telling.awaited()
+
+    def release(self) -> None:
+        self._telling.release()

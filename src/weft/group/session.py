@@ -27,7 +27,6 @@ from typing import Any, NoReturn, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from ..base._torch import keep
 from ..base.devices import Streams, is_host
@@ -55,14 +54,21 @@ than 24 days."""
 _log = logging.getLogger("weft")
 
 
-class Waited(Wait, Protocol):
+class OfWire(Protocol[T]):
+    """What a wire has under way: messages that it has posted, or a meeting."""
+
+    def wait(self, timeout: float | None = None) -> list[T]: ...
+
+
+class Waited(Wait, Protocol[T]):
     """Messages that are waited for.
 
     Attributes:
         pending: the wire's.
     """
 
-    pending: interface.Pending
+    @property
+    def pending(self) -> OfWire[T]: ...
 
     def what(self) -> str:
         """What is waited for, as a clause of an error: "awaited 8 bytes from rank 2"."""
@@ -223,7 +229,7 @@ class Session:
         except BaseException as error:
             self.raise_for(error, route.registered, doing)
 
-    def wait_for(self, wait: Waited) -> list[Tensor]:
+    def wait_for(self, wait: Waited[T]) -> list[T]:
         """Wait for messages, without a limit: at the deadline the detector aborts the wires.
 
         Raises:
@@ -328,7 +334,7 @@ class Session:
             self.detector.history = history
 
     def raise_for(
-        self, error: BaseException, wire_name: str, doing: str, wait: Waited | None = None
+        self, error: BaseException, wire_name: str, doing: str, wait: Waited[Any] | None = None
     ) -> NoReturn:
         """Break the session for what a use of a wire raised, and raise what the caller gets.
 
@@ -351,7 +357,7 @@ class Session:
         where = self._while(doing, wait)
         raise self._break(self._verdict_on_exception(error, wire_name), where) from error
 
-    def _while(self, doing: str, wait: Waited | None) -> str:
+    def _while(self, doing: str, wait: Waited[Any] | None) -> str:
         """What this rank did as a wire failed, as the end of an error.
 
         Raises:
@@ -369,7 +375,7 @@ class Session:
             text += f", past the timeout of {self.timeout:g} s"
         return text
 
-    def _verdict_on(self, failure: Failure, wire_name: str, wait: Waited | None) -> Verdict:
+    def _verdict_on(self, failure: Failure, wire_name: str, wait: Waited[Any] | None) -> Verdict:
         """The verdict behind a failure of a wire, which this may take a second to find."""
         detector = self.detector
         assert detector is not None  # without peers nothing fails
@@ -377,6 +383,8 @@ class Session:
             return detector.verdict
         if failure.kind == "lost":
             return detector.explain(failure.peer, failure.text, wait)
+        if failure.kind == "stuck" and wait is not None and wait.opens:
+            return detector.judge(wait)  # who is in which call: they came to them in two orders
         return detector.settle(verdict_on(failure, self.rank, wire_name))
 
     def _verdict_on_exception(self, error: Exception, wire_name: str) -> Verdict:

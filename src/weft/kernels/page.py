@@ -27,8 +27,8 @@ ROOM = 24
 """Whether the owner sleeps until that rank has read more, too: 0 or 1."""
 
 ENTRIES = 32
-"""The last meetings, number n at n % DEPTH: a digest of who meets, first byte of the message in the
-owner's segment, length."""
+"""The last meetings, number n at n % DEPTH: first byte of the message in the owner's segment, and
+its length."""
 
-ENTRY = 24
+ENTRY = 16
 """Bytes of an entry."""

@@ -52,7 +52,6 @@ def announce(
     pages: int,
     count: int,
     numbers: int,
-    digest: int,
     offset: int,
     nbytes: int,
     sleeps: int,
@@ -65,9 +64,8 @@ def announce(
     for k in range(count):
         number = load("i64", numbers, k)
         entry = load("i64", lines, k) + ENTRIES + ENTRY * (number % DEPTH)
-        store_shared(entry, digest)
-        store_shared(entry + 8, offset)
-        store_shared(entry + 16, nbytes)
+        store_shared(entry, offset)
+        store_shared(entry + 8, nbytes)
     for k in range(count):
         store_shared(load("i64", lines, k) + BEGUN, load("i64", numbers, k))
     sleepers = 0
@@ -79,11 +77,17 @@ def announce(
 
 
 def find(line: int, number: int, entry: int) -> int:
-    """Whether a peer has begun the meeting of this number; if so, copy its entry."""
-    if load_shared(line + BEGUN) < number:
+    """Whether a peer has begun the meeting of this number; if so, copy its entry.
+
+    -1: it says that it has begun more than it can have.
+    """
+    ahead = load_shared(line + BEGUN) - number
+    if ahead < 0:
         return 0
+    if ahead >= DEPTH:
+        return -1
     there = line + ENTRIES + ENTRY * (number % DEPTH)
-    for k in range(3):
+    for k in range(2):
         store("i64", entry, k, load_shared(there + 8 * k))
     return 1
 

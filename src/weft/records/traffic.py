@@ -34,7 +34,7 @@ class Traffic:
         self.to: dict[int, int] = {}
         self.waited = 0.0
 
-    def count(self, sends: Sequence[tuple[int, Tensor]]) -> None:
+    def count(self, sends: Sequence[tuple[int, Tensor | memoryview]]) -> None:
         """Add messages, each given with the peer it goes to."""
         self.messages += len(sends)
         to = self.to

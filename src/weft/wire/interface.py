@@ -62,7 +62,6 @@ class Failure:
             "broken": something at this end failed.
             "stuck": ranks wait for each other, none with a limit, so nothing will ever come. Only a
             wire that sees the waits of others can say so, such as one between threads of a process.
-            Or two ranks came to different meetings, where they begin theirs in one order.
             "aborted": `abort` was called, with this.
         peer: whom it is about; None where the wire cannot say.
         text: a clause, such as "the connection to rank 2 was reset".
@@ -263,7 +262,7 @@ class Rounds(Protocol):
 class PendingBytes(Protocol):
     """The messages of one meeting. To drop it does not cancel them."""
 
-    def wait(self, timeout: float | None = None) -> list[bytes]:
+    def wait(self, timeout: float | None = None) -> list[bytes | bytearray]:
         """Wait on the host until the messages of all are here, and this rank's is where they read.
 
         Signals are handled as in `Pending.wait`.
@@ -272,7 +271,8 @@ class PendingBytes(Protocol):
             timeout: seconds; None: no limit.
 
         Returns:
-            Each one's message, this rank's own too, in the order of `ranks`; again, the same.
+            Each one's message, this rank's own too, in the order of `ranks`; again, the same. The
+            memory is the caller's, but for that of its own message.
 
         Raises:
             TimeoutError: not yet. Nothing has changed: wait again, or abort.
@@ -302,13 +302,14 @@ class Meeting(Protocol):
 
     near: frozenset[int]
 
-    def meet(self, message: bytes, ranks: Sequence[int]) -> PendingBytes:
+    def meet(self, message: bytes | bytearray, ranks: Sequence[int]) -> PendingBytes:
         """Tell these ranks a message, and begin to hear theirs; never blocks.
 
-        Nothing belongs to a set of ranks, and none is made known before. But two ranks begin the
-        meetings that both are in, whoever else is, in one order; where they do not, both fail as
-        stuck. Any number may be begun before the first is waited for, and they may be waited for
-        in any order.
+        Nothing belongs to a set of ranks, and none is made known before. Two ranks hear of each
+        other what both said in their meetings of the same number, of those that they both are in,
+        whoever else is. So they begin these in one order, and where they do not, that is not found
+        here: messages say what they are of. Any number may be begun before the first is waited
+        for, and they may be waited for in any order.
 
         A message goes at once, while less than a few meetings of any two ranks are unread. Else it
         goes in a later wait of this rank, for whatever, or as it asks `done`. Peers read in their
@@ -318,7 +319,8 @@ class Meeting(Protocol):
         lacks one of them fails the wire as lost, and others do not.
 
         Args:
-            message: of at most `features.meets` bytes; those of the ranks have any lengths.
+            message: of at most `features.meets` bytes; those of the ranks have any lengths. It
+                does not change from here on.
             ranks: distinct, some of `near`, this one among them. Each of these ranks calls it with
                 the same ones, in any order.
 
@@ -330,7 +332,7 @@ class Meeting(Protocol):
 
 
 def check_meeting(
-    wire: Meeting, rank: int, limit: int, message: bytes, ranks: Sequence[int]
+    wire: Meeting, rank: int, limit: int, message: bytes | bytearray, ranks: Sequence[int]
 ) -> None:
     """Raise what `meet` of a wire raises for its arguments; `limit` is its `features.meets`."""
     if not limit:

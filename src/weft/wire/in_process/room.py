@@ -122,9 +122,6 @@ class Room:
 
     def copy(self, source: End, target: End) -> None:
         """Copy a message, whose length has to fit its receive."""
-        if source.pending.meeting != target.pending.meeting:
-            self.fail_as_crossed(source.pending, target.pending)
-            return
         length = source.nbytes
         fault = fault_of(length, target.nbytes, is_sized=target.is_sized)
         if fault:
@@ -144,15 +141,6 @@ class Room:
         """The bytes of a message were copied: complete it."""
         source.pending.complete()
         target.pending.complete()
-
-    def fail_as_crossed(self, *both: RoomPending) -> None:
-        """Fail two ranks of which each came to another meeting."""
-        story = " and ".join(
-            f"rank {pending.wire.rank} meets ranks {pending.meeting}" for pending in both
-        )
-        text = f"{story}, where both have to begin the same meeting"
-        for pending in both:
-            pending.wire.fail(Failure("stuck", None, text))
 
     def forget(self, wire: RoomWire) -> None:
         """Copy no more from or to the memory of a rank."""
@@ -222,12 +210,11 @@ class RoomWire:
     ) -> RoomPending:
         return self._begin(self.pending(), sends, recvs, channel)
 
-    def meet(self, message: bytes, ranks: Sequence[int]) -> RoomMeeting:
+    def meet(self, message: bytes | bytearray, ranks: Sequence[int]) -> RoomMeeting:
         check_meeting(self, self.rank, MEETS, message, ranks)
         pending = self.pending()
-        pending.meeting = sorted(ranks)
         # of no bytes torch makes no tensor
-        sent = torch.frombuffer(bytearray(message + b"\0"), dtype=torch.uint8)[: len(message)]
+        sent = torch.frombuffer(bytearray(message) + b"\0", dtype=torch.uint8)[: len(message)]
         peers = [rank for rank in ranks if rank != self.rank]
         sends = [(peer, sent) for peer in peers]
         self._begin(pending, sends, [(peer, MEETS) for peer in peers], _MEETINGS)
@@ -310,14 +297,12 @@ class RoomPending:
         wire: whose post it is.
         receives: this rank's ends of the messages that it receives, in the order asked for.
         has_limit: whether the wait for it has one.
-        meeting: of a meeting, the ranks that meet, ascending; empty: it is none.
     """
 
     def __init__(self, wire: RoomWire) -> None:
         self.wire = wire
         self.receives: list[End] = []
         self.has_limit = False
-        self.meeting: list[int] = []
         self._ends: list[End] = []  # of all messages, until they are complete
         self._incomplete = 0  # messages
         self._received: list[Tensor] | None = None  # what `wait` has returned
@@ -442,7 +427,7 @@ class RoomPending:
 class RoomMeeting:
     """The messages of one meeting; a `weft.wire.interface.PendingBytes`."""
 
-    def __init__(self, pending: RoomPending, message: bytes, position: int) -> None:
+    def __init__(self, pending: RoomPending, message: bytes | bytearray, position: int) -> None:
         """
         Args:
             pending: the post of the same messages, in the order of the other ranks.
@@ -452,14 +437,14 @@ class RoomMeeting:
         self._pending = pending
         self._message = message
         self._position = position
-        self._messages: list[bytes] | None = None  # what `wait` has returned
+        self._messages: list[bytes | bytearray] | None = None  # what `wait` has returned
 
-    def wait(self, timeout: float | None = None) -> list[bytes]:
+    def wait(self, timeout: float | None = None) -> list[bytes | bytearray]:
         if self._messages is None:
-            messages = [view.numpy().tobytes() for view in self._pending.wait(timeout)]
+            views = [view.numpy().data for view in self._pending.wait(timeout)]
+            self._messages = [*map(bytearray, views)]
+            self._messages.insert(self._position, self._message)
             self._pending.release()
-            messages.insert(self._position, self._message)
-            self._messages = messages
         return [*self._messages]
 
     def done(self) -> bool:

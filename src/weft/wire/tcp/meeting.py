@@ -6,8 +6,8 @@ looks at the numbers of the others.
 
 At the start of a rank's segment is its *page* (`kernels.page` says what lies where), and behind it
 *slots*, each for one message. Only the owner writes there. A page has a line for each other rank,
-and nothing that belongs to a set of ranks: two ranks begin the meetings that both are in in one
-order, so number n of a pair is one meeting, of the same ranks, at both ends.
+and nothing that belongs to a set of ranks: who reads number n of a pair hears what the other one
+said in its own number n of them, whoever else was in that.
 
 **To begin** a meeting (`begin`, `_post`), a rank
 
@@ -30,7 +30,6 @@ signal, a deadline.
 All numbers are stored and loaded by machine code, in one order for all processes. What is read is a
 stranger's: what steers memory is copied, then checked, then used. Who is not what it should be:
 
-* a peer whose entry has another digest of who meets has come to another meeting: both ends see it;
 * ranks that sleep in a circle, each for the next, are found by the last to fall asleep (`circle`);
 * numbers, or a message's place, that cannot be garble the wire, and name who wrote them.
 
@@ -39,8 +38,6 @@ Nothing here waits, and the wire holds its `_turn` in every call but those of `T
 
 from __future__ import annotations
 
-import ctypes
-import hashlib
 import mmap
 import platform
 from array import array
@@ -94,6 +91,12 @@ def _array(numbers: Sequence[int]) -> tuple[array[int], int]:
     return made, made.buffer_info()[0]
 
 
+def _impossible(peer: int) -> WireFailed:
+    return WireFailed(
+        Failure("garbled", peer, f"rank {peer} sent numbers of meetings that cannot be")
+    )
+
+
 class _Moves(Protocol):
     """What a meeting asks of its wire.
 
@@ -123,7 +126,6 @@ class _Peers:
     Attributes:
         ranks: the peers.
         count: how many.
-        digest: of all that meet, this rank too.
         own_lines, lines, pages: addresses of arrays: for each peer this rank's line for it, its
             line for this rank, its page.
         place: for each peer that of its message among all.
@@ -134,10 +136,6 @@ class _Peers:
         own = meetings.rank
         self.ranks = tuple(rank for rank in ranks if rank != own)
         self.count = len(self.ranks)
-        spelled = ",".join(str(rank) for rank in sorted(ranks))
-        digest = hashlib.blake2b(spelled.encode(), digest_size=8).digest()
-        self.digest = int.from_bytes(digest, "little") >> 1  # a positive number
-        self.everybody = sorted(ranks)
         self.place = {rank: place for place, rank in enumerate(ranks)}
         self.own_place = self.place[own]
         own_lines = [meetings.line(own, peer) for peer in self.ranks]
@@ -201,17 +199,17 @@ class TcpMeeting:
         "without_room",
     )
 
-    def __init__(self, wire: _Moves, turn: _Turn, message: bytes) -> None:
+    def __init__(self, wire: _Moves, turn: _Turn, message: bytes | bytearray) -> None:
         self._wire = wire
         self.turn = turn
         self.message = message
-        self.messages: list[bytes | None] = [None] * (turn.peers.count + 1)
+        self.messages: list[bytes | bytearray | None] = [None] * (turn.peers.count + 1)
         self.messages[turn.peers.own_place] = message
         self.missing = turn.peers.count
         self.is_posted = not turn.peers.count
         self.without_room: list[int] = []
 
-    def wait(self, timeout: float | None = None) -> list[bytes]:
+    def wait(self, timeout: float | None = None) -> list[bytes | bytearray]:
         if not self.is_complete():
             self._wire.finish_meeting(self, timeout)
         return [message for message in self.messages if message is not None]
@@ -271,7 +269,9 @@ class Meetings:
         self.find = loops["find"]
         self.confirm = loops["confirm"]
         # held, so that it stays mapped whatever closes the wire in the middle of something
-        self._memory = [each.memory for each in (segment, *segments.values()) if each is not None]
+        self._memory = {peer: each.memory.numpy().data for peer, each in segments.items()}
+        if segment is not None and segment.memory is not None:
+            self._memory[wire.rank] = segment.memory.numpy().data
         self._bases = {peer: each.address for peer, each in segments.items()}
         self._sizes = {peer: each.nbytes for peer, each in segments.items()}
         if segment is not None:
@@ -288,7 +288,7 @@ class Meetings:
         self._near = _Peers(self, [wire.rank, *segments])
         self._sleeps, self._sleeps_at = _array([0] * len(segments))
         self._zeros, self._zeros_at = _array([0] * len(segments))
-        self._entry, self._entry_at = _array([0] * 3)
+        self._entry, self._entry_at = _array([0] * 2)
         self.sleep_count = 0  # how often this rank fell asleep
 
     def page(self, owner: int) -> int:
@@ -299,7 +299,7 @@ class Meetings:
         """The address of an owner's line for another rank."""
         return self._bases[owner] + LINE * (1 + other)
 
-    def begin(self, message: bytes, ranks: Sequence[int]) -> TcpMeeting:
+    def begin(self, message: bytes | bytearray, ranks: Sequence[int]) -> TcpMeeting:
         """Begin a meeting, and post it if there is room."""
         peers = self._found_peers(tuple(ranks))
         for peer in peers.ranks:
@@ -327,7 +327,7 @@ class Meetings:
         """Read all that is there, and post what has room; whether anything was.
 
         Raises:
-            WireFailed: a peer has come to another meeting, or wrote what cannot be.
+            WireFailed: a peer wrote what cannot be.
         """
         has_moved = False
         for peer, queue in self._queues.items():
@@ -378,14 +378,13 @@ class Meetings:
         slot = self._free_slot()
         offset = self._slots_at + slot * MEETS
         length = len(meeting.message)
-        ctypes.memmove(self._bases[self.rank] + offset, meeting.message, length)
+        self._memory[self.rank][offset : offset + length] = meeting.message
         self._slots[slot] = turn
         sleepers = self.loops["announce"](
             peers.own_lines,
             peers.pages,
             peers.count,
             turn.address,
-            peers.digest,
             offset,
             length,
             self._sleeps_at,
@@ -411,21 +410,18 @@ class Meetings:
         """Read a peer's message of this meeting, if it is there."""
         number = self._has_read[peer] + 1
         line = self.line(peer, self.rank)
-        if not self.find(line, number, self._entry_at):
+        found = self.find(line, number, self._entry_at)
+        if not found:
             return False
-        digest, offset, length = self._entry  # private now: the peer may change its own
+        if found < 0:
+            raise _impossible(peer)
+        offset, length = self._entry  # private now: the peer may change its own
         peers = meeting.turn.peers
-        if digest != peers.digest:
-            text = (
-                f"rank {peer} came to another meeting than rank {self.rank}, which meets ranks "
-                f"{peers.everybody}; both have to begin the meetings that both are in in one order"
-            )
-            raise WireFailed(Failure("stuck", None, text))
         if not (0 <= length <= MEETS and 0 <= offset <= self._sizes[peer] - length):
             text = f"rank {peer} sent a message of {length} bytes at {offset} of its segment"
             raise WireFailed(Failure("garbled", peer, text))
         place = peers.place[peer]
-        meeting.messages[place] = ctypes.string_at(self._bases[peer] + offset, length)
+        meeting.messages[place] = bytearray(self._memory[peer][offset : offset + length])
         meeting.missing -= 1
         self._has_read[peer] = number
         own_line = self.line(self.rank, peer)
@@ -488,9 +484,7 @@ class Meetings:
         near = self._near
         place = self.loops["impossible"](near.own_lines, near.lines, near.count)
         if place >= 0:
-            peer = near.ranks[place]
-            text = f"rank {peer} sent numbers of meetings that cannot be"
-            raise WireFailed(Failure("garbled", peer, text))
+            raise _impossible(near.ranks[place])
 
     def _circle(self) -> list[int]:
         """Ranks that sleep, each for a meeting that the next has not begun; none: there is none.

@@ -89,8 +89,6 @@ PAUSE = 2 * _IDLE_LOOK  # without a look for as long this rank was paused, and n
 _CONNECTING = 60.0  # seconds in which a rank must be reached, also if the start has fewer left
 _BUFFER = 4 << 20  # bytes of a Unix socket's buffers; with the small default it is 4 times slower
 
-_SWITCH = "WEFT_MEET"  # of the environment: with 1 ranks of a host may meet, if all ranks say so
-
 _CLOSED = Failure("aborted", None, "this end was closed")
 
 _Received = tuple[Connection, Receive]
@@ -287,7 +285,7 @@ class TcpWire:
             block.readers += 1
         return connection.Outgoing(tensor, offset, block)
 
-    def meet(self, message: bytes, ranks: Sequence[int]) -> meeting.TcpMeeting:
+    def meet(self, message: bytes | bytearray, ranks: Sequence[int]) -> meeting.TcpMeeting:
         self._check_process()  # a thread of the parent may hold `_turn`
         check_meeting(self, self.rank, self.features.meets, message, ranks)
         with self._turn:
@@ -919,20 +917,13 @@ def alone(memory: Pool) -> TcpWire:
     return TcpWire(0, 1, {}, memory)
 
 
-def make(start: Start, *, meets: bool | None = None) -> TcpWire:
+def make(start: Start) -> TcpWire:
     """Connect this rank to all others, and map the memory of those of its host; for the registry.
-
-    Args:
-        start: what a factory is given.
-        meets: whether ranks may meet that share a host, if all ranks say so; None: as the
-            environment says.
 
     Raises:
         OSError: from the sockets.
     """
-    if meets is None:
-        meets = os.environ.get(_SWITCH) == "1"
-    own_kind = meeting.architecture() if meets else ""
+    own_kind = meeting.architecture()
     deadline = time.monotonic() + start.timeout
     with contextlib.ExitStack() as stack:  # which closes what was opened, if a step fails
         address = own_address(start.store)
