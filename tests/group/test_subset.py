@@ -202,7 +202,7 @@ def test_messages_outside_of_calls_do_not_meet_those_of_another_group(count):
         sums = {}
 
         def start(of):
-            tensor = torch.full((count,), 10.0**group.rank)
+            tensor = torch.full((count,), of.size * 10.0**group.rank)
             sums[of] = dense_all_reduce(of, tensor, "sum"), tensor
 
         started = [group] if part is None else [group, part][:: 1 - 2 * group.rank]
@@ -218,7 +218,7 @@ def test_messages_outside_of_calls_do_not_meet_those_of_another_group(count):
     def len_of(group):
         return -group.size
 
-    assert run(3, program) == [[{111.0}, {11.0}], [{111.0}, {11.0}], [{111.0}]]
+    assert run(3, program) == [[{333.0}, {22.0}], [{333.0}, {22.0}], [{333.0}]]
 
 
 @spmd(3, on=("threads", "rounds"))

@@ -37,9 +37,10 @@ from ..base.arguments import in_words, printable
 from ..base.errors import WeftError, WireError
 from ..base.memory import tensor_of
 from ..failure.verdict import NAMED, crossed, differing
-from ..group.channels import OPENINGS, SMALL
+from ..group.channels import SMALL
 from ..group.group import Group, check_members
-from ..group.pending import Awaited, Pending, Telling
+from ..group.pending import Awaited, Pending
+from .telling import Telling, tell
 
 T = TypeVar("T")
 
@@ -472,11 +473,12 @@ def _tell(
 ) -> Telling:
     """Start telling all ranks this rank's statement, and each what is said to it in private."""
     if private is None:
-        return group.tell(mine.pack(), CAP, OPENINGS, opens=opens)
-    to_far = {peer: mine.pack(private[peer]) for peer in group.far}
+        return tell(group, mine.pack(), CAP, opens=opens)
+    far = [peer for peer in group.peers if peer not in group.near]
+    to_far = {peer: mine.pack(private[peer]) for peer in far}
     to_near = [said if peer in group.near else () for peer, said in enumerate(private)]
     message = mine.pack(_in_one(to_near))
-    return group.tell(message, CAP, OPENINGS, to_far=to_far, opens=opens)
+    return tell(group, message, CAP, to_far=to_far, opens=opens)
 
 
 def _in_one(private: Sequence[Private]) -> Private:
@@ -580,7 +582,7 @@ def _combining(group: Group, mine: _Statement, combine: Combine) -> tuple[int, _
     among = frozenset(map(group.rank_in_errors, range(group.size)))
 
     def swap(peer: int) -> _Statement:
-        telling = group.tell(mine.pack(), CAP, OPENINGS, to=[peer])
+        telling = tell(group, mine.pack(), CAP, to=[peer])
         said = telling.wait()[peer > rank]
         other = _heard(group, mine, peer, memoryview(bytearray(said)), among)
         telling.release()

@@ -25,7 +25,7 @@ import functools
 import re
 import sys
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, Self, TypeGuard, TypeVar, final
 
 import torch
@@ -36,12 +36,12 @@ from ..base._torch import is_of_group
 from ..base.arguments import as_integer, shown
 from ..base.devices import Streams
 from ..base.errors import Error, WeftError, WireError, entry, summed_up
-from ..base.memory import Pool, tensor_of
+from ..base.memory import Pool
 from ..records.traffic import Traffic
 from ..wire import interface
 from ..wire.interface import Features, Lease, Recv, Reducing, Send, Wire
 from .channels import OPENINGS, SMALL
-from .pending import AsTensors, Exchange, Meeting, Messages, Pending, Round, Telling
+from .pending import Exchange, Meeting, Pending, Round, WithOwn
 from .route import Route
 from .session import Session
 from .worker import Worker
@@ -243,74 +243,36 @@ class Group:
         return Round(self.session, pending, route)
 
     @functools.cached_property
-    def near(self) -> tuple[int, ...]:
-        """The other ranks that this one tells something in a meeting: those of its host, if any."""
+    def near(self) -> frozenset[int]:
+        """The other ranks that this one can `meet`: those of its host, if any."""
         wire = self.session.openings.wire
         if not isinstance(wire, interface.Meeting):
-            return ()
-        others = (peer for peer in range(self.size) if peer != self.rank)
-        return tuple(peer for peer in others if self._ranks[peer] in wire.near)
+            return frozenset()
+        others = frozenset(range(self.size)) - {self.rank}
+        return frozenset(peer for peer in others if self._ranks[peer] in wire.near)
 
-    @functools.cached_property
-    def far(self) -> tuple[int, ...]:
-        """The other ranks that this one tells something in messages."""
-        return tuple(peer for peer in self.peers if peer not in self.near)
+    def meet(self, message: bytearray, peers: Sequence[int], *, opens: bool = False) -> Meeting:
+        """Start telling some `near` ranks a message in a meeting, and hearing theirs.
 
-    def tell(
-        self,
-        message: bytearray,
-        most: int,
-        channel: int = SMALL,
-        *,
-        to: Sequence[int] | None = None,
-        to_far: Mapping[int, bytearray] | None = None,
-        opens: bool = False,
-    ) -> Telling:
-        """Start telling other ranks a few bytes, and hearing what they tell.
-
-        It travels as openings do, whatever carries the tensors: in a meeting with the `near` ranks,
-        in messages to the `far` ones. So what two ranks tell each other takes one way, whichever
-        others are in the group: who is in another call hears of this one.
+        It says itself what it is of. For two ranks hear what both said in their meetings of one
+        number, whichever groups these are of.
 
         Args:
-            message: this rank's. It does not change from here on.
-            most: bytes that a rank may tell.
-            channel: of the messages.
-            to: which ranks; each of them tells the others. None: all.
-            to_far: what to tell each of the far ones instead.
-            opens: whether it is what ranks tell as they come to a call, before they wait for
-                anything in it.
+            message: this rank's, no longer than the wire's `features.meets`. It does not change
+                from here on.
+            peers: the other ranks.
+            opens: as of `Awaited`.
         """
-        near = self.near
-        far = self.far
-        if to is not None:
-            near = tuple(peer for peer in near if peer in to)
-            far = tuple(peer for peer in far if peer in to)
-        parts: list[Meeting | Messages] = []
-        if far:
-            over = self._over(self.session.openings)
-            tensors = dict.fromkeys(far, tensor_of(message))
-            if to_far is not None:
-                tensors = {peer: tensor_of(to_far[peer]) for peer in far}
-            pending = over.post([*tensors.items()], [(peer, most) for peer in far], channel)
-            pending.opens = opens
-            parts.append(Messages(pending, far))
-        if near:
-            parts.append(self._meet(message, near, opens=opens))
-        return Telling(parts, self.rank, message)
-
-    def _meet(self, message: bytearray, peers: Sequence[int], *, opens: bool) -> Meeting:
-        """Tell some `near` ranks a message in a meeting."""
-        route = self.session.openings
+        session = self.session
+        route = session.openings
         wire = route.wire
         assert isinstance(wire, interface.Meeting)
         ranks = [self._ranks[peer] for peer in peers]
-        pending = self.session.use(
-            route, "came to a meeting", wire.meet, message, [self.session.rank, *ranks]
-        )
+        everybody = [session.rank, *ranks]
+        pending = session.use(route, "came to a meeting", wire.meet, message, everybody)
         told = memoryview(message)
-        self.session.traffic.count([(rank, told) for rank in ranks])
-        return Meeting(self.session, pending, route, peers, opens=opens)
+        session.traffic.count([(rank, told) for rank in ranks])
+        return Meeting(session, pending, route, peers, opens=opens)
 
     def small_all_gather(self, message: Tensor, cap: int) -> Pending:
         """Start sending a small message (uint8, 1-D, at most `cap` bytes) from each to all.
@@ -318,7 +280,10 @@ class Group:
         It is of the CPU, and travels as openings do, whatever carries the tensors. `wait()` returns
         one uint8 tensor for each rank, in rank order: the bytes that it sent.
         """
-        return AsTensors(self.tell(bytearray(message.numpy().data), cap))
+        recvs = [(peer, cap) for peer in range(self.size) if peer != self.rank]
+        over = self._over(self.session.openings)
+        pending = over.post([(peer, message) for peer in self.peers], recvs, SMALL)
+        return WithOwn(pending, self.rank, message)
 
     def all_gather_bytes(
         self, message: bytes, decode: Callable[[bytes], T], what: str = "a message"
@@ -332,9 +297,10 @@ class Group:
         Raises:
             WireError: the deadline passed, or a peer or a link failed.
         """
-        telling = self.tell(bytearray(message), len(message))
-        heard = [bytes(each) for each in telling.wait()]
-        telling.release()
+        own = torch.frombuffer(bytearray(message), dtype=torch.uint8)
+        pending = self.small_all_gather(own, len(message))
+        heard = [each.numpy().tobytes() for each in pending.wait()]
+        pending.release()
         return [self.decode(rank, what, decode, each) for rank, each in enumerate(heard)]
 
     def lease(self, nbytes: int) -> Lease:

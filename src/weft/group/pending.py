@@ -10,7 +10,6 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from ..base.memory import tensor_of
 from ..wire import interface
 from ..wire.interface import Recv, Send
 from .route import Route
@@ -196,30 +195,7 @@ class Round(Posted):
         return f"was in a round over {self._route.carrier or self._route.name}"
 
 
-class Messages:
-    """What some ranks tell in a message each.
-
-    Attributes:
-        pending: the post that receives them.
-        peers: who tells something, in the order of the receives.
-    """
-
-    def __init__(self, pending: Pending, peers: Sequence[int]) -> None:
-        self.pending = pending
-        self.peers = peers
-
-    def wait(self) -> list[memoryview]:
-        """Wait until all are here; what they tell, in the order of `peers`."""
-        return [message.numpy().data for message in self.pending.wait()]
-
-    def awaited(self) -> list[int] | None:
-        return self.pending.awaited()
-
-    def release(self) -> None:
-        self.pending.release()
-
-
-class Meeting:
+class Meeting(Awaited):
     """What ranks of this host tell in a meeting, over a wire that has `features.meets`.
 
     Ranks have their numbers in the session here, as in `Posted`, but those of `peers`.
@@ -248,7 +224,11 @@ class Meeting:
         self.opens = opens
 
     def wait(self) -> list[memoryview]:
-        """As of `Messages`."""
+        """Wait until all are here; what they tell, in the order of `peers`.
+
+        Raises:
+            WireError: the deadline passed, or a peer or a link failed.
+        """
         return [memoryview(each) for each in self.session.wait_for(self)[1:]]
 
     def awaited(self) -> list[int]:
@@ -263,50 +243,18 @@ class Meeting:
         peer = self.peer()
         return "awaited nothing" if peer is None else f"awaited a message of rank {peer}"
 
-    def release(self) -> None:
-        return None
 
+class WithOwn(Pending):
+    """The messages of all other ranks, with this rank's own put in its place in rank order."""
 
-class Telling(Awaited):
-    """A few bytes of each rank on their way to all others: see `Group.tell`."""
-
-    def __init__(self, parts: Sequence[Meeting | Messages], rank: int, message: bytearray) -> None:
-        """`message` is that of this rank; `parts` bring those of all others."""
-        self._parts = parts
-        self._told = {rank: memoryview(message)}
-
-    def wait(self) -> list[memoryview]:
-        """Wait until all are here; what each rank told, in rank order, this rank's own too.
-
-        Valid until `release()`. Waiting again returns the same.
-
-        Raises:
-            WireError: the deadline passed, or a peer or a link failed.
-        """
-        for part in self._parts:
-            if not self._told.keys() >= set(part.peers):
-                self._told.update(zip(part.peers, part.wait(), strict=True))
-        return [self._told[rank] for rank in sorted(self._told)]
-
-    def awaited(self) -> list[int]:
-        return sorted(rank for part in self._parts for rank in part.awaited() or ())
-
-    def release(self) -> None:
-        for part in self._parts:
-            part.release()
-
-
-class AsTensors(Pending):
-    """What all ranks tell, as tensors."""
-
-    def __init__(self, telling: Telling) -> None:
-        self._telling = telling
+    def __init__(self, pending: Pending, rank: int, own: Tensor) -> None:
+        self._pending = pending
+        self._rank = rank
+        self._own = own
 
     def wait(self) -> list[Tensor]:
-        return [tensor_of(each) for each in self._telling.wait()]
-
-    def awaited(self) -> list[int] | None:
-        return self._telling.awaited()
+        received = self._pending.wait()
+        return [*received[: self._rank], self._own, *received[self._rank :]]
 
     def release(self) -> None:
-        self._telling.release()
+        self._pending.release()
