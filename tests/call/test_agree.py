@@ -8,8 +8,9 @@ import pytest
 import torch
 
 import weft
-from weft.call.agree import BODY, DIRECT, agree, opening_peers
+from weft.call.agree import BODY, CAP, DIRECT, agree, opening_peers
 from weft.testing import spmd
+from weft.wire.interface import MEETS
 
 
 def total(lower, upper):
@@ -170,3 +171,7 @@ def test_calls_of_some_ranks_are_counted_by_all_with_the_next_of_all(group):
         agreement = group.worker.call("test", job)
         agreement.release()
         assert agreement.number == group.worker.calls == count
+
+
+def test_a_statement_fits_in_a_meeting():
+    assert CAP <= MEETS

@@ -35,7 +35,7 @@ from weft.testing.wires import NUMBERS
 from weft.wire.in_process import room
 from weft.wire.in_process.room import Room
 from weft.wire.in_process.threads import ThreadWire, thread_wires
-from weft.wire.interface import Failure, Features, WireFailed, check_meeting
+from weft.wire.interface import MEETS, Failure, Features, WireFailed, check_meeting
 from weft.wire.tcp import wire as tcp
 
 sys.path.append(str(Path(__file__).parents[2] / "examples/wire_streams"))
@@ -736,10 +736,10 @@ class MeetsTheSame(Between):
     """Meets those that came to meet the same ranks."""
 
     def meet(self, message, ranks):
-        check_meeting(self, self.rank, room.MEETS, message, ranks)
+        check_meeting(self, self.rank, MEETS, message, ranks)
         sent = tensor_of(bytearray(message))
         peers = [rank for rank in ranks if rank != self.rank]
-        receives = [(peer, room.MEETS) for peer in peers]
+        receives = [(peer, MEETS) for peer in peers]
         channel = zlib.crc32(repr(sorted(ranks)).encode()) >> 1
         pending = self.inner.post([(peer, sent) for peer in peers], receives, channel)
         return room.RoomMeeting(pending, message, ranks.index(self.rank))

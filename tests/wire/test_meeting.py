@@ -26,11 +26,11 @@ from weft.testing import check_wire, make_wires, ranks_as_processes
 from weft.testing.pace import patient
 from weft.testing.wire_clauses import CLAUSES
 from weft.testing.wires import NUMBERS
-from weft.wire.interface import Failure, Features, WireFailed
+from weft.wire.interface import MEETS, Failure, Features, WireFailed
 from weft.wire.tcp import meeting
 from weft.wire.tcp import wire as tcp
 
-MEETING = Features(meets=meeting.MEETS)
+MEETING = Features(meets=MEETS)
 OF_MEETINGS = [name for name, number in NUMBERS.items() if CLAUSES[number - 1].needs == "meets"]
 SOON = 20.0  # seconds in which what must come comes, on an idle machine
 
@@ -474,7 +474,7 @@ def test_garbage_on_a_page_harms_nobody_but_who_meets_its_writer(wires):
         def spoil(seed=seed, base=base, put=put, ended=ended):
             generator = random.Random(seed)
             while not ended.wait(generator.choice((0, 1e-4))):
-                words = generator.choice((LINE * 5, 2 * meeting.MEETS))
+                words = generator.choice((LINE * 5, 2 * MEETS))
                 address = base + generator.randrange(words) // 8 * 8
                 put(address, generator.choice((-1, 1 << 62, 5, generator.getrandbits(62))))
 

@@ -246,8 +246,9 @@ class Group:
     def near(self) -> frozenset[int]:
         """The other ranks that this one can `meet`: those of its host, if any."""
         wire = self.session.openings.wire
-        if not isinstance(wire, interface.Meeting):
+        if wire.features.meets < interface.MEETS:
             return frozenset()
+        assert isinstance(wire, interface.Meeting)
         others = frozenset(range(self.size)) - {self.rank}
         return frozenset(peer for peer in others if self._ranks[peer] in wire.near)
 

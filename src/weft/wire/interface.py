@@ -20,6 +20,10 @@ from torch import Tensor
 CHANNELS = 1 << 31
 """Channels are numbers below this one, as the tags of torch are."""
 
+MEETS = 160 << 10
+"""Bytes of a message of a meeting: with `features.meets` of so many, or more, ranks of one host
+open their calls in meetings."""
+
 Send = tuple[int, Tensor]
 """(peer, contiguous tensor on the wire's device, of any dtype). Until the post was waited for the
 tensor does not change, and the wire keeps its storage, whatever becomes of the tensor."""
@@ -40,7 +44,8 @@ class Features:
         reduces: (op, dtype) of what `all_reduce` takes; with any, the wire is a `Reducing`.
         between: bytes a second that a rank reaches between hosts, as a first guess; None: weft has
             one, and then each group what its calls reached.
-        meets: the most bytes of a message of `meet`; with any, the wire is a `Meeting`.
+        meets: the most bytes of a message of `meet`; with any, the wire is a `Meeting`. Calls open
+            in meetings where they are `MEETS` or more.
     """
 
     exact: bool = False

@@ -24,10 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ...base.memory import fault_of, memory_of
-from ..interface import CHANNELS, Failure, Features, Recv, Send, WireFailed, check_meeting
-
-MEETS = 160 << 10
-"""Bytes of a message of a meeting, at most; as over TCP, so that tests try the same."""
+from ..interface import CHANNELS, MEETS, Failure, Features, Recv, Send, WireFailed, check_meeting
 
 _MEETINGS = CHANNELS  # the channel of meetings
 

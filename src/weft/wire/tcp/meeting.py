@@ -47,11 +47,8 @@ from typing import Protocol
 
 from ...kernels import jit
 from ...kernels.page import BEGUN, DEPTH, LINE, READ, ROOM, WANTS
-from ..interface import Failure, WireFailed
+from ..interface import MEETS, Failure, WireFailed
 from . import shm
-
-MEETS = 160 << 10
-"""Bytes of a slot, so the most of a message."""
 
 SETS = 1000
 """Of ranks, of which is remembered where their lines are."""

@@ -54,7 +54,7 @@ from torch import Tensor
 from ...base.memory import Lease, Pool
 from ...rendezvous.address import own_address
 from ..factory import Start
-from ..interface import Failure, Features, Recv, Send, WireFailed, check_meeting
+from ..interface import MEETS, Failure, Features, Recv, Send, WireFailed, check_meeting
 from . import connection, meeting, shm
 from .connection import Block, Connection, Receive
 from .listener import (
@@ -149,7 +149,7 @@ class TcpWire:
         self.rank = rank
         self.size = size
         self.device = torch.device("cpu")
-        self.features = Features(meets=meeting.MEETS if meets else 0)
+        self.features = Features(meets=MEETS if meets else 0)
         self.near = frozenset({rank, *(segments or {})} if meets else {rank})
         self.segment = segment
         self._memory = memory
