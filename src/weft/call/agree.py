@@ -407,12 +407,13 @@ def agree(
         for field, _ in known:  # whose names the last that came may not have
             agreement.fields.setdefault(field, _UNKNOWN)
         return agreement
-    names = [group.rank_in_errors(peer) for peer in range(group.size)]
     telling = _tell(group, mine, private, opens=is_first)
     if watch is not None:
         watch(telling)
     said = [
-        mine if peer == group.rank else _heard(group, mine, peer, message, (names[peer],))
+        mine
+        if peer == group.rank
+        else _heard(group, mine, peer, message, (group.rank_in_errors(peer),))
         for peer, message in enumerate(telling.wait())
     ]
     agreement = _agreed(group, mine, [*enumerate(said)], telling.release)
@@ -506,6 +507,9 @@ def _heard(
     """What a peer stated for some of these ranks, in the call in which this rank is, too."""
     own = mine.cohorts[0].fields
     statement = group.decode(peer, "a statement", _Statement.unpack, message, own)
+    first = statement.cohorts[0]
+    if first.fields is own and first.ranks == among:  # it says the same, and is the peer's alone
+        return statement
     for cohort in statement.cohorts:
         if cohort.fields is not own and cohort.members != group.members:
             group.decode(peer, "a statement", check_members, cohort.members, group.session.size)
@@ -526,13 +530,17 @@ def _agreed(
 ) -> Agreement:
     """The conclusion from statements and who sent them; raises what every rank raises."""
     said = [statement for _, statement in heard]
-    cohorts = [cohort for each in said for cohort in each.cohorts]
-    fields = cohorts[0].fields
-    differ = any(each.fields is not fields and each.fields != fields for each in cohorts)
+    fields = said[0].cohorts[0].fields
+    differ = False
+    number = 0
+    for each in said:
+        differ |= each.error != b""
+        for cohort in each.cohorts:
+            differ = differ or cohort.fields != fields
+            number = max(number, cohort.number)
     # a rank that calls of some of the ranks left out goes on from the others' number
-    group.worker.calls = number = max(cohort.number for cohort in cohorts)
+    group.worker.calls = number
     try:
-        differ = differ or any(each.error for each in said)
         agreed = _conclude(said) if differ else dict(fields)
     except WeftError:
         release()

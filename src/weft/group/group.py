@@ -266,11 +266,9 @@ class Group:
         """
         session = self.session
         route = session.openings
-        wire = route.wire
-        assert isinstance(wire, interface.Meeting)
+        meet: Callable[..., interface.PendingBytes] = route.wire.meet  # type: ignore[attr-defined]
         ranks = [self._ranks[peer] for peer in peers]
-        everybody = [session.rank, *ranks]
-        pending = session.use(route, "came to a meeting", wire.meet, message, everybody)
+        pending = session.use(route, "came to a meeting", meet, message, [session.rank, *ranks])
         told = memoryview(message)
         session.traffic.count([(rank, told) for rank in ranks])
         return Meeting(session, pending, route, peers, opens=opens)

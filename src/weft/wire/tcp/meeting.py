@@ -276,6 +276,11 @@ class Meetings:
         self._slots_at = _start_of_slots(wire.size)
         # of each slot the turn whose message it has; None: it had none
         self._slots: list[_Turn | None] = [None] * (DEPTH * len(segments) + 1)
+        # by peer: where this rank's line for it lies, its line for this rank, and its page
+        self._places = {
+            peer: (self.line(wire.rank, peer), self.line(peer, wire.rank), self.page(peer))
+            for peer in segments
+        }
         self._begun = dict.fromkeys(segments, 0)  # by peer: meetings, posted or not
         self._has_read = dict.fromkeys(segments, 0)  # by peer: its messages
         # by peer: the meetings whose message of it is yet to be read, in order
@@ -406,7 +411,7 @@ class Meetings:
     def _read(self, peer: int, meeting: TcpMeeting) -> bool:
         """Read a peer's message of this meeting, if it is there."""
         number = self._has_read[peer] + 1
-        line = self.line(peer, self.rank)
+        own_line, line, page = self._places[peer]
         found = self.find(line, number, self._entry_at)
         if not found:
             return False
@@ -421,8 +426,7 @@ class Meetings:
         meeting.messages[place] = bytearray(self._memory[peer][offset : offset + length])
         meeting.missing -= 1
         self._has_read[peer] = number
-        own_line = self.line(self.rank, peer)
-        is_awaited = self.confirm(own_line, line, self._bases[peer], number)
+        is_awaited = self.confirm(own_line, line, page, number)
         self._count_if_complete(meeting)
         if is_awaited:
             self._ring(peer)
@@ -460,7 +464,7 @@ class Meetings:
         for word in (WANTS, ROOM):
             self.loops["put_each"](near.own_lines, near.count, word, self._zeros_at)
 
-    def check_before_sleep(self, awaited: TcpMeeting | None) -> None:
+    def check_sleep(self, awaited: TcpMeeting | None) -> None:
         """Once this rank has said that it sleeps, and nothing was left to move: may it ever wake?
 
         Raises:

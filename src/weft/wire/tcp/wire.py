@@ -82,6 +82,7 @@ _LONG_TICK = 0.016  # the same at most, where another thread waits and moves eve
 _IDLE_LOOK = 1.0  # seconds between two looks of a thread that waits for ranks of other hosts alone
 _TURN_WAIT = 0.1  # seconds after which a close asks whoever waits again whether the rest is sent
 LINGER = 5.0  # seconds in which a close sends what is left
+_NAP = 0.05  # seconds of a sleep, after which a rank looks whether others wait for it in a circle
 _SPIN = 50e-6  # seconds that a wait looks by itself before it sleeps until it is woken
 LOWER_DELAY = 0.25  # seconds that the lower of two ranks waits before it connects, too
 _LONGEST = 3600.0  # seconds of one sleep; a wait without a limit sleeps again
@@ -617,9 +618,12 @@ class TcpWire:
             return []
         try:
             meetings.fall_asleep(self._awaited)
-            if self._move_meetings(meetings) or not self._may_sleep(meetings):
+            if self._move_meetings(meetings):
                 return []
-            return self._poll.poll(seconds * 1e3)
+            ready = self._poll.poll(min(seconds, _NAP) * 1e3)
+            if ready or seconds <= _NAP or not self._may_sleep_on(meetings):
+                return ready
+            return self._poll.poll((seconds - _NAP) * 1e3)
         finally:
             try:
                 meetings.wake_up()
@@ -627,10 +631,10 @@ class TcpWire:
                 self._break(error, "as it woke up")
                 raise
 
-    def _may_sleep(self, meetings: meeting.Meetings) -> bool:
+    def _may_sleep_on(self, meetings: meeting.Meetings) -> bool:
         """Whether something may end the sleep of this rank; if not, the wire fails."""
         try:
-            meetings.check_before_sleep(self._awaited)
+            meetings.check_sleep(self._awaited)
         except WireFailed as error:
             self._fail(error.failure)
         return self._failure is None
