@@ -22,7 +22,7 @@ import torch
 import typer
 
 import weft
-from weft.call import agree
+from weft.call.opening import opened
 from weft.group.group import Group
 from weft.sparse import run
 from weft.sparse.rate import rate_of, set_rate
@@ -37,14 +37,15 @@ def openings() -> Iterator[dict[int, int]]:
     """Bytes that each rank sends in the last opening of a step meanwhile."""
     sent: dict[int, int] = {}
 
-    def counted(group: Group, name: str, *given: Any, **more: Any) -> agree.Agreement:
+    @contextmanager
+    def counted(group: Group, name: str, *given: Any, **more: Any) -> Iterator[Any]:
         before = group.traffic.bytes
-        found = agree.agree(group, name, *given, **more)
-        if name == "sync_sparsified":
-            sent[group.rank] = group.traffic.bytes - before
-        return found
+        with opened(group, name, *given, **more) as opening:
+            if name == "sync_sparsified":
+                sent[group.rank] = group.traffic.bytes - before
+            yield opening
 
-    with mock.patch.object(run, "agree", counted):
+    with mock.patch.object(run, "opened", counted):
         yield sent
 
 

@@ -45,7 +45,7 @@ from rich.console import Console
 from rich.table import Table
 
 import weft
-from weft.call.agree import opening_peers
+from weft.call.combining import opening_peers
 from weft.sparse import Hosts, Sizes
 from weft.sparse.stages import between, in_stages
 from weft.testing import processes

@@ -203,7 +203,8 @@ def test_an_arrow_upward_is_seen(house, line):
 # making an object is free
 
 SENDS = (
-    "agree",
+    "agreed",
+    "begin",
     "call",
     "confess",
     "exchange",

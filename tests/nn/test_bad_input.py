@@ -212,9 +212,9 @@ def test_a_shape_that_changes_on_one_rank_is_right_or_an_error(group):
 
 def test_a_statement_in_which_a_rank_is_missing_is_refused(monkeypatch):
     """Above 16 ranks statements come combined; one of them may have been damaged on its way."""
-    pack = handshake.Statement.pack
+    pack = handshake.Operand.pack
     monkeypatch.setattr(
-        handshake.Statement,
+        handshake.Operand,
         "pack",
         lambda self, rank: bytearray() if rank == 13 else pack(self, rank),
     )
@@ -229,13 +229,13 @@ def test_a_statement_in_which_a_rank_is_missing_is_refused(monkeypatch):
 def test_who_states_what_another_brings_is_named_as_in_all_errors(monkeypatch):
     """Of a group of some ranks by the number that it has among all."""
     some = [0, 2]
-    pack = handshake.Statement.pack
+    pack = handshake.Operand.pack
 
     def of_another(statement, rank):
         is_culprit = threading.current_thread().name == "rank 2"
         return pack(statement, 0 if is_culprit else rank)
 
-    monkeypatch.setattr(handshake.Statement, "pack", of_another)
+    monkeypatch.setattr(handshake.Operand, "pack", of_another)
 
     def program(group):
         if group.rank in some:

@@ -1,7 +1,7 @@
 """The collectives of torch.distributed over a group, on CPU tensors, also of different sizes.
 
 They take any dtype; a reduction must be defined for it. Each begins with an opening exchange
-(`agree`), in which every rank learns what every other rank was asked for. So wrong or differing
+(`agreed`), in which every rank learns what every other rank was asked for. So wrong or differing
 arguments raise the same WeftError on all ranks, and the next call works. Then messages go directly
 from rank to rank, over the wire of the CPU's tensors. Reductions add in rank order, so all ranks
 that get the result have the same bits.
@@ -20,8 +20,8 @@ from ..base import _torch
 from ..base.errors import WeftError, summed_up
 from ..base.memory import typed
 from ..base.tensors import flattened, has_elements, is_made_of_others, is_plain, lacking, plain
-from ..call.agree import is_direct
-from ..call.opening import opened
+from ..call.opening import is_direct
+from ..call.terms import agreed
 from ..comm.parameters import ScatterAllGather
 from ..comm.staging import moved
 from ..group.group import Group
@@ -273,7 +273,7 @@ def _open(
     group: Group, call: str, fields: Mapping[str, object], error: str | None, own: bytes = b""
 ) -> list[bytes]:
     """The opening exchange; if statements are direct, the call's own bytes of each rank."""
-    with opened(group, call, fields, error, own=own) as said:
+    with agreed(group, call, fields, error, own=own) as said:
         return [bytes(each) for each in said.own(len(own))]
 
 

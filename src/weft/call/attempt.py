@@ -8,7 +8,7 @@ from typing import TypeVar, cast
 from ..base.arguments import printable, shown
 from ..base.errors import WeftError, entry
 from ..group import default
-from .agree import confess, preparing
+from .opening import confess, preparing
 
 T = TypeVar("T")
 

@@ -1,7 +1,7 @@
 """The handshake of every call of a layer: every rank that takes part learns what all pass.
 
 Each rank states the shape and dtype of its tensor, whether it needs a gradient, and what is wrong
-with its arguments (see `agree`). This happens in every call, also if `shape=` is given: if one
+with its arguments (see `opened`). This happens in every call, also if `shape=` is given: if one
 rank passed another shape than promised, the others would hang otherwise. Tensors on the host of up
 to `EAGER` bytes are sent with the statement, if at most 16 ranks take part; if all tensors are so
 small, nothing more is sent.
@@ -21,7 +21,10 @@ from ..base.devices import on_host
 from ..base.errors import WeftError
 from ..base.tensors import Shape, as_bytes, dtype_in, plain
 from ..group.group import Group
-from .agree import BODY, DIRECT, agree
+from .combining import DIRECT
+from .fingerprint import UNKNOWN
+from .opening import opened
+from .statement import BODY
 
 EAGER = 4 << 10
 """Bytes of a tensor that may be sent in the handshake, at most."""
@@ -31,7 +34,7 @@ _NEEDS, _RECORDS = 1, 2
 
 
 @dataclass(frozen=True, slots=True)
-class Statement:
+class Operand:
     """What one rank passes to a call.
 
     Attributes:
@@ -61,8 +64,8 @@ class Statement:
         return flat.view(shape)
 
     @classmethod
-    def unpack(cls, raw: memoryview, ranks: Collection[int] = ()) -> dict[int, Statement]:
-        """Read statements that follow one another; return them by rank.
+    def unpack(cls, raw: memoryview, ranks: Collection[int] = ()) -> dict[int, Operand]:
+        """Read operands that follow one another; return them by rank.
 
         Args:
             raw: the bytes.
@@ -71,7 +74,7 @@ class Statement:
         Raises:
             ValueError, struct.error: the bytes are invalid.
         """
-        found, at = dict[int, Statement](), 0
+        found, at = dict[int, Operand](), 0
         while at < len(raw):
             rank, flags, ndim, count = _HEAD.unpack_from(raw, at)
             shape = struct.unpack_from(f"<{ndim}q", raw, at + _HEAD.size)
@@ -94,8 +97,8 @@ def handshake(
     call: str,
     fields: Mapping[str, object],
     error: str | None,
-    statement: Statement,
-) -> tuple[torch.dtype | None, dict[int, Statement]]:
+    operand: Operand,
+) -> tuple[torch.dtype | None, dict[int, Operand]]:
     """State what this rank brings and hear the others, in a call whose turn it is.
 
     Collective among `ranks`.
@@ -107,7 +110,7 @@ def handshake(
         fields: what must be the same on all of them; None where this rank does not know. Among
             them the dtype.
         error: what is wrong with this rank's arguments.
-        statement: what this rank brings.
+        operand: what this rank brings.
 
     Returns:
         The dtype that they agreed on, if anybody knows it, and what each of them brings.
@@ -118,27 +121,24 @@ def handshake(
         WireError: a peer or a link failed.
     """
 
-    packed = statement.pack(group.rank)
+    packed = operand.pack(group.rank)
     if len(ranks) > DIRECT and len(packed) * len(ranks) > BODY:  # they follow one another
         error = error or (
-            f"{call}: the shapes of {len(statement.shape)} dimensions that {len(ranks)} ranks tell "
+            f"{call}: the shapes of {len(operand.shape)} dimensions that {len(ranks)} ranks tell "
             f"each other take more than {BODY} bytes: use fewer ranks, or fewer dimensions"
         )
         packed = bytearray()
-    agreement = agree(among(group, ranks), call, fields, error, packed, _one_behind_the_other)
-    try:
-        said: dict[int, Statement] = {}
+    with opened(among(group, ranks), call, fields, error, packed, _one_behind_the_other) as opening:
+        said: dict[int, Operand] = {}
         everyone = ranks if len(ranks) > DIRECT else ()  # else each body is of one rank
-        bodies = agreement.read(Statement.unpack, everyone)
+        bodies = opening.read(Operand.unpack, everyone)
         for rank, body in zip(ranks, bodies, strict=False):
             if len(bodies) > 1 and list(body) != [rank]:
                 name = group.rank_in_errors(rank)
                 raise group.fail(rank, f"rank {name} sent a statement that is not its own")
             said |= body
-        unknown = agreement.fields["dtype"] == "?"
-        dtype = None if unknown else agreement.field("dtype", dtype_in)
-    finally:
-        agreement.release()
+        unknown = opening.fields["dtype"] == UNKNOWN
+        dtype = None if unknown else opening.field("dtype", dtype_in)
     asks = next((rank for rank, each in said.items() if each.needs), None)
     deaf = next((rank for rank, each in said.items() if not each.records), None)
     if asks is not None and deaf is not None:
@@ -161,8 +161,8 @@ def payload_of(x: Tensor, ranks: tuple[int, ...]) -> memoryview | None:
     return as_bytes(plain(x.detach())).numpy().data
 
 
-def _one_behind_the_other(lower: Tensor, upper: Tensor) -> Tensor:
-    first, second = (Statement.unpack(each.numpy().data) for each in (lower, upper))
+def _one_behind_the_other(lower: memoryview, upper: memoryview) -> bytes:
+    first, second = Operand.unpack(lower), Operand.unpack(upper)
     if not first.keys().isdisjoint(second):
         raise ValueError(f"ranks {list(first)} and {list(second)} meet")
-    return torch.cat((lower, upper))
+    return b"".join((lower, upper))

@@ -1,160 +1,313 @@
-"""The opening exchange of every call in this room.
+"""The opening of every call: its one exchange, in which everybody learns what everybody was asked.
 
-Beside the fingerprint and the error of `weft.call.agree`, a rank states whether its tensors record
-gradients, whether it is under `torch.no_grad()`, a limit of bytes to move at once, and a digest of
-something that may differ. These combine by minima, however many ranks there are. A call may add
-bytes of its own (a mask, a small payload): if statements are direct, each rank gets those of every
-rank; else they are combined by bitwise "or".
+Nothing that changes what is communicated may be decided from one rank's data. So a call begins with
+a *statement* that every rank makes to every rank (`statement`), and from the same statements every
+rank draws the same conclusion. Step by step (`opened`):
+
+1. The rank writes its statement: the fingerprint of the call (`fingerprint`), which all must have
+   equal, the error that its caller made, if any, and a body of the call's own.
+2. It notes that it has come to this call: from here on others that ask where it is are told so.
+3. It tells its statement, and hears the others' (`telling`): up to `DIRECT` ranks each tells all
+   others, in one round; more combine theirs pairwise (`combining`). So long it waits: who dies, or
+   does not come, is named by the group's verdict, and the group is lost.
+4. What has come is checked before it is used. Bytes that are no statement end the group, with an
+   error that names the rank that sent them. So does a statement among other ranks than these, such
+   as that of a rank in a call of a subset: no later message of either call would find its own.
+5. All ranks conclude alike: where some rank told an error, or fingerprints differ, all raise the
+   same text, and the next call works. Else all go on.
+
+Beside its statement a rank may tell each other rank something in private, on which nothing may be
+decided but between those two.
 """
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import functools
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, TypeVar
 
-import numpy as np
-import torch
-from torch import Tensor
-
-from ..base.errors import WeftError
-from ..group.group import Group
+from ..base.arguments import in_words
+from ..base.errors import WeftError, WireError
+from ..failure.verdict import crossed
+from ..group.group import Group, check_members
 from ..group.pending import Awaited
-from .agree import BODY, Agreement, Private, agree
+from .combining import DIRECT, combined
+from .fingerprint import LONGEST, UNKNOWN, Cohort, agreed, call_of, encoded, joined, stated
+from .statement import CAP, TEXT, Bytes, Combine, Private, Statement, privately, said_to
+from .telling import Telling, tell
 
-NO_LIMIT = (1 << 63) - 1
-"""The limit of a rank that has none."""
-
-_NOBODY, _RANKS = NO_LIMIT, 1 << 31
-_SAID = struct.Struct("<5q8x")  # so that any dtype may follow
-
-ROOM = BODY - _SAID.size
-"""Bytes that a call may state of its own."""
+T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
-class Mode:
-    """The state of autograd where the call was made.
-
-    Attributes:
-        records: whether this call would be recorded: a tensor requires a gradient.
-        enabled: whether gradients are recorded at all.
-    """
-
-    records: bool = False
-    enabled: bool = True
-
-    @classmethod
-    def of(cls, tensors: Sequence[Tensor]) -> Mode:
-        """The mode here and now, for a call with these tensors."""
-        enabled = torch.is_grad_enabled()
-        return cls(enabled and any(tensor.requires_grad for tensor in tensors), enabled)
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Opening:
-    """The combined statements of all ranks.
+    """What all ranks know of each other, once a call is open.
 
     Attributes:
-        records: whether some rank records gradients; then all take part in backward.
-        limit: the smallest limit.
-        equal: whether all digests are equal.
-        agreement: the rest; its bodies are valid inside `opened`.
+        number: of the call, among those that the ranks of the group agreed on.
+        fields: the agreed fingerprint; a field that some ranks did not know has the others' value.
+        private: what each rank said to this one alone, in rank order, its own not included.
     """
 
-    records: bool
-    limit: int
-    equal: bool
-    agreement: Agreement
+    number: int
+    fields: dict[str, str]
+    private: list[memoryview]
+    _group: Group
+    _heard: list[tuple[int, Statement]]  # who told it
+    _own: memoryview  # this rank's body
 
-    def own(self, nbytes: int) -> list[memoryview]:
-        """The call's own bytes of each rank, in rank order; if statements are not direct, one item:
-        all combined. Valid inside `opened`."""
-        return self.agreement.read(_own, nbytes)
+    def read(self, decode: Callable[..., T], *given: Any, own: T | None = None) -> list[T]:
+        """`decode(body, *given)` of each of the bodies, which are memoryviews.
 
-    def mask(self, nbytes: int) -> list[int]:
-        """The call's own bytes of all ranks, combined by bitwise "or"."""
-        said = [np.frombuffer(each, np.uint8) for each in self.own(nbytes)]
-        return cast(list[int], np.bitwise_or.reduce(said).tolist())
+        There is one for each rank where statements are direct, else the one combined body. `own`:
+        what this rank's own says, which is not decoded then.
+
+        Raises:
+            WireError: a body could not be decoded.
+        """
+        found = []
+        for peer, each in self._heard:
+            if own is not None and each.body is self._own:
+                found.append(own)
+            else:
+                found.append(self._group.decode(peer, "a statement", decode, each.body, *given))
+        return found
+
+    def check_whose(self, whose: Sequence[Collection[int]]) -> None:
+        """Check that each rank stated what is its own, where statements are direct.
+
+        Args:
+            whose: for each rank the ranks, by their numbers in errors, of which its body is.
+
+        Raises:
+            WireError: a rank stated another's.
+        """
+        for rank, said in enumerate(whose):
+            name = self._group.rank_in_errors(rank)
+            if not set(said) <= {name}:
+                text = f"rank {name} sent a statement that is not its own"
+                raise self._group.fail(rank, text)
+
+    def field(self, name: str, decode: Callable[[str], T]) -> T:
+        """The value of a field, which some rank may have learned from others only.
+
+        Raises:
+            WeftError: no rank knows the value.
+            WireError: it could not be decoded.
+        """
+        value = self.fields[name]
+        if value == UNKNOWN:
+            raise WeftError(f"no rank says what the {name} is")
+        told = (p for p, each in self._heard for g in each.cohorts if (name, value) in g.fields)
+        return self._group.decode(next(told), f"the field {name!r}", decode, value)
+
+
+def is_direct(group: Group) -> bool:
+    """Whether every rank hears every rank's own statement."""
+    return group.size <= DIRECT
+
+
+def _first(lower: memoryview, upper: memoryview) -> memoryview:
+    return lower
 
 
 @contextmanager
 def opened(
     group: Group,
-    name: str,
+    call: str,
     fields: Mapping[str, object],
     error: str | None,
+    body: Bytes = b"",
+    combine: Combine = _first,
     *,
-    mode: Mode | None = None,
-    limit: int = NO_LIMIT,
-    digest: int = 0,
-    own: bytes | memoryview = b"",
-    private: Sequence[Private] | None = None,
     watch: Callable[[Awaited], object] | None = None,
+    private: Sequence[Private] | None = None,
 ) -> Iterator[Opening]:
-    """Agree on a call; collective.
+    """Open a call; collective. What is read of the others' statements is valid in this block.
+
+    Args:
+        group: among whom.
+        call: name of the call; ranks in different calls are told so.
+        fields: what must be equal on all ranks, by name; None says that this rank does not know.
+        error: what this rank's caller did wrong, in a sentence without the rank.
+        body: what the call says of its own, at most `BODY` bytes.
+        combine: makes one body of two; the left one is of lower ranks. Only used, and only
+            needed, where statements are not direct.
+        watch: is told what is waited for: something of each rank. Where statements are not
+            direct, it is an empty message beside them, which tells who has come.
+        private: what to say to each rank, in rank order. With the body at most `BODY` bytes; that
+            to all `near` ranks together, too. Only where statements are direct.
+
+    Raises:
+        WeftError: a rank stated an error, or fingerprints differ; the same text on every rank.
+        WireError: as every wait does; also where a peer sent something else than a statement.
+        RuntimeError: the body is larger than a statement may be.
+    """
+    mine = _statement(group, call, fields, error, memoryview(body), watched=watch is not None)
+    own_fields = mine.cohorts[0].fields
+    is_first = group.worker.enter(group.global_ranks, group.members, own_fields)
+    if group.size == 1:
+        yield _concluded(group, mine, [(0, mine)])
+        return
+    hear = functools.partial(_heard, group, mine)
+    if not is_direct(group):
+        opening = _concluded(group, mine, [combined(group, mine, combine, hear, watch)])
+        for name, _ in own_fields:  # the last that came may lack some
+            opening.fields.setdefault(name, UNKNOWN)
+        yield opening
+        return
+    telling = _tell(group, mine, private, opens=is_first)
+    if watch is not None:
+        watch(telling)
+    told = telling.wait()
+    try:
+        said = [
+            mine if peer == group.rank else hear(peer, message, (group.rank_in_errors(peer),))
+            for peer, message in enumerate(told)
+        ]
+        opening = _concluded(group, mine, [*enumerate(said)])
+        if private is not None:
+            _read_private(opening, group)
+        yield opening
+    finally:
+        telling.release()
+
+
+def _statement(
+    group: Group,
+    call: str,
+    fields: Mapping[str, object],
+    error: str | None,
+    body: memoryview,
+    *,
+    watched: bool,
+) -> Statement:
+    """What this rank states; the arguments are those of `opened`."""
+    name = group.rank_in_errors(group.rank)
+    fingerprint = call_of(call, group.members)
+    if error is None:  # else nobody needs the fields
+        try:
+            fingerprint += stated(fields)
+        except Exception as trouble:  # a value is the caller's, and may have no text
+            error = in_words(trouble)
+        if len(encoded(fingerprint)) > LONGEST:
+            fingerprint = fingerprint[:2]
+            error = "the arguments are too long to be told to the other ranks: pass shorter ones"
+    said = b""
+    if error is not None:
+        said = f"rank {name}: {error}".encode(errors="backslashreplace")[:TEXT]
+    cohort = Cohort(fingerprint, (name,), 1, group.worker.calls)
+    return Statement((cohort,), said, name, body, watched=watched)
+
+
+def _tell(
+    group: Group, mine: Statement, private: Sequence[Private] | None, *, opens: bool
+) -> Telling:
+    """Start telling all ranks this rank's statement, and each what is said to it in private."""
+    if private is None:
+        return tell(group, mine.pack(), CAP, opens=opens)
+    far = [peer for peer in group.peers if peer not in group.near]
+    to_far = {peer: mine.pack(private[peer]) for peer in far}
+    to_near = [said if peer in group.near else () for peer, said in enumerate(private)]
+    return tell(group, mine.pack(privately(to_near)), CAP, to_far=to_far, opens=opens)
+
+
+def _read_private(opening: Opening, group: Group) -> None:
+    """Of what peers of this host said to each rank keep what they said to this one."""
+    for peer in group.near:
+        said = opening.private[peer]
+        what = "a statement"
+        opening.private[peer] = group.decode(peer, what, said_to, group.rank, group.size, said)
+
+
+def _heard(
+    group: Group, mine: Statement, peer: int, message: memoryview, among: Collection[int]
+) -> Statement:
+    """What a peer stated for some of these ranks, in the call in which this rank is, too."""
+    own = mine.cohorts[0].fields
+    statement = group.decode(peer, "a statement", Statement.unpack, message, own)
+    first = statement.cohorts[0]
+    if first.fields is own and first.ranks == among:  # it says the same, and is the peer's alone
+        return statement
+    for cohort in statement.cohorts:
+        if cohort.fields is not own and cohort.members != group.members:
+            group.decode(peer, "a statement", check_members, cohort.members, group.session.size)
+            calls = {
+                group.rank_in_errors(group.rank): mine.cohorts[0].place,
+                group.rank_in_errors(peer): cohort.place,
+            }
+            raise group.session.fail(None, crossed(calls))
+    group.decode(peer, "a statement", statement.check_ranks, among)
+    return statement
+
+
+def _concluded(group: Group, mine: Statement, heard: list[tuple[int, Statement]]) -> Opening:
+    """The conclusion from statements and who told them; raises what every rank raises."""
+    said = [statement for _, statement in heard]
+    fields = said[0].cohorts[0].fields
+    are_alike = True
+    number = 0
+    for each in said:
+        are_alike = are_alike and not each.error
+        for cohort in each.cohorts:
+            are_alike = are_alike and cohort.fields == fields
+            number = max(number, cohort.number)
+    # a rank that calls of some of the ranks left out goes on from the others' number
+    group.worker.calls = number
+    known = dict(fields) if are_alike else _known(said)
+    private = [each.private for each in said]
+    return Opening(number, known, private, group, heard, mine.body)
+
+
+def _known(said: Sequence[Statement]) -> dict[str, str]:
+    """The agreed fields; raises what every rank raises."""
+    error = min((each for each in said if each.error), key=lambda s: s.error_rank, default=None)
+    if error is not None:
+        raise WeftError(error.error.decode(errors="replace"))
+    return agreed(joined((cohort for each in said for cohort in each.cohorts), TEXT))
+
+
+def confess(
+    group: Group, call: str, trouble: BaseException | None, lacking: str | None = None
+) -> None:
+    """Tell each other what went wrong on this rank, if anything did; collective.
 
     Args:
         group: the ranks that take part.
-        name: of the call.
-        fields: values that must be equal on all ranks; None: this rank does not know the value.
-        error: what is wrong with this rank's arguments.
-        mode: of a differentiable call, else None.
-        limit: how much this rank may move at once, in the call's units.
-        digest: an int64 to be compared with the others'.
-        own: bytes of the call's own, at most `ROOM`.
-        private: what to say to each rank, in rank order; with `own` at most `ROOM` bytes. Only if
-            statements are direct.
-        watch: as for `agree`.
+        call: name of the call.
+        trouble: what was raised here.
+        lacking: what else is wrong here.
 
     Raises:
-        WeftError: a rank stated an error, fingerprints differ, or some ranks record gradients and
-            others are under `torch.no_grad()`.
+        WeftError: something went wrong on some rank; the same text on every rank.
     """
-    rank = group.rank_in_errors(group.rank)
-    numbers = _SAID.pack(
-        rank if mode and mode.records else _NOBODY,
-        rank if mode and not mode.enabled else _NOBODY,
-        limit,
-        digest,
-        ~digest,  # the largest becomes the smallest
-    )
-    body = bytearray().join([numbers, own])
-    agreement = agree(group, name, fields, error, body, _combine, watch=watch, private=private)
+    if isinstance(trouble, WeftError):
+        name = group.rank_in_errors(group.rank)
+        lacking = str(trouble).removeprefix(f"rank {name}: ")  # which is said for all
+    elif trouble is not None:
+        lacking = in_words(trouble)
     try:
-        said = agreement.read(_numbers)
-        recorder, without, least, lowest, highest = map(min, zip(*said, strict=True))
-        if recorder != _NOBODY and without != _NOBODY:
-            raise WeftError(
-                f"rank {recorder} records gradients of {name}, rank {without} is under "
-                "torch.no_grad(): call it under the same mode on every rank"
-            )
-        yield Opening(recorder != _NOBODY, least, lowest == ~highest, agreement)
-    finally:
-        agreement.release()
+        with opened(group, call, {}, lacking):
+            pass
+    except WeftError as error:
+        raise error from trouble
 
 
-def _numbers(body: memoryview) -> tuple[int, ...]:
-    """The numbers at the start of a body. Raises ValueError if they are invalid."""
-    numbers = _SAID.unpack_from(body)
-    if min(numbers[:3]) < 0 or any(_RANKS <= each < _NOBODY for each in numbers[:2]):
-        raise ValueError(f"it says {numbers}")
-    return numbers
+@contextmanager
+def preparing(group: Group, call: str) -> Iterator[None]:
+    """Tell all ranks what is raised in this block, which makes a call of a caller's arguments.
 
+    These may raise anything wherever they are looked at. If this rank alone raised it, the others
+    would wait for it in the call.
 
-def _own(body: memoryview, nbytes: int) -> memoryview:
-    """The bytes after the numbers. Raises ValueError if they are not `nbytes`."""
-    if len(body) != _SAID.size + nbytes:
-        raise ValueError(f"{len(body)} bytes for {_SAID.size + nbytes}")
-    return body[_SAID.size :]
-
-
-def _combine(lower: Tensor, upper: Tensor) -> Tensor:
-    size = min(len(lower), len(upper))  # bits of different lengths mean nothing
-    for each in (lower, upper):
-        _numbers(each.numpy().data)
-    numbers = (each[: _SAID.size].view(torch.int64) for each in (lower, upper))
-    bits = (each[_SAID.size : size] for each in (lower, upper))
-    return torch.cat([torch.minimum(*numbers).view(torch.uint8), torch.bitwise_or(*bits)])
+    Raises:
+        WeftError: as `confess`.
+    """
+    try:
+        yield
+    except WireError:
+        raise
+    except Exception as error:
+        group.worker.call(call, functools.partial(confess, group, call, error))  # raises

@@ -23,8 +23,8 @@ from ..base.devices import is_capturing, on_host
 from ..base.errors import entry, meant
 from ..base.memory import fresh, memory_of
 from ..base.tensors import has_elements, lacking
-from ..call.agree import is_direct, preparing
-from ..call.opening import Mode, opened
+from ..call.opening import is_direct, preparing
+from ..call.terms import Mode, agreed
 from ..group import default
 from ..kernels.ops import ELSEWHERE, OPS
 from ..schedules import dense, dense_all_reduce
@@ -140,8 +140,8 @@ class Reduction(Linear):
             fields |= {**self.fields, "shape": tuple(given.shape), "device": over.route}
         own = memory_of(given) if eager else b""
         place = fresh(tuple(given.shape), given.dtype, given.device)
-        with opened(group, self.name, fields, self.error, mode=mode, own=own) as said:
-            self.number = said.agreement.number
+        with agreed(group, self.name, fields, self.error, mode=mode, own=own) as said:
+            self.number = said.opening.number
             if eager:
                 heard = [
                     torch.frombuffer(each, dtype=given.dtype) for each in said.own(len(own)) if each

@@ -20,8 +20,8 @@ from torch import Tensor
 from ..base.devices import on_host
 from ..base.errors import entry
 from ..base.memory import fresh, memory_of
-from ..call.agree import is_direct, preparing
-from ..call.opening import NO_LIMIT, Mode, opened
+from ..call.opening import is_direct, preparing
+from ..call.terms import NO_LIMIT, Mode, agreed
 from ..group import default
 from ..group.channels import SMALL
 from ..group.group import Group
@@ -135,11 +135,11 @@ class Scatter(Linear):
             told = [*map(_stated, tensors, eager)]
         told[group.rank] = b""
         private = [[each] for each in told] if is_direct(group) else None
-        with opened(
+        with agreed(
             group, self.name, fields, self.error, mode=mode, limit=limit, private=private
         ) as said:
-            self.number = said.agreement.number
-            heard = said.agreement.private if private else _told(group, told)
+            self.number = said.opening.number
+            heard = said.opening.private if private else _told(group, told)
             results = list(tensors)
             results[group.rank] = fresh(tuple(like.shape), like.dtype, like.device).copy_(like)
             outgoing: dict[int, Tensor] = {}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from ..base.arguments import shown
 from ..base.errors import StillRunning, entry, names
-from ..call.opening import opened
+from ..call.terms import agreed
 from ..group import default
 from ..group.group import Group, is_duration
 from ..group.pending import Awaited
@@ -101,7 +101,7 @@ class Entered:
 
     def run(self) -> None:
         """Wait for all ranks; run in the call's turn."""
-        with opened(self._group, "barrier", {}, self._error, watch=self._watch):
+        with agreed(self._group, "barrier", {}, self._error, watch=self._watch):
             pass
 
     def _watch(self, pending: Awaited) -> None:

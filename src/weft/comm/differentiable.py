@@ -22,7 +22,7 @@ from torch import Tensor
 from ..base.devices import Aside
 from ..base.errors import entry
 from ..base.tensors import has_elements, lacking, plain
-from ..call.opening import Mode
+from ..call.terms import Mode
 from ..group.group import Group
 from ..group.worker import Work
 

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from ..base.arguments import truth
 from ..base.errors import entry
-from ..call.agree import preparing
-from ..call.opening import NO_LIMIT
+from ..call.opening import preparing
+from ..call.terms import NO_LIMIT
 from ..group import default
 from ..group.group import Group
 from ..sparse.request import travelling, wrong_wire_dtype

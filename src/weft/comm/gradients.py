@@ -21,8 +21,8 @@ from torch import Tensor
 from ..base.arguments import shown
 from ..base.errors import WeftError, entry
 from ..base.tensors import shape_in
-from ..call.agree import preparing
-from ..call.opening import NO_LIMIT, ROOM, opened
+from ..call.opening import preparing
+from ..call.terms import NO_LIMIT, ROOM, agreed
 from ..group import default
 from ..group.group import Group
 from ..kernels.ops import DTYPES
@@ -176,7 +176,7 @@ class Synchronised:
         error = self.error or error
         if len(names) >= ROOM:
             error = error or f"{len(names)} parameters are too many for one call: below {ROOM}"
-        with opened(
+        with agreed(
             self.group,
             NAME,
             self.fields | {"overlap_grads": "not called" if first is None else "called"},

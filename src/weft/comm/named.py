@@ -22,7 +22,7 @@ from torch.nn.parameter import is_lazy
 from ..base.devices import on_host
 from ..base.errors import WeftError
 from ..base.tensors import extent
-from ..call.opening import Mode
+from ..call.terms import Mode
 from ..group.group import Group
 from .all_to_all import Scatter
 from .staging import unsendable

@@ -25,8 +25,8 @@ from torch.utils.hooks import RemovableHandle
 
 from ..base.devices import Aside
 from ..base.errors import WeftError, entry
-from ..call.agree import confess, preparing
-from ..call.opening import opened
+from ..call.opening import confess, preparing
+from ..call.terms import agreed
 from ..group import default
 from ..group.group import Group
 from ..group.worker import Work
@@ -173,7 +173,7 @@ class Overlap:
         fields = known.fields | {"bucket_bytes": number_of_bytes(bucket_bytes)}
 
         def job() -> list[str]:
-            with opened(known.group, _NAME, fields, error, digest=described) as said:
+            with agreed(known.group, _NAME, fields, error, digest=described) as said:
                 same = said.equal
             if not same:
                 told_by_all(known.group, _NAME, known.manifest)

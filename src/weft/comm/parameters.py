@@ -23,8 +23,8 @@ from ..base.arguments import root_in, wrong_root
 from ..base.devices import on_host
 from ..base.errors import entry
 from ..base.tensors import as_bytes, plain
-from ..call.agree import preparing
-from ..call.opening import opened
+from ..call.opening import preparing
+from ..call.terms import agreed
 from ..group import default
 from ..group.channels import PARAMETERS
 from ..group.group import Group
@@ -73,7 +73,7 @@ def sync_params(module: torch.nn.Module, group_src: int = 0, group: object = Non
 
     def job() -> None:
         with torch.no_grad():
-            with opened(group, _NAME, {"group_src": root}, error, digest=digest(manifest)) as said:
+            with agreed(group, _NAME, {"group_src": root}, error, digest=digest(manifest)) as said:
                 pass
             if not said.equal:
                 told_by_all(group, _NAME, manifest, kept="; nothing was overwritten")

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..base.arguments import as_integer, shown
 from ..base.devices import is_capturing
 from ..base.tensors import has_elements, lacking
-from ..call.opening import NO_LIMIT
+from ..call.terms import NO_LIMIT
 from ..group.channels import ROUNDS
 from ..group.group import Group
 

@@ -36,7 +36,7 @@ from torch.futures import Future
 from ..base._torch import at_end_of_backward, backward_id, uncompiled
 from ..base.devices import Aside, Streams, on_host
 from ..base.errors import WeftError, WireError
-from ..call.opening import opened
+from ..call.terms import agreed
 from ..group.group import Group
 from ..group.worker import Work
 from ..sparse import last_call
@@ -273,5 +273,5 @@ def _meet(group: Group) -> None:
 
     That goes on meanwhile. Who fails before it is named here, and in its place.
     """
-    with opened(group, _END, {}, None):
+    with agreed(group, _END, {}, None):
         return

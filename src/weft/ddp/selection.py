@@ -25,7 +25,8 @@ import torch
 from torch import Tensor
 
 from ..base.tensors import as_bytes
-from ..call.agree import BODY, agree
+from ..call.opening import opened
+from ..call.statement import BODY
 from ..group.group import Group
 from ..sparse import last_call
 from ..sparse.family import all_gather, reduce_scatter
@@ -177,10 +178,10 @@ def _summed(group: Group, counts: Tensor) -> Tensor:
         found = np.frombuffer(body, np.int32).reshape(counts.shape)
         return torch.from_numpy(found.astype(np.int64))
 
-    def added(lower: Tensor, upper: Tensor) -> Tensor:
-        return as_bytes(lower.view(_COUNT) + upper.view(_COUNT))
+    def added(lower: memoryview, upper: memoryview) -> bytes:
+        first, second = (np.frombuffer(each, np.int32) for each in (lower, upper))
+        return (first + second).tobytes()
 
-    agreement = agree(group, "the selection of entries", {}, None, as_bytes(counts), added)
-    total = torch.stack(agreement.read(read)).sum(0)
-    agreement.release()
-    return total
+    body = as_bytes(counts).numpy().data
+    with opened(group, "the selection of entries", {}, None, body, added) as opening:
+        return torch.stack(opening.read(read)).sum(0)

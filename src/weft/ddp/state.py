@@ -13,8 +13,8 @@ from torch import Tensor
 
 from .. import kernels
 from ..base.devices import on_host
-from ..call.agree import preparing
-from ..call.opening import opened
+from ..call.opening import preparing
+from ..call.terms import agreed
 from ..comm.buckets import reduce_dense
 from ..group import process_group
 from ..group.group import Group
@@ -142,7 +142,7 @@ def tell_of(group: Group, fields: dict[str, str], error: str | None) -> None:
     """Have all ranks say what they were given; raises, on all, what is wrong with it."""
 
     def job() -> None:
-        with opened(group, NAME, fields, error):
+        with agreed(group, NAME, fields, error):
             return
 
     group.worker.call(NAME, job)

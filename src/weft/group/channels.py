@@ -20,7 +20,7 @@ SUMS = 2
 
 OPENINGS = OWN
 """What opens a call. On it alone do messages of different groups meet: there ranks that are in
-calls of different groups learn that they are (`weft.call.agree`)."""
+calls of different groups learn that they are (`weft.call.opening`)."""
 
 SMALL = OWN + 1
 """Small messages inside a call: lengths, heads of index lists."""

@@ -27,8 +27,8 @@ from ..base.arguments import is_a
 from ..base.devices import is_capturing
 from ..base.errors import WeftError, entry
 from ..base.tensors import Shape, as_bytes, in_format_of, plain
-from ..call.agree import preparing
-from ..call.handshake import Statement, among, handshake, payload_of
+from ..call.handshake import Operand, among, handshake, payload_of
+from ..call.opening import preparing
 from ..group.group import Group
 from .executor import assemble, execute, has_addition
 from .spec import Spec, planned
@@ -115,14 +115,14 @@ class Call:
             WeftError, WireError: as `applied`.
         """
         records = torch.is_grad_enabled() if needs is None else needs
-        dtype, device, statement = None, None, Statement((), needs=False, records=records)
+        dtype, device, statement = None, None, Operand((), needs=False, records=records)
         with preparing(among(self.group, self.ranks), self.name):
             error = self._error(x)
             own = x.dtype if is_a(x, Tensor) else torch.float32
             if error is None:
                 shape = tuple(x.shape) if self.stated is None else self.stated
                 asks = records and (x.requires_grad if needs is None else needs)
-                statement = Statement(shape, asks, records, payload_of(x, self.ranks))
+                statement = Operand(shape, asks, records, payload_of(x, self.ranks))
                 # compiled code has fixed the dtype of its result already
                 dtype = own if x.numel() or self.compiled else None
                 device = self.group.on(x.device).route
@@ -142,7 +142,7 @@ class Call:
 
         return self.group.worker.call(name, job)
 
-    def _moved(self, x: Tensor, dtype: torch.dtype, said: Mapping[int, Statement]) -> Moved:
+    def _moved(self, x: Tensor, dtype: torch.dtype, said: Mapping[int, Operand]) -> Moved:
         """Carry out the plan that follows from what all ranks said; collective.
 
         Raises:
@@ -219,7 +219,7 @@ class Moved:
     """
 
     call: Call
-    said: Mapping[int, Statement]
+    said: Mapping[int, Operand]
     dtype: torch.dtype
     needs: bool
     output: Tensor

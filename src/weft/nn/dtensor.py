@@ -32,7 +32,7 @@ from torch import Tensor
 from ..base._torch import shard_order
 from ..base.errors import WeftError, entry
 from ..base.tensors import Shape
-from ..call.handshake import Statement, handshake
+from ..call.handshake import Operand, handshake
 from .autograd import Call, Moved, anchor_of, outside
 from .grid import Box, ravel
 from .partition import Partition
@@ -337,7 +337,7 @@ def from_dtensor(x: DTensor, partition: Partition, *, lengths: Lengths = None) -
         if not partition.active:
             return outside("from_dtensor", group, x)
         fault = f"from_dtensor takes a DTensor, not a {type(x).__name__}"
-        ranks, nothing = tuple(sorted(partition.ranks)), Statement((), needs=False, records=False)
+        ranks, nothing = tuple(sorted(partition.ranks)), Operand((), needs=False, records=False)
         group.worker.call(  # where all raise
             "from_dtensor", lambda: handshake(group, ranks, "from_dtensor", {}, fault, nothing)
         )

@@ -1,6 +1,6 @@
 """The flight recorder: the last calls of this process, written to a file when something fails.
 
-The worker adds a call when it begins, `agree` adds the arguments that ranks compare, and
+The worker adds a call when it begins, the opening adds the arguments that ranks compare, and
 `sparse.record` the figures of a sparse call. WEFT_RECORD_DIR names a folder, where each rank writes
 one file of JSON: when its group breaks, when a call raises a WireError, and on SIGUSR1, unless the
 program handles that signal. Each time the file is replaced. `weft doctor --merge` compares the

@@ -14,7 +14,7 @@ import torch
 from ..base.arguments import truth
 from ..base.devices import Aside
 from ..base.errors import untransformed
-from ..call.agree import preparing
+from ..call.opening import preparing
 from ..group import default
 from ..group.group import Group
 from ..group.worker import Work

@@ -31,7 +31,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from ..base.errors import WeftError
-from ..call.agree import DIRECT
+from ..call.combining import DIRECT
 from .header import Header
 from .registry import ALGORITHMS, find
 from .sizes import Sizes

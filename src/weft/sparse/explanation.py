@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from ..base import notebook
-from ..call.agree import opening_rounds
+from ..call.combining import opening_rounds
 from .choose import Line, chosen, is_eager, why_not
 from .registry import ALGORITHMS, ALONE, EAGER
 from .sizes import Sizes

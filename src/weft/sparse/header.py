@@ -1,6 +1,6 @@
 """The header: what a rank says of its rows when a sparse all-reduce opens.
 
-A header is the body of the statement that `agree` carries. Headers combine, so one made of all
+A header is the body of a rank's statement. Headers combine, so one made of all
 ranks' headers says everything that the choice of an algorithm depends on, whether it came in one
 round or in log2 P. A rank with few rows sends the rows themselves instead of saying where they lie;
 when all ranks did, the call needs no second round.
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from .. import kernels
 from ..base.memory import memory_of, typed
-from ..call.agree import BODY
+from ..call.statement import BODY
 from ..kernels import Survey
 from .rate import GUESS, MOST
 from .rows import Rows
@@ -126,7 +126,7 @@ class Header(NamedTuple):
         """Whether so many rows may travel in a header."""
         return _FIXED.size + count * (index_bytes + row_bytes) + _GRAIN <= BODY
 
-    def pack(self) -> Tensor:
+    def pack(self) -> bytearray:
         """The header as bytes."""
         parts: Sequence[Any]
         if self.rows is not None:
@@ -142,8 +142,7 @@ class Header(NamedTuple):
             gap_bytes, weight_bytes = (numbers.itemsize for numbers in narrow)
             sizes = len(self.points), gap_bytes, weight_bytes
             parts = narrow
-        raw = bytearray().join((_FIXED.pack(*self[:_FIELDS], *sizes), *parts))
-        return torch.frombuffer(raw, dtype=torch.uint8)
+        return bytearray().join((_FIXED.pack(*self[:_FIELDS], *sizes), *parts))
 
     @classmethod
     def unpack(
@@ -303,9 +302,9 @@ def described(headers: Sequence[Header]) -> list[Header]:
     return [one if one.rows is None else one.described(one.rows.indices) for one in headers]
 
 
-def combined(lower: Tensor, upper: Tensor) -> Tensor:
-    """`Header.together` of two headers as bytes, for `agree`."""
-    return Header.together([Header.unpack(each.numpy().data) for each in (lower, upper)]).pack()
+def combined(lower: memoryview, upper: memoryview) -> bytearray:
+    """`Header.together` of two headers as bytes, for `opened`."""
+    return Header.together([*map(Header.unpack, (lower, upper))]).pack()
 
 
 def shares(count: int) -> Longs:

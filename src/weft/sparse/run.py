@@ -1,6 +1,6 @@
 """The steps of a call, the same for every algorithm and for every collective of the family.
 
-1. Agree (`opened`): every rank states its arguments, and a header of its rows or the rows.
+1. Begin (`begin`): every rank states its arguments, and a header of its rows or the rows.
 2. Run a schedule: for a sparse all-reduce the algorithm that the rule names (`choose`).
 3. If a caller's function may have raised, tell each other (`settle`).
 4. Put the result where the caller wants it (`handed_out`).
@@ -21,7 +21,8 @@ from .. import kernels
 from ..base.devices import current, on_host
 from ..base.errors import WeftError
 from ..base.tensors import dtype_in, shape_in
-from ..call.agree import Agreement, agree, confess, is_direct
+from ..call.fingerprint import UNKNOWN
+from ..call.opening import Opening, confess, is_direct, opened
 from ..group.group import Group
 from .call import Call, row_bytes
 from .choose import chosen, is_eager
@@ -70,12 +71,12 @@ class Done:
 
 
 @dataclass(frozen=True, slots=True)
-class Opened:
+class Begun:
     """A call that all ranks agreed on.
 
     Attributes:
         call: what every rank knows of the call.
-        own: this rank's rows, canonical if they are to be combined; valid inside `opened`.
+        own: this rank's rows, canonical if they are to be combined; valid inside `begin`.
         headers: of each rank; above 16 ranks one combined header.
         rows_of_all: of each rank, if the opening exchange carried all of them.
     """
@@ -87,9 +88,9 @@ class Opened:
 
 
 @contextmanager
-def opened(
+def begin(
     group: Group, request: Request, name: str, *, moves: bool = False, looks: bool = False
-) -> Iterator[Opened]:
+) -> Iterator[Begun]:
     """Agree on a call, and exchange headers or rows; collective.
 
     Args:
@@ -112,37 +113,34 @@ def opened(
     own = _rows_of(request, call, moves=moves)
     direct = is_direct(group)
     may_be_eager = not looks and _may_be_eager(group, request, moves=moves)
-    agreement = None
     try:
         # all ranks tell all others their arguments, and a header
         header = _header(group, request, call, own, eager=may_be_eager, moves=moves)
-        agreement = agree(group, name, request.fields, request.error, header.pack(), combined)
-        request.agreed = agreement.fields
-        _learn(agreement, request, call, group, moves=moves)
-        own.row_shape = call.row_shape
+        with opened(group, name, request.fields, request.error, header.pack(), combined) as opening:
+            request.agreed = opening.fields
+            _learn(opening, request, call, group, moves=moves)
+            own.row_shape = call.row_shape
 
-        # from here on every rank knows the same of the call
-        headers = _read_headers(agreement, request, call, header, direct=direct, moves=moves)
-        distributions = headers
-        if not moves and any(header.rows is None for header in headers):
-            # some ranks' rows did not come, so those that came are not merged here
-            distributions = described(headers)
-        call.header = Header.together(distributions)
-        if direct:
-            call.counts = [header.total for header in headers]
-        call.sizes = _sizes(call)
-        assert call.given is not None
-        staying = not on_host(call.given.values)
-        rows_of_all = None
-        if may_be_eager and not staying and is_eager(call.sizes, call.index.itemsize):
-            rows_of_all = _rows_of_all(group, headers)
-        elif group.size > 1:
-            call.sizes = suited(call.sizes, call.group, call.header.rate, staying=staying)
-        yield Opened(call, own, headers, rows_of_all)
+            # from here on every rank knows the same of the call
+            headers = _read_headers(opening, request, call, header, direct=direct, moves=moves)
+            distributions = headers
+            if not moves and any(header.rows is None for header in headers):
+                # some ranks' rows did not come, so those that came are not merged here
+                distributions = described(headers)
+            call.header = Header.together(distributions)
+            if direct:
+                call.counts = [header.total for header in headers]
+            call.sizes = _sizes(call)
+            assert call.given is not None
+            staying = not on_host(call.given.values)
+            rows_of_all = None
+            if may_be_eager and not staying and is_eager(call.sizes, call.index.itemsize):
+                rows_of_all = _rows_of_all(group, headers)
+            elif group.size > 1:
+                call.sizes = suited(call.sizes, call.group, call.header.rate, staying=staying)
+            yield Begun(call, own, headers, rows_of_all)
     finally:
         own.release()
-        if agreement is not None:
-            agreement.release()
 
 
 def _may_be_eager(group: Group, request: Request, *, moves: bool) -> bool:
@@ -204,7 +202,7 @@ def _header(
 
 
 def _read_headers(
-    agreement: Agreement, request: Request, call: Call, own: Header, *, direct: bool, moves: bool
+    opening: Opening, request: Request, call: Call, own: Header, *, direct: bool, moves: bool
 ) -> list[Header]:
     """The headers that came: of each rank or, where they are combined, one of all.
 
@@ -219,9 +217,9 @@ def _read_headers(
         of_one=direct,
     )
     known = own if direct and own.total else None  # without rows it may not know their shape
-    headers = agreement.read(unpack, call.row_shape, call.dtype, own=known)
+    headers = opening.read(unpack, call.row_shape, call.dtype, own=known)
     if direct:
-        agreement.check_whose([[header.tightest] for header in headers])
+        opening.check_whose([[header.tightest] for header in headers])
     return headers
 
 
@@ -240,21 +238,19 @@ def _rows_of_all(group: Group, headers: Sequence[Header]) -> list[Rows]:
     return rows_of_all
 
 
-def _learn(
-    agreement: Agreement, request: Request, call: Call, group: Group, *, moves: bool
-) -> None:
+def _learn(opening: Opening, request: Request, call: Call, group: Group, *, moves: bool) -> None:
     """Copy the agreed fields that this rank did not know into the call."""
-    if agreement.fields["row shape"] != "?":
-        call.row_shape = agreement.field("row shape", shape_in)
+    if opening.fields["row shape"] != UNKNOWN:
+        call.row_shape = opening.field("row shape", shape_in)
     if moves:
-        call.index = agreement.field("index dtype", dtype_in)
-        dtype = agreement.field("value dtype", dtype_in)
+        call.index = opening.field("index dtype", dtype_in)
+        dtype = opening.field("value dtype", dtype_in)
         call.dtype = travelling(dtype, request.rounded)
         call.wide = None if call.dtype == dtype else dtype
-        height = agreement.fields["height"]
-        call.height = agreement.field("height", int) if height.isdigit() else None
+        height = opening.fields["height"]
+        call.height = opening.field("height", int) if height.isdigit() else None
     if request.fields["device"] is None:
-        call.given = _nothing_on(agreement.field("device", _kind_in))
+        call.given = _nothing_on(opening.field("device", _kind_in))
         call.group = group.on(call.given.values.device)
 
 
@@ -300,7 +296,7 @@ def performed(
     group: Group,
     request: Request,
     name: str,
-    schedule: Callable[[Opened], tuple[str, Rows]],
+    schedule: Callable[[Begun], tuple[str, Rows]],
     *,
     moves: bool = False,
     apart: bool = False,
@@ -308,15 +304,15 @@ def performed(
     """Open a call, run its schedule, raise late errors, and hand out the result; collective.
 
     Args:
-        group, request, name, moves: see `opened`.
+        group, request, name, moves: see `begin`.
         schedule: runs in the open call; returns the name of what ran, and the result.
         apart: whether ranks get different results.
     """
-    with opened(group, request, name, moves=moves) as opening:
+    with begin(group, request, name, moves=moves) as begun:
         began = time.perf_counter()
-        algorithm, result = schedule(opening)
+        algorithm, result = schedule(begun)
         seconds = time.perf_counter() - began
-        call = opening.call
+        call = begun.call
     settle(group, name, call, len(result) if apart else None)
     if not apart and len(result) > call.header.capacity:
         raise WeftError(
@@ -328,29 +324,29 @@ def performed(
         bound = call.sizes.bound(len(result))
         learn(call.group, call.sizes, len(result), seconds)
     result = handed_out(call.widened(result), call)
-    return Done(algorithm, result, call.sizes, bound, len(opening.own), call.below)
+    return Done(algorithm, result, call.sizes, bound, len(begun.own), call.below)
 
 
 def reduced(group: Group, request: Request) -> Done:
     """Run one sparse all-reduce; collective."""
 
-    def schedule(opening: Opened) -> tuple[str, Rows]:
-        if opening.rows_of_all is not None:
-            return EAGER, merge_eager(opening.rows_of_all, opening.call)
-        call = opening.call
+    def schedule(begun: Begun) -> tuple[str, Rows]:
+        if begun.rows_of_all is not None:
+            return EAGER, merge_eager(begun.rows_of_all, begun.call)
+        call = begun.call
         name = ALONE
         if call.sizes.ranks > 1:
             name, _ = chosen(call.sizes, request.algorithm, _carrier(call.group))
         run = _alone if name == ALONE else find(name).run
-        return name, run(opening.own, call)
+        return name, run(begun.own, call)
 
     return performed(group, request, "sparse_all_reduce", schedule)
 
 
 def explained(group: Group, request: Request) -> Explanation:
     """Say what `reduced` would do; collective."""
-    with opened(group, request, "explain", looks=True) as opening:
-        call = opening.call
+    with begin(group, request, "explain", looks=True) as begun:
+        call = begun.call
     index = request.rows.indices.dtype
     found = explanation(call.sizes, request.algorithm, index.itemsize, _carrier(call.group))
     return replace(found, device=call.group.route)

@@ -33,7 +33,9 @@ from ..base.devices import on_host
 from ..base.errors import WeftError
 from ..base.memory import fresh
 from ..base.tensors import as_bytes, extent, has_elements, shape_in
-from ..call.agree import BODY, agree, confess, is_direct, opening_rounds
+from ..call.combining import opening_rounds
+from ..call.opening import confess, is_direct, opened
+from ..call.statement import BODY, Bytes
 from ..group.group import Group
 from . import explanation, run
 from .call import Call
@@ -398,22 +400,21 @@ def _stated(group: Group, requests: Sequence[Request], error: str | None, name: 
         mine[:] = [_statement(request, rank) for request in requests]
     statements = []
     for start in _first_tables(requests):
-        body = torch.from_numpy(mine[start : start + _MOST].view(np.uint8))
-        agreement = agree(group, name, fields, error, body, combined_statement)
-        # a combined statement counts this rank's own rows
-        least = None if is_direct(group) else mine[start : start + _MOST]["highest"]
-        tables_of_each = agreement.read(_read, body.nbytes, least)
-        if is_direct(group):
-            agreement.check_whose([tables["whose"].tolist() for tables in tables_of_each])
-        statements.append(_together(tables_of_each))
-        agreement.release()
+        body = mine[start : start + _MOST].view(np.uint8).data
+        with opened(group, name, fields, error, body, combined_statement) as opening:
+            # a combined statement counts this rank's own rows
+            least = None if is_direct(group) else mine[start : start + _MOST]["highest"]
+            tables_of_each = opening.read(_read, body.nbytes, least)
+            if is_direct(group):
+                opening.check_whose([tables["whose"].tolist() for tables in tables_of_each])
+            statements.append(_together(tables_of_each))
     stated = np.concatenate(statements)
     if stated["odd"].any():
         table = int(stated["odd"].argmax())
         what, shape = (mine[each][table].decode() for each in ("what", "shape"))
         fields = {f"table {table}": what, f"the row shape of table {table}": shape or None}
-        # which raises how they differ
-        agree(group, name, fields, None, bytearray(), combined_statement)
+        with opened(group, name, fields, None):
+            pass  # which raises how they differ
     return stated
 
 
@@ -474,11 +475,10 @@ def _together(each: Sequence[_Tables]) -> _Tables:
     return stated
 
 
-def combined_statement(lower: Tensor, upper: Tensor) -> Tensor:
+def combined_statement(lower: memoryview, upper: memoryview) -> Bytes:
     if len(lower) != len(upper):
         return lower  # the fingerprints tell
-    statements = [_read(each.numpy().data, len(lower)) for each in (lower, upper)]
-    return torch.from_numpy(_together(statements).view(np.uint8))
+    return _together([_read(each, len(lower)) for each in (lower, upper)]).tobytes()
 
 
 def _handed_out(group: Group, request: Request, part: Rows) -> tuple[Rows, BaseException | None]:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ...base.memory import typed
-from ...call.agree import DIRECT
+from ...call.combining import DIRECT
 from ...group.channels import VALUES
 from ..call import Call
 from ..local_rows import LocalRows

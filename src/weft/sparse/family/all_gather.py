@@ -24,7 +24,7 @@ from torch import Tensor
 from ...base.arguments import truth
 from ...base.devices import Aside
 from ...base.errors import untransformed
-from ...call.agree import is_direct, preparing
+from ...call.opening import is_direct, preparing
 from ...group import default
 from ...group.channels import LISTS, VALUES
 from ...group.group import Group
@@ -34,7 +34,7 @@ from ..record import started
 from ..registry import ALONE, EAGER
 from ..request import Request
 from ..rows import Rows
-from ..run import Opened, performed
+from ..run import Begun, performed
 from ..stream import Ring, consecutive, wrong_list
 
 _NAME = "sparse_all_gather"
@@ -171,9 +171,9 @@ def job_of(group: Group, request: Request, *, return_counts: bool = False) -> As
     """What gathers rows, when its turn has come."""
     counts: list[int] = []
 
-    def schedule(opening: Opened) -> tuple[str, Rows]:
-        counts.extend(_counts(opening))
-        return joined(opening, counts)
+    def schedule(begun: Begun) -> tuple[str, Rows]:
+        counts.extend(_counts(begun))
+        return joined(begun, counts)
 
     def job() -> Any:
         done = performed(group, request, _NAME, schedule, moves=True)
@@ -184,25 +184,25 @@ def job_of(group: Group, request: Request, *, return_counts: bool = False) -> As
     return Aside(group.streams, request.device, job)
 
 
-def _counts(opening: Opened) -> list[int]:
+def _counts(begun: Begun) -> list[int]:
     """How many rows each rank has."""
-    group = opening.call.group
+    group = begun.call.group
     if is_direct(group):
-        return [one.total for one in opening.headers]
-    most = opening.call.header.most
-    own = len(opening.own).to_bytes(8, "little")
+        return [one.total for one in begun.headers]
+    most = begun.call.header.most
+    own = len(begun.own).to_bytes(8, "little")
     return group.all_gather_bytes(own, lambda raw: range(most + 1)[int.from_bytes(raw, "little")])
 
 
-def joined(opening: Opened, counts: Sequence[int]) -> tuple[str, Rows]:
+def joined(begun: Begun, counts: Sequence[int]) -> tuple[str, Rows]:
     """All ranks' rows one after the other: from the opening exchange, or by a ring."""
-    call = opening.call
-    own = opening.own
+    call = begun.call
+    own = begun.own
     group = call.group
     part = consecutive(counts)  # of each rank
     result = call.result(sum(counts))
-    if opening.rows_of_all is not None:
-        for rows, place in zip(opening.rows_of_all, part, strict=True):
+    if begun.rows_of_all is not None:
+        for rows, place in zip(begun.rows_of_all, part, strict=True):
             result.indices[place] = rows.indices
             result.values[place] = rows.values
         return EAGER, result

@@ -14,14 +14,14 @@ from ...base.arguments import root_in, truth
 from ...base.devices import Aside, current
 from ...base.errors import untransformed
 from ...base.tensors import has_elements, shape_in
-from ...call.agree import is_direct, preparing
+from ...call.opening import is_direct, preparing
 from ...group import default
 from ...group.worker import Work
 from ..forms import AnyForm, Form, Place
 from ..record import started
 from ..request import NOTHING, Request
 from ..rows import Rows
-from ..run import Opened, performed
+from ..run import Begun, performed
 from .all_gather import joined
 
 _NAME = "sparse_broadcast"
@@ -165,15 +165,15 @@ def sparse_broadcast(
             request.fields["row shape"] = tuple(request.rows.row_shape)
         is_async = truth("async_op", async_op)
 
-    def schedule(opening: Opened) -> tuple[str, Rows]:
-        call = opening.call
-        for rank, one in enumerate(opening.headers):
+    def schedule(begun: Begun) -> tuple[str, Rows]:
+        call = begun.call
+        for rank, one in enumerate(begun.headers):
             if one.total and rank != src and is_direct(group):
                 name = group.rank_in_errors(rank)
                 raise group.fail(rank, f"rank {name} sent {one.total} rows, and has none to give")
         if group.size > 2 and not (call.sizes.at_once or call.sizes.on_one_host):
             call.sizes = call.sizes.but(chunk=min(call.sizes.chunk, _CHUNK))
-        return joined(opening, [call.sizes.total * (rank == src) for rank in range(group.size)])
+        return joined(begun, [call.sizes.total * (rank == src) for rank in range(group.size)])
 
     def job() -> Any:
         done = performed(group, request, _NAME, schedule, moves=True)

@@ -23,7 +23,7 @@ from ...base.arguments import root_in, truth
 from ...base.devices import Aside
 from ...base.errors import untransformed
 from ...base.memory import typed
-from ...call.agree import preparing
+from ...call.opening import preparing
 from ...group import default
 from ...group.channels import SUMS
 from ...group.worker import Work
@@ -35,7 +35,7 @@ from ..record import started
 from ..registry import ALONE, EAGER
 from ..request import Request
 from ..rows import Rows
-from ..run import Opened, merge_eager, performed
+from ..run import Begun, merge_eager, performed
 from ..stream import chunks, exchange_lists, in_rank_order, lay_out
 
 _NAME = "sparse_reduce"
@@ -140,15 +140,15 @@ def sparse_reduce(
         request.take_root("group_dst", dst, group_dst, group.size)
         is_async = truth("async_op", async_op)
 
-    def schedule(opening: Opened) -> tuple[str, Rows]:
-        call = opening.call
-        if opening.rows_of_all is not None:
-            return EAGER, merge_eager(opening.rows_of_all, call) if here else call.result(0)
+    def schedule(begun: Begun) -> tuple[str, Rows]:
+        call = begun.call
+        if begun.rows_of_all is not None:
+            return EAGER, merge_eager(begun.rows_of_all, call) if here else call.result(0)
         if group.size > DIRECTLY and not call.sizes.on_one_host:
-            return "owners", _by_owners(opening.own, call, dst)
+            return "owners", _by_owners(begun.own, call, dst)
         end = call.header.highest + 1
         all_his = [0] * (dst + 1) + [end] * (group.size - dst)
-        return ALONE if group.size == 1 else "direct", reduce_to_owners(opening.own, call, all_his)
+        return ALONE if group.size == 1 else "direct", reduce_to_owners(begun.own, call, all_his)
 
     def job() -> Any:
         done = performed(group, request, _NAME, schedule, apart=True)

@@ -17,7 +17,7 @@ import torch
 from ...base.arguments import truth
 from ...base.devices import Aside
 from ...base.errors import WeftError, summed_up, untransformed
-from ...call.agree import preparing
+from ...call.opening import preparing
 from ...group import default
 from ...group.group import Group
 from ...group.worker import Work
@@ -29,7 +29,7 @@ from ..record import started
 from ..registry import ALONE, EAGER
 from ..request import Request
 from ..rows import Rows
-from ..run import Opened, merge_eager, performed
+from ..run import Begun, merge_eager, performed
 
 _NAME = "sparse_reduce_scatter"
 _SHOWN = 9  # bounds that are compared as they are; longer ranges by a digest
@@ -149,9 +149,9 @@ def job_of(
             with request:
                 _check_ends(chosen, request.lowest, request.highest)
 
-        def schedule(opening: Opened) -> tuple[str, Rows]:
-            bounds.extend(chosen or _balanced(opening))
-            return _scattered(opening, bounds)
+        def schedule(begun: Begun) -> tuple[str, Rows]:
+            bounds.extend(chosen or _balanced(begun))
+            return _scattered(begun, bounds)
 
         done = performed(group, request, name, schedule, apart=True)
         done.note(group, ranges=tuple(bounds))
@@ -160,26 +160,26 @@ def job_of(
     return Aside(group.streams, request.device, job)
 
 
-def _scattered(opening: Opened, bounds: Sequence[int]) -> tuple[str, Rows]:
-    call = opening.call
+def _scattered(begun: Begun, bounds: Sequence[int]) -> tuple[str, Rows]:
+    call = begun.call
     group = call.group
-    if opening.rows_of_all is None:
+    if begun.rows_of_all is None:
         name = ALONE if group.size == 1 else _NAME.removeprefix("sparse_")
-        return name, reduce_to_owners(opening.own, call, bounds)
+        return name, reduce_to_owners(begun.own, call, bounds)
     mine = bounds[group.rank : group.rank + 2]
     highest = call.header.highest
     parts = []
-    for rows in opening.rows_of_all:
+    for rows in begun.rows_of_all:
         part = slices_between(rows.indices, mine, highest)[0]
         parts.append(Rows(rows.indices[part], rows.values[part]))
     return EAGER, merge_eager(parts, call)
 
 
-def _balanced(opening: Opened) -> list[int]:
-    call = opening.call
+def _balanced(begun: Begun) -> list[int]:
+    call = begun.call
     header = call.header
-    if opening.rows_of_all is not None:  # then nobody has said yet where rows lie
-        headers = [Header.of(rows.indices, rank) for rank, rows in enumerate(opening.rows_of_all)]
+    if begun.rows_of_all is not None:  # then nobody has said yet where rows lie
+        headers = [Header.of(rows.indices, rank) for rank, rows in enumerate(begun.rows_of_all)]
         header = Header.together(headers)
     bounds = balanced_bounds(header, call.group.size)
     return bounds if call.height is None else [*bounds[:-1], call.height]

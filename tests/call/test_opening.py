@@ -2,69 +2,61 @@
 
 from __future__ import annotations
 
-import functools
-
 import pytest
-import torch
 
 import weft
-from weft.call.agree import BODY, CAP, DIRECT, agree, opening_peers
+from weft.call.combining import DIRECT, opening_peers
+from weft.call.opening import opened
+from weft.call.statement import BODY, CAP
 from weft.testing import spmd
 from weft.wire.interface import MEETS
 
 
 def total(lower, upper):
-    return (lower.view(torch.int64) + upper.view(torch.int64)).view(torch.uint8)
+    return number(*(int.from_bytes(each, "little") for each in (lower, upper)))
 
 
 def joined(lower, upper):
-    return torch.cat([lower, upper])
+    return b"".join((lower, upper))
 
 
-def number(value):
-    return torch.tensor([value]).view(torch.uint8)
+def number(*values):
+    return sum(values).to_bytes(8, "little")
+
+
+def fields_of(group, fields=(), error=None, name="test"):
+    """What a call agrees on."""
+    with opened(group, name, dict(fields), error, number(0), total) as opening:
+        return opening.fields
 
 
 @spmd(1, 2, 3, 7, DIRECT, DIRECT + 1, 20, 32, 33, on=("threads",))
 def test_bodies_arrive_in_rank_order(group):
     for _ in range(2):
-        agreement = agree(
-            group,
-            "test",
-            {"what": "same"},
-            None,
-            torch.tensor([group.rank], dtype=torch.uint8),
-            joined,
-        )
-        assert [*b"".join(agreement.read(bytes))] == list(range(group.size))
-        assert agreement.fields["what"] == "same"
-        agreement.release()
+        body = bytes([group.rank])
+        with opened(group, "test", {"what": "same"}, None, body, joined) as opening:
+            assert [*b"".join(opening.read(bytes))] == list(range(group.size))
+            assert opening.fields["what"] == "same"
 
 
 @spmd(2, DIRECT, DIRECT + 1, 24, 32, on=("threads",))
 def test_to_whom_a_rank_sends_to_open_a_call_is_known_before(group):
-    agree(group, "test", {}, None, number(0), total).release()
+    fields_of(group)
     assert {*group.traffic.to} == {*opening_peers(group.rank, group.size)}
 
 
 @spmd(1, 3, 18, on=("threads",))
 def test_what_some_do_not_know_the_others_say(group):
     knows = group.rank == group.size - 1
-    agreement = agree(group, "test", {"shape": (4,) if knows else None}, None, number(0), total)
-    assert agreement.fields["shape"] == "(4,)"
-    agreement.release()
+    assert fields_of(group, {"shape": (4,) if knows else None})["shape"] == "(4,)"
 
 
 @spmd(3, 18, on=("threads",))
 def test_fields_that_only_some_have_are_known_to_all(group):
     """Ranks in different versions of a call, such as one with a list of tables and one without."""
     mine = {"shape": "(4,)"} if group.rank else {"tables": 1}
-    agreement = agree(group, "test", mine, None, number(0), total)
-    assert {name: agreement.fields[name] for name in ("shape", "tables")} == {
-        "shape": "(4,)",
-        "tables": "1",
-    }
-    agreement.release()
+    fields = fields_of(group, mine)
+    assert (fields["shape"], fields["tables"]) == ("(4,)", "1")
 
 
 @spmd(3, 18, on=("threads",))
@@ -80,18 +72,17 @@ def test_who_differs_is_found_behind_the_longest_that_agree(group):
         fields = mine | ({"end": 8} if odd and wrong else {})
         if odd:
             with pytest.raises(weft.WeftError, match=r"differ in end: .* has 8"):
-                agree(group, "test", fields, None, number(0), total)
+                fields_of(group, fields)
         else:
-            agreement = agree(group, "test", fields, None, number(0), total)
-            assert (agreement.fields["shape"], agreement.fields["end"]) == ("4", "9")
-            agreement.release()
+            found = fields_of(group, fields)
+            assert (found["shape"], found["end"]) == ("4", "9")
 
 
 @spmd(3, 18, on=("threads",))
 def test_who_differs_is_named(group):
     value = {1: "b", 2: "c"}.get(group.rank, "a")
     with pytest.raises(weft.WeftError) as caught:
-        agree(group, "test", {"x": value, "y": 1}, None, number(0), total)
+        fields_of(group, {"x": value, "y": 1})
     others = "rank 0 has a" if group.size == 3 else "ranks 0, 3, 4, 5, 6, 7, 8, 9 and 8 more have a"
     assert str(caught.value) == (
         f"the ranks differ in x: {others}, rank 1 has b, rank 2 has c; pass the same on every rank"
@@ -102,43 +93,39 @@ def test_who_differs_is_named(group):
 def test_the_lowest_rank_that_erred_is_heard(group):
     error = "this is wrong" if group.rank in (1, 2) else None
     with pytest.raises(weft.WeftError, match=r"^rank 1: this is wrong$"):
-        agree(group, "test", {} if error else {"x": 1}, error, number(0), total)
-    agree(group, "test", {}, None, number(0), total).release()
+        fields_of(group, {} if error else {"x": 1}, error)
+    fields_of(group)
 
 
 @spmd(3, 18, on=("threads",))
 def test_long_texts_are_cut_and_not_lost(group):
     with pytest.raises(weft.WeftError, match=f"^rank {group.size - 1}: aaa"):
-        agree(
-            group, "test", {}, "a" * 100_000 if group.rank == group.size - 1 else None,
-            number(0), total,
-        )  # fmt: skip
+        fields_of(group, error="a" * 100_000 if group.rank == group.size - 1 else None)
 
 
 @spmd(18, on=("threads",))
 def test_everybody_in_a_call_of_his_own(group):
     with pytest.raises(weft.WeftError, match="different calls: rank 0 has call 0"):
-        agree(group, f"call {group.rank} " + "x" * 500, {}, None, number(0), total)
-    agree(group, "test", {}, None, number(0), total).release()
+        fields_of(group, name=f"call {group.rank} " + "x" * 500)
+    fields_of(group)
 
 
 @spmd(2, on=("threads",))
 def test_the_largest_body(group):
-    body = torch.full((BODY,), group.rank, dtype=torch.uint8)
-    agreement = agree(group, "test", {}, None, body, joined)
-    assert [body[-1] for body in agreement.read(bytes)] == [0, 1]
-    agreement.release()
+    with opened(group, "test", {}, None, bytes([group.rank]) * BODY, joined) as opening:
+        assert [body[-1] for body in opening.read(bytes)] == [0, 1]
 
 
 @spmd(1, 3)
 def test_what_is_said_in_private_comes_to_whom_it_is_for(group):
     said = [[b"%d to " % group.rank, b"%d" % to * to] for to in range(group.size)]
-    agreement = agree(group, "test", {}, None, bytearray(b"all"), joined, private=said)
-    assert [bytes(body) for body in agreement.read(bytes)] == [b"all"] * group.size
-    for source, heard in enumerate(agreement.private):
-        mine = b"" if source == group.rank else b"%d to " % source + b"%d" % group.rank * group.rank
-        assert bytes(heard) == mine
-    agreement.release()
+    with opened(group, "test", {}, None, b"all", joined, private=said) as opening:
+        assert opening.read(bytes) == [b"all"] * group.size
+        for source, heard in enumerate(opening.private):
+            mine = b""
+            if source != group.rank:
+                mine = b"%d to " % source + b"%d" % group.rank * group.rank
+            assert bytes(heard) == mine
 
 
 @spmd(2, on=("threads",))
@@ -153,8 +140,8 @@ def test_only_what_ranks_say_as_they_come_to_a_call_opens_it(group):
 
     def meets_twice():
         for _ in range(2):
-            agree(group, "test", {}, None, number(0), total).release()
-        group.small_all_gather(number(0), 8).wait()
+            fields_of(group)
+        group.all_gather_bytes(number(0), bytes)
 
     detector.begin = begins
     group.worker.call("test", meets_twice)
@@ -167,10 +154,12 @@ def test_calls_of_some_ranks_are_counted_by_all_with_the_next_of_all(group):
         for _ in range(3):
             group.worker.call("mine", lambda: None)
     for count in (4, 5):
-        job = functools.partial(agree, group, "test", {}, None, number(0), total)
-        agreement = group.worker.call("test", job)
-        agreement.release()
-        assert agreement.number == group.worker.calls == count
+
+        def number_of():
+            with opened(group, "test", {}, None, number(0), total) as opening:
+                return opening.number
+
+        assert group.worker.call("test", number_of) == group.worker.calls == count
 
 
 def test_a_statement_fits_in_a_meeting():

@@ -1,0 +1,135 @@
+"""How the statements of many ranks become one: pairwise, in log2 P rounds of recursive doubling.
+
+The lower ranks are always on the left, so that all ranks end with the same bytes. The number of
+those that do it is a power of two. So the first ranks do it in pairs, in each of which the lower
+one speaks for both: in a round before the others, and in one after them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+
+import torch
+
+from ..group.channels import SMALL
+from ..group.group import Group
+from ..group.pending import Awaited, Pending
+from .statement import CAP, Combine, Statement
+from .telling import tell
+
+DIRECT = 16
+"""Ranks: of so many, and fewer, each tells all others its own statement instead."""
+
+Hear = Callable[[int, memoryview, Collection[int]], Statement]
+"""The statement in a peer's message, of some of these ranks, by their numbers in errors."""
+
+
+def opening_rounds(ranks: int) -> int:
+    """How many messages so many ranks wait for, one after the other, to open a call.
+
+    Example:
+        >>> [opening_rounds(ranks) for ranks in (1, 2, 16, 17, 64)]
+        [0, 1, 1, 6, 6]
+    """
+    if ranks <= DIRECT:
+        return min(1, ranks - 1)
+    doublings = ranks.bit_length() - 1
+    return doublings if ranks == 1 << doublings else doublings + 2
+
+
+def opening_peers(rank: int, ranks: int) -> list[int]:
+    """Whom a rank tells its statement, to open a call of so many ranks.
+
+    Example:
+        >>> opening_peers(0, 4)
+        [1, 2, 3]
+        >>> opening_peers(0, 24)  # it speaks for rank 1, too
+        [1, 2, 4, 8, 16]
+    """
+    if ranks <= DIRECT:
+        return [other for other in range(ranks) if other != rank]
+    partner, others = _partners(rank, ranks)
+    return others if partner is None else [partner, *others]
+
+
+def _partners(rank: int, ranks: int) -> tuple[int | None, list[int]]:
+    """With whom a rank swaps statements.
+
+    Returns:
+        The other one of a pair, if there is one; and with whom it swaps, in this order: nobody if
+        another one speaks for it.
+    """
+    core = 1 << (ranks.bit_length() - 1)
+    paired = 2 * (ranks - core)
+    if rank < paired and rank % 2:
+        return rank - 1, []
+    partner = rank + 1 if rank < paired else None
+    voice = rank // 2 if rank < paired else rank - paired // 2
+    others = []
+    for power in range(core.bit_length() - 1):
+        other = voice ^ 1 << power
+        others.append(2 * other if other < paired // 2 else other + paired // 2)
+    return partner, others
+
+
+def combined(
+    group: Group,
+    mine: Statement,
+    combine: Combine,
+    hear: Hear,
+    watch: Callable[[Awaited], object] | None,
+) -> tuple[int, Statement]:
+    """Swap statements until they are one; collective.
+
+    If any rank watches who comes, every rank sends every rank an empty message. A rank that watches
+    does so first, and the others once they have heard of it: also those that are in another call,
+    so that none of these messages is left over.
+
+    Returns:
+        Who told this rank the last of it, and what all stated.
+    """
+    notices = None
+    if watch is not None:
+        notices = _notices(group)
+        watch(notices)
+    peer, said = _swapped(group, mine, combine, hear)
+    if said.watched:
+        notices = notices or _notices(group)
+        notices.wait()
+        notices.release()
+    return peer, said
+
+
+def _notices(group: Group) -> Pending:
+    """Start to tell every rank that this one has come, and to hear it of every rank."""
+    nothing = torch.empty(0, dtype=torch.uint8)
+    sends = [(peer, nothing) for peer in group.peers]
+    return group.post(sends, [(peer, 0) for peer in sorted(group.peers)], SMALL)
+
+
+def _swapped(group: Group, mine: Statement, combine: Combine, hear: Hear) -> tuple[int, Statement]:
+    """What all stated, and who told this rank the last of it."""
+    rank = group.rank
+    partner, others = _partners(rank, group.size)
+    among = frozenset(map(group.rank_in_errors, range(group.size)))
+
+    def swap(peer: int) -> Statement:
+        telling = tell(group, mine.pack(), CAP, to=[peer])
+        message = bytearray(telling.wait()[peer > rank])
+        telling.release()
+        return hear(peer, memoryview(message), among)
+
+    def united(peer: int, theirs: Statement) -> Statement:
+        lower, upper = (mine, theirs) if rank < peer else (theirs, mine)
+        return group.decode(peer, "a statement", lower.with_upper, upper, combine)
+
+    if partner is not None and partner < rank:  # which speaks for this rank
+        swap(partner)
+        return partner, swap(partner)
+    if partner is not None:
+        mine = united(partner, swap(partner))
+    for peer in others:
+        mine = united(peer, swap(peer))
+    if partner is not None:
+        swap(partner)
+    return others[-1], mine

@@ -1,0 +1,157 @@
+"""The terms of a call: five numbers of each rank, which combine by minima.
+
+In the body of its statement a rank says whether its tensors record gradients, whether it is under
+`torch.no_grad()`, a limit of bytes to move at once, and a digest of something that may differ. A
+call may add bytes of its own (a mask, a small payload): if statements are direct, each rank gets
+those of every rank; else they are combined by bitwise "or".
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..base.errors import WeftError
+from ..group.group import Group
+from ..group.pending import Awaited
+from .opening import Opening, opened
+from .statement import BODY, Private
+
+NO_LIMIT = (1 << 63) - 1
+"""The limit of a rank that has none."""
+
+_NOBODY, _RANKS = NO_LIMIT, 1 << 31
+_SAID = struct.Struct("<5q8x")  # so that any dtype may follow
+
+ROOM = BODY - _SAID.size
+"""Bytes that a call may state of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mode:
+    """The state of autograd where the call was made.
+
+    Attributes:
+        records: whether this call would be recorded: a tensor requires a gradient.
+        enabled: whether gradients are recorded at all.
+    """
+
+    records: bool = False
+    enabled: bool = True
+
+    @classmethod
+    def of(cls, tensors: Sequence[Tensor]) -> Mode:
+        """The mode here and now, for a call with these tensors."""
+        enabled = torch.is_grad_enabled()
+        return cls(enabled and any(tensor.requires_grad for tensor in tensors), enabled)
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What the ranks of a call said together.
+
+    Attributes:
+        records: whether some rank records gradients; then all take part in backward.
+        limit: the smallest limit.
+        equal: whether all digests are equal.
+        opening: the rest.
+    """
+
+    records: bool
+    limit: int
+    equal: bool
+    opening: Opening
+
+    def own(self, nbytes: int) -> list[memoryview]:
+        """The call's own bytes of each rank, in rank order; if statements are not direct, one item:
+        all combined. Valid inside `agreed`."""
+        return self.opening.read(_own, nbytes)
+
+    def mask(self, nbytes: int) -> list[int]:
+        """The call's own bytes of all ranks, combined by bitwise "or"."""
+        said = [np.frombuffer(each, np.uint8) for each in self.own(nbytes)]
+        return cast(list[int], np.bitwise_or.reduce(said).tolist())
+
+
+@contextmanager
+def agreed(
+    group: Group,
+    name: str,
+    fields: Mapping[str, object],
+    error: str | None,
+    *,
+    mode: Mode | None = None,
+    limit: int = NO_LIMIT,
+    digest: int = 0,
+    own: bytes | memoryview = b"",
+    private: Sequence[Private] | None = None,
+    watch: Callable[[Awaited], object] | None = None,
+) -> Iterator[Terms]:
+    """Open a call on these terms; collective.
+
+    Args:
+        group: the ranks that take part.
+        name: of the call.
+        fields: values that must be equal on all ranks; None: this rank does not know the value.
+        error: what is wrong with this rank's arguments.
+        mode: of a differentiable call, else None.
+        limit: how much this rank may move at once, in the call's units.
+        digest: an int64 to be compared with the others'.
+        own: bytes of the call's own, at most `ROOM`.
+        private: what to say to each rank, in rank order; with `own` at most `ROOM` bytes. Only if
+            statements are direct.
+        watch: as for `opened`.
+
+    Raises:
+        WeftError: a rank stated an error, fingerprints differ, or some ranks record gradients and
+            others are under `torch.no_grad()`.
+    """
+    rank = group.rank_in_errors(group.rank)
+    numbers = _SAID.pack(
+        rank if mode and mode.records else _NOBODY,
+        rank if mode and not mode.enabled else _NOBODY,
+        limit,
+        digest,
+        ~digest,  # the largest becomes the smallest
+    )
+    body = bytearray().join([numbers, own])
+    with opened(
+        group, name, fields, error, body, _combine, watch=watch, private=private
+    ) as opening:
+        said = opening.read(_numbers)
+        recorder, without, least, lowest, highest = map(min, zip(*said, strict=True))
+        if recorder != _NOBODY and without != _NOBODY:
+            raise WeftError(
+                f"rank {recorder} records gradients of {name}, rank {without} is under "
+                "torch.no_grad(): call it under the same mode on every rank"
+            )
+        yield Terms(recorder != _NOBODY, least, lowest == ~highest, opening)
+
+
+def _numbers(body: memoryview) -> tuple[int, ...]:
+    """The numbers at the start of a body. Raises ValueError if they are invalid."""
+    numbers = _SAID.unpack_from(body)
+    if min(numbers[:3]) < 0 or any(_RANKS <= each < _NOBODY for each in numbers[:2]):
+        raise ValueError(f"it says {numbers}")
+    return numbers
+
+
+def _own(body: memoryview, nbytes: int) -> memoryview:
+    """The bytes after the numbers. Raises ValueError if they are not `nbytes`."""
+    if len(body) != _SAID.size + nbytes:
+        raise ValueError(f"{len(body)} bytes for {_SAID.size + nbytes}")
+    return body[_SAID.size :]
+
+
+def _combine(lower: memoryview, upper: memoryview) -> bytes:
+    numbers = map(min, _numbers(lower), _numbers(upper))
+    size = min(len(lower), len(upper))  # bits of different lengths mean nothing
+    bits = (np.frombuffer(each[_SAID.size : size], np.uint8) for each in (lower, upper))
+    return _SAID.pack(*numbers) + np.bitwise_or(*bits).tobytes()
