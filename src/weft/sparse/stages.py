@@ -34,7 +34,7 @@ def in_stages(sizes: Sizes) -> Sizes:
 
 
 def _blocks(sizes: Sizes) -> Blocks:
-    if sizes.at_once:  # each stage would take rounds of its own
+    if sizes.staying:  # each stage would have the host wait
         return ()
     if sizes.hosts is not None and max(sizes.ranks_of_hosts) > 1:
         blocks = sizes.hosts.ranks
@@ -148,6 +148,8 @@ def _are_near(sizes: Sizes) -> bool:
 
 def _chunk_on_hosts(sizes: Sizes) -> int:
     """Bytes of values sent at a time where blocks are hosts, and their stages overlap."""
+    if sizes.lengths_known:  # messages are whole
+        return sizes.chunk
     sums = min(sizes.total, sizes.places) // places_in(sizes.blocks) * sizes.row
     nearest = 1 << (sums // _OVERLAP).bit_length()
     return min(sizes.chunk, max(_SMALLEST, nearest))
