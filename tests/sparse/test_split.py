@@ -613,7 +613,14 @@ def test_it_sends_what_it_says(ranks, each):
 
 
 @pytest.mark.parametrize(
-    ("between", "names"), [("holders", "aaaabbbb"), ("split", "aabbccdd"), ("mask", "aaaabbb")]
+    ("between", "names"),
+    [
+        ("holders", "aaaabbbb"),
+        ("split", "aabbccdd"),
+        ("mask", "aaaabbb"),
+        ("gather", "abbbbbbb"),
+        ("holders", "abbbbbc"),
+    ],
 )
 def test_what_runs_between_hosts_sends_what_it_says(between, names, between_blocks):
     between_blocks(between)
