@@ -130,7 +130,10 @@ def _made(call: Call, indices: Tensor) -> _Message:
 
 
 def _exchange(call: Call, peer: int, sent: Sequence[_Message], count: int) -> list[_Message]:
-    """Send some messages to a peer, and receive so many from it: none or one each."""
+    """Send some messages to a peer, and receive so many from it: none or one each.
+
+    The peer does the reverse at the same time.
+    """
     group = call.group
     rows = call.sizes.union[1]  # at most
     if call.sizes.lengths_known:
