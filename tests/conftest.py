@@ -48,6 +48,7 @@ from hypothesis import settings  # noqa: E402
 
 from weft.bootstrap import local  # noqa: E402
 from weft.testing.pace import patient  # noqa: E402
+from weft.wire.interface import Features  # noqa: E402
 
 # Ranks share the cores with each other; more threads only make the timing of tests uneven.
 torch.set_num_threads(1)
@@ -409,6 +410,37 @@ def mpirun(
         passes.submit(pass_on)
         yield start
         listener.shutdown(socket.SHUT_RDWR)
+
+
+class _Exact:
+    """A wire without rounds: a receive by size must be as long as its message."""
+
+    def __init__(self, below: Any) -> None:
+        self._below = below
+        self.features = Features(exact=True)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._below, name)
+
+    def post(self, sends: Any = (), recvs: Any = (), channel: int = 0) -> Any:
+        pending = self._below.post(sends, recvs, channel)
+        wait = pending.wait
+
+        def waited(timeout: float | None = None) -> list[torch.Tensor]:
+            found = wait(timeout)
+            for (peer, into), came in zip(recvs, found, strict=True):
+                asked = into if isinstance(into, int) else into.nbytes
+                assert came.nbytes == asked, f"{came.nbytes} bytes of rank {peer} for {asked}"
+            return found
+
+        pending.wait = waited
+        return pending
+
+
+@pytest.fixture
+def exact_wire() -> type[_Exact]:
+    """Makes of a wire one that is `exact`, and checks that receives are."""
+    return _Exact
 
 
 @pytest.hookimpl(wrapper=True)

@@ -8,7 +8,8 @@ import pytest
 
 from weft.sparse import ALGORITHMS, Sizes
 
-_STAYING = Sizes(2, 8, 4, 4, 9, 4, 4, staying=True)
+_SIZES = Sizes(2, 8, 4, 4, 9, 4, 4)
+_OF = {"device": _SIZES.but(staying=True), "rounds": _SIZES.but(lengths_known=True)}
 _IN_ROUNDS = 3  # ranks of groups whose tensors of the CPU go in rounds
 _MOST = 4  # ranks; these files, and tests of holders, have 7, too
 _SEVEN = ("test_family", "test_tables")
@@ -23,13 +24,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             return True
         given = getattr(item, "callspec", None)
         on, size = given.params.get("world", ("", 0)) if given else ("", 0)
-        if on not in ("device", "rounds"):
+        if on not in _OF:
             return True
         if on == "rounds" and size != _IN_ROUNDS:
             return False
         names = [given.params.get(each, "auto") for each in ("name", "algorithm")]
         most = 7 if item.path.stem in _SEVEN or "holders" in names else _MOST
         found = next((ALGORITHMS[name] for name in names if name in ALGORITHMS), None)
-        return size <= most and (found is None or found.applies(_STAYING) is None)
+        return size <= most and (found is None or found.applies(_OF[on]) is None)
 
     items[:] = filter(serves, items)

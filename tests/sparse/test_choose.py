@@ -36,6 +36,7 @@ LINES = {
     "not so full": (of(height=200_001), "holders", "there are up to 32 ranks"),
     "no height": (of(height=None), "holders", "there are up to 32 ranks"),
     "some": (of(32, rows=5000), "holders", "there are up to 32 ranks"),
+    "large of some": (of(32), "holders", "there are up to 32 ranks"),
     "many": (of(33, rows=5000), "split", "there are more than 32 ranks"),
 }
 # what is passed over: sizes, the algorithm of the line that fits, and what runs
@@ -43,7 +44,6 @@ PASSED_OVER = {
     "all rows of many ranks": (of(32, in_order=True), "gather", "holders"),
     "all rows of one of two": (of(2, most=600_000, total=600_000, fewest=0), "gather", "split"),
     "little on an accelerator": (of(rows=2048, staying=True), "doubling", "holders"),
-    "little in rounds": (of(rows=2048, lengths_known=True), "doubling", "holders"),
     "all rows of one of some": (of(most=400_000, fewest=0), "holders", "split"),
 }
 
@@ -62,6 +62,13 @@ def test_a_line_whose_algorithm_cannot_serve_is_passed_over(case):
     assert next(lines(sizes)).algorithm == first
     assert why_not(sizes, first) is not None
     assert chosen(sizes, "auto").algorithm == runs
+
+
+@pytest.mark.parametrize("case", [*LINES, *PASSED_OVER])
+def test_the_same_runs_where_lengths_are_known_beforehand(case):
+    """Also where it then needs more workspace."""
+    sizes, *_ = (LINES | PASSED_OVER)[case]
+    assert chosen(sizes.but(lengths_known=True, chunk=1 << 48), "auto") == chosen(sizes, "auto")
 
 
 @pytest.mark.parametrize(

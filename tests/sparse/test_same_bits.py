@@ -1,4 +1,4 @@
-"""The same inputs give the same bits: whatever the link, and with and without machine code."""
+"""The same inputs give the same bits: over any wire of CPUs and link, with any kernels."""
 
 from __future__ import annotations
 
@@ -15,13 +15,19 @@ import weft
 from weft import kernels
 from weft.sparse import ALGORITHMS, last_call
 from weft.sparse.rate import set_rate
-from weft.testing import expected, processes, run
+from weft.testing import expected, processes, round_wire, run
 from weft.testing.cases import on_hosts
+from weft.testing.checked_rounds import CheckedRounds
+from weft.wire.registry import register_wire
 
 RANKS = 4
+MOST = 8  # ranks
 NAMES = ("auto", *sorted(ALGORITHMS))
-IN_ORDER = ("gather", "holders", "mask", "split")  # where each rank has a host of its own
-HOSTS = ("aaaa", "abcd", "aabb")
+FAMILY = (weft.sparse_reduce, weft.sparse_reduce_scatter)
+# where each rank has a host of its own
+IN_ORDER = ("gather", "holders", "mask", "split", "sparse_reduce")
+HOSTS = ("aaaa", "abcd", "aabb", "abbb")
+OF_OTHER_SIZES = ("ab", "abb", "abc", "aabbccd", "abcdefg", "aaaabbbb", "aabbccdd", "abcdefgh")
 RATES = (10, 16, 40, None)  # of the smallest, middling and largest chunks; as calls reached it
 
 
@@ -43,12 +49,16 @@ def calls(rank):
     # ranks 0 and 3 have the same, which come to nothing: what is lost beside them is seen
     half = part(rank % 3, 2500, torch.bfloat16)
     half.values.mul_({0: 2.0**20, 3: -(2.0**20)}.get(rank, 1.0))
+    lacking = part(rank, 900)
+    if rank % 3 == 1:
+        lacking = weft.Rows(lacking.indices[:0], lacking.values[:0], lacking.height)
     return {
         "few": (few, "sum"),
         "some": (some, "sum"),
         "large": (large, "sum"),
         "half": (half, "avg"),
         "function": (large, plus),
+        "none of some": (lacking, "sum"),
         "list": ([some, few, half], "sum"),
     }
 
@@ -65,11 +75,22 @@ def bits_of(total):
 
 @functools.cache
 def calls_of_all():
-    return [calls(rank) for rank in range(RANKS)]
+    return [calls(rank) for rank in range(MOST)]
 
 
-def program(group, hosts, rates):
-    """For each call and algorithm the bits that it gave, over links of these rates."""
+def program(group, hosts, rates, wire=None):
+    """For each call and algorithm the bits that it gave, over links of these rates.
+
+    Also of what rank 0 gets of the rest of the family.
+
+    Args:
+        wire: makes of a wire the one that carries the rows; None: that of the group does.
+    """
+    if wire is not None:
+        ranks = range(group.size)
+        with group.split(ranks) as below, group.split(ranks) as made:
+            made.session.carry_payloads(wire(below.wire), "another")
+            return program(made, hosts, rates)
     found = {}
     with on_hosts(group, hosts):
         for (what, (rows, op)), name in product(calls_of_all()[group.rank].items(), NAMES):
@@ -79,16 +100,23 @@ def program(group, hosts, rates):
             for rate in rates:
                 if rate is not None:
                     set_rate(group, rate + 7 * group.rank if rate == 10 else rate)
-                total = weft.sparse_all_reduce(rows, op, algorithm=name)
-                bits.add((last_call().algorithm, bits_of(total)))
+                total = weft.sparse_all_reduce(rows, op, algorithm=name, group=group)
+                bits.add((last_call(group).algorithm, bits_of(total)))
+        for what, (rows, op) in calls_of_all()[group.rank].items():
+            for reduce in FAMILY if what != "list" else ():
+                part = reduce(rows, op, group=group)
+                found[what, reduce.__name__] = {("", bits_of(part))} if group.rank == 0 else set()
     return found
 
 
 @functools.cache
-def bits_over(hosts, rates=RATES):
+def bits_over(hosts, rates=RATES, wire=None):
     """For each call and algorithm what ran, and its bits: of all ranks and rates together."""
     calls_of_all()  # once, not on each thread
-    of_ranks = run(RANKS, program, hosts, rates)
+    return together(run(len(hosts), program, hosts, rates, wire))
+
+
+def together(of_ranks):
     return {case: set().union(*(found[case] for found in of_ranks)) for case in of_ranks[0]}
 
 
@@ -96,6 +124,35 @@ def bits_over(hosts, rates=RATES):
 def test_whatever_the_link(hosts):
     for case, bits in bits_over(hosts).items():
         assert len(bits) == 1, case
+
+
+@pytest.mark.parametrize("wire", ["in rounds", "exact"])
+@pytest.mark.parametrize("hosts", HOSTS)
+def test_whatever_wire_of_cpus(hosts, wire, exact_wire):
+    """The rule takes the same there, which adds in the same order."""
+    kind = CheckedRounds if wire == "in rounds" else exact_wire
+    assert bits_over(hosts, RATES[1:2], kind) == bits_over(hosts)
+
+
+@pytest.mark.parametrize("hosts", OF_OTHER_SIZES)
+def test_whatever_wire_of_other_numbers_of_cpus(hosts, exact_wire):
+    wanted = bits_over(hosts, RATES[1:2])
+    for kind in (CheckedRounds, exact_wire):
+        assert bits_over(hosts, RATES[1:2], kind) == wanted
+
+
+def bits_over_gloo():
+    """The same over a wire in rounds that a program has registered."""
+    register_wire("rounds", round_wire)
+    with weft.init(timeout=90, wire="rounds") as group:
+        assert group.on(torch.device("cpu")).features.lockstep
+        return {hosts: program(group, hosts, RATES[1:2]) for hosts in HOSTS}
+
+
+def test_over_a_wire_in_rounds_of_a_program():
+    of_ranks = processes(RANKS, bits_over_gloo)
+    for hosts in HOSTS:
+        assert together([found[hosts] for found in of_ranks]) == bits_over(hosts)
 
 
 def plain_bits():
@@ -119,7 +176,7 @@ def test_ranks_are_added_in_their_order():
             ran = [found[what, name] for name in names if (what, name) in found]
             assert len({bits for each in ran for _, bits in each}) == 1, (hosts, what)
     assert bits_over("abcd")["few", "auto"] == bits_over("aaaa")["few", "auto"]
-    parts = [each["large"][0] for each in calls_of_all()]
+    parts = [each["large"][0] for each in calls_of_all()[:RANKS]]
     assert bits_of(expected(parts)) in {bits for _, bits in bits_over("abcd")["large", "gather"]}
 
 
@@ -152,7 +209,8 @@ class Towers(nn.Module):
 
 def trained():
     """The bits of a model after some steps with DistributedDataParallel."""
-    with weft.init() as group, on_hosts(group, "abcd"):
+    register_wire("rounds", round_wire)
+    with weft.init() as group, on_hosts(group, "aabb"):
         torch.manual_seed(0)
         towers = Towers()
         model = DistributedDataParallel(towers, bucket_cap_mb=0.02)
@@ -170,4 +228,5 @@ def trained():
 def test_a_training_on_other_wires_and_links():
     slow = processes(RANKS, trained, env={"WEFT_LINK": "0.01"})
     quick = processes(RANKS, trained, env={"WEFT_LINK": "100", "WEFT_WIRE": "torch"})
-    assert len({*slow, *quick}) == 1
+    in_rounds = processes(RANKS, trained, env={"WEFT_WIRE": "rounds"})
+    assert len({*slow, *quick, *in_rounds}) == 1

@@ -37,6 +37,7 @@ HOSTS = {  # by name of each rank's host
 }
 SLOW = 16  # the rate of a link on which lists are packed, and chunks are short
 BETWEEN = sorted(set(ALGORITHMS) - {"doubling"})
+ON = ("threads", "rounds")  # stages have rounds of their own in the latter
 LOCK = threading.Lock()
 
 
@@ -95,10 +96,11 @@ def real_parts():
     ]
 
 
+@pytest.mark.parametrize("on", ON)
 @pytest.mark.parametrize(
     ("size", "names"), [(size, each) for size in HOSTS for each in HOSTS[size]]
 )
-def test_it_equals_the_definition(size, names):
+def test_it_equals_the_definition(size, names, on):
     def program(group):
         for op, dtype in (("sum", torch.float32), ("avg", torch.bfloat16), ("min", torch.int8)):
             with LOCK:  # ranks that are threads would each make them
@@ -109,13 +111,12 @@ def test_it_equals_the_definition(size, names):
             assert last_call().algorithm == "split"
         return blocks_taken(group, names, world(size, "sum", torch.float32)[0][group.rank])
 
-    assert set(run(size, program)) == {blocks_of(names)}
+    assert set(run(size, program, on=on)) == {blocks_of(names)}
 
 
-@pytest.mark.parametrize("on", ["rounds", "device"])  # the latter is the way of an accelerator
 @pytest.mark.parametrize("names", ["aabba", "abcabcab"])
-def test_in_rounds_it_is_flat_whatever_hosts_there_are(names, on):
-    """Each stage would take rounds of its own; real numbers have the bits of a flat split."""
+def test_on_an_accelerator_it_is_flat_whatever_hosts_there_are(names):
+    """The host would wait in each stage; real numbers have the bits of a flat split."""
     parts = real_parts()[: len(names)]
 
     def program(group):
@@ -123,7 +124,7 @@ def test_in_rounds_it_is_flat_whatever_hosts_there_are(names, on):
         return taken, reduced(group, names, parts).values
 
     flat = run(len(names), lambda group: reduced(group, range(len(names)), parts).values)[0]
-    for taken, values in run(len(names), program, on=on):
+    for taken, values in run(len(names), program, on="device"):
         assert taken == () and torch.equal(values, flat)
 
 
@@ -159,15 +160,16 @@ def test_a_prime_number_of_ranks_has_blocks_of_unequal_sizes(most, many):
     assert [*itertools.chain(*blocks)] == [*range(13)]
 
 
+@pytest.mark.parametrize("on", ON)
 @pytest.mark.parametrize("between", BETWEEN)
-def test_any_algorithm_may_run_between_hosts(between, between_blocks):
+def test_any_algorithm_may_run_between_hosts(between, on, between_blocks):
     between_blocks(between)
     cases = (torch.float32, 200, (150, 150)), (torch.float16, 30, (0, 1)), (torch.int8, 9, (0, 0))
     for dtype, height, counts in cases:
         parts = [rows_of(rank, dtype, height, counts[rank % 2]) for rank in range(6)]
         want = expected(parts)
         for names in ("aabbca", "aabbcc"):
-            for total in run(6, reduced, names, parts):
+            for total in run(6, reduced, names, parts, on=on):
                 assert torch.equal(total.indices, want.indices)
                 assert torch.equal(total.values, want.values)
 
@@ -180,10 +182,11 @@ def test_real_numbers_have_the_same_bits_on_all_ranks_and_again(names, many):
     def program(group):
         return [reduced(group, names, parts).values for _ in range(2)]
 
-    (first, _), *_ = found = run(8, program)
+    (first, _), *_ = found = [*run(8, program), *run(8, program, on="rounds")]
     assert all(torch.equal(each, first) for both in found for each in both)
 
 
+@pytest.mark.parametrize("on", ON)
 @pytest.mark.parametrize(
     ("between", "names"),
     [
@@ -195,7 +198,7 @@ def test_real_numbers_have_the_same_bits_on_all_ranks_and_again(names, many):
     ],
 )
 def test_sums_of_many_chunks_are_shared_once_they_are_complete(
-    names, between, between_blocks, many
+    names, between, on, between_blocks, many
 ):
     """Also where ranks of a block do not share a host, and so hand nothing on early."""
     many(4)
@@ -203,12 +206,12 @@ def test_sums_of_many_chunks_are_shared_once_they_are_complete(
     parts = []
     for rank in range(8):
         draw = torch.Generator().manual_seed(rank)
-        indices = torch.randperm(12_000, generator=draw)[:6000]
-        values = torch.randint(-4, 5, (6000, 64), generator=draw).float()
+        indices = torch.randperm(12_000, generator=draw)[:11_000]  # more than is awaited ahead
+        values = torch.randint(-4, 5, (11_000, 64), generator=draw).float()
         parts.append(weft.Rows(indices, values, 12_000))
     want = expected(parts)
 
-    for total in run(8, reduced, names, parts):
+    for total in run(8, reduced, names, parts, on=on):
         assert torch.equal(total.indices, want.indices)
         assert torch.equal(total.values, want.values)
 
@@ -373,7 +376,8 @@ def test_a_function_that_raises_is_everybodys_error():
     run(4, program)
 
 
-def test_a_rank_that_dies_is_everybodys_error():
+@pytest.mark.parametrize("on", ON)
+def test_a_rank_that_dies_is_everybodys_error(on):
     parts = [rows_of(rank) for rank in range(4)]
 
     def program(group):
@@ -386,7 +390,7 @@ def test_a_rank_that_dies_is_everybodys_error():
         with pytest.raises(weft.WireError, match="rank 2 gave up: gone"):
             reduced(group, "aabb", parts, out=allocate)
 
-    run(4, program)
+    run(4, program, on=on)
 
 
 RANK = """
@@ -609,7 +613,14 @@ def test_it_sends_what_it_says(ranks, each):
 
 
 @pytest.mark.parametrize(
-    ("between", "names"), [("holders", "aaaabbbb"), ("split", "aabbccdd"), ("mask", "aaaabbb")]
+    ("between", "names"),
+    [
+        ("holders", "aaaabbbb"),
+        ("split", "aabbccdd"),
+        ("mask", "aaaabbb"),
+        ("gather", "abbbbbbb"),
+        ("holders", "abbbbbc"),
+    ],
 )
 def test_what_runs_between_hosts_sends_what_it_says(between, names, between_blocks):
     between_blocks(between)

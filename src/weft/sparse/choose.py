@@ -119,7 +119,8 @@ def why_not(sizes: Sizes, algorithm: str) -> str | None:
     refused = found.applies(sizes)
     if refused is not None or found.workspace is None or algorithm == "split":
         return refused
-    needed = found.workspace(sizes)
+    # as over any other wire, also where messages are whole and `holders` needs more
+    needed = found.workspace(sizes.but(lengths_known=False))
     if needed > sizes.workspace:
         return f"needs {needed >> 20} MiB of workspace, of {sizes.workspace >> 20} allowed"
     return None

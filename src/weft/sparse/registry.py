@@ -197,7 +197,8 @@ def algorithm(
             accelerators: both ends know the length of a message before they post it, and both are
             posted before any rank waits, so that all ranks take part in the same rounds
             (`weft.wire.Features`); it makes tensors on `call.device`, and reads none of their
-            elements on the host.
+            elements on the host. One that does read them refuses accelerators by `applies`
+            (`sizes.staying`).
         replace: take the place of an algorithm that has this name already.
 
     Raises:

@@ -34,7 +34,7 @@ def in_stages(sizes: Sizes) -> Sizes:
 
 
 def _blocks(sizes: Sizes) -> Blocks:
-    if sizes.at_once:  # each stage would take rounds of its own
+    if sizes.staying:  # each stage would have the host wait
         return ()
     if sizes.hosts is not None and max(sizes.ranks_of_hosts) > 1:
         blocks = sizes.hosts.ranks
@@ -122,16 +122,19 @@ def traffic(sizes: Sizes, union: int) -> Traffic:
     assert inner.algorithm.traffic is not None  # it is one of weft's own
     rounds, *sent = inner.algorithm.traffic(inner.sizes, union // places)
 
-    # rows go to the ranks of the block that have a place, and these send their sums to all of it
+    # rows go to the ranks of the block that have a place, and these send their sums to all of it;
+    # the others send all of it an empty list
     block = sizes_in_block(sizes)
     rows = sizes.mean / places
     sums = union / places
     to_place = together(of_list(block, rows), of_rows(block, rows, sizes.row))
     to_all = together(of_list(block, sums), of_rows(block, sums, sizes.row))
+    empty = sum((len(ranks) - places) * (len(ranks) - 1) for ranks in sizes.blocks) / sizes.ranks
     messages, nbytes = together(
         Sent(*sent).to(leading),
         to_place.to(places - leading),
         to_all.to(leading * (sizes.ranks / count - 1)),
+        of_list(block, 0).to(empty),
     )
     return Traffic(rounds + 3, round(messages), nbytes)
 
@@ -148,6 +151,8 @@ def _are_near(sizes: Sizes) -> bool:
 
 def _chunk_on_hosts(sizes: Sizes) -> int:
     """Bytes of values sent at a time where blocks are hosts, and their stages overlap."""
+    if sizes.lengths_known:  # messages are whole
+        return sizes.chunk
     sums = min(sizes.total, sizes.places) // places_in(sizes.blocks) * sizes.row
     nearest = 1 << (sums // _OVERLAP).bit_length()
     return min(sizes.chunk, max(_SMALLEST, nearest))

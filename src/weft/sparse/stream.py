@@ -419,6 +419,15 @@ def send_rows(call: Call, peer: int, values: Tensor) -> list[Pending]:
     return [call.group.post([(peer, chunk)], (), VALUES) for chunk in chunks(call, values)]
 
 
+def carry(call: Call) -> None:
+    """Have what was posted travel now, where messages travel in rounds; collective.
+
+    Ranks are in a round also if they neither send nor receive anything in it.
+    """
+    if call.sizes.lengths_known:
+        call.group.post().wait()
+
+
 def left_of(group: Group) -> int:
     """The rank that this one hears, round the ring."""
     return (group.rank - 1) % group.size

@@ -14,7 +14,7 @@ Thakur, Rabenseifner and Gropp, "Optimization of collective communication operat
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TypeVar
 
@@ -47,7 +47,11 @@ def workspace(sizes: Sizes) -> int:
     return 4 * sizes.union[1] * (sizes.partial + sizes.index)
 
 
-@algorithm(traffic=traffic, workspace=workspace)
+def applies(sizes: Sizes) -> str | None:
+    return "its schedule is for tensors of the CPU" if sizes.staying else None
+
+
+@algorithm(traffic=traffic, workspace=workspace, applies=applies, lockstep=True)
 def doubling(rows: LocalRows, call: Call) -> Rows:
     group = call.group
     rank = group.rank
@@ -59,13 +63,13 @@ def doubling(rows: LocalRows, call: Call) -> Rows:
 
     # the odd rank of a pair sends its rows, and waits for the result
     if rank < paired and rank % 2:
-        group.post([(rank - 1, mine.bytes)]).wait()
+        _exchange(call, rank - 1, [mine], 0)
         mine.release()
-        result = _receive(call, rank - 1, group.size)
-        return _result(call, result())
+        (of_all,) = _exchange(call, rank - 1, [], 1)
+        return _result(call, of_all)
     if rank < paired:
-        of_partner = _receive(call, rank + 1, 1)
-        mine = _merged(call, mine, of_partner(), make)
+        (of_partner,) = _exchange(call, rank + 1, [], 1)
+        mine = _merged(call, mine, of_partner, make)
 
     # in each round two ranks swap all that they have
     block = rank // 2 if rank < paired else rank - paired // 2
@@ -73,11 +77,7 @@ def doubling(rows: LocalRows, call: Call) -> Rows:
     while distance < core:
         other = block ^ distance
         peer = 2 * other if other < paired // 2 else other + paired // 2
-        first = other // distance * distance  # of the blocks whose sum the peer has
-        ranks = distance + min(distance, max(0, paired // 2 - first))  # of which the peer has rows
-        of_peer = _receive(call, peer, ranks)
-        group.post([(peer, mine.bytes)]).wait()
-        theirs = of_peer()
+        (theirs,) = _exchange(call, peer, [mine], 1)
         lower, upper = (mine, theirs) if block < other else (theirs, mine)
         distance *= 2
         if distance == core and rank >= paired and call.partial == call.dtype:
@@ -88,7 +88,7 @@ def doubling(rows: LocalRows, call: Call) -> Rows:
 
     # the even rank of a pair sends the result
     if rank < paired:
-        group.post([(rank + 1, mine.bytes)]).wait()
+        _exchange(call, rank + 1, [mine], 0)
     return _result(call, mine)
 
 
@@ -129,19 +129,43 @@ def _made(call: Call, indices: Tensor) -> _Message:
     return made
 
 
-def _receive(call: Call, peer: int, ranks: int) -> Callable[[], _Message]:
-    """Post the receive of the rows of so many ranks from a peer; the function waits for them."""
-    sizes = call.sizes
-    most = min(ranks * sizes.most, sizes.total if sizes.height is None else sizes.height)
-    pending = call.group.post((), [(peer, _extent(call, most)[1])])
+def _exchange(call: Call, peer: int, sent: Sequence[_Message], count: int) -> list[_Message]:
+    """Send some messages to a peer, and receive so many from it: none or one each.
+
+    The peer does the reverse at the same time.
+    """
+    group = call.group
+    rows = call.sizes.union[1]  # at most
+    if call.sizes.lengths_known:
+        rows = _rows_of_peer(call, peer, sum(len(message.indices) for message in sent))
+    # where messages travel in rounds, these two have rounds of their own
+    over = group.on(call.device, (group.rank, peer))
+    sends = [(peer, message.bytes) for message in sent]
+    pending = over.post(sends, [(peer, _extent(call, rows)[1])] * count)
 
     def read(memory: Tensor) -> _Message:
         message = _Message(call, memory, pending.release)
-        if not kernels.lie_within(message.indices, 0, sizes.places - 1):
-            raise ValueError(f"its indices do not ascend from 0 to {sizes.places - 1}")
+        if not kernels.lie_within(message.indices, 0, call.sizes.places - 1):
+            raise ValueError(f"its indices do not ascend from 0 to {call.sizes.places - 1}")
         return message
 
-    return lambda: call.group.decode(peer, "rows", read, pending.wait()[0])
+    return [group.decode(peer, "rows", read, memory) for memory in pending.wait()]
+
+
+def _rows_of_peer(call: Call, peer: int, own: int) -> int:
+    """How many rows come from a peer, which hears that it gets `own`."""
+    most = call.sizes.union[1]
+
+    def read(raw: bytes) -> int:
+        count = int.from_bytes(raw, "little", signed=True)
+        if not 0 <= count <= most:
+            raise ValueError(f"of {most} rows they are {count}")
+        return count
+
+    two = call.group.subset(sorted((call.group.rank, peer)))
+    message = own.to_bytes(8, "little", signed=True)
+    counts = two.all_gather_bytes(message, read, "the length of a message")
+    return counts[1 - two.rank]
 
 
 def _merged(

@@ -57,6 +57,7 @@ from ..stream import (
     Source,
     all_gather_lists,
     ascending,
+    carry,
     receive_rows,
     send_rows,
     wait_all,
@@ -149,8 +150,7 @@ def _gather_at_once(
     call: Call, sums: _Sums, shares: Shares, counts: Sequence[int], out: Tensor
 ) -> None:
     """The same by messages to all others, which are sent together."""
-    if call.sizes.lengths_known:
-        call.group.post().wait()  # rows travel, also where a rank neither sends nor gets any
+    carry(call)
     with call.group.lease(out.nbytes) as memory:
         together = typed(memory, tuple(out.shape), call.dtype)
         parts = torch.split(together, list(counts))

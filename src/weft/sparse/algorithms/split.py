@@ -63,7 +63,7 @@ from ..owners import (
 from ..registry import algorithm
 from ..rows import Rows
 from ..sizes import Sizes
-from ..stream import Share
+from ..stream import Share, carry
 from ..traffic import Traffic, of_list, of_ring, of_rows, together
 
 
@@ -136,6 +136,7 @@ def _summed_in_stages(rows: LocalRows, call: Call) -> Rows:
     scatter.start()
     scatter.receive_lists()
     scatter.send_rest()
+    carry(of_block)
 
     # what these sum is summed with the other blocks, and shared in the block as it is complete
     share = Share(call, of_block)
