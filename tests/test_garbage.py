@@ -62,8 +62,8 @@ SHARED = {
 
 
 def changed(group, which, change):
-    """The group, on which one message to each goes out changed."""
-    post, count = group.post, itertools.count()
+    """The group, on which one message to each goes out changed, or what it says in a meeting."""
+    post, meet, count = group.post, group.meet, itertools.count()
 
     def changing(sends=(), recvs=(), channel=0):
         if sends and next(count) == which:
@@ -72,7 +72,13 @@ def changed(group, which, change):
                 sends = [*sends[:place], (peer, message), *sends[place + 1 :]]
         return post(sends, recvs, channel)
 
+    def changing_what_it_says(message, *given, **options):
+        if next(count) == which:
+            change(torch.frombuffer(message, dtype=torch.uint8))
+        return meet(message, *given, **options)
+
     group.post = changing
+    group.meet = changing_what_it_says
 
 
 def framed(patch, module, name, change):
@@ -105,6 +111,7 @@ def attacked(group, way, what):
         def reduce():
             set_rate(given, RATES[lists])
             weft.sparse_all_reduce(rows, algorithm="gather", group=given)
+            given.all_gather_bytes(b"short", bytes)  # in a frame, also within a host
 
         began = time.monotonic()
         with pytest.raises(weft.WireError) as caught:

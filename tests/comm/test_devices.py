@@ -79,15 +79,20 @@ CALLS = {
 @pytest.mark.parametrize("name", CALLS)
 @spmd(1, 2, 4, on=("device",))
 def test_no_value_goes_over_the_cpu_wire(group, name, rows):
-    seen, post = [], group.wire.post
+    seen, post, meet = [], group.wire.post, group.wire.meet
 
     def watched(sends=(), recvs=(), channel=0):
         seen.extend(MARK in as_bytes(tensor.detach()).numpy().tobytes() for _, tensor in sends)
         return post(sends, recvs, channel)
 
+    def meeting(message, ranks):
+        seen.append(MARK in message)
+        return meet(message, ranks)
+
     apart = group.split(range(group.size))  # which values go over
     group.session.carry_device(CheckedRounds(apart.wire), "apart")
     group.wire.post = watched
+    group.wire.meet = meeting
     CALLS[name](group.size, rows)
     assert bool(seen) == (group.size > 1) and not any(seen)
 

@@ -28,7 +28,7 @@ class Mine:
         self.rank = inside.rank
         self.size = inside.size
         self.device = inside.device
-        self.features = inside.features
+        self.features = dataclasses.replace(inside.features, meets=0)
         for name in ("post", "abort", "failure", "close"):
             setattr(self, name, getattr(inside, name))
 

@@ -113,23 +113,25 @@ def _swapped(group: Group, mine: Statement, combine: Combine, hear: Hear) -> tup
     partner, others = _partners(rank, group.size)
     among = frozenset(map(group.rank_in_errors, range(group.size)))
 
-    def swap(peer: int) -> Statement:
-        telling = tell(group, mine.pack(), CAP, to=[peer])
-        message = bytearray(telling.wait()[peer > rank])
+    def swap(peer: int, message: bytearray) -> memoryview:
+        telling = tell(group, message, CAP, to=[peer])
+        theirs = bytearray(telling.wait()[peer > rank])
         telling.release()
-        return hear(peer, memoryview(message), among)
+        return memoryview(theirs)
 
-    def united(peer: int, theirs: Statement) -> Statement:
+    def united(peer: int, message: memoryview) -> Statement:
+        theirs = hear(peer, message, among)
         lower, upper = (mine, theirs) if rank < peer else (theirs, mine)
         return group.decode(peer, "a statement", lower.with_upper, upper, combine)
 
+    nothing = bytearray()
     if partner is not None and partner < rank:  # which speaks for this rank
-        swap(partner)
-        return partner, swap(partner)
+        swap(partner, mine.pack())
+        return partner, hear(partner, swap(partner, nothing), among)
     if partner is not None:
-        mine = united(partner, swap(partner))
+        mine = united(partner, swap(partner, nothing))
     for peer in others:
-        mine = united(peer, swap(peer))
+        mine = united(peer, swap(peer, mine.pack()))
     if partner is not None:
-        swap(partner)
+        swap(partner, mine.pack())
     return others[-1], mine

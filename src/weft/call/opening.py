@@ -211,7 +211,10 @@ def _tell(
     far = [peer for peer in group.peers if peer not in group.near]
     to_far = {peer: mine.pack(private[peer]) for peer in far}
     to_near = [said if peer in group.near else () for peer, said in enumerate(private)]
-    return tell(group, mine.pack(privately(to_near)), CAP, to_far=to_far, opens=opens)
+    message = mine.pack(privately(to_near))
+    own = [sum(map(len, said)) for said in to_near]
+    lengths = {peer: len(message) - sum(own) + own[peer] for peer in group.near}
+    return tell(group, message, CAP, to_far=to_far, lengths=lengths, opens=opens)
 
 
 def _read_private(opening: Opening, group: Group) -> None:

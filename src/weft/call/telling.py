@@ -70,6 +70,7 @@ def tell(
     *,
     to: Sequence[int] | None = None,
     to_far: Mapping[int, bytearray] | None = None,
+    lengths: Mapping[int, int] | None = None,
     opens: bool = False,
 ) -> Telling:
     """Start telling other ranks a few bytes, and hearing theirs.
@@ -80,6 +81,7 @@ def tell(
         most: bytes that a rank may tell.
         to: to which ranks, each of which tells all these; None: all others.
         to_far: what to tell each of those on other hosts instead, by rank.
+        lengths: how many bytes of the message are for each of those on this host; None: all.
         opens: as of `Awaited`.
     """
     peers = group.peers if to is None else to
@@ -91,5 +93,8 @@ def tell(
         sends = [(peer, tensor if to_far is None else tensor_of(to_far[peer])) for peer in far]
         messages = group.post(sends, [(peer, most) for peer in far], OPENINGS)
         messages.opens = opens
-    meeting = group.meet(message, near, opens=opens) if near else None
+    meeting = None
+    if near:
+        of_near = None if lengths is None else [lengths[peer] for peer in near]
+        meeting = group.meet(message, near, of_near, opens=opens)
     return Telling((group.rank, memoryview(message)), meeting, messages, far)

@@ -252,7 +252,14 @@ class Group:
         others = frozenset(range(self.size)) - {self.rank}
         return frozenset(peer for peer in others if self._ranks[peer] in wire.near)
 
-    def meet(self, message: bytearray, peers: Sequence[int], *, opens: bool = False) -> Meeting:
+    def meet(
+        self,
+        message: bytearray,
+        peers: Sequence[int],
+        lengths: Sequence[int] | None = None,
+        *,
+        opens: bool = False,
+    ) -> Meeting:
         """Start telling some `near` ranks a message in a meeting, and hearing theirs.
 
         It says itself what it is of. For two ranks hear what both said in their meetings of one
@@ -262,6 +269,7 @@ class Group:
             message: this rank's, no longer than the wire's `features.meets`. It does not change
                 from here on.
             peers: the other ranks.
+            lengths: how many bytes of it are for each of them; None: all.
             opens: as of `Awaited`.
         """
         session = self.session
@@ -270,7 +278,8 @@ class Group:
         ranks = [self._ranks[peer] for peer in peers]
         pending = session.use(route, "came to a meeting", meet, message, [session.rank, *ranks])
         told = memoryview(message)
-        session.traffic.count([(rank, told) for rank in ranks])
+        of_each = [told] * len(ranks) if lengths is None else [told[:nbytes] for nbytes in lengths]
+        session.traffic.count([*zip(ranks, of_each, strict=True)])
         return Meeting(session, pending, route, peers, opens=opens)
 
     def small_all_gather(self, message: Tensor, cap: int) -> Pending:

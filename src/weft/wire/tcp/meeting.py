@@ -266,9 +266,9 @@ class Meetings:
         self.find = loops["find"]
         self.confirm = loops["confirm"]
         # held, so that it stays mapped whatever closes the wire in the middle of something
-        self._memory = {peer: each.memory.numpy().data for peer, each in segments.items()}
-        if segment is not None and segment.memory is not None:
-            self._memory[wire.rank] = segment.memory.numpy().data
+        self._memory = {peer: memoryview(each.pages) for peer, each in segments.items()}
+        if segment is not None:
+            self._memory[wire.rank] = memoryview(segment.pages)
         self._bases = {peer: each.address for peer, each in segments.items()}
         self._sizes = {peer: each.nbytes for peer, each in segments.items()}
         if segment is not None:

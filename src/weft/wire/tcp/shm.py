@@ -60,7 +60,8 @@ class Segment:
         nbytes: its size.
         address: where it lies here.
         reserved: bytes at its start that it never allocates.
-        memory: all of it; None once it is closed.
+        pages: all of it; there are none once it is closed.
+        memory: the same; None once it is closed.
         lock: held while something is allocated or freed.
     """
 
@@ -76,8 +77,8 @@ class Segment:
         """
         self.fd = fd
         self.nbytes = nbytes
-        self._pages = mmap.mmap(fd, nbytes)
-        self.memory: Tensor | None = torch.frombuffer(self._pages, dtype=torch.uint8)
+        self.pages = mmap.mmap(fd, nbytes)
+        self.memory: Tensor | None = torch.frombuffer(self.pages, dtype=torch.uint8)
         self.address = self.memory.data_ptr()
         self.reserved = reserved
         # reentrant: a handler of a signal may close a wire in the middle of anything
@@ -166,7 +167,7 @@ class Segment:
     def _let_go(self, start: int) -> None:
         """Release the pages from there on."""
         if start < self._touched and self.fd >= 0 and os.getpid() == self._process:
-            self._pages.madvise(mmap.MADV_REMOVE, start, self._touched - start)
+            self.pages.madvise(mmap.MADV_REMOVE, start, self._touched - start)
         self._touched = start
         self._quiet = 0
 
@@ -193,14 +194,15 @@ class Segment:
             if fd >= 0:
                 os.close(fd)
                 self.memory = None
-                del self._pages  # which holds a file, as the memory does
+                del self.pages  # which holds a file, as the memory does
 
 
 class Peer:
     """The segment of a peer, mapped here to be read.
 
     Attributes:
-        memory: uint8, 1-D; whoever writes to it crashes.
+        pages: all of it; whoever writes there crashes.
+        memory: the same, uint8, 1-D.
         nbytes: of it.
         address: where it lies here.
     """
@@ -214,11 +216,11 @@ class Peer:
         sealed = fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS == _SEALS
         if not sealed or os.fstat(fd).st_size != nbytes:
             raise OSError(f"a descriptor came that is no sealed segment of {nbytes} bytes")
-        pages = mmap.mmap(fd, nbytes, prot=mmap.PROT_READ)
+        self.pages = mmap.mmap(fd, nbytes, prot=mmap.PROT_READ)
         with warnings.catch_warnings():
             # of torch, that nobody may write there
             warnings.filterwarnings("ignore", "The given buffer is not writable")
-            self.memory = torch.frombuffer(pages, dtype=torch.uint8)
+            self.memory = torch.frombuffer(self.pages, dtype=torch.uint8)
         self.nbytes = nbytes
         self.address = self.memory.data_ptr()
 
