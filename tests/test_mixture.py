@@ -38,6 +38,6 @@ def test_nothing_is_left(
 ) -> None:
     # after a quarter of them each group has been called, which starts its thread
     monkeypatch.setenv("WEFT_KEEP", "0")  # as the script does, and for this test alone
-    for told in script("benchmarks/soak.py").world(world, 0, 40, limit=patient(200.0)):
-        assert told.programs == 40 and told.calls > 5 * 40
+    for told in script("benchmarks/soak.py").world(world, 0, 20, limit=patient(200.0)):
+        assert told.programs == 20 and told.calls > 5 * 20
         assert told.end.files <= told.start.files and told.end.threads <= told.start.threads

@@ -50,9 +50,9 @@ def test_doubling_sends_no_more_than_is_said(ranks):
     assert 0.7 * done.traffic.bytes < done.bytes <= done.traffic.bytes
 
 
-def test_256_ranks_send_what_is_said():
-    done = simulate("split", partial(spread, count=40, height=1600), 256, SLOW)
-    assert len(done.sizes.blocks) == 16
+def test_144_ranks_send_what_is_said():
+    done = simulate("split", partial(spread, count=40, height=1600), 144, SLOW)
+    assert len(done.sizes.blocks) == 12
     check(done)
 
 

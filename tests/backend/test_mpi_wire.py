@@ -101,23 +101,26 @@ def test_every_algorithm(mpi_job):
     mpi_job(4, with_every_algorithm)
 
 
-def late(group):
+def late(group, folder):
     """Rank 1 keeps the others waiting; who waits is told so, though rank 2 comes after it."""
     said = []
-    if group.rank == 1:
-        time.sleep(1)
+    until = time.monotonic() + group.timeout
+    while group.rank == 1 and len(list(folder.iterdir())) < 2 and time.monotonic() < until:
+        time.sleep(0.01)
     while True:
         try:
             weft.barrier(timeout=0.05)
         except weft.StillRunning as error:
             said.append(str(error).partition(" after")[0])
+            if ": rank 1 has" in said[-1]:
+                (folder / str(group.rank)).touch()
         else:
             break
     return said
 
 
-def test_a_barrier_names_the_late(mpi_job):
-    said = mpi_job(3, late)
+def test_a_barrier_names_the_late(mpi_job, tmp_path):
+    said = mpi_job(3, late, tmp_path)
     assert "rank 0: rank 1 has not come to the barrier" in said[0]
     assert "rank 2: rank 1 has not come to the barrier" in said[2]
 

@@ -17,26 +17,29 @@ from weft.rendezvous.launchers import Launch
 from weft.rendezvous.places import File, Tcp
 
 CHILD = """
+import sys
 import weft
-try:
-    weft.init(timeout=60{more})
-    print("made")
-except weft.WeftError as error:
-    print(error)
+for more in sys.argv[1:]:
+    try:
+        weft.init(timeout=60, **eval(more))
+        print("made")
+    except weft.WeftError as error:
+        print(error)
 """
 
 
-def run(more: str, *before: str) -> str:
-    line = [*before, sys.executable, "-c", CHILD.format(more=more)]
-    return subprocess.run(line, capture_output=True, text=True, timeout=120, check=True).stdout
+def run(calls: list[str], *before: str) -> list[str]:
+    line = [*before, sys.executable, "-c", CHILD, *calls]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=120, check=True)
+    return done.stdout.splitlines()
 
 
-def starting(children: list[tuple[str, ...]]) -> list[str]:
-    """What children of rank 0 say."""
+def starting(calls: list[str], *before: str) -> list[str]:
+    """What a child of rank 0 says, which calls `weft.init` with these arguments."""
     said: list[str] = []
     with weft.init(timeout=120):
         if os.environ["RANK"] == "0":
-            said = [run(*each) for each in children]
+            said = run(calls, *before)
         weft.barrier()
     with weft.init(timeout=120):  # the children have spoilt nothing
         weft.barrier()
@@ -44,17 +47,20 @@ def starting(children: list[tuple[str, ...]]) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("agent", "children"),  # started by the rank, or by a program in between; with arguments, too
-    [("True", [(", backend='smoke'", "nice")]), ("False", [("",), (", rendezvous='env://'",)])],
+    ("agent", "before", "calls"),  # started by the rank, or by a program in between
+    [
+        ("True", ["nice"], ["dict(backend='smoke')"]),
+        ("False", [], ["{}", "dict(rendezvous='env://')"]),
+    ],
 )
 def test_a_program_that_a_rank_starts_is_refused_at_once(
-    agent: str, children: list[tuple[str, ...]], port: int
+    agent: str, before: list[str], calls: list[str], port: int
 ) -> None:
     env = {"OMP_NUM_THREADS": "1", "TORCHELASTIC_USE_AGENT_STORE": agent}
     if agent == "False":
         env["MASTER_PORT"] = str(port)
-    said, nothing = launch(2, starting, [children], env=env)
-    assert len(said) == len(children) and nothing == []
+    said, nothing = launch(2, starting, [calls, *before], env=env)
+    assert len(said) == len(calls) and nothing == []
     for text in said:
         assert text.startswith("rank 0: process ")
         assert "has started this process" in text

@@ -65,7 +65,7 @@ def test_the_default_is_the_standard_library(monkeypatch: pytest.MonkeyPatch) ->
     [
         (b"1 2 3 !", "no words in"),
         (b"a\0b", "is not text: it holds zero bytes"),
-        (b"some few words", "too little text in .*--min-count"),
+        (b"some few words", "too little text in .* ranks need 24 tokens; .*--min-count"),
         (b"same " * 500, "too little text in .* tokens of 1 words"),
     ],
 )

@@ -181,9 +181,14 @@ def try_cells(cells: list[Cell]) -> None:
                 check(cell)
 
 
-@pytest.mark.parametrize(("size", "step"), [(2, 1), (3, 4)])
-def test_what_plain_ddp_takes_has_the_gradients_of_one_rank(size: int, step: int) -> None:
-    launch(size, try_cells, [all_cells()[::step]], timeout=300, env=ONE_THREAD)
+@pytest.mark.parametrize("size", [2, 3])
+def test_what_plain_ddp_takes_has_the_gradients_of_one_rank(size: int) -> None:
+    """A quarter of the cells is tried on three ranks, and the others on two."""
+    cells = all_cells()
+    of_three = cells[::4]
+    if size == 2:
+        del cells[::4]
+    launch(size, try_cells, [cells if size == 2 else of_three], timeout=300, env=ONE_THREAD)
 
 
 def leave_unused(model: Model, place: str) -> None:
@@ -196,8 +201,9 @@ def try_unused() -> None:
     places = PLACES[-1]
     with init(timeout=20):
         rank, size = dist.get_rank(), dist.get_world_size()
-        for kept, options, towers, place in itertools.product(KEPT, OPTIONS, TOWERS[:2], places):
-            cell = Cell(places, kept, options, towers, "each")
+        turns = itertools.cycle(TOWERS[:2])
+        for kept, options, place in itertools.product(KEPT, OPTIONS, places):
+            cell = Cell(places, kept, options, next(turns), "each")
             if not cell.is_taken:
                 continue
             with in_case(*cell, place):

@@ -21,6 +21,12 @@ import os, signal, sys, threading, time
 import torch, weft
 
 place, how, timeout = sys.argv[1:]
+
+def interrupt_a_wait():
+    while group.session.detector.waiting is None:
+        time.sleep(0.001)
+    os.kill(os.getpid(), signal.SIGINT)
+
 group = weft.init(rendezvous=f"file://{place}", timeout=60.0)
 weft.barrier()
 group.set_timeout(float(timeout))
@@ -42,12 +48,12 @@ elif how == "killed":
 elif how == "exit":
     weft.attempt(lambda: sys.exit(3))
 elif how == "interrupt":
-    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+    threading.Thread(target=interrupt_a_wait).start()
     group.post((), [(0, 4)]).wait()
 elif how == "interrupted wait":
     work = group.worker.submit("all_reduce", lambda: weft.all_reduce(one), several=True)
-    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
     try:
+        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
         work.wait()
     except KeyboardInterrupt:
         sys.exit(4 if work.wait().tolist() == [2.0, 2.0] else 5)

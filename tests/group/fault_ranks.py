@@ -85,10 +85,12 @@ def kill(group: Group) -> None:
 
 def kill_parent(group: Group) -> None:
     """A child, such as a loader of data, outlives its parent and keeps its sockets open."""
+    reads, writes = os.pipe()
     if os.fork() == 0:
+        os.write(writes, b"x")
         time.sleep(4.0)
         os._exit(0)
-    time.sleep(0.1)  # the child closes what it shall close
+    os.read(reads, 1)  # the child has closed what it shall close
     kill(group)
 
 
@@ -122,7 +124,13 @@ def leave(group: Group) -> None:
 
 def interrupt(group: Group) -> None:
     """Ctrl-C in a wait that would last to the deadline."""
-    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+
+    def send() -> None:
+        while group.session.detector.waiting is None:
+            time.sleep(0.001)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=send).start()
     group.post((), [((group.rank + 1) % group.size, BYTES)]).wait()
 
 

@@ -40,6 +40,14 @@ def are_carried_by(count):
 def wait_for_ever():
     on.post((), [((rank + 1) % 3, torch.empty(2))]).wait()
 
+def in_a_wait(do, *given):
+    def watch():
+        while group.session.detector.waiting is None:
+            time.sleep(0.001)
+        do(*given)
+
+    threading.Thread(target=watch).start()
+
 def leave_a_child():
     warnings.simplefilter("ignore", DeprecationWarning)  # this process has threads
     if os.fork() == 0:
@@ -66,13 +74,13 @@ def fail():
     if fault == "raise":
         raise KeyError("a fault of this test")
     if fault == "interrupt":  # in a wait that nobody ends
-        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+        in_a_wait(os.kill, os.getpid(), signal.SIGINT)
         wait_for_ever()
     if fault == "close":
         weft.shutdown()
         sys.exit(0)
     if fault == "close in a thread":
-        threading.Timer(0.3, weft.shutdown).start()
+        in_a_wait(weft.shutdown)
         wait_for_ever()
     if fault == "a garbled message":
         group.session.detector.links.send(0, b'{"bye": ["nobody"]}\\n')
@@ -99,7 +107,7 @@ def collect_in_a_wait():
             (folder / "collected").touch()
 
         signal.signal(signal.SIGUSR1, collect)
-        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGUSR1)).start()
+        in_a_wait(os.kill, os.getpid(), signal.SIGUSR1)
         (came,) = on.post((), [(0, torch.empty(2))]).wait()
         assert came.tolist() == [5.0, 5.0]
     else:

@@ -11,6 +11,11 @@ from weft.testing import GroupContract, run, simulated
 from weft.testing.threads import on_groups
 from weft.wire.link import Link
 
+CASES = [case.values for case in GroupContract.test_contract.pytestmark[0].args[1]]
+# of what is tried at several sizes: that is the schedules, which threads prove
+LARGEST = {body.__name__: (size, body, options) for size, body, options in CASES}
+at_the_largest = pytest.mark.parametrize(("size", "body", "options"), LARGEST.values(), ids=LARGEST)
+
 
 class TestThreads(GroupContract):
     @pytest.fixture
@@ -23,12 +28,20 @@ class TestProcessGroup(GroupContract):
     def ranks(self):
         return functools.partial(run, on="processes")
 
+    @at_the_largest
+    def test_contract(self, ranks, size, body, options):
+        super().test_contract(ranks, size, body, options)
+
 
 class TestTorch(GroupContract):
     @pytest.fixture
     def ranks(self):
         # more ranks than that prove nothing of a group whose pairs know nothing of each other
         return lambda size, *args, **options: run(min(size, 4), *args, on="torch", **options)
+
+    @at_the_largest
+    def test_contract(self, ranks, size, body, options):
+        super().test_contract(ranks, size, body, options)
 
 
 class TestSimulated(GroupContract):
@@ -40,3 +53,7 @@ class TestSimulated(GroupContract):
             return results(on_groups(groups, body, args), "simulated")
 
         return ranks
+
+    @at_the_largest
+    def test_contract(self, ranks, size, body, options):
+        super().test_contract(ranks, size, body, options)

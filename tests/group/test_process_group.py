@@ -498,7 +498,7 @@ def handled(group):
     before = signal.signal(signal.SIGINT, lambda *_: store.set("handled", ""))
     try:
         if group.rank == 0:
-            threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+            in_a_wait(group, os.kill, os.getpid(), signal.SIGINT)
             group.post((), [(1, 8)]).wait()
         else:
             store.wait(["handled"], timedelta(seconds=20))  # so not only when the wait is over
@@ -506,6 +506,17 @@ def handled(group):
     finally:
         signal.signal(signal.SIGINT, before)
     talk(group)
+
+
+def in_a_wait(group, do, *given):
+    """Do something in a thread, once the group waits."""
+
+    def watch():
+        while group.session.detector.waiting is None:
+            time.sleep(0.001)
+        do(*given)
+
+    threading.Thread(target=watch).start()
 
 
 def raised(group):
@@ -516,7 +527,7 @@ def raised(group):
             raise TimeoutError("enough")
 
         before = signal.signal(signal.SIGUSR1, late)
-        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGUSR1)).start()
+        in_a_wait(group, os.kill, os.getpid(), signal.SIGUSR1)
         with pytest.raises(TimeoutError, match="enough"):
             group.post((), [(1, 8)]).wait()
         signal.signal(signal.SIGUSR1, before)
@@ -547,7 +558,7 @@ def close_elsewhere(group, path):
     other = connect(dist.FileStore(path, group.size), group.rank, group.size, 20.0)
     talk(other)
     if group.rank == 0:
-        threading.Timer(0.3, other.close).start()
+        in_a_wait(other, other.close)
         began = time.monotonic()
         with pytest.raises(WireError, match="this group was closed while rank 0 awaited"):
             other.post((), [(1, 8)]).wait()

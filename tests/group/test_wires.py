@@ -154,8 +154,8 @@ def wait_long():
 def test_what_the_handler_of_a_signal_raises_is_told_from_what_a_wire_raises(handler):
     before = signal.signal(signal.SIGUSR1, handler)
     try:
-        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGUSR1)).start()
         with pytest.raises(Late) as caught:
+            threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGUSR1)).start()
             wait_long()
         assert is_of_a_signal(caught.value)
         with pytest.raises(Late) as caught:

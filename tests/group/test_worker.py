@@ -492,7 +492,7 @@ def test_a_wait_for_a_late_rank_is_counted(group):
     seen = []
     with weft.on_call(lambda stats: seen.append(stats) if stats.rank == group.rank else None):
         if group.rank == 1:
-            time.sleep(0.3)
+            time.sleep(1.0)
         weft.barrier()
     (stats,) = seen
     assert stats.name == "barrier"

@@ -85,18 +85,19 @@ def train(model, updates, steps, group=None):
 
 
 def go_on_with_other_numbers_of_ranks(folder):
-    """Saved by the first ranks, so many, and loaded by fewer, as many, and more."""
+    """Saved by the first ranks, so many, and loaded by fewer, as many, and more, in turn."""
     with weft.init() as group:
         groups = {size: dist.new_group(range(size)) for size in (2, 3, 4)}
+        loaders = itertools.cycle(groups)
         for (savers, rows), kind in itertools.product(SAVED, OPTIMIZERS):
             place = f"{folder}/{savers} {rows} {kind}"
             wanted = [None]
             if group.rank < savers:
                 wanted = [save_and_go_on(place, rows, kind, groups[savers])]
             dist.broadcast_object_list(wanted)
-            for size, members in groups.items():
-                if group.rank < size:
-                    load_and_go_on(place, rows, kind, members, *wanted[0])
+            size = next(loaders)
+            if group.rank < size:
+                load_and_go_on(place, rows, kind, groups[size], *wanted[0])
             weft.barrier()
 
 

@@ -111,13 +111,19 @@ def same_everywhere(group, rows):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@spmd(*SIZES, on=THREADS)
+@spmd(*SIZES, on=("threads",))
 def test_equals_the_definition(group, name):
     equals_the_definition(group, name)
 
 
 @pytest.mark.parametrize("name", NAMES)
-@spmd(4, 7, on=("processes", "torch"))
+@spmd(1, 3, 8, on=("device", "rounds"))
+def test_equals_the_definition_on_an_accelerator(group, name):
+    equals_the_definition(group, name)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@spmd(4, on=("processes", "torch"))
 def test_equals_the_definition_between_processes(group, name):
     equals_the_definition(group, name)
 

@@ -21,7 +21,7 @@ from weft.wire.registry import wire_named
 from weft.wire.tcp import shm
 
 
-def on_a_wire(group, folder, packed, is_apart):
+def on_a_wire(group, folder, packed, is_apart, counts):
     """The body of a clause, on a wire of its own beside the group's."""
     if folder and folder not in sys.path:
         sys.path.append(folder)  # where the module of the factory is
@@ -40,7 +40,10 @@ def on_a_wire(group, folder, packed, is_apart):
         store=store,
     )
     wire = make_wire("of this test", factory, start)
-    return stated_on(wire, body)
+    with pytest.MonkeyPatch.context() as patch:
+        for name, count in counts.items():
+            patch.setattr(wire_clauses, name, count)
+        return stated_on(wire, body)
 
 
 @pytest.fixture
@@ -58,10 +61,10 @@ def ranks_of():
     """`ranks_of(wire, clause, apart=)` is a `Run` on processes, for this clause of the contract.
 
     They are new ones where the clause is about processes, and otherwise those that other tests run
-    on, too: then a wire is made anew, and no process.
+    on, too: then a wire is made anew, and no process. There `counts` are other POSTS and ROUNDS.
     """
 
-    def ranks_of(wire, clause, *, apart=False):
+    def ranks_of(wire, clause, *, apart=False, **counts):
         if CLAUSES[clause - 1].is_for_processes or CLAUSES[clause - 1].is_compared:
             return ranks_as_processes(wire, apart=apart)
         factory = wire_named(wire) if isinstance(wire, str) else wire
@@ -69,7 +72,7 @@ def ranks_of():
         def kept(size, body):
             packed = pickle.dumps((factory, body))
             folder = folder_of(factory.__module__)
-            return run(size, on_a_wire, folder, packed, apart, on="processes")
+            return run(size, on_a_wire, folder, packed, apart, counts, on="processes")
 
         kept.are_processes = True
         return kept

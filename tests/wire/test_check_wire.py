@@ -140,12 +140,20 @@ class NoFeatures(Between):
         self.features = None
 
 
-class LastFirst(Room):
-    def add(self, end, key):
-        ends = self.unmet.get(key)
-        if ends and ends[0].is_send != end.is_send:
-            ends.rotate(1)  # the last comes to the front
-        super().add(end, key)
+class LastFirst(Between):
+    """Of each two posts the second one's messages go first."""
+
+    first = None
+
+    def post(self, sends=(), recvs=(), channel=0):
+        pending = super().post((), recvs, channel)
+        if self.first is None:
+            self.first = sends, (), channel
+        else:
+            self.inner.post(sends, (), channel)
+            self.inner.post(*self.first)
+            self.first = None
+        return pending
 
 
 def cuts_channels(bits):
@@ -276,27 +284,33 @@ class DropsEarly(Room):
 
 
 class SendsUnwaited(Between):
-    """A send is said to be complete before anybody has its bytes."""
+    """A send is said to be complete, though its bytes are taken as the next post is made."""
+
+    unsent = (), (), 0
 
     def post(self, sends=(), recvs=(), channel=0):
-        self.sent = self.inner.post(sends, (), channel)
+        self.inner.post(*self.unsent)
+        self.unsent = sends, (), channel
         return super().post((), recvs, channel)
 
 
 class Lazy(Between):
-    """Looks at the tensor when its bytes are sent."""
+    """Looks at the tensor when its bytes are sent, in the wait."""
 
     def post(self, sends=(), recvs=(), channel=0):
-        later = threading.Timer(0.05, self.inner.post, [sends, (), channel])
-        if sends:
-            later.start()
         pending = super().post((), recvs, channel)
-        return Joins(pending, later) if sends else pending
+        return SendsInWait(pending, self, sends, channel)
 
 
-class Joins(Later):
+class SendsInWait(Later):
+    def __init__(self, inner, wire, sends, channel):
+        super().__init__(inner, wire)
+        self.unsent = sends, (), channel
+
     def wait(self, timeout=None):
-        self.wire.join()
+        if self.unsent is not None:
+            self.wire.inner.post(*self.unsent).wait(timeout)
+            self.unsent = None
         return self.inner.wait(timeout)
 
 
@@ -370,9 +384,12 @@ class WritesOn(Between):
 
 
 class NoticesEarly(Between):
-    """Fails as soon as somebody is gone."""
+    """Fails as soon as somebody is gone; in the middle of swaps somebody is."""
 
     def post(self, sends=(), recvs=(), channel=0):
+        until = time.monotonic() + 60.0
+        while sends and recvs and not self.inner.room.gone and time.monotonic() < until:
+            time.sleep(0.001)
         for peer in self.inner.room.gone:
             self.inner.abort(Failure("lost", peer, "it is gone"))
         return super().post(sends, recvs, channel)
@@ -553,11 +570,11 @@ class LeavesAThread(Between):
         threading.Thread(target=LEFT[-1].wait, daemon=True).start()
 
 
-class GoesOn(Between):
-    """`wait_stream` does not wait, though there is no stream that would."""
+class GoesOn(SendsUnwaited):
+    """`wait_stream` does not wait, though nothing has come and there is no stream that would."""
 
     def post(self, sends=(), recvs=(), channel=0):
-        pending = Unwaited(self.inner.post(sends, recvs, channel))
+        pending = Unwaited(super().post(sends, recvs, channel))
         pending.places = [into for _, into in recvs]
         return pending
 
@@ -854,7 +871,7 @@ class Deaf(Between):
 
 class WaitsDeaf(Later):
     def wait(self, timeout=None):
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGALRM])
         try:
             return self.inner.wait(timeout)
         finally:
@@ -930,14 +947,20 @@ def waits_with_the_lock(start):
 class TrustsAll(Between):
     """Takes whoever connects for a rank, and what it says for garbage."""
 
-    def __init__(self, inner):
+    def __init__(self, inner, listener=None):
         super().__init__(inner)
-        self.listener = socket.create_server(("127.0.0.1", 0))
-        threading.Thread(target=self.accept, daemon=True).start()
+        self.listener = listener or socket.create_server(("127.0.0.1", 0))
+        self.listens = threading.Thread(target=self.hear, daemon=True)
+        self.listens.start()
 
-    def accept(self):
+    def hear(self):
         self.listener.accept()
         self.abort(Failure("garbled", 0, "rank 0 sent garbage"))
+
+    def post(self, sends=(), recvs=(), channel=0):
+        if any(tensor.nbytes > 1 << 20 for _, tensor in sends):
+            self.listens.join(60.0)  # all strangers have connected by then
+        return super().post(sends, recvs, channel)
 
 
 def trusts_all(start):
@@ -948,12 +971,11 @@ class TrustsDatagrams(TrustsAll):
     """Takes a datagram of anybody for a rank's."""
 
     def __init__(self, inner):
-        super(TrustsAll, self).__init__(inner)
-        self.listener = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-        self.listener.bind(("127.0.0.1", 0))
-        threading.Thread(target=self.accept, daemon=True).start()
+        listener = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+        listener.bind(("127.0.0.1", 0))
+        super().__init__(inner, listener)
 
-    def accept(self):
+    def hear(self):
         self.listener.recv(1)
         self.abort(Failure("garbled", 0, "rank 0 sent garbage"))
 
@@ -981,7 +1003,7 @@ def leaves_a_thread(start):
 BROKEN = {
     "sizes": between(NoFeatures),
     "dtypes": waiting(lambda pending, timeout: [t.clone() for t in pending.inner.wait(timeout)]),
-    "order": meeting(LastFirst),
+    "order": between(LastFirst),
     "channels": cuts_channels(0),
     "pairs": between(InTurn),
     "empty": between(NothingEmpty),
@@ -1179,7 +1201,7 @@ def test_what_fails_is_told_by_its_line_of_the_clause():
     with pytest.raises(AssertionError, match=r"FAILED: assert all\(one is place for one, place in"):
         check_wire(ranks_as_threads(BROKEN["dtypes"]), clauses=[NUMBERS["dtypes"]])
     with pytest.raises(AssertionError, match=r"FAILED: TimeoutError: .*\(in: _failure_of\("):
-        check_wire(ranks_as_processes(lasts_forever), clauses=[NUMBERS["dies"]], soon=1.0)
+        check_wire(ranks_as_processes(lasts_forever), clauses=[NUMBERS["dies"]])
 
 
 def test_a_function_of_ones_own_may_start_the_ranks():

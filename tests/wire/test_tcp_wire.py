@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from weft.base.memory import Pool
+from weft.testing.pace import patient
 from weft.wire.factory import Start
 from weft.wire.framed import FramedWire
 from weft.wire.interface import Failure, WireFailed
@@ -56,10 +57,17 @@ def test_between_hosts_a_wait_polls_for_a_short_message_and_sleeps_for_a_long_on
     monkeypatch.setattr(os, "sched_yield", lambda: yields.append(threading.get_ident()))
     received = second.post((), [(0, nbytes)])
     message = torch.zeros(nbytes, dtype=torch.uint8)
-    timer = threading.Timer(0.05, first.post, [[(1, message)]])  # its wire's thread moves it
-    timer.start()
-    received.wait(10.0)
-    timer.join()
+
+    def send():
+        late = time.monotonic() + (patient(20.0) if polls else 0.05)
+        while not yields and time.monotonic() < late:
+            time.sleep(0.001)
+        first.post([(1, message)])  # its wire's thread moves it
+
+    sends = threading.Thread(target=send)
+    sends.start()
+    received.wait(patient(30.0))
+    sends.join()
     assert bool(yields) == polls
 
 

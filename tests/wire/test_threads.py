@@ -100,6 +100,13 @@ def test_the_chain_of_waits_leads_to_the_one_who_is_late():
             group.worker.doing = "thinking"
             raised.wait(patient(60.0))
             return ""
+        groups[group.rank] = group
+        if group.rank == 0:  # whose time is up first, when rank 1 waits, too
+            group.set_timeout(0.5)
+            until = time.monotonic() + patient(20.0)
+            while 1 not in groups or groups[1].session.detector.waiting is None:
+                assert time.monotonic() < until
+                time.sleep(0.001)
         with pytest.raises(WireError) as caught:
             group.post((), [(group.rank + 1, 4)]).wait()
         assert caught.value.culprit == 2
@@ -107,7 +114,8 @@ def test_the_chain_of_waits_leads_to_the_one_who_is_late():
         return str(caught.value)
 
     raised = threading.Barrier(3)
-    texts = run(3, body, timeout=0.5)
+    groups = {}
+    texts = run(3, body)
     for text in texts[:2]:
         assert "rank 2 keeps the others waiting: it is in call 0 (thinking)" in text
 

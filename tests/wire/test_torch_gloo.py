@@ -243,18 +243,24 @@ def test_a_group_of_wefts_own_has_one_thread():
     of_torch = 2  # those of the default group
     # a group, and control links; the group inside the backend, and its group and links
     of_weft = 2 + 1 + 2
-    counts = processes(2, threads_of_gloo, env={"WEFT_WIRE": "torch"})
-    assert counts == [of_torch + of_weft] * 2
+    right = of_torch + of_weft
+    assert processes(2, threads_of_gloo, right, env={"WEFT_WIRE": "torch"}) == [right] * 2
 
 
-def threads_of_gloo():
+def threads_of_gloo(right):
     with weft.init(timeout=20):
         group = dist.new_group(backend="weft")
         weft.barrier()
         weft.barrier(group=group)
-        time.sleep(1.0)  # a thread names itself when it first runs
-        tasks = Path("/proc/self/task").glob("*/comm")
-        return sum(task.read_text() == "pt_gloo_runloop\n" for task in tasks)
+        late = time.monotonic() + patient(20.0)
+        while (count := count_of_gloo()) < right and time.monotonic() < late:
+            time.sleep(0.01)  # a thread names itself when it first runs
+        return count
+
+
+def count_of_gloo():
+    tasks = Path("/proc/self/task").glob("*/comm")
+    return sum(task.read_text() == "pt_gloo_runloop\n" for task in tasks)
 
 
 @pytest.fixture

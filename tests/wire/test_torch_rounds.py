@@ -86,14 +86,17 @@ def test_a_round_carries_all_posts_by_channel_whatever_is_waited_for_first():
 
 
 def test_a_wait_that_runs_out_can_be_repeated():
+    ran_out = threading.Event()
+
     def waits(wire):
         if wire.rank == 1:
-            time.sleep(0.3)
+            assert ran_out.wait(SOON)
         pending = wire.post([(1 - wire.rank, torch.ones(3))], [(1 - wire.rank, torch.zeros(3))])
         if wire.rank == 0:
             with pytest.raises(TimeoutError):
                 pending.wait(0.05)
             assert not pending.done() and pending.waiting_for() == [1]
+            ran_out.set()
         assert pending.wait(SOON)[0].tolist() == [1, 1, 1]
         assert pending.done() and pending.waiting_for() == []
 

@@ -9,9 +9,10 @@ from weft.testing.wires import NUMBERS
 from weft.wire import Features
 
 WIRES = {
-    "tcp": ("tcp", False),  # which shares memory
-    "tcp-apart": ("tcp", True),  # which connects when messages are posted
-    "torch": ("torch", False),
+    "tcp": {},  # which shares memory
+    "tcp-apart": {"apart": True},  # which connects when messages are posted
+    # a message takes a millisecond; both clauses together are still more than ten thousand
+    "torch": {"POSTS": 700, "ROUNDS": 1000},
 }
 
 
@@ -19,8 +20,7 @@ WIRES = {
 @pytest.mark.parametrize("clause", NUMBERS)
 def test_a_wire_keeps_a_clause(ranks_of, clause, wire):
     number = NUMBERS[clause]
-    name, is_apart = WIRES[wire]
-    run = ranks_of(name, number, apart=is_apart)
+    run = ranks_of(wire.removesuffix("-apart"), number, **WIRES[wire])
     (outcome,) = check_wire(run, Features(), clauses=[number])
     skipped = {"among", "reduces", "huge"} | {each for each in NUMBERS if each.startswith("meets")}
     if wire == "tcp":

@@ -29,6 +29,7 @@ from dataclasses import replace
 from types import FrameType
 from typing import Any, NamedTuple, Protocol
 
+import psutil
 import torch
 from torch import Tensor
 
@@ -67,8 +68,9 @@ _TRIES = 5  # of such a call
 _TOGETHER = 6  # messages of a post, so that more than ten thousand are under way
 _LOOKS = 50  # signals that look where in a wait they come
 _LOOK = 0.001  # seconds between them
+_GO = 5  # the channel of what lets a peer go on
 _CONNECT = 5.0  # seconds that a stranger waits for its connection
-_AFTER_FORK = 60.0  # seconds in which the parent of a forked child ends
+_AFTER_FORK = 60.0  # seconds in which those end that a forked child outlives
 
 
 class Body(Protocol):
@@ -217,6 +219,15 @@ def _heard(pending: PendingBytes, number: int, ranks: Sequence[int], soon: float
         )
 
 
+def _say_go(wire: Wire, peer: int, soon: float) -> None:
+    """Have a peer go on that is in `_await_go`, whatever lies on the way there."""
+    wire.post([(peer, _number())], (), _GO).wait(soon)
+
+
+def _await_go(wire: Wire, peer: int, soon: float) -> None:
+    wire.post((), [(peer, _number())], _GO).wait(soon)
+
+
 def _wait_until_it_leaves(wire: Wire, peer: int, soon: float) -> None:
     with contextlib.suppress(WireFailed):
         wire.post((), [(peer, 8)]).wait(2 * soon)
@@ -269,41 +280,61 @@ class _Handled(Exception):
 
 def _delay_of_a_handler(pending: Pending | PendingBytes, soon: float) -> float:
     """Seconds after which a signal is handled that comes during a wait, and ends it."""
-    times: list[float] = []
+    delays: list[float] = []
 
-    def handle(*_: object) -> None:
-        times.append(time.monotonic())
+    def handle(delay: float) -> None:
+        delays.append(delay)
         raise _Handled
 
-    def interrupt() -> None:
-        times.append(time.monotonic())
-        os.kill(os.getpid(), signal.SIGUSR1)
-
-    before = signal.signal(signal.SIGUSR1, handle)
-    timer = threading.Timer(_MOMENT / 4, interrupt)
     try:
-        timer.start()
-        pending.wait(soon)
+        _wait_with_a_signal(pending, soon, _MOMENT / 4, handle)
     except _Handled:
-        return times[1] - times[0]
+        return delays[0]
     except TimeoutError:
         raise AssertionError("a signal was not handled during a wait") from None
-    finally:
-        timer.join()
-        signal.signal(signal.SIGUSR1, before)
     raise AssertionError("a wait for what had not come returned, or kept what a handler raised")
+
+
+def _wait_with_a_signal(
+    pending: Pending | PendingBytes,
+    soon: float,
+    after: float,
+    handle: Callable[[float], None],
+) -> None:
+    """Wait, and have a signal come after so many seconds of the wait.
+
+    Its handler calls `handle` with the seconds since it was sent. One that comes before the wait,
+    since this thread was held up, is sent again.
+    """
+    sent = 0.0
+
+    def wait() -> None:
+        pending.wait(soon)
+
+    def send() -> None:
+        nonlocal sent
+        sent = time.monotonic() + after
+        signal.setitimer(signal.ITIMER_REAL, after)
+
+    def on_signal(_: int, frame: FrameType | None) -> None:
+        if any(each.f_code is wait.__code__ for each, _ in traceback.walk_stack(frame)):
+            handle(time.monotonic() - sent)
+        else:
+            send()
+
+    before = signal.signal(signal.SIGALRM, on_signal)
+    try:
+        send()
+        wait()
+    finally:
+        signal.signal(signal.SIGALRM, signal.SIG_IGN)  # so that it is not sent once more
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def _closed_while_it_sleeps(wire: Wire, pending: Pending, soon: float) -> None:
     """Wait, and have the handler of a signal close the wire meanwhile."""
-    before = signal.signal(signal.SIGUSR1, lambda *_: wire.close())
-    timer = threading.Timer(1.1 * _MOMENT, os.kill, [os.getpid(), signal.SIGUSR1])
-    try:
-        timer.start()
-        pending.wait(soon)
-    finally:
-        timer.join()
-        signal.signal(signal.SIGUSR1, before)
+    _wait_with_a_signal(pending, soon, 1.1 * _MOMENT, lambda _: wire.close())
 
 
 def _closed_in_its_code(wire: Wire, pending: Pending, soon: float) -> None:
@@ -323,13 +354,15 @@ def _closed_in_its_code(wire: Wire, pending: Pending, soon: float) -> None:
         elif depth < deepest:
             deepest -= 1 / _LOOKS  # it may have been there for once
         else:
-            signal.setitimer(signal.ITIMER_REAL, 0.0)
             wire.close()
+            return
+        # only now: a signal that came in here would look how deep this function is
+        signal.setitimer(signal.ITIMER_REAL, _LOOK)
 
     before = signal.signal(signal.SIGALRM, handle)
     until = time.monotonic() + soon
     try:
-        signal.setitimer(signal.ITIMER_REAL, _MOMENT, _LOOK)
+        signal.setitimer(signal.ITIMER_REAL, _MOMENT)
         while time.monotonic() < until:
             with contextlib.suppress(TimeoutError):
                 pending.wait(0)
@@ -338,14 +371,11 @@ def _closed_in_its_code(wire: Wire, pending: Pending, soon: float) -> None:
         signal.signal(signal.SIGALRM, before)
 
 
-def _close_in_a_child(wire: Wire, soon: float) -> None:
-    """Fork, and close the wire in the child, which lives until others must have seen the death of
-    this process."""
-    _in_a_child(wire.close, soon)
+def _in_a_child(use: Callable[[], object], soon: float, outlives: Sequence[int] = ()) -> None:
+    """Fork, and do something in the child, which has to end soon.
 
-
-def _in_a_child(use: Callable[[], object], soon: float) -> None:
-    """Fork, and do something in the child, which lives on for a while; it has to end soon."""
+    The child lives on until this process and those with the pids `outlives` have ended.
+    """
     reads, writes = os.pipe()
     ends, held = os.pipe()  # of which `held` is this process's alone: it closes as that dies
     with warnings.catch_warnings():
@@ -357,8 +387,10 @@ def _in_a_child(use: Callable[[], object], soon: float) -> None:
             os.close(held)
             use()
             os.write(writes, b"done")
+            until = time.monotonic() + _AFTER_FORK
             select.select([ends], [], [], _AFTER_FORK)
-            time.sleep(soon + 1.0)
+            while any(map(_is_alive, outlives)) and time.monotonic() < until:
+                time.sleep(0.01)
         except BaseException as error:
             os.write(writes, repr(error).encode())
         finally:
@@ -369,6 +401,12 @@ def _in_a_child(use: Callable[[], object], soon: float) -> None:
     result = os.read(reads, 1000).decode() if has_ended else "it hangs"
     os.close(reads)
     assert result == "done", f"in a forked child: {result}"
+
+
+def _is_alive(pid: int) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    return False
 
 
 def _strangers() -> list[socket.socket]:
@@ -575,13 +613,17 @@ def too_long(wire: Wire, soon: float) -> None:
 def short(wire: Wire, soon: float) -> None:
     """a short message in a long receive leaves nothing behind: a long one after it may be early."""
     if wire.rank == 0:
-        for lengths in ((10, 10), (_BIG, 10)):  # the short ones have arrived before the long one
-            for each in [wire.post([(1, _bytes(length))]) for length in lengths]:
-                each.wait(soon)
+        for each in [wire.post([(1, _bytes(10))]) for _ in range(2)]:
+            each.wait(soon)  # the short ones have arrived before the long one
+        posts = [wire.post([(1, _bytes(length))]) for length in (_BIG, 10)]
+        _say_go(wire, 1, soon)
+        for each in posts:
+            each.wait(soon)
         return
     posts = [wire.post((), [(0, 200_000)]) for _ in range(2)]
     for each in posts:
         each.wait(soon)
+    _await_go(wire, 0, soon)
     time.sleep(_MOMENT)
     posts += [wire.post((), [(0, _BIG)]) for _ in range(2)]
     assert [len(each.wait(soon)[0]) for each in posts] == [10, 10, _BIG, 10]
@@ -616,9 +658,12 @@ def late(wire: Wire, soon: float) -> None:
     """a receive may be posted long after its message was sent."""
     lengths = (8, _MEDIUM, _BIG)
     if wire.rank == 0:
-        for each in [wire.post([(1, _bytes(length))]) for length in lengths]:
+        posts = [wire.post([(1, _bytes(length))]) for length in lengths]
+        _say_go(wire, 1, soon)
+        for each in posts:
             each.wait(soon)
         return
+    _await_go(wire, 0, soon)
     time.sleep(_MOMENT)
     for length in lengths:
         assert wire.post((), [(0, _bytes(length, 0))]).wait(soon)[0].all()
@@ -647,12 +692,13 @@ def storages(wire: Wire, soon: float) -> None:
         pending = wire.post([(1, data)])
         data.data = torch.zeros(1, dtype=torch.uint8)
         filled = [_bytes(_BIG, 0) for _ in range(4)]  # in the freed memory, if it was freed
+        _say_go(wire, 1, soon)
         pending.wait(soon)
         del filled
         wire.post((), [(1, _number())]).wait(soon)  # when the tensor below has other memory
         wire.post([(1, _bytes(_BIG))]).wait(soon)
     else:
-        time.sleep(_MOMENT)
+        _await_go(wire, 0, soon)
         assert wire.post((), [(0, _bytes(_BIG, 0))]).wait(soon)[0].all()
         place = _bytes(_BIG, 0)
         memory = place.detach()
@@ -707,23 +753,31 @@ def timeouts(wire: Wire, soon: float) -> None:
 @_clause(3)
 def aborts(wire: Wire, soon: float) -> None:
     """an abort in another thread ends a wait, and every later use, with the first failure."""
-    if wire.rank == 2:  # who does not come
-        time.sleep(3 * _MOMENT)
+    if wire.rank > 0:  # who does not come
+        if wire.features.lockstep:
+            time.sleep(soon / 2)
+        else:
+            _wait_until_it_leaves(wire, 0, soon)
         return
     given = Failure("aborted", 2, "rank 2 died")
     pending = wire.post((), [(2, _bytes(_BIG))])
-    threading.Timer(_MOMENT, wire.abort, [given]).start()
     began = time.monotonic()
+
+    def abort() -> None:
+        nonlocal began
+        began = time.monotonic()
+        wire.abort(given)
+
+    threading.Timer(_MOMENT, abort).start()
     assert _failure_of(pending.wait, "aborted", 2, soon) is given, (
         "another failure than the abort's"
     )
-    taken = time.monotonic() - began - _MOMENT
+    taken = time.monotonic() - began
     assert taken < patient(_ABORT), f"the wait ended {taken:.1f} s after the abort"
     wire.abort(Failure("aborted", 0, "later"))
     assert wire.failure() is given and pending.done(), "the first failure does not stay"
     _failure_of(pending.wait, "aborted", 2, soon)
-    _failure_of(lambda: wire.post([(1 - wire.rank, _number(1))]), "aborted", 2, soon)
-    time.sleep(2 * _MOMENT)  # the others of this group still abort
+    _failure_of(lambda: wire.post([(1, _number(1))]), "aborted", 2, soon)
 
 
 @_clause(2, unless=("lockstep",))
@@ -826,20 +880,25 @@ def names(wire: Wire, soon: float) -> None:
     """`waiting_for` names the peers of what is not complete, in another thread, too."""
     if wire.rank:
         if wire.rank == 2:
-            time.sleep(4 * _MOMENT)
+            _await_go(wire, 0, 2 * soon)
         wire.post([(0, _number(1))]).wait(soon)
         return
     pending, heard = wire.post((), [(1, 8), (2, 8)]), list[list[int]]()
+    until = time.monotonic() + soon
 
     def ask() -> None:
-        while [2] not in heard and not pending.done():
+        while [2] not in heard and time.monotonic() < until:
             heard.append(pending.waiting_for())
             time.sleep(_MOMENT / 20)
 
-    asks = threading.Thread(target=ask)
-    asks.start()
+    with ThreadPoolExecutor(1) as other:
+        asked = other.submit(ask)
+        while not asked.done():
+            with contextlib.suppress(TimeoutError):
+                pending.wait(_MOMENT)
+        asked.result()
+    _say_go(wire, 2, soon)
     pending.wait(soon)
-    asks.join()
     assert [2] in heard, f"it waited for {heard}"
     assert pending.waiting_for() == []
     pending.release()
@@ -881,6 +940,7 @@ def dropped(wire: Wire, soon: float) -> None:
         wire.post([(1, _bytes(_BIG))])
         wire.post((), [(1, place)])
         gc.collect()
+        _say_go(wire, 1, soon)
         got = wire.post((), [(1, _number())]).wait(soon)
         assert got[0].item() == 2, "a message came to another receive than the one dropped"
         until = time.monotonic() + soon
@@ -888,7 +948,7 @@ def dropped(wire: Wire, soon: float) -> None:
             assert time.monotonic() < until, "nothing came to a receive that was dropped"
             time.sleep(0.01)
         return
-    time.sleep(_MOMENT)
+    _await_go(wire, 0, soon)
     assert wire.post((), [(0, _bytes(_BIG, 0))]).wait(soon)[0].all()
     for number in (1, 2):
         wire.post([(0, _number(number))]).wait(soon)
@@ -927,9 +987,13 @@ def dies(wire: Wire, soon: float) -> None:
 @_clause(3, unless=("lockstep",), dies=(1,))
 def forks(wire: Wire, soon: float) -> None:
     """a close in a forked child changes nothing, and the parent's death is seen though it lives."""
-    _swap_with_all(wire, 8, soon)
+    pids = wire.post(
+        [(peer, _number(os.getpid())) for peer in _others(wire)],
+        [(peer, _number()) for peer in _others(wire)],
+    ).wait(soon)
     if wire.rank == 1:
-        _close_in_a_child(wire, soon)
+        # whose death the others have to see while its child lives
+        _in_a_child(wire.close, soon, [int(pid) for pid in pids])
     for length in (8, _BIG):
         _swap_with_all(wire, length, soon)
     if wire.rank == 1:
@@ -1046,8 +1110,10 @@ def wrong_and_early(wire: Wire, soon: float) -> None:
     """a message of another length than was asked for is told of as such also if it came early."""
     if wire.rank == 0:
         wire.post([(1, _bytes(10))])
-        time.sleep(3 * _MOMENT)
+        _say_go(wire, 1, soon)
+        _wait_until_it_leaves(wire, 1, soon)
         return
+    _await_go(wire, 0, soon)
     time.sleep(_MOMENT)
     _failure_of(lambda: wire.post((), [(0, _bytes(12))]).wait(soon), "garbled", 0, soon)
 
@@ -1109,8 +1175,12 @@ def released(wire: Wire, soon: float) -> None:
             release = other.submit(posts[0].release)
         release.result(soon)
     _swap(wire, peer, soon)
-    time.sleep(_MOMENT)  # in which the peer has got its number, too
-    wire.abort(Failure("aborted", peer, f"rank {peer} died"))
+    if wire.rank == 0:
+        wire.post((), [(peer, _number())]).wait(soon)  # the peer has got its number, too
+        wire.abort(Failure("aborted", peer, f"rank {peer} died"))
+    else:
+        wire.post([(peer, _number())]).wait(soon)
+        _wait_until_it_leaves(wire, peer, soon)
     posts[1].release()
     posts[1].release()
 
@@ -1338,21 +1408,22 @@ def meets_with_signals(wire: Wire, soon: float) -> None:
     _heard(pending, 0, ranks, soon)
 
 
-@_clause(3, needs="meets")
+@_clause(4, needs="meets")
 @_of_meetings
 def meets_no_more(wire: Wire, soon: float) -> None:
     """an abort and a close, in another thread, end the wait for a meeting."""
     ranks = [*range(wire.size)]
     early = _meet(wire, 0, ranks)
     _heard(early, 0, ranks, soon)
-    if wire.rank == 2:  # who does not come
-        _wait_until_it_leaves(wire, 0, soon)
+    peer = _partner(wire)
+    if wire.rank > peer:  # who does not come
+        _wait_until_it_leaves(wire, peer, soon)
         return
-    pending = _meet(wire, 1, ranks)
+    pending = _meet(wire, 1, [wire.rank, peer])
     if wire.rank == 0:
-        given = Failure("aborted", 2, "rank 2 died")
+        given = Failure("aborted", peer, f"rank {peer} died")
         threading.Timer(_MOMENT, wire.abort, [given]).start()
-        found = _failure_of(pending.wait, "aborted", 2, soon)
+        found = _failure_of(pending.wait, "aborted", peer, soon)
         assert found is given, "another failure than the abort's"
     else:
         threading.Timer(_MOMENT, wire.close).start()
@@ -1366,4 +1437,3 @@ def meets_no_more(wire: Wire, soon: float) -> None:
         except WireFailed:
             continue
         raise AssertionError("a wire that has failed, or is closed, lets ranks meet")
-    time.sleep(2 * _MOMENT)  # the others of this group still abort
