@@ -871,11 +871,14 @@ class Deaf(Between):
 
 class WaitsDeaf(Later):
     def wait(self, timeout=None):
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGALRM])
+        came = []
+        handle = signal.signal(signal.SIGALRM, lambda *given: came.append(given))
         try:
             return self.inner.wait(timeout)
         finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            signal.signal(signal.SIGALRM, handle)
+            for given in came:
+                handle(*given)
 
 
 def deaf(start):
