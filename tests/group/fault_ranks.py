@@ -187,9 +187,6 @@ def rank(scenario: int, fault: str, victim: int, timeout: float) -> None:
         timeout=timedelta(seconds=30),
     )
     group = connect(store, RANK, SIZE, 30.0)  # a busy machine takes its time to start
-    meet = functools.partial(dense_all_reduce, group, torch.ones(1), "sum")
-    group.worker.call("all_reduce", lambda: meet().wait())  # nothing happens while some still join
-    group.set_timeout(timeout)
 
     def call(number: int) -> None:
         group.worker.enter(group.global_ranks, group.members, (("call", "sparse_all_reduce"),))
@@ -199,6 +196,9 @@ def rank(scenario: int, fault: str, victim: int, timeout: float) -> None:
         body(group)
 
     try:
+        # nothing happens while some still join
+        dense_all_reduce(group, torch.ones(1), "sum").wait()
+        group.set_timeout(timeout)
         for number in range(STEPS):
             if not inside and number == FAULT and victim == RANK:
                 say(scenario, "fault")
