@@ -25,6 +25,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+import weft.bootstrap.preload  # noqa: F401  # once, and not in each rank
 from weft import WireError
 from weft.group.group import Group
 from weft.group.process_group import connect
