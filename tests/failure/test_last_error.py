@@ -48,7 +48,7 @@ elif how == "killed":
 elif how == "exit":
     weft.attempt(lambda: sys.exit(3))
 elif how == "interrupt":
-    threading.Thread(target=interrupt_a_wait).start()
+    threading.Thread(target=interrupt_a_wait, daemon=True).start()
     group.post((), [(0, 4)]).wait()
 elif how == "interrupted wait":
     work = group.worker.submit("all_reduce", lambda: weft.all_reduce(one), several=True)

@@ -131,7 +131,7 @@ def interrupt(group: Group) -> None:
             time.sleep(0.001)
         os.kill(os.getpid(), signal.SIGINT)
 
-    threading.Thread(target=send).start()
+    threading.Thread(target=send, daemon=True).start()
     group.post((), [((group.rank + 1) % group.size, BYTES)]).wait()
 
 
