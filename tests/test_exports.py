@@ -19,27 +19,40 @@ def test_exported_names():
     assert all(thing.__doc__ for thing in things.values())
 
 
-def test_importing_weft_loads_little_of_it_before_it_is_used():
+def test_importing_weft_loads_little_of_it_before_it_is_used_and_starts_nothing():
     """By the names of modules, beside those that torch loads itself; `_torch` acts in forks.
 
     A room is found without an import of its own: each in a fork, where no other has imported it.
     """
     program = (
         "import os\n"
-        "import torch, sys; had = {*sys.modules}; import weft\n"
+        "def held():\n"
+        "    fds = [os.readlink(f'/proc/self/fd/{fd}') for fd in os.listdir('/proc/self/fd')\n"
+        "           if os.path.exists(f'/proc/self/fd/{fd}')]\n"
+        "    return len(os.listdir('/proc/self/task')), sorted(fds)\n"
+        "import torch, torch.distributed, sys\n"
+        "had = {*sys.modules}; before = held(); import weft\n"
+        "assert held() == before, (before, held())\n"
         "print(*sorted({*sys.modules} - had), flush=True)\n"
         "for name in ('testing', 'wire', 'plan'):\n"
         "    if os.fork() == 0:\n"
         "        print(getattr(weft, name).__name__, name in dir(weft), flush=True)\n"
         "        os._exit(0)\n"
         "    os.wait()\n"
+        "before = held()  # a fork ends threads of OpenBLAS\n"
         "weft.all_reduce, weft.init, weft.explain\n"
         "heavy = {'matplotlib', 'numba', 'sympy', 'torch._dynamo', 'typer', 'weft.nn'}\n"
-        "print(*sorted(heavy & {*sys.modules} - had))"
+        "print(*sorted(heavy & {*sys.modules} - had))\n"
+        "import weft.ddp, weft.bootstrap.init, weft.bootstrap.local, weft.kernels.jit\n"
+        "assert held() == before, (before, held())\n"
+        "assert not {'numba', 'llvmlite.binding'} & {*sys.modules}\n"
     )
-    said = subprocess.check_output([sys.executable, "-c", program], text=True).splitlines()
+    line = [sys.executable, "-W", "error", "-c", program]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=150)
+    assert (done.returncode, done.stderr) == (0, "")
     rooms = ["weft.testing True", "weft.wire True", "weft.nn.plan True"]
-    assert said == ["weft weft.backend weft.base weft.base._torch weft.version", *rooms, ""]
+    loaded = "weft weft.backend weft.base weft.base._torch weft.version"
+    assert done.stdout.splitlines() == [loaded, *rooms, ""]
 
 
 def test_only_what_is_compiled_loads_the_compiler(programs):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dis
 import os
-import subprocess
 import sys
 import threading
 import time
@@ -423,25 +422,7 @@ def test_an_interrupted_init_leaves_no_default_group_behind() -> None:
         assert rows_of() == [0, 9]
 
 
-# Importing, leaving, forking.
-
-
-def test_importing_weft_starts_nothing() -> None:
-    program = (
-        "import os, sys, torch, torch.distributed\n"
-        "def held():\n"
-        "    fds = [os.readlink(f'/proc/self/fd/{fd}') for fd in os.listdir('/proc/self/fd')\n"
-        "           if os.path.exists(f'/proc/self/fd/{fd}')]\n"
-        "    return len(os.listdir('/proc/self/task')), sorted(fds)\n"
-        "before = held()\n"
-        "import weft, weft.ddp, weft.bootstrap.init, weft.bootstrap.local\n"
-        "assert held() == before, (before, held())\n"
-        "assert 'numba' not in sys.modules\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, timeout=150
-    )
-    assert (done.returncode, done.stderr) == (0, "")
+# Leaving, forking.
 
 
 def test_a_program_may_end_without_shutdown(programs) -> None:

@@ -6,7 +6,9 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from subprocess import PIPE, STDOUT
 
 import pytest
 
@@ -30,8 +32,8 @@ on_hosts = [
 def run(*command: object) -> list[str]:
     done = subprocess.run(
         [*map(str, command)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
+        stdout=PIPE,
+        stderr=STDOUT,
         text=True,
         timeout=200,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
@@ -80,7 +82,10 @@ class TestOnTwoHosts:
         assert not list(tmp_path.iterdir())
 
 
-def test_mpirun(tmp_path: Path, mpirun_line: list[str]) -> None:
-    lines = run(*mpirun_line, "-n", "2", sys.executable, JOB, tmp_path)
+def test_mpirun(tmp_path: Path, mpirun: Callable[..., subprocess.Popen[str]]) -> None:
+    job = mpirun(2, str(JOB), str(tmp_path), stdout=PIPE, stderr=STDOUT, text=True)
+    out, _ = job.communicate(timeout=200)
+    assert job.returncode == 0, out
+    lines = out.splitlines()
     assert [line[:26] for line in results(lines)] == [line[:26] for line in EXPECTED]
     assert any("launched by mpirun" in line for line in lines)

@@ -48,7 +48,7 @@ elif how == "killed":
 elif how == "exit":
     weft.attempt(lambda: sys.exit(3))
 elif how == "interrupt":
-    threading.Thread(target=interrupt_a_wait).start()
+    threading.Thread(target=interrupt_a_wait, daemon=True).start()
     group.post((), [(0, 4)]).wait()
 elif how == "interrupted wait":
     work = group.worker.submit("all_reduce", lambda: weft.all_reduce(one), several=True)
@@ -131,7 +131,7 @@ def test_who_is_late_says_what_it_raised(told):
 
 ENDS = [
     ("exit", [0, 3], "1 rank 1: SystemExit: 3"),
-    ("interrupt", [0, -2], "1 rank 0: rank 1 was interrupted (SIGINT) while rank 0 "),
+    ("interrupt", [0, -2], "1 rank 0: rank 1 was interrupted (SIGINT)"),
     ("interrupted wait", [0, 4], ""),
     ("killed", [1, -9], "weft.WireError: rank 0: rank 1 died"),  # at once
 ]

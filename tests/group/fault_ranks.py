@@ -25,6 +25,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+import weft.bootstrap.preload  # noqa: F401  # once, and not in each rank
 from weft import WireError
 from weft.group.group import Group
 from weft.group.process_group import connect
@@ -130,7 +131,7 @@ def interrupt(group: Group) -> None:
             time.sleep(0.001)
         os.kill(os.getpid(), signal.SIGINT)
 
-    threading.Thread(target=send).start()
+    threading.Thread(target=send, daemon=True).start()
     group.post((), [((group.rank + 1) % group.size, BYTES)]).wait()
 
 

@@ -46,7 +46,7 @@ def in_a_wait(do, *given):
             time.sleep(0.001)
         do(*given)
 
-    threading.Thread(target=watch).start()
+    threading.Thread(target=watch, daemon=True).start()
 
 def leave_a_child():
     warnings.simplefilter("ignore", DeprecationWarning)  # this process has threads

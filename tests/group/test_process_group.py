@@ -516,7 +516,7 @@ def in_a_wait(group, do, *given):
             time.sleep(0.001)
         do(*given)
 
-    threading.Thread(target=watch).start()
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def raised(group):

@@ -75,11 +75,6 @@ def program(code, given):
     return output.getvalue()
 
 
-def test_importing_weft_imports_no_compiler(tmp_path):
-    body = "assert not {'numba', 'llvmlite.binding'} & set(sys.modules)"
-    run(body, tmp_path)
-
-
 @pytest.mark.parametrize(
     ("before", "env", "reason"),
     [

@@ -148,11 +148,13 @@ def test_what_leads_nowhere_is_passed_over():
 
 def test_a_name_that_no_server_answers_for_is_not_waited_for(monkeypatch, caplog):
     released = threading.Event()
+    threads = []
     answered = []
     look_up = socket.getaddrinfo
 
     def hanging(host, *args, **options):
         if host == "node1.example" and not options.get("flags"):
+            threads.append(threading.current_thread())
             released.wait(patient(20.0))
             answered.append(host)
             host = "127.0.0.1"
@@ -163,5 +165,6 @@ def test_a_name_that_no_server_answers_for_is_not_waited_for(monkeypatch, caplog
     monkeypatch.setattr(address, "server_of", lambda store: ("node1.example", 1))
     assert address.is_own(own_address(dist.HashStore()))
     assert answered == []
+    assert [thread.daemon for thread in threads] == [True]  # it keeps no program from ending
     assert "within 0.2 s what node1.example is" in caplog.text
     released.set()

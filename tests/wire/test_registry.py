@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -128,16 +126,15 @@ with weft.init() as group:
 """
 
 
-def test_weft_s_own_names_are_known_from_the_start():
+def test_weft_s_own_names_are_known_from_the_start(programs):
     """In a process that has used no wire."""
-    line = [sys.executable, "-c", EARLY]
-    done = subprocess.run(line, capture_output=True, text=True, check=True, timeout=60)
-    assert done.stdout.splitlines() == [
+    out, err = programs(EARLY).communicate()
+    assert out.splitlines() == [
         "wire 'tcp' is registered already, one of weft's own: use another name, or replace=True to "
         "take its place; there are mpi, tcp, torch",
         "wire 'zz' was not registered; there are mpi, tcp, torch",
         "1",
-    ]
+    ], err
 
 
 # What packages offer -----------------------------------------------------------------------------

@@ -16,6 +16,8 @@ import pytest
 import torch
 
 from weft.base.memory import Pool
+from weft.kernels import jit
+from weft.testing import make_wires
 from weft.testing.pace import patient
 from weft.wire.factory import Start
 from weft.wire.framed import FramedWire
@@ -230,6 +232,23 @@ def test_a_close_by_a_handler_during_a_sleep_sends_what_was_posted_before(ends):
         reader.join()
     assert caught.value.failure.kind == "aborted"
     assert received == list(range(64))
+
+
+@pytest.mark.skipif(jit.loops() is None, reason="there is no machine code here")
+def test_who_fails_just_before_it_sleeps_while_ranks_meet_does_not_sleep(monkeypatch):
+    first, second = make_wires(lambda start: tcp.make(start, meets=True), 2)
+    given = Failure("aborted", 1, "rank 1 died")
+
+    def fail():
+        first.abort(given)
+        time.sleep(0.001)  # longer than a wait polls
+
+    with contextlib.closing(first), contextlib.closing(second):
+        first.meet(b"", [0, 1])
+        monkeypatch.setattr(os, "sched_yield", fail)
+        with pytest.raises(WireFailed) as caught:
+            first.post((), [(1, 8)]).wait(patient(20.0))
+        assert caught.value.failure is given
 
 
 @contextlib.contextmanager
