@@ -236,7 +236,7 @@ def test_a_close_by_a_handler_during_a_sleep_sends_what_was_posted_before(ends):
 
 @pytest.mark.skipif(jit.loops() is None, reason="there is no machine code here")
 def test_who_fails_just_before_it_sleeps_while_ranks_meet_does_not_sleep(monkeypatch):
-    first, second = make_wires(lambda start: tcp.make(start, meets=True), 2)
+    first, second = make_wires(tcp.make, 2)
     given = Failure("aborted", 1, "rank 1 died")
 
     def fail():
