@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import weft
+from weft.group.channels import OPENINGS
 from weft.sparse.rate import set_rate
 from weft.testing import run
 from weft.testing.cases import on_hosts
@@ -62,23 +63,23 @@ SHARED = {
 
 
 def changed(group, which, change):
-    """The group, on which one message to each goes out changed, or what it says in a meeting."""
-    post, meet, count = group.post, group.meet, itertools.count()
+    """The group, on which one message to each goes out changed, or what opens a call."""
+    post, tell, statements, posts = group.post, group.tell, itertools.count(), itertools.count(1)
 
     def changing(sends=(), recvs=(), channel=0):
-        if sends and next(count) == which:
+        if sends and channel != OPENINGS and next(posts) == which:
             for place, (peer, message) in enumerate(sends):
                 change(message := message.detach().clone())
                 sends = [*sends[:place], (peer, message), *sends[place + 1 :]]
         return post(sends, recvs, channel)
 
-    def changing_what_it_says(message, *given, **options):
-        if next(count) == which:
+    def changing_a_statement(message, *given, **options):
+        if which == STATEMENT and next(statements) == 0:
             change(torch.frombuffer(message, dtype=torch.uint8))
-        return meet(message, *given, **options)
+        return tell(message, *given, **options)
 
     group.post = changing
-    group.meet = changing_what_it_says
+    group.tell = changing_a_statement
 
 
 def framed(patch, module, name, change):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import weft
-from weft.call.telling import Telling
+from weft.group.pending import Telling
 from weft.testing import run, spmd
 from weft.testing.pace import patient
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import pytest
 import torch
@@ -180,17 +181,56 @@ def test_calls_on_a_group_and_on_its_subset_in_one_order_are_right(verb):
     assert run(3, program) == [""] * 3
 
 
+@pytest.mark.parametrize("part", [[1, 0], [0, 1], [1, 0, *range(2, 18)]])
+@pytest.mark.parametrize("leader", [0, 1])
+def test_calls_in_crossed_orders_are_told_to_ranks_of_which_one_speaks_for_the_other(part, leader):
+    """Of more than 16 ranks. Whichever of the first two comes to the call of all."""
+
+    def program(group):
+        calls = [("barrier", group)]
+        if group.rank == leader:
+            calls.append(("barrier", group.subset(part)))
+        elif group.rank in part:
+            calls.insert(0, ("barrier", group.subset(part)))
+        return called(calls)
+
+    for text in run(18, program, timeout=20):
+        assert text.count(" is in call 1 (barrier) of ") == 2 and " of all 18 ranks" in text, text
+        assert "all ranks must make the calls of a group and of its subsets" in text
+
+
 def in_a_circle(group):
+    """Ranks 0 to 2 are; rank 3 is waited for by rank 0, too, and comes late."""
+    for _ in range(9):  # more than a rank remembers
+        weft.barrier(group=group)
+    if group.rank == 3:
+        time.sleep(1.0)
+        return called([("all_reduce", group.subset([3, 0, 1]))])
+    ranks = [0, 1, 3] if group.rank == 0 else [group.rank, (group.rank + 1) % 3]
+    first = group.subset(ranks)
+    second = group.subset([(group.rank + 2) % 3, group.rank])
+    return called([("all_reduce", first), ("all_reduce", second)])
+
+
+def in_a_circle_of_three(group):
     first = group.subset([group.rank, (group.rank + 1) % 3])
     second = group.subset([(group.rank + 2) % 3, group.rank])
     return called([("all_reduce", first), ("all_reduce", second)])
 
 
-def test_a_circle_of_calls_on_subsets_is_told_at_the_deadline():
+def test_a_circle_of_calls_on_subsets_is_told_before_the_deadline():
     """No two ranks meet: each waits for one that is in another call."""
-    for text in run(3, in_a_circle, on="processes", timeout=1.0):
+    for text in run(3, in_a_circle_of_three, on="processes", timeout=30.0):
         assert "(a call of ranks 0, 1), but rank 1 is in call 1 (all_reduce) and has" in text
         assert "(a call of ranks 1, 2): all ranks must make the calls of a group and of" in text
+        assert "past the timeout" not in text
+
+
+def test_who_is_late_is_not_called_the_cause_of_a_circle():
+    for text in run(4, in_a_circle, on="processes", timeout=30.0):
+        assert "(a call of ranks 0, 1, 3), but rank 1 is in call 10 (all_reduce) and has" in text
+        assert "(a call of ranks 1, 2): all ranks must make the calls of a group and of" in text
+        assert "past the timeout" not in text
 
 
 @pytest.mark.parametrize("count", [4, 5000])

@@ -1,16 +1,21 @@
-"""`attempt`: what one rank may fail at, and all have to know of."""
+"""What one rank may fail at, and all have to know of: `attempt`, and what calls use of it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TypeVar, cast
 
-from ..base.arguments import printable, shown
-from ..base.errors import WeftError, entry
+from ..base.arguments import in_words, printable, shown
+from ..base.errors import WeftError, WireError, entry
 from ..group import default
-from .opening import confess, preparing
+from ..group.group import Group
+from .opening import opened
 
 T = TypeVar("T")
+
+_LONGEST = 700  # bytes of a name: it travels in the fingerprint
 
 
 @entry
@@ -66,4 +71,45 @@ def attempt(function: Callable[[], T], group: object = None, *, name: str = "att
     return group.worker.call(call, job)
 
 
-_LONGEST = 700  # bytes of a name: it travels in the fingerprint
+def confess(
+    group: Group, call: str, trouble: BaseException | None, lacking: str | None = None
+) -> None:
+    """Tell each other what went wrong on this rank, if anything did; collective.
+
+    Args:
+        group: the ranks that take part.
+        call: name of the call.
+        trouble: what was raised here.
+        lacking: what else is wrong here.
+
+    Raises:
+        WeftError: something went wrong on some rank; the same text on every rank.
+    """
+    if isinstance(trouble, WeftError):
+        name = group.rank_in_errors(group.rank)
+        lacking = str(trouble).removeprefix(f"rank {name}: ")  # which is said for all
+    elif trouble is not None:
+        lacking = in_words(trouble)
+    try:
+        with opened(group, call, {}, lacking):
+            pass
+    except WeftError as error:
+        raise error from trouble
+
+
+@contextmanager
+def preparing(group: Group, call: str) -> Iterator[None]:
+    """Tell all ranks what is raised in this block, which makes a call of a caller's arguments.
+
+    These may raise anything wherever they are looked at. If this rank alone raised it, the others
+    would wait for it in the call.
+
+    Raises:
+        WeftError: as `confess`.
+    """
+    try:
+        yield
+    except WireError:
+        raise
+    except Exception as error:
+        group.worker.call(call, functools.partial(confess, group, call, error))  # raises

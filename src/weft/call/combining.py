@@ -15,7 +15,6 @@ from ..group.channels import SMALL
 from ..group.group import Group
 from ..group.pending import Awaited, Pending
 from .statement import CAP, Combine, Statement
-from .telling import tell
 
 DIRECT = 16
 """Ranks: of so many, and fewer, each tells all others its own statement instead."""
@@ -113,25 +112,25 @@ def _swapped(group: Group, mine: Statement, combine: Combine, hear: Hear) -> tup
     partner, others = _partners(rank, group.size)
     among = frozenset(map(group.rank_in_errors, range(group.size)))
 
-    def swap(peer: int, message: bytearray) -> memoryview:
-        telling = tell(group, message, CAP, to=[peer])
-        theirs = bytearray(telling.wait()[peer > rank])
+    def swap(peer: int, statement: Statement) -> Statement:
+        telling = group.tell(statement.pack(), CAP, to=[peer])
+        theirs = bytearray(telling.wait()[peer > rank])  # which outlives what was received
         telling.release()
-        return memoryview(theirs)
+        return hear(peer, memoryview(theirs), among)
 
-    def united(peer: int, message: memoryview) -> Statement:
-        theirs = hear(peer, message, among)
+    def united(peer: int, theirs: Statement) -> Statement:
         lower, upper = (mine, theirs) if rank < peer else (theirs, mine)
         return group.decode(peer, "a statement", lower.with_upper, upper, combine)
 
-    nothing = bytearray()
+    # what is heard of a rank that only listens is of which call it is
+    listening = mine.without_body()
     if partner is not None and partner < rank:  # which speaks for this rank
-        swap(partner, mine.pack())
-        return partner, hear(partner, swap(partner, nothing), among)
+        swap(partner, mine)
+        return partner, swap(partner, listening)
     if partner is not None:
-        mine = united(partner, swap(partner, nothing))
+        mine = united(partner, swap(partner, listening))
     for peer in others:
-        mine = united(peer, swap(peer, mine.pack()))
+        mine = united(peer, swap(peer, mine))
     if partner is not None:
-        swap(partner, mine.pack())
+        swap(partner, mine)
     return others[-1], mine

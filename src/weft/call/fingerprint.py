@@ -122,7 +122,7 @@ def _united(some: Cohort | None, more: Cohort) -> Cohort:
     return Cohort(more.fields, ranks, some.total + more.total, number)
 
 
-def agreed(cohorts: Sequence[Cohort]) -> dict[str, str]:
+def agreed_fields(cohorts: Sequence[Cohort]) -> dict[str, str]:
     """The fields on which cohorts agree; what some do not know has the others' value.
 
     Raises:

@@ -7,7 +7,7 @@ rank draws the same conclusion. Step by step (`opened`):
 1. The rank writes its statement: the fingerprint of the call (`fingerprint`), which all must have
    equal, the error that its caller made, if any, and a body of the call's own.
 2. It notes that it has come to this call: from here on others that ask where it is are told so.
-3. It tells its statement, and hears the others' (`telling`): up to `DIRECT` ranks each tells all
+3. It tells its statement, and hears the others' (`Group.tell`): up to `DIRECT` ranks each tells all
    others, in one round; more combine theirs pairwise (`combining`). So long it waits: who dies, or
    does not come, is named by the group's verdict, and the group is lost.
 4. What has come is checked before it is used. Bytes that are no statement end the group, with an
@@ -29,14 +29,13 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from ..base.arguments import in_words
-from ..base.errors import WeftError, WireError
+from ..base.errors import WeftError
 from ..failure.verdict import crossed
 from ..group.group import Group, check_members
-from ..group.pending import Awaited
+from ..group.pending import Awaited, Telling
 from .combining import DIRECT, combined
-from .fingerprint import LONGEST, UNKNOWN, Cohort, agreed, call_of, encoded, joined, stated
+from .fingerprint import LONGEST, UNKNOWN, Cohort, agreed_fields, call_of, encoded, joined, stated
 from .statement import CAP, TEXT, Bytes, Combine, Private, Statement, privately, said_to
-from .telling import Telling, tell
 
 T = TypeVar("T")
 
@@ -137,8 +136,9 @@ def opened(
             needed, where statements are not direct.
         watch: is told what is waited for: something of each rank. Where statements are not
             direct, it is an empty message beside them, which tells who has come.
-        private: what to say to each rank, in rank order. With the body at most `BODY` bytes; that
-            to all `near` ranks together, too. Only where statements are direct.
+        private: what to say to each rank, in rank order. With the body at most `BODY` bytes; so is
+            what is said to all `near` ranks together, where each counts 24 bytes more. Only where
+            statements are direct.
 
     Raises:
         WeftError: a rank stated an error, or fingerprints differ; the same text on every rank.
@@ -207,14 +207,14 @@ def _tell(
 ) -> Telling:
     """Start telling all ranks this rank's statement, and each what is said to it in private."""
     if private is None:
-        return tell(group, mine.pack(), CAP, opens=opens)
-    far = [peer for peer in group.peers if peer not in group.near]
-    to_far = {peer: mine.pack(private[peer]) for peer in far}
-    to_near = [said if peer in group.near else () for peer, said in enumerate(private)]
-    message = mine.pack(privately(to_near))
-    own = [sum(map(len, said)) for said in to_near]
-    lengths = {peer: len(message) - sum(own) + own[peer] for peer in group.near}
-    return tell(group, message, CAP, to_far=to_far, lengths=lengths, opens=opens)
+        return group.tell(mine.pack(), CAP, opens=opens)
+    near = group.near
+    to_far = {peer: mine.pack(private[peer]) for peer in group.peers if peer not in near}
+    to_near = [said if peer in near else () for peer, said in enumerate(private)]
+    message = mine.pack(privately(to_near) if near else ())
+    lengths = [sum(map(len, said)) for said in to_near]
+    counted = {peer: len(message) - sum(lengths) + lengths[peer] for peer in near}
+    return group.tell(message, CAP, to_far=to_far, counted=counted, opens=opens)
 
 
 def _read_private(opening: Opening, group: Group) -> None:
@@ -269,48 +269,4 @@ def _known(said: Sequence[Statement]) -> dict[str, str]:
     error = min((each for each in said if each.error), key=lambda s: s.error_rank, default=None)
     if error is not None:
         raise WeftError(error.error.decode(errors="replace"))
-    return agreed(joined((cohort for each in said for cohort in each.cohorts), TEXT))
-
-
-def confess(
-    group: Group, call: str, trouble: BaseException | None, lacking: str | None = None
-) -> None:
-    """Tell each other what went wrong on this rank, if anything did; collective.
-
-    Args:
-        group: the ranks that take part.
-        call: name of the call.
-        trouble: what was raised here.
-        lacking: what else is wrong here.
-
-    Raises:
-        WeftError: something went wrong on some rank; the same text on every rank.
-    """
-    if isinstance(trouble, WeftError):
-        name = group.rank_in_errors(group.rank)
-        lacking = str(trouble).removeprefix(f"rank {name}: ")  # which is said for all
-    elif trouble is not None:
-        lacking = in_words(trouble)
-    try:
-        with opened(group, call, {}, lacking):
-            pass
-    except WeftError as error:
-        raise error from trouble
-
-
-@contextmanager
-def preparing(group: Group, call: str) -> Iterator[None]:
-    """Tell all ranks what is raised in this block, which makes a call of a caller's arguments.
-
-    These may raise anything wherever they are looked at. If this rank alone raised it, the others
-    would wait for it in the call.
-
-    Raises:
-        WeftError: as `confess`.
-    """
-    try:
-        yield
-    except WireError:
-        raise
-    except Exception as error:
-        group.worker.call(call, functools.partial(confess, group, call, error))  # raises
+    return agreed_fields(joined((cohort for each in said for cohort in each.cohorts), TEXT))

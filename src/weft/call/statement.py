@@ -6,7 +6,8 @@
     gap        up to a multiple of 16 bytes
     body       what the call says of its own: sizes, a sample, small payloads
     gap        up to a multiple of 16 bytes
-    private    what is said to the one rank that reads it (`privately`)
+    private    what is said to the one rank that reads it or, in a meeting, to each that does
+               (`privately`)
 
 Statements of several ranks combine to one, of all of them.
 """
@@ -125,6 +126,10 @@ class Statement:
             raw[after : after + private],
             watched,
         )
+
+    def without_body(self) -> Statement:
+        """The same, of the call alone: without error and body."""
+        return Statement(self.cohorts, b"", self.error_rank, _NOTHING)
 
     def check_ranks(self, among: Collection[int]) -> None:
         """Check that it is a statement of some of these ranks.

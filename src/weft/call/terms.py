@@ -105,8 +105,7 @@ def agreed(
         limit: how much this rank may move at once, in the call's units.
         digest: an int64 to be compared with the others'.
         own: bytes of the call's own, at most `ROOM`.
-        private: what to say to each rank, in rank order; with `own` at most `ROOM` bytes. Only if
-            statements are direct.
+        private: as for `opened`, with `own` at most `ROOM` bytes.
         watch: as for `opened`.
 
     Raises:

@@ -23,7 +23,8 @@ from ..base.devices import is_capturing, on_host
 from ..base.errors import entry, meant
 from ..base.memory import fresh, memory_of
 from ..base.tensors import has_elements, lacking
-from ..call.opening import is_direct, preparing
+from ..call.attempt import preparing
+from ..call.opening import is_direct
 from ..call.terms import Mode, agreed
 from ..group import default
 from ..kernels.ops import ELSEWHERE, OPS

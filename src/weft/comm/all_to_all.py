@@ -20,7 +20,8 @@ from torch import Tensor
 from ..base.devices import on_host
 from ..base.errors import entry
 from ..base.memory import fresh, memory_of
-from ..call.opening import is_direct, preparing
+from ..call.attempt import preparing
+from ..call.opening import is_direct
 from ..call.terms import NO_LIMIT, Mode, agreed
 from ..group import default
 from ..group.channels import SMALL
@@ -166,6 +167,8 @@ def _eager(group: Group, limit: int) -> list[int]:
     The tensors of all others that are sent along fit in a round of so many bytes, too.
     """
     most = _EAGER if limit == NO_LIMIT else min(_EAGER, limit // (2 * group.size))
+    if not is_direct(group):
+        return [most] * group.size
     of_near = min(most, _TOGETHER // max(1, len(group.near)))
     return [of_near if peer in group.near else most for peer in range(group.size)]
 

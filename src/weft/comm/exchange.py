@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..base.arguments import truth
 from ..base.errors import entry
-from ..call.opening import preparing
+from ..call.attempt import preparing
 from ..call.terms import NO_LIMIT
 from ..group import default
 from ..group.group import Group

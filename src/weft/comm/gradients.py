@@ -21,7 +21,7 @@ from torch import Tensor
 from ..base.arguments import shown
 from ..base.errors import WeftError, entry
 from ..base.tensors import shape_in
-from ..call.opening import preparing
+from ..call.attempt import preparing
 from ..call.terms import NO_LIMIT, ROOM, agreed
 from ..group import default
 from ..group.group import Group

@@ -25,7 +25,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..base.devices import Aside
 from ..base.errors import WeftError, entry
-from ..call.opening import confess, preparing
+from ..call.attempt import confess, preparing
 from ..call.terms import agreed
 from ..group import default
 from ..group.group import Group

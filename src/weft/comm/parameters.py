@@ -23,7 +23,7 @@ from ..base.arguments import root_in, wrong_root
 from ..base.devices import on_host
 from ..base.errors import entry
 from ..base.tensors import as_bytes, plain
-from ..call.opening import preparing
+from ..call.attempt import preparing
 from ..call.terms import agreed
 from ..group import default
 from ..group.channels import PARAMETERS

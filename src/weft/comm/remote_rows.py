@@ -19,7 +19,7 @@ from torch import Tensor
 from .. import kernels
 from ..base.arguments import as_integer, shown, truth
 from ..base.errors import entry
-from ..call.opening import preparing
+from ..call.attempt import preparing
 from ..group import default
 from ..group.group import Group
 from ..sparse.request import outside, wrong_wire_dtype

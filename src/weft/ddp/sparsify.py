@@ -33,7 +33,7 @@ from torch import Tensor
 from ..base.arguments import in_words, is_a, shown
 from ..base.errors import WeftError, entry, summed_up
 from ..base.tensors import flattened, plain
-from ..call.opening import confess, preparing
+from ..call.attempt import confess, preparing
 from ..comm.buckets import reduce_dense
 from ..comm.named import expanded_dims, local
 from ..comm.rounding import narrowed

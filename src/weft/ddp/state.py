@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .. import kernels
 from ..base.devices import on_host
-from ..call.opening import preparing
+from ..call.attempt import preparing
 from ..call.terms import agreed
 from ..comm.buckets import reduce_dense
 from ..group import process_group

@@ -36,7 +36,7 @@ from ..wire import factory
 from . import last_error
 from .links import LONGEST, ControlLinks, News
 from .messages import Message, line_of, parse, place_of, values_of
-from .verdict import Entered, Place, Verdict, judge, leaver_to_blame, on_leaver
+from .verdict import Entered, Place, Verdict, in_crossed_calls, judge, leaver_to_blame, on_leaver
 
 EXCHANGED = 1 + factory.EXCHANGED
 """Bytes that may be exchanged at once: one that says what they are, and a factory's."""
@@ -345,14 +345,17 @@ class Detector:
         # one that left well, too: of another library's call nobody knows whether it was through
         return next(iter(leavers), None) if raised is None else raised
 
-    def judge(self, wait: Wait | None) -> Verdict:
-        """The verdict on a wait that nothing will end, as a wire has seen: from where all are.
+    def explain_circle(self, circle: Sequence[int], otherwise: Verdict) -> Verdict:
+        """The verdict on ranks of which each waits for the next, as a wire has seen.
 
         To find it may take about a second.
+
+        Args:
+            circle: the ranks, this one among them.
+            otherwise: the verdict if one of them does not say in which call it is.
         """
         places = {self.rank: self._place(None), **self.ask_all()}
-        silent = set(self.links.peers()) - places.keys() - self.leavers.keys()
-        return self.settle(self._judgement(wait, places, silent))
+        return self.settle(in_crossed_calls(circle, places) or otherwise)
 
     def ask_all(self) -> dict[int, Place]:
         """Where the peers are: those of them that answer in time, which this waits for."""

@@ -341,17 +341,28 @@ def _in_a_circle(circle: Sequence[int], me: int, places: Mapping[int, Place], wi
     if made:
         return _astray(made, places)
     if _are_crossed(circle, places):
-        calls = {}
-        for rank in circle:
-            entered = places[rank].entered
-            assert entered is not None  # else nobody would wait for others in it
-            calls[rank] = f"{places[rank]} (a call of {entered.ranks})"
-        return Verdict(None, crossed(calls))
+        verdict = in_crossed_calls(circle, places)
+        assert verdict is not None  # else nobody would wait for others in its call
+        return verdict
     lost = _lost(places)
     past = [sender for sender, waiter in lost if _is_past(places[sender], places[waiter].entered)]
     if past:
         return _nothing_of(min(past), places, wire)
     return _among_equals(me, places, wire)
+
+
+def in_crossed_calls(circle: Sequence[int], places: Mapping[int, Place]) -> Verdict | None:
+    """The verdict on ranks of which each waits for the next, in calls of different groups.
+
+    None: one of them is in no call, or did not say where it is.
+    """
+    calls = {}
+    for rank in circle:
+        place = places.get(rank)
+        if place is None or place.entered is None:
+            return None
+        calls[rank] = f"{place} (a call of {place.entered.ranks})"
+    return Verdict(None, crossed(calls))
 
 
 def _are_crossed(circle: Sequence[int], places: Mapping[int, Place]) -> bool:

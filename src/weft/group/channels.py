@@ -19,8 +19,9 @@ SUMS = 2
 """What was summed, on its way to all."""
 
 OPENINGS = OWN
-"""What opens a call. On it alone do messages of different groups meet: there ranks that are in
-calls of different groups learn that they are (`weft.call.opening`)."""
+"""What opens a call, between hosts. On it alone, and in meetings within a host, does what ranks of
+different groups say meet: there ranks that are in calls of different groups learn that they are
+(`weft.call.opening`)."""
 
 SMALL = OWN + 1
 """Small messages inside a call: lengths, heads of index lists."""

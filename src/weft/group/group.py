@@ -25,7 +25,7 @@ import functools
 import re
 import sys
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn, Self, TypeGuard, TypeVar, final
 
 import torch
@@ -36,12 +36,12 @@ from ..base._torch import is_of_group
 from ..base.arguments import as_integer, shown
 from ..base.devices import Streams
 from ..base.errors import Error, WeftError, WireError, entry, summed_up
-from ..base.memory import Pool
+from ..base.memory import Pool, tensor_of
 from ..records.traffic import Traffic
 from ..wire import interface
 from ..wire.interface import Features, Lease, Recv, Reducing, Send, Wire
 from .channels import OPENINGS, SMALL
-from .pending import Exchange, Meeting, Pending, Round, WithOwn
+from .pending import Exchange, InBothWays, Pending, Round, Telling, WithOwn
 from .route import Route
 from .session import Session
 from .worker import Worker
@@ -244,7 +244,7 @@ class Group:
 
     @functools.cached_property
     def near(self) -> frozenset[int]:
-        """The other ranks that this one can `meet`: those of its host, if any."""
+        """The other ranks that this one tells something in a meeting: those of its host, if any."""
         wire = self.session.openings.wire
         if wire.features.meets < interface.MEETS:
             return frozenset()
@@ -252,35 +252,55 @@ class Group:
         others = frozenset(range(self.size)) - {self.rank}
         return frozenset(peer for peer in others if self._ranks[peer] in wire.near)
 
-    def meet(
+    def tell(
         self,
         message: bytearray,
-        peers: Sequence[int],
-        lengths: Sequence[int] | None = None,
+        most: int,
         *,
+        to: Sequence[int] | None = None,
+        to_far: Mapping[int, bytearray] | None = None,
+        counted: Mapping[int, int] | None = None,
         opens: bool = False,
-    ) -> Meeting:
-        """Start telling some `near` ranks a message in a meeting, and hearing theirs.
+    ) -> Telling:
+        """Start telling other ranks a few bytes, and hearing theirs, as a call begins.
 
-        It says itself what it is of. For two ranks hear what both said in their meetings of one
-        number, whichever groups these are of.
+        It travels as openings do, whatever carries the tensors: in a meeting with the `near` ranks,
+        else in messages. So what two ranks tell each other takes one way, whichever others are in
+        the call: a rank hears of one that is in another call, and each says of which it is.
 
         Args:
-            message: this rank's, no longer than the wire's `features.meets`. It does not change
-                from here on.
-            peers: the other ranks.
-            lengths: how many bytes of it are for each of them; None: all.
+            message: what this rank tells. It does not change from here on.
+            most: bytes that a rank may tell, no more than `weft.wire.MEETS`.
+            to: to which ranks, each of which tells all these; None: all others.
+            to_far: what to tell each of those that are not near instead, by rank.
+            counted: how many bytes of the message are for each of the near ones; None: all.
             opens: as of `Awaited`.
         """
         session = self.session
         route = session.openings
-        meet: Callable[..., interface.PendingBytes] = route.wire.meet  # type: ignore[attr-defined]
-        ranks = [self._ranks[peer] for peer in peers]
-        pending = session.use(route, "came to a meeting", meet, message, [session.rank, *ranks])
-        told = memoryview(message)
-        of_each = [told] * len(ranks) if lengths is None else [told[:nbytes] for nbytes in lengths]
-        session.traffic.count([*zip(ranks, of_each, strict=True)])
-        return Meeting(session, pending, route, peers, opens=opens)
+        peers = self.peers if to is None else to
+        near = [peer for peer in peers if peer in self.near]
+        far = [peer for peer in peers if peer not in self.near]
+        meeting = messages = None
+        if far:  # first: they take longer
+            same = tensor_of(message)
+            sends = [(peer, same if to_far is None else tensor_of(to_far[peer])) for peer in far]
+            posted = self._over(route).post(sends, [(peer, most) for peer in far], OPENINGS)
+            assert isinstance(posted, Exchange)  # no route of openings is in rounds
+            messages = posted.pending
+        if near:
+            wire = route.wire
+            assert isinstance(wire, interface.Meeting)
+            everybody = [session.rank, *(self._ranks[peer] for peer in near)]
+            meeting = session.use(route, "came to a meeting", wire.meet, message, everybody)
+            whole = len(message)
+            told = memoryview(message)
+            for peer in near:
+                nbytes = whole if counted is None else counted[peer]
+                session.traffic.count([(self._ranks[peer], told[:nbytes])])
+        pending = InBothWays(meeting, messages)
+        own = self.rank, message
+        return Telling(session, pending, route, own, [*near, *far], opens=opens)
 
     def small_all_gather(self, message: Tensor, cap: int) -> Pending:
         """Start sending a small message (uint8, 1-D, at most `cap` bytes) from each to all.

@@ -195,14 +195,14 @@ class Round(Posted):
         return f"was in a round over {self._route.carrier or self._route.name}"
 
 
-class Meeting(Awaited):
-    """What ranks of this host tell in a meeting, over a wire that has `features.meets`.
+class Telling(Awaited):
+    """A few bytes of each of some ranks on their way to all of them: see `Group.tell`.
 
-    Ranks have their numbers in the session here, as in `Posted`, but those of `peers`.
+    Ranks have their numbers in the session here, as in `Posted`, but those of what is told.
 
     Attributes:
-        session, pending, wire_name, in_round: as in `Posted`.
-        peers: whom this rank meets.
+        session, wire_name, in_round: as in `Posted`.
+        pending: what the wire has under way.
         opens: as in `Awaited`.
     """
 
@@ -211,25 +211,40 @@ class Meeting(Awaited):
     def __init__(
         self,
         session: Session,
-        pending: interface.PendingBytes,
+        pending: InBothWays,
         route: Route,
+        own: tuple[int, bytearray],
         peers: Sequence[int],
         *,
         opens: bool,
     ) -> None:
+        """
+        Args:
+            session, route: whose wire it is.
+            pending: what the peers tell.
+            own: this rank, and what it tells.
+            peers: who tells something, in the order of what is received.
+            opens: as in `Awaited`.
+        """
         self.session = session
         self.pending = pending
         self.wire_name = route.registered
-        self.peers = peers
         self.opens = opens
+        self._own = own
+        self._peers = peers
 
     def wait(self) -> list[memoryview]:
-        """Wait until all are here; what they tell, in the order of `peers`.
+        """Wait until all are here; what each tells, in rank order, this rank's own too.
+
+        Valid until `release()`.
 
         Raises:
             WireError: the deadline passed, or a peer or a link failed.
         """
-        return [memoryview(each) for each in self.session.wait_for(self)[1:]]
+        rank, message = self._own
+        told = dict(zip(self._peers, self.session.wait_for(self), strict=True))
+        told[rank] = memoryview(message)
+        return [told[each] for each in sorted(told)]
 
     def awaited(self) -> list[int]:
         return self.pending.waiting_for()
@@ -241,7 +256,39 @@ class Meeting(Awaited):
     def what(self) -> str:
         """What is waited for, as a clause of an error."""
         peer = self.peer()
-        return "awaited nothing" if peer is None else f"awaited a message of rank {peer}"
+        return "awaited nothing" if peer is None else f"awaited a message from rank {peer}"
+
+    def release(self) -> None:
+        self.pending.release()
+
+
+class InBothWays:
+    """What ranks of this host tell in a meeting, and ranks of others in messages."""
+
+    def __init__(
+        self, meeting: interface.PendingBytes | None, messages: interface.Pending | None
+    ) -> None:
+        """None: there are no such ranks."""
+        self._meeting = meeting
+        self._messages = messages
+
+    def wait(self) -> list[memoryview]:
+        """What all tell: those of the meeting first."""
+        heard: list[memoryview] = []
+        if self._meeting is not None:
+            heard += map(memoryview, self._meeting.wait()[1:])
+        if self._messages is not None:
+            heard += [message.numpy().data for message in self._messages.wait()]
+        return heard
+
+    def waiting_for(self) -> list[int]:
+        late = [] if self._meeting is None else self._meeting.waiting_for()
+        far = [] if self._messages is None else self._messages.waiting_for()
+        return sorted([*late, *far])
+
+    def release(self) -> None:
+        if self._messages is not None:  # what was told in a meeting was copied
+            self._messages.release()
 
 
 class WithOwn(Pending):

@@ -57,7 +57,7 @@ _log = logging.getLogger("weft")
 class OfWire(Protocol[T]):
     """What a wire has under way: messages that it has posted, or a meeting."""
 
-    def wait(self, timeout: float | None = None) -> list[T]: ...
+    def wait(self) -> list[T]: ...
 
 
 class Waited(Wait, Protocol[T]):
@@ -383,9 +383,10 @@ class Session:
             return detector.verdict
         if failure.kind == "lost":
             return detector.explain(failure.peer, failure.text, wait)
-        if failure.kind == "stuck" and wait is not None and wait.opens:
-            return detector.judge(wait)  # who is in which call: they came to them in two orders
-        return detector.settle(verdict_on(failure, self.rank, wire_name))
+        verdict = verdict_on(failure, self.rank, wire_name)
+        if failure.circle:
+            return detector.explain_circle(failure.circle, verdict)
+        return detector.settle(verdict)
 
     def _verdict_on_exception(self, error: Exception, wire_name: str) -> Verdict:
         """The verdict on a wire that raised what none may raise, unless others know of more."""

@@ -27,8 +27,8 @@ from ..base.arguments import is_a
 from ..base.devices import is_capturing
 from ..base.errors import WeftError, entry
 from ..base.tensors import Shape, as_bytes, in_format_of, plain
+from ..call.attempt import preparing
 from ..call.handshake import Operand, among, handshake, payload_of
-from ..call.opening import preparing
 from ..group.group import Group
 from .executor import assemble, execute, has_addition
 from .spec import Spec, planned

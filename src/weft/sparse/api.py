@@ -14,7 +14,7 @@ import torch
 from ..base.arguments import truth
 from ..base.devices import Aside
 from ..base.errors import untransformed
-from ..call.opening import preparing
+from ..call.attempt import preparing
 from ..group import default
 from ..group.group import Group
 from ..group.worker import Work

@@ -21,8 +21,9 @@ from .. import kernels
 from ..base.devices import current, on_host
 from ..base.errors import WeftError
 from ..base.tensors import dtype_in, shape_in
+from ..call.attempt import confess
 from ..call.fingerprint import UNKNOWN
-from ..call.opening import Opening, confess, is_direct, opened
+from ..call.opening import Opening, is_direct, opened
 from ..group.group import Group
 from .call import Call, row_bytes
 from .choose import chosen, is_eager

@@ -33,8 +33,9 @@ from ..base.devices import on_host
 from ..base.errors import WeftError
 from ..base.memory import fresh
 from ..base.tensors import as_bytes, extent, has_elements, shape_in
+from ..call.attempt import confess
 from ..call.combining import opening_rounds
-from ..call.opening import confess, is_direct, opened
+from ..call.opening import is_direct, opened
 from ..call.statement import BODY, Bytes
 from ..group.group import Group
 from . import explanation, run

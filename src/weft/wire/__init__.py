@@ -8,6 +8,7 @@ from ..base.memory import Pool
 from .factory import Start
 from .interface import (
     CHANNELS,
+    MEETS,
     Droppable,
     Failure,
     Features,
@@ -27,6 +28,7 @@ from .registry import register_wire, unregister_wire
 
 __all__ = [
     "CHANNELS",
+    "MEETS",
     "Droppable",
     "Failure",
     "Features",

@@ -70,11 +70,13 @@ class Failure:
             "aborted": `abort` was called, with this.
         peer: whom it is about; None where the wire cannot say.
         text: a clause, such as "the connection to rank 2 was reset".
+        circle: of "stuck", ranks of which each waits for the next, if they are known.
     """
 
     kind: Literal["lost", "garbled", "broken", "stuck", "aborted"]
     peer: int | None
     text: str
+    circle: tuple[int, ...] = ()
 
 
 class WireFailed(ConnectionError):
@@ -282,8 +284,8 @@ class PendingBytes(Protocol):
         Raises:
             TimeoutError: not yet. Nothing has changed: wait again, or abort.
             WireFailed: as `Pending.wait`; and as stuck, where ranks that wait without a limit do so
-                in a circle, each for a meeting that the next one comes to later. The rank that
-                closes the circle finds it; the group tells the others.
+                in a circle, each for a meeting that the next one comes to later. One of them finds
+                it, soon after the circle is closed; the group tells the others.
         """
 
     def done(self) -> bool:
@@ -326,8 +328,7 @@ class Meeting(Protocol):
         Args:
             message: of at most `features.meets` bytes; those of the ranks have any lengths. It
                 does not change from here on.
-            ranks: distinct, some of `near`, this one among them. Each of these ranks calls it with
-                the same ones, in any order.
+            ranks: distinct, some of `near`, this one among them, in any order.
 
         Raises:
             ValueError: a message is longer, or `ranks` are not as above. Nothing has changed.

@@ -24,7 +24,8 @@ from torch import Tensor
 from ...base.arguments import truth
 from ...base.devices import Aside
 from ...base.errors import untransformed
-from ...call.opening import is_direct, preparing
+from ...call.attempt import preparing
+from ...call.opening import is_direct
 from ...group import default
 from ...group.channels import LISTS, VALUES
 from ...group.group import Group

@@ -14,7 +14,8 @@ from ...base.arguments import root_in, truth
 from ...base.devices import Aside, current
 from ...base.errors import untransformed
 from ...base.tensors import has_elements, shape_in
-from ...call.opening import is_direct, preparing
+from ...call.attempt import preparing
+from ...call.opening import is_direct
 from ...group import default
 from ...group.worker import Work
 from ..forms import AnyForm, Form, Place

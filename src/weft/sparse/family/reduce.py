@@ -23,7 +23,7 @@ from ...base.arguments import root_in, truth
 from ...base.devices import Aside
 from ...base.errors import untransformed
 from ...base.memory import typed
-from ...call.opening import preparing
+from ...call.attempt import preparing
 from ...group import default
 from ...group.channels import SUMS
 from ...group.worker import Work

@@ -30,7 +30,7 @@ signal, a deadline.
 All numbers are stored and loaded by machine code, in one order for all processes. What is read is a
 stranger's: what steers memory is copied, then checked, then used. Who is not what it should be:
 
-* ranks that sleep in a circle, each for the next, are found by the last to fall asleep (`circle`);
+* ranks that sleep in a circle, each for the next, are found by one of them (`_circle`);
 * numbers, or a message's place, that cannot be garble the wire, and name who wrote them.
 
 Nothing here waits, and the wire holds its `_turn` in every call but those of `TcpMeeting`.
@@ -479,7 +479,7 @@ class Meetings:
                 f"ranks {circle} wait for each other, each for a meeting with the next: all have "
                 "to begin the meetings that two of them are in in one order"
             )
-            raise WireFailed(Failure("stuck", None, text))
+            raise WireFailed(Failure("stuck", None, text, tuple(circle)))
 
     def _check_numbers(self) -> None:
         near = self._near

@@ -612,7 +612,8 @@ class TcpWire:
         """Sleep until something can be moved, or a peer rings.
 
         Peers look whether this rank sleeps, after all that may end that sleep. So it says so first,
-        and then looks once more whether there is something.
+        and then looks once more whether there is something. A sleep that lasts is looked at: it may
+        be one that nothing will end.
         """
         if self._failure is not None:
             return []
