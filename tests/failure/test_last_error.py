@@ -22,6 +22,13 @@ import torch, weft
 
 place, how, timeout = sys.argv[1:]
 
+def until_the_other_waits():
+    while True:
+        there = group.session.detector.ask_all().get(0)
+        if there is not None and there.doing == "all_reduce" and there.awaits is not None:
+            return
+        time.sleep(0.01)
+
 def interrupt_a_wait():
     while group.session.detector.waiting is None:
         time.sleep(0.001)
@@ -48,6 +55,7 @@ elif how == "killed":
 elif how == "exit":
     weft.attempt(lambda: sys.exit(3))
 elif how == "interrupt":
+    until_the_other_waits()
     threading.Thread(target=interrupt_a_wait, daemon=True).start()
     group.post((), [(0, 4)]).wait()
 elif how == "interrupted wait":
@@ -131,7 +139,7 @@ def test_who_is_late_says_what_it_raised(told):
 
 ENDS = [
     ("exit", [0, 3], "1 rank 1: SystemExit: 3"),
-    ("interrupt", [0, -2], "1 rank 0: rank 1 was interrupted (SIGINT)"),
+    ("interrupt", [0, -2], "1 rank 0: rank 1 was interrupted (SIGINT) while rank 0 awaited"),
     ("interrupted wait", [0, 4], ""),
     ("killed", [1, -9], "weft.WireError: rank 0: rank 1 died"),  # at once
 ]
