@@ -259,7 +259,10 @@ class Telling(Awaited):
         return "awaited nothing" if peer is None else f"awaited a message from rank {peer}"
 
     def release(self) -> None:
-        self.pending.release()
+        try:
+            self.pending.release()
+        except Exception as error:
+            self.session.raise_for(error, self.wire_name, "released what it had received")
 
 
 class InBothWays:
