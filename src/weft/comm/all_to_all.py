@@ -32,7 +32,7 @@ from .staging import moved, number_of_bytes, unsendable, wrong_bytes
 
 _NAME = "all_to_all"
 _EAGER = 128 << 10  # bytes of a tensor, at most, that is sent along with its shape
-_TOGETHER = 32 << 10  # bytes of all tensors of a rank, where each rank hears what is for all
+_TOGETHER = 96 << 10  # bytes of all tensors of a rank, where each rank hears what is for all
 _DIMS = 64  # dimensions that a tensor of torch may have
 _CAP = 8 + 8 * _DIMS + 8 + _EAGER  # bytes of a shape and the tensor that is sent along
 _ALIGNED = 16  # bytes: a shape is padded to a multiple, so that any dtype may follow
