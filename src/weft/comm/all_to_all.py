@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..base.devices import on_host
 from ..base.errors import entry
-from ..base.memory import fresh, memory_of
+from ..base.memory import fresh, memory_of, tensor_of
 from ..call.attempt import preparing
 from ..call.opening import is_direct
 from ..call.terms import NO_LIMIT, Mode, agreed
@@ -202,7 +202,7 @@ def _read(raw: memoryview, like: Tensor) -> tuple[Tensor, bool]:
 
 def _told(group: Group, told: Sequence[bytes]) -> list[memoryview]:
     """Exchange shapes and small tensors, if they did not fit in direct statements."""
-    sends = [(p, torch.frombuffer(bytearray(told[p]), dtype=torch.uint8)) for p in group.peers]
+    sends = [(p, tensor_of(bytearray(told[p]))) for p in group.peers]
     pending = group.post(sends, [(peer, _CAP) for peer in group.peers], SMALL)
     heard = [memoryview(each) for each in told]
     for peer, message in zip(group.peers, pending.wait(), strict=True):

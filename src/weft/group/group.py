@@ -243,12 +243,20 @@ class Group:
         return Round(self.session, pending, route)
 
     @functools.cached_property
-    def near(self) -> frozenset[int]:
-        """The other ranks that this one tells something in a meeting: those of its host, if any."""
+    def _meetings(self) -> interface.Meeting | None:
+        """The wire of openings, if its meetings are long enough for one."""
         wire = self.session.openings.wire
         if wire.features.meets < interface.MEETS:
+            return None
+        assert isinstance(wire, interface.Meeting)  # too slow to be asked in each call
+        return wire
+
+    @functools.cached_property
+    def near(self) -> frozenset[int]:
+        """The other ranks that this one tells something in a meeting: those of its host, if any."""
+        wire = self._meetings
+        if wire is None:
             return frozenset()
-        assert isinstance(wire, interface.Meeting)
         others = frozenset(range(self.size)) - {self.rank}
         return frozenset(peer for peer in others if self._ranks[peer] in wire.near)
 
@@ -289,15 +297,15 @@ class Group:
             assert isinstance(posted, Exchange)  # no route of openings is in rounds
             messages = posted.pending
         if near:
-            wire = route.wire
-            assert isinstance(wire, interface.Meeting)
-            everybody = [session.rank, *(self._ranks[peer] for peer in near)]
+            wire = self._meetings
+            assert wire is not None  # else nobody is near
+            ranks = [self._ranks[peer] for peer in near]
+            everybody = [session.rank, *ranks]
             meeting = session.use(route, "came to a meeting", wire.meet, message, everybody)
-            whole = len(message)
-            told = memoryview(message)
-            for peer in near:
-                nbytes = whole if counted is None else counted[peer]
-                session.traffic.count([(self._ranks[peer], told[:nbytes])])
+            told = [memoryview(message)] * len(near)
+            if counted is not None:
+                told = [memoryview(message)[: counted[peer]] for peer in near]
+            session.traffic.count([*zip(ranks, told, strict=True)])
         pending = InBothWays(meeting, messages)
         own = self.rank, message
         return Telling(session, pending, route, own, [*near, *far], opens=opens)
@@ -325,7 +333,7 @@ class Group:
         Raises:
             WireError: the deadline passed, or a peer or a link failed.
         """
-        own = torch.frombuffer(bytearray(message), dtype=torch.uint8)
+        own = tensor_of(bytearray(message))
         pending = self.small_all_gather(own, len(message))
         heard = [each.numpy().tobytes() for each in pending.wait()]
         pending.release()

@@ -93,10 +93,7 @@ class Posted(Pending):
         return self.pending.done()
 
     def release(self) -> None:
-        try:
-            self.pending.release()
-        except Exception as error:
-            self.session.raise_for(error, self.wire_name, "released what it had received")
+        self.session.release(self.pending, self.wire_name)
 
     @abc.abstractmethod
     def awaited(self) -> list[int]:
@@ -259,10 +256,7 @@ class Telling(Awaited):
         return "awaited nothing" if peer is None else f"awaited a message from rank {peer}"
 
     def release(self) -> None:
-        try:
-            self.pending.release()
-        except Exception as error:
-            self.session.raise_for(error, self.wire_name, "released what it had received")
+        self.session.release(self.pending, self.wire_name)
 
 
 class InBothWays:

@@ -54,6 +54,12 @@ than 24 days."""
 _log = logging.getLogger("weft")
 
 
+class Received(Protocol):
+    """What a wire has received, into memory of its own."""
+
+    def release(self) -> None: ...
+
+
 class OfWire(Protocol[T]):
     """What a wire has under way: messages that it has posted, or a meeting."""
 
@@ -250,6 +256,17 @@ class Session:
         finally:
             self.traffic.waited += time.monotonic() - began
             detector.end()
+
+    def release(self, received: Received, wire_name: str) -> None:
+        """Give back what a wire had received; `wire_name` is that of the wire, for texts.
+
+        Raises:
+            WireError: the session breaks here.
+        """
+        try:
+            received.release()
+        except Exception as error:
+            self.raise_for(error, wire_name, "released what it had received")
 
     def set_timeout(self, seconds: float) -> None:
         """Change what any one wait may last, of those that begin from now on."""

@@ -23,7 +23,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ...base.memory import fault_of, memory_of
+from ...base.memory import fault_of, memory_of, tensor_of
 from ..interface import CHANNELS, MEETS, Failure, Features, Recv, Send, WireFailed, check_meeting
 
 _MEETINGS = CHANNELS  # the channel of meetings
@@ -210,8 +210,7 @@ class RoomWire:
     def meet(self, message: bytes | bytearray, ranks: Sequence[int]) -> RoomMeeting:
         check_meeting(self, self.rank, MEETS, message, ranks)
         pending = self.pending()
-        # of no bytes torch makes no tensor
-        sent = torch.frombuffer(bytearray(message) + b"\0", dtype=torch.uint8)[: len(message)]
+        sent = tensor_of(bytearray(message))
         peers = [rank for rank in ranks if rank != self.rank]
         sends = [(peer, sent) for peer in peers]
         self._begin(pending, sends, [(peer, MEETS) for peer in peers], _MEETINGS)

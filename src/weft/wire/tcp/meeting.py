@@ -270,7 +270,6 @@ class Meetings:
         if segment is not None:
             self._memory[wire.rank] = memoryview(segment.pages)
         self._bases = {peer: each.address for peer, each in segments.items()}
-        self._sizes = {peer: each.nbytes for peer, each in segments.items()}
         if segment is not None:
             self._bases[wire.rank] = segment.address
         self._slots_at = _start_of_slots(wire.size)
@@ -419,7 +418,7 @@ class Meetings:
             raise _impossible(peer)
         offset, length = self._entry  # private now: the peer may change its own
         peers = meeting.turn.peers
-        if not (0 <= length <= MEETS and 0 <= offset <= self._sizes[peer] - length):
+        if not (0 <= length <= MEETS and 0 <= offset <= len(self._memory[peer]) - length):
             text = f"rank {peer} sent a message of {length} bytes at {offset} of its segment"
             raise WireFailed(Failure("garbled", peer, text))
         place = peers.place[peer]
