@@ -15,6 +15,7 @@ import torch.distributed as dist
 import weft
 from weft.bootstrap.local import launch
 from weft.compat import sar
+from weft.rendezvous import places
 
 QUICK = {"OMP_NUM_THREADS": "1"}
 GUIDE = Path(__file__).resolve().parents[2] / "docs/coming-from-sar.md"
@@ -144,3 +145,13 @@ def test_a_file_that_is_none_of_ours_is_refused(tmp_path):
         with pytest.raises(weft.WeftError, match="is not a file of a rendezvous"):
             role(str(path))
     assert path.read_text() == "10.0.0.1\n"
+
+
+def test_a_port_at_which_this_process_had_a_store_before(tmp_path, port, monkeypatch):
+    """The system may choose the same for another one."""
+    at_any_port = places.listener_at
+    monkeypatch.setattr(places, "listener_at", lambda address, _: at_any_port(address, port))
+    places.host()  # and it is gone
+    ip = sar.nfs_ip_init(0, str(tmp_path / "ip_file"))
+    sar.initialize_comms(0, 1, ip, "gloo")
+    assert sar.comm.master_port() == port

@@ -196,7 +196,11 @@ class Tcp:
             if address == self.host and (only := _only_address(address)):
                 listening = listener_at(only, self.port).detach()
         try:
-            made = _hosted(address, self.port, listening, _left(deadline))
+            if _is_published(self.host, self.port):
+                # torch does not find its own where this process had one at the same port before
+                made = connect(self.host, self.port, _left(deadline))
+            else:
+                made = _hosted(address, self.port, listening, _left(deadline))
         except RuntimeError as error:
             taken = os.strerror(errno.EADDRINUSE) in str(error) or "EADDRINUSE" in str(error)
             with contextlib.suppress(RuntimeError, WireError):
@@ -554,3 +558,8 @@ def publish(rank: int, path: str, timeout: float) -> tuple[str, int]:
 
 
 _published: dict[File, dist.TCPStore] = {}
+
+
+def _is_published(name: str, port: int) -> bool:
+    """Whether this process hosts a store there that it has published."""
+    return any((name, port) == (each.host, each.port) for each in _published.values())
