@@ -10,7 +10,7 @@ import weft
 from weft.backend import collectives
 from weft.testing import spmd
 
-SIZES = (0, 1, 5000)  # elements
+SIZES = (0, 1, 5000, 40_000)  # elements: the last do not go along with an opening
 DTYPES = (torch.float32, torch.bfloat16, torch.int16, torch.bool, torch.complex64)
 
 
@@ -34,6 +34,39 @@ def test_all_gather_of_any_sizes(group):
             assert collectives.all_gather(group, outs, mine) is outs
             for rank, out in enumerate(outs):
                 assert torch.equal(out, part(rank, counts[rank], dtype)), (dtype, count, rank)
+
+
+SMALL_CALLS = {
+    "all_reduce": lambda group, ins, outs: collectives.all_reduce(group, ins[:2], "sum"),
+    "all_gather": lambda group, ins, outs: collectives.all_gather(group, outs, ins[0]),
+    "reduce_scatter": lambda group, ins, outs: collectives.reduce_scatter(
+        group, outs[0], ins, "sum"
+    ),
+    "reduce": lambda group, ins, outs: collectives.reduce(group, ins[0], 1, "sum"),
+    "broadcast": lambda group, ins, outs: collectives.broadcast(group, ins[0], 1),
+    "gather": lambda group, ins, outs: collectives.gather(
+        group, outs if group.rank == 1 else [], ins[0], 1
+    ),
+    "scatter": lambda group, ins, outs: collectives.scatter(
+        group, outs[0], ins if group.rank == 1 else [], 1
+    ),
+    "all_to_all": lambda group, ins, outs: collectives.all_to_all(group, outs, ins),
+}
+
+
+@pytest.mark.parametrize("call", SMALL_CALLS)
+@spmd(2, 3, on=["threads", "processes"])
+def test_what_is_small_goes_along_with_the_opening(group, call):
+    """So a call is one message to each other rank; a large one is more."""
+    messages = []
+    for count in (100, 100_000):
+        ins = [torch.ones(count) for _ in range(group.size)]
+        before = group.traffic.messages
+        SMALL_CALLS[call](group, ins, [torch.zeros(count) for _ in range(group.size)])
+        messages.append(torch.tensor([group.traffic.messages - before]))
+    peers = group.size - 1
+    few, many = (int(weft.all_reduce(each, "max", group=group)) for each in messages)
+    assert few == peers < many
 
 
 @pytest.mark.parametrize("op", ["sum", "avg", "max", "prod"])

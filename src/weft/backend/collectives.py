@@ -18,14 +18,15 @@ from torch import Tensor
 
 from ..base import _torch
 from ..base.errors import WeftError, summed_up
-from ..base.memory import typed
+from ..base.memory import memory_of, typed
 from ..base.tensors import flattened, has_elements, is_made_of_others, is_plain, lacking, plain
 from ..call.opening import is_direct
 from ..call.terms import agreed
+from ..comm.all_reduce import reduce_in_place
 from ..comm.parameters import ScatterAllGather
-from ..comm.staging import moved
+from ..comm.staging import most_to_all, most_to_each, moved
 from ..group.group import Group
-from ..schedules import dense, dense_all_reduce
+from ..schedules import dense
 from ..sparse.api import job_of
 
 _SAID = 200  # characters of sizes that ranks compare as text; longer texts by a digest
@@ -42,11 +43,11 @@ Parts = Sequence[Tensor | None]
 
 def all_reduce(group: Group, tensors: list[Tensor], op: str) -> list[Tensor]:
     """Reduce each tensor over all ranks, in place."""
-    _open(group, "all_reduce", {"op": op, **_said(tensors)}, _reason(tensors, op))
-    over = _over(group)
-    for tensor in tensors:
-        flat = _flat(tensor)
-        dense_all_reduce(over, flat, op).wait()
+    if error := _reason(tensors, op):
+        return refuse(group, "all_reduce", error)
+    flats = [_flat(tensor) for tensor in tensors]
+    reduce_in_place(group, "all_reduce", {"op": op, **_said(tensors)}, flats, op)
+    for flat, tensor in zip(flats, tensors, strict=True):
         _put(flat, tensor)
     return tensors
 
@@ -64,8 +65,9 @@ def sparse_all_reduce(group: Group, tensors: list[Tensor], op: str) -> list[Tens
 def all_gather(group: Group, outs: list[Tensor], mine: Tensor, pairs: int = 1) -> list[Tensor]:
     """Send every rank's tensor to every rank. `outs` may differ in size, but not between ranks."""
     error = _reason([mine, *outs]) or _misfit("output", outs, _own(group, mine))
-    _open(group, "all_gather", {_PAIRS: pairs, **_said(outs)}, error)
-    _exchange(group, [mine] * group.size, outs)
+    fields = {_PAIRS: pairs, **_said(outs)}
+    gives = [mine] * group.size
+    _open_and_exchange(group, "all_gather", fields, error, gives, outs, alike=True)
     return _overwritten(outs)
 
 
@@ -92,25 +94,33 @@ def reduce_scatter(
 ) -> list[Tensor]:
     """Reduce the ranks' `ins[p]` on rank p. They may differ in size, but not between ranks."""
     error = _reason([out, *ins], op) or _misfit("input", ins, _own(group, out))
-    _open(group, "reduce_scatter", {_PAIRS: pairs, "op": op, **_said(ins)}, error)
-    _reduce_parts(group, out, ins, op)
+    fields = {_PAIRS: pairs, "op": op, **_said(ins)}
+    _open_and_reduce(group, "reduce_scatter", fields, error, out, ins, op)
     return _overwritten([out])
 
 
 def reduce(group: Group, tensor: Tensor, root: int, op: str) -> list[Tensor]:
     """Reduce a tensor on one rank, in place there; the others' stay as they are."""
     error = _no_root(group, root) or _reason([tensor], op)
-    _open(group, "reduce", {"root": root, "op": op, **_said([tensor])}, error)
+    if error is not None:
+        return refuse(group, "reduce", error)
     parts = [tensor.new_empty(0)] * group.size
     parts[root] = tensor
-    _reduce_parts(group, parts[group.rank], parts, op)
+    fields = {"root": root, "op": op, **_said([tensor])}
+    _open_and_reduce(group, "reduce", fields, None, parts[group.rank], parts, op)
     return [tensor]
 
 
 def broadcast(group: Group, tensor: Tensor, root: int) -> list[Tensor]:
     """Send one rank's tensor to all ranks, in place."""
     error = _no_root(group, root) or _reason([tensor])
-    _open(group, "broadcast", {"root": root, **_said([tensor])}, error)
+    fields = {"root": root, **_said([tensor])}
+    if error is None and tensor.nbytes <= most_to_all(group):
+        gives = [tensor if group.rank == root else None] * group.size
+        takes = _at(root, tensor, group.size)
+        _open_and_exchange(group, "broadcast", fields, None, gives, takes, alike=True)
+        return [tensor]
+    _open(group, "broadcast", fields, error)
     flat = _flat(tensor)
     ScatterAllGather(_over(group), root, flat).start().wait()
     _put(flat, tensor)
@@ -123,8 +133,8 @@ def gather(
     """Send every rank's tensor to one rank; `outs` is empty on the others."""
     error = _no_root(group, root) or _reason([mine, *outs])
     error = error or _misfit("output", outs, _all(group, root, mine))
-    _open(group, "gather", {_PAIRS: pairs, "root": root, **_said([mine])}, error)
-    _exchange(group, _at(root, mine, group.size), outs)
+    fields = {_PAIRS: pairs, "root": root, **_said([mine])}
+    _open_and_exchange(group, "gather", fields, error, _at(root, mine, group.size), outs)
     return _overwritten(outs)
 
 
@@ -134,8 +144,8 @@ def scatter(
     """Send a tensor from one rank to each rank; `ins` is empty on the others."""
     error = _no_root(group, root) or _reason([out, *ins])
     error = error or _misfit("input", ins, _all(group, root, out))
-    _open(group, "scatter", {_PAIRS: pairs, "root": root, **_said([out])}, error)
-    _exchange(group, ins, _at(root, out, group.size))
+    fields = {_PAIRS: pairs, "root": root, **_said([out])}
+    _open_and_exchange(group, "scatter", fields, error, ins, _at(root, out, group.size))
     return [out]
 
 
@@ -151,10 +161,8 @@ def all_to_all(group: Group, outs: list[Tensor], ins: list[Tensor]) -> list[Tens
     dtypes = sorted({str(tensor.dtype) for tensor in (*ins, *outs)})
     counts = struct.pack(f"<{len(ins) + len(outs)}q", *(each.numel() for each in (*ins, *outs)))
     shown = counts if is_direct(group) and error is None else b""
-    said = _open(group, "all_to_all", {"dtype": ", ".join(dtypes)}, error, shown)
-    if shown and (wrong := _unequal(group.size, said)):  # every rank finds the same
-        raise WeftError(wrong)
-    _exchange(group, ins, outs)
+    fields = {"dtype": ", ".join(dtypes)}
+    _open_and_exchange(group, "all_to_all", fields, error, ins, outs, counts=shown)
     return _overwritten(outs)
 
 
@@ -269,12 +277,72 @@ def _tensors_in(argument: object) -> Iterator[Tensor]:
             yield from _tensors_in(each)
 
 
-def _open(
-    group: Group, call: str, fields: Mapping[str, object], error: str | None, own: bytes = b""
-) -> list[bytes]:
-    """The opening exchange; if statements are direct, the call's own bytes of each rank."""
-    with agreed(group, call, fields, error, own=own) as said:
-        return [bytes(each) for each in said.own(len(own))]
+def _open(group: Group, call: str, fields: Mapping[str, object], error: str | None) -> None:
+    """The opening exchange, with which nothing goes along."""
+    with agreed(group, call, fields, error):
+        pass
+
+
+def _open_and_exchange(
+    group: Group,
+    call: str,
+    fields: Mapping[str, object],
+    error: str | None,
+    gives: Parts,
+    takes: Parts,
+    *,
+    alike: bool = False,
+    counts: bytes = b"",
+) -> None:
+    """Open a call, send `gives[p]` to each rank p, and receive `takes[p]` from it.
+
+    What is small goes along with the opening.
+
+    Args:
+        group, call, fields, error: of the opening.
+        gives, takes: as of `_exchange`.
+        alike: whether every rank gives the same to all.
+        counts: what `_unequal` compares, if it shall.
+    """
+    if error is not None:
+        refuse(group, call, error)
+    outgoing, incoming = _flats(gives), _places(takes)
+    along = _along(group, outgoing, alike=alike)
+    own: bytes | memoryview = counts
+    private = None
+    if alike:
+        own = next(iter(along.values()), b"")
+    elif is_direct(group):
+        private = [[along[p]] if p in along else [] for p in range(group.size)]
+    come = set[int]()
+    with agreed(group, call, fields, None, own=own, private=private) as said:
+        told = said.own()
+        if counts and (wrong := _unequal(group.size, told)):  # every rank finds the same
+            raise WeftError(wrong)
+        if private is not None:
+            told = said.opening.private
+        for peer in incoming.keys() - {group.rank} if is_direct(group) else ():
+            if told[peer]:
+                group.decode(peer, "a tensor", _fill, incoming[peer], told[peer])
+                come.add(peer)
+    rest = {p: flat for p, flat in outgoing.items() if p not in along}
+    moved(_over(group), rest, {p: place for p, place in incoming.items() if p not in come})
+    _keep_own(group, outgoing, incoming)
+    _deliver(incoming, takes)
+
+
+def _along(group: Group, outgoing: Mapping[int, Tensor], *, alike: bool) -> dict[int, memoryview]:
+    """What is small enough to go along with the opening, by the rank that it is for."""
+    if not is_direct(group):
+        return {}
+    most = [most_to_all(group)] * group.size if alike else most_to_each(group)
+    small = {peer: flat for peer, flat in outgoing.items() if flat.nbytes <= most[peer]}
+    return {peer: memory_of(flat) for peer, flat in small.items() if peer != group.rank}
+
+
+def _fill(place: Tensor, told: memoryview) -> None:
+    """Copy what a rank has told. Raises ValueError if it is of another length."""
+    memory_of(place)[:] = told
 
 
 def _over(group: Group) -> Group:
@@ -344,33 +412,78 @@ def _at(root: int, tensor: Tensor, size: int) -> Parts:
 
 def _exchange(group: Group, gives: Parts, takes: Parts) -> None:
     """Send `gives[p]` to each rank p, and receive `takes[p]` from it; nothing for empty tensors."""
-    flats = {id(each): _flat(each) for each in gives if each is not None and each.numel()}
-    outgoing = {p: flats[id(each)] for p, each in enumerate(gives) if id(each) in flats}
-    wanted = {p: each for p, each in enumerate(takes) if each is not None and each.numel()}
-    incoming = {p: _place(each) for p, each in wanted.items()}
+    outgoing, incoming = _flats(gives), _places(takes)
     moved(_over(group), outgoing, incoming)
+    _keep_own(group, outgoing, incoming)
+    _deliver(incoming, takes)
+
+
+def _flats(gives: Parts) -> dict[int, Tensor]:
+    """What is to be sent, by rank: plain, and once where several get the same."""
+    flats = {id(each): _flat(each) for each in gives if each is not None and each.numel()}
+    return {p: flats[id(each)] for p, each in enumerate(gives) if id(each) in flats}
+
+
+def _places(takes: Parts) -> dict[int, Tensor]:
+    """Where to receive, by rank."""
+    return {p: _place(each) for p, each in enumerate(takes) if each is not None and each.numel()}
+
+
+def _keep_own(group: Group, outgoing: dict[int, Tensor], incoming: dict[int, Tensor]) -> None:
+    """Give this rank what it gives itself."""
     if group.rank in incoming and group.rank in outgoing:
         incoming[group.rank].copy_(outgoing[group.rank])
+
+
+def _deliver(incoming: Mapping[int, Tensor], takes: Parts) -> None:
+    """Put what was received where a caller wants it."""
     for peer, place in incoming.items():
-        _put(place, wanted[peer])
+        wanted = takes[peer]
+        assert wanted is not None  # else there is no place for it
+        _put(place, wanted)
 
 
-def _reduce_parts(group: Group, out: Tensor, parts: Sequence[Tensor], op: str) -> None:
-    """Reduce every rank's `parts[p]` on rank p, into its `out`, chunk by chunk."""
+def _open_and_reduce(
+    group: Group,
+    call: str,
+    fields: Mapping[str, object],
+    error: str | None,
+    out: Tensor,
+    parts: Sequence[Tensor],
+    op: str,
+) -> None:
+    """Open a call, and reduce every rank's `parts[p]` on rank p, into its `out`, in chunks."""
+    if error is not None:
+        refuse(group, call, error)
     flats, place = [_flat(part) for part in parts], _place(out)
-    step = max(1, dense.SCRATCH // group.size // max(1, out.element_size()))
+    if is_direct(group) and max(each.nbytes for each in flats) <= min(most_to_each(group)):
+        slots = [torch.empty_like(flats[group.rank]) for _ in flats]
+        _open_and_exchange(group, call, fields, None, flats, slots)
+        _reduce(slots, op, place)
+    else:
+        _open(group, call, fields, None)
+        _reduce_parts(group, flats, op, place)
+    _put(place, out)
+
+
+def _reduce_parts(group: Group, flats: Sequence[Tensor], op: str, place: Tensor) -> None:
+    """Reduce every rank's `flats[p]` on rank p, chunk by chunk, in messages."""
+    step = max(1, dense.SCRATCH // group.size // max(1, place.element_size()))
     for start in range(0, max(map(len, flats)), step):
         chunks = [flat[start : start + step] for flat in flats]
         mine = len(chunks[group.rank])
         with _over(group).lease(group.size * chunks[group.rank].nbytes) as memory:
-            slots = list(typed(memory, (group.size, mine), out.dtype))
+            slots = list(typed(memory, (group.size, mine), place.dtype))
             _exchange(group, chunks, slots)
-            if mine:
-                dense.reduce(slots, op, place[start : start + step])
-    _put(place, out)
+            _reduce(slots, op, place[start : start + step])
 
 
-def _unequal(size: int, said: Sequence[bytes]) -> str | None:
+def _reduce(slots: Sequence[Tensor], op: str, place: Tensor) -> None:
+    if place.numel():
+        dense.reduce(slots, op, place)
+
+
+def _unequal(size: int, said: Sequence[memoryview]) -> str | None:
     """The error if an output is not as large as its input; the same on every rank."""
     counts = [struct.unpack(f"<{2 * size}q", each) for each in said]
     for source, target in itertools.product(range(size), repeat=2):

@@ -69,9 +69,13 @@ class Terms:
     equal: bool
     opening: Opening
 
-    def own(self, nbytes: int) -> list[memoryview]:
+    def own(self, nbytes: int | None = None) -> list[memoryview]:
         """The call's own bytes of each rank, in rank order; if statements are not direct, one item:
-        all combined. Valid inside `agreed`."""
+        all combined. Valid inside `agreed`.
+
+        Raises:
+            WireError: those of a rank are not `nbytes`, if that is given.
+        """
         return self.opening.read(_own, nbytes)
 
     def mask(self, nbytes: int) -> list[int]:
@@ -142,11 +146,12 @@ def _numbers(body: memoryview) -> tuple[int, ...]:
     return numbers
 
 
-def _own(body: memoryview, nbytes: int) -> memoryview:
+def _own(body: memoryview, nbytes: int | None) -> memoryview:
     """The bytes after the numbers. Raises ValueError if they are not `nbytes`."""
-    if len(body) != _SAID.size + nbytes:
-        raise ValueError(f"{len(body)} bytes for {_SAID.size + nbytes}")
-    return body[_SAID.size :]
+    own = body[_SAID.size :]
+    if nbytes is not None and len(own) != nbytes:
+        raise ValueError(f"{len(own)} bytes for {nbytes}")
+    return own
 
 
 def _combine(lower: memoryview, upper: memoryview) -> bytes:

@@ -1,7 +1,7 @@
 """`all_reduce`: a tensor combined over all ranks, element by element; every rank gets the same.
 
-A small tensor of the host travels in the opening exchange, where statements are direct; then that
-is the one round there is. Others are reduced by a schedule. Contributions combine in rank order, so
+A small tensor of the host goes along with the opening, where statements are direct; then that is
+the one round there is. Others are reduced by a schedule. Contributions combine in rank order, so
 that all ranks get the same bits.
 
 The gradient of a sum is the sum of the gradients, that of an average their average: each rank has
@@ -24,19 +24,18 @@ from ..base.errors import entry, meant
 from ..base.memory import fresh, memory_of
 from ..base.tensors import has_elements, lacking
 from ..call.attempt import preparing
-from ..call.opening import is_direct
-from ..call.terms import Mode, agreed
+from ..call.terms import Mode, Terms, agreed
 from ..group import default
+from ..group.group import Group
 from ..kernels.ops import ELSEWHERE, OPS
 from ..schedules import dense, dense_all_reduce
 from ..sparse.request import op_name, travelling, wrong_wire_dtype
 from .differentiable import Linear, apply
 from .rounding import narrowed
-from .staging import IN_A_GRAPH
+from .staging import IN_A_GRAPH, most_to_all
 
 _NAME = "all_reduce"
 _DIFFERENTIABLE = ("sum", "avg", "min", "max")
-_EAGER = 8 << 10  # bytes of the largest tensor that travels in the opening exchange
 
 
 @entry
@@ -132,25 +131,57 @@ class Reduction(Linear):
         return [totals[0] * attains / ranks.clamp(min=1)]
 
     def run(self, tensors: Sequence[Tensor], mode: Mode) -> tuple[list[Tensor], bool]:
-        group, given = self.group, tensors[0]
-        over = group.on(given.device)
-        eager = is_direct(group) and self.error is None and given.nbytes <= _EAGER
-        eager = eager and on_host(given)
+        given = tensors[0]
         fields: dict[str, object] = {"op": self.op}
         if self.error is None:
-            fields |= {**self.fields, "shape": tuple(given.shape), "device": over.route}
-        own = memory_of(given) if eager else b""
-        place = fresh(tuple(given.shape), given.dtype, given.device)
-        with agreed(group, self.name, fields, self.error, mode=mode, own=own) as said:
-            self.number = said.opening.number
-            if eager:
-                heard = [
-                    torch.frombuffer(each, dtype=given.dtype) for each in said.own(len(own)) if each
-                ]
-                dense.reduce(heard, self.op, place)
-        if not eager:
-            place.copy_(given)
-            dense_all_reduce(over, place, self.op).wait()
+            route = self.group.on(given.device).route
+            fields |= {**self.fields, "shape": tuple(given.shape), "device": route}
+        total = fresh(tuple(given.shape), given.dtype, given.device).copy_(given)
+        said = reduce_in_place(
+            self.group, self.name, fields, [total], self.op, error=self.error, mode=mode
+        )
+        self.number = said.opening.number
         if said.records and self.op in ("min", "max"):
-            self.attains = given == place
-        return [place], said.records
+            self.attains = given == total
+        return [total], said.records
+
+
+def reduce_in_place(
+    group: Group,
+    call: str,
+    fields: Mapping[str, object],
+    tensors: Sequence[Tensor],
+    op: str,
+    *,
+    error: str | None = None,
+    mode: Mode | None = None,
+) -> Terms:
+    """Open a call on the terms of `agreed`, and reduce tensors over all ranks; collective.
+
+    Args:
+        group, call, fields, error, mode: of the opening, in which the sizes of the tensors are
+            compared.
+        tensors: contiguous, of one dtype and one device; each becomes what is reduced.
+        op: one of `weft.kernels.OPS`, which there is for the dtype.
+    """
+    nbytes = sum(tensor.nbytes for tensor in tensors)
+    goes_along = error is None and nbytes <= most_to_all(group) and all(map(on_host, tensors))
+    own = b"".join(map(memory_of, tensors)) if goes_along else b""
+    with agreed(group, call, fields, error, mode=mode, own=own) as said:
+        if goes_along:
+            _reduce_told(said.own(nbytes), tensors, op)
+            return said
+    for tensor in tensors:
+        dense_all_reduce(group.on(tensor.device), tensor, op).wait()
+    return said
+
+
+def _reduce_told(told: Sequence[memoryview], tensors: Sequence[Tensor], op: str) -> None:
+    """Reduce what each rank has told of all tensors, one behind the other."""
+    start = 0
+    for tensor in tensors:
+        end = start + tensor.nbytes
+        if tensor.nbytes:
+            parts = [torch.frombuffer(each[start:end], dtype=tensor.dtype) for each in told]
+            dense.reduce(parts, op, tensor)
+        start = end

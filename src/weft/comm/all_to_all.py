@@ -28,13 +28,11 @@ from ..group.channels import SMALL
 from ..group.group import Group
 from ..schedules import dense_all_reduce
 from .differentiable import Linear, apply
-from .staging import moved, number_of_bytes, unsendable, wrong_bytes
+from .staging import ALONG, most_to_each, moved, number_of_bytes, unsendable, wrong_bytes
 
 _NAME = "all_to_all"
-_EAGER = 128 << 10  # bytes of a tensor, at most, that is sent along with its shape
-_TOGETHER = 96 << 10  # bytes of all tensors of a rank, where each rank hears what is for all
 _DIMS = 64  # dimensions that a tensor of torch may have
-_CAP = 8 + 8 * _DIMS + 8 + _EAGER  # bytes of a shape and the tensor that is sent along
+_CAP = 8 + 8 * _DIMS + 8 + ALONG  # bytes of a shape and the tensor that is sent along
 _ALIGNED = 16  # bytes: a shape is padded to a multiple, so that any dtype may follow
 
 
@@ -127,7 +125,7 @@ class Scatter(Linear):
         fields = dict(self.fields)
         if self.error is None:
             fields |= {"dtype": like.dtype, "device": over.route}
-        eager = _eager(group, limit)
+        eager = most_to_each(group, limit)
         if not on_host(like) or over.features.lockstep:
             # nothing is sent along, not even empty tensors: all ranks are in all rounds
             eager = [-1] * group.size
@@ -159,18 +157,6 @@ class Scatter(Linear):
                 rounds = max(1, -(-int(most) // max(1, said.limit)))
             moved(over, outgoing, incoming, rounds)
             return results, said.records
-
-
-def _eager(group: Group, limit: int) -> list[int]:
-    """For each rank the bytes of a tensor that is sent along to it, at most.
-
-    The tensors of all others that are sent along fit in a round of so many bytes, too.
-    """
-    most = _EAGER if limit == NO_LIMIT else min(_EAGER, limit // (2 * group.size))
-    if not is_direct(group):
-        return [most] * group.size
-    of_near = min(most, _TOGETHER // max(1, len(group.near)))
-    return [of_near if peer in group.near else most for peer in range(group.size)]
 
 
 def _stated(tensor: Tensor, eager: int) -> bytes:

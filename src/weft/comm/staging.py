@@ -1,4 +1,4 @@
-"""Which tensors can be sent, and how they move between ranks in rounds of bounded size."""
+"""Which tensors can be sent, which go along with an opening, and how the others move in rounds."""
 
 from __future__ import annotations
 
@@ -11,9 +11,16 @@ from torch import Tensor
 from ..base.arguments import as_integer, shown
 from ..base.devices import is_capturing
 from ..base.tensors import has_elements, lacking
+from ..call.opening import is_direct
 from ..call.terms import NO_LIMIT
 from ..group.channels import ROUNDS
 from ..group.group import Group
+
+ALONG = 128 << 10
+"""Bytes of a tensor that may go along with an opening, at most."""
+
+_TOGETHER = 96 << 10  # bytes of all tensors of a rank, where each rank hears what is for all
+_TO_OTHERS = 8 << 10  # bytes of a tensor that all need, some of them on other hosts
 
 IN_A_GRAPH = (
     "the stream records a CUDA graph, and ranks speak to each other on the host: call weft outside "
@@ -54,6 +61,26 @@ def wrong_bytes(name: str, count: object) -> str | None:
 def number_of_bytes(given: object) -> int:
     """An argument as a number of bytes, at most `NO_LIMIT`; -1 if it is none."""
     return min(as_integer(given), NO_LIMIT)
+
+
+def most_to_all(group: Group) -> int:
+    """Bytes of a tensor that each rank tells all others as a call opens, at most."""
+    if not is_direct(group):
+        return 0
+    return ALONG if len(group.near) == group.size - 1 else _TO_OTHERS
+
+
+def most_to_each(group: Group, limit: int = NO_LIMIT) -> list[int]:
+    """For each rank the bytes of a tensor that it alone is told as a call opens, at most: with the
+    statement, where statements are direct.
+
+    The tensors of all others that are told so fit in a round of `limit` bytes, too.
+    """
+    most = ALONG if limit == NO_LIMIT else min(ALONG, limit // (2 * group.size))
+    if not is_direct(group):
+        return [most] * group.size
+    of_near = min(most, _TOGETHER // max(1, len(group.near)))
+    return [of_near if peer in group.near else most for peer in range(group.size)]
 
 
 def moved(
