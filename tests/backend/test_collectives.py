@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 from torch import Tensor
 
 import weft
 from weft.backend import collectives
-from weft.testing import spmd
+from weft.testing import run, simulated, spmd
+from weft.wire.link import Link
 
 SIZES = (0, 1, 5000, 40_000)  # elements: the last do not go along with an opening
+LINK = Link(alpha=50e-6, beta=8e-9, work=10e-6)
 DTYPES = (torch.float32, torch.bfloat16, torch.int16, torch.bool, torch.complex64)
 
 
@@ -67,6 +71,28 @@ def test_what_is_small_goes_along_with_the_opening(group, call):
     peers = group.size - 1
     few, many = (int(weft.all_reduce(each, "max", group=group)) for each in messages)
     assert few == peers < many
+
+
+def called(group, counts):
+    """What each call gives this rank, for tensors of several sizes."""
+    found = []
+    for count, (name, call) in product(counts, SMALL_CALLS.items()):
+        ins = [part(group.rank, count, seed=to) for to in range(group.size)]
+        outs = [torch.zeros(count) for _ in range(group.size)]
+        call(group, ins, outs)
+        found.append((name, count, torch.stack([*ins, *outs])))
+    return found
+
+
+@pytest.mark.parametrize("hosts", ["abbb", "aabb", "aaab", "abcd", "aab", "ab"])
+def test_what_goes_along_may_differ_from_rank_to_rank(hosts):
+    """By how many others share a rank's host."""
+    counts = [1500, 9000, 15_000, 40_000]
+    wanted = run(len(hosts), called, counts)
+    found = simulated.run(len(hosts), LINK, called, counts, hosts=hosts, within=LINK)
+    for rank, of_rank in enumerate(wanted):
+        for (name, count, right), (_, _, here) in zip(of_rank, found[rank], strict=True):
+            assert torch.equal(here, right), (name, count, rank)
 
 
 @pytest.mark.parametrize("op", ["sum", "avg", "max", "prod"])

@@ -456,31 +456,19 @@ def _open_and_reduce(
     if error is not None:
         refuse(group, call, error)
     flats, place = [_flat(part) for part in parts], _place(out)
-    if is_direct(group) and max(each.nbytes for each in flats) <= min(most_to_each(group)):
-        slots = [torch.empty_like(flats[group.rank]) for _ in flats]
-        _open_and_exchange(group, call, fields, None, flats, slots)
-        _reduce(slots, op, place)
-    else:
-        _open(group, call, fields, None)
-        _reduce_parts(group, flats, op, place)
-    _put(place, out)
-
-
-def _reduce_parts(group: Group, flats: Sequence[Tensor], op: str, place: Tensor) -> None:
-    """Reduce every rank's `flats[p]` on rank p, chunk by chunk, in messages."""
-    step = max(1, dense.SCRATCH // group.size // max(1, place.element_size()))
-    for start in range(0, max(map(len, flats)), step):
+    step = max(1, dense.SCRATCH // group.size // max(1, out.element_size()))
+    for start in range(0, max(1, *map(len, flats)), step):
         chunks = [flat[start : start + step] for flat in flats]
         mine = len(chunks[group.rank])
         with _over(group).lease(group.size * chunks[group.rank].nbytes) as memory:
-            slots = list(typed(memory, (group.size, mine), place.dtype))
-            _exchange(group, chunks, slots)
-            _reduce(slots, op, place[start : start + step])
-
-
-def _reduce(slots: Sequence[Tensor], op: str, place: Tensor) -> None:
-    if place.numel():
-        dense.reduce(slots, op, place)
+            slots = list(typed(memory, (group.size, mine), out.dtype))
+            if start == 0:
+                _open_and_exchange(group, call, fields, None, chunks, slots)
+            else:
+                _exchange(group, chunks, slots)
+            if mine:
+                dense.reduce(slots, op, place[start : start + step])
+    _put(place, out)
 
 
 def _unequal(size: int, said: Sequence[memoryview]) -> str | None:
