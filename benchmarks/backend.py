@@ -1,220 +1,237 @@
-"""Time models under DistributedDataParallel on backend cpu:weft and on gloo; check gradients first.
+"""Time every dense collective of torch.distributed on backend cpu:weft and on gloo.
 
-    python benchmarks/backend.py [--ranks 4] [--rounds 20] [--model dense]
-    tools/netlab -n 4 --rate 1gbit -- python benchmarks/backend.py
+    python benchmarks/backend.py [--ranks 4] [--verb all_reduce,broadcast] [--size 1024,1048576]
+    python benchmarks/backend.py --memory             # what a sum of 64 MB adds to a rank
+    tools/netlab -n 4 --rate 1gbit --raw -- python benchmarks/backend.py
+    tools/netlab -n 2 --per-host 4 --rate 1gbit --raw -- python benchmarks/backend.py
 
-Each model has the same weights and batches on both backends, which take turns in one run. `sparse`
-is the model of `weft demo`: two tables of 56,000 rows of 64 floats. In a step each rank looks up
-2,048 words, drawn from a Zipf distribution, each with a context word and 5 random words, drawn by
-frequency to the power 3/4. `dense` is a perceptron of 2.1 million parameters. In the first step the
-gradients of the two backends are compared.
+A size is what a rank gives, or gets if that is more, in bytes of float32. Each result is checked
+before it is timed. The backends take turns in one run, in the same processes. Of each: the time of
+the slowest rank, and the CPU time of the average one, medians of the rounds. gloo's medians swing:
+so `best` compares with the best fifth of its rounds. Ratios are of times, gloo's by weft's.
 
-Times are medians over the rounds, of the slowest rank: of a step (forward and backward, with its
-all-reduces), of the same step without communication (`no_sync`), and of the all-reduces of its
-gradients alone.
-
-gloo has one thread a group here: with two, its default, the step of `sparse` may end the process by
-a defect of torch's (docs/ddp.md). `--threads 2` times it nevertheless, and starts all ranks again
-where that happens; it says how often.
-
-Goals: dense at least as fast as gloo (within 5 %), sparse at least twice as fast.
+`--memory` starts fresh ranks for each backend, and prints by how much a rank's resident and its
+proportional memory have grown once a sum is done; pages that ranks share count for each of them in
+the first, and divided among them in the second.
 """
 
 from __future__ import annotations
 
 import argparse
-import copy
-import functools
-import math
 import os
 import statistics
 import time
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
+from torch import Tensor
 
-from weft.testing import RankFailure, gloo_of_one_thread, processes
+from weft.testing import processes
 
-BACKENDS = ("gloo", "cpu:weft")
-TIMED = ("step", "no_sync", "all_reduce")
-VOCABULARY, WIDTH, WORDS, NEGATIVES = 56_000, 64, 2048, 5
-TRIES = 10
-SHARE = 0.05  # by which dense may seem slower where it is not: the noise of a quiet machine
+SIZES = (1 << 10, 1 << 16, 1 << 20, 1 << 24, 1 << 26)
+SECONDS = 0.2  # that a backend's turn takes, about
+MOST = 100  # calls in a turn
+SUM = 64 << 20  # bytes of the sum whose memory is measured
 
-
-class SkipGram(nn.Module):
-    """The demo's model: the dot products of words and of others, true and random."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.word = nn.Embedding(VOCABULARY, WIDTH, sparse=True)
-        self.context = nn.Embedding(VOCABULARY, WIDTH, sparse=True)
-
-    def forward(self, words: Tensor, others: Tensor) -> Tensor:
-        scores = torch.bmm(self.context(others), self.word(words).unsqueeze(2)).squeeze(2)
-        labels = torch.zeros_like(scores)
-        labels[:, 0] = 1.0
-        loss = nn.functional.binary_cross_entropy_with_logits(scores, labels, reduction="sum")
-        return loss / len(words)
+Call = Callable[[dist.ProcessGroup], list[Tensor]]
+"""Calls a collective; what it gave."""
 
 
-class Perceptron(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(
-            nn.Linear(512, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 512)
-        )
+def calls(nbytes: int) -> dict[str, Call]:
+    """Each collective with tensors of that size; ranks give their numbers, counted from 1."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    count = nbytes // 4 // size
+    mine = torch.full((count * size,), rank + 1.0)
+    part, parts = mine[:count], list(mine.chunk(size))
+    out, outs = torch.empty(count), [torch.empty(count) for _ in range(size)]
+    whole = torch.empty(count * size)
+    at_root = rank == 0
 
-    def forward(self, inputs: Tensor) -> Tensor:
-        out: Tensor = self.layers(inputs)
-        return out.square().mean()
+    def all_reduce(group: dist.ProcessGroup) -> list[Tensor]:
+        whole.copy_(mine)
+        dist.all_reduce(whole, group=group)
+        return [whole]
+
+    def reduce(group: dist.ProcessGroup) -> list[Tensor]:
+        whole.copy_(mine)
+        dist.reduce(whole, 0, group=group)
+        return [whole] if at_root else []
+
+    def broadcast(group: dist.ProcessGroup) -> list[Tensor]:
+        whole.copy_(mine)
+        dist.broadcast(whole, 0, group=group)
+        return [whole]
+
+    def all_gather(group: dist.ProcessGroup) -> list[Tensor]:
+        dist.all_gather(outs, part, group=group)
+        return outs
+
+    def gather(group: dist.ProcessGroup) -> list[Tensor]:
+        dist.gather(part, outs if at_root else None, 0, group=group)
+        return outs if at_root else []
+
+    def scatter(group: dist.ProcessGroup) -> list[Tensor]:
+        dist.scatter(out, parts if at_root else None, 0, group=group)
+        return [out]
+
+    def reduce_scatter(group: dist.ProcessGroup) -> list[Tensor]:
+        dist.reduce_scatter(out, parts, group=group)
+        return [out]
+
+    def all_to_all(group: dist.ProcessGroup) -> list[Tensor]:
+        dist.all_to_all_single(whole, mine, group=group)
+        return [whole]
+
+    made = (all_reduce, reduce, broadcast, all_gather, gather, scatter, reduce_scatter, all_to_all)
+    return {call.__name__: call for call in made}
 
 
-def sparse_batch(rank: int, step: int) -> tuple[Tensor, ...]:
-    generator = torch.Generator().manual_seed(1000 * step + rank)
-    draws = torch.rand(WORDS, 2 + NEGATIVES, generator=generator)
-    # the k-th word of all is drawn with a probability of 1/k; for the noise, of k to the power -3/4
-    words = draws[:, :2].mul(math.log(VOCABULARY)).exp()
-    noise = draws[:, 2:].mul(VOCABULARY**0.25 - 1).add(1).pow(4)
-    both = torch.cat([words, noise], dim=1).long().clamp(1, VOCABULARY) - 1
-    return both[:, 0], both[:, 1:]
+def right(verb: str, nbytes: int) -> list[Tensor]:
+    """What a collective has to give this rank."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    count = nbytes // 4 // size
+    numbers = torch.arange(1.0, size + 1)
+    total = float(numbers.sum())
+    at_root = [True] if rank == 0 else []
+    return {
+        "all_reduce": [torch.full((count * size,), total)],
+        "reduce": [torch.full((count * size,), total) for _ in at_root],
+        "broadcast": [torch.ones(count * size)],
+        "all_gather": [each.expand(count) for each in numbers],
+        "gather": [each.expand(count) for each in numbers] if at_root else [],
+        "scatter": [torch.ones(count)],
+        "reduce_scatter": [torch.full((count,), total)],
+        "all_to_all": [numbers.repeat_interleave(count)],
+    }[verb]
 
 
-def dense_batch(rank: int, step: int) -> tuple[Tensor, ...]:
-    generator = torch.Generator().manual_seed(1000 * step + rank)
-    return (torch.randn(32, 512, generator=generator),)
+@dataclass
+class Timed:
+    """Microseconds of the calls of one backend: of each round, of this rank."""
+
+    passed: list[float]
+    busy: list[float]
 
 
-MODELS: dict[str, tuple[type[nn.Module], Callable[[int, int], tuple[Tensor, ...]]]] = {
-    "dense": (Perceptron, dense_batch),
-    "sparse": (SkipGram, sparse_batch),
-}
-
-
-def gradients(model: nn.Module) -> list[Tensor]:
-    return [p.grad.to_dense() for p in model.parameters() if p.grad is not None]
-
-
-def slowest(act: Callable[[], object]) -> float:
-    """Seconds that the slowest rank takes."""
+def turn(call: Call, group: dist.ProcessGroup, repeats: int, timed: Timed) -> None:
+    """Call it so often, after a call that warms it up."""
+    call(group)
     dist.barrier()
-    start = time.perf_counter()
-    act()
-    took = torch.tensor([time.perf_counter() - start])
-    dist.all_reduce(took, dist.ReduceOp.MAX)
-    return took.item()
+    began, busy = time.perf_counter(), time.process_time()
+    for _ in range(repeats):
+        call(group)
+    timed.passed.append((time.perf_counter() - began) / repeats * 1e6)
+    timed.busy.append((time.process_time() - busy) / repeats * 1e6)
 
 
-def reduce_all(tensors: list[Tensor], group: dist.ProcessGroup) -> None:
-    works = [dist.all_reduce(each, group=group, async_op=True) for each in tensors]
-    for work in works:
-        work.wait()
+def measured(
+    verb: str, nbytes: int, groups: dict[str, dist.ProcessGroup], rounds: int
+) -> list[str]:
+    """A row of the table."""
+    call = calls(nbytes)[verb]
+    for name, group in groups.items():
+        for _ in range(2):  # the second finds what the first has left
+            for found, wanted in zip(call(group), right(verb, nbytes), strict=True):
+                assert torch.equal(found, wanted), f"{verb} of {nbytes} bytes is wrong over {name}"
+    began = time.perf_counter()
+    call(groups["gloo"])
+    repeats = torch.tensor([SECONDS / (time.perf_counter() - began)])
+    dist.all_reduce(repeats, dist.ReduceOp.MIN)
+    times = {name: Timed([], []) for name in groups}
+    for number in range(rounds):
+        for name in list(groups)[:: -1 if number % 2 else 1]:
+            turn(call, groups[name], max(1, min(MOST, int(repeats))), times[name])
+    figures = {}
+    for name, timed in times.items():
+        best = sorted(timed.passed)[rounds // 5]
+        slowest = torch.tensor([statistics.median(timed.passed), best])
+        dist.all_reduce(slowest, dist.ReduceOp.MAX)
+        busy = torch.tensor([statistics.median(timed.busy)])
+        dist.all_reduce(busy, dist.ReduceOp.AVG)
+        figures[name] = (*slowest.tolist(), busy.item())
+    (ours, _, ours_busy), (theirs, best, theirs_busy) = figures["cpu:weft"], figures["gloo"]
+    row = f"{ours:,.0f}", f"{ours_busy:,.0f}", f"{theirs:,.0f}", f"{theirs_busy:,.0f}"
+    return [verb, f"{nbytes:,d}", *row, f"{theirs / ours:.2f}", f"{best / ours:.2f}"]
 
 
-def rank(
-    names: list[str], rounds: int, threads: int
-) -> list[tuple[str, dict[str, dict[str, float]]]]:
-    """One rank: for each model the median seconds of what is timed, on each backend."""
+def rank(verbs: list[str], sizes: list[int], rounds: int) -> list[list[str]]:
+    """One rank: the rows of the table."""
+    torch.set_num_threads(1)
     dist.init_process_group("cpu:weft")
-    me = dist.get_rank()
-    gloo = gloo_of_one_thread() if threads == 1 else "gloo"
-    kinds = {"gloo": gloo, "cpu:weft": "weft"}
-    groups = {name: dist.new_group(backend=kinds[name]) for name in BACKENDS}
-    results = []
-    for name in names:
-        kind, batch = MODELS[name]
-        torch.manual_seed(0)
-        model = kind()
-        models = {
-            backend: DistributedDataParallel(copy.deepcopy(model), process_group=group)
-            for backend, group in groups.items()
-        }
-        times: dict[str, dict[str, list[float]]] = {
-            what: {backend: [] for backend in BACKENDS} for what in TIMED
-        }
-        for step in range(rounds + 2):
-            inputs = batch(me, step)
-
-            def train(wrapped: nn.Module, inputs: tuple[Tensor, ...] = inputs) -> None:
-                wrapped(*inputs).backward()
-
-            # what comes first finds the caches and the allocator as the other left them
-            turns = list(models.items())[:: -1 if step % 2 else 1]
-            for backend, wrapped in turns:
-                wrapped.zero_grad()
-                times["step"][backend].append(slowest(functools.partial(train, wrapped)))
-            if step == 0:
-                for left, right in zip(*map(gradients, models.values()), strict=True):
-                    torch.testing.assert_close(left, right, rtol=1e-4, atol=1e-7)
-            for backend, wrapped in turns:
-                wrapped.zero_grad()
-                with wrapped.no_sync():
-                    act = functools.partial(train, wrapped)
-                    times["no_sync"][backend].append(slowest(act))
-                given = [p.grad.clone() for p in wrapped.parameters() if p.grad is not None]
-                if name == "dense":  # as DistributedDataParallel does
-                    given = [torch.cat([each.view(-1) for each in given])]
-                act = functools.partial(reduce_all, given, groups[backend])
-                times["all_reduce"][backend].append(slowest(act))
-        medians = {
-            what: {backend: statistics.median(each[2:]) for backend, each in found.items()}
-            for what, found in times.items()
-        }
-        results.append((name, medians))
+    groups = {name: dist.new_group(backend=kind) for name, kind in BACKENDS.items()}
+    rows = [measured(verb, nbytes, groups, rounds) for nbytes in sizes for verb in verbs]
     dist.destroy_process_group()
-    return results
+    return rows
 
 
-def again_where_it_dies(ranks: int, *arguments: Any) -> tuple[Any, int]:
-    """What rank 0 returns, and how often the ranks had to be started again."""
-    died = 0
-    while True:
-        try:
-            return processes(ranks, rank, *arguments, timeout=600.0)[0], died
-        except RankFailure:
-            if died == TRIES:
-                raise
-            died += 1
+BACKENDS = {"gloo": "gloo", "cpu:weft": "weft"}
+VERBS = (
+    "all_reduce",
+    "reduce",
+    "broadcast",
+    "all_gather",
+    "gather",
+    "scatter",
+    "reduce_scatter",
+    "all_to_all",
+)
+
+
+def memory() -> tuple[int, int]:
+    """Resident and proportional bytes of this process."""
+    with open("/proc/self/smaps_rollup") as file:
+        lines = dict(line.split(":") for line in file.readlines()[1:])
+    resident, proportional = (int(lines[name].split()[0]) << 10 for name in ("Rss", "Pss"))
+    return resident, proportional
+
+
+def growth(backend: str) -> tuple[int, int]:
+    """One rank: by how much its memory grows with a sum, its own tensor left out."""
+    torch.set_num_threads(1)
+    dist.init_process_group(backend)
+    total = torch.ones(SUM // 4)
+    dist.all_reduce(torch.ones(1))
+    before = memory()
+    dist.all_reduce(total)
+    dist.barrier()
+    after = memory()
+    dist.destroy_process_group()
+    return after[0] - before[0], after[1] - before[1]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--model", choices=sorted(MODELS), action="append")
-    parser.add_argument("--threads", type=int, choices=(1, 2), default=1, help="of a gloo group")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--verb", default=",".join(VERBS))
+    parser.add_argument("--size", default=",".join(map(str, SIZES)))
+    parser.add_argument("--memory", action="store_true")
     given = parser.parse_args()
-    names = given.model or list(MODELS)
-    died = 0
-    if "RANK" in os.environ:  # in a netlab, or under torchrun: this process is a rank
-        first = os.environ["RANK"] == "0"
-        results = rank(names, given.rounds, given.threads)
-    else:
-        first = True
-        results, died = again_where_it_dies(given.ranks, names, given.rounds, given.threads)
-    if not first:
+    if given.memory:
+        for backend in BACKENDS:
+            found = processes(given.ranks, growth, backend, timeout=300.0)
+            resident, proportional = (
+                statistics.mean(each) / 2**20 for each in zip(*found, strict=True)
+            )
+            print(f"{backend}: {resident:.0f} MiB resident, {proportional:.0f} proportional")
         return
+    arguments = given.verb.split(","), [*map(int, given.size.split(","))], given.rounds
+    if "RANK" in os.environ:  # in a netlab, or under torchrun: this process is a rank
+        rows = rank(*arguments)
+        if os.environ["RANK"] != "0":
+            return
+    else:
+        rows = processes(given.ranks, rank, *arguments, timeout=3600.0)[0]
     load = " ".join(f"{each:.1f}" for each in os.getloadavg())
-    table = Table("model", "", "gloo, ms", "cpu:weft, ms", "ratio", "goal", title=f"load {load}")
-    for name, medians in results:
-        for what in TIMED:
-            ours, theirs = medians[what]["cpu:weft"], medians[what]["gloo"]
-            ratio, verdict = theirs / ours, ""
-            if what == "step":
-                goal = 2.0 if name == "sparse" else 1.0
-                met = ratio >= goal * (1 - SHARE * (name == "dense"))
-                verdict = f"at least {goal:g}: {'met' if met else 'missed'}"
-            row = f"{theirs * 1e3:.1f}", f"{ours * 1e3:.1f}", f"{ratio:.2f}"
-            table.add_row(name, what, *row, verdict)
-    Console().print(table)
-    if died:
-        print(f"started {died + 1} times: a process died of torch's defect {died} times")
+    columns = ("", "bytes", "weft, us", "busy", "gloo, us", "busy", "ratio", "best")
+    table = Table(*columns, title=f"load {load}")
+    for row in rows:
+        table.add_row(*row)
+    Console(width=100).print(table)
 
 
 if __name__ == "__main__":

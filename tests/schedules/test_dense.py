@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 import random
+import sys
 import time
 
 import pytest
 import torch
 
 from weft import WeftError
+from weft.kernels import pool
 from weft.schedules import dense
 from weft.testing import run
 
@@ -186,3 +188,45 @@ def count_bytes(group):
 @pytest.mark.parametrize("size", [2, 3, 8])
 def test_each_part_goes_to_its_rank_and_its_sum_to_all(size):
     run(size, count_bytes)
+
+
+@pytest.fixture
+def two_threads():
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize("inference", [False, True])
+@pytest.mark.parametrize(("op", "dtype"), [("sum", torch.float32), ("avg", torch.bfloat16)])
+def test_two_threads_reduce_what_one_does(op, dtype, inference, two_threads):
+    with torch.inference_mode(inference):
+        parts = [torch.randn(1 << 20).to(dtype) for _ in range(3)]
+        shared, alone = torch.empty(1 << 20, dtype=dtype), torch.empty(1 << 20, dtype=dtype)
+        assert pool.share(3 * shared.nbytes) == 2
+        dense.reduce(parts, op, shared)
+        torch.set_num_threads(1)
+        dense.reduce(parts, op, alone)
+        assert torch.equal(shared, alone)
+
+
+THREADS = """
+import os, threading, numpy, torch
+from weft.schedules import dense
+def of_others():
+    return len(os.listdir("/proc/self/task")) - threading.active_count()
+torch.set_num_threads(2)
+parts = [torch.from_numpy(numpy.ones(1 << 20, numpy.float32)) for _ in range(4)]
+before = of_others()
+dense.reduce(parts[:3], "sum", parts[3])
+print(of_others() - before, parts[3][-1].item())
+torch.add(parts[0], parts[1])
+print(of_others() - before)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks at threads in /proc")
+def test_torch_s_threads_are_not_asked(programs):
+    """They would spin for more, on cores that other ranks need."""
+    out, errors = programs(THREADS).communicate()
+    assert out.splitlines() == ["0 3.0", "1"], errors

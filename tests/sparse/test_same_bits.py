@@ -139,7 +139,8 @@ def test_whatever_the_link(hosts):
 def test_whatever_wire_of_cpus(hosts, wire, exact_wire):
     """The rule takes the same there, which adds in the same order."""
     kind = CheckedRounds if wire == "in rounds" else exact_wire
-    assert bits_over(hosts, RATES[1:2], kind) == bits_over(hosts, RATES[1:2] if len(hosts) != RANKS else RATES)
+    rates = RATES if len(hosts) == RANKS else RATES[1:2]  # as another test has had it run
+    assert bits_over(hosts, RATES[1:2], kind) == bits_over(hosts, rates)
 
 
 def bits_over_gloo():

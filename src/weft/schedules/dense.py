@@ -29,6 +29,7 @@ from ..base.tensors import flattened
 from ..group.channels import GATHERS, SCATTERS
 from ..group.group import Group
 from ..group.pending import Pending
+from ..kernels import pool
 from ..kernels.ops import OPS, Op
 
 SMALL = 1 << 13  # bytes that every rank rather sends whole to all others
@@ -222,6 +223,9 @@ def _refuses(op: str, found: Op, dtype: torch.dtype) -> str | None:
 def reduce(parts: Sequence[Tensor], op: str, out: Tensor) -> None:
     """Reduce the contributions of all ranks, which are in memory here.
 
+    Large ones are divided among weft's own threads (`kernels.pool`). torch's would spin for work
+    where ranks share cores, so they get blocks that are too small to be divided again.
+
     Args:
         parts: 1-D, of the size of `out` in bytes, in rank order; they may be read-only memory, and
             are not changed.
@@ -229,32 +233,41 @@ def reduce(parts: Sequence[Tensor], op: str, out: Tensor) -> None:
         out: contiguous; may be one of the parts.
     """
     dtype = out.dtype
-    mean = OPS[op].mean
-    combine = _combine(OPS[op], dtype)
     into = flattened(out).view(_SIGNED.get(dtype, dtype))
     seen = [part.view(into.dtype) for part in parts]
-    if not len(into):
-        return
-    narrow = dtype.is_floating_point and dtype.itemsize <= 2
     if len(seen) == 1:
         into.copy_(seen[0])
-    elif narrow or OPS[op].function not in _IN_PLACE:
-        step = BLOCK if on_host(into) else len(into)
-        for start in range(0, len(into), step):
-            blocks = [part[start : start + step] for part in seen]
-            if narrow:
-                blocks = [block.float() for block in blocks]
-            total = functools.reduce(combine, blocks)
-            into[start : start + step] = total.div_(len(seen)) if mean else total
-    else:
-        for place, part in enumerate(seen[2:], start=2):
-            if part.data_ptr() == into.data_ptr():
-                seen[place] = part.clone()  # the first two are written there before it is read
-        combine(seen[0], seen[1], out=into)
-        for part in seen[2:]:
-            combine(into, part, out=into)
-        if mean:
-            into.div_(len(seen))
+        return
+    step = BLOCK if on_host(into) else max(1, len(into))
+    inference = torch.is_inference_mode_enabled()  # which a thread does not know of another
+
+    def reduce_range(start: int, end: int) -> None:
+        with torch.inference_mode(inference):
+            for first in range(start, end, step):
+                last = min(first + step, end)
+                blocks = [part[first:last] for part in seen]
+                _reduce_block(blocks, OPS[op], dtype, into[first:last])
+
+    shares = pool.share(into.nbytes * len(seen)) if on_host(into) else 1
+    pool.run(reduce_range, pool.ranges(len(into), shares))
+
+
+def _reduce_block(blocks: Sequence[Tensor], op: Op, dtype: torch.dtype, into: Tensor) -> None:
+    """Reduce two blocks or more, of that dtype or what it is seen as; `into` may be one of them."""
+    combine = _combine(op, dtype)
+    is_narrow = dtype.is_floating_point and dtype.itemsize <= 2
+    if is_narrow or op.function not in _IN_PLACE:
+        seen = [block.float() for block in blocks] if is_narrow else blocks
+        total = functools.reduce(combine, seen)
+        into.copy_(total.div_(len(blocks)) if op.mean else total)
+        return
+    # the first two are written there before the others are read
+    rest = [each.clone() if each.data_ptr() == into.data_ptr() else each for each in blocks[2:]]
+    combine(blocks[0], blocks[1], out=into)
+    for block in rest:
+        combine(into, block, out=into)
+    if op.mean:
+        into.div_(len(blocks))
 
 
 def _combine(op: Op, dtype: torch.dtype) -> Callable[..., Tensor]:
