@@ -132,19 +132,19 @@ def measured(
     verb: str, nbytes: int, groups: dict[str, dist.ProcessGroup], rounds: int
 ) -> list[str]:
     """A row of the table."""
-    call = calls(nbytes)[verb]
+    made = {name: calls(nbytes)[verb] for name in groups}  # each with memory of its own
     for name, group in groups.items():
         for _ in range(2):  # the second finds what the first has left
-            for found, wanted in zip(call(group), right(verb, nbytes), strict=True):
+            for found, wanted in zip(made[name](group), right(verb, nbytes), strict=True):
                 assert torch.equal(found, wanted), f"{verb} of {nbytes} bytes is wrong over {name}"
     began = time.perf_counter()
-    call(groups["gloo"])
+    made["gloo"](groups["gloo"])
     repeats = torch.tensor([SECONDS / (time.perf_counter() - began)])
     dist.all_reduce(repeats, dist.ReduceOp.MIN)
     times = {name: Timed([], []) for name in groups}
     for number in range(rounds):
         for name in list(groups)[:: -1 if number % 2 else 1]:
-            turn(call, groups[name], max(1, min(MOST, int(repeats))), times[name])
+            turn(made[name], groups[name], max(1, min(MOST, int(repeats))), times[name])
     figures = {}
     for name, timed in times.items():
         best = sorted(timed.passed)[rounds // 5]

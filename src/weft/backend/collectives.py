@@ -2,9 +2,9 @@
 
 They take any dtype; a reduction must be defined for it. Each begins with an opening exchange
 (`agreed`), in which every rank learns what every other rank was asked for. So wrong or differing
-arguments raise the same WeftError on all ranks, and the next call works. Then messages go directly
-from rank to rank, over the wire of the CPU's tensors. Reductions add in rank order, so all ranks
-that get the result have the same bits.
+arguments raise the same WeftError on all ranks, and the next call works. What is small goes along
+with it; then messages go directly from rank to rank, over the wire of the CPU's tensors. Reductions
+add in rank order, so all ranks that get the result have the same bits.
 """
 
 from __future__ import annotations
@@ -301,7 +301,7 @@ def _open_and_exchange(
     Args:
         group, call, fields, error: of the opening.
         gives, takes: as of `_exchange`.
-        alike: whether every rank gives the same to all.
+        alike: whether a rank that gives something gives the same to all.
         counts: what `_unequal` compares, if it shall.
     """
     if error is not None:
@@ -316,11 +316,10 @@ def _open_and_exchange(
         private = [[along[p]] if p in along else [] for p in range(group.size)]
     come = set[int]()
     with agreed(group, call, fields, None, own=own, private=private) as said:
-        told = said.own()
-        if counts and (wrong := _unequal(group.size, told)):  # every rank finds the same
+        to_all = said.own(len(counts) if counts else None)
+        if counts and (wrong := _unequal(group.size, to_all)):  # every rank finds the same
             raise WeftError(wrong)
-        if private is not None:
-            told = said.opening.private
+        told = to_all if alike else said.opening.private
         for peer in incoming.keys() - {group.rank} if is_direct(group) else ():
             if told[peer]:
                 group.decode(peer, "a tensor", _fill, incoming[peer], told[peer])
@@ -333,7 +332,7 @@ def _open_and_exchange(
 
 def _along(group: Group, outgoing: Mapping[int, Tensor], *, alike: bool) -> dict[int, memoryview]:
     """What is small enough to go along with the opening, by the rank that it is for."""
-    if not is_direct(group):
+    if not is_direct(group) or _over(group).features.lockstep:  # then all ranks are in all rounds
         return {}
     most = [most_to_all(group)] * group.size if alike else most_to_each(group)
     small = {peer: flat for peer, flat in outgoing.items() if flat.nbytes <= most[peer]}
@@ -462,10 +461,12 @@ def _open_and_reduce(
         mine = len(chunks[group.rank])
         with _over(group).lease(group.size * chunks[group.rank].nbytes) as memory:
             slots = list(typed(memory, (group.size, mine), out.dtype))
+            takes = [None if rank == group.rank else slot for rank, slot in enumerate(slots)]
             if start == 0:
-                _open_and_exchange(group, call, fields, None, chunks, slots)
+                _open_and_exchange(group, call, fields, None, chunks, takes)
             else:
-                _exchange(group, chunks, slots)
+                _exchange(group, chunks, takes)
+            slots[group.rank] = chunks[group.rank]
             if mine:
                 dense.reduce(slots, op, place[start : start + step])
     _put(place, out)

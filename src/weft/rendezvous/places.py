@@ -191,12 +191,14 @@ class Tcp:
             where += f", which has to lead to rank 0 on {socket.gethostname()} (it has {there})"
             _log.warning("rank 0 waits at %s", where)
             address = free_address()
+        is_published = _is_published(self.host, self.port)
         listening: int | None = None  # torch's way: at all addresses
         with contextlib.suppress(OSError):  # taken, perhaps by a store of this program: torch knows
-            if address == self.host and (only := _only_address(address)):
+            only = "" if is_published or address != self.host else _only_address(address)
+            if only:
                 listening = listener_at(only, self.port).detach()
         try:
-            if _is_published(self.host, self.port):
+            if is_published:
                 # torch does not find its own where this process had one at the same port before
                 made = connect(self.host, self.port, _left(deadline))
             else:

@@ -35,7 +35,9 @@ from ..kernels.ops import OPS, Op
 SMALL = 1 << 13  # bytes that every rank rather sends whole to all others
 SCRATCH = 6 << 20  # bytes of others' contributions that a rank collects at once
 LARGE = 256 << 20  # the same on an accelerator, where each exchange costs more
-BLOCK = 1 << 15  # elements that are combined at once, in memory that stays in the cache
+# elements that are combined at once, in memory that stays in the cache; of more than these torch
+# would give a part to threads of its own
+BLOCK = 1 << 15
 _ALIGN = 64  # bytes that parts and chunks are multiples of
 
 _LANE = "lane of the last reduction in parts"  # of a group's state
