@@ -332,7 +332,7 @@ def _open_and_exchange(
 
 def _along(group: Group, outgoing: Mapping[int, Tensor], *, alike: bool) -> dict[int, memoryview]:
     """What is small enough to go along with the opening, by the rank that it is for."""
-    if not is_direct(group) or _over(group).features.lockstep:  # then all ranks are in all rounds
+    if not is_direct(group):
         return {}
     most = [most_to_all(group)] * group.size if alike else most_to_each(group)
     small = {peer: flat for peer, flat in outgoing.items() if flat.nbytes <= most[peer]}

@@ -165,8 +165,7 @@ def reduce_in_place(
         op: one of `weft.kernels.OPS`, which there is for the dtype.
     """
     nbytes = sum(tensor.nbytes for tensor in tensors)
-    is_small = error is None and nbytes <= most_to_all(group) and all(map(on_host, tensors))
-    goes_along = is_small and not group.on(torch.device("cpu")).features.lockstep
+    goes_along = error is None and nbytes <= most_to_all(group) and all(map(on_host, tensors))
     own = b"".join(map(memory_of, tensors)) if goes_along else b""
     with agreed(group, call, fields, error, mode=mode, own=own) as said:
         if goes_along:

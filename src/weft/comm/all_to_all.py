@@ -126,8 +126,7 @@ class Scatter(Linear):
         if self.error is None:
             fields |= {"dtype": like.dtype, "device": over.route}
         eager = most_to_each(group, limit)
-        if not on_host(like) or over.features.lockstep:
-            # nothing is sent along, not even empty tensors: all ranks are in all rounds
+        if not on_host(like):  # nothing is sent along, not even empty tensors
             eager = [-1] * group.size
         told = [b""] * group.size
         if self.error is None:

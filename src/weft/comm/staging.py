@@ -64,9 +64,10 @@ def number_of_bytes(given: object) -> int:
 
 
 def most_to_all(group: Group) -> int:
-    """Bytes of a tensor that each rank tells all others as a call opens, at most."""
-    if not is_direct(group):
-        return 0
+    """Bytes of a tensor of the host that each rank tells all others as a call opens, at most; -1:
+    nothing is told so, not even empty tensors."""
+    if not is_direct(group) or _is_in_rounds(group):
+        return -1
     return ALONG if len(group.near) == group.size - 1 else _TO_OTHERS
 
 
@@ -74,13 +75,21 @@ def most_to_each(group: Group, limit: int = NO_LIMIT) -> list[int]:
     """For each rank the bytes of a tensor that it alone is told as a call opens, at most: with the
     statement, where statements are direct.
 
-    The tensors of all others that are told so fit in a round of `limit` bytes, too.
+    The tensors of all others that are told so fit in a round of `limit` bytes, too. -1: nothing is
+    told so, not even empty tensors.
     """
+    if _is_in_rounds(group):
+        return [-1] * group.size
     most = ALONG if limit == NO_LIMIT else min(ALONG, limit // (2 * group.size))
     if not is_direct(group):
         return [most] * group.size
     of_near = min(most, _TOGETHER // max(1, len(group.near)))
     return [of_near if peer in group.near else most for peer in range(group.size)]
+
+
+def _is_in_rounds(group: Group) -> bool:
+    """Whether tensors of the host travel in rounds, in which all ranks take part."""
+    return group.on(torch.device("cpu")).features.lockstep
 
 
 def moved(
