@@ -55,7 +55,15 @@ torch.set_num_threads(1)
 
 # What most processes of tests would import: with the module that their function is in, or with the
 # first optimizer, DistributedDataParallel or DTensor.
-local.PRELOAD += ["pytest", "torch._dynamo"]
+local.PRELOAD += [
+    "pytest",
+    "torch._dynamo",
+    "torch.distributed.algorithms.ddp_comm_hooks.default_hooks",
+    "weft.compat.oneccl",
+    "weft.ddp",
+    "weft.nn",
+    "weft.testing.cases",
+]
 
 # No deadline for one example: a machine that is busy with other things is no defect.
 settings.register_profile("weft", deadline=None, print_blob=True)

@@ -15,6 +15,7 @@ without one, each process compiles for itself.
 from __future__ import annotations
 
 import ctypes
+import functools
 import hashlib
 import importlib
 import importlib.metadata
@@ -78,8 +79,7 @@ def describe() -> str:
     """What serves and where it is kept, in a line; makes the choice."""
     if loops() is None:
         return f"torch operations ({choice.reason})"
-    version = importlib.metadata.version("numba")
-    return f"numba {version}, kept in {cache_directory() or 'no cache'}"
+    return f"numba {version_of('numba')}, kept in {cache_directory() or 'no cache'}"
 
 
 def _forbidden() -> str:
@@ -179,16 +179,30 @@ def file_of_kernels() -> Path | None:
         digest.update((Path(__file__).parent / name).read_bytes())
     for package in ("numba", "llvmlite"):
         with suppress(importlib.metadata.PackageNotFoundError):
-            digest.update(f"{package} {importlib.metadata.version(package)}".encode())
+            digest.update(f"{package} {version_of(package)}".encode())
     digest.update(f"{sys.version_info[:2]} {platform.machine()} {name_of_cpu()}".encode())
     return directory / f"{digest.hexdigest()[:16]}.o"
 
 
+@functools.cache
+def version_of(package: str) -> str:
+    return importlib.metadata.version(package)
+
+
+@functools.cache
 def name_of_cpu() -> str:
     """What LLVM makes machine code for here."""
     import llvmlite.binding as llvm
 
     return f"{llvm.get_host_cpu_name()} {llvm.get_host_cpu_features().flatten()}"
+
+
+def load_what_is_kept() -> None:
+    """Load the object file from the cache, if it is there, for processes that are forked later."""
+    path = None if _forbidden() else file_of_kernels()
+    found = None if path is None else _read(path)
+    if found is not None:
+        _loaded(found)
 
 
 def object_code() -> bytes:
@@ -347,6 +361,7 @@ def _module() -> Any:
     return module
 
 
+@functools.cache
 def _loaded(data: bytes) -> tuple[Any, Loops]:
     """An object file in memory: what holds it, and its functions."""
     import llvmlite.binding as llvm
