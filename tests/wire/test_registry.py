@@ -114,6 +114,7 @@ def test_what_weft_brings_for_tests_is_registered_as_any_other():
 
 EARLY = """
 import sys, weft
+sys.modules.pop("weft.wire.torch_gloo", None)  # which the template has imported
 def make(start): raise NotImplementedError
 for change in (lambda: weft.register_wire("tcp", make), lambda: weft.wire.unregister_wire("zz")):
     try:
