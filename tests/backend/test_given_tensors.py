@@ -11,9 +11,12 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.utils._pytree import tree_map
 
 import weft
+from weft.base import _torch
 from weft.testing import run
 
 AVG = dist.ReduceOp.AVG
@@ -91,6 +94,7 @@ COALESCED = {
         ),
     ),
 }
+EVERY = IN_PLACE | FILLED | COALESCED
 PASSED = {"send and recv": ([4], passed)}
 
 
@@ -248,7 +252,7 @@ ALL_REDUCE_MAX = {
 def not_sent(me, size):
     """On one rank or on all, in every place of every call: all say the same, and go on."""
     said = []
-    calls = IN_PLACE | FILLED | COALESCED | ALL_REDUCE_MAX
+    calls = EVERY | ALL_REDUCE_MAX
     cases = itertools.product(NOT_SENT.items(), calls.items(), ((False, [0]), (True, [0, 1])))
     for (what, make), (name, (sizes, call)), (later, where) in cases:
         for place, count in enumerate(sizes):
@@ -271,13 +275,78 @@ def modes(me, size):
     """A mode of the caller's is not for what weft itself does, the first call included."""
     with FakeTensorMode(), torch.device("meta"):
         group = dist.new_group()
-        with pytest.raises(weft.WeftError, match=r"rank 0: a tensor is a FakeTensor"):
+        if me == 0:
             dist.all_reduce(torch.ones(2), group=group)
     total = torch.ones(2)
     with torch.device("meta"):
         dist.all_reduce(total.t(), group=group)
         dist.all_reduce(torch.ones(2, 2, device="cpu")[:, 0], group=group)
     assert total.tolist() == [size] * 2
+
+
+def fakes(me, size):
+    """Under the caller's FakeTensorMode nothing is sent: here one rank alone calls.
+
+    (The mode itself does not know coalesced calls, whatever the backend.)
+    """
+    known = {name: case for name, case in EVERY.items() if "coalesced" not in name}
+    for (name, (sizes, call)), later in itertools.product(known.items(), (False, True)):
+        if me == 0:
+            with FakeTensorMode():
+                tensors = [torch.ones(count) for count in sizes]
+                finished(call, tensors, group=None, async_op=later)
+            assert {type(tensor) for tensor in tensors} == {FakeTensor}, name
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        assert total.item() == size, name
+
+
+def counted(me, size):
+    """A mode of the caller's sees the calls that it sees over gloo, where torch can call back."""
+    gloo = dist.new_group(backend="gloo")
+    for (name, (sizes, call)), later in itertools.product(EVERY.items(), (False, True)):
+        given = [torch.arange(1.0, count + 1) * (me + 1) for count in sizes]
+        seen, found = [], []
+        for group in (gloo, dist.group.WORLD):
+            tensors = [tensor.clone() for tensor in given]
+            with CommDebugMode() as mode:
+                finished(call, tensors, group=group, async_op=later)
+            seen.append(dict(mode.get_comm_counts()))
+            found.append(tensors)
+        assert seen[1] == (seen[0] if _torch.backend_base() is not None else {}), name
+        if name != "reduce" or me == 0:  # else gloo leaves a part of a sum
+            assert all(map(torch.equal, *found)), name
+
+
+class Unwrapped(Tensor):
+    """A tensor that is made of another, with which it does whatever it is asked to do."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        return Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        inner = tree_map(lambda each: each.inner if isinstance(each, cls) else each, args)
+        return function(*inner, **(kwargs or {}))
+
+
+def unwrapped(me, size):
+    """On one rank or on all."""
+    for (name, (sizes, call)), there in itertools.product(EVERY.items(), ([0], range(size))):
+        given = [torch.arange(1.0, count + 1) * (me + 1) for count in sizes]
+        plain = [tensor.clone() for tensor in given]
+        finished(call, plain, group=None, async_op=False)
+        tensors = [Unwrapped(tensor) for tensor in given] if me in there else given
+        if _torch.backend_base() is None:
+            with pytest.raises(weft.WeftError, match=r"rank 0: a tensor is an? Unwrapped"):
+                finished(call, tensors, group=None, async_op=False)
+            continue
+        finished(call, tensors, group=None, async_op=False)
+        assert all(map(torch.equal, given, plain)), name
 
 
 def promised(me, size):
@@ -359,4 +428,9 @@ def test_what_becomes_of_tensors(ranks, size, body):
 
 @pytest.mark.parametrize("body", [versions, saved_tensors])
 def test_what_autograd_knows(ranks, body):
+    ranks(2, body)
+
+
+@pytest.mark.parametrize("body", [fakes, counted, unwrapped])
+def test_what_the_dispatcher_sees(ranks, body):
     ranks(2, body)

@@ -259,7 +259,7 @@ def unsendable(argument: object) -> str | None:
 
     It is asked before anything else of them is: what has no elements need not have a size.
     """
-    for tensor in _tensors_in(argument):
+    for tensor in tensors_in(argument):
         own = _torch.waited(tensor)
         if not has_elements(own):
             return (
@@ -269,12 +269,12 @@ def unsendable(argument: object) -> str | None:
     return None
 
 
-def _tensors_in(argument: object) -> Iterator[Tensor]:
+def tensors_in(argument: object) -> Iterator[Tensor]:
     if isinstance(argument, Tensor):
         yield argument
     elif isinstance(argument, list | tuple):
         for each in argument:
-            yield from _tensors_in(each)
+            yield from tensors_in(each)
 
 
 def _open(group: Group, call: str, fields: Mapping[str, object], error: str | None) -> None:

@@ -8,11 +8,14 @@ thread if the call is synchronous.
 What torch asks a backend for is a `PythonGroup`, which becomes the group; or, where the group has
 another backend for other devices, a `PythonBackend`, by which it serves the CPU's tensors. Both
 have the same collectives. A group alone is better: of a backend's works, C++ hands out an envelope
-that only waits (tools/upstream/python_backend.md).
+that only waits (tools/upstream/python_backend.md). But torch's dispatcher does not see a group's
+calls. So where a mode of the caller's listens, as `CommDebugMode` and `FakeTensorMode` do, and
+where a tensor is made of others, a call goes by a group of torch's with a backend inside.
 """
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -24,7 +27,9 @@ from torch import Tensor
 
 from .. import kernels
 from ..base import _torch
+from ..base.arguments import in_words
 from ..base.errors import WeftError
+from ..base.tensors import is_made_of_others
 from ..comm.barrier import barrier, enter
 from ..group import process_group
 from ..group.group import Group
@@ -185,6 +190,7 @@ class Collectives:
 # and the constructors take other arguments.
 _ProcessGroup: Any = dist.ProcessGroup
 _Backend: Any = _torch.backend_base() or object
+_HAS_BACKENDS = _Backend is not object
 
 
 class PythonGroup(Collectives, _ProcessGroup):  # type: ignore[misc]  # as said above
@@ -202,6 +208,19 @@ class PythonGroup(Collectives, _ProcessGroup):  # type: ignore[misc]  # as said 
     def set_timeout(self, timeout: timedelta) -> None:
         super().set_timeout(timeout)
         self.timeout = timeout.total_seconds()
+
+    @functools.cached_property
+    def dispatched(self) -> Any:
+        """torch's own group of these ranks, whose calls its dispatcher brings back here.
+
+        Up to torch 2.13 nothing brings them back: it is for what is sent nowhere.
+        """
+        rank, size = self.rank(), self.size()
+        if not _HAS_BACKENDS:
+            return dist.ProcessGroup(dist.HashStore(), rank, size)
+        limit = timedelta(seconds=_torch.default_timeout())
+        inside = _Inside(self.getBackendName(), self, rank, size, limit)
+        return _torch.process_group_of(inside, dist.HashStore(), rank, size)
 
 
 class Answers(_Backend):  # type: ignore[misc]  # as said above
@@ -257,6 +276,81 @@ class PythonBackend(Collectives, Answers):
         self._options._timeout = timeout  # which weft's group, if it is yet to come, will have
 
     allreduce_sparse = Collectives.allreduce
+
+
+class _Inside(PythonBackend):
+    """The collectives of a `PythonGroup`, as torch's dispatcher calls them."""
+
+    @property
+    def weft_group(self) -> Group:
+        found: Group = self._group().weft_group  # type: ignore[attr-defined]  # of a PythonGroup
+        return found
+
+
+def _dispatched(name: str) -> Callable[..., Any]:
+    """A collective of `PythonGroup`, which goes by torch's dispatcher where somebody listens."""
+    direct = getattr(Collectives, name)
+
+    @functools.wraps(direct)
+    def collective(self: PythonGroup, *given: Any, **options: Any) -> Any:
+        if not _is_listened_to([*collectives.tensors_in(given)]):
+            return direct(self, *given, **options)
+        try:
+            return getattr(self.dispatched, name)(*given, **options)
+        except WeftError:
+            raise
+        except Exception as trouble:  # of this rank's mode or tensor: the others are told
+            opts = options.get("opts", given[-1] if given else None)
+            return self._start(opts, collectives.refuse, (name, in_words(trouble)))
+
+    return collective
+
+
+def _is_listened_to(tensors: Sequence[Tensor]) -> bool:
+    """Whether torch's dispatcher has to see a call of these tensors."""
+    if _torch.is_dispatching():
+        if _HAS_BACKENDS:
+            return all(tensor.layout == torch.strided for tensor in tensors)
+        return bool(tensors) and all(map(is_made_of_others, tensors))
+    return _HAS_BACKENDS and any(map(_unwraps_itself, tensors))
+
+
+def _unwraps_itself(tensor: Tensor) -> bool:
+    """Whether a tensor is made of others, to which its class may hand on a call.
+
+    It is not where a fake one has left its mode, and what a functional collective of torch's has
+    promised becomes a plain one (`_torch.waited`).
+    """
+    is_plain = type(tensor) is Tensor or not is_made_of_others(tensor)
+    return not (is_plain or hasattr(tensor, "fake_mode") or hasattr(tensor, "trigger_wait"))
+
+
+for _name in (
+    "allreduce",
+    "allreduce_coalesced",
+    "broadcast",
+    "reduce",
+    "allgather",
+    "allgather_coalesced",
+    "all_gather_single",
+    "all_gather_single_coalesced",
+    "_allgather_base",
+    "allgather_into_tensor_coalesced",
+    "reduce_scatter",
+    "reduce_scatter_single",
+    "reduce_scatter_single_coalesced",
+    "_reduce_scatter_base",
+    "reduce_scatter_tensor_coalesced",
+    "alltoall",
+    "alltoall_base",
+    "all_to_all_single",
+    "gather",
+    "gather_single",
+    "gather_into_tensor",
+    "scatter",
+    "barrier",
+):
+    setattr(PythonGroup, _name, _dispatched(_name))
 
 
 def listed(tensors: Any) -> list[Tensor]:

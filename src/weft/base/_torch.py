@@ -218,6 +218,11 @@ def waited(tensor: Tensor) -> Tensor:
     return tensor if wait is None else cast(Tensor, wait())
 
 
+def is_dispatching() -> bool:
+    """Whether a mode of the caller's sees what torch's dispatcher is asked for."""
+    return bool(_dispatching())
+
+
 # The compiler --------------------------------------------------------------------------------
 
 _frames = _private("_C._dynamo.eval_frame")
