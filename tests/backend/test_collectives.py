@@ -111,6 +111,27 @@ def test_reduce_scatter_of_any_sizes(group, op):
             assert all(map(torch.equal, ins, before)), "the inputs changed"
 
 
+def reduced_on_the_last(group, op):
+    count = collectives._WHOLE // 2 + 1  # elements of two bytes: the parts are not equal
+    for dtype in (torch.bfloat16, torch.float32):
+        for tensor in (torch.zeros(count, dtype=dtype), strided(count, dtype)):
+            root = group.size - 1
+            tensor.copy_(mine := part(group.rank, count, dtype, root))
+            before = group.traffic.bytes
+            assert collectives.reduce(group, tensor, root, op)[0] is tensor
+            wanted = reduced(group, op, count, dtype) if group.rank == root else mine
+            assert torch.equal(tensor, wanted), dtype
+            sent = group.traffic.bytes - before
+            if group.rank == root:  # its parts, to those that reduce them
+                assert sent > tensor.nbytes // 3, f"{sent} bytes were sent"
+
+
+@pytest.mark.parametrize("op", ["sum", "avg", "max"])
+@pytest.mark.parametrize("hosts", ["ab", "abc", "aab", "aaabbbb"])
+def test_a_large_tensor_is_reduced_by_all_for_a_root_on_another_host(hosts, op):
+    simulated.run(len(hosts), LINK, reduced_on_the_last, op, hosts=hosts, within=LINK)
+
+
 @spmd(1, 2, 3, 4, 7, 17, on=["threads"])
 def test_each_rank_has_several_tensors_for_all(group):
     """As many as ranks, too: what is gathered comes as one list for each rank, and not for each

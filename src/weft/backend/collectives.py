@@ -33,6 +33,8 @@ _SAID = 200  # characters of sizes that ranks compare as text; longer texts by a
 
 _SHOWN = 8  # sizes that an error names
 
+_WHOLE = 128 << 10  # bytes of a tensor that one rank rather reduces alone, also for other hosts
+
 _PAIRS = "number of outputs"
 """A field: torch's lists of outputs and of inputs are as many calls. Each says how many there are,
 so that ranks whose lists differ hear of it in the first one."""
@@ -104,10 +106,20 @@ def reduce(group: Group, tensor: Tensor, root: int, op: str) -> list[Tensor]:
     error = _no_root(group, root) or _reason([tensor], op)
     if error is not None:
         return refuse(group, "reduce", error)
-    parts = [tensor.new_empty(0)] * group.size
-    parts[root] = tensor
     fields = {"root": root, "op": op, **_said([tensor])}
-    _open_and_reduce(group, "reduce", fields, None, parts[group.rank], parts, op)
+    if tensor.nbytes <= _WHOLE or len(group.near) == group.size - 1:
+        parts = [tensor.new_empty(0)] * group.size
+        parts[root] = tensor
+        _open_and_reduce(group, "reduce", fields, None, parts[group.rank], parts, op)
+        return [tensor]
+    # each rank reduces a part, which the root then gets: half the bytes on the root's link
+    flat, is_root = _flat(tensor), group.rank == root
+    pieces = flat.tensor_split(group.size)
+    mine = pieces[group.rank] if is_root else torch.empty_like(pieces[group.rank])
+    _open_and_reduce(group, "reduce", fields, None, mine, pieces, op)
+    _exchange(group, _at(root, mine, group.size), pieces if is_root else [])
+    if is_root:
+        _put(flat, tensor)
     return [tensor]
 
 
