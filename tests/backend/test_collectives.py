@@ -112,7 +112,7 @@ def test_reduce_scatter_of_any_sizes(group, op):
 
 
 def reduced_on_the_last(group, op):
-    count = collectives._WHOLE // 2 + 1  # elements of two bytes: the parts are not equal
+    count = collectives.WHOLE // 2 + 1  # elements of two bytes: the parts are not equal
     for dtype in (torch.bfloat16, torch.float32):
         for tensor in (torch.zeros(count, dtype=dtype), strided(count, dtype)):
             root = group.size - 1

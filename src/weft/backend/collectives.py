@@ -33,7 +33,7 @@ _SAID = 200  # characters of sizes that ranks compare as text; longer texts by a
 
 _SHOWN = 8  # sizes that an error names
 
-_WHOLE = 128 << 10  # bytes of a tensor that one rank rather reduces alone, also for other hosts
+WHOLE = 128 << 10  # bytes of a tensor that one rank rather reduces alone, also for other hosts
 
 _PAIRS = "number of outputs"
 """A field: torch's lists of outputs and of inputs are as many calls. Each says how many there are,
@@ -107,7 +107,7 @@ def reduce(group: Group, tensor: Tensor, root: int, op: str) -> list[Tensor]:
     if error is not None:
         return refuse(group, "reduce", error)
     fields = {"root": root, "op": op, **_said([tensor])}
-    if tensor.nbytes <= _WHOLE or len(group.near) == group.size - 1:
+    if tensor.nbytes <= WHOLE or len(group.near) == group.size - 1:
         parts = [tensor.new_empty(0)] * group.size
         parts[root] = tensor
         _open_and_reduce(group, "reduce", fields, None, parts[group.rank], parts, op)
