@@ -318,15 +318,8 @@ def counted(me, size):
             assert all(map(torch.equal, *found)), name
 
 
-class Unwrapped(Tensor):
+class Unwrapped(Wrapper):
     """A tensor that is made of another, with which it does whatever it is asked to do."""
-
-    @staticmethod
-    def __new__(cls, inner):
-        return Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
-
-    def __init__(self, inner):
-        self.inner = inner
 
     @classmethod
     def __torch_dispatch__(cls, function, types, args=(), kwargs=None):

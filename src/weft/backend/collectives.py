@@ -24,7 +24,7 @@ from ..call.opening import is_direct
 from ..call.terms import agreed
 from ..comm.all_reduce import reduce_in_place
 from ..comm.parameters import ScatterAllGather
-from ..comm.staging import most_to_all, most_to_each, moved
+from ..comm.staging import is_on_one_host, most_to_all, most_to_each, moved
 from ..group.group import Group
 from ..schedules import dense
 from ..sparse.api import job_of
@@ -107,7 +107,7 @@ def reduce(group: Group, tensor: Tensor, root: int, op: str) -> list[Tensor]:
     if error is not None:
         return refuse(group, "reduce", error)
     fields = {"root": root, "op": op, **_said([tensor])}
-    if tensor.nbytes <= WHOLE or len(group.near) == group.size - 1:
+    if tensor.nbytes <= WHOLE or is_on_one_host(group):
         parts = [tensor.new_empty(0)] * group.size
         parts[root] = tensor
         _open_and_reduce(group, "reduce", fields, None, parts[group.rank], parts, op)

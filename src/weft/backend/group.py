@@ -219,7 +219,7 @@ class PythonGroup(Collectives, _ProcessGroup):  # type: ignore[misc]  # as said 
         if not _HAS_BACKENDS:
             return dist.ProcessGroup(dist.HashStore(), rank, size)
         limit = timedelta(seconds=_torch.default_timeout())
-        inside = _Inside(self.getBackendName(), self, rank, size, limit)
+        inside = PythonBackend(self.getBackendName(), self, rank, size, limit)
         return _torch.process_group_of(inside, dist.HashStore(), rank, size)
 
 
@@ -278,22 +278,13 @@ class PythonBackend(Collectives, Answers):
     allreduce_sparse = Collectives.allreduce
 
 
-class _Inside(PythonBackend):
-    """The collectives of a `PythonGroup`, as torch's dispatcher calls them."""
-
-    @property
-    def weft_group(self) -> Group:
-        found: Group = self._group().weft_group  # type: ignore[attr-defined]  # of a PythonGroup
-        return found
-
-
 def _dispatched(name: str) -> Callable[..., Any]:
     """A collective of `PythonGroup`, which goes by torch's dispatcher where somebody listens."""
     direct = getattr(Collectives, name)
 
     @functools.wraps(direct)
     def collective(self: PythonGroup, *given: Any, **options: Any) -> Any:
-        if not _is_listened_to([*collectives.tensors_in(given)]):
+        if not _is_listened_to(given):
             return direct(self, *given, **options)
         try:
             return getattr(self.dispatched, name)(*given, **options)
@@ -306,13 +297,15 @@ def _dispatched(name: str) -> Callable[..., Any]:
     return collective
 
 
-def _is_listened_to(tensors: Sequence[Tensor]) -> bool:
-    """Whether torch's dispatcher has to see a call of these tensors."""
-    if _torch.is_dispatching():
-        if _HAS_BACKENDS:
-            return all(tensor.layout == torch.strided for tensor in tensors)
-        return bool(tensors) and all(map(is_made_of_others, tensors))
-    return _HAS_BACKENDS and any(map(_unwraps_itself, tensors))
+def _is_listened_to(given: Sequence[Any]) -> bool:
+    """Whether torch's dispatcher has to see a call of these arguments."""
+    tensors = collectives.tensors_in(given)
+    if not _torch.is_dispatching():
+        return _HAS_BACKENDS and any(map(_unwraps_itself, tensors))
+    if _HAS_BACKENDS:
+        return all(tensor.layout == torch.strided for tensor in tensors)
+    seen = [*map(is_made_of_others, tensors)]
+    return bool(seen) and all(seen)
 
 
 def _unwraps_itself(tensor: Tensor) -> bool:
@@ -321,8 +314,9 @@ def _unwraps_itself(tensor: Tensor) -> bool:
     It is not where a fake one has left its mode, and what a functional collective of torch's has
     promised becomes a plain one (`_torch.waited`).
     """
-    is_plain = type(tensor) is Tensor or not is_made_of_others(tensor)
-    return not (is_plain or hasattr(tensor, "fake_mode") or hasattr(tensor, "trigger_wait"))
+    if not is_made_of_others(tensor):
+        return False
+    return not (hasattr(tensor, "fake_mode") or hasattr(tensor, "trigger_wait"))
 
 
 for _name in (

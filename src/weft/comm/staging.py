@@ -68,7 +68,7 @@ def most_to_all(group: Group) -> int:
     nothing is told so, not even empty tensors."""
     if not is_direct(group) or _is_in_rounds(group):
         return -1
-    return ALONG if len(group.near) == group.size - 1 else _TO_OTHERS
+    return ALONG if is_on_one_host(group) else _TO_OTHERS
 
 
 def most_to_each(group: Group, limit: int = NO_LIMIT) -> list[int]:
@@ -85,6 +85,11 @@ def most_to_each(group: Group, limit: int = NO_LIMIT) -> list[int]:
         return [most] * group.size
     of_near = min(most, _TOGETHER // max(1, len(group.near)))
     return [of_near if peer in group.near else most for peer in range(group.size)]
+
+
+def is_on_one_host(group: Group) -> bool:
+    """Whether all ranks share a host; every rank of the group says the same."""
+    return len(group.near) == group.size - 1
 
 
 def _is_in_rounds(group: Group) -> bool:
