@@ -40,7 +40,7 @@ from torch.nn.parallel import DistributedDataParallel
 import weft
 import weft.ddp
 import weft.nn
-from faults import DDP, DEADLINE, PATIENCE, SIZES, Cell, Result, named_in
+from faults import DDP, DEADLINE, DENSE, PATIENCE, SIZES, Cell, Result, named_in
 from goals import NETLAB
 from weft.testing import gloo_of_one_thread
 
@@ -74,6 +74,14 @@ class Model(torch.nn.Module):
 BAGS = torch.arange(64).view(8, 8)
 
 
+def calls_of_either() -> dict[str, Call]:
+    """Calls of torch.distributed, which weft serves as a backend."""
+    return {
+        "dense": functools.partial(dist.all_reduce, torch.zeros(1 << 20)),
+        "dense_small": functools.partial(dist.all_reduce, torch.zeros(256)),
+    }
+
+
 def calls_of_weft(rank: int, size: int) -> dict[str, Call]:
     several = [coo(rank + table, 500, 16) for table in range(6)]
     parts = [torch.ones(40_000) for _ in range(size)]
@@ -95,6 +103,7 @@ def calls_of_weft(rank: int, size: int) -> dict[str, Call]:
         "barrier": weft.barrier,
         "sync_grads": sync,
         "sharded": lambda: table(BAGS).sum().backward(),
+        **calls_of_either(),
     }
 
 
@@ -127,6 +136,7 @@ def calls_of_torch(rank: int, size: int) -> dict[str, Call]:
         "barrier": dist.barrier,
         "sync_grads": sync,
         "sharded": looked_up,
+        **calls_of_either(),
     }
 
 
@@ -186,7 +196,10 @@ def program(cell: Cell, rank: int, say: Callable[..., None], order: int) -> None
     # where all ranks wait for each other
     store = dist.TCPStore(address, port, cell.ranks, rank == 0, timedelta(seconds=START))
     like = {"store": store, "rank": rank, "world_size": cell.ranks}
-    dist.init_process_group("gloo", timeout=timedelta(seconds=DEADLINE), **like)
+    serves = cell.collective in DENSE and cell.wire != "gloo"
+    backend = "cpu:weft" if serves else "gloo"
+    limit = START if serves else DEADLINE  # weft's is set below
+    dist.init_process_group(backend, timeout=timedelta(seconds=limit), **like)
     dist.barrier()
     before = held()
     failed = functools.partial(say_error, say)

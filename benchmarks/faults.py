@@ -15,7 +15,8 @@ Links are cut only if root may make network namespaces (`tools/netlab`).
 DistributedDataParallel makes calls of its own over gloo. While the others are in such a call, weft
 cannot name a rank that is alive but elsewhere; so those faults are left out for it. `topk` is a
 step of `weft.ddp.TopK`, for gloo of PyTorch's PowerSGD. `sharded` looks up rows of a sharded table,
-and runs backward.
+and runs backward. `dense` and `dense_small` are `dist.all_reduce` of 4 MB and of 1 KB, which weft
+serves as the backend `cpu:weft`.
 
 `seconds` are counted from the fault until every live rank has raised. The limit is 1 if a process
 ends or calls something else, and the deadline plus 1 if it is only silent. A live rank *hangs* if
@@ -56,6 +57,7 @@ PATIENCE = 6.0  # seconds after the deadline, after which a rank hangs
 AT_ONCE = ("kill", "exception", "exit", "another call")
 FAULTS = (*AT_ONCE, "freeze", "cut", "absence")
 DDP = ("ddp", "ddp_unused", "topk")
+DENSE = ("dense", "dense_small")
 COLLECTIVES = (
     "small",
     "large",
@@ -65,6 +67,7 @@ COLLECTIVES = (
     "barrier",
     "sync_grads",
     "sharded",
+    *DENSE,
     *DDP,
 )
 WIRES = ("shm", "tcp", "torch", "gloo")
@@ -140,6 +143,7 @@ def cells(only: str) -> list[Cell]:
         cell = Cell(fault, collective, wire, size, number // 3 % size)
         possible = fault != "cut" or (able and wire != "shm")
         possible &= collective != "ddp_unused" or fault not in ("absence", "another call")
+        possible &= collective not in DENSE or wire != "torch"  # the backend has wires of its own
         if possible and all(word in each for word, each in zip(cell.words, wanted, strict=True)):
             found.append(cell)
     return found

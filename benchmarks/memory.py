@@ -2,8 +2,8 @@
 
     python benchmarks/memory.py [--ranks 4] [--case uniform,zipf] [--algorithm auto,split]
 
-The promise: at most the result, plus three times the rank's own rows (without duplicates), plus 64
-MiB.
+The promise: at most the result, plus three times the rows of the rank with fewest (without
+duplicates), plus 64 MiB.
 
 For each case, and each algorithm that can serve it within the workspace that a call may use, new
 processes make three calls. The table has the growth of the resident set: its peak during the call

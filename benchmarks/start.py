@@ -45,7 +45,7 @@ from rich.console import Console
 from rich.table import Table
 
 import weft
-from weft.call.combining import opening_peers
+from weft.call.combining import DIRECT, partners
 from weft.sparse import Hosts, Sizes
 from weft.sparse.stages import between, in_stages
 from weft.testing import processes
@@ -111,9 +111,17 @@ def peers_of_split(ranks: int, per_host: int) -> float:
     hosts = Hosts(tuple(rank // per_host for rank in range(ranks)))
     row = WIDTH * 4
     sizes = Sizes(ranks, ranks * ROWS, ROWS, ROWS, HEIGHT, row, row, places=HEIGHT, hosts=hosts)
-    peers = [{*opening_peers(rank, ranks)} - {rank} for rank in range(ranks)]
+    peers = [opening_peers(rank, ranks) for rank in range(ranks)]
     add_peers(peers, [*range(ranks)], sizes)
     return max(map(len, peers))
+
+
+def opening_peers(rank: int, ranks: int) -> set[int]:
+    """Whom a rank tells its statement."""
+    if ranks <= DIRECT:
+        return {*range(ranks)} - {rank}
+    partner, others = partners(rank, ranks)
+    return {*others} | ({partner} - {None})
 
 
 def add_peers(peers: list[set[int]], members: list[int], sizes: Sizes) -> None:

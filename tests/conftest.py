@@ -133,25 +133,37 @@ def port() -> Iterator[int]:
 class Program:
     """A process that runs a program, much like `subprocess.Popen` where it writes to files."""
 
-    def __init__(self, template: socket.socket, request: dict[str, object]) -> None:
+    def __init__(self, template: socket.socket, request: dict[str, Any]) -> None:
         self._files = [tempfile.TemporaryFile("w+") for _ in range(2)]  # noqa: SIM115  # in `end`
         self._answers, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             files = [*(each.fileno() for each in self._files), theirs.fileno()]
             socket.send_fds(template, [json.dumps(request).encode()], files)
         self.returncode: int | None = None
+        self._arguments: Sequence[str] = request["arguments"]
         self._answers.settimeout(patient(60.0))
         self.pid = int(self._answers.recv(100))
 
     def communicate(self, timeout: float = 60.0) -> tuple[str, str]:
-        """Output and errors, once it has ended; TimeoutError: it has not."""
+        """Output and errors, once it has ended; TimeoutError: it has not, and where it is."""
         if self.returncode is None:
             self._answers.settimeout(patient(timeout))
-            self.returncode = int(self._answers.recv(100))
+            try:
+                self.returncode = int(self._answers.recv(100))
+            except TimeoutError:
+                raise TimeoutError(f"{' '.join(self._arguments)}: {self._where()}") from None
         for file in self._files:
             file.seek(0)
         out, err = (file.read() for file in self._files)
         return out, err
+
+    def _where(self) -> str:
+        """All that it has written, and where its threads are."""
+        os.kill(self.pid, signal.SIGRTMAX)
+        until = time.monotonic() + 5.0
+        while "(most recent call first)" not in self.text() and time.monotonic() < until:
+            time.sleep(0.05)
+        return self.text()
 
     def text(self) -> str:
         """All that it has written so far, while it may go on."""

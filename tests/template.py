@@ -8,6 +8,7 @@ output and errors, and a socket that is told its process id, and how it ended.
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import json
 import os
@@ -57,6 +58,7 @@ if __name__ == "__main__":  # and not where pytest looks for examples
         os.environ.clear()
         os.environ.update(request["environment"])
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+        faulthandler.register(signal.SIGRTMAX)  # says where all threads are
         sys.argv, sys.path[0] = ["-c", *request["arguments"]], ""
         if request["strict"]:
             warnings.simplefilter("error")

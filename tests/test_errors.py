@@ -43,7 +43,7 @@ ENDS = {
     "routine": ("other.close()", "weft.all_to_all([torch.ones(2)] * 2, group=mine)", LEFT),
     "layer": ("gathered(other, 3)", "gathered(mine, 2)", "WeftError: AllGather: in dimension 1"),
     "backward": ("gathered(other, 2); other.close()", "gathered(mine, 2).sum().backward()", LEFT),
-    "init": ("other.close()", "weft.init(timeout=0)", "WeftError: timeout is 0: pass a number"),
+    "init": ("other.close()", "weft.init(timeout=0)", "WeftError: timeout is 0: pass a positive"),
     "late": ("pass", "weft.barrier(0.05, group=mine)", "StillRunning: "),
     "function": (
         "weft.attempt(int, group=other)",

@@ -1,4 +1,4 @@
-"""Random programs, 120 of them: calls of all kinds one after the other, on every wire.
+"""Random programs, 72 of them: calls of all kinds one after the other, on every wire.
 
 `benchmarks/soak.py` holds each call against one process's arithmetic; hypothesis draws here, and
 shrinks a program that fails. What one call leaves behind must be no other's trouble, and no result
@@ -24,7 +24,7 @@ def test_random_programs(script: Callable[[str], ModuleType], world: str) -> Non
     soak, size = script("benchmarks/soak.py"), int(world[-1])
     steps = st.randoms(use_true_random=False).map(lambda source: soak.drawn_step(source, size))
 
-    @settings(max_examples=20)
+    @settings(max_examples=12)
     @given(st.integers(0, 99), st.lists(steps, min_size=1, max_size=14))
     def works(seed: int, steps: list[object]) -> None:
         soak.tried(world, (seed, steps))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import textwrap
 import threading
 import time
@@ -18,7 +20,7 @@ import torch.distributed as dist
 from weft.base.errors import WeftError, WireError
 from weft.group import default
 from weft.schedules import dense_all_reduce
-from weft.testing import RankFailure, gloo_of_one_thread, pool, processes, run, spmd
+from weft.testing import RankFailure, expected, gloo_of_one_thread, pool, processes, run, spmd
 from weft.testing.pace import MOST
 from weft.testing.spmd import LIMIT
 
@@ -178,6 +180,24 @@ def environment(group, name):
     return os.environ.get(name)
 
 
+SCRIPT = """
+from weft.testing import run
+
+def body(group):
+    return group.rank
+
+if __name__ == "__main__":
+    print(run(2, body, on="processes"))
+"""
+
+
+def test_a_script_runs_its_own_functions_on_processes(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=300)
+    assert (done.stdout, done.returncode) == ("[0, 1]\n", 0), done.stderr
+
+
 @both
 def test_the_environment_is_what_it_is_here(on, monkeypatch):
     assert run(2, environment, "WEFT_SOMETHING", on=on) == [None, None]
@@ -303,3 +323,8 @@ def sums_at_once():
 def gloo_threads():
     tasks = Path("/proc/self/task").glob("*/comm")
     return sum(task.read_text() == "pt_gloo_runloop\n" for task in tasks)
+
+
+def test_a_result_of_no_ranks_is_refused():
+    with pytest.raises(WeftError, match="parts is empty: pass the rows"):
+        expected([])

@@ -27,14 +27,25 @@ assert_type(weft.sparse_all_reduce([coo, coo], torch.add), list[torch.Tensor])
 assert_type(weft.sparse_all_reduce([pair], out=[pair]), list[Pair])
 assert_type(weft.sparse_all_reduce(pair, async_op=True), weft.Work[Pair])
 assert_type(weft.sparse_all_reduce(pair, async_op=True).wait(), Pair)
+assert_type(weft.sparse_all_reduce(coo, "sum", None, True).wait(), torch.Tensor)
 assert_type(weft.sparse_all_reduce([rows], async_op=True).wait(), list[weft.Rows])
 assert_type(weft.sparse_all_reduce(coo, async_op=later), torch.Tensor | weft.Work[torch.Tensor])
+
+several: list[torch.Tensor | Pair | weft.Rows] = [coo, pair, rows]
+memory = [pair, pair]
+nowhere = [None, None]
+assert_type(weft.sparse_all_reduce(several), list[torch.Tensor | Pair | weft.Rows])
+assert_type(weft.sparse_all_reduce([pair, pair], out=memory), list[Pair])
+assert_type(weft.sparse_all_reduce([pair, pair], out=nowhere), list[Pair])
 
 # So do the others.
 assert_type(weft.sparse_reduce_scatter(rows, ranges=[0, 4]), weft.Rows)
 assert_type(weft.sparse_reduce(coo, group_dst=1), torch.Tensor | None)
 assert_type(weft.sparse_all_gather(pair), Pair)
 assert_type(weft.sparse_all_gather(pair, return_counts=True), tuple[Pair, torch.Tensor])
+counted = weft.sparse_all_gather(pair, return_counts=later)
+assert not isinstance(counted, weft.Work)
+weft.sparse_all_gather(pair, None, True).wait()
 assert_type(weft.sparse_broadcast(rows), weft.Rows)
 assert_type(weft.sparse_broadcast(None), torch.Tensor | Pair | weft.Rows)
 assert_type(weft.explain(rows).bound, tuple[float, float])

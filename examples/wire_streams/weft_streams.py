@@ -10,10 +10,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
+import math
 import os
 import secrets
 import struct
 import threading
+import time
 from collections import defaultdict, deque
 from collections.abc import Coroutine, Sequence
 from typing import Any
@@ -263,8 +265,12 @@ class StreamsPending:
         wire = self.wire
         with wire.changed:
             # ended by `match` and `read` when something comes, by `fail`, or by the timeout
-            if not wire.changed.wait_for(self.is_over, timeout):
-                raise TimeoutError
+            until = math.inf if timeout is None else time.monotonic() + timeout
+            while not self.is_over():
+                left = until - time.monotonic()
+                if left <= 0:
+                    raise TimeoutError
+                wire.changed.wait(min(left, 0.1))  # in pieces, between which handlers run
             missing = self.missing()
             for peer in missing:
                 if peer in wire.lost:

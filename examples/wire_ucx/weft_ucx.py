@@ -7,6 +7,7 @@ before it has come: UCX keeps what came unasked, and tells its length before it 
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import select
 import threading
@@ -343,8 +344,12 @@ class UcxPending:
         wire = self.wire
         with wire.changed:
             # ended by the other thread, which notifies whenever it has moved something
-            if not wire.changed.wait_for(self.is_over, timeout):
-                raise TimeoutError
+            until = math.inf if timeout is None else time.monotonic() + timeout
+            while not self.is_over():
+                left = until - time.monotonic()
+                if left <= 0:
+                    raise TimeoutError
+                wire.changed.wait(min(left, 0.1))  # in pieces, between which handlers run
             missing = self.missing()
             for peer in sorted(missing & wire.gone.keys()):
                 text = f"the connection to rank {peer} ended: {wire.gone[peer]}"

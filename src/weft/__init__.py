@@ -25,7 +25,7 @@ if _typing.TYPE_CHECKING:
     from .comm.overlap import overlap_grads
     from .comm.parameters import sync_params
     from .comm.remote_rows import RemoteRows, remote_rows
-    from .ddp.sparsify import sync_sparsified
+    from .ddp.sync import sync_sparsified
     from .group.group import Group
     from .group.worker import Work
     from .nn import plan
@@ -100,7 +100,7 @@ _HOMES = {
     "Group": "group.group",
     "Wire": "wire.interface",
     "register_wire": "wire.registry",
-    "sync_sparsified": "ddp.sparsify",
+    "sync_sparsified": "ddp.sync",
     **dict.fromkeys(("Error", "StillRunning", "WeftError", "WireError"), "base.errors"),
     **dict.fromkeys(("config", "init", "shutdown"), "bootstrap.init"),
     **dict.fromkeys(("CallStats", "on_call"), "records.listeners"),

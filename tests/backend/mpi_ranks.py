@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from weft.bootstrap.outcome import Outcome
 from weft.group import default
-from weft.group.process_group import connect
+from weft.group.joining import connect
 from weft.rendezvous import mpi
 from weft.testing.pool import load_module
 

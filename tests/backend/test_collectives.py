@@ -10,6 +10,7 @@ from torch import Tensor
 
 import weft
 from weft.backend import collectives
+from weft.schedules import dense
 from weft.testing import run, simulated, spmd
 from weft.wire.link import Link
 
@@ -95,10 +96,98 @@ def test_what_goes_along_may_differ_from_rank_to_rank(hosts):
             assert torch.equal(here, right), (name, count, rank)
 
 
-@pytest.mark.parametrize("op", ["sum", "avg", "max", "prod"])
-@spmd(1, 2, 3, 5, on=["threads"])
-def test_reduce_scatter_of_any_sizes(group, op):
-    for count in SIZES:
+def gathered_unevenly(group):
+    """What this rank sent to ranks of other hosts."""
+    counts = [40_000 * (rank % 3) + rank for rank in range(group.size)]
+    outs = [torch.zeros(count) for count in counts]
+    collectives.all_gather(group, outs, part(group.rank, counts[group.rank]))
+    for rank, (count, out) in enumerate(zip(counts, outs, strict=True)):
+        assert torch.equal(out, part(rank, count))
+    far = [peer for peer in group.peers if group.hosts[peer] != group.hosts[group.rank]]
+    return sum(group.traffic.to.get(peer, 0) for peer in far)
+
+
+@pytest.mark.parametrize("hosts", ["aabb", "abab", "aabbcc", "aaabbb", "aab"])
+def test_the_link_of_a_host_carries_what_is_gathered_once(hosts):
+    sent = simulated.run(len(hosts), LINK, gathered_unevenly, hosts=hosts, within=LINK)
+    if hosts == "aab":  # not as many ranks each: every rank sends to all others
+        return
+    for rank, nbytes in enumerate(sent):
+        large = 4 * 40_000 * (rank % 3) * (len({*hosts}) - 1)
+        assert large <= nbytes < large + 20_000
+
+
+def same(group, count):
+    """One buffer as every output, also where the input is."""
+    whole = part(group.rank, count)
+    return [whole] * group.size, whole
+
+
+def shifted(group, count):
+    """Outputs that overlap from one to the next."""
+    whole = torch.zeros(2 * count)
+    outs = [whole[rank : rank + count] for rank in range(group.size)]
+    return outs, part(group.rank, count)
+
+
+def crossed(group, count):
+    """The input is where another rank's is received."""
+    outs = [torch.zeros(count) for _ in range(group.size)]
+    outs[group.rank - 1] = mine = part(group.rank, count)
+    return outs, mine
+
+
+OVERLAPPING = {each.__name__: each for each in (same, shifted, crossed)}
+
+
+def in_lists(group, outs, mine):
+    """The second of two tensors of each rank, which is sent when the first was received."""
+    seconds = [torch.zeros_like(out) for out in outs]
+    lists = [[out, second] for out, second in zip(outs, seconds, strict=True)]
+    collectives.all_gather_coalesced(group, lists, [torch.ones_like(mine), mine])
+    return seconds
+
+
+TO_ALL = (
+    collectives.all_gather,
+    in_lists,
+    lambda group, outs, mine: collectives.all_to_all(group, outs, [mine] * group.size),
+)
+
+
+def gathered_beside(group, name, careless):
+    """Some ranks do not need what they receive; the others get what is right."""
+    for count, call in product((100, 40_000), TO_ALL):
+        if group.rank in careless:
+            call(group, *OVERLAPPING[name](group, count))
+            continue
+        outs = [torch.zeros(count) for _ in range(group.size)]
+        for rank, out in enumerate(call(group, outs, part(group.rank, count))):
+            assert torch.equal(out, part(rank, count)), (count, rank)
+
+
+@pytest.mark.parametrize("careless", [(0,), (0, 3)])
+@pytest.mark.parametrize("hosts", ["aaaa", "aabb", "abab", "aabbcc", "aab"])
+@pytest.mark.parametrize("name", OVERLAPPING)
+def test_outputs_that_overlap_are_no_harm_to_other_ranks(hosts, careless, name):
+    """Also where a rank hands on to its host what came from another one."""
+    args = (name, careless)
+    simulated.run(len(hosts), LINK, gathered_beside, *args, hosts=hosts, within=LINK)
+
+
+@pytest.mark.parametrize("count", [10, 40_000])
+@spmd(3, on=["threads"])
+def test_a_tensor_that_is_reduced_twice_is_no_harm_to_other_ranks(group, count):
+    tensors = [part(group.rank, count), part(group.rank, count)]
+    if group.rank == 1:
+        tensors[0] = tensors[1]
+    collectives.all_reduce(group, tensors, "sum")
+    total = sum(part(rank, count) for rank in range(group.size))
+    assert all(torch.equal(tensor, total) for tensor in tensors)
+
+
+def reduce_scattered(group, op, sizes):
+    for count in sizes:
         for dtype in (torch.float32, torch.bfloat16, torch.int16):
             if op == "avg" and not dtype.is_floating_point:
                 continue  # refused
@@ -111,8 +200,43 @@ def test_reduce_scatter_of_any_sizes(group, op):
             assert all(map(torch.equal, ins, before)), "the inputs changed"
 
 
+@pytest.mark.parametrize("op", ["sum", "avg", "max", "prod"])
+@spmd(1, 2, 3, 5, on=["threads"])
+def test_reduce_scatter_of_any_sizes(group, op):
+    reduce_scattered(group, op, SIZES)
+
+
+@pytest.mark.parametrize("op", ["sum", "avg", "max"])
+@pytest.mark.parametrize("hosts", ["aabb", "abab", "aabbcc"])
+def test_a_host_reduces_what_is_scattered_before_it_sends_that(monkeypatch, hosts, op):
+    """In chunks, one of which is shorter, and from some ranks nothing."""
+    monkeypatch.setattr(dense, "SCRATCH", 1 << 16)
+    for sizes in ([10], [7000]):
+        simulated.run(len(hosts), LINK, reduce_scattered, op, sizes, hosts=hosts, within=LINK)
+
+
+@pytest.mark.parametrize(("count", "shift"), [(4, 1), (1 << 17, 1 << 15), (1 << 21, 1 << 20)])
+@spmd(2, on=["threads"])
+def test_a_result_may_lie_in_what_is_reduced(group, count, shift):
+    """Chunks of it are written before others are sent."""
+    whole = part(group.rank, 2 * count)
+    out = whole[shift : shift + count] if group.rank == 0 else torch.empty(count)
+    wanted = sum(part(rank, 2 * count).view(2, count)[group.rank] for rank in range(2))
+    collectives.reduce_scatter(group, out, [*whole.chunk(2)], "sum")
+    assert torch.equal(out, wanted)
+
+
+@spmd(2, on=["threads"])
+def test_the_root_of_a_reduction_writes_to_memory_of_its_own(group):
+    tensor = torch.ones(1).expand(4) if group.rank == 1 else torch.ones(4)
+    with pytest.raises(weft.WeftError, match="rank 1: elements of a tensor to be written share"):
+        collectives.reduce(group, tensor, 1, "sum")
+    collectives.reduce(group, tensor, 0, "sum")
+    assert tensor.tolist() == [2 - group.rank] * 4
+
+
 def reduced_on_the_last(group, op):
-    count = collectives.WHOLE // 2 + 1  # elements of two bytes: the parts are not equal
+    count = collectives.BY_ROOT // 2 + 1  # elements of two bytes: the parts are not equal
     for dtype in (torch.bfloat16, torch.float32):
         for tensor in (torch.zeros(count, dtype=dtype), strided(count, dtype)):
             root = group.size - 1
@@ -127,7 +251,7 @@ def reduced_on_the_last(group, op):
 
 
 @pytest.mark.parametrize("op", ["sum", "avg", "max"])
-@pytest.mark.parametrize("hosts", ["ab", "abc", "aab", "aaabbbb"])
+@pytest.mark.parametrize("hosts", ["ab", "abc", "aab", "aaabbbb", "aabb", "abab", "aabbcc"])
 def test_a_large_tensor_is_reduced_by_all_for_a_root_on_another_host(hosts, op):
     simulated.run(len(hosts), LINK, reduced_on_the_last, op, hosts=hosts, within=LINK)
 
@@ -269,6 +393,21 @@ def test_all_to_all_of_any_sizes(group):
     assert out.tolist() == [2 * me + k + rank for rank in everyone for k in range(2)]
 
 
+@spmd(3, on=["threads"])
+def test_what_torch_does_not_copy_is_moved_byte_by_byte(group):
+    """Also where a rank receives in what it sends, of which a copy is made."""
+    for count in SIZES[1:]:
+        seen = [
+            part(rank, count, torch.uint8) for rank in range(3)
+        ]  # the bytes, in the same memory
+        parts = [each.view(torch.uint4) for each in seen]
+        collectives.all_gather(group, parts[1:] + parts[:1], parts[group.rank])
+        for rank in range(3):
+            assert torch.equal(seen[(rank + 1) % 3], part(rank, count, torch.uint8)), count
+        collectives.broadcast(group, parts[group.rank], 2)
+        assert torch.equal(seen[group.rank], part(1, count, torch.uint8)), count
+
+
 C = collectives
 WRONG = {
     # what all are told, and the call, in which 1 stands on the rank that errs, and 0 elsewhere
@@ -316,6 +455,42 @@ def test_errors_are_the_same_on_every_rank(group, said):
     collectives.all_gather(group, heard, mine)
     assert all(bytes(each.tolist()) == text.encode() for each in heard)
     weft.barrier(group=group)  # the next call works
+
+
+@pytest.mark.parametrize("many", [1, 20_000])
+@spmd(2, 16, 17, on=["threads"])
+def test_sizes_of_all_to_all_are_compared_in_pairs_of_any_number_of_ranks(group, many):
+    """Above 16 ranks, too, where no rank hears the sizes of each."""
+    me, everyone = group.rank, range(group.size)
+    last = group.size - 1
+
+    def refused(gives, takes):
+        """The error, if ranks give each other so many elements, by pair, and take so many."""
+        outs = [torch.zeros(takes.get((rank, me), 0)) for rank in everyone]
+        ins = [torch.ones(gives.get((me, rank), 0)) for rank in everyone]
+        with pytest.raises(weft.WeftError) as caught:
+            collectives.all_to_all(group, outs, ins)
+        assert not any(out.any() for out in outs)
+        return str(caught.value)
+
+    said = [
+        refused({(0, last): 4 * many}, {}),
+        refused({}, {(0, last): 4 * many}),
+        refused({(last, 0): 4 * many}, {(last, 0): 5 * many}),
+        # as many in all, to each and from each
+        refused({(0, 0): many, (last, last): many}, {(0, last): many, (last, 0): many}),
+    ]
+    rest = "from it: split sizes must match"
+    assert said == [
+        f"rank 0 has {4 * many} elements for rank {last}, which has room for 0 {rest}",
+        f"rank 0 has 0 elements for rank {last}, which has room for {4 * many} {rest}",
+        f"rank {last} has {4 * many} elements for rank 0, which has room for {5 * many} {rest}",
+        f"rank 0 has {many} elements for rank 0, which has room for 0 {rest}",
+    ]
+    outs = [torch.zeros(4 * many) for _ in everyone]
+    collectives.all_to_all(group, outs, [part(me, 4 * many, seed=to) for to in everyone])
+    for rank, out in enumerate(outs):  # nothing of the calls before
+        assert torch.equal(out, part(rank, 4 * many, seed=me))
 
 
 SMALL = 1 << 13  # bytes that no message of an opening has

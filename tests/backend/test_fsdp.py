@@ -1,8 +1,9 @@
-"""FSDP2, DTensor and checkpoints over `cpu:weft`, on one rank, and on more than there are rows."""
+"""FSDP, DTensor and checkpoints over `cpu:weft`, on one rank, and on more than there are rows."""
 
 from __future__ import annotations
 
 import itertools
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from weft.testing import processes
@@ -73,6 +74,26 @@ def program(size: int, wanted: list[torch.Tensor], folder: str) -> None:
     dist.destroy_process_group()
 
 
+def of_the_first_kind(size: int) -> None:
+    """It frees and fills the storages of what goes through the collectives."""
+    dist.init_process_group("cpu:weft")
+    trained = []
+    for whole in (True, False):
+        model = made()
+        if not whole:
+            model = FullyShardedDataParallel(model, device_id=torch.device("cpu"))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(STEPS):
+            batch = torch.rand(BATCH, 3, generator=torch.Generator().manual_seed(step))
+            model(batch if whole else batch.chunk(size)[dist.get_rank()]).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        with nullcontext() if whole else FullyShardedDataParallel.summon_full_params(model):
+            trained.append([each.detach().flatten().clone() for each in model.parameters()])
+    torch.testing.assert_close(torch.cat(trained[1]), torch.cat(trained[0]))
+    dist.destroy_process_group()
+
+
 def redistribute(mesh: dist.DeviceMesh) -> None:
     """From every placement to every other: of fewer rows than ranks, as many, and more."""
     placements = (Shard(0), Shard(1), Replicate())
@@ -89,3 +110,8 @@ def redistribute(mesh: dist.DeviceMesh) -> None:
 @pytest.mark.parametrize("size", [1, 6])
 def test_it_trains_as_one_process_does(size, tmp_path):
     processes(size, program, size, train(made(), 0, 1), str(tmp_path))
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_the_first_fsdp_trains_so_too(size):
+    processes(size, of_the_first_kind, size)

@@ -16,8 +16,9 @@ from weft.base.memory import Pool
 from weft.rendezvous import mpi as started
 from weft.sparse import ALGORITHMS
 from weft.testing import GroupContract, check_wire, expected, wire_clauses
+from weft.testing.clauses import stated
 from weft.testing.pace import patient
-from weft.testing.wires import NUMBERS, stated_on
+from weft.testing.wires import NUMBERS
 from weft.wire import Features, mpi
 from weft.wire.factory import Start
 from weft.wire.interface import Failure
@@ -52,7 +53,7 @@ def on_a_wire(group, body):
 
     start = Start(group.rank, group.size, group.device, 20.0, "host", exchange, Pool())
     wire = mpi.make(start)
-    return stated_on(wire, body)
+    return stated(wire, body)
 
 
 @pytest.mark.parametrize("clause", NUMBERS)

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 import weft
@@ -203,25 +204,71 @@ def several(me, size):
 
 
 def late(me, size):
-    """A barrier whose time is up says so, and for whom it waits; then it can be waited for."""
-    told = torch.zeros(1)
-    dist.barrier()  # the first call joins the ranks, which the group's own timeout is for
+    """A barrier whose time is up says so, and for whom it waits; then it can be waited for.
+
+    The first call on a group joins its ranks, within the same time.
+    """
+    told, short = torch.zeros(1), timedelta(seconds=0.1)
     for later in (False, True):
-        if me == 0:
-            with pytest.raises(weft.StillRunning, match=r"after 0\.1|after 0:00:00\.1"):
-                work = dist.barrier(async_op=later, timeout=timedelta(seconds=0.1))
+        group = dist.new_group()
+        for reason in (r"rank 1 has not joined this process group after 0\.1 s", r"after 0\.1"):
+            work = None
+            if me == 0:
+                with pytest.raises(weft.StillRunning, match=reason):
+                    work = dist.barrier(group, async_op=later, timeout=short)
+                    work.wait()
+                dist.send(told, 1)
+            else:
+                dist.recv(told, 0)
+            if work is not None:
+                work.wait(timedelta(seconds=20))
+            else:
+                dist.barrier(group)
+        total = torch.ones(1)
+        dist.all_reduce(total, group=group)
+        assert total.item() == size
+
+
+def past(me, size):
+    """A rank that gave up a barrier as the ranks were joined is in it, and goes on from there."""
+    group = dist.new_group()
+    if me == 0:
+        with pytest.raises(weft.StillRunning, match="rank 1 has not joined"):
+            dist.barrier(group, timeout=timedelta(seconds=0.1))
+        dist.send(torch.zeros(1), 1)
+    else:
+        dist.recv(torch.zeros(1), 0)
+        dist.barrier(group)
+    for again in (False, True):
+        total = torch.ones(1)
+        dist.all_reduce(total, group=group)
+        assert total.item() == size
+        if not again:
+            dist.barrier(group)
+
+
+def misled(me, size):
+    """Ranks and timeouts that are none are named before anything is begun."""
+    tensor, forever = torch.ones(1), timedelta.max  # which C++ makes a negative one of
+    for call in (
+        lambda: dist.send(tensor, dst=99),
+        lambda: dist.recv(tensor, src=99),
+        lambda: dist.batch_isend_irecv([dist.P2POp(dist.irecv, tensor, 99)]),
+    ):
+        with pytest.raises(weft.WeftError, match=rf"rank {me}: .*\b99\b.*"):
+            call()
+    for wrong in (timedelta(0), timedelta(seconds=-1), forever):
+        with pytest.raises(weft.WeftError, match=rf"rank {me}: timeout is .*: pass a positive"):
+            dist.new_group(timeout=wrong)
+        for later in (False, True):
+            with pytest.raises(weft.WeftError, match=r"rank 1: timeout is .*: pass a positive"):
+                work = dist.barrier(async_op=later, timeout=wrong if me == 1 else timedelta(9))
                 work.wait()
-            for peer in range(1, size):
-                dist.send(told, peer)
-        else:
-            dist.recv(told, 0)
-        if later and me == 0:
-            work.wait(timedelta(seconds=20))
-        else:
-            dist.barrier()
-    total = torch.ones(1)
-    dist.all_reduce(total)
-    assert total.item() == size
+    work = serving().allreduce([tensor])
+    with pytest.raises(weft.WeftError, match=r"timeout is -1\.0: pass a positive"):
+        work.wait(timedelta(seconds=-1))
+    work.wait()
+    assert tensor.item() == size
 
 
 def sooner(me, size):
@@ -287,7 +334,44 @@ def ddp(me, size):
         assert torch.equal(model.module.dense.weight.grad, alone.dense.weight.grad)
 
 
-@pytest.mark.parametrize("body", ["erring", "unequal", "other_numbers"])
+def compressed(me, size):
+    """A hook of torch's, whose callbacks of one Future wait for others."""
+    model, alone = (DistributedDataParallel(nn.Linear(32, 32)) for _ in range(2))
+    alone.load_state_dict(model.state_dict())
+    given = torch.ones(2, 32) * me
+    state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2)
+    model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    for _ in range(4):
+        for each in (model, alone):
+            each.zero_grad()
+            each(given).sum().backward()
+    # a matrix of rank 1, as this gradient is, is itself
+    found, wanted = (each.module.weight.grad for each in (model, alone))
+    torch.testing.assert_close(found, wanted)
+
+
+def unused(me, size):
+    """A group that weft's own calls have made ends with torch's."""
+    made = dist.new_group()
+    weft.barrier(group=made)
+    own = process_group.joined(made)
+    dist.destroy_process_group(made)
+    assert own.closed
+    made = dist.new_group()
+    assert weft.all_reduce(torch.ones(1), group=made).item() == size
+    own = process_group.joined(made)
+    dist.all_reduce(torch.ones(1), group=made)
+    own.close()
+    weft.barrier(group=made)
+    own = process_group.joined(made)
+    assert not own.closed
+    dist.destroy_process_group(made)
+    assert own.closed
+
+
+@pytest.mark.parametrize(
+    "body", ["erring", "unequal", "other_numbers", "second_wrong", "odd_sizes"]
+)
 def test_errors_reach_the_caller_and_the_next_call_works(ranks, body):
     texts = ranks(3, globals()[body])
     assert len({tuple(each) for each in texts}) == 1
@@ -369,15 +453,74 @@ def other_numbers(me, size):
     return said
 
 
+def second_wrong(me, size):
+    """On one rank the second of two outputs, or its input, is wrong: the first is not written."""
+    group = serving()
+
+    def parts(wholes):
+        return [list(whole.chunk(size)) for whole in wholes]
+
+    def at_root(wholes):
+        return parts(wholes) if me == 0 else [[], []]
+
+    calls = [
+        lambda wholes, mine: group.allgather(parts(wholes), mine),
+        lambda wholes, mine: group.all_gather_single(wholes, mine),
+        lambda wholes, mine: group.reduce_scatter(mine, parts(wholes)),
+        lambda wholes, mine: group.reduce_scatter_single(mine, wholes),
+        lambda wholes, mine: group.gather(at_root(wholes), mine, 0),
+        lambda wholes, mine: group.scatter(mine, at_root(wholes), 0),
+    ]
+    odd = me == 1
+    wrong = [  # the second whole, and its part
+        (torch.ones(2 * size), torch.ones(3 if odd else 2)),
+        (torch.ones((3 if odd else 2) * size), torch.ones(3 if odd else 2)),
+        (torch.ones(2 * size, dtype=FLOATS[odd]), torch.ones(2, dtype=FLOATS[odd])),
+    ]
+    said = []
+    for call in calls:
+        for other_whole, other in wrong:
+            whole = torch.full((2 * size,), float(me + 1))
+            mine = whole.chunk(size)[me]  # as FSDP has it, in place
+            with pytest.raises(weft.WeftError) as caught:
+                call([whole, other_whole], [mine, other]).wait()
+            said.append(str(caught.value))
+            assert whole.eq(me + 1).all(), "it was written"
+            call([whole, torch.ones(2 * size)], [mine, torch.ones(2)]).wait()
+    return said
+
+
+FLOATS = torch.float32, torch.float64
+
+
+def odd_sizes(me, size):
+    """The split sizes of one rank are none, which it could know before it meets the others."""
+    said = []
+    for number in range(2):
+        right = [1] * size
+        sizes = [right, right]
+        if me == 0:
+            sizes[number] = [-1, 3, 1]
+        with pytest.raises(weft.WeftError, match="rank 0: the split sizes of the") as caught:
+            dist.all_to_all_single(torch.ones(size), torch.ones(size), *sizes)
+        said.append(str(caught.value))
+        dist.barrier()
+    return said
+
+
 BODIES = [
     (3, sparse),
     (3, uneven),
     (3, everything),
     (3, several),
     (2, late),
+    (2, past),
+    (2, misled),
     (2, sooner),
     (2, functionally),
     (2, ddp),
+    (2, compressed),
+    (2, unused),
 ]
 
 

@@ -13,11 +13,15 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 
 import weft
+from weft.base import watch
 from weft.cli.doctor_merge import first_difference
 from weft.records import recorder
-from weft.testing import run
+from weft.rendezvous import store
+from weft.testing import processes, run
 from weft.testing.pace import patient
 
 RANK = """
@@ -238,3 +242,28 @@ def test_seconds_that_are_none_are_refused(monkeypatch):
     monkeypatch.setenv("WEFT_WATCH", "soon")
     with pytest.raises(weft.WeftError, match="WEFT_WATCH"):
         weft.init()
+
+
+def refused_by_all():
+    dist.init_process_group("gloo")
+    if dist.get_rank() == 1:
+        os.environ["WEFT_WATCH"] = "soon"
+    with pytest.raises(weft.WeftError, match=r"^rank 1: watch .or WEFT_WATCH. is 'soon': pass"):
+        weft.all_reduce(torch.ones(1), group=dist.group.WORLD)
+    os.environ.pop("WEFT_WATCH", None)
+    total = weft.all_reduce(torch.ones(1), group=dist.group.WORLD)
+    dist.destroy_process_group()
+    return total.item()
+
+
+def test_seconds_of_one_rank_that_are_none_are_told_to_all_of_a_group_of_torch():
+    assert processes(2, refused_by_all) == [2.0] * 2
+
+
+def test_who_pauses_in_a_library_is_named_by_the_line_that_waits(monkeypatch):
+    """The frame of a generator that has yielded does not say who called it: `pauses` is one."""
+    paused = store.pauses(deadline=0.0)
+    next(paused)
+    frames = iter([paused.gi_frame, sys._getframe()])
+    monkeypatch.setattr(watch, "frame_of", lambda thread: next(frames))
+    assert f"{Path(__file__).name}:" in watch.program_line()

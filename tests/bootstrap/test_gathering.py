@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from weft import WireError
 from weft.failure.control import HELD_UP
-from weft.group.process_group import connect
+from weft.group.joining import connect
 from weft.rendezvous.store import AnsweringStore, SilentStoreError
 from weft.testing.pace import patient
 

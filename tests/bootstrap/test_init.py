@@ -7,9 +7,12 @@ import os
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
+import numpy
 import psutil
 import pytest
 import torch
@@ -25,6 +28,7 @@ from weft.bootstrap.local import launch
 from weft.group import default, process_group
 from weft.testing import processes
 from weft.testing.cases import in_case
+from weft.testing.pace import patient
 
 QUICK = {"OMP_NUM_THREADS": "1"}
 
@@ -156,10 +160,39 @@ def test_a_group_that_is_there_is_adopted_and_left_alone() -> None:
             assert total(1.0) == 1.0
         with pytest.raises(WeftError, match="leave rendezvous= out"):
             init(rendezvous="env://")
+        with pytest.raises(WeftError, match="truth value of an array"):
+            init(wire=numpy.ones(2))
         with init("gloo"), pytest.raises(WeftError, match="running already, with timeout=1234"):
             init(timeout=6.0)
     finally:
         dist.destroy_process_group()
+
+
+def test_a_group_that_was_used_before_gets_the_timeout_that_is_asked_for() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        used = process_group.of_group(None)
+        with init(timeout=6.0) as group:
+            assert group is used
+            assert group.timeout == 6.0
+    finally:
+        dist.destroy_process_group()
+
+
+class Mute:
+    def __repr__(self) -> str:
+        raise RuntimeError("it says nothing")
+
+
+@pytest.mark.parametrize("given", [Path("/tmp/run7"), b"env://", 7, Mute()])
+def test_what_is_no_rendezvous_is_told_as_one(given: Any) -> None:
+    with pytest.raises(WeftError, match=r"rendezvous is .*: pass a URL as text"):
+        init(rendezvous=given)
+
+
+def test_a_backend_of_another_kind_is_told_as_an_error_of_the_caller() -> None:
+    with pytest.raises(WeftError):
+        init(backend=["gloo"])  # type: ignore[arg-type]  # which is wrong
 
 
 def test_a_group_that_was_destroyed_is_replaced() -> None:
@@ -184,6 +217,10 @@ def adopting() -> list[int]:
     version.__version__ = own
     with pytest.raises(WeftError, match=r"^rank 1 \(.*wire 'pigeon' is unknown"):
         init(timeout=60, wire="pigeon" if dist.get_rank() else None)
+    with pytest.raises(
+        WeftError, match=r"^rank 1 \(.*timeout is -1: pass a positive number of sec"
+    ):
+        init(timeout=-1 if dist.get_rank() else 60)
     for _ in range(2):  # its group is closed in between, and made again
         with init(timeout=60):
             found = rows_of()
@@ -233,8 +270,9 @@ def meeting_at(url: str) -> list[int]:
 
 
 def test_a_rank_that_does_not_come_is_waited_for_until_the_timeout(tmp_path: Path) -> None:
-    waited = launch(2, waiting, [tmp_path], env={**QUICK, "WORLD_SIZE": "3"})
-    assert max(waited) >= 2  # who came first; the other hears it from that one, maybe earlier
+    timeout = patient(2.0)
+    waited = launch(2, waiting, [tmp_path, timeout], env={**QUICK, "WORLD_SIZE": "3"})
+    assert max(waited) >= timeout  # who came first; the other hears it from that one, maybe earlier
 
 
 MISFITS = [  # what rank 1 has in its environment, what both say
@@ -247,6 +285,7 @@ MISFITS = [  # what rank 1 has in its environment, what both say
     ({"VERSION": "9"}, "^the ranks differ in weft version: .*, rank 1 has 9; install the same"),
     ({"BACKEND": "ucc"}, "^rank 1 .*'ucc' is not in this build"),
     ({"FIRST": "ucc"}, "^rank 0 .*'ucc' is not in this build"),
+    ({"TIMEOUT": "-1"}, "^rank 1 .*timeout is -1: pass a positive number of seconds, or None"),
     ({"BACKEND": "gloo"}, "^the ranks differ in backend: rank 0 has none given, rank 1 has gloo"),
 ]
 
@@ -268,7 +307,11 @@ def misfitting(url: str) -> list[str]:
         elif "FIRST" in change:
             os.environ["BACKEND"] = change["FIRST"]
         with pytest.raises(WeftError) as info:
-            init(os.environ.get("BACKEND"), rendezvous=url if case >= 4 else None, timeout=60)
+            init(
+                os.environ.get("BACKEND"),
+                rendezvous=url if case >= 4 else None,
+                timeout=int(os.environ.get("TIMEOUT", "60")),
+            )
         said.append(str(info.value))
         os.environ.clear()
         os.environ.update(right)
@@ -294,14 +337,14 @@ def naming(names: list[str]) -> None:
             assert rows_of() == [0, 1, 9]
 
 
-def waiting(folder: Path) -> float:
+def waiting(folder: Path, timeout: float) -> float:
     kernels.prepare()
     (folder / os.environ["RANK"]).touch()
     while len(list(folder.iterdir())) < 2:  # both come well within the timeout, however busy it is
         time.sleep(0.01)
     began = time.monotonic()
     with pytest.raises(WireError, match=r"rank 2 did not come to .* in time \(2 of 3 came"):
-        init(timeout=2)
+        init(timeout=timeout)
     assert not dist.is_initialized()
     return time.monotonic() - began
 
@@ -314,6 +357,8 @@ def waiting(folder: Path) -> float:
     [
         ({"backend": "smoke"}, "backend 'smoke' is unknown: use one of gloo, weft, nccl, "),
         ({"backend": "ucc"}, "backend 'ucc' is not in this build of torch .*: use gloo, or build"),
+        ({"backend": ["gloo"]}, r"backend \['gloo'\] is unknown: use one of gloo, weft, nccl, "),
+        ({"watch": 10**400}, r"watch \(or WEFT_WATCH\) is .*: pass a number of seconds above 0"),
         ({"timeout": 0}, "timeout is 0"),
         ({"timeout": float("nan")}, "timeout is nan"),
         ({"timeout": float("inf")}, "timeout is inf"),
@@ -377,13 +422,18 @@ class Interrupt:
             return self if f"{os.sep}weft{os.sep}" in frame.f_code.co_filename else None
         if event == "opcode":
             # Python looks for signals behind these operations: before one, such as the call that
-            # gives a lock back, no interrupt can come
-            self.count += self.last.get(frame) in LOOKS_FOR_SIGNALS
-            self.last[frame] = dis.opname[frame.f_code.co_code[frame.f_lasti]]
+            # gives a lock back, no interrupt can come. A call in a `return` inside `with`, SWAP
+            # behind it, raises still inside, and a tracer only when that has been left.
+            behind, self.last[frame] = self.last.get(frame), operation(frame)
+            self.count += behind in LOOKS_FOR_SIGNALS and self.last[frame] != "SWAP"
             if self.count == self.at:
                 sys.settrace(None)
                 raise KeyboardInterrupt
         return self
+
+
+def operation(frame) -> str:
+    return dis.opname[frame.f_code.co_code[frame.f_lasti]]
 
 
 def start(interrupt: Interrupt) -> None:
@@ -406,7 +456,7 @@ def test_an_interrupted_init_leaves_no_default_group_behind() -> None:
     assert none.count > 100
     interrupted = 0
     left = []
-    for point in range(1, none.count, 7):
+    for point in range(1, none.count):
         try:
             start(Interrupt(point))
         except KeyboardInterrupt:
@@ -491,3 +541,40 @@ def started_by_a_thread():
 
 def test_a_group_that_another_thread_started_is_the_default_of_who_asks_for_it():
     assert processes(1, started_by_a_thread) == [1.0]
+
+
+def started_by_threads_at_once():
+    together = threading.Barrier(4)
+    started = []
+
+    def start():
+        together.wait()
+        started.append(weft.init())
+
+    threads = [threading.Thread(target=start) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    with weft.init() as group:
+        return [each is group for each in started]
+
+
+def test_threads_that_start_weft_at_once_get_one_group():
+    assert processes(1, started_by_threads_at_once) == [[True] * 4]
+
+
+def forked_while_a_thread_starts():
+    with module.starting, ThreadPoolExecutor(1) as other:
+        return other.submit(_exit_of_a_child_that_starts).result()
+
+
+def _exit_of_a_child_that_starts():
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if module.starting.acquire(blocking=False) else 1)
+    return os.waitpid(child, 0)[1]
+
+
+def test_a_child_does_not_wait_for_the_thread_that_starts_in_its_parent():
+    assert processes(1, forked_while_a_thread_starts) == [0]

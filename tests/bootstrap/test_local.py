@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from weft.base.cores import cores_of_process
 from weft.base.errors import WeftError, WireError
 from weft.bootstrap import local
 from weft.bootstrap.init import init
@@ -59,11 +60,17 @@ def counting(count: int) -> None:
         local.send(number)
 
 
-def failing(who: int) -> None:
+def failing(who: int, folder: Path) -> None:
+    """The others have come far enough by then to say where they were."""
     if rank() == who:
+        until = time.monotonic() + patient(60.0)
+        while len([*folder.iterdir()]) < 2:
+            assert time.monotonic() < until
+            time.sleep(0.01)
         raise LookupError("there is no such thing")
     local.send(os.getpid())
-    time.sleep(60)
+    (folder / f"{rank()}").touch()
+    time.sleep(300)
 
 
 def failing_everywhere() -> None:
@@ -107,16 +114,20 @@ def late() -> None:
 def leaving_a_child() -> int:
     child = os.fork()
     if child == 0:
-        time.sleep(60)
+        time.sleep(300)  # longer than anybody waits for its end
         os._exit(0)
     return child
 
 
 def with_a_child() -> None:
+    local.send(leaving_a_child())
+    time.sleep(300)
+
+
+def with_a_child_and_deaf() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    local.send(leaving_a_child())
-    time.sleep(60)
+    with_a_child()
 
 
 def returning_but_not_ending() -> int:
@@ -155,7 +166,7 @@ def test_a_rank_sees_what_torchrun_would_set(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "of an outer launcher")
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     for number, env in enumerate(local.launch(2, environment, env={"EXTRA": "1"})):
-        share = str(max(1, local.cores_of_process() // 2))
+        share = str(max(1, cores_of_process() // 2))
         wanted = {
             "RANK": str(number),
             "WORLD_SIZE": "2",
@@ -210,10 +221,13 @@ def test_a_launch_needs_a_rank() -> None:
 
 
 @pytest.mark.usefixtures("impatient")
-def test_an_error_keeps_its_type_and_says_where_it_comes_from(gone: Gone) -> None:
+def test_an_error_keeps_its_type_and_says_where_it_comes_from(
+    gone: Gone, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(local, "LADDER", ((signal.SIGINT, 60.0), (signal.SIGKILL, 10.0)))
     pids: list[int] = []
     with pytest.raises(LookupError, match="no such thing") as caught:
-        local.launch(3, failing, [1], on_message=lambda number, pid: pids.append(pid))
+        local.launch(3, failing, [1, tmp_path], on_message=lambda number, pid: pids.append(pid))
     notes = "\n".join(caught.value.__notes__)
     assert "on rank 1 of 3" in notes
     assert "in failing" in str(caught.value.__cause__)  # the remote traceback
@@ -289,7 +303,7 @@ def test_an_error_of_the_listener_ends_the_ranks_and_what_they_started_though_bo
         raise KeyError(pid)  # as soon as there is something to end
 
     with pytest.raises(KeyError):
-        local.launch(1, with_a_child, on_message=listen)
+        local.launch(1, with_a_child_and_deaf, on_message=listen)
     assert len(pids) == 1
     assert gone(pids)
 
@@ -313,14 +327,13 @@ import test_local
 from weft.bootstrap import local
 
 if __name__ == "__main__":
-    local.launch(2, test_local.interrupted, on_message=lambda *what: print(*what, flush=True))
+    local.launch(2, test_local.{body}, on_message=lambda *what: print(*what, flush=True))
 """
 
 
-@pytest.fixture
-def launcher(programs: Callable[..., Any]) -> tuple[Any, list[int]]:
-    """A program under way that launches two ranks, and these: they sleep until interrupted."""
-    program = programs(LAUNCHER.format(folder=str(Path(__file__).parent)))
+def launched(programs: Callable[..., Any], body: Callable[[], None]) -> tuple[Any, list[int]]:
+    """A program under way that launches two ranks, and the processes that these tell of."""
+    program = programs(LAUNCHER.format(folder=str(Path(__file__).parent), body=body.__name__))
     until = time.monotonic() + patient(60.0)
     while program.text().count("\n") < 2:
         assert time.monotonic() < until, program.text()
@@ -329,9 +342,9 @@ def launcher(programs: Callable[..., Any]) -> tuple[Any, list[int]]:
 
 
 def test_ctrl_c_reaches_every_rank_once_and_ends_all(
-    gone: Gone, launcher: tuple[Any, list[int]]
+    gone: Gone, programs: Callable[..., Any]
 ) -> None:
-    program, pids = launcher
+    program, pids = launched(programs, interrupted)
     os.killpg(program.pid, signal.SIGINT)  # as a terminal does: to the whole foreground
     out, err = program.communicate()
     assert sorted(out.splitlines()[2:]) == ["0 ('interrupted', 1)", "1 ('interrupted', 1)"]
@@ -340,10 +353,14 @@ def test_ctrl_c_reaches_every_rank_once_and_ends_all(
     assert gone(pids)
 
 
-def test_ranks_do_not_outlive_a_killed_launcher(
-    gone: Gone, launcher: tuple[Any, list[int]]
+@pytest.mark.parametrize(
+    ("number", "body"),
+    [(signal.SIGKILL, interrupted), (signal.SIGTERM, with_a_child_and_deaf)],
+)
+def test_neither_ranks_nor_what_they_started_outlive_a_launcher_that_was_ended(
+    gone: Gone, programs: Callable[..., Any], number: signal.Signals, body: Callable[[], None]
 ) -> None:
-    program, pids = launcher
-    os.kill(program.pid, signal.SIGKILL)
+    program, pids = launched(programs, body)
+    os.kill(program.pid, number)
     program.communicate()
     assert gone(pids)

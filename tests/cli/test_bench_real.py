@@ -29,13 +29,15 @@ def name_of(entity: int) -> str:
     return f"m.{entity:05}"  # sorted by name they are sorted by number
 
 
-def write(folder: Path, package: str, file: str, lines: list[str]) -> None:
-    """A package of one version that ships a file, as installed."""
-    info = folder / f"{package}-1.2.3.dist-info"
+def write(folder: Path, trace: str, lines: list[str]) -> None:
+    """A package of one version that ships the file of a trace, as installed."""
+    source = TRACES[trace].source
+    assert source is not None
+    info = folder / f"{source.package}-1.2.3.dist-info"
     info.mkdir(exist_ok=True)
-    text = f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.2.3\n"
+    text = f"Metadata-Version: 2.1\nName: {source.package}\nVersion: 1.2.3\n"
     (info / "METADATA").write_text(text, encoding="utf-8")
-    path = folder / file
+    path = folder / source.file
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
@@ -45,16 +47,16 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder in which both packages are installed. They cannot be imported."""
     folder = tmp_path_factory.mktemp("site")
     counts = [f"word{number}\t{WORDS * 100 // (number + 1)}" for number in range(WORDS)]
-    write(folder, "wordsegment", TRACES["text"].file, counts)
+    write(folder, "text", counts)
     # films in turn, as time goes; in the file the other way round
     times = range(12 * FILMS)
     rated = [f"{time % 943}\t{time % FILMS + 1}\t3\t{880_000_000 + time}" for time in times]
     head = "user_id:token\titem_id:token\trating:float\ttimestamp:float"
-    write(folder, "recbole", TRACES["ratings"].file, [head, *reversed(rated)])
+    write(folder, "ratings", [head, *reversed(rated)])
     ring = [(one, (one + 1) % ENTITIES) for one in range(ENTITIES)]
     spokes = [(one, HUB) for one in range(0, ENTITIES, 30)]
     triples = [f"{name_of(a)}\tknows\t{name_of(b)}" for a, b in ring + spokes]
-    write(folder, "recbole", TRACES["graph"].file, ["head\trelation\ttail", *triples])
+    write(folder, "graph", ["head\trelation\ttail", *triples])
     return folder
 
 
@@ -214,11 +216,11 @@ def test_without_the_package_it_says_what_to_install(
 
 
 def test_another_release_is_refused_with_the_remedy() -> None:
-    source = Source("wordsegment", "pip install this")
+    source = Source("wordsegment", "pip install this", "x/y.txt")
     with pytest.raises(weft.WeftError, match=r"wordsegment 1\.2\.3 has 4 words, not 5: pip inst"):
         source.check("words", 4, 5)
     with pytest.raises(weft.WeftError, match=r"wordsegment 1\.2\.3, which has no x/y\.txt: pip"):
-        source.read("x/y.txt")
+        source.read()
 
 
 @pytest.fixture
@@ -247,9 +249,9 @@ from importlib import metadata
 from weft.cli.bench.real import TRACES
 trace = TRACES["ratings"]
 assert trace.missing() is None
-opened = metadata.distribution("recbole").locate_file(trace.file).root.fp
+opened = metadata.distribution("recbole").locate_file(trace.source.file).root.fp
 before = opened.tell()
-assert trace.source.read(trace.file).startswith("user_id:token\titem_id:token")
+assert trace.source.read().startswith("user_id:token\titem_id:token")
 assert opened.tell() == before
 """
     assert programs(beside_a_wheel + program).communicate() == ("", "")

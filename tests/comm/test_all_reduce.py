@@ -116,3 +116,10 @@ def test_a_rank_without_gradients_takes_part_in_backward(group):
             assert tensor.grad.eq(2).all()
         with torch.no_grad():
             assert not weft.all_reduce(tensor, op).requires_grad
+
+
+@spmd(2)
+def test_a_tensor_of_more_dimensions_than_numpy_has(group):
+    for count in (1, 100_000):
+        shape = (*[1] * 70, count)
+        assert torch.equal(weft.all_reduce(torch.ones(shape)), torch.full(shape, 2.0))

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import sys
+import types
+
 import pytest
 import torch
 
 import weft
+from weft.base.memory import fresh
 from weft.base.tensors import as_bytes
+from weft.comm.staging import moved
 from weft.group.channels import ROUNDS
 from weft.testing import spmd
 from weft.testing.cases import in_case
@@ -274,3 +279,37 @@ def test_tensors_that_are_not_what_their_memory_says(group):
             weft.all_to_all([one, one])
     assert weft.all_reduce(torch.full((3,), 1 + 2j).conj()).eq(2 - 4j).all()
     assert weft.all_reduce(torch.tensor(2.0).expand(1, 1)).tolist() == [[4.0]]
+
+
+class Posting:
+    """A group that keeps what is sent."""
+
+    peers = (1, 2)
+    features = types.SimpleNamespace(lockstep=False)
+
+    def post(self, sends, recvs, channel):
+        self.sends = sends
+        return types.SimpleNamespace(wait=list)
+
+
+@pytest.mark.parametrize("rounds", [1, 3])
+def test_what_goes_to_several_peers_is_one_tensor_for_the_wire(rounds):
+    """Which then copies it once."""
+    group, given = Posting(), torch.ones(9)
+    moved(group, {1: given, 2: given}, {}, rounds)
+    (_, first), (_, second) = group.sends
+    assert first is second and len(first) == 9 // rounds
+
+
+@spmd(2, on=("processes",))
+def test_who_has_no_memory_for_what_others_send_is_named(group):
+    def made(shape, *others):
+        if shape == (50_000,) and group.rank == 0:
+            raise MemoryError("not today")
+        return fresh(shape, *others)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys.modules["weft.comm.all_to_all"], "fresh", made)
+        with pytest.raises((weft.WireError, MemoryError)) as caught:
+            weft.all_to_all([torch.ones(50_000), torch.ones(2)][:: 1 if group.rank else -1])
+    assert group.rank == 0 or caught.value.culprit == 0

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch._subclasses import FakeTensorMode
+from torch.autograd import forward_ad
 
 import weft
 from weft.testing import spmd
@@ -97,6 +98,56 @@ def test_what_is_no_such_argument_is_an_error_on_every_rank(group, name):
         assert weft.all_reduce(said, "min").equal(weft.all_reduce(said, "max")), wrong
 
 
+MANY = (32, 33, 300)  # dimensions: of the first, tensors are sent
+
+
+@pytest.mark.parametrize("name", ["all_to_all", "exchange", "fetch"])
+@spmd(2)
+def test_more_dimensions_than_are_sent_are_an_error_on_every_rank(group, name):
+    for dims in MANY:
+        sent = torch.ones(2, *[1] * (dims - 1))
+        if dims == MANY[0]:
+            assert SENDS[name](sent).shape[1:] == sent.shape[1:]
+            continue
+        with pytest.raises(weft.WeftError, match=f"^rank 1: .* has {dims} dimensions: pass a view"):
+            SENDS[name](sent if group.rank else torch.ones(2))
+        assert weft.all_reduce(torch.ones(1)).item() == group.size
+
+
+@spmd(2)
+def test_more_dimensions_than_a_layer_takes_are_an_error_on_every_rank(group):
+    gather = weft.nn.AllGather(weft.Partition(2, group=group), 0)
+    for dims in MANY:
+        shard = torch.ones(1, *[1] * (dims - 1))
+        if dims == MANY[0]:
+            assert gather(shard).shape == (2, *shard.shape[1:])
+            continue
+        with pytest.raises(weft.WeftError, match=f"AllGather: .* has {dims} dimensions: pass a vi"):
+            gather(shard if group.rank else torch.ones(1))
+        assert weft.all_reduce(torch.ones(1)).item() == group.size
+
+
+TOO_LARGE: dict[str, Callable[[torch.Tensor], object]] = {
+    "all_reduce": weft.all_reduce,
+    "all_to_all": lambda x: weft.all_to_all([x] * 2),
+    "exchange": lambda x: weft.exchange(x, [torch.tensor([0])] * 2),
+    "exchange later": lambda x: weft.exchange(x, [torch.tensor([0])] * 2, async_op=True).wait(),
+    "remote_rows": lambda x: weft.remote_rows(x[0], 2),
+    "fetch": lambda x: weft.remote_rows(torch.tensor([0, 3]), 2).fetch(x),
+}
+
+
+@pytest.mark.parametrize("name", TOO_LARGE)
+@spmd(2)
+def test_what_does_not_fit_in_memory_is_an_error_on_every_rank(group, name):
+    indices = torch.tensor([[0]] * 2)
+    if group.rank:
+        indices = indices[:1, :1].expand(2, 1 << 50)
+    with pytest.raises(weft.WeftError, match=r"^rank 1: .* memory"):
+        TOO_LARGE[name](indices)
+    assert weft.all_reduce(torch.ones(1)).item() == group.size
+
+
 def fake() -> torch.Tensor:
     with FakeTensorMode():
         return torch.ones(2)
@@ -139,6 +190,19 @@ def test_batches_of_gradients_are_an_error_on_every_rank(group, name):
             torch.autograd.grad(result, rows, seeds, is_grads_batched=True)
         else:
             result.sum().backward()
+    weft.barrier()
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # torch's own use of it
+@pytest.mark.parametrize("name", SENDS)
+@spmd(2, on=("threads",))
+def test_derivatives_of_forward_mode_are_not_lost_in_silence(group, name):
+    with pytest.raises(weft.WeftError, match=r"^rank 1: .* has a tangent of forward-mode"):
+        if group.rank:
+            with forward_ad.dual_level():
+                SENDS[name](forward_ad.make_dual(torch.ones(2), torch.ones(2)))
+        else:
+            SENDS[name](torch.ones(2))
     weft.barrier()
 
 

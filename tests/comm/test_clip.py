@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 from torch import nn
+from torch._subclasses import FakeTensorMode
 
 import weft
 
@@ -131,3 +132,12 @@ def test_a_gradient_of_another_layout():
     for clip in (weft.clip_grad_norm_, weft.clip_grad_value_):
         with pytest.raises(weft.WeftError, match=r"^a gradient has layout torch\.sparse_csr: use"):
             clip([parameter], 1.0)
+
+
+def test_what_stands_for_values_is_clipped_as_torch_does():
+    for where in (torch.device("meta"), FakeTensorMode()):
+        with where:
+            parameter = nn.Parameter(torch.ones(2))
+            parameter.grad = torch.ones(2)
+            assert weft.clip_grad_norm_(parameter, 1.0).shape == ()
+            weft.clip_grad_value_(parameter, 1.0)

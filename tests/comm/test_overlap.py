@@ -5,9 +5,14 @@ That its sums are those of `sync_grads` is in test_sync_grads.
 
 from __future__ import annotations
 
+import gc
+import time
+import weakref
+
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import weft
 from weft.testing import spmd
@@ -40,31 +45,112 @@ def test_accumulating_takes_a_pause(group):
     assert module.weight.grad.tolist() == [[6, 6]]
 
 
-def changes_too_late(group, bucket_bytes):
+class Sum(nn.Module):
+    """Backward reads on in the memory that it makes the gradient of `upper`."""
+
+    def __init__(self, read):
+        super().__init__()
+        self.lower, self.upper = (nn.Parameter(torch.zeros(6)) for _ in range(2))
+        self.read = read
+
+    def forward(self):
+        lower = torch.tanh(self.lower.view(3, 2))
+        lower.register_hook(lambda gradient: self.read.append(gradient.detach()))
+        return (lower + self.upper.view(3, 2)) * 2
+
+
+@pytest.mark.parametrize("how", ["asked for", "thrown away"])
+@spmd(2, on=("threads", "device"))
+def test_gradients_that_are_gone_are_not_those_that_backward_adds_to(group, how):
+    read = []
+    module = Sum(read)
+    overlap = weft.overlap_grads(module, average=False)
+    for _ in range(2):
+        module().sum().backward()
+        weft.sync_grads(module, average=False)
+        if how == "asked for":
+            torch.autograd.grad(module().sum(), [module.lower, module.upper])
+        else:
+            with overlap.paused():
+                module().sum().backward()
+        module.zero_grad()
+    read.clear()
+    module().sum().backward()
+    assert module.upper.grad.data_ptr() != read[0].data_ptr()
+    weft.sync_grads(module, average=False)
+
+
+@spmd(1, 2, on=EVERYWHERE)
+def test_a_gradient_that_a_hook_uses_up_is_none(group):
+    module = nn.Linear(2, 1, bias=False)
+    if group.rank == 0:
+        module.weight.register_post_accumulate_grad_hook(lambda used: setattr(used, "grad", None))
+    weft.overlap_grads(module, average=False)
+    module(torch.ones(1, 2)).sum().backward()
+    weft.sync_grads(module, average=False)
+    if group.size > 1:
+        assert module.weight.grad.tolist() == [[1, 1]]
+
+
+# in processes: the wire of threads may see itself that what is being sent is changed
+@spmd(1, 2, on=("processes",))
+def test_a_module_that_two_reentrant_checkpoints_run_is_told_of(group):
+    """Each has a backward of its own, which gives the module gradients."""
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    weft.overlap_grads(module, bucket_bytes=1)
+
+    def backward_of_both(use_reentrant):
+        x = torch.ones(1, 2, requires_grad=True)
+        for _ in range(2):
+            x = checkpoint(module[0], x, use_reentrant=use_reentrant)
+        module[1](x).sum().backward()
+
+    backward_of_both(use_reentrant=True)
+    with pytest.raises(weft.WeftError, match=r"one module, pass them use_reentrant=False$"):
+        weft.sync_grads(module)
+    module.zero_grad()
+    backward_of_both(use_reentrant=False)
+    weft.sync_grads(module)
+
+
+def backward(module):
+    module(torch.ones(1, 2)).sum().backward()
+
+
+def changes_too_late(group, bucket_bytes, changes):
+    """The last rank changes gradients of a module so, each time after a backward."""
     module, last = nn.Linear(2, 1), group.size - 1
     weft.overlap_grads(module, average=False, bucket_bytes=bucket_bytes)
-    for _ in range(4):
-        module(torch.ones(1, 2)).sum().backward()
+    for change in changes:
+        backward(module)
         if group.rank == last:
-            module(torch.ones(1, 2)).sum().backward()
+            change(module)
         with pytest.raises(weft.WeftError, match=rf"^rank {last}: the gradient of .* changed"):
             weft.sync_grads(module, average=False)
         module.zero_grad()
-        module(torch.ones(1, 2)).sum().backward()
+        backward(module)
         weft.sync_grads(module, average=False)
         assert module.weight.grad.tolist() == [[group.size] * 2]
 
 
 @spmd(1, 2, 3, on=EVERYWHERE)
 def test_a_gradient_that_changes_too_late_is_an_error_on_every_rank(group):
-    changes_too_late(group, 1 << 20)
+    changes_too_late(group, 1 << 20, [backward] * 4)
 
 
 @spmd(
     1, 2, 3, on=("processes",)
 )  # threads see that what is being sent changes, and break the group
 def test_a_gradient_that_changes_in_a_bucket_of_its_own_is_too(group):
-    changes_too_late(group, 1)
+    changes_too_late(group, 1, [backward] * 4)
+
+
+@spmd(1, 2, 3, on=EVERYWHERE)
+def test_a_gradient_that_is_replaced_too_late_is_an_error_on_every_rank(group):
+    def replace(module):
+        module.bias.grad = torch.ones(1)
+
+    changes_too_late(group, 1, [nn.Module.zero_grad, replace])
 
 
 @spmd(2, 3, on=EVERYWHERE)
@@ -84,6 +170,57 @@ def test_ranks_that_began_more_buckets_meet_again_after_an_error(group):
         module(torch.ones(1, 2)).sum().backward()
         weft.sync_grads(module, average=False)
         assert torch.equal(module[3].weight.grad[0], module[3].weight.grad[1])
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 1 << 20])
+@spmd(2, on=EVERYWHERE)
+def test_overlap_sees_parameters_as_they_are_when_their_gradients_are_made(group, bucket_bytes):
+    module = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
+    weft.overlap_grads(module, average=False, bucket_bytes=bucket_bytes)
+
+    def step(dtype):
+        module(torch.ones(1, 2, dtype=dtype)).sum().backward()
+        weft.sync_grads(module, average=False)
+        module.zero_grad()
+
+    step(torch.float32)
+    dtype = torch.bfloat16 if group.rank else torch.float16
+    module.to(dtype)
+    for _ in range(2):
+        with pytest.raises(weft.WeftError, match=r"parameter of torch.float16 .* on rank 0, and"):
+            step(dtype)
+        module.zero_grad()
+    module.double()
+    step(torch.float64)
+    if group.rank:
+        module[0].weight.data = module[0].weight.data.t().contiguous()
+    with pytest.raises(weft.WeftError, match=r"'0.weight' .* of shape \(3, 2\) on rank 0"):
+        weft.sync_grads(module, average=False)
+
+
+@pytest.mark.parametrize("changed", [0, 1])
+@spmd(2, on=EVERYWHERE)
+def test_overlap_takes_a_layer_that_all_ranks_have_changed_alike(group, changed):
+    layers = nn.Linear(2, 2), nn.Linear(2, 2)
+    module = nn.ModuleList(layers)
+    weft.overlap_grads(module, average=False, bucket_bytes=1)
+
+    def step():
+        given = torch.ones(1, 2)
+        for layer in layers:
+            given = layer(given.to(layer.weight.dtype))
+        given.sum().backward()
+        weft.sync_grads(module, average=False)
+        assert torch.equal(layers[1].bias.grad.float(), torch.full((2,), 2.0))
+        module.zero_grad()
+
+    step()
+    layers[changed].double()
+    if group.rank:  # whose buckets wait, while the other's are under way
+        group.worker.submit("slow", lambda: time.sleep(0.05))
+    else:
+        group.worker.submit("quick", lambda: None)
+    step()
 
 
 @spmd(2, on=EVERYWHERE)
@@ -145,3 +282,18 @@ def test_what_overlap_refuses(group):
         weft.overlap_grads(module, bucket_bytes=1 - group.rank)
     with pytest.raises(weft.WeftError, match="rank 0: module is a int"):
         weft.overlap_grads(module if group.rank else 3)
+
+
+@pytest.mark.parametrize("trains", [False, True])
+@spmd(1, 2)
+def test_a_module_may_go_with_its_hooks(group, trains):
+    """Which C++ holds, where Python sees no cycle."""
+    module = nn.Sequential(nn.EmbeddingBag(4, 2, sparse=True), nn.Linear(2, 1))
+    weft.overlap_grads(module)
+    if trains:
+        module(torch.ones(1, 2).long()).sum().backward()
+        weft.sync_grads(module)
+    gone = weakref.ref(module[0].weight)
+    del module
+    gc.collect()
+    assert gone() is None

@@ -160,6 +160,10 @@ def test_gradients_that_are_not_what_their_memory_says(group):
     module.one.grad = torch.tensor(2.0).expand(1, 1)
     weft.sync_grads(module, average=False)
     assert module.one.grad.tolist() == [[4.0]]
+    module.shared = nn.Parameter(torch.ones(2, 2))
+    module.shared.grad = torch.ones(2, 2) if group.rank else torch.arange(3.0).unfold(0, 2, 1)
+    weft.sync_grads(module, average=False)
+    assert module.shared.grad.tolist() == [[1, 2], [2, 3]]
     for number, count in enumerate((3, 40_000)):  # alone in place, and in parts
         module = nn.Module()
         module.turned = nn.Parameter(torch.ones(count, dtype=torch.complex64))
@@ -222,7 +226,7 @@ def test_where_a_shape_differs_nothing_is_changed(group):
 
 
 @spmd(2, on=EVERYWHERE)
-def test_parameters_of_one_memory_are_reduced_once_as_they_are_now(group):
+def test_parameters_of_one_memory_have_gradients_of_their_own(group):
     module = nn.Module()
     module.one, module.two = (nn.Parameter(torch.zeros(3)) for _ in range(2))
     for shared in (False, True):
@@ -231,7 +235,56 @@ def test_parameters_of_one_memory_are_reduced_once_as_they_are_now(group):
         module.one.grad, module.two.grad = torch.ones(3), torch.full((3,), 1.0 + group.rank)
         weft.sync_grads(module, average=False)
         assert module.one.grad.eq(2).all()
-        assert module.two.grad.eq(1 + group.rank if shared else 3).all()
+        assert module.two.grad.eq(3).all()
+
+
+class Added(nn.Module):
+    """A model whose gradients autograd leaves in the memory of others: of views that are added."""
+
+    def __init__(self, rows, kind):
+        super().__init__()
+        self.lower = nn.Parameter(torch.zeros(rows * 4))
+        self.upper = nn.Parameter(torch.zeros(rows * 4))
+        self.table = nn.Embedding(10, 4, sparse=kind == "table")
+        nn.init.zeros_(self.table.weight)
+        self.kind = kind
+
+    def forward(self, rows):
+        added = self.upper.view(rows, 4)
+        if self.kind == "table":
+            return self.lower.view(rows, 4) + self.table(torch.arange(rows) % 10) + added
+        return torch.tanh(self.lower.view(rows, 4) + 0.0) + added
+
+
+@pytest.mark.parametrize("kind", ["table", "dense"])
+@pytest.mark.parametrize("rows", [16, 1 << 18])  # sent with others, and from their own memory
+@pytest.mark.parametrize("overlaps", [False, True])
+@spmd(2)
+def test_gradients_in_one_memory_are_summed_once(group, overlaps, rows, kind):
+    module = Added(rows, kind)
+    if overlaps:
+        weft.overlap_grads(module, average=False, bucket_bytes=1)
+    (module(rows) * (1 + group.rank)).sum().backward()
+    weft.sync_grads(module, average=False)
+    for each in (module.lower, module.upper):
+        assert each.grad.eq(3).all()
+    if kind == "table":
+        assert module.table.weight.grad.to_dense().sum() == 3 * 4 * rows
+
+
+@spmd(2)
+def test_memory_of_the_callers_own_keeps_the_gradients(group):
+    """All in one buffer, as some programs have them: they are reduced there."""
+    module = nn.Linear(3, 2)
+    flat = torch.zeros(8)
+    for overlaps in (False, True):
+        if overlaps:
+            weft.overlap_grads(module, average=False, bucket_bytes=1)
+        flat.zero_()
+        module.weight.grad, module.bias.grad = flat[:6].view(2, 3), flat[6:]
+        (module(torch.ones(1, 3)) * (1 + group.rank)).sum().backward()
+        weft.sync_grads(module, average=False)
+        assert flat.eq(3).all()
 
 
 @spmd(3, on=("threads", "device"))

@@ -162,6 +162,10 @@ WRONG = {
     "lazy": (lambda m: setattr(m, "lazy", nn.LazyLinear(3)), "'lazy.bias' has no shape yet"),
     "meta": (lambda m: m.to("meta"), "is on the meta device"),
     "expanded": (lambda m: setattr(m, "hidden", torch.ones(1).expand(4)), r"along \[0\] on rank 1"),
+    "woven": (
+        lambda m: setattr(m, "hidden", torch.ones(3).unfold(0, 2, 1)),
+        r"elements of buffer 'hidden' share memory",
+    ),
     "view": (
         lambda m: setattr(m, "hidden", m.first.detach().view(-1)[1:5]),
         r"'hidden' is a buffer of .* on rank 0, .*, in memory that 'first' has, too on rank 1",

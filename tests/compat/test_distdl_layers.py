@@ -32,7 +32,7 @@ from weft.compat.distdl import (
     zero_volume_tensor,
 )
 from weft.compat.distdl.nn.layers import paired
-from weft.nn.broadcast import copies
+from weft.nn.broadcast import BroadcastSpec
 from weft.testing import run, spmd
 
 
@@ -81,7 +81,7 @@ def test_workers_are_matched_as_in_distdl(small, large, turn_small, turn_large):
             )
             for a in range(P_s.size)
         }
-        found = copies(*paired(P_s, P_l, turn_small, turn_large))
+        found = BroadcastSpec(*paired(P_s, P_l, turn_small, turn_large)).copies
         if P_s.active or P_l.active:  # others neither know nor need it
             assert {rank: sorted(each) for rank, each in found.items()} == {
                 rank: sorted(each) for rank, each in expected.items()

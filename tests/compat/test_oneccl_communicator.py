@@ -142,8 +142,10 @@ def test_what_is_wrong_is_raised_here():
     ):
         with pytest.raises(weft.WeftError, match=text):
             event.create_communicator(*given)
-    with pytest.raises(weft.WeftError, match="timeout is -1: pass a number of seconds"):
+    with pytest.raises(weft.WeftError, match="timeout is -1: pass a positive number"):
         event.create_communicator(2, 0, store, timeout=-1)
+    with pytest.raises(weft.WeftError, match="timeout is '3': pass a positive number"):
+        event.create_kvs("127.0.0.1:9", timeout="3")
     for host in ("203.0.113.5", 7):  # of a network that is for documents
         with pytest.raises(weft.WeftError, match=r"no store can listen at .*: pass an address of"):
             event.create_main_kvs(host)

@@ -193,6 +193,20 @@ def test_what_alloc_fn_may_give(what):
     run(2, program)
 
 
+@pytest.mark.parametrize("how", ["complete", "allocate"])
+@spmd(2, 3, on=("threads",))
+def test_indices_of_which_all_are_above_the_half(group, how):
+    """Then nobody has rows of the lower half; and the last rank has none at all."""
+    kept = Kept()
+    count = 0 if group.rank == group.size - 1 else 3
+    indices = (torch.arange(count) + torch.iinfo(torch.int64).min).view(torch.uint64)
+    rows = weft.Rows(indices, torch.ones(count, WIDTH))
+    event.sparse_allreduce(*sent(rows), "sum", group, attr=kept.attr(how)).wait()
+    numbers, sums = kept.result()
+    assert numbers == [2**63 + number for number in range(3)]
+    assert sums == [group.size - 1.0] * 3 * WIDTH
+
+
 INDICES = [getattr(torch, f"{sign}int{bits}") for sign in ("", "u") for bits in (8, 16, 32, 64)]
 TYPES = [*zip([*DTYPES, torch.uint64], INDICES * 2, strict=False)]
 

@@ -50,6 +50,14 @@ def test_a_buffer_may_be_part_of_another_tensor(group):
         assert torch.equal(whole[source].T.reshape(-1), torch.arange(6.0) + 10 * source)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex128])
+@spmd(3, on=["threads"])
+def test_buffers_may_be_the_columns_of_a_matrix(group, dtype):
+    whole = torch.zeros(2, group.size, dtype=dtype)
+    sar.all_to_all(list(whole.T), [torch.full((2,), group.rank, dtype=dtype)] * group.size)
+    assert whole.tolist() == [[0, 1, 2]] * 2
+
+
 @pytest.mark.parametrize("largest", [1, 7, 10**6])
 @spmd(3, on=["threads"])
 def test_rounds_are_of_bounded_size(group, largest):
@@ -86,11 +94,13 @@ def test_the_communication_thread_runs_tasks_in_order(group):
         thread.submit_task(f"fetch {number}", functools.partial(exchange, number))
         thread.submit_task("no result", lambda: kept.append(len(kept)))
     thread.submit_task("fails", lambda: kept[9])
+    thread.submit_task("finds nothing", queue.SimpleQueue().get_nowait)
     assert [thread.get_result() for _ in range(4)] == [
         (number, 10.0 * number + 1 - group.rank) for number in range(4)
     ]
-    with pytest.raises(IndexError):
-        thread.get_result()
+    for raised in (IndexError, queue.Empty):
+        with pytest.raises(raised):
+            thread.get_result()
     assert kept == [0, 1, 2, 3]
     with pytest.raises(queue.Empty):
         sar.comm.comm_thread.get_result(block=False)
@@ -197,6 +207,12 @@ def nested():
     return torch.nested.nested_tensor([torch.ones(1)] * 2, layout=torch.jagged)
 
 
+def sharing():
+    """Buffers of which the first and the last have one element in common."""
+    memory = torch.zeros(3)
+    return [memory[:2], torch.zeros(2), memory[1:]]
+
+
 WRONG = {
     "rank 1: recv_tensors[0] has shape (3,), and rank 0 sends (2,): make it as large, or use "
     "exchange_tensors, which needs no sizes": lambda rank, send: sar.all_to_all(
@@ -216,7 +232,7 @@ WRONG = {
     "rank 2: recv_sizes is 2: pass a length for each rank, or leave it out": (
         lambda rank, send: sar.exchange_tensors(send, 2 if rank == 2 else None)
     ),
-    "rank 1: recv_tensors[2] is expanded, its elements share memory: pass one that can be "
+    "rank 1: recv_tensors[2] is one whose elements share memory: pass one that can be "
     "written": lambda rank, send: sar.all_to_all(
         [*recv_of((2,), (2,)), torch.ones(1).expand(2) if rank == 1 else torch.ones(2)], send
     ),
@@ -230,6 +246,18 @@ WRONG = {
     "rank 0: red_tensor is of no shape yet: pass a strided tensor with data": lambda rank, send: (
         sar.all_reduce(send[0] if rank else torch.nn.UninitializedParameter(), "sum")
     ),
+    "rank 0: red_tensor is a list: pass a tensor to be filled": lambda rank, send: sar.all_reduce(
+        send[0] if rank else [1.0], torch.distributed.ReduceOp.SUM
+    ),
+    "rank 1: red_tensor is a NoneType: pass a tensor to be filled": lambda rank, send: (
+        sar.all_reduce(None if rank == 1 else send[0], "sum")
+    ),
+    "rank 1: recv_sizes is [2.7, 2.2, 2.0]: pass a length for each rank, or leave it out": (
+        lambda rank, send: sar.exchange_tensors(send, [2.7, 2.2, 2.0] if rank == 1 else [2, 2, 2])
+    ),
+    "rank 2: recv_tensors[0] and recv_tensors[2] share memory: pass tensors of their own": (
+        lambda rank, send: sar.all_to_all(sharing() if rank == 2 else recv_of(*[(2,)] * 3), send)
+    ),
     "rank 0: send_idx is 3: pass a rank of the group, 0 to 2": lambda rank, send: (
         sar.exchange_single_tensor(rank, 3 if rank == 0 else rank, *recv_of((2,)), send[0])
     ),
@@ -242,8 +270,10 @@ WRONG = {
     "rank 2: inputs has 2 tensors for 3 ranks: pass one for each": lambda rank, send: (
         sar.exchange_tensors(send[:2] if rank == 2 else send)
     ),
-    "rank 1: red_tensor is expanded, its elements share memory: pass one that can be written": (
-        lambda rank, send: sar.all_reduce(torch.ones(1).expand(2) if rank == 1 else send[0], "sum")
+    "rank 1: red_tensor is one whose elements share memory: pass one that can be written": (
+        lambda rank, send: sar.all_reduce(
+            torch.ones(3).unfold(0, 2, 1) if rank == 1 else torch.ones(2, 2), "sum"
+        )
     ),
     "rank 1: red_tensor is of inference mode: pass one that can be written, or a clone of it": (
         lambda rank, send: sar.all_reduce(of_inference() if rank == 1 else send[0], "sum")

@@ -14,8 +14,10 @@ import os
 import signal
 import threading
 import time
+import types
+import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -105,22 +107,23 @@ def plain_ddp(model: nn.Module, **options: Any) -> DistributedDataParallel:
     return DistributedDataParallel(model, process_group=group, **options)
 
 
-def trained(*sizes: int) -> Callable[[Callable[[], None]], Callable[..., None]]:
+def trained(*sizes: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """A test: a rank's program within `weft.init`, in so many processes that have a group."""
 
-    def decorate(body: Callable[[], None]) -> Callable[..., None]:
+    def decorate(body: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(body)
-        def inside(group: Group, tmp_path: Path) -> None:
+        def inside(group: Group, tmp_path: Path, **given: Any) -> None:
             meeting = f"file://{tmp_path}/meeting"
             dist.init_process_group("gloo", meeting, rank=group.rank, world_size=group.size)
             try:
                 with init(timeout=20):
-                    body()
+                    body(**given)
             finally:
                 dist.destroy_process_group()
 
-        parameters = inspect.signature(inside, follow_wrapped=False)
-        inside.__dict__["__signature__"] = parameters
+        *own, _ = inspect.signature(inside, follow_wrapped=False).parameters.values()
+        own += inspect.signature(body).parameters.values()
+        inside.__dict__["__signature__"] = inspect.Signature(own)
         return spmd(*sizes, on=("processes",))(inside)
 
     return decorate
@@ -331,10 +334,24 @@ def test_a_result_is_not_copied_into_its_gradient() -> None:
             assert model.module.weight.grad._values().data_ptr() == result.data_ptr()
 
 
+@trained(2)
+def test_a_registered_model_may_go_with_its_hooks() -> None:
+    """Which C++ holds, where Python sees no cycle."""
+    model = DistributedDataParallel(nn.EmbeddingBag(9, 2, sparse=True))
+    ddp.register(model)
+    model(torch.tensor([[1, 2]])).sum().backward()
+    gone = weakref.ref(model.module.weight)
+    del model
+    gc.collect()
+    assert gone() is None
+
+
 def left_to_the_collector(step: Callable[[], None]) -> list[Tensor]:
     """The tensors in cycles that a step has made, which only the garbage collector ends."""
     step()
     gc.collect()
+    # kept: those of an earlier test, whose threads may still hold them, and let go of them below
+    before = [each for each in gc.get_objects() if isinstance(each, Tensor)]
     gc.disable()
     try:
         step()
@@ -345,6 +362,7 @@ def left_to_the_collector(step: Callable[[], None]) -> list[Tensor]:
         gc.set_debug(0)
         gc.garbage.clear()
         gc.enable()
+        del before
 
 
 @trained(2)
@@ -655,6 +673,28 @@ def test_a_model_that_has_a_hook_already_is_refused_on_every_rank() -> None:
     assert twice.module.bias.grad.eq(1).all()
 
 
+@trained(2)
+def test_a_forward_that_was_set_on_the_model_is_the_one_that_runs() -> None:
+    model = DistributedDataParallel(nn.Linear(1, 1, bias=False))
+    nn.init.ones_(model.module.weight)
+    plainly = model.forward
+    model.forward = lambda x: 10 * plainly(x)
+    ddp.register(model)
+    assert model(torch.ones(1, 1)).item() == 10
+    model(torch.full((1, 1), float(dist.get_rank()))).sum().backward()
+    assert model.module.weight.grad.item() == 5  # the mean of both ranks'
+
+    model = DistributedDataParallel(nn.Linear(1, 1, bias=False))
+    nn.init.ones_(model.module.weight)
+    model.forward = types.MethodType(lambda self, x: 10 * type(self).forward(self, x), model)
+    ddp.register(model)
+    other = copy.deepcopy(model)
+    ddp.register(other)
+    with torch.no_grad():
+        other.module.weight.fill_(2)
+    assert (model(torch.ones(1, 1)).item(), other(torch.ones(1, 1)).item()) == (10, 20)
+
+
 class Tied(nn.Module):
     """A table whose weight an output layer has, too, declared before it or behind."""
 
@@ -711,29 +751,54 @@ class ByFunction(nn.Module):
         return self.table(index).sum() + self.use(self, index)
 
 
-@trained(2)
-def test_a_gradient_of_another_kind_than_torch_expects_is_named_and_the_next_step_works() -> None:
+def plain_use(model: Any, index: Tensor) -> Tensor:
+    found: Tensor = model.weight[index].sum()
+    return found
+
+
+OTHER_KINDS: list[tuple[Callable[[Any, Tensor], Tensor], str]] = [
+    (lambda model, index: looked_up(model.weight, index), "'weight' got a sparse gradient"),
+    (lambda model, index: gathered(model.weight, index), "'weight' got a sparse gradient"),
+    (
+        lambda model, index: (model.table.weight @ model.weight.T).sum(),
+        "'table.weight' has sparse gradients in Embedding, and got a dense one",
+    ),
+]
+
+
+@pytest.mark.parametrize("erring", ["all ranks", "the last rank"])
+@pytest.mark.parametrize("finds_unused", [False, True])
+@trained(2, 3)
+def test_a_gradient_of_another_kind_than_torch_expects_is_named_on_all_ranks(
+    erring: str, finds_unused: bool
+) -> None:
+    last = dist.get_world_size() - 1
+    culprit = 0 if erring == "all ranks" else last
     index = torch.tensor([1, 2 + dist.get_rank()])
-    for use, text in (
-        (lambda model, index: looked_up(model.weight, index), "^'weight' got a sparse gradient"),
-        (lambda model, index: gathered(model.weight, index), "^'weight' got a sparse gradient"),
-        (
-            lambda model, index: (model.table.weight @ model.weight.T).sum(),
-            "^'table.weight' has sparse gradients in Embedding, and got a dense one",
-        ),
-    ):
-        model = DistributedDataParallel(ByFunction(use))
+
+    def step(model: Any, use: Callable[[Any, Tensor], Tensor]) -> None:
+        errs = erring == "all ranks" or dist.get_rank() == last
+        model.zero_grad()
+        model.module.use = use if errs else plain_use
+        model(index).backward()
+
+    for use, text in OTHER_KINDS:
+        options: dict[str, Any] = {"find_unused_parameters": finds_unused}
+        model = DistributedDataParallel(ByFunction(plain_use), **options)
         ddp.register(model)
         for _ in range(2):
-            model.zero_grad()
-            with pytest.raises(WeftError, match=text) as error:
-                model(index).backward()
+            with pytest.raises(WeftError, match=f"^rank {culprit}: {text}") as error:
+                step(model, use)
             same_on_all(str(error.value))
-        model.module.use = lambda model, index: model.weight[index].sum()
-        model.zero_grad()
-        model(index).backward()
+        step(model, plain_use)
         assert model.module.weight.grad.to_dense()[1].eq(1).all()
-        assert model.module.table.weight.grad.to_dense()[2].eq(0.5).all()
+        wanted = 1 / dist.get_world_size()
+        assert torch.allclose(model.module.table.weight.grad.to_dense()[2], torch.tensor(wanted))
+    # of the last one: the table is used otherwise in a later step
+    for number in range(3):
+        errs = number == 1
+        with pytest.raises(WeftError, match=f"^rank {culprit}: {text}") if errs else nullcontext():
+            step(model, use if errs else plain_use)
 
 
 @trained(2)
@@ -850,6 +915,16 @@ def test_on_an_accelerator_a_model_may_not_use_the_group_in_between() -> None:
             ddp.register(DistributedDataParallel(model))
         same_on_all(str(caught.value))
         ddp.register(DistributedDataParallel(model, process_group=dist.new_group()))
+
+
+@trained(2)
+def test_buckets_that_torch_leaves_out_are_refused() -> None:
+    model = DistributedDataParallel(
+        nn.Linear(2, 1), find_unused_parameters=True, skip_all_reduce_unused_params=True
+    )
+    with pytest.raises(WeftError, match=r"^rank 0: .*: leave it False") as caught:
+        ddp.register(model)
+    same_on_all(str(caught.value))
 
 
 @pytest.mark.parametrize("sparse", [False, True])

@@ -8,18 +8,23 @@ rank to the last bit.
 from __future__ import annotations
 
 import copy
+import gc
 import itertools
+import weakref
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from weft import ddp
-from weft.base.errors import WeftError
+from weft.base.errors import WeftError, WireError
 from weft.bootstrap.init import init
 from weft.bootstrap.local import launch
 from weft.testing.cases import in_case
@@ -34,6 +39,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "static": {"static_graph": True},
     "static views": {"static_graph": True, "gradient_as_bucket_view": True},
     "unused": {"find_unused_parameters": True},
+    "static unused": {"static_graph": True, "find_unused_parameters": True},
 }
 TOWERS = ("one", "two", "two in turn")  # in turn: a backward for each of two losses
 STEPS = ("each", "no_sync", "join")
@@ -53,6 +59,8 @@ class Cell(NamedTuple):
         With static_graph and find_unused_parameters all outputs are one node of the graph, which
         has one backward. What is used inside of a reentrant block is unused for it.
         """
+        if self.options == "static unused" and self.steps == "join":
+            return False  # ranks of plain DistributedDataParallel start unlike collectives, and die
         in_turn = self.towers == "two in turn"
         if self.options == "unused" and self.kept == "reentrant":
             return False
@@ -62,11 +70,12 @@ class Cell(NamedTuple):
 
 
 class Tower(nn.Module):
-    """Tables before, inside and behind a block."""
+    """Tables before, inside and behind a block; their modules are called, or their weights read."""
 
-    def __init__(self, places: tuple[str, ...], kept: str, sparse: bool) -> None:
+    def __init__(self, places: tuple[str, ...], kept: str, sparse: bool, calls: bool) -> None:
         super().__init__()
         self.kept = kept
+        self.calls = calls
         self.tables = nn.ModuleDict({p: nn.Embedding(20, 4, sparse=sparse) for p in places})
         self.first = nn.Linear(4, 4)
         self.last = nn.Linear(4, 2)
@@ -75,7 +84,10 @@ class Tower(nn.Module):
     def looked_up(self, place: str, words: Tensor, hidden: Tensor) -> Tensor:
         if place not in self.tables or place == self.unused:
             return hidden
-        return hidden * self.tables[place](words)
+        table = self.tables[place]
+        if self.calls:
+            return hidden * table(words)
+        return hidden * F.embedding(words, table.weight, sparse=table.sparse)
 
     def block(self, hidden: Tensor, words: Tensor) -> Tensor:
         return self.looked_up("inside", words, self.first(hidden))
@@ -97,7 +109,9 @@ class Model(nn.Module):
         super().__init__()
         sparse = cell.steps != "join"  # in which torch makes dense zeros of all gradients
         towers = 1 if cell.towers == "one" else 2
-        self.towers = nn.ModuleList(Tower(cell.places, cell.kept, sparse) for _ in range(towers))
+        self.towers = nn.ModuleList(
+            Tower(cell.places, cell.kept, sparse, calls=number > 0) for number in range(towers)
+        )
         generator = torch.Generator().manual_seed(3)
         with torch.no_grad():
             for parameter in self.parameters():
@@ -161,12 +175,15 @@ def check(cell: Cell) -> None:
 
 
 def all_cells() -> list[Cell]:
-    """All with tables in every place; the other places with each block and options, steps in turn.
+    """With tables in every place any three of the other four axes meet; one place has fewer cells.
 
     Where a table is has to do with the block that it is in or not.
     """
     cells = [
-        Cell(*fields) for fields in itertools.product(PLACES[-1:], KEPT, OPTIONS, TOWERS, STEPS)
+        Cell(PLACES[-1], kept, options, towers, STEPS[(block + option + tower) % len(STEPS)])
+        for block, kept in enumerate(KEPT)
+        for option, options in enumerate(OPTIONS)
+        for tower, towers in enumerate(TOWERS)
     ]
     turns = itertools.cycle(itertools.product(TOWERS[:2], STEPS))
     fewer = itertools.product(PLACES[:-1], KEPT, OPTIONS)
@@ -196,13 +213,21 @@ def leave_unused(model: Model, place: str) -> None:
         tower.unused = place
 
 
-def try_unused() -> None:
+def register_by_hand(wrapped: DistributedDataParallel) -> None:
+    """As a trainer does that takes a hook."""
+    wrapped.register_comm_hook(ddp.State(), ddp.hook)
+    ddp.keep_tables_used(wrapped)
+
+
+def try_unused(
+    register: Callable[[DistributedDataParallel], object], some_options: Sequence[str]
+) -> None:
     """On one rank, on the other, on both, in turn; what plain DistributedDataParallel cannot."""
     places = PLACES[-1]
     with init(timeout=20):
         rank, size = dist.get_rank(), dist.get_world_size()
-        turns = itertools.cycle(TOWERS[:2])
-        for kept, options, place in itertools.product(KEPT, OPTIONS, places):
+        turns = itertools.cycle(TOWERS)
+        for kept, options, place in itertools.product(KEPT, some_options, places):
             cell = Cell(places, kept, options, next(turns), "each")
             if not cell.is_taken:
                 continue
@@ -210,7 +235,7 @@ def try_unused() -> None:
                 model = Model(cell)
                 alone = copy.deepcopy(model)
                 wrapped = DistributedDataParallel(model, **OPTIONS[options])
-                ddp.register(wrapped)
+                register(wrapped)
                 for step, without in enumerate(((0,), (1,), (0, 1))):
                     wrapped.zero_grad()
                     alone.zero_grad()
@@ -222,8 +247,202 @@ def try_unused() -> None:
                     check_equal(model, alone)
 
 
-def test_tables_around_blocks_may_be_unused() -> None:
-    launch(2, try_unused, timeout=300, env=ONE_THREAD)
+@pytest.mark.parametrize(
+    ("register", "options"),
+    [(ddp.register, [*OPTIONS]), (register_by_hand, ["none", "static unused"])],
+)
+def test_tables_around_blocks_may_be_unused(
+    register: Callable[..., object], options: Sequence[str]
+) -> None:
+    launch(2, try_unused, [register, options], timeout=300, env=ONE_THREAD)
+
+
+class Choice(nn.Module):
+    """What a forward does is for the caller to say; it may leave tables unused."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables = nn.ModuleList(nn.Embedding(20, 4, sparse=True) for _ in range(3))
+        self.line = nn.Linear(4, 4)
+        self.other_line = nn.Linear(4, 4)
+        generator = torch.Generator().manual_seed(3)
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.copy_(torch.randint(-2, 3, parameter.shape, generator=generator))
+
+    def forward(self, act: Callable[..., Any], *args: object) -> Any:
+        return act(self, *args)
+
+
+def in_block(model: Choice, batch: Tensor) -> Tensor:
+    def block(hidden: Tensor) -> Tensor:
+        return hidden * F.embedding(batch, model.tables[0].weight, sparse=True)
+
+    return checkpoint(block, torch.ones(3, 4, requires_grad=True), use_reentrant=True)
+
+
+def lines(model: Choice) -> Tensor:
+    return model.other_line(model.line(torch.ones(3, 4)))
+
+
+def outside(model: Choice, batch: Tensor) -> Tensor:
+    return lines(model) * model.tables[1](batch)
+
+
+def block_first(model: nn.Module, batch: Tensor, factor: int) -> None:
+    output = model(in_block, batch) + model(outside, batch)
+    (output.sum() * factor).backward()
+
+
+def block_last(model: nn.Module, batch: Tensor, factor: int) -> None:
+    other = model(outside, batch)
+    ((model(in_block, batch) + other).sum() * factor).backward()
+
+
+def block_on_some_ranks(model: nn.Module, batch: Tensor, factor: int) -> None:
+    other = model(outside, batch)
+    if batch.sum() % 2:
+        other = model(in_block, batch) + other
+    (other.sum() * factor).backward()
+
+
+def a_backward_for_each_forward(model: nn.Module, batch: Tensor, factor: int) -> None:
+    """Each has parameters of its own."""
+    block = model(lambda it: it.line(in_block(it, batch)))
+    other = model(lambda it: it.other_line(it.tables[1](batch)))
+    (block.sum() * factor).backward()
+    (other.sum() * factor).backward()
+
+
+def a_backward_for_a_block_alone(model: nn.Module, batch: Tensor, factor: int) -> None:
+    block, other = model(lambda it: (in_block(it, batch), outside(it, batch)))
+    (other.sum() * factor).backward()
+    (block.sum() * factor).backward()
+
+
+def an_output_without_a_backward(model: nn.Module, batch: Tensor, factor: int) -> None:
+    """It begins behind two blocks, which the other output has come to."""
+
+    def forward(it: Choice) -> tuple[Tensor, Tensor]:
+        hidden = outside(it, batch)
+        for _ in range(2):
+            hidden = checkpoint(torch.neg, hidden, use_reentrant=True)
+        return hidden, hidden.softmax(1)
+
+    output, _left = model(forward)
+    (output.sum() * factor).backward()
+
+
+def a_lookup_without_gradients(model: nn.Module, batch: Tensor, factor: int) -> None:
+    def forward(it: Choice) -> Tensor:
+        with torch.no_grad():
+            scale = it.tables[0](batch)
+        return scale * outside(it, batch)
+
+    (model(forward).sum() * factor).backward()
+
+
+def gradients_of_the_output_before(model: nn.Module, batch: Tensor, factor: int) -> None:
+    """`torch.autograd.grad` is no step."""
+    scale = torch.ones(4, requires_grad=True)
+    output = model(lambda it: scale * outside(it, batch)).pow(2)
+    (gradient,) = torch.autograd.grad(output.sum(), scale, create_graph=True)
+    ((output.sum() + gradient.sum()) * factor).backward()
+
+
+def a_backward_around_before(model: nn.Module, batch: Tensor, factor: int) -> None:
+    """It comes to an output that is not the model's own, and to no parameter."""
+    given = torch.ones(3, 4, requires_grad=True) * 2
+    same, output = model(lambda it: (given, given * outside(it, batch)))
+    same.sum().backward(retain_graph=True)
+    (output.sum() * factor).backward()
+
+
+def kept_and_changed(model: nn.Module, batch: Tensor, factor: int) -> None:
+    """The caller changes an output in place, which others still have."""
+    kept: list[Tensor] = []
+
+    def forward(it: Choice) -> Tensor:
+        kept.append(outside(it, batch))
+        return kept[0]
+
+    model(forward).mul_(2)
+    (kept[0].pow(2).sum() * factor).backward()
+
+
+def a_view_is_changed(model: nn.Module, batch: Tensor, factor: int) -> None:
+    kept: list[Tensor] = []
+
+    def forward(it: Choice) -> Tensor:
+        kept.append(outside(it, batch))
+        return kept[0][0]
+
+    output = model(forward)
+    output.mul_(3)
+    ((output.sum() + kept[0].pow(2).sum()) * factor).backward()
+
+
+def a_view_is_changed_and_its_base_used(model: nn.Module, batch: Tensor, factor: int) -> None:
+    def forward(it: Choice) -> tuple[Tensor, Tensor]:
+        output = outside(it, batch)
+        return output, output[0]
+
+    output, view = model(forward)
+    view.mul_(2)
+    (output.pow(2).sum() * factor).backward()
+
+
+def the_base_of_views_is_changed(model: nn.Module, batch: Tensor, factor: int) -> None:
+    kept: list[Tensor] = []
+
+    def forward(it: Choice) -> Tensor:
+        kept.append(outside(it, batch))
+        return kept[0].view(-1)
+
+    output = model(forward)
+    kept[0].mul_(2)
+    (output.pow(2).sum() * factor).backward()
+
+
+STEPS_OF_CHOICE = (
+    block_first,
+    block_last,
+    block_on_some_ranks,
+    a_backward_for_each_forward,
+    a_backward_for_a_block_alone,
+    an_output_without_a_backward,
+    a_lookup_without_gradients,
+    gradients_of_the_output_before,
+    a_backward_around_before,
+    kept_and_changed,
+    a_view_is_changed,
+    a_view_is_changed_and_its_base_used,
+    the_base_of_views_is_changed,
+)
+
+
+def try_choices() -> None:
+    """None of these uses all tables."""
+    with init(timeout=20):
+        rank, size = dist.get_rank(), dist.get_world_size()
+        for take_step in STEPS_OF_CHOICE:
+            with in_case(take_step.__name__):
+                model = Choice()
+                alone = copy.deepcopy(model)
+                wrapped = DistributedDataParallel(model)
+                ddp.register(wrapped)
+                for step in range(3):
+                    wrapped.zero_grad()
+                    alone.zero_grad()
+                    take_step(wrapped, words(step, rank), size)
+                    for each in range(size):
+                        take_step(alone, words(step, each), 1)
+                    check_equal(model, alone)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_backward_need_not_begin_at_one_output_of_one_forward(size: int) -> None:
+    launch(size, try_choices, timeout=100, env=ONE_THREAD)
 
 
 class Block(nn.Module):
@@ -293,5 +512,61 @@ def errors_in_blocks() -> None:
             assert torch.equal(gradient, total / 2) and gradient.any()
 
 
+def errors_with_an_unused_table() -> None:
+    with init(timeout=20):
+        wrapped = DistributedDataParallel(Choice())
+        state = ddp.register(wrapped)
+        batch = words(0, dist.get_rank())
+        for algorithms in (("auto", "auto"), ("gather", "split"), ("auto", "auto")):
+            wrapped.zero_grad()
+            state.algorithm = algorithms[dist.get_rank()]
+            loss = wrapped(outside, batch).sum()
+            if algorithms[0] == algorithms[1]:
+                loss.backward()
+                continue
+            with pytest.raises(WeftError, match=r"algorithm: .*gather.*split"):
+                loss.backward()
+            assert [table.weight.grad._nnz() for table in wrapped.module.tables] == [0, 3, 0]
+        assert wrapped.module.tables[0].weight.grad._nnz() == 0
+
+
+def test_an_error_is_raised_where_a_table_is_unused_and_the_next_step_works() -> None:
+    launch(2, errors_with_an_unused_table, timeout=60, env=ONE_THREAD)
+
+
 def test_an_error_inside_of_a_block_is_raised_at_the_end_of_the_outermost_backward() -> None:
     launch(2, errors_in_blocks, timeout=60, env=ONE_THREAD)
+
+
+def left_alone(sparsified: bool) -> tuple[bool, int]:
+    """Train until the other rank has left; whether the model is still there, and shared memory."""
+    models: list[weakref.ref[nn.Module]] = []
+
+    def train() -> None:
+        model = nn.Linear(300, 300)
+        models.append(weakref.ref(model))
+        wrapped = DistributedDataParallel(model)
+        if sparsified:
+            wrapped.register_comm_hook(ddp.TopK(), ddp.topk_hook)
+        else:
+            ddp.register(wrapped)
+        for step in itertools.count():
+            if step == 2 and group.rank == 1:
+                return
+            wrapped(torch.ones(8, 300)).sum().backward()
+
+    dist.init_process_group("gloo")
+    with init() as group:
+        try:
+            train()
+        except WireError:
+            assert group.rank == 0
+    dist.destroy_process_group()
+    gc.collect()
+    memory = Path("/proc/self/maps").read_text().count("/memfd:weft")
+    return models[0]() is not None, memory
+
+
+@pytest.mark.parametrize("sparsified", [False, True], ids=["register", "topk"])
+def test_a_lost_backward_keeps_neither_the_model_nor_memory(sparsified: bool) -> None:
+    assert launch(2, left_alone, [sparsified], timeout=60, env=ONE_THREAD) == [(False, 0)] * 2

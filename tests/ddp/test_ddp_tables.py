@@ -1,4 +1,4 @@
-"""Tables that a batch does not use: what `weft.ddp.keep_tables_used` does to outputs.
+"""Tables that a batch does not use: what `weft.ddp.keep_tables_used` does in backward.
 
 In one process and without DistributedDataParallel; with it, see test_ddp.
 """
@@ -8,7 +8,9 @@ from __future__ import annotations
 import collections
 import copy
 import dataclasses
+import gc
 import pickle
+import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -54,14 +56,13 @@ class Echo(nn.Module):
         (lambda x: Record(x, [x]), lambda x: x.other[0]),
     ],
 )
-def test_outputs_of_any_form_depend_on_all_tables(
+def test_a_backward_of_outputs_of_any_form_comes_to_all_tables(
     wrap: Callable[[Tensor], Any], unwrap: Callable[[Any], Tensor]
 ) -> None:
     model = Echo(wrap)
     ddp.keep_tables_used(model)
     index = torch.tensor([4, 4])
     output = model(index)
-    assert type(output) is type(wrap(torch.ones(1)))
     unwrap(output).sum().backward()
     assert model.used.weight.grad.coalesce().indices().tolist() == [[4]]
     assert model.unused.weight.grad._nnz() == 0
@@ -101,13 +102,111 @@ def test_an_output_does_not_reach_what_another_reaches() -> None:
     assert ready == ["a", "b"]
 
 
-def test_an_output_may_be_changed_in_place() -> None:
-    model = Echo(lambda x: x + 1)
+def test_outputs_stay_as_they_are() -> None:
+    outputs = []
+
+    def remember(x: Tensor) -> list[Tensor]:
+        outputs.append([x, x[0]])
+        return outputs[0]
+
+    model = Echo(remember)
     ddp.keep_tables_used(model)
     output = model(torch.tensor([4]))
-    output.mul_(3)
-    output.sum().backward()
-    assert model.used.weight.grad.to_dense()[4].tolist() == [3.0, 3.0]
+    assert output is outputs[0] and output[1]._base is output[0]
+
+
+class Held:
+    """What a graph holds."""
+
+
+class Holds(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, held: Held) -> Tensor:
+        ctx.held = held
+        return tensor.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+@pytest.mark.parametrize("wrap", [lambda x: x, lambda x: x + 1, lambda x: (x[0], x)])
+def test_a_graph_lives_no_longer_than_its_outputs(wrap: Callable[[Tensor], Any]) -> None:
+    """With a backward or without; no cycle waits for the garbage collector."""
+    held: list[weakref.ref[Held]] = []
+
+    def hold(x: Tensor) -> Any:
+        each = Held()
+        held.append(weakref.ref(each))
+        return wrap(Holds.apply(x, each))
+
+    model = Echo(hold)
+    ddp.keep_tables_used(model)
+    gc.collect()
+    gc.disable()
+    try:
+        model(torch.tensor([4]))
+        torch.stack([tensor.sum() for tensor in model(torch.tensor([4]))]).sum().backward()
+        assert [each() for each in held] == [None, None]
+    finally:
+        gc.enable()
+
+
+def test_outputs_may_be_leaves() -> None:
+    """A parameter, which outlives the step, gets no hook."""
+    model = Echo(lambda x: (torch.zeros(2, requires_grad=True), model.scale, model.scale[0]))
+    model.scale = nn.Parameter(torch.ones(2))
+    ddp.keep_tables_used(model)
+    sum(output.sum() for output in model(torch.tensor([4]))).backward()
+    assert model.scale.grad.tolist() == [2.0, 1.0]
+    assert not model.scale._backward_hooks
+    assert [table.weight.grad._nnz() for table in (model.used, model.unused)] == [0, 0]
+
+
+def test_a_leaf_that_is_an_output_of_each_step_has_one_hook() -> None:
+    prompt = torch.zeros(2, requires_grad=True)
+    model = Echo(lambda x: prompt)
+    ddp.keep_tables_used(model)
+    for _ in range(3):
+        model(torch.tensor([4])).sum().backward()
+    assert len(prompt._backward_hooks) == 1
+
+
+def test_a_leaf_may_be_the_only_output() -> None:
+    model = Echo(lambda x: torch.zeros(2, requires_grad=True))
+    ddp.keep_tables_used(model)
+    model(torch.tensor([4])).sum().backward()
+    assert [table.weight.grad._nnz() for table in (model.used, model.unused)] == [0, 0]
+
+
+def test_an_output_that_is_held_for_long_is_not_waited_for() -> None:
+    model = nn.ModuleDict({name: nn.Embedding(9, 2, sparse=True) for name in "ab"})
+    model.forward = lambda name: model[name](torch.tensor([4]))
+    ddp.keep_tables_used(model)
+    held = model("b")
+    for filled in (False, True):
+        model("a").sum().backward()
+        assert (model["b"].weight.grad is not None) == filled
+    assert held.requires_grad
+
+
+def test_gradients_that_are_asked_for_are_no_step() -> None:
+    model = Echo(lambda x: x)
+    ddp.keep_tables_used(model)
+    output = model(torch.tensor([4])).sum()
+    torch.autograd.grad(output, model.used.weight, retain_graph=True)
+    assert model.unused.weight.grad is None
+    torch.autograd.grad(model.unused(torch.tensor([4])).sum(), model.unused.weight)
+    output.backward()
+    assert model.unused.weight.grad._nnz() == 0
+
+
+def test_a_table_may_be_frozen_between_forward_and_backward() -> None:
+    model = Echo(lambda x: x)
+    ddp.keep_tables_used(model)
+    output = model(torch.tensor([4])).sum()
+    model.used.weight.requires_grad_(False)
+    output.backward()
 
 
 def test_a_table_that_is_used_costs_no_copy() -> None:
@@ -143,6 +242,14 @@ def test_a_hooked_model_can_be_copied_and_pickled() -> None:
         twin(torch.tensor([[1, 2]])).sum().backward()
         assert twin[0].weight.grad.coalesce().indices().tolist() == [[1, 2]]
         assert model[0].weight.grad is None
+
+
+def test_a_copy_of_a_state_knows_nothing_of_the_steps_of_a_model() -> None:
+    state = ddp.State()
+    state.is_checked = True
+    state.unlike = "a gradient is dense"
+    for twin in (copy.deepcopy(state), pickle.loads(pickle.dumps(state))):
+        assert not twin.is_checked and twin.unlike is None
 
 
 def test_a_hook_that_is_removed_does_nothing() -> None:

@@ -32,7 +32,7 @@ def until_the_other_waits():
 def interrupt_a_wait():
     while group.session.detector.waiting is None:
         time.sleep(0.001)
-    os.kill(os.getpid(), signal.SIGINT)
+    signal.pthread_kill(threading.get_ident(), signal.SIGINT)  # which ends no sleep
 
 group = weft.init(rendezvous=f"file://{place}", timeout=60.0)
 weft.barrier()

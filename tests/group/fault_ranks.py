@@ -28,7 +28,7 @@ import torch.distributed as dist
 import weft.bootstrap.preload  # noqa: F401  # once, and not in each rank
 from weft import WireError
 from weft.group.group import Group
-from weft.group.process_group import connect
+from weft.group.joining import connect
 from weft.schedules import dense_all_reduce
 
 PAUSE = 1.0  # seconds that a paused rank is stopped

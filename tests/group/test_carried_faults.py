@@ -48,6 +48,10 @@ def in_a_wait(do, *given):
 
     threading.Thread(target=watch, daemon=True).start()
 
+def take(number):
+    # as any thread may take a signal, whose handler the main thread runs
+    signal.pthread_kill(threading.get_ident(), number)
+
 def leave_a_child():
     warnings.simplefilter("ignore", DeprecationWarning)  # this process has threads
     if os.fork() == 0:
@@ -73,8 +77,8 @@ def fail():
         os.kill(os.getpid(), signal.SIGSTOP)
     if fault == "raise":
         raise KeyError("a fault of this test")
-    if fault == "interrupt":  # in a wait that nobody ends
-        in_a_wait(os.kill, os.getpid(), signal.SIGINT)
+    if fault == "interrupt":  # in a wait that nobody ends, nor the signal itself
+        in_a_wait(take, signal.SIGINT)
         wait_for_ever()
     if fault == "close":
         weft.shutdown()
@@ -107,7 +111,7 @@ def collect_in_a_wait():
             (folder / "collected").touch()
 
         signal.signal(signal.SIGUSR1, collect)
-        in_a_wait(os.kill, os.getpid(), signal.SIGUSR1)
+        in_a_wait(take, signal.SIGUSR1)
         (came,) = on.post((), [(0, torch.empty(2))]).wait()
         assert came.tolist() == [5.0, 5.0]
     else:

@@ -222,8 +222,8 @@ def test_after_an_interrupt_between_any_two_operations_the_next_calls_end(make):
     The thread that was interrupted makes the next call behind every other point, else another one.
     """
     points = 0
-    interrupter = Interrupter(points, EVERYWHERE, "worker.py")
+    interrupter = Interrupter(points, EVERYWHERE, "weft/group/")
     while check(make, interrupter, goes_on=points % 2 == 0):
         points += 1
-        interrupter = Interrupter(points, EVERYWHERE, "worker.py")
+        interrupter = Interrupter(points, EVERYWHERE, "weft/group/")
     assert points > 100

@@ -21,7 +21,7 @@ import torch.distributed as dist
 import weft
 from weft.base.errors import WeftError, WireError
 from weft.group.group import Group
-from weft.group.process_group import connect
+from weft.group.joining import connect
 from weft.testing.pace import patient
 
 
@@ -52,6 +52,12 @@ def barrier(group: Group) -> None:
     weft.barrier(group=group)
 
 
+def late(group: Group) -> None:
+    if group.rank:
+        time.sleep(0.2)
+    weft.barrier(group=group)
+
+
 def sparse(group: Group) -> None:
     weft.sparse_all_reduce(rows(group), group=group)
 
@@ -67,6 +73,44 @@ def future(group: Group) -> None:
 def failing(group: Group) -> None:
     with contextlib.suppress(WeftError):
         weft.all_reduce(torch.ones(2 + group.rank), group=group)
+
+
+def failing_attempt(group: Group) -> None:
+    with pytest.raises(WeftError, match="ZeroDivisionError"):
+        weft.attempt(lambda: 1 // group.rank, group=group)
+
+
+def interrupted(group: Group) -> None:
+    def program() -> None:
+        if group.rank:
+            raise KeyboardInterrupt
+
+    with pytest.raises((WeftError, KeyboardInterrupt)):
+        weft.attempt(program, group=group)
+
+
+def failing_op(group: Group) -> None:
+    def op(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        raise ValueError("it has none")
+
+    with pytest.raises(WeftError, match="it has none"):
+        weft.sparse_all_reduce((torch.zeros(2, dtype=torch.long), torch.ones(2, 2)), op, group)
+
+
+def failing_out(group: Group) -> None:
+    def out(*_: object) -> tuple[torch.Tensor, torch.Tensor]:
+        raise MemoryError
+
+    with pytest.raises(WeftError, match="MemoryError"):
+        weft.sparse_all_reduce(rows(group), group=group, out=out)
+
+
+def failing_out_of_a_table(group: Group) -> None:
+    def out(*_: object) -> tuple[torch.Tensor, torch.Tensor]:
+        raise MemoryError
+
+    with pytest.raises(WeftError, match="MemoryError"):
+        weft.sparse_all_reduce([rows(group)] * 2, group=group, out=[out, out])
 
 
 def broken(group: Group) -> None:
@@ -88,7 +132,23 @@ def backward(group: Group) -> None:
     weft.all_reduce(x, group=group).sum().backward()
 
 
-USES = [barrier, sparse, asynchronous, future, failing, broken, of_some, split, backward]
+USES = [
+    barrier,
+    late,
+    sparse,
+    asynchronous,
+    future,
+    failing,
+    failing_attempt,
+    interrupted,
+    failing_op,
+    failing_out,
+    failing_out_of_a_table,
+    broken,
+    of_some,
+    split,
+    backward,
+]
 
 
 @pytest.mark.parametrize("ending", ["closed", "dropped"])

@@ -18,7 +18,7 @@ import weft
 from weft import nn
 from weft.group import process_group
 from weft.group.group import Group
-from weft.group.process_group import connect
+from weft.group.joining import connect
 from weft.sparse import ALGORITHMS, Sizes, owners
 from weft.testing import RankFailure, processes, round_wire, run
 from weft.testing.checked_rounds import CheckedRounds

@@ -11,6 +11,7 @@ import os
 import pickle
 import re
 import signal
+import textwrap
 import threading
 import time
 import types
@@ -18,6 +19,7 @@ import weakref
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -25,12 +27,14 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 import weft
-from weft import WeftError, WireError
+from weft import StillRunning, WeftError, WireError
 from weft.failure import control
 from weft.group import process_group
-from weft.group.process_group import connect, of, of_group
+from weft.group.joining import connect
+from weft.group.process_group import of, of_group
 from weft.schedules import dense_all_reduce
 from weft.testing import processes, run
+from weft.testing.pace import patient
 from weft.wire.registry import register_wire, unregister_wire
 
 on_processes = functools.partial(run, on="processes")
@@ -146,6 +150,110 @@ def test_a_group_goes_with_its_group(tmp_path):
     on_processes(2, destroy, str(tmp_path / "store"))
 
 
+def destroy_elsewhere(group, path):
+    """A thread destroys a group that another one is joining."""
+    with default_group(group, path), ThreadPoolExecutor(1) as other:
+        talk(of_group(None))
+        for comes in (True, False):
+            pair = dist.new_group(timeout=timedelta(seconds=patient(20.0 if comes else 3.0)))
+            if group.rank == 0:
+                joined = other.submit(of_group, pair)
+                store, key = process_group.store_of(pair), f"weft/{pair.group_name}/0"
+                until = time.monotonic() + patient(20.0)
+                while not store.check([key]):
+                    assert time.monotonic() < until
+                    time.sleep(0.002)
+                dist.destroy_process_group(pair)
+            talk(of_group(None))
+            if group.rank == 1 and comes:
+                with pytest.raises(WireError, match="rank 0"):
+                    talk(of_group(pair))
+            if group.rank == 0:
+                error = WeftError if comes else WireError
+                with pytest.raises(error, match="this process group was destroyed"):
+                    joined.result(patient(60.0))
+            talk(of_group(None))
+
+
+def test_a_group_may_be_destroyed_while_another_thread_joins_it(tmp_path):
+    on_processes(2, destroy_elsewhere, str(tmp_path / "store"))
+
+
+def come_late(group, path):
+    """Rank 2 comes to the first call on a group after rank 1 has waited for it enough."""
+    with default_group(group, path):
+        for gives_up in (True, False):
+            pair = dist.new_group([1, 2], timeout=timedelta(seconds=patient(3 if gives_up else 60)))
+            if group.rank == 1:
+                for _ in range(2):
+                    with pytest.raises(
+                        StillRunning, match=r"rank 1: rank 2 has not joined .* 0\.1"
+                    ):
+                        weft.barrier(0.1, group=pair)
+                if gives_up:
+                    with pytest.raises(WireError, match="rank 1 did not join before the timeout"):
+                        weft.all_reduce(torch.ones(1), group=pair)
+            talk(of_group(None))
+            if group.rank > 0 and not gives_up:
+                weft.barrier(group=pair)
+                assert weft.all_reduce(torch.ones(1), group=pair).item() == 2
+
+
+def test_who_waits_for_a_join_only_so_long_may_wait_on(tmp_path):
+    on_processes(3, come_late, str(tmp_path / "store"))
+
+
+def fail_to_join(group, path):
+    """Rank 1 has no thread to join on, and then one that waits for rank 2 in vain."""
+    with default_group(group, path):
+        pair = dist.new_group([1, 2], timeout=timedelta(seconds=2))
+        if group.rank == 1:
+            with pytest.MonkeyPatch.context() as patch, pytest.raises(RuntimeError):
+                patch.setattr(threading.Thread, "start", refuse)
+                weft.barrier(0.1, group=pair)
+            with pytest.raises(WireError, match="rank 1 did not join"):
+                weft.barrier(group=pair)
+            with pytest.raises(StillRunning):
+                weft.barrier(0.1, group=pair)
+            while "weft join" in [each.name for each in threading.enumerate()]:
+                time.sleep(0.01)
+            kept = weakref.ref(pair)
+            dist.destroy_process_group(pair)
+            del pair
+            gc.collect()
+            assert kept() is None
+        talk(of_group(None))
+
+
+def refuse(thread):
+    raise RuntimeError("can't start new thread")
+
+
+def test_a_join_that_failed_holds_up_nobody_and_keeps_nothing(tmp_path):
+    on_processes(3, fail_to_join, str(tmp_path / "store"))
+
+
+def test_a_join_that_is_under_way_ends_with_the_program(programs):
+    program = """
+        import atexit, threading
+        import torch.distributed as dist, weft
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+        store = dist.TCPStore("127.0.0.1", 0, 2, True, wait_for_workers=False)
+        dist.init_process_group("fake", store=store, rank=0, world_size=2)
+        try:
+            weft.barrier(0.1, group=dist.group.WORLD)
+        finally:
+            print("weft join" in [each.name for each in threading.enumerate()])
+            atexit._run_exitfuncs()
+            print([each.name for each in threading.enumerate()])
+    """
+    done = programs(textwrap.dedent(program))
+    out, err = done.communicate()
+    assert "StillRunning: rank 0: rank 1 has not joined" in err
+    assert out.splitlines() == ["True", "['MainThread']"], out
+    assert done.returncode == 1
+
+
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
 def test_a_group_cannot_be_copied(copied):
     """A second group over the same connections would mix up the messages of both."""
@@ -182,6 +290,12 @@ def crossed(group, path, have_joined):
             weft.all_reduce(torch.ones(2), group=second)
         except WireError as error:  # not kept, since its frames hold the groups
             told = str(error), error.culprit
+        # without a call of weft's, in which the other, which may still ask, would find this rank
+        Path(f"{path} {group.rank} is told").touch()
+        until = time.monotonic() + patient(20.0)
+        while not Path(f"{path} {1 - group.rank} is told").exists():
+            assert time.monotonic() < until
+            time.sleep(0.01)
         talk(group)  # links stay till here
     return told
 
@@ -235,6 +349,8 @@ def test_a_wait_for_a_late_rank_counts_against_the_timeout_of_joining():
     try:
         with ThreadPoolExecutor(2) as pool:
             first = pool.submit(joining, 0)
+            while not store.num_keys() and not first.done():  # its time has begun before
+                time.sleep(0.01)
             time.sleep(1.0)
             second = pool.submit(joining, 1)
             first.result()
@@ -453,8 +569,10 @@ def test_ipv6():
 
 def fork(group):
     """A child cannot use the group, does not disturb it, and ends."""
+    gc.collect()  # another test's gloo group, ended in the child, would wait for its threads
     child = os.fork()
     if child == 0:
+        signal.alarm(20)
         status = 1
         try:
             group.post([(1 - group.rank, torch.zeros(1))])
@@ -519,6 +637,11 @@ def in_a_wait(group, do, *given):
     threading.Thread(target=watch, daemon=True).start()
 
 
+def interrupt(number):
+    """Have another thread take a signal, so that the main thread's sleep goes on."""
+    signal.pthread_kill(threading.get_ident(), number)
+
+
 def raised(group):
     """An exception of a handler ends the wait, and breaks the group for all."""
     if group.rank == 0:
@@ -527,7 +650,7 @@ def raised(group):
             raise TimeoutError("enough")
 
         before = signal.signal(signal.SIGUSR1, late)
-        in_a_wait(group, os.kill, os.getpid(), signal.SIGUSR1)
+        in_a_wait(group, interrupt, signal.SIGUSR1)
         with pytest.raises(TimeoutError, match="enough"):
             group.post((), [(1, 8)]).wait()
         signal.signal(signal.SIGUSR1, before)
@@ -547,8 +670,9 @@ def test_a_signal_that_is_handled_breaks_nothing():
     processes(2, in_main_thread, handled)
 
 
-def test_a_signal_whose_handler_raises_is_told_to_all():
-    processes(2, in_main_thread, raised)
+@pytest.mark.parametrize("wire", ["tcp", "torch"])
+def test_a_signal_whose_handler_raises_is_told_to_all(wire):
+    processes(2, in_main_thread, raised, env={"WEFT_WIRE": wire})
 
 
 # closing

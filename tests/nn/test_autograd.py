@@ -46,16 +46,30 @@ def test_nobody_needs_a_gradient(group):
         assert not layer(data(group, 2)).requires_grad
 
 
-@spmd(3, on=THREADS)
-def test_one_rank_without_gradients_is_named(group):
-    layer = nn.AllSumReduce(weft.Partition(3), 0)
+def refuses_one_without_gradients(group, layer, needs, deaf):
+    """Where rank `deaf` records none, the error names it, and the next call works."""
     x = data(group, 2, requires_grad=True)
+    text = f"rank {needs} needs a gradient, and rank {deaf} does not record"
     with (
-        pytest.raises(weft.WeftError, match="rank 0 needs a gradient, and rank 2 does not record"),
-        torch.set_grad_enabled(group.rank != 2),
+        pytest.raises(weft.WeftError, match=text),
+        torch.set_grad_enabled(group.rank != deaf),
     ):
         layer(x)
     assert layer(x).requires_grad
+
+
+@spmd(3, on=THREADS)
+def test_one_rank_without_gradients_is_named(group):
+    layer = nn.AllSumReduce(weft.Partition(3), 0)
+    refuses_one_without_gradients(group, layer, 0, 2)
+
+
+@spmd(3, on=THREADS)
+def test_a_rank_of_a_subset_is_named_by_its_number_among_all(group):
+    if group.rank == 1:
+        return
+    layer = nn.AllSumReduce(weft.Partition(2, group=group.subset([2, 0])), 0)
+    refuses_one_without_gradients(group, layer, 2, 0)
 
 
 LAYERS = {
@@ -166,6 +180,85 @@ def test_vmap_on_one_rank_alone_is_an_error_on_all(group):
         text = "AllSumReduce under vmap"
         with pytest.raises(weft.WeftError, match=f"rank {alone} (calls|has|is in).* {text}"):
             torch.func.vmap(layer)(many) if group.rank == alone else layer(one)
+
+
+REFUSED = {
+    "all_gather": lambda: nn.AllGather(weft.Partition((1, 2)), 1),
+    "all_to_all": lambda: nn.AllToAll(weft.Partition((1, 2)), (1, 0)),
+    "gather": lambda: nn.Gather(weft.Partition((1, 2)), 1),
+    "halo": lambda: nn.HaloExchange(weft.Partition((1, 2)), 1),
+    "reduce_scatter": lambda: nn.ReduceScatter(weft.Partition((1, 2)), 1),
+    "repartition": lambda: nn.Repartition(weft.Partition((1, 2)), weft.Partition((2, 1))),
+    "scatter": lambda: nn.Scatter(weft.Partition((1, 2)), 1),
+    "another shape": lambda: nn.AllGather(weft.Partition(2), 0, shape=(4,)),
+    "not taken": lambda: nn.Broadcast(weft.Partition(2), 0),
+}
+"""Layers that do not take 1-D tensors of 3 elements; the last takes none from rank 1."""
+
+
+@pytest.mark.parametrize("name", REFUSED)
+@spmd(2, on=THREADS)
+def test_vmap_refuses_what_is_refused_without(group, name):
+    """A grid of more dimensions than the tensor does not cut the lanes instead."""
+    layer = REFUSED[name]()
+    x = data(group, 0 if name == "scatter" and group.rank else 3)
+    with pytest.raises(weft.WeftError) as without:
+        layer(x)
+    many = torch.stack([x, x + 1])
+    for call, lanes in ((layer, many), (torch.func.vmap(layer), torch.stack([many, many]))):
+        with pytest.raises(weft.WeftError) as under:
+            torch.func.vmap(call)(lanes)
+        assert str(under.value) == str(without.value)
+
+
+@pytest.mark.parametrize("extent", [2, 2000])  # in the handshake, or in messages
+@spmd(2, on=THREADS)
+def test_vmap_around_vmap_and_grad(group, extent):
+    """Also on a rank that brings nothing."""
+    broadcast = nn.Broadcast(weft.Partition(2), 0)
+    repartition = nn.Repartition(weft.Partition(1), weft.Partition(2))
+    x = data(group, 3, 2, 0 if group.rank else extent)
+    for layer in (broadcast, repartition):
+
+        def loss(x, layer=layer):
+            return layer(x).pow(3).sum()
+
+        for each in (layer, torch.func.grad(loss)):
+            y = torch.func.vmap(torch.func.vmap(each), in_dims=1)(x)
+            expected = torch.stack([torch.stack([each(x[i, j]) for i in range(3)]) for j in (0, 1)])
+            assert torch.equal(y, expected)
+        leaf = x.clone().requires_grad_(group.rank == 0)
+        torch.func.vmap(torch.func.vmap(layer))(leaf).pow(3).sum().backward()
+        expected = torch.func.vmap(torch.func.vmap(torch.func.grad(loss)))(x)
+        assert leaf.grad is None if group.rank else torch.equal(leaf.grad, expected)
+
+
+UNEQUAL = {
+    "broadcast": lambda: nn.Broadcast(weft.Partition(2), 0),
+    "scatter": lambda: nn.Scatter(weft.Partition(2), 0),
+    "repartition": lambda: nn.Repartition(weft.Partition(1), weft.Partition(2)),
+    "all_gather": lambda: nn.AllGather(weft.Partition(2), 0),
+}
+
+
+@pytest.mark.parametrize("extent", [2, 2000])  # in the handshake, or in messages
+@pytest.mark.parametrize("name", UNEQUAL)
+@spmd(2, on=THREADS)
+def test_vmap_over_other_numbers_of_lanes_is_an_error_on_all(group, name, extent):
+    """Though rank 1 brings nothing, whose shape could not tell."""
+    layer = UNEQUAL[name]()
+    length = 0 if group.rank and name != "all_gather" else extent
+    for _ in range(2):  # as news, and beside what was expected from the call before
+        text = r"differ in lanes of vmap: rank 0 has \(3,\), rank 1 has \(5,\)"
+        with pytest.raises(weft.WeftError, match=text):
+            torch.func.vmap(layer)(data(group, 5 if group.rank else 3, length))
+        text = r"differ in lanes of vmap: rank 0 has \(3, 5\), rank 1 has \(5, 3\)"
+        nested = torch.func.vmap(torch.func.vmap(layer), in_dims=group.rank)
+        with pytest.raises(weft.WeftError, match=text):
+            nested(data(group, 5, 3, length))
+        x = data(group, 3, length)
+        y = torch.func.vmap(layer)(x)
+        assert torch.equal(y, torch.stack([layer(each) for each in x]))
 
 
 @spmd(3, on=THREADS)

@@ -83,6 +83,14 @@ WRONG = [
         "dimension 0 has 4 and is cut into 4 parts, which lengths .* are not",
         *(lambda: nn.ReduceScatter(P(4), 0, lengths=[(1, 1, 1, 2)]), ones(4), ones(4)),
     ),
+    (
+        r"ReduceScatter: lengths are given for 2 dimensions, and the tensor has 1, \(4,\): pass",
+        *(lambda: nn.ReduceScatter(P(4), 0, lengths=[(1, 1, 1, 1), (5,)]), ones(4), ones(4)),
+    ),
+    (
+        "Repartition: lengths are given for 2 dimensions, and the tensor has 1",
+        *(lambda: nn.Repartition(P(4), P(4), lengths=[(1, 1, 1, 1), (5,)]), ones(1), ones(1)),
+    ),
     ("grid is cut along dims .*, and the tensor has 0 dimensions", SCATTER, ones(), ones()),
     ("halo of 2 in dimension 0 is to be periodic, and the", halo(2, "periodic"), ones(0), ones(0)),
     ("to be reflect, and the tensor has nothing there: use", halo(1, "reflect"), ones(0), ones(0)),

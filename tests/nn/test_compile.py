@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
 from contextlib import nullcontext
 
 import pytest
 import torch
 import torch._dynamo.testing
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import weft
 from weft.base.devices import as_device
@@ -126,3 +128,54 @@ def test_a_memory_format_stays(group):
     assert y.is_contiguous(memory_format=torch.channels_last) and torch.equal(y, model(x))
     (dx,) = torch.autograd.grad(y, x, torch.ones_like(y))
     assert torch.equal(dx, torch.autograd.grad(model(x), x, torch.ones_like(y))[0])
+
+
+@spmd(2, on=("processes",), timeout=40.0)
+def test_a_traced_layer_moves_what_comes_later(group):
+    """make_fx records an operator, and not what came from other ranks while it traced."""
+    layer = weft.nn.AllGather(weft.Partition(2), 0, shape=(4,))
+
+    def gradient(x):
+        x = x.detach().requires_grad_()
+        return torch.autograd.grad(layer(x * x).square().sum(), x)[0]
+
+    x = data(group, 2)
+    for function in (layer, gradient):
+        for options in ({}, {"tracing_mode": "fake"}):
+            traced = make_fx(function, **options)(x)
+            assert torch.equal(traced(2 * x), function(2 * x))
+
+
+def reduced(x):
+    return weft.all_reduce(x)
+
+
+TRACED = {
+    "linearize": lambda layer, x: torch.func.linearize(layer, x),
+    "linearize all_reduce": lambda _, x: torch.func.linearize(reduced, x),
+    "jvp": lambda layer, x: make_fx(lambda z: torch.func.jvp(layer, (z,), (z,)))(x),
+    "vmap": lambda layer, x: make_fx(torch.vmap(layer))(x[None]),
+    "all_reduce": lambda _, x: make_fx(reduced)(x),
+    "before dispatch": lambda _, x: make_fx(reduced, pre_dispatch=True)(x),
+    "all_to_all": lambda _, x: make_fx(lambda z: weft.all_to_all([z, z]))(x),
+    "table": lambda _, x: make_fx(weft.nn.ShardedEmbedding(4, 1))(x.long()),
+}
+
+
+@pytest.mark.parametrize("what", TRACED)
+@spmd(2, on=("processes",), timeout=40.0)
+def test_a_trace_that_would_keep_what_came_is_an_error_on_every_rank(group, what):
+    layer = weft.nn.AllSumReduce(weft.Partition(2), 0)
+    with warnings.catch_warnings():  # torch's own, of what it traces in forward mode
+        warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated")
+        with pytest.raises(weft.WeftError, match="is traced by make_fx or torch"):
+            TRACED[what](layer, torch.ones(2))
+    assert layer(torch.ones(1)).item() == 2
+    assert weft.all_reduce(torch.ones(1)).item() == 2
+
+
+@spmd(2, on=("processes",), timeout=40.0)
+def test_where_one_rank_traces_all_are_told(group):
+    with pytest.raises(weft.WeftError, match=r"^rank 1: all_reduce is traced by make_fx"):
+        (make_fx(reduced) if group.rank else reduced)(torch.ones(2))
+    assert weft.all_reduce(torch.ones(1)).item() == 2

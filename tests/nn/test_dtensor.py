@@ -164,6 +164,20 @@ def some_ranks(group, mesh):
     z.backward(torch.ones_like(z) * 3)
     assert torch.equal(y.grad, torch.full_like(y, 3))
 
+    # of a product PyTorch gives rank 2, which is not in the mesh, other placements
+    for placements in ([Shard(0)], [Replicate()]):
+        for loss in (
+            lambda z: z.pow(2).sum(),
+            lambda z: nn.from_dtensor(z * z, grid).sum(),
+        ):
+            y = part(grid, whole).clone().requires_grad_()
+            loss(nn.to_dtensor(y, grid, mesh, placements)).backward()
+            assert torch.equal(y.grad, 2 * y)
+    for placements in ([Partial()], [Partial("avg")]):  # rank 2 learns whether to divide
+        z = nn.to_dtensor(y.detach(), grid, mesh, placements)
+        assert torch.equal(nn.from_dtensor(z, grid), y)
+    y = y.detach().requires_grad_()
+
     down = DeviceMesh("cpu", torch.tensor([3, 1]))
     for program in (
         lambda: nn.from_dtensor(distribute_tensor(whole.clone(), down, [Shard(0)]), grid),
@@ -206,6 +220,10 @@ def faults(group, mesh):
     fails(text, nn.AllGather(grid, 0), x if group.rank == 1 else x.to_local())
     text = "dimension 0 has 4 and is cut into 4 parts, which lengths"
     fails(text, nn.from_dtensor, x, grid, lengths=[(1, 1, 1, 2)])
+    text = "from_dtensor: lengths are given for 2 dimensions, and the tensor has 1"
+    fails(text, nn.from_dtensor, x, grid, lengths=[None, (5,)])
+    text = "rank 3: lengths is 'abc': pass for each dimension"
+    fails(text, nn.from_dtensor, x, grid, lengths="abc" if group.rank == 3 else None)
     for reduction, dtype, text in (
         ("max", torch.float32, r"Partial\('max'\) is no linear map"),
         ("avg", torch.int64, "torch.int64 has no average"),
@@ -224,6 +242,15 @@ def faults(group, mesh):
         (wide, [Replicate()], "in dimension 1 rank 2 has 3"),
     ):
         fails(text, nn.to_dtensor, shard, grid, line, placements)
+    for placements, text in (
+        ([Shard(0), Shard(0)], "rank 1: 2 placements for a mesh of 1"),
+        ([None], "rank 1: placements has a NoneType"),
+        (None, "rank 1: TypeError: object of type 'NoneType' has no len"),
+    ):
+        ours = placements if group.rank == 1 else [Shard(0)]
+        fails(text, nn.to_dtensor, one, grid, line, ours)
+    ours = None if group.rank == 1 else line
+    fails("rank 1: a NoneType is no DeviceMesh", nn.to_dtensor, one, grid, ours, [Shard(0)])
     assert (nn.to_dtensor(one, grid, line, [Partial("max")]).to_local() == 1).all()
 
 
@@ -278,9 +305,8 @@ def test_layouts_cut_as_torch_does(shape, cuts):
             local = torch.cat(taken, dim) if taken else local.narrow(dim, 0, 0)
         assert layout.local_shape(shape, cell) == local.shape
         mine = torch.full(local.shape, -1)
-        for box, at in layout.pieces(shape, cell):
-            put = tuple(slice(a, a + n) for a, n in zip(at, box.shape, strict=True))
-            mine[put] = whole[box.slices]
+        for piece in layout.pieces(shape, cell, rank=0):
+            mine[piece.local(piece.box).slices] = whole[piece.box.slices]
         assert torch.equal(mine, local)
         seen.append(local.flatten())
     assert torch.equal(torch.cat(seen).sort().values, whole.flatten())

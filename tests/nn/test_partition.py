@@ -127,6 +127,29 @@ def test_every_dtype(group, name):
     assert torch.equal(y.to(torch.complex128), wanted.to(torch.complex128))
 
 
+MOVES = {
+    "all_gather": lambda: nn.AllGather(P(3), 0),
+    "halo_exchange": lambda: nn.HaloExchange(P(3), 2),
+    "repartition": lambda: nn.Repartition(P((3, 1)), P((1, 3))),
+    "all_to_all": lambda: nn.AllToAll(P(3), (0, 1)),
+    "broadcast": lambda: nn.Broadcast(P(3), 0),
+}
+
+
+@pytest.mark.parametrize("move", MOVES)
+@pytest.mark.parametrize("side", [3, 300])  # with the handshake, and by itself
+@spmd(3, on=("threads", "device", "rounds"))
+def test_what_torch_cannot_copy_moves(group, move, side):
+    layer = MOVES[move]()
+    square = torch.arange(side * side).to(torch.uint8).view(side, side) + group.rank
+    if move == "broadcast" and group.rank:
+        square = torch.empty(0, dtype=torch.uint8)
+    for x in (square, square.t()):
+        y = layer(x.view(torch.uint4))
+        assert y.dtype == torch.uint4
+        assert torch.equal(y.view(torch.uint8), layer(x))
+
+
 def meshes(group, path):
     from torch.distributed.device_mesh import init_device_mesh
 

@@ -14,6 +14,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import distribute_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.prune import random_unstructured
@@ -212,6 +213,98 @@ def test_clipping_the_parameters_of_two_optimizers(group):
     torch.testing.assert_close(model[0].weight.grad.to_dense(), own.clamp(-0.01, 0.01))
 
 
+def set_on(table, name, value):
+    """Set an attribute of the table itself; the function that takes it off."""
+    setattr(table, name, value)
+    return functools.partial(delattr, table, name)
+
+
+def nothing(*_):
+    return None
+
+
+def with_gradient(table):
+    table.weight.grad = torch.ones_like(table.weight)
+    return functools.partial(setattr, table.weight, "grad", None)
+
+
+# what somebody hangs on a table, by what it is called; the function that takes it off
+HUNG = {
+    "_forward_hooks": lambda table: table.register_forward_hook(nothing).remove,
+    "_forward_pre_hooks": lambda table: table.register_forward_pre_hook(nothing).remove,
+    "own _backward_hooks": lambda table: table.register_full_backward_hook(nothing).remove,
+    "_backward_pre_hooks": lambda table: table.register_full_backward_pre_hook(nothing).remove,
+    "_state_dict_hooks": lambda table: table.register_state_dict_post_hook(nothing).remove,
+    "_state_dict_pre_hooks": lambda table: table.register_state_dict_pre_hook(nothing).remove,
+    "_load_state_dict_pre_hooks": (
+        lambda table: table.register_load_state_dict_pre_hook(nothing).remove
+    ),
+    "_load_state_dict_post_hooks": (
+        lambda table: table.register_load_state_dict_post_hook(nothing).remove
+    ),
+    "weight, _backward_hooks": lambda table: table.weight.register_hook(nothing).remove,
+    "weight, _post_accumulate_grad_hooks": (
+        lambda table: table.weight.register_post_accumulate_grad_hook(nothing).remove
+    ),
+    "a gradient, weight.grad": with_gradient,
+    "own _buffers": lambda table: set_on(table, "scale", nn.Buffer(torch.ones(1))),
+    "own _modules": lambda table: set_on(table, "adapter", nn.Linear(1, 1)),
+    "other parameters": lambda table: set_on(table, "bias", nn.Parameter(torch.ones(1))),
+    "own forward": lambda table: set_on(table, "forward", nothing),
+    "own first": lambda table: set_on(table, "first", 1),  # as the other one has
+}
+
+
+@pytest.mark.parametrize("hung", HUNG)
+@spmd(1, 2)
+def test_what_hangs_on_a_table_is_not_lost_in_silence(group, hung):
+    table = nn.Embedding(10, DIM)
+    model = nn.Sequential(nn.Embedding(10, DIM), table)
+    before = list(model)
+    take_off = HUNG[hung](table)
+    with pytest.raises(weft.WeftError, match=rf"'1' has .*{hung}.*, which the table that takes"):
+        weft.nn.shard_embeddings(model, min_rows=1, group=group)
+    assert list(model) == before
+    take_off()
+    weft.nn.shard_embeddings(model, min_rows=1, group=group)
+    assert model[1] is not table
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm")  # torch's, that there is another way
+@spmd(1)
+def test_a_table_whose_weight_is_computed_is_not_cut(group):
+    model = nn.Sequential(nn.utils.weight_norm(nn.Embedding(10, DIM)))
+    with pytest.raises(weft.WeftError, match="'0' has other parameters than a weight, which"):
+        weft.nn.shard_embeddings(model, min_rows=1, group=group)
+
+
+@spmd(1, 2)
+def test_attributes_of_a_table_and_of_its_weight_go_along(group):
+    model = nn.Sequential(nn.Embedding(10, DIM))
+    model[0].users = ["of the table"]
+    model[0].weight.no_decay = True
+    users = model[0].users
+    weft.nn.shard_embeddings(model, min_rows=1, group=group)
+    assert model[0].users is users and model[0].weight.no_decay
+    assert copy.deepcopy(model)[0].users == users
+    assert torch.equal(model(ONE), model[0].to_dense()[3:4])
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e60, 1e-60])
+@spmd(1, 2, 3)
+def test_clipping_doubles_as_exactly_as_torch_does(group, scale):
+    """Also where one of the ranks has no rows, and where float32 has no such numbers."""
+    table = weft.nn.ShardedEmbedding(2, 2, dtype=torch.float64, sparse=False, group=group)
+    whole = nn.Parameter(torch.zeros(2, 2, dtype=torch.float64))
+    whole.grad = torch.tensor([[1.0, 2.0], [3.0, 4.0]], dtype=torch.float64) * scale
+    table.weight.grad = whole.grad[table.first :][: len(table.weight)].clone()
+    norm = weft.clip_grad_norm_(table, scale)
+    wanted = nn.utils.clip_grad_norm_([whole], scale)
+    torch.testing.assert_close(norm, wanted, rtol=1e-14, atol=0)
+    own = whole.grad[table.first :][: len(table.weight)]
+    torch.testing.assert_close(table.weight.grad, own, rtol=1e-14, atol=0)
+
+
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")  # torch's, that it is new
 @spmd(2, 3)
 def test_clipping_wrongly_on_one_rank_raises_on_all(group):
@@ -327,6 +420,41 @@ def test_rows_of_no_numbers():
     assert run(2, program) == [((1, 2, 0), (5, 0))] * 2
 
 
+@pytest.mark.parametrize("sparse", [True, False])
+@spmd(1, 2)
+def test_a_gradient_is_of_the_weight_and_the_settings_that_forward_used(group, sparse):
+    half = torch.ones(6, DIM).half()
+    table = weft.nn.ShardedEmbedding.from_pretrained(half, freeze=False, sparse=sparse, group=group)
+    weights = table.weight.detach().float().requires_grad_()
+    rows = torch.func.functional_call(table, {"weight": weights}, torch.arange(6))
+    (rows * 1e5).sum().backward()  # more than float16 has
+    assert weights.grad.is_sparse == sparse
+    assert torch.equal(weights.grad.to_dense(), torch.full_like(weights, 1e5))
+
+    weight = table.weight
+    rows = table(torch.arange(6))
+    table.weight = nn.Parameter(torch.zeros(1, 1))
+    table.embedding_dim = 1
+    table.sparse = not sparse
+    table.average = False
+    rows.sum().backward()
+    assert weight.grad.is_sparse == sparse and weight.grad.dtype == torch.float16
+    assert torch.equal(weight.grad.to_dense(), torch.ones_like(weight))
+
+
+@pytest.mark.parametrize("padding", [None, -1])
+def test_int32_indices_of_a_table_with_more_rows_than_they_count(padding):
+    def program(group):
+        kind = torch.int32 if group.rank else torch.int64
+        table = weft.nn.ShardedEmbedding(1 << 32, 0, padding_idx=padding)
+        bag = weft.nn.ShardedEmbeddingBag(1 << 32, 0, padding_idx=padding, mode="sum")
+        given, offsets = torch.tensor([5, 2**31 - 1], dtype=kind), torch.tensor([0], dtype=kind)
+        rows, sums = weft.nn.sharded_lookup([table, bag], [given, (given, offsets)])
+        return rows.shape, sums.shape
+
+    assert run(2, program) == [((2, 0), (1, 0))] * 2
+
+
 def test_what_are_no_tables_is_said():
     for tables, text in (([], "tables is empty"), ([nn.Embedding(3, 2)], "tables has a Embedding")):
         with pytest.raises(weft.WeftError, match=text):
@@ -404,7 +532,10 @@ def test_the_large_tables_of_a_model_are_cut():
         assert type(model.small) is nn.Embedding and model.same is model.table
         assert model.table.sparse and not model.bags["one"].sparse
         ignored = {"table.weight", "same.weight", "bags.one.weight"}
-        assert ignored >= set(model._ddp_params_and_buffers_to_ignore) >= ignored - {"same.weight"}
+        marked = set(model._ddp_params_and_buffers_to_ignore)
+        plain = {name for name in marked if not name.startswith("_orig_mod.")}
+        assert ignored >= plain >= ignored - {"same.weight"}
+        assert marked == plain | {f"_orig_mod.{name}" for name in plain}  # once it is compiled
         ids = indices(2 * group.rank, 10, 5, 2)
         assert torch.equal(model(ids), alone(ids))
         assert str(model.bags["one"]).startswith("ShardedEmbeddingBag(9, 3, mode='sum'")
@@ -475,20 +606,91 @@ def test_a_checkpoint_of_four_ranks_is_loaded_by_others(tmp_path):
         alike(processes(ranks, train, tmp_path, 2, 2), wanted)
 
 
-def test_a_weight_of_other_rows_is_an_error_on_all():
-    def program(group):
-        table = weft.nn.ShardedEmbedding(9, DIM)
-        rows = table.weight.data
-        if group.rank == 1:
-            table.weight.data = torch.zeros(9, DIM)
-        with pytest.raises(weft.WeftError) as caught:
-            table(ONE)
-        table.weight.data = rows
-        assert torch.equal(table(ONE), table.to_dense()[3:4])
-        return str(caught.value)
+# what a rank has in place of its 5 rows, and what is said of it
+UNFIT = {
+    "too many": (
+        lambda rows: torch.zeros(9, DIM),
+        r"has shape \(9, 3\): it must have \(5, 3\), this",
+    ),
+    "too few": (lambda rows: rows[:2], r"has shape \(2, 3\): it must have \(5, 3\), this rank's"),
+    "narrow": (lambda rows: rows[:, :1], r"has shape \(5, 1\): it must have \(5, 3\), this rank's"),
+    "without elements": (lambda rows: rows.to("meta"), "is on the meta device"),
+    "sparse": (lambda rows: rows.to_sparse(), r"is of layout torch\.sparse_coo: pass a strided"),
+}
 
-    text = "rank 1: the weight has shape (9, 3): it must have (4, 3), this rank's rows"
-    assert run(2, program) == [text] * 2
+
+@pytest.mark.parametrize("erring", [{1}, {0, 1}])
+@pytest.mark.parametrize("case", UNFIT)
+@spmd(2, on=("threads", "device", "processes"))
+def test_a_weight_that_is_not_this_ranks_rows_is_an_error_on_all(group, case, erring):
+    unfit, text = UNFIT[case]
+    table = weft.nn.ShardedEmbedding(10, DIM)
+    weight = table.weight
+    if group.rank in erring:
+        table.weight = nn.Parameter(unfit(weight.detach()))
+    for call in (table.to_dense, lambda: table(ONE)):
+        with pytest.raises(weft.WeftError, match=rf"^rank {min(erring)}: the weight {text}"):
+            call()
+    table.weight = weight
+    assert torch.equal(table(ONE), table.to_dense()[3:4])
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm")  # torch's, that there is another way
+@pytest.mark.parametrize("tables", [1, 2])
+@spmd(2, on=("threads", "device", "processes"))
+def test_a_table_without_its_weight_is_an_error_on_all(group, tables):
+    *others, table = [weft.nn.ShardedEmbedding(10, DIM) for _ in range(tables)]
+    weight = table.weight
+    if group.rank == 1:
+        with pytest.raises(weft.WeftError, match="rows, which nothing else may cut"):
+            nn.utils.weight_norm(table)
+        with pytest.raises(weft.WeftError, match="has no weight, which something took off it"):
+            table.as_dtensor()
+    for call in (
+        table.to_dense,
+        lambda: weft.nn.sharded_lookup([*others, table], [ONE] * tables),
+        lambda: weft.nn.sharded_lookup([table, *others], [ONE] * tables),
+    ):
+        with pytest.raises(weft.WeftError, match=r"^rank 1: ShardedEmbedding\(10, 3.*has no we"):
+            call()
+    table.weight = weight
+    assert torch.equal(table(ONE), table.to_dense()[3:4])
+
+
+def test_the_table_of_another_rank_is_an_error_on_all():
+    made = [b""] * 2
+
+    def program(group):
+        table = weft.nn.ShardedEmbedding(6, DIM)
+        made[group.rank] = pickle.dumps(table)
+        weft.barrier()
+        other = pickle.loads(made[1 - group.rank])
+        raised = []
+        for call in (
+            other.to_dense,
+            lambda: other(ONE),
+            lambda: weft.nn.sharded_lookup([table, other], [ONE, ONE]),
+        ):
+            with pytest.raises(weft.WeftError) as caught:
+                call()
+            raised.append(str(caught.value))
+        assert torch.equal(table(ONE), table.to_dense()[3:4])
+        return raised
+
+    found, others = run(2, program)
+    said = "the table is that of rank 1 of 2, and not of rank 0 of 2: make one here, and load its"
+    assert found == others
+    for text, start in zip(found, ("", "", "table 1: "), strict=True):
+        assert text.startswith(f"rank 0: {start}{said}")
+
+
+@spmd(2)
+def test_tables_of_several_groups_are_not_looked_up_at_once(group):
+    with group.split(range(2)) as other:
+        tables = [weft.nn.ShardedEmbedding(6, DIM, group=each) for each in (group, other)]
+        with pytest.raises(weft.WeftError, match="cut over several groups: ask those of one group"):
+            weft.nn.sharded_lookup(tables, [ONE, ONE])
+        assert torch.equal(tables[0](ONE), tables[0].to_dense()[3:4])
 
 
 def test_recomputed_rows_are_fetched_by_ranks_without_input_too():
@@ -520,6 +722,9 @@ def wrap():
         with pytest.raises(weft.WeftError, match=r"would overwrite the shard '0.0.weight'"):
             DistributedDataParallel(nn.Sequential(model))
         DistributedDataParallel(model)
+        compiled = torch.compile(copy.deepcopy(model), backend="eager")
+        wrapped = DistributedDataParallel(compiled)
+        assert torch.equal(wrapped.get_parameter("module._orig_mod.0.weight"), shard)
         for wrapper in (
             fully_shard,
             functools.partial(FullyShardedDataParallel, device_id=torch.device("cpu")),
@@ -543,6 +748,119 @@ def test_no_wrapper_overwrites_a_shard():
     assert not torch.equal(first, second)
 
 
+def tied_layer(weight):
+    layer = nn.Linear(*weight.shape[::-1], bias=False)
+    layer.weight = weight
+    return layer
+
+
+def registered(weight):
+    module = nn.Module()
+    module.register_buffer("rows", weight)
+    return module
+
+
+def given_another_weight(table):
+    """The layer has the weight first, and the table is given it."""
+    layer = nn.Linear(DIM, len(table.weight), bias=False)
+    layer.weight.data = table.weight.data
+    table.weight = layer.weight
+    return [layer, table]
+
+
+# the parts of a model that has a shard under other names than the table's
+TIED = {
+    "a layer behind it": lambda table: [table, tied_layer(table.weight)],
+    "a layer before it": lambda table: [tied_layer(table.weight), table],
+    "a layer's weight": given_another_weight,
+    "a list": lambda table: [table, nn.ParameterList([table.weight])],
+    "a list without the table": lambda table: [nn.ParameterList([table.weight])],
+    "a buffer": lambda table: [table, registered(table.weight)],
+}
+
+
+@pytest.mark.parametrize(("rows", "overlaps"), [(5, False), (6, False), (6, True)])
+@pytest.mark.parametrize("tied", TIED)
+@spmd(1, 2, 3, on=("threads", "processes"))
+def test_a_shard_is_this_ranks_own_under_every_name(group, tied, rows, overlaps):
+    whole = drawn(0, rows, DIM)
+    table = weft.nn.ShardedEmbedding.from_pretrained(whole, freeze=False, sparse=False)
+    dense = nn.Linear(1, 1, bias=False)
+    nn.init.constant_(dense.weight, 1.0 + group.rank)
+    model = nn.ModuleList([*TIED[tied](table), dense])
+    weft.sync_params(model)
+    assert torch.equal(table.to_dense(), whole) and dense.weight == 1
+
+    if overlaps:
+        weft.overlap_grads(model, average=False)
+    loss = table(torch.tensor([0])).sum() + dense(torch.ones(1, 1)).sum()
+    loss.backward()
+    gradient = torch.zeros_like(table.weight)
+    gradient[: group.rank == 0] = 1  # the mean of all ranks'
+    assert torch.equal(table.weight.grad, gradient)
+    weft.sync_grads(model, average=False)
+    assert torch.equal(table.weight.grad, gradient) and dense.weight.grad == group.size
+    norm = weft.clip_grad_norm_(model, 100.0)
+    assert norm == pytest.approx((DIM + group.size**2) ** 0.5)
+
+
+class Tied(nn.Module):
+    """A model whose shard has several names, one of them the model's own."""
+
+    def __init__(self, table, how):
+        super().__init__()
+        self.parts = nn.ModuleList(TIED[how](table))
+        self.rows = table.weight
+        self.dense = nn.Linear(DIM, 1)
+        self.look_up = [table]
+
+    def forward(self, ids):
+        return self.dense(self.look_up[0](ids)).sum()
+
+
+def leave_tied_shards_alone():
+    """DistributedDataParallel takes only a model that marks them, and leaves them then."""
+    with weft.init():
+        whole = drawn(0, 6, DIM)
+        for how in TIED:
+            table = weft.nn.ShardedEmbedding.from_pretrained(
+                whole, freeze=False, sparse=False, average=False
+            )
+            model = nn.Sequential(*TIED[how](table), nn.Linear(DIM, 1))
+            weft.nn.shard_embeddings(model)
+            DistributedDataParallel(model)
+            model.append(tied_layer(table.weight))  # afterwards
+            last = f"{len(model) - 1}.weight"
+            with pytest.raises(weft.WeftError, match=rf"shard '{last}', which is '0\..*', too, by"):
+                DistributedDataParallel(model)
+            model = weft.nn.shard_embeddings(Tied(table, how))
+            DistributedDataParallel(torch.compile(model, backend="eager"))
+            trained = DistributedDataParallel(model)
+            weft.ddp.register(trained)
+            trained(torch.tensor([0, dist.get_rank()])).backward()
+            rows = table.weight.grad.any(1).tolist()
+            assert rows == ([True, True, False] if dist.get_rank() == 0 else [False] * 3), how
+            assert torch.equal(table.to_dense(), whole), how
+            assert torch.equal(model.dense.weight.grad[0], 1.5 * whole[0] + whole[1] / 2), how
+
+
+def test_no_wrapper_overwrites_a_shard_with_several_names():
+    processes(2, leave_tied_shards_alone)
+
+
+@spmd(2)
+def test_a_weight_without_elements_is_told_on_the_line_of_calls(group):
+    table = weft.nn.ShardedEmbedding(4, DIM)
+    weft.overlap_grads(table)
+    weight = table.weight
+    if group.rank == 1:
+        table.weight = nn.Parameter(weight.to("meta"))
+    with pytest.raises(weft.WeftError, match=r"rank 1: .*meta"):
+        table(torch.tensor([1, 2]))
+    table.weight = weight
+    assert table(torch.tensor([1, 2])).shape == (2, DIM)
+
+
 def test_torch_calls_weft_of_new_modules_only_while_a_sharded_table_is_alive():
     processes(1, guard_comes_and_goes)
 
@@ -562,3 +880,49 @@ def guard_comes_and_goes():
         del copies, each
         gc.collect()
         assert len(hooks) == 0
+
+
+def in_half_precision(table, scaler, synchronised):
+    """The scale and the weights after each of three steps, in the second of which a row overflows.
+
+    Args:
+        table: of 4 rows of DIM values.
+        scaler: of the loss.
+        synchronised: what a dense layer's gradients go through.
+    """
+    torch.manual_seed(0)
+    dense = nn.Linear(DIM, 1, bias=False)
+    optimizer = torch.optim.SGD([*table.parameters(), *dense.parameters()], lr=0.1)
+    ids = torch.tensor([0, 3])
+    found = []
+    for step in range(3):
+        optimizer.zero_grad()
+        rows = table(ids)
+        if step == 1:  # in no other gradient
+            rows.register_hook(lambda grad: grad.index_fill(0, torch.tensor(1), torch.inf))
+        scaler.scale(dense(rows).sum()).backward()
+        synchronised(dense)
+        scaler.step(optimizer)
+        scaler.update()
+        found.append((scaler.get_scale(), dense.weight.tolist()))
+    return found
+
+
+def scaled(sparse):
+    """The same with a sharded table, of which the last rank has the row that overflows."""
+    weight = torch.arange(4.0 * DIM).view(4, DIM)
+    with weft.init():
+        table = weft.nn.ShardedEmbedding.from_pretrained(weight, freeze=False, sparse=sparse)
+        scaler = ShardedGradScaler("cpu", process_group=dist.group.WORLD)
+        found = in_half_precision(table, scaler, weft.sync_grads)
+        plain = nn.Embedding.from_pretrained(weight, freeze=False)
+        wanted = in_half_precision(plain, torch.amp.GradScaler("cpu"), lambda dense: None)
+        assert torch.equal(table.to_dense(), plain.weight)
+    return found, wanted
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+def test_torch_scales_the_loss_alike_on_every_rank(sparse):
+    for found, wanted in processes(2, scaled, sparse):
+        assert found == wanted
+        assert [scale for scale, _ in found] == [2.0**16, 2.0**15, 2.0**15]

@@ -158,8 +158,14 @@ def filled(written, state):
     return unflatten_state_dict(own, places)
 
 
-@pytest.mark.parametrize("kind", OPTIMIZERS)
-@pytest.mark.parametrize(("when", "savers", "loaders"), [(FRESH, 1, 4), (ALL_AT_ONCE, 4, 2)])
+@pytest.mark.parametrize(
+    ("kind", "when", "savers", "loaders"),
+    [
+        *((kind, ALL_AT_ONCE, 4, 2) for kind in OPTIMIZERS),
+        # before it keeps anything, and where it does from the beginning
+        *((kind, FRESH, 1, 4) for kind in ("Adam", "SparseAdam", "Adagrad")),
+    ],
+)
 def test_it_goes_on_with_any_number_of_ranks(kind, when, savers, loaders):
     def save(group):
         model, optimizers = made(kind, group)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import pickle
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import weft
-from weft.testing import processes
+from weft.testing import processes, spmd
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # torch's own, of Adagrad
 
@@ -85,17 +86,17 @@ def train(model, updates, steps, group=None):
 
 
 def go_on_with_other_numbers_of_ranks(folder):
-    """Saved by the first ranks, so many, and loaded by fewer, as many, and more, in turn."""
+    """Saved by the first ranks, so many, and loaded by fewer, as many, and more; kinds in turn."""
     with weft.init() as group:
         groups = {size: dist.new_group(range(size)) for size in (2, 3, 4)}
-        loaders = itertools.cycle(groups)
-        for (savers, rows), kind in itertools.product(SAVED, OPTIMIZERS):
-            place = f"{folder}/{savers} {rows} {kind}"
+        kinds = itertools.cycle(OPTIMIZERS)
+        for (savers, rows), size in itertools.product(SAVED, groups):
+            kind = next(kinds)
+            place = f"{folder}/{savers} {rows} {size}"
             wanted = [None]
             if group.rank < savers:
                 wanted = [save_and_go_on(place, rows, kind, groups[savers])]
             dist.broadcast_object_list(wanted)
-            size = next(loaders)
             if group.rank < size:
                 load_and_go_on(place, rows, kind, groups[size], *wanted[0])
             weft.barrier()
@@ -245,6 +246,137 @@ def test_new_optimizers_sparse_momenta_and_whole_tables():
     processes(2, on_two_ranks)
 
 
+def tied(rows, kind):
+    """A model whose shard has two more names, one of which comes before the table's own."""
+    model, _ = made(rows, kind)
+    head = nn.Linear(3, 1, bias=False)
+    head.weight = model.table.weight
+    wholly = nn.ModuleDict({"before": head, "model": model})
+    wholly.behind = nn.ParameterList([model.table.weight])
+    return wholly, OPTIMIZERS[kind](model)
+
+
+NAMES = ("before.weight", "model.table.weight", "behind.0")
+
+
+def save_and_load_tied(folder):
+    """Rows of each rank, under each name."""
+    with weft.init():
+        for kind in ("momentum", "sparse adam and sgd"):
+            whole, updates = tied(7, kind)
+            train(whole["model"], updates, range(2))
+            wanted = whole["model"].table.to_dense()
+            state = weft.nn.sharded_state(whole, updates)
+            for name in NAMES:
+                assert isinstance(state["model"][name], DTensor), name
+                assert state["model"][name].shape == (7, 3)
+            dcp.save(state, checkpoint_id=f"{folder}/{kind}")
+            losses = train(whole["model"], updates, range(2, 4))
+
+            other, updates = tied(7, kind)
+            with torch.no_grad():
+                other["model"].table.weight.zero_()
+            state = weft.nn.sharded_state(other, updates)
+            dcp.load(state, checkpoint_id=f"{folder}/{kind}")
+            weft.nn.load_sharded_state(other, updates, state)
+            assert other["before"].weight is other["model"].table.weight
+            assert torch.equal(other["model"].table.to_dense(), wanted)
+            assert train(other["model"], updates, range(2, 4)) == pytest.approx(losses, rel=1e-5)
+
+            for name in NAMES:  # a state of whole tables
+                state["model"][name] = 2 * wanted
+            weft.nn.load_sharded_state(other, updates, state)
+            assert torch.equal(other["model"].table.to_dense(), 2 * wanted)
+            assert not other["before"]._state_dict_hooks  # the calls leave none behind
+            assert not other["before"]._load_state_dict_pre_hooks
+
+
+def test_a_shard_with_several_names_is_saved_and_loaded_as_one(tmp_path):
+    processes(2, save_and_load_tied, tmp_path)
+
+
+def outside_of_the_model():
+    """What has a table's weight, but not the table, has it as a DTensor, too."""
+    with weft.init():
+        model, _ = made(7, "momentum")
+        weights = nn.ParameterList([model.table.weight])
+        update = torch.optim.SparseAdam(weights.parameters())
+        state = weft.nn.sharded_state(weights, update)
+        assert isinstance(state["model"]["0"], DTensor)
+        assert state["optimizer"]["state"]["0"]["exp_avg"].shape == (7, 3)
+        weft.nn.load_sharded_state(weights, update, state)
+
+
+def test_a_shard_outside_of_its_table_is_saved_and_loaded():
+    processes(2, outside_of_the_model)
+
+
+def make_no_dtensor_of_other_rows():
+    """A checkpoint would have rows in wrong places, or too few."""
+    with weft.init():
+        table = weft.nn.ShardedEmbedding(6, 3)
+        update = torch.optim.SGD(table.parameters(), lr=0.1)
+        rank = dist.get_rank()
+        pickled = [None] * 2
+        dist.all_gather_object(pickled, pickle.dumps(table))
+        swapped = pickle.loads(pickled[1 - rank])
+        with pytest.raises(weft.WeftError, match=rf"that of rank {1 - rank} of 2, and not of rank"):
+            swapped.state_dict()
+        with pytest.raises(weft.WeftError, match=r"tensor has shape \(2,\): it must have \(3,\)"):
+            table.as_dtensor(torch.zeros(2))
+        table.weight.data = table.weight.data[:2]
+        for call in (
+            table.as_dtensor,
+            table.state_dict,
+            lambda: weft.nn.sharded_state(table, update),
+        ):
+            with pytest.raises(
+                weft.WeftError, match=r"weight has shape \(2, 3\): it must have \(3, 3"
+            ):
+                call()
+
+
+def test_other_rows_than_this_ranks_are_no_dtensor():
+    processes(2, make_no_dtensor_of_other_rows)
+
+
+def save_and_load_the_model_alone(folder):
+    """Of a checkpoint of the model alone, and of one with an optimizer's state."""
+    with weft.init():
+        for optimizers in (lambda model: [], OPTIMIZERS["adagrad"]):
+            model, _ = made(7, "sgd")
+            place = f"{folder}/{len(as_list(optimizers(model)))}"
+            dcp.save(weft.nn.sharded_state(model, optimizers(model)), checkpoint_id=place)
+            wanted = model.table.to_dense()
+            with torch.no_grad():
+                model.table.weight.zero_()
+            state = weft.nn.sharded_state(model, [])
+            assert state["optimizer"] == {}
+            dcp.load(state, checkpoint_id=place)
+            weft.nn.load_sharded_state(model, [], state)
+            assert torch.equal(model.table.to_dense(), wanted)
+        state["optimizer"] = weft.nn.sharded_state(model, OPTIMIZERS["adagrad"](model))["optimizer"]
+        weft.nn.load_sharded_state(model, iter([]), state)
+        assert torch.equal(model.table.to_dense(), wanted)
+
+
+def test_a_model_is_saved_and_loaded_without_optimizers(tmp_path):
+    processes(2, save_and_load_the_model_alone, tmp_path)
+
+
+@pytest.mark.parametrize("assign", [False, True])
+@spmd(1, 3)
+def test_a_state_of_whole_tables_leaves_each_rank_its_rows_alone(group, assign):
+    whole = torch.arange(12.0).view(6, 2)
+    table = weft.nn.ShardedEmbedding(6, 2, group=group)
+    table.load_state_dict({"weight": whole}, assign=assign)
+    assert torch.equal(table.to_dense(), whole)
+    assert table.weight.untyped_storage().nbytes() == table.weight.nbytes
+    with torch.no_grad():
+        table.weight.zero_()
+    assert torch.equal(whole, torch.arange(12.0).view(6, 2))
+
+
 def test_what_is_wrong_is_said():
     with weft.init():
         model, update = made(7, "adagrad")
@@ -262,6 +394,8 @@ def test_what_is_wrong_is_said():
             weft.nn.load_sharded_state(model, update, {"model": state["model"]})
         with pytest.raises(weft.WeftError, match="state has NoneType"):
             weft.nn.load_sharded_state(model, update, None)
+        with pytest.raises(weft.WeftError, match=r"is of no optimizers: pass \[\] for"):
+            weft.nn.load_sharded_state(model, update, weft.nn.sharded_state(model, []))
         other, adam = made(7, "sparse adam and adamw")
         with pytest.raises(weft.WeftError, match="their groups of parameters differ"):
             weft.nn.load_sharded_state(other, adam, state)
@@ -271,6 +405,14 @@ def test_what_is_wrong_is_said():
         ):
             weft.nn.sharded_state(model, lbfgs)
         assert not lbfgs.state and all(each.requires_grad for each in model.parameters())
+        momentum = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        with pytest.raises(
+            weft.WeftError, match=r"has step, sum of '.*', of which these .* keep momentum_buffer: "
+        ):
+            weft.nn.load_sharded_state(model, momentum, state)
+        assert not momentum.state and momentum.param_groups[0]["lr"] == 0.1
+        with pytest.raises(weft.WeftError, match=r"a tensor of shape \(1, .* of a shard of shape"):
+            weft.nn.sharded_state(model, torch.optim.Adafactor(model.parameters()))
         del state["optimizer"]["state"]["table.weight"]
         with pytest.raises(weft.WeftError, match=r"has nothing of 'table.weight', of which"):
             weft.nn.load_sharded_state(model, update, state)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 
 import pytest
 import torch
@@ -10,8 +10,8 @@ import torch
 import weft
 from weft import nn
 from weft.nn import Layer, Spec
-from weft.nn.grid import whole
-from weft.nn.plan import Side, between
+from weft.nn.grid import Box, whole
+from weft.nn.plan import Piece, Side, between
 from weft.testing import run, spmd
 
 
@@ -28,6 +28,8 @@ class Shift(Spec):
     def plan(self, shapes):
         if self.trouble == "raises":
             return shapes["nobody"]
+        if self.trouble == "exits":
+            raise SystemExit(3)
         if self.trouble == "forgets":
             return None
         ranks = self.partition.ranks
@@ -73,6 +75,92 @@ def test_a_plan_that_fails_alike_on_every_rank_loses_no_group(group, trouble, te
         assert str(caught.value).startswith("Shift makes no plan for tensors of these shapes, by")
         assert str(caught.value).endswith(text)
         works(group)
+
+
+@dataclass(frozen=True)
+class Given(Spec):
+    """Has a plan that it is given, of two ranks."""
+
+    partition: weft.Partition
+    have: Side = field(compare=False, repr=False)
+    want: Side = field(compare=False, repr=False)
+
+    name = "Given"
+
+    def plan(self, shapes):
+        return between(self.have, self.want)
+
+
+def side(shape, box=None, at=(0,), ranks=(0, 1)):
+    """Each rank has a tensor of that shape, with one box of the global tensor in it; or all."""
+    return Side(
+        dict.fromkeys(ranks, shape),
+        tuple(Piece(rank, box or whole(shape), at) for rank in ranks),
+    )
+
+
+@pytest.mark.parametrize(
+    ("have", "want", "text"),
+    [
+        (side((7,)), None, "have has a tensor of shape (7,) of rank 0, which passes (ROWS,)"),
+        (side((2,)), None, "have has a tensor of shape (2,) of rank 0, which passes (ROWS,)"),
+        (None, side((2,), ranks=(0, 9)), "want has a tensor of rank 9, and ranks [0, 1] take part"),
+        (None, side((-3,), Box((0,), (1,))), "want has a tensor of shape (-3,) of rank 0"),
+        (None, side((1.5,)), "of shape (1.5,) of rank 0: lengths are ints from 0"),
+        (None, side((2,), Box((0,), (3,))), "does not lie in the tensor of shape (2,)"),
+        (None, side((2,), Box((0,), (1,)), (2,)), "does not lie in the tensor of shape (2,)"),
+        (None, side((2,), Box((0,), (1,)), (-1,)), "does not lie in the tensor of shape (2,)"),
+        (None, side((2,), Box((2,), (1,))), "does not lie in the tensor of shape (2,)"),
+        (None, side((2,), Box((0.5,), (1.5,))), "does not lie in the tensor of shape (2,)"),
+        (None, side((2, 1), Box((0,), (2,))), "does not lie in the tensor of shape (2, 1)"),
+        (None, side((2, 1), at=(0, 0)), "another piece of that tensor has 1 dimensions"),
+        (
+            None,
+            Side({0: (2,)}, (Piece(1, whole((2,)), (0,)),)),
+            "a piece of rank 1, and no shape of",
+        ),
+    ],
+)
+@pytest.mark.parametrize("rows", [4, 40_000])  # in the handshake, or in messages
+def test_a_plan_that_does_not_fit_the_tensors_loses_no_group(have, want, text, rows):
+    fits = side((rows,))
+
+    def program(group):
+        layer = Layer(Given(weft.Partition(2), have or fits, want or fits))
+        for _ in range(2):
+            with pytest.raises(weft.WeftError) as caught:
+                layer(torch.ones(rows))
+            works(group)
+        return str(caught.value)
+
+    one, other = run(2, program)
+    assert one == other
+    assert one.startswith("Given makes no plan for tensors of these shapes, by rank, ")
+    assert text.replace("ROWS", str(rows)) in one
+
+
+@pytest.mark.parametrize("rows", [4, 40_000])
+def test_a_tensor_that_the_plan_does_not_read_has_a_gradient_of_zeros(rows):
+    """Wherever its memory was."""
+
+    def program(group):
+        one = side((rows,), ranks=(0,))
+        x = torch.ones(rows, requires_grad=True)
+        y = Layer(Given(weft.Partition(2), one, one))(x)
+        torch.full((rows,), 7.0)  # whose memory is free again
+        y.sum().backward()
+        return x.grad.unique().tolist()
+
+    assert run(2, program) == [[1.0], [0.0]]
+
+
+def test_a_plan_that_exits_does_so_on_every_rank_and_loses_no_group():
+    def program(group):
+        with pytest.raises(SystemExit):
+            Layer(Shift(weft.Partition(2), trouble="exits"))(torch.ones(2))
+        works(group)
+
+    run(2, program)
 
 
 def test_every_argument_of_every_layer_is_compared():

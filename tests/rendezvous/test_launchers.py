@@ -90,6 +90,7 @@ def test_it_is_said_who_launched(caplog: pytest.LogCaptureFixture) -> None:
         ({**OF_TWO, "RANK": "2"}, "RANK=2 and WORLD_SIZE=2: ranks start at 0"),
         ({**OF_TWO, "RANK": "-1"}, "RANK='-1', which is no whole number"),
         ({**OF_TWO, "WORLD_SIZE": "two"}, "WORLD_SIZE='two', which is no whole number"),
+        ({**OF_TWO, "RANK": "1" * 5000}, r"RANK=1{20}\.\.\., a number of 5000 digits"),
         (
             {**OF_TWO, "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "1"},
             "LOCAL_RANK=1, LOCAL_WORLD_SIZE=1 and",

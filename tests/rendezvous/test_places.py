@@ -8,6 +8,7 @@ import re
 import shutil
 import socket
 import stat
+import struct
 import subprocess
 import sys
 import tempfile
@@ -20,15 +21,18 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from weft.base.errors import WeftError, WireError
+from weft.base.errors import AbsentError, WeftError, WireError
 from weft.bootstrap import membership
 from weft.bootstrap.membership import Member, check
+from weft.rendezvous import machine
 from weft.rendezvous import places as rendezvous
 from weft.rendezvous.launchers import Launch
 from weft.rendezvous.places import File, Mpi, Tcp, place
-from weft.rendezvous.store import AnsweringStore
+from weft.rendezvous.store import AnsweringStore, exchange
 from weft.testing.pace import patient
 
+KEY = struct.pack("=I", 9) + b"refcount/"  # of the first record of torch's file
+COUNT = KEY + struct.pack("=I", 1)  # before its value, of one byte
 ZERO, ONE = (Launch("environment", rank, 2, rank, 2) for rank in range(2))
 MASTER = {"MASTER_ADDR": "node1", "MASTER_PORT": "29500"}
 ONE_HOST = Launch("mpirun", 1, 2, 1, 2, "prterun-vm-1@1")
@@ -103,6 +107,20 @@ def test_the_port_of_a_slurm_job_follows_from_its_name() -> None:
     assert [each.host for each in found] == ["node08"] * 3 + ["node1"]
     assert found[0].port == found[3].port != found[2].port
     assert re.fullmatch(r"node08:\d+, as job 12\.0", found[0].where)
+
+
+def test_names_that_are_no_text_name_hosts_and_jobs(
+    port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the environment hands on bytes that are not UTF-8."""
+    monkeypatch.setenv("WEFT_HOST", "caf\udce9")
+    assert re.fullmatch("[0-9a-f]{32}", machine.own_host())
+    job = Launch("srun", 0, 2, 0, 1, "caf\udce9", "node08")
+    in_folder = place(job, f"file://{tmp_path}/", {})
+    assert isinstance(in_folder, File) and in_folder.path.parent == tmp_path
+    named = place(job, None, {})
+    assert isinstance(named, Tcp)
+    assert Tcp("127.0.0.1", port, "there", space=named.space).open(ZERO, soon(5)).hosts
 
 
 @pytest.mark.parametrize("launch", [ONE_HOST, Launch("srun", 1, 2, 1, 2, "12.0", "node08")])
@@ -330,6 +348,7 @@ def test_two_processes_that_are_rank_0_hear_of_each_other(
     [
         (lambda path: path.write_text("{"), "is not a file of a rendezvous"),
         (lambda path: path.write_text("10.0.0.1\n"), "is not a file of a rendezvous"),
+        (lambda path: path.write_bytes(COUNT + b"x"), "is not a file of a rendezvous"),
         (lambda path: path.chmod(0o622), "may be written by others .mode 622."),
         (
             lambda path: (path.rename(f"{path}x"), path.symlink_to(f"{path}x")),
@@ -371,6 +390,31 @@ def test_a_file_that_another_rank_is_writing_is_believed(tmp_path: Path) -> None
         assert File(path).open(ONE, soon(10)).lasts
 
 
+@pytest.mark.parametrize("launch", [ZERO, ONE])
+@pytest.mark.parametrize(
+    "left",
+    [
+        pytest.param(KEY[:2], id="inside the first length"),
+        pytest.param(KEY[:7], id="inside the first key"),
+        pytest.param(KEY, id="before the value's length"),
+        pytest.param(COUNT[:-1], id="inside the value's length"),
+        pytest.param(COUNT, id="before the value"),
+        pytest.param(KEY + struct.pack("=I", 2**31 - 1) + b"xx", id="of 2 GiB"),
+        pytest.param(KEY + struct.pack("=i", -5) + b"xx", id="of a negative length"),
+        pytest.param(COUNT + b"2" + KEY, id="inside the second record"),
+    ],
+)
+def test_a_record_that_a_killed_process_left_cut_is_told(
+    launch: Launch, left: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "run7"
+    path.write_bytes(left)
+    path.chmod(0o600)
+    monkeypatch.setattr(dist, "FileStore", lambda *_: pytest.fail("torch would read for ever"))
+    with pytest.raises(WeftError, match=f"^{path} ends inside a record, .*: remove it"):
+        File(path).open(launch, soon(0.3))
+
+
 def test_a_file_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "run7"
     crashed(path)
@@ -394,3 +438,14 @@ def test_a_folder_may_come_a_moment_later(tmp_path: Path) -> None:
     late.start()
     assert File(tmp_path / "a" / "run7").open(ONE, soon(50)).where == f"file://{tmp_path}/a/run7"
     late.join()
+
+
+def test_who_waits_at_a_file_writes_nothing_meanwhile(tmp_path: Path) -> None:
+    lengths = []
+    for seconds in (0.1, 0.6):
+        path = tmp_path / str(seconds)
+        store = dist.FileStore(str(path), 2)
+        with pytest.raises(AbsentError, match="rank 1 did not come"):
+            exchange(store, "place", 7, 0, 2, seconds, "did not come")
+        lengths.append(path.stat().st_size)
+    assert lengths[0] == lengths[1]

@@ -12,8 +12,11 @@ import torch
 
 from weft import WeftError
 from weft.kernels import pool
-from weft.schedules import dense
-from weft.testing import run
+from weft.schedules import dense, hosts_of
+from weft.schedules.hosts import Grid
+from weft.testing import run, simulated
+from weft.testing.cases import in_case
+from weft.wire.link import Link
 
 UNSIGNED = (torch.uint8, torch.uint16, torch.uint32, torch.uint64)
 SIGNED = (torch.int8, torch.int16, torch.int32, torch.int64)
@@ -230,3 +233,69 @@ def test_torch_s_threads_are_not_asked(programs):
     """They would spin for more, on cores that other ranks need."""
     out, errors = programs(THREADS).communicate()
     assert out.splitlines() == ["0 3.0", "1"], errors
+
+
+# Hosts of several ranks.
+
+LINK = Link(alpha=1e-5, beta=1e-9, work=0)
+
+
+def reduce_on_hosts(group, dtype, op):
+    """Integers, whose sums are the same in any order, and floats; two are under way."""
+    reduce_integers(group, torch.int64, "sum", 2049)
+    parts = [
+        torch.randn(1001, generator=torch.Generator().manual_seed(rank)).to(dtype)
+        for rank in range(group.size)
+    ]
+    mine, other = parts[group.rank].clone(), torch.full((700,), group.rank, dtype=torch.int16)
+    pairs = (mine, op), (other, "max")
+    for pending in [dense.dense_all_reduce(group, each, op) for each, op in pairs]:
+        pending.wait()
+    assert other.tolist() == [group.size - 1] * 700
+    wide = torch.float32 if dtype.itemsize == 2 else dtype
+    by_host = hosts_of(group).ranks
+    if len({*map(len, by_host)}) > 1:  # then in rank order
+        by_host = (range(group.size),)
+    sums = [sum(parts[rank].to(wide) for rank in ranks) for ranks in by_host]
+    total = sum(sums) / (group.size if op == "avg" else 1)
+    assert torch.equal(mine, total.to(dtype))
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("op", ["sum", "avg"])
+@pytest.mark.parametrize("chunk", [1 << 10, 1 << 30])
+def test_a_host_adds_first_what_its_ranks_have(monkeypatch, dtype, op, chunk):
+    monkeypatch.setattr(dense, "SMALL", 0)
+    monkeypatch.setattr(dense, "SCRATCH", chunk)
+    for places in ("aabb", "abab", "aaabbbccc", "aab", "abcd", "aabbccdd"):
+        with in_case(places):
+            simulated.run(len(places), LINK, reduce_on_hosts, dtype, op, hosts=list(places))
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_the_link_of_a_host_carries_a_part_of_each_rank(flat):
+    nbytes = 1 << 20
+
+    def program(group):
+        dense.dense_all_reduce(group, torch.ones(nbytes // 4), "sum", flat=flat).wait()
+        far = {peer for peer in group.peers if group.hosts[peer] != group.hosts[group.rank]}
+        return sum(count for peer, count in group.traffic.to.items() if peer in far)
+
+    sent = sum(simulated.run(8, LINK, program, hosts=list("aaaabbbb"))[:4])
+    assert sent == (4 * nbytes if flat else nbytes)
+
+
+@pytest.mark.parametrize("op", ["sum", "avg"])
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_who_has_all_contributions_adds_in_the_order_of_hosts_too(dtype, op):
+    """As over a wire in rounds, in which all ranks take part."""
+    grid = Grid(((0, 2), (1, 3)), (0, 2))
+    parts = [
+        torch.randn(1001, generator=torch.Generator().manual_seed(rank)).to(dtype)
+        for rank in range(4)
+    ]
+    wide = [part.to(torch.float32 if dtype.itemsize == 2 else dtype) for part in parts]
+    total = ((wide[0] + wide[2]) + (wide[1] + wide[3])) / (4 if op == "avg" else 1)
+    out = parts[3].clone()
+    dense.reduce([*parts[:3], out], op, out, grid)
+    assert torch.equal(out, total.to(dtype))

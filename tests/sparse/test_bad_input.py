@@ -77,6 +77,10 @@ WRONG = {
         lambda: {"rows": one(1, 2, values=torch.ones(3, 4))},
         r"2 indices come with values of shape \(3, 4\)",
     ),
+    "no rows of a shape that is none": (
+        lambda: {"rows": (torch.empty(0).long(), torch.empty(0, 2**30, 2**30))},
+        r"the values have rows of shape \(1073741824, 1073741824\), of which none fits in memory",
+    ),
     "row shape": (
         lambda: {"rows": one(1, values=torch.ones(1, 5))},
         r"row shape: rank.* \(4,\), rank \d+ has \(5,\)",
@@ -421,3 +425,25 @@ def test_a_list_in_place_of_a_tuple_is_told_so(size):
 def test_the_mean_of_tensors_is_called_avg():
     with weft.init(), pytest.raises(weft.WeftError, match=r"did you mean 'avg'"):
         weft.all_reduce(torch.ones(1), "mean")
+
+
+OF_TWO_DIMENSIONS = {
+    "all_reduce": lambda rows: weft.sparse_all_reduce(rows),
+    "a list": lambda rows: weft.sparse_all_reduce([rows, rows]),
+    "reduce": lambda rows: weft.sparse_reduce(rows),
+    "reduce_scatter": lambda rows: weft.sparse_reduce_scatter(rows),
+    "all_gather": lambda rows: weft.sparse_all_gather(rows),
+}
+
+
+@pytest.mark.parametrize("call", OF_TWO_DIMENSIONS)
+@spmd(2, 3)
+def test_sparse_shapes_of_one_product_differ(group, call):
+    """Their rows are counted alike, and stand for others."""
+    for shapes in (((6, 2), (4, 3)), ((2, 2, 3), (4, 3)), ((12,), (4, 3))):
+        shape = shapes[group.rank == 0]
+        where = torch.tensor([[size - 1] for size in shape])
+        rows = torch.sparse_coo_tensor(where, torch.ones(1, 2), (*shape, 2), check_invariants=True)
+        with pytest.raises(weft.WeftError, match=r"\(4, 3\)"):
+            OF_TWO_DIMENSIONS[call](rows)
+    weft.barrier()

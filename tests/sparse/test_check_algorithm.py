@@ -45,9 +45,11 @@ def direct(rows, call, fault=""):
         order.reverse()
 
     union = kernels.union([every[0] for every in everyone])
-    if fault == "calls the allocator itself" and callable(call.out):
-        call.out(len(union.indices), call.row_shape, (call.index, call.dtype))
+    if fault == "allocates twice":
+        call.result(len(union.indices))
     result = call.result_at(union.indices)
+    if fault == "raises in the middle" and call.trouble.error is not None:
+        raise call.trouble.error
     rounds_each = fault == "rounds each partial sum"
     sums = torch.empty(result.values.shape, dtype=call.dtype if rounds_each else call.partial)
     for rank in order:
@@ -56,7 +58,7 @@ def direct(rows, call, fault=""):
 
     if fault == "does not divide":
         result.values.copy_(sums)
-    if fault == "takes what is rounded for half" and call.wide is not None:
+    if fault == "takes what is rounded for half" and call.given.values.dtype != call.dtype:
         result.values.mul_(0.5)
     if fault == "writes to the caller's rows":
         call.given.values.zero_()
@@ -144,7 +146,8 @@ FAULTS = {
     "ignores wire_dtype": 8,
     "writes to the caller's rows": 9,
     "has its result elsewhere": 10,
-    "calls the allocator itself": 11,
+    "allocates twice": 10,
+    "raises in the middle": 11,
     "keeps a lease": 14,
     "leases more than it says": 14,
 }

@@ -209,6 +209,17 @@ def test_the_rows_of_one_on_all(group, kind):
         assert result.shape == form.shape
 
 
+@pytest.mark.parametrize(("shape", "sparse"), [((2**61, 1), 1), ((2**31, 2**30), 2)])
+@spmd(2, on=EVERYWHERE)
+def test_a_tensor_of_more_elements_than_memory_counts(group, shape, sparse):
+    where, values = torch.ones(sparse, 2, dtype=torch.int64), torch.ones(2, *shape[sparse:])
+    rows = torch.sparse_coo_tensor(where, values, shape, check_invariants=True)
+    for out in (None, (torch.empty(2, dtype=torch.int64), torch.empty_like(values))):
+        got = weft.sparse_broadcast(None if group.rank else rows, out=out)
+        assert got.shape == shape
+        assert torch.equal(got._indices(), where)
+
+
 def test_duplicates_are_moved_though_another_thread_has_torch_check_tensors(monkeypatch):
     made = torch.sparse_coo_tensor
 
@@ -355,6 +366,27 @@ def test_out_is_filled(group, kind):
         assert out[0][len(plain) :].eq(-1).all()
         assert asked == [len(plain)]
         assert torch.equal(allocated.values, plain.values)
+
+
+@spmd(1, 3, on=EVERYWHERE)
+def test_autograd_hears_that_out_is_written(group):
+    rows = part(group.rank, "few")
+    room = 3 * len(rows), rows.values.shape[1]
+    out = torch.empty(room[0], dtype=torch.int64), torch.empty(room)
+
+    def all_reduce(out):
+        return weft.sparse_all_reduce(rows, out=out)
+
+    for name in (*calls(rows), "all_reduce"):
+
+        def call(where, name=name):
+            return all_reduce(where) if name == "all_reduce" else calls(rows, out=where)[name]()
+
+        for where in (out, lambda count, *_: tuple(each[:count] for each in out)):
+            before = [each._version for each in out]
+            is_written = call(where) is not None
+            for tensor, version in zip(out, before, strict=True):
+                assert (tensor._version > version) == is_written, name
 
 
 @pytest.mark.parametrize("count", [20, 3000])

@@ -59,10 +59,14 @@ def jagged(tensor):
     return torch.nested.nested_tensor([tensor.reshape(-1)] * 2, layout=torch.jagged)
 
 
-def freed(tensor):
+def freed(tensor, left=0):
     tensor = tensor.clone()
-    tensor.untyped_storage().resize_(0)
+    tensor.untyped_storage().resize_(left)
     return tensor
+
+
+def shrunk(tensor):
+    return freed(tensor, tensor.nbytes - 1)
 
 
 def escaped(transform):
@@ -115,6 +119,7 @@ KINDS = {
     "meta": (passed(lambda x: x.to("meta")), "on the meta device"),
     "sparse": (passed(lambda x: x.to_sparse()), "of layout torch.sparse_coo"),
     "freed": (passed(freed), "without memory"),
+    "shrunk": (passed(shrunk), "larger than its memory"),
     "zeros": (passed(lambda x: torch._efficientzerotensor(x.shape, dtype=x.dtype)), "without mem"),
     "grad": (inside(grad), "in a transform"),
     "vmap": (inside(batched), "in a transform"),
@@ -200,9 +205,19 @@ def test_rows_that_only_stand_for_some(group, kind):
         told(group, (name, part), f"the tensor of {part.split()[0]} is {text}", wrong, right)
 
 
+def without(part, left):
+    """A sparse tensor of whose part so many bytes are left."""
+    tensor = coo(*good())
+    getattr(tensor, f"_{part}")().untyped_storage().resize_(left)
+    return tensor
+
+
 COO = {
     "fake": (lambda use: use(fake(coo(*ROWS))), "rows is a FakeTensor"),
     "meta": (lambda use: use(coo(*good()).to("meta")), "the tensor of indices is on the meta"),
+    "freed": (lambda use: use(without("indices", 0)), "the tensor of indices is without memory"),
+    "shrunk": (lambda use: use(without("indices", 8)), "the tensor of indices is larger than its"),
+    "shrunk values": (lambda use: use(without("values", 8)), "the tensor of values is larger than"),
     "grad": (lambda use: grad(lambda x: use(coo(ROWS[0], x)))(ROWS[1]), "rows is in a tra"),
     "vmap": (lambda use: torch.vmap(lambda x: (use(x), 1)[1:])(coo(*good())), "rows is in a tra"),
     "dense": (lambda use: use(fake(torch.ones(9, 4))), "rows is a FakeTensor"),

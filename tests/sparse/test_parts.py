@@ -47,12 +47,11 @@ def posts(group: Group, made: Callable[[Call, LocalRows], Any]) -> tuple[int, in
     """What a part posts when it is made, and once it is started."""
     rows = weft.Rows(torch.arange(4), torch.ones(4, 2), 8)
     request = Request.of(rows, "sum", "auto", None, None)
-    with run.begin(group, request, "parts", looks=True) as begun:
-        call = begun.call
+    with run.begin(group, request, "parts", looks=True) as (own, call):
         posted: list[Any] = []
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(call.group, "post", lambda *args: posted.append(args))
-            part = made(call, begun.own)
+            part = made(call, own)
             before = len(posted)
             part.start()
         return before, len(posted)

@@ -55,8 +55,19 @@ def quantized(values):
         return torch.quantize_per_tensor(values, 0.1, 0, torch.qint8)
 
 
+def of_four_bits(values):
+    return torch.zeros(values.shape, dtype=torch.uint8).view(torch.uint4)
+
+
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [
+        (quantized, "indices or values are quantized"),
+        (of_four_bits, "values are torch.uint4, which torch does not copy: view another dtype"),
+    ],
+)
 @spmd(1, 3, on=("threads", "device", "processes", "torch"))
-def test_quantized_values_are_refused_by_all(group):
+def test_values_that_are_more_or_less_than_bytes_are_refused_by_all(group, kind, says):
     calls = (
         weft.sparse_all_reduce,
         weft.sparse_reduce_scatter,
@@ -66,6 +77,6 @@ def test_quantized_values_are_refused_by_all(group):
     )
     for call in calls:
         indices, values = rows_of(group.rank)
-        with pytest.raises(weft.WeftError, match="rank 0: indices or values are quantized"):
-            call((indices, values if group.rank else quantized(values)))
+        with pytest.raises(weft.WeftError, match=f"rank 0: {says}"):
+            call((indices, values if group.rank else kind(values)))
         call((indices, values))

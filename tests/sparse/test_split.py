@@ -186,15 +186,27 @@ def test_real_numbers_have_the_same_bits_on_all_ranks_and_again(names, many):
     assert all(torch.equal(each, first) for both in found for each in both)
 
 
-@pytest.mark.parametrize("on", ON)
+@functools.cache
+def many_chunks():
+    parts = []
+    for rank in range(8):
+        draw = torch.Generator().manual_seed(rank)
+        indices = torch.randperm(12_000, generator=draw)[:11_000]  # more than is awaited ahead
+        values = torch.randint(-4, 5, (11_000, 64), generator=draw).float()
+        parts.append(weft.Rows(indices, values, 12_000))
+    return parts, expected(parts)
+
+
 @pytest.mark.parametrize(
-    ("between", "names"),
+    ("between", "names", "on"),
     [
-        ("gather", "aaabbcca"),
-        ("holders", "aabbccdd"),
-        ("mask", "aaaabbbb"),
-        ("split", "aaabbcca"),
-        ("split", "abcdefgh"),
+        ("gather", "aaabbcca", "threads"),
+        ("holders", "aabbccdd", "threads"),
+        ("holders", "aabbccdd", "rounds"),
+        ("mask", "aaaabbbb", "threads"),
+        ("split", "aaabbcca", "threads"),
+        ("split", "aaabbcca", "rounds"),
+        ("split", "abcdefgh", "threads"),
     ],
 )
 def test_sums_of_many_chunks_are_shared_once_they_are_complete(
@@ -203,13 +215,7 @@ def test_sums_of_many_chunks_are_shared_once_they_are_complete(
     """Also where ranks of a block do not share a host, and so hand nothing on early."""
     many(4)
     between_blocks(between)
-    parts = []
-    for rank in range(8):
-        draw = torch.Generator().manual_seed(rank)
-        indices = torch.randperm(12_000, generator=draw)[:11_000]  # more than is awaited ahead
-        values = torch.randint(-4, 5, (11_000, 64), generator=draw).float()
-        parts.append(weft.Rows(indices, values, 12_000))
-    want = expected(parts)
+    parts, want = many_chunks()
 
     for total in run(8, reduced, names, parts, on=on):
         assert torch.equal(total.indices, want.indices)

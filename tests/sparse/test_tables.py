@@ -470,9 +470,24 @@ def fails(count, row_shape, dtypes):
 BOTH = [((2,), torch.float32, torch.int64, 9), ((3,), torch.float32, torch.int64, 9)]
 ONE = torch.empty(99, dtype=torch.int64), torch.empty(99, 3)
 
+
+def the_same(count, row_shape, dtypes):
+    """Of each table the same memory."""
+    values = ONE[1].view(-1)[: count * torch.Size(row_shape).numel()]
+    return ONE[0][:count], values.view(count, *row_shape)
+
+
 WRONG = {
     "one out for two": (
         lambda rows: {"out": [(ONE[0][:50], ONE[1][:50]), (ONE[0][40:90], ONE[1][40:90])]},
+        "rank 1: out has the same memory for tables 0 and 1: pass one for each",
+    ),
+    "one memory from two allocators": (
+        lambda rows: {"out": [the_same, the_same]},
+        "rank 1: out has the same memory for tables 0 and 1: pass one for each",
+    ),
+    "an allocator's in another out": (
+        lambda rows: {"out": [the_same, (ONE[0].clone(), ONE[1])]},
         "rank 1: out has the same memory for tables 0 and 1: pass one for each",
     ),
     "index": (

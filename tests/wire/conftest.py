@@ -14,8 +14,8 @@ from weft.base.memory import Pool
 from weft.bootstrap.local import folder_of
 from weft.rendezvous import places as rendezvous
 from weft.testing import ranks_as_processes, run, wire_clauses
+from weft.testing.clauses import stated
 from weft.testing.wire_clauses import CLAUSES
-from weft.testing.wires import stated_on
 from weft.wire.factory import EXCHANGED, Start, make_wire
 from weft.wire.registry import wire_named
 from weft.wire.tcp import shm
@@ -43,7 +43,7 @@ def on_a_wire(group, folder, packed, is_apart, counts):
     with pytest.MonkeyPatch.context() as patch:
         for name, count in counts.items():
             patch.setattr(wire_clauses, name, count)
-        return stated_on(wire, body)
+        return stated(wire, body)
 
 
 @pytest.fixture
@@ -65,7 +65,7 @@ def ranks_of():
     """
 
     def ranks_of(wire, clause, *, apart=False, **counts):
-        if CLAUSES[clause - 1].is_for_processes or CLAUSES[clause - 1].is_compared:
+        if CLAUSES[clause - 1].processes or CLAUSES[clause - 1].is_compared:
             return ranks_as_processes(wire, apart=apart)
         factory = wire_named(wire) if isinstance(wire, str) else wire
 

@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 
 import weft
-from weft.group.process_group import connect, store_of
+from weft.group.joining import connect
+from weft.group.process_group import store_of
 from weft.testing import processes
 from weft.wire.registry import register_wire
 from weft.wire.tcp import wire as tcp

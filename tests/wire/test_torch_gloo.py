@@ -19,7 +19,7 @@ import weft
 from weft.base import _torch
 from weft.base._torch import NoDevice
 from weft.failure import control
-from weft.group.process_group import connect
+from weft.group.joining import connect
 from weft.rendezvous import store as store_module
 from weft.schedules import dense_all_reduce
 from weft.testing import RankFailure, processes, run
@@ -58,7 +58,7 @@ def test_a_wire_is_chosen(body, env):
 SAFE = """
 import weft, weft.group.process_group
 weft.init()
-print(weft.group.process_group.chosen(), weft.kernels.describe())
+print(weft.group.choice.chosen(), weft.kernels.describe())
 """
 
 

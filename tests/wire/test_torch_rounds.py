@@ -54,7 +54,7 @@ def test_it_keeps_the_contract(fewer):
 
 def test_between_processes_it_keeps_what_needs_some():
     """And how it is made and ends; all else holds of threads, which gloo joins by sockets, too."""
-    needing = [number for number, clause in enumerate(CLAUSES, 1) if clause.is_for_processes]
+    needing = [number for number, clause in enumerate(CLAUSES, 1) if clause.processes]
     as_well = [NUMBERS[name] for name in ("sizes", "large", "aborts", "closes", "complete")]
     outcomes = check_wire(ranks_as_processes(round_wire), clauses=[*needing, *as_well])
     tried = {outcome.number for outcome in outcomes if not outcome.skipped}

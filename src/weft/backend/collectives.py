@@ -3,51 +3,80 @@
 They take any dtype; a reduction must be defined for it. Each begins with an opening exchange
 (`agreed`), in which every rank learns what every other rank was asked for. So wrong or differing
 arguments raise the same WeftError on all ranks, and the next call works. What is small goes along
-with it; then messages go directly from rank to rank, over the wire of the CPU's tensors. Reductions
-add in rank order, so all ranks that get the result have the same bits.
+with it; then messages go directly from rank to rank, over the wire of the CPU's tensors. Where
+hosts have several ranks, as many each, what all need, and what is reduced, crosses a host's link
+once. Reductions add in rank order, there those of a host first, so all ranks that get the result
+have the same bits.
 """
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import itertools
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..base import _torch
-from ..base.errors import WeftError, summed_up
+from ..base.arguments import shown
+from ..base.errors import WeftError, WireError, summed_up
 from ..base.memory import memory_of, typed
-from ..base.tensors import flattened, has_elements, is_made_of_others, is_plain, lacking, plain
+from ..base.tensors import (
+    as_bytes,
+    extent,
+    flattened,
+    has_elements,
+    is_made_of_others,
+    is_plain,
+    lacking,
+    mark_overwritten,
+    plain,
+    serves,
+    shares_elements,
+)
+from ..call.attempt import confess
 from ..call.opening import is_direct
-from ..call.terms import agreed
+from ..call.terms import MODULUS, agreed
 from ..comm.all_reduce import reduce_in_place
 from ..comm.parameters import ScatterAllGather
-from ..comm.staging import is_on_one_host, most_to_all, most_to_each, moved
+from ..comm.staging import are_all_near, most_to_all, most_to_each, moved, moved_to_all, swapped
 from ..group.group import Group
+from ..kernels.ops import OPS
 from ..schedules import dense
+from ..schedules.hosts import Grid, grid_of
 from ..sparse.api import job_of
 
 _SAID = 200  # characters of sizes that ranks compare as text; longer texts by a digest
 
 _SHOWN = 8  # sizes that an error names
 
-WHOLE = 128 << 10  # bytes of a tensor that one rank rather reduces alone, also for other hosts
+BY_ROOT = 128 << 10
+"""Bytes of a tensor that its root reduces alone. Of 4 hosts at 1 Gbit/s all ranks together took 0.6
+times as long for 256 KiB; on one host they take longer for any size."""
 
 _PAIRS = "number of outputs"
-"""A field: torch's lists of outputs and of inputs are as many calls. Each says how many there are,
-so that ranks whose lists differ hear of it in the first one."""
+"""A field: torch's lists of outputs and of inputs are as many calls. The first of them is given the
+arguments of the others as `later`, and compares these among the ranks, too. So what is wrong with
+one of them is an error before anything is written."""
 
 Parts = Sequence[Tensor | None]
 """A tensor, or nothing, for each rank."""
 
+_Span = tuple[int, int, int, bool]
+"""The addresses of a tensor's first byte and behind its last, its call, and whether it is read."""
+
 
 def all_reduce(group: Group, tensors: list[Tensor], op: str) -> list[Tensor]:
-    """Reduce each tensor over all ranks, in place."""
+    """Reduce each tensor over all ranks, in place: what it was before the call."""
     if error := _reason(tensors, op):
         return refuse(group, "all_reduce", error)
     flats = [_flat(tensor) for tensor in tensors]
+    if are_mixed(tensors, ()):
+        flats = [copied(flat) for flat in flats]
     reduce_in_place(group, "all_reduce", {"op": op, **_said(tensors)}, flats, op)
     for flat, tensor in zip(flats, tensors, strict=True):
         _put(flat, tensor)
@@ -60,14 +89,24 @@ def sparse_all_reduce(group: Group, tensors: list[Tensor], op: str) -> list[Tens
     alone = len(given) == 1  # a list would need one more exchange
     done = job_of(group, given[0] if alone else given, op, "auto", None).run()
     for tensor, result in zip(tensors, [done] if alone else done, strict=True):
-        tensor.data = result  # the caller's tensor now has the memory of the result
+        with torch.inference_mode(tensor.is_inference()):  # in which it was made
+            tensor.data = result  # the caller's tensor now has the memory of the result
     return _overwritten(tensors)
 
 
-def all_gather(group: Group, outs: list[Tensor], mine: Tensor, pairs: int = 1) -> list[Tensor]:
+def all_gather(
+    group: Group,
+    outs: list[Tensor],
+    mine: Tensor,
+    later: Sequence[tuple[Any, ...]] = (),
+) -> list[Tensor]:
     """Send every rank's tensor to every rank. `outs` may differ in size, but not between ranks."""
-    error = _reason([mine, *outs]) or _misfit("output", outs, _own(group, mine))
-    fields = {_PAIRS: pairs, **_said(outs)}
+    pairs = [(outs, mine), *(call[:2] for call in later)]
+    error = _first(
+        _reason([given, *places]) or _misfit("output", places, _own(group, given))
+        for places, given in pairs
+    )
+    fields = {_PAIRS: len(pairs), **_said(*(places for places, _ in pairs))}
     gives = [mine] * group.size
     _open_and_exchange(group, "all_gather", fields, error, gives, outs, alike=True)
     return _overwritten(outs)
@@ -84,19 +123,29 @@ def all_gather_coalesced(
     error = _reason([*mine, *received]) or _misfits(group, outs, mine)
     shapes = {"tensors": _text([len(each) for each in outs]), **_said(received)}
     _open(group, "all_gather_coalesced", shapes, error)
-    for number in range(max(len(each) for each in outs)):
+    exchanges = list(itertools.zip_longest(*outs))
+    if are_mixed(exchanges, mine):
+        mine = [copied(tensor) for tensor in mine]
+    for number, places in enumerate(exchanges):
         given = mine[number] if number < len(mine) else None
-        places = [each[number] if number < len(each) else None for each in outs]
         _exchange(group, [given] * group.size, places)
     return _overwritten(received)
 
 
 def reduce_scatter(
-    group: Group, out: Tensor, ins: list[Tensor], op: str, pairs: int = 1
+    group: Group,
+    out: Tensor,
+    ins: list[Tensor],
+    op: str,
+    later: Sequence[tuple[Any, ...]] = (),
 ) -> list[Tensor]:
     """Reduce the ranks' `ins[p]` on rank p. They may differ in size, but not between ranks."""
-    error = _reason([out, *ins], op) or _misfit("input", ins, _own(group, out))
-    fields = {_PAIRS: pairs, "op": op, **_said(ins)}
+    pairs = [(out, ins), *(call[:2] for call in later)]
+    error = _first(
+        _reason([place, *given], op) or _misfit("input", given, _own(group, place))
+        for place, given in pairs
+    )
+    fields = {_PAIRS: len(pairs), "op": op, **_said(*(given for _, given in pairs))}
     _open_and_reduce(group, "reduce_scatter", fields, error, out, ins, op)
     return _overwritten([out])
 
@@ -104,15 +153,17 @@ def reduce_scatter(
 def reduce(group: Group, tensor: Tensor, root: int, op: str) -> list[Tensor]:
     """Reduce a tensor on one rank, in place there; the others' stay as they are."""
     error = _no_root(group, root) or _reason([tensor], op)
+    if group.rank == root:  # the others' tensors are not written
+        error = error or unwritable([tensor])
     if error is not None:
         return refuse(group, "reduce", error)
     fields = {"root": root, "op": op, **_said([tensor])}
-    if tensor.nbytes <= WHOLE or is_on_one_host(group):
+    if tensor.nbytes <= BY_ROOT or len({*group.hosts}) == 1:
         parts = [tensor.new_empty(0)] * group.size
         parts[root] = tensor
         _open_and_reduce(group, "reduce", fields, None, parts[group.rank], parts, op)
         return [tensor]
-    # each rank reduces a part, which the root then gets: half the bytes on the root's link
+    # each rank reduces a part, which the root then gets: of P ranks, 2/P of the bytes on its link
     flat, is_root = _flat(tensor), group.rank == root
     pieces = flat.tensor_split(group.size)
     mine = pieces[group.rank] if is_root else torch.empty_like(pieces[group.rank])
@@ -127,12 +178,12 @@ def broadcast(group: Group, tensor: Tensor, root: int) -> list[Tensor]:
     """Send one rank's tensor to all ranks, in place."""
     error = _no_root(group, root) or _reason([tensor])
     fields = {"root": root, **_said([tensor])}
-    if error is None and tensor.nbytes <= most_to_all(group):
+    if error is not None or are_all_near(group) or tensor.nbytes <= most_to_all(group):
         gives = [tensor if group.rank == root else None] * group.size
         takes = _at(root, tensor, group.size)
-        _open_and_exchange(group, "broadcast", fields, None, gives, takes, alike=True)
+        _open_and_exchange(group, "broadcast", fields, error, gives, takes, alike=True)
         return [tensor]
-    _open(group, "broadcast", fields, error)
+    _open(group, "broadcast", fields, None)
     flat = _flat(tensor)
     ScatterAllGather(_over(group), root, flat).start().wait()
     _put(flat, tensor)
@@ -140,23 +191,37 @@ def broadcast(group: Group, tensor: Tensor, root: int) -> list[Tensor]:
 
 
 def gather(
-    group: Group, outs: list[Tensor], mine: Tensor, root: int, pairs: int = 1
+    group: Group,
+    outs: list[Tensor],
+    mine: Tensor,
+    root: int,
+    later: Sequence[tuple[Any, ...]] = (),
 ) -> list[Tensor]:
     """Send every rank's tensor to one rank; `outs` is empty on the others."""
-    error = _no_root(group, root) or _reason([mine, *outs])
-    error = error or _misfit("output", outs, _all(group, root, mine))
-    fields = {_PAIRS: pairs, "root": root, **_said([mine])}
+    pairs = [(outs, mine), *(call[:2] for call in later)]
+    error = _no_root(group, root) or _first(
+        _reason([given, *places]) or _misfit("output", places, _all(group, root, given))
+        for places, given in pairs
+    )
+    fields = {_PAIRS: len(pairs), "root": root, **_said(*([given] for _, given in pairs))}
     _open_and_exchange(group, "gather", fields, error, _at(root, mine, group.size), outs)
     return _overwritten(outs)
 
 
 def scatter(
-    group: Group, out: Tensor, ins: list[Tensor], root: int, pairs: int = 1
+    group: Group,
+    out: Tensor,
+    ins: list[Tensor],
+    root: int,
+    later: Sequence[tuple[Any, ...]] = (),
 ) -> list[Tensor]:
     """Send a tensor from one rank to each rank; `ins` is empty on the others."""
-    error = _no_root(group, root) or _reason([out, *ins])
-    error = error or _misfit("input", ins, _all(group, root, out))
-    fields = {_PAIRS: pairs, "root": root, **_said([out])}
+    pairs = [(out, ins), *(call[:2] for call in later)]
+    error = _no_root(group, root) or _first(
+        _reason([place, *given]) or _misfit("input", given, _all(group, root, place))
+        for place, given in pairs
+    )
+    fields = {_PAIRS: len(pairs), "root": root, **_said(*([place] for place, _ in pairs))}
     _open_and_exchange(group, "scatter", fields, error, ins, _at(root, out, group.size))
     return [out]
 
@@ -164,17 +229,15 @@ def scatter(
 def all_to_all(group: Group, outs: list[Tensor], ins: list[Tensor]) -> list[Tensor]:
     """Send every rank's `ins[p]` to rank p, which receives it in `outs[q]` from rank q.
 
-    Tensors may have any sizes. If there are at most 16 ranks, they check that each output has the
-    size of its input.
+    Tensors may have any sizes, and each output that of its input.
     """
     any_size: list[int | None] = [None] * group.size
     error = _reason([*ins, *outs])
     error = error or _misfit("input", ins, any_size) or _misfit("output", outs, any_size)
     dtypes = sorted({str(tensor.dtype) for tensor in (*ins, *outs)})
-    counts = struct.pack(f"<{len(ins) + len(outs)}q", *(each.numel() for each in (*ins, *outs)))
-    shown = counts if is_direct(group) and error is None else b""
+    counts = [each.numel() for each in (*ins, *outs)]
     fields = {"dtype": ", ".join(dtypes)}
-    _open_and_exchange(group, "all_to_all", fields, error, ins, outs, counts=shown)
+    _open_and_exchange(group, "all_to_all", fields, error, ins, outs, counts=counts)
     return _overwritten(outs)
 
 
@@ -196,10 +259,19 @@ def refuse(group: Group, call: str, error: str) -> list[Tensor]:
     raise AssertionError("the opening exchange raises a rank's error on every rank")
 
 
-def all_gather_single(group: Group, out: Tensor, mine: Tensor, pairs: int = 1) -> list[Tensor]:
+def all_gather_single(
+    group: Group, out: Tensor, mine: Tensor, later: Sequence[tuple[Any, ...]] = ()
+) -> list[Tensor]:
     """Send every rank's tensor to every rank, where they follow one another in one tensor."""
+    error = _first(
+        _reason([given, whole]) or _unlike("output", whole, "inputs", given, group.size)
+        for whole, given, *_ in [(out, mine), *later]
+    )
+    if error is not None:
+        return refuse(group, "all_gather", error)
     place = _place(out)
-    all_gather(group, _split(place, [], group.size), mine, pairs)
+    rest = [(_split(_place(whole), [], group.size), given) for whole, given, *_ in later]
+    all_gather(group, _split(place, [], group.size), mine, rest)
     _put(place, out)
     return _overwritten([out])
 
@@ -209,6 +281,8 @@ def gather_single(group: Group, out: Tensor, mine: Tensor, root: int) -> list[Te
     if group.rank != root:
         gather(group, [], mine, root)
         return [out]
+    if error := _reason([mine, out]) or _unlike("output", out, "inputs", mine, group.size):
+        return refuse(group, "gather", error)
     place = _place(out)
     gather(group, _split(place, [], group.size), mine, root)
     _put(place, out)
@@ -216,10 +290,18 @@ def gather_single(group: Group, out: Tensor, mine: Tensor, root: int) -> list[Te
 
 
 def reduce_scatter_single(
-    group: Group, out: Tensor, mine: Tensor, op: str, pairs: int = 1
+    group: Group, out: Tensor, mine: Tensor, op: str, later: Sequence[tuple[Any, ...]] = ()
 ) -> list[Tensor]:
     """Cut the ranks' tensors into equal parts, and reduce part p on rank p."""
-    return reduce_scatter(group, out, _split(_flat(mine), [], group.size), op, pairs)
+    error = _first(
+        _reason([place, whole]) or _unlike("input", whole, "outputs", place, group.size)
+        for place, whole, *_ in [(out, mine), *later]
+    )
+    if error is not None:
+        return refuse(group, "reduce_scatter", error)
+    # of what is reduced later only the sizes are asked here
+    rest = [(place, _split(_place(whole), [], group.size)) for place, whole, *_ in later]
+    return reduce_scatter(group, out, _split(_flat(mine), [], group.size), op, rest)
 
 
 def all_to_all_single(
@@ -235,19 +317,25 @@ def all_to_all_single(
     return [out]
 
 
+def _unlike(what: str, whole: Tensor, parts: str, part: Tensor, ranks: int) -> str | None:
+    """The error if a tensor has not as many elements as a part of each rank together, or None."""
+    count = ranks * part.numel()
+    if whole.numel() == count:
+        return None
+    return f"the {what} has {whole.numel()} elements, and the {parts} of {ranks} ranks {count}"
+
+
 def _uneven(what: str, tensor: Tensor, sizes: list[int], ranks: int) -> str | None:
     """The error if a tensor cannot be cut into one part of these sizes for each rank, or None."""
     if not tensor.dim():
         return f"the {what} has no dimension to be cut along: pass one of at least one dimension"
     rows = tensor.shape[0]
-    if not all(hasattr(size, "__index__") for size in sizes):  # NumPy's integers have it, too
-        return f"the split sizes of the {what} are {_shown(sizes)}: pass integers"
     if not sizes and rows % ranks:
         return (
             f"the {what} has {rows} along dimension 0, of which {ranks} ranks cannot get equal "
             "parts: pass split sizes"
         )
-    if sizes and (len(sizes) != ranks or min(sizes) < 0 or sum(sizes) != rows):
+    if sizes and (len(sizes) != ranks or sum(sizes) != rows):
         return (
             f"the {what} has {rows} along dimension 0, and its split sizes are {_shown(sizes)}: "
             f"pass {ranks} sizes of this sum"
@@ -278,7 +366,126 @@ def unsendable(argument: object) -> str | None:
                 f"a tensor is {lacking(own)}: pass tensors with elements in memory; all_reduce "
                 "alone takes sparse ones, too"
             )
+        if not is_plain(own) and not serves(torch.clone, own.dtype):
+            return f"a tensor is {own.dtype}, which torch does not copy: pass a contiguous one"
     return None
+
+
+def unwritable(tensors: object) -> str | None:
+    """What is wrong with the first of some tensors to which no result can be written, or None."""
+    for tensor in tensors_in(tensors):
+        if tensor.layout == torch.strided and shares_elements(elements(tensor)):
+            return (
+                "elements of a tensor to be written share memory, as expand() has them: pass a "
+                "contiguous one"
+            )
+    return None
+
+
+def are_mixed(outs: Sequence[object], ins: Sequence[object]) -> bool:
+    """Whether, of several calls, one writes what another reads or writes.
+
+    To the caller they are one call: each has to read what was there before all of them.
+
+    Args:
+        outs: for each call a tensor, or some, as of `tensors_in`.
+        ins: the same of what it reads.
+    """
+    if len(outs) < 2:
+        return False
+    begun: list[_Span] = []  # those that may go on where the next begins
+    for span in sorted([*_spans(outs, is_read=False), *_spans(ins, is_read=True)]):
+        start, _, number, is_read = span
+        begun = [each for each in begun if each[1] > start]
+        if any(each[2] != number and not (each[3] and is_read) for each in begun):
+            return True
+        begun.append(span)
+    return False
+
+
+def _spans(arguments: Sequence[object], *, is_read: bool) -> Iterator[_Span]:
+    for number, argument in enumerate(arguments):
+        for tensor in tensors_in(argument):
+            if tensor.numel():
+                yield *extent(_torch.waited(tensor)), number, is_read
+
+
+Aliases = dict[int, tuple[Tensor, Tensor]]
+"""An alias of each of a caller's tensors, and the tensor, by the id of that."""
+
+
+@_torch.without_transforms
+@_torch.without_modes
+def taken(
+    collective: Callable[..., list[Tensor]], given: Sequence[tuple[Any, ...]]
+) -> tuple[Sequence[tuple[Any, ...]], dict[int, Tensor], str | None]:
+    """The arguments of calls, with an alias in place of each tensor.
+
+    An alias keeps its memory where the caller's tensor gets other (`tensor.data = other`).
+
+    Returns:
+        The arguments; the tensors, by the ids of their aliases; and what is wrong with one, or
+        None.
+    """
+    if collective is sparse_all_reduce:  # which looks itself
+        return given, {}, None
+    if error := unsendable(given):
+        return given, {}, error
+    made: Aliases = {}
+    calls = [tuple(_aliased(each, made) for each in call) for call in given]
+    if collective is not reduce:  # of which one is written
+        error = unwritable([call[0] for call in calls if call])
+    return calls, {id(alias): tensor for alias, tensor in made.values()}, error
+
+
+def _aliased(argument: Any, made: Aliases) -> Any:
+    """A tensor's alias, one for each tensor; the same of a list; anything else as it is."""
+    if isinstance(argument, list):
+        return [_aliased(each, made) for each in argument]
+    if not isinstance(argument, Tensor):
+        return argument
+    if id(argument) not in made:
+        made[id(argument)] = _torch.waited(argument).detach(), argument
+    return made[id(argument)][0]
+
+
+def at_once(
+    group: Group, collective: Callable[..., list[Tensor]], calls: Sequence[tuple[Any, ...]]
+) -> list[Tensor]:
+    """Run a collective for each of these arguments, outputs first.
+
+    None reads what one before has written, and nothing is written before all are compared.
+    """
+    if are_mixed([call[0] for call in calls], [call[1:] for call in calls]):
+        calls = [(outs, *map(_copies, others)) for outs, *others in calls]
+    first, *later = calls
+    done = [*collective(group, *first, **({"later": later} if later else {}))]
+    for call in later:
+        done += collective(group, *call)
+    return done
+
+
+def tell_early(group: Group, call: str, trouble: Exception) -> None:
+    """Tell all ranks of what was raised here, unless they have met in the call that runs.
+
+    Raises:
+        WeftError: as `confess`.
+    """
+    now = group.worker.now
+    if not isinstance(trouble, WireError) and now is not None and not now.agreed:
+        confess(group, call, trouble)
+
+
+def _copies(argument: Any) -> Any:
+    """A tensor in a copy, or a list of them; anything else as it is."""
+    if isinstance(argument, Tensor):
+        return copied(argument)
+    return [*map(copied, argument)] if isinstance(argument, list) else argument
+
+
+def copied(tensor: Tensor) -> Tensor:
+    """The elements in their order, 1-D, in memory of their own, also where torch copies none."""
+    return as_bytes(_flat(tensor)).clone().view(tensor.dtype)
 
 
 def tensors_in(argument: object) -> Iterator[Tensor]:
@@ -304,7 +511,7 @@ def _open_and_exchange(
     takes: Parts,
     *,
     alike: bool = False,
-    counts: bytes = b"",
+    counts: Sequence[int] = (),
 ) -> None:
     """Open a call, send `gives[p]` to each rank p, and receive `takes[p]` from it.
 
@@ -314,30 +521,35 @@ def _open_and_exchange(
         group, call, fields, error: of the opening.
         gives, takes: as of `_exchange`.
         alike: whether a rank that gives something gives the same to all.
-        counts: what `_unequal` compares, if it shall.
+        counts: the elements of `gives`, then of `takes`, for each rank, if both ends of a pair are
+            to be compared; none: their fields have them.
     """
     if error is not None:
         refuse(group, call, error)
-    outgoing, incoming = _flats(gives), _places(takes)
+    outgoing, incoming = _ends(group, gives, takes)
     along = _along(group, outgoing, alike=alike)
-    own: bytes | memoryview = counts
+    own: bytes | memoryview = b""
     private = None
     if alike:
         own = next(iter(along.values()), b"")
     elif is_direct(group):
         private = [[along[p]] if p in along else [] for p in range(group.size)]
     come = set[int]()
-    with agreed(group, call, fields, None, own=own, private=private) as said:
-        to_all = said.own(len(counts) if counts else None)
-        if counts and (wrong := _unequal(group.size, to_all)):  # every rank finds the same
-            raise WeftError(wrong)
-        told = to_all if alike else said.opening.private
+    summand = _summand(group, counts) if counts else 0
+    with agreed(group, call, fields, None, summand=summand, own=own, private=private) as said:
+        if said.total:  # every rank knows the same
+            raise WeftError(_unequal(group, counts))
+        told = said.own() if alike else said.opening.private
         for peer in incoming.keys() - {group.rank} if is_direct(group) else ():
             if told[peer]:
                 group.decode(peer, "a tensor", _fill, incoming[peer], told[peer])
                 come.add(peer)
     rest = {p: flat for p, flat in outgoing.items() if p not in along}
-    moved(_over(group), rest, {p: place for p, place in incoming.items() if p not in come})
+    missing = {p: place for p, place in incoming.items() if p not in come}
+    if alike:
+        moved_to_all(_over(group), rest, missing)
+    else:
+        moved(_over(group), rest, missing)
     _keep_own(group, outgoing, incoming)
     _deliver(incoming, takes)
 
@@ -365,7 +577,10 @@ def _no_root(group: Group, root: int) -> str | None:
     """The error if the root is no rank of the group, or None."""
     if 0 <= root < group.size:
         return None
-    return f"the root is rank {root}, and there are ranks 0 to {group.size - 1}: pass one of these"
+    return (
+        f"the root is rank {shown(root)}, and there are ranks 0 to {group.size - 1}: pass one of "
+        "these"
+    )
 
 
 def _own(group: Group, tensor: Tensor) -> list[int | None]:
@@ -412,8 +627,8 @@ def _sizes(tensors: Sequence[Tensor]) -> str:
 
 
 def _shown(sizes: Sequence[int]) -> str:
-    shown = ", ".join(map(str, sizes[:_SHOWN]))
-    return f"{shown} ..." if len(sizes) > _SHOWN else shown or "no"
+    text = ", ".join(map(shown, sizes[:_SHOWN]))
+    return f"{text} ..." if len(sizes) > _SHOWN else text or "no"
 
 
 def _at(root: int, tensor: Tensor, size: int) -> Parts:
@@ -423,10 +638,32 @@ def _at(root: int, tensor: Tensor, size: int) -> Parts:
 
 def _exchange(group: Group, gives: Parts, takes: Parts) -> None:
     """Send `gives[p]` to each rank p, and receive `takes[p]` from it; nothing for empty tensors."""
-    outgoing, incoming = _flats(gives), _places(takes)
+    outgoing, incoming = _ends(group, gives, takes)
     moved(_over(group), outgoing, incoming)
     _keep_own(group, outgoing, incoming)
     _deliver(incoming, takes)
+
+
+def _ends(group: Group, gives: Parts, takes: Parts) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
+    """What is to be sent, and where to receive, by rank: nothing is written before it was sent."""
+    outgoing, incoming = _flats(gives), _places(takes)
+    places = {peer: extent(place) for peer, place in incoming.items()}
+    apart: dict[int, Tensor] = {}  # by the id of what is sent
+    for flat in {id(each): each for each in outgoing.values()}.values():
+        span = extent(flat)
+        is_written = any(
+            _share(place, span)
+            for peer, place in places.items()
+            # what a rank gives itself may be in its place already
+            if peer != group.rank or place != span
+        )
+        apart[id(flat)] = copied(flat) if is_written else flat
+    return {peer: apart[id(flat)] for peer, flat in outgoing.items()}, incoming
+
+
+def _share(one: tuple[int, int], other: tuple[int, int]) -> bool:
+    """Whether two ranges of addresses have some in common."""
+    return one[0] < other[1] and other[0] < one[1]
 
 
 def _flats(gives: Parts) -> dict[int, Tensor]:
@@ -443,7 +680,7 @@ def _places(takes: Parts) -> dict[int, Tensor]:
 def _keep_own(group: Group, outgoing: dict[int, Tensor], incoming: dict[int, Tensor]) -> None:
     """Give this rank what it gives itself."""
     if group.rank in incoming and group.rank in outgoing:
-        incoming[group.rank].copy_(outgoing[group.rank])
+        memory_of(incoming[group.rank])[:] = memory_of(outgoing[group.rank])
 
 
 def _deliver(incoming: Mapping[int, Tensor], takes: Parts) -> None:
@@ -467,7 +704,19 @@ def _open_and_reduce(
     if error is not None:
         refuse(group, call, error)
     flats, place = [_flat(part) for part in parts], _place(out)
+    span = extent(place)
+    if any(_share(span, each) and each != span for each in map(extent, flats)):
+        place = torch.empty_like(place)  # chunks of the result would be written before others go
     step = max(1, dense.SCRATCH // group.size // max(1, out.element_size()))
+    is_large = max(flat.nbytes for flat in flats) > dense.SMALL
+    grid = grid_of(group) if is_large else None
+    if grid is not None and not _over(group).features.lockstep:
+        _open(group, call, fields, None)
+        for start in range(0, max(map(len, flats)), step):
+            chunks = [flat[start : start + step] for flat in flats]
+            _reduce_by_hosts(_over(group), grid, chunks, op, place[start : start + step])
+        _put(place, out)
+        return
     for start in range(0, max(1, *map(len, flats)), step):
         chunks = [flat[start : start + step] for flat in flats]
         mine = len(chunks[group.rank])
@@ -480,21 +729,82 @@ def _open_and_reduce(
                 _exchange(group, chunks, takes)
             slots[group.rank] = chunks[group.rank]
             if mine:
-                dense.reduce(slots, op, place[start : start + step])
+                dense.reduce(slots, op, place[start : start + step], grid)
     _put(place, out)
 
 
-def _unequal(size: int, said: Sequence[memoryview]) -> str | None:
-    """The error if an output is not as large as its input; the same on every rank."""
-    counts = [struct.unpack(f"<{2 * size}q", each) for each in said]
+def _reduce_by_hosts(
+    group: Group, grid: Grid, parts: Sequence[Tensor], op: str, out: Tensor
+) -> None:
+    """Reduce every rank's `parts[p]` on rank p: on each host what its ranks have, then the rest.
+
+    So a host's link carries a part once.
+    """
+    column = grid.column(group.rank)
+    mine = [parts[rank] for rank in column]  # what this rank reduces of its host's
+    given = {peer: [parts[rank] for rank in grid.column(peer)] for peer in grid.row}
+    taken = {peer: _like(mine) if peer != group.rank else mine for peer in grid.row}
+    swapped(group, given, taken).wait()
+    totals = [dense.partial(each, op, out.dtype) for each in zip(*taken.values(), strict=True)]
+    by_host = {peer: [total] for peer, total in zip(column, totals, strict=True)}
+    own = by_host[group.rank]
+    others = {peer: _like(own) if peer != group.rank else own for peer in column}
+    swapped(group, by_host, others).wait()
+    (hosts,) = zip(*others.values(), strict=True)
+    dense.complete(dense.partial(hosts, op, own[0].dtype), op, group.size, out)
+
+
+def _like(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Room for as many tensors of these kinds."""
+    return [torch.empty_like(each) for each in tensors]
+
+
+def _summand(group: Group, counts: Sequence[int]) -> int:
+    """This rank's summand of a sum over all ranks, which is 0 if outputs have the sizes of their
+    inputs, and else with a probability of 2^-56 at most.
+
+    So all pairs are compared in the opening, and only after an error ranks tell their sizes.
+    """
+    weighted = zip(_weights(group.rank, group.size), counts, strict=False)
+    return sum(weight * count for weight, count in weighted) % MODULUS
+
+
+@functools.lru_cache(maxsize=64)  # calls ask again and again
+def _weights(rank: int, size: int) -> list[int]:
+    """By what a rank multiplies the counts that it sends to each, then those it takes from each.
+
+    The ends of a pair have the same weight with opposite signs: equal counts add up to 0.
+    """
+    sends = [_weight(rank, peer) for peer in range(size)]
+    takes = [-_weight(peer, rank) for peer in range(size)]
+    return sends + takes
+
+
+def _weight(source: int, target: int) -> int:
+    """A number of 56 bits, as if drawn, and the same on every rank."""
+    pair = struct.pack("<2q", source, target)
+    return int.from_bytes(hashlib.blake2b(pair, digest_size=7).digest(), "little")
+
+
+def _unequal(group: Group, counts: Sequence[int]) -> str:
+    """The error of an output that is not as large as its input; collective, the same everywhere."""
+    size = group.size
+    form = struct.Struct(f"<{2 * size}q")
+    said = group.all_gather_bytes(form.pack(*counts), form.unpack, "its sizes")
     for source, target in itertools.product(range(size), repeat=2):
-        sends, takes = counts[source][target], counts[target][size + source]
+        sends = said[source][target]
+        takes = said[target][size + source]
         if sends != takes:
             return (
                 f"rank {source} has {sends} elements for rank {target}, which has room for {takes} "
                 "from it: split sizes must match"
             )
-    return None
+    raise AssertionError("sizes that all match add up to 0")
+
+
+def _first(errors: Iterable[str | None]) -> str | None:
+    """The first error that there is, or None."""
+    return next(filter(None, errors), None)
 
 
 def _reason(tensors: Sequence[Tensor], op: str | None = None) -> str | None:
@@ -512,16 +822,19 @@ def _reason(tensors: Sequence[Tensor], op: str | None = None) -> str | None:
     return None if op is None else dense.refuses(op, first.dtype)
 
 
-def _said(tensors: Sequence[Tensor]) -> dict[str, object]:
-    """The dtype and the sizes of tensors, as a fingerprint."""
-    sizes = _text([tensor.numel() for tensor in tensors])
-    return {"dtype": tensors[0].dtype if tensors else None, "sizes": sizes}
+def _said(*lists: Sequence[Tensor]) -> dict[str, object]:
+    """The dtype of each list of tensors, and the sizes of all, as a fingerprint."""
+    dtypes = [tensors[0].dtype for tensors in lists if tensors]
+    if len({*dtypes}) < 2:
+        dtypes = dtypes[:1]
+    sizes = _text([tensor.numel() for tensors in lists for tensor in tensors])
+    return {"dtype": _text(dtypes) if dtypes else None, "sizes": sizes}
 
 
-def _text(numbers: Sequence[int]) -> str:
-    """Numbers as a text that ranks can compare."""
-    text = ", ".join(map(str, numbers))
-    return summed_up(text, _SAID, f"{text[:20]} ... of {len(numbers)}")
+def _text(values: Sequence[object]) -> str:
+    """Values as a text that ranks can compare."""
+    text = ", ".join(map(str, values))
+    return summed_up(text, _SAID, f"{text[:20]} ... of {len(values)}")
 
 
 def _as_given(tensor: Tensor) -> Tensor:
@@ -541,10 +854,14 @@ def _combined(tensor: Tensor, op: str) -> Tensor:
     is wrong stays as it is: the call says so on every rank.
     """
     is_sparse = tensor.layout == torch.sparse_coo and not is_made_of_others(tensor)
-    if op in ("sum", "avg") or not is_sparse or tensor.is_meta:
+    if op in ("sum", "avg") or not is_sparse:
+        return tensor
+    indices = tensor._indices()
+    if not has_elements(indices) or not has_elements(tensor._values()):
+        return tensor
+    if op not in OPS or OPS[op].refuses(tensor.dtype):  # `coalesce` may not know the dtype
         return tensor
     sizes = torch.tensor(tensor.shape[: tensor.sparse_dim()], device=tensor.device)[:, None]
-    indices = tensor._indices()
     # `coalesce` would write out of bounds for others
     in_range = ((indices >= 0) & (indices < sizes)).all()
     return tensor.coalesce() if in_range else tensor
@@ -566,7 +883,7 @@ def _overwritten(outs: list[Tensor]) -> list[Tensor]:
     outputs, but for those of scatter and all_to_all_single, and not of what is reduced or sent in
     place.
     """
-    torch.autograd.graph.increment_version(outs)
+    mark_overwritten(outs)
     return outs
 
 
@@ -584,4 +901,5 @@ def _place(tensor: Tensor) -> Tensor:
 def _put(flat: Tensor, tensor: Tensor) -> None:
     own = elements(tensor)
     if flat.data_ptr() != own.data_ptr():
-        own.copy_(flat.view(own.shape))
+        with torch.inference_mode(own.is_inference()):  # in which it was made
+            own.copy_(flat.view(own.shape))

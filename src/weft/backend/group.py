@@ -10,12 +10,15 @@ another backend for other devices, a `PythonBackend`, by which it serves the CPU
 have the same collectives. A group alone is better: of a backend's works, C++ hands out an envelope
 that only waits (tools/upstream/python_backend.md). But torch's dispatcher does not see a group's
 calls. So where a mode of the caller's listens, as `CommDebugMode` and `FakeTensorMode` do, and
-where a tensor is made of others, a call goes by a group of torch's with a backend inside.
+where a tensor is made of others, a call goes by a group of torch's with a backend inside
+(`through_dispatcher`).
 """
 
 from __future__ import annotations
 
 import functools
+import operator
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -27,15 +30,19 @@ from torch import Tensor
 
 from .. import kernels
 from ..base import _torch
-from ..base.arguments import in_words
+from ..base.arguments import as_integer, in_words, shown, wrong_timeout
 from ..base.errors import WeftError
 from ..base.tensors import is_made_of_others
-from ..comm.barrier import barrier, enter
+from ..comm.barrier import as_first_call, barrier, enter
 from ..group import process_group
 from ..group.group import Group
 from ..sparse.request import op_name
 from . import collectives
 from .work import NO_LIMIT, Collective
+
+_UNSET = dist.BarrierOptions().timeout  # of a barrier that is given no timeout
+
+_here = threading.local()  # `.begun`: calls that this thread has begun
 
 
 class Collectives:
@@ -53,30 +60,45 @@ class Collectives:
 
         The first call that needs it makes it. That is collective.
         """
+        return self._joined()
+
+    def _joined(self, first: process_group.FirstCall | None = None) -> Group:
+        """`weft_group`; `first` as of `process_group.of_group`."""
         if self._weft_group is None or self._weft_group.closed:
-            self._weft_group = process_group.of_group(self._group())
+            self._weft_group = process_group.of_group(self._group(), first=first)
         found: Group = self._weft_group
         return found
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Change what any one wait may last, from now on: torch 2.15's `dist.set_timeout`."""
-        if self._weft_group is not None:
-            self._weft_group.set_timeout(timeout.total_seconds())
+        """Change what any one wait may last, from now on: torch 2.15's `dist.set_timeout`.
+
+        Raises:
+            WeftError: it is not above 0; nothing has changed.
+        """
+        seconds = timeout.total_seconds()
+        if error := wrong_timeout(seconds):
+            raise WeftError(f"rank {self._group().rank()}: {error}")
+        group = process_group.joined(self._group())
+        if group is not None:
+            group.set_timeout(seconds)
 
     def allreduce(self, tensors: Any, opts: Any = None) -> Any:
         given, op = listed(tensors), op_of(opts)
         if all(tensor.layout == torch.strided for tensor in given):
             return self._start(opts, collectives.all_reduce, (given, op))
         kernels.prepare()  # compile here, before the deadline of any wait begins
+        is_inside = torch.is_inference_mode_enabled()  # on this thread, on which it may not run
+        if not is_inside and any(tensor.is_inference() for tensor in given):
+            error = "a sparse tensor was made in inference mode: pass a clone, or call inside it"
+            return self._start(opts, collectives.refuse, ("sparse_all_reduce", error))
         return self._start(opts, collectives.sparse_all_reduce, (given, op))
 
     def broadcast(self, tensors: Any, opts: Any) -> Any:
-        calls = [(each, _root_of(opts)) for each in listed(tensors)]
-        return self._start(opts, collectives.broadcast, *calls)
+        return self._start(opts, collectives.broadcast, (_single(tensors), _root_of(opts)))
 
     def reduce(self, tensors: Any, opts: Any) -> Any:
-        calls = [(each, _root_of(opts), op_of(opts)) for each in listed(tensors)]
-        return self._start(opts, collectives.reduce, *calls)
+        call = _single(tensors), _root_of(opts), op_of(opts)
+        return self._start(opts, collectives.reduce, call)
 
     def allgather(self, outs: Any, ins: Any, opts: Any = None) -> Any:
         return self._start_each(opts, collectives.all_gather, _nested(outs), listed(ins))
@@ -100,7 +122,8 @@ class Collectives:
     def all_to_all_single(
         self, out: Tensor, mine: Tensor, out_sizes: Any, in_sizes: Any, opts: Any = None
     ) -> Any:
-        call = out, mine, list(out_sizes), list(in_sizes)
+        sizes = _sizes("output", out_sizes), _sizes("input", in_sizes)
+        call = _single(out), _single(mine), *sizes
         return self._start(opts, collectives.all_to_all_single, call)
 
     def alltoall(self, outs: Any, ins: Any, opts: Any = None) -> Any:
@@ -111,19 +134,26 @@ class Collectives:
         return self._start_each(opts, collectives.gather, _nested(outs), listed(ins), root)
 
     def gather_single(self, out: Tensor, mine: Tensor, opts: Any) -> Any:
-        return self._start(opts, collectives.gather_single, (out, mine, _root_of(opts)))
+        call = _single(out), _single(mine), _root_of(opts)
+        return self._start(opts, collectives.gather_single, call)
 
     def scatter(self, outs: Any, ins: Any, opts: Any) -> Any:
         root = _root_of(opts)
         return self._start_each(opts, collectives.scatter, listed(outs), _nested(ins), root)
 
     def barrier(self, opts: Any = None) -> Any:
-        """Wait for all ranks, for `timeout` of the options at most, as `weft.barrier` does."""
-        limit = getattr(opts, "timeout", NO_LIMIT)  # below none, if the caller gave none
-        seconds = limit.total_seconds() if limit > NO_LIMIT else None
-        if getattr(opts, "asyncOp", True):
-            return Collective(enter(self.weft_group, seconds).work, limit=limit)
-        barrier(seconds, self.weft_group)
+        """Wait for all ranks, for `timeout` of the options at most, as `weft.barrier` does.
+
+        The first call on a group joins the ranks before, which may take as long again, also where
+        it is asynchronous.
+        """
+        limit = getattr(opts, "timeout", _UNSET)
+        seconds = None if limit == _UNSET else limit.total_seconds()
+        _here.begun = calls_begun() + 1
+        group = self._joined(as_first_call(seconds))
+        if _is_async(opts):
+            return Collective(enter(group, seconds).work, limit=max(limit, NO_LIMIT))
+        barrier(seconds, group)
         return Collective(None)
 
     allreduce_coalesced = allreduce
@@ -137,8 +167,13 @@ class Collectives:
     gather_into_tensor = gather_single
 
     def shutdown(self) -> None:
-        """Close the group, so that the peers know that this rank did not die. Twice is fine."""
+        """Close the group, so that the peers know that this rank did not die. Twice is fine.
+
+        Also one that only weft's own calls have used.
+        """
         group, self._weft_group = self._weft_group, None
+        if group is None or group.closed:
+            group = process_group.joined(self._group())
         if group is not None:
             group.close()
 
@@ -160,30 +195,40 @@ class Collectives:
         if not outs:
             call = collective.__name__.removesuffix("_single")  # as the others open it
             return self._start(opts, collectives.none, (call,))
-        calls = [(out, given, *others, len(outs)) for out, given in zip(outs, ins, strict=True)]
+        calls = [(out, given, *others) for out, given in zip(outs, ins, strict=True)]
         return self._start(opts, collective, *calls)
 
     def _start(
-        self, opts: Any, collective: Callable[..., list[Tensor]], *calls: tuple[Any, ...]
+        self, opts: Any, collective: Callable[..., list[Tensor]], *given: tuple[Any, ...]
     ) -> Collective:
         """Run a collective, once for each of these arguments, when its turn has come.
 
-        If the call is synchronous (`asyncOp` of the options is False), the caller's thread runs it.
-        This saves two switches between threads. Errors are then raised here.
+        Of a tensor it takes the memory that this has now. If the call is synchronous (`asyncOp` of
+        the options is False), the caller's thread runs it. This saves two switches between threads.
+        Errors are then raised here.
         """
+        name, is_async = collective.__name__, _is_async(opts)
+        calls, owners, wrong = collectives.taken(collective, given)
+        # before ranks are joined: where that fails, all of them hear of it
+        _here.begun = calls_begun() + 1
         group = self.weft_group
 
         def job() -> list[Tensor]:
-            error = None
-            if collective is not collectives.sparse_all_reduce:  # which looks itself
+            error = wrong
+            if error is None and is_async and owners:  # its memory may have been freed meanwhile
                 error = collectives.unsendable(calls)
             if error is not None:
-                return collectives.refuse(group, collective.__name__, error)
-            return [tensor for call in calls for tensor in collective(group, *call)]
+                return collectives.refuse(group, name, error)
+            try:
+                done = collectives.at_once(group, collective, calls)
+            except Exception as trouble:
+                collectives.tell_early(group, name, trouble)
+                raise
+            return [owners.get(id(each), each) for each in done]
 
-        if getattr(opts, "asyncOp", True):
-            return Collective(group.worker.submit(collective.__name__, job))
-        return Collective(None, group.worker.call(collective.__name__, job))
+        if is_async:
+            return Collective(group.worker.submit(name, job))
+        return Collective(None, group.worker.call(name, job))
 
 
 # Any for mypy: the stubs are of the C++ classes. One Python method serves several overloads there,
@@ -210,7 +255,7 @@ class PythonGroup(Collectives, _ProcessGroup):  # type: ignore[misc]  # as said 
         self.timeout = timeout.total_seconds()
 
     @functools.cached_property
-    def dispatched(self) -> Any:
+    def outer(self) -> Any:
         """torch's own group of these ranks, whose calls its dispatcher brings back here.
 
         Up to torch 2.13 nothing brings them back: it is for what is sent nowhere.
@@ -267,6 +312,11 @@ class PythonBackend(Collectives, Answers):
             raise WeftError("this process group was destroyed: make another")
         return group
 
+    def _joined(self, first: process_group.FirstCall | None = None) -> Group:
+        """As of `Collectives`; that of the group itself, if that is Python's."""
+        group = self._group()
+        return group._joined(first) if isinstance(group, PythonGroup) else super()._joined(first)
+
     @property
     def options(self) -> Any:
         return self._options
@@ -275,81 +325,123 @@ class PythonBackend(Collectives, Answers):
         super().set_timeout(timeout)
         self._options._timeout = timeout  # which weft's group, if it is yet to come, will have
 
-    allreduce_sparse = Collectives.allreduce
+    def allreduce_sparse(self, tensors: Any, opts: Any = None) -> Any:
+        return self.allreduce(tensors, opts)
 
 
-def _dispatched(name: str) -> Callable[..., Any]:
-    """A collective of `PythonGroup`, which goes by torch's dispatcher where somebody listens."""
-    direct = getattr(Collectives, name)
+def told_to_all(name: str, direct: Callable[..., Any]) -> Callable[..., Any]:
+    """The same collective: what it raises before it has begun, it raises on every rank."""
 
     @functools.wraps(direct)
-    def collective(self: PythonGroup, *given: Any, **options: Any) -> Any:
-        if not _is_listened_to(given):
-            return direct(self, *given, **options)
+    def collective(self: Collectives, *given: Any, **options: Any) -> Any:
+        before = calls_begun()
         try:
-            return getattr(self.dispatched, name)(*given, **options)
-        except WeftError:
-            raise
-        except Exception as trouble:  # of this rank's mode or tensor: the others are told
+            return direct(self, *given, **options)
+        except Exception as trouble:
+            if calls_begun() > before:  # the others are through with this call, or raise, too
+                raise
+            # of this rank's arguments, or its mode: the others are told
+            error = str(trouble) if isinstance(trouble, WeftError) else in_words(trouble)
             opts = options.get("opts", given[-1] if given else None)
-            return self._start(opts, collectives.refuse, (name, in_words(trouble)))
+            return self._start(opts, collectives.refuse, (name, error))
 
     return collective
 
 
-def _is_listened_to(given: Sequence[Any]) -> bool:
-    """Whether torch's dispatcher has to see a call of these arguments."""
-    tensors = collectives.tensors_in(given)
-    if not _torch.is_dispatching():
-        return _HAS_BACKENDS and any(map(_unwraps_itself, tensors))
-    if _HAS_BACKENDS:
-        return all(tensor.layout == torch.strided for tensor in tensors)
-    seen = [*map(is_made_of_others, tensors)]
-    return bool(seen) and all(seen)
+def through_dispatcher(name: str, direct: Callable[..., Any]) -> Callable[..., Any]:
+    """A collective of `PythonGroup`, which goes by torch's dispatcher where somebody listens."""
+
+    @functools.wraps(direct)
+    def collective(self: PythonGroup, *given: Any, **options: Any) -> Any:
+        if not is_listened_to(given):
+            return direct(self, *given, **options)
+        return getattr(self.outer, name)(*given, **options)
+
+    return collective
 
 
-def _unwraps_itself(tensor: Tensor) -> bool:
-    """Whether a tensor is made of others, to which its class may hand on a call.
+def calls_begun() -> int:
+    """How many collectives this thread has begun so far, of all groups."""
+    begun: int = getattr(_here, "begun", 0)
+    return begun
 
-    It is not where a fake one has left its mode, and what a functional collective of torch's has
-    promised becomes a plain one (`_torch.waited`).
+
+def is_listened_to(given: Sequence[Any]) -> bool:
+    """Whether torch's dispatcher has to see a call of these arguments.
+
+    What has nothing to hand on, and is refused, need not be seen: tensors on the meta device, fake
+    ones that have left their mode, and DTensors. Sparse tensors, which no mode of torch's knows,
+    are not seen either.
     """
-    if not is_made_of_others(tensor):
+    tensors = collectives.tensors_in(given)
+    if _torch.is_faking():
+        return all(tensor.layout == torch.strided for tensor in tensors)
+    if not _HAS_BACKENDS:
         return False
-    return not (hasattr(tensor, "fake_mode") or hasattr(tensor, "trigger_wait"))
+    listens = _torch.is_dispatching()
+    unwraps = False
+    for tensor in tensors:
+        kind = type(tensor)
+        if kind is Tensor and not tensor.is_meta and tensor.layout == torch.strided:
+            continue
+        is_refused = tensor.is_meta or hasattr(tensor, "fake_mode") or hasattr(tensor, "to_local")
+        if is_refused or tensor.layout != torch.strided:
+            return False
+        # what a functional collective of torch's has promised becomes a plain one by itself
+        unwraps |= is_made_of_others(tensor) and not hasattr(tensor, "trigger_wait")
+    return listens or unwraps
 
 
-for _name in (
-    "allreduce",
-    "allreduce_coalesced",
-    "broadcast",
-    "reduce",
-    "allgather",
-    "allgather_coalesced",
-    "all_gather_single",
-    "all_gather_single_coalesced",
-    "_allgather_base",
-    "allgather_into_tensor_coalesced",
-    "reduce_scatter",
-    "reduce_scatter_single",
-    "reduce_scatter_single_coalesced",
-    "_reduce_scatter_base",
-    "reduce_scatter_tensor_coalesced",
-    "alltoall",
-    "alltoall_base",
-    "all_to_all_single",
-    "gather",
-    "gather_single",
-    "gather_into_tensor",
-    "scatter",
-    "barrier",
-):
-    setattr(PythonGroup, _name, _dispatched(_name))
+# those that torch's own groups have, too: of others its dispatcher knows nothing
+_COLLECTIVES = vars(Collectives).keys() & vars(dist.ProcessGroup).keys()
+for _name in _COLLECTIVES - {"__doc__", "__module__", "set_timeout", "shutdown"}:
+    _direct = vars(Collectives)[_name]
+    setattr(PythonGroup, _name, told_to_all(_name, through_dispatcher(_name, _direct)))
+    setattr(PythonBackend, _name, told_to_all(_name, _direct))
 
 
 def listed(tensors: Any) -> list[Tensor]:
-    """One tensor or a list of them, as a list."""
-    return [tensors] if isinstance(tensors, Tensor) else list(tensors)
+    """One tensor or a list of them, as a list.
+
+    Raises:
+        WeftError: it is neither; on this rank.
+    """
+    found = _items(tensors)
+    for each in found:
+        if not isinstance(each, Tensor):
+            raise WeftError(f"{shown(each)} was given: pass tensors")
+    return found
+
+
+def _items(given: Any) -> list[Any]:
+    """What a list has; anything else as the one item of a list."""
+    if isinstance(given, Tensor):
+        return [given]
+    try:
+        return list(given)
+    except Exception:  # a caller's object may raise anything
+        return [given]
+
+
+def sendable(rank: int, tensors: Any) -> list[Tensor]:
+    """The tensors of a message, as a list.
+
+    Raises:
+        WeftError: one has no elements to send; on this rank, since two ranks at most are concerned.
+    """
+    given = listed(tensors)
+    error = collectives.unsendable(given)
+    if error is not None:
+        raise WeftError(f"rank {rank}: {error}")
+    return given
+
+
+def _is_async(options: Any) -> bool:
+    """Whether a call's work is waited for later; so it is without options that say it."""
+    try:
+        return bool(getattr(options, "asyncOp", True))
+    except Exception:  # of a caller's object
+        return True
 
 
 def op_of(options: Any) -> str:
@@ -359,12 +451,34 @@ def op_of(options: Any) -> str:
 
 def _nested(tensors: Any) -> list[list[Tensor]]:
     """A list of tensors, or a list of such lists, as the latter; None as a list of no tensors."""
-    if not tensors or isinstance(tensors[0], Tensor):
-        return [list(tensors or ())]
-    return [list(each) for each in tensors]
+    found = [] if tensors is None else _items(tensors)
+    if not found or isinstance(found[0], Tensor):
+        return [listed(found)]
+    return [listed(each) for each in found]
+
+
+def _single(tensors: Any) -> Tensor:
+    """One tensor, or that of a list of one."""
+    found = listed(tensors)
+    if len(found) != 1:
+        raise WeftError(f"{len(found)} tensors were given: pass one")
+    return found[0]
+
+
+def _sizes(what: str, given: Any) -> list[int]:
+    """The split sizes of a tensor."""
+    try:
+        sizes = [as_integer(each) for each in given]
+    except Exception:  # a caller's object may raise anything
+        sizes = [-1]
+    if min(sizes, default=0) < 0:
+        raise WeftError(f"the split sizes of the {what} are {shown(given)}: pass integers from 0")
+    return sizes
 
 
 def _root_of(options: Any) -> int:
     """The root of a collective, from its options."""
-    root: int = options if isinstance(options, int) else options.rootRank
-    return root
+    try:
+        return operator.index(getattr(options, "rootRank", options))
+    except Exception:  # of a caller's object
+        raise WeftError(f"the root is {shown(options)}: pass a rank") from None

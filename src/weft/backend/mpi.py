@@ -16,9 +16,9 @@ from torch import Tensor
 from ..base import _torch
 from ..base.errors import WeftError
 from ..base.tensors import plain
-from ..group import process_group
-from .collectives import elements, unsendable
-from .group import Answers, PythonGroup, listed
+from ..group.joining import connect
+from .collectives import elements
+from .group import Answers, PythonGroup, sendable
 from .work import Posted
 
 
@@ -41,7 +41,7 @@ class MpiGroup(PythonGroup):
             self._register_backend(torch.device("cpu"), kind, self._inside)
             self._set_default_backend(kind)
         # made here, where all ranks take part: later messages concern two of them only
-        self._messages = process_group.connect(
+        self._messages = connect(
             store, rank, size, self.timeout, name="messages", wire=self.wire_name
         )
 
@@ -81,10 +81,7 @@ class MpiGroup(PythonGroup):
 
     def _given(self, tensors: Any) -> list[Tensor]:
         """The elements of tensors to be sent, or to be received in."""
-        error = unsendable(tensors)
-        if error is not None:  # here, where two ranks at most are concerned
-            raise WeftError(f"rank {self.rank()}: {error}")
-        return [elements(each) for each in listed(tensors)]
+        return [elements(each) for each in sendable(self.rank(), tensors)]
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> Any:
         raise WeftError(

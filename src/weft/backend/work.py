@@ -51,11 +51,12 @@ class Collective(_Work):
 
         Raises:
             StillRunning: `timeout` passed first. Nothing is broken: wait again.
+            WeftError: it is no duration. Nothing is broken.
             Exception: whatever the collective raised.
         """
         if self._work is not None:
-            limit = timeout if timeout > NO_LIMIT else self._limit
-            self._work.wait(limit if limit > NO_LIMIT else None)
+            limit = self._limit if timeout == NO_LIMIT else timeout
+            self._work.wait(None if limit == NO_LIMIT else limit)
         return True
 
     def is_completed(self) -> bool:

@@ -12,6 +12,7 @@ import ctypes
 import functools
 import os
 import random
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -49,6 +50,8 @@ def _private(path: str) -> Any:
 _modes = _private("_C._len_torch_function_stack")
 _no_modes = _private("_C.DisableTorchFunction")
 _dispatching = _private("_C._len_torch_dispatch_stack") or (lambda: 0)
+_mode_of_kind = _private("_C._get_dispatch_mode") or (lambda kind: None)
+_FAKE = _private("_C._TorchDispatchModeKey.FAKE")
 _no_dispatching = _private("utils._python_dispatch._disable_current_modes") or nullcontext
 _transform = _private("_C._functorch.peek_interpreter_stack")
 _no_transforms = _private("_C._DisableFuncTorch")
@@ -77,10 +80,34 @@ def without_modes(function: Callable[P, T]) -> Callable[P, T]:
     def inside(*args: P.args, **kwargs: P.kwargs) -> T:
         if _modes is not None and not _modes() and not _dispatching():
             return function(*args, **kwargs)
-        with _no_modes(), _no_dispatching():
-            return function(*args, **kwargs)
+        was = getattr(_caller, "is_traced", False)
+        _caller.is_traced = is_traced()
+        try:
+            with _no_modes(), _no_dispatching():
+                return function(*args, **kwargs)
+        finally:
+            _caller.is_traced = was
 
     return inside
+
+
+_caller = threading.local()  # of a function without modes
+
+
+def is_tracing() -> bool:
+    """Whether make_fx, which torch.func.linearize uses, traces what is called here.
+
+    What it does not see dispatched, such as what comes from another rank, is a constant to it.
+    Without the private names it is never so.
+    """
+    tracer = sys.modules.get("torch.fx.experimental.proxy_tensor")  # nobody traces without it
+    mode = getattr(tracer, "get_proxy_mode", None)
+    return mode is not None and mode() is not None
+
+
+def is_traced() -> bool:
+    """Whether that is so here, or where a function without modes, that this is in, was called."""
+    return getattr(_caller, "is_traced", False) or is_tracing()
 
 
 def without_transforms(function: Callable[P, T]) -> Callable[P, T]:
@@ -218,9 +245,34 @@ def waited(tensor: Tensor) -> Tensor:
     return tensor if wait is None else cast(Tensor, wait())
 
 
+_holders = _private("_C._storage_Use_Count")
+
+
+def is_held_by_others(tensor: Tensor) -> bool:
+    """Whether anything else holds the memory of a plain tensor; True where torch does not say.
+
+    Example:
+        >>> gradient = torch.ones(4)
+        >>> is_held_by_others(gradient)
+        False
+        >>> view = gradient.view(2, 2)
+        >>> is_held_by_others(gradient)
+        True
+    """
+    if _holders is None:
+        return True
+    memory: Any = tensor.untyped_storage()
+    return int(_holders(memory._cdata)) > 2  # the tensor, and `memory`
+
+
 def is_dispatching() -> bool:
     """Whether a mode of the caller's sees what torch's dispatcher is asked for."""
     return bool(_dispatching())
+
+
+def is_faking() -> bool:
+    """Whether FakeTensorMode is one of these. False where torch does not say."""
+    return _mode_of_kind(_FAKE) is not None
 
 
 # The compiler --------------------------------------------------------------------------------
@@ -256,6 +308,7 @@ def uncompiled(function: Callable[P, T]) -> Callable[P, T]:
 
 _graph_task = _private("_C._current_graph_task_id")
 _engine = getattr(Variable, "_execution_engine", None)
+_will_run = _private("_C._will_engine_execute_node")
 
 
 def backward_id() -> int:
@@ -271,6 +324,19 @@ def backward_id() -> int:
 def at_end_of_backward(callback: Callable[[], None]) -> None:
     """Have a function called at the end of this backward pass, where `backward_id` has one."""
     cast(Any, _engine).queue_callback(callback)
+
+
+def is_run(node: Any) -> bool:
+    """Whether the backward pass that this thread is in runs a node; True where torch cannot say.
+
+    `torch.autograd.grad` runs no leaves: those that it was asked for are an error to the engine.
+    """
+    if _will_run is None:
+        return True
+    try:
+        return cast(bool, _will_run(node))
+    except RuntimeError:
+        return False
 
 
 def has_run(ddp_model: torch.nn.Module) -> bool:

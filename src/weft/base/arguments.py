@@ -4,6 +4,8 @@ of them."""
 from __future__ import annotations
 
 import operator
+import sys
+from datetime import timedelta
 from typing import Any, TypeGuard, TypeVar
 
 from .errors import WeftError
@@ -88,6 +90,49 @@ def as_integer(given: Any) -> int:
         return -1 if isinstance(given, bool) else operator.index(given)
     except Exception:
         return -1
+
+
+LONGEST = 14 * 24 * 3600.0
+"""Seconds that a wait may last, two weeks: more is no limit, and the system's poll takes no more
+than 24 days."""
+
+
+def is_duration(timeout: object) -> TypeGuard[float]:
+    """Whether this is a finite number of seconds above 0."""
+    try:
+        if isinstance(timeout, bool) or not isinstance(timeout, int | float):
+            return False
+        return 0 < timeout <= sys.float_info.max  # also of an int that no float can hold
+    except Exception:  # a caller's object may raise anything
+        return False
+
+
+def wrong_timeout(timeout: object) -> str | None:
+    """What is wrong with an argument called `timeout` that is to be a duration, or None.
+
+    Example:
+        >>> wrong_timeout(-1)
+        'timeout is -1: pass a positive number of seconds'
+    """
+    if is_duration(timeout):
+        return None
+    return f"timeout is {shown(timeout)}: pass a positive number of seconds"
+
+
+def limit_of_wait(timeout: object) -> float | None:
+    """The seconds of a `wait(timeout)`, which may be a timedelta, or 0; None: no limit.
+
+    Raises:
+        WeftError: it is none of these.
+    """
+    seconds = timeout.total_seconds() if is_a(timeout, timedelta) else timeout
+    if seconds is None:
+        return None
+    if is_duration(seconds):
+        return min(seconds, LONGEST)
+    if (is_a(seconds, int) or is_a(seconds, float)) and seconds == 0:
+        return 0.0
+    raise WeftError(wrong_timeout(seconds))
 
 
 def root_in(given: object, size: int) -> int:

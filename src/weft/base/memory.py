@@ -19,12 +19,14 @@ import os
 import threading
 import weakref
 from collections import deque
-from typing import Protocol
+from typing import Any, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from .tensors import as_bytes
+from .tensors import as_bytes, is_plain
 
 _log = logging.getLogger("weft")
 
@@ -32,7 +34,6 @@ _SMALLEST = 1 << 12  # bytes; a block is never smaller, unless a pool says so
 _HUGE = 1 << 21  # bytes of a huge page on x86-64 and most of arm64
 _WORTH_KEEPING = 1 << 20  # bytes; smaller results are left to the allocator of torch
 _NO_BYTES = torch.empty(0, dtype=torch.uint8)  # which torch makes of no memory
-_PLAIN = {torch.float32, torch.float64, torch.int32, torch.int64, torch.uint8}  # as NumPy's own
 
 SPARE = 1.25
 """How many times the requested size a kept piece may have to be used."""
@@ -175,15 +176,34 @@ def bytes_of(tensor: Tensor) -> Tensor:
 
 
 def memory_of(tensor: Tensor) -> memoryview:
-    """The bytes of a plain tensor, to be read and written without torch operations.
+    """The bytes of a plain tensor (`is_plain`), to be read and written without torch operations.
 
-    They stay where they are, and are held, whatever becomes of the tensor: it may get other memory
-    (`tensor.data = other`, `set_`), and torch resizes no storage that NumPy has seen.
+    They are held, whatever other memory the tensor gets (`tensor.data = other`, `set_`), until its
+    owner frees them (`untyped_storage().resize_`).
     """
-    alias = tensor.detach()
-    if tensor.dtype in _PLAIN and tensor.numel():
-        return alias.numpy().data.cast("B")  # takes a third of the time
-    return as_bytes(alias).numpy().data
+    assert is_plain(tensor)
+    return np.asarray(_Held(tensor, "|u1", tensor.nbytes)).data
+
+
+def numbers_of(tensor: Tensor) -> NDArray[Any]:
+    """The elements of a plain tensor of integers, 1-D, in its memory."""
+    assert is_plain(tensor) and tensor.dim() == 1
+    return np.asarray(_Held(tensor, f"<i{tensor.itemsize}", tensor.numel()))
+
+
+class _Held:
+    """A tensor's memory, as NumPy asks for it. After `Tensor.numpy` torch resizes no storage."""
+
+    __slots__ = ("__array_interface__", "_alias")
+
+    def __init__(self, tensor: Tensor, kind: str, count: int) -> None:
+        self._alias = tensor.detach()
+        self.__array_interface__ = {
+            "version": 3,
+            "data": (tensor.data_ptr(), False),
+            "typestr": kind,
+            "shape": (count,),
+        }
 
 
 def tensor_of(memory: bytearray | memoryview) -> Tensor:

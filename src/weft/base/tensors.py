@@ -8,8 +8,12 @@ What ranks tell each other of dtypes and shapes is text: `dtype_in` and `shape_i
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
+from collections.abc import Callable, Iterable, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
@@ -21,7 +25,7 @@ Shape = tuple[int, ...]
 
 
 def has_elements(tensor: Tensor) -> bool:
-    """Whether a tensor lies somewhere, with strides: no sparse, nested, meta or lazy one does.
+    """Whether all of a tensor is in memory, with strides: no sparse, nested, meta or lazy one is.
 
     Nor does one that is made of others, such as a DTensor: that has its own ways to move.
 
@@ -33,11 +37,14 @@ def has_elements(tensor: Tensor) -> bool:
     if type(tensor) is not Tensor and (is_lazy(tensor) or is_made_of_others(tensor)):
         return False
     # nested tensors of the older kind have a strided layout, and no shape
-    if tensor.layout != torch.strided or tensor.is_nested or tensor.is_meta:
+    if tensor.layout != torch.strided or tensor.is_nested:
         return False
     try:
-        # zero for what has been freed, as FSDP does, or stands for zeros
-        return tensor.data_ptr() != 0 or not tensor.numel()
+        start, end = extent(tensor)
+        if not start:  # it is empty, was freed, as FSDP does, or stands for zeros
+            return not tensor.numel() and not tensor.is_meta
+        storage = tensor.untyped_storage()  # which may have been made smaller
+        return end <= storage.data_ptr() + storage.nbytes()
     except RuntimeError:  # it stands for another
         return False
 
@@ -72,23 +79,96 @@ def lacking(tensor: Tensor) -> str:
     if is_transformed(tensor):
         return "in a transform such as torch.func.grad or vmap, which this call does not follow"
     if tensor.layout == torch.strided:
+        if tensor.is_quantized:
+            return "quantized"
+        if tensor.data_ptr():
+            return "larger than its memory: the storage was made smaller"
         return "without memory: it was freed, or stands for zeros"
     return f"of layout {tensor.layout}"
 
 
-def overlapping(first: Tensor, second: Tensor) -> bool:
-    """Whether two tensors have memory in common, or lie one within the other."""
-    if first.device != second.device or not first.numel() or not second.numel():
+def unreadable(tensor: Tensor) -> str | None:
+    """Why the elements of a strided tensor cannot be read, and the remedy; None if they can.
+
+    Unlike `has_elements` it lets tensors pass that are made of others and show their elements.
+
+    Example:
+        >>> unreadable(torch.ones(2, device="meta"))
+        'on the meta device, where nothing is held: pass one with data'
+    """
+    if type(tensor) in (Tensor, torch.nn.Parameter):
+        return None if has_elements(tensor) else f"{lacking(tensor)}: pass one with data"
+    try:
+        as_bytes(plain(tensor.detach()))[:1].cpu().tolist()
+    except Exception as error:  # whatever the subclass has to say
+        reason = f"{error}".partition("\n")[0].rstrip(".")
+        kind = type(tensor).__name__
+        return f"a {kind}, which cannot be read ({reason}): pass a plain tensor"
+    return None
+
+
+@functools.cache
+def serves(operation: Callable[[Tensor], Tensor], dtype: torch.dtype) -> bool:
+    """Whether torch has an operation for tensors of this dtype, on the CPU."""
+    try:
+        operation(torch.empty(1, dtype=dtype, device="cpu"))
+    except (NotImplementedError, RuntimeError):
         return False
-    (start, end), (low, high) = extent(first), extent(second)
-    return start < high and low < end
+    return True
+
+
+def mark_overwritten(tensors: Iterable[Tensor]) -> None:
+    """Have autograd know that tensors were overwritten, in a way that it did not see.
+
+    A backward that was to read what they held before then raises.
+    """
+    with torch.inference_mode():  # in which those that were made in it may be, too
+        torch.autograd.graph.increment_version([*tensors])
+
+
+def overlapping(*tensors: Tensor) -> bool:
+    """Whether two of some tensors have memory in common, or lie one within the other."""
+    extents = sorted((str(each.device), *extent(each)) for each in tensors if each.numel())
+    return any(
+        device == other and start < end
+        for (device, _, end), (other, start, _) in itertools.pairwise(extents)
+    )
 
 
 def extent(tensor: Tensor) -> tuple[int, int]:
     """The address of a tensor's first byte, and of that behind its last."""
-    steps = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
     start = tensor.data_ptr()
+    if tensor.is_contiguous():
+        return start, start + tensor.nbytes
+    steps = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
     return start, start + (steps + 1) * tensor.itemsize
+
+
+def shares_elements(tensor: Tensor) -> bool:
+    """Whether elements of a strided tensor share memory: what is written to one is in others, too.
+
+    Example:
+        >>> import torch
+        >>> shares_elements(torch.ones(1).expand(2)), shares_elements(torch.ones(4).unfold(0, 3, 1))
+        (True, True)
+    """
+    return not tensor.is_contiguous() and leads_twice(tensor.shape, tensor.stride())
+
+
+def leads_twice(shape: Sequence[int], steps: Sequence[int]) -> bool:
+    """Whether steps of these sizes, along dimensions of this shape, lead to one place twice."""
+    if 0 in shape:
+        return False
+    dims = sorted((abs(step), size) for size, step in zip(shape, steps, strict=True) if size > 1)
+    *ends, last = itertools.accumulate(((size - 1) * step for step, size in dims), initial=0)
+    if all(step > end for (step, _), end in zip(dims, ends, strict=True)):
+        return False  # each dimension leads out of what those before reach
+    if dims[0][0] == 0 or math.prod(shape) > last + 1:  # fewer places than elements
+        return True
+    places = np.zeros(1, np.int64)  # dimensions may be woven into each other
+    for step, size in dims:
+        places = (places[:, None] + np.arange(size) * step).ravel()
+    return len(np.unique(places)) < len(places)
 
 
 def dtype_in(text: str) -> torch.dtype:
@@ -97,6 +177,27 @@ def dtype_in(text: str) -> torch.dtype:
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"{text} is no dtype")
     return dtype
+
+
+MOST_DIMS = 32
+"""Dimensions of a tensor that is sent, at most: NumPy 1.26 knows no more."""
+
+
+def wrong_dims(tensor: Tensor) -> str | None:
+    """What is wrong with the number of dimensions of a tensor, as a clause, or None."""
+    if tensor.dim() <= MOST_DIMS:
+        return None
+    return f"has {tensor.dim()} dimensions: pass a view of {MOST_DIMS} or fewer"
+
+
+_TOO_MANY = 1 << 60  # elements, whose bytes 64 bits cannot count
+
+
+def wrong_row_shape(row_shape: Sequence[int]) -> str | None:
+    """What is wrong with the shape of rows, or None: tensors without rows may have any."""
+    if math.prod(row_shape) < _TOO_MANY:
+        return None
+    return f"have rows of shape {tuple(row_shape)}, of which none fits in memory: pass smaller ones"
 
 
 def shape_in(text: str) -> tuple[int, ...]:
@@ -108,7 +209,7 @@ def shape_in(text: str) -> tuple[int, ...]:
         ValueError: the text is not that of a shape.
     """
     shape = tuple(int(part) for part in text.strip("()").split(",") if part)
-    if min(shape, default=0) < 0 or math.prod(shape) >= 1 << 60:
+    if min(shape, default=0) < 0 or math.prod(shape) >= _TOO_MANY:
         raise ValueError(f"{text} is no shape")
     return shape
 

@@ -18,11 +18,16 @@ from types import FrameType
 
 import torch
 
+from .arguments import shown
 from .errors import WeftError
 
 _WEFT = Path(__file__).parents[2]
 _LIBRARIES = tuple(os.path.join(each, "") for each in (_WEFT, torch.__path__[0]))
 _PYTHON = os.path.join(sysconfig.get_path("stdlib"), "")
+
+# How often a thread is looked at for a frame outside the libraries. It goes on meanwhile, and the
+# frame of a generator that has yielded by then does not say who called it.
+_LOOKS = 3
 
 _seconds_of_program: float | None = None  # what `weft.init(watch=)` said; None: nothing
 
@@ -42,11 +47,11 @@ def chosen() -> float:
     value: float | str | None = _seconds_of_program
     if value is None:
         value = os.environ.get("WEFT_WATCH") or math.inf
-    with contextlib.suppress(ValueError, TypeError):
+    with contextlib.suppress(Exception):  # a caller's object may raise anything
         if float(value) > 0:
             return float(value)
     raise WeftError(
-        f"watch (or WEFT_WATCH) is {value!r}: pass a number of seconds above 0, or None"
+        f"watch (or WEFT_WATCH) is {shown(value)}: pass a number of seconds above 0, or None"
     )
 
 
@@ -65,10 +70,13 @@ def program_line(thread: int | None = None) -> str:
     Args:
         thread: its identifier; None: the main one.
     """
-    innermost = frame_of(thread or threading.main_thread().ident)
-    frame = innermost
-    while frame is not None and _is_library(frame.f_code.co_filename):
-        frame = frame.f_back
+    for _ in range(_LOOKS):
+        innermost = frame_of(thread or threading.main_thread().ident)
+        frame = innermost
+        while frame is not None and _is_library(frame.f_code.co_filename):
+            frame = frame.f_back
+        if frame is not None:
+            break
     frame = frame or innermost
     if frame is None:
         return "an unknown line"

@@ -5,7 +5,7 @@
 are `init_as`, `publish`, stores to meet at, and `join`, which makes a group of whoever has a store.
 """
 
-from ..group.process_group import connect as join
+from ..group.joining import connect as join
 from ..rendezvous.places import connect as connect_store
 from ..rendezvous.places import host as host_store
 from ..rendezvous.places import publish

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from ..backend import MPI, WEFT
+from ..base.arguments import is_a, shown
 from ..base.errors import WeftError
 from ..rendezvous import mpi
 
@@ -98,8 +99,8 @@ def _lacking(backend: str) -> str:
 
 
 def _check_known(backend: str) -> None:
-    if backend not in SPECS:
-        raise WeftError(f"backend {backend!r} is unknown: use one of {', '.join(SPECS)}")
+    if not is_a(backend, str) or backend not in SPECS:
+        raise WeftError(f"backend {shown(backend)} is unknown: use one of {', '.join(SPECS)}")
 
 
 SPECS = {

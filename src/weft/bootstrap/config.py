@@ -16,11 +16,12 @@ import torch.distributed as dist
 from .. import kernels
 from ..base import notebook, watch
 from ..base.errors import WeftError, nearest
-from ..group import process_group
+from ..group import choice
 from ..group.group import Group
 from ..rendezvous import launchers
 from ..rendezvous.address import VARIABLES as OF_INTERFACES
 from ..rendezvous.address import interface_of, own_address
+from ..rendezvous.world import has_default
 from ..version import __version__
 from . import descent
 
@@ -148,16 +149,16 @@ def _group(group: Group | None) -> Setting:
     if group is None:
         return Setting("group", "none", "weft.init was not called")
     value = f"rank {group.rank} of {group.size}, timeout {group.timeout:g} s"
-    if process_group.has_default():
+    if has_default():
         value += f", backend {dist.get_backend_config()}"
     return Setting("group", value, "weft.init")
 
 
 def _wire() -> Setting:
     try:
-        return Setting("wire", process_group.chosen(), process_group.chosen_by())
+        return Setting("wire", choice.chosen(), choice.chosen_by())
     except WeftError as error:
-        return Setting("wire", f"wrong: {error}", process_group.chosen_by())
+        return Setting("wire", f"wrong: {error}", choice.chosen_by())
 
 
 def _kernels() -> Setting:

@@ -15,6 +15,7 @@ import logging
 import math
 import os
 import socket
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
@@ -24,12 +25,12 @@ import torch.distributed as dist
 
 from .. import kernels
 from ..base import watch as slow
+from ..base.arguments import LONGEST, in_words, is_duration, shown, wrong_timeout
 from ..base.errors import WeftError, WireError, entry, meant
 from ..failure import last_error
 from ..failure.control import HELD_UP
-from ..group import default, process_group
-from ..group.group import Group, is_duration
-from ..group.session import LONGEST
+from ..group import choice, default, process_group
+from ..group.group import Group
 from ..rendezvous import launchers, places
 from ..rendezvous.address import (
     GLOO,
@@ -74,13 +75,14 @@ class _Asked(NamedTuple):
 
     @property
     def limit(self) -> float:
-        """Seconds that a wait may last, in a group that weft starts."""
-        return TIMEOUT if self.timeout is None else self.timeout
+        """Seconds that a wait may last, in a group that weft starts; 300 if they are wrong."""
+        return self.timeout if is_duration(self.timeout) else TIMEOUT
 
 
 _VALUES = {"WEFT_KERNELS": ("", "reference"), "WEFT_SAFE": ("", "0", "1")}
 
 _running: _Running | None = None
+starting = threading.RLock()  # one thread starts at a time; a signal's handler may, in its midst
 
 
 def _naming_what_was_meant(function: Callable[P, T]) -> Callable[P, T]:
@@ -181,6 +183,15 @@ def init_as(rank: int, size: int, backend: str, host: str, port: int) -> Group:
     return _start(_Asked(backend, "env://" if own else url), env)
 
 
+def _after_fork() -> None:
+    """Let go of what a thread of the parent may have held, which is not here."""
+    global starting
+    starting = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
 def config() -> Config:
     """Say what is in force in this process, and where each value comes from; it sends nothing.
 
@@ -214,7 +225,7 @@ def shutdown() -> None:
     if running is None or running.process != os.getpid():
         return  # a forked child must not say goodbye in its parent's name
     default.clear("weft.shutdown() was called; call weft.init() again")
-    process_group.choose(None)
+    _choose(None, None)
     running.group.end_with(None)
     running.group.close()
     if running.made and dist.is_initialized() and dist.group.WORLD is running.process_group:
@@ -230,11 +241,18 @@ def leave() -> None:
 
 
 def _start(asked: _Asked, env: Mapping[str, str]) -> Group:
-    """`init`, with rank and size from this environment."""
+    """`init`, with rank and size from this environment.
+
+    Threads that call it at once get what the first of them has started.
+    """
+    with starting:
+        return _started(asked, env)
+
+
+def _started(asked: _Asked, env: Mapping[str, str]) -> Group:
+    """The group that runs, or else is started."""
     global _running
-    if asked.timeout is not None and not is_duration(asked.timeout):
-        raise WeftError(f"timeout is {asked.timeout!r}: pass a number of seconds above 0, or None")
-    if asked.timeout is not None:
+    if is_duration(asked.timeout):
         asked = asked._replace(timeout=min(asked.timeout, LONGEST))
     if _running is not None and _running.process == os.getpid():
         if dist.is_initialized() and dist.group.WORLD is _running.process_group:
@@ -246,7 +264,7 @@ def _start(asked: _Asked, env: Mapping[str, str]) -> Group:
     url = asked.rendezvous
     group: Group | None = None
     try:
-        process_group.choose(asked.wire, asked.watch)
+        _choose(asked.wire, asked.watch)
         if made:
             url = _set_up(asked, env)
         else:
@@ -256,8 +274,8 @@ def _start(asked: _Asked, env: Mapping[str, str]) -> Group:
         world = dist.group.WORLD
         assert world is not None  # it was there, or was started
         group = process_group.of_group(None, timeout=asked.timeout)
-        # an adopted one may have been used before, with another timeout
-        _check_same(group, url, _Asked(timeout=asked.timeout))
+        if asked.timeout is not None:  # an adopted one may have been used before, with another
+            group.set_timeout(asked.timeout)
         group.end_with(shutdown)
         default.set(group)
         _running = _Running(group, world, made, url, os.getpid())
@@ -265,7 +283,7 @@ def _start(asked: _Asked, env: Mapping[str, str]) -> Group:
         return group
     except BaseException:  # Ctrl-C, too
         _running = None
-        process_group.choose(None)
+        _choose(None, None)
         descent.take_mark_back()
         if group is not None:
             default.clear("call weft.init() first")
@@ -297,15 +315,19 @@ def _set_up(asked: _Asked, env: Mapping[str, str]) -> str | None:
     refusal = ""
     try:
         launch = launchers.detect(env)
+        if not isinstance(asked.rendezvous, str | None):
+            raise WeftError(f"rendezvous is {shown(asked.rendezvous)}: pass a URL as text, or None")
         place = places.place(launch, asked.rendezvous, env)
         refusal = descent.refusal(launch, place, env)
         if not refusal:
+            _check_timeout(asked.timeout)
             _check_environment()
             if asked.backend is not None:
                 backends.spec(asked.backend)
-    except WeftError as error:
+    except Exception as trouble:  # of a caller's object, too
+        error = trouble if isinstance(trouble, WeftError) else WeftError(in_words(trouble))
         _tell(error, launch, asked, env)
-        raise
+        raise error from (trouble.__cause__ if trouble is error else trouble)
     if refusal:  # which is nothing to the others: they have the rank that has started this process
         raise WeftError(refusal)
     kernels.prepare()
@@ -322,7 +344,8 @@ def _set_up(asked: _Asked, env: Mapping[str, str]) -> str | None:
 def _check_same(group: Group, url: str | None, asked: _Asked) -> None:
     """Raise WeftError if the program asks for something else than what runs already."""
     _check_backend(asked.backend)
-    there = url, group.timeout, process_group.chosen(), slow.chosen()
+    _check_timeout(asked.timeout)
+    there = url, group.timeout, choice.chosen(), slow.chosen()
     for name, wanted, found in zip(asked._fields[1:], asked[1:], there, strict=True):
         if wanted is not None and wanted != found:
             raise WeftError(
@@ -333,7 +356,7 @@ def _check_same(group: Group, url: str | None, asked: _Asked) -> None:
 
 def _check_environment() -> None:
     """Raise WeftError for a value of a variable that means nothing; log which are unknown."""
-    process_group.chosen()
+    choice.chosen()
     slow.chosen()
     for name, known in _VALUES.items():
         if (said := os.environ.get(name, "")) not in known:
@@ -344,6 +367,11 @@ def _check_environment() -> None:
         for name, meant in unknown_variables(os.environ).items():
             hint = f"{meant} was meant?" if meant else "weft.config() lists those that it reads"
             _log.warning("weft reads no variable %s: %s", name, hint)
+
+
+def _check_timeout(timeout: float | None) -> None:
+    if timeout is not None and (error := wrong_timeout(timeout)):
+        raise WeftError(f"{error}, or None")
 
 
 def _check_backend(backend: str | None) -> None:
@@ -451,8 +479,9 @@ def _tell(
     Raises:
         WeftError: what all ranks raise, if anybody was there.
     """
+    rendezvous = asked.rendezvous if isinstance(asked.rendezvous, str) else None
     try:
-        place = places.place(launch, asked.rendezvous, env)
+        place = places.place(launch, rendezvous, env)
     except WeftError:
         return
     if place is None or (launch.rank < 0 and isinstance(place, places.Mpi)):
@@ -462,6 +491,12 @@ def _tell(
     until = time.monotonic() + (TELL if launch.rank < 0 else asked.limit)
     with contextlib.suppress(WireError, RuntimeError, OSError):  # then only this rank raises
         membership.meet(place, launch, None, until, str(error))
+
+
+def _choose(wire: str | None, watch: float | None) -> None:
+    """What groups go by that are made from now on; None: what the environment says."""
+    choice.choose(wire)
+    slow.choose(watch)
 
 
 def _adopt(asked: _Asked) -> None:
@@ -474,14 +509,17 @@ def _adopt(asked: _Asked) -> None:
         _check_backend(asked.backend)
         if asked.rendezvous is not None:
             raise WeftError(
-                f"rendezvous={asked.rendezvous!r} was asked for, but torch.distributed is "
+                f"rendezvous={shown(asked.rendezvous)} was asked for, but torch.distributed is "
                 "initialised already: leave rendezvous= out to use that group"
             )
+        _check_timeout(asked.timeout)
         _check_environment()
-    except WeftError as wrong:
+    except Exception as wrong:  # of a caller's object, too
+        error = str(wrong) if isinstance(wrong, WeftError) else in_words(wrong)
         if store is None or size == 1:
-            raise
-        error = str(wrong)
+            if isinstance(wrong, WeftError):
+                raise
+            raise WeftError(error) from wrong
         slow.choose(math.inf)  # what was asked for may be the error
     if store is None or size == 1:  # MPI's groups have none
         return

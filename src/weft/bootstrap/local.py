@@ -9,12 +9,15 @@ chose, so there are no two ranks that want the same one.
 
 Each rank leads a session of its own (as under torchrun), so a Ctrl-C reaches it once, from the
 launcher, and not twice; what a rank started itself ends with it; and each rank ends when the
-launcher is gone, however that died.
+launcher is gone, however that died. Only what left the rank's process group is left alone, and,
+where the launcher and then the rank have gone, what ignores SIGTERM, or was started by a rank that
+has promised to end by itself (`ends_with_launcher`).
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -33,7 +36,10 @@ from typing import Any, TypeVar
 
 import torch
 
+from ..base.arguments import LONGEST, wrong_timeout
+from ..base.cores import cores_of_process
 from ..base.errors import WeftError
+from ..base.latch import NAP
 from ..rendezvous.places import LOOPBACK
 from ..rendezvous.places import host as host_store
 from .outcome import Outcome, results
@@ -86,7 +92,7 @@ def launch(
     Raises:
         RankFailure: a rank was killed, ended without a result, or did not end in time. It is a
             `WireError`.
-        WeftError: `size` is below 1.
+        WeftError: `size` is below 1, or `timeout` no number of seconds.
         Exception: what a rank raised, with notes that say which rank, and how the others ended. If
             several raised, one that is no WireError: a WireError is likely a consequence.
         KeyboardInterrupt: Ctrl-C; the ranks got it, too, and had some seconds to end.
@@ -97,10 +103,12 @@ def launch(
     """
     if size < 1:
         raise WeftError(f"a launch needs at least 1 rank, not {size}")
+    if timeout is not None and (error := wrong_timeout(timeout)):
+        raise WeftError(error)
     store, port = host_store(LOOPBACK)
     body = folder_of(target.__module__), pickle.dumps((target, tuple(args)))
     ranks: list[Rank] = []
-    deadline = None if timeout is None else time.monotonic() + timeout
+    deadline = None if timeout is None else time.monotonic() + min(timeout, LONGEST)
     listen = on_message or _ignore
     try:
         for number in range(size):
@@ -263,10 +271,10 @@ def pump(
             **{rank.connection: rank.hear for rank in alive if not rank.connection.closed},
             **{rank.process.sentinel: rank.bury for rank in alive},
         }
-        left = None if deadline is None else deadline - time.monotonic()
-        if not alive or (left is not None and left <= 0):
+        left = math.inf if deadline is None else deadline - time.monotonic()
+        if not alive or left <= 0:
             return
-        for source in multiprocessing.connection.wait(list(sources), left):
+        for source in multiprocessing.connection.wait(list(sources), min(left, NAP)):
             sources[source](listen)
 
 
@@ -306,11 +314,6 @@ def _environment(rank: int, size: int, port: int, extra: Mapping[str, str]) -> d
         TORCHELASTIC_RESTART_COUNT="0",
     )
     return {**env, **extra}
-
-
-def cores_of_process() -> int:
-    affinity = getattr(os, "sched_getaffinity", None)  # Linux
-    return len(affinity(0)) if affinity else os.cpu_count() or 1
 
 
 def _start_server(context: multiprocessing.context.ForkServerContext) -> None:
@@ -383,12 +386,15 @@ def _called(body: bytes) -> Any:
 
 
 def _follow_launcher() -> None:
-    """End this process when its launcher is gone: politely, then not."""
+    """End this process when its launcher is gone: politely, then not; and what it has started.
+
+    That is the rest of its process group: nobody is left to end it (`Rank.bury`).
+    """
     parent = multiprocessing.parent_process()
     if parent is None:
         return
     parent.join()
     if not _has_promised:
-        os.kill(os.getpid(), signal.SIGTERM)
+        os.killpg(os.getpid(), signal.SIGTERM)
     time.sleep(GRACE)
-    os.kill(os.getpid(), signal.SIGKILL)
+    os.killpg(os.getpid(), signal.SIGKILL)

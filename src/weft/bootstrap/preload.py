@@ -11,11 +11,11 @@ import contextlib
 import encodings.idna  # noqa: F401  # of the names of hosts
 import gc
 
-from ..kernels import jit
-from ..wire import mpi, torch_gloo  # noqa: F401
-from ..wire.tcp import wire  # noqa: F401
-
 with contextlib.suppress(Exception):  # missing or broken: each rank finds out, and does without it
+    from ..kernels import jit
+    from ..wire import mpi, torch_gloo  # noqa: F401
+    from ..wire.tcp import wire  # noqa: F401
+
     jit.load_what_is_kept()
 
 gc.collect()

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar, cast
 
+from ..base._torch import is_traced
 from ..base.arguments import in_words, printable, shown
 from ..base.errors import WeftError, WireError, entry
 from ..group import default
@@ -65,7 +66,10 @@ def attempt(function: Callable[[], T], group: object = None, *, name: str = "att
             made = function()
         except BaseException as error:
             trouble = error
-        confess(group, call, trouble)
+        try:
+            confess(group, call, trouble)
+        finally:
+            del trouble  # whose traceback has this frame, and would keep it and the group alive
         return cast(T, made)
 
     return group.worker.call(call, job)
@@ -86,8 +90,8 @@ def confess(
         WeftError: something went wrong on some rank; the same text on every rank.
     """
     if isinstance(trouble, WeftError):
-        name = group.rank_in_errors(group.rank)
-        lacking = str(trouble).removeprefix(f"rank {name}: ")  # which is said for all
+        number = group.rank_in_errors(group.rank)
+        lacking = str(trouble).removeprefix(f"rank {number}: ")  # which is said for all
     elif trouble is not None:
         lacking = in_words(trouble)
     try:
@@ -102,14 +106,24 @@ def preparing(group: Group, call: str) -> Iterator[None]:
     """Tell all ranks what is raised in this block, which makes a call of a caller's arguments.
 
     These may raise anything wherever they are looked at. If this rank alone raised it, the others
-    would wait for it in the call.
+    would wait for it in the call. A call that is traced is such an error (`refuse_tracing`).
 
     Raises:
         WeftError: as `confess`.
     """
     try:
+        refuse_tracing(call)
         yield
     except WireError:
         raise
     except Exception as error:
         group.worker.call(call, functools.partial(confess, group, call, error))  # raises
+
+
+def refuse_tracing(call: str) -> None:
+    """Raise WeftError if a call is traced, for what other ranks send would be a constant there."""
+    if is_traced():
+        raise WeftError(
+            f"{call} is traced by make_fx or torch.func.linearize, to which what comes from other "
+            "ranks is a constant: use torch.func.jvp, and torch.export for layers"
+        )

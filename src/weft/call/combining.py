@@ -1,8 +1,9 @@
 """How the statements of many ranks become one: pairwise, in log2 P rounds of recursive doubling.
 
-The lower ranks are always on the left, so that all ranks end with the same bytes. The number of
-those that do it is a power of two. So the first ranks do it in pairs, in each of which the lower
-one speaks for both: in a round before the others, and in one after them.
+The lower ranks are always on the left, so that all ranks end with the same bytes. Recursive
+doubling is of a power of two. So of P ranks with such a *core* below P the first 2 (P - core) form
+pairs, of which the lower rank speaks for both: it hears the upper one before the rounds, and tells
+it the result after them. `voice` numbers those that speak.
 """
 
 from __future__ import annotations
@@ -36,27 +37,16 @@ def opening_rounds(ranks: int) -> int:
     return doublings if ranks == 1 << doublings else doublings + 2
 
 
-def opening_peers(rank: int, ranks: int) -> list[int]:
-    """Whom a rank tells its statement, to open a call of so many ranks.
-
-    Example:
-        >>> opening_peers(0, 4)
-        [1, 2, 3]
-        >>> opening_peers(0, 24)  # it speaks for rank 1, too
-        [1, 2, 4, 8, 16]
-    """
-    if ranks <= DIRECT:
-        return [other for other in range(ranks) if other != rank]
-    partner, others = _partners(rank, ranks)
-    return others if partner is None else [partner, *others]
-
-
-def _partners(rank: int, ranks: int) -> tuple[int | None, list[int]]:
+def partners(rank: int, ranks: int) -> tuple[int | None, list[int]]:
     """With whom a rank swaps statements.
 
     Returns:
         The other one of a pair, if there is one; and with whom it swaps, in this order: nobody if
         another one speaks for it.
+
+    Example:
+        >>> partners(0, 24), partners(1, 24), partners(23, 24)
+        ((1, [2, 4, 8, 16]), (0, []), (None, [22, 21, 19, 14]))
     """
     core = 1 << (ranks.bit_length() - 1)
     paired = 2 * (ranks - core)
@@ -109,12 +99,13 @@ def _notices(group: Group) -> Pending:
 def _swapped(group: Group, mine: Statement, combine: Combine, hear: Hear) -> tuple[int, Statement]:
     """What all stated, and who told this rank the last of it."""
     rank = group.rank
-    partner, others = _partners(rank, group.size)
+    partner, others = partners(rank, group.size)
     among = frozenset(map(group.rank_in_errors, range(group.size)))
 
     def swap(peer: int, statement: Statement) -> Statement:
         telling = group.tell(statement.pack(), CAP, to=[peer])
-        theirs = bytearray(telling.wait()[peer > rank])  # which outlives what was received
+        of_both = telling.wait()  # in rank order
+        theirs = bytearray(of_both[peer > rank])  # which outlives what was received
         telling.release()
         return hear(peer, memoryview(theirs), among)
 
@@ -122,7 +113,7 @@ def _swapped(group: Group, mine: Statement, combine: Combine, hear: Hear) -> tup
         lower, upper = (mine, theirs) if rank < peer else (theirs, mine)
         return group.decode(peer, "a statement", lower.with_upper, upper, combine)
 
-    # what is heard of a rank that only listens is of which call it is
+    # who only listens in a swap still says in which call it is: another one is noticed here, too
     listening = mine.without_body()
     if partner is not None and partner < rank:  # which speaks for this rank
         swap(partner, mine)

@@ -21,7 +21,9 @@ LONGEST = 1152
 UNKNOWN = "?"
 """The value of a field that a rank does not know."""
 
-_FIELD, _VALUE, _COHORT = "\x1d", "\x1e", "\x1f"  # what ends each, as they travel
+# as they travel, what stands between fields (and the numbers of a cohort), between the name and the
+# value of a field, and between cohorts
+_FIELD, _VALUE, _COHORT = "\x1d", "\x1e", "\x1f"
 _CALL, _MEMBERS = "call", "ranks"  # the names of the first two fields
 _KEPT = 1 << 10  # fingerprints that are kept as they travel: training makes the same calls
 
@@ -30,8 +32,8 @@ Fields = tuple[tuple[str, str], ...]
 
 
 class Cohort(NamedTuple):
-    """Ranks that state the same fingerprint; the first few are named, all are counted. It is the
-    call of that number on the rank that has made most."""
+    """Ranks that state the same fingerprint; the first few are named, all are counted. `number` is
+    that of the call on the rank that has made most."""
 
     fields: Fields
     ranks: tuple[int, ...]
@@ -159,6 +161,6 @@ def _differences(cohorts: Sequence[Cohort]) -> list[str]:
                 ordered = [(f"{call} (call {cohort.number})", cohort) for call, cohort in ordered]
             said = [(value, cohort.ranks, cohort.total) for value, cohort in ordered]
             texts.append(differing(how, said, then))
-            if name in (_CALL, "tensors"):  # from which other fields follow
+            if name in (_CALL, "tensors", "number of outputs"):  # from which other fields follow
                 break
     return texts

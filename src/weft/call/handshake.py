@@ -17,9 +17,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..base._torch import waited
 from ..base.devices import on_host
 from ..base.errors import WeftError
-from ..base.tensors import Shape, as_bytes, dtype_in, plain
+from ..base.memory import memory_of
+from ..base.tensors import Shape, dtype_in, plain
 from ..group.group import Group
 from .combining import DIRECT
 from .fingerprint import UNKNOWN
@@ -98,7 +100,7 @@ def handshake(
     fields: Mapping[str, object],
     error: str | None,
     operand: Operand,
-) -> tuple[torch.dtype | None, dict[int, Operand]]:
+) -> tuple[torch.dtype | None, dict[int, Operand], dict[str, str]]:
     """State what this rank brings and hear the others, in a call whose turn it is.
 
     Collective among `ranks`.
@@ -113,7 +115,8 @@ def handshake(
         operand: what this rank brings.
 
     Returns:
-        The dtype that they agreed on, if anybody knows it, and what each of them brings.
+        The dtype that they agreed on, if anybody knows it; what each of them brings; and all fields
+        as they agreed on them.
 
     Raises:
         WeftError: somebody's arguments are wrong, or do not go with the others'; or a rank needs a
@@ -134,19 +137,19 @@ def handshake(
         bodies = opening.read(Operand.unpack, everyone)
         for rank, body in zip(ranks, bodies, strict=False):
             if len(bodies) > 1 and list(body) != [rank]:
-                name = group.rank_in_errors(rank)
-                raise group.fail(rank, f"rank {name} sent a statement that is not its own")
+                number = group.rank_in_errors(rank)
+                raise group.fail(rank, f"rank {number} sent a statement that is not its own")
             said |= body
         unknown = opening.fields["dtype"] == UNKNOWN
         dtype = None if unknown else opening.field("dtype", dtype_in)
-    asks = next((rank for rank, each in said.items() if each.needs), None)
-    deaf = next((rank for rank, each in said.items() if not each.records), None)
-    if asks is not None and deaf is not None:
+    asks = [group.rank_in_errors(rank) for rank, each in said.items() if each.needs]
+    deaf = [group.rank_in_errors(rank) for rank, each in said.items() if not each.records]
+    if asks and deaf:
         raise WeftError(
-            f"{call}: rank {asks} needs a gradient, and rank {deaf} does not record any: call it "
-            "under torch.no_grad() on all ranks that take part, or on none"
+            f"{call}: rank {asks[0]} needs a gradient, and rank {deaf[0]} does not record any: "
+            "call it under torch.no_grad() on all ranks that take part, or on none"
         )
-    return dtype, said
+    return dtype, said, opening.fields
 
 
 def among(group: Group, ranks: tuple[int, ...]) -> Group:
@@ -158,7 +161,7 @@ def payload_of(x: Tensor, ranks: tuple[int, ...]) -> memoryview | None:
     """The bytes of a tensor that is sent in the handshake; None if it is not."""
     if len(ranks) > DIRECT or x.numel() * x.element_size() > EAGER or not on_host(x):
         return None
-    return as_bytes(plain(x.detach())).numpy().data
+    return memory_of(plain(waited(x).detach()))
 
 
 def _one_behind_the_other(lower: memoryview, upper: memoryview) -> bytes:

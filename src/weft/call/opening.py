@@ -8,16 +8,18 @@ rank draws the same conclusion. Step by step (`opened`):
    equal, the error that its caller made, if any, and a body of the call's own.
 2. It notes that it has come to this call: from here on others that ask where it is are told so.
 3. It tells its statement, and hears the others' (`Group.tell`): up to `DIRECT` ranks each tells all
-   others, in one round; more combine theirs pairwise (`combining`). So long it waits: who dies, or
-   does not come, is named by the group's verdict, and the group is lost.
+   others, in one round, those of its host by one message, which all of these read (a *meeting*);
+   more ranks combine theirs pairwise (`combining`). So long it waits: who dies, or does not come,
+   is named by the group's verdict, and the group is lost.
 4. What has come is checked before it is used. Bytes that are no statement end the group, with an
-   error that names the rank that sent them. So does a statement among other ranks than these, such
-   as that of a rank in a call of a subset: no later message of either call would find its own.
+   error that names the rank that sent them. A statement among other ranks than these, such as that
+   of a rank in a call of a subset, ends it with both calls in the error: no later message of either
+   would find its own.
 5. All ranks conclude alike: where some rank told an error, or fingerprints differ, all raise the
    same text, and the next call works. Else all go on.
 
-Beside its statement a rank may tell each other rank something in private, on which nothing may be
-decided but between those two.
+Beside its statement a rank may tell each other rank something that is for that one alone, *in
+private*, on which nothing may be decided but between those two.
 """
 
 from __future__ import annotations
@@ -45,9 +47,9 @@ class Opening:
     """What all ranks know of each other, once a call is open.
 
     Attributes:
-        number: of the call, among those that the ranks of the group agreed on.
+        number: of the call, on the rank that has made most.
         fields: the agreed fingerprint; a field that some ranks did not know has the others' value.
-        private: what each rank said to this one alone, in rank order, its own not included.
+        private: what each rank said to this one alone, in rank order; of itself nothing.
     """
 
     number: int
@@ -84,9 +86,9 @@ class Opening:
             WireError: a rank stated another's.
         """
         for rank, said in enumerate(whose):
-            name = self._group.rank_in_errors(rank)
-            if not set(said) <= {name}:
-                text = f"rank {name} sent a statement that is not its own"
+            number = self._group.rank_in_errors(rank)
+            if not set(said) <= {number}:
+                text = f"rank {number} sent a statement that is not its own"
                 raise self._group.fail(rank, text)
 
     def field(self, name: str, decode: Callable[[str], T]) -> T:
@@ -134,11 +136,11 @@ def opened(
         body: what the call says of its own, at most `BODY` bytes.
         combine: makes one body of two; the left one is of lower ranks. Only used, and only
             needed, where statements are not direct.
-        watch: is told what is waited for: something of each rank. Where statements are not
-            direct, it is an empty message beside them, which tells who has come.
+        watch: is given the wait for something of each rank, which knows who has not come. Where
+            statements are not direct, that is for empty messages beside them.
         private: what to say to each rank, in rank order. With the body at most `BODY` bytes; so is
-            what is said to all `near` ranks together, where each counts 24 bytes more. Only where
-            statements are direct.
+            what is said to all `near` ranks together, with 24 bytes more for each rank of the
+            group. Only where statements are direct.
 
     Raises:
         WeftError: a rank stated an error, or fingerprints differ; the same text on every rank.
@@ -146,33 +148,26 @@ def opened(
         RuntimeError: the body is larger than a statement may be.
     """
     mine = _statement(group, call, fields, error, memoryview(body), watched=watch is not None)
-    own_fields = mine.cohorts[0].fields
-    is_first = group.worker.enter(group.global_ranks, group.members, own_fields)
-    if group.size == 1:
-        yield _concluded(group, mine, [(0, mine)])
-        return
-    hear = functools.partial(_heard, group, mine)
-    if not is_direct(group):
-        opening = _concluded(group, mine, [combined(group, mine, combine, hear, watch)])
-        for name, _ in own_fields:  # the last that came may lack some
-            opening.fields.setdefault(name, UNKNOWN)
-        yield opening
-        return
-    telling = _tell(group, mine, private, opens=is_first)
-    if watch is not None:
-        watch(telling)
-    told = telling.wait()
+    is_first = group.worker.enter(group.global_ranks, group.members, mine.cohorts[0].fields)
+    telling = None
     try:
-        said = [
-            mine if peer == group.rank else hear(peer, message, (group.rank_in_errors(peer),))
-            for peer, message in enumerate(told)
-        ]
-        opening = _concluded(group, mine, [*enumerate(said)])
+        if group.size == 1:
+            heard = [(0, mine)]
+        elif is_direct(group):
+            telling = _tell(group, mine, private, opens=is_first)
+            if watch is not None:
+                watch(telling)
+            heard = _heard_from_each(group, mine, telling.wait())
+        else:
+            hear = functools.partial(_heard, group, mine)
+            heard = [combined(group, mine, combine, hear, watch)]
+        opening = _concluded(group, mine, heard)
         if private is not None:
             _read_private(opening, group)
         yield opening
     finally:
-        telling.release()
+        if telling is not None:
+            telling.release()
 
 
 def _statement(
@@ -185,7 +180,7 @@ def _statement(
     watched: bool,
 ) -> Statement:
     """What this rank states; the arguments are those of `opened`."""
-    name = group.rank_in_errors(group.rank)
+    number = group.rank_in_errors(group.rank)
     fingerprint = call_of(call, group.members)
     if error is None:  # else nobody needs the fields
         try:
@@ -197,9 +192,9 @@ def _statement(
             error = "the arguments are too long to be told to the other ranks: pass shorter ones"
     said = b""
     if error is not None:
-        said = f"rank {name}: {error}".encode(errors="backslashreplace")[:TEXT]
-    cohort = Cohort(fingerprint, (name,), 1, group.worker.calls)
-    return Statement((cohort,), said, name, body, watched=watched)
+        said = f"rank {number}: {error}".encode(errors="backslashreplace")[:TEXT]
+    cohort = Cohort(fingerprint, (number,), 1, group.worker.calls)
+    return Statement((cohort,), said, number, body, watched=watched)
 
 
 def _tell(
@@ -223,6 +218,19 @@ def _read_private(opening: Opening, group: Group) -> None:
         said = opening.private[peer]
         what = "a statement"
         opening.private[peer] = group.decode(peer, what, said_to, group.rank, group.size, said)
+
+
+def _heard_from_each(
+    group: Group, mine: Statement, told: Sequence[memoryview]
+) -> list[tuple[int, Statement]]:
+    """What each rank stated, of what each told."""
+    heard = []
+    for peer, message in enumerate(told):
+        said = mine
+        if peer != group.rank:
+            said = _heard(group, mine, peer, message, (group.rank_in_errors(peer),))
+        heard.append((peer, said))
+    return heard
 
 
 def _heard(
@@ -259,14 +267,17 @@ def _concluded(group: Group, mine: Statement, heard: list[tuple[int, Statement]]
             number = max(number, cohort.number)
     # a rank that calls of some of the ranks left out goes on from the others' number
     group.worker.calls = number
-    known = dict(fields) if are_alike else _known(said)
+    known = dict(fields) if are_alike else _known(mine, said)
     private = [each.private for each in said]
     return Opening(number, known, private, group, heard, mine.body)
 
 
-def _known(said: Sequence[Statement]) -> dict[str, str]:
+def _known(mine: Statement, said: Sequence[Statement]) -> dict[str, str]:
     """The agreed fields; raises what every rank raises."""
     error = min((each for each in said if each.error), key=lambda s: s.error_rank, default=None)
     if error is not None:
         raise WeftError(error.error.decode(errors="replace"))
-    return agreed_fields(joined((cohort for each in said for cohort in each.cohorts), TEXT))
+    known = agreed_fields(joined((cohort for each in said for cohort in each.cohorts), TEXT))
+    for name, _ in mine.cohorts[0].fields:  # also those that no other rank states
+        known.setdefault(name, UNKNOWN)
+    return known

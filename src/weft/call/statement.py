@@ -1,13 +1,14 @@
 """The statement: what a rank says to all others as it comes to a call, byte by byte.
 
     head       see `_HEAD`: how long each part is, whose it is, and of which call
-    text       the fingerprint of one rank or, of several, their cohorts
+    text       the fingerprint of one rank (`fingerprint.encoded`) or, of several, their cohorts
+               (`fingerprint.written`)
     error      what a caller did wrong, in a sentence that names its rank; empty: nothing
-    gap        up to a multiple of 16 bytes
+    gap        zeros up to a multiple of 16 bytes from the start
     body       what the call says of its own: sizes, a sample, small payloads
-    gap        up to a multiple of 16 bytes
-    private    what is said to the one rank that reads it or, in a meeting, to each that does
-               (`privately`)
+    gap        as above
+    private    what is said to the rank that reads this or, where several read the same message, to
+               each of them (`privately`)
 
 Statements of several ranks combine to one, of all of them.
 """
@@ -29,8 +30,8 @@ TEXT = 5120
 of a call that agree come in three forms at most, by the fields that ranks do not know: so there is
 room for one that differs."""
 
-# magic; bytes of: text, error, body, what is said in private; number of the call; whose it is, or
-# its error; whether it is of one rank, whether it is watched
+# magic; bytes of: text, error, body, what is said in private; number of the call, of one rank;
+# whose it is, of several whose error; whether it is of one rank; whether one of several is watched
 _HEAD = struct.Struct("<4sIIIIQI??")
 _MAGIC = b"weft"
 _ALIGNED = 16  # bytes, to a multiple of which a body begins: enough for any dtype
@@ -57,9 +58,9 @@ class Statement:
     Attributes:
         cohorts: who states which fingerprint.
         error: of a caller, as it travels; empty: there is none.
-        error_rank: whose error it is; of one rank: that rank.
+        error_rank: whose error it is; without an error some rank of these.
         body: the call's own.
-        private: what is said to this rank alone.
+        private: what is said to one rank or, as it travels in a meeting, to each.
         watched: whether some of the ranks watch who has come.
     """
 
@@ -128,7 +129,7 @@ class Statement:
         )
 
     def without_body(self) -> Statement:
-        """The same, of the call alone: without error and body."""
+        """The same, of the call alone: nothing but whose it is."""
         return Statement(self.cohorts, b"", self.error_rank, _NOTHING)
 
     def check_ranks(self, among: Collection[int]) -> None:
@@ -138,7 +139,7 @@ class Statement:
             ValueError: it is not.
         """
         if self.error_rank not in among:
-            raise ValueError(f"it has an error of rank {self.error_rank}")
+            raise ValueError(f"it names rank {self.error_rank}")
         for ranks, total in ((cohort.ranks, cohort.total) for cohort in self.cohorts):
             known = ranks == among or set(ranks) <= set(among)
             if not known or not len(ranks) <= total <= len(among):

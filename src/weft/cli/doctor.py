@@ -26,6 +26,7 @@ from typer import Option
 
 import weft
 from weft import Group
+from weft.base.cores import cores_of_process
 from weft.bootstrap import Preview, look_ahead
 from weft.schedules import dense_all_reduce
 from weft.schedules.hosts import hosts_of
@@ -288,7 +289,7 @@ def _talk(group: Group, peer: int, nbytes: int, *, first: bool) -> tuple[float, 
 
 def crowded(ranks: int) -> Iterator[Finding]:
     """Whether so many ranks have more cores than there are."""
-    cores = len(psutil.Process().cpu_affinity()) if psutil.LINUX else psutil.cpu_count()
+    cores = cores_of_process()
     if ranks <= cores:
         yield Finding("ok", "cores", f"{cores} for the {ranks} ranks of this host")
         return

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from weft.base.arguments import in_words
 from weft.base.errors import names
 
 from . import options, show, wording
@@ -26,18 +27,40 @@ File = Mapping[str, Any]
 
 def merge(folder: Path) -> None:
     """Print what the ranks wrote to a folder."""
-    found = [json.loads(path.read_text()) for path in folder.glob("rank*.json")]
+    found = [_recorded(path) for path in sorted(folder.glob("rank*.json"))]
     if not found:
         options.refuse("--merge", f"{folder} has no file of a rank: give a job's WEFT_RECORD_DIR")
     began = max(file["started"] for file in found)
     # what was written before this job began is of an earlier one
     files = {file["rank"]: file for file in found if file["written"] >= began}
-    rows = [
-        [str(rank), file["host"], str(len(file["calls"])), last(file), file["at"], file["why"]]
-        for rank, file in sorted(files.items())
-    ]
+    rows = [_row(rank, file) for rank, file in sorted(files.items())]
     show.console().print(show.table(_TITLES, rows, left=len(_TITLES)))
     show.console().print(first_difference(files), soft_wrap=True)
+
+
+def _recorded(path: Path) -> File:
+    """What one rank wrote; it ends with exit status 2 where that is no flight recorder's."""
+    try:
+        file: File = json.loads(path.read_text(encoding="utf-8"))
+        sum((file["rank"], file["started"], file["written"]))  # raises unless they are numbers
+        _row(file["rank"], file)
+        first_difference({file["rank"]: file})
+    except OSError as error:
+        options.refuse("--merge", f"{path} cannot be read: {error.strerror}")
+    except (
+        AttributeError,
+        IndexError,
+        KeyError,
+        RecursionError,
+        TypeError,
+        ValueError,
+    ) as error:
+        options.refuse("--merge", f"{path} is no record of a rank: {in_words(error)}")
+    return file
+
+
+def _row(rank: int, file: File) -> list[str]:
+    return [str(rank), file["host"], str(len(file["calls"])), last(file), file["at"], file["why"]]
 
 
 def last(file: File) -> str:

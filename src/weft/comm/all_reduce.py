@@ -1,8 +1,8 @@
 """`all_reduce`: a tensor combined over all ranks, element by element; every rank gets the same.
 
 A small tensor of the host goes along with the opening, where statements are direct; then that is
-the one round there is. Others are reduced by a schedule. Contributions combine in rank order, so
-that all ranks get the same bits.
+the one round there is. Others are reduced by a schedule (`schedules.dense`). Contributions combine
+in one order, so that all ranks get the same bits.
 
 The gradient of a sum is the sum of the gradients, that of an average their average: each rank has
 its own loss, and what is differentiated is their sum. The gradient of an extremum goes to the
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ..base.arguments import shown
-from ..base.devices import is_capturing, on_host
+from ..base.devices import on_host
 from ..base.errors import entry, meant
 from ..base.memory import fresh, memory_of
 from ..base.tensors import has_elements, lacking
@@ -32,7 +32,7 @@ from ..schedules import dense, dense_all_reduce
 from ..sparse.request import op_name, travelling, wrong_wire_dtype
 from .differentiable import Linear, apply
 from .rounding import narrowed
-from .staging import IN_A_GRAPH, most_to_all
+from .staging import most_to_all, unfollowed
 
 _NAME = "all_reduce"
 _DIFFERENTIABLE = ("sum", "avg", "min", "max")
@@ -55,7 +55,8 @@ def all_reduce(
             too. Lossy: docs/wire-dtype.md has the error bound. An error for other tensors.
 
     Returns:
-        A new tensor, on the device of `tensor`. Ranks are added in rank order; half precision is
+        A new tensor, on the device of `tensor`. Ranks are added in rank order; of a large tensor,
+        where hosts have several ranks and as many each, those of a host first. Half precision is
         added (for "avg" also divided) in float32 and rounded once; integers wrap. If the tensor of
         some rank requires a gradient, the results of all ranks do, and all must run backward. The
         gradient of "sum" is the sum of the gradients of all ranks' results, that of "avg" their
@@ -94,8 +95,8 @@ def _wrong(tensor: object, op: object, wire_dtype: object) -> str | None:
     if not isinstance(op, str) or op not in OPS:
         hint = meant(op, OPS, ELSEWHERE)
         return f"op {shown(op)} is unknown{hint}: use one of {', '.join(OPS)} or a torch ReduceOp"
-    if is_capturing(tensor.device):
-        return IN_A_GRAPH
+    if error := unfollowed("tensor", tensor):
+        return error
     if op not in _DIFFERENTIABLE and tensor.requires_grad and torch.is_grad_enabled():
         return f"op {op} has no gradient here, and the tensor requires one: detach() it"
     return wrong_wire_dtype(wire_dtype, tensor.dtype) or dense.refuses(op, tensor.dtype)
@@ -161,7 +162,8 @@ def reduce_in_place(
     Args:
         group, call, fields, error, mode: of the opening, in which the sizes of the tensors are
             compared.
-        tensors: contiguous, of one dtype and one device; each becomes what is reduced.
+        tensors: contiguous, of one dtype and one device, each in memory of its own; each becomes
+            what is reduced.
         op: one of `weft.kernels.OPS`, which there is for the dtype.
     """
     nbytes = sum(tensor.nbytes for tensor in tensors)

@@ -20,6 +20,7 @@ from torch import Tensor
 from ..base.devices import on_host
 from ..base.errors import entry
 from ..base.memory import fresh, memory_of, tensor_of
+from ..base.tensors import MOST_DIMS, Shape, wrong_dims
 from ..call.attempt import preparing
 from ..call.opening import is_direct
 from ..call.terms import NO_LIMIT, Mode, agreed
@@ -31,8 +32,7 @@ from .differentiable import Linear, apply
 from .staging import ALONG, most_to_each, moved, number_of_bytes, unsendable, wrong_bytes
 
 _NAME = "all_to_all"
-_DIMS = 64  # dimensions that a tensor of torch may have
-_CAP = 8 + 8 * _DIMS + 8 + ALONG  # bytes of a shape and the tensor that is sent along
+_CAP = 8 + 8 * MOST_DIMS + 8 + ALONG  # bytes of a shape and the tensor that is sent along
 _ALIGNED = 16  # bytes: a shape is padded to a multiple, so that any dtype may follow
 
 
@@ -83,12 +83,15 @@ def _wrong(inputs: object, size: int) -> str | None:
     if not isinstance(inputs, list | tuple):
         return f"inputs is a {type(inputs).__name__}: pass a list of {size} tensors"
     for to, tensor in enumerate(inputs):
-        if error := unsendable(f"inputs[{to}]", tensor):
+        name = f"inputs[{to}]"
+        if error := unsendable(name, tensor):
             return error
+        if error := wrong_dims(tensor):
+            return f"{name} {error}"
         for what in ("dtype", "device"):
             first, this = getattr(inputs[0], what), getattr(tensor, what)
             if this != first:
-                return f"inputs[{to}] has {what} {this}, inputs[0] has {first}: pass one {what}"
+                return f"{name} has {what} {this}, inputs[0] has {first}: pass one {what}"
     if len(inputs) != size:
         return f"inputs has {len(inputs)} tensors for {size} ranks: pass one for each"
     return None
@@ -143,9 +146,12 @@ class Scatter(Linear):
             outgoing: dict[int, Tensor] = {}
             incoming: dict[int, Tensor] = {}
             for peer in group.peers:
-                results[peer], came = group.decode(peer, "a tensor", _read, heard[peer], like)
-                if not came:
+                shape, came = group.decode(peer, "a tensor", _read, heard[peer], like.dtype)
+                results[peer] = fresh(shape, like.dtype, like.device)
+                if came is None:
                     incoming[peer] = results[peer]
+                else:
+                    results[peer].copy_(came)
                 if tensors[peer].nbytes > eager[peer]:
                     outgoing[peer] = tensors[peer]
             rounds = 1
@@ -166,23 +172,22 @@ def _stated(tensor: Tensor, eager: int) -> bytes:
     return b"".join([shape, bytes(-len(shape) % _ALIGNED), payload])
 
 
-def _read(raw: memoryview, like: Tensor) -> tuple[Tensor, bool]:
-    """Read what `_stated` made: a new tensor, and whether it has its elements already.
+def _read(raw: memoryview, dtype: torch.dtype) -> tuple[Shape, Tensor | None]:
+    """Read what `_stated` made: a shape, and the tensor, in that memory, if it came along.
 
     Raises:
         ValueError, struct.error: the bytes are invalid.
-        RuntimeError, MemoryError: there is no memory for a tensor of that shape.
     """
     along, dims = struct.unpack_from("<?B", raw)
     shape, end = struct.unpack_from(f"<{dims}q", raw, 8), 8 + 8 * dims
     payload, count = raw[end + -end % _ALIGNED :], math.prod(shape)
-    if min(shape, default=0) < 0 or (along and count * like.itemsize > len(payload)):
+    if min(shape, default=0) < 0 or (along and count * dtype.itemsize > len(payload)):
         raise ValueError(f"shape {shape} in {len(raw)} bytes")
-    result = fresh(shape, like.dtype, like.device)
-    if along and count:
-        came = torch.frombuffer(payload, dtype=like.dtype, count=count)
-        result.copy_(came.view(shape))
-    return result, along
+    if not along:
+        return shape, None
+    if not count:
+        return shape, torch.empty(shape, dtype=dtype, device="cpu")
+    return shape, torch.frombuffer(payload, dtype=dtype, count=count).view(shape)
 
 
 def _told(group: Group, told: Sequence[bytes]) -> list[memoryview]:

@@ -7,12 +7,15 @@ takes its turn after the barrier.
 
 from __future__ import annotations
 
-from ..base.arguments import shown
-from ..base.errors import StillRunning, entry, names
+import time
+
+from ..base.arguments import LONGEST, is_duration, wrong_timeout
+from ..base.errors import Error, StillRunning, entry, names
 from ..call.terms import agreed
 from ..group import default
-from ..group.group import Group, is_duration
+from ..group.group import Group
 from ..group.pending import Awaited
+from ..group.process_group import FirstCall
 from ..group.worker import Work
 
 
@@ -22,13 +25,16 @@ def barrier(timeout: float | None = None, group: object = None) -> None:
 
     Args:
         timeout: the longest wait of this rank, in seconds. None, or more than the group's own
-            deadline: that deadline, after which the group is broken.
+            deadline: that deadline, after which the group is broken. It counts from the call on,
+            also where this is the first one on a process group of torch's, which joins its ranks.
         group: None (the default group), a Group, a ProcessGroup, or a 1-D DeviceMesh.
 
     Raises:
         StillRunning: `timeout` passed; names the ranks that have not come. The group is intact, and
-            this rank is still in the barrier: if its next call on this group is `barrier`, that
-            waits for the same barrier.
+            this rank is still in the barrier: if its next call is `barrier` on this group, that
+            waits for the same barrier. So it does where the wait was interrupted. Any other call,
+            also on a subset, takes its turn after that barrier, and a barrier after it is a new
+            one.
         WeftError: a rank is in another call, or its timeout is not a positive number of seconds;
             every rank raises it.
         WireError: a peer failed, or did not come before the group's deadline; names the culprit.
@@ -52,27 +58,42 @@ def barrier(timeout: float | None = None, group: object = None) -> None:
         >>> print(waited_in_vain[0])
         rank 0: rank 1 has not come to the barrier after 0.1 s: call barrier again to wait on
     """
-    group = default.resolve(group)
+    began = time.monotonic()
+    group = default.resolve(group, as_first_call(timeout))
     if timeout is None and _LEFT not in group.state:
-        group.worker.call("barrier", Entered(group, None).run)
+        group.worker.call("barrier", BarrierCall(group).run)
         return
     entered = enter(group, timeout)
     seconds = float(timeout) if is_duration(timeout) else group.timeout
+    left = max(0.0, began + seconds - time.monotonic())
+    group.state[_LEFT] = entered  # also where the wait is interrupted
     try:
-        entered.work.wait(seconds if seconds < group.timeout else None)
+        entered.work.wait(left if seconds < group.timeout else None)
     except StillRunning:
-        group.state[_LEFT] = entered
         rank = group.rank_in_errors(group.rank)
         raise StillRunning(
             f"rank {rank}: {entered.late()} after {seconds:g} s: call barrier again to wait on"
         ) from None
+    except Error:
+        group.state.pop(_LEFT, None)
+        raise
+    group.state.pop(_LEFT, None)  # unless a barrier of another thread has taken it
 
 
-def enter(group: Group, timeout: float | None = None) -> Entered:
+def as_first_call(timeout: object) -> FirstCall | None:
+    """The barrier of this timeout as the first call on a process group; None: it has no timeout."""
+
+    def make(group: Group) -> None:
+        group.state[_LEFT] = enter(group, timeout)
+
+    return FirstCall(min(timeout, LONGEST), make) if is_duration(timeout) else None
+
+
+def enter(group: Group, timeout: object) -> BarrierCall:
     """The barrier of this call: a new one, or the one that this rank's last call has not left."""
-    entered: Entered | None = group.state.pop(_LEFT, None)
+    entered: BarrierCall | None = group.state.pop(_LEFT, None)
     if entered is None or entered.calls != group.worker.made:
-        entered = Entered(group, timeout)
+        entered = BarrierCall(group, timeout, waits_apart=True)
         entered.work = group.worker.submit("barrier", entered.run)
         entered.calls = group.worker.made
     return entered
@@ -81,8 +102,8 @@ def enter(group: Group, timeout: float | None = None) -> Entered:
 _LEFT = "barrier that this rank is in, and whose wait timed out"  # of a group's state
 
 
-class Entered:
-    """A barrier that this rank is in: `run` is the call, in its turn.
+class BarrierCall:
+    """A barrier that this rank has entered: `run` is the call, in its turn.
 
     Attributes:
         work: the call.
@@ -92,11 +113,12 @@ class Entered:
     work: Work[None]
     calls: int
 
-    def __init__(self, group: Group, timeout: object) -> None:
+    def __init__(self, group: Group, timeout: object = None, *, waits_apart: bool = False) -> None:
+        """`waits_apart`: whether a wait for it may end before it does."""
         self._group = group
-        self._error = None
-        if timeout is not None and not is_duration(timeout):
-            self._error = f"timeout is {shown(timeout)}: pass a positive number of seconds"
+        self._error = None if timeout is None else wrong_timeout(timeout)
+        # such a wait has to know who has come: of many ranks each then tells each
+        self._watch = self._note if waits_apart else None
         self._awaited: Awaited | None = None
 
     def run(self) -> None:
@@ -104,7 +126,7 @@ class Entered:
         with agreed(self._group, "barrier", {}, self._error, watch=self._watch):
             pass
 
-    def _watch(self, pending: Awaited) -> None:
+    def _note(self, pending: Awaited) -> None:
         self._awaited = pending
 
     def late(self) -> str:

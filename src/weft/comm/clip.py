@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,10 +18,11 @@ from torch import Tensor, nn
 
 from ..base.arguments import shown
 from ..base.errors import WeftError, entry
+from ..base.tensors import is_made_of_others
 from ..group.group import Group
 from .all_reduce import Reduction
 from .differentiable import apply
-from .named import groups_of_shards, local
+from .named import groups_of_shards, local, wrong_gradient
 
 
 @entry
@@ -55,9 +56,9 @@ def clip_grad_norm_(
     Raises:
         WeftError: `parameters` are not parameters, or an exhausted generator; raised on this rank
             alone. `max_norm` or `norm_type` is not a number that a norm can have, or a gradient has
-            another layout; with sharded tables also, the ranks' `max_norm` or `norm_type` differ:
-            then it is the same text on every rank of their group, and the next call works. The norm
-            is not finite and `error_if_nonfinite` is true.
+            another layout, or no memory; with sharded tables also, the ranks' `max_norm` or
+            `norm_type` differ: then it is the same text on every rank of their group, and the next
+            call works. The norm is not finite and `error_if_nonfinite` is true.
         WireError: with sharded tables: a peer or a link failed; names the culprit. The group is
             lost.
 
@@ -74,7 +75,7 @@ def clip_grad_norm_(
     groups = groups_of_shards(given)
     most = _number(max_norm)
     p = _number(norm_type)
-    error = _wrong_layout(given)
+    error = _wrong(given, sends=bool(groups))
     if not (most >= 0 and p > 0):
         said = f"max_norm is {shown(max_norm)} and norm_type {shown(norm_type)}"
         error = f"{said}: the first must be at least 0 and the second above it"
@@ -90,7 +91,8 @@ def clip_grad_norm_(
                 if parameter in groups:
                     parts[groups[parameter]].append(gradient)
     # first of all what may raise an error on all ranks: the norm of a DTensor has others wait
-    norms_of_shards = _norms_over(parts, most, p, error)
+    doubles = {groups[weight] for weight in groups if weight.dtype == torch.float64}
+    norms_of_shards = _norms_over(parts, doubles, most, p, error)
     whole = [each for parameter, each in values.items() if parameter not in groups]
     norms = [_norm(each, p) for each in whole if each.numel()] + norms_of_shards
     if not norms:
@@ -134,7 +136,7 @@ def clip_grad_value_(
     most = _number(clip_value)
     if not most >= 0:
         raise WeftError(f"clip_value is {shown(clip_value)}: it must be at least 0")
-    if error := _wrong_layout(given):
+    if error := _wrong(given, sends=False):
         raise WeftError(error)
     by_type: dict[type[Tensor], list[SimpleNamespace]] = {}  # torch takes no DTensors with others
     for parameter in given:
@@ -173,12 +175,18 @@ def _number(given: object) -> float:
         return math.nan
 
 
-def _wrong_layout(parameters: Sequence[Tensor]) -> str | None:
-    """Which gradient cannot be clipped, or None."""
+def _wrong(parameters: Sequence[Tensor], *, sends: bool) -> str | None:
+    """Which gradient cannot be clipped, or None.
+
+    Where nothing is sent, those that only stand for values can, as in an estimate of memory.
+    """
     for parameter in parameters:
-        layout = torch.strided if parameter.grad is None else parameter.grad.layout
-        if layout not in (torch.strided, torch.sparse_coo):
-            return f"a gradient has layout {layout}: use strided or sparse COO"
+        if parameter.grad is None:
+            continue
+        own = local(parameter.grad)
+        is_real = not own.is_meta and not is_made_of_others(own)
+        if (sends or is_real) and (error := wrong_gradient("a gradient", parameter.grad)):
+            return error
     return None
 
 
@@ -200,9 +208,15 @@ def _norm(values: Tensor, p: float) -> Tensor:
 
 
 def _norms_over(
-    parts: dict[Group, list[Tensor]], most: float, p: float, error: str | None
+    parts: dict[Group, list[Tensor]],
+    doubles: Collection[Group],
+    most: float,
+    p: float,
+    error: str | None,
 ) -> list[Tensor]:
     """The norm of the values that the ranks of each group have; collective over each of them.
+
+    It is of float64 for the groups of `doubles`, which have weights of it, else of float32.
 
     Raises:
         WeftError: some rank's arguments are wrong, or differ. All groups have heard of it by then.
@@ -226,7 +240,8 @@ def _norms_over(
             raised = raised or first
             error = error or str(first)
         else:
-            found.append((total if math.isinf(p) else total.pow(1 / p)).float())
+            norm = total if math.isinf(p) else total.pow(1 / p)
+            found.append(norm if group in doubles else norm.float())
     if raised is not None:
         raise raised
     return found

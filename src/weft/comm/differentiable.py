@@ -22,6 +22,7 @@ from torch import Tensor
 from ..base.devices import Aside
 from ..base.errors import entry
 from ..base.tensors import has_elements, lacking, plain
+from ..call.attempt import preparing
 from ..call.terms import Mode
 from ..group.group import Group
 from ..group.worker import Work
@@ -99,7 +100,9 @@ def start(
 def _job(collective: Linear, tensors: Sequence[Tensor]) -> Callable[[], tuple[list[Tensor], bool]]:
     """What runs a collective when its turn has come; in autograd's mode of here and now."""
     mode = Mode.of(tensors)
-    return lambda: collective.run([plain(tensor.detach()) for tensor in tensors], mode)
+    with preparing(collective.group, collective.name):  # an expanded one may not fit in memory
+        given = [plain(tensor.detach()) for tensor in tensors]
+    return lambda: collective.run(given, mode)
 
 
 def _record(collective: Linear, tensors: Sequence[Tensor], results: list[Tensor]) -> list[Tensor]:

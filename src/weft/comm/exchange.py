@@ -7,7 +7,6 @@ for a row that went to several ranks, or several times to one, is summed.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,15 +14,14 @@ from torch import Tensor
 
 from ..base.arguments import truth
 from ..base.errors import entry
+from ..base.tensors import serves, wrong_dims
 from ..call.attempt import preparing
-from ..call.terms import NO_LIMIT
 from ..group import default
-from ..group.group import Group
 from ..sparse.request import travelling, wrong_wire_dtype
 from .all_to_all import Scatter, check_round, limit_of
 from .differentiable import apply, start
 from .rounding import narrowed
-from .staging import serves, unsendable
+from .staging import unsendable
 
 _NAME = "exchange"
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -90,89 +88,62 @@ def exchange(
         is_async = truth("async_op", async_op)
         error = _wrong(rows, to, group.size) or check_round(round_bytes)
         error = error or wrong_wire_dtype(wire_dtype, rows.dtype)
-        outgoing = Outgoing(group, _NAME, error)
+        scatter = Scatter(group, _NAME, error)
+        picks = torch.empty(0, dtype=torch.int64)
+        counts: list[int] = []
         if error is None:
-            nothing = torch.empty(0, dtype=torch.int64, device=rows.device)
-            picks = [nothing if some is None else some for some in to]
-            counts = [some.numel() for some in picks]
-            limit = limit_of(round_bytes)
-            outgoing = Outgoing(
-                group, _NAME, None, rows, torch.cat(picks), counts, wire_dtype, limit
-            )
-    return given_out(outgoing, is_async)
+            nothing = picks.to(rows.device)
+            chosen = [nothing if some is None else some for some in to]
+            picks = torch.cat(chosen)
+            counts = [some.numel() for some in chosen]
+            scatter.limit = limit_of(round_bytes)
+    return send_rows(scatter, rows, picks, counts, wire_dtype=wire_dtype, is_async=is_async)
 
 
-@dataclass(frozen=True)
-class Outgoing:
-    """Rows of this rank that go to each rank.
-
-    Attributes:
-        group: among whom.
-        name: of the call.
-        error: what is wrong with the caller's arguments, or None; with an error the rest is unused.
-        rows: `[n, *row_shape]`.
-        picks: indices into `rows` of those that go out, in the order of the ranks that get them.
-        counts: how many of them each rank gets.
-        wire_dtype: in which they travel, as for `exchange`.
-        limit: bytes of a round.
-    """
-
-    group: Group
-    name: str
-    error: str | None = None
-    rows: Tensor = field(default_factory=lambda: torch.empty(0))
-    picks: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
-    counts: Sequence[int] = ()
-    wire_dtype: torch.dtype | None = None
-    limit: int = NO_LIMIT
-
-    def scatter(self) -> Scatter:
-        """The collective that sends the parts."""
-        if self.error:
-            return Scatter(self.group, self.name, self.error)
-        travels = f"{self.rows.dtype} as {self.wire_dtype}" if self.wire_dtype else "None"
-        fields: dict[str, object] = {"row shape": tuple(self.rows.shape[1:]), "wire_dtype": travels}
-        return Scatter(self.group, self.name, fields=fields, limit=self.limit)
-
-    def parts(self) -> list[Tensor]:
-        """What each rank gets, in the dtype in which it travels; differentiable."""
-        rows = self.rows
-        if self.error:
-            return [rows] * self.group.size
-        # of dtypes that torch only copies, such as uint16, their bits are picked
-        source = rows if serves(_first, rows.dtype) else rows.view(_BITS[rows.element_size()])
-        picked = source.index_select(0, self.picks)  # once for all ranks, and so is its backward
-        if source is not rows:
-            picked = picked.view(rows.dtype)
-        # rounded after they are picked, so that gradients are widened before they are added
-        sent = narrowed(picked, travelling(rows.dtype, self.wire_dtype))
-        return list(torch.split(sent, list(self.counts)))
-
-    def widened(self, parts: Sequence[Tensor]) -> list[Tensor]:
-        """What came from each rank, in the dtype of the rows."""
-        return [part.to(self.rows.dtype) for part in parts]
-
-
-def given_out(
-    outgoing: Outgoing,
-    async_op: bool,
+def send_rows(
+    scatter: Scatter,
+    rows: Tensor,
+    picks: Tensor,
+    counts: Sequence[int],
+    *,
+    wire_dtype: torch.dtype | None,
+    is_async: bool,
     finish: Callable[[list[Tensor]], Any] = list,
 ) -> Any:
     """Send rows to each rank and receive theirs.
 
     Args:
-        outgoing: the rows.
-        async_op: whether to return the work instead of its result.
+        scatter: the collective; if it has an error, `rows`, `picks` and `counts` are not looked at.
+        rows: `[n, *row_shape]`.
+        picks: indices into `rows` of those that go out, in the order of the ranks that get them.
+        counts: how many of them each rank gets.
+        wire_dtype: in which they travel, as for `exchange`.
+        is_async: whether to return the work instead of its result.
         finish: makes the result of the rows that each rank sent to this one.
     """
-    scatter, parts = outgoing.scatter(), outgoing.parts()
+    parts = [torch.empty(0)] * scatter.group.size
+    with preparing(scatter.group, scatter.name):
+        if scatter.error is None:
+            travels = f"{rows.dtype} as {wire_dtype}" if wire_dtype else "None"
+            scatter.fields = {"row shape": tuple(rows.shape[1:]), "wire_dtype": travels}
+            # rounded after they are picked, so that gradients are widened before they are added
+            sent = narrowed(_picked(rows, picks), travelling(rows.dtype, wire_dtype))
+            parts = list(torch.split(sent, list(counts)))
 
     def finished(received: list[Tensor]) -> Any:
-        return finish(outgoing.widened(received))
+        return finish([part.to(rows.dtype) for part in received])
 
-    if async_op:
+    if is_async:
         return start(scatter, parts, finished)
     return finished(apply(scatter, parts))
+
+
+def _picked(rows: Tensor, picks: Tensor) -> Tensor:
+    """Some rows, in one call for all ranks, and so is its backward."""
+    if serves(_first, rows.dtype):
+        return rows.index_select(0, picks)
+    # of dtypes that torch only copies, such as uint16, their bits are picked
+    return rows.view(_BITS[rows.element_size()]).index_select(0, picks).view(rows.dtype)
 
 
 def _first(rows: Tensor) -> Tensor:
@@ -186,6 +157,8 @@ def wrong_rows(rows: object) -> str | None:
     assert isinstance(rows, Tensor)  # else it was not sendable
     if rows.dim() == 0:
         return "rows has no dimension, and so no rows: pass a tensor of at least one"
+    if error := wrong_dims(rows):
+        return f"rows {error}"
     return None
 
 

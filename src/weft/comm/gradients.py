@@ -10,6 +10,7 @@ reduced in a few large `buckets`, and sparse ones in one `sparse_all_reduce`.
 from __future__ import annotations
 
 import functools
+import itertools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from ..base.arguments import shown
 from ..base.errors import WeftError, entry
-from ..base.tensors import shape_in
+from ..base.tensors import shape_in, shares_elements
 from ..call.attempt import preparing
 from ..call.terms import NO_LIMIT, ROOM, agreed
 from ..group import default
@@ -28,9 +29,19 @@ from ..group.group import Group
 from ..kernels.ops import DTYPES
 from ..schedules import dense
 from ..sparse.api import job_of
-from ..sparse.request import wrong_wire_dtype
+from ..sparse.request import outside, wrong_wire_dtype
 from .buckets import reduce_dense
-from .named import Manifest, digest, expanded_dims, local, of_module, shard_of, told_by_all
+from .named import (
+    Manifest,
+    description,
+    digest,
+    local,
+    of_module,
+    overlaps,
+    shard_of,
+    told_by_all,
+    wrong_gradient,
+)
 
 NAME = "sync_grads"
 
@@ -69,8 +80,8 @@ def sync_grads(
             Other gradients are sent unchanged.
 
     If some rank has a gradient for a parameter, all ranks have one afterwards, with the same bits.
-    Dense gradients are reduced in place if possible, and ranks added in rank order; sparse ones are
-    added as by `weft.sparse_all_reduce`.
+    Dense gradients are reduced in place if possible, and ranks added as by `weft.all_reduce`;
+    sparse ones as by `weft.sparse_all_reduce`.
 
     Raises:
         WeftError: modules or arguments differ, naming the first difference and the ranks; the same
@@ -140,7 +151,7 @@ class Synchronised:
     Attributes:
         group, average, wire_dtype: as they were given.
         of: the parameters by name, sorted; a shared one comes once, under its first name.
-        manifest: their descriptions.
+        manifest: their descriptions, as `describe` made them last.
         error: what is wrong with the arguments, or None.
         fields: those that must be the same on every rank.
     """
@@ -156,10 +167,30 @@ class Synchronised:
         if self.error is None:
             self.fields = {"average": average, "wire_dtype": str(wire_dtype)}
         self._digest = digest(self.manifest)
+        self._kinds = {name: _kind(parameter) for name, parameter in self.of.items()}
+
+    def describe(self) -> tuple[Manifest, int]:
+        """The manifest of the parameters as they are now, and its digest.
+
+        `half()` leaves a parameter with another dtype, maybe on one rank alone.
+        """
+        kinds = {name: _kind(parameter) for name, parameter in self.of.items()}
+        changed = [name for name in kinds if kinds[name] != self._kinds[name]]
+        if changed:
+            texts = {name: description("parameter", self.of[name]) for name in changed}
+            self.manifest = self.manifest | texts
+            self._digest = digest(self.manifest)
+            self._kinds = kinds
+        return self.manifest, self._digest
 
     @torch.no_grad()
     def reduce(
-        self, names: Sequence[str], *, first: int | None = None, ready: bool = False
+        self,
+        names: Sequence[str],
+        *,
+        first: int | None = None,
+        given: dict[str, Tensor] | None = None,
+        as_of: tuple[Manifest, int] | None = None,
     ) -> bool:
         """Reduce the gradients of some parameters; collective, inside a call's turn.
 
@@ -167,13 +198,18 @@ class Synchronised:
             names: the parameters; the same on every rank, unless ranks have different ones.
             first: None: reduce all. Else, if some rank is ready, reduce only this many of the
                 names, the first; if no rank is ready, reduce all.
-            ready: whether this rank has the gradients of the first names.
+            given: of a rank that is ready, the gradients of the first names; it states no others.
+                They become what `.grad` is then.
+            as_of: what `describe` returned as the step began; None: as it was last.
 
         Returns:
             Whether some rank was ready.
         """
-        states, error = self._states(names)
+        ready = given is not None
+        gradients = self._gradients(names) if given is None else given
+        states, error = self._states(names, gradients)
         error = self.error or error
+        manifest, code = as_of or (self.manifest, self._digest)
         if len(names) >= ROOM:
             error = error or f"{len(names)} parameters are too many for one call: below {ROOM}"
         with agreed(
@@ -182,33 +218,39 @@ class Synchronised:
             self.fields | {"overlap_grads": "not called" if first is None else "called"},
             error,
             limit=0 if ready else NO_LIMIT,
-            digest=self._digest,
+            digest=code,
             own=b"" if error else bytes(states.values()),
         ) as said:
-            described, some_ready = self.manifest, said.limit == 0
+            described, some_ready = manifest, said.limit == 0
             if said.equal:
                 states = dict(zip(names, said.mask(len(names)), strict=True))
         if not said.equal:
-            described, states = self._told()
+            described, states = self._told(manifest, gradients)
         if first is not None and some_ready:
             states = {name: states[name] for name in names[:first]}
-        sparse = {
-            n: s.bit_length() - 1 for n, s in states.items() if s > _DENSE and not s & (s - 1)
-        }
-        self._reduce_sparse(sparse, described)
-        others = [name for name, state in states.items() if state and name not in sparse]
-        gradients = [self._dense(name, described) for name in others]
-        reduce_dense(self.group, gradients, self._op, self.wire_dtype)
+        sparse: dict[str, int] = {}  # with the number of sparse dimensions
+        others: list[str] = []
+        for name, state in states.items():
+            if state > _DENSE and state.bit_count() == 1:  # on all ranks that have one
+                sparse[name] = state.bit_length() - 1
+            elif state:
+                others.append(name)
+        self._reduce_sparse(sparse, described, gradients)
+        dense_ones = {name: self._dense(name, described, gradients) for name in others}
+        self._part(dense_ones, gradients)
+        reduce_dense(self.group, dense_ones.values(), self._op, self.wire_dtype)
         return some_ready
 
-    def _told(self) -> tuple[Manifest, dict[str, int]]:
+    def _told(
+        self, manifest: Manifest, gradients: Mapping[str, Tensor]
+    ) -> tuple[Manifest, dict[str, int]]:
         """The combined manifest of all ranks, and the kinds of their gradients; collective.
 
         Raises:
             WeftError: one of them is not the same on all ranks that have it.
         """
-        mine, kept = self._states(list(self.of))[0], "; gradients are as they were"
-        said = told_by_all(self.group, NAME, self.manifest, mine, missing=False, kept=kept)
+        mine, kept = self._states(list(self.of), gradients)[0], "; gradients are as they were"
+        said = told_by_all(self.group, NAME, manifest, mine, missing=False, kept=kept)
         described = {name: text for manifest, _ in said for name, text in manifest.items()}
         # a parameter that is the same as another, on all ranks that have it, is left out
         states = {n: 0 for n in sorted(described) if ", the same as " not in described[n]}
@@ -216,24 +258,28 @@ class Synchronised:
             states[name] |= state
         return described, states
 
-    def _states(self, names: Sequence[str]) -> tuple[dict[str, int], str | None]:
+    def _states(
+        self, names: Sequence[str], gradients: Mapping[str, Tensor]
+    ) -> tuple[dict[str, int], str | None]:
         """The kind of this rank's gradient for each name; and the first error, or None."""
-        gradients = {name: self._gradient(name) for name in names}
-        here = {name: each for name, each in gradients.items() if each is not None}
-        dtypes = {each.dtype for each in here.values()}
+        dtypes = {each.dtype for each in gradients.values()}
         refused = {dtype: dense.refuses(self._op, dtype) for dtype in dtypes}
-        wrong = (_wrong(n, each, self.of[n], refused[each.dtype]) for n, each in here.items())
-        states = {name: _state(each) for name, each in gradients.items()}
+        wrong = (_wrong(n, each, self.of[n], refused[each.dtype]) for n, each in gradients.items())
+        states = {name: _state(gradients.get(name)) for name in names}
         return states, next(filter(None, wrong), None)
 
-    def _gradient(self, name: str) -> Tensor | None:
-        return self.of[name].grad if name in self.of else None
+    def _gradients(self, names: Sequence[str]) -> dict[str, Tensor]:
+        """Those that this rank has, by name."""
+        found = ((name, self.of[name].grad) for name in names if name in self.of)
+        return {name: gradient for name, gradient in found if gradient is not None}
 
-    def _reduce_sparse(self, names: Mapping[str, int], described: Manifest) -> None:
+    def _reduce_sparse(
+        self, names: Mapping[str, int], described: Manifest, gradients: dict[str, Tensor]
+    ) -> None:
         """Reduce sparse gradients, given by name the number of their sparse dimensions."""
         calls: dict[tuple[torch.dtype | None, str], dict[str, Tensor]] = {}
         for name, dims in names.items():
-            table = self._gradient(name)
+            table = gradients.get(name)
             if table is None:
                 table = without_rows(self._like(name, described), dims)
             rounds = table.is_floating_point()  # integers are not for `wire_dtype`
@@ -247,7 +293,7 @@ class Synchronised:
                 raise WeftError(_named(str(error), list(tables))) from error
             for name, result in zip(tables, results, strict=True):
                 if name in self.of:
-                    self.of[name].grad = result
+                    self.of[name].grad = gradients[name] = result
 
     def _like(self, name: str, described: Manifest) -> Tensor:
         """A tensor with a parameter's dtype and shape; another rank's, if this rank lacks it."""
@@ -258,19 +304,35 @@ class Synchronised:
         device, dtype, shape = said.groups()
         return torch.empty(shape_in(shape), dtype=getattr(torch, dtype), device=device or "cpu")
 
-    def _dense(self, name: str, described: Manifest) -> Tensor:
+    def _dense(self, name: str, described: Manifest, gradients: dict[str, Tensor]) -> Tensor:
         """This rank's dense gradient, or its shard; zeros, if there is none."""
         if name not in self.of:
             return torch.zeros_like(self._like(name, described))
         parameter = self.of[name]
-        gradient = parameter.grad
+        gradient = gradients.get(name)
         if gradient is None:
-            parameter.grad = gradient = torch.zeros_like(parameter)
+            gradient = torch.zeros_like(parameter)
         elif gradient.layout == torch.sparse_coo:
-            parameter.grad = gradient = gradient.to_dense()
-        elif expanded_dims(local(gradient)):
-            parameter.grad = gradient = gradient.contiguous()
+            gradient = gradient.to_dense()
+        elif shares_elements(local(gradient)):
+            gradient = gradient.contiguous()
+        if gradient is not gradients.get(name):
+            parameter.grad = gradients[name] = gradient
         return local(gradient)
+
+    def _part(self, found: dict[str, Tensor], gradients: dict[str, Tensor]) -> None:
+        """Give dense gradients memory of their own where they lie in that of others.
+
+        One would be written before the next is read. Autograd may leave those of tensors that were
+        added in one memory.
+        """
+        for name, _ in overlaps({name: each for name, each in found.items() if name in self.of}):
+            self.of[name].grad = gradients[name] = gradients[name].clone()
+            found[name] = local(gradients[name])
+
+
+def _kind(parameter: Tensor) -> tuple[torch.dtype, torch.Size, torch.device]:
+    return parameter.dtype, parameter.shape, parameter.device
 
 
 def without_rows(like: Tensor, dims: int = 1) -> Tensor:
@@ -285,8 +347,8 @@ def without_rows(like: Tensor, dims: int = 1) -> Tensor:
 
 
 def _wrong(name: str, gradient: Tensor, parameter: Tensor, refused: str | None) -> str | None:
-    if gradient.layout not in (torch.strided, torch.sparse_coo):
-        return f"the gradient of {name!r} has layout {gradient.layout}: use a sparse COO"
+    if error := wrong_gradient(f"the gradient of {name!r}", gradient):
+        return error
     if gradient.dtype != parameter.dtype:
         return (
             f"the gradient of {name!r} is {gradient.dtype}, the parameter {parameter.dtype}: "
@@ -294,7 +356,17 @@ def _wrong(name: str, gradient: Tensor, parameter: Tensor, refused: str | None) 
         )
     if shard_of(gradient) != shard_of(parameter):
         return f"the gradient of {name!r} is placed otherwise than the parameter"
+    refused = refused or _index_outside(gradient)
     return refused and f"the gradient of {name!r}: {refused}"
+
+
+def _index_outside(gradient: Tensor) -> str | None:
+    """Which index of a sparse gradient is none of its shape, or None; `to_dense` does not look."""
+    if gradient.layout != torch.sparse_coo or not gradient._nnz():
+        return None
+    ends = torch.stack(gradient._indices().aminmax(dim=1)).tolist()  # one wait for a device
+    bounds = zip(*ends, gradient.shape, strict=False)
+    return next(filter(None, itertools.starmap(outside, bounds)), None)
 
 
 def _named(error: str, names: Sequence[str]) -> str:

@@ -12,8 +12,8 @@ import sys
 import threading
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Self
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -21,11 +21,13 @@ from torch.nn.parameter import is_lazy
 
 from ..base.devices import on_host
 from ..base.errors import WeftError
-from ..base.tensors import extent
+from ..base.tensors import extent, shares_elements, unreadable
 from ..call.terms import Mode
 from ..group.group import Group
 from .all_to_all import Scatter
 from .staging import unsendable
+
+T = TypeVar("T", bound=Tensor)
 
 Manifest = dict[str, str]
 """A description in words of each tensor, by name."""
@@ -34,7 +36,8 @@ Manifest = dict[str, str]
 def of_module(module: object, *, buffers: bool) -> tuple[dict[str, Tensor], Manifest, str | None]:
     """The tensors of a module, its manifest, and why it cannot be synchronised, or None.
 
-    Both are in the order of names. Tensors in the same memory come once, under the first name.
+    Both are in the order of names. One that comes again does so under the first name; with buffers,
+    which are sent by value, tensors in the same memory are one.
     """
     if not isinstance(module, nn.Module):
         return {}, {}, f"module is a {type(module).__name__}: pass a torch.nn.Module"
@@ -48,13 +51,17 @@ def of_module(module: object, *, buffers: bool) -> tuple[dict[str, Tensor], Mani
         place = local(tensor)
         if error := unsendable(f"{kind} {name!r}", place):
             return {}, {}, error
-        # empty tensors are told apart by identity: of the owner, since `place` is freed
+        # parameters are told apart by identity, for each has a gradient of its own; so are empty
+        # tensors: by that of the owner, since `place` is freed
         memory = place.device, place.data_ptr(), place.dtype, place.shape, place.stride()
-        key = memory if place.numel() else id(tensor)
-        where = "" if on_host(place) else f"{place.device.type} "
-        text = f"a {where}{kind} of {place.dtype} of shape {tuple(place.shape)}{shard_of(tensor)}"
-        if buffers and (dims := expanded_dims(place)):
-            text += f", expanded along {dims}"  # it cannot become what is not
+        key = memory if buffers and place.numel() else id(tensor)
+        text = description(kind, tensor)
+        if buffers:
+            if dims := expanded_dims(place):
+                text += f", expanded along {dims}"  # it cannot become what is not
+            if shares_elements(each_once(place)):  # in other ways than `expand` has it
+                error = f"elements of {kind} {name!r} share memory: make it contiguous"
+                return {}, {}, error
         if key in first:
             text += f", the same as {first[key]!r}"
         else:
@@ -62,9 +69,16 @@ def of_module(module: object, *, buffers: bool) -> tuple[dict[str, Tensor], Mani
             found[name] = tensor
         manifest[name] = text
     if buffers:
-        for name, other in _overlaps(found):
+        for name, other in overlaps(found):
             manifest[name] += f", in memory that {other!r} has, too"
     return found, manifest, None
+
+
+def description(kind: str, tensor: Tensor) -> str:
+    """A tensor of a module in words, for its manifest; `kind` is "parameter" or "buffer"."""
+    place = local(tensor)
+    where = "" if on_host(place) else f"{place.device.type} "
+    return f"a {where}{kind} of {place.dtype} of shape {tuple(place.shape)}{shard_of(tensor)}"
 
 
 class Cut(nn.Module, ABC):
@@ -88,34 +102,61 @@ _alive: weakref.WeakSet[Cut] = weakref.WeakSet()  # of this process; ranks may b
 _lock = threading.RLock()  # again by the same thread, where a garbage collection makes a module
 
 
-def groups_of_shards(given: Sequence[Tensor]) -> dict[Tensor, Group]:
-    """Those of some parameters of which each rank has other rows, each with the ranks' group.
+def shards_among(given: Iterable[T]) -> dict[T, Cut]:
+    """Those of some tensors of which each rank has other rows, each with the module it is cut by.
 
-    A shard is known by itself, from wherever a caller has it: a module's weight may be another
-    object by now than when the module was made, so it is asked for.
+    A shard is known by itself, from wherever a caller has it: other modules may have it, too, as
+    a tied layer does. A module's weight may be another object by now than when the module was
+    made, so it is asked for.
     """
     with _lock:
         found = {vars(each).get("_parameters", {}).get("weight"): each for each in _alive}
-    return {each: found[each]._group() for each in given if each in found}
+    return {each: found[each] for each in given if each in found}
+
+
+def groups_of_shards(given: Iterable[Tensor]) -> dict[Tensor, Group]:
+    """Those of some tensors of which each rank has other rows, each with the ranks' group."""
+    return {shard: part._group() for shard, part in shards_among(given).items()}
+
+
+def shards_by_name(module: nn.Module) -> dict[str, Tensor]:
+    """The shards that a module has, each under each of its names."""
+    named: dict[str, Tensor] = dict(module.named_parameters(remove_duplicate=False))
+    named |= module.named_buffers(remove_duplicate=False)
+    shards = shards_among(named.values())
+    return {name: tensor for name, tensor in named.items() if tensor in shards}
+
+
+def shares_calls(module: nn.Module, group: Group) -> bool:
+    """Whether a module has a shard whose calls come among those of a group.
+
+    Those on an accelerator go over torch's process group, of which a line of calls has none.
+    """
+    groups = groups_of_shards(each for each in module.parameters() if on_host(each))
+    return any(each.session is group.session for each in groups.values())
 
 
 def parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """All but those that are cut over ranks; the same one under each of its names."""
-    for path, part in module.named_modules(remove_duplicate=False):
-        if not isinstance(part, Cut):
-            for name, parameter in part.named_parameters(recurse=False, remove_duplicate=False):
-                yield f"{path}.{name}".lstrip("."), parameter
+    return _whole(module.named_parameters(remove_duplicate=False))
+
+
+def _whole(named: Iterable[tuple[str, T]]) -> Iterator[tuple[str, T]]:
+    """Those of some tensors that are not cut over ranks."""
+    given = list(named)
+    shards = shards_among(tensor for _, tensor in given)
+    return ((name, tensor) for name, tensor in given if tensor not in shards)
 
 
 def _tensors(module: nn.Module, buffers: bool) -> Iterator[tuple[str, str, Tensor]]:
     for name, parameter in parameters(module):
         yield "parameter", name, parameter
     if buffers:
-        for name, buffer in module.named_buffers(remove_duplicate=False):
+        for name, buffer in _whole(module.named_buffers(remove_duplicate=False)):
             yield "buffer", name, buffer
 
 
-def _overlaps(found: Mapping[str, Tensor]) -> Iterator[tuple[str, str]]:
+def overlaps(found: Mapping[str, Tensor]) -> Iterator[tuple[str, str]]:
     """The names of tensors that begin inside the memory of another, each with the other's name.
 
     Writing to one of them changes both. On a rank where the two are separate it would not.
@@ -134,8 +175,15 @@ def _overlaps(found: Mapping[str, Tensor]) -> Iterator[tuple[str, str]]:
             last = device, end, name
 
 
+def each_once(tensor: Tensor) -> Tensor:
+    """The elements of a tensor, each once of those that `expand` has repeated."""
+    for dim in expanded_dims(tensor):
+        tensor = tensor.narrow(dim, 0, 1)
+    return tensor
+
+
 def expanded_dims(tensor: Tensor) -> list[int]:
-    """The dimensions along which elements share memory: torch refuses to write to such tensors."""
+    """The dimensions along which elements are repeated: torch refuses to write to such tensors."""
     if tensor.is_contiguous():
         return []
     steps = enumerate(zip(tensor.stride(), tensor.shape, strict=True))
@@ -147,6 +195,18 @@ def local(tensor: Tensor) -> Tensor:
     plain: Any = tensor.detach()
     here: Tensor = plain.to_local() if _is_dtensor(plain) else plain
     return here
+
+
+def wrong_gradient(what: str, gradient: Tensor) -> str | None:
+    """Why a gradient, called `what`, cannot be read on this rank, or None."""
+    if gradient.layout == torch.strided:
+        parts = [local(gradient)]
+    elif gradient.layout == torch.sparse_coo:
+        parts = [gradient._indices(), gradient._values()]
+    else:
+        return f"{what} has layout {gradient.layout}: use strided or sparse COO"
+    why = next(filter(None, map(unreadable, parts)), None)
+    return why and f"{what} is {why}"
 
 
 def shard_of(tensor: Tensor) -> str:

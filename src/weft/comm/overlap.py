@@ -6,6 +6,9 @@ whatever parameters a rank's batch used. `sync_grads` does the rest. A rank that
 takes part in every bucket that another rank starts, with zeros for gradients that it does not have.
 When all ranks are in `sync_grads`, they reduce the remaining buckets together.
 
+A gradient is reduced where it lies. But where autograd made it, what it is a part of may lie there,
+too, which backward has yet to read: then it gets memory of its own before.
+
 Li et al., "PyTorch Distributed: experiences on accelerating data parallel training" (VLDB 2020),
 section 3.2, has buckets and their order.
 """
@@ -23,8 +26,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from ..base._torch import is_held_by_others
 from ..base.devices import Aside
 from ..base.errors import WeftError, entry
+from ..base.tensors import has_elements, is_made_of_others
 from ..call.attempt import confess, preparing
 from ..call.terms import agreed
 from ..group import default
@@ -32,7 +37,7 @@ from ..group.group import Group
 from ..group.worker import Work
 from .buckets import BUCKET
 from .gradients import NAME, Synchronised, finish_of, overlapping
-from .named import digest, local, parameters, told_by_all
+from .named import digest, local, parameters, shares_calls, told_by_all
 from .staging import number_of_bytes, wrong_bytes
 
 _NAME = "overlap_grads"
@@ -52,7 +57,9 @@ def overlap_grads(
 
     Collective: call it once for each model, on every rank. A step remains `backward()`, then
     `weft.sync_grads(module)` with the arguments given here. If they differ on some rank, or a
-    gradient changes there after its bucket has started, `sync_grads` raises on every rank.
+    gradient is replaced there after its bucket has started, or another backward changes it,
+    `sync_grads` raises on every rank. Sharded tables of the module on the CPU, cut over the same
+    group, have connections of their own from here on.
 
     Args:
         module: the same parameters, by name, dtype and shape, on every rank.
@@ -93,7 +100,7 @@ def overlap_grads(
 class Overlap:
     """Reduces the gradients of one module while backward runs; made by `overlap_grads`."""
 
-    _module: weakref.ref[nn.Module]  # whose hooks keep this alive
+    _module: weakref.ref[nn.Module]  # which keeps this alive, by `overlapping`
 
     def __init__(self, synchronised: Synchronised) -> None:
         self._synchronised = synchronised
@@ -120,9 +127,10 @@ class Overlap:
                 size = 0
             self._buckets[-1].append(name)
             size += local(self._synchronised.of[name]).nbytes
-            parameter: Any = self._synchronised.of[name]  # the method below is untyped
+            parameter: Any = self._synchronised.of[name]  # the methods below are untyped
             if parameter.requires_grad:
                 hook = self._hook(name, len(self._buckets) - 1)
+                self._handles.append(parameter.register_hook(self._before(name)))
                 self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
         self._restart()
         overlapping[module] = self._finish
@@ -171,37 +179,62 @@ class Overlap:
             order = [name for name in reversed(names) if name in known.of]
         described = digest({**known.manifest, "their order": ", ".join(order)})
         fields = known.fields | {"bucket_bytes": number_of_bytes(bucket_bytes)}
+        own = bytes([error is None and shares_calls(module, known.group)])
 
         def job() -> list[str]:
-            with agreed(known.group, _NAME, fields, error, digest=described) as said:
+            with agreed(known.group, _NAME, fields, error, digest=described, own=own) as said:
                 same = said.equal
+                (needs_line,) = said.mask(len(own))
             if not same:
                 told_by_all(known.group, _NAME, known.manifest)
+            if needs_line:  # backward comes to its tables when it does, and buckets have an order
+                known.group.add_line()
             return order if same else sorted(order)
 
         return job
 
     def _restart(self) -> None:
         self._missing = [set(names) for names in self._buckets]
+        # what was there before backward, which is the caller's
+        self._callers: dict[str, Tensor | None] = {}
+        self._gradients: dict[str, Tensor] = {}  # as backward left them
         self._works: list[Work[_Step]] = []
-        self._changed: str | None = None  # what was, too late
+        self._reduced: dict[str, Tensor] = {}  # the sums
+        self._changed: str | None = None  # whose gradient backward changed too late
         self._failure: WeftError | None = None  # of a bucket, on every rank
 
+    def _before(self, name: str) -> Any:
+        kept = weakref.ref(self)  # C++ holds the hook, and Python would not see the cycle
+
+        def coming(_: Tensor) -> None:  # torch.autograd.grad comes, too, and accumulates nothing
+            overlap = kept()
+            if overlap is not None:
+                overlap._callers[name] = overlap._synchronised.of[name].grad
+
+        return coming
+
     def _hook(self, name: str, bucket: int) -> Any:
-        def seen(parameter: Tensor) -> None:
-            if self._paused:
-                return
-            if bucket < len(self._works):  # said, by all ranks, when all have come to sync_grads
-                self._changed = self._changed or (
-                    f"the gradient of {name!r} changed while it was reduced and holds anything: "
-                    "call weft.sync_grads after each backward, or let those that only accumulate "
-                    "run in paused()"
-                )
-                return
-            self._missing[bucket].discard(name)
-            self._start_ready()
+        kept = weakref.ref(self)
+
+        def seen(parameter: Any) -> None:
+            overlap = kept()
+            if overlap is not None and not overlap._paused:
+                overlap._take(name, bucket, parameter)
 
         return seen
+
+    def _take(self, name: str, bucket: int, parameter: Any) -> None:
+        """Take a gradient that backward has made."""
+        if parameter.grad is None:  # a hook of the caller's has used it up
+            return
+        if bucket < len(self._works):  # said, by all ranks, when all have come to sync_grads
+            self._changed = self._changed or name
+            return
+        if self._callers.get(name) is not parameter.grad and _has_others(parameter.grad):
+            parameter.grad = parameter.grad.clone()
+        self._gradients[name] = parameter.grad
+        self._missing[bucket].discard(name)
+        self._start_ready()
 
     def _start_ready(self) -> None:
         """Start the next buckets, as far as all their gradients are there."""
@@ -210,31 +243,51 @@ class Overlap:
             devices = [place for place in places if place.type != "cpu"] or [torch.device("cpu")]
             if len(devices) > 1:
                 return  # `sync_grads` does it: a job follows the stream of one device
-            job = Aside(
-                self._synchronised.group.streams, devices[0], self._step(bucket, ready=True)
-            )
+            # the job looks at no other gradient: backward may be making it
+            given = {name: self._gradients[name] for name in self._buckets[bucket]}
+            job = Aside(self._synchronised.group.streams, devices[0], self._step(bucket, given))
             self._works.append(self._worker.submit(NAME, job))
 
     def _from(self, bucket: int) -> list[str]:
         """The parameters of a bucket and of all later ones."""
         return list(chain.from_iterable(self._buckets[bucket:]))
 
-    def _step(self, bucket: int, *, ready: bool) -> Callable[[], _Step]:
+    def _step(self, bucket: int, given: dict[str, Tensor] | None) -> Callable[[], _Step]:
         names, first = self._from(bucket), len(self._buckets[bucket])
+        if bucket == 0:  # all buckets of a step have the same, whenever they are reduced
+            self._described = self._synchronised.describe()
+        as_of = self._described
 
         def job() -> _Step:
             if self._failure is not None:  # no rank reduces the later buckets, nor waits there
                 raise self._failure
             known = self._synchronised
             try:
-                went_on = known.reduce(names, first=first, ready=ready)
+                went_on = known.reduce(names, first=first, given=given, as_of=as_of)
             except WeftError as error:
                 self._failure = error
                 raise
+            if given is not None:
+                self._reduced |= given
             found = (known.of[name].grad for name in names[:first])
             return went_on, [local(each) for each in found if each is not None]
 
         return job
+
+    def _what_changed(self) -> str | None:
+        """The error if a gradient changed, or was replaced, after its bucket had started."""
+        changed = self._changed
+        for name, gradient in self._reduced.items():
+            if self._synchronised.of[name].grad is not gradient:
+                changed = changed or name
+        if changed is None:
+            return None
+        return (
+            f"the gradient of {changed!r} changed while it was reduced and holds anything: call "
+            "weft.sync_grads after each backward, and before anything else touches `.grad`; let "
+            "backwards that only accumulate run in paused(); and where several checkpoints run one "
+            "module, pass them use_reentrant=False"
+        )
 
     def _is_replaced(self) -> bool:
         """Whether the module has other parameters than those with hooks."""
@@ -256,7 +309,6 @@ class Overlap:
         """`sync_grads` of this module; buckets that began are completed, whatever is wrong."""
         failure: WeftError | None = None
         try:
-            error = error or self._changed
             known = self._synchronised
             had = known.group, known.average, known.wire_dtype
             if not all(map(operator.is_, had, (group, average, wire_dtype))):
@@ -273,13 +325,23 @@ class Overlap:
                 try:
                     if bucket < len(self._works):
                         self._works[bucket].wait()
-                    elif failure or not self._worker.call(NAME, self._step(bucket, ready=False))[0]:
+                    elif failure or not self._worker.call(NAME, self._step(bucket, None))[0]:
                         break
                 except WeftError as raised:  # on every rank, some of which have begun more buckets
                     failure = failure or raised
             if failure is not None:
                 raise failure
+            error = error or self._what_changed()
             # what went wrong since buckets began; all ranks are in `sync_grads`
             self._worker.call(NAME, lambda: confess(known.group, NAME, None, error))
         finally:
             self._restart()
+
+
+def _has_others(gradient: Tensor) -> bool:
+    """Whether other tensors may lie in the memory of a dense gradient that autograd made."""
+    if gradient.layout != torch.strided:  # a sum of rows is never written where they lie
+        return False
+    if is_made_of_others(gradient):
+        return True
+    return has_elements(gradient) and is_held_by_others(gradient)

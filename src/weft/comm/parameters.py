@@ -17,12 +17,11 @@ from typing import Self
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import increment_version
 
 from ..base.arguments import root_in, wrong_root
 from ..base.devices import on_host
 from ..base.errors import entry
-from ..base.tensors import as_bytes, plain
+from ..base.tensors import as_bytes, mark_overwritten, plain
 from ..call.attempt import preparing
 from ..call.terms import agreed
 from ..group import default
@@ -31,7 +30,7 @@ from ..group.group import Group
 from ..group.pending import Pending
 from ..schedules.chain import Chain
 from .buckets import in_buckets
-from .named import digest, expanded_dims, local, of_module, told_by_all
+from .named import digest, each_once, local, of_module, told_by_all
 
 _NAME = "sync_params"
 
@@ -85,7 +84,7 @@ def sync_params(module: torch.nn.Module, group_src: int = 0, group: object = Non
 def _broadcast(group: Group, source: int, owners: Iterable[Tensor]) -> None:
     """Fill tensors with what they are on one rank; collective."""
     here = group.rank == source
-    places = [_writable(local(owner)) for owner in owners]
+    places = [each_once(local(owner)) for owner in owners]
     values = [plain(place) for place in places]
     chain = [*range(source, group.size), *range(source)]
 
@@ -97,18 +96,10 @@ def _broadcast(group: Group, source: int, owners: Iterable[Tensor]) -> None:
     in_buckets(group, map(as_bytes, values), start, given=here, taken=not here)
     if here:
         return
-    for owner, place, value in zip(owners, places, values, strict=True):
+    for place, value in zip(places, values, strict=True):
         if value is not place:
             place.copy_(value)
-        if not owner.is_inference():
-            increment_version(owner)  # autograd did not see it change
-
-
-def _writable(tensor: Tensor) -> Tensor:
-    """The elements of a tensor, each once where some share their memory."""
-    for dim in expanded_dims(tensor):
-        tensor = tensor.narrow(dim, 0, 1)
-    return tensor
+    mark_overwritten(owners)
 
 
 class ScatterAllGather(Pending):

@@ -25,7 +25,7 @@ from ..group.group import Group
 from ..sparse.request import outside, wrong_wire_dtype
 from .all_to_all import Scatter
 from .differentiable import apply
-from .exchange import Outgoing, given_out, wrong_rows
+from .exchange import send_rows, wrong_rows
 from .staging import unsendable
 
 _NAME = "remote_rows"
@@ -83,21 +83,26 @@ def remote_rows(indices: Tensor, count: int, group: object = None) -> RemoteRows
     first = bounds[group.rank]
     end = bounds[group.rank + 1]
 
-    indices = indices.contiguous()  # such as a column of edges, which torch searches slowly
-    distinct = torch.unique(indices)  # sorted, so those of one owner are together
-    error = _outside(distinct, bounds[-1])
-    remote = distinct[(distinct < first) | (distinct >= end)].long()
-    if error is None and count + remote.numel() > torch.iinfo(indices.dtype).max:
-        error = f"{count + remote.numel()} rows are more than {indices.dtype} counts: pass int64"
-    # each rank tells the owners which of their rows it needs, as they count them
-    cuts = kernels.read(torch.searchsorted(remote, remote.new_tensor(bounds)))
-    needs = [remote[cuts[owner] : cuts[owner + 1]] - bounds[owner] for owner in range(group.size)]
+    with preparing(group, f"{_NAME} (indices)"):
+        indices = indices.contiguous()  # such as a column of edges, which torch searches slowly
+        distinct = torch.unique(indices)  # sorted, so those of one owner are together
+        error = _outside(distinct, bounds[-1])
+        remote = distinct[(distinct < first) | (distinct >= end)].long()
+        rows = count + remote.numel()
+        if error is None and rows > torch.iinfo(indices.dtype).max:
+            error = f"{rows} rows are more than {indices.dtype} counts: pass int64"
+        # each rank tells the owners which of their rows it needs, as they count them
+        cuts = kernels.read(torch.searchsorted(remote, remote.new_tensor(bounds)))
+        needs = [
+            remote[cuts[owner] : cuts[owner + 1]] - bounds[owner] for owner in range(group.size)
+        ]
+
+        is_own = (indices >= first) & (indices < end)
+        place_of_own = indices.long() - first
+        place_of_remote = count + torch.searchsorted(remote, indices.long())
+        places = torch.where(is_own, place_of_own, place_of_remote).to(indices.dtype)
     picks = apply(Scatter(group, f"{_NAME} (indices)", error), needs)  # what each needs of this one
 
-    is_own = (indices >= first) & (indices < end)
-    place_of_own = indices.long() - first
-    place_of_remote = count + torch.searchsorted(remote, indices.long())
-    places = torch.where(is_own, place_of_own, place_of_remote).to(indices.dtype)
     received = [some.numel() for some in needs]
     sent = [some.numel() for some in picks]
     return RemoteRows(first, count, remote, places, received, sent, group, torch.cat(picks))
@@ -167,10 +172,15 @@ class RemoteRows:
         with preparing(group, "fetch"):
             is_async = truth("async_op", async_op)
             error = self._wrong(rows) or wrong_wire_dtype(wire_dtype, rows.dtype)
-        outgoing = Outgoing(group, "fetch", error)
-        if error is None:
-            outgoing = Outgoing(group, "fetch", None, rows, self._picks, self.sent, wire_dtype)
-        return given_out(outgoing, is_async, lambda received: torch.cat([rows, *received]))
+        return send_rows(
+            Scatter(group, "fetch", error),
+            rows,
+            self._picks,
+            self.sent,
+            wire_dtype=wire_dtype,
+            is_async=is_async,
+            finish=lambda received: torch.cat([rows, *received]),
+        )
 
     def _wrong(self, rows: object) -> str | None:
         """What is wrong with what a caller passed, or None."""

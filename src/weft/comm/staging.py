@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from ..base.arguments import as_integer, shown
 from ..base.devices import is_capturing
-from ..base.tensors import has_elements, lacking
+from ..base.memory import memory_of
+from ..base.tensors import has_elements, lacking, overlapping, serves
 from ..call.opening import is_direct
 from ..call.terms import NO_LIMIT
 from ..group.channels import ROUNDS
 from ..group.group import Group
+from ..group.pending import Pending
+from ..schedules.hosts import grid_of
 
 ALONG = 128 << 10
 """Bytes of a tensor that may go along with an opening, at most."""
@@ -22,20 +25,15 @@ ALONG = 128 << 10
 _TOGETHER = 96 << 10  # bytes of all tensors of a rank, where each rank hears what is for all
 _TO_OTHERS = 8 << 10  # bytes of a tensor that all need, some of them on other hosts
 
-IN_A_GRAPH = (
+_IN_A_GRAPH = (
     "the stream records a CUDA graph, and ranks speak to each other on the host: call weft outside "
     "of the graph"
 )
 
-
-@functools.cache
-def serves(operation: Callable[[Tensor], Tensor], dtype: torch.dtype) -> bool:
-    """Whether torch has an operation for tensors of this dtype."""
-    try:
-        operation(torch.empty(1, dtype=dtype))
-    except (NotImplementedError, RuntimeError):
-        return False
-    return True
+_WITH_TANGENT = (
+    "has a tangent of forward-mode differentiation, which would be lost: pass "
+    "torch.autograd.forward_ad.unpack_dual(x).primal, and the tangent by a call of its own"
+)
 
 
 def unsendable(name: str, tensor: object) -> str | None:
@@ -46,8 +44,15 @@ def unsendable(name: str, tensor: object) -> str | None:
         return f"{name} is {lacking(tensor)}: pass a strided tensor with data"
     if not serves(torch.clone, tensor.dtype):  # quantised ones are more than their elements
         return f"{name} is {tensor.dtype}, which torch does not copy: view another dtype"
+    return unfollowed(name, tensor)
+
+
+def unfollowed(name: str, tensor: Tensor) -> str | None:
+    """What goes on around a call with this tensor, called `name`, that it would lose, or None."""
     if is_capturing(tensor.device):
-        return IN_A_GRAPH
+        return _IN_A_GRAPH
+    if forward_ad.unpack_dual(tensor).tangent is not None:  # type: ignore[no-untyped-call]  # torch's
+        return f"{name} {_WITH_TANGENT}"
     return None
 
 
@@ -68,7 +73,7 @@ def most_to_all(group: Group) -> int:
     nothing is told so, not even empty tensors."""
     if not is_direct(group) or _is_in_rounds(group):
         return -1
-    return ALONG if is_on_one_host(group) else _TO_OTHERS
+    return ALONG if are_all_near(group) else _TO_OTHERS
 
 
 def most_to_each(group: Group, limit: int = NO_LIMIT) -> list[int]:
@@ -87,8 +92,8 @@ def most_to_each(group: Group, limit: int = NO_LIMIT) -> list[int]:
     return [of_near if peer in group.near else most for peer in range(group.size)]
 
 
-def is_on_one_host(group: Group) -> bool:
-    """Whether all ranks share a host; every rank of the group says the same."""
+def are_all_near(group: Group) -> bool:
+    """Whether all ranks read what a rank has for them in one memory; they all say the same."""
     return len(group.near) == group.size - 1
 
 
@@ -114,13 +119,64 @@ def moved(
     before = [peer for peer in reversed(group.peers) if peer in incoming]
     takes_part = bool(after or before) or group.features.lockstep
     for number in range(rounds if takes_part else 0):
-        sends = [(peer, _piece(outgoing[peer], number, rounds)) for peer in after]
+        # what goes to several peers stays one tensor, which a wire then copies once
+        pieces = {id(each): _piece(each, number, rounds) for each in outgoing.values()}
+        sends = [(peer, pieces[id(outgoing[peer])]) for peer in after]
         recvs = [(peer, _piece(incoming[peer], number, rounds)) for peer in before]
         group.post(
             [(peer, piece) for peer, piece in sends if piece.numel()],
             [(peer, place) for peer, place in recvs if place.numel()],
             ROUNDS,
         ).wait()
+
+
+def moved_to_all(
+    group: Group, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor]
+) -> None:
+    """`moved`, where a rank sends the same to all others, or nothing: a host's link has it once.
+
+    Between hosts it goes to the rank of the same place on each, and from there to the host's. So
+    a rank hands on what it received, also where its own caller does not need that: places that
+    overlap change nothing for the others.
+    """
+    grid = grid_of(group)
+    if grid is None or group.features.lockstep:
+        moved(group, outgoing, incoming)
+        return
+    mine = [outgoing[peer] for peer in group.peers if peer in outgoing][:1]
+    near = [peer for peer in grid.row if peer != group.rank]
+    far = [peer for peer in grid.column(group.rank) if peer != group.rank]
+    received = dict(incoming)
+    if overlapping(*incoming.values()):  # what is handed on would be overwritten before
+        received |= {peer: torch.empty_like(incoming[peer]) for peer in far if peer in incoming}
+
+    def places(ranks: Iterable[int]) -> list[Tensor]:
+        """Where to receive what these have, if they have something."""
+        return [received[rank] for rank in ranks if rank in received]
+
+    from_far = swapped(group, dict.fromkeys(far, mine), {peer: places([peer]) for peer in far})
+    from_near = swapped(group, dict.fromkeys(near, mine), {peer: places([peer]) for peer in near})
+    from_far.wait()
+    # what came from other hosts goes on to the ranks of this one, and what came there comes here
+    theirs = {p: places(rank for rank in grid.column(p) if rank != p) for p in near}
+    handed_on = swapped(group, dict.fromkeys(near, places(far)), theirs)
+    from_near.wait()
+    handed_on.wait()
+    for peer, place in incoming.items():
+        if received[peer] is not place:
+            memory_of(place)[:] = memory_of(received[peer])
+
+
+def swapped(
+    group: Group, given: Mapping[int, Sequence[Tensor]], taken: Mapping[int, Sequence[Tensor]]
+) -> Pending:
+    """Start sending several tensors to some peers, and receiving several; not empty ones."""
+    peers = group.peers
+    return group.post(
+        [(peer, each) for peer in peers for each in given.get(peer, ()) if each.numel()],
+        [(peer, each) for peer in peers for each in taken.get(peer, ()) if each.numel()],
+        ROUNDS,
+    )
 
 
 def _piece(tensor: Tensor, number: int, rounds: int) -> Tensor:

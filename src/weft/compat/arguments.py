@@ -15,7 +15,7 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 import weft
-from weft.base.tensors import has_elements, lacking
+from weft.base.tensors import has_elements, lacking, shares_elements
 
 Integers = NDArray[np.int64]
 
@@ -62,9 +62,8 @@ def unfit(tensor: Tensor, *, write: bool = True) -> str | None:
         return f"{lacking(tensor)}: pass a strided tensor with data"
     if not write:
         return None
-    steps = zip(tensor.shape, tensor.stride(), strict=True)
-    if any(extent > 1 and step == 0 for extent, step in steps):
-        return "expanded, its elements share memory: pass one that can be written"
+    if shares_elements(tensor):
+        return "one whose elements share memory: pass one that can be written"
     if tensor.is_inference() and not torch.is_inference_mode_enabled():
         return "of inference mode: pass one that can be written, or a clone of it"
     return None

@@ -24,7 +24,6 @@ DistributedDataParallel waits, and errors are raised at the end of the outermost
 # No postponed annotations here: DistributedDataParallel compares those of the hook with types.
 
 import functools
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -36,16 +35,18 @@ from torch.futures import Future
 from ..base._torch import at_end_of_backward, backward_id, uncompiled
 from ..base.devices import Aside, Streams, on_host
 from ..base.errors import WeftError, WireError
+from ..call.attempt import confess
 from ..call.terms import agreed
 from ..group.group import Group
 from ..group.worker import Work
 from ..sparse import last_call
 from ..sparse.api import job_of
-from .state import State, no_backward
+from .state import State
 from .step import Step, Tables
 from .unused import differentiable
 
 _END = "ddp end of backward"
+_TABLES = "ddp sparse bucket"
 
 
 def hook(state: State, bucket: dist.GradBucket) -> Future[Tensor]:
@@ -72,8 +73,8 @@ def hook(state: State, bucket: dist.GradBucket) -> Future[Tensor]:
     step = _step_of(state, bucket, backward)
     if backward < 0:  # a rank without data, under Join: there is no backward to raise errors in
         future = _future(state, step, bucket)
-        if bucket.is_last() and state.finds_unused:
-            state.group.worker.submit(_END, functools.partial(_meet, state.group))
+        if bucket.is_last():
+            state.group.worker.submit(_END, functools.partial(_meet, state))
         return future
     _watch_for_end(state)
     if bucket.is_last():  # before DistributedDataParallel queues what it does at the end
@@ -167,8 +168,11 @@ def _start(state: State, tables: Tables) -> Work[list[Tensor]]:
     pairs = tables.given  # not the tables, which will have this work: no cycle keeps gradients
     given = [before for _, before in pairs]
     like = state.algorithm, state.wire_dtype
+    error, state.unlike = state.unlike, None
 
     def job() -> list[Tensor]:
+        if error is not None:  # the others hear of it as they open this call
+            confess(group, _TABLES, None, error)
         alone = len(given) == 1
         # in the stream of the Aside around it
         done = job_of(group, given[0] if alone else given, "avg", *like)()
@@ -182,7 +186,7 @@ def _start(state: State, tables: Tables) -> Work[list[Tensor]]:
             gradient.data = result
         return results
 
-    return group.worker.submit("ddp sparse bucket", Aside(group.streams, tables.device, job))
+    return group.worker.submit(_TABLES, Aside(group.streams, tables.device, job))
 
 
 def _reduce_dense(
@@ -199,15 +203,8 @@ def _reduce_dense(
 
 
 def _watch_for_end(state: State) -> None:
-    """See to it that errors are raised at the end of the outermost backward.
-
-    A backward may run inside another one, which an error that is raised there would end. The
-    graph task of the outermost keeps what is called at its end, and nothing else does.
-    """
-    if state.outermost() is None and backward_id() >= 0:
-        end = functools.partial(_end, state)
-        state.outermost = weakref.ref(end)
-        at_end_of_backward(end)
+    """See to it that errors are raised at the end of the outermost backward."""
+    state.outermost.at_end(functools.partial(_end, state))
 
 
 @uncompiled
@@ -224,7 +221,6 @@ def watch_outputs(state: State, output: Any) -> None:
 
 def _end(state: State) -> None:
     """At the end of the outermost backward: errors come behind all else that was queued for it."""
-    state.outermost = no_backward
     at_end_of_backward(functools.partial(_raise_error, state))
 
 
@@ -234,14 +230,18 @@ def _settle(state: State, step: Step) -> None:
     Its waits have no deadline, and its own calls, if the group is lost, fail without a name: so
     that is raised here. Any other error comes at the end.
     """
-    for error in step.errors():
-        if isinstance(error, WireError):
-            raise _noted(error)
-    if state.finds_unused:
+    lost = [error for error in step.errors() if isinstance(error, WireError)]
+    if not lost and state.meets:
         try:
-            state.group.worker.call(_END, functools.partial(_meet, state.group))
+            state.group.worker.call(_END, functools.partial(_meet, state))
+        except WeftError as error:  # DistributedDataParallel has yet to finish
+            step.pending.append(error)
         except WireError as error:
-            raise _noted(error) from None
+            lost.append(error)
+    if lost:
+        # its calls hold frames of who trains the model, whose reducer holds `state`, in C++
+        state.step = None
+        raise _noted(lost[0]) from None
 
 
 def _raise_error(state: State) -> None:
@@ -251,10 +251,10 @@ def _raise_error(state: State) -> None:
         return
     state.step = None
     unlike, state.unlike = state.unlike, None
-    if unlike is not None:
-        raise WeftError(unlike)
     for error in step.errors():
         raise _noted(error)
+    if unlike is not None:  # in the first backward of a static graph, which has no last bucket
+        raise WeftError(f"rank {state.group.rank}: {unlike}")
     if step.sent is not None and not state.is_told_of:
         state.is_told_of = True
         state.tell_first(step, state.group.traffic.bytes - step.sent)
@@ -268,10 +268,14 @@ def _noted(error: Exception) -> Exception:
     return error
 
 
-def _meet(group: Group) -> None:
-    """Wait until DistributedDataParallel reduces on every rank which parameters were used.
+def _meet(state: State) -> None:
+    """Tell all ranks of a gradient of the wrong kind, where they meet.
 
-    That goes on meanwhile. Who fails before it is named here, and in its place.
+    With unused parameters, wait until DistributedDataParallel reduces on every rank which were
+    used. That goes on meanwhile. Who fails before it is named here, and in its place.
     """
-    with agreed(group, _END, {}, None):
+    if not state.meets:  # of a rank without data, which has begun this ahead
         return
+    error, state.unlike = state.unlike, None
+    with agreed(state.group, _END, {}, error):
+        state.is_checked = True

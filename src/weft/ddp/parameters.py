@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import NamedTuple, TypeGuard
 
 import torch.distributed as dist
@@ -39,7 +40,12 @@ def is_table(part: nn.Module) -> TypeGuard[nn.Embedding | nn.EmbeddingBag]:
 
 
 def interferes(ddp_model: DistributedDataParallel) -> str | None:
-    """What in a model on an accelerator would use the group while gradients do."""
+    """What in a model would keep gradients from being reduced, or use the group meanwhile."""
+    if getattr(ddp_model, "skip_all_reduce_unused_params", False):
+        return (
+            "the model has skip_all_reduce_unused_params=True, which leaves out buckets that the "
+            "hook waits for: leave it False"
+        )
     if on_host(next(ddp_model.parameters())):
         return None
     for name, part in ddp_model.module.named_modules():
@@ -77,35 +83,42 @@ def _is_dense(part: nn.Module) -> bool:
 
 
 def check_kinds(state: State, ddp_model: DistributedDataParallel) -> None:
-    """See whether first gradients are as DistributedDataParallel expects them: sparse or dense."""
+    """See whether gradients are as DistributedDataParallel expects them: sparse or dense."""
     for parameter, places in places_of(ddp_model.module).items():
         _check_kind(state, parameter, places)
 
 
 def _check_kind(state: State, parameter: Tensor, places: list[Place]) -> None:
-    """See whether a parameter's first gradient is as it is expected.
+    """See whether a parameter's gradients are as they are expected; of a dense one, the first.
 
     If not, DistributedDataParallel would fail without a name, and be of no use any more. So it gets
     what it expects, and the error is raised at the end of backward.
     """
     first, *others = places
     expects_sparse = is_table(first.part)
+    name, kind = first.name, type(first.part).__name__
     other_use = f"as {others[0].name!r}" if others else "of another use"
+    # a hook of a parameter's is held in C++: what it held would never go, nor the parameter
+    kept = weakref.ref(state)
 
     def check(parameter: Tensor) -> None:
+        state = kept()
+        if state is None:  # nor is there a DistributedDataParallel any more
+            handle.remove()
+            return
         gradient = parameter.grad
         if gradient is None or gradient.is_sparse == expects_sparse:
-            handle.remove()
+            if not expects_sparse:  # a table may have another use in a later step
+                handle.remove()
         elif expects_sparse:
             state.unlike = (
-                f"{first.name!r} has sparse gradients in {type(first.part).__name__}, and got a "
-                f"dense one, {other_use}: pass sparse=False there, or call weft.sync_grads in "
-                "place of DistributedDataParallel"
+                f"{name!r} has sparse gradients in {kind}, and got a dense one, {other_use}: pass "
+                "sparse=False there, or call weft.sync_grads in place of DistributedDataParallel"
             )
             parameter.grad = gradient.to_sparse(1)
         else:
             state.unlike = (
-                f"{first.name!r} got a sparse gradient, which DistributedDataParallel expects of "
+                f"{name!r} got a sparse gradient, which DistributedDataParallel expects of "
                 "torch.nn.Embedding and EmbeddingBag with sparse=True alone: use one of these, or "
                 "call weft.sync_grads in place of DistributedDataParallel"
             )

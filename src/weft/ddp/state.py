@@ -21,16 +21,14 @@ from ..group.group import Group
 from ..schedules import fast_all_reduce
 from ..sparse import Record
 from ..sparse.request import travelling, wrong_wire_dtype
+from .outermost import Outermost
 from .step import Step
 
 NAME = "ddp.register"
 _KEPT = 256  # records
-_NOT_COPIED = ("_handle", "joined", "outermost", "step")  # what a copy of a State does not have
+# what a copy of a State does not have: the group, and what one model's steps have found
+_NOT_COPIED = ("_handle", "joined", "outermost", "step", "is_checked", "unlike")
 _log = logging.getLogger("weft")
-
-
-def no_backward() -> None:
-    """In place of a reference to what a backward keeps: there is none."""
 
 
 class State:
@@ -67,10 +65,11 @@ class State:
         self.finds_unused = False
         self.calls: deque[Record] = deque(maxlen=_KEPT)
         self.step: Step | None = None  # that is under way
-        # what the outermost backward keeps to raise errors at its end: gone if that was given up
-        self.outermost: Callable[[], object] = no_backward
+        self.outermost = Outermost()  # at whose end errors are raised
         self.is_told_of = False  # what the first step carried
-        self.unlike: str | None = None  # what is wrong with the kind of a gradient
+        self.unlike: str | None = None  # what is wrong with the kind of a gradient, not yet told
+        # whether a step has ended in which no rank had such a gradient; known to all alike
+        self.is_checked = False
 
     def __getstate__(self) -> dict[str, Any]:
         if self._handle not in (None, dist.group.WORLD):
@@ -85,6 +84,11 @@ class State:
     def wire_dtype(self) -> torch.dtype | None:
         """The `wire_dtype` that was given. It cannot be changed: no rank may change it alone."""
         return self._wire_dtype
+
+    @property
+    def meets(self) -> bool:
+        """Whether the ranks meet at the end of a step: dense buckets tell nothing."""
+        return self.finds_unused or not self.is_checked
 
     @property
     def group(self) -> Group:
@@ -138,11 +142,15 @@ def _counted(number: int, what: str) -> str:
     return f"{number} {what}{'s' * (number != 1)}"
 
 
-def tell_of(group: Group, fields: dict[str, str], error: str | None) -> None:
-    """Have all ranks say what they were given; raises, on all, what is wrong with it."""
+def tell_of(group: Group, fields: dict[str, str], error: str | None, own: bytes = b"") -> list[int]:
+    """Have all ranks say what they were given; raises, on all, what is wrong with it.
 
-    def job() -> None:
-        with agreed(group, NAME, fields, error):
-            return
+    Returns:
+        What all ranks pass as `own`, combined by bitwise "or".
+    """
 
-    group.worker.call(NAME, job)
+    def job() -> list[int]:
+        with agreed(group, NAME, fields, error, own=own) as terms:
+            return terms.mask(len(own))
+
+    return group.worker.call(NAME, job)

@@ -97,6 +97,6 @@ def error_of(work: Work[Any] | Exception) -> Exception | None:
             raise work
         work.wait()
     except Exception as error:
-        # its frames hold the work, whose Future holds the error: a cycle that would keep the group
+        # its frames hold the work, which holds the error: a cycle that would keep the group a while
         return error.with_traceback(None)
     return None

@@ -25,6 +25,9 @@ class TopK(State):
     sent: an entry is the sum of what ranks sent of it, divided by the number of all ranks; an entry
     that no rank sent is zero. Every rank gets the same bits.
 
+    Where a rank's gradient of a parameter is all zeros it sends nothing of it, and keeps the
+    residual: DistributedDataParallel throws away the mean of a parameter that no rank used.
+
     Ranks seldom send the same entries, so with many ranks the result fills up. With `total_density`
     only the largest means are shared, and the others stay in the residuals of who sent them.
 
@@ -164,7 +167,11 @@ class TopK(State):
         def reduction(group: Group, flat: Tensor) -> None:
             parts = dict(zip(names, flat.split_with_sizes(sizes), strict=True))
             error = self.sparsifier.wrong(parts)
-            record = self.sparsifier.reduce(group, parts, self.algorithm, error=error)
+            # DistributedDataParallel learns which parameters no rank used, and throws the means of
+            # these away, when all buckets have come; in the buckets they are zeros
+            record = self.sparsifier.reduce(
+                group, parts, self.algorithm, error=error, may_be_unused=True
+            )
             if record is not None:
                 self.calls.append(record)
 

@@ -30,7 +30,7 @@ from typing import NamedTuple, Protocol
 
 from ..base import watch
 from ..base.errors import WeftError, WireError, names
-from ..base.latch import Latch
+from ..base.latch import Latch, wait_for
 from ..records import recorder
 from ..wire import factory
 from . import last_error
@@ -192,8 +192,13 @@ class Detector:
         self.waiting = None
         self.since = time.monotonic()
 
-    def settle(self, verdict: Verdict) -> Verdict:
-        """Break the session for every rank, unless it is broken; the verdict that counts."""
+    def settle(self, verdict: Verdict, *, is_told: bool = False) -> Verdict:
+        """Break the session for every rank, unless it is broken; the verdict that counts.
+
+        Args:
+            verdict: to break it by.
+            is_told: whether the log and the record have it already.
+        """
         with self._lock:
             # where an interrupt has ended this in its middle, the same thread does all of it again
             if self.verdict is not None and self._settling != threading.get_ident():
@@ -209,6 +214,8 @@ class Detector:
         self._settled.open()
         self._notify()
         self._settling = None
+        if is_told:
+            return verdict
         with contextlib.suppress(Exception):  # of a handler: who waits raises what matters more
             recorder.write(verdict.text)
             if self._thread is None:
@@ -248,7 +255,7 @@ class Detector:
         with self._hearing:
             # ended by the thread of the links, with the last message, a bye, or a verdict; else by
             # the deadline
-            ended = self._heard.wait_for(is_over, seconds)
+            ended = wait_for(self._heard, is_over, seconds)
         if not ended:
             self.blame()  # in this second those may still come that are alive, and soon see the end
         if late := missing():
@@ -364,7 +371,7 @@ class Detector:
         self._send(sorted(asked), {"ask": number})
         with self._hearing:
             # ended by the last answer, or by the time for that
-            self._heard.wait_for(lambda: answers.keys() >= asked, ANSWER)
+            wait_for(self._heard, lambda: answers.keys() >= asked, ANSWER)
         return self._answers.pop(number)
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
 """The group: who takes part, and what they send to each other, in few verbs.
 
 Programs and algorithms hold a group, which knows nothing of rows. An algorithm is written against
-this face alone, so it runs unchanged between processes (`process_group`), between threads
+this face alone, so it runs unchanged between processes (`joining`), between threads
 (`weft.testing.threads`), and in a simulation.
 
 The rules, for every group:
@@ -23,17 +23,16 @@ from __future__ import annotations
 
 import functools
 import re
-import sys
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn, Self, TypeGuard, TypeVar, final
+from typing import Any, NoReturn, Self, TypeVar, final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ..base._torch import is_of_group
-from ..base.arguments import as_integer, shown
+from ..base.arguments import as_integer, shown, wrong_timeout
 from ..base.devices import Streams
 from ..base.errors import Error, WeftError, WireError, entry, summed_up
 from ..base.memory import Pool, tensor_of
@@ -48,6 +47,7 @@ from .worker import Worker
 
 T = TypeVar("T")
 
+_LINE = "line"  # in the state of a group
 _MEMBERS = 64  # bytes of the text of a group's ranks, which travels with every call
 _DIGEST = re.compile(r"\d+ ranks \(digest [0-9a-f]{12}\)")  # of a longer one
 
@@ -394,14 +394,43 @@ class Group:
         split into subsets, which have no connections of their own.
 
         Raises:
-            WeftError: these are not distinct ranks of this group.
+            WeftError: these are not distinct ranks of this group. Only the ranks that gave such a
+                list raise it, and the others wait for them; the next call works.
             WireError: somebody did not come in time.
         """
+        if not self._is_view:
+            self.session.count_split()
         chosen = self._chosen(ranks)
         if self._is_view:
             return self.subset(chosen) if self.rank in chosen else None
         session = self.session.split(chosen)
         return None if session is None else Group(session)
+
+    def add_line(self) -> None:
+        """Give calls on `line` connections and a worker of their own; collective.
+
+        Of a group of some of the ranks it does nothing: the others are not here.
+
+        Raises:
+            WireError, WeftError: as `Session.add_line`.
+        """
+        if self._is_whole:
+            self.session.add_line()
+
+    @property
+    def line(self) -> Group:
+        """The same ranks, for calls whose order among the others may differ between ranks: of CPU
+        tensors, since it has no process group of torch's.
+
+        That is this group itself, until all ranks of the session have come to `add_line`.
+        """
+        line = self.session.line
+        if line is None:
+            return self
+        found: Group | None = self.state.get(_LINE)
+        if found is None:
+            found = self.state[_LINE] = Group(line).subset(self._ranks)
+        return found
 
     def rank_in_errors(self, rank: int) -> int:
         """The number that errors call a rank by: that of the session."""
@@ -440,7 +469,7 @@ class Group:
         """
         try:
             return decode(*given)
-        except Error:
+        except (Error, MemoryError):  # of this rank
             raise
         except Exception as error:
             sender = f"rank {self.rank_in_errors(peer)}"
@@ -481,7 +510,13 @@ class Group:
         self.session.abort(reason)
 
     def set_timeout(self, seconds: float) -> None:
-        """Change what any one wait may last, of those that begin from now on."""
+        """Change what any one wait may last, of those that begin from now on.
+
+        Raises:
+            WeftError: it is no number of seconds above 0; nothing has changed.
+        """
+        if error := wrong_timeout(seconds):
+            raise WeftError(f"rank {self.rank_in_errors(self.rank)}: {error}")
         self.session.set_timeout(seconds)
 
     def close(self) -> None:
@@ -556,13 +591,3 @@ def check_members(text: str, size: int) -> None:
     ranks = {int(rank) for rank in text.removeprefix("ranks ").split(", ")}
     if not text.startswith("ranks ") or not ranks <= set(range(size)):
         raise ValueError(f"it is among {text}")
-
-
-def is_duration(timeout: object) -> TypeGuard[float]:
-    """Whether this is a finite number of seconds above 0."""
-    try:
-        if isinstance(timeout, bool) or not isinstance(timeout, int | float):
-            return False
-        return 0 < timeout <= sys.float_info.max  # also of an int that no float can hold
-    except Exception:  # a caller's object may raise anything
-        return False

@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 
 from ..base._torch import keep
+from ..base.arguments import LONGEST
 from ..base.devices import Streams, is_host
 from ..base.errors import WireError
 from ..base.memory import Pool
@@ -46,10 +47,6 @@ from .wires import Wires, is_of_a_signal, verdict_on, verdict_on_exception
 from .worker import Worker
 
 T = TypeVar("T")
-
-LONGEST = 14 * 24 * 3600.0
-"""Seconds that a wait may last, two weeks: more is no limit, and the system's poll takes no more
-than 24 days."""
 
 _log = logging.getLogger("weft")
 
@@ -103,6 +100,7 @@ class Session:
         states: what is kept from one call to the next, also by ranks and route: `Group.state`.
         closed: whether this rank has left.
         worker: the one queue in which calls take their turn, on whichever groups of the session.
+        line: the session of a second line of calls among these ranks, if there is one: `add_line`.
     """
 
     def __init__(
@@ -152,6 +150,7 @@ class Session:
         self._broken: Verdict | None = None  # what every use raises; None: nobody has met it yet
         self._join: Callable[[tuple[int, ...], str], Session] | None = join
         self._splits = 0  # how often `split` was called, equally often on all ranks
+        self.line: Session | None = None
         self._lock = threading.Lock()  # held while the route of a device is made
         self.worker = Worker(self)
         self._wires = Wires(wire.rank)
@@ -274,25 +273,69 @@ class Session:
         if self.detector is not None:
             self.detector.timeout = self.timeout
             self.detector.links.wake()  # it may sleep for as long as waits lasted before
+        if self.line is not None:
+            self.line.set_timeout(seconds)
+
+    def count_split(self) -> None:
+        """Number the split that begins: before its ranks are looked at, which one rank may refuse.
+
+        Raises:
+            WireError: this session is broken.
+        """
+        self.check()
+        self._splits += 1
 
     def split(self, ranks: tuple[int, ...]) -> Session | None:
         """Join some of the ranks by connections of their own; None where this rank is not one.
 
-        Every rank calls it, with the same distinct ranks.
+        Every rank calls it, with the same distinct ranks, after `count_split`.
 
         Raises:
-            WireError: this session is broken, or somebody did not come in time.
+            WireError: somebody did not come in time.
         """
-        self.check()
-        self._splits += 1
         if self.rank not in ranks:
             return None
+        return self._part(ranks, f"sub{self._splits}:{','.join(map(str, ranks))}")
+
+    def _part(self, ranks: tuple[int, ...], name: str) -> Session:
+        """A session of some of the ranks, this one among them; collective among these."""
         assert self._join is not None  # else it is closed
-        name = f"sub{self._splits}:{','.join(map(str, ranks))}"
         session = self._join(ranks, name)
         session.name = f"{self.name}/{name}"
         session.global_ranks = tuple(self.global_ranks[rank] for rank in ranks)
         return session
+
+    def add_line(self) -> None:
+        """Join the ranks by a second set of connections, unless they are; every rank calls it.
+
+        It is for calls that come in one order on every rank, and fall between the session's other
+        calls as they may: what autograd calls while gradients are reduced. The two sessions break,
+        and close, together.
+
+        Raises:
+            WireError: this session is broken, or breaks here: somebody did not come in time, or the
+                store is gone.
+            WeftError: some rank may not open as many files; on every rank, and nothing breaks.
+        """
+        self.check()
+        if self.line is not None or self.detector is None:  # without peers nobody waits
+            return
+        try:
+            line = self._part(tuple(range(self.size)), "line")
+        except WireError as error:
+            text = str(error).removeprefix(f"rank {self.rank}: ")
+            raise self.fail(error.culprit, text) from error
+        assert line.detector is not None
+        self.line = line
+        line.set_timeout(self.timeout)
+        self._break_with(line.detector)
+        line._break_with(self.detector)
+
+    def _break_with(self, other: Detector) -> None:
+        """Have what breaks this session break that of another detector, too."""
+        assert self.detector is not None
+        end_waits = functools.partial(_end_waits, self._wires, other)
+        self.detector.guard(end_waits, self._wires.find_fault)
 
     def close(self) -> None:
         """Leave: tell the peers that this is no death, and let go of everything. Twice is fine."""
@@ -300,7 +343,11 @@ class Session:
             return
         self.closed = True
         self._join = None  # it holds the store, whose server ends when nobody does
-        self._leave()
+        try:
+            self._leave()
+        finally:  # also where a handler of a signal raises meanwhile
+            if self.line is not None:
+                self.line.close()
         self.worker.stop()  # its calls may use the wires of devices until here
         while self.devices:
             self.devices.popitem()[1].end_watch()
@@ -488,6 +535,13 @@ def warn_of_one_queue(rank: int) -> None:
             "or make all calls on all groups in one order, asynchronous ones included",
             rank,
         )
+
+
+def _end_waits(wires: Wires, of_other: Detector, verdict: Verdict) -> None:
+    """End the waits of one of two sessions that break together, and break the other."""
+    if of_other.verdict is None:  # first: wires of the one may abort those of the other
+        of_other.settle(verdict, is_told=True)
+    wires.abort(verdict)
 
 
 def _leave(detector: Detector | None, wires: Wires) -> None:

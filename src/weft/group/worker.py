@@ -12,8 +12,6 @@ import contextlib
 import contextvars
 import functools
 import logging
-import math
-import queue
 import sys
 import threading
 import time
@@ -21,19 +19,21 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
-from types import FrameType
 from typing import Any, Generic, Protocol, TypeVar, cast
 
 import torch
 
 from ..base._torch import profiled, profiled_until, without_modes, without_transforms
-from ..base.arguments import in_words
+from ..base.arguments import in_words, limit_of_wait
 from ..base.devices import Aside
 from ..base.errors import Error, StillRunning, WeftError, WireError, entry
-from ..base.latch import LOOK, Latch
+from ..base.latch import LOOK, Latch, deadline_of
 from ..failure.verdict import REMEMBERED, Entered
 from ..records import listeners, recorder
 from ..records.traffic import Traffic
+from .callbacks import Callbacks
+from .server import Server
+from .turns import Turn, Turns
 
 T = TypeVar("T")
 
@@ -75,46 +75,6 @@ class Member(Protocol):
         """Note the last calls that this rank has come to: others are told, also as it leaves."""
 
 
-class _Turn:
-    """A place in the line of calls.
-
-    Attributes:
-        name: of the call.
-        thread: the thread that is in the call, by its number; None: the call is queued, and its
-            caller has gone on.
-        frame: of that thread, in which the call is.
-        work: of a call that is queued; None: its caller runs it.
-        news: wakes up who waits for the turn, once somebody does.
-        is_over: whether it has left the line.
-    """
-
-    __slots__ = ("frame", "is_over", "name", "news", "thread", "work")
-
-    def __init__(self, name: str, frame: FrameType, work: Work[Any] | None = None) -> None:
-        self.name = name
-        self.thread: int | None = threading.get_ident()
-        self.frame: FrameType | None = frame
-        self.work = work
-        self.news: Latch | None = None
-        self.is_over = False
-
-    def is_alive(self) -> bool:
-        """Whether the call is queued, or its thread is still in it.
-
-        An interrupt may end a call at any point, also in the middle of leaving the line.
-        """
-        if self.thread is None:
-            return True
-        frame = self.frame
-        if frame is None:  # it has left
-            return False
-        try:
-            frame.clear()
-        except RuntimeError:  # which a frame raises that is being executed
-            return True
-        return False
-
-
 class Worker:
     """The calls of one rank on one group, one at a time, in the order they were made.
 
@@ -125,11 +85,6 @@ class Worker:
     in a caller's function is its cause, that is raised in its place. Any other exception,
     KeyboardInterrupt included, means that this rank will not finish a schedule that others are in:
     the group is aborted, so that they raise instead of waiting, and the exception goes on.
-
-    An interrupt, which is an exception that the handler of a signal or another thread raises here,
-    may come at any point. So the line needs no lock, which would stay held: each step on it is one
-    operation of a deque's. Turns whose calls are over are put out of it by whoever comes next, and
-    by whoever waits, within a second.
 
     Attributes:
         calls: how many calls were started.
@@ -162,7 +117,7 @@ class Worker:
         self.history: tuple[Entered, ...] = ()
         self._counts: dict[tuple[int, ...], int] = {}  # calls entered, by the ranks they are of
         self._stopped = False
-        self._forked = False  # this is a child, and calls were perhaps under way in its parent
+        self._forks = 0  # how many parents of this process had this, perhaps with calls under way
         self._lost = False  # a call raised a WireError: the group is broken
         self._is_break_known = False  # and its caller has had that, or has no need to
         # the calls that raised; no WeakSet, which cannot be read while another thread adds
@@ -170,14 +125,14 @@ class Worker:
         self._begin()
 
     def _begin(self) -> None:
-        """Begin with an empty line and no threads."""
-        self._line: deque[_Turn] = deque()  # the calls in order; the first one has the group
+        """Begin with an empty queue and no threads."""
+        self._turns: Turns[Work[Any]] = Turns()
         self._several = False  # whether the job that runs may make calls itself
-        self._jobs = _Server(f"weft worker {self.rank}")
+        self._jobs = Server(f"weft worker {self.rank}")
         # a callback that waits for another call must not block the thread that runs the calls
-        self._callbacks = _Server(f"weft callbacks {self.rank}")
-        for server in (self._jobs, self._callbacks):
-            weakref.finalize(self, server.end, 0.0).atexit = False
+        self._callbacks = Callbacks(f"weft callbacks {self.rank}")
+        for each in (self._jobs, self._callbacks):
+            weakref.finalize(self, each.end, 0.0).atexit = False
 
     def member(self) -> Member:
         """Whom this works for.
@@ -190,8 +145,6 @@ class Worker:
             raise WeftError(f"rank {self.rank}: this group is gone: keep it while it has calls")
         return member
 
-    @without_transforms
-    @without_modes
     def call(self, name: str, job: Callable[[], T]) -> T:
         """Run `job` in this thread, once all calls made before it are done; return its result.
 
@@ -199,6 +152,16 @@ class Worker:
             WeftError: made from inside another call on this group, or after `stop()`.
             Exception: whatever the job raises.
         """
+        try:
+            return self._call(name, job, several=False)
+        except Error as error:
+            self._note(error)
+            raise
+
+    @without_transforms
+    @without_modes
+    def _call(self, name: str, job: Callable[[], T], *, several: bool) -> T:
+        """`call`, of whose errors nobody has been told yet; `several` as for `submit`."""
         member = self.member()
         if self._several and self.inside():
             around = (self.doing, True, self.now, self.entered)
@@ -206,24 +169,30 @@ class Worker:
                 return self._do(member, name, job, around=around)
         self._check_outside(name)
         self._check_open(name)
-        turn = _Turn(name, sys._getframe())
+        turn: Turn[Work[Any]] = Turn(name, sys._getframe())
         try:
             try:
-                self._join(turn)
-                self._wait_for(turn, member)
+                self.made += 1
+                self._turns.join(turn)
+                self._turns.wait_for(turn, member.check)
                 with profiled(name):
-                    return self._do(member, name, job)
+                    return self._do(member, name, job, several)
             finally:
-                self._leave(turn)
+                self._turns.leave(turn)
         except Error as error:
-            self._note(error)
-            if _raised(error) is error:
+            of_caller = _of_caller(error)
+            if of_caller is None:
                 raise
-            raise _raised(error) from None  # the others have the error
         except BaseException as error:
-            self._leave(turn)  # again: the leaving may be what was interrupted
+            self._turns.leave(turn)  # again: the leaving may be what was interrupted
             member.abort(in_words(error))
             raise
+        # The others have the error, of which this is the cause. Raised where that is handled, this
+        # would have the error as its context: a cycle, which would keep the group.
+        try:
+            raise of_caller
+        finally:
+            del of_caller
 
     def enter(
         self, ranks: tuple[int, ...], members: str, fields: tuple[tuple[str, str], ...]
@@ -260,6 +229,7 @@ class Worker:
         """Queue `job` for the worker's thread, with this thread's context and gradient mode.
 
         It starts once this has returned. An interrupt in here breaks the group, and it never does.
+        Where no thread more can be started, it has ended when this returns, as in `call`.
 
         Args:
             name: of the call.
@@ -271,12 +241,13 @@ class Worker:
 
         Raises:
             WeftError: made from inside another call on this group, or after `stop()`.
-            RuntimeError: there is no thread more for this process.
         """
         member = self.member()
         self._check_outside(name)
         self._check_open(name)
-        self._jobs.start()
+        _running.add(self)
+        if not self._jobs.start():
+            return self._done_here(name, job, several)
         context = contextvars.copy_context()
         grad = torch.is_grad_enabled()
         inference = torch.is_inference_mode_enabled()
@@ -286,22 +257,35 @@ class Worker:
                 return context.run(job)
 
         work: Work[T] = Work(self, name, job if isinstance(job, Aside) else None)
-        turn = _Turn(name, sys._getframe(), work)
+        turn = Turn(name, sys._getframe(), work)
         try:
             work._job = functools.partial(self._do, member, name, as_here, several)
             work._end_range = profiled_until(name)
-            _running.add(self)
-            self._join(turn)
+            self.made += 1
+            self._turns.join(turn)
             self._jobs.put(self._serve)
             self._check_open(name)  # a `stop` meanwhile may not wait for it
         except BaseException as error:
-            self._leave(turn)
+            self._turns.leave(turn)
             work._end_range()
             if not isinstance(error, Error):
                 member.abort(f"{name} was interrupted as it was queued ({in_words(error)})")
             raise
         turn.thread = None  # last, and by no call, after which an interrupt might come
         return work
+
+    def _done_here(self, name: str, job: Callable[[], T] | Aside[T], several: bool) -> Work[T]:
+        """Run in this thread what has no other."""
+        work: Work[T] = Work(self, name, job if isinstance(job, Aside) else None)
+        try:
+            work._value = self._call(name, job, several=several)
+        except Exception as error:  # kept for whoever waits
+            work._error = error
+        try:
+            work._end()
+            return work
+        finally:
+            del work  # the traceback of the error has this frame, and would keep it alive
 
     def stop(self, grace: float | None = None) -> None:
         """Refuse new calls, wait for the calls that were made, and end the threads.
@@ -341,17 +325,12 @@ class Worker:
 
     def inside(self) -> str:
         """The name of the call on this group that this thread is in; "": it is in none."""
-        here = threading.get_ident()
-        for turn in self._line.copy():
-            if turn.thread == here:
-                if turn.is_alive():
-                    return self.doing or turn.name
-                self._leave(turn)
-        return ""
+        turn = self._turns.of_this_thread()
+        return "" if turn is None else self.doing or turn.name
 
     def _check_outside(self, name: str) -> None:
         """Raise WeftError if this thread is in a call of the group."""
-        outer = self.inside() if self._line else ""  # whoever is in a call has a place in the line
+        outer = self.inside()
         if outer:
             raise WeftError(
                 f"rank {self.rank}: {name} was called from inside {outer}, which still has "
@@ -362,50 +341,6 @@ class Worker:
         """Raise WeftError if the group was closed."""
         if self._stopped:
             raise WeftError(f"rank {self.rank}: {name} was called after the group was closed")
-
-    def _join(self, turn: _Turn) -> None:
-        """Give a call its place in the line, which its caller sees to that it leaves."""
-        self.made += 1
-        self._line.append(turn)
-
-    def _first(self) -> _Turn | None:
-        """The turn that has the group, or is going to."""
-        try:
-            return self._line[0]
-        except IndexError:
-            return None
-
-    def _wait_for(self, turn: _Turn, member: Member) -> None:
-        """Wait until a turn has come, or is over.
-
-        Raises:
-            WireError: the group is broken, so a call before this one may never end.
-        """
-        if self._first() is turn:
-            return
-        turn.news = Latch()  # before the next look: who leaves after that look finds it
-        while self._first() is not turn and not turn.is_over:
-            # ended as the turn before this one leaves the line; a call ends by the deadlines of its
-            # own waits
-            if not turn.news.wait(LOOK):
-                self._put_out_the_dead()
-                member.check()
-
-    def _put_out_the_dead(self) -> None:
-        """Take those turns out of the line that an interrupt has kept from leaving it."""
-        for turn in self._line.copy():
-            if not turn.is_alive():
-                self._leave(turn)
-
-    def _leave(self, turn: _Turn) -> None:
-        """Take a turn out of the line, and wake up who is next. Twice is fine."""
-        turn.is_over = True
-        turn.frame = None  # which has the turn, too
-        with contextlib.suppress(ValueError):  # it has left, or this is a child that the job forked
-            self._line.remove(turn)
-        for each in (turn, self._first()):
-            if each is not None and each.news is not None:
-                each.news.open()
 
     def _do(
         self,
@@ -465,13 +400,13 @@ class Worker:
         return result
 
     def _serve(self) -> None:
-        """On the thread of jobs: run the first of those in the line, when its turn comes."""
-        turn = self._first_queued()
+        """On the thread of jobs: run the first of those in the queue, when its turn comes."""
+        turn = self._turns.first_queued()
         if turn is None or turn.work is None:  # the caller of one was interrupted
             return
         work = turn.work
         try:
-            self._wait_for(turn, self.member())
+            self._turns.wait_for(turn, self.member().check)
             if self._is_submitted(turn):
                 turn.frame = sys._getframe()
                 turn.thread = threading.get_ident()
@@ -479,88 +414,25 @@ class Worker:
                     work._aside.claim_thread()
                 work._value = work._take_job()()
         except BaseException as error:  # kept for whoever waits
-            work._error = _raised(error)
+            of_caller = _of_caller(error)
+            work._error = error if of_caller is None else of_caller
         finally:
-            self._leave(turn)
+            self._turns.leave(turn)
         work._end()
         del turn, work  # the traceback of the error has this frame, and would keep them alive
 
-    def _first_queued(self) -> _Turn | None:
-        """The first turn in the line that is that of a job."""
-        for turn in self._line.copy():
-            if turn.work is not None:
-                return turn
-        return None
-
-    def _is_submitted(self, turn: _Turn) -> bool:
+    def _is_submitted(self, turn: Turn[Work[Any]]) -> bool:
         """Wait until the call of `submit` that made a turn is over; whether it ended well."""
         while turn.thread is not None and not turn.is_over:
             if not turn.is_alive():
-                self._leave(turn)
+                self._turns.leave(turn)
             time.sleep(_SOON)  # it has a few operations left, and no call that could say so
         return not turn.is_over
 
     def after_fork(self) -> None:
         """In a forked child, which has no thread that would serve the calls under way."""
-        self._forked = True
+        self._forks += 1
         self._begin()
-
-
-class _Server:
-    """A daemon thread that runs functions in order; it starts with the first.
-
-    Who calls holds no lock meanwhile, which an interrupt might leave held.
-    """
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._ended = False
-        self._queue: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
-        self._serving = threading.Lock()  # held for good by the thread that runs the functions
-        self._thread: threading.Thread | None = None
-
-    def start(self) -> None:
-        """Start the thread, if nobody has.
-
-        Raises:
-            RuntimeError: there is no thread more for this process.
-        """
-        if self._thread is None:
-            thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-            thread.start()
-            # only now: where an interrupt came in between, it is unknown whether it has started
-            self._thread = self._thread or thread
-
-    def put(self, do: Callable[[], object]) -> None:
-        """Queue a function."""
-        self._queue.put(do)
-
-    def run_rest(self) -> None:
-        """If the thread is told to end, run here what it may have left."""
-        if not self._ended:
-            return
-        with contextlib.suppress(queue.Empty):
-            while True:
-                self._queue.get_nowait()()
-        self._queue.put(_nothing)  # this may have been meant to wake up the thread
-
-    def _run(self) -> None:
-        """The thread."""
-        if not self._serving.acquire(blocking=False):
-            return  # another one was started, and serves
-        self._thread = threading.current_thread()
-        while not (self._ended and self._queue.empty()):
-            self._queue.get()()
-
-    def end(self, seconds: float | None = None) -> bool:
-        """End the thread once the queue is empty; False if that took more than these seconds."""
-        self._ended = True
-        self._queue.put(_nothing)
-        thread = self._thread
-        if thread is None or thread is threading.current_thread():
-            return True
-        thread.join(seconds)
-        return not thread.is_alive()
 
 
 class Work(Generic[T]):
@@ -577,12 +449,13 @@ class Work(Generic[T]):
     def __init__(self, worker: Worker, name: str, aside: Aside[T] | None = None) -> None:
         """`aside` is the job, where it runs in a stream of its own."""
         self._worker = worker
+        self._forks = worker._forks  # as of now: a child of this process has one more
         self._name = name
         self._aside = aside
         self._job: Callable[[], T] | None = None  # what is to be run; None: it runs, or has run
         self._value: T | None = None  # what it returned
         self._ended = Latch()
-        self._callbacks: deque[Callable[[], object]] = deque()  # to call once it has ended
+        self._at_end: deque[Callable[[], object]] = deque()  # to call once it has ended
         self._end_range: Callable[[], object] = _nothing  # of the profiler
 
     def __repr__(self) -> str:
@@ -607,14 +480,16 @@ class Work(Generic[T]):
         """Wait until the call has ended and return its result.
 
         Args:
-            timeout: seconds, or a timedelta; None waits as long as the group's own deadlines allow.
+            timeout: seconds, or a timedelta; 0 only looks. None waits as long as the group's own
+                deadlines allow.
 
         Raises:
             StillRunning: `timeout` passed first. Nothing is broken: wait again.
-            WeftError: called from inside a call on the same group, which this one waits for.
+            WeftError: called from inside a call on the same group, which this one waits for; or
+                `timeout` is no number of seconds. Nothing is broken.
             Exception: whatever the call raised.
         """
-        seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+        seconds = limit_of_wait(timeout)
         if not self.is_completed():
             worker = self._worker
             outer = worker.inside()
@@ -623,17 +498,21 @@ class Work(Generic[T]):
                     f"rank {worker.rank}: {self._name} waits for its turn behind {outer}, which "
                     "waits for it: wait outside"
                 )
-            if worker._forked:
-                raise WeftError(
-                    f"rank {worker.rank}: {self._name} was under way when this process was "
-                    "forked: wait for it in the parent"
-                )
+            self._check_process()
             if not self._ends_within(seconds):
                 raise StillRunning(
                     f"rank {worker.rank}: {self._name} is still under way after {seconds} "
                     "s: wait again, or longer"
                 )
         return self.result()
+
+    def _check_process(self) -> None:
+        """Raise WeftError in a forked child, where a call that was under way never ends."""
+        if self._forks < self._worker._forks and not self.is_completed():
+            raise WeftError(
+                f"rank {self._worker.rank}: {self._name} was under way when this process was "
+                "forked: wait for it in the parent"
+            )
 
     @entry
     def result(self) -> T:
@@ -676,22 +555,30 @@ class Work(Generic[T]):
         the exception itself, wait for the Work.
 
         Raises:
-            RuntimeError: there is no thread more for this process, to complete it.
+            WeftError: this process was forked from the one that made the call.
+            RuntimeError: it is under way, and no thread more can be started, to complete it.
         """
+        self._check_process()
         # where it has devices, its value is joined by the streams of who reads it
         devices = [] if self._aside is None else self._aside.accelerators
         raw: torch.futures.Future[T] = torch.futures.Future(devices=devices)
-        # A Future in which Python set an exception holds it as a value, and C++ that reads it as
-        # a tensor crashes. The error of one made by then() is native.
-        future: torch.futures.Future[T] = raw.then(lambda done: done.value())
+        errors: list[BaseException] = []
+
+        def value(done: torch.futures.Future[T]) -> T:
+            # No exception is set in `done`. C++ would hold it, as a value, which crashes who reads
+            # it as a tensor, and its traceback would hold `done`: a cycle that nobody collects.
+            if errors:
+                raise RuntimeError(in_words(errors[0]))
+            return done.value()
+
+        future: torch.futures.Future[T] = raw.then(value)
         callbacks = self._worker._callbacks
-        callbacks.start()  # here: where it fails later, nobody is told
-
-        def complete() -> None:
-            callbacks.put(lambda: _complete(raw, self))
-            callbacks.run_rest()
-
-        self._callbacks.append(complete)
+        if not callbacks.prepare():
+            if self._aside is not None or not self.is_completed():
+                raise RuntimeError(f"can't start a thread to complete a Future of {self._name}")
+            _complete(raw, self, errors)
+            return future
+        self._at_end.append(lambda: callbacks.run(lambda: _complete(raw, self, errors)))
         if self.is_completed():
             self._call_back()
         return future
@@ -702,7 +589,7 @@ class Work(Generic[T]):
         Raises:
             WireError: it still waits for its turn, and the group is broken, so that may never come.
         """
-        until = math.inf if seconds is None else time.monotonic() + seconds
+        until = deadline_of(seconds)
         while not self._ended.wait(max(0.0, min(LOOK, until - time.monotonic()))):
             if time.monotonic() >= until:
                 return False
@@ -729,9 +616,9 @@ class Work(Generic[T]):
 
     def _call_back(self) -> None:
         """Call what is to be called at the end, each once: more than one thread may come here."""
-        while self._callbacks:
+        while self._at_end:
             with contextlib.suppress(IndexError):
-                self._callbacks.popleft()()
+                self._at_end.popleft()()
 
     def _tell_if_lost(self, error: BaseException) -> None:
         """Have the log say what this has raised, if nobody has been told."""
@@ -749,19 +636,22 @@ class Work(Generic[T]):
         )
 
 
-def _raised(error: BaseException) -> BaseException:
-    """What the caller of a job gets: SystemExit and KeyboardInterrupt of his own as they are."""
+def _of_caller(error: BaseException) -> BaseException | None:
+    """What the caller of a job gets in place of an error, or None: he gets the error.
+
+    It is what he has raised himself and is no Exception, as SystemExit is.
+    """
     cause = error.__cause__
-    is_of_caller = isinstance(error, Error) and not isinstance(cause, Exception | None)
-    return cast(BaseException, cause) if is_of_caller else error
+    is_of_caller = isinstance(error, Error) and not isinstance(cause, Exception)
+    return cause if is_of_caller else None
 
 
 def _nothing() -> None:
     return None
 
 
-def _complete(raw: torch.futures.Future[T], work: Work[T]) -> None:
-    """Give a Future of torch's what came of a call."""
+def _complete(raw: torch.futures.Future[T], work: Work[T], errors: list[BaseException]) -> None:
+    """Give a Future of torch's what came of a call: its value, or one of `errors` and None."""
     error = work.exception()
     if error is None:
         try:
@@ -770,11 +660,13 @@ def _complete(raw: torch.futures.Future[T], work: Work[T]) -> None:
             # the event that a Future with devices keeps for its readers is one of this stream's
             with contextlib.nullcontext() if work._aside is None else work._aside.apart():
                 raw.set_result(work.result())
+            return
         except Exception as broken:  # the group, since the call has ended, or the device
+            if raw.done():  # what was chained to it has raised
+                raise
             error = broken
-    if error is not None:  # torch takes no KeyboardInterrupt
-        known = error if isinstance(error, Exception) else RuntimeError(in_words(error))
-        raw.set_exception(known)  # type: ignore[arg-type]  # torch's stub says T
+    errors.append(error)
+    raw.set_result(None)  # type: ignore[arg-type]  # torch's stub says T
 
 
 _running: weakref.WeakSet[Worker] = weakref.WeakSet()  # those that may have threads

@@ -30,6 +30,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ..base.memory import numbers_of
 from . import jit
 from .cpu import kind_of
 
@@ -86,7 +87,7 @@ def index_code(indices: Tensor) -> IndexCode | None:
     Args:
         indices: at least two, sorted and unique, int32 or int64, contiguous, on the CPU.
     """
-    found = indices.numpy()
+    found = numbers_of(indices)
     if int(found[-1]) - int(found[0]) >= _FARTHEST:
         return None
     ends = np.append(found[:-1:_BLOCK], found[-1:]).astype(np.int64)
@@ -133,7 +134,7 @@ def encode(indices: Tensor, code: IndexCode, out: Tensor) -> int:
     raw[max(code.start, code.unary - 16) : code.unary] = 0  # the rest the loop writes
     loops = jit.loops()
     if loops is None:
-        return _encode(indices.numpy(), code, raw)
+        return _encode(numbers_of(indices), code, raw)
     address = out.data_ptr()
     words = loops[f"encode.{kind_of(indices.dtype)}"](
         *(indices.data_ptr(), len(indices)),

@@ -9,7 +9,7 @@ Ulysses" (arXiv 2309.14509).
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ..base.errors import WeftError
 from ..base.tensors import Shape
@@ -18,7 +18,7 @@ from .layer import Layer
 from .partition import Partition, are_grids, integers, normal_dims
 from .plan import Plan, between
 from .slices import Movement, SliceSpec
-from .spec import Spec, checked_lengths, checked_shape, fitting, parts, shards
+from .spec import checked_lengths, checked_shape, fitting, parts, shards
 
 
 @dataclass(frozen=True)
@@ -52,15 +52,6 @@ class AllToAllSpec(SliceSpec):
             shards(places, lengths, (gathered,)),
             shards(self._places(shapes, scattered), there, (scattered,)),
         )
-
-    def batched(self, extent: int) -> Spec:
-        """What is batched comes behind the other dimensions, so the last of these moves on."""
-        further = replace(
-            self,
-            gathered=self.gathered - (self.gathered < 0),
-            scattered=self.scattered - (self.scattered < 0),
-        )
-        return super(AllToAllSpec, further).batched(extent)
 
     def _from_first(self, ndim: int) -> Shape:
         """The two dimensions counted from the first of so many.

@@ -26,11 +26,11 @@ from ..base._torch import in_forward_mode, is_wrapped
 from ..base.arguments import is_a
 from ..base.devices import is_capturing
 from ..base.errors import WeftError, entry
-from ..base.tensors import Shape, as_bytes, in_format_of, plain
+from ..base.tensors import Shape, in_format_of, unreadable, wrong_dims
 from ..call.attempt import preparing
 from ..call.handshake import Operand, among, handshake, payload_of
 from ..group.group import Group
-from .executor import assemble, execute, has_addition
+from .executor import assemble, carrier, execute, has_addition
 from .spec import Spec, planned
 
 
@@ -87,7 +87,8 @@ class Call:
             None: that of the tensor.
         nothing: the shape of the output on a rank that gets nothing.
         compiled: whether compiled code makes the call.
-        lanes: the number of torch.func.vmap around it.
+        lanes: the extents of the torch.func.vmap around it, the innermost first. They are the last
+            dimensions of all tensors and shapes here, and the spec's plan is that of one lane.
     """
 
     spec: Spec
@@ -97,7 +98,7 @@ class Call:
     stated: Shape | None = None
     nothing: Shape = (0,)
     compiled: bool = False
-    lanes: int = 0
+    lanes: Shape = ()
 
     @property
     def name(self) -> str:
@@ -115,30 +116,42 @@ class Call:
             WeftError, WireError: as `applied`.
         """
         records = torch.is_grad_enabled() if needs is None else needs
-        dtype, device, statement = None, None, Operand((), needs=False, records=records)
+        statement = Operand((), needs=False, records=records)
+        dtype = None
+        device = None
         with preparing(among(self.group, self.ranks), self.name):
             error = self._error(x)
             own = x.dtype if is_a(x, Tensor) else torch.float32
             if error is None:
                 shape = tuple(x.shape) if self.stated is None else self.stated
                 asks = records and (x.requires_grad if needs is None else needs)
+                if carrier(own) is not own:  # no gradient is of such a dtype
+                    x = x.view(carrier(own))
                 statement = Operand(shape, asks, records, payload_of(x, self.ranks))
                 # compiled code has fixed the dtype of its result already
                 dtype = own if x.numel() or self.compiled else None
                 device = self.group.on(x.device).route
-        fields = {
+        fields: dict[str, object] = {
             "partition": self.spec.grids,
             "arguments": self.spec.arguments,
             "dtype": dtype,
             "device": device,
-            "mode": f"{mode}{' compiled' * self.compiled}",
+            "mode": f"{mode} compiled" if self.compiled else mode,
+            **self.spec.known_to_some(),
         }
-        order = f" of order {self.order}" * (self.order > 1)
-        name = f"{self.name}{order}{' under vmap' * self.lanes}"
+        name = self.name
+        if self.order > 1:
+            name += f" of order {self.order}"
+        if self.lanes:
+            name += " under vmap" * len(self.lanes)
+            # compared, since no plan tells a rank that brings nothing how many the others have
+            fields["lanes of vmap"] = self.lanes
 
         def job() -> Moved:
-            known, said = handshake(self.group, self.ranks, name, fields, error, statement)
-            return self._moved(x, known or own, said)  # own: where nobody's tensor says anything
+            known, said, agreed = handshake(self.group, self.ranks, name, fields, error, statement)
+            spec = self.spec.learned(agreed)
+            call = self if spec is self.spec else replace(self, spec=spec)
+            return call._moved(x, known or own, said)  # own: where nobody's tensor says anything
 
         return self.group.worker.call(name, job)
 
@@ -154,55 +167,60 @@ class Call:
                 f"{self.name} adds up values, and {dtype} has no addition: pass integers, "
                 "floating-point or complex numbers"
             )
-        group, sources = self.group, self.spec.sources
-        plan = planned(self.spec, tuple((r, said[r].shape) for r in self.ranks if r in sources))
+        group = self.group
+        sources = [rank for rank in self.ranks if rank in self.spec.sources]
+        shapes = tuple((rank, said[rank].shape) for rank in sources)
+        plan = planned(self.spec, shapes, self.lanes)
         if self.order % 2:
             plan = plan.T
-        needs = any(each.needs for each in said.values())
+        moving = carrier(dtype)
         if all(said[rank].payload is not None for rank in plan.have.shapes):
             came = {
-                rank: group.decode(rank, "a tensor", said[rank].tensor, shape, dtype)
+                rank: group.decode(rank, "a tensor", said[rank].tensor, shape, moving)
                 for rank, shape in plan.have.shapes.items()
             }
-            y = assemble(plan, came, group.rank, dtype)
+            y = assemble(plan, came, group.rank, moving)
         else:
             # if its own is another, the tensor has no volume, so that its own said nothing
-            same = x.dtype == dtype
-            typed = x.detach() if same else torch.empty_like(x, dtype=dtype)
-            local = typed.resolve_conj().resolve_neg()
+            local = x.detach() if x.dtype == moving else torch.empty_like(x, dtype=moving)
+            local = local.resolve_conj().resolve_neg()
             y = execute(plan, local, group.on(local.device, self.ranks))
         if group.rank not in plan.want.shapes:
-            y = y.new_empty(self.nothing)
-        return Moved(self, said, dtype, needs, in_format_of(x, y))
+            y = y.new_zeros(self.nothing)  # in backward: of a tensor that the plan does not read
+        y = in_format_of(x, y)
+        if moving is not dtype:
+            y = y.view(dtype)
+        needs = any(each.needs for each in said.values())
+        return Moved(self, said, dtype, needs, y)
 
     def _error(self, x: Any) -> str | None:
         """What is wrong with this rank's own tensor, or None."""
         if not is_a(x, Tensor):
             return f"{self.name} takes a tensor, not a {type(x).__name__}"
-        if (trouble := _unreadable(x)) is not None:
+        if (trouble := _untakable(x)) is not None:
             return f"{self.name} takes dense tensors, and this one is {trouble}"
+        if (trouble := wrong_dims(x)) is not None:
+            return f"{self.name}: the tensor {trouble}"
         if not self.order and self.group.rank not in self.spec.sources and x.numel():
+            shape = tuple(x.shape[: x.dim() - len(self.lanes)])
             return (
-                f"{self.name} takes no tensor from this rank, which passes {_what(x)}: pass one "
-                "without elements, such as weft.nn.zero_volume_tensor()"
+                f"{self.name} takes no tensor from this rank, which passes one of shape {shape}: "
+                "pass one without elements, such as weft.nn.zero_volume_tensor()"
             )
         return None
 
     def back(self, shape: Shape) -> Call:
         """The call of the adjoint, after a call with a tensor of this shape."""
         order = self.order + 1
-        stated = shape if order % 2 else None
-        same = self.spec, self.group, self.ranks
-        return Call(*same, order, stated, shape, self.compiled, self.lanes)  # not `replace`: slow
+        return replace(self, order=order, stated=shape if order % 2 else None, nothing=shape)
 
     def batched(self, extent: int) -> Call:
-        """The same call for tensors with one more dimension, of this extent, at the end."""
+        """The same call for so many lanes, which are one more dimension at the end."""
         return replace(
             self,
-            spec=self.spec.batched(extent),
             stated=None if self.stated is None else (*self.stated, extent),
             nothing=(*self.nothing, extent),
-            lanes=self.lanes + 1,
+            lanes=(*self.lanes, extent),
         )
 
 
@@ -225,8 +243,8 @@ class Moved:
     output: Tensor
 
 
-def _unreadable(x: Tensor) -> str | None:
-    """Why the values of a tensor cannot be read here, and the remedy; None if they can."""
+def _untakable(x: Tensor) -> str | None:
+    """Why a layer cannot take a tensor, and the remedy; None if it can."""
     if x.is_nested:
         return "nested: pass its parts, or to_padded_tensor()"
     if x.is_meta:
@@ -239,17 +257,9 @@ def _unreadable(x: Tensor) -> str | None:
     if x.layout != torch.strided or x.is_quantized:
         kind = "quantized" if x.is_quantized else str(x.layout).removeprefix("torch.")
         return f"{kind}: use weft.sparse_all_reduce and its kin for sparse ones, or to_dense()"
-    if type(x) in (Tensor, torch.nn.Parameter):
-        return None
-    kind = type(x).__name__
-    if kind == "DTensor":
+    if type(x).__name__ == "DTensor":
         return "a DTensor: pass the shard that weft.nn.from_dtensor(x, partition) gives"
-    try:
-        as_bytes(plain(x.detach()))[:1].cpu().numpy()
-    except Exception as error:  # whatever the subclass has to say
-        reason = f"{error}".partition("\n")[0].rstrip(".")
-        return f"a {kind}, which cannot be read ({reason}): pass a plain tensor"
-    return None
+    return unreadable(x)
 
 
 def anchor_of(moved: Moved, x: Tensor) -> Tensor | None:
@@ -301,18 +311,24 @@ class _Move(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, anchor: Tensor | None, moved: Moved) -> Tensor:
-        ctx.call, ctx.shape, ctx.dtype = moved.call, tuple(x.shape), x.dtype
+        ctx.call = moved.call
+        ctx.shape = tuple(x.shape)
+        ctx.dtype = x.dtype
         return moved.output
 
     @staticmethod
     @entry
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         back = _recorded(ctx.call.back(ctx.shape), grad)
-        return back if back.dtype == ctx.dtype else back.to(ctx.dtype), None, None
+        return back.to(ctx.dtype), None, None
 
 
 class _Transformed(torch.autograd.Function):
-    """The same for torch.func and forward-mode differentiation, which need more methods."""
+    """The same for torch.func and forward-mode differentiation, which need more methods.
+
+    All else is recorded by `_Move`: for a class with `setup_context` torch matches arguments to
+    parameters at every call, which takes several times as long as the rest.
+    """
 
     @staticmethod
     def forward(x: Tensor, anchor: Tensor | None, call: Call | Moved) -> Tensor:
@@ -323,7 +339,8 @@ class _Transformed(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         x, _, call = inputs
         ctx.call = call.call if isinstance(call, Moved) else call
-        ctx.shape, ctx.dtype = tuple(x.shape), x.dtype
+        ctx.shape = tuple(x.shape)
+        ctx.dtype = x.dtype
 
     backward = _Move.backward
 

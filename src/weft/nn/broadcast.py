@@ -24,16 +24,6 @@ from .plan import Plan, Side, between
 from .spec import Spec, checked_shape, fitting
 
 
-def copies(small: Partition, large: Partition) -> Mapping[int, list[int]]:
-    """For each rank of the small grid, the matching ranks of the large one."""
-    found: dict[int, list[int]] = {rank: [] for rank in small.ranks}
-    for rank, cell in large.cells.items():
-        places = zip(cell[large.dim - small.dim :], small.shape, strict=True)
-        at = [0 if extent == 1 else place for place, extent in places]
-        found[small.ranks[ravel(at, small.shape)]].append(rank)
-    return found
-
-
 def check_grids(name: str, small: Partition, large: Partition) -> None:
     """See that one grid broadcasts to the other.
 
@@ -55,8 +45,9 @@ def first_along(partition: Partition, dims: Sequence[int] | int) -> Partition:
     """The cells of a grid that are first along some dimensions, as a grid of its own."""
     kept = normal_dims(dims, partition.dim)
     shape = tuple(1 if dim in kept else extent for dim, extent in enumerate(partition.shape))
-    ranks = [r for r, cell in partition.cells.items() if all(cell[dim] == 0 for dim in kept)]
-    return partition.subset([partition.ranks.index(rank) for rank in ranks]).reshape(shape)
+    cells = enumerate(partition.cells.values())
+    first = [number for number, cell in cells if not any(cell[dim] for dim in kept)]
+    return partition.subset(first).reshape(shape)
 
 
 @dataclass(frozen=True)
@@ -71,7 +62,15 @@ class BroadcastSpec(Spec):
     @functools.cached_property
     def copies(self) -> Mapping[int, list[int]]:
         """For each rank of the small grid, the matching ranks of the large one."""
-        return copies(self.source, self.target)
+        small, large = self.source, self.target
+        if self.summing:
+            small, large = large, small
+        found: dict[int, list[int]] = {rank: [] for rank in small.ranks}
+        for rank, cell in large.cells.items():
+            places = zip(cell[large.dim - small.dim :], small.shape, strict=True)
+            at = [0 if extent == 1 else place for place, extent in places]
+            found[small.ranks[ravel(at, small.shape)]].append(rank)
+        return found
 
     def _connected(self) -> Iterable[Sequence[int]]:
         return [(rank, *each) for rank, each in self.copies.items()]
@@ -105,10 +104,6 @@ class SumReduceSpec(BroadcastSpec):
     name = "SumReduce"
     summing = True
 
-    @functools.cached_property
-    def copies(self) -> Mapping[int, list[int]]:
-        return copies(self.target, self.source)
-
 
 class _BetweenGrids(Layer):
     """A layer between a small grid and a large one that it broadcasts to."""
@@ -122,15 +117,18 @@ class _BetweenGrids(Layer):
         *,
         shape: Sequence[int] | None = None,
     ) -> None:
-        name, summing = self.spec_type.name, self.spec_type is SumReduceSpec
+        name = self.spec_type.name
+        summing = self.spec_type is SumReduceSpec
         are_grids(name, partition)
-        if isinstance(target, Partition):
-            grids = partition, target
+        if not isinstance(target, Partition):  # dimensions of the large grid
+            small, large = first_along(partition, target), partition
+        elif summing:
+            small, large = target, partition
         else:
-            first = first_along(partition, target)
-            grids = (partition, first) if summing else (first, partition)
-        check_grids(name, *(grids[::-1] if summing else grids))
-        super().__init__(self.spec_type(*grids, shape=checked_shape(shape)))
+            small, large = partition, target
+        check_grids(name, small, large)
+        source, target = (large, small) if summing else (small, large)
+        super().__init__(self.spec_type(source, target, shape=checked_shape(shape)))
 
 
 class Broadcast(_BetweenGrids):

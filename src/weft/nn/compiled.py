@@ -8,8 +8,8 @@ in eager code: the same handshake, and the same plan.
 The operators are marked as having side effects: if one rank's compiler removed a collective, the
 others would hang. They have no second derivative, and raise an error that says so.
 
-Code that is being compiled imports this file, and no other does: with it comes torch's compiler,
-which takes seconds to import.
+Code that is being compiled, or traced, imports this file, and no other does: with it comes torch's
+compiler, which takes seconds to import.
 """
 
 from __future__ import annotations

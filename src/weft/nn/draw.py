@@ -41,7 +41,8 @@ class Drawable(Protocol):
 
 Colours = Mapping[int, tuple[float, float, float, float]]
 
-_FLAT, _TALL = 0.15, 1.5  # the shapes of tensors that are drawn as they are, height by width
+_FLAT = 0.15  # height by width: flatter tensors are drawn less flat
+_TALL = 1.5  # and taller ones less tall
 
 MOST = 16
 """Frames of a side, at most; the picture says how many ranks it leaves out."""
@@ -89,17 +90,16 @@ def frames(plan: Drawable) -> tuple[list[Frame], list[Frame]]:
         >>> [cell.ranks for cell in get.cells], get.title
         ([(0,), (1,)], 'rank 1 gets (5,)')
     """
-    sides = plan.have, plan.want
-    boxes = [box for side in sides for rank in side.shapes for box in _held(side, rank)]
+    boxes: list[Box] = []
+    for side in (plan.have, plan.want):
+        for rank in side.shapes:
+            boxes += _held(side, rank)
     if not boxes:
         raise WeftError("this plan moves nothing: there is nothing to draw")
-    # the two dimensions in which boxes differ most, in their order
-    ndim = max(len(box.start) for box in boxes)
-    parts = [{(box.start[d : d + 1], box.stop[d : d + 1]) for box in boxes} for d in range(ndim)]
-    dims = sorted(sorted(range(ndim), key=lambda d: (-len(parts[d]), d))[:2])
-    has = {
-        rank: [Cell(box, (rank,)) for box in _held(plan.have, rank)] for rank in plan.have.shapes
-    }
+    dims = _most_cut(boxes)
+    has = {}
+    for rank in plan.have.shapes:
+        has[rank] = [Cell(box, (rank,)) for box in _held(plan.have, rank)]
     gets: dict[int, list[Cell]] = {rank: [] for rank in plan.want.shapes}
     for move in plan.moves:
         box = _placed(plan.want, move.destination, move.put)
@@ -107,9 +107,20 @@ def frames(plan: Drawable) -> tuple[list[Frame], list[Frame]]:
     return _frames(plan.have, has, dims, "has"), _frames(plan.want, gets, dims, "gets")
 
 
+def _most_cut(boxes: Iterable[Box]) -> list[int]:
+    """The two dimensions in which boxes differ most, in their order."""
+    ranges: dict[int, set[tuple[int, int]]] = {}
+    for box in boxes:
+        for dim, ends in enumerate(zip(box.start, box.stop, strict=True)):
+            ranges.setdefault(dim, set()).add(ends)
+    dims = sorted(ranges, key=lambda dim: len(ranges[dim]), reverse=True)
+    return sorted(dims[:2])
+
+
 def _tiles(side: Side, rank: int) -> list[Piece] | None:
     """The pieces that a rank's tensor consists of, if it is of one tensor."""
-    pieces, everything = side.by_rank.get(rank, []), whole(side.shapes[rank])
+    pieces = side.by_rank.get(rank, [])
+    everything = whole(side.shapes[rank])
     for piece in pieces:  # all of it; others are images that lie in the same place
         if piece.local(piece.box) == everything:
             return [piece]
@@ -134,40 +145,51 @@ def _frames(
     side: Side, cells: Mapping[int, list[Cell]], dims: Sequence[int], verb: str
 ) -> list[Frame]:
     ranks = sorted(side.shapes)
-    outlines = {
-        rank: [_flat(box, dims) for box in _held(side, rank) if box.volume] for rank in ranks
-    }
-    known = len({piece.sheet for piece in side.pieces}) < 2 and all(
-        _tiles(side, rank) is not None for rank in ranks
-    )
-    boxes = [box for each in outlines.values() for box in each]
-    apart = all(one & other is None for one, other in combinations(boxes, 2))
-    together = len(ranks) > 1 and known and apart
+    outlines = {}
+    for rank in ranks:
+        outlines[rank] = [_flat(box, dims) for box in _held(side, rank) if box.volume]
+    together = len(ranks) > 1 and _is_one_tensor(side) and _are_apart(outlines.values())
     found = []
     for group in [ranks] if together else [[rank] for rank in ranks[:MOST]]:
-        parts = [
-            Cell(_flat(cell.box, dims), cell.ranks)
-            for rank in group
-            for cell in cells[rank]
-            if cell.box.volume
-        ]
-        labels = tuple((box, f"rank {r}" * together) for r in group for box in outlines[r])
-        found.append(Frame(_title(side, group, verb), tuple(_cut(parts)), labels))
+        labels: list[tuple[Box, str]] = []
+        parts: list[Cell] = []
+        for rank in group:
+            label = f"rank {rank}" if together else ""
+            labels += [(box, label) for box in outlines[rank]]
+            shown = [cell for cell in cells[rank] if cell.box.volume]
+            parts += [Cell(_flat(cell.box, dims), cell.ranks) for cell in shown]
+        found.append(Frame(_title(side, group, verb), tuple(_cut(parts)), tuple(labels)))
     return found
+
+
+def _is_one_tensor(side: Side) -> bool:
+    """Whether all that ranks hold are known parts of one tensor."""
+    sheets = {piece.sheet for piece in side.pieces}
+    return len(sheets) < 2 and all(_tiles(side, rank) is not None for rank in side.shapes)
+
+
+def _are_apart(groups: Iterable[Sequence[Box]]) -> bool:
+    """Whether no two boxes have a place in common."""
+    boxes = [box for group in groups for box in group]
+    return all(one & other is None for one, other in combinations(boxes, 2))
 
 
 def _title(side: Side, group: Sequence[int], verb: str) -> str:
     if len(group) == 1:
         return f"rank {group[0]} {verb} {side.shapes[group[0]]}"
+    title = f"each rank {verb} its part"
     empty = [str(rank) for rank in group if 0 in side.shapes[rank]]
-    nothing = f", ranks {', '.join(empty)} nothing" * bool(empty)
-    return f"each rank {verb} its part{nothing}"
+    if empty:
+        title += f", ranks {', '.join(empty)} nothing"
+    return title
 
 
 def _cut(parts: Sequence[Cell]) -> Iterable[Cell]:
     """The parts, cut where any begins or ends, each cell with the ranks of all that lie there."""
-    edges = [pairwise(_edges([part.box for part in parts], dim)) for dim in (0, 1)]
-    for (top, bottom), (left, right) in product(*edges):
+    boxes = [part.box for part in parts]
+    rows = pairwise(_edges(boxes, 0))
+    columns = pairwise(_edges(boxes, 1))
+    for (top, bottom), (left, right) in product(rows, columns):
         box = Box((top, left), (bottom, right))
         ranks = {rank for part in parts if box & part.box == box for rank in part.ranks}
         if ranks:
@@ -202,40 +224,50 @@ def drawn(plan: Drawable, title: str) -> Figure:
     except ImportError as error:
         raise WeftError("a plan is drawn by matplotlib: pip install matplotlib") from error
 
-    sides = frames(plan)
+    have, get = frames(plan)
     ranks = plan.ranks
-    columns = min(4, max(map(len, sides)))
-    rows = [-(-len(side) // columns) for side in sides]
-    boxes = [box for side in sides for frame in side for box, _ in frame.outlines]
-    edges = [_edges(boxes, dim) or [0, 1] for dim in (0, 1)]
-    bounds = Box(tuple(each[0] for each in edges), tuple(each[-1] for each in edges))
+    columns = min(4, max(len(have), len(get)))
+    rows = [-(-len(side) // columns) for side in (have, get)]
+    bounds = _bounds([*have, *get])
     ratio = min(max(bounds.shape[0] / bounds.shape[1], _FLAT), _TALL)
     width = 2.6 if columns > 1 else 4.2
     size = (width * columns, (width * ratio + 0.5) * sum(rows) + 0.9)
     figure = Figure(figsize=size, dpi=120, layout="constrained")
-    few, many = colormaps["Set2"], colormaps["turbo"].resampled(len(ranks))
-    palette = few if len(ranks) <= few.N else many
+    palette = colormaps["Set2"]
+    if len(ranks) > palette.N:
+        palette = colormaps["turbo"].resampled(len(ranks))
     colours = {rank: palette(number) for number, rank in enumerate(ranks)}
     grid = figure.add_gridspec(sum(rows), columns)
-    for number, side in enumerate(sides):
-        for at, frame in enumerate(side):
-            row = at // columns + number * rows[0]
-            place = grid[row, :] if len(side) == 1 else grid[row, at % columns]
+    for first_row, side in ((0, have), (rows[0], get)):
+        for number, frame in enumerate(side):
+            row = first_row + number // columns
+            place = grid[row, :] if len(side) == 1 else grid[row, number % columns]
             _paint(figure.add_subplot(place), frame, bounds, colours)
+    about = "whose values"
+    if any(len(cell.ranks) > 1 for frame in get for cell in frame.cells):
+        about += ", added up where hatched"
     more = max(len(plan.have.shapes), len(plan.want.shapes)) - MOST
-    left = f"; {more} more ranks are not drawn" if more > 0 and columns > 1 else ""
-    sums = any(len(cell.ranks) > 1 for frame in sides[1] for cell in frame.cells)
+    if more > 0 and columns > 1:
+        about += f"; {more} more ranks are not drawn"
     legend = figure.legend(
         handles=[Patch(color=colours[rank], label=f"rank {rank}") for rank in ranks[: 2 * MOST]],
         loc="outside lower center",
         ncols=min(len(ranks), 8),
         fontsize=7,
         frameon=False,
-        title=f"whose values{', added up where hatched' * sums}{left}",
+        title=about,
     )
     legend.get_title().set_fontsize(7)
     figure.suptitle(title, fontsize=10)
     return figure
+
+
+def _bounds(shown: Iterable[Frame]) -> Box:
+    """The box that all frames show a part of."""
+    boxes = [box for frame in shown for box, _ in frame.outlines]
+    rows = _edges(boxes, 0) or [0, 1]
+    columns = _edges(boxes, 1) or [0, 1]
+    return Box((rows[0], columns[0]), (rows[-1], columns[-1]))
 
 
 def _paint(axes: Axes, frame: Frame, bounds: Box, colours: Colours) -> None:
@@ -244,10 +276,8 @@ def _paint(axes: Axes, frame: Frame, bounds: Box, colours: Colours) -> None:
     several = len({cell.ranks for cell in frame.cells}) > 1
     for cell in frame.cells:
         (top, left), (bottom, right) = cell.box.start, cell.box.stop
-        stripe = (right - left) / len(cell.ranks)
         for number, rank in enumerate(cell.ranks):
-            at = left + number * stripe
-            _rectangle(axes, cell.box, x=at, width=stripe, color=colours[rank], lw=0)
+            _rectangle(axes, cell.box, number, len(cell.ranks), color=colours[rank], lw=0)
         if len(cell.ranks) > 1:
             _rectangle(axes, cell.box, fill=False, hatch="///", ec="1", lw=0)
         large = (bottom - top) * 8 >= bounds.shape[0] and (right - left) * 8 >= bounds.shape[1]
@@ -273,17 +303,18 @@ def _scale(axes: Axes, bounds: Box, outlines: Sequence[Box]) -> None:
     axes.set_aspect("equal" if _FLAT <= height / width <= _TALL else "auto")
 
 
-def _rectangle(
-    axes: Axes, box: Box, *, x: float | None = None, width: float | None = None, **style: object
-) -> None:
-    """A box, or as wide a part of it."""
+def _rectangle(axes: Axes, box: Box, number: int = 0, stripes: int = 1, **style: object) -> None:
+    """A box, or one of the upright stripes of equal width that it is cut into."""
     from matplotlib.patches import Rectangle
 
-    (top, left), (rows, columns) = box.start, box.shape
-    at, wide = left if x is None else x, columns if width is None else width
-    axes.add_patch(Rectangle((at, top), wide, rows, **style))  # type: ignore[arg-type]  # styles
+    top, left = box.start
+    height, columns = box.shape
+    width = columns / stripes
+    corner = (left + number * width, top)
+    axes.add_patch(Rectangle(corner, width, height, **style))  # type: ignore[arg-type]  # styles
 
 
 def _write(axes: Axes, box: Box, text: str) -> None:
-    x, y = (box.start[1] + box.stop[1]) / 2, (box.start[0] + box.stop[0]) / 2
+    x = (box.start[1] + box.stop[1]) / 2
+    y = (box.start[0] + box.stop[0]) / 2
     axes.text(x, y, text, ha="center", va="center", fontsize=7.5)

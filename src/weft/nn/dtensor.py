@@ -20,10 +20,10 @@ moves data in the order of the ranks, and computes shapes in the order of the me
 
 from __future__ import annotations
 
+import ast
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from itertools import product
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,18 +32,31 @@ from torch import Tensor
 from ..base._torch import shard_order
 from ..base.errors import WeftError, entry
 from ..base.tensors import Shape
-from ..call.handshake import Operand, handshake
+from ..call.attempt import preparing
+from ..call.handshake import among
 from .autograd import Call, Moved, anchor_of, outside
-from .grid import Box, ravel
+from .grid import ravel
 from .partition import Partition
 from .plan import Piece, Plan, Side, between
-from .spec import CheckedLengths, Lengths, Spec, checked_lengths, cut, fitting, shards
+from .spec import (
+    CheckedLengths,
+    Lengths,
+    PlacedRange,
+    Spec,
+    checked_lengths,
+    cut,
+    fitting,
+    pieces_of,
+    shards,
+)
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor, Placement
 
 Range = tuple[int, int]
+
+_WHICH_IS = ", which is "  # in the text of a layout
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +108,7 @@ class Layout:
         Raises:
             WeftError: not one placement for each dimension, or one of an unknown kind.
         """
-        from torch.distributed.tensor import Partial
+        from torch.distributed.tensor import Partial, Placement
 
         shape = tuple(mesh.mesh.shape)
         if len(placements) != len(shape):
@@ -106,6 +119,10 @@ class Layout:
         cuts, partial = [], []
         for along, each in enumerate(placements):
             given: Any = each
+            if not isinstance(given, Placement):
+                raise WeftError(
+                    f"placements has a {type(given).__name__}: pass Shard, Replicate or Partial"
+                )
             if type(given) is Partial:
                 if shape[along] > 1:
                     partial.append((along, str(given.reduce_op)))
@@ -155,19 +172,27 @@ class Layout:
         """The shape of a cell's part."""
         return tuple(sum(b - a for a, b in each) for each in self.ranges(shape, cell))
 
-    def pieces(self, shape: Shape, cell: Shape) -> list[tuple[Box, Shape]]:
-        """A cell's part: boxes of the tensor, and the first index of each in the part."""
-        dims = []
-        for each in self.ranges(shape, cell):
-            at, placed = 0, []
-            for start, stop in each:
-                placed.append((start, stop, at))
+    def pieces(self, shape: Shape, cell: Shape, rank: int) -> list[Piece]:
+        """A cell's part, which is that of this rank."""
+        placed: list[list[PlacedRange]] = []
+        for ranges in self.ranges(shape, cell):
+            at = 0
+            placed.append([])
+            for start, stop in ranges:
+                placed[-1].append((start, stop, at))
                 at += stop - start
-            dims.append(placed)
-        return [
-            (Box(tuple(r[0] for r in box), tuple(r[1] for r in box)), tuple(r[2] for r in box))
-            for box in product(*dims)
-        ]
+        return pieces_of(rank, placed)
+
+    def spelled(self) -> str:
+        """The layout as text for people, and behind that for `read`."""
+        cuts = tuple((each.dim, each.along, each.factor) for each in self.cuts)
+        return f"{self}{_WHICH_IS}{(self.mesh, cuts, self.partial)}"
+
+    @classmethod
+    def read(cls, text: str) -> Layout:
+        """The layout that `spelled` gave the text of."""
+        mesh, cuts, partial = ast.literal_eval(text.rpartition(_WHICH_IS)[2])
+        return cls(mesh, tuple(Cut(*each) for each in cuts), partial)
 
     def __str__(self) -> str:
         names = ["Replicate()"] * len(self.mesh)
@@ -195,12 +220,37 @@ def _chunks(ranges: Sequence[Range], count: int) -> list[list[Range]]:
     return found
 
 
+class _DTensorSpec(Spec):
+    """A spec with the layout of a DTensor, which the ranks of its mesh state.
+
+    Others have a DTensor without elements, whose placements PyTorch does not always keep right: its
+    layout is None until they learn it.
+    """
+
+    layout: Layout | None
+
+    @property
+    def laid(self) -> Layout:
+        """The layout, which all ranks know when they make a plan."""
+        assert self.layout is not None
+        return self.layout
+
+    def known_to_some(self) -> dict[str, str | None]:
+        return {"layout": None if self.layout is None else self.layout.spelled()}
+
+    def learned(self, agreed: Mapping[str, str]) -> Spec:
+        if self.layout is not None:
+            return self
+        layout = Layout.read(agreed["layout"])
+        return replace(self, layout=layout)  # type: ignore[call-arg]  # a field of its subclasses
+
+
 @dataclass(frozen=True)
-class FromDTensorSpec(Spec):
+class FromDTensorSpec(_DTensorSpec):
     """Shards of a DTensor to shards on a grid."""
 
     mesh: Partition
-    layout: Layout
+    layout: Layout | None
     extents: Shape
     target: Partition
     lengths: CheckedLengths = None
@@ -209,38 +259,38 @@ class FromDTensorSpec(Spec):
 
     @property
     def summing(self) -> bool:
-        return bool(self.layout.partial)
+        return bool(self.laid.partial)
 
     def settings(self) -> str:
         lengths = "" if self.lengths is None else f", lengths={self.lengths}"
-        return f"a DTensor of shape {self.extents} with {self.layout}{lengths}"
+        return f"a DTensor of shape {self.extents}{lengths}"
 
     def plan(self, shapes: Mapping[int, Shape]) -> Plan:
-        if odd := self.layout.reductions - {"sum", "avg"}:
+        if odd := self.laid.reductions - {"sum", "avg"}:
             raise WeftError(
                 f"{self.name}: a DTensor that is Partial({min(odd)!r}) is no linear map of what "
                 "ranks hold: redistribute() it to Replicate() first"
             )
-        _ascending(self.name, self.mesh, self.layout)
+        _ascending(self.name, self.mesh, self.laid)
         for rank, cell in self.mesh.cells.items():
-            expected = self.layout.local_shape(self.extents, cell)
+            expected = self.laid.local_shape(self.extents, cell)
             if shapes[rank] != expected:
                 raise WeftError(
                     f"{self.name}: rank {rank} holds {shapes[rank]} of a DTensor of shape "
-                    f"{self.extents} with {self.layout}, by which it should hold {expected}: this "
+                    f"{self.extents} with {self.laid}, by which it should hold {expected}: this "
                     "DTensor was made of other shards than PyTorch cuts, so pass the local "
                     "tensors to weft.nn layers as they are, without a DTensor"
                 )
         held = tuple(
-            Piece(rank, box, at, self.layout.replica(rank, cell))
+            replace(piece, sheet=self.laid.replica(rank, cell))
             for rank, cell in sorted(self.mesh.cells.items())
-            for box, at in self.layout.pieces(self.extents, cell)
+            for piece in self.laid.pieces(self.extents, cell, rank)
         )
         dims, origin = range(self.target.dim), (0,) * len(self.extents)
         lengths = cut(self.name, self.target, dims, self.extents, self.lengths)
         want = shards(self.target.cells, lengths, dims)
         wanted = tuple(
-            Piece(rank, box, origin, self.layout.replica(rank, self.mesh.cells.get(rank)))
+            Piece(rank, box, origin, self.laid.replica(rank, self.mesh.cells.get(rank)))
             for rank, box in sorted(want.items())
         )
         return between(
@@ -250,28 +300,28 @@ class FromDTensorSpec(Spec):
 
 
 @dataclass(frozen=True)
-class ToDTensorSpec(Spec):
+class ToDTensorSpec(_DTensorSpec):
     """Shards on a grid to shards of a DTensor."""
 
     source: Partition
     mesh: Partition
-    layout: Layout
+    layout: Layout | None
 
     name = "to_dtensor"
 
     def settings(self) -> str:
-        return str(self.layout)
+        return ""
 
     def plan(self, shapes: Mapping[int, Shape]) -> Plan:
-        if odd := self.layout.reductions - {"sum", "avg", "min", "max"}:
+        if odd := self.laid.reductions - {"sum", "avg", "min", "max"}:
             raise WeftError(
                 f"{self.name}: no DTensor is made Partial({min(odd)!r}): use Replicate(), or "
                 "Partial() of sum, avg, min or max"
             )
-        _ascending(self.name, self.mesh, self.layout)
+        _ascending(self.name, self.mesh, self.laid)
         lengths = self.lengths(shapes)
         extents = tuple(map(sum, lengths))
-        for each in self.layout.cuts:
+        for each in self.laid.cuts:
             if not -len(extents) <= each.dim < len(extents):
                 raise WeftError(
                     f"{self.name}: Shard({each.dim}) of a tensor of {len(extents)} dimensions, "
@@ -279,12 +329,12 @@ class ToDTensorSpec(Spec):
                 )
         cells = self.mesh.cells
         pieces = tuple(
-            Piece(rank, box, at)
+            piece
             for rank, cell in sorted(cells.items())
-            if self.layout.carries(cell)
-            for box, at in self.layout.pieces(extents, cell)
+            if self.laid.carries(cell)
+            for piece in self.laid.pieces(extents, cell, rank)
         )
-        held = {rank: self.layout.local_shape(extents, cell) for rank, cell in cells.items()}
+        held = {rank: self.laid.local_shape(extents, cell) for rank, cell in cells.items()}
         have = shards(self.source.cells, lengths, range(self.source.dim))
         return between(have, Side(held, pieces))
 
@@ -319,7 +369,8 @@ def from_dtensor(x: DTensor, partition: Partition, *, lengths: Lengths = None) -
     Raises:
         WeftError: `x` is no DTensor, has other shards than its placements say, or is Partial of
             another reduction; or `lengths` do not fit; the same text on every rank that takes part.
-        WireError: a peer or a link failed; names the culprit. The group is lost.
+        WireError: a peer or a link failed; names the culprit. The group is lost. Also if some rank
+            passes no DTensor, and so does not know the mesh, where that has ranks outside the grid.
 
     Example:
         >>> import torch, weft
@@ -333,24 +384,22 @@ def from_dtensor(x: DTensor, partition: Partition, *, lengths: Lengths = None) -
     from torch.distributed.tensor import DTensor  # here: it takes a while
 
     group = partition.group
-    if not isinstance(x, DTensor):
-        if not partition.active:
-            return outside("from_dtensor", group, x)
-        fault = f"from_dtensor takes a DTensor, not a {type(x).__name__}"
-        ranks, nothing = tuple(sorted(partition.ranks)), Operand((), needs=False, records=False)
-        group.worker.call(  # where all raise
-            "from_dtensor", lambda: handshake(group, ranks, "from_dtensor", {}, fault, nothing)
-        )
-        raise AssertionError("a fault was stated and not heard")
-    layout = Layout.of(x.device_mesh, _positive(x.placements, x.ndim), shard_order(x))
-    mesh = _grid(x.device_mesh, partition)
-    spec = FromDTensorSpec(mesh, layout, tuple(x.shape), partition, checked_lengths(lengths))
-    local = _local(x)
-    ranks = spec.groups.get(group.rank)
-    if ranks is None:
-        return local.detach().clone()
+    is_dtensor = isinstance(x, DTensor)
+    ranks = _taking_part(partition, x.device_mesh if is_dtensor else None)
+    if group.rank not in ranks:
+        return _local(x).detach().clone() if is_dtensor else outside("from_dtensor", group, x)
+    with preparing(among(group, ranks), "from_dtensor"):
+        if not is_dtensor:
+            raise WeftError(f"from_dtensor takes a DTensor, not a {type(x).__name__}")
+        mesh, layout = _grid(x.device_mesh, partition), None
+        if group.rank in mesh.ranks:
+            layout = Layout.of(x.device_mesh, _positive(x.placements, x.ndim), shard_order(x))
+        spec = FromDTensorSpec(mesh, layout, tuple(x.shape), partition, checked_lengths(lengths))
+        local = _local(x)
     moved = Call(spec, group, ranks).run(local)
-    averages, dtype = "avg" in layout.reductions, moved.dtype
+    learned, dtype = moved.call.spec, moved.dtype
+    assert isinstance(learned, FromDTensorSpec)
+    averages = "avg" in learned.laid.reductions
     if averages and not (dtype.is_floating_point or dtype.is_complex):
         raise WeftError(f"from_dtensor: {dtype} has no average: use Partial('sum')")
     y: Tensor = _FromDTensor.apply(x, anchor_of(moved, x), moved)  # type: ignore[no-untyped-call]  # torch's
@@ -380,9 +429,11 @@ def to_dtensor(
         Ranks that are in neither get a plain tensor without elements, and wait for nobody.
 
     Raises:
-        WeftError: the shards do not fit together, or a placement is of a dimension that does not
-            exist, or of another reduction; the same text on every rank that takes part.
-        WireError: a peer or a link failed; names the culprit. The group is lost.
+        WeftError: the shards do not fit together; there is not one placement for each dimension of
+            the mesh, or one is of a dimension that does not exist, or of another reduction; the
+            same text on every rank that takes part.
+        WireError: a peer or a link failed; names the culprit. The group is lost. Also if some rank
+            passes no mesh, where that of the others has ranks outside the grid.
 
     Example:
         >>> import torch, weft
@@ -393,10 +444,12 @@ def to_dtensor(
         tensor([0, 1, 2])
     """
     group = partition.group
-    spec = ToDTensorSpec(partition, _grid(mesh, partition), Layout.of(mesh, placements))
-    ranks = spec.groups.get(group.rank)
-    if ranks is None:
-        return outside(spec.name, group, x)
+    ranks = _taking_part(partition, mesh)
+    if group.rank not in ranks:
+        return outside("to_dtensor", group, x)
+    with preparing(among(group, ranks), "to_dtensor"):
+        grid, layout = _grid(mesh, partition), Layout.of(mesh, placements)
+        spec = ToDTensorSpec(partition, grid, layout if group.rank in grid.ranks else None)
     moved = Call(spec, group, ranks).run(x)
     anchor = anchor_of(moved, x)
     y: DTensor = _ToDTensor.apply(x, anchor, moved, mesh, placements)  # type: ignore[no-untyped-call]  # torch's
@@ -413,7 +466,7 @@ class _FromDTensor(torch.autograd.Function):
         ctx.partition, ctx.mesh = spec.target, x.device_mesh
         ctx.placements = _of_gradients(x.placements)
         y = moved.output
-        for dim, how in spec.layout.partial:
+        for dim, how in spec.laid.partial:
             if how == "avg":
                 y = y / spec.mesh.shape[dim]
         return y
@@ -464,10 +517,30 @@ def _local(x: DTensor) -> Tensor:
     return arrived.detach().requires_grad_(x.requires_grad)
 
 
-def _grid(mesh: DeviceMesh, partition: Partition) -> Partition:
-    """A mesh as a grid in the group of a partition."""
+def _taking_part(partition: Partition, mesh: object) -> tuple[int, ...]:
+    """The ranks of a conversion, ascending: those of the grid and those of the mesh.
+
+    A rank that has no mesh to know them by tells those of the grid what is wrong with its call.
+    """
+    try:
+        found = _grid(mesh, partition).ranks
+    except WeftError:
+        found = ()
+    return tuple(sorted({*partition.ranks, *found}))
+
+
+def _grid(mesh: object, partition: Partition) -> Partition:
+    """A mesh as a grid in the group of a partition.
+
+    Raises:
+        WeftError: it is no mesh, or has ranks that are not in that group.
+    """
+    from torch.distributed.device_mesh import DeviceMesh
+
     from .mesh import ranks_in
 
+    if not isinstance(mesh, DeviceMesh):
+        raise WeftError(f"a {type(mesh).__name__} is no DeviceMesh: pass one")
     ranks = ranks_in(partition.group_handle, mesh.mesh.flatten().tolist())
     return Partition(tuple(mesh.mesh.shape), ranks=ranks, group=partition.group_handle)
 

@@ -17,6 +17,7 @@ which all ranks of the call take part, also those that neither send nor receive.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -25,6 +26,7 @@ from torch import Tensor
 
 from ..base.devices import on_host
 from ..base.memory import fresh, typed
+from ..base.tensors import serves
 from ..call.handshake import among
 from ..group.channels import LAYERS
 from ..group.group import Group
@@ -38,7 +40,7 @@ from .plan import Local, Plan, Write
 DIRECT = 64 << 10  # bytes of a rank's tensor up to which every plan goes by direct messages
 
 _BITS = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
-"""The dtypes as which unsigned integers are viewed: torch cannot add those; the bits are equal."""
+"""The dtypes as which unsigned integers are added: torch cannot add those; the bits are equal."""
 
 _WIDE = {
     torch.float16: torch.float32,
@@ -61,30 +63,39 @@ def has_addition(dtype: torch.dtype) -> bool:
     return dtype in _INTEGERS or dtype.is_complex or (dtype.is_floating_point and not float8)
 
 
+@functools.cache
+def carrier(dtype: torch.dtype) -> torch.dtype:
+    """The dtype as which tensors of this one are viewed while they move, and are added up.
+
+    Of dtypes that torch does not copy, such as uint4, each element is a byte.
+
+    Example:
+        >>> carrier(torch.uint16), carrier(torch.uint4), carrier(torch.float32)
+        (torch.int16, torch.uint8, torch.float32)
+    """
+    return _BITS.get(dtype, dtype) if serves(torch.clone, dtype) else torch.uint8
+
+
 def execute(plan: Plan, x: Tensor, group: Group) -> Tensor:
     """Carry out a plan; return this rank's result, a new tensor. Collective among its ranks.
 
     Args:
         plan: the same on all of them; ranks as the group counts.
-        x: this rank's tensor, of the shape that the plan has for it; ignored, but for its dtype
-            and device, if that has none.
+        x: this rank's tensor, in a `carrier`, of the shape that the plan has for it; ignored, but
+            for its dtype and device, if that has none.
         group: of the group, for tensors where that is.
     """
-    dtype = x.dtype
-    x = x.view(_BITS.get(dtype, dtype))
-    is_long = plan.hint in ("broadcast", "sum_reduce") and _nbytes(plan, dtype) > DIRECT
+    is_long = plan.hint in ("broadcast", "sum_reduce") and _nbytes(plan, x.dtype) > DIRECT
     has_chain = on_host(x) and not group.features.lockstep
     everyone_adds = plan.hint == "sum_reduce" and {*plan.have.shapes} == {*plan.ranks}
     if plan.hint == "all_reduce" or (is_long and everyone_adds and not has_chain):
-        wide = torch.complex64 if dtype is torch.complex32 else x.dtype  # which has no sums
+        wide = torch.complex64 if x.dtype is torch.complex32 else x.dtype  # which has no sums
         total = fresh(tuple(x.shape), wide, x.device).copy_(x)
         dense_all_reduce(among(group, tuple(plan.ranks)), total, "sum").wait()
-        y = total.to(x.dtype)
-    elif is_long and has_chain:
-        y = _along_a_chain(plan, x, group)
-    else:
-        y = _directly(plan, x, group)
-    return y.view(dtype)
+        return total.to(x.dtype)
+    if is_long and has_chain:
+        return _along_a_chain(plan, x, group)
+    return _directly(plan, x, group)
 
 
 def _nbytes(plan: Plan, dtype: torch.dtype) -> int:
@@ -93,14 +104,15 @@ def _nbytes(plan: Plan, dtype: torch.dtype) -> int:
 
 
 def assemble(plan: Plan, tensors: Mapping[int, Tensor], rank: int, dtype: torch.dtype) -> Tensor:
-    """The result of a rank that has the tensors of all ranks already; nothing is sent."""
-    local, bits = plan.local(rank), _BITS.get(dtype, dtype)
-    y = _room(local, bits, torch.device("cpu"))
+    """The result of a rank that has the tensors of all ranks already; nothing is sent.
+
+    The dtype is a `carrier`.
+    """
+    local = plan.local(rank)
+    y = _room(local, dtype, torch.device("cpu"))
     for source, writes in local.writes.items():
-        x = tensors[source]
-        _write(y, writes, x if dtype is bits else x.view(bits))
-    y = y.to(bits)
-    return y if dtype is bits else y.view(dtype)
+        _write(y, writes, tensors[source])
+    return y.to(dtype)
 
 
 def _room(local: Local, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -128,12 +140,15 @@ def _directly(plan: Plan, x: Tensor, group: Group) -> Tensor:
     coming: dict[int, Pending] = {}
     in_place = set()
     for peer in reversed(group.peers):  # as they send
-        if moves := local.sources.get(peer):
-            place = _place(y, local.writes[peer], x.dtype)
-            if place is not None:
-                in_place.add(peer)
-            size = sum(put.volume for _, put in moves) * x.element_size()
-            coming[peer] = group.post((), [(peer, size if place is None else place)], LAYERS)
+        if peer not in local.sources:
+            continue
+        place: Tensor | int | None = _place(y, local.writes[peer], x.dtype)
+        if place is not None:
+            in_place.add(peer)
+        else:  # bytes, to be split
+            volume = sum(put.volume for _, put in local.sources[peer])
+            place = volume * x.element_size()
+        coming[peer] = group.post((), [(peer, place)], LAYERS)
     leases: list[Lease] = []
     messages: dict[tuple[Box, ...], Tensor] = {}  # the same to several peers is one
     for takes in local.sends.values():
@@ -147,8 +162,8 @@ def _directly(plan: Plan, x: Tensor, group: Group) -> Tensor:
             continue
         (message,) = coming[source].wait()
         if source not in in_place:
-            values = list(_split(message, [put for _, put in moves], x.dtype))
-            _write(y, local.writes[source], values)
+            values = _split(message, [put for _, put in moves], x.dtype)
+            _write(y, local.writes[source], list(values))
             coming[source].release()
     for pending in going:
         pending.wait()
@@ -170,10 +185,11 @@ def _packed(x: Tensor, takes: Sequence[Box], group: Group, leases: list[Lease]) 
     first = x[takes[0].slices]
     if len(takes) == 1 and first.is_contiguous():
         return first
-    leases.append(group.lease(sum(take.volume for take in takes) * x.element_size()))
-    for take, place in zip(takes, _split(leases[-1].tensor, takes, x.dtype), strict=True):
+    lease = group.lease(sum(take.volume for take in takes) * x.element_size())
+    leases.append(lease)
+    for take, place in zip(takes, _split(lease.tensor, takes, x.dtype), strict=True):
         place.copy_(x[take.slices])
-    return leases[-1].tensor
+    return lease.tensor
 
 
 def _split(memory: Tensor, found: Iterable[Box], dtype: torch.dtype) -> Iterable[Tensor]:
@@ -186,22 +202,26 @@ def _split(memory: Tensor, found: Iterable[Box], dtype: torch.dtype) -> Iterable
 
 def _along_a_chain(plan: Plan, x: Tensor, group: Group) -> Tensor:
     """Carry out a broadcast or a sum_reduce along a chain of ranks."""
-    summing = plan.hint == "sum_reduce"
-    (root,) = (plan.want if summing else plan.have).shapes
-    others = sorted({*plan.ranks} - {root}, key=lambda rank: (rank < root, rank))
-    chain = [*others, root] if summing else [root, *others]
     shape = next(iter(plan.have.shapes.values()))
-    wide = _WIDE.get(x.dtype, x.dtype) if summing else x.dtype
-    y = fresh(shape, x.dtype) if group.rank in plan.want.shapes else None
-    leases = []
+    dtype = x.dtype
+    if plan.hint == "sum_reduce":
+        dtype = _WIDE.get(dtype, dtype)
+        (root,) = plan.want.shapes
+    else:
+        (root,) = plan.have.shapes
+    # behind the root come the ranks above it, then those below
+    others = sorted({*plan.ranks} - {root}, key=lambda rank: (rank < root, rank))
+    chain = [*others, root] if plan.hint == "sum_reduce" else [root, *others]
+    y = fresh(shape, x.dtype) if group.rank in plan.want.shapes else x.new_empty(0)
+    lease = None
     total = y
-    if total is None or total.dtype != wide:
-        leases.append(group.lease(math.prod(shape) * wide.itemsize))
-        total = typed(leases[0].tensor, shape, wide)
+    if group.rank not in plan.want.shapes or dtype != x.dtype:
+        lease = group.lease(math.prod(shape) * dtype.itemsize)
+        total = typed(lease.tensor, shape, dtype)
     own = x.reshape(-1) if group.rank in plan.have.shapes else None
     Chain(group, chain, total.view(-1), own).start().wait()
-    if y is not None and y is not total:
-        y.copy_(total)
-    for lease in leases:
+    if lease is not None:
+        if group.rank in plan.want.shapes:
+            y.copy_(total)
         lease.release()
-    return x.new_empty(0) if y is None else y
+    return y

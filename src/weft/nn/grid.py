@@ -74,13 +74,17 @@ class Box:
         both = self & other
         if both is None:
             return [self]
-        left, start, stop = [], list(self.start), list(self.stop)
+        left = []
+        start = list(self.start)
+        stop = list(self.stop)
         for dim, (low, high) in enumerate(zip(both.start, both.stop, strict=True)):
             for first, last in ((start[dim], low), (high, stop[dim])):
                 if first < last:
-                    before, after = (*start[:dim], first), (*stop[:dim], last)
-                    left.append(Box((*before, *start[dim + 1 :]), (*after, *stop[dim + 1 :])))
-            start[dim], stop[dim] = low, high
+                    start[dim] = first
+                    stop[dim] = last
+                    left.append(Box(tuple(start), tuple(stop)))
+            start[dim] = low  # the next dimensions cut what is between
+            stop[dim] = high
         return left
 
 

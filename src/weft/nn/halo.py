@@ -16,7 +16,6 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product
 from typing import Any, Literal, get_args
 
 from ..base.errors import WeftError
@@ -25,7 +24,7 @@ from .grid import Box
 from .layer import Layer
 from .partition import Partition, are_grids
 from .plan import Piece, Plan, Side, between
-from .spec import Spec, checked_shape, evenly, fitting, shards
+from .spec import PlacedRange, Spec, checked_shape, evenly, fitting, pieces_of, shards
 
 Boundary = Literal["zero", "periodic", "reflect"]
 """What margins at the edges of the tensor hold."""
@@ -74,43 +73,36 @@ class HaloSpec(Spec):
 
     def _widths(self, rank: int, ndim: int) -> Widths:
         """Of a rank's margins in each dimension of a tensor."""
-        width = self.width[self.partition.ranks.index(rank)]
-        return (*width, *((0, 0),) * ndim)[:ndim]
+        return _along(self.width[self.partition.ranks.index(rank)], ndim)
 
     def plan(self, shapes: Mapping[int, Shape]) -> Plan:
         cells = self.partition.cells
-        dims = [
-            dim
-            for dim, extent in enumerate(self.partition.shape)
-            if extent > 1 or any(any(widths[dim]) for widths in self.width)
-        ]
+        # in each dimension of the grid, the widest margins of any rank
+        widest = tuple(
+            (max(before for before, _ in widths), max(after for _, after in widths))
+            for widths in zip(*self.width, strict=True)
+        )
+        dims = [dim for dim, n in enumerate(self.partition.shape) if n > 1 or any(widest[dim])]
         name = f"{self.name} without the margins" if self.padded else self.name
         inner = {rank: self._within(rank, shape) for rank, shape in shapes.items()}
         lengths = fitting(name, cells, inner, dims)
-        widths = {rank: self._widths(rank, len(lengths)) for rank in cells}
-        held = shards(cells, lengths, dims)
-        wanted = {
-            rank: Box(
-                tuple(a - w for a, (w, _) in zip(box.start, widths[rank], strict=True)),
-                tuple(b + w for b, (_, w) in zip(box.stop, widths[rank], strict=True)),
-            )
-            for rank, box in held.items()
-        }
         extents = [sum(each) for each in lengths]
-        most = [
-            (max(w[dim][0] for w in widths.values()), max(w[dim][1] for w in widths.values()))
-            for dim in range(len(lengths))
-        ]
-        self._check(extents, most)
-        pieces = []
-        for rank, box in sorted(held.items()):
+        reach = _along(widest, len(extents))
+        self._check(extents, reach)
+        pieces: list[Piece] = []
+        wanted: dict[int, Box] = {}
+        for rank, box in sorted(shards(cells, lengths, dims).items()):
+            widths = self._widths(rank, len(extents))
+            before = [width for width, _ in widths]
+            after = [width for _, width in widths]
+            wanted[rank] = Box(
+                tuple(map(operator.sub, box.start, before)),
+                tuple(map(operator.add, box.stop, after)),
+            )
             # where the shard begins in what the rank brings
-            origin = [before * self.padded for before, _ in widths[rank]]
-            images = map(self._images, box.start, box.stop, extents, most)
-            for ranges in product(*images):
-                seen = Box(tuple(r[0] for r in ranges), tuple(r[1] for r in ranges))
-                at = tuple(r[2] + first for r, first in zip(ranges, origin, strict=True))
-                pieces.append(Piece(rank, seen, at))
+            origin = before if self.padded else [0] * len(extents)
+            images = map(self._images, box.start, box.stop, origin, extents, reach)
+            pieces += pieces_of(rank, list(images))
         return between(Side({rank: shapes[rank] for rank in cells}, tuple(pieces)), wanted)
 
     def _within(self, rank: int, shape: Shape) -> Shape:
@@ -130,17 +122,18 @@ class HaloSpec(Spec):
         return found
 
     def _images(
-        self, start: int, stop: int, extent: int, width: tuple[int, int]
-    ) -> list[tuple[int, int, int]]:
-        """The images of a range of the tensor: (start, stop, first index in the shard) of each.
+        self, start: int, stop: int, origin: int, extent: int, width: tuple[int, int]
+    ) -> list[PlacedRange]:
+        """The images of a range of the tensor.
 
         Args:
             start, stop: the range.
+            origin: where it begins in the rank's tensor.
             extent: of the tensor.
             width: how far images reach before and behind the tensor, at most.
         """
         if self.boundary == "zero" or start == stop:
-            return [(start, stop, 0)]
+            return [(start, stop, origin)]
         first, last = -width[0], extent + width[1]
         # a mirror image goes back to the other edge, and neither edge is repeated
         period = extent if self.boundary == "periodic" else max(1, 2 * (extent - 1))
@@ -149,11 +142,12 @@ class HaloSpec(Spec):
             low = max(start + shift, first)
             high = min(stop + shift, last)
             if low < high:
-                found.append((low, high, low - shift - start))
+                found.append((low, high, origin + low - shift - start))
             if self.boundary == "reflect":  # backwards, so one by one
-                inner = range(max(start, 1), min(stop, extent - 1))
-                mirrored = ((shift + period - at, at - start) for at in inner)
-                found += [(seen, seen + 1, at) for seen, at in mirrored if first <= seen < last]
+                for at in range(max(start, 1), min(stop, extent - 1)):
+                    seen = shift + period - at
+                    if first <= seen < last:
+                        found.append((seen, seen + 1, origin + at - start))
         return found
 
     def _check(self, extents: Sequence[int], widths: Sequence[tuple[int, int]]) -> None:
@@ -238,6 +232,11 @@ class HaloExchange(Layer):
         super().__init__(HaloSpec(partition, widths, boundary, padded, shape=checked_shape(shape)))
 
 
+def _along(widths: Widths, ndim: int) -> Widths:
+    """Widths for each dimension of a tensor: none where the grid has no such dimension."""
+    return (*widths, *((0, 0),) * ndim)[:ndim]
+
+
 def _widths(partition: Partition, width: Any) -> Widths:
     """(before, after) for each dimension of the grid.
 
@@ -246,11 +245,13 @@ def _widths(partition: Partition, width: Any) -> Widths:
     """
     width = getattr(width, "tolist", lambda: width)()  # of NumPy, or a tensor
     try:
-        if isinstance(width, Sequence):
-            pairs = [each if isinstance(each, Sequence) else (each, each) for each in width]
-        else:
-            pairs = [(width, width) if extent > 1 else (0, 0) for extent in partition.shape]
-        found = tuple((operator.index(a), operator.index(b)) for a, b in pairs)
+        by_dim = width
+        if not isinstance(width, Sequence):
+            by_dim = [width if extent > 1 else 0 for extent in partition.shape]
+        found: Widths = ()
+        for each in by_dim:
+            before, after = each if isinstance(each, Sequence) else (each, each)
+            found += ((operator.index(before), operator.index(after)),)
     except (TypeError, ValueError) as error:
         raise WeftError(
             f"HaloExchange: width is {width!r}: pass an integer, or for each dimension an integer "

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from ..base._torch import in_forward_mode, is_tracing, is_wrapped
 from ..base.errors import WeftError
 from .autograd import applied
 from .partition import lengths_of
@@ -37,7 +38,7 @@ class Layer(torch.nn.Module):
         self.spec = spec
 
     def forward(self, x: Tensor) -> Tensor:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or (is_tracing() and not _is_differentiated(x)):
             from .compiled import compiled, number
 
             return compiled(number(self.spec), x)
@@ -62,7 +63,8 @@ class Layer(torch.nn.Module):
             >>> run(3, program)[0][:2]
             [(0, (3, 2)), (1, (1, 2))]
         """
-        spec, rank = self.spec, self.spec.partitions[0].rank
+        spec = self.spec
+        rank = spec.partitions[0].rank
         ranks = spec.groups.get(rank)
         if ranks is None:
             raise WeftError(
@@ -83,3 +85,8 @@ class Layer(torch.nn.Module):
         settings = self.spec.settings()
         grids = " to ".join(each.brief for each in self.spec.partitions)
         return f"{grids}, {settings}" if settings else grids
+
+
+def _is_differentiated(x: object) -> bool:
+    """Whether it is in a transform such as torch.func.jvp, which goes through no operator."""
+    return in_forward_mode() or (isinstance(x, Tensor) and is_wrapped(x))

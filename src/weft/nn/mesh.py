@@ -15,7 +15,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..base import _torch
 from ..base.errors import WeftError
-from ..group.group import Group
 
 
 def mesh(device_type: str, ranks: list[Any], names: Sequence[str] | None) -> DeviceMesh:
@@ -23,15 +22,11 @@ def mesh(device_type: str, ranks: list[Any], names: Sequence[str] | None) -> Dev
     return DeviceMesh(device_type, ranks, mesh_dim_names=None if names is None else tuple(names))
 
 
-def as_shard(rows: Tensor, height: int, group: Group) -> Tensor:
+def as_shard(rows: Tensor, height: int, process_group: dist.ProcessGroup) -> Tensor:
     """This rank's rows as a DTensor `[height, ...]` with `Shard(0)`; nothing is sent.
 
-    The rows must be this rank's chunk, as `torch.chunk` cuts. If the group is not that of a process
-    group of torch's, the result is `rows` itself.
+    The rows must be this rank's chunk, as `torch.chunk` cuts: nobody compares them.
     """
-    process_group = group.process_group()
-    if process_group is None:
-        return rows
     from torch.distributed.tensor import DTensor, Shard
 
     shape = torch.Size((height, *rows.shape[1:]))

@@ -13,7 +13,7 @@ faster. The idea of a recipe that is pure data, executed thinly, is einops'.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal, NamedTuple
@@ -141,6 +141,10 @@ class Plan:
             for take, put in moves
         )
 
+    def extended(self, extents: Shape) -> Plan:
+        """The same plan for tensors with further dimensions of these extents, which stay whole."""
+        return Plan(self.have.extended(extents), self.want.extended(extents))
+
     def local(self, rank: int) -> Local:
         """What one rank has to do; found without looking at what other pairs of ranks do."""
         found = self._locals.get(rank)
@@ -234,6 +238,68 @@ def between(have: Mapping[int, Box] | Side, want: Mapping[int, Box] | Side) -> P
         have if isinstance(have, Side) else Side.of(have),
         want if isinstance(want, Side) else Side.of(want),
     )
+
+
+def check_plan(plan: Plan, shapes: Mapping[int, Shape], ranks: Collection[int]) -> None:
+    """Check that a plan fits the tensors of a call: it may be that of a program's own spec.
+
+    Args:
+        plan: the plan.
+        shapes: of the tensors that ranks pass.
+        ranks: who takes part.
+
+    Raises:
+        ValueError: a side has a rank that takes no part, or a tensor of another shape than that
+            rank passes; or a piece is not inside its rank's tensor.
+    """
+    dims: dict[int, int] = {}  # of the global tensor on each sheet
+    for name, side in (("have", plan.have), ("want", plan.want)):
+        for rank, shape in side.shapes.items():
+            if rank not in ranks:
+                raise ValueError(
+                    f"{name} has a tensor of rank {rank}, and ranks {list(ranks)} take part"
+                )
+            if not _are_lengths(shape):
+                raise ValueError(
+                    f"{name} has a tensor of shape {shape} of rank {rank}: lengths are ints from 0"
+                )
+        for piece in side.pieces:
+            if piece.rank not in side.shapes:
+                raise ValueError(f"{name} has a piece of rank {piece.rank}, and no shape of it")
+            shape = side.shapes[piece.rank]
+            if not _lies_in(piece, shape):
+                raise ValueError(
+                    f"{name} has {piece}, which does not lie in the tensor of shape {shape}"
+                )
+            ndim = dims.setdefault(piece.sheet, len(piece.box.start))
+            if ndim != len(piece.box.start):
+                raise ValueError(
+                    f"{name} has {piece}, and another piece of that tensor has {ndim} dimensions"
+                )
+    for rank, shape in plan.have.shapes.items():
+        if rank not in shapes:
+            raise ValueError(f"have has a tensor of rank {rank}, which passes none")
+        if shape != shapes[rank]:
+            raise ValueError(
+                f"have has a tensor of shape {shape} of rank {rank}, which passes {shapes[rank]}"
+            )
+
+
+def _are_lengths(numbers: Shape) -> bool:
+    return all(isinstance(each, int) and each >= 0 for each in numbers)
+
+
+def _lies_in(piece: Piece, shape: Shape) -> bool:
+    """Whether a piece is a part of a tensor of that shape."""
+    start, stop = piece.box.start, piece.box.stop
+    if not len(start) == len(stop) == len(piece.at) == len(shape):
+        return False
+    if not all(isinstance(each, int) for each in (*start, *stop)):
+        return False
+    extents = piece.box.shape
+    ends = [at + extent for at, extent in zip(piece.at, extents, strict=True)]
+    fits = all(end <= length for end, length in zip(ends, shape, strict=True))
+    return _are_lengths(piece.at) and _are_lengths(extents) and fits
 
 
 def _tile(parts: list[Box], everything: Box) -> bool:

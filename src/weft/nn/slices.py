@@ -135,9 +135,15 @@ class CuttingLayer(Layer):
         lengths: Lengths = None,
     ) -> None:
         are_grids(self.movement.name, partition)
-        found, told = normal_dims(dims, partition.dim), checked_shape(shape)
-        cut = checked_lengths(lengths)
-        super().__init__(SliceSpec(self.movement, partition, found, cut, shape=told))
+        super().__init__(
+            SliceSpec(
+                self.movement,
+                partition,
+                normal_dims(dims, partition.dim),
+                checked_lengths(lengths),
+                shape=checked_shape(shape),
+            )
+        )
 
 
 class SliceLayer(CuttingLayer):

@@ -16,13 +16,14 @@ import functools
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from itertools import product
 from typing import ClassVar
 
 from ..base.errors import WeftError
 from ..base.tensors import Shape
 from .grid import Box, balanced
 from .partition import Partition, lengths_of
-from .plan import Plan
+from .plan import Piece, Plan, check_plan
 
 Lengths = Sequence[Sequence[int] | None] | None
 """For each dimension the lengths of the parts that it is cut into; None: balanced."""
@@ -65,7 +66,7 @@ class Spec(abc.ABC):
         same one, or raise the same error.
 
         Args:
-            shapes: by rank, ascending.
+            shapes: by rank, ascending; under torch.func.vmap those of one lane.
 
         Raises:
             WeftError: the shapes do not fit together.
@@ -99,9 +100,13 @@ class Spec(abc.ABC):
         told = {name: getattr(self, name) for name in (*own, "shape")}
         return ", ".join(f"{name}={value}" for name, value in told.items() if value is not None)
 
-    def batched(self, extent: int) -> Spec:
-        """The same layer for tensors with one more dimension of that extent, at the end."""
-        return self if self.shape is None else replace(self, shape=(*self.shape, extent))
+    def known_to_some(self) -> dict[str, str | None]:
+        """What ranks compare besides, by name, as text; None where this rank does not know it."""
+        return {}
+
+    def learned(self, agreed: Mapping[str, str]) -> Spec:
+        """The same spec, with what the other ranks know, as all agreed on it."""
+        return self
 
     # what follows from that
 
@@ -161,18 +166,27 @@ def _groups(spec: Spec) -> Mapping[int, tuple[int, ...]]:
     return {rank: ascending[id(each)] for rank, each in group.items()}
 
 
-def planned(spec: Spec, shapes: tuple[tuple[int, Shape], ...]) -> Plan:
+def planned(spec: Spec, shapes: tuple[tuple[int, Shape], ...], lanes: Shape = ()) -> Plan:
     """The plan for these shapes, which all ranks stated in this call.
+
+    Args:
+        spec: of the layer.
+        shapes: of the tensors that ranks pass, by rank, ascending.
+        lanes: the last extents of each shape, equal on all ranks. The spec makes the plan of one
+            lane, so that no grid cuts them.
 
     Raises:
         WeftError: the shapes do not fit together, or do not fit `shape`; or the spec, one of a
-            program's own, raises another exception, or makes no plan: as all ranks do, or none.
+            program's own, raises another exception, makes no plan, or one that does not fit the
+            tensors: as all ranks do, or none.
     """
+    if lanes:
+        shapes = tuple((rank, shape[: -len(lanes)]) for rank, shape in shapes)
     try:
-        plan = _planned(spec.integers, shapes)
+        plan = _planned(spec.integers, shapes, lanes)
     except (WeftError, MemoryError):  # memory lacks on one rank alone
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise WeftError(
             f"{spec.name} makes no plan for tensors of these shapes, by rank, {dict(shapes)}: "
             f"{type(error).__name__}: {error}"
@@ -182,7 +196,7 @@ def planned(spec: Spec, shapes: tuple[tuple[int, Shape], ...]) -> Plan:
 
 
 @functools.lru_cache(maxsize=512)
-def _planned(spec: Spec, shapes: tuple[tuple[int, Shape], ...]) -> Plan:
+def _planned(spec: Spec, shapes: tuple[tuple[int, Shape], ...], lanes: Shape) -> Plan:
     found = dict(shapes)
     told = spec.expected(shapes[0][0]) or {}
     for rank, shape in found.items():
@@ -194,7 +208,8 @@ def _planned(spec: Spec, shapes: tuple[tuple[int, Shape], ...]) -> Plan:
     plan = spec.plan(found)
     if not isinstance(plan, Plan):
         raise TypeError(f"plan() gave a {type(plan).__name__} and not a weft.nn.plan.Plan")
-    return plan
+    check_plan(plan, found, spec.groups[shapes[0][0]])
+    return plan.extended(lanes) if lanes else plan
 
 
 # How tensors are cut
@@ -269,13 +284,19 @@ def cut(
     Raises:
         WeftError: the tensor has too few dimensions, or what was given does not fit.
     """
+    told = tuple(given or ())
+    if len(told) > len(shape):
+        raise WeftError(
+            f"{name}: lengths are given for {len(told)} dimensions, and the tensor has "
+            f"{len(shape)}, {shape}: pass one entry for each dimension of the tensor"
+        )
     counts = {dim: partition.shape[dim] for dim in dims}
     if any(dim >= len(shape) and count > 1 for dim, count in counts.items()):
         raise WeftError(
             f"{name}: the grid is cut along dims {tuple(counts)}, and the tensor has "
             f"{len(shape)} dimensions, {shape}"
         )
-    lengths = (*(given or ()), *(None,) * len(shape))
+    lengths = (*told, *(None,) * len(shape))
     return [
         parts(name, extent, counts.get(dim, 1), lengths[dim], dim)
         for dim, extent in enumerate(shape)
@@ -294,6 +315,22 @@ def shards(
         stop = tuple(sum(each[: a + 1]) for each, a in zip(lengths, at, strict=True))
         found[rank] = Box(start, stop)
     return found
+
+
+PlacedRange = tuple[int, int, int]
+"""A range of a dimension that lies in a rank's tensor: start, stop, and its first index there."""
+
+
+def pieces_of(rank: int, ranges: Sequence[Sequence[PlacedRange]]) -> list[Piece]:
+    """The pieces that lie in a rank's tensor, given those ranges of each dimension."""
+    return [
+        Piece(
+            rank,
+            box=Box(tuple(start for start, _, _ in each), tuple(stop for _, stop, _ in each)),
+            at=tuple(at for _, _, at in each),
+        )
+        for each in product(*ranges)
+    ]
 
 
 def evenly(partition: Partition, dims: Iterable[int], shape: Shape) -> dict[int, Shape]:

@@ -12,6 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Self
 
+from ..base.arguments import shown
+from ..base.errors import WeftError
 from .recorder import Call
 
 _log = logging.getLogger("weft")
@@ -89,6 +91,9 @@ def on_call(listener: Callable[[CallStats], object]) -> Listener:
     Returns:
         A handle: `remove()` ends it. So does the end of a `with` block.
 
+    Raises:
+        WeftError: `listener` cannot be called.
+
     Example:
         >>> import torch, weft
         >>> seen = []
@@ -98,6 +103,8 @@ def on_call(listener: Callable[[CallStats], object]) -> Listener:
         [('all_reduce', 0, 0)]
     """
     global _listeners
+    if not callable(listener):
+        raise WeftError(f"listener is {shown(listener)}: pass a function of one CallStats")
     handle = Listener(listener)
     with _lock:
         _listeners = (*_listeners, handle)

@@ -221,6 +221,11 @@ def _whole(env: Mapping[str, str], name: str, default: int | None = None) -> int
         return default
     if text is None:
         raise WeftError(f"the environment has no {name}: start with torchrun, mpirun or srun")
-    if not text.strip().isdecimal():
-        raise WeftError(f"the environment has {name}={text!r}, which is no whole number")
-    return int(text)
+    try:
+        if text.strip().isdecimal():
+            return int(text)
+    except ValueError:  # of more digits than Python reads
+        raise WeftError(
+            f"the environment has {name}={text[:20]}..., a number of {len(text)} digits"
+        ) from None
+    raise WeftError(f"the environment has {name}={text!r}, which is no whole number")

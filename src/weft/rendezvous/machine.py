@@ -33,7 +33,7 @@ def host_name() -> str:
 def digest_of(machine: str) -> bytes:
     """16 bytes that name this process's host (WEFT_HOST, or machine and network)."""
     name = os.environ.get("WEFT_HOST") or f"{machine} {machine_and_network()[1]}"
-    return hashlib.blake2b(name.encode(), digest_size=_DIGEST).digest()
+    return hashlib.blake2b(os.fsencode(name), digest_size=_DIGEST).digest()
 
 
 def own_host() -> str:

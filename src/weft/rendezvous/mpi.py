@@ -23,6 +23,7 @@ from typing import Any
 from torch import Tensor
 
 from ..base.errors import WeftError, WireError
+from ..base.memory import memory_of
 
 _YIELDS = 30  # polls with only a yield between them, before a wait sleeps
 _NAP = (2e-5, 5e-4)  # seconds of the shortest sleep of a wait, and of the longest at its start
@@ -75,7 +76,7 @@ class World:
         self, of: object, begin: Callable[..., Any], tensor: Tensor, peer: int, tag: int
     ) -> Request:
         """Begin to send a tensor or to receive it, for a wire or for control links."""
-        buffer = [tensor.numpy(), self.mpi.BYTE]
+        buffer = [memory_of(tensor), self.mpi.BYTE]
         with _turn:
             posted = Request(of, begin(buffer, peer, tag), buffer)
             self._posted.append(posted)

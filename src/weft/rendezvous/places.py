@@ -38,7 +38,9 @@ from pathlib import Path
 import torch.distributed as dist
 
 from ..base._torch import keep
+from ..base.arguments import printable
 from ..base.errors import WeftError, WireError
+from ..base.latch import join
 from . import mpi
 from .address import VARIABLES, free_address, interfaces, is_here, is_loopback, own_address
 from .launchers import Launch
@@ -46,11 +48,13 @@ from .store import Late, pauses
 
 LOOPBACK = "127.0.0.1"
 _NAME = "weft-rendezvous"  # of the file, where a folder was given
-_FILE_BEGINS = struct.pack("=i", 9) + b"refcount/"  # the first bytes of torch's file
+_LENGTH = struct.Struct("=I")  # in torch's file, before each key and each value
+_FILE_BEGINS = _LENGTH.pack(9) + b"refcount/"  # its first bytes
 SETTLED = 30.0  # seconds after which a missing folder is an error
 _LOWEST, _BEYOND = 10000, 32768  # ports above the reserved ones, and below Linux's outgoing ones
 _SIGN = "weft/meets here"  # a key that marks weft's stores
 _SHORT = 2.0  # seconds in which a store that is there answers
+_WRITTEN = 5.0  # seconds in which a rank that lives has written a record of a file to its end
 _LATE = 0.5  # seconds after a timeout in which torch itself may report it
 
 _log = logging.getLogger("weft")
@@ -155,7 +159,7 @@ def connect(name: str, port: int, timeout: float, late: Late = None) -> dist.TCP
     # in a thread, since torch waits for the first answer without a timeout
     thread = threading.Thread(target=attach, name="weft-store", daemon=True)
     thread.start()
-    thread.join(limit + _LATE)
+    join(thread, limit + _LATE)
     if not made:
         raise RuntimeError(f"what listens at {name} port {port} does not answer: it is no store")
     if isinstance(made[0], RuntimeError):
@@ -247,12 +251,16 @@ class File:
     def where(self) -> str:
         return f"file://{self.path}"
 
+    @property
+    def _refusal(self) -> str:
+        return f"{self.path} is not a file of a rendezvous: pass another path, or remove it"
+
     def open(self, launch: Launch, deadline: float) -> Rendezvous:
         began = time.monotonic()
         # a folder that rank 0 has just made takes a while to be seen on other hosts
         for _ in pauses(min(deadline, began + SETTLED) if launch.rank > 0 else began):
             try:
-                store = self._opened()
+                store = self._opened(deadline)
                 if store is not None:
                     return Rendezvous(store, self.where, hosts=launch.rank <= 0, lasts=True)
                 why = "it was taken away at once, again and again"
@@ -265,11 +273,12 @@ class File:
         who = f"rank {launch.rank}: " if launch.rank >= 0 else ""
         raise WeftError(f"{who}{self.path} cannot be used for a rendezvous: {why}")
 
-    def _opened(self) -> dist.FileStore | None:
+    def _opened(self, deadline: float) -> dist.FileStore | None:
         """Open the store; None if the last process of an earlier run has just removed the file.
 
         Raises:
-            WeftError: another user owns the file or may write to it, or it is no FileStore.
+            WeftError: another user owns the file or may write to it, or it is no FileStore, or not
+                whole.
             OSError: it cannot be used.
         """
         with contextlib.suppress(FileExistsError):
@@ -289,16 +298,49 @@ class File:
                 f"{self.path} may be written by others (mode {stat.S_IMODE(found.st_mode):o}): "
                 f"{belief}"
             )
-        with self.path.open("rb") as file:
-            begin = file.read(len(_FILE_BEGINS))
-        if not _FILE_BEGINS.startswith(begin):
-            raise WeftError(
-                f"{self.path} is not a file of a rendezvous: pass another path, or remove it"
-            )
-        store = dist.FileStore(str(self.path), 0)
+        try:
+            self._await_whole_records(deadline)
+        except FileNotFoundError:
+            return None
+        try:
+            store = dist.FileStore(str(self.path), 0)
+        except (ValueError, IndexError):  # torch's, of a count of processes that is no number
+            raise WeftError(self._refusal) from None
         store.set_timeout(timedelta(seconds=10))  # in which a file that is gone is waited for
         kept = self.path.exists() and self.path.stat().st_ino == found.st_ino
         return store if kept else None
+
+    def _await_whole_records(self, deadline: float) -> None:
+        """Look at the file until no record is half written: torch would read that for ever.
+
+        Another rank may be writing one now. A process that was killed meanwhile left it so.
+
+        Raises:
+            WeftError: it is no FileStore, or a record stays cut.
+            FileNotFoundError: the last process that used it has removed it.
+        """
+        for _ in pauses(min(deadline, time.monotonic() + _WRITTEN)):
+            with self.path.open("rb") as file:
+                begin = file.read(len(_FILE_BEGINS))
+                if not _FILE_BEGINS.startswith(begin):
+                    raise WeftError(self._refusal)
+                if _is_whole(begin + file.read()):
+                    return
+        raise WeftError(
+            f"{self.path} ends inside a record, as a process leaves it that is killed while it "
+            "writes: remove it, or pass another path"
+        )
+
+
+def _is_whole(found: bytes) -> bool:
+    """Whether the records of a FileStore, each a key and a value after their lengths, are whole."""
+    position = 0
+    texts = 0
+    while position + _LENGTH.size <= len(found):
+        (length,) = _LENGTH.unpack_from(found, position)
+        position += _LENGTH.size + length
+        texts += 1
+    return position == len(found) and texts % 2 == 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -446,7 +488,7 @@ def _environment(launch: Launch, env: Mapping[str, str]) -> Tcp:
 
 def _of_job(name: str, job: str) -> Tcp:
     """A store at a port that is computed from the job's name, which also prefixes the keys."""
-    space = f"weft {os.getuid()} {job}"
+    space = f"weft {os.getuid()} {printable(job)}"
     number = int.from_bytes(hashlib.sha256(space.encode()).digest()[:4], "big")
     port = _LOWEST + number % (_BEYOND - _LOWEST)
     return Tcp(name, port, f"{name}:{port}, as job {job}", space=space)
@@ -464,7 +506,7 @@ def _path(url: str, launch: Launch) -> Path:
         return Path(path)
     # other launchers name the job after a process of one host, or not at all
     known = launch.job and (launch.kind == "srun" or "@" in launch.job)
-    digest = hashlib.sha256(launch.job.encode()).hexdigest()[:12]
+    digest = hashlib.sha256(os.fsencode(launch.job)).hexdigest()[:12]
     return Path(path) / (f"{_NAME}-{digest}" if known else _NAME)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import json
 import math
 import random
@@ -14,9 +15,11 @@ from typing import Any
 import torch.distributed as dist
 
 from ..base import watch
-from ..base.errors import AbsentError, names
+from ..base.errors import AbsentError, WeftError, names
+from ..base.latch import join
 from .address import server_of
 
+_SHORTEST = 0.001  # seconds of the first pause between two looks
 _GROWTH = 1.5  # from one pause to the next
 _LEAST = 0.3  # seconds that an answer may take, also after the deadline
 _LAST = 2.0  # seconds that an answer may take while the process ends
@@ -31,6 +34,13 @@ class SilentStoreError(RuntimeError):
 
 
 _left: list[threading.Thread] = []  # those that had no answer in time
+_is_over = False  # whether the program ends: nothing is asked any more
+
+
+def ask_no_more() -> None:
+    """Have every request from now on raise SilentStoreError, so that waits at stores end."""
+    global _is_over
+    _is_over = True
 
 
 @atexit.register
@@ -88,6 +98,8 @@ class AnsweringStore:
             SilentStoreError: none came in time.
             RuntimeError: from the store.
         """
+        if _is_over:
+            raise SilentStoreError("the store is asked no more, since the program ends")
         if self._host is None:  # a file, or this process's own memory
             return request(*args)
         answers: list[Any] = []
@@ -102,7 +114,7 @@ class AnsweringStore:
         if not self._is_silent:
             thread = threading.Thread(target=ask, name="weft store", daemon=True)
             thread.start()
-            thread.join(max(self._deadline - time.monotonic(), _LEAST))
+            join(thread, max(self._deadline - time.monotonic(), _LEAST))
         if failures:
             raise failures[0]
         if not answers:
@@ -133,6 +145,8 @@ def exchange(
     deadline = time.monotonic() + timeout
     space = AnsweringStore(store, deadline)
     space.set(f"{what}/{rank}", json.dumps(own))
+    if space.add(f"{what}/count", 1) >= size:
+        space.set(f"{what}/all", "")  # so that a look at whether all have come is one request
     keys = [f"{what}/{each}" for each in range(size)]
 
     def absent() -> list[int]:
@@ -142,9 +156,7 @@ def exchange(
         ranks = absent()
         return f"{names(ranks)} {missing} so far" if ranks else ""
 
-    late = (rank, who_is_absent)
-    all_came = all(has(space, key, deadline, size, late) for key in keys)
-    if not all_came:
+    if not has(space, f"{what}/all", deadline, size, (rank, who_is_absent)):
         ranks = absent()
         if ranks:  # else the last one came just now
             raise AbsentError(ranks, missing)
@@ -173,10 +185,14 @@ def has(
     Raises:
         RuntimeError: from the store.
     """
-    longest = max(0.02, 0.0005 * ranks)
     if not isinstance(store, AnsweringStore):
         store = AnsweringStore(store, deadline)
-    return any(store.check([key]) for _ in pauses(deadline, 0.001, longest, late))
+    return any(store.check([key]) for _ in pauses(deadline, _SHORTEST, _longest(ranks), late))
+
+
+def _longest(ranks: int) -> float:
+    """Seconds between two looks at a store at which so many ranks look."""
+    return max(0.02, 0.0005 * ranks)
 
 
 def pauses(
@@ -188,7 +204,10 @@ def pauses(
     the seconds of `weft.init(watch=)` a line about the wait is printed, if `late` is given.
     """
     began = time.monotonic()
-    slow = watch.chosen() if late else math.inf
+    slow = math.inf
+    if late:
+        with contextlib.suppress(WeftError):  # which is raised once all ranks have been told
+            slow = watch.chosen()
     while True:
         yield
         now = time.monotonic()

@@ -5,12 +5,17 @@ cut into one part for each rank; part p of every rank goes to rank p, which redu
 result to all. A rank receives 2 (P-1)/P of the tensor's bytes, whatever P is. They go in chunks, so
 that one chunk is reduced while the next is on its way.
 
+Where hosts have several ranks, as many each, a part is one of a host's: what the ranks of a host
+have of it is reduced there, then, alike, what the hosts have of it, and the result goes to the
+host's other ranks. So a host's link carries 2 (H-1)/H of the tensor's bytes, of H hosts.
+
 Source: reduce-scatter followed by all-gather, Rabenseifner, "Optimization of Collective Reduction
 Operations", ICCS 2004, with a direct exchange in place of the butterflies.
 
-Contributions are combined in rank order by one rank (or alike by all), so every rank gets the same
-bits. Half precision, and float8, is accumulated in float32 and rounded once. In min and max a NaN
-wins and -0.0 is less than 0.0 (IEEE 754-2019), as in the sparse reductions.
+Contributions are combined in rank order, those of a host first, by one rank (or alike by all), so
+every rank gets the same bits. Half precision, and float8, is accumulated in float32 and rounded
+once. In min and max a NaN wins and -0.0 is less than 0.0 (IEEE 754-2019), as in the sparse
+reductions.
 """
 
 from __future__ import annotations
@@ -31,6 +36,7 @@ from ..group.group import Group
 from ..group.pending import Pending
 from ..kernels import pool
 from ..kernels.ops import OPS, Op
+from .hosts import Grid, grid_of
 
 SMALL = 1 << 13  # bytes that every rank rather sends whole to all others
 SCRATCH = 6 << 20  # bytes of others' contributions that a rank collects at once
@@ -50,12 +56,12 @@ _OF_BOOLS = {torch.add: torch.logical_or, torch.mul: torch.logical_and}
 _IN_PLACE = (*_SAME_BITS, *_EXTREMA)  # functions that serve here for every dtype, with `out`
 
 
-def dense_all_reduce(group: Group, tensor: Tensor, op: str) -> Pending:
+def dense_all_reduce(group: Group, tensor: Tensor, op: str, *, flat: bool = False) -> Pending:
     """Start reducing `tensor` (contiguous, CPU) over all ranks, in place.
 
     Every rank gets the same bits. `op` is one of `weft.kernels.OPS`; "avg" is of floating point and
     complex numbers; int16 and float16 work here even where the wire below refuses them. `wait()`
-    returns `[tensor]`.
+    returns `[tensor]`. `flat`: the order of addition is that of the ranks on any hosts.
 
     Ranks begin reductions in the same order, and wait for them in the same order; up to two may
     be under way.
@@ -70,7 +76,11 @@ def dense_all_reduce(group: Group, tensor: Tensor, op: str) -> Pending:
         return _Reduction(tensor)
     if tensor.nbytes <= SMALL and on_host(tensor):
         return _Whole(group, tensor, op).start()
-    return _Parts(group, tensor, op).start()
+    grid = None if flat or not on_host(tensor) else grid_of(group)
+    if grid is None or group.features.lockstep:  # in rounds all ranks take part
+        return _Parts(group, tensor, op, grid).start()
+    across = group.subset(grid.column(group.rank))
+    return _Parts(group.subset(grid.row), tensor, op, across=across).start()
 
 
 def fast_all_reduce(group: Group, tensor: Tensor, op: str) -> Pending:
@@ -81,7 +91,7 @@ def fast_all_reduce(group: Group, tensor: Tensor, op: str) -> Pending:
 
 
 def messages(ranks: int, nbytes: float) -> int:
-    """Messages that a rank sends while so many bytes are reduced."""
+    """Messages that a rank sends while so many bytes are reduced in rank order."""
     if not nbytes:
         return 0
     if nbytes <= SMALL:
@@ -90,7 +100,7 @@ def messages(ranks: int, nbytes: float) -> int:
 
 
 def received_bytes(ranks: int, nbytes: float) -> float:
-    """Bytes that a rank receives while so many are reduced."""
+    """Bytes that a rank receives while so many are reduced in rank order."""
     return nbytes * (ranks - 1) * (1 if nbytes <= SMALL else 2 / ranks)
 
 
@@ -136,9 +146,25 @@ class _Whole(_Reduction):
 class _Parts(_Reduction):
     """Each rank reduces its part and sends it to all, chunk by chunk: `start` it, then `wait`."""
 
-    def __init__(self, group: Group, tensor: Tensor, op: str) -> None:
+    def __init__(
+        self,
+        group: Group,
+        tensor: Tensor,
+        op: str,
+        grid: Grid | None = None,
+        across: Group | None = None,
+    ) -> None:
+        """
+        Args:
+            group: the ranks among which parts are divided.
+            tensor, op: of the reduction.
+            grid: whose rows are reduced first, of these ranks; None: they are one.
+            across: the ranks of other hosts, over which a part is reduced, too; None: nobody.
+        """
         super().__init__(tensor)
         self._group = group
+        self._grid = grid
+        self._across = across
         self._op = op
         self._flat = flattened(tensor)
         grain = max(1, _ALIGN // tensor.element_size())  # elements
@@ -194,8 +220,14 @@ class _Parts(_Reduction):
         self._scatter = self._scatter_chunk(start + self._step)
         group = self._group
         own = self._piece(group.rank, start)
-        parts = dict(zip(group.peers, pending.wait(), strict=True)) | {group.rank: own}
-        reduce([parts[rank] for rank in range(group.size)], self._op, own)
+        told = dict(zip(group.peers, pending.wait(), strict=True)) | {group.rank: own}
+        parts = [told[rank] for rank in range(group.size)]
+        if self._across is None:
+            reduce(parts, self._op, own, self._grid)
+        else:
+            total = partial(parts, self._op, own.dtype)
+            dense_all_reduce(self._across, total, _of_partials(self._op)).wait()
+            complete(total, self._op, self._across.size * group.size, own)
         pending.release()
         return own
 
@@ -222,7 +254,7 @@ def _refuses(op: str, found: Op, dtype: torch.dtype) -> str | None:
     return None
 
 
-def reduce(parts: Sequence[Tensor], op: str, out: Tensor) -> None:
+def reduce(parts: Sequence[Tensor], op: str, out: Tensor, grid: Grid | None = None) -> None:
     """Reduce the contributions of all ranks, which are in memory here.
 
     Large ones are divided among weft's own threads (`kernels.pool`). torch's would spin for work
@@ -233,7 +265,13 @@ def reduce(parts: Sequence[Tensor], op: str, out: Tensor) -> None:
             are not changed.
         op: one of `weft.kernels.OPS`.
         out: contiguous; may be one of the parts.
+        grid: whose rows are reduced first, as where they are hosts that do so themselves.
     """
+    if grid is not None:
+        of_rows = [[parts[rank] for rank in row] for row in grid.rows]
+        totals = [partial(each, op, out.dtype) for each in of_rows]
+        complete(partial(totals, op, totals[0].dtype), op, len(parts), out)
+        return
     dtype = out.dtype
     into = flattened(out).view(_SIGNED.get(dtype, dtype))
     seen = [part.view(into.dtype) for part in parts]
@@ -254,10 +292,38 @@ def reduce(parts: Sequence[Tensor], op: str, out: Tensor) -> None:
     pool.run(reduce_range, pool.ranges(len(into), shares))
 
 
+def partial(parts: Sequence[Tensor], op: str, dtype: torch.dtype) -> Tensor:
+    """What some of the ranks contribute, reduced: neither rounded nor divided, as others follow.
+
+    Args:
+        parts: as for `reduce`.
+        op: of the whole reduction.
+        dtype: of the tensors that are reduced; the result's is wider, if they are narrow.
+    """
+    seen = [part.view(dtype) for part in parts]
+    if _is_narrow(dtype):
+        seen = [part.float() for part in seen]
+    total = torch.empty_like(seen[0])
+    reduce(seen, _of_partials(op), total)
+    return total
+
+
+def complete(total: Tensor, op: str, ranks: int, out: Tensor) -> None:
+    """Write to `out` what partial results of so many ranks in all came to; `total` may change."""
+    if OPS[op].mean:
+        total.div_(ranks)
+    out.copy_(total)
+
+
+def _of_partials(op: str) -> str:
+    """The op by which partial results combine."""
+    return "sum" if OPS[op].mean else op
+
+
 def _reduce_block(blocks: Sequence[Tensor], op: Op, dtype: torch.dtype, into: Tensor) -> None:
     """Reduce two blocks or more, of that dtype or what it is seen as; `into` may be one of them."""
     combine = _combine(op, dtype)
-    is_narrow = dtype.is_floating_point and dtype.itemsize <= 2
+    is_narrow = _is_narrow(dtype)
     if is_narrow or op.function not in _IN_PLACE:
         seen = [block.float() for block in blocks] if is_narrow else blocks
         total = functools.reduce(combine, seen)
@@ -270,6 +336,11 @@ def _reduce_block(blocks: Sequence[Tensor], op: Op, dtype: torch.dtype, into: Te
         combine(into, block, out=into)
     if op.mean:
         into.div_(len(blocks))
+
+
+def _is_narrow(dtype: torch.dtype) -> bool:
+    """Whether numbers of this dtype are accumulated in float32."""
+    return dtype.is_floating_point and dtype.itemsize <= 2
 
 
 def _combine(op: Op, dtype: torch.dtype) -> Callable[..., Tensor]:

@@ -20,7 +20,7 @@ from ..group.group import Group
 from ..group.worker import Work
 from . import run, tables
 from .explanation import Explanation
-from .forms import AnyForm, Form, Member, Place, Reduction
+from .forms import AnyForm, Form, Member, Memory, Place, Reduction
 from .record import started
 from .request import Request
 
@@ -45,8 +45,8 @@ def sparse_all_reduce(
     rows: Form,
     op: Reduction = "sum",
     group: object = None,
+    async_op: Literal[True] = ...,
     *,
-    async_op: Literal[True],
     algorithm: str = "auto",
     wire_dtype: torch.dtype | None = None,
     out: Place = None,
@@ -75,7 +75,7 @@ def sparse_all_reduce(
     *,
     algorithm: str = "auto",
     wire_dtype: torch.dtype | None = None,
-    out: list[Place] | None = None,
+    out: list[Memory] | None = None,
 ) -> list[Member]: ...
 
 
@@ -84,11 +84,11 @@ def sparse_all_reduce(
     rows: list[Member],
     op: Reduction = "sum",
     group: object = None,
+    async_op: Literal[True] = ...,
     *,
-    async_op: Literal[True],
     algorithm: str = "auto",
     wire_dtype: torch.dtype | None = None,
-    out: list[Place] | None = None,
+    out: list[Memory] | None = None,
 ) -> Work[list[Member]]: ...
 
 
@@ -101,7 +101,7 @@ def sparse_all_reduce(
     *,
     algorithm: str = "auto",
     wire_dtype: torch.dtype | None = None,
-    out: list[Place] | None = None,
+    out: list[Memory] | None = None,
 ) -> list[Member] | Work[list[Member]]: ...
 
 
@@ -144,9 +144,9 @@ def sparse_all_reduce(
             copy. After an error its content is undefined.
 
     Returns:
-        Sorted indices, each once, and their sums. A rank's duplicates are added in input order, and
-        ranks in rank order, except by `doubling` and `split` in several stages, which adds
-        stage by stage (docs/algorithms.md).
+        Sorted indices, each once, and their sums. A rank's duplicates are added in input order (a
+        function combines neighbours, and then their results), and ranks in rank order, except by
+        `doubling` and `split` in several stages, which adds stage by stage (docs/algorithms.md).
         Which algorithm runs, and in which stages, follows from sizes and hosts alone: the same
         inputs on the same hosts give the same bits, on every run. Half precision is added in
         float32 and rounded twice: each rank's sum of duplicates, before it is sent, and the result.

@@ -21,9 +21,9 @@ would need more workspace than a call may use, is passed over; the last one alwa
 9. Up to `SEVERAL` ranks: `holders`, which receives no value beyond the bound.
 10. Else `split`; of more than `MANY` ranks first in nearly square blocks of them.
 
-Measured in 30 cases on one host and on 2 to 8 hosts of 100 Mbit/s to 1 Gbit/s, this takes 1.046
-times as long as the best algorithm (geometric mean), at worst 1.38 times: few rows with much
-overlap, between hosts at 100 Mbit/s.
+Measured in 30 cases on one host and on 2 to 8 hosts of 100 Mbit/s to 1 Gbit/s, before line 6 had
+its `gather`, this takes 1.046 times as long as the best algorithm (geometric mean), at worst 1.38
+times: few rows with much overlap, between hosts at 100 Mbit/s.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ NARROW = 8
 
 SLIGHT = 2 << 20
 """Bytes of narrow rows of all ranks: of 4 and 8 hosts at 100 Mbit/s and 1 Gbit/s, below it
-`doubling` took 0.9 to 1.9 times as long as `gather`, and above it `split` 0.8 to 0.95 times."""
+`doubling` took 0.9 to 1.9 times as long as `gather`, and `split` 0.9 to 1.3 times; above it `split`
+took 0.8 to 0.95 times."""
 
 SEVERAL = 32
 """Ranks: of 8, `holders` is the best; of more it was simulated."""

@@ -32,3 +32,6 @@ Reduction = str | dist.ReduceOp | dist.ReduceOp.RedOpType | Callable[[Tensor, Te
 
 Place = Pair | Callable[[int, tuple[int, ...], tuple[torch.dtype, torch.dtype]], Pair] | None
 """An `out`: memory for a result, or a function that allocates it."""
+
+Memory = TypeVar("Memory", bound=Place)
+"""What a list for `out` has: places of one kind, or of several."""

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from .. import kernels
-from ..base.memory import memory_of, typed
+from ..base.memory import memory_of, numbers_of, typed
 from ..call.statement import BODY
 from ..kernels import Survey
 from .rate import GUESS, MOST
@@ -116,7 +116,7 @@ class Header(NamedTuple):
         """This header of one rank, with points instead of rows."""
         begins = shares(indices.numel())
         return self._replace(
-            points=indices.numpy()[begins[:-1]].astype(np.int64),
+            points=numbers_of(indices)[begins[:-1]].astype(np.int64),
             weights=np.diff(begins),
             rows=None,
         )

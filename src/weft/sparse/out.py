@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..base.errors import WeftError
-from ..base.tensors import has_elements, lacking, overlapping
+from ..base.tensors import has_elements, lacking, overlapping, wrong_row_shape
 
 Pair = tuple[Tensor, Tensor]
 """Indices and values of some rows."""
@@ -42,8 +42,9 @@ def checked(
             "function that allocates them"
         )
     whose = "that out returned" if returned else "of out"
+    wrong: str | None
     for tensor, name, dtype in zip(given, ("indices", "values"), dtypes, strict=True):
-        wrong: str | None = f"a {type(tensor).__name__}: pass tensors"
+        wrong = f"a {type(tensor).__name__}: pass tensors"
         if isinstance(tensor, Tensor):
             wrong = unwritable(tensor)  # looked at first: a lazy one has no dtype
             if wrong is None and tensor.dtype != dtype:
@@ -56,6 +57,8 @@ def checked(
             f"the indices {whose} have shape {tuple(indices.shape)} and the values "
             f"{tuple(values.shape)}: both must hold the same number of rows"
         )
+    if wrong := wrong_row_shape(values.shape[1:]):
+        raise WeftError(f"the values {whose} {wrong}")
     if row_shape is not None and values.shape[1:] != row_shape:
         raise WeftError(
             f"the values {whose} have row shape {tuple(values.shape[1:])}, the rows have "

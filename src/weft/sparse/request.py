@@ -20,7 +20,15 @@ from .. import kernels
 from ..base.arguments import as_integer, in_words, printable, shown, wrong_root
 from ..base.devices import is_capturing, on_host
 from ..base.errors import WeftError, meant, summed_up
-from ..base.tensors import has_elements, is_made_of_others, is_transformed, lacking, plain
+from ..base.tensors import (
+    has_elements,
+    is_made_of_others,
+    is_transformed,
+    lacking,
+    plain,
+    serves,
+    wrong_row_shape,
+)
 from ..kernels.ops import ELSEWHERE, HALVES, OPS, Op
 from . import rate, registry
 from .header import POINTS
@@ -37,7 +45,7 @@ WIRE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 """What `wire_dtype` may be beside None."""
 
 _NONE = kernels.Distinct(NOTHING.indices, None, None)
-_NO_OP = object()  # the op of a call that reduces nothing
+_MOVE = object()  # the op of a call that moves
 _HIGHEST = 2**63  # what indices of int64 reach
 _LONGEST = 160  # bytes that the name of a caller's function may have
 
@@ -51,7 +59,9 @@ class Request:
         distinct: their indices sorted, each once, and where the duplicates are.
         survey: what the host knows of indices on an accelerator, if rows are combined.
         lowest, highest: the smallest and the largest index, once found; 0 and -1 without rows.
-        op: the reduction.
+        moves: the call only moves rows: they are neither sorted nor combined, and of any dtype. A
+            rank without rows need not know their dtype and shape.
+        op: the reduction, unless the call moves.
         algorithm: a registered name or "auto".
         dtype: the dtype in which values are sent.
         rounded: the argument `wire_dtype`.
@@ -61,8 +71,7 @@ class Request:
         fields: the fingerprint: values that must be equal on all ranks.
         error: what is wrong with the arguments, or None.
         restore: converts a result to the form of the rows that were given.
-        agreed: the fields that all ranks agreed on; empty before the call is opened.
-        marks: see `Call.marks`.
+        marks: indices of `Call.marks`.
     """
 
     rows: Rows = NOTHING
@@ -70,6 +79,7 @@ class Request:
     survey: kernels.Survey | None = None
     lowest: int = 0
     highest: int = -1
+    moves: bool = False
     op: Op = OPS["sum"]
     algorithm: str = "auto"
     dtype: torch.dtype = NOTHING.values.dtype
@@ -79,27 +89,29 @@ class Request:
     fields: dict[str, object] = field(default_factory=dict)
     error: str | None = None
     restore: Callable[[Rows], Any] = lambda rows: rows
-    agreed: dict[str, str] = field(default_factory=dict)
     marks: Sequence[int] = ()
 
     @classmethod
     def of(
         cls, rows: object, op: object, algorithm: object, wire_dtype: object, out: object
     ) -> Request:
-        """Check the arguments of a call, and sort the indices."""
-        return cls.asked(op, algorithm, wire_dtype).given(rows, out).looked_at(sort=True)
+        """Check the arguments of a call, and sort the indices unless it moves."""
+        request = cls.asked(op, algorithm, wire_dtype).given(rows, out)
+        if on_host(request.rows.indices):  # else `run.begin` looks, in weft's stream
+            request.look()
+        return request
 
     @classmethod
     def to_move(cls, rows: object, out: object, wire_dtype: object) -> Request:
         """Check the arguments of a call that moves rows unsorted and uncombined, of any dtype."""
-        return cls.asked(_NO_OP, "auto", wire_dtype).given(rows, out).looked_at(sort=False)
+        return cls.of(rows, _MOVE, "auto", wire_dtype, out)
 
     @classmethod
     def asked(cls, op: object, algorithm: object, wire_dtype: Any) -> Request:
         """Check the arguments that do not depend on the rows."""
-        request = cls()
+        request = cls(moves=op is _MOVE)
         with request:
-            if op is not _NO_OP:
+            if not request.moves:
                 request.op = operation(op)
                 request.fields["op"] = request.op.name
             request._take_algorithm(algorithm)
@@ -112,12 +124,16 @@ class Request:
 
     def given(self, rows: object, out: object) -> Request:
         """The same call for these rows: check them, all but the values of the indices."""
-        request = Request(op=self.op, algorithm=self.algorithm, rounded=self.rounded)
+        request = Request(
+            moves=self.moves, op=self.op, algorithm=self.algorithm, rounded=self.rounded
+        )
         request.error = self.error
         with request:
-            given, request.restore = unwrapped(rows, combined="op" in self.fields)
+            given, request.restore = unwrapped(rows, combined=not self.moves)
             request.rows = readable(given)
             request.fields = _fields(request.rows) | self.fields
+            if isinstance(rows, Tensor):  # else the height is all there is to know
+                request.fields["sparse shape"] = tuple(rows.shape[: rows.sparse_dim()])
             request._take_dtype(request.rows.values.dtype)
             request._widen()
             if out is not None:
@@ -129,14 +145,10 @@ class Request:
         """Where the rows are."""
         return self.rows.values.device
 
-    def looked_at(self, *, sort: bool) -> Request:
-        """This request, after `sort` or `look`; rows of an accelerator wait for weft's stream."""
-        if not on_host(self.rows.indices):
-            return self
-        return self.sort() if sort else self.look()
-
-    def sort(self) -> Request:
-        """Sort the indices, find duplicates, and check them; once."""
+    def look(self) -> Request:
+        """Check the indices; sort them, and find duplicates, unless the call moves; once."""
+        if self.moves:
+            return self.look_at_ends()
         indices = self.rows.indices
         if self.error is not None:
             return self
@@ -152,7 +164,7 @@ class Request:
                 self._take_ends(int(ascending[0]), int(ascending[-1]))
         return self
 
-    def look(self) -> Request:
+    def look_at_ends(self) -> Request:
         """Check the indices without sorting them."""
         indices = self.rows.indices
         if self.error is None and indices.numel():
@@ -168,12 +180,12 @@ class Request:
         Args:
             rows: their indices need not be valid if there is a survey.
             survey: of the indices, if they are on an accelerator and were surveyed already.
-            marks: see `Call.marks`.
+            marks: indices of `Call.marks`.
         """
         fields = self.fields | _fields(rows)
         made = replace(self, rows=rows, distinct=_NONE, survey=survey, out=None, fields=fields)
         made.marks = marks
-        return made.sort()
+        return made.look()
 
     def __enter__(self) -> None:
         """Begin a block whose errors are put into `error` and not raised."""
@@ -237,7 +249,7 @@ class Request:
 
     def _take_dtype(self, own: torch.dtype) -> None:
         """Check that the op and the `wire_dtype` apply to values of this dtype."""
-        if "op" in self.fields and (reason := self.op.refuses(own)):
+        if not self.moves and (reason := self.op.refuses(own)):
             raise WeftError(reason)
         if error := wrong_wire_dtype(self.rounded, own):
             raise WeftError(error)
@@ -250,9 +262,8 @@ class Request:
         result is rounded when it is handed out.
         """
         own = self.rows.values.dtype
-        is_combined = "op" in self.fields
         is_exact = self.op.builtin and not self.op.rounds
-        if self.rounded is not torch.float32 or own not in HALVES or not is_combined or is_exact:
+        if self.rounded is not torch.float32 or own not in HALVES or self.moves or is_exact:
             return
         self.half = own
         self.dtype = torch.float32
@@ -291,6 +302,7 @@ def unwrapped(given: object, *, combined: bool) -> tuple[Rows, Callable[[Rows], 
                 "(indices, values) or weft.Rows"
             )
         heights = given.shape[: given.sparse_dim()]
+        _check_elements("indices", given._indices())  # which are read here
         rows = Rows.from_coo(given.detach())
 
         def form(rows: Rows) -> Tensor:
@@ -325,8 +337,7 @@ def readable(given: Rows) -> Rows:
     if height is not None and not 0 <= height <= _HIGHEST:
         raise WeftError(f"height is {shown(given.height)}: pass the number of rows, or None")
     for name, tensor in (("indices", indices), ("values", values)):
-        if not has_elements(tensor):
-            raise WeftError(f"the tensor of {name} is {lacking(tensor)}: pass one with data")
+        _check_elements(name, tensor)
     swapped = ""
     if values.dim() == 1 and values.dtype in (torch.int32, torch.int64):
         swapped = ", and the values look like indices: pass (indices, values), in this order"
@@ -339,8 +350,12 @@ def readable(given: Rows) -> Rows:
             f"{indices.numel()} indices come with values of shape {tuple(values.shape)}: "
             "the first dimension must be the number of indices"
         )
+    if wrong := wrong_row_shape(values.shape[1:]):
+        raise WeftError(f"the values {wrong}")
     if indices.is_quantized or values.is_quantized:  # their scale is not in their memory
         raise WeftError("indices or values are quantized: pass them dequantized")
+    if not serves(torch.clone, values.dtype):
+        raise WeftError(f"values are {values.dtype}, which torch does not copy: view another dtype")
     if indices.device != values.device:
         raise WeftError(f"indices are on {indices.device}, values on {values.device}")
     if is_capturing(values.device):
@@ -350,6 +365,11 @@ def readable(given: Rows) -> Rows:
         )
     # the caller may give its tensors other memory while an asynchronous call is under way
     return Rows(indices.detach(), plain(values.detach()), height)
+
+
+def _check_elements(name: str, tensor: Tensor) -> None:
+    if not has_elements(tensor):
+        raise WeftError(f"the tensor of {name} is {lacking(tensor)}: pass one with data")
 
 
 def wrong_wire_dtype(dtype: object, own: torch.dtype | None = None) -> str | None:

@@ -144,7 +144,7 @@ class _ListsOfKnownLength(Lists):
     """Index lists that are sent as they are: all ranks first tell each other the lengths.
 
     So a receive is as long as its message, and the host need not read one on an accelerator. The
-    ranks also tell each other their parts of `call.below`, which add up.
+    ranks also tell each other their parts of `call.marks`, which add up.
     """
 
     are_sent = True
@@ -158,11 +158,11 @@ class _ListsOfKnownLength(Lists):
         return self
 
     def _exchange_lengths(self) -> dict[int, int]:
-        """How many indices each source sends here; sets `call.below`."""
+        """How many indices each source sends here; sets `call.marks.below`."""
         call = self._call
         size = call.group.size
         counts = [self._lists[peer].numel() if peer in self._lists else 0 for peer in range(size)]
-        numbers = struct.Struct(f"<{size + len(call.below)}q")
+        numbers = struct.Struct(f"<{size + len(call.marks.below)}q")
 
         def read(raw: bytes | memoryview) -> tuple[int, ...]:
             found = numbers.unpack(raw)
@@ -170,10 +170,10 @@ class _ListsOfKnownLength(Lists):
                 raise ValueError(f"of {call.header.total} rows they are {found}")
             return found
 
-        message = numbers.pack(*counts, *call.below)
+        message = numbers.pack(*counts, *call.marks.below)
         of_all = call.group.all_gather_bytes(message, read, "lengths of lists")
         below = [numbers_of_rank[size:] for numbers_of_rank in of_all]
-        call.below = [sum(each) for each in zip(*below, strict=True)]
+        call.marks.below = [sum(each) for each in zip(*below, strict=True)]
         return {peer: of_all[peer][call.group.rank] for peer in self._sources}
 
     def wait(self) -> dict[int, Tensor]:
@@ -278,24 +278,26 @@ def in_rank_order(call: Call, under_way: Lists, indices: Tensor) -> list[Tensor]
 def united(
     call: Call, lists: Mapping[int, Tensor], span: tuple[int, int] | None = None
 ) -> kernels.Union:
-    """The union of index lists; sets `call.below`.
+    """The union of index lists; sets `call.marks.below`.
 
     Args:
         call: the call this is for.
         lists: by rank, in rank order.
         span: of the indices that this rank owns, if the lists have others, too. The union's `below`
-            then says where they begin and end, and `call.below` counts only them.
+            then says where they begin and end, and `call.marks` counts only them.
 
     Raises:
         WireError: as `ascending`.
     """
     ends = span or ()
     with ascending(call, lists):
-        union = kernels.union([*lists.values()], (*ends, *call.marks), call.sizes.places - 1)
+        union = kernels.union(
+            [*lists.values()], (*ends, *call.marks.indices), call.sizes.places - 1
+        )
     of_ends = union.below[: len(ends)]
     of_marks = union.below[len(ends) :]
     begin, end = of_ends or (0, union.indices.numel())
-    call.below = [min(max(each, begin), end) - begin for each in of_marks]
+    call.marks.below = [min(max(each, begin), end) - begin for each in of_marks]
     return union._replace(below=of_ends)
 
 

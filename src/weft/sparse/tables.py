@@ -18,7 +18,7 @@ So the host waits once for the list, and once for each group.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate, islice, pairwise
 from typing import Any, NamedTuple
@@ -30,7 +30,7 @@ from torch import Tensor
 
 from .. import kernels
 from ..base.devices import on_host
-from ..base.errors import WeftError
+from ..base.errors import WeftError, summed_up
 from ..base.memory import fresh
 from ..base.tensors import as_bytes, extent, has_elements, shape_in
 from ..call.attempt import confess
@@ -39,13 +39,15 @@ from ..call.opening import is_direct, opened
 from ..call.statement import BODY, Bytes
 from ..group.group import Group
 from . import explanation, run
-from .call import Call
+from .destination import Destination
 from .explanation import Batch, Explanation
 from .header import NO_LIMIT, POINTS
+from .out import Pair
 from .record import note
 from .registry import ALONE, EAGER
 from .request import NOTHING, Request
 from .rows import Rows
+from .trouble import Trouble
 
 NAME = "sparse_all_reduce of a list"
 
@@ -61,7 +63,7 @@ _FIELDS = (
 
 _TABLE = np.dtype(
     [
-        ("what", "S80"),  # dtypes and height, which must be equal on all ranks
+        ("what", "S128"),  # dtypes, height and sparse shape, which must be equal on all ranks
         ("shape", "S128"),  # of a row; empty if this is not known
         ("highest", np.int64),  # index; -1 if there are no rows
         ("room", np.int64),  # rows that fit in the smallest `out`
@@ -73,6 +75,7 @@ _TABLE = np.dtype(
 """What a rank states of a table, or what the statements of some ranks combine to."""
 
 _LONGEST = _TABLE["shape"].itemsize  # characters of a row shape
+_SHOWN = 40  # characters of a sparse shape; of a longer one a digest is compared
 _MOST = BODY // _TABLE.itemsize  # tables in a statement
 
 _INTEGERS = Rows(NOTHING.indices, NOTHING.indices)
@@ -96,7 +99,8 @@ def requests_of(
     requests = []
     for number, table in enumerate(rows or [nothing]):
         request = of_all.given(table, places[number] if number < len(places) else None)
-        request.looked_at(sort=False)
+        if on_host(request.rows.indices):
+            request.look_at_ends()
         if request.error is None and len(str(request.fields["row shape"])) > _LONGEST:
             dims = len(request.rows.row_shape)
             request.error = f"rows of {dims} dimensions are too many for a list: pass it alone"
@@ -163,7 +167,7 @@ def _surveyed(requests: Sequence[Request]) -> str | None:
     for kind, survey in zip(kinds.values(), surveys, strict=True):
         kind[0][0].survey = survey
         for request, _ in kind if survey.lowest < 0 else ():
-            if request.look().highest >= end:
+            if request.look_at_ends().highest >= end:
                 request.error = request.error or _too_large(request.highest)
     return _wrong(requests)
 
@@ -183,7 +187,7 @@ def _shift(requests: Sequence[Request]) -> tuple[int, torch.dtype]:
     return shift, torch.int32 if len(requests) << shift < _SHORT else torch.int64
 
 
-def _shared(places: list[Any]) -> str | None:
+def _shared(places: Sequence[Any]) -> str | None:
     """The error if the buffers of two tables overlap, or None."""
     parts = [
         (*extent(part), number)
@@ -232,17 +236,11 @@ def reduced(group: Group, requests: Sequence[Request], error: str | None) -> lis
         union=sum(len(one.rows) for one in done),
         bound=sum(one.bound for one in done),
     )
-    results = []
-    trouble = None
     for table, request in enumerate(requests):
-        part = parts[table] if table in parts else _nothing(stated[table], request.rows)
-        if request.out is not None:
-            part, raised = _handed_out(group, request, part)
-            trouble = trouble or raised
-        results.append(request.restore(part))
-    if stated["fallible"].any():
-        confess(group, f"the end of {NAME}", trouble)
-    return results
+        if table not in parts:
+            parts[table] = _nothing(stated[table], request.rows)
+    results = _handed_out(group, requests, parts, fallible=bool(stated["fallible"].any()))
+    return [request.restore(each) for request, each in zip(requests, results, strict=True)]
 
 
 def explained(group: Group, requests: Sequence[Request], error: str | None) -> Explanation:
@@ -437,9 +435,18 @@ def _statement(request: Request, rank: int) -> tuple[object, ...]:
     height = "no height" if request.rows.height is None else f"height {request.rows.height}"
     shape = request.fields["row shape"]
     room = NO_LIMIT if request.capacity is None else request.capacity
-    what = f"{values} values{travels}, {index} indices, {height}"
+    what = f"{values} values{travels}, {index} indices, {height}{_sparse_shape(request)}"
     shape = "" if shape is None else str(shape)
     return what, shape, request.highest, room, rank, callable(request.out), False
+
+
+def _sparse_shape(request: Request) -> str:
+    """The sparse dimensions that a table's height is the product of, as a clause; "" for one."""
+    shape = request.fields.get("sparse shape", ())
+    assert isinstance(shape, tuple)
+    if len(shape) < 2:
+        return ""
+    return summed_up(f" of {shape}", _SHOWN, f" of {len(shape)} dimensions")
 
 
 def _read(body: memoryview, nbytes: int, least: NDArray[np.int64] | None = None) -> _Tables:
@@ -482,13 +489,32 @@ def combined_statement(lower: memoryview, upper: memoryview) -> Bytes:
     return _together([_read(each, len(lower)) for each in (lower, upper)]).tobytes()
 
 
-def _handed_out(group: Group, request: Request, part: Rows) -> tuple[Rows, BaseException | None]:
-    """A table's result, copied to the caller's `out`, and what an allocator raised, or None."""
-    dtypes = part.indices.dtype, part.values.dtype
-    shape = tuple(part.row_shape)
-    call = Call(group, request.op, shape, *dtypes, part.height, half=request.half, out=request.out)
-    call.given = part
-    place = call.result(len(part))
-    place.indices.copy_(part.indices)
-    place.values.copy_(part.values)
-    return run.handed_out(place, call), call.trouble.error
+def _handed_out(
+    group: Group, requests: Sequence[Request], parts: Mapping[int, Rows], *, fallible: bool
+) -> list[Rows]:
+    """The tables' results where the caller wants them; collective if `fallible` says so.
+
+    Raises:
+        WeftError: an allocator raised, or two returned the same memory; the same on every rank.
+    """
+    trouble = Trouble()
+    results = dict(parts)  # as they are, where there is no `out`
+    destinations: dict[int, Destination] = {}
+    memory: list[Pair | None] = [None] * len(requests)
+    for table, request in enumerate(requests):
+        if request.out is not None:
+            part = parts[table]
+            made = Destination(request.out, part, part.values.dtype, request.half, trouble)
+            results[table] = made.allocate(len(part))
+            memory[table] = made.callers
+            destinations[table] = made
+    try:
+        if fallible:
+            confess(group, f"the end of {NAME}", trouble.error, _shared(memory))
+    finally:
+        trouble.forget()
+    for table, destination in destinations.items():
+        results[table].indices.copy_(parts[table].indices)
+        results[table].values.copy_(parts[table].values)
+        results[table] = destination.deliver(results[table])
+    return [results[table] for table in range(len(requests))]

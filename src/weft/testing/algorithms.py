@@ -30,7 +30,8 @@ from ..sparse.rows import Rows
 from . import threads
 from .clauses import Outcome, asked_for, raise_if_broken, title_of, tried
 from .oracle import expected
-from .spmd import run
+from .pace import patient
+from .spmd import LIMIT, TIMEOUT
 
 SIZES = (2, 3, 4, 5, 6, 7, 8)
 """Numbers of ranks that clauses run on: a group of one runs no algorithm."""
@@ -43,6 +44,7 @@ _WIDTH = 32  # floats a row where bytes are counted
 _OPENING = 8 << 10  # bytes of a statement without rows
 _LEASED = 416 << 10  # bytes leased for each peer by the opening and the first messages of two lists
 _TOLERANCE = 0.25  # of what `traffic` says: it does not know who shares rows with whom
+_REFUSED = object()  # what a rank returns whose call `applies` refuses
 
 Op = str | Callable[[Tensor, Tensor], Tensor]
 
@@ -71,15 +73,69 @@ class _Trial:
     @functools.cached_property
     def spent(self) -> list[tuple[str, list[_Spent]]]:
         """The cases in which traffic is compared: a name, and what the ranks spent. Run once."""
-        return list(_each(self))
+        cases = []
+        for size, kind in product(self.sizes, ("identical", "half", "disjoint")):
+            if kind == "disjoint" and size > 4:
+                continue  # four places between two rows: no more than four ranks can be disjoint
+            spent = _spent(self, size, kind)
+            if spent:
+                cases.append((f"{kind} rows on {size} ranks", spent))
+        return cases
 
-    def serves(self, group: Group, rows: Any, op: Op = "sum", **options: Any) -> bool:
-        """Whether the algorithm takes such a call; collective."""
-        sizes = explain(rows, op, group=group, **options).sizes
-        return self.algorithm.applies(sizes) is None
+    def run(
+        self,
+        parts: Sequence[Any],
+        program: Callable[[Group, Any], Any],
+        op: Op = "sum",
+        *,
+        groups: Sequence[Group] | None = None,
+        **options: Any,
+    ) -> list[Any]:
+        """What `program(group, part)` returns on each rank; nothing if such a call is refused.
+
+        Args:
+            parts: what the ranks reduce: rows, a pair, or a list of tables each.
+            program: of one rank.
+            op, options: of the call.
+            groups: of the ranks; None: new ones.
+        """
+
+        def on_rank(group: Group) -> Any:
+            part = parts[group.rank]
+            for table in part if isinstance(part, list) else [part]:
+                sizes = explain(table, op, group=group, **options).sizes
+                if self.algorithm.applies(sizes) is not None:
+                    return _REFUSED
+            return program(group, part)
+
+        groups = groups or threads.group(len(parts), TIMEOUT)
+        outcomes = threads.on_groups(groups, on_rank, limit=patient(LIMIT))
+        return [each for each in results(outcomes, "threads") if each is not _REFUSED]
 
     def reduce(self, rows: Any, op: Op = "sum", **options: Any) -> Any:
         return sparse_all_reduce(rows, op, algorithm=self.name, **options)
+
+    def compare(
+        self,
+        case: str,
+        parts: Sequence[Rows],
+        op: Op = "sum",
+        *,
+        bound: Tensor | float = 0.0,
+        groups: Sequence[Group] | None = None,
+        **options: Any,
+    ) -> bool:
+        """Reduce the parts, one a rank, and compare with the oracle; whether it was not refused."""
+
+        def program(group: Group, rows: Rows) -> Any:
+            return self.reduce(rows, op, **options)
+
+        found = self.run(parts, program, op, groups=groups, **options)
+        if found:
+            wanted = expected(parts, op, **options)
+            for rank, result in enumerate(found):
+                _compare(f"{case}, rank {rank} of {len(parts)}", result, wanted, bound)
+        return bool(found)
 
 
 _Body = Callable[[_Trial], None]
@@ -269,34 +325,6 @@ def _is_same(one: Tensor, other: Tensor) -> bool:
     )
 
 
-def _compare_all(
-    trial: _Trial,
-    size: int,
-    case: str,
-    parts: Sequence[Rows],
-    op: Op = "sum",
-    *,
-    bound: Tensor | float = 0.0,
-    **options: Any,
-) -> bool:
-    """Reduce the parts, one a rank, and compare with the oracle; whether the call was served."""
-
-    def program(group: Group) -> Rows | None:
-        rows = parts[group.rank]
-        if not trial.serves(group, rows, op, **options):
-            return None
-        result: Rows = trial.reduce(rows, op, **options)
-        return result
-
-    found = run(size, program)
-    served = found[0] is not None
-    if served:
-        wanted = expected(parts, op, **options)
-        for rank, result in enumerate(found):
-            _compare(f"{case}, rank {rank} of {size}", result, wanted, bound)
-    return served
-
-
 # The clauses -----------------------------------------------------------------------------------
 
 
@@ -306,8 +334,7 @@ def sums(trial: _Trial) -> None:
     served = False
     for size in trial.sizes:
         for kind in _KINDS:
-            parts = [_rows(kind, rank) for rank in range(size)]
-            served |= _compare_all(trial, size, kind, parts)
+            served |= trial.compare(kind, [_rows(kind, rank) for rank in range(size)])
     assert served, "`applies` refuses every call"
 
 
@@ -315,16 +342,14 @@ def sums(trial: _Trial) -> None:
 def bits(trial: _Trial) -> None:
     """real numbers give the same bits on every rank, and in a second call."""
 
-    def program(group: Group) -> list[Rows]:
-        rows = _real(group.rank)
-        if not trial.serves(group, rows):
-            return []
+    def program(group: Group, rows: Rows) -> list[Rows]:
         return [trial.reduce(rows) for _ in range(2)]
 
     for size in trial.sizes:
-        results = run(size, program)
-        for rank, (found, first) in enumerate(product(results, results[0][:1])):
-            for call, each in enumerate(found, 1):
+        found = trial.run([_real(rank) for rank in range(size)], program)
+        for rank, calls in enumerate(found):
+            first = found[0][0]
+            for call, each in enumerate(calls, 1):
                 same = _is_same(each.indices, first.indices) and _is_same(each.values, first.values)
                 assert same, f"call {call} on rank {rank} of {size} has other bits than rank 0 had"
 
@@ -334,23 +359,13 @@ def packed(trial: _Trial) -> None:
     """long index lists arrive, of indices above 2^31, too, and packed, as on slow links."""
     apart = [f"host {rank}" for rank in range(trial.middle)]
     for (rate, where), index in product(_RATES, (torch.int32, torch.int64)):
+        groups = threads.group(trial.middle, TIMEOUT, hosts=apart)
+        for group in groups:
+            set_rate(group, rate)
         parts = [_rows("long", rank, index=index) for rank in range(trial.middle)]
         if index is torch.int64:
             parts = [_far(rows) for rows in parts]
-        wanted = expected(parts)
-
-        def program(group: Group, rate: int = rate, parts: Sequence[Rows] = parts) -> Rows | None:
-            set_rate(group, rate)
-            rows = parts[group.rank]
-            if not trial.serves(group, rows):
-                return None
-            found: Rows = trial.reduce(rows)
-            return found
-
-        groups = threads.group(trial.middle, hosts=apart)
-        for found in results(threads.on_groups(groups, program), "threads"):
-            if found is not None:
-                _compare(f"{index} on {where}", found, wanted)
+        trial.compare(f"{index} on {where}", parts, groups=groups)
 
 
 @_clause
@@ -362,12 +377,12 @@ def dtypes(trial: _Trial) -> None:
             if dtype.is_floating_point:
                 parts = [_real(rank, dtype, _REAL) for rank in range(trial.middle)]
                 bound = _bound(parts, op)
-                _compare_all(trial, trial.middle, case, parts, op, bound=bound)
+                trial.compare(case, parts, op, bound=bound)
             else:
                 parts = [_rows("few", rank, dtype=dtype) for rank in range(trial.middle)]
-                _compare_all(trial, trial.middle, case, parts, op)
+                trial.compare(case, parts, op)
     parts = [_rows("few", rank, index=torch.int32) for rank in range(trial.middle)]
-    _compare_all(trial, trial.middle, "indices of torch.int32", parts)
+    trial.compare("indices of torch.int32", parts)
 
 
 @_clause
@@ -375,7 +390,7 @@ def functions(trial: _Trial) -> None:
     """a function that is not commutative gets its operands in rank order, or is refused."""
     for size in trial.sizes:
         parts = [_rows("duplicates", rank) for rank in range(size)]
-        _compare_all(trial, size, "a function that returns its right operand", parts, _right)
+        trial.compare("a function that returns its right operand", parts, _right)
 
 
 @_clause
@@ -383,34 +398,27 @@ def shapes(trial: _Trial) -> None:
     """every row shape is served, narrow, wide and without elements."""
     for shape in ((), (1,), (2, 3), (0,), (300,)):
         parts = [_rows("few", rank, shape=shape) for rank in range(trial.middle)]
-        _compare_all(trial, trial.middle, f"rows of shape {shape}", parts)
+        trial.compare(f"rows of shape {shape}", parts)
     parts = [_rows("long", rank, shape=(256,)) for rank in range(trial.middle)]
-    _compare_all(trial, trial.middle, "rows that fill many chunks", parts)
+    trial.compare("rows that fill many chunks", parts)
 
 
 @_clause
 def heights(trial: _Trial) -> None:
     """pairs without a height, and lists of tables, give the documented results."""
-    size = trial.middle
-    tables = [[_rows(kind, rank) for kind in ("few", "many")] for rank in range(size)]
+    tables = [[_rows(kind, rank) for kind in ("few", "many")] for rank in range(trial.middle)]
+    pairs = [(many.indices, many.values) for _, many in tables]
+    wanted = [expected(parts) for parts in zip(*tables, strict=True)]
 
-    def program(group: Group) -> tuple[tuple[Tensor, Tensor] | None, list[Rows]]:
-        mine = tables[group.rank]
-        pair = mine[1].indices, mine[1].values
-        found = trial.reduce(pair) if trial.serves(group, pair) else None
-        listed = all(trial.serves(group, each) for each in mine)
-        return found, trial.reduce(mine) if listed else []
+    def program(group: Group, part: Any) -> Any:
+        return trial.reduce(part)
 
-    for pair, listed in run(size, program):
-        wanted = [expected([tables[rank][number] for rank in range(size)]) for number in range(2)]
-        if pair is not None:
-            _compare(
-                "a pair without a height",
-                replace(wanted[1], indices=pair[0], values=pair[1]),
-                wanted[1],
-            )
-        for number, found in enumerate(listed):
-            _compare(f"table {number} of a list", found, wanted[number])
+    for indices, values in trial.run(pairs, program):
+        found = replace(wanted[1], indices=indices, values=values)
+        _compare("a pair without a height", found, wanted[1])
+    for listed in trial.run(tables, program):
+        for number, (found, right) in enumerate(zip(listed, wanted, strict=True)):
+            _compare(f"table {number} of a list", found, right)
 
 
 @_clause
@@ -427,17 +435,14 @@ def rounding(trial: _Trial) -> None:
         parts = [_real(rank, dtype, _REAL) for rank in range(trial.middle)]
         case = f"{op} of {dtype} with wire_dtype={wire_dtype}"
         bound = _bound(parts, op, wire_dtype)
-        _compare_all(trial, trial.middle, case, parts, op, bound=bound, wire_dtype=wire_dtype)
+        trial.compare(case, parts, op, bound=bound, wire_dtype=wire_dtype)
 
 
 @_clause
 def memory(trial: _Trial) -> None:
     """the caller's rows stay as they are, and a result is nobody else's memory."""
 
-    def program(group: Group) -> None:
-        rows = _rows("many", group.rank)
-        if not trial.serves(group, rows):
-            return
+    def program(group: Group, rows: Rows) -> None:
         before = rows.indices.clone(), rows.values.clone()
         first = trial.reduce(rows)
         wanted = first.indices.clone(), first.values.clone()
@@ -453,17 +458,14 @@ def memory(trial: _Trial) -> None:
             assert torch.equal(now, then), f"{name} changed on rank {group.rank}"
 
     for size in trial.sizes:
-        run(size, program)
+        trial.run([_rows("many", rank) for rank in range(size)], program)
 
 
 @_clause
 def outs(trial: _Trial) -> None:
     """the result is where the caller wants it."""
 
-    def program(group: Group) -> None:
-        rows = _rows("many", group.rank)
-        if not trial.serves(group, rows):
-            return
+    def program(group: Group, rows: Rows) -> None:
         made: list[tuple[Tensor, Tensor]] = []
 
         def allocate(count: int, shape: tuple[int, ...], dtypes: Any) -> tuple[Tensor, Tensor]:
@@ -481,7 +483,7 @@ def outs(trial: _Trial) -> None:
             f"rank {group.rank} has its result elsewhere than in the buffers of `out`"
         )
 
-    run(trial.middle, program)
+    trial.run([_rows("many", rank) for rank in range(trial.middle)], program)
 
 
 @_clause
@@ -494,18 +496,17 @@ def errors(trial: _Trial) -> None:
     def refuses(*_: Any) -> Any:
         raise Refused("no memory here")
 
-    def program(group: Group) -> list[str]:
-        rows = _rows("few", group.rank)
-        texts: list[str] = []
-        if not trial.serves(group, rows):
-            return texts
+    def program(group: Group, rows: Rows) -> list[str]:
         negative = Rows(rows.indices - 100, rows.values)
-        texts.append(_text_of(lambda: trial.reduce(negative if group.rank == 1 else rows)))
-        texts.append(_text_of(lambda: trial.reduce(rows, out=refuses if group.rank == 1 else None)))
+        texts = [
+            _text_of(lambda: trial.reduce(negative if group.rank == 1 else rows)),
+            _text_of(lambda: trial.reduce(rows, out=refuses if group.rank == 1 else None)),
+        ]
         trial.reduce(rows)
         return texts
 
-    for texts in zip(*run(trial.middle, program), strict=True):
+    found = trial.run([_rows("few", rank) for rank in range(trial.middle)], program)
+    for texts in zip(*found, strict=True):
         assert len(set(texts)) == 1, f"ranks raised different errors: {sorted(set(texts))}"
         assert "rank 1" in texts[0], f"the error does not name rank 1: {texts[0]}"
 
@@ -523,11 +524,7 @@ def _text_of(call: Callable[[], object]) -> str:
 def aborts(trial: _Trial) -> None:
     """an abort in the middle of the schedule ends the call on every rank, by name."""
 
-    def program(group: Group) -> None:
-        rows = _rows("many", group.rank)
-        if not trial.serves(group, rows):
-            return
-
+    def program(group: Group, rows: Rows) -> None:
         def allocate(count: int, shape: tuple[int, ...], dtypes: Any) -> tuple[Tensor, Tensor]:
             if group.rank == 1:
                 group.abort("tried by check_algorithm")
@@ -541,7 +538,7 @@ def aborts(trial: _Trial) -> None:
             raise AssertionError(f"rank {group.rank} did not notice that rank 1 had given up")
 
     for size in trial.sizes:
-        run(size, program)
+        trial.run([_rows("many", rank) for rank in range(size)], program)
 
 
 class _Spent(NamedTuple):
@@ -565,10 +562,7 @@ class _Spent(NamedTuple):
 def _spent(trial: _Trial, size: int, kind: str) -> list[_Spent]:
     """What each rank spends on a call with evenly spread rows; nothing if it is refused."""
 
-    def program(group: Group) -> _Spent | None:
-        rows = _even(kind, group.rank, size)
-        if not trial.serves(group, rows):
-            return None
+    def program(group: Group, rows: Rows) -> _Spent:
         sizes = explain(rows, algorithm=trial.name).sizes
         pool = group.memory
         pool.peak = pool.lent
@@ -581,17 +575,7 @@ def _spent(trial: _Trial, size: int, kind: str) -> list[_Spent]:
         own = len(rows) * sizes.row
         return _Spent(sizes, len(result), record.messages - (size - 1), nbytes, pool.peak - own)
 
-    return [spent for spent in run(size, program) if spent is not None]
-
-
-def _each(trial: _Trial) -> Iterable[tuple[str, list[_Spent]]]:
-    """The cases in which traffic is compared: a name, and what the ranks spent."""
-    for size, kind in product(trial.sizes, ("identical", "half", "disjoint")):
-        if kind == "disjoint" and size > 4:
-            continue  # four places between two rows: no more than four ranks can be disjoint
-        spent = _spent(trial, size, kind)
-        if spent:
-            yield f"{kind} rows on {size} ranks", spent
+    return trial.run([_even(kind, rank, size) for rank in range(size)], program)
 
 
 @_clause

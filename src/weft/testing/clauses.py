@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..base.errors import WeftError
+from ..wire.interface import Failure, Wire
 
 COMBINE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "sum": torch.add,
@@ -85,20 +86,27 @@ def tried(number: int, title: str, check: Callable[[], str | None]) -> Outcome:
     return Outcome(number, title, error, skipped or "")
 
 
-def stated(body: Callable[..., Any], *args: Any) -> Any:
-    """Run the body of a clause; what it raises says in which line of it, if it has no words."""
+def stated(wire: Wire, body: Callable[[Wire], Any]) -> Any:
+    """Run the body of a clause on a wire, and close that; a rank that raises aborts it before.
+
+    What the body raises says in which line of it, if it has no words.
+    """
     try:
-        return body(*args)
-    except Exception as error:
+        return body(wire)
+    except BaseException as error:
         line = _line_of(body, error)
         if not isinstance(error, AssertionError):
             error.add_note(f"in: {line}")
         elif not error.args:
             error.args = (line,)
+        text = f"rank {wire.rank} raised {type(error).__name__}: {error}"
+        wire.abort(Failure("aborted", wire.rank, text))
         raise
+    finally:
+        wire.close()
 
 
-def _line_of(body: Callable[..., Any], error: Exception) -> str | None:
+def _line_of(body: Callable[..., Any], error: BaseException) -> str | None:
     """The line of the body's module that the error comes from."""
     function = body.func if isinstance(body, functools.partial) else body
     module = sys.modules[function.__module__]

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from ..base.errors import WeftError
 from ..kernels.ops import HALVES, OPS
 from ..sparse.rows import Rows
 
@@ -35,12 +36,17 @@ def expected(
         The rows of the result: sorted indices, each once, and their values, in the dtypes and with
         the height of the first rank's.
 
+    Raises:
+        WeftError: there are no parts.
+
     Example:
         >>> one = Rows(torch.tensor([4, 1, 4]), torch.tensor([1.0, 2.0, 4.0]))
         >>> two = Rows(torch.tensor([4]), torch.tensor([8.0]))
         >>> expected([one, two]).values
         tensor([ 2., 13.])
     """
+    if not parts:
+        raise WeftError("parts is empty: pass the rows of at least one rank")
     dtype = parts[0].values.dtype
     named = OPS[op] if isinstance(op, str) else None
     narrow = dtype if wire_dtype is None or dtype.itemsize <= wire_dtype.itemsize else wire_dtype

@@ -31,7 +31,7 @@ from ..base.errors import Error, WeftError
 from ..bootstrap.local import Rank, end, ends_with_launcher, pump, receive, send
 from ..bootstrap.outcome import Outcome, place, results
 from ..group.group import Group
-from ..group.process_group import connect
+from ..group.joining import connect
 from ..rendezvous import places as rendezvous
 from .pace import ANSWER, START, patient
 from .threads import outcome_on
@@ -114,7 +114,9 @@ def _job(
             "run it on threads, or make them in the body"
         ) from reason
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    where = (body.__module__, file, body.__qualname__, layers)
+    # a member has a main module of its own
+    name = "__weft_main__" if body.__module__ == "__main__" else body.__module__
+    where = (name, file, body.__qualname__, layers)
     return _Job("", 0, key, *where, arguments, environment, list(warnings.filters))
 
 

@@ -20,6 +20,7 @@ from ..sparse.registry import ALGORITHMS
 from ..sparse.request import Request
 from ..sparse.rows import Rows
 from ..sparse.sizes import Sizes
+from ..sparse.stages import in_stages
 from ..sparse.traffic import Traffic
 from ..wire.link import Link
 from . import simulated
@@ -35,7 +36,7 @@ class Simulation:
         opening: of the opening exchange.
         seconds: of what came after it.
         messages, bytes: sent by the average rank, without those of the opening exchange.
-        sizes: of the call.
+        sizes: of the call; of `split` with the blocks in which it summed first.
         union: rows of the result.
         traffic: what the algorithm says of messages and bytes; None: nothing.
     """
@@ -110,6 +111,8 @@ def simulate(
     opened, ended, messages, nbytes, (name, *_), (sizes, *_), (union, *_) = zip(*seen, strict=True)
     if name not in ALGORITHMS:
         raise WeftError(f"no algorithm ran ({name}): simulate more rows or ranks, or name one")
+    if name == "split":
+        sizes = in_stages(sizes)
     opening, traffic = max(opened), ALGORITHMS[name].traffic
     return Simulation(
         name,

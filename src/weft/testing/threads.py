@@ -10,7 +10,9 @@ from contextvars import copy_context
 from typing import Any, Protocol, TypeVar
 
 from ..base import watch
+from ..base.arguments import wrong_timeout
 from ..base.errors import WeftError, WireError
+from ..base.latch import join
 from ..base.memory import Pool
 from ..bootstrap.outcome import Outcome, place
 from ..failure.detector import Detector
@@ -42,7 +44,7 @@ def group(
         lockstep: tensors of the CPU go in such rounds, as they are.
 
     Raises:
-        WeftError: there are no ranks, or not one host for each.
+        WeftError: there are no ranks, not one host for each, or `timeout` is no number of seconds.
 
     Example:
         >>> import torch
@@ -53,6 +55,8 @@ def group(
         >>> sent.wait()
         []
     """
+    if error := wrong_timeout(timeout):
+        raise WeftError(error)
     names = names_of_hosts(hosts or ["threads"] * size, size)
     crew = Crew(thread_wires(size), names, timeout, _more_wires)
     sessions = crew.sessions()
@@ -239,7 +243,7 @@ def on_threads(
         thread.start()
     deadline = None if limit is None else time.monotonic() + limit
     for thread in threads:
-        thread.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
+        join(thread, None if deadline is None else max(0.0, deadline - time.monotonic()))
     late = {number: place(thread) for number, thread in enumerate(threads) if thread.is_alive()}
     if late:
         give_up()

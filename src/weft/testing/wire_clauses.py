@@ -23,7 +23,7 @@ import time
 import traceback
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import FrameType
@@ -62,6 +62,7 @@ _MEDIUM = 90_000  # bytes of a message that is longer than what is sent unasked
 _MOMENT = 0.2  # seconds in which a message that nobody may wait for would have come
 _ABORT = 1.0  # seconds that a wait may take to end after an abort
 _HANDLED = 0.1  # seconds that the handler of a signal may have to wait for its turn
+_NOTICED = 0.5  # seconds until a wait looks for signals that did not end its sleep
 _SIGNALS = 5  # the median of so many delays is looked at
 _AT_ONCE = 0.1  # seconds that the quickest of a few calls may take which returns at once
 _TRIES = 5  # of such a call
@@ -92,11 +93,11 @@ class Clause(NamedTuple):
         body: the program of a rank.
         unless: features of a wire that need not keep it.
         needs: the feature that a wire has if it is for it; empty: it is for all.
-        is_for_processes: it needs ranks that are processes.
+        processes: it needs ranks that are processes.
         dies: ranks that end their processes.
         copies: how many messages of `HUGE` bytes there are at once; with any, it is tried if asked
             for.
-        on_threads: numbers of ranks to run it on as well, where they are threads, which start at
+        threads: numbers of ranks to run it on as well, where they are threads, which start at
             once.
         is_compared: what the processes hold afterwards is compared with what they held before.
     """
@@ -105,10 +106,10 @@ class Clause(NamedTuple):
     body: Body
     unless: tuple[str, ...] = ()
     needs: str = ""
-    is_for_processes: bool = False
+    processes: bool = False
     dies: tuple[int, ...] = ()
     copies: int = 0
-    on_threads: tuple[int, ...] = ()
+    threads: tuple[int, ...] = ()
     is_compared: bool = False
 
     def memory(self) -> int:
@@ -120,33 +121,11 @@ CLAUSES: list[Clause] = []
 """All of them; the first one has number 1."""
 
 
-def _clause(
-    *sizes: int,
-    unless: tuple[str, ...] = (),
-    needs: str = "",
-    processes: bool = False,
-    dies: tuple[int, ...] = (),
-    copies: int = 0,
-    threads: tuple[int, ...] = (),
-    is_compared: bool = False,
-) -> Callable[[Body], Body]:
-    """Register the program of a rank as a clause, whose title is its docstring's first line."""
+def _clause(*sizes: int, **options: Any) -> Callable[[Body], Body]:
+    """Register the program of a rank as a `Clause`, whose title is its docstring's first line."""
 
     def register(body: Body) -> Body:
-        is_for_processes = processes or bool(dies)
-        CLAUSES.append(
-            Clause(
-                sizes,
-                body,
-                unless,
-                needs,
-                is_for_processes,
-                dies,
-                copies,
-                threads,
-                is_compared,
-            )
-        )
+        CLAUSES.append(Clause(sizes, body, **options))
         return body
 
     return register
@@ -239,6 +218,16 @@ def _subsets(size: int, count: int) -> list[list[int]]:
     return [chance.sample(range(size), chance.randint(2, size)) for _ in range(count)]
 
 
+@contextlib.contextmanager
+def _raises(kind: type[Exception], otherwise: str) -> Iterator[None]:
+    """A block that raises such an error; if it does not, `otherwise` says what is wrong."""
+    try:
+        yield
+    except kind:
+        return
+    raise AssertionError(otherwise)
+
+
 def _failure_of(use: Callable[[], object], kind: str, peer: int | None, soon: float) -> Failure:
     """The failure that a use raises soon, which has to be of this kind and about this peer."""
     began = time.monotonic()
@@ -259,11 +248,8 @@ def _failure_of(use: Callable[[], object], kind: str, peer: int | None, soon: fl
 
 def _is_not_over(pending: Pending, seconds: float) -> None:
     """A wait of so many seconds runs out."""
-    try:
+    with _raises(TimeoutError, "a wait for what had not come did not raise TimeoutError"):
         pending.wait(seconds)
-    except TimeoutError:
-        return
-    raise AssertionError("a wait for what had not come did not raise TimeoutError")
 
 
 def _swap_with_all(wire: Wire, length: int, soon: float) -> None:
@@ -278,7 +264,33 @@ class _Handled(Exception):
     """What the handler of a signal raises."""
 
 
-def _delay_of_a_handler(pending: Pending | PendingBytes, soon: float) -> float:
+def _is_handled_soon(wire: Wire, pending: Pending | PendingBytes, soon: float) -> None:
+    """Signals are handled during a wait, and what their handlers raise leaves the wire as it is."""
+    delays = sorted(_delay_of_a_handler(pending, soon) for _ in range(_SIGNALS))
+    median = delays[_SIGNALS // 2]
+    assert median < patient(_HANDLED), f"a handler ran {median:.2f} s after its signal"
+    late = _delay_of_a_handler(pending, soon, alarm=_alarm_taken_by_a_thread)
+    assert late < patient(_NOTICED), f"a handler ran {late:.2f} s after another thread's signal"
+    assert wire.failure() is None, f"a handler that raised left the wire with {wire.failure()}"
+
+
+def _alarm(after: float) -> None:
+    signal.setitimer(signal.ITIMER_REAL, after)
+
+
+def _alarm_taken_by_a_thread(after: float) -> None:
+    """As any thread may take a signal: it ends no sleep of the main thread, which handles it."""
+
+    def take() -> None:
+        time.sleep(after)
+        signal.pthread_kill(threading.get_ident(), signal.SIGALRM)
+
+    threading.Thread(target=take, daemon=True).start()
+
+
+def _delay_of_a_handler(
+    pending: Pending | PendingBytes, soon: float, alarm: Callable[[float], None] = _alarm
+) -> float:
     """Seconds after which a signal is handled that comes during a wait, and ends it."""
     delays: list[float] = []
 
@@ -287,7 +299,7 @@ def _delay_of_a_handler(pending: Pending | PendingBytes, soon: float) -> float:
         raise _Handled
 
     try:
-        _wait_with_a_signal(pending, soon, _MOMENT / 4, handle)
+        _wait_with_a_signal(pending, soon, _MOMENT / 4, handle, alarm)
     except _Handled:
         return delays[0]
     except TimeoutError:
@@ -300,6 +312,7 @@ def _wait_with_a_signal(
     soon: float,
     after: float,
     handle: Callable[[float], None],
+    alarm: Callable[[float], None] = _alarm,
 ) -> None:
     """Wait, and have a signal come after so many seconds of the wait.
 
@@ -314,7 +327,7 @@ def _wait_with_a_signal(
     def send() -> None:
         nonlocal sent
         sent = time.monotonic() + after
-        signal.setitimer(signal.ITIMER_REAL, after)
+        alarm(after)
 
     def on_signal(_: int, frame: FrameType | None) -> None:
         if any(each.f_code is wait.__code__ for each, _ in traceback.walk_stack(frame)):
@@ -836,19 +849,12 @@ def closes(wire: Wire, soon: float) -> None:
         return
     pending = wire.post((), [(1, 8)])
     threading.Timer(_MOMENT, wire.close).start()
-    try:
+    with _raises(WireFailed, "the wait did not end"):
         pending.wait(soon)
-    except WireFailed:
-        pass
-    else:
-        raise AssertionError("the wait did not end")
     wire.close()
     wire.close()
-    try:
+    with _raises(WireFailed, "a closed wire can be used"):
         wire.post([(1, _number(1))]).wait(soon)
-    except WireFailed:
-        return
-    raise AssertionError("a closed wire can be used")
 
 
 @_clause(2, unless=("lockstep",))
@@ -965,7 +971,7 @@ def on_the_host(wire: Wire, soon: float) -> None:
         assert int(got[-1]) == 3
 
 
-@_clause(3, unless=("lockstep",), dies=(1,))
+@_clause(3, unless=("lockstep",), processes=True, dies=(1,))
 def dies(wire: Wire, soon: float) -> None:
     """a wait for a rank whose process was killed ends as lost; the others go on until they wait."""
     if wire.rank == 1:
@@ -984,7 +990,7 @@ def dies(wire: Wire, soon: float) -> None:
         _failure_of(lambda: wire.post((), recvs).wait(soon), "lost", 1, soon)
 
 
-@_clause(3, unless=("lockstep",), dies=(1,))
+@_clause(3, unless=("lockstep",), processes=True, dies=(1,))
 def forks(wire: Wire, soon: float) -> None:
     """a close in a forked child changes nothing, and the parent's death is seen though it lives."""
     pids = wire.post(
@@ -1012,10 +1018,7 @@ def signals(wire: Wire, soon: float) -> None:
         wire.post([(0, _number(7))]).wait(soon)
         return
     pending = wire.post((), [(1, _number())])
-    delays = sorted(_delay_of_a_handler(pending, soon) for _ in range(_SIGNALS))
-    median = delays[_SIGNALS // 2]
-    assert median < patient(_HANDLED), f"a handler ran {median:.2f} s after its signal"
-    assert wire.failure() is None, f"a handler that raised left the wire with {wire.failure()}"
+    _is_handled_soon(wire, pending, soon)
     wire.post([(1, _number())]).wait(soon)
     assert pending.wait(soon)[0].item() == 7
 
@@ -1134,11 +1137,8 @@ def closed_by_a_handler(wire: Wire, soon: float) -> None:
     pending = wire.post([(peer, data)], [(peer, 8)])
     # of the first pair while it sleeps in its wait, of the other in the code of a wait
     wait = _closed_while_it_sleeps if wire.rank == 0 else _closed_in_its_code
-    try:
+    with _raises(WireFailed, "the wait did not end"):
         wait(wire, pending, soon)
-    except WireFailed:
-        return
-    raise AssertionError("the wait did not end")
 
 
 @_clause(2, threads=(8,))
@@ -1235,11 +1235,8 @@ def meets(wire: Wire, soon: float) -> None:
         assert pending.wait(0) == wanted and pending.done() and pending.waiting_for() == []
     assert wire.meet(b"to myself", [wire.rank]).wait(soon) == [b"to myself"]
     for message, others in ((bytes(most + 1), ranks), (b"", [wire.rank] * 2), (b"", [wire.size])):
-        try:
+        with _raises(ValueError, f"{len(message)} bytes to ranks {others} were no ValueError"):
             wire.meet(message, others)
-        except ValueError:
-            continue
-        raise AssertionError(f"{len(message)} bytes to ranks {others} were no ValueError")
     _heard(_meet(wire, 0, ranks), 0, ranks, soon)
     assert wire.failure() is None
 
@@ -1305,12 +1302,9 @@ def meets_late(wire: Wire, soon: float) -> None:
     least = min(taken)
     assert least < patient(_AT_ONCE), f"`meet` took {least:.2f} s"
     for each in (under_way[0], under_way[19]):
-        try:
+        with _raises(TimeoutError, "a meeting went without a rank that did not come"):
             each.wait(_MOMENT)
-        except TimeoutError:
-            assert not each.done() and 2 in each.waiting_for(), f"it awaits {each.waiting_for()}"
-        else:
-            raise AssertionError("a meeting went without a rank that did not come")
+        assert not each.done() and 2 in each.waiting_for(), f"it awaits {each.waiting_for()}"
     assert under_way[0].waiting_for() == [2]
     wire.post([(2, _number())]).wait(soon)
     for number in reversed(range(20)):
@@ -1347,7 +1341,7 @@ def meets_in_a_circle(wire: Wire, soon: float) -> None:
     assert taken < soon, f"it was raised after {taken:.1f} s"
 
 
-@_clause(3, needs="meets", dies=(1,))
+@_clause(3, needs="meets", processes=True, dies=(1,))
 @_of_meetings
 def meets_the_dead(wire: Wire, soon: float) -> None:
     """what a rank told before it was killed comes; a meeting that lacks it fails as lost."""
@@ -1400,10 +1394,7 @@ def meets_with_signals(wire: Wire, soon: float) -> None:
         _heard(_meet(wire, 0, ranks), 0, ranks, soon)
         return
     pending = _meet(wire, 0, ranks)
-    delays = sorted(_delay_of_a_handler(pending, soon) for _ in range(_SIGNALS))
-    median = delays[_SIGNALS // 2]
-    assert median < patient(_HANDLED), f"a handler ran {median:.2f} s after its signal"
-    assert wire.failure() is None, f"a handler that raised left the wire with {wire.failure()}"
+    _is_handled_soon(wire, pending, soon)
     wire.post([(1, _number())]).wait(soon)
     _heard(pending, 0, ranks, soon)
 
@@ -1432,8 +1423,5 @@ def meets_no_more(wire: Wire, soon: float) -> None:
     assert pending.done()
     _heard(early, 0, ranks, soon)
     for use in (pending.wait, functools.partial(_tell, wire, b"", ranks)):
-        try:
+        with _raises(WireFailed, "a wire that has failed, or is closed, lets ranks meet"):
             use()
-        except WireFailed:
-            continue
-        raise AssertionError("a wire that has failed, or is closed, lets ranks meet")

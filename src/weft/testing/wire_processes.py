@@ -29,7 +29,7 @@ from ..bootstrap.local import Rank, end, folder_of, pump, receive, send
 from ..bootstrap.outcome import Outcome, place, results
 from ..rendezvous import places as rendezvous
 from ..wire.factory import Factory, Start, make_wire
-from ..wire.interface import Failure, Wire
+from ..wire.interface import Wire
 from ..wire.registry import wire_named
 from .clauses import stated
 from .held import Held
@@ -281,14 +281,7 @@ def _run(
     start = Start(number, size, device, timeout, host, exchange, Pool(), store=store)
     before = Held.now()
     wire = make_wire(name, factory, start)
-    try:
-        result = stated(body, wire)
-    except BaseException as error:
-        text = f"rank {number} raised {type(error).__name__}: {error}"
-        wire.abort(Failure("aborted", number, text))
-        raise
-    finally:
-        wire.close()
+    result = stated(wire, body)
     if is_compared:
         before.is_all_soon()
     return result

@@ -21,7 +21,7 @@ from ..base.memory import Pool
 from ..bootstrap.outcome import Outcome as Rank
 from ..bootstrap.outcome import results
 from ..wire.factory import Factory, Start, make_wire
-from ..wire.interface import Failure, Features, Wire
+from ..wire.interface import Features, Wire
 from ..wire.registry import wire_named
 from .clauses import Outcome, asked_for, raise_if_broken, stated, title_of, tried
 from .held import Held
@@ -138,7 +138,7 @@ def _outcome(
             options["is_compared"] = True
         sizes = clause.sizes
         if not getattr(run, "are_processes", False):
-            sizes += clause.on_threads
+            sizes += clause.threads
         reasons: list[str | None] = []
         for size in sizes:
             reasons += run(size, body, **options)
@@ -154,7 +154,7 @@ def _why_not(clause: Clause, run: Run, features: Features, thorough: bool) -> st
             return f"the wire is {name}" if name != "streams" else "the wire has streams"
     if clause.needs and not getattr(features, clause.needs):
         return f"its features have no {clause.needs}"
-    if clause.is_for_processes and not getattr(run, "are_processes", False):
+    if clause.processes and not getattr(run, "are_processes", False):
         return "it needs ranks that are processes"
     if clause.is_compared and not getattr(run, "compares", False):
         return "it needs ranks that are compared before and after"
@@ -200,23 +200,12 @@ class ThreadRanks:
         wires = self._make(size)
 
         def program(wire: Wire) -> Rank:
-            return Rank.of(wire.rank, stated_on, wire, body)
+            return Rank.of(wire.rank, stated, wire, body)
 
         found = results(on_threads(wires, program, patient(self._limit)), "threads")
         if is_compared:
             before.is_all_soon()
         return found
-
-
-def stated_on(wire: Wire, body: Callable[[Wire], Any]) -> Any:
-    """Run the body of a clause on a wire, which is then closed; who raises aborts it before."""
-    try:
-        return stated(body, wire)
-    except BaseException:
-        wire.abort(Failure("aborted", wire.rank, f"rank {wire.rank} gave up"))
-        raise
-    finally:
-        wire.close()
 
 
 def make_wires(wire: str | Factory, size: int, *, timeout: float = 60.0) -> list[Wire]:

@@ -11,7 +11,6 @@ rank does first, and after a failure nothing is written to memory of others.
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import queue
 import socket
@@ -26,6 +25,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from ..base.latch import NAP, deadline_of
 from ..base.memory import fault_of, fresh, memory_of
 from .interface import Failure, Features, Recv, Send, WireFailed
 
@@ -306,7 +306,7 @@ class FramedWire:
             TimeoutError: they are not within so many seconds.
             WireFailed: the wire has failed, or one of them will not come.
         """
-        until = math.inf if timeout is None else time.monotonic() + timeout
+        until = deadline_of(timeout)
         with self.lock:
             for peer, message in messages:
                 while not message.done:
@@ -319,7 +319,7 @@ class FramedWire:
                     if seconds <= 0:
                         raise TimeoutError("the messages of a post are not complete")
                     # a thread of a peer notifies at each message, and at its end; so does `abort`
-                    self.changed.wait(None if timeout is None else seconds)
+                    self.changed.wait(min(seconds, NAP))
 
     def is_over(self, messages: Sequence[_Message]) -> bool:
         """Whether to wait for these would return or raise at once."""

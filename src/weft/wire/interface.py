@@ -118,7 +118,8 @@ class Pending(Protocol):
     def wait(self, timeout: float | None = None) -> list[Tensor]:
         """Wait on the host until all messages are complete.
 
-        Handlers of signals run within 0.1 s; what one raises leaves here, and changes nothing.
+        Handlers of signals run within 0.1 s, and within 0.5 s where another thread has taken the
+        signal, which then ends no sleep; what one raises leaves here, and changes nothing.
 
         Args:
             timeout: seconds; None: no limit.

@@ -50,6 +50,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..base.latch import wait_for
 from ..base.memory import bytes_of
 from .interface import Failure, Features, Recv, Send, WireFailed
 
@@ -620,10 +621,12 @@ class _Awaited:
 
     def wait(self, timeout: float | None) -> bool:
         operations = self._operations
+
+        def is_over() -> bool:
+            return self._is_through or operations.failure is not None
+
         with operations.lock:
-            return operations.changed.wait_for(
-                lambda: self._is_through or operations.failure is not None, timeout
-            )
+            return wait_for(operations.changed, is_over, timeout)
 
     def wait_stream(self) -> None:
         self.wait(None)

@@ -36,7 +36,6 @@ import hashlib
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Literal
 
 import numpy as np
@@ -47,7 +46,7 @@ from torch import Tensor
 import weft
 
 from ..counted import Counted
-from .real import TRACES
+from .real import TRACES, draws, zipf
 
 Distribution = Literal["uniform", "zipf", "identical"]
 Dtype = Literal[
@@ -224,9 +223,7 @@ def indices(case: Case, rank: int, seed: int) -> Tensor:
         shared = _stream(case, seed, _EVERYBODY, "indices")
         drawn = TRACES[case.distribution].draw(case.rows, rank, shared, stream)
     elif case.distribution == "zipf":
-        places = _zipf(case.height).searchsorted(stream.random(case.rows), side="right")
-        # rounding may leave the last sum below a draw
-        drawn = np.minimum(places, case.height - 1).astype(np.int64)
+        drawn = draws(zipf(case.height, 1.0), case.rows, stream)
         if case.ids == "shuffled":
             drawn = _stream(case, seed, _EVERYBODY, "ids").permutation(case.height)[drawn]
     else:
@@ -247,14 +244,6 @@ def values(case: Case, rank: int, seed: int) -> Tensor:
 def _stream(case: Case, seed: int, rank: int, part: str) -> np.random.Generator:
     label = zlib.crc32(f"{case.name}/{part}".encode())
     return np.random.default_rng([seed, label, rank])
-
-
-@lru_cache(maxsize=2)
-def _zipf(height: int) -> npt.NDArray[np.float64]:
-    """Distribution function of Zipf(1.0) over 1, 2, ..., height."""
-    sums = np.cumsum(1.0 / np.arange(1, height + 1))
-    sums /= sums[-1]
-    return sums
 
 
 _REDUCE: dict[str, np.ufunc] = {

@@ -38,15 +38,15 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from statistics import fmean
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
-import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 import weft
 from weft import Group
+from weft.base.cores import cores_of_process
 from weft.schedules.hosts import Hosts, hosts_of
 
 from ..wording import mib, versions
@@ -69,6 +69,23 @@ Result = Table | list[Table]
 
 
 @dataclass(slots=True)
+class Timed:
+    """What a rank tells the others of its calls to a contender.
+
+    Attributes:
+        seconds: of each iteration.
+        busy: seconds of a core that this rank's threads were busy in each.
+        record: what weft noted of the last call; None for a peer.
+        changed: the last result is not the first.
+    """
+
+    seconds: list[float] = field(default_factory=list)
+    busy: list[float] = field(default_factory=list)
+    record: Any = None
+    changed: bool = False
+
+
+@dataclass(slots=True)
 class Contender:
     """One way to do the job, and how it fared on this rank.
 
@@ -78,10 +95,7 @@ class Contender:
         call: does it.
         status: "ok", "refused" or "wrong", and why; the same on every rank.
         digest: of the first result.
-        changed: the last result is not the first.
-        seconds: of each iteration.
-        busy: seconds of a core that this rank's threads were busy in each.
-        record: what weft noted of the last call; None for a peer.
+        timed: its calls.
     """
 
     name: str
@@ -89,10 +103,7 @@ class Contender:
     call: Callable[[Any], Result]
     status: Status = _OK
     digest: str = ""
-    changed: bool = False
-    seconds: list[float] = field(default_factory=list)
-    busy: list[float] = field(default_factory=list)
-    record: Any = None
+    timed: Timed = field(default_factory=Timed)
 
     @property
     def own(self) -> bool:
@@ -294,15 +305,6 @@ def run(job: Job, emit: Callable[[Found], None]) -> bool:
         return all(right)
 
 
-class _Timed(NamedTuple):
-    """What a rank tells the others of a contender: see there."""
-
-    seconds: list[float]
-    busy: list[float]
-    record: Any
-    changed: bool
-
-
 def _effort(case: Case) -> float:
     """How long a case takes beside others, about: bytes of a rank, and what any call takes."""
     return case.rows * (case.row_bytes + 64) + 1e6
@@ -345,7 +347,7 @@ def _measure(
 
     starters = [one for one in contenders if one.status == _OK]
     _time(starters, job, group.on(torch.device("cpu")), doing)
-    mine = {one.name: _Timed(one.seconds, one.busy, one.record, one.changed) for one in starters}
+    mine = {one.name: one.timed for one in starters}
     everybody = [mine] * ranks
     dist.all_gather_object(everybody, mine)
     rows = []
@@ -423,11 +425,11 @@ def _time(starters: list[Contender], job: Job, group: Group, doing: Callable[[st
                 took = time.perf_counter() - begin
                 busy = time.process_time() - before
                 if turn >= 0:
-                    one.seconds.append(took)
-                    one.busy.append(busy)
+                    one.timed.seconds.append(took)
+                    one.timed.busy.append(busy)
                 if turn == job.iters - 1:
-                    one.record = weft.sparse.last_call() if one.own else None
-                    one.changed = job.checked and digest(parts(result)) != one.digest
+                    one.timed.record = weft.sparse.last_call() if one.own else None
+                    one.timed.changed = job.checked and digest(parts(result)) != one.digest
                 del result, given  # its pages go back before the next one's clock runs
     finally:
         gc.enable()
@@ -440,7 +442,7 @@ def _head(job: Job, hosts: Hosts) -> dict[str, Any]:
         "hosts": len(hosts.ranks),
         "wire": weft.config()["wire"],
         "threads": torch.get_num_threads(),
-        "cores": len(psutil.Process().cpu_affinity()) if psutil.LINUX else psutil.cpu_count(),
+        "cores": cores_of_process(),
     }
     told = ("iters", "warmup", "checked", "seed", "link", "unprivileged")
     return versions() | here | {name: getattr(job, name) for name in told}

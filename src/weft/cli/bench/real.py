@@ -60,42 +60,44 @@ CRITEO = (
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A package that ships data.
+    """A file of data that a package ships.
 
     Attributes:
         package: its name in the registry.
         install: the command that brings it.
+        file: its path beside the package.
     """
 
     package: str
     install: str
+    file: str
 
-    def missing(self, file: str) -> str | None:
-        """Why a file of the package cannot be read, and the remedy; None if it can."""
+    def missing(self) -> str | None:
+        """Why the file cannot be read, and the remedy; None if it can."""
         try:
-            found = self._path(file)
+            found = self._path()
         except metadata.PackageNotFoundError:
             return f"its data are in the package {self.package}: {self.install}"
         if not found.is_file():
             release = f"{self.package} {metadata.version(self.package)}"
-            return f"its data are not in {release}, which has no {file}: {self.install}"
+            return f"its data are not in {release}, which has no {self.file}: {self.install}"
         return None
 
-    def read(self, file: str) -> str:
-        """The text of a file of the package.
+    def read(self) -> str:
+        """The text of the file.
 
         Raises:
             weft.WeftError: it is not there.
         """
-        if (why := self.missing(file)) is not None:
+        if (why := self.missing()) is not None:
             raise weft.WeftError(why)
-        path = self._path(file)
+        path = self._path()
         if not isinstance(path, zipfile.Path):
             return path.read_text(encoding="utf-8")
         # the wheel is open already, also in the process that ranks are forked from: they would
         # share a place in it, so each opens it again
         with zipfile.ZipFile(str(path.root.filename)) as wheel:
-            return wheel.read(file).decode("utf-8")
+            return wheel.read(self.file).decode("utf-8")
 
     def check(self, what: str, found: int, expected: int) -> None:
         """Refuse data that are not those for which the height of the case is right.
@@ -107,16 +109,16 @@ class Source:
             release = f"{self.package} {metadata.version(self.package)}"
             raise weft.WeftError(f"{release} has {found} {what}, not {expected}: {self.install}")
 
-    def _path(self, file: str) -> Traversable:
+    def _path(self) -> Traversable:
         # a path, or within a wheel a zipfile.Path: both have what Traversable has
-        return cast(Traversable, metadata.distribution(self.package).locate_file(file))
+        return cast(Traversable, metadata.distribution(self.package).locate_file(self.file))
 
 
-_WORDSEGMENT = Source("wordsegment", "pip install wordsegment")
-_RECBOLE = Source("recbole", "pip install --no-deps recbole==1.2.1")
-_WORDS_FILE = "wordsegment/unigrams.txt"
-_RATINGS_FILE = "recbole/dataset_example/ml-100k/ml-100k.inter"
-_TRIPLES_FILE = "recbole/dataset_example/ml-100k/ml-100k.kg"
+_RECBOLE = "pip install --no-deps recbole==1.2.1"
+_EXAMPLE = "recbole/dataset_example/ml-100k/ml-100k"
+_COUNTS = Source("wordsegment", "pip install wordsegment", "wordsegment/unigrams.txt")
+_RATED = Source("recbole", _RECBOLE, f"{_EXAMPLE}.inter")
+_TRIPLES = Source("recbole", _RECBOLE, f"{_EXAMPLE}.kg")
 _WORDS, _FILMS, _ENTITIES = 333_213, 1_682, 34_628
 
 
@@ -128,21 +130,20 @@ class Trace:
         heights: of its tables, most often of one.
         draw: given the number of indices, the rank, a stream that all ranks share, and the rank's
             own, the indices `[rows]`; those of a table begin where the table before it ends.
-        source, file: what the data are read from; None, "": from nothing.
+        source: what the data are read from; None: from nothing.
     """
 
     heights: tuple[int, ...]
     draw: Callable[[int, int, Random, Random], Longs]
     source: Source | None = None
-    file: str = ""
 
     def missing(self) -> str | None:
         """Why the data are not there, and the remedy; None if they are."""
-        return None if self.source is None else self.source.missing(self.file)
+        return None if self.source is None else self.source.missing()
 
 
 def _text(rows: int, rank: int, shared: Random, own: Random) -> Longs:
-    tokens = _draws(_words(), rows, own)
+    tokens = draws(_words(), rows, own)
     place = np.arange(rows)
     distance = 1 + (own.random(rows) * np.minimum(place, RECENT)).astype(np.int64)
     is_again = own.random(rows) < AGAIN
@@ -182,22 +183,22 @@ def _tables(rows: int, rank: int, shared: Random, own: Random) -> Longs:
     clicks = -(-rows // len(CRITEO))
     starts = np.cumsum([0, *CRITEO[:-1]])
     columns = [
-        start + _draws(_zipf(height), clicks, own)
+        start + draws(zipf(height, EXPONENT), clicks, own)
         for start, height in zip(starts, CRITEO, strict=True)
     ]
     return np.stack(columns, axis=1).ravel()[:rows]
 
 
 TRACES: dict[str, Trace] = {
-    "text": Trace((_WORDS,), _text, _WORDSEGMENT, _WORDS_FILE),
-    "ratings": Trace((_FILMS,), _ratings, _RECBOLE, _RATINGS_FILE),
-    "graph": Trace((_ENTITIES,), _graph, _RECBOLE, _TRIPLES_FILE),
+    "text": Trace((_WORDS,), _text, _COUNTS),
+    "ratings": Trace((_FILMS,), _ratings, _RATED),
+    "graph": Trace((_ENTITIES,), _graph, _TRIPLES),
     "tables": Trace(CRITEO, _tables),
 }
 """The kinds of work by name."""
 
 
-def _draws(sums: Floats, count: int, stream: Random) -> Longs:
+def draws(sums: Floats, count: int, stream: Random) -> Longs:
     """So many draws from the distribution function of 0, 1, ..."""
     # rounding may leave the last sum below a draw
     places = np.minimum(sums.searchsorted(stream.random(count), side="right"), len(sums) - 1)
@@ -205,9 +206,9 @@ def _draws(sums: Floats, count: int, stream: Random) -> Longs:
 
 
 @lru_cache(maxsize=len(CRITEO))
-def _zipf(height: int) -> Floats:
+def zipf(height: int, exponent: float) -> Floats:
     """Distribution function of Zipf over 1, 2, ..., height."""
-    sums = np.cumsum(np.arange(1.0, height + 1) ** -EXPONENT)
+    sums = np.cumsum(np.arange(1.0, height + 1) ** -exponent)
     sums /= sums[-1]
     return sums
 
@@ -215,9 +216,9 @@ def _zipf(height: int) -> Floats:
 @lru_cache(maxsize=1)
 def _words() -> Floats:
     """Distribution function of the words, the most frequent first."""
-    fields = _WORDSEGMENT.read(_WORDS_FILE).split()  # word, count, word, count, ...
+    fields = _COUNTS.read().split()  # word, count, word, count, ...
     counts = np.array(fields[1::2], np.float64)
-    _WORDSEGMENT.check("words", len(counts), _WORDS)
+    _COUNTS.check("words", len(counts), _WORDS)
     sums = np.cumsum(-np.sort(-counts))
     sums /= sums[-1]
     return sums
@@ -226,21 +227,21 @@ def _words() -> Floats:
 @lru_cache(maxsize=1)
 def _films() -> Longs:
     """The film of each rating, in the order of time."""
-    lines = _RECBOLE.read(_RATINGS_FILE).splitlines()[1:]  # below user, item, rating, timestamp
+    lines = _RATED.read().splitlines()[1:]  # below user, item, rating, timestamp
     table = np.array([line.split("\t") for line in lines], np.float64)
     films = table[:, 1].astype(np.int64) - 1
-    _RECBOLE.check("films", int(films.max()) + 1, _FILMS)
+    _RATED.check("films", int(films.max()) + 1, _FILMS)
     return films[np.argsort(table[:, 3], kind="stable")]
 
 
 @lru_cache(maxsize=1)
 def _links() -> tuple[Longs, Longs]:
     """Entities and their neighbours, of which each entity itself is one: two arrays `[links]`."""
-    lines = _RECBOLE.read(_TRIPLES_FILE).splitlines()[1:]  # below head, relation, tail
+    lines = _TRIPLES.read().splitlines()[1:]  # below head, relation, tail
     triples = [line.split("\t") for line in lines]
     names = np.array([head for head, _, _ in triples] + [tail for _, _, tail in triples])
     found, numbers = np.unique(names, return_inverse=True)
-    _RECBOLE.check("entities", len(found), _ENTITIES)
+    _TRIPLES.check("entities", len(found), _ENTITIES)
     heads, tails = np.split(numbers.astype(np.int64), 2)
     itself = np.arange(len(found))
     return np.concatenate([heads, tails, itself]), np.concatenate([tails, heads, itself])

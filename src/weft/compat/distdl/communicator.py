@@ -15,7 +15,7 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -24,14 +24,21 @@ from torch import Tensor
 
 import weft
 from weft import Partition, WeftError, nn
+from weft.base.arguments import in_words, shown
+from weft.base.tensors import leads_twice, mark_overwritten
 from weft.bootstrap import TIMEOUT, connect_store, host_store, join
 
-from ..arguments import default, group_of
+from ..arguments import default, group_of, integer
 
 PROC_NULL = -1
 """The rank of a process that is not in a partition, and of a neighbour beyond an edge of a grid."""
 
+T = TypeVar("T")
+
 Op = Callable[[Any, Any], Any]
+
+Terms = dict[str, Any]
+"""What all workers must pass alike to a call, by name."""
 
 _OF_OBJECTS: dict[Op, Op] = {
     np.add: operator.add,
@@ -46,14 +53,16 @@ _OF_OBJECTS: dict[Op, Op] = {
 class Communicator:
     """The workers of a partition, with methods of MPI's communicators.
 
-    A buffer is a NumPy array, a tensor on the CPU, or a list whose first element is one, such as
-    `[array, MPI.DOUBLE]`. A wait lasts at most the group's timeout.
+    A buffer is a NumPy array of numbers, a tensor on the CPU, another object with Python's buffer
+    protocol, or a list whose first element is one, such as `[array, MPI.DOUBLE]`. A wait lasts at
+    most the group's timeout.
 
-    `Barrier`, `Split`, `Allreduce`, `Iallreduce`, `Reduce`, `Bcast`, `gathered` and `reduced` are
-    collective among the workers. They raise WeftError if the workers' arrays do not fit together,
-    and WireError if a peer or a link failed. So are the methods in lower case: `gather`,
-    `allgather`, `bcast` and `allreduce` take any object that can be pickled, and raise WeftError on
-    all workers if one's cannot.
+    `Barrier`, `Split`, `Allreduce`, `Iallreduce`, `Reduce`, `Bcast` and `exchange` are collective
+    among the workers, and so are the methods in lower case: `gather`, `allgather`, `bcast` and
+    `allreduce` take any object that can be pickled. `Send` and `Recv` are between two workers. If
+    an argument is wrong on one worker, or those of the workers do not fit together, all of them
+    raise WeftError with the same text, which names the rank; no buffer was written, and the next
+    call works. They raise WireError if a peer or a link failed.
 
     Attributes:
         line: the workers, in order, as a 1-D `weft.Partition`; None: all ranks of the default
@@ -102,7 +111,7 @@ class Communicator:
 
     def Split(self, color: int = 0, key: int = 0) -> Communicator:
         """The communicator of the workers that pass the same color, sorted by key, then by rank."""
-        told = self.gathered(np.array([color, key], np.int64)).tolist()
+        told = self.exchange("Split", lambda: ({}, (_whole("color", color), _whole("key", key))))
         chosen = [(at, place) for place, (each, at) in enumerate(told) if each == color]
         return Communicator(self._line.subset([place for _, place in sorted(chosen)]))
 
@@ -121,11 +130,17 @@ class Communicator:
         """Reduce arrays over the workers, in rank order, into a buffer on every worker.
 
         Args:
-            sendbuf, recvbuf: of the same number of elements; `sendbuf` has the same shape and dtype
-                on all workers. `MPI.IN_PLACE` as `sendbuf`: what `recvbuf` holds.
-            op: of `MPI` or mpi4py, or a function of two numbers.
+            sendbuf, recvbuf: of the same dtype and number of elements; `sendbuf` has the same shape
+                and dtype on all workers. `MPI.IN_PLACE` as `sendbuf`: what `recvbuf` holds.
+            op: of `MPI` or mpi4py, or a function of two numbers; the same on all workers.
         """
-        _fill(recvbuf, self.reduced(_sent(sendbuf, recvbuf), op))
+
+        def passed() -> tuple[Terms, NDArray[Any]]:
+            array = _sent(sendbuf, recvbuf)
+            _check_place(recvbuf, array)
+            return {"op": _name_of(op), **terms_of(array)}, array
+
+        _fill(recvbuf, reduced(self.exchange("Allreduce", passed), op))
 
     def Iallreduce(self, sendbuf: Any, recvbuf: Any, op: Op = np.add) -> Request:
         """The same, with a request for the result. It is complete when this returns.
@@ -137,21 +152,39 @@ class Communicator:
 
     def Reduce(self, sendbuf: Any, recvbuf: Any, op: Op = np.add, root: int = 0) -> None:
         """The same, but only the root's `recvbuf` is filled; the others' may be None."""
-        found = self.reduced(_sent(sendbuf, recvbuf), op)
+
+        def passed() -> tuple[Terms, NDArray[Any]]:
+            array = _sent(sendbuf, recvbuf)
+            chosen = self._worker("root", root)
+            if self.rank == chosen:
+                _check_place(recvbuf, array)
+            return {"root": chosen, "op": _name_of(op), **terms_of(array)}, array
+
+        arrays = self.exchange("Reduce", passed)
         if self.rank == root:
-            _fill(recvbuf, found)
+            _fill(recvbuf, reduced(arrays, op))
 
     def Bcast(self, buf: Any, root: int = 0) -> None:
-        """Fill all workers' buffers with the content of the root's."""
-        _fill(buf, self._moved(buf, root, range(self.size)))
+        """Fill all workers' buffers with the content of the root's, of the same dtype and size."""
+
+        def passed() -> tuple[Terms, NDArray[Any]]:
+            chosen = self._worker("root", root)
+            return self._part(buf, chosen, {"root": chosen})
+
+        found = self.exchange("Bcast", passed)[root]
+        if self.rank != root:
+            _fill(buf, found)
 
     def Send(self, buf: Any, dest: int, tag: int = 0) -> None:
         """Send an array to one worker, which must call `Recv`. Tags have no effect."""
-        self._moved(buf, self.rank, [dest])
+        self._to_one(buf, self.rank, dest)
 
     def Recv(self, buf: Any, source: int, tag: int = 0) -> None:
-        """Fill a buffer with the array that one worker sends. Tags have no effect."""
-        _fill(buf, self._moved(buf, source, [self.rank]))
+        """Fill a buffer with the array that one worker sends, of the same dtype and size.
+
+        Tags have no effect.
+        """
+        self._to_one(buf, source, self.rank)
 
     def gather(self, sendobj: Any, root: int = 0) -> list[Any] | None:
         """The objects of all workers, in rank order, on the root; None on the others.
@@ -159,7 +192,7 @@ class Communicator:
         Raises:
             WeftError: the workers name different roots, or there is no such worker.
         """
-        found = self._rooted(sendobj, root)
+        found = self.exchange("gather", lambda: ({"root": self._worker("root", root)}, sendobj))
         return found if self.rank == root else None
 
     def allgather(self, sendobj: Any) -> list[Any]:
@@ -170,7 +203,7 @@ class Communicator:
             >>> run(2, lambda group: MPI.COMM_WORLD.allgather("ab"[group.rank]))
             [['a', 'b'], ['a', 'b']]
         """
-        return _unpacked(nn.AllGather(self._line, 0)(_packed(sendobj)), self._line)
+        return self.exchange("allgather", lambda: ({}, sendobj))
 
     def bcast(self, obj: Any, root: int = 0) -> Any:
         """The root's object; those of the others are not read.
@@ -178,7 +211,12 @@ class Communicator:
         Raises:
             WeftError: the workers name different roots, or there is no such worker.
         """
-        return self._rooted(obj if self.rank == root else None, root)[root]
+
+        def passed() -> tuple[Terms, Any]:
+            chosen = self._worker("root", root)
+            return {"root": chosen}, obj if self.rank == chosen else None
+
+        return self.exchange("bcast", passed)[root]
 
     def allreduce(self, sendobj: Any, op: Op = np.add) -> Any:
         """The objects of all workers, reduced in rank order by the operation of Python.
@@ -188,38 +226,68 @@ class Communicator:
             >>> run(2, lambda group: MPI.COMM_WORLD.allreduce([group.rank], op=MPI.SUM))
             [[0, 1], [0, 1]]
         """
-        each = _OF_OBJECTS.get(op, op)
-        return functools.reduce(each, self.allgather(sendobj))
+        objects = self.exchange("allreduce", lambda: ({"op": _name_of(op)}, sendobj))
+        return functools.reduce(_OF_OBJECTS.get(op, op), objects)
 
-    def gathered(self, array: NDArray[Any]) -> NDArray[Any]:
-        """The arrays of all workers, which have one shape and dtype, in rank order: [size, ...]."""
-        found: NDArray[Any] = nn.AllGather(self._line, 0)(torch.from_numpy(array[None])).numpy()
-        return found
+    def exchange(self, call: str, passed: Callable[[], tuple[Terms, T]]) -> list[T]:
+        """What each worker passes to a call, in rank order: one exchange, in which errors travel.
 
-    def reduced(self, array: NDArray[Any], op: Op) -> NDArray[Any]:
-        """The arrays of all workers, reduced in rank order, in the arrays' dtype."""
-        each = op if isinstance(op, np.ufunc) else np.frompyfunc(op, 2, 1)
-        found: NDArray[Any] = functools.reduce(each, [*self.gathered(array)])
-        return found.astype(array.dtype)
-
-    def _rooted(self, sendobj: Any, root: int) -> list[Any]:
-        """The objects of all workers, which must name the same root."""
-        told = self.allgather((root, sendobj))
-        roots = [each for each, _ in told]
-        if roots.count(root) < self.size or root not in range(self.size):
-            raise WeftError(
-                f"the workers name the roots {roots}, in rank order: pass the same one on all, "
-                f"from 0 to {self.size - 1}"
-            )
-        return [each for _, each in told]
-
-    def _moved(self, buf: Any, source: int, targets: Sequence[int]) -> NDArray[Any]:
-        """The array of one worker, on other workers, whose own `buf` is not read."""
+        Args:
+            call: its name.
+            passed: returns the terms, which must be the same on all workers, and an object. What it
+                raises, all workers raise as WeftError.
+        """
         line = self._line
-        there = self.rank == source
-        x = torch.from_numpy(_array(buf)) if there else nn.zero_volume_tensor()
-        found: NDArray[Any] = nn.Broadcast(line.subset([source]), line.subset(targets))(x).numpy()
+        packed = _packed(lambda: (call, *passed()))
+        told = _unpacked(nn.AllGather(line, 0)(packed), line)
+        first_call, first_terms, _ = told[0]
+        for rank, (other, terms, _) in zip(line.ranks, told, strict=True):
+            if other != first_call:
+                raise WeftError(
+                    f"rank {rank}: it calls {other}, and rank {line.ranks[0]} calls {first_call}: "
+                    "make the same call on all workers"
+                )
+            for name, value in terms.items():
+                if value != first_terms[name]:
+                    raise WeftError(
+                        f"rank {rank}: {call} has {name} {value} here, and {name} "
+                        f"{first_terms[name]} on rank {line.ranks[0]}: pass the same on all workers"
+                    )
+        return [value for _, _, value in told]
+
+    def _worker(self, name: str, given: object) -> int:
+        """An argument as the rank of a worker."""
+        found = integer(given)
+        if found is None or not 0 <= found < self.size:
+            raise WeftError(
+                f"{name} is {shown(given)}: pass the rank of a worker, 0 to {self.size - 1}"
+            )
         return found
+
+    def _part(self, buf: Any, source: int, terms: Terms) -> tuple[Terms, NDArray[Any]]:
+        """What a worker passes to a call that fills all buffers with that of the source."""
+        if self.rank == source:
+            array = sent = numbers(_memory(buf))
+        else:
+            array, sent = _place(buf), np.empty(0)
+        return {**terms, "dtype": _dtype_of(array), "elements": array.size}, sent
+
+    def _to_one(self, buf: Any, source: int, dest: int) -> None:
+        """Fill the buffer of one worker with the array of another."""
+        other = integer(dest if self.rank == source else source)
+        pair = [self.rank]  # who alone hears of it, if the other is no worker
+        if other is not None and 0 <= other < self.size:
+            pair = sorted({self.rank, other})
+
+        def passed() -> tuple[Terms, NDArray[Any]]:
+            ends = {"source": self._worker("source", source), "dest": self._worker("dest", dest)}
+            if len(pair) < 2:
+                raise WeftError("it sends to itself: copy the array")
+            return self._part(buf, ends["source"], ends)
+
+        arrays = Communicator(self._line.subset(pair)).exchange("Send or Recv", passed)
+        if self.rank == dest:
+            _fill(buf, arrays[pair.index(source)])
 
     @property
     def _line(self) -> Partition:
@@ -304,23 +372,119 @@ class MPI:
         return time.perf_counter()
 
 
-def _array(buf: Any) -> NDArray[Any]:
+def numbers(data: Any) -> NDArray[Any]:
+    """An array of numbers, in this machine's order of bytes.
+
+    Raises:
+        WeftError: the data is none.
+    """
+    try:
+        array = np.asarray(data)
+    except Exception as error:  # of a caller's object
+        raise WeftError(f"NumPy makes no array of its data: {in_words(error)}") from None
+    if array.dtype.kind not in "biufc":
+        raise WeftError(f"its data has dtype {array.dtype}: pass an array of numbers")
+    return array.astype(array.dtype.newbyteorder("="), copy=False)
+
+
+def terms_of(array: NDArray[Any]) -> Terms:
+    """What must be the same of arrays that are gathered or reduced."""
+    return {"dtype": _dtype_of(array), "shape": array.shape}
+
+
+def reduced(arrays: Sequence[NDArray[Any]], op: Op) -> NDArray[Any]:
+    """Arrays of one shape and dtype, reduced in their order, in that dtype."""
+    each = op if isinstance(op, np.ufunc) else np.frompyfunc(op, 2, 1)
+    return np.asarray(functools.reduce(each, arrays), arrays[0].dtype)
+
+
+def _dtype_of(array: NDArray[Any]) -> str:
+    """The dtype of an array, whatever its order of bytes."""
+    return array.dtype.newbyteorder("=").name
+
+
+def _whole(name: str, given: object) -> int:
+    """An argument as an integer."""
+    found = integer(given)
+    if found is None:
+        raise WeftError(f"{name} is {shown(given)}: pass an integer")
+    return found
+
+
+def _name_of(op: Any) -> str:
+    """By what workers compare their operations; that of a lambda says little."""
+    if not callable(op):
+        raise WeftError(f"op is {shown(op)}: pass one of MPI's, or a function of two numbers")
+    name = getattr(op, "__name__", None)
+    if name is None:
+        try:
+            name = op.__reduce_ex__(pickle.DEFAULT_PROTOCOL)  # a text, if it is one of mpi4py's own
+        except Exception:  # an older mpi4py's
+            name = None
+    return name if isinstance(name, str) else type(op).__name__
+
+
+def _memory(buf: Any) -> NDArray[Any]:
     """A buffer as the array that shares its memory."""
-    return np.asarray(buf[0] if isinstance(buf, list | tuple) else buf)
+    given = buf[0] if isinstance(buf, list | tuple) and buf else buf
+    try:
+        if isinstance(given, Tensor):
+            array = given.detach().numpy()
+        elif isinstance(given, np.ndarray):
+            array = np.asarray(given)
+        else:
+            array = np.asarray(memoryview(given))
+    except Exception:
+        raise WeftError(
+            f"its buffer is a {type(given).__name__}, whose memory NumPy cannot share: pass an "
+            "array, or a tensor on the CPU"
+        ) from None
+    if array.dtype.kind not in "biufc":
+        raise WeftError(f"its buffer has dtype {array.dtype}: pass an array of numbers")
+    return array
+
+
+def _place(buf: Any) -> NDArray[Any]:
+    """The same of a buffer that can be written."""
+    place = _memory(buf)
+    if not place.flags.writeable:
+        raise WeftError("its receive buffer is read-only: pass one that can be written")
+    if leads_twice(place.shape, place.strides):
+        raise WeftError("elements of its receive buffer share memory: pass a copy")
+    return place
+
+
+def _check_place(recvbuf: Any, array: NDArray[Any]) -> None:
+    """Check that a receive buffer takes the result of a reduction of such arrays.
+
+    Raises:
+        WeftError: it does not.
+    """
+    place = _place(recvbuf)
+    if (_dtype_of(place), place.size) != (_dtype_of(array), array.size):
+        raise WeftError(
+            f"its receive buffer has {place.size} elements of {place.dtype}, and the result has "
+            f"{array.size} of {array.dtype}: pass one of the same dtype and size"
+        )
 
 
 def _sent(sendbuf: Any, recvbuf: Any) -> NDArray[Any]:
     """The array to send of a call with two buffers; mpi4py's IN_PLACE is as good as ours."""
     in_place = sendbuf is MPI.IN_PLACE or type(sendbuf).__name__ == "InPlaceType"
-    return _array(recvbuf if in_place else sendbuf)
+    return numbers(_memory(recvbuf if in_place else sendbuf))
 
 
-def _packed(value: Any) -> Tensor:
-    """An object as bytes, uint8 [length]; one that cannot be pickled as the reason why."""
+def _packed(make: Callable[[], Any]) -> Tensor:
+    """What a function returns as bytes, uint8 [length]; else the reason why there is nothing."""
+    reason, value = "", None
     try:
-        found = pickle.dumps((True, value))
+        value = make()
     except Exception as error:
-        found = pickle.dumps((False, f"{type(error).__name__}: {error}"))
+        reason = str(error) if isinstance(error, WeftError) else in_words(error)
+    try:
+        found = pickle.dumps((reason, value))
+    except Exception as error:
+        found = pickle.dumps((f"its object cannot be pickled: {in_words(error)}", None))
     return torch.frombuffer(bytearray(found), dtype=torch.uint8)
 
 
@@ -328,19 +492,21 @@ def _unpacked(found: Tensor, line: Partition) -> list[Any]:
     """The objects of a line of workers, from their bytes, one after the other.
 
     Raises:
-        WeftError: one of them could not be pickled.
+        WeftError: there is a reason in place of one of them.
     """
     stream = io.BytesIO(found.numpy().tobytes())
     told = [pickle.load(stream) for _ in line.ranks]
-    for rank, (good, value) in zip(line.ranks, told, strict=True):
-        if not good:
-            raise WeftError(f"rank {rank}: its object cannot be pickled: {value}")
+    for rank, (reason, _) in zip(line.ranks, told, strict=True):
+        if reason:
+            raise WeftError(f"rank {rank}: {reason}")
     return [value for _, value in told]
 
 
 def _fill(buf: Any, found: NDArray[Any]) -> None:
-    place = _array(buf)
+    place = _memory(buf)
     place[...] = found.reshape(place.shape)
+    if isinstance(buf, Tensor):
+        mark_overwritten([buf])
 
 
 def print_sequential(comm: Any, val: object) -> None:

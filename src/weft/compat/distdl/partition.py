@@ -20,8 +20,20 @@ import torch
 from numpy.typing import NDArray
 
 from weft import Partition, WeftError, nn
+from weft.base.arguments import shown
 
-from .communicator import MPI, PROC_NULL, Communicator, is_mpi, line_of, print_sequential
+from .communicator import (
+    MPI,
+    PROC_NULL,
+    Communicator,
+    Terms,
+    is_mpi,
+    line_of,
+    numbers,
+    print_sequential,
+    reduced,
+    terms_of,
+)
 
 T = TypeVar("T", bound="MPIPartition")
 
@@ -179,7 +191,8 @@ class MPIPartition:
             The array, of at least one dimension; None where this partition is not active.
 
         Raises:
-            WeftError: the root is not in this partition.
+            WeftError: the root is not in this partition, the workers name different roots, or the
+                data is no array of numbers; the same text on every worker. The next call works.
             WireError: a peer or a link failed; names the culprit. The group is lost.
 
         Example:
@@ -189,14 +202,19 @@ class MPIPartition:
         """
         if self._workers is None:
             return None
-        source = (self if P_data is None else P_data)._line.subset([root])
-        if not set(source.ranks) <= set(self._line.ranks):
-            raise WeftError(f"the root, {source.brief}, is not in {self._brief}")
+
+        def passed() -> tuple[Terms, NDArray[Any] | None]:
+            source = (self if P_data is None else P_data)._line.subset([root])
+            if not set(source.ranks) <= set(self._line.ranks):
+                raise WeftError(f"the root, {source.brief}, is not in {self._brief}")
+            array = np.atleast_1d(numbers(data)) if source.active else None
+            return {"root": self._line.ranks.index(source.ranks[0])}, array
+
         if not self.active:
+            passed()  # which raises what the workers raise
             return None
-        x = torch.from_numpy(np.atleast_1d(data)) if source.active else nn.zero_volume_tensor()
-        found: NDArray[Any] = nn.Broadcast(source, self._line)(x).numpy()
-        return found
+        arrays = Communicator(self._line).exchange("broadcast_data", passed)
+        return next(array for array in arrays if array is not None)
 
     def allgather_data(self, data: Any) -> NDArray[Any]:
         """Send data of each worker to all workers of the partition. Collective.
@@ -207,34 +225,50 @@ class MPIPartition:
         Returns:
             The arrays in rank order, [size, length].
 
+        Raises:
+            WeftError: they do not fit together; the same text on every worker, naming the rank. The
+                next call works.
+
         Example:
             >>> from weft.testing import run
             >>> run(2, lambda group: MPIPartition().allgather_data([group.rank, 7]).tolist())
             [[[0, 7], [1, 7]], [[0, 7], [1, 7]]]
         """
-        return Communicator(self._line).gathered(np.ravel(data))
+
+        def passed() -> tuple[Terms, NDArray[Any]]:
+            array = np.ravel(numbers(data))
+            return terms_of(array), array
+
+        return np.stack(Communicator(self._line).exchange("allgather_data", passed))
 
     def allreduce_data(self, data: Any, op: str = "sum") -> NDArray[Any]:
         """Reduce arrays over all workers of the partition, in rank order. Collective.
 
         Args:
             data: an array, of the same shape and dtype on every worker.
-            op: "sum", "prod", "min" or "max".
+            op: "sum", "prod", "min" or "max"; the same on every worker.
 
         Returns:
             A new array of that shape and dtype.
 
         Raises:
-            WeftError: `op` is none of these.
+            WeftError: `op` is none of these, or the workers' arguments differ; the same text on
+                every worker, naming the rank. The next call works.
 
         Example:
             >>> from weft.testing import run
             >>> run(3, lambda group: MPIPartition().allreduce_data(group.rank, "max").item())
             [2, 2, 2]
         """
-        if op not in _OPERATIONS:
-            raise WeftError(f"allreduce_data: op is {op!r}: use {', '.join(_OPERATIONS)}")
-        return Communicator(self._line).reduced(np.asarray(data), _OPERATIONS[op])
+
+        def passed() -> tuple[Terms, NDArray[Any]]:
+            if not isinstance(op, str) or op not in _OPERATIONS:
+                raise WeftError(f"op is {shown(op)}: use {', '.join(_OPERATIONS)}")
+            array = numbers(data)
+            return {"op": op, **terms_of(array)}, array
+
+        arrays = Communicator(self._line).exchange("allreduce_data", passed)
+        return reduced(arrays, _OPERATIONS[op])
 
     def print_sequential(self, val: object) -> None:
         """Print `val` of all workers, in rank order, on the first worker. Collective."""
@@ -397,20 +431,23 @@ class MPIPartition:
         self, small: Partition, large: Partition, union: Partition
     ) -> tuple[MPIPartition, MPIPartition]:
         """This worker's partition as one of the small grid, and as one of the large grid."""
-        layer, me, place = nn.Broadcast(small, large), union.rank, union.ranks.index
+        layer = nn.Broadcast(small, large)
         moves = layer.plan(()).moves if union.active else ()
-        first = {move.destination: move.source for move in moves}
-        found = []
-        for root in (me if me in small.ranks else None, first.get(me)):
-            team = self._made(MPIPartition, union)
+
+        def team(root: int | None) -> MPIPartition:
+            """A worker of the small grid, then those to which it sends; inactive without one."""
             if root is None:
-                team.deactivate()
-            else:
-                others = {move.destination for move in moves if move.source == root} - {root}
-                numbers = [place(root), *sorted(map(place, others))]
-                team = self._made(MPIPartition, union.subset(numbers))
-            found.append(team)
-        return found[0], found[1]
+                made = self._made(MPIPartition, union)
+                made.deactivate()
+                return made
+            others = {move.destination for move in moves if move.source == root} - {root}
+            place = union.ranks.index
+            numbers = [place(root), *sorted(map(place, others))]
+            return self._made(MPIPartition, union.subset(numbers))
+
+        me = union.rank
+        source = {move.destination: move.source for move in moves}
+        return team(me if me in small.ranks else None), team(source.get(me))
 
 
 class MPICartesianPartition(MPIPartition):

@@ -162,7 +162,8 @@ class Attributes:
         """
         if self.epilogue_fn is None:
             return result
-        count, out = result.numel(), torch.empty_like(result, dtype=dtype)
+        count = result.numel()
+        out = torch.empty_like(result, dtype=dtype)
         written = torch.tensor([count])
         status = self.epilogue_fn(result, count, result.dtype, out, written, dtype, self.context)
         _check_made(status, written, count, "epilogue_fn")
@@ -221,7 +222,8 @@ def _out_of_place(function: Callable[..., Any], context: FnContext) -> Callable[
     """A reduction that works in place, as weft's `op=`, which returns a new tensor."""
 
     def combine(left: Tensor, right: Tensor) -> Tensor:
-        inout, count = left.clone(memory_format=torch.contiguous_format), right.numel()
+        inout = left.clone(memory_format=torch.contiguous_format)
+        count = right.numel()
         written = torch.tensor([count])
         status = function(
             right.contiguous().view(-1), count, inout.view(-1), written, right.dtype, context

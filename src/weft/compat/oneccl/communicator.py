@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 import weft
 from weft import Group, WeftError, WireError
+from weft.base.arguments import LONGEST, wrong_timeout
 from weft.bootstrap import TIMEOUT, connect_store, host_store, join
 
 from ..arguments import group_of, integer, tell
@@ -219,7 +220,7 @@ def create_kvs(address: bytes | str, *, timeout: float = TIMEOUT) -> Kvs:
         timeout: seconds within which the store must answer.
 
     Raises:
-        WeftError: `address` is no address.
+        WeftError: `address` is no address, or `timeout` no number of seconds.
         WireError: no store answered.
     """
     try:
@@ -229,5 +230,7 @@ def create_kvs(address: bytes | str, *, timeout: float = TIMEOUT) -> Kvs:
             raise ValueError
     except (TypeError, ValueError):
         raise WeftError(f"{address!r} is no address of a store: pass host:port") from None
+    if error := wrong_timeout(timeout):
+        raise WeftError(error)
     with _answered(f"no store answers at {text} within {timeout:g} s"):
-        return Kvs(connect_store(name.strip("[]"), int(port), timeout), text)
+        return Kvs(connect_store(name.strip("[]"), int(port), min(timeout, LONGEST)), text)

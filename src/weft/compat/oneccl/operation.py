@@ -107,11 +107,11 @@ class Operation:
     def rows(self, seconds: float, after: Sequence[tuple[str, Any]]) -> Rows:
         """Wait for `after`, at most so many seconds; return the rows that are reduced."""
         await_all(after, seconds)
-        indices, values = self.sent[0], self.attributes.before(self.sent[1])
+        values = self.attributes.before(self.sent[1])
         if self.unsigned:
             values = values.view(torch.int64) ^ self.flip
-        wide, dtype = widened(indices.dtype), indices.dtype
-        indices = _signed(indices) if dtype == torch.uint64 else indices.to(wide)
+        indices = _signed(self.sent[0])
+        indices = indices.to(widened(indices.dtype))
         return indices, values.view(len(indices), -1) if len(indices) else values
 
 
@@ -125,14 +125,16 @@ def checked(ind_buf: Any, ind_count: Any, val_buf: Any, val_count: Any, **dtypes
     Raises:
         WeftError: a buffer, a count or a dtype is wrong.
     """
-    rows, values = counted(ind_count, "send_ind_count"), counted(val_count, "send_val_count")
+    rows = counted(ind_count, "send_ind_count")
+    values = counted(val_count, "send_val_count")
     if values % rows if rows else values:
         raise WeftError(
             f"{values} values do not divide among {rows} indices: send_val_count must be a "
             "multiple of send_ind_count"
         )
     (name, index), (other, value) = dtypes.items()
-    index, value = index_dtype_of(index, name), dtype_of(value, other)
+    index = index_dtype_of(index, name)
+    value = dtype_of(value, other)
     indices = seen(ind_buf, rows, index, "send_ind_buf")
     return indices, seen(val_buf, values, value, "send_val_buf")
 
@@ -297,10 +299,13 @@ def _reduced(group: Group, reduce: Callable[..., Rows], rows: Rows, out: Any) ->
     whole: list[Tensor] = []
 
     def first(count: int, row_shape: tuple[int, ...], dtypes: Any) -> list[Tensor]:
-        whole.extend(out(count + len(above), row_shape or their_values.shape[1:], dtypes))
+        whole.extend(out(count + len(above), row_shape, dtypes))
         return [each[:count] for each in whole]
 
-    lower = reduce((indices[~upper], values[~upper]), out=None if out is None else first)
+    below = indices[~upper], values[~upper]
+    if not len(below[0]):  # perhaps nobody has such rows, and nobody says what they look like
+        below = below[0], values.new_empty((0, *their_values.shape[1:]))
+    lower = reduce(below, out=None if out is None else first)
     count = len(lower[0])
     # neither call could compare the row shapes of the two halves
     if count and lower[1].shape[1:] != their_values.shape[1:]:

@@ -10,6 +10,7 @@ from datetime import timedelta
 from typing import Any
 
 from weft import WeftError, Work
+from weft.base.arguments import limit_of_wait
 
 
 class Event:
@@ -36,10 +37,11 @@ class Event:
 
         Raises:
             StillRunning: `timeout` passed first. Nothing is broken: wait again.
-            WeftError: the call was wrong on some rank; the same text on every rank.
+            WeftError: the call was wrong on some rank; the same text on every rank. Or `timeout` is
+                no number of seconds, on this rank alone.
             WireError: a peer or a link failed; names the culprit. The group is lost.
         """
-        seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+        seconds = limit_of_wait(timeout)
         deadline = None if seconds is None else time.monotonic() + seconds
         failed: Exception | None = None
         for work in self.works:

@@ -14,14 +14,18 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any, ClassVar, NamedTuple, ParamSpec, TypeVar
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 import weft
 from weft import Group, WeftError
+from weft.base.tensors import extent
 from weft.bootstrap import TIMEOUT, init_as, look_ahead, publish
 
 from ..arguments import default, group_of, integer, tell, unfit
@@ -314,6 +318,43 @@ def _check(name: str, place: Any, source: int, came: Tensor) -> None:
         )
 
 
+def _check_apart(places: Sequence[Tensor]) -> None:
+    """Check that no two receive buffers have elements in common.
+
+    Raises:
+        WeftError: two have.
+    """
+    spans = sorted((*extent(place), source) for source, place in enumerate(places) if place.numel())
+    for number, (_, end, source) in enumerate(spans):
+        for start, _, other in spans[number + 1 :]:
+            if start >= end:
+                break  # as all that follow do
+            first, second = sorted((source, other))
+            if _shared(places[first], places[second]):
+                raise WeftError(
+                    f"recv_tensors[{first}] and recv_tensors[{second}] share memory: pass tensors "
+                    "of their own"
+                )
+
+
+def _shared(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors have an element in common; two columns of a matrix have none."""
+    return one.device == other.device and np.shares_memory(_outline(one), _outline(other))
+
+
+def _outline(tensor: Tensor) -> NDArray[Any]:
+    """An array with a tensor's addresses, on any device and of any dtype, which nobody may read."""
+    size = tensor.element_size()
+    interface = {
+        "version": 3,
+        "data": (tensor.data_ptr(), True),
+        "typestr": f"|V{size}",
+        "shape": tuple(tensor.shape),
+        "strides": tuple(step * size for step in tensor.stride()),
+    }
+    return np.asarray(SimpleNamespace(__array_interface__=interface))
+
+
 def all_to_all(
     recv_tensors: Sequence[Tensor],
     send_tensors: Sequence[Tensor],
@@ -323,7 +364,8 @@ def all_to_all(
 
     Args:
         recv_tensors: a tensor for each rank, on any device, with the dtype and the number of
-            elements of what that rank sends; its shape may be another. It may have no elements.
+            elements of what that rank sends; its shape may be another. It may have no elements. No
+            two may have elements in common.
         send_tensors: a tensor for each rank; all of one dtype, on one device.
         move_to_comm_device: without effect: weft sends tensors of any device.
 
@@ -387,6 +429,7 @@ def _exchange(
             )
         for source, (place, tensor) in enumerate(zip(recv_tensors, came, strict=True)):
             _check(f"recv_tensors[{source}]", place, source, tensor)
+        _check_apart(recv_tensors)
 
     for place, tensor in zip(recv_tensors, _sent(send_tensors, check, largest), strict=True):
         _fill(place, tensor)
@@ -470,11 +513,13 @@ def exchange_tensors(
             return
         lengths = [tensor.shape[0] if tensor.dim() else 1 for tensor in came]
         try:
-            expected = [int(length) for length in recv_sizes]
-        except (TypeError, ValueError):
+            expected = [integer(length) for length in recv_sizes]
+        except TypeError:  # it has no elements
+            expected = [None]
+        if None in expected:
             raise WeftError(
                 f"recv_sizes is {recv_sizes!r}: pass a length for each rank, or leave it out"
-            ) from None
+            )
         if expected != lengths:
             raise WeftError(f"recv_sizes is {expected}, and the ranks send {lengths}: leave it out")
 
@@ -516,8 +561,8 @@ def all_reduce(red_tensor: Tensor, op: Any, move_to_comm_device: bool = False) -
         move_to_comm_device: without effect: weft reduces tensors of any device.
 
     Raises:
-        WeftError, WireError: as `weft.all_reduce`. WeftError also if some rank's tensor cannot be
-            written; then no rank's is.
+        WeftError, WireError: as `weft.all_reduce`. WeftError also if some rank's is no tensor, or
+            one that cannot be written; then no rank's is.
 
     Example:
         >>> from weft.testing import run
@@ -528,7 +573,9 @@ def all_reduce(red_tensor: Tensor, op: Any, move_to_comm_device: bool = False) -
         >>> run(3, program)
         [[3, 3], [3, 3], [3, 3]]
     """
-    if isinstance(red_tensor, Tensor) and (reason := unfit(red_tensor)):
+    if not isinstance(red_tensor, Tensor):
+        tell(WeftError(f"red_tensor is a {type(red_tensor).__name__}: pass a tensor to be filled"))
+    if reason := unfit(red_tensor):
         tell(WeftError(f"red_tensor is {reason}"))
     with torch.no_grad():
         red_tensor.copy_(weft.all_reduce(red_tensor, op))

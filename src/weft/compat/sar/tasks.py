@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
 from weft import StillRunning
+from weft.base.latch import NAP
 from weft.bootstrap import TIMEOUT
 
 from ..arguments import default
@@ -32,8 +35,8 @@ class CommThread:
     """
 
     def __init__(self) -> None:
-        self.task_queue: queue.Queue[tuple[str, Callable[[], Any]]] = queue.Queue()
-        self.result_queue: queue.Queue[Future[Any]] = queue.Queue()
+        self.task_queue: queue.SimpleQueue[tuple[str, Callable[[], Any]]] = queue.SimpleQueue()
+        self.result_queue: queue.SimpleQueue[Future[Any]] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
     def submit_task(self, task_id: str, task: Callable[[], Any]) -> None:
@@ -59,14 +62,19 @@ class CommThread:
             StillRunning: there was no result in time; wait again.
             Exception: what the task raised in place of a result.
         """
+        return self._ended(block).result()
+
+    def _ended(self, block: bool) -> Future[Any]:
+        """The task that ended first of those that nobody has asked for; as `get_result`."""
+        if not block:
+            return self.result_queue.get(block=False)
         group = default()
         seconds = TIMEOUT if group is None else group.timeout
-        try:
-            return self.result_queue.get(block, seconds).result()
-        except queue.Empty:
-            if not block:
-                raise
-            raise StillRunning(f"no task has ended within {seconds:g} s: wait again") from None
+        until = time.monotonic() + seconds
+        while (left := until - time.monotonic()) > 0:
+            with contextlib.suppress(queue.Empty):
+                return self.result_queue.get(timeout=min(left, NAP))
+        raise StillRunning(f"no task has ended within {seconds:g} s: wait again")
 
     def _run(self) -> None:
         while True:

@@ -16,15 +16,16 @@ from __future__ import annotations
 import copy
 import inspect
 from collections import Counter, UserDict, defaultdict
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ...base.errors import WeftError
-from .tables import ShardedTable
+from ...comm.named import shards_among, shards_by_name
+from .tables import ShardedTable, own_rows, put_shard, take_rows
 
 Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
 
@@ -39,8 +40,9 @@ def sharded_state(model: nn.Module, optimizers: Optimizers) -> dict[str, Any]:
 
     Args:
         model: with any wrapper. It may have no sharded table.
-        optimizers: one, or several (SparseAdam takes no dense parameters). They may have made no
-            step yet, or none of some of their parameters, and parameters may be frozen.
+        optimizers: one, or several (SparseAdam takes no dense parameters), or none, an empty list.
+            They may have made no step yet, or none of some of their parameters, and parameters may
+            be frozen.
 
     Returns:
         `{"model": ..., "optimizer": ...}`: what torch's `get_model_state_dict` and
@@ -50,11 +52,13 @@ def sharded_state(model: nn.Module, optimizers: Optimizers) -> dict[str, Any]:
         alone), they are the plain tensors. A momentum that is sparse becomes dense here, and so
         takes the memory of a shard. Of parameters of which an optimizer keeps nothing yet there is
         what it begins with, also of frozen ones: leave those out of an optimizer that will never
-        train them, if memory is short.
+        train them, if memory is short. Without optimizers their part is empty, so the state may be
+        filled from any checkpoint of the model.
 
     Raises:
-        WeftError: `model` or `optimizers` is something else, or an optimizer cannot begin with a
-            gradient that is zero (LBFGS); raised on this rank alone.
+        WeftError: `model` or `optimizers` is something else, an optimizer cannot begin with a
+            gradient that is zero (LBFGS), or a shard has other rows than this rank's; raised on
+            this rank alone.
 
     Example:
         >>> import torch, weft
@@ -69,16 +73,27 @@ def sharded_state(model: nn.Module, optimizers: Optimizers) -> dict[str, Any]:
 
     some = _checked(model, optimizers)
     tables = _tables(model)
-    with _state_of_all(model, some) as begun:
-        found: Any = states.get_optimizer_state_dict(model, some)
+    found = _optimizer_state(model, some, tables) if some else {}  # torch refuses to give none
+    with _under_all_names(model, tables):
+        return {"model": states.get_model_state_dict(model), "optimizer": found}
+
+
+def _optimizer_state(
+    model: nn.Module, optimizers: list[torch.optim.Optimizer], tables: dict[Tensor, ShardedTable]
+) -> Any:
+    """The state of optimizers for a checkpoint, with DTensors of what they keep of shards."""
+    from torch.distributed.checkpoint import state_dict as states
+
+    with _state_of_all(model, optimizers) as begun:
+        found: Any = states.get_optimizer_state_dict(model, optimizers)
     kept = {}
-    for group, weights in _groups(found, some):
+    for group, weights in _groups(found, optimizers):
         for name, weight in weights.items():
             if own := found["state"].get(name):
                 kept[name] = {key: _whole(tables.get(weight), weight, own[key]) for key in own}
         group["params"] += [name for name, weight in weights.items() if weight in begun]
     found["state"] = kept
-    return {"model": states.get_model_state_dict(model), "optimizer": found}
+    return found
 
 
 def load_sharded_state(model: nn.Module, optimizers: Optimizers, state: dict[str, Any]) -> None:
@@ -87,7 +102,8 @@ def load_sharded_state(model: nn.Module, optimizers: Optimizers, state: dict[str
     Nothing is sent. State of a model whose tables were whole serves, too: each rank takes its rows.
 
     Args:
-        model, optimizers: as for `sharded_state`; the optimizers may be new.
+        model, optimizers: as for `sharded_state`; the optimizers may be new. Without optimizers
+            the model's part is loaded, and theirs is left alone.
         state: what `sharded_state` returned; `torch.distributed.checkpoint.load` fills it in place.
             The optimizers use its tensors from here on.
 
@@ -118,24 +134,20 @@ def load_sharded_state(model: nn.Module, optimizers: Optimizers, state: dict[str
             f"state has {found}: pass what sharded_state returned, with 'model' and 'optimizer'"
         )
     tables = _tables(model)
+    if not some:
+        _load_model(model, tables, state["model"])
+        return
     given = state["optimizer"]
     frozen = {weight for _, _, weight in _members(some) if not weight.requires_grad}
     with _state_of_all(model, some):
         own: Any = states.get_optimizer_state_dict(model, some)
         weights = {name: each for _, named in _groups(own, some) for name, each in named.items()}
         _check_names(given, own, {name for name, each in weights.items() if each in frozen})
-        # what is sparse in an optimizer is dense in a checkpoint
-        sparse = {
-            (weight, key)
-            for optimizer in some
-            for weight, kept in optimizer.state.items()
-            for key, each in kept.items()
-            if isinstance(each, Tensor) and each.is_sparse
-        }
-        states.set_model_state_dict(model, state["model"])
+        sparse = _sparse_states(some)  # which are dense in a checkpoint
+        _load_model(model, tables, state["model"])
         options = states.StateDictOptions(strict=False)  # `_check_names` is strict
         states.set_optimizer_state_dict(model, some, given, options=options)
-        loaded = [optimizer.state for optimizer in some]
+        loaded = [optimizer.state for optimizer in some]  # leaving the block puts back the old ones
     begun = {weights[name] for name in _names_of_begun(given)}
     for optimizer, kept_of in zip(some, loaded, strict=True):
         optimizer.state = kept_of
@@ -143,8 +155,18 @@ def load_sharded_state(model: nn.Module, optimizers: Optimizers, state: dict[str
             del kept_of[weight]
         for weight, kept in kept_of.items():
             for key, each in kept.items():
-                rows = _own(tables[weight], each) if weight in tables else each
+                rows = each
+                if weight in tables and isinstance(each, Tensor):
+                    rows = own_rows(tables[weight], each)
                 kept[key] = rows.to_sparse(1) if (weight, key) in sparse else rows
+
+
+def _load_model(model: nn.Module, tables: dict[Tensor, ShardedTable], weights: Any) -> None:
+    """Put the model's part of a state into a model with these tables."""
+    from torch.distributed.checkpoint import state_dict as states
+
+    with _under_all_names(model, tables):
+        states.set_model_state_dict(model, weights)
 
 
 def _checked(model: object, optimizers: object) -> list[torch.optim.Optimizer]:
@@ -170,14 +192,41 @@ def _innermost(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 
 def _tables(model: nn.Module) -> dict[Tensor, ShardedTable]:
-    """The sharded tables of a model, by their weights."""
-    return {part.weight: part for part in model.modules() if isinstance(part, ShardedTable)}
+    """The sharded tables whose weights a model has, under whatever names, by these."""
+    found = shards_among(shards_by_name(model).values())
+    return {shard: part for shard, part in found.items() if isinstance(part, ShardedTable)}
+
+
+@contextmanager
+def _under_all_names(model: nn.Module, tables: dict[Tensor, ShardedTable]) -> Iterator[None]:
+    """Inside, the state of a model has each shard as a DTensor, under each of its names.
+
+    A table sees to its own weight; a layer that is tied to one does not know that it has a shard.
+    """
+    with ExitStack() as hooks:
+        for part in model.modules():
+            hooked: Any = part  # torch has no types here
+            for name, tensor in {**part._parameters, **part._buffers}.items():
+                if tensor is not None and tensor in tables:
+                    puts = _hook(put_shard, tables[tensor], name)
+                    takes = _hook(take_rows, tables[tensor], name)
+                    hooks.enter_context(hooked.register_state_dict_post_hook(puts))
+                    hooks.enter_context(hooked.register_load_state_dict_pre_hook(takes))
+        yield
+
+
+def _hook(
+    act: Callable[[ShardedTable, dict[str, Any], str], None], table: ShardedTable, name: str
+) -> Callable[..., None]:
+    """A hook for the state of a module that has the weight of a table under a name."""
+    return lambda _, state, prefix, *others: act(table, state, f"{prefix}{name}")
 
 
 def _with_sparse_gradients(model: nn.Module) -> set[Tensor]:
     """The weights of a model whose gradients are sparse."""
     kinds = (nn.Embedding, nn.EmbeddingBag, ShardedTable)
-    return {part.weight for part in model.modules() if isinstance(part, kinds) and part.sparse}
+    parts = [*model.modules(), *_tables(model).values()]
+    return {part.weight for part in parts if isinstance(part, kinds) and part.sparse}
 
 
 _Member = tuple[torch.optim.Optimizer, dict[str, Any], Tensor]
@@ -231,6 +280,17 @@ def _state_of_all(
         for parameter, gradient, requires_grad in before:
             parameter.requires_grad = requires_grad
             parameter.grad = gradient
+
+
+def _sparse_states(optimizers: list[torch.optim.Optimizer]) -> set[tuple[Tensor, str]]:
+    """Which tensors that optimizers keep are sparse: of which parameter, under which name."""
+    found = set()
+    for optimizer in optimizers:
+        for weight, kept in optimizer.state.items():
+            for key, each in kept.items():
+                if isinstance(each, Tensor) and each.is_sparse:
+                    found.add((weight, key))
+    return found
 
 
 def _first_state(
@@ -318,6 +378,8 @@ def _check_names(given: Any, own: Any, frozen: set[str]) -> None:
         own: that of a complete state of the optimizers that it is for.
         frozen: the names of parameters of which a state may lack all: one of torch's does.
     """
+    if given == {}:
+        raise WeftError("state['optimizer'] is of no optimizers: pass [] for the optimizers")
     wanted = {name for name, kept in own["state"].items() if kept} - frozen
     try:
         is_alike = _names_by_group(given) == _names_by_group(own)
@@ -333,6 +395,17 @@ def _check_names(given: Any, own: Any, frozen: set[str]) -> None:
             f"state['optimizer'] has nothing of {min(lacking)!r}, of which an optimizer keeps "
             "something: load the checkpoint into what sharded_state returns for these optimizers"
         )
+    for name in sorted(wanted):
+        kept = {*own["state"][name]}
+        if not kept <= {*given["state"][name]}:
+            raise WeftError(
+                f"state['optimizer'] has {_listed(given['state'][name])} of {name!r}, of which "
+                f"these optimizers keep {_listed(kept)}: load it into those of the same class"
+            )
+
+
+def _listed(names: Iterable[object]) -> str:
+    return ", ".join(sorted(map(str, names))) or "nothing"
 
 
 def _names_by_group(given: Any) -> list[list[str]]:
@@ -346,19 +419,21 @@ def _whole(table: ShardedTable | None, weight: Tensor, kept: Any) -> Any:
         table: whose shard the parameter is, or None.
         weight: the parameter.
         kept: one thing of those that are kept.
+
+    Raises:
+        WeftError: of a shard a tensor that has not a row for each of its rows.
     """
     if not isinstance(kept, Tensor):
         return kept
     dense = kept.to_dense() if kept.is_sparse else kept
-    if table is None or kept.shape[:1] != weight.shape[:1]:
+    if table is None:
+        return dense
+    if kept.shape[:1] != weight.shape[:1]:
+        if kept.numel() > 1:
+            raise WeftError(
+                f"an optimizer keeps a tensor of shape {tuple(kept.shape)} of a shard of shape "
+                f"{tuple(weight.shape)}, of which each rank has another and none the whole: use an "
+                "optimizer that keeps numbers row by row, or by element"
+            )
         return dense
     return table.as_dtensor(dense)
-
-
-def _own(table: ShardedTable, given: Any) -> Any:
-    """This rank's rows of what a state has of a table: of a DTensor, or of a whole one."""
-    if hasattr(given, "to_local"):
-        return given.to_local()
-    if isinstance(given, Tensor) and given.shape[:1] == (table.num_embeddings,):
-        return given[table.first :][: len(table.weight)].clone()
-    return given

@@ -20,9 +20,10 @@ bag that they hold and send these partial sums (a reduce-scatter); here they sen
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Sized
 from typing import Any, Self, TypeVar, cast
 
 import torch
@@ -36,10 +37,12 @@ from torch.utils.hooks import RemovableHandle
 from ... import kernels
 from ...base._torch import profiled
 from ...base.arguments import in_words
+from ...base.devices import on_host
 from ...base.errors import WeftError, entry, summed_up
+from ...call.attempt import preparing, refuse_tracing
 from ...comm.all_to_all import Scatter
 from ...comm.differentiable import apply
-from ...comm.named import Cut
+from ...comm.named import Cut, shards_by_name
 from ...comm.staging import unsendable
 from ...group import default
 from ...group.group import Group
@@ -75,6 +78,11 @@ class ShardedTable(Cut):
     norm_type: float
     scale_grad_by_freq: bool
     sparse: bool
+    average: bool
+    first: int
+    _ranks: Partition  # which copies of the table share, and pickle finds again by name
+    _bounds: list[int]
+    _rank: int
 
     def __new__(cls, *_: Any, **__: Any) -> Self:
         """Also what `copy` and `pickle` begin with: from here on the table is guarded."""
@@ -104,8 +112,8 @@ class ShardedTable(Cut):
         """Take the settings of a table of torch's, and copy this rank's rows of it."""
         vars(self).update({name: getattr(table, name) for name in table.__constants__})
         group = default.resolve(handle)
-        # which copies of the table share, and pickle finds again by name
-        self.average, self._ranks = average, Partition(group.size, group=handle)
+        self.average = average
+        self._ranks = Partition(group.size, group=handle)
         total = self.num_embeddings
         height = -(-total // group.size)
         self._bounds = [min(rank * height, total) for rank in range(group.size + 1)]
@@ -113,7 +121,7 @@ class ShardedTable(Cut):
         self.first, end = self._bounds[group.rank : group.rank + 2]
         whole = table.weight
         self.weight = nn.Parameter(whole.detach()[self.first : end].clone(), whole.requires_grad)
-        self._ddp_params_and_buffers_to_ignore = ["weight"]
+        self._ddp_params_and_buffers_to_ignore = _marks(["weight"])
         hooked: Any = self  # torch has no types here
         hooked.register_state_dict_post_hook(_with_shard)
         hooked.register_load_state_dict_pre_hook(_with_rows)
@@ -122,7 +130,9 @@ class ShardedTable(Cut):
     def _of(cls, table: nn.Module, average: bool, group: object) -> Self:
         made = cls.__new__(cls)
         nn.Module.__init__(made)
+        vars(made).update(_attributes(table))
         made._cut(table, average, group)
+        vars(made.weight).update(vars(table.weight))
         return made.train(table.training)
 
     @classmethod
@@ -224,6 +234,10 @@ class ShardedTable(Cut):
             torch.distributed has no such group (ranks that are threads, a program that runs
             alone), `rows` itself, detached.
 
+        Raises:
+            WeftError: the DTensor would have other rows than this rank's; raised on this rank
+                alone.
+
         Example:
             >>> import torch, weft
             >>> with weft.init():  # alone: torch.distributed has no group
@@ -231,8 +245,14 @@ class ShardedTable(Cut):
             ...     table.as_dtensor(torch.zeros(5)).shape
             torch.Size([5])
         """
-        own = self.weight if rows is None else rows
-        return as_shard(own.detach(), self.num_embeddings, self._group())
+        own = self._found_weight() if rows is None else rows
+        group = self._group()
+        process_group = group.process_group()
+        if process_group is None:
+            return own.detach()
+        if error := self._misfit(group, own):
+            raise WeftError(error)
+        return as_shard(own.detach(), self.num_embeddings, process_group)
 
     @torch.no_grad()
     def to_dense(self) -> Tensor:
@@ -241,8 +261,8 @@ class ShardedTable(Cut):
         The result is a new tensor, with the dtype and device of the weight; not differentiable.
 
         Raises:
-            WeftError: the tables of the ranks differ; the same text on every rank, naming a rank.
-                The next call works.
+            WeftError: the tables of the ranks differ, or the weight of some rank is not its rows;
+                the same text on every rank, naming a rank. The next call works.
             WireError: a peer or a link failed; names the culprit. The group is lost.
 
         Example:
@@ -256,36 +276,80 @@ class ShardedTable(Cut):
             [(0, 3, [0.0, 1.0, 2.0, 3.0, 4.0]), (3, 2, [0.0, 1.0, 2.0, 3.0, 4.0])]
         """
         group = self._group()
-        scatter = Scatter(group, "to_dense", fields={"tables": _described([self])})
-        return torch.cat(apply(scatter, [self.weight.detach()] * group.size))
+        with preparing(group, "to_dense"):
+            own = self._checked_weight(group).detach()
+            scatter = Scatter(group, "to_dense", fields={"tables": _described([self])})
+        return torch.cat(apply(scatter, [own] * group.size))
+
+    def _checked_weight(self, group: Group) -> Tensor:
+        """The weight, to be sent as the rows that this rank has in a group.
+
+        Raises:
+            WeftError: it is not there, cannot be sent, or is not these rows.
+        """
+        weight = self._found_weight()
+        if error := unsendable("the weight", weight) or self._misfit(group, weight):
+            raise WeftError(error)
+        return weight
+
+    def _found_weight(self) -> Tensor:
+        """The weight. Raises WeftError if it is gone: torch.nn.utils.weight_norm takes it off."""
+        weight = self._parameters.get("weight")
+        if weight is None:
+            raise WeftError(
+                f"{self} has no weight, which something took off it: set its weight to a "
+                "torch.nn.Parameter of this rank's rows, and let nothing else compute it"
+            )
+        return weight
+
+    def _misfit(self, group: Group, rows: Tensor) -> str | None:
+        """Why the weight, or a tensor with a row for each of its rows, is not this rank's, or None.
+
+        The table may come from another rank, by way of a file; and anybody may set the weight.
+        """
+        size = len(self._bounds) - 1
+        if (self._rank, size) != (group.rank, group.size):
+            return (
+                f"the table is that of rank {self._rank} of {size}, and not of rank {group.rank} "
+                f"of {group.size}: make one here, and load its rows from a checkpoint"
+            )
+        height = self._bounds[self._rank + 1] - self.first
+        if rows is self._parameters.get("weight"):
+            name = "the weight"
+            shape = height, self.embedding_dim
+        else:
+            name = "the tensor"
+            shape = height, *rows.shape[1:]
+        if rows.shape != shape:
+            given = tuple(rows.shape)
+            return f"{name} has shape {given}: it must have {shape}, this rank's rows"
+        return None
 
     def _distinct(self, given: Tensor) -> tuple[Tensor, Tensor]:
         """The distinct indices that a caller gave, sorted; and for each given one its place there.
 
         Raises:
-            WeftError: an index is not of this table, the input cannot be sent, or the weight does
-                not have the shape of this rank's rows.
+            WeftError: an index is not of this table, or the input cannot be sent.
             RuntimeError: torch cannot take the norm of a row.
         """
-        for name, each in (("the weight", self.weight), ("the input", given)):
-            if error := unsendable(name, each):
-                raise WeftError(error)
+        if error := unsendable("the input", given):
+            raise WeftError(error)
         if self.max_norm is not None:  # what torch refuses must be known before ranks meet
-            row, none = self.weight.new_zeros(1, self.embedding_dim), torch.zeros(1).long()
-            torch.embedding_renorm_(row, none.to(row.device), self.max_norm, self.norm_type)
-        shape = tuple(self.weight.shape)
-        rows = self._bounds[self._rank + 1] - self.first, self.embedding_dim
-        if shape != rows:
-            raise WeftError(f"the weight has shape {shape}: it must have {rows}, this rank's rows")
+            row = self.weight.new_zeros(1, self.embedding_dim)
+            first = torch.zeros(1, dtype=torch.int64, device=row.device)
+            torch.embedding_renorm_(row, first, self.max_norm, self.norm_type)
         if given.dtype not in (torch.int32, torch.int64):
             raise WeftError(f"the input is {given.dtype}: indices must be int32 or int64")
         if given.device != self.weight.device:
-            where = self.weight.device
-            raise WeftError(f"the input is on {given.device}, the table on {where}: move one")
+            both = f"the input is on {given.device}, the table on {self.weight.device}"
+            raise WeftError(f"{both}: move one")
+        if self.num_embeddings > torch.iinfo(given.dtype).max:  # the bounds of ranks need more
+            given = given.long()
         found, order, starts, _ = kernels.distinct(given.reshape(-1))
         if count := found.numel():
             low, high = kernels.read(torch.stack([found[0], found[count - 1]]).long())
-            wrong, total = low if low < 0 else high, self.num_embeddings
+            wrong = low if low < 0 else high
+            total = self.num_embeddings
             if not 0 <= wrong < total:
                 raise WeftError(
                     f"index {wrong} is outside of a table of {total} rows: pass 0 to {total - 1}"
@@ -377,9 +441,10 @@ class ShardedEmbedding(ShardedTable):
 
     def _asked(self, input: Tensor) -> _Asked:
         indices, place = self._distinct(input)
-        padding, scales = self._padding(indices), self.scale_grad_by_freq
+        padding = self._padding(indices)
 
         def output(rows: Tensor) -> Tensor:
+            scales = self.scale_grad_by_freq
             return functional.embedding(place, _some(rows), padding, scale_grad_by_freq=scales)
 
         return indices, output
@@ -515,36 +580,46 @@ def sharded_lookup(
         >>> [each.shape for each in rows]
         [torch.Size([1, 4]), torch.Size([1, 4])]
     """
-    if not tables or (others := [each for each in tables if not isinstance(each, ShardedTable)]):
-        what = f"has a {type(others[0]).__name__}" if tables else "is empty"
-        raise WeftError(f"tables {what}: pass a list of weft.nn.ShardedEmbedding(Bag)")
+    remedy = "pass a list of weft.nn.ShardedEmbedding(Bag)"
+    if not tables:
+        raise WeftError(f"tables is empty: {remedy}")
+    for each in tables:
+        if not isinstance(each, ShardedTable):
+            raise WeftError(f"tables has a {type(each).__name__}: {remedy}")
     group = tables[0]._group()
     error: str | None = None
+    place = ""  # of the table that an error is of
     asked: list[_Asked] = []
     try:
         _check(tables, inputs, group)
-        for table, given in zip(tables, inputs, strict=True):
+        for number, (table, given) in enumerate(zip(tables, inputs, strict=True)):
+            place = f"table {number}: " if len(tables) > 1 else ""
+            table._checked_weight(group)
+            arguments = given if isinstance(given, tuple) else (given,)
             one: Any = table
-            asked.append(one._asked(*(given if isinstance(given, tuple) else (given,))))
+            asked.append(one._asked(*arguments))
     except Exception as wrong:  # such as the TypeError of a call with an argument too many
-        name = f"table {len(asked)}: " if len(tables) > 1 else ""
-        error = f"{name}{wrong if isinstance(wrong, WeftError) else in_words(wrong)}"
-    with profiled("sharded_lookup"):
-        rows = _fetched(group, tables, [indices for indices, _ in asked], error)
+        error = place + (str(wrong) if isinstance(wrong, WeftError) else in_words(wrong))
+    weight = tables[0]._parameters.get("weight")
+    # that a weight is gone, or has no elements, the others have to hear on the line
+    takes_line = weight is None or weight.is_meta or on_host(weight)
+    over = group.line if takes_line else group
+    with profiled(_NAME):
+        rows = _fetched(over, tables, [indices for indices, _ in asked], error)
     return [output(found) for (_, output), found in zip(asked, rows, strict=True)]
 
 
 def _check(tables: Sequence[ShardedTable], inputs: Sequence[object], group: Group) -> None:
-    """Raise WeftError if these tables cannot be called together, or not by this rank."""
+    """Raise WeftError if these tables cannot be called together."""
+    refuse_tracing(_NAME)
     if len(inputs) != len(tables):
         raise WeftError(f"{len(inputs)} inputs for {len(tables)} tables: pass one for each")
-    kinds = dict.fromkeys(f"{each.weight.dtype} on {each.weight.device}" for each in tables)
+    weights = [each._found_weight() for each in tables]
+    kinds = dict.fromkeys(f"{each.dtype} on {each.device}" for each in weights)
     if len(kinds) > 1:
         raise WeftError(f"there are tables of {' and '.join(kinds)}: ask those of one kind at once")
-    for each in tables:
-        made = each._rank, len(each._bounds) - 1
-        if each._group() is not group or made != (group.rank, group.size):
-            raise WeftError(f"a table of rank {made[0]} of {made[1]} is asked in another group")
+    if any(each._group() is not group for each in tables):
+        raise WeftError("the tables are cut over several groups: ask those of one group at once")
 
 
 def _described(tables: Sequence[ShardedTable]) -> str:
@@ -561,29 +636,36 @@ def _fetched(
     It takes two exchanges: of indices, and of rows. A message holds the parts of all tables, one
     after the other.
     """
-    fields: dict[str, object] = {"tables": _described(tables)}
-    messages, counts = [torch.empty(0, dtype=torch.int64)] * group.size, [[0]]
+    fields: dict[str, object] = {}
+    messages = [torch.empty(0, dtype=torch.int64)] * group.size
+    counts = [[0]]
+    asking = f"{_NAME} (indices)"
     if error is None:
-        messages, counts = _questions(group, tables, wanted)
-    scatter = Scatter(group, f"{_NAME} (indices)", error, fields=fields)
-    heard = apply(scatter, messages)
+        fields["tables"] = _described(tables)
+        with preparing(group, asking):  # they may not fit in memory
+            messages, counts = _questions(group, tables, wanted)
+    heard = apply(Scatter(group, asking, error, fields=fields), messages)
     # how many rows each rank needs of each table that are here, by rank and table
-    given = kernels.read(torch.cat([each[: len(tables)] for each in heard]).long())
+    heads = kernels.read(torch.cat([each[: len(tables)] for each in heard]).long())
     runs = []
     for rank, message in enumerate(heard):
-        sizes = given[rank * len(tables) : (rank + 1) * len(tables)]
+        sizes = heads[rank * len(tables) : (rank + 1) * len(tables)]
         runs.append(list(torch.split(message[len(tables) :], sizes)))
     parts = _Owned.apply(tables, runs, *(table.weight for table in tables))  # type: ignore[no-untyped-call]  # torch's
     came = apply(Scatter(group, f"{_NAME} (rows)", fields=fields), cast(list[Tensor], parts))
-    dims = [table.embedding_dim for table in tables]
-    pieces = [
-        torch.split(each, [count * dim for count, dim in zip(some, dims, strict=True)])
-        for each, some in zip(came, counts, strict=True)
-    ]
-    return [
-        torch.cat([each[number] for each in pieces]).view(len(indices), dim)
-        for number, (indices, dim) in enumerate(zip(wanted, dims, strict=True))
-    ]
+    widths = [table.embedding_dim for table in tables]
+    pieces = [_by_table(each, some, widths) for each, some in zip(came, counts, strict=True)]
+    found = []
+    for number, (width, indices) in enumerate(zip(widths, wanted, strict=True)):
+        rows = torch.cat([each[number] for each in pieces])
+        found.append(rows.view(len(indices), width))
+    return found
+
+
+def _by_table(message: Tensor, counts: Sequence[int], widths: Sequence[int]) -> Sequence[Tensor]:
+    """The rows of each table in a message, flat, given how many there are, and how wide."""
+    lengths = [count * width for count, width in zip(counts, widths, strict=True)]
+    return torch.split(message, lengths)
 
 
 def _questions(
@@ -594,24 +676,25 @@ def _questions(
     A message has, for each table, how many of the rank's rows are needed; then their indices, each
     counted from the rank's first row.
     """
-    device = tables[0].weight.device
     ends = [
         torch.searchsorted(indices, indices.new_tensor(table._bounds))
         for table, indices in zip(tables, wanted, strict=True)
     ]
-    width, flat = group.size + 1, kernels.read(torch.cat(ends))
+    flat = kernels.read(torch.cat(ends))  # one wait for a device
+    width = group.size + 1
+    # where each rank's indices begin, and the last rank's end, by table
     cuts = [flat[at : at + width] for at in range(0, len(flat), width)]
     counts = [[each[rank + 1] - each[rank] for each in cuts] for rank in range(group.size)]
-    tall = max(table.num_embeddings for table in tables) >= 1 << 31
-    dtype = torch.int64 if tall else torch.int32
-    heads = torch.tensor(counts, dtype=dtype, device=device)
+    is_tall = max(table.num_embeddings for table in tables) >= 1 << 31
+    dtype = torch.int64 if is_tall else torch.int32
+    heads = torch.tensor(counts, dtype=dtype, device=tables[0].weight.device)
     messages = []
     for rank in range(group.size):
-        own = (
-            (indices[each[rank] : each[rank + 1]] - table._bounds[rank]).to(dtype)
-            for table, indices, each in zip(tables, wanted, cuts, strict=True)
-        )
-        messages.append(torch.cat([heads[rank], *own]))
+        parts = [heads[rank]]
+        for table, indices, each in zip(tables, wanted, cuts, strict=True):
+            own = indices[each[rank] : each[rank + 1]] - table._bounds[rank]
+            parts.append(own.to(dtype))
+        messages.append(torch.cat(parts))
     return messages, counts
 
 
@@ -628,7 +711,13 @@ class _Owned(torch.autograd.Function):
         runs: list[list[Tensor]],
         *weights: Tensor,
     ) -> tuple[Tensor, ...]:
-        ctx.tables, ctx.runs = tables, runs
+        ctx.runs = runs
+        ctx.widths = [table.embedding_dim for table in tables]
+        # bound here: by backward the tables may have another weight, dtype, or settings
+        ctx.gradients = [
+            functools.partial(_gradient, weight.shape, weight.dtype, table.average, table.sparse)
+            for table, weight in zip(tables, weights, strict=True)
+        ]
         for number, table in enumerate(tables):
             if table.max_norm is not None:
                 asked = torch.cat([some[number] for some in runs])
@@ -644,30 +733,37 @@ class _Owned(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        dims = [table.embedding_dim for table in ctx.tables]
         pieces = [
-            torch.split(each, [len(asked) * dim for asked, dim in zip(some, dims, strict=True)])
+            _by_table(each, [len(asked) for asked in some], ctx.widths)
             for each, some in zip(gradients, ctx.runs, strict=True)
         ]
         found: list[Tensor | None] = []
-        for number, table in enumerate(ctx.tables):
-            rows = [
-                (some[number], each[number].view(len(some[number]), dims[number]))
-                for some, each in zip(ctx.runs, pieces, strict=True)
-            ]
-            found.append(_gradient(table, rows) if ctx.needs_input_grad[2 + number] else None)
+        for number, gradient in enumerate(ctx.gradients):
+            if not ctx.needs_input_grad[2 + number]:
+                found.append(None)
+                continue
+            rows = []
+            for some, each in zip(ctx.runs, pieces, strict=True):
+                asked = some[number]
+                rows.append((asked, each[number].view(len(asked), ctx.widths[number])))
+            found.append(gradient(rows))
         return None, None, *found
 
 
-def _gradient(table: ShardedTable, runs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+def _gradient(
+    shape: torch.Size,
+    dtype: torch.dtype,
+    average: bool,
+    sparse: bool,
+    runs: Sequence[tuple[Tensor, Tensor]],
+) -> Tensor:
     """The gradient of this rank's shard: what all ranks sent, added in rank order."""
     indices, sums = kernels.merge(runs, OPS["sum"])
-    values = torch.empty_like(sums, dtype=table.weight.dtype)
-    kernels.finish(sums, values, len(runs) if table.average else 1)
+    values = torch.empty_like(sums, dtype=dtype)
+    kernels.finish(sums, values, len(runs) if average else 1)
     flags: dict[str, Any] = {"is_coalesced": True, "check_invariants": False}
-    shape = table.weight.shape
     gradient = torch.sparse_coo_tensor(indices.long()[None], values, shape, **flags)
-    return gradient if table.sparse else gradient.to_dense()
+    return gradient if sparse else gradient.to_dense()
 
 
 def shard_embeddings(
@@ -679,9 +775,10 @@ def shard_embeddings(
     optimizer, and before DistributedDataParallel or FSDP2 wraps the model. It replaces each
     `torch.nn.Embedding` and `torch.nn.EmbeddingBag`, but no subclass of them, that has `min_rows`
     rows or more. The sharded table has the same rows and arguments, `sparse` included: with
-    `sparse=False` the gradient of the shard is dense. The call also lists all sharded tables of the
-    model, those that it already had included, among the parameters that DistributedDataParallel
-    ignores.
+    `sparse=False` the gradient of the shard is dense. It also has the attributes that somebody set
+    on the table, or on its weight. The call also lists all shards of the model,
+    those of tables that it already had included, under all their names, among the parameters that
+    DistributedDataParallel ignores.
 
     Args:
         module: the model.
@@ -692,8 +789,9 @@ def shard_embeddings(
         The model itself; or, if the model is such a table, a new module.
 
     Raises:
-        WeftError: the weight of such a table is also another parameter of the model (tied weights),
-            or there is no such group; raised on this rank alone. The model is as it was.
+        WeftError: the weight of such a table is also another parameter of the model (tied weights);
+            the table or its weight has hooks, buffers, a gradient, or a method of its own, such as
+            `forward`; or there is no such group; raised on this rank alone. The model is as it was.
 
     Example:
         >>> import torch, weft
@@ -713,6 +811,11 @@ def shard_embeddings(
         if type(part) in _KINDS and cast(Any, part).num_embeddings >= min_rows:
             places.setdefault(part, []).append(name)
     for part, found in places.items():
+        if what := _more_than_rows(part):
+            raise WeftError(
+                f"{found[0] or 'the module'!r} has {what}, which the table that takes its place "
+                "would not have: remove that before, and put it on that table, afterwards"
+            )
         tied = names[id(part.weight)]
         if len(tied) > len(found):
             raise WeftError(
@@ -727,15 +830,49 @@ def shard_embeddings(
             above, _, last = name.rpartition(".")
             setattr(module.get_submodule(above), last, made)
     others = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
-    ignored = dict.fromkeys([*others, *_weights(module)])
+    ignored = dict.fromkeys([*others, *_marks(shards_by_name(module))])
     module._ddp_params_and_buffers_to_ignore = list(ignored)  # type: ignore[assignment]  # DDP's
     return module
 
 
-def _weights(module: nn.Module) -> list[str]:
-    """The names of the weights of a module's sharded tables."""
-    parts = module.named_modules()
-    return [f"{name}.weight".lstrip(".") for name, part in parts if isinstance(part, ShardedTable)]
+def _more_than_rows(part: nn.Module) -> str | None:
+    """What a table of torch's has that cannot go along to the one in its place, or None."""
+    weight: Any = part._parameters.get("weight")
+    if weight is None or len(part._parameters) > 1:
+        return "other parameters than a weight"
+    for name, register in vars(nn.Module()).items():  # of hooks, of buffers, of parts
+        if isinstance(register, Sized) and name != "_parameters" and vars(part).get(name):
+            return f"its own {name}"
+    for name in _attributes(part):
+        # it would take the place of what the other one needs, such as its forward
+        if hasattr(_KINDS[type(part)], name) or name in ShardedTable.__annotations__:
+            return f"its own {name}"
+    if weight.grad is not None:
+        return "a gradient, weight.grad"
+    for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        if getattr(weight, name):
+            return f"hooks of its weight, {name}"
+    return None
+
+
+def _attributes(part: nn.Module) -> dict[str, Any]:
+    """The attributes of a table of torch's that its class does not give it."""
+    given: Any = part
+    usual = {*vars(nn.Module()), *given.__constants__}
+    return {name: value for name, value in vars(part).items() if name not in usual}
+
+
+def _marks(names: Iterable[str]) -> list[str]:
+    """Names of parameters, for DistributedDataParallel: in a model, and once that is compiled.
+
+    Where it lists what to reduce, the names of the model's own parameters begin with a dot.
+    """
+    found = []
+    for name in names:
+        found += [name, f"_orig_mod.{name}"]
+        if "." not in name:
+            found.append(f".{name}")
+    return found
 
 
 def _guard(parent: nn.Module, _: str, module: nn.Module | None) -> None:
@@ -746,11 +883,15 @@ def _guard(parent: nn.Module, _: str, module: nn.Module | None) -> None:
     """
     if isinstance(parent, DistributedDataParallel) and module is not None:
         marked = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
-        for name in _weights(module):
+        shards = shards_by_name(module)
+        for name, shard in shards.items():
             if name not in marked:
+                others = [each for each in shards if shards[each] is shard and each != name]
+                tied = f", which is {others[0]!r}, too," if others else ""
                 raise WeftError(
-                    f"DistributedDataParallel would overwrite the shard {name!r} by that of rank "
-                    "0: call weft.nn.shard_embeddings on the model that it is given, before"
+                    f"DistributedDataParallel would overwrite the shard {name!r}{tied} by that of "
+                    "rank 0: call weft.nn.shard_embeddings on the model that it is given, before "
+                    "that, and after weights are tied"
                 )
 
 
@@ -777,15 +918,32 @@ def _no_longer(table: int) -> None:
 
 
 def _with_shard(module: ShardedTable, state: dict[str, Any], prefix: str, _: object) -> None:
-    """Put the weight into a state dict as a DTensor."""
-    if isinstance(state.get(f"{prefix}weight"), Tensor):
-        state[f"{prefix}weight"] = module.as_dtensor()
+    put_shard(module, state, f"{prefix}weight")
 
 
 def _with_rows(module: ShardedTable, state: dict[str, Any], prefix: str, *_: object) -> None:
-    """Take this rank's rows of the weight in a state dict: of a DTensor, or of a whole table."""
-    given: Any = state.get(f"{prefix}weight")
+    take_rows(module, state, f"{prefix}weight")
+
+
+def put_shard(table: ShardedTable, state: dict[str, Any], key: str) -> None:
+    """Put the weight of a table, which a state dict has under a key, there as a DTensor."""
+    if isinstance(state.get(key), Tensor):
+        state[key] = table.as_dtensor()
+
+
+def take_rows(table: ShardedTable, state: dict[str, Any], key: str) -> None:
+    """Leave this rank's rows of what a state dict has under a key."""
+    if key in state:
+        state[key] = own_rows(table, state[key])
+
+
+def own_rows(table: ShardedTable, given: Any) -> Any:
+    """This rank's rows of what a state has of a table: a DTensor's, or a copy of a whole one's.
+
+    A view would keep the memory of the whole table, which whoever assigns it would hold and save.
+    """
     if hasattr(given, "to_local"):
-        state[f"{prefix}weight"] = given.to_local()
-    elif given is not None and len(given) == module.num_embeddings:
-        state[f"{prefix}weight"] = given[module.first :][: len(module.weight)]
+        return given.to_local()
+    if isinstance(given, Tensor) and given.shape[:1] == (table.num_embeddings,):
+        return given[table.first :][: len(table.weight)].clone()
+    return given

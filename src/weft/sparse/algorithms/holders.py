@@ -103,8 +103,8 @@ def _shared(call: Call, runs: Sequence[Tensor]) -> tuple[kernels.Union, Shares]:
         equal = [_ONE] * call.group.size
         last = call.sizes.places - 1
         with ascending(call, dict(enumerate(runs))):
-            union, shares = kernels.unite_and_share(runs, equal, call.marks, last)
-        call.below = union.below
+            union, shares = kernels.unite_and_share(runs, equal, call.marks.indices, last)
+        call.marks.below = union.below
         return union, shares
     union = kernels.union(runs)
     total = union.indices.numel()

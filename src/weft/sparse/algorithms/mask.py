@@ -67,7 +67,8 @@ def mask(rows: LocalRows, call: Call) -> Rows:
         table.fill_(call.op.neutral(call.partial))
         table[slots ^ (slots >> 31)] = rows.values.to(call.partial)
         if table.numel():
-            dense_all_reduce(group, table, "sum" if call.op.mean else call.op.name).wait()
+            op = "sum" if call.op.mean else call.op.name
+            dense_all_reduce(group, table, op, flat=True).wait()
         call.finish(table, result.values)
     return result
 
@@ -84,7 +85,7 @@ def _union(indices: Tensor, call: Call) -> tuple[Tensor, Tensor]:
     """The indices that some rank has, and this rank's slots."""
     if _by_bitmap(call.sizes):
         bits = kernels.bitmap(indices, call.sizes.places)
-        dense_all_reduce(call.group, bits, "bor").wait()
+        dense_all_reduce(call.group, bits, "bor", flat=True).wait()
         if spare := -call.sizes.places % 64:
             bits[-1] &= (1 << (64 - spare)) - 1  # a peer may have set bits where no place is
         union = kernels.unite_bitmap(bits, indices)

@@ -93,7 +93,7 @@ def workspace(sizes: Sizes) -> int:
 
 @algorithm(traffic=traffic, workspace=workspace, lockstep=True)
 def split(rows: LocalRows, call: Call) -> Rows:
-    call.sizes = stages.in_stages(call.sizes)
+    call = call.with_sizes(stages.in_stages(call.sizes))
     if call.sizes.blocks:
         return _summed_in_stages(rows, call)
     return _summed_by_all(rows, call)
@@ -211,9 +211,7 @@ def _sum_between(
     """Sum what the ranks of one place have of their blocks."""
     place = scatter.owner
     of_place = call.group.subset([ranks[place] for ranks in between.blocks])
-    inner = call.among(of_place, between.inner.sizes)
-    inner.header = between.header(place)
-    inner.onward = onward
+    inner = call.among(of_place, between.inner.sizes, between.header(place), onward)
     indices = scatter.indices
     with call.group.lease(len(indices) * call.sizes.partial) as memory:
         sums = Rows(indices, typed(memory, (len(indices), *call.row_shape), call.partial))

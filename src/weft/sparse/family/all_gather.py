@@ -25,17 +25,18 @@ from ...base.arguments import truth
 from ...base.devices import Aside
 from ...base.errors import untransformed
 from ...call.attempt import preparing
-from ...call.opening import is_direct
 from ...group import default
 from ...group.channels import LISTS, VALUES
 from ...group.group import Group
 from ...group.worker import Work
+from ..call import Call
 from ..forms import Form, Place
+from ..local_rows import LocalRows
 from ..record import started
 from ..registry import ALONE, EAGER
 from ..request import Request
 from ..rows import Rows
-from ..run import Begun, performed
+from ..run import performed
 from ..stream import Ring, consecutive, wrong_list
 
 _NAME = "sparse_all_gather"
@@ -57,8 +58,8 @@ def sparse_all_gather(
 def sparse_all_gather(
     rows: Form,
     group: object = None,
+    async_op: Literal[True] = ...,
     *,
-    async_op: Literal[True],
     return_counts: Literal[False] = False,
     wire_dtype: torch.dtype | None = None,
     out: Place = None,
@@ -93,8 +94,8 @@ def sparse_all_gather(
 def sparse_all_gather(
     rows: Form,
     group: object = None,
+    async_op: Literal[True] = ...,
     *,
-    async_op: Literal[True],
     return_counts: Literal[True],
     wire_dtype: torch.dtype | None = None,
     out: Place = None,
@@ -111,6 +112,18 @@ def sparse_all_gather(
     wire_dtype: torch.dtype | None = None,
     out: Place = None,
 ) -> tuple[Form, Tensor] | Work[tuple[Form, Tensor]]: ...
+
+
+@overload
+def sparse_all_gather(
+    rows: Form,
+    group: object = None,
+    async_op: bool = False,
+    *,
+    return_counts: bool = False,
+    wire_dtype: torch.dtype | None = None,
+    out: Place = None,
+) -> Form | tuple[Form, Tensor] | Work[Form] | Work[tuple[Form, Tensor]]: ...
 
 
 @untransformed
@@ -172,12 +185,12 @@ def job_of(group: Group, request: Request, *, return_counts: bool = False) -> As
     """What gathers rows, when its turn has come."""
     counts: list[int] = []
 
-    def schedule(begun: Begun) -> tuple[str, Rows]:
-        counts.extend(_counts(begun))
-        return joined(begun, counts)
+    def schedule(own: LocalRows, call: Call) -> tuple[str, Rows]:
+        counts.extend(_counts(own, call))
+        return joined(own, call, counts)
 
     def job() -> Any:
-        done = performed(group, request, _NAME, schedule, moves=True)
+        done = performed(group, request, _NAME, schedule)
         done.note(group)
         result = request.restore(done.rows)
         return (result, torch.tensor(counts)) if return_counts else result
@@ -185,25 +198,22 @@ def job_of(group: Group, request: Request, *, return_counts: bool = False) -> As
     return Aside(group.streams, request.device, job)
 
 
-def _counts(begun: Begun) -> list[int]:
+def _counts(own: LocalRows, call: Call) -> list[int]:
     """How many rows each rank has."""
-    group = begun.call.group
-    if is_direct(group):
-        return [one.total for one in begun.headers]
-    most = begun.call.header.most
-    own = len(begun.own).to_bytes(8, "little")
-    return group.all_gather_bytes(own, lambda raw: range(most + 1)[int.from_bytes(raw, "little")])
+    if call.headers:
+        return call.counts
+    numbers = range(call.header.most + 1)
+    count = len(own).to_bytes(8, "little")
+    return call.group.all_gather_bytes(count, lambda raw: numbers[int.from_bytes(raw, "little")])
 
 
-def joined(begun: Begun, counts: Sequence[int]) -> tuple[str, Rows]:
+def joined(own: LocalRows, call: Call, counts: Sequence[int]) -> tuple[str, Rows]:
     """All ranks' rows one after the other: from the opening exchange, or by a ring."""
-    call = begun.call
-    own = begun.own
     group = call.group
     part = consecutive(counts)  # of each rank
     result = call.result(sum(counts))
-    if begun.rows_of_all is not None:
-        for rows, place in zip(begun.rows_of_all, part, strict=True):
+    if call.rows_of_all is not None:
+        for rows, place in zip(call.rows_of_all, part, strict=True):
             result.indices[place] = rows.indices
             result.values[place] = rows.values
         return EAGER, result

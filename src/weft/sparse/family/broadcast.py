@@ -1,11 +1,13 @@
 """`sparse_broadcast`: every rank gets the rows that one rank has.
 
-Few rows travel in the opening exchange; more go from rank to rank along the ring in chunks
-(`all_gather.joined`, where all others have no rows), so a link carries them once.
+Few rows travel in the opening exchange. More go between hosts from rank to rank along the ring in
+chunks (`all_gather.joined`, where all others have no rows), so a link carries them once; within a
+host, on accelerators and over wires in rounds or `exact` the source sends them to every rank.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any, Literal, overload
 
 import torch
@@ -13,16 +15,17 @@ import torch
 from ...base.arguments import root_in, truth
 from ...base.devices import Aside, current
 from ...base.errors import untransformed
-from ...base.tensors import has_elements, shape_in
+from ...base.tensors import has_elements
 from ...call.attempt import preparing
-from ...call.opening import is_direct
 from ...group import default
 from ...group.worker import Work
+from ..call import Call
 from ..forms import AnyForm, Form, Place
+from ..local_rows import LocalRows
 from ..record import started
 from ..request import NOTHING, Request
 from ..rows import Rows
-from ..run import Begun, performed
+from ..run import performed
 from .all_gather import joined
 
 _NAME = "sparse_broadcast"
@@ -48,8 +51,8 @@ def sparse_broadcast(
     rows: Form,
     group_src: int = 0,
     group: object = None,
+    async_op: Literal[True] = ...,
     *,
-    async_op: Literal[True],
     wire_dtype: torch.dtype | None = None,
     out: Place = None,
 ) -> Work[Form]: ...
@@ -84,8 +87,8 @@ def sparse_broadcast(
     rows: None,
     group_src: int = 0,
     group: object = None,
+    async_op: Literal[True] = ...,
     *,
-    async_op: Literal[True],
     wire_dtype: torch.dtype | None = None,
     out: Place = None,
 ) -> Work[AnyForm]: ...
@@ -166,20 +169,19 @@ def sparse_broadcast(
             request.fields["row shape"] = tuple(request.rows.row_shape)
         is_async = truth("async_op", async_op)
 
-    def schedule(begun: Begun) -> tuple[str, Rows]:
-        call = begun.call
-        for rank, one in enumerate(begun.headers):
-            if one.total and rank != src and is_direct(group):
+    def schedule(own: LocalRows, call: Call) -> tuple[str, Rows]:
+        for rank, count in enumerate(call.counts):
+            if count and rank != src:
                 name = group.rank_in_errors(rank)
-                raise group.fail(rank, f"rank {name} sent {one.total} rows, and has none to give")
+                raise group.fail(rank, f"rank {name} sent {count} rows, and has none to give")
         if group.size > 2 and not (call.sizes.at_once or call.sizes.on_one_host):
-            call.sizes = call.sizes.but(chunk=min(call.sizes.chunk, _CHUNK))
-        return joined(begun, [call.sizes.total * (rank == src) for rank in range(group.size)])
+            call = call.with_sizes(call.sizes.but(chunk=min(call.sizes.chunk, _CHUNK)))
+        return joined(own, call, [call.sizes.total * (rank == src) for rank in range(group.size)])
 
     def job() -> Any:
-        done = performed(group, request, _NAME, schedule, moves=True)
+        done = performed(group, request, _NAME, schedule)
         done.note(group)
-        form = request.agreed["form"]
+        form = done.fields["form"]
         given = src, "rows", _formed, done.rows, form
         result = request.restore(done.rows) if here else group.decode(*given)
         if isinstance(result, torch.Tensor):
@@ -202,11 +204,21 @@ def _form_of(rows: Any) -> str:
 
 
 def _formed(rows: Rows, form: str) -> Any:
+    """The rows in a form that `_form_of` describes.
+
+    Raises:
+        ValueError: it is no form of these rows.
+    """
     if form == "rows":
         return rows
     if form == "pair":
         return rows.indices, rows.values
-    return rows.to_coo(shape_in(form.split("|")[1]))
+    _, sizes, sparse, _ = form.split("|")
+    # `shape_in` refuses as many elements as a dense tensor cannot have
+    shape = [int(size) for size in sizes.strip("()").split(",") if size]
+    if min(shape, default=0) < 0 or math.prod(shape[: int(sparse)]) != rows.height:
+        raise ValueError(f"{sizes} is no shape of a height of {rows.height}")
+    return rows.to_coo(shape)
 
 
 def request_of_listener(out: Any, wire_dtype: object) -> Request:

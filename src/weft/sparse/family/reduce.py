@@ -35,7 +35,7 @@ from ..record import started
 from ..registry import ALONE, EAGER
 from ..request import Request
 from ..rows import Rows
-from ..run import Begun, merge_eager, performed
+from ..run import merge_eager, performed
 from ..stream import chunks, exchange_lists, in_rank_order, lay_out
 
 _NAME = "sparse_reduce"
@@ -67,8 +67,8 @@ def sparse_reduce(
     op: Reduction = "sum",
     group_dst: int = 0,
     group: object = None,
+    async_op: Literal[True] = ...,
     *,
-    async_op: Literal[True],
     wire_dtype: torch.dtype | None = None,
     out: Place = None,
 ) -> Work[Form | None]: ...
@@ -140,15 +140,14 @@ def sparse_reduce(
         request.take_root("group_dst", dst, group_dst, group.size)
         is_async = truth("async_op", async_op)
 
-    def schedule(begun: Begun) -> tuple[str, Rows]:
-        call = begun.call
-        if begun.rows_of_all is not None:
-            return EAGER, merge_eager(begun.rows_of_all, call) if here else call.result(0)
+    def schedule(own: LocalRows, call: Call) -> tuple[str, Rows]:
+        if call.rows_of_all is not None:
+            return EAGER, merge_eager(call.rows_of_all, call) if here else call.result(0)
         if group.size > DIRECTLY and not call.sizes.on_one_host:
-            return "owners", _by_owners(begun.own, call, dst)
+            return "owners", _by_owners(own, call, dst)
         end = call.header.highest + 1
         all_his = [0] * (dst + 1) + [end] * (group.size - dst)
-        return ALONE if group.size == 1 else "direct", reduce_to_owners(begun.own, call, all_his)
+        return ALONE if group.size == 1 else "direct", reduce_to_owners(own, call, all_his)
 
     def job() -> Any:
         done = performed(group, request, _NAME, schedule, apart=True)

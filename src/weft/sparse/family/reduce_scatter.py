@@ -21,15 +21,16 @@ from ...call.attempt import preparing
 from ...group import default
 from ...group.group import Group
 from ...group.worker import Work
+from ..call import Call
 from ..forms import Form, Place, Reduction
 from ..header import Header
-from ..local_rows import slices_between
+from ..local_rows import LocalRows, slices_between
 from ..owners import balanced_bounds, reduce_to_owners
 from ..record import started
 from ..registry import ALONE, EAGER
 from ..request import Request
 from ..rows import Rows
-from ..run import Begun, merge_eager, performed
+from ..run import merge_eager, performed
 
 _NAME = "sparse_reduce_scatter"
 _SHOWN = 9  # bounds that are compared as they are; longer ranges by a digest
@@ -53,8 +54,8 @@ def sparse_reduce_scatter(
     rows: Form,
     op: Reduction = "sum",
     group: object = None,
+    async_op: Literal[True] = ...,
     *,
-    async_op: Literal[True],
     ranges: Sequence[int] | None = None,
     wire_dtype: torch.dtype | None = None,
     out: Place = None,
@@ -145,13 +146,13 @@ def job_of(
 
     def job() -> Any:
         bounds: list[int] = []
-        if chosen and request.sort().error is None and len(request.rows):
+        if chosen and request.look().error is None and len(request.rows):
             with request:
                 _check_ends(chosen, request.lowest, request.highest)
 
-        def schedule(begun: Begun) -> tuple[str, Rows]:
-            bounds.extend(chosen or _balanced(begun))
-            return _scattered(begun, bounds)
+        def schedule(own: LocalRows, call: Call) -> tuple[str, Rows]:
+            bounds.extend(chosen or _balanced(call))
+            return _scattered(own, call, bounds)
 
         done = performed(group, request, name, schedule, apart=True)
         done.note(group, ranges=tuple(bounds))
@@ -160,26 +161,24 @@ def job_of(
     return Aside(group.streams, request.device, job)
 
 
-def _scattered(begun: Begun, bounds: Sequence[int]) -> tuple[str, Rows]:
-    call = begun.call
+def _scattered(own: LocalRows, call: Call, bounds: Sequence[int]) -> tuple[str, Rows]:
     group = call.group
-    if begun.rows_of_all is None:
+    if call.rows_of_all is None:
         name = ALONE if group.size == 1 else _NAME.removeprefix("sparse_")
-        return name, reduce_to_owners(begun.own, call, bounds)
+        return name, reduce_to_owners(own, call, bounds)
     mine = bounds[group.rank : group.rank + 2]
     highest = call.header.highest
     parts = []
-    for rows in begun.rows_of_all:
+    for rows in call.rows_of_all:
         part = slices_between(rows.indices, mine, highest)[0]
         parts.append(Rows(rows.indices[part], rows.values[part]))
     return EAGER, merge_eager(parts, call)
 
 
-def _balanced(begun: Begun) -> list[int]:
-    call = begun.call
+def _balanced(call: Call) -> list[int]:
     header = call.header
-    if begun.rows_of_all is not None:  # then nobody has said yet where rows lie
-        headers = [Header.of(rows.indices, rank) for rank, rows in enumerate(begun.rows_of_all)]
+    if call.rows_of_all is not None:  # then nobody has said yet where rows lie
+        headers = [Header.of(rows.indices, rank) for rank, rows in enumerate(call.rows_of_all)]
         header = Header.together(headers)
     bounds = balanced_bounds(header, call.group.size)
     return bounds if call.height is None else [*bounds[:-1], call.height]

@@ -11,6 +11,7 @@ A meeting is a post to each other one of its ranks, on a channel that no program
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
@@ -23,6 +24,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ...base.latch import NAP
 from ...base.memory import fault_of, memory_of, tensor_of
 from ..interface import CHANNELS, MEETS, Failure, Features, Recv, Send, WireFailed, check_meeting
 
@@ -404,12 +406,12 @@ class RoomPending:
                 wire.room.fail_if_all_wait()
                 if self.is_over():
                     return True
-                seconds = None if until is None else until - time.monotonic()
-                if seconds is not None and seconds <= 0:
+                seconds = math.inf if until is None else until - time.monotonic()
+                if seconds <= 0:
                     return self.is_over_now()
                 # ended by a peer that posts the other end, by a failure of this wire (a close, an
                 # abort, a peer that is gone, all that wait), or by the time
-                wire.changed.wait(seconds)
+                wire.changed.wait(min(seconds, NAP))
         finally:
             if waiting.get(wire.rank) is self:
                 del waiting[wire.rank]

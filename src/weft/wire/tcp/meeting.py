@@ -492,30 +492,35 @@ class Meetings:
         Who sleeps for a meeting posts nothing. So if each of them is in the same sleep before and
         after all that was seen between, they sleep at once, and nobody will end it.
         """
-        look = self.loops["look"]
         sleeps: dict[int, int] = {}
-        path: list[int] = []
-
-        def search(rank: int) -> list[int]:
-            if rank in path:
-                return path[path.index(rank) :]
-            if rank in sleeps:  # seen before, and no circle leads through it
-                return []
-            sleeps[rank] = look(self.page(rank))
-            if not sleeps[rank]:
-                return []
-            path.append(rank)
-            for other in self._bases:
-                if other != rank:
-                    wanted = look(self.line(rank, other) + WANTS)
-                    if wanted and look(self.line(other, rank) + BEGUN) < wanted:
-                        found = search(other)
-                        if found:
-                            return found
-            path.pop()
-            return []
-
-        circle = search(self.rank)
+        circle = self._search(self.rank, [], sleeps)
+        look = self.loops["look"]
         if all(look(self.page(rank)) == sleeps[rank] for rank in circle):
             return sorted(circle)
+        return []
+
+    def _search(self, rank: int, path: list[int], sleeps: dict[int, int]) -> list[int]:
+        """A circle that is found by going on from a rank that others wait for; none: there is none.
+
+        Args:
+            rank: to go on from.
+            path: the ranks that led there, each of which waits for the next.
+            sleeps: of all ranks that were seen, the number of the sleep they are in; 0: of none.
+        """
+        if rank in path:
+            return path[path.index(rank) :]
+        if rank in sleeps:  # seen before, and no circle leads through it
+            return []
+        look = self.loops["look"]
+        sleeps[rank] = look(self.page(rank))
+        if not sleeps[rank]:
+            return []
+        for other in self._bases:
+            if other == rank:
+                continue
+            wanted = look(self.line(rank, other) + WANTS)
+            if wanted and look(self.line(other, rank) + BEGUN) < wanted:
+                circle = self._search(other, [*path, rank], sleeps)
+                if circle:
+                    return circle
         return []

@@ -51,6 +51,7 @@ from dataclasses import astuple, dataclass
 import torch
 from torch import Tensor
 
+from ...base.latch import NAP, deadline_of
 from ...base.memory import Lease, Pool
 from ...rendezvous.address import own_address
 from ..factory import Start
@@ -82,10 +83,9 @@ _LONG_TICK = 0.016  # the same at most, where another thread waits and moves eve
 _IDLE_LOOK = 1.0  # seconds between two looks of a thread that waits for ranks of other hosts alone
 _TURN_WAIT = 0.1  # seconds after which a close asks whoever waits again whether the rest is sent
 LINGER = 5.0  # seconds in which a close sends what is left
-_NAP = 0.05  # seconds of a sleep, after which a rank looks whether others wait for it in a circle
+_FIRST_NAP = 0.05  # seconds, after which a rank looks whether others wait for it in a circle
 _SPIN = 50e-6  # seconds that a wait looks by itself before it sleeps until it is woken
 LOWER_DELAY = 0.25  # seconds that the lower of two ranks waits before it connects, too
-_LONGEST = 3600.0  # seconds of one sleep; a wait without a limit sleeps again
 PAUSE = 2 * _IDLE_LOOK  # without a look for as long this rank was paused, and nobody is late
 _CONNECTING = 60.0  # seconds in which a rank must be reached, also if the start has fewer left
 _BUFFER = 4 << 20  # bytes of a Unix socket's buffers; with the small default it is 4 times slower
@@ -454,7 +454,7 @@ class TcpWire:
             TimeoutError: they are not within so many seconds.
             WireFailed: the wire has failed, or the connection of one of them has ended.
         """
-        until = math.inf if timeout is None else time.monotonic() + timeout
+        until = deadline_of(timeout)
         with self._turn:
             for awaited, message in messages:
                 spin = 0.0 if awaited.is_far and message.is_long else _SPIN
@@ -478,7 +478,7 @@ class TcpWire:
     def finish_meeting(self, awaited: meeting.TcpMeeting, timeout: float | None) -> None:
         """Move messages until this meeting is through; what it raises is as of `finish`."""
         self._check_process()
-        until = math.inf if timeout is None else time.monotonic() + timeout
+        until = deadline_of(timeout)
         with self._turn:
             meetings = self.meetings  # which the handler of a signal may drop
             while not awaited.is_complete():
@@ -599,8 +599,7 @@ class TcpWire:
                 return ready
             os.sched_yield()
             now = time.monotonic()
-        longest = AGAIN if self._unconnected else _LONGEST
-        seconds = min(seconds, longest)
+        seconds = min(seconds, NAP)
         meetings = self.meetings
         if meetings is not None and meetings.under_way and seconds > 0:
             return self._sleep_while_meeting(meetings, seconds)
@@ -621,10 +620,10 @@ class TcpWire:
             meetings.fall_asleep(self._awaited)
             if self._move_meetings(meetings):
                 return []
-            ready = self._poll.poll(min(seconds, _NAP) * 1e3)
-            if ready or seconds <= _NAP or not self._may_sleep_on(meetings):
+            ready = self._poll.poll(min(seconds, _FIRST_NAP) * 1e3)
+            if ready or seconds <= _FIRST_NAP or not self._may_sleep_on(meetings):
                 return ready
-            return self._poll.poll((seconds - _NAP) * 1e3)
+            return self._poll.poll((seconds - _FIRST_NAP) * 1e3)
         finally:
             try:
                 meetings.wake_up()

@@ -7,7 +7,7 @@ divisor of gradients, and outputs without elements that keep the batch size.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from .module import Module
 
 if TYPE_CHECKING:
     from weft.nn.plan import Plan
+    from weft.nn.slices import Movement
 
 Overlap = tuple[tuple[slice, ...] | None, tuple[int, ...] | None, int | str | None]
 """Slices of this worker's tensor, their shape, and the worker that has them on the other side."""
@@ -56,7 +57,31 @@ class _Layer(Module, nn.Layer):
         return y if self._by is None else _scaled(y, self._by)
 
 
-class AllGather(_Layer, nn.AllGather):
+class _AlongAxes(_Layer):
+    """A layer along some axes of one grid."""
+
+    movement: ClassVar[Movement]
+
+    def __init__(
+        self,
+        P_x: MPIPartition,
+        axes: Sequence[int] | None,
+        axes_keep: Sequence[int] | None,
+        scale_backward: Any,
+        **options: Any,
+    ) -> None:
+        chosen, kept = _axes_of(self.movement.name, P_x, axes, axes_keep)
+        if P_x.active:
+            super().__init__(P_x.grid, chosen, **options)
+        else:
+            super().__init__(nobody(P_x), ())
+        self.P_x = P_x
+        self.axes_keep = kept
+        self._axes = chosen
+        self._scale(P_x, scale_backward)
+
+
+class AllGather(_AlongAxes, nn.AllGather):
     """Gathers the parts of a tensor along axes of a grid, on all workers there. Collective.
 
     Its adjoint is ReduceScatter. DistDL's manual allows a single axis; here there may be several.
@@ -95,18 +120,11 @@ class AllGather(_Layer, nn.AllGather):
         *,
         shape: Sequence[int] | None = None,
     ) -> None:
-        axes, kept = _axes_of("AllGather", P_x, axes_all_gather, axes_keep)
-        if P_x.active:
-            super().__init__(P_x.grid, axes, shape=shape)
-        else:
-            super().__init__(nobody(P_x), ())
-        self.P_x = P_x
-        self.axes_all_gather = axes
-        self.axes_keep = kept
-        self._scale(P_x, scale_backward)
+        super().__init__(P_x, axes_all_gather, axes_keep, scale_backward, shape=shape)
+        self.axes_all_gather = self._axes
 
 
-class ReduceScatter(_Layer, nn.ReduceScatter):
+class ReduceScatter(_AlongAxes, nn.ReduceScatter):
     """Sums tensors along axes of a grid; each worker gets its balanced part of the sum. Collective.
 
     Its adjoint is AllGather. Arguments (but for `shape`) and errors are those of AllGather, with
@@ -129,18 +147,11 @@ class ReduceScatter(_Layer, nn.ReduceScatter):
         axes_keep: Sequence[int] | None = None,
         scale_backward: Any = None,
     ) -> None:
-        axes, kept = _axes_of("ReduceScatter", P_x, axes_reduce_scatter, axes_keep)
-        if P_x.active:
-            super().__init__(P_x.grid, axes)
-        else:
-            super().__init__(nobody(P_x), ())
-        self.P_x = P_x
-        self.axes_reduce_scatter = axes
-        self.axes_keep = kept
-        self._scale(P_x, scale_backward)
+        super().__init__(P_x, axes_reduce_scatter, axes_keep, scale_backward)
+        self.axes_reduce_scatter = self._axes
 
 
-class AllSumReduce(_Layer, nn.AllSumReduce):
+class AllSumReduce(_AlongAxes, nn.AllSumReduce):
     """Sums tensors along axes of a grid; each worker there gets the sum. Collective.
 
     It is its own adjoint. Arguments (but for `shape`) and errors are those of AllGather, with
@@ -163,15 +174,8 @@ class AllSumReduce(_Layer, nn.AllSumReduce):
         axes_keep: Sequence[int] | None = None,
         scale_backward: Any = None,
     ) -> None:
-        axes, kept = _axes_of("AllSumReduce", P_x, axes_reduce, axes_keep)
-        if P_x.active:
-            super().__init__(P_x.grid, axes)
-        else:
-            super().__init__(nobody(P_x), ())
-        self.P_x = P_x
-        self.axes_reduce = axes
-        self.axes_keep = kept
-        self._scale(P_x, scale_backward)
+        super().__init__(P_x, axes_reduce, axes_keep, scale_backward)
+        self.axes_reduce = self._axes
 
 
 class Broadcast(_Layer, nn.Broadcast):
@@ -221,8 +225,11 @@ class Broadcast(_Layer, nn.Broadcast):
         shape: Sequence[int] | None = None,
     ) -> None:
         super().__init__(*paired(P_x, P_y, transpose_src, transpose_dest), shape=shape)
-        self.P_x, self.P_y, self.preserve_batch = P_x, P_y, preserve_batch
-        self.transpose_src, self.transpose_dest = transpose_src, transpose_dest
+        self.P_x = P_x
+        self.P_y = P_y
+        self.preserve_batch = preserve_batch
+        self.transpose_src = transpose_src
+        self.transpose_dest = transpose_dest
         self._scale(P_y, scale_backward)
 
 
@@ -258,8 +265,11 @@ class SumReduce(_Layer, nn.SumReduce):
     ) -> None:
         small, large = paired(P_y, P_x, transpose_dest, transpose_src)
         super().__init__(large, small, shape=shape)
-        self.P_x, self.P_y, self.preserve_batch = P_x, P_y, preserve_batch
-        self.transpose_src, self.transpose_dest = transpose_src, transpose_dest
+        self.P_x = P_x
+        self.P_y = P_y
+        self.preserve_batch = preserve_batch
+        self.transpose_src = transpose_src
+        self.transpose_dest = transpose_dest
 
 
 class Repartition(_Layer, nn.Repartition):
@@ -346,12 +356,19 @@ class Repartition(_Layer, nn.Repartition):
     def _overlaps(self, plan: Plan, others: Partition) -> list[Overlap]:
         """For each worker of `others`, what this worker receives from it by the plan."""
         source, target = self.spec.partitions
-        me, union = source.rank, source.union(target).ranks
-        boxes = {peer: moves[0][1] for peer, moves in plan.local(me).sources.items()}
+        union = source.union(target)
+        me = union.rank
+        if me not in plan.want.shapes:
+            return []
         found: list[Overlap] = []
-        for rank in others.ranks if me in plan.want.shapes else ():
-            box, partner = boxes.get(rank), "self" if rank == me else union.index(rank)
-            found.append(NOTHING if box is None else (box.slices, box.shape, partner))
+        sources = plan.local(me).sources
+        for rank in others.ranks:
+            if rank not in sources:
+                found.append(NOTHING)
+                continue
+            ((_, box),) = sources[rank]  # parts of two grids have one box in common
+            partner = "self" if rank == me else union.ranks.index(rank)
+            found.append((box.slices, box.shape, partner))
         return found
 
 

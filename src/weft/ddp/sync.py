@@ -1,0 +1,139 @@
+"""sync_sparsified: means of the largest entries of a program's own tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..base.arguments import is_a
+from ..base.errors import entry
+from ..base.tensors import flattened, plain, shares_elements
+from ..call.attempt import confess, preparing
+from ..comm.named import local
+from ..comm.staging import unsendable
+from ..group import default, process_group
+from ..group.group import Group
+from ..rendezvous.world import has_default
+from .sparsify import Sparsifier, described, wrong_density
+
+_NAME = "sync_sparsified"
+
+
+@entry
+def sync_sparsified(
+    tensors: Sequence[Tensor] | Mapping[str, Tensor], state: Any, density: float | None = None
+) -> None:
+    """Replace each tensor by the mean of the ranks' largest entries, in place. Collective.
+
+    It serves training loops without DistributedDataParallel. Some exchange changes of weights every
+    so many steps (local SGD, DiLoCo, SparseLoCo), others gradients. `weft.ddp.TopK` says what is
+    sent and what is kept.
+
+    Args:
+        tensors: a list, or a dict by name, with the same names, dtypes and shapes on every rank.
+            They are real or complex floating-point tensors of 16 bits a number or more. Real ones
+            of the state's `min_numel` entries or more are sparsified, the others are averaged
+            whole. A DTensor is treated as this rank's part of it.
+        state: a `weft.ddp.TopK`, the same one in each call: it keeps the residuals by name (of a
+            list: "0", "1", ...), and its group is that of the call.
+        density: used in this call in place of the state's, in warm-up, too; the same on every rank.
+            With 1 all is sent, with what was kept.
+
+    Every rank gets the same bits. An entry that no rank sent is zero, and so is one that the
+    state's `total_density` leaves out.
+
+    Raises:
+        WeftError: tensors, states or densities differ between ranks or are wrong, or a rank could
+            not select its entries, for lack of memory, say; the same text on every rank, naming a
+            rank. The tensors are as they were, the residuals too, up to rounding (and zero where a
+            tensor is infinite or NaN). The next call works. Tensors of several dtypes or devices
+            are reduced one kind after the other: those before the error may be means already.
+        WireError: a peer or a link failed; names the culprit. The group is lost. Tensors and
+            residuals are as with a WeftError. With any other error each residual is as it was or,
+            if the tensor's mean came, as after the step.
+
+    Example:
+        >>> import torch, weft
+        >>> from weft.testing import run
+        >>> def program(group):
+        ...     state = weft.ddp.TopK(0.25, min_numel=1, group=group)
+        ...     change = torch.tensor([1.0, 8.0, 2.0, 4.0])
+        ...     weft.sync_sparsified([change], state)
+        ...     later = torch.zeros(4)
+        ...     weft.sync_sparsified([later], state)
+        ...     return change.tolist(), later.tolist()
+        >>> run(2, program)[0]
+        ([0.0, 8.0, 0.0, 0.0], [0.0, 0.0, 0.0, 4.0])
+    """
+    group: Group
+    sparsifier = _sparsifier_of(state)
+    if sparsifier is not None:
+        group = state.group
+    else:  # ranks that have one are likely of this group, and would wait
+        group = process_group.of_group(None) if has_default() else default.current()
+    with preparing(group, _NAME):
+        named, error = _named(tensors)
+        if sparsifier is None:
+            error = f"state is a {type(state).__name__}: pass a weft.ddp.TopK"
+        elif error is None:
+            error = sparsifier.wrong(named)
+        if error is None and density is not None:
+            error = wrong_density("density", density)
+            density = None if error else float(density)
+        kinds: dict[tuple[torch.dtype, str], dict[str, Tensor]] = {}
+        for name, tensor in named.items():
+            kinds.setdefault((tensor.dtype, tensor.device.type), {})[name] = tensor
+        description = described(named)
+
+    def job() -> None:
+        if error is not None:  # of any of the tensors, before one is reduced
+            confess(group, _NAME, None, error)
+        for given in list(kinds.values()) or [{}]:
+            flat = {name: flattened(plain(tensor)) for name, tensor in given.items()}
+            record = state.sparsifier.reduce(
+                group, flat, state.algorithm, density, description=description
+            )
+            if record is not None:
+                state.calls.append(record)
+            for name, tensor in given.items():
+                if flat[name].data_ptr() != tensor.data_ptr():
+                    tensor.copy_(flat[name].view(tensor.shape))
+        if group.rank == 0 and (density is None or density < 1):
+            state.sparsifier.tell_if_whole()
+
+    with torch.no_grad():
+        group.worker.call(_NAME, job)
+
+
+def _sparsifier_of(state: object) -> Sparsifier | None:
+    """What a `weft.ddp.TopK` has; None: it is something else."""
+    try:
+        found = getattr(state, "sparsifier", None)
+    except Exception:  # a caller's object may raise anything
+        return None
+    return found if is_a(found, Sparsifier) else None
+
+
+def _named(tensors: object) -> tuple[dict[str, Tensor], str | None]:
+    """The tensors of a caller by name, and what is wrong with them, or None."""
+    if isinstance(tensors, Tensor) or not isinstance(tensors, Mapping | Sequence):
+        return {}, f"tensors is a {type(tensors).__name__}: pass a list, or a dict by name"
+    pairs = tensors.items() if isinstance(tensors, Mapping) else enumerate(tensors)
+    named: dict[str, Tensor] = {}
+    for name, tensor in pairs:
+        here = local(tensor) if isinstance(tensor, Tensor) else tensor
+        if error := unsendable(f"tensor {name!r}", here):
+            return {}, error
+        if not (here.is_floating_point() or here.is_complex()) or here.itemsize < 2:
+            return {}, f"tensor {name!r} is {here.dtype}: pass numbers of 16 bits at least, no ints"
+        if here.is_inference() and not torch.is_inference_mode_enabled():
+            return {}, f"tensor {name!r} is of inference mode: pass a clone() of it"
+        if shares_elements(here):
+            return {}, f"tensor {name!r} has elements that share memory: pass a clone() of it"
+        if str(name) in named:
+            return {}, f"two keys of tensors are {str(name)!r} as text: pass names that differ"
+        named[str(name)] = here
+    return named, None

@@ -1,0 +1,66 @@
+"""A thread that runs functions in order."""
+
+from __future__ import annotations
+
+import queue
+import sys
+import threading
+from collections.abc import Callable
+
+from ..base.latch import join
+
+
+class Server:
+    """A daemon thread that runs functions in order.
+
+    Who calls holds no lock meanwhile, which an interrupt might leave held.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._ended = False
+        self._queue: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
+        self._serving = threading.Lock()  # held for good by the thread that runs the functions
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> bool:
+        """Start the thread, if nobody has; False: there is none more for this process."""
+        if self._thread is None:
+            thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+            handled = sys.exc_info()[1]  # what the caller is in the middle of
+            try:
+                thread.start()
+            except RuntimeError as error:
+                if error.__context__ is not handled:  # an interrupt, within Python's own library
+                    raise
+                return False
+            finally:
+                del handled
+            # only now: where an interrupt came in between, it is unknown whether it has started
+            self._thread = self._thread or thread
+        return True
+
+    def put(self, do: Callable[[], object]) -> None:
+        """Queue a function."""
+        self._queue.put(do)
+
+    def _run(self) -> None:
+        """The thread."""
+        if not self._serving.acquire(blocking=False):
+            return  # another one was started, and serves
+        self._thread = threading.current_thread()
+        while not (self._ended and self._queue.empty()):
+            self._queue.get()()
+
+    def end(self, seconds: float | None = None) -> bool:
+        """End the thread once the queue is empty; False if that took more than these seconds."""
+        self._ended = True
+        self._queue.put(_wake)
+        thread = self._thread
+        if thread is None or thread is threading.current_thread():
+            return True
+        return join(thread, seconds)
+
+
+def _wake() -> None:
+    """Queued to wake up the thread."""
