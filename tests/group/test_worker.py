@@ -723,6 +723,17 @@ class TestAnErrorThatNobodyWaitsFor:
         group.close()
         assert caplog.messages == []
 
+    def test_is_not_told_where_a_future_is_about_to_have_it(self, group, caplog, monkeypatch):
+        held = []
+        monkeypatch.setattr(group.worker._callbacks, "run", held.append)
+        work = self.fail(group)
+        future = work.get_future()
+        group.close()
+        assert caplog.messages == []
+        held.pop()()
+        with pytest.raises(RuntimeError, match="wrong rows"):
+            future.wait()
+
     def test_is_told_once_of_a_broken_group(self, group, caplog):
         error = WireError("rank 0: rank 1 died", rank=0, culprit=1)
         for _ in range(3):

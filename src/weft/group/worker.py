@@ -578,6 +578,7 @@ class Work(Generic[T]):
                 raise RuntimeError(f"can't start a thread to complete a Future of {self._name}")
             _complete(raw, self, errors)
             return future
+        self._is_told = True  # the Future has it, as soon as that thread comes to it
         self._at_end.append(lambda: callbacks.run(lambda: _complete(raw, self, errors)))
         if self.is_completed():
             self._call_back()
