@@ -37,6 +37,7 @@ from weft.comm import sync_grads
 from weft.ddp import backward, registration
 from weft.ddp import state as of_models
 from weft.group import process_group
+from weft.group.callbacks import Callbacks
 from weft.group.group import Group
 from weft.schedules import dense
 from weft.testing import gloo_of_one_thread, spmd
@@ -500,6 +501,35 @@ def failing_in_its_second_step(how: str) -> None:
         if dist.get_rank() == 0:
             os.kill(os.getpid(), signal.SIGKILL)
         (wrapped(words(1)) if output is None else output).sum().backward()
+
+
+def refuse_a_future(_: object) -> None:
+    time.sleep(0.1)  # the call has ended by then
+    raise RuntimeError("can't start new thread")
+
+
+@pytest.mark.parametrize("sparse", [True, False])
+@trained(2)
+def test_who_can_start_no_thread_for_a_bucket_is_named(sparse: bool) -> None:
+    wrapped = DistributedDataParallel(Model(sparse))
+    ddp.register(wrapped)
+    outputs = wrapped(words(0))
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 0:
+            patch.setattr(Callbacks, "prepare", refuse_a_future)
+        with pytest.raises(WireError, match=r"rank 0 gave up: ddp .* can have no Future"):
+            outputs.sum().backward()
+
+
+@trained(1)
+def test_a_backward_ends_where_no_thread_can_be_started_for_tables() -> None:
+    """DistributedDataParallel waits for their Futures, which have no deadline."""
+    wrapped = DistributedDataParallel(Model())
+    wrapped.register_comm_hook(ddp.State(), ddp.hook)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Callbacks, "prepare", refuse_a_future)
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            wrapped(words(0)).sum().backward()
 
 
 @pytest.mark.parametrize(

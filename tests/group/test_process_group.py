@@ -29,11 +29,12 @@ from torch.distributed.device_mesh import DeviceMesh
 import weft
 from weft import StillRunning, WeftError, WireError
 from weft.failure import control
+from weft.failure.detector import Detector
 from weft.group import process_group
 from weft.group.joining import connect
 from weft.group.process_group import of, of_group
 from weft.schedules import dense_all_reduce
-from weft.testing import processes, run
+from weft.testing import processes, run, spmd
 from weft.testing.pace import patient
 from weft.wire.registry import register_wire, unregister_wire
 
@@ -227,6 +228,20 @@ def fail_to_join(group, path):
 
 def refuse(thread):
     raise RuntimeError("can't start new thread")
+
+
+@spmd(2, on=("processes",))
+def test_who_can_start_no_thread_as_it_joins_is_missed_at_once(group):
+    with pytest.MonkeyPatch.context() as patch:
+        if group.rank == 0:
+            patch.setattr(Detector, "start", refuse)
+        with pytest.raises((RuntimeError, WireError)) as caught:
+            group.split([0, 1])
+    if group.rank == 0:
+        assert str(caught.value) == "can't start new thread"
+    else:
+        assert str(caught.value).startswith("rank 1: rank 0 left, after it raised (RuntimeError: ")
+    talk(group)
 
 
 def test_a_join_that_failed_holds_up_nobody_and_keeps_nothing(tmp_path):

@@ -27,7 +27,6 @@ from weft.base.arguments import LONGEST
 from weft.base.errors import Error, StillRunning, WeftError, WireError
 from weft.group.callbacks import Callbacks
 from weft.group.joining import connect
-from weft.group.server import Server
 from weft.group.worker import Work
 from weft.schedules import dense_all_reduce
 from weft.testing import run, spmd, threads
@@ -59,40 +58,43 @@ def test_calls_run_in_the_order_they_were_made(group):
     assert order == [0, 1, 2, "call", "last"]
 
 
-def test_a_call_for_which_no_thread_can_be_started_runs_where_it_is_made(group, monkeypatch):
-    def fails(thread):
-        raise RuntimeError("can't start new thread")
+def no_thread(thread):
+    raise RuntimeError("can't start new thread")
 
-    def wrong():
-        raise WeftError("rank 0: wrong")
 
-    other = threads.group(1)[0]
-    go = threading.Event()
-    started = other.worker.submit("started", lambda: go.wait(10.0))
-    with monkeypatch.context() as patched:
-        patched.setattr(threading.Thread, "start", fails)
-        work = group.worker.submit("early", threading.get_ident)
-        assert work.is_completed()
-        assert work.result() == threading.get_ident()
-        assert work.get_future().wait() == threading.get_ident()
-        failed = group.worker.submit("fails", wrong)
-        try:
-            raise LookupError
-        except LookupError:
-            assert group.worker.submit("handled", lambda: 5).result() == 5
-        for _ in range(2):  # nor can anything complete a Future of a call that is under way
-            with pytest.raises(RuntimeError, match="can't start"):
-                started.get_future()
-        go.set()
-    assert isinstance(failed.exception(), WeftError)
-    gc.disable()
-    try:
-        kept, failed = weakref.ref(failed), None
-        assert kept() is None
-    finally:
-        gc.enable()
-    assert started.get_future().wait()
-    assert group.worker.submit("next", lambda: 2).wait(10.0) == 2
+def begin_a_call(worker):
+    worker.submit("early", lambda: 0)
+
+
+def ask_for_a_future(worker):
+    worker.submit("early", lambda: 0).get_future()
+
+
+@pytest.mark.parametrize(
+    ("ask", "kept_from", "text"),
+    [
+        (begin_a_call, "weft worker", r"could not be queued \(RuntimeError: can't start"),
+        (ask_for_a_future, "weft callbacks", r"can have no Future \(RuntimeError: can't start"),
+    ],
+)
+def test_a_call_for_which_no_thread_can_be_started_breaks_the_group(
+    monkeypatch, ask, kept_from, text
+):
+    """The next call of this rank would meet the one that the others are in."""
+    first, second = threads.group(2, timeout=60.0)
+    start = threading.Thread.start
+    monkeypatch.setattr(
+        threading.Thread,
+        "start",
+        lambda thread: (no_thread if thread.name.startswith(kept_from) else start)(thread),
+    )
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        ask(first.worker)
+    for group in (second, first):
+        with pytest.raises(WireError, match=f"rank 0 gave up: early {text}"):
+            group.worker.call("next", group.post((), [(1 - group.rank, 4)]).wait)
+    first.close()
+    second.close()
 
 
 def test_errors_of_weft_leave_the_wire_as_it_is(group):
@@ -725,7 +727,7 @@ class TestAnErrorThatNobodyWaitsFor:
 
     def test_is_not_told_where_a_future_is_about_to_have_it(self, group, caplog, monkeypatch):
         held = []
-        monkeypatch.setattr(group.worker._callbacks, "run", held.append)
+        monkeypatch.setattr(Callbacks, "run", lambda _, do: held.append(do))
         work = self.fail(group)
         future = work.get_future()
         group.close()
@@ -819,31 +821,3 @@ def test_a_timeout_that_is_none_is_an_error_of_the_call(group, seconds):
 def test_a_listener_that_cannot_be_called_is_refused(given):
     with pytest.raises(weft.WeftError, match=f"listener is {given}: pass a function"):
         weft.on_call(given)
-
-
-def test_threads_whose_calls_have_no_thread_take_turns(group, monkeypatch):
-    """Each makes its own, and an interrupt leaves there and ends the group."""
-    monkeypatch.setattr(Server, "start", lambda _: False)
-    order, entered, go = [], threading.Event(), threading.Event()
-
-    def first():
-        entered.set()
-        go.wait(10.0)
-        order.append("first")
-
-    with ThreadPoolExecutor(2) as pool:
-        one = pool.submit(group.worker.submit, "first", first)
-        assert entered.wait(10.0)
-        two = pool.submit(group.worker.submit, "second", lambda: order.append("second"))
-        time.sleep(0.1)
-        go.set()
-        assert all(each.result(10.0).is_completed() for each in (one, two))
-    assert order == ["first", "second"]
-
-    def interrupted():
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        group.worker.submit("interrupted", interrupted)
-    with pytest.raises(WireError, match="gave up: KeyboardInterrupt"):
-        group.check()

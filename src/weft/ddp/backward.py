@@ -153,7 +153,6 @@ def _reduce_tables(state: State, step: Step) -> None:
     if tables is None:
         return
     work = _start(state, tables)
-    step.tables = None
     step.pending.append(work)
 
     def ended(_: object) -> None:
@@ -161,6 +160,7 @@ def _reduce_tables(state: State, step: Step) -> None:
         tables.ended.set_result(None)
 
     work.get_future().then(ended)
+    step.tables = None
 
 
 def _start(state: State, tables: Tables) -> Work[list[Tensor]]:

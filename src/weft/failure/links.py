@@ -118,10 +118,9 @@ class SocketLinks:
         return sorted(self._sockets)
 
     def start(self, reader: Reader) -> None:
-        self._thread = threading.Thread(
-            target=self._run, args=[reader], name=self._name, daemon=True
-        )
-        self._thread.start()
+        thread = threading.Thread(target=self._run, args=[reader], name=self._name, daemon=True)
+        thread.start()
+        self._thread = thread
 
     def send(self, peer: int, data: bytes) -> None:
         with self._lock:
@@ -280,8 +279,8 @@ class _Shared:
             is_earlier = due < self._due
             self._due = min(due, self._due)
             if not self._has_thread:
-                self._has_thread = True
                 threading.Thread(target=self._run, name="weft detectors", daemon=True).start()
+                self._has_thread = True
             elif is_earlier:
                 self.queue.put((rank, None))
 

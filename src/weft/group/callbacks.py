@@ -28,7 +28,6 @@ class Callbacks:
     Example:
         >>> callbacks = Callbacks("of this example")
         >>> callbacks.prepare()
-        True
         >>> first, second = threading.Event(), threading.Event()
         >>> callbacks.run(lambda: first.wait(10.0) and second.set())
         >>> callbacks.run(first.set)
@@ -49,15 +48,15 @@ class Callbacks:
         self._may_wait = False  # the last of these has asked for a Future
         self._is_watched = False  # a thread watches the queue
 
-    def prepare(self) -> bool:
+    def prepare(self) -> None:
         """Start the thread, for a Future that somebody asks for: later nobody is told of a failure.
 
-        Returns:
-            Whether there is one; else there is none more for this process.
+        Raises:
+            RuntimeError: there is none more for this process.
         """
         if threading.get_ident() in self._running:
             self._may_wait = True
-        return self._server.start()
+        self._server.start()
 
     def run(self, do: Callable[[], object]) -> None:
         """Queue a function; run it here, if the threads were told to end."""

@@ -135,7 +135,6 @@ def _join(
         raise WireError(text, rank=rank, culprit=culprit) from error
     assert not isinstance(factory, str)  # else every rank has raised that
     detector = Detector(rank, timeout, joined.links, slow)
-    detector.start()
     start = Start(
         rank=rank,
         size=size,
@@ -148,6 +147,7 @@ def _join(
         store=dist.PrefixStore("wire", space),
     )
     try:
+        detector.start()
         openings, payloads = _make_wires(
             wire, factory, joined.carrier or "tcp", start, detector.early, deadline
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import queue
-import sys
 import threading
 from collections.abc import Callable
 
@@ -23,22 +22,17 @@ class Server:
         self._serving = threading.Lock()  # held for good by the thread that runs the functions
         self._thread: threading.Thread | None = None
 
-    def start(self) -> bool:
-        """Start the thread, if nobody has; False: there is none more for this process."""
+    def start(self) -> None:
+        """Start the thread, if nobody has.
+
+        Raises:
+            RuntimeError: there is none more for this process.
+        """
         if self._thread is None:
             thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-            handled = sys.exc_info()[1]  # what the caller is in the middle of
-            try:
-                thread.start()
-            except RuntimeError as error:
-                if error.__context__ is not handled:  # an interrupt, within Python's own library
-                    raise
-                return False
-            finally:
-                del handled
+            thread.start()
             # only now: where an interrupt came in between, it is unknown whether it has started
             self._thread = self._thread or thread
-        return True
 
     def put(self, do: Callable[[], object]) -> None:
         """Queue a function."""

@@ -109,15 +109,16 @@ class Watcher:
         self._put(_Item(pending, lambda: None, ranks, call))
 
     def _put(self, item: _Item) -> None:
-        self._queue.put(item)
         if self._thread is None:
-            self._thread = threading.Thread(
+            thread = threading.Thread(
                 target=_watch,
                 args=[self._queue, self._session, self._device, self._name],
                 name="weft watcher",
                 daemon=True,
             )
-            self._thread.start()
+            thread.start()
+            self._thread = thread
+        self._queue.put(item)
 
     def watch_flag(self, flag: Tensor, then: Callable[[], object]) -> None:
         """Call `then` once the device has computed a flag, if it is set.

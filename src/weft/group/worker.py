@@ -145,6 +145,8 @@ class Worker:
             raise WeftError(f"rank {self.rank}: this group is gone: keep it while it has calls")
         return member
 
+    @without_transforms
+    @without_modes
     def call(self, name: str, job: Callable[[], T]) -> T:
         """Run `job` in this thread, once all calls made before it are done; return its result.
 
@@ -152,16 +154,6 @@ class Worker:
             WeftError: made from inside another call on this group, or after `stop()`.
             Exception: whatever the job raises.
         """
-        try:
-            return self._call(name, job, several=False)
-        except Error as error:
-            self._note(error)
-            raise
-
-    @without_transforms
-    @without_modes
-    def _call(self, name: str, job: Callable[[], T], *, several: bool) -> T:
-        """`call`, of whose errors nobody has been told yet; `several` as for `submit`."""
         member = self.member()
         if self._several and self.inside():
             around = (self.doing, True, self.now, self.entered)
@@ -176,10 +168,11 @@ class Worker:
                 self._turns.join(turn)
                 self._turns.wait_for(turn, member.check)
                 with profiled(name):
-                    return self._do(member, name, job, several)
+                    return self._do(member, name, job)
             finally:
                 self._turns.leave(turn)
         except Error as error:
+            self._note(error)
             of_caller = _of_caller(error)
             if of_caller is None:
                 raise
@@ -229,7 +222,6 @@ class Worker:
         """Queue `job` for the worker's thread, with this thread's context and gradient mode.
 
         It starts once this has returned. An interrupt in here breaks the group, and it never does.
-        Where no thread more can be started, it has ended when this returns, as in `call`.
 
         Args:
             name: of the call.
@@ -241,13 +233,12 @@ class Worker:
 
         Raises:
             WeftError: made from inside another call on this group, or after `stop()`.
+            RuntimeError: there is no thread more for this process, which breaks the group.
         """
         member = self.member()
         self._check_outside(name)
         self._check_open(name)
         _running.add(self)
-        if not self._jobs.start():
-            return self._done_here(name, job, several)
         context = contextvars.copy_context()
         grad = torch.is_grad_enabled()
         inference = torch.is_inference_mode_enabled()
@@ -263,29 +254,17 @@ class Worker:
             work._end_range = profiled_until(name)
             self.made += 1
             self._turns.join(turn)
+            self._jobs.start()
             self._jobs.put(self._serve)
             self._check_open(name)  # a `stop` meanwhile may not wait for it
         except BaseException as error:
             self._turns.leave(turn)
             work._end_range()
             if not isinstance(error, Error):
-                member.abort(f"{name} was interrupted as it was queued ({in_words(error)})")
+                member.abort(f"{name} could not be queued ({in_words(error)})")
             raise
         turn.thread = None  # last, and by no call, after which an interrupt might come
         return work
-
-    def _done_here(self, name: str, job: Callable[[], T] | Aside[T], several: bool) -> Work[T]:
-        """Run in this thread what has no other."""
-        work: Work[T] = Work(self, name, job if isinstance(job, Aside) else None)
-        try:
-            work._value = self._call(name, job, several=several)
-        except Exception as error:  # kept for whoever waits
-            work._error = error
-        try:
-            work._end()
-            return work
-        finally:
-            del work  # the traceback of the error has this frame, and would keep it alive
 
     def stop(self, grace: float | None = None) -> None:
         """Refuse new calls, wait for the calls that were made, and end the threads.
@@ -556,7 +535,7 @@ class Work(Generic[T]):
 
         Raises:
             WeftError: this process was forked from the one that made the call.
-            RuntimeError: it is under way, and no thread more can be started, to complete it.
+            RuntimeError: there is no thread more for this process, which breaks the group.
         """
         self._check_process()
         # where it has devices, its value is joined by the streams of who reads it
@@ -573,11 +552,13 @@ class Work(Generic[T]):
 
         future: torch.futures.Future[T] = raw.then(value)
         callbacks = self._worker._callbacks
-        if not callbacks.prepare():
-            if self._aside is not None or not self.is_completed():
-                raise RuntimeError(f"can't start a thread to complete a Future of {self._name}")
-            _complete(raw, self, errors)
-            return future
+        try:
+            callbacks.prepare()
+        except RuntimeError as error:
+            member = self._worker._member()
+            if member is not None:  # others go on with what this rank was going to do with it
+                member.abort(f"{self._name} can have no Future ({in_words(error)})")
+            raise
         self._is_told = True  # the Future has it, as soon as that thread comes to it
         self._at_end.append(lambda: callbacks.run(lambda: _complete(raw, self, errors)))
         if self.is_completed():

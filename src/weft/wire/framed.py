@@ -129,8 +129,8 @@ class _Threads:
     def start(self, body: Callable[[int], None], peer: int) -> None:
         name = f"weft {body.__name__.strip('_')} {self._rank}-{peer}"
         thread = threading.Thread(target=body, args=[peer], name=name, daemon=True)
-        self._threads.append((peer, thread))
         thread.start()
+        self._threads.append((peer, thread))
 
     def end(self, carrier: Carrier, seconds: float) -> None:
         """Wait until they have ended, as they soon do where the peers are alive.

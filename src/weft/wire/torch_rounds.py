@@ -557,10 +557,11 @@ class OnThread(_Operations):
 
     def _begin(self, start: _Begin, group: Any, memory: tuple[Tensor, ...]) -> _Operation:
         if self._thread is None:
-            self._thread = threading.Thread(
+            thread = threading.Thread(
                 target=_wait_for_all, args=[self._under_way], name="weft rounds", daemon=True
             )
-            self._thread.start()
+            thread.start()
+            self._thread = thread
         operation = _Awaited(self, partial(start, group, True), memory)
         self._under_way.put(operation)
         return operation

@@ -46,10 +46,11 @@ class CommThread:
             task_id: a name for it, which has no effect.
             task: a function without arguments.
         """
-        self.task_queue.put((task_id, task))
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="sar comm", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._run, name="sar comm", daemon=True)
+            thread.start()
+            self._thread = thread
+        self.task_queue.put((task_id, task))
 
     def get_result(self, block: bool = True) -> Any:
         """Return the oldest result that was not returned yet. A task that returns None has none.
