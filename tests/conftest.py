@@ -289,7 +289,7 @@ def lives(programs: Callable[..., Program], tmp_path: Path) -> Callable[..., lis
         others = [start(1, str(life)) for life in range(count)]
         lines = []
         for each in survivors:
-            out, err = each.communicate(timeout=120.0)
+            out, err = each.communicate(timeout=patient(120.0))
             said = [json.loads(line) for line in out.splitlines()]
             of_others = "".join(other.text() for other in others)
             assert len(said) == count and each.returncode == 0, (said, err, of_others)

@@ -20,6 +20,7 @@ import weft
 from weft import nn
 from weft.compat.distdl import HaloExchange, MPIPartition
 from weft.testing import processes, spmd
+from weft.testing.pace import patient
 
 
 def kept(_context, _operation, *_args, **_kwargs):
@@ -107,5 +108,7 @@ def test_imported_behind_it():
     """What is not imported before its first use."""
     program = "import torch, weft; torch.set_default_device('meta'); weft.init(); "
     program += "weft.sparse_all_reduce(5)"
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=120)
+    ended = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, timeout=patient(120.0)
+    )
     assert b"rank 0: rows is a int" in ended.stderr

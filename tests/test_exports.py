@@ -9,6 +9,7 @@ from types import ModuleType
 import pytest
 
 import weft
+from weft.testing.pace import patient
 
 
 def test_exported_names():
@@ -48,7 +49,7 @@ def test_importing_weft_loads_little_of_it_before_it_is_used_and_starts_nothing(
         "assert not {'numba', 'llvmlite.binding'} & {*sys.modules}\n"
     )
     line = [sys.executable, "-W", "error", "-c", program]
-    done = subprocess.run(line, capture_output=True, text=True, timeout=150)
+    done = subprocess.run(line, capture_output=True, text=True, timeout=patient(150.0))
     assert (done.returncode, done.stderr) == (0, "")
     rooms = ["weft.testing True", "weft.wire True", "weft.nn.plan True"]
     loaded = "weft weft.backend weft.base weft.base._torch weft.version"

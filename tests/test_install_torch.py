@@ -16,6 +16,8 @@ from pathlib import Path
 
 import pytest
 
+from weft.testing.pace import patient
+
 TOOL = Path(__file__).resolve().parent.parent / "tools/install-torch"
 
 
@@ -102,7 +104,9 @@ def installed(
     env |= {"NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
     options = ["--constraint", "constraints.txt", "--target", "site"]
     command = [sys.executable, str(TOOL), url, *options]
-    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=200)
+    done = subprocess.run(
+        command, cwd=folder, env=env, capture_output=True, text=True, timeout=patient(200.0)
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return {path.stem for path in (folder / "site").glob("*.dist-info")}
 

@@ -16,6 +16,7 @@ from hatchling.plugin.manager import PluginManager
 
 import weft
 from weft import cli
+from weft.testing.pace import patient
 
 ROOT = Path(__file__).resolve().parent.parent
 WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
@@ -193,7 +194,9 @@ def released(folder, version="0.2.0", changelog="## [0.2.0] - 2027-01-31"):
 def check(folder, tag):
     shutil.copy(ROOT / "tools/release-check", folder / "release-check")
     command = [sys.executable, "release-check", tag]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60)
+    return subprocess.run(
+        command, cwd=folder, capture_output=True, text=True, timeout=patient(60.0)
+    )
 
 
 def test_a_release_that_agrees_passes(tmp_path):

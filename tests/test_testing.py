@@ -21,7 +21,7 @@ from weft.base.errors import WeftError, WireError
 from weft.group import default
 from weft.schedules import dense_all_reduce
 from weft.testing import RankFailure, expected, gloo_of_one_thread, pool, processes, run, spmd
-from weft.testing.pace import MOST
+from weft.testing.pace import MOST, patient
 from weft.testing.spmd import LIMIT
 
 both = pytest.mark.parametrize("on", ["threads", "processes"])
@@ -194,7 +194,9 @@ if __name__ == "__main__":
 def test_a_script_runs_its_own_functions_on_processes(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, script], capture_output=True, text=True, timeout=patient(300.0)
+    )
     assert (done.stdout, done.returncode) == ("[0, 1]\n", 0), done.stderr
 
 
@@ -289,7 +291,7 @@ os._exit(3)
     """
     (tmp_path / "body.py").write_text(textwrap.dedent(body))
     done = programs(program, str(tmp_path), strict=True)
-    out, err = done.communicate(timeout=110.0)
+    out, err = done.communicate(timeout=patient(110.0))
     assert err == ""
     assert done.returncode == 3
     assert len(out.split()) == 2

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from weft.testing.pace import patient
+
 ROOT = Path(__file__).resolve().parent.parent
 USES = ROOT / "tests/typing_uses.py"
 
@@ -27,7 +29,7 @@ def test_mypy_takes_right_uses_and_refuses_each_wrong_one(tmp_path: Path) -> Non
     (tmp_path / "mypy.ini").write_text(READ)
     line = [sys.executable, "-m", "mypy", "--strict", "--no-pretty", f"--cache-dir={os.devnull}"]
     line += ["--config-file", str(tmp_path / "mypy.ini"), str(USES)]
-    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=450)
+    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=patient(450.0))
     found = set(re.findall(rf"{USES.name}:(\d+): error: .*\[([\w-]+)\]", done.stdout))
     lines = enumerate(USES.read_text("utf-8").splitlines(), 1)
     wanted = {

@@ -580,7 +580,7 @@ def test_torch_finds_the_backends_by_their_names():
     if not hasattr(dist.Backend, "_ensure_backend_registered"):
         return  # torch 2.13 does not look for any
     line = [sys.executable, "-W", "error", "-c", WITHOUT_WEFT]
-    run = subprocess.run(line, capture_output=True, text=True, timeout=120)
+    run = subprocess.run(line, capture_output=True, text=True, timeout=patient(120.0))
     assert run.returncode == 0, run.stderr
     assert run.stdout.splitlines() == ["weft.backend.gloo [0.0, 3.0, 0.0]"] * 2
     assert run.stderr == ""

@@ -30,6 +30,7 @@ from weft.base._torch import (
     without_modes,
     without_transforms,
 )
+from weft.testing.pace import patient
 
 
 def without(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
@@ -191,7 +192,7 @@ with weft.init() as group:
 
 def test_weft_works_without_any_of_them() -> None:
     run = subprocess.run(
-        [sys.executable, "-c", NONE_OF_THEM], capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", NONE_OF_THEM], capture_output=True, text=True, timeout=patient(120.0)
     )
     assert run.returncode == 0, run.stderr
     assert run.stdout.strip() == "[0.0, 3.0, 0.0]"

@@ -15,6 +15,7 @@ from weft.bootstrap import descent
 from weft.bootstrap.local import launch
 from weft.rendezvous.launchers import Launch
 from weft.rendezvous.places import File, Tcp
+from weft.testing.pace import patient
 
 CHILD = """
 import sys
@@ -30,7 +31,7 @@ for more in sys.argv[1:]:
 
 def run(calls: list[str], *before: str) -> list[str]:
     line = [*before, sys.executable, "-c", CHILD, *calls]
-    done = subprocess.run(line, capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run(line, capture_output=True, text=True, timeout=patient(120.0), check=True)
     return done.stdout.splitlines()
 
 

@@ -117,13 +117,13 @@ class Job:
 
     def said(self) -> list[str]:
         """What the ranks say; the lost one, if it goes on once the others have ended, last."""
-        said = [rank.communicate(timeout=60.0)[0] for rank in self._others]
+        said = [rank.communicate(timeout=patient(60.0))[0] for rank in self._others]
         since = float(self._lost.text().splitlines()[0])
         if self.how == "stops":
             # its deadlines are from before it stopped: later than this it is late by all of them
             time.sleep(max(0.0, since + self.limit + 2 * HELD_UP - time.monotonic()))
             os.kill(self._lost.pid, signal.SIGCONT)
-        out, _ = self._lost.communicate(timeout=60.0)
+        out, _ = self._lost.communicate(timeout=patient(60.0))
         return [*said, out.partition("\n")[2]]
 
 

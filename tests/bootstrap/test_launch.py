@@ -12,6 +12,8 @@ from subprocess import PIPE, STDOUT
 
 import pytest
 
+from weft.testing.pace import patient
+
 HERE = Path(__file__).parent
 JOB = HERE / "launch_job.py"
 NETLAB = HERE.parents[1] / "tools" / "netlab"
@@ -35,7 +37,7 @@ def run(*command: object) -> list[str]:
         stdout=PIPE,
         stderr=STDOUT,
         text=True,
-        timeout=200,
+        timeout=patient(200.0),
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stdout
@@ -84,7 +86,7 @@ class TestOnTwoHosts:
 
 def test_mpirun(tmp_path: Path, mpirun: Callable[..., subprocess.Popen[str]]) -> None:
     job = mpirun(2, str(JOB), str(tmp_path), stdout=PIPE, stderr=STDOUT, text=True)
-    out, _ = job.communicate(timeout=200)
+    out, _ = job.communicate(timeout=patient(200.0))
     assert job.returncode == 0, out
     lines = out.splitlines()
     assert [line[:26] for line in results(lines)] == [line[:26] for line in EXPECTED]

@@ -20,6 +20,7 @@ from weft.cli.bench.cases import CASES, REAL, Case, answer, indices, sizes, valu
 from weft.cli.bench.measure import Job, coo_of, fault, parts, tables_of
 from weft.cli.bench.real import CRITEO, NEIGHBOURS, TRACES, Source
 from weft.cli.commands import app
+from weft.testing.pace import patient
 
 WORDS, FILMS, ENTITIES = 333_213, 1_682, 34_628
 HUB = 7  # an entity that is a neighbour of every thirtieth
@@ -264,7 +265,7 @@ def test_it_measures_what_is_installed_and_what_lies_in_a_wheel(
     line = "bench --ranks 2 --case real --size 0.02 --iters 1 --warmup 0 --algorithm gather"
     command = "import runpy; runpy.run_module('weft', run_name='__main__')"
     done = programs(beside_a_wheel + command, *line.split(), "--json", str(found))
-    said = done.communicate(timeout=200.0)
+    said = done.communicate(timeout=patient(200.0))
     assert done.returncode == 0, said
     rows = json.loads(found.read_text(encoding="utf-8"))["rows"]
     status = [(row["case"], row["by"], row["status"]) for row in rows]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -104,6 +106,14 @@ def test_the_gradient_of_an_extremum_is_shared_by_those_that_attain_it(group, op
     best = everyone.amax(0) if op == "max" else everyone.amin(0)
     share = values.eq(best) / everyone.eq(best).sum(0)
     torch.testing.assert_close(tensor.grad, share * (group.size * (group.size + 1) // 2))
+
+
+@pytest.mark.parametrize("op", ["min", "max"])
+@spmd(2, on=EVERYWHERE)
+def test_an_extremum_that_is_nan_is_attained_where_it_is(group, op):
+    tensor = torch.tensor([math.nan if group.rank == 0 else 1.0, math.nan], requires_grad=True)
+    weft.all_reduce(tensor, op).sum().backward()
+    assert tensor.grad.tolist() == [2.0 if group.rank == 0 else 0.0, 1.0]
 
 
 @spmd(2, on=EVERYWHERE)

@@ -76,8 +76,9 @@ def idle(group: Group) -> None:
     if group.rank < group.size - 2:
         group.post((), [(group.rank + 1, BYTES)]).wait()
     else:
-        time.sleep(1.0)
-        group.post()
+        for _ in range(2000):  # till it hears of the death, which may take a while
+            time.sleep(0.01)
+            group.check()
 
 
 def kill(group: Group) -> None:

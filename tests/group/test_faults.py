@@ -18,6 +18,8 @@ from typing import Any
 
 import pytest
 
+from weft.testing.pace import patient
+
 HERE = Path(__file__).parent
 NETLAB = HERE.parents[1] / "tools" / "netlab"
 SIZE = 4
@@ -80,9 +82,20 @@ class Record:
 @pytest.fixture(scope="module")
 def output() -> str:
     """All that the hosts printed."""
-    command = [sys.executable, str(NETLAB), "-n", str(SIZE), "--rate", "1gbit", "--timeout", "150"]
+    command = [
+        sys.executable,
+        str(NETLAB),
+        "-n",
+        str(SIZE),
+        "--rate",
+        "1gbit",
+        "--timeout",
+        f"{patient(150.0)}",
+    ]
     hosts = [sys.executable, str(HERE / "fault_ranks.py"), json.dumps(SCENARIOS)]
-    ran = subprocess.run([*command, "--", *hosts], capture_output=True, text=True, timeout=170)
+    ran = subprocess.run(
+        [*command, "--", *hosts], capture_output=True, text=True, timeout=patient(170.0)
+    )
     assert ran.returncode == 0, ran.stdout + ran.stderr
     return ran.stdout
 

@@ -9,6 +9,7 @@ import gc
 import json
 import os
 import pickle
+import random
 import re
 import signal
 import textwrap
@@ -59,6 +60,28 @@ def default_group(group, path, **options):
         yield dist.group.WORLD
     finally:
         dist.destroy_process_group()
+
+
+def seeded(group, path):
+    random.seed(7)
+    before = random.getstate()
+    if group.rank:
+        time.sleep(0.2)  # so that the other one waits for it, in pauses
+    dist.init_process_group(
+        "cpu:weft", init_method=f"file://{path}", rank=group.rank, world_size=group.size
+    )
+    try:
+        pair = dist.new_group([0, 1])
+        for each in (None, pair):
+            dist.all_reduce(torch.ones(1), group=each)
+    finally:
+        dist.destroy_process_group()
+    weft.barrier(group=group.split([0, 1]))
+    assert random.getstate() == before
+
+
+def test_the_programs_random_numbers_are_its_own(tmp_path):
+    on_processes(2, seeded, str(tmp_path / "store"))
 
 
 # groups of the caller's

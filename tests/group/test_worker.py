@@ -527,7 +527,10 @@ def test_peers_are_told_of_a_process_that_ends_with_a_call_under_way():
         groups[0].worker.submit("reduce", lambda: groups[0].post((), [(1, 4)]).wait())
     """
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, timeout=50
+        [sys.executable, "-c", textwrap.dedent(program)],
+        capture_output=True,
+        text=True,
+        timeout=patient(50.0),
     )
     assert done.stdout.startswith("rank 1: rank 0 gave up: its process ends while reduce runs")
     assert (done.returncode, done.stderr) == (0, "")

@@ -15,6 +15,7 @@ import pytest
 
 from weft.kernels import jit
 from weft.testing import processes
+from weft.testing.pace import patient
 
 HEAD = """
 import sys, torch
@@ -51,7 +52,7 @@ def run(body, tmp_path, **env):
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=100,
+        timeout=patient(100.0),
     )
     assert done.returncode == 0, done.stdout
     return done.stdout

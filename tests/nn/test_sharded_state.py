@@ -413,6 +413,32 @@ def test_what_is_wrong_is_said():
         assert not momentum.state and momentum.param_groups[0]["lr"] == 0.1
         with pytest.raises(weft.WeftError, match=r"a tensor of shape \(1, .* of a shard of shape"):
             weft.nn.sharded_state(model, torch.optim.Adafactor(model.parameters()))
+        for kind, keep in (
+            ("list", lambda t: [t]),
+            ("dict", lambda t: {"0": t}),
+            ("tuple", lambda t: (t,)),
+        ):
+            for each in (momentum.state[model.table.weight], momentum.state[model.out.weight]):
+                each["seconds"] = keep(torch.ones(2, 2))
+            with pytest.raises(
+                weft.WeftError, match=rf"shape \(2, 2\) in a {kind} of a shard of shape"
+            ):
+                weft.nn.sharded_state(model, momentum)
+        momentum.state.clear()
+        momentum.state["global"] = {"k": 1}
+        with pytest.raises(weft.WeftError, match="keeps a state of 'global', which is none of"):
+            weft.nn.sharded_state(model, momentum)
+        with pytest.raises(weft.WeftError, match=r"two optimizers train 'table.weight', of which"):
+            weft.nn.sharded_state(model, [update, torch.optim.SGD([model.table.weight])])
+        foreign = torch.optim.SGD(Model(7).parameters())
+        with pytest.raises(
+            weft.WeftError, match=r"SGD trains a parameter of shape .* that the model"
+        ):
+            weft.nn.sharded_state(model, foreign)
+        plain = torch.optim.SGD(model.parameters(), lr=0.1)
+        filled = weft.nn.sharded_state(model, plain)
+        assert filled["optimizer"].pop("state") == {}  # as torch's dcp_to_torch_save leaves it out
+        weft.nn.load_sharded_state(model, plain, filled)
         del state["optimizer"]["state"]["table.weight"]
         with pytest.raises(weft.WeftError, match=r"has nothing of 'table.weight', of which"):
             weft.nn.load_sharded_state(model, update, state)

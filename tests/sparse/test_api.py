@@ -71,6 +71,9 @@ def test_values_that_are_not_what_their_memory_says(group):
         weft.sparse_all_reduce((torch.tensor([4, 2]), turned))
     _, total = weft.sparse_all_reduce((torch.tensor([4]), torch.tensor(2.0).expand(1, 1)))
     assert total.tolist() == [[2.0 * group.size]]
+    turned = torch._neg_view(torch.tensor([-4, -2]))
+    for call in (weft.sparse_all_reduce, weft.sparse_all_gather):
+        assert call((turned, torch.ones(2, 3)))[0].unique().tolist() == [2, 4]
 
 
 @spmd(1, 2, on=("threads", "device", "processes", "torch"))

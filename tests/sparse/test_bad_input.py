@@ -147,6 +147,12 @@ WRONG = {
         lambda: {"out": (torch.empty(18, dtype=torch.int64)[::2], torch.empty(9, 4))},
         "the indices of out are not contiguous",
     ),
+    "out of a postponed sign": (
+        lambda: {
+            "out": (torch.empty(9, dtype=torch.int64), torch._neg_view(torch.empty(9, 4))),
+        },
+        "the values of out are a view whose conjugation or sign torch has postponed",
+    ),
     "out on meta": (
         lambda: {"out": (torch.empty(9, dtype=torch.int64), torch.empty(9, 4, device="meta"))},
         "the values of out are on the meta device, where nothing is held",

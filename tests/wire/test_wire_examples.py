@@ -14,6 +14,7 @@ import torch
 import weft
 from weft.sparse import ALGORITHMS
 from weft.testing import RankFailure, expected, processes
+from weft.testing.pace import patient
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -115,7 +116,7 @@ def test_the_tests_of_sparse_nn_and_comm_run_over_it(programs, env):
     arguments = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", f"--rootdir={root}"]
     arguments += ["-k", "processes-3"]  # on other numbers every algorithm runs above
     done = programs(PYTEST, *arguments, *(str(root / suite) for suite in SUITES), env=everywhere)
-    said = "".join(done.communicate(timeout=300.0))
+    said = "".join(done.communicate(timeout=patient(300.0)))
     assert done.returncode == 0 and " passed" in said, said
 
 

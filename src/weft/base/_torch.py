@@ -490,7 +490,8 @@ class _Asked(dist.Store):
                 # in a TCPStore's words
                 late = f"{1000 * seconds:.0f}ms, keys: {', '.join(keys)}"
                 raise dist.DistStoreError(f"wait timeout after {late}")
-            _ends.wait(pause * random.uniform(0.5, 1.0))  # not all processes at once
+            # not all processes at once, and by no generator that the program may have seeded
+            _ends.wait(pause * random.SystemRandom().uniform(0.5, 1.0))
             pause = min(0.02, 1.5 * pause)
 
 

@@ -143,7 +143,7 @@ class Reduction(Linear):
         )
         self.number = said.opening.number
         if said.records and self.op in ("min", "max"):
-            self.attains = given == total
+            self.attains = (given == total) | (given.isnan() & total.isnan())
         return [total], said.records
 
 

@@ -200,8 +200,9 @@ def pauses(
 ) -> Iterator[None]:
     """Yield once, then after longer and longer pauses, and a last time at the deadline.
 
-    Pauses are random, so that a thousand processes do not ask a server at the same moment. After
-    the seconds of `weft.init(watch=)` a line about the wait is printed, if `late` is given.
+    Pauses are random, so that a thousand processes do not ask a server at the same moment, by no
+    generator that the program may have seeded. After the seconds of `weft.init(watch=)` a line
+    about the wait is printed, if `late` is given.
     """
     began = time.monotonic()
     slow = math.inf
@@ -218,5 +219,5 @@ def pauses(
         left = deadline - now
         if left <= 0:
             return
-        time.sleep(min(left, first * random.uniform(0.5, 1.0)))
+        time.sleep(min(left, first * random.SystemRandom().uniform(0.5, 1.0)))
         first = min(last, first * _GROWTH)

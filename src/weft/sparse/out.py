@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..base.errors import WeftError
-from ..base.tensors import has_elements, lacking, overlapping, wrong_row_shape
+from ..base.tensors import has_elements, is_plain, lacking, overlapping, wrong_row_shape
 
 Pair = tuple[Tensor, Tensor]
 """Indices and values of some rows."""
@@ -75,6 +75,8 @@ def unwritable(tensor: Tensor) -> str | None:
         return f"{lacking(tensor)}: pass memory"
     if not tensor.is_contiguous():
         return "not contiguous: results are written in place"
+    if not is_plain(tensor):
+        return "a view whose conjugation or sign torch has postponed: pass memory of its own"
     if tensor.is_inference() and not torch.is_inference_mode_enabled():
         return "made in inference mode: make them outside, or call inside it"
     return None

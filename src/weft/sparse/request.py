@@ -364,7 +364,7 @@ def readable(given: Rows) -> Rows:
             "outside of the graph"
         )
     # the caller may give its tensors other memory while an asynchronous call is under way
-    return Rows(indices.detach(), plain(values.detach()), height)
+    return Rows(plain(indices.detach()), plain(values.detach()), height)
 
 
 def _check_elements(name: str, tensor: Tensor) -> None:

@@ -16,13 +16,15 @@ from __future__ import annotations
 import copy
 import inspect
 from collections import Counter, UserDict, defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ...base.arguments import shown
 from ...base.errors import WeftError
 from ...comm.named import shards_among, shards_by_name
 from .tables import ShardedTable, own_rows, put_shard, take_rows
@@ -56,9 +58,10 @@ def sharded_state(model: nn.Module, optimizers: Optimizers) -> dict[str, Any]:
         filled from any checkpoint of the model.
 
     Raises:
-        WeftError: `model` or `optimizers` is something else, an optimizer cannot begin with a
-            gradient that is zero (LBFGS), or a shard has other rows than this rank's; raised on
-            this rank alone.
+        WeftError: `model` or `optimizers` is something else, an optimizer trains what the model
+            has not or another one trains, too, it cannot begin with a gradient that is zero
+            (LBFGS), it keeps of a shard what has no row for each of its rows, or a shard has other
+            rows than this rank's; raised on this rank alone.
 
     Example:
         >>> import torch, weft
@@ -138,6 +141,8 @@ def load_sharded_state(model: nn.Module, optimizers: Optimizers, state: dict[str
         _load_model(model, tables, state["model"])
         return
     given = state["optimizer"]
+    if given:
+        given = {"state": {}, **given}  # which some files lack where nothing is kept
     frozen = {weight for _, _, weight in _members(some) if not weight.requires_grad}
     with _state_of_all(model, some):
         own: Any = states.get_optimizer_state_dict(model, some)
@@ -173,15 +178,48 @@ def _checked(model: object, optimizers: object) -> list[torch.optim.Optimizer]:
     """The optimizers as a list. Raises WeftError if the arguments are something else."""
     if not isinstance(model, nn.Module):
         raise WeftError(f"model is a {type(model).__name__}: pass a torch.nn.Module")
-    if isinstance(optimizers, torch.optim.Optimizer):
-        return [_innermost(optimizers)]
-    some: list[Any] = list(optimizers) if isinstance(optimizers, Iterable) else [optimizers]
-    for each in some:
+    given: list[Any] = [optimizers]
+    if isinstance(optimizers, Iterable) and not isinstance(optimizers, torch.optim.Optimizer):
+        given = list(optimizers)
+    for each in given:
         if not isinstance(each, torch.optim.Optimizer):
             raise WeftError(
                 f"optimizers has a {type(each).__name__}: pass a torch.optim.Optimizer, or several"
             )
-    return [_innermost(each) for each in some]
+    some = [_innermost(each) for each in given]
+    _check_parameters(model, some)
+    return some
+
+
+def _check_parameters(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
+    """Raise WeftError where a state, which goes by the model's names, has no place for something.
+
+    That is what an optimizer keeps of something else than the model's parameters, or what a second
+    one keeps of the same.
+    """
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    seen: set[Tensor] = set()
+    for optimizer in optimizers:
+        kind = type(optimizer).__name__
+        trained = [each for group in optimizer.param_groups for each in group["params"]]
+        for each in trained:
+            if each not in names:
+                raise WeftError(
+                    f"{kind} trains a parameter of shape {tuple(each.shape)} that the model has "
+                    "not: make optimizers of this model's parameters, after shard_embeddings"
+                )
+            if each in seen:
+                raise WeftError(
+                    f"two optimizers train {names[each]!r}, of which a state holds what one keeps: "
+                    "make a state of each optimizer by itself"
+                )
+        seen.update(trained)
+        for key in optimizer.state:
+            if key not in seen:
+                raise WeftError(
+                    f"{kind} keeps a state of {shown(key)}, which is none of its parameters: a "
+                    "checkpoint has what is kept of parameters alone"
+                )
 
 
 def _innermost(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -423,17 +461,26 @@ def _whole(table: ShardedTable | None, weight: Tensor, kept: Any) -> Any:
     Raises:
         WeftError: of a shard a tensor that has not a row for each of its rows.
     """
-    if not isinstance(kept, Tensor):
-        return kept
-    dense = kept.to_dense() if kept.is_sparse else kept
     if table is None:
-        return dense
-    if kept.shape[:1] != weight.shape[:1]:
-        if kept.numel() > 1:
+        return kept.to_dense() if isinstance(kept, Tensor) and kept.is_sparse else kept
+    if isinstance(kept, Tensor) and kept.shape[:1] == weight.shape[:1]:
+        return table.as_dtensor(kept.to_dense() if kept.is_sparse else kept)
+    for each in _tensors_in(kept):
+        if each.numel() > 1:
+            where = "" if each is kept else f" in a {type(kept).__name__}"
             raise WeftError(
-                f"an optimizer keeps a tensor of shape {tuple(kept.shape)} of a shard of shape "
-                f"{tuple(weight.shape)}, of which each rank has another and none the whole: use an "
-                "optimizer that keeps numbers row by row, or by element"
+                f"an optimizer keeps a tensor of shape {tuple(each.shape)}{where} of a shard of "
+                f"shape {tuple(weight.shape)}, of which each rank has another and none the whole: "
+                "use an optimizer that keeps numbers row by row, or by element, in tensors"
             )
-        return dense
-    return table.as_dtensor(dense)
+    return kept
+
+
+def _tensors_in(kept: object) -> Iterator[Tensor]:
+    """The tensors among what an optimizer keeps under one name."""
+    if isinstance(kept, Tensor):
+        yield kept
+    elif isinstance(kept, Mapping):
+        yield from chain.from_iterable(map(_tensors_in, kept.values()))
+    elif isinstance(kept, list | tuple):
+        yield from chain.from_iterable(map(_tensors_in, kept))
