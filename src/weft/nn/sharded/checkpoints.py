@@ -141,7 +141,7 @@ def load_sharded_state(model: nn.Module, optimizers: Optimizers, state: dict[str
         _load_model(model, tables, state["model"])
         return
     given = state["optimizer"]
-    if given:
+    if given and isinstance(given, dict):
         given = {"state": {}, **given}  # which some files lack where nothing is kept
     frozen = {weight for _, _, weight in _members(some) if not weight.requires_grad}
     with _state_of_all(model, some):
