@@ -373,12 +373,40 @@ def test_many_tables_take_the_exchanges_of_one_and_each_row_once(on, monkeypatch
         return [table.weight.grad.to_dense() for table in (one, other)]
 
     grads = [torch.cat(each) for each in zip(*run(2, program, on=on), strict=True)]
-    assert sent == [[4 + 5, 4 + 2], [2 * 2 + 5 + 2 * 2] * 2]  # counts and indices; rows
+    # counts and indices; a number for each table, and rows
+    assert sent == [[4 + 5, 4 + 2], [4 + 2 * 2 + 5 + 2 * 2] * 2]
     wanted = torch.zeros(9, 2)
     wanted.index_add_(0, ids.flatten(), torch.ones(6, 2))
     wanted.index_add_(0, ids[0] % 2, torch.full((3, 2), 0.5))
     assert torch.equal(grads[0], wanted)
     assert grads[1].sum() == 10
+
+
+@pytest.mark.parametrize("sparse", [True, False])
+def test_a_table_that_no_rank_used_has_no_gradient(sparse):
+    """As with plain tables, whose optimizers then leave them alone, momentum or not."""
+
+    def program(group):
+        tables = [weft.nn.ShardedEmbedding(6, DIM, sparse=sparse) for _ in range(3)]
+        rows = weft.nn.sharded_lookup(tables, [torch.tensor([1, 4])] * 3)
+        rows[0 if group.rank else 1].sum().backward()
+        return [table.weight.grad is not None for table in tables]
+
+    assert run(3, program) == [[True, True, False]] * 3
+
+
+def test_ranks_that_look_up_tables_of_one_size_in_another_order_are_told_so():
+    def program(group):
+        one, other = (weft.nn.ShardedEmbedding(6, DIM) for _ in range(2))
+        ids = torch.tensor([1, 4])
+        for call in (lambda table: table(ids), weft.nn.ShardedEmbedding.to_dense):
+            with pytest.raises(weft.WeftError, match=r"made as number [01].*made as number [01]"):
+                call(one if group.rank else other)
+        both = weft.nn.sharded_lookup([one, copy.deepcopy(other)], [ids, ids])
+        wanted = torch.stack([one.to_dense()[ids], other.to_dense()[ids]])
+        assert torch.equal(torch.stack(both), wanted)
+
+    run(2, program)
 
 
 ONE = torch.tensor([3])

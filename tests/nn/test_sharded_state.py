@@ -377,6 +377,49 @@ def test_a_state_of_whole_tables_leaves_each_rank_its_rows_alone(group, assign):
     assert torch.equal(whole, torch.arange(12.0).view(6, 2))
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # one process serves here
+@pytest.mark.parametrize(
+    ("kind", "setting", "lacking"),
+    [
+        (torch.optim.SGD, {"momentum": 0.9}, "nothing of 'table.weight', .* momentum_buffer"),
+        (torch.optim.Adam, {"amsgrad": True}, "exp_avg_sq, step of 'table.weight', .* max_exp_avg"),
+    ],
+)
+def test_settings_of_a_checkpoint_that_ask_for_more_state(tmp_path, kind, setting, lacking):
+    """An optimizer that was made with others asks the checkpoint for less than it then has."""
+
+    def made_with(**settings):
+        model = Model(7)
+        weft.nn.shard_embeddings(model, 1)
+        return model, kind(model.parameters(), **settings)
+
+    def filled(model, optimizer):
+        state = weft.nn.sharded_state(model, optimizer)
+        dcp.load(state, checkpoint_id=tmp_path, no_dist=True)
+        return state
+
+    with weft.init():
+        model, optimizer = made_with(lr=0.05, **setting)
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        dcp.save(weft.nn.sharded_state(model, optimizer), checkpoint_id=tmp_path, no_dist=True)
+        kept = optimizer.state[model.table.weight].keys()
+
+        model, fewer = made_with(lr=0.1)
+        state = filled(model, fewer)
+        with pytest.raises(
+            weft.WeftError, match=f"{lacking}.* give the optimizer its {next(iter(setting))} "
+        ):
+            weft.nn.load_sharded_state(model, fewer, state)
+        assert not fewer.state and fewer.param_groups[0]["lr"] == 0.1
+
+        model, alike = made_with(lr=0.1, **setting)
+        weft.nn.load_sharded_state(model, alike, filled(model, alike))
+        assert alike.state[model.table.weight].keys() == kept
+        assert alike.param_groups[0]["lr"] == 0.05
+
+
 def test_what_is_wrong_is_said():
     with weft.init():
         model, update = made(7, "adagrad")

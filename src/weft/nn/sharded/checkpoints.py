@@ -112,8 +112,9 @@ def load_sharded_state(model: nn.Module, optimizers: Optimizers, state: dict[str
 
     Raises:
         WeftError: as for `sharded_state`; or `state` is something else, or lacks a parameter that
-            an optimizer trains and keeps something of; raised on this rank alone. Nothing is
-            changed.
+            an optimizer trains and keeps something of, or what it keeps with the settings that the
+            state has (a momentum that the optimizer was made without); raised on this rank alone.
+            Nothing is changed.
         RuntimeError: from torch, where the weights do not fit the model.
 
     Example:
@@ -148,12 +149,13 @@ def load_sharded_state(model: nn.Module, optimizers: Optimizers, state: dict[str
         own: Any = states.get_optimizer_state_dict(model, some)
         weights = {name: each for _, named in _groups(own, some) for name, each in named.items()}
         _check_names(given, own, {name for name, each in weights.items() if each in frozen})
+        begun = {weights[name] for name in _names_of_begun(given)}
+        _check_settings(given, model, some, weights, begun | frozen)
         sparse = _sparse_states(some)  # which are dense in a checkpoint
         _load_model(model, tables, state["model"])
         options = states.StateDictOptions(strict=False)  # `_check_names` is strict
         states.set_optimizer_state_dict(model, some, given, options=options)
         loaded = [optimizer.state for optimizer in some]  # leaving the block puts back the old ones
-    begun = {weights[name] for name in _names_of_begun(given)}
     for optimizer, kept_of in zip(some, loaded, strict=True):
         optimizer.state = kept_of
         for weight in begun & kept_of.keys():
@@ -439,6 +441,43 @@ def _check_names(given: Any, own: Any, frozen: set[str]) -> None:
             raise WeftError(
                 f"state['optimizer'] has {_listed(given['state'][name])} of {name!r}, of which "
                 f"these optimizers keep {_listed(kept)}: load it into those of the same class"
+            )
+
+
+def _check_settings(
+    given: Any,
+    model: nn.Module,
+    optimizers: list[torch.optim.Optimizer],
+    weights: Mapping[str, Tensor],
+    free: set[Tensor],
+) -> None:
+    """Raise WeftError where a state has settings with which an optimizer keeps more than it has.
+
+    The state was made for an optimizer with others, and so it asked the checkpoint for less.
+
+    Args:
+        given: the optimizers' part of it, which `_check_names` has passed.
+        model, optimizers: which it is for.
+        weights: the parameters that these train, by name.
+        free: those of which a state may have nothing.
+    """
+    names = {weight: name for name, weight in weights.items()}
+    sparse = _with_sparse_gradients(model)
+    groups = {name: group for group in given["param_groups"] for name in group["params"]}
+    for optimizer, group, weight in _members(optimizers):
+        name = names[weight]
+        kept = given["state"].get(name, {})
+        settings = {key: each for key, each in groups[name].items() if key != "params"}
+        changed = {key for key, each in settings.items() if str(each) != str(group.get(key))}
+        changed -= {"lr", "initial_lr"}  # which schedulers change in every run
+        if weight in free or not changed:
+            continue
+        first = _first_state(optimizer, {**group, **settings}, weight, weight in sparse)
+        if lacking := first.keys() - kept.keys():
+            raise WeftError(
+                f"state['optimizer'] has {_listed(kept)} of {name!r}, of which "
+                f"{type(optimizer).__name__} keeps {_listed(lacking)}, too, with the settings of "
+                f"the checkpoint: give the optimizer its {_listed(changed)} before sharded_state"
             )
 
 

@@ -21,9 +21,10 @@ bag that they hold and send these partial sums (a reduce-scatter); here they sen
 from __future__ import annotations
 
 import functools
+import itertools
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from typing import Any, Self, TypeVar, cast
 
 import torch
@@ -81,6 +82,7 @@ class ShardedTable(Cut):
     average: bool
     first: int
     _ranks: Partition  # which copies of the table share, and pickle finds again by name
+    _number: int  # among the tables that its group has made: so ranks know which one is meant
     _bounds: list[int]
     _rank: int
 
@@ -114,6 +116,7 @@ class ShardedTable(Cut):
         group = default.resolve(handle)
         self.average = average
         self._ranks = Partition(group.size, group=handle)
+        self._number = next(_numbers.setdefault(group, itertools.count()))
         total = self.num_embeddings
         height = -(-total // group.size)
         self._bounds = [min(rank * height, total) for rank in range(group.size + 1)]
@@ -375,7 +378,8 @@ class ShardedTable(Cut):
         kind = "averaged" if self.average else "summed"
         most = "" if self.max_norm is None else f", max_norm {self.max_norm} of {self.norm_type}"
         size = f"{self.num_embeddings} x {self.embedding_dim}"
-        return f"{size} of {str(self.weight.dtype)[6:]}, gradients {kind}{most}"
+        dtype = str(self.weight.dtype)[6:]
+        return f"{size} of {dtype}, gradients {kind}{most}, made as number {self._number}"
 
 
 class ShardedEmbedding(ShardedTable):
@@ -555,7 +559,8 @@ def sharded_lookup(
 
     The outputs are differentiable. Each backward pass through one or more of them is one collective
     call for all tables, so every rank must run as many passes. Which outputs a rank's loss uses may
-    differ between ranks: the rank sends gradients of zero for the others.
+    differ between ranks: the rank sends gradients of zero for the others. A table whose output no
+    rank's loss uses gets no gradient.
 
     Args:
         tables: sharded tables of one group, one dtype and one device, the same on every rank. A
@@ -662,10 +667,43 @@ def _fetched(
     return found
 
 
+def _together(pieces: Sequence[Tensor]) -> Tensor:
+    """A message of rows of some tables, flat, each table's in one piece.
+
+    Where there are several tables, it begins with a number for each of them, for `_Apart`.
+    """
+    if len(pieces) == 1:
+        return pieces[0]
+    return torch.cat([pieces[0].new_zeros(len(pieces)), *pieces])
+
+
 def _by_table(message: Tensor, counts: Sequence[int], widths: Sequence[int]) -> Sequence[Tensor]:
     """The rows of each table in a message, flat, given how many there are, and how wide."""
     lengths = [count * width for count, width in zip(counts, widths, strict=True)]
-    return torch.split(message, lengths)
+    if len(lengths) == 1:
+        return [message]
+    return cast(Sequence[Tensor], _Apart.apply(message, lengths))  # type: ignore[no-untyped-call]  # torch's
+
+
+class _Apart(torch.autograd.Function):
+    """Takes a message of `_together` apart.
+
+    In the message that backward sends, the numbers tell of which tables this rank has gradients.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, message: Tensor, lengths: list[int]) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.lengths, ctx.like = lengths, message.new_empty(0)
+        return torch.split(message[len(lengths) :], lengths)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor, None]:
+        told = ctx.like.new_tensor([each is not None for each in gradients])
+        each_length = zip(gradients, ctx.lengths, strict=True)
+        rows = [ctx.like.new_zeros(length) if own is None else own for own, length in each_length]
+        return torch.cat([told, *rows]), None
 
 
 def _questions(
@@ -727,19 +765,24 @@ class _Owned(torch.autograd.Function):
         for some in runs:
             places = zip(weights, some, strict=True)
             rows = [weight.index_select(0, asked).view(-1) for weight, asked in places]
-            parts.append(rows[0] if len(rows) == 1 else torch.cat(rows))
+            parts.append(_together(rows))
         return tuple(parts)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        count = len(ctx.gradients)
+        is_used = [True]
+        if count > 1:  # the optimizer of a table that no rank has used is not to see a gradient
+            told = torch.stack([each[:count] for each in gradients])
+            is_used = list(map(bool, kernels.read((told != 0).any(0).long())))
         pieces = [
             _by_table(each, [len(asked) for asked in some], ctx.widths)
             for each, some in zip(gradients, ctx.runs, strict=True)
         ]
         found: list[Tensor | None] = []
         for number, gradient in enumerate(ctx.gradients):
-            if not ctx.needs_input_grad[2 + number]:
+            if not (is_used[number] and ctx.needs_input_grad[2 + number]):
                 found.append(None)
                 continue
             rows = []
@@ -894,6 +937,9 @@ def _guard(parent: nn.Module, _: str, module: nn.Module | None) -> None:
                     "that, and after weights are tied"
                 )
 
+
+_numbers: weakref.WeakKeyDictionary[Group, Iterator[int]] = weakref.WeakKeyDictionary()
+"""The number of the next table that is made, by the group whose ranks it is cut over."""
 
 _guarded: set[int] = set()  # the tables of this process that are alive, by id
 _guarding: list[RemovableHandle] = []  # torch's handle of `_guard`, while there are such
