@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import subprocess
 import sys
+import time
 import warnings
 from datetime import timedelta
 from importlib.metadata import entry_points
@@ -300,6 +301,46 @@ def functionally(me, size):
         assert got.tolist() == ([0.0, 1.0, 1.0] if me == 0 else [0.0, 0.0, 1.0])
 
 
+def compiled(me, size):
+    """torch.compile looks into what it calls, but not into what a group does."""
+
+    def exchange(x):
+        whole, own = torch.empty(size * len(x)), torch.empty(len(x))
+        dist.all_reduce(x)
+        dist.all_gather_single(whole, x)
+        dist.reduce_scatter_single(own, whole)
+        dist.barrier()
+        if me == 0:
+            dist.send(own, 1)
+            dist.recv(own, 1)
+        else:
+            dist.irecv(own, 0).wait()
+            dist.isend(own, 0).wait()
+        return 2 * own
+
+    for _ in range(2):
+        given = torch.ones(2) + me
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # of what else torch does not look into
+            assert torch.compile(exchange, backend="eager")(given).tolist() == [12.0, 12.0]
+        assert given.tolist() == [3.0, 3.0]
+
+
+def promised(me, size):
+    """What is under way may be the input of a graph, which waits for it."""
+    ones, whole = torch.ones(2), torch.zeros(2 * size)
+    if me == 1:
+        time.sleep(0.2)
+    with functional.allow_inflight_collective_as_graph_input_ctx():
+        works = [dist.all_reduce(ones, async_op=True)]
+        functional.wait_tensor(ones)
+        assert ones.tolist() == [size, size] and works[0].is_completed()
+        works.append(dist.all_gather_single(whole, ones, async_op=True))
+        assert functional.wait_tensor(whole).tolist() == [size] * 2 * size
+    for work in works:
+        work.wait()
+
+
 class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -518,6 +559,8 @@ BODIES = [
     (2, misled),
     (2, sooner),
     (2, functionally),
+    (2, compiled),
+    (2, promised),
     (2, ddp),
     (2, compressed),
     (2, unused),

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import itertools
 import pickle
+import warnings
+from collections import deque
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -377,6 +380,43 @@ def test_a_state_of_whole_tables_leaves_each_rank_its_rows_alone(group, assign):
     assert torch.equal(whole, torch.arange(12.0).view(6, 2))
 
 
+@pytest.mark.parametrize("rows", [1, 2, 3])
+@spmd(2)
+def test_what_may_be_of_a_ranks_rows_alone_is_refused_on_all(group, rows):
+    """A rank may have one row of them, or none."""
+    table = weft.nn.ShardedEmbedding(rows, 1, group=group)
+    optimizer = torch.optim.Adagrad(table.parameters())
+    for kept in ([torch.ones_like(table.weight)], [table.weight.detach()[:, 0]]):
+        optimizer.state[table.weight]["extra"] = kept
+        with pytest.raises(weft.WeftError, match="in a list of a shard of shape"):
+            weft.nn.sharded_state(table, optimizer)
+
+
+def save_after_evaluation():
+    """FSDP2's root keeps what it has gathered until a backward."""
+    with weft.init():
+        model = nn.Sequential(nn.Embedding(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+        weft.nn.shard_embeddings(model, 1)
+        fully_shard(model[1])
+        fully_shard(model, ignored_params={model[0].weight})
+        optimizer = torch.optim.Adagrad(model.parameters())
+        ids = torch.tensor([1, 3])
+        model(ids).sum().backward()
+        optimizer.step()
+        wanted = weft.nn.sharded_state(model, optimizer)
+        with torch.no_grad():
+            model(ids)
+        state = weft.nn.sharded_state(model, optimizer)
+        assert state["optimizer"]["state"].keys() == wanted["optimizer"]["state"].keys()
+        with torch.no_grad():
+            model(ids)
+        weft.nn.load_sharded_state(model, optimizer, state)
+
+
+def test_a_model_of_fsdp2_is_saved_after_an_evaluation():
+    processes(2, save_after_evaluation)
+
+
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # one process serves here
 @pytest.mark.parametrize(
     ("kind", "setting", "lacking"),
@@ -456,23 +496,44 @@ def test_what_is_wrong_is_said():
         assert not momentum.state and momentum.param_groups[0]["lr"] == 0.1
         with pytest.raises(weft.WeftError, match=r"a tensor of shape \(1, .* of a shard of shape"):
             weft.nn.sharded_state(model, torch.optim.Adafactor(model.parameters()))
+        of_table, of_whole = (momentum.state[each.weight] for each in (model.table, model.out))
         for kind, keep in (
-            ("list", lambda t: [t]),
-            ("dict", lambda t: {"0": t}),
-            ("tuple", lambda t: (t,)),
+            ("list", lambda tensor: [tensor]),
+            ("dict", lambda tensor: {"0": tensor}),
+            ("tuple", lambda tensor: (tensor,)),
         ):
-            for each in (momentum.state[model.table.weight], momentum.state[model.out.weight]):
-                each["seconds"] = keep(torch.ones(2, 2))
+            of_table["seconds"] = keep(torch.ones(2, 2))
             with pytest.raises(
                 weft.WeftError, match=rf"shape \(2, 2\) in a {kind} of a shard of shape"
             ):
                 weft.nn.sharded_state(model, momentum)
+        for unknown, text in ((deque([torch.ones(7)]), "deque"), ({"0": {3}}, "set in a dict")):
+            of_table["seconds"] = unknown
+            with pytest.raises(weft.WeftError, match=f"keeps a {text} of a shard of"):
+                weft.nn.sharded_state(model, momentum)
+        of_table["seconds"] = of_whole["seconds"] = [1, None, {"0": 3.5}, torch.tensor(2.0)]
+        of_whole["more"] = deque([torch.ones(2, 2)])
+        weft.nn.load_sharded_state(model, momentum, weft.nn.sharded_state(model, momentum))
+        assert momentum.state[model.table.weight]["seconds"] == of_table["seconds"]
+        assert momentum.state[model.out.weight].keys() == of_whole.keys()
         momentum.state.clear()
         momentum.state["global"] = {"k": 1}
         with pytest.raises(weft.WeftError, match="keeps a state of 'global', which is none of"):
             weft.nn.sharded_state(model, momentum)
         with pytest.raises(weft.WeftError, match=r"two optimizers train 'table.weight', of which"):
             weft.nn.sharded_state(model, [update, torch.optim.SGD([model.table.weight])])
+        moved = torch.optim.SGD([model.out.weight])
+        moved.state[model.table.weight]["seconds"] = 1.0
+        alone = torch.optim.SGD([model.table.weight])
+        for several in ([moved, alone], [alone, moved]):
+            with pytest.raises(weft.WeftError, match=r"SGD keeps a state of 'table.weight', which"):
+                weft.nn.sharded_state(model, several)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # torch's
+            twice = torch.optim.SGD([model.out.weight, model.out.weight])
+        with pytest.raises(weft.WeftError, match=r"SGD trains 'out.weight' twice: pass each"):
+            weft.nn.sharded_state(model, twice)
+        weft.nn.sharded_state(model, [update, update])
         foreign = torch.optim.SGD(Model(7).parameters())
         with pytest.raises(
             weft.WeftError, match=r"SGD trains a parameter of shape .* that the model"
@@ -482,6 +543,10 @@ def test_what_is_wrong_is_said():
         filled = weft.nn.sharded_state(model, plain)
         assert filled["optimizer"].pop("state") == {}  # as torch's dcp_to_torch_save leaves it out
         weft.nn.load_sharded_state(model, plain, filled)
+        filled["optimizer"]["state"] = None
+        with pytest.raises(weft.WeftError, match="is not of these optimizers"):
+            weft.nn.load_sharded_state(model, plain, filled)
+        weft.nn.load_sharded_state(model, [], {"model": filled["model"]})
         del state["optimizer"]["state"]["table.weight"]
         with pytest.raises(weft.WeftError, match=r"has nothing of 'table.weight', of which"):
             weft.nn.load_sharded_state(model, update, state)

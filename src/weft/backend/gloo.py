@@ -51,15 +51,19 @@ class _Messages:
 
     # C++ could call gloo by itself, but would hold the GIL while it starts the call. gloo's threads
     # take the GIL while they hold a lock that starting needs: a deadlock, now and then.
+    # And the compiler would look into what torch asks of a group, and know none of its methods.
 
+    @_torch.uncompiled
     def send(self, tensors: Any, dst: int, tag: int = 0) -> Any:
         self._check_rank("dst", dst)
         return self._message("send", tensors, dst, tag)
 
+    @_torch.uncompiled
     def recv(self, tensors: Any, src: int, tag: int = 0) -> Any:
         self._check_rank("src", src)
         return self._message("recv", tensors, src, tag)
 
+    @_torch.uncompiled
     def recv_anysource(self, tensors: Any, tag: int = 0) -> Any:
         return self._message("recv_anysource", tensors, tag)
 

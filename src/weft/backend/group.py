@@ -227,7 +227,9 @@ class Collectives:
             return [owners.get(id(each), each) for each in done]
 
         if is_async:
-            return Collective(group.worker.submit(name, job))
+            begun = Collective(group.worker.submit(name, job))
+            _torch.promise(begun, collectives.tensors_in([call[:1] for call in given]))
+            return begun
         return Collective(None, group.worker.call(name, job))
 
 
@@ -396,8 +398,11 @@ def is_listened_to(given: Sequence[Any]) -> bool:
 _COLLECTIVES = vars(Collectives).keys() & vars(dist.ProcessGroup).keys()
 for _name in _COLLECTIVES - {"__doc__", "__module__", "set_timeout", "shutdown"}:
     _direct = vars(Collectives)[_name]
-    setattr(PythonGroup, _name, told_to_all(_name, through_dispatcher(_name, _direct)))
-    setattr(PythonBackend, _name, told_to_all(_name, _direct))
+    for _class, _inside in (
+        (PythonGroup, through_dispatcher(_name, _direct)),
+        (PythonBackend, _direct),
+    ):
+        setattr(_class, _name, _torch.uncompiled(told_to_all(_name, _inside)))
 
 
 def listed(tensors: Any) -> list[Tensor]:

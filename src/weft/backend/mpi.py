@@ -68,11 +68,13 @@ class MpiGroup(PythonGroup):
         """Whether several messages can be posted as one."""
         return False
 
+    @_torch.uncompiled
     def send(self, tensors: Any, target: int, tag: int = 0) -> Any:
         given = [plain(each) for each in self._given(tensors)]
         pending = self._messages.post([(target, each) for each in given], (), tag)
         return Posted(pending, self.rank())
 
+    @_torch.uncompiled
     def recv(self, tensors: Any, source: int, tag: int = 0) -> Any:
         places = self._given(tensors)
         # by size, since what is sent may be shorter
@@ -83,6 +85,7 @@ class MpiGroup(PythonGroup):
         """The elements of tensors to be sent, or to be received in."""
         return [elements(each) for each in sendable(self.rank(), tensors)]
 
+    @_torch.uncompiled
     def recv_anysource(self, tensors: Any, tag: int = 0) -> Any:
         raise WeftError(
             f"rank {self.rank()}: this backend receives from a rank that is named: pass src="

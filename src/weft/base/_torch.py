@@ -15,7 +15,7 @@ import random
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any, ParamSpec, TypeVar, cast
@@ -263,6 +263,21 @@ def is_held_by_others(tensor: Tensor) -> bool:
         return True
     memory: Any = tensor.untyped_storage()
     return int(_holders(memory._cdata)) > 2  # the tensor, and `memory`
+
+
+_awaits_inputs = _private("_C._distributed_c10d._allow_inflight_collective_as_graph_input")
+_register_work = _private("_C._distributed_c10d._register_work")
+
+
+def promise(work: dist.Work, tensors: Iterable[Tensor]) -> None:
+    """Have torch's `wait_tensor` of these tensors wait for a collective that is to fill them.
+
+    Only where the caller is in torch's `allow_inflight_collective_as_graph_input_ctx`, as in its
+    own groups; and nothing without the private names.
+    """
+    if _awaits_inputs is not None and _awaits_inputs():
+        for tensor in tensors:
+            _register_work(tensor, work)
 
 
 def is_dispatching() -> bool:

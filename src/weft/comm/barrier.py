@@ -40,23 +40,21 @@ def barrier(timeout: float | None = None, group: object = None) -> None:
         WireError: a peer failed, or did not come before the group's deadline; names the culprit.
 
     Example:
-        >>> import weft
+        >>> import threading, weft
         >>> from weft.testing import run
         >>> def program(group):
         ...     if group.rank == 1:
-        ...         while not waited_in_vain:
-        ...             pass
+        ...         waited_in_vain.wait(10)
         ...         return weft.barrier()
         ...     try:
-        ...         weft.barrier(timeout=0.1)
+        ...         weft.barrier(timeout=0.5)
         ...     except weft.StillRunning as error:
-        ...         waited_in_vain.append(error)
-        ...     weft.barrier()  # waits on
-        >>> waited_in_vain = []
-        >>> run(2, program)
-        [None, None]
-        >>> print(waited_in_vain[0])
-        rank 0: rank 1 has not come to the barrier after 0.1 s: call barrier again to wait on
+        ...         waited_in_vain.set()
+        ...         weft.barrier()  # waits on
+        ...         return error
+        >>> waited_in_vain = threading.Event()
+        >>> print(run(2, program)[0])
+        rank 0: rank 1 has not come to the barrier after 0.5 s: call barrier again to wait on
     """
     began = time.monotonic()
     group = default.resolve(group, as_first_call(timeout))

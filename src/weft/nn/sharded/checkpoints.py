@@ -18,7 +18,7 @@ import inspect
 from collections import Counter, UserDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from itertools import chain
+from numbers import Number
 from typing import Any
 
 import torch
@@ -132,7 +132,8 @@ def load_sharded_state(model: nn.Module, optimizers: Optimizers, state: dict[str
     from torch.distributed.checkpoint import state_dict as states
 
     some = _checked(model, optimizers)
-    if not isinstance(state, dict) or not {"model", "optimizer"} <= state.keys():
+    wanted = {"model", "optimizer"} if some else {"model"}
+    if not isinstance(state, dict) or not wanted <= state.keys():
         found = sorted(state) if isinstance(state, dict) else type(state).__name__
         raise WeftError(
             f"state has {found}: pass what sharded_state returned, with 'model' and 'optimizer'"
@@ -178,6 +179,8 @@ def _load_model(model: nn.Module, tables: dict[Tensor, ShardedTable], weights: A
 
 def _checked(model: object, optimizers: object) -> list[torch.optim.Optimizer]:
     """The optimizers as a list. Raises WeftError if the arguments are something else."""
+    from torch.distributed.fsdp import FSDPModule  # which takes long to import
+
     if not isinstance(model, nn.Module):
         raise WeftError(f"model is a {type(model).__name__}: pass a torch.nn.Module")
     given: list[Any] = [optimizers]
@@ -188,7 +191,10 @@ def _checked(model: object, optimizers: object) -> list[torch.optim.Optimizer]:
             raise WeftError(
                 f"optimizers has a {type(each).__name__}: pass a torch.optim.Optimizer, or several"
             )
-    some = [_innermost(each) for each in given]
+    some = list({id(own): own for own in map(_innermost, given)}.values())
+    for part in model.modules():
+        if isinstance(part, FSDPModule):  # which may hold gathered parameters, not the optimizer's
+            part.reshard()
     _check_parameters(model, some)
     return some
 
@@ -196,31 +202,35 @@ def _checked(model: object, optimizers: object) -> list[torch.optim.Optimizer]:
 def _check_parameters(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
     """Raise WeftError where a state, which goes by the model's names, has no place for something.
 
-    That is what an optimizer keeps of something else than the model's parameters, or what a second
-    one keeps of the same.
+    That is what an optimizer keeps of something else than the model's parameters, or what is kept
+    of a parameter twice.
     """
-    names = {parameter: name for name, parameter in model.named_parameters()}
+    names: dict[Tensor, str] = {each: name for name, each in model.named_parameters()}
     seen: set[Tensor] = set()
     for optimizer in optimizers:
         kind = type(optimizer).__name__
-        trained = [each for group in optimizer.param_groups for each in group["params"]]
-        for each in trained:
+        trained: set[Tensor] = set()
+        for each in (each for group in optimizer.param_groups for each in group["params"]):
             if each not in names:
                 raise WeftError(
                     f"{kind} trains a parameter of shape {tuple(each.shape)} that the model has "
                     "not: make optimizers of this model's parameters, after shard_embeddings"
                 )
+            if each in trained:
+                raise WeftError(f"{kind} trains {names[each]!r} twice: pass each parameter once")
             if each in seen:
                 raise WeftError(
                     f"two optimizers train {names[each]!r}, of which a state holds what one keeps: "
                     "make a state of each optimizer by itself"
                 )
-        seen.update(trained)
-        for key in optimizer.state:
-            if key not in seen:
+            trained.add(each)
+        seen |= trained
+        for key, kept in optimizer.state.items():
+            if kept and key not in trained:
+                of = repr(names[key]) if key in names else shown(key)
                 raise WeftError(
-                    f"{kind} keeps a state of {shown(key)}, which is none of its parameters: a "
-                    "checkpoint has what is kept of parameters alone"
+                    f"{kind} keeps a state of {of}, which is none of its parameters, and of which "
+                    "a checkpoint would have nothing: delete that from its state"
                 )
 
 
@@ -423,6 +433,7 @@ def _check_names(given: Any, own: Any, frozen: set[str]) -> None:
     wanted = {name for name, kept in own["state"].items() if kept} - frozen
     try:
         is_alike = _names_by_group(given) == _names_by_group(own)
+        is_alike &= isinstance(given["state"], dict)
         lacking = [name for name in wanted if name not in given["state"]]
     except (KeyError, TypeError):
         is_alike = False
@@ -498,28 +509,32 @@ def _whole(table: ShardedTable | None, weight: Tensor, kept: Any) -> Any:
         kept: one thing of those that are kept.
 
     Raises:
-        WeftError: of a shard a tensor that has not a row for each of its rows.
+        WeftError: of a shard a tensor without a row for each of its rows, or more than numbers.
     """
     if table is None:
         return kept.to_dense() if isinstance(kept, Tensor) and kept.is_sparse else kept
-    if isinstance(kept, Tensor) and kept.shape[:1] == weight.shape[:1]:
+    if isinstance(kept, Tensor) and kept.dim() and kept.shape[0] == weight.shape[0]:
         return table.as_dtensor(kept.to_dense() if kept.is_sparse else kept)
-    for each in _tensors_in(kept):
-        if each.numel() > 1:
-            where = "" if each is kept else f" in a {type(kept).__name__}"
-            raise WeftError(
-                f"an optimizer keeps a tensor of shape {tuple(each.shape)}{where} of a shard of "
-                f"shape {tuple(weight.shape)}, of which each rank has another and none the whole: "
-                "use an optimizer that keeps numbers row by row, or by element, in tensors"
-            )
+    if what := _more_than_numbers(kept):
+        is_some = isinstance(kept, list | tuple | Mapping)
+        where = f" in a {type(kept).__name__}" if is_some else ""
+        raise WeftError(
+            f"an optimizer keeps {what}{where} of a shard of shape {tuple(weight.shape)}, of which "
+            "each rank may have another and none the whole: use an optimizer that keeps numbers "
+            "row by row, or by element, in tensors"
+        )
     return kept
 
 
-def _tensors_in(kept: object) -> Iterator[Tensor]:
-    """The tensors among what an optimizer keeps under one name."""
+def _more_than_numbers(kept: object) -> str | None:
+    """What an optimizer keeps under one name that a rank may have for its rows alone, or None.
+
+    It is the same on all ranks: a rank may have one row, or none.
+    """
     if isinstance(kept, Tensor):
-        yield kept
-    elif isinstance(kept, Mapping):
-        yield from chain.from_iterable(map(_tensors_in, kept.values()))
-    elif isinstance(kept, list | tuple):
-        yield from chain.from_iterable(map(_tensors_in, kept))
+        return f"a tensor of shape {tuple(kept.shape)}" if kept.dim() else None
+    if isinstance(kept, Mapping):
+        return next(filter(None, map(_more_than_numbers, kept.values())), None)
+    if isinstance(kept, list | tuple):
+        return next(filter(None, map(_more_than_numbers, kept)), None)
+    return None if kept is None or isinstance(kept, Number) else f"a {type(kept).__name__}"

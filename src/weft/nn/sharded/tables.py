@@ -40,6 +40,7 @@ from ...base._torch import profiled
 from ...base.arguments import in_words
 from ...base.devices import on_host
 from ...base.errors import WeftError, entry, summed_up
+from ...base.tensors import plain
 from ...call.attempt import preparing, refuse_tracing
 from ...comm.all_to_all import Scatter
 from ...comm.differentiable import apply
@@ -348,7 +349,7 @@ class ShardedTable(Cut):
             raise WeftError(f"{both}: move one")
         if self.num_embeddings > torch.iinfo(given.dtype).max:  # the bounds of ranks need more
             given = given.long()
-        found, order, starts, _ = kernels.distinct(given.reshape(-1))
+        found, order, starts, _ = kernels.distinct(plain(given).reshape(-1))
         if count := found.numel():
             low, high = kernels.read(torch.stack([found[0], found[count - 1]]).long())
             wrong = low if low < 0 else high
