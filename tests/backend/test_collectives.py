@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import product
+from itertools import chain, product
 
 import pytest
 import torch
@@ -36,9 +36,58 @@ def test_all_gather_of_any_sizes(group):
             counts = [count + 2 * rank for rank in range(group.size)]
             outs = [strided(each, dtype) for each in counts]
             mine = part(group.rank, counts[group.rank], dtype)
-            assert collectives.all_gather(group, outs, mine) is outs
+            filled = collectives.all_gather(group, outs, mine)
+            assert [*map(id, filled)] == [*map(id, outs)]
             for rank, out in enumerate(outs):
                 assert torch.equal(out, part(rank, counts[rank], dtype)), (dtype, count, rank)
+
+
+LENGTHS = [0, 3, 1 << 16, 5, 1 << 18, 7, 1 << 17, 1 << 17, 1, 0, 2]  # of up to 1 MiB and more
+KINDS = [torch.float32] * 7 + [torch.int16] * 2 + [torch.float64] * 2
+
+
+@spmd(1, 2, 3, on=["threads"])
+def test_several_calls_at_once_are_each_done(group):
+    """Runs of what is small travel together; a run ends with a dtype, and with a large tensor."""
+    size, rank, root = group.size, group.rank, group.size - 1
+    cases = [*zip(LENGTHS, KINDS, strict=True)]
+    own = [
+        torch.full((count,), rank + 1 + number).to(kind)
+        for number, (count, kind) in enumerate(cases)
+    ]
+    of_all = [[each - rank + other for other in range(size)] for each in own]
+    outs = [[strided(count, kind) for _ in range(size)] for count, kind in cases]
+    pairs = [*zip(outs, own, strict=True)]
+    collectives.at_once(group, collectives.all_gather, pairs)
+    assert all(map(torch.equal, chain(*outs), chain(*of_all)))
+
+    outs = [
+        [strided(count, kind) for _ in range(size if rank == root else 0)] for count, kind in cases
+    ]
+    collectives.at_once(
+        group, collectives.gather, [(*each, root) for each in zip(outs, own, strict=True)]
+    )
+    assert rank != root or all(map(torch.equal, chain(*outs), chain(*of_all)))
+
+    places = [strided(count, kind) for count, kind in cases]
+    given = of_all if rank == root else [[] for _ in cases]
+    calls = [(*each, root) for each in zip(places, given, strict=True)]
+    assert [*map(id, collectives.at_once(group, collectives.scatter, calls))] == [*map(id, places)]
+    assert all(map(torch.equal, places, own))
+
+    places = [strided(count, kind) for count, kind in cases]
+    given = [[each] * size for each in own]
+    calls = [(*each, "sum") for each in zip(places, given, strict=True)]
+    collectives.at_once(group, collectives.reduce_scatter, calls)
+    assert all(map(torch.equal, places, map(sum, of_all)))
+
+    wholes = [strided(size * count, kind) for count, kind in cases]
+    collectives.at_once(group, collectives.all_gather_single, [*zip(wholes, own, strict=True)])
+    assert all(map(torch.equal, wholes, map(torch.cat, of_all)))
+
+    sums = [each.clone() for each, kind in zip(own, KINDS, strict=True) if kind == torch.float32]
+    collectives.all_reduce(group, sums, "sum")
+    assert all(map(torch.equal, sums, map(sum, of_all)))
 
 
 SMALL_CALLS = {

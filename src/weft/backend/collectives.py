@@ -42,6 +42,7 @@ from ..call.attempt import confess
 from ..call.opening import is_direct
 from ..call.terms import MODULUS, agreed
 from ..comm.all_reduce import reduce_in_place
+from ..comm.buckets import ALONE
 from ..comm.parameters import ScatterAllGather
 from ..comm.staging import are_all_near, most_to_all, most_to_each, moved, moved_to_all, swapped
 from ..group.group import Group
@@ -60,8 +61,8 @@ times as long for 256 KiB; on one host they take longer for any size."""
 
 _PAIRS = "number of outputs"
 """A field: torch's lists of outputs and of inputs are as many calls. The first of them is given the
-arguments of the others as `later`, and compares these among the ranks, too. So what is wrong with
-one of them is an error before anything is written."""
+arguments of the others as `later`, and does all. So what is wrong with one of them is an error
+before anything is written, and what is small travels together."""
 
 Parts = Sequence[Tensor | None]
 """A tensor, or nothing, for each rank."""
@@ -106,10 +107,10 @@ def all_gather(
         _reason([given, *places]) or _misfit("output", places, _own(group, given))
         for places, given in pairs
     )
-    fields = {_PAIRS: len(pairs), **_said(*(places for places, _ in pairs))}
-    gives = [mine] * group.size
-    _open_and_exchange(group, "all_gather", fields, error, gives, outs, alike=True)
-    return _overwritten(outs)
+    told = [places for places, _ in pairs]
+    ends = [([given] * group.size, places) for places, given in pairs]
+    _open_and_exchange_each(group, "all_gather", {}, error, ends, told, alike=True)
+    return _overwritten([place for places in told for place in places])
 
 
 def all_gather_coalesced(
@@ -145,9 +146,17 @@ def reduce_scatter(
         _reason([place, *given], op) or _misfit("input", given, _own(group, place))
         for place, given in pairs
     )
-    fields = {_PAIRS: len(pairs), "op": op, **_said(*(given for _, given in pairs))}
-    _open_and_reduce(group, "reduce_scatter", fields, error, out, ins, op)
-    return _overwritten([out])
+    if error is not None:
+        return refuse(group, "reduce_scatter", error)
+    told = [given for _, given in pairs]
+    fields = {_PAIRS: len(pairs), "op": op, **_said(*told)}
+    for places, given in _buckets(pairs, told):
+        parts = [_joined(each) for each in zip(*given, strict=True)]
+        place = _room(places)
+        _open_and_reduce(group, "reduce_scatter", fields, None, place, parts, op)
+        _spread(place, places)
+        fields = {"op": op}
+    return _overwritten([place for place, _ in pairs])
 
 
 def reduce(group: Group, tensor: Tensor, root: int, op: str) -> list[Tensor]:
@@ -203,9 +212,10 @@ def gather(
         _reason([given, *places]) or _misfit("output", places, _all(group, root, given))
         for places, given in pairs
     )
-    fields = {_PAIRS: len(pairs), "root": root, **_said(*([given] for _, given in pairs))}
-    _open_and_exchange(group, "gather", fields, error, _at(root, mine, group.size), outs)
-    return _overwritten(outs)
+    told = [[given] for _, given in pairs]
+    ends = [(_at(root, given, group.size), places) for places, given in pairs]
+    _open_and_exchange_each(group, "gather", {"root": root}, error, ends, told)
+    return _overwritten([place for places, _ in pairs for place in places])
 
 
 def scatter(
@@ -221,9 +231,10 @@ def scatter(
         _reason([place, *given]) or _misfit("input", given, _all(group, root, place))
         for place, given in pairs
     )
-    fields = {_PAIRS: len(pairs), "root": root, **_said(*([place] for place, _ in pairs))}
-    _open_and_exchange(group, "scatter", fields, error, ins, _at(root, out, group.size))
-    return [out]
+    told = [[place] for place, _ in pairs]
+    ends = [(given, _at(root, place, group.size)) for place, given in pairs]
+    _open_and_exchange_each(group, "scatter", {"root": root}, error, ends, told)
+    return [place for place, _ in pairs]
 
 
 def all_to_all(group: Group, outs: list[Tensor], ins: list[Tensor]) -> list[Tensor]:
@@ -263,17 +274,22 @@ def all_gather_single(
     group: Group, out: Tensor, mine: Tensor, later: Sequence[tuple[Any, ...]] = ()
 ) -> list[Tensor]:
     """Send every rank's tensor to every rank, where they follow one another in one tensor."""
+    pairs = [(out, mine), *(call[:2] for call in later)]
     error = _first(
         _reason([given, whole]) or _unlike("output", whole, "inputs", given, group.size)
-        for whole, given, *_ in [(out, mine), *later]
+        for whole, given in pairs
     )
     if error is not None:
         return refuse(group, "all_gather", error)
-    place = _place(out)
-    rest = [(_split(_place(whole), [], group.size), given) for whole, given, *_ in later]
-    all_gather(group, _split(place, [], group.size), mine, rest)
-    _put(place, out)
-    return _overwritten([out])
+    places = [_place(whole) for whole, _ in pairs]
+    rest = [
+        (_split(place, [], group.size), given)
+        for place, (_, given) in zip(places, pairs, strict=True)
+    ]
+    all_gather(group, *rest.pop(0), rest)
+    for place, (whole, _) in zip(places, pairs, strict=True):
+        _put(place, whole)
+    return _overwritten([whole for whole, _ in pairs])
 
 
 def gather_single(group: Group, out: Tensor, mine: Tensor, root: int) -> list[Tensor]:
@@ -299,8 +315,7 @@ def reduce_scatter_single(
     )
     if error is not None:
         return refuse(group, "reduce_scatter", error)
-    # of what is reduced later only the sizes are asked here
-    rest = [(place, _split(_place(whole), [], group.size)) for place, whole, *_ in later]
+    rest = [(place, _split(_flat(whole), [], group.size)) for place, whole, *_ in later]
     return reduce_scatter(group, out, _split(_flat(mine), [], group.size), op, rest)
 
 
@@ -454,15 +469,12 @@ def at_once(
 ) -> list[Tensor]:
     """Run a collective for each of these arguments, outputs first.
 
-    None reads what one before has written, and nothing is written before all are compared.
+    None reads what one before has written.
     """
     if are_mixed([call[0] for call in calls], [call[1:] for call in calls]):
         calls = [(outs, *map(_copies, others)) for outs, *others in calls]
     first, *later = calls
-    done = [*collective(group, *first, **({"later": later} if later else {}))]
-    for call in later:
-        done += collective(group, *call)
-    return done
+    return collective(group, *first, **({"later": later} if later else {}))
 
 
 def tell_early(group: Group, call: str, trouble: Exception) -> None:
@@ -552,6 +564,86 @@ def _open_and_exchange(
         moved(_over(group), rest, missing)
     _keep_own(group, outgoing, incoming)
     _deliver(incoming, takes)
+
+
+def _open_and_exchange_each(
+    group: Group,
+    call: str,
+    fields: Mapping[str, object],
+    error: str | None,
+    ends: Sequence[tuple[Parts, Parts]],
+    told: Sequence[Sequence[Tensor]],
+    *,
+    alike: bool = False,
+) -> None:
+    """Open a call, and do what several calls give and take.
+
+    Args:
+        group, call, fields, error, alike: as of `_open_and_exchange`.
+        ends: of each call, what it gives and takes.
+        told: of each call, the tensors whose sizes all ranks compare.
+    """
+    if error is not None:
+        refuse(group, call, error)
+    fields = {_PAIRS: len(ends), **fields, **_said(*told)}
+    for given, wanted in _buckets(ends, told):
+        if alike:
+            gives: Parts = [_joined([each[0] for each in given])] * group.size
+        else:
+            gives = [_joined(each) for each in zip(*given, strict=True)]
+        places = [*zip(*wanted, strict=True)]
+        takes = [_room(each) for each in places]
+        _open_and_exchange(group, call, fields, None, gives, takes, alike=alike)
+        for place, each in zip(takes, places, strict=True):
+            _spread(place, each)
+        fields = {}
+
+
+def _buckets(
+    pairs: Sequence[tuple[Any, Any]], told: Sequence[Sequence[Tensor]]
+) -> Iterator[tuple[list[Any], list[Any]]]:
+    """The calls of these outputs and inputs, in runs of which each is done at once.
+
+    What is small goes together. The runs depend on dtypes and sizes that all ranks compare.
+    """
+    run: list[tuple[Any, Any]] = []
+    room, dtype = 0, None
+    for pair, tensors in zip(pairs, told, strict=True):
+        nbytes = sum(tensor.nbytes for tensor in tensors)
+        if run and (nbytes > room or tensors[0].dtype != dtype):
+            yield _columns(run)
+            run = []
+        if not run:
+            room, dtype = ALONE, tensors[0].dtype
+        run.append(pair)
+        room -= nbytes
+    yield _columns(run)
+
+
+def _columns(pairs: Sequence[tuple[Any, Any]]) -> tuple[list[Any], list[Any]]:
+    return [one for one, _ in pairs], [other for _, other in pairs]
+
+
+def _joined(parts: Sequence[Any]) -> Any:
+    """Tensors in their order in one, 1-D, or the one that there is; None if there are none."""
+    if len(parts) == 1 or parts[0] is None:
+        return parts[0]
+    flats = [as_bytes(_flat(part)) for part in parts]
+    return torch.cat(flats).view(parts[0].dtype)
+
+
+def _room(parts: Sequence[Any]) -> Any:
+    """Where to receive such tensors in one; None if there are none."""
+    if len(parts) == 1 or parts[0] is None:
+        return parts[0]
+    return torch.empty(sum(part.numel() for part in parts), dtype=parts[0].dtype)
+
+
+def _spread(whole: Any, parts: Sequence[Any]) -> None:
+    """Put what was received in one into the tensors that it is for."""
+    if len(parts) > 1 and whole is not None:
+        for piece, part in zip(whole.split([*map(Tensor.numel, parts)]), parts, strict=True):
+            _put(piece, part)
 
 
 def _along(group: Group, outgoing: Mapping[int, Tensor], *, alike: bool) -> dict[int, memoryview]:

@@ -28,8 +28,9 @@ from ..call.terms import Mode, Terms, agreed
 from ..group import default
 from ..group.group import Group
 from ..kernels.ops import ELSEWHERE, OPS
-from ..schedules import dense, dense_all_reduce
+from ..schedules import dense
 from ..sparse.request import op_name, travelling, wrong_wire_dtype
+from .buckets import reduce_dense
 from .differentiable import Linear, apply
 from .rounding import narrowed
 from .staging import most_to_all, unfollowed
@@ -173,8 +174,7 @@ def reduce_in_place(
         if goes_along:
             _reduce_told(said.own(nbytes), tensors, op)
             return said
-    for tensor in tensors:
-        dense_all_reduce(group.on(tensor.device), tensor, op).wait()
+    reduce_dense(group, tensors, op)
     return said
 
 

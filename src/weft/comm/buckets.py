@@ -33,17 +33,17 @@ _UNDER_WAY = 2  # buckets at once: the next begins while the last chunks of one 
 
 
 def reduce_dense(
-    group: Group, gradients: Iterable[Tensor], op: str, wire_dtype: torch.dtype | None
+    group: Group, tensors: Iterable[Tensor], op: str, wire_dtype: torch.dtype | None = None
 ) -> None:
-    """Reduce gradients over all ranks, in place; collective.
+    """Reduce tensors over all ranks, in place; collective.
 
     Args:
         group: the ranks that take part.
-        gradients: of the same shapes and dtypes on every rank; they are written.
-        op: "sum" or "avg".
+        tensors: of the same shapes and dtypes on every rank; they are written.
+        op: one of `weft.kernels.OPS`, which there is for their dtypes.
         wire_dtype: the dtype that wider floating-point numbers, and their sums, are rounded to.
     """
-    in_buckets(group, gradients, lambda over, flat: dense_all_reduce(over, flat, op), wire_dtype)
+    in_buckets(group, tensors, lambda over, flat: dense_all_reduce(over, flat, op), wire_dtype)
 
 
 def in_buckets(
