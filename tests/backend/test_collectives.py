@@ -76,10 +76,11 @@ def test_several_calls_at_once_are_each_done(group):
     assert all(map(torch.equal, places, own))
 
     places = [strided(count, kind) for count, kind in cases]
-    given = [[each] * size for each in own]
+    given = [[each + 2 * part for part in range(size)] for each in own]
     calls = [(*each, "sum") for each in zip(places, given, strict=True)]
     collectives.at_once(group, collectives.reduce_scatter, calls)
-    assert all(map(torch.equal, places, map(sum, of_all)))
+    wanted = [sum(parts) + 2 * rank * size for parts in of_all]
+    assert all(map(torch.equal, places, wanted))
 
     wholes = [strided(size * count, kind) for count, kind in cases]
     collectives.at_once(group, collectives.all_gather_single, [*zip(wholes, own, strict=True)])
@@ -88,6 +89,32 @@ def test_several_calls_at_once_are_each_done(group):
     sums = [each.clone() for each, kind in zip(own, KINDS, strict=True) if kind == torch.float32]
     collectives.all_reduce(group, sums, "sum")
     assert all(map(torch.equal, sums, map(sum, of_all)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.uint4])  # which torch does not copy
+@spmd(3, on=["threads"])
+def test_several_small_calls_take_the_messages_of_one(group, dtype):
+    own = torch.full((8,), group.rank, dtype=torch.uint8).view(dtype)
+    messages = []
+    for count in (1, 50):
+        calls = [([torch.empty_like(own) for _ in range(3)], own) for _ in range(count)]
+        before = group.traffic.messages
+        collectives.at_once(group, collectives.all_gather, calls)
+        messages.append(group.traffic.messages - before)
+        for places, _ in calls:
+            assert [each.view(torch.uint8)[7].item() for each in places] == [0, 1, 2]
+    assert messages[0] == messages[1] > 0
+
+
+@pytest.mark.parametrize("inside", [True, False])
+@spmd(2, on=["threads"])
+def test_several_tensors_of_inference_mode_are_reduced(group, inside):
+    """One rank has made them in it, and calls inside of it, or outside."""
+    with torch.inference_mode(group.rank == 0):
+        tensors = [torch.ones(30_000) for _ in range(3)]
+    with torch.inference_mode(inside):
+        collectives.all_reduce(group, tensors, "sum")
+    assert all(each.eq(2).all() for each in tensors)
 
 
 SMALL_CALLS = {

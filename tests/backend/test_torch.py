@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 import warnings
+import weakref
 from datetime import timedelta
 from importlib.metadata import entry_points
 
@@ -334,8 +335,13 @@ def promised(me, size):
     with functional.allow_inflight_collective_as_graph_input_ctx():
         works = [dist.all_reduce(ones, async_op=True)]
         functional.wait_tensor(ones)
-        assert ones.tolist() == [size, size] and works[0].is_completed()
+        assert ones.tolist() == [size, size]
         works.append(dist.all_gather_single(whole, ones, async_op=True))
+        large = torch.ones(1000)
+        memory = weakref.ref(large.untyped_storage())
+        dist.all_reduce(large, async_op=True).wait()  # and nobody waits for the tensor
+        del large
+        assert memory() is None
         assert functional.wait_tensor(whole).tolist() == [size] * 2 * size
     for work in works:
         work.wait()

@@ -400,8 +400,15 @@ def test_ranks_that_look_up_tables_of_one_size_in_another_order_are_told_so():
         one, other = (weft.nn.ShardedEmbedding(6, DIM) for _ in range(2))
         ids = torch.tensor([1, 4])
         for call in (lambda table: table(ids), weft.nn.ShardedEmbedding.to_dense):
-            with pytest.raises(weft.WeftError, match=r"made as number [01].*made as number [01]"):
+            with pytest.raises(
+                weft.WeftError, match=r"table [01] of its group.*table [01] of its group"
+            ):
                 call(one if group.rank else other)
+        if group.rank:
+            with pytest.raises(RuntimeError):
+                weft.nn.ShardedEmbedding(6, DIM, device="nowhere")
+        third = weft.nn.ShardedEmbedding(6, DIM)
+        assert torch.equal(third(ids), third.to_dense()[ids])
         both = weft.nn.sharded_lookup([one, copy.deepcopy(other)], [ids, ids])
         wanted = torch.stack([one.to_dense()[ids], other.to_dense()[ids]])
         assert torch.equal(torch.stack(both), wanted)

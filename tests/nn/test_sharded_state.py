@@ -425,7 +425,9 @@ def test_a_model_of_fsdp2_is_saved_after_an_evaluation():
         (torch.optim.Adam, {"amsgrad": True}, "exp_avg_sq, step of 'table.weight', .* max_exp_avg"),
     ],
 )
-def test_settings_of_a_checkpoint_that_ask_for_more_state(tmp_path, kind, setting, lacking):
+def test_settings_of_a_checkpoint_that_ask_for_more_state(
+    tmp_path, monkeypatch, kind, setting, lacking
+):
     """An optimizer that was made with others asks the checkpoint for less than it then has."""
 
     def made_with(**settings):
@@ -437,6 +439,9 @@ def test_settings_of_a_checkpoint_that_ask_for_more_state(tmp_path, kind, settin
         state = weft.nn.sharded_state(model, optimizer)
         dcp.load(state, checkpoint_id=tmp_path, no_dist=True)
         return state
+
+    def refuse(self, closure):
+        raise AssertionError("there is none")
 
     with weft.init():
         model, optimizer = made_with(lr=0.05, **setting)
@@ -455,9 +460,14 @@ def test_settings_of_a_checkpoint_that_ask_for_more_state(tmp_path, kind, settin
         assert not fewer.state and fewer.param_groups[0]["lr"] == 0.1
 
         model, alike = made_with(lr=0.1, **setting)
-        weft.nn.load_sharded_state(model, alike, filled(model, alike))
+        state = filled(model, alike)
+        weft.nn.load_sharded_state(model, alike, state)
         assert alike.state[model.table.weight].keys() == kept
         assert alike.param_groups[0]["lr"] == 0.05
+
+        alike.param_groups[0]["weight_decay"] = 0.5
+        monkeypatch.setattr(kind, "step", refuse)  # as one that needs a closure does
+        weft.nn.load_sharded_state(model, alike, state)
 
 
 def test_what_is_wrong_is_said():
@@ -534,6 +544,13 @@ def test_what_is_wrong_is_said():
         with pytest.raises(weft.WeftError, match=r"SGD trains 'out.weight' twice: pass each"):
             weft.nn.sharded_state(model, twice)
         weft.nn.sharded_state(model, [update, update])
+        moved.state.clear()
+        moved.state["global"] = torch.ones(3)
+        with pytest.raises(weft.WeftError, match="keeps a state of 'global', which is none of"):
+            weft.nn.sharded_state(model, moved)
+        del moved.state["global"]
+        assert not moved.state[model.table.weight]  # which makes an entry
+        weft.nn.sharded_state(model, moved)
         foreign = torch.optim.SGD(Model(7).parameters())
         with pytest.raises(
             weft.WeftError, match=r"SGD trains a parameter of shape .* that the model"

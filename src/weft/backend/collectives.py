@@ -37,6 +37,7 @@ from ..base.tensors import (
     plain,
     serves,
     shares_elements,
+    write,
 )
 from ..call.attempt import confess
 from ..call.opening import is_direct
@@ -153,8 +154,8 @@ def reduce_scatter(
     for places, given in _buckets(pairs, told):
         parts = [_joined(each) for each in zip(*given, strict=True)]
         place = _room(places)
-        _open_and_reduce(group, "reduce_scatter", fields, None, place, parts, op)
-        _spread(place, places)
+        _open_and_reduce(group, "reduce_scatter", fields, place, parts, op)
+        _spread([place], [[each] for each in places])
         fields = {"op": op}
     return _overwritten([place for place, _ in pairs])
 
@@ -170,13 +171,13 @@ def reduce(group: Group, tensor: Tensor, root: int, op: str) -> list[Tensor]:
     if tensor.nbytes <= BY_ROOT or len({*group.hosts}) == 1:
         parts = [tensor.new_empty(0)] * group.size
         parts[root] = tensor
-        _open_and_reduce(group, "reduce", fields, None, parts[group.rank], parts, op)
+        _open_and_reduce(group, "reduce", fields, parts[group.rank], parts, op)
         return [tensor]
     # each rank reduces a part, which the root then gets: of P ranks, 2/P of the bytes on its link
     flat, is_root = _flat(tensor), group.rank == root
     pieces = flat.tensor_split(group.size)
     mine = pieces[group.rank] if is_root else torch.empty_like(pieces[group.rank])
-    _open_and_reduce(group, "reduce", fields, None, mine, pieces, op)
+    _open_and_reduce(group, "reduce", fields, mine, pieces, op)
     _exchange(group, _at(root, mine, group.size), pieces if is_root else [])
     if is_root:
         _put(flat, tensor)
@@ -576,7 +577,9 @@ def _open_and_exchange_each(
     *,
     alike: bool = False,
 ) -> None:
-    """Open a call, and do what several calls give and take.
+    """Open a call, and do what several calls give and take, in runs of which each is opened.
+
+    The first opening compares all of them.
 
     Args:
         group, call, fields, error, alike: as of `_open_and_exchange`.
@@ -591,11 +594,9 @@ def _open_and_exchange_each(
             gives: Parts = [_joined([each[0] for each in given])] * group.size
         else:
             gives = [_joined(each) for each in zip(*given, strict=True)]
-        places = [*zip(*wanted, strict=True)]
-        takes = [_room(each) for each in places]
+        takes = [_room(each) for each in zip(*wanted, strict=True)]
         _open_and_exchange(group, call, fields, None, gives, takes, alike=alike)
-        for place, each in zip(takes, places, strict=True):
-            _spread(place, each)
+        _spread(takes, wanted)
         fields = {}
 
 
@@ -636,14 +637,23 @@ def _room(parts: Sequence[Any]) -> Any:
     """Where to receive such tensors in one; None if there are none."""
     if len(parts) == 1 or parts[0] is None:
         return parts[0]
-    return torch.empty(sum(part.numel() for part in parts), dtype=parts[0].dtype)
+    nbytes = sum(part.nbytes for part in parts)
+    return torch.empty(nbytes, dtype=torch.uint8).view(parts[0].dtype)
 
 
-def _spread(whole: Any, parts: Sequence[Any]) -> None:
-    """Put what was received in one into the tensors that it is for."""
-    if len(parts) > 1 and whole is not None:
-        for piece, part in zip(whole.split([*map(Tensor.numel, parts)]), parts, strict=True):
-            _put(piece, part)
+def _spread(wholes: Parts, wanted: Sequence[Parts]) -> None:
+    """Put what was received in one for several calls where they want it, in their order."""
+    if len(wanted) == 1:
+        return
+    ends = [0] * len(wholes)  # of what the calls before have got, in bytes
+    memories = [memory_of(whole) for whole in wholes if whole is not None]
+    for takes in wanted:
+        places = [each for each in takes if each is not None]
+        for number, (memory, wants) in enumerate(zip(memories, places, strict=True)):
+            begin, ends[number] = ends[number], ends[number] + wants.nbytes
+            place = _place(wants)
+            _fill(place, memory[begin : ends[number]])
+            _put(place, wants)
 
 
 def _along(group: Group, outgoing: Mapping[int, Tensor], *, alike: bool) -> dict[int, memoryview]:
@@ -787,14 +797,11 @@ def _open_and_reduce(
     group: Group,
     call: str,
     fields: Mapping[str, object],
-    error: str | None,
     out: Tensor,
     parts: Sequence[Tensor],
     op: str,
 ) -> None:
     """Open a call, and reduce every rank's `parts[p]` on rank p, into its `out`, in chunks."""
-    if error is not None:
-        refuse(group, call, error)
     flats, place = [_flat(part) for part in parts], _place(out)
     span = extent(place)
     if any(_share(span, each) and each != span for each in map(extent, flats)):
@@ -993,5 +1000,4 @@ def _place(tensor: Tensor) -> Tensor:
 def _put(flat: Tensor, tensor: Tensor) -> None:
     own = elements(tensor)
     if flat.data_ptr() != own.data_ptr():
-        with torch.inference_mode(own.is_inference()):  # in which it was made
-            own.copy_(flat.view(own.shape))
+        write(own, flat.view(own.shape))

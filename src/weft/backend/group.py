@@ -228,7 +228,9 @@ class Collectives:
 
         if is_async:
             begun = Collective(group.worker.submit(name, job))
-            _torch.promise(begun, collectives.tensors_in([call[:1] for call in given]))
+            if _torch.are_promised():
+                filled = collectives.tensors_in([call[:1] for call in given])
+                _torch.promise(begun, filled)
             return begun
         return Collective(None, group.worker.call(name, job))
 

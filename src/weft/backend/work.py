@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..base import _torch
 from ..base.tensors import as_bytes, is_plain, plain
 from ..group.pending import Pending
 from ..group.worker import Work
@@ -43,6 +44,7 @@ class Collective(_Work):
         """`limit` holds for a `wait` that has none of its own."""
         super().__init__()
         self._work = work
+        self._is_promised = _torch.are_promised()
         self._tensors = list(tensors)
         self._limit = limit
 
@@ -57,6 +59,8 @@ class Collective(_Work):
         if self._work is not None:
             limit = self._limit if timeout == NO_LIMIT else timeout
             self._work.wait(None if limit == NO_LIMIT else limit)
+            if self._is_promised:  # torch keeps this until somebody waits for the tensors, too
+                self._work = None
         return True
 
     def is_completed(self) -> bool:

@@ -269,15 +269,19 @@ _awaits_inputs = _private("_C._distributed_c10d._allow_inflight_collective_as_gr
 _register_work = _private("_C._distributed_c10d._register_work")
 
 
-def promise(work: dist.Work, tensors: Iterable[Tensor]) -> None:
-    """Have torch's `wait_tensor` of these tensors wait for a collective that is to fill them.
+def are_promised() -> bool:
+    """Whether torch's `wait_tensor` is to wait for the collectives that begin here.
 
-    Only where the caller is in torch's `allow_inflight_collective_as_graph_input_ctx`, as in its
-    own groups; and nothing without the private names.
+    So it is in torch's `allow_inflight_collective_as_graph_input_ctx`, and nowhere without the
+    private names.
     """
-    if _awaits_inputs is not None and _awaits_inputs():
-        for tensor in tensors:
-            _register_work(tensor, work)
+    return _awaits_inputs is not None and bool(_awaits_inputs())
+
+
+def promise(work: dist.Work, tensors: Iterable[Tensor]) -> None:
+    """Have torch's `wait_tensor` of these tensors wait for a work, which torch keeps until then."""
+    for tensor in tensors:
+        _register_work(tensor, work)
 
 
 def is_dispatching() -> bool:

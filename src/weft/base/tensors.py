@@ -117,6 +117,20 @@ def serves(operation: Callable[[Tensor], Tensor], dtype: torch.dtype) -> bool:
     return True
 
 
+def write(tensor: Tensor, values: Tensor) -> None:
+    """Copy values into a tensor, made in inference mode or outside of it; autograd records nothing.
+
+    Example:
+        >>> with torch.inference_mode():
+        ...     made = torch.zeros(2)
+        >>> write(made, torch.ones(2))
+        >>> made
+        tensor([1., 1.])
+    """
+    with torch.inference_mode(tensor.is_inference()), torch.no_grad():  # False has gradients on
+        tensor.copy_(values)
+
+
 def mark_overwritten(tensors: Iterable[Tensor]) -> None:
     """Have autograd know that tensors were overwritten, in a way that it did not see.
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ..base.memory import typed
-from ..base.tensors import flattened, is_plain, plain
+from ..base.tensors import flattened, is_plain, plain, write
 from ..group.group import Group
 from ..group.pending import Pending
 from ..schedules import dense_all_reduce
@@ -152,7 +152,7 @@ class _UnderWay:
         self._pending.wait()
         if self._lease is not None:
             for place, piece in self._places() if taken else ():
-                piece.copy_(place)
+                write(piece, place)
             self._lease.release()
         for tensor, copy in self._bucket.copies if taken else ():
-            tensor.copy_(copy)
+            write(tensor, copy)

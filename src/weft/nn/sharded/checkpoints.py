@@ -18,6 +18,7 @@ import inspect
 from collections import Counter, UserDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from enum import Enum
 from numbers import Number
 from typing import Any
 
@@ -28,6 +29,9 @@ from ...base.arguments import shown
 from ...base.errors import WeftError
 from ...comm.named import shards_among, shards_by_name
 from .tables import ShardedTable, own_rows, put_shard, take_rows
+
+_WITHOUT_STATE = {"lr", "initial_lr", "foreach", "fused", "capturable", "differentiable"}
+"""Settings by which no optimizer keeps more or less: rates, and how a step is computed."""
 
 Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
 
@@ -226,12 +230,17 @@ def _check_parameters(model: nn.Module, optimizers: list[torch.optim.Optimizer])
             trained.add(each)
         seen |= trained
         for key, kept in optimizer.state.items():
-            if kept and key not in trained:
+            if key not in trained and not _is_empty(kept):
                 of = repr(names[key]) if key in names else shown(key)
                 raise WeftError(
                     f"{kind} keeps a state of {of}, which is none of its parameters, and of which "
                     "a checkpoint would have nothing: delete that from its state"
                 )
+
+
+def _is_empty(kept: object) -> bool:
+    """Whether an entry was only looked at, which makes it."""
+    return isinstance(kept, Mapping) and not kept
 
 
 def _innermost(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -313,7 +322,8 @@ def _state_of_all(
     begun: set[Tensor] = set()
     try:
         for optimizer in optimizers:
-            optimizer.state = defaultdict(dict, optimizer.state)
+            kept_of = {key: kept for key, kept in optimizer.state.items() if not _is_empty(kept)}
+            optimizer.state = defaultdict(dict, kept_of)
         for parameter, _, _ in before:
             parameter.grad = None  # so that an optimizer inside of another makes no step
             parameter.requires_grad = True
@@ -480,10 +490,15 @@ def _check_settings(
         kept = given["state"].get(name, {})
         settings = {key: each for key, each in groups[name].items() if key != "params"}
         changed = {key for key, each in settings.items() if str(each) != str(group.get(key))}
-        changed -= {"lr", "initial_lr"}  # which schedulers change in every run
+        changed -= _WITHOUT_STATE
         if weight in free or not changed:
             continue
-        first = _first_state(optimizer, {**group, **settings}, weight, weight in sparse)
+        tried = {**group, **{key: settings[key] for key in changed}}
+        row = weight.detach()[:1] if weight.dim() else weight
+        try:
+            first = _first_state(optimizer, tried, row, weight in sparse)
+        except WeftError:  # such as of a step that needs a closure: what it keeps is not known
+            continue
         if lacking := first.keys() - kept.keys():
             raise WeftError(
                 f"state['optimizer'] has {_listed(kept)} of {name!r}, of which "
@@ -529,7 +544,7 @@ def _whole(table: ShardedTable | None, weight: Tensor, kept: Any) -> Any:
 def _more_than_numbers(kept: object) -> str | None:
     """What an optimizer keeps under one name that a rank may have for its rows alone, or None.
 
-    It is the same on all ranks: a rank may have one row, or none.
+    It does not ask how many there are: a rank may have one row, or none.
     """
     if isinstance(kept, Tensor):
         return f"a tensor of shape {tuple(kept.shape)}" if kept.dim() else None
@@ -537,4 +552,5 @@ def _more_than_numbers(kept: object) -> str | None:
         return next(filter(None, map(_more_than_numbers, kept.values())), None)
     if isinstance(kept, list | tuple):
         return next(filter(None, map(_more_than_numbers, kept)), None)
-    return None if kept is None or isinstance(kept, Number) else f"a {type(kept).__name__}"
+    is_known = kept is None or isinstance(kept, Number | Enum | torch.dtype | torch.device)
+    return None if is_known else f"a {type(kept).__name__}"

@@ -110,6 +110,7 @@ class ShardedTable(Cut):
         rows = torch.empty_like(self.weight, device=device or torch.get_default_device())
         self.weight = nn.Parameter(rows, self.weight.requires_grad)
         self.reset_parameters()
+        self._take_number()
 
     def _cut(self, table: Any, average: bool, handle: object) -> None:
         """Take the settings of a table of torch's, and copy this rank's rows of it."""
@@ -117,7 +118,6 @@ class ShardedTable(Cut):
         group = default.resolve(handle)
         self.average = average
         self._ranks = Partition(group.size, group=handle)
-        self._number = next(_numbers.setdefault(group, itertools.count()))
         total = self.num_embeddings
         height = -(-total // group.size)
         self._bounds = [min(rank * height, total) for rank in range(group.size + 1)]
@@ -137,7 +137,12 @@ class ShardedTable(Cut):
         vars(made).update(_attributes(table))
         made._cut(table, average, group)
         vars(made.weight).update(vars(table.weight))
+        made._take_number()
         return made.train(table.training)
+
+    def _take_number(self) -> None:
+        """The last thing in making a table: one that could not be made has none."""
+        self._number = next(_numbers.setdefault(self._group(), itertools.count()))
 
     @classmethod
     def from_pretrained(
@@ -380,7 +385,7 @@ class ShardedTable(Cut):
         most = "" if self.max_norm is None else f", max_norm {self.max_norm} of {self.norm_type}"
         size = f"{self.num_embeddings} x {self.embedding_dim}"
         dtype = str(self.weight.dtype)[6:]
-        return f"{size} of {dtype}, gradients {kind}{most}, made as number {self._number}"
+        return f"{size} of {dtype}, gradients {kind}{most}, table {self._number} of its group"
 
 
 class ShardedEmbedding(ShardedTable):
@@ -392,6 +397,8 @@ class ShardedEmbedding(ShardedTable):
     After backward, `weight.grad` has the rows of this rank of the gradient that a whole copy of the
     table on every rank would have under DistributedDataParallel (`average=True`). So an optimizer
     that updates each row from the gradient of that row alone gives the same weights.
+
+    Make the tables of a group on every rank, in one order: by that ranks know which one is meant.
 
     Args:
         num_embeddings, embedding_dim: the rows of the whole table, and the numbers in a row.
