@@ -340,7 +340,11 @@ def promised(me, size):
         large = torch.ones(1000)
         memory = weakref.ref(large.untyped_storage())
         dist.all_reduce(large, async_op=True).wait()  # and nobody waits for the tensor
+        assert memory() is not None
         del large
+        deadline = time.monotonic() + 10
+        while memory() is not None and time.monotonic() < deadline:
+            time.sleep(0.01)  # until the worker's thread has left the call
         assert memory() is None
         assert functional.wait_tensor(whole).tolist() == [size] * 2 * size
     for work in works:

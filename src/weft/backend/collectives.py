@@ -645,8 +645,8 @@ def _spread(wholes: Parts, wanted: Sequence[Parts]) -> None:
     """Put what was received in one for several calls where they want it, in their order."""
     if len(wanted) == 1:
         return
-    ends = [0] * len(wholes)  # of what the calls before have got, in bytes
     memories = [memory_of(whole) for whole in wholes if whole is not None]
+    ends = [0] * len(memories)  # of what the calls before have got, in bytes
     for takes in wanted:
         places = [each for each in takes if each is not None]
         for number, (memory, wants) in enumerate(zip(memories, places, strict=True)):

@@ -56,25 +56,30 @@ class Collective(_Work):
             WeftError: it is no duration. Nothing is broken.
             Exception: whatever the collective raised.
         """
-        if self._work is not None:
+        work = self._work
+        if work is not None:
             limit = self._limit if timeout == NO_LIMIT else timeout
-            self._work.wait(None if limit == NO_LIMIT else limit)
+            work.wait(None if limit == NO_LIMIT else limit)
             if self._is_promised:  # torch keeps this until somebody waits for the tensors, too
                 self._work = None
         return True
 
     def is_completed(self) -> bool:
-        return self._work is None or self._work.is_completed()
+        work = self._work
+        return work is None or work.is_completed()
 
     def exception(self) -> BaseException | None:
-        return None if self._work is None else self._work.exception()
+        work = self._work
+        return None if work is None else work.exception()
 
     def result(self) -> list[Tensor]:
-        return self._tensors if self._work is None else self._work.result() or []
+        work = self._work
+        return self._tensors if work is None else work.result() or []
 
     def get_future(self) -> torch.futures.Future[list[Tensor]]:
-        if self._work is not None:
-            return self._work.get_future()
+        work = self._work
+        if work is not None:
+            return work.get_future()
         future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
         future.set_result(self._tensors)
         return future

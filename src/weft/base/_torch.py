@@ -275,7 +275,7 @@ def are_promised() -> bool:
     So it is in torch's `allow_inflight_collective_as_graph_input_ctx`, and nowhere without the
     private names.
     """
-    return _awaits_inputs is not None and bool(_awaits_inputs())
+    return None not in (_awaits_inputs, _register_work) and bool(_awaits_inputs())
 
 
 def promise(work: dist.Work, tensors: Iterable[Tensor]) -> None:

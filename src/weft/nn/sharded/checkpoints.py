@@ -117,7 +117,8 @@ def load_sharded_state(model: nn.Module, optimizers: Optimizers, state: dict[str
     Raises:
         WeftError: as for `sharded_state`; or `state` is something else, or lacks a parameter that
             an optimizer trains and keeps something of, or what it keeps with the settings that the
-            state has (a momentum that the optimizer was made without); raised on this rank alone.
+            state has (a momentum that the optimizer was made without; not found where a step needs
+            more than gradients); raised on this rank alone.
             Nothing is changed.
         RuntimeError: from torch, where the weights do not fit the model.
 
@@ -483,6 +484,7 @@ def _check_settings(
         free: those of which a state may have nothing.
     """
     names = {weight: name for name, weight in weights.items()}
+    tables = _tables(model)
     sparse = _with_sparse_gradients(model)
     groups = {name: group for group in given["param_groups"] for name in group["params"]}
     for optimizer, group, weight in _members(optimizers):
@@ -494,9 +496,9 @@ def _check_settings(
         if weight in free or not changed:
             continue
         tried = {**group, **{key: settings[key] for key in changed}}
-        row = weight.detach()[:1] if weight.dim() else weight
+        some = weight.detach()[:1] if weight in tables else weight  # of a DTensor a row is sent
         try:
-            first = _first_state(optimizer, tried, row, weight in sparse)
+            first = _first_state(optimizer, tried, some, weight in sparse)
         except WeftError:  # such as of a step that needs a closure: what it keeps is not known
             continue
         if lacking := first.keys() - kept.keys():
