@@ -151,7 +151,8 @@ def reduce_scatter(
         return refuse(group, "reduce_scatter", error)
     told = [given for _, given in pairs]
     fields = {_PAIRS: len(pairs), "op": op, **_said(*told)}
-    for places, given in _buckets(pairs, told):
+    for run in _runs(pairs, told):
+        places, given = zip(*run, strict=True)
         parts = [_joined(each) for each in zip(*given, strict=True)]
         place = _room(places)
         _open_and_reduce(group, "reduce_scatter", fields, place, parts, op)
@@ -283,11 +284,11 @@ def all_gather_single(
     if error is not None:
         return refuse(group, "all_gather", error)
     places = [_place(whole) for whole, _ in pairs]
-    rest = [
+    first, *rest = [
         (_split(place, [], group.size), given)
         for place, (_, given) in zip(places, pairs, strict=True)
     ]
-    all_gather(group, *rest.pop(0), rest)
+    all_gather(group, *first, rest)
     for place, (whole, _) in zip(places, pairs, strict=True):
         _put(place, whole)
     return _overwritten([whole for whole, _ in pairs])
@@ -589,7 +590,8 @@ def _open_and_exchange_each(
     if error is not None:
         refuse(group, call, error)
     fields = {_PAIRS: len(ends), **fields, **_said(*told)}
-    for given, wanted in _buckets(ends, told):
+    for run in _runs(ends, told):
+        given, wanted = zip(*run, strict=True)
         if alike:
             gives: Parts = [_joined([each[0] for each in given])] * group.size
         else:
@@ -600,10 +602,10 @@ def _open_and_exchange_each(
         fields = {}
 
 
-def _buckets(
+def _runs(
     pairs: Sequence[tuple[Any, Any]], told: Sequence[Sequence[Tensor]]
-) -> Iterator[tuple[list[Any], list[Any]]]:
-    """The calls of these outputs and inputs, in runs of which each is done at once.
+) -> Iterator[list[tuple[Any, Any]]]:
+    """The outputs and inputs of several calls, in runs of which each is done at once.
 
     What is small goes together. The runs depend on dtypes and sizes that all ranks compare.
     """
@@ -612,17 +614,13 @@ def _buckets(
     for pair, tensors in zip(pairs, told, strict=True):
         nbytes = sum(tensor.nbytes for tensor in tensors)
         if run and (nbytes > room or tensors[0].dtype != dtype):
-            yield _columns(run)
+            yield run
             run = []
         if not run:
             room, dtype = ALONE, tensors[0].dtype
         run.append(pair)
         room -= nbytes
-    yield _columns(run)
-
-
-def _columns(pairs: Sequence[tuple[Any, Any]]) -> tuple[list[Any], list[Any]]:
-    return [one for one, _ in pairs], [other for _, other in pairs]
+    yield run
 
 
 def _joined(parts: Sequence[Any]) -> Any:

@@ -334,8 +334,12 @@ class PythonBackend(Collectives, Answers):
 
 
 def told_to_all(name: str, direct: Callable[..., Any]) -> Callable[..., Any]:
-    """The same collective: what it raises before it has begun, it raises on every rank."""
+    """The same collective: what it raises before it has begun, it raises on every rank.
 
+    The compiler does not look into it.
+    """
+
+    @_torch.uncompiled
     @functools.wraps(direct)
     def collective(self: Collectives, *given: Any, **options: Any) -> Any:
         before = calls_begun()
@@ -400,11 +404,8 @@ def is_listened_to(given: Sequence[Any]) -> bool:
 _COLLECTIVES = vars(Collectives).keys() & vars(dist.ProcessGroup).keys()
 for _name in _COLLECTIVES - {"__doc__", "__module__", "set_timeout", "shutdown"}:
     _direct = vars(Collectives)[_name]
-    for _class, _inside in (
-        (PythonGroup, through_dispatcher(_name, _direct)),
-        (PythonBackend, _direct),
-    ):
-        setattr(_class, _name, _torch.uncompiled(told_to_all(_name, _inside)))
+    setattr(PythonGroup, _name, told_to_all(_name, through_dispatcher(_name, _direct)))
+    setattr(PythonBackend, _name, told_to_all(_name, _direct))
 
 
 def listed(tensors: Any) -> list[Tensor]:

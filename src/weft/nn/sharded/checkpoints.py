@@ -118,8 +118,7 @@ def load_sharded_state(model: nn.Module, optimizers: Optimizers, state: dict[str
         WeftError: as for `sharded_state`; or `state` is something else, or lacks a parameter that
             an optimizer trains and keeps something of, or what it keeps with the settings that the
             state has (a momentum that the optimizer was made without; not found where a step needs
-            more than gradients); raised on this rank alone.
-            Nothing is changed.
+            more than gradients); raised on this rank alone. Nothing is changed.
         RuntimeError: from torch, where the weights do not fit the model.
 
     Example:
@@ -489,12 +488,12 @@ def _check_settings(
     groups = {name: group for group in given["param_groups"] for name in group["params"]}
     for optimizer, group, weight in _members(optimizers):
         name = names[weight]
-        kept = given["state"].get(name, {})
-        settings = {key: each for key, each in groups[name].items() if key != "params"}
-        changed = {key for key, each in settings.items() if str(each) != str(group.get(key))}
-        changed -= _WITHOUT_STATE
+        settings = groups[name]
+        asking = settings.keys() - _WITHOUT_STATE - {"params"}
+        changed = {key for key in asking if str(settings[key]) != str(group.get(key))}
         if weight in free or not changed:
             continue
+        kept = given["state"].get(name, {})
         tried = {**group, **{key: settings[key] for key in changed}}
         some = weight.detach()[:1] if weight in tables else weight  # of a DTensor a row is sent
         try:

@@ -690,7 +690,8 @@ def _by_table(message: Tensor, counts: Sequence[int], widths: Sequence[int]) -> 
     lengths = [count * width for count, width in zip(counts, widths, strict=True)]
     if len(lengths) == 1:
         return [message]
-    return cast(Sequence[Tensor], _Apart.apply(message, lengths))  # type: ignore[no-untyped-call]  # torch's
+    pieces: Sequence[Tensor] = _Apart.apply(message, lengths)  # type: ignore[no-untyped-call]  # torch's
+    return pieces
 
 
 class _Apart(torch.autograd.Function):
@@ -780,17 +781,17 @@ class _Owned(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
         count = len(ctx.gradients)
-        is_used = [True]
+        uses = [1]
         if count > 1:  # the optimizer of a table that no rank has used is not to see a gradient
             told = torch.stack([each[:count] for each in gradients])
-            is_used = list(map(bool, kernels.read((told != 0).any(0).long())))
+            uses = kernels.read((told != 0).any(0).long())
         pieces = [
             _by_table(each, [len(asked) for asked in some], ctx.widths)
             for each, some in zip(gradients, ctx.runs, strict=True)
         ]
         found: list[Tensor | None] = []
         for number, gradient in enumerate(ctx.gradients):
-            if not (is_used[number] and ctx.needs_input_grad[2 + number]):
+            if not (uses[number] and ctx.needs_input_grad[2 + number]):
                 found.append(None)
                 continue
             rows = []
