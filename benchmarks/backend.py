@@ -1,6 +1,7 @@
 """Time every dense collective of torch.distributed on backend cpu:weft and on gloo.
 
     python benchmarks/backend.py [--ranks 4] [--verb all_reduce,broadcast] [--size 1024,1048576]
+    python benchmarks/backend.py --threads 2          # of each rank, as OMP_NUM_THREADS=2 has it
     python benchmarks/backend.py --memory             # what a sum of 64 MB adds to a rank
     tools/netlab -n 4 --rate 1gbit --raw -- python benchmarks/backend.py
     tools/netlab -n 2 --per-host 4 --rate 1gbit --raw -- python benchmarks/backend.py
@@ -158,9 +159,9 @@ def measured(
     return [verb, f"{nbytes:,d}", *row, f"{theirs / ours:.2f}", f"{best / ours:.2f}"]
 
 
-def rank(verbs: list[str], sizes: list[int], rounds: int) -> list[list[str]]:
+def rank(verbs: list[str], sizes: list[int], rounds: int, threads: int) -> list[list[str]]:
     """One rank: the rows of the table."""
-    torch.set_num_threads(1)
+    torch.set_num_threads(threads)
     dist.init_process_group("cpu:weft")
     groups = {name: dist.new_group(backend=kind) for name, kind in BACKENDS.items()}
     rows = [measured(verb, nbytes, groups, rounds) for nbytes in sizes for verb in verbs]
@@ -209,6 +210,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--verb", default=",".join(VERBS))
     parser.add_argument("--size", default=",".join(map(str, SIZES)))
+    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--memory", action="store_true")
     given = parser.parse_args()
     if given.memory:
@@ -219,7 +221,8 @@ def main() -> None:
             )
             print(f"{backend}: {resident:.0f} MiB resident, {proportional:.0f} proportional")
         return
-    arguments = given.verb.split(","), [*map(int, given.size.split(","))], given.rounds
+    verbs, sizes = given.verb.split(","), [*map(int, given.size.split(","))]
+    arguments = verbs, sizes, given.rounds, given.threads
     if "RANK" in os.environ:  # in a netlab, or under torchrun: this process is a rank
         rows = rank(*arguments)
         if os.environ["RANK"] != "0":

@@ -36,7 +36,7 @@ def test_all_gather_of_any_sizes(group):
             counts = [count + 2 * rank for rank in range(group.size)]
             outs = [strided(each, dtype) for each in counts]
             mine = part(group.rank, counts[group.rank], dtype)
-            filled = collectives.all_gather(group, outs, mine)
+            filled = collectives.all_gather(group, [outs], [mine])
             assert [*map(id, filled)] == [*map(id, outs)]
             for rank, out in enumerate(outs):
                 assert torch.equal(out, part(rank, counts[rank], dtype)), (dtype, count, rank)
@@ -57,33 +57,28 @@ def test_several_calls_at_once_are_each_done(group):
     ]
     of_all = [[each - rank + other for other in range(size)] for each in own]
     outs = [[strided(count, kind) for _ in range(size)] for count, kind in cases]
-    pairs = [*zip(outs, own, strict=True)]
-    collectives.at_once(group, collectives.all_gather, pairs)
+    collectives.all_gather(group, outs, own)
     assert all(map(torch.equal, chain(*outs), chain(*of_all)))
 
     outs = [
         [strided(count, kind) for _ in range(size if rank == root else 0)] for count, kind in cases
     ]
-    collectives.at_once(
-        group, collectives.gather, [(*each, root) for each in zip(outs, own, strict=True)]
-    )
+    collectives.gather(group, outs, own, root)
     assert rank != root or all(map(torch.equal, chain(*outs), chain(*of_all)))
 
     places = [strided(count, kind) for count, kind in cases]
     given = of_all if rank == root else [[] for _ in cases]
-    calls = [(*each, root) for each in zip(places, given, strict=True)]
-    assert [*map(id, collectives.at_once(group, collectives.scatter, calls))] == [*map(id, places)]
+    assert [*map(id, collectives.scatter(group, places, given, root))] == [*map(id, places)]
     assert all(map(torch.equal, places, own))
 
     places = [strided(count, kind) for count, kind in cases]
     given = [[each + 2 * part for part in range(size)] for each in own]
-    calls = [(*each, "sum") for each in zip(places, given, strict=True)]
-    collectives.at_once(group, collectives.reduce_scatter, calls)
+    collectives.reduce_scatter(group, places, given, "sum")
     wanted = [sum(parts) + 2 * rank * size for parts in of_all]
     assert all(map(torch.equal, places, wanted))
 
     wholes = [strided(size * count, kind) for count, kind in cases]
-    collectives.at_once(group, collectives.all_gather_single, [*zip(wholes, own, strict=True)])
+    collectives.all_gather_single(group, wholes, own)
     assert all(map(torch.equal, wholes, map(torch.cat, of_all)))
 
     sums = [each.clone() for each, kind in zip(own, KINDS, strict=True) if kind == torch.float32]
@@ -97,11 +92,11 @@ def test_several_small_calls_take_the_messages_of_one(group, dtype):
     own = torch.full((8,), group.rank, dtype=torch.uint8).view(dtype)
     messages = []
     for count in (1, 50):
-        calls = [([torch.empty_like(own) for _ in range(3)], own) for _ in range(count)]
+        outs = [[torch.empty_like(own) for _ in range(3)] for _ in range(count)]
         before = group.traffic.messages
-        collectives.at_once(group, collectives.all_gather, calls)
+        collectives.all_gather(group, outs, [own] * count)
         messages.append(group.traffic.messages - before)
-        for places, _ in calls:
+        for places in outs:
             assert [each.view(torch.uint8)[7].item() for each in places] == [0, 1, 2]
     assert messages[0] == messages[1] > 0
 
@@ -119,17 +114,17 @@ def test_several_tensors_of_inference_mode_are_reduced(group, inside):
 
 SMALL_CALLS = {
     "all_reduce": lambda group, ins, outs: collectives.all_reduce(group, ins[:2], "sum"),
-    "all_gather": lambda group, ins, outs: collectives.all_gather(group, outs, ins[0]),
+    "all_gather": lambda group, ins, outs: collectives.all_gather(group, [outs], [ins[0]]),
     "reduce_scatter": lambda group, ins, outs: collectives.reduce_scatter(
-        group, outs[0], ins, "sum"
+        group, [outs[0]], [ins], "sum"
     ),
     "reduce": lambda group, ins, outs: collectives.reduce(group, ins[0], 1, "sum"),
     "broadcast": lambda group, ins, outs: collectives.broadcast(group, ins[0], 1),
     "gather": lambda group, ins, outs: collectives.gather(
-        group, outs if group.rank == 1 else [], ins[0], 1
+        group, [outs if group.rank == 1 else []], [ins[0]], 1
     ),
     "scatter": lambda group, ins, outs: collectives.scatter(
-        group, outs[0], ins if group.rank == 1 else [], 1
+        group, [outs[0]], [ins if group.rank == 1 else []], 1
     ),
     "all_to_all": lambda group, ins, outs: collectives.all_to_all(group, outs, ins),
 }
@@ -176,7 +171,7 @@ def gathered_unevenly(group):
     """What this rank sent to ranks of other hosts."""
     counts = [40_000 * (rank % 3) + rank for rank in range(group.size)]
     outs = [torch.zeros(count) for count in counts]
-    collectives.all_gather(group, outs, part(group.rank, counts[group.rank]))
+    collectives.all_gather(group, [outs], [part(group.rank, counts[group.rank])])
     for rank, (count, out) in enumerate(zip(counts, outs, strict=True)):
         assert torch.equal(out, part(rank, count))
     far = [peer for peer in group.peers if group.hosts[peer] != group.hosts[group.rank]]
@@ -225,7 +220,7 @@ def in_lists(group, outs, mine):
 
 
 TO_ALL = (
-    collectives.all_gather,
+    lambda group, outs, mine: collectives.all_gather(group, [outs], [mine]),
     in_lists,
     lambda group, outs, mine: collectives.all_to_all(group, outs, [mine] * group.size),
 )
@@ -271,7 +266,7 @@ def reduce_scattered(group, op, sizes):
             ins = [part(group.rank, n, dtype, to) for to, n in enumerate(counts)]
             before = [each.clone() for each in ins]
             out = strided(counts[group.rank], dtype)
-            collectives.reduce_scatter(group, out, ins, op)
+            collectives.reduce_scatter(group, [out], [ins], op)
             assert torch.equal(out, reduced(group, op, counts[group.rank], dtype)), (dtype, count)
             assert all(map(torch.equal, ins, before)), "the inputs changed"
 
@@ -298,7 +293,7 @@ def test_a_result_may_lie_in_what_is_reduced(group, count, shift):
     whole = part(group.rank, 2 * count)
     out = whole[shift : shift + count] if group.rank == 0 else torch.empty(count)
     wanted = sum(part(rank, 2 * count).view(2, count)[group.rank] for rank in range(2))
-    collectives.reduce_scatter(group, out, [*whole.chunk(2)], "sum")
+    collectives.reduce_scatter(group, [out], [[*whole.chunk(2)]], "sum")
     assert torch.equal(out, wanted)
 
 
@@ -388,13 +383,13 @@ def test_conjugations_that_memory_does_not_say(group):
     for count in (3, 40_000):
         turned = torch.full((count,), 1 + 2j).conj()
         outs = [torch.zeros(count, dtype=turned.dtype).conj() for _ in range(2)]
-        collectives.all_gather(group, outs, turned)
+        collectives.all_gather(group, [outs], [turned])
         collectives.all_reduce(group, [turned], "sum")
         assert all(out.eq(1 - 2j).all() for out in outs) and turned.eq(2 - 4j).all()
 
 
 def test_reduce_scatter_in_many_chunks(monkeypatch):
-    monkeypatch.setattr(collectives.dense, "SCRATCH", 300)
+    monkeypatch.setattr(dense, "SCRATCH", 300)
     in_chunks(world=("threads", 3))
 
 
@@ -402,7 +397,7 @@ def test_reduce_scatter_in_many_chunks(monkeypatch):
 def in_chunks(group):
     ins = [part(group.rank, 100 + 60 * to, torch.float32, to) for to in range(3)]
     out = torch.empty(100 + 60 * group.rank)
-    collectives.reduce_scatter(group, out, ins, "sum")
+    collectives.reduce_scatter(group, [out], [ins], "sum")
     assert torch.equal(out, reduced(group, "sum", len(out), torch.float32))
 
 
@@ -417,10 +412,12 @@ def test_one_rank_gives_or_takes(group):
             assert torch.equal(tensor, part(root, count, dtype)), (dtype, count)
         mine, here = part(group.rank, count), group.rank == root
         outs = [torch.zeros(count) for _ in everyone] if here else []
-        collectives.gather(group, outs, mine, root)
+        collectives.gather(group, [outs], [mine], root)
         assert all(torch.equal(out, part(rank, count)) for rank, out in enumerate(outs))
         out = strided(count)
-        collectives.scatter(group, out, [part(to, count) for to in everyone] if here else [], root)
+        collectives.scatter(
+            group, [out], [[part(to, count) for to in everyone] if here else []], root
+        )
         assert torch.equal(out, part(group.rank, count))
         total = part(group.rank, count)
         collectives.reduce(group, total, root, "sum")
@@ -439,11 +436,11 @@ def test_all_reduce_and_single_tensors(group):
             right = right if dtype.is_complex else right.real
             assert torch.equal(tensor, right.to(dtype)), (dtype, count)
         out = torch.empty(group.size, count)
-        collectives.all_gather_single(group, out, part(group.rank, count))
+        collectives.all_gather_single(group, [out], [part(group.rank, count)])
         assert torch.equal(out, torch.stack([part(rank, count) for rank in everyone]))
         mine = torch.cat([part(group.rank, count, seed=to) for to in everyone])
         out = torch.empty(count)
-        collectives.reduce_scatter_single(group, out, mine, "sum")
+        collectives.reduce_scatter_single(group, [out], [mine], "sum")
         assert torch.equal(out, reduced(group, "sum", count, torch.float32))
     weft.barrier(group=group)
 
@@ -477,7 +474,7 @@ def test_what_torch_does_not_copy_is_moved_byte_by_byte(group):
             part(rank, count, torch.uint8) for rank in range(3)
         ]  # the bytes, in the same memory
         parts = [each.view(torch.uint4) for each in seen]
-        collectives.all_gather(group, parts[1:] + parts[:1], parts[group.rank])
+        collectives.all_gather(group, [parts[1:] + parts[:1]], [parts[group.rank]])
         for rank in range(3):
             assert torch.equal(seen[(rank + 1) % 3], part(rank, count, torch.uint8)), count
         collectives.broadcast(group, parts[group.rank], 2)
@@ -488,7 +485,7 @@ C = collectives
 WRONG = {
     # what all are told, and the call, in which 1 stands on the rank that errs, and 0 elsewhere
     "rank 1: output 1 has 3 elements, and the tensor that goes with it 4": (
-        lambda group, odd: C.all_gather(group, [torch.empty(3)] * 3, torch.ones(3 + odd))
+        lambda group, odd: C.all_gather(group, [[torch.empty(3)] * 3], [torch.ones(3 + odd)])
     ),
     "the ranks differ in dtype: ranks 0, 2 have torch.float32, rank 1 has": (
         lambda group, odd: C.all_reduce(group, [torch.ones(3).to(FLOATS[odd])], "sum")
@@ -500,7 +497,12 @@ WRONG = {
         lambda group, odd: C.all_reduce(group, [torch.ones(3)], "max" if odd else "sum")
     ),
     "rank 0: op band does not apply to torch.float32": (
-        lambda group, odd: C.reduce_scatter(group, torch.empty(2), [torch.ones(2)] * 3, "band")
+        lambda group, odd: C.reduce_scatter(group, [torch.empty(2)], [[torch.ones(2)] * 3], "band")
+    ),
+    "rank 0: op band does not apply to torch.float64": (
+        lambda group, odd: C.reduce_scatter_single(
+            group, [torch.empty(1).double()], [torch.ones(3).double()], "band"
+        )
     ),
     "rank 1: 2 inputs were given, and 3 are wanted: pass one for each rank": (
         lambda group, odd: C.all_to_all(group, [torch.empty(2)] * 3, [torch.ones(2)] * (3 - odd))
@@ -528,7 +530,7 @@ def test_errors_are_the_same_on_every_rank(group, said):
     assert text.startswith(said), text
     heard: list[Tensor] = [torch.empty(len(text), dtype=torch.uint8) for _ in range(3)]
     mine = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
-    collectives.all_gather(group, heard, mine)
+    collectives.all_gather(group, [heard], [mine])
     assert all(bytes(each.tolist()) == text.encode() for each in heard)
     weft.barrier(group=group)  # the next call works
 
@@ -589,16 +591,18 @@ def in_rounds(group):
     collectives.reduce(group, tensor, 0, "sum")
     assert torch.equal(tensor, total if rank == 0 else part(rank, count))
     outs = [torch.zeros(each) for each in counts]
-    collectives.all_gather(group, outs, part(rank, counts[rank]))
+    collectives.all_gather(group, [outs], [part(rank, counts[rank])])
     assert all(torch.equal(out, part(each, counts[each])) for each, out in enumerate(outs))
     out = torch.zeros(counts[rank])
-    collectives.reduce_scatter(group, out, [part(rank, each) for each in counts], "sum")
+    collectives.reduce_scatter(group, [out], [[part(rank, each) for each in counts]], "sum")
     assert torch.equal(out, torch.stack([part(each, len(out)) for each in range(size)]).sum(0))
     outs = [torch.zeros(count) for _ in range(size)] if rank == 0 else []
-    collectives.gather(group, outs, part(rank, count), 0)
+    collectives.gather(group, [outs], [part(rank, count)], 0)
     assert all(torch.equal(out, part(each, count)) for each, out in enumerate(outs))
     out = torch.zeros(count)
-    collectives.scatter(group, out, [part(each, count) for each in range(size)] * (rank == 0), 0)
+    collectives.scatter(
+        group, [out], [[part(each, count) for each in range(size)] * (rank == 0)], 0
+    )
     assert torch.equal(out, part(rank, count))
     # only the first two ranks have something for each other
     sizes = [count * (rank < 2 and to < 2) for to in range(size)]

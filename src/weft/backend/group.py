@@ -38,6 +38,8 @@ from ..group import process_group
 from ..group.group import Group
 from ..sparse.request import op_name
 from . import collectives
+from .refusals import refuse, unsendable
+from .tensors import tensors_in
 from .work import NO_LIMIT, Collective
 
 _UNSET = dist.BarrierOptions().timeout  # of a barrier that is given no timeout
@@ -85,28 +87,27 @@ class Collectives:
     def allreduce(self, tensors: Any, opts: Any = None) -> Any:
         given, op = listed(tensors), op_of(opts)
         if all(tensor.layout == torch.strided for tensor in given):
-            return self._start(opts, collectives.all_reduce, (given, op))
+            return self._start(opts, collectives.all_reduce, given, op)
         kernels.prepare()  # compile here, before the deadline of any wait begins
         is_inside = torch.is_inference_mode_enabled()  # on this thread, on which it may not run
         if not is_inside and any(tensor.is_inference() for tensor in given):
             error = "a sparse tensor was made in inference mode: pass a clone, or call inside it"
-            return self._start(opts, collectives.refuse, ("sparse_all_reduce", error))
-        return self._start(opts, collectives.sparse_all_reduce, (given, op))
+            return self._start(opts, refuse, "sparse_all_reduce", error)
+        return self._start(opts, collectives.sparse_all_reduce, given, op)
 
     def broadcast(self, tensors: Any, opts: Any) -> Any:
-        return self._start(opts, collectives.broadcast, (_single(tensors), _root_of(opts)))
+        return self._start(opts, collectives.broadcast, _single(tensors), _root_of(opts))
 
     def reduce(self, tensors: Any, opts: Any) -> Any:
-        call = _single(tensors), _root_of(opts), op_of(opts)
-        return self._start(opts, collectives.reduce, call)
+        root, op = _root_of(opts), op_of(opts)
+        return self._start(opts, collectives.reduce, _single(tensors), root, op)
 
     def allgather(self, outs: Any, ins: Any, opts: Any = None) -> Any:
         return self._start_each(opts, collectives.all_gather, _nested(outs), listed(ins))
 
     def allgather_coalesced(self, outs: Any, ins: Any, opts: Any = None) -> Any:
         """`outs[p]` are the tensors of rank p, where in `allgather` they are one input's."""
-        call = _nested(outs), listed(ins)
-        return self._start(opts, collectives.all_gather_coalesced, call)
+        return self._start(opts, collectives.all_gather_coalesced, _nested(outs), listed(ins))
 
     def all_gather_single(self, outs: Any, ins: Any, opts: Any = None) -> Any:
         return self._start_each(opts, collectives.all_gather_single, listed(outs), listed(ins))
@@ -123,19 +124,19 @@ class Collectives:
         self, out: Tensor, mine: Tensor, out_sizes: Any, in_sizes: Any, opts: Any = None
     ) -> Any:
         sizes = _sizes("output", out_sizes), _sizes("input", in_sizes)
-        call = _single(out), _single(mine), *sizes
-        return self._start(opts, collectives.all_to_all_single, call)
+        tensors = _single(out), _single(mine)
+        return self._start(opts, collectives.all_to_all_single, *tensors, *sizes)
 
     def alltoall(self, outs: Any, ins: Any, opts: Any = None) -> Any:
-        return self._start(opts, collectives.all_to_all, (listed(outs), listed(ins)))
+        return self._start(opts, collectives.all_to_all, listed(outs), listed(ins))
 
     def gather(self, outs: Any, ins: Any, opts: Any) -> Any:
         root = _root_of(opts)
         return self._start_each(opts, collectives.gather, _nested(outs), listed(ins), root)
 
     def gather_single(self, out: Tensor, mine: Tensor, opts: Any) -> Any:
-        call = _single(out), _single(mine), _root_of(opts)
-        return self._start(opts, collectives.gather_single, call)
+        root = _root_of(opts)
+        return self._start(opts, collectives.gather_single, _single(out), _single(mine), root)
 
     def scatter(self, outs: Any, ins: Any, opts: Any) -> Any:
         root = _root_of(opts)
@@ -185,30 +186,27 @@ class Collectives:
         ins: Sequence[Any],
         *others: Any,
     ) -> Collective:
-        """Run a collective once for each output and its input, and with these other arguments.
+        """Run a collective of several calls at once: of each an output and its input.
 
         If they are not as many, or as many on every rank, every rank raises the same in this call.
         """
         if len(outs) != len(ins):
             error = f"{len(outs)} outputs and {len(ins)} inputs were given: pass as many of both"
-            return self._start(opts, collectives.refuse, (collective.__name__, error))
+            return self._start(opts, refuse, collective.__name__, error)
         if not outs:
             call = collective.__name__.removesuffix("_single")  # as the others open it
-            return self._start(opts, collectives.none, (call,))
-        calls = [(out, given, *others) for out, given in zip(outs, ins, strict=True)]
-        return self._start(opts, collective, *calls)
+            return self._start(opts, collectives.none, call)
+        return self._start(opts, collective, outs, ins, *others)
 
-    def _start(
-        self, opts: Any, collective: Callable[..., list[Tensor]], *given: tuple[Any, ...]
-    ) -> Collective:
-        """Run a collective, once for each of these arguments, when its turn has come.
+    def _start(self, opts: Any, collective: Callable[..., list[Tensor]], *given: Any) -> Collective:
+        """Run a collective of these arguments, outputs first, when its turn has come.
 
         Of a tensor it takes the memory that this has now. If the call is synchronous (`asyncOp` of
         the options is False), the caller's thread runs it. This saves two switches between threads.
         Errors are then raised here.
         """
         name, is_async = collective.__name__, _is_async(opts)
-        calls, owners, wrong = collectives.taken(collective, given)
+        arguments, owners, wrong = collectives.taken(collective, given)
         # before ranks are joined: where that fails, all of them hear of it
         _here.begun = calls_begun() + 1
         group = self.weft_group
@@ -216,11 +214,11 @@ class Collectives:
         def job() -> list[Tensor]:
             error = wrong
             if error is None and is_async and owners:  # its memory may have been freed meanwhile
-                error = collectives.unsendable(calls)
+                error = unsendable(arguments)
             if error is not None:
-                return collectives.refuse(group, name, error)
+                return refuse(group, name, error)
             try:
-                done = collectives.at_once(group, collective, calls)
+                done = collective(group, *arguments)
             except Exception as trouble:
                 collectives.tell_early(group, name, trouble)
                 raise
@@ -229,8 +227,7 @@ class Collectives:
         if is_async:
             begun = Collective(group.worker.submit(name, job))
             if _torch.are_promised():
-                filled = collectives.tensors_in([call[:1] for call in given])
-                _torch.promise(begun, filled)
+                _torch.promise(begun, tensors_in(given[0]))
             return begun
         return Collective(None, group.worker.call(name, job))
 
@@ -351,7 +348,7 @@ def told_to_all(name: str, direct: Callable[..., Any]) -> Callable[..., Any]:
             # of this rank's arguments, or its mode: the others are told
             error = str(trouble) if isinstance(trouble, WeftError) else in_words(trouble)
             opts = options.get("opts", given[-1] if given else None)
-            return self._start(opts, collectives.refuse, (name, error))
+            return self._start(opts, refuse, name, error)
 
     return collective
 
@@ -381,7 +378,7 @@ def is_listened_to(given: Sequence[Any]) -> bool:
     ones that have left their mode, and DTensors. Sparse tensors, which no mode of torch's knows,
     are not seen either.
     """
-    tensors = collectives.tensors_in(given)
+    tensors = tensors_in(given)
     if _torch.is_faking():
         return all(tensor.layout == torch.strided for tensor in tensors)
     if not _HAS_BACKENDS:
@@ -438,7 +435,7 @@ def sendable(rank: int, tensors: Any) -> list[Tensor]:
         WeftError: one has no elements to send; on this rank, since two ranks at most are concerned.
     """
     given = listed(tensors)
-    error = collectives.unsendable(given)
+    error = unsendable(given)
     if error is not None:
         raise WeftError(f"rank {rank}: {error}")
     return given

@@ -17,8 +17,8 @@ from ..base import _torch
 from ..base.errors import WeftError
 from ..base.tensors import plain
 from ..group.joining import connect
-from .collectives import elements
 from .group import Answers, PythonGroup, sendable
+from .tensors import elements
 from .work import Posted
 
 
