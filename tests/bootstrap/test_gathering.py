@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +20,7 @@ import pytest
 import torch.distributed as dist
 
 from weft import WireError
+from weft.base.latch import join
 from weft.failure.control import HELD_UP
 from weft.group.joining import connect
 from weft.rendezvous.store import AnsweringStore, SilentStoreError
@@ -225,6 +227,25 @@ def test_a_request_of_a_store_whose_host_is_stopped_ends_at_the_deadline(
     with pytest.raises(WireError, match="is the process that hosts it stopped") as caught:
         connect(store, 0, 2, 0.2)
     assert caught.value.culprit is None
+
+
+def test_who_was_stopped_until_after_the_deadline_hears_the_answer(
+    monkeypatch: pytest.MonkeyPatch, host: tuple[int, int]
+) -> None:
+    pid, port = host
+    answering = AnsweringStore(dist.TCPStore("127.0.0.1", port, is_master=False), 0.0)
+    waits: list[threading.Thread] = []
+
+    def stopped_in_the_first(thread: threading.Thread, seconds: float) -> bool:
+        waits.append(thread)
+        if len(waits) == 1:
+            os.kill(pid, signal.SIGCONT)
+            return False
+        return join(thread, patient(60.0))
+
+    monkeypatch.setattr("weft.rendezvous.store.join", stopped_in_the_first)
+    os.kill(pid, signal.SIGSTOP)
+    assert answering.check(["key"]) is False
 
 
 FOUND_SILENT = """

@@ -21,7 +21,7 @@ from .address import server_of
 
 _SHORTEST = 0.001  # seconds of the first pause between two looks
 _GROWTH = 1.5  # from one pause to the next
-_LEAST = 0.3  # seconds that an answer may take, also after the deadline
+_LEAST = 0.5  # seconds that an answer may take after the deadline: the machine may be busy
 _LAST = 2.0  # seconds that an answer may take while the process ends
 
 Late = tuple[int, Callable[[], str]] | None
@@ -114,7 +114,8 @@ class AnsweringStore:
         if not self._is_silent:
             thread = threading.Thread(target=ask, name="weft store", daemon=True)
             thread.start()
-            join(thread, max(self._deadline - time.monotonic(), _LEAST))
+            join(thread, self._deadline - time.monotonic())
+            join(thread, _LEAST)  # anew: where this process was stopped, its deadline has passed
         if failures:
             raise failures[0]
         if not answers:
