@@ -3,10 +3,9 @@
 They take any dtype; a reduction must be defined for it. Each begins with an opening, in which every
 rank learns what every other rank was asked for. So wrong or differing arguments raise the same
 WeftError on all ranks, and the next call works. What is small goes along with it; then messages go
-directly from rank to rank, over the wire of the CPU's tensors. Where
-hosts have several ranks, as many each, what all need, and what is reduced, crosses a host's link
-once. Reductions add in rank order, there those of a host first, so all ranks that get the result
-have the same bits.
+directly from rank to rank, over the wire of the CPU's tensors. Where hosts have several ranks, as
+many each, what all need, and what is reduced, crosses a host's link once. Reductions add in rank
+order, there those of a host first, so all ranks that get the result have the same bits.
 
 Some take several calls at once, as `torch.distributed._coalescing_manager` makes them: `outs[c]`
 and `ins[c]` are those of call c.
@@ -320,10 +319,8 @@ def _reduce_scatter_each(
     group: Group, outs: Sequence[Tensor], ins: Sequence[Sequence[Tensor]], op: str
 ) -> None:
     """The calls of a `reduce_scatter`, whose arguments fit."""
-    fields = {CALLS: len(outs), "op": op, **fields_of(*ins)}
-    for parts, (place,) in runs(ins, [[each] for each in outs], ins):
+    for fields, parts, (place,) in runs({"op": op}, ins, [[each] for each in outs], ins):
         open_and_reduce(group, "reduce_scatter", fields, place, parts, op)
-        fields = {"op": op}
 
 
 def _split(tensor: Tensor, sizes: list[int], ranks: int) -> list[Tensor]:

@@ -227,7 +227,7 @@ class Collectives:
         if is_async:
             begun = Collective(group.worker.submit(name, job))
             if _torch.are_promised():
-                _torch.promise(begun, tensors_in(given[0]))
+                begun.promise(tensors_in(given[0]))
             return begun
         return Collective(None, group.worker.call(name, job))
 

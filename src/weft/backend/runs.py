@@ -36,38 +36,41 @@ def open_and_exchange_each(
 ) -> None:
     """Open a call, and do what several calls give and take, in runs of which each is opened.
 
-    The first opening compares all of them.
-
     Args:
-        group, call, fields: as of `open_and_exchange`.
-        gives, takes, compared: as of `runs`.
+        group, call: as of `open_and_exchange`.
+        fields, gives, takes, compared: as of `runs`.
         alike: whether a call's `gives` is one tensor, for all ranks.
     """
-    fields = {CALLS: len(gives), **fields, **fields_of(*compared)}
-    for sends, receives in runs(gives, takes, compared):
+    for stated, sends, receives in runs(fields, gives, takes, compared):
         if alike:
             sends = sends * group.size
-        open_and_exchange(group, call, fields, sends, receives, alike=alike)
-        fields = {}
+        open_and_exchange(group, call, stated, sends, receives, alike=alike)
 
 
 def runs(
-    gives: Sequence[Parts], takes: Sequence[Parts], compared: Sequence[Sequence[Tensor]]
-) -> Iterator[tuple[list[Any], list[Any]]]:
-    """What is sent and received in each run, in one tensor for each rank.
+    fields: Mapping[str, object],
+    gives: Sequence[Parts],
+    takes: Sequence[Parts],
+    compared: Sequence[Sequence[Tensor]],
+) -> Iterator[tuple[Mapping[str, object], list[Any], list[Any]]]:
+    """What is stated in the opening of each run, and what is sent and received in it.
 
-    When the next run is asked for, or the end, what was received is copied to where its calls want
-    it.
+    The first opening compares all calls. For each rank there is one tensor to send, and one to
+    receive. When the next run is asked for, or the end, what was received is copied to where its
+    calls want it.
 
     Args:
+        fields: what all openings compare.
         gives, takes: of each call.
         compared: of each call, the tensors whose sizes all ranks compare.
     """
+    stated = {CALLS: len(gives), **fields, **fields_of(*compared)}
     for run in _divided(compared):
         sends = [_joined(each) for each in zip(*gives[run], strict=True)]
         receives = [_room(each) for each in zip(*takes[run], strict=True)]
-        yield sends, receives
+        yield stated, sends, receives
         _spread(receives, takes[run])
+        stated = {**fields}
 
 
 def _divided(compared: Sequence[Sequence[Tensor]]) -> Iterator[slice]:
@@ -105,12 +108,10 @@ def _spread(wholes: Parts, wanted: Sequence[Parts]) -> None:
     """Put what was received in one for several calls where they want it, in their order."""
     if len(wanted) == 1:
         return
-    memories = [memory_of(whole) for whole in wholes if whole is not None]
-    ends = [0] * len(memories)  # of what the calls before have got, in bytes
+    left = [memory_of(whole) for whole in wholes if whole is not None]
     for takes in wanted:
-        places = [each for each in takes if each is not None]
-        for number, (memory, wants) in enumerate(zip(memories, places, strict=True)):
-            begin, ends[number] = ends[number], ends[number] + wants.nbytes
+        for number, wants in enumerate(each for each in takes if each is not None):
             place = place_for(wants)
-            fill(place, memory[begin : ends[number]])
+            fill(place, left[number][: wants.nbytes])
             put(place, wants)
+            left[number] = left[number][wants.nbytes :]

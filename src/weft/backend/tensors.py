@@ -44,6 +44,7 @@ def place_for(tensor: Tensor) -> Tensor:
 
 
 def put(flat: Tensor, tensor: Tensor) -> None:
+    """Copy what lies in a `place_for` a tensor to it, unless that is its own memory."""
     own = elements(tensor)
     if flat.data_ptr() != own.data_ptr():
         write(own, flat.view(own.shape))

@@ -6,7 +6,7 @@ C++ code uses them, too (DistributedDataParallel, functional collectives), by `w
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -44,9 +44,14 @@ class Collective(_Work):
         """`limit` holds for a `wait` that has none of its own."""
         super().__init__()
         self._work = work
-        self._is_promised = _torch.are_promised()
+        self._is_promised = False
         self._tensors = list(tensors)
         self._limit = limit
+
+    def promise(self, tensors: Iterable[Tensor]) -> None:
+        """Have torch's `wait_tensor` of these tensors wait for it, too."""
+        self._is_promised = True
+        _torch.promise(self, tensors)
 
     def wait(self, timeout: timedelta = NO_LIMIT) -> bool:
         """Wait until it has ended; a timeout of 0 means no limit, as in torch.
