@@ -202,7 +202,11 @@ def test_a_folder_for_records_that_cannot_be_written_is_told_of_once(monkeypatch
 
 
 def test_who_was_killed_left_no_record_and_the_others_say_in_which_call(job):
-    three = job("SIGKILL")
+    three = job("sleep")
+    three.are_late(Path(f"{three.place}/place.loads").exists)
+    for rank in (0, 1):
+        assert three.line(rank, "rank 2 has not entered call 2")  # which this rank has
+    os.kill(three.ranks[2].pid, signal.SIGKILL)
     assert three.ends() == ["WireError", "WireError", ""]
     files = three.records((0, 1))
     assert [call["name"] for call in files[0]["calls"]] == ["join", "barrier", "all_reduce"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 import random
 import sys
 import time
@@ -38,33 +39,33 @@ def integers(rank: int, dtype: torch.dtype, count: int) -> torch.Tensor:
     return values.view(torch.uint8).view(dtype)[:count].clone()
 
 
-def exact(op: str, numbers: list[int], dtype: torch.dtype) -> int:
+OPS = {
+    "sum": operator.add,
+    "prod": operator.mul,
+    "min": min,
+    "max": max,
+    "band": operator.and_,
+    "bor": operator.or_,
+    "bxor": operator.xor,
+}
+
+
+def exact(op: str, parts: list[torch.Tensor]) -> list[int]:
     """With Python's integers, which never wrap."""
-    first, *rest = numbers
-    for number in rest:
-        first = {
-            "sum": first + number,
-            "prod": first * number,
-            "min": min(first, number),
-            "max": max(first, number),
-            "band": first & number,
-            "bor": first | number,
-            "bxor": first ^ number,
-        }[op]
-    limits = torch.iinfo(dtype)
-    return (first - limits.min) % 2**limits.bits + limits.min
+    limits = torch.iinfo(parts[0].dtype)
+    return [
+        (functools.reduce(OPS[op], numbers) - limits.min) % 2**limits.bits + limits.min
+        for numbers in zip(*(part.tolist() for part in parts), strict=True)
+    ]
 
 
 def reduce_integers(group, dtype, op, count):
     mine = integers(group.rank, dtype, count)
     assert dense.dense_all_reduce(group, mine, op).wait()[0] is mine
-    contributions = zip(
-        *(integers(r, dtype, count).tolist() for r in range(group.size)), strict=True
-    )
-    assert mine.tolist() == [exact(op, list(each), dtype) for each in contributions]
+    assert mine.tolist() == exact(op, [integers(r, dtype, count) for r in range(group.size)])
 
 
-@pytest.mark.parametrize("op", ["sum", "prod", "min", "max", "band", "bor", "bxor"])
+@pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("dtype", UNSIGNED + SIGNED, ids=str)
 def test_integers_reduce_as_integers_do(form, dtype, op):
     run(3, reduce_integers, dtype, op, 301)
@@ -152,9 +153,8 @@ def reduce_two(group):
             time.sleep(pauses.choice([0, 0, 1e-4]))
             each.wait()
         for each, found in enumerate(mine):
-            parts = [integers(10 * r + each, torch.int32, 2049).tolist() for r in range(group.size)]
-            columns = zip(*parts, strict=True)
-            assert found.tolist() == [exact("sum", list(c), torch.int32) for c in columns], number
+            parts = [integers(10 * r + each, torch.int32, 2049) for r in range(group.size)]
+            assert found.tolist() == exact("sum", parts), number
 
 
 @pytest.mark.parametrize("size", [2, 3])

@@ -379,7 +379,7 @@ class WritesOn(Between):
     def write_on(self):
         place, until = self.places[-1], time.monotonic() + 60.0
         while not (place == 7).all() and time.monotonic() < until:
-            time.sleep(0.001)
+            time.sleep(0.01)
         place.fill_(1)
 
 
