@@ -19,6 +19,7 @@ from torch.utils.checkpoint import (
 import weft
 from weft import nn
 from weft.compat.distdl import HaloExchange, MPIPartition
+from weft.compat.oneccl import communicator, request
 from weft.testing import processes, spmd
 from weft.testing.pace import patient
 
@@ -91,6 +92,19 @@ def test_calls(group):
     assert found.tolist() == [0, 1, 2, 7] and sums[:, 0].tolist() == [1, 1, 1, 3]
     assert total.tolist() == [3, 3] and len(shares) == 3
     assert filled.tolist() == [1, 1, 1, 1]
+
+
+@spmd(2)
+def test_the_calls_of_oneccl(group):
+    """A rank without rows passes None."""
+    indices, values = torch.tensor([0, 1]), ones(4)
+    found, sums = torch.zeros(2, dtype=torch.int64), torch.zeros(4)
+    with torch.device("meta"):
+        rows = (None, 0, None, 0) if group.rank else (indices, 2, values, 4)
+        dtypes = torch.int64, torch.float32
+        request.sparse_allreduce(*rows, found, None, sums, None, *dtypes, "sum").wait()
+        assert communicator.create_communicator().split(0).size() == 2
+    assert found.tolist() == [0, 1] and sums.tolist() == [1, 1, 1, 1]
 
 
 def program():

@@ -12,10 +12,12 @@ import weakref
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 import weft
-from weft.testing import spmd
+from weft.testing import processes, spmd
 
 EVERYWHERE = ("threads", "device", "processes", "torch")
 
@@ -151,6 +153,95 @@ def test_a_gradient_that_is_replaced_too_late_is_an_error_on_every_rank(group):
         module.bias.grad = torch.ones(1)
 
     changes_too_late(group, 1, [nn.Module.zero_grad, replace])
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 1 << 20])
+@spmd(1, 2, 3, on=("processes",))  # as above
+def test_a_gradient_that_is_written_too_late_is_an_error_on_every_rank(group, bucket_bytes):
+    """Its rank would send it as it was, or write to the sum."""
+
+    def clip(module):
+        weft.clip_grad_value_(module, 0.5)
+
+    def double(module):
+        module.bias.grad.mul_(2)
+
+    changes_too_late(group, bucket_bytes, [clip, double])
+
+
+@pytest.mark.parametrize("starts", [True, False])
+@spmd(2, on=("processes",))
+def test_rows_that_are_written_too_late_are_an_error_on_every_rank(group, starts):
+    """Whether their bucket has started, or waits for a parameter that is not used."""
+    table = nn.Embedding(4, 2, sparse=True)
+    if not starts:
+        table.unused = nn.Parameter(torch.ones(1))
+    weft.overlap_grads(table, average=False)
+
+    def write(rows):
+        rows._values().mul_(2)
+
+    def add(rows):
+        rows.add_(rows.clone())
+
+    for change in (write, add, None):
+        table.zero_grad()
+        table(torch.tensor([0, group.rank])).sum().backward()
+        if change and group.rank == 1:
+            change(table.weight.grad)
+        if change:
+            with pytest.raises(weft.WeftError, match=r"^rank 1: the gradient of 'weight' changed"):
+                weft.sync_grads(table, average=False)
+    weft.sync_grads(table, average=False)
+    assert table.weight.grad.to_dense().tolist() == [[3, 3], [1, 1], [0, 0], [0, 0]]
+
+
+@spmd(2, on=("processes",))
+def test_gradients_in_one_memory_are_not_taken_for_changed(group):
+    """A write of one is counted for all that share it, also of one without elements."""
+    module = nn.ParameterList([torch.zeros(3), torch.zeros(0), torch.zeros(3)])
+    flat, one = torch.zeros(3), torch.zeros(3)
+    weft.overlap_grads(module, average=False)
+    for _ in range(2):
+        module[0].grad, module[1].grad, module[2].grad = flat.zero_(), flat[3:], one.zero_()
+        (module[0].sum() + module[1].sum() + 2 * module[2].sum()).backward()
+        weft.sync_grads(module, average=False)
+        assert flat.tolist() == [2, 2, 2] and one.tolist() == [4, 4, 4]
+
+
+def writes_to_a_dtensor():
+    with weft.init() as group:
+        mesh = init_device_mesh("cpu", (group.size,))
+        module = nn.Module()
+        module.weight = nn.Parameter(distribute_tensor(torch.ones(2), mesh, [Replicate()]))
+        weft.overlap_grads(module, average=False)
+        for factor in (10, None):
+            module.weight.sum().backward()
+            if factor and group.rank == 1:
+                module.weight.grad.mul_(factor)
+            if factor:
+                with pytest.raises(weft.WeftError, match=r"^rank 1: the gradient of 'weight' ch"):
+                    weft.sync_grads(module, average=False)
+                module.zero_grad()
+        weft.sync_grads(module, average=False)
+        return module.weight.grad.to_local().tolist()
+
+
+def test_a_dtensor_that_is_written_too_late_is_an_error_on_every_rank():
+    assert processes(2, writes_to_a_dtensor) == [[2, 2]] * 2
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph")
+@pytest.mark.parametrize("length", [6, 1 << 20])
+@spmd(2, on=("processes",))
+def test_autograd_knows_that_a_gradient_was_reduced(group, length):
+    """Whatever way it went, by itself or beside others."""
+    module = nn.Linear(length, 1, bias=False)
+    module(torch.ones(1, length)).square().sum().backward(create_graph=True)
+    squared = module.weight.grad.square().sum()
+    weft.sync_grads(module)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        squared.backward()
 
 
 @spmd(2, 3, on=EVERYWHERE)

@@ -41,6 +41,12 @@ WRONG = {
     "the CPU": lambda rank: allreduce([1.0], [0.0]),
     "rank 1: its buffer is a NoneType, whose memory NumPy cannot share: pass an array, or a tensor "
     "on the CPU": lambda rank: allreduce(None if rank == 1 else HALVES, np.zeros(2)),
+    "rank 2: its buffer has a count: pass that part of the array, array[:count]": (
+        lambda rank: allreduce([HALVES, 1, MPI.SUM] if rank == 2 else HALVES, np.zeros(2))
+    ),
+    "rank 0: its buffer has a count: pass that part of the array, array[:count]": (
+        lambda rank: COMM.Bcast([np.zeros(2), (1, 0)] if rank == 0 else np.zeros(2))
+    ),
     "rank 2: its buffer has dtype object: pass an array of numbers": lambda rank: allreduce(
         HALVES.astype(object) if rank == 2 else HALVES, np.zeros(2)
     ),

@@ -171,6 +171,12 @@ def test_a_communicator_without_mpi(group):
     for op, right in ((MPI.SUM, [3, 15]), (MPI.MAX, [2, 5]), (max, [2, 5]), (MPI.PROD, [0, 125])):
         comm.Allreduce([sent, "MPI.SHORT"], found, op=op)
         assert found.tolist() == [right]
+    place = torch.ones(2, dtype=torch.int16)
+    wrong = (torch.ones(2, requires_grad=True) * place).sum()
+    comm.Allreduce([sent, "MPI.SHORT"], [place, "MPI.SHORT"])
+    assert place.tolist() == [3, 15]
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        wrong.backward()  # which would read it
     comm.Reduce(sent, found if rank == 1 else None, op=MPI.MIN, root=1)
     assert found.tolist() == [[0, 5] if rank == 1 else [0, 125]]
     told = torch.full((2,), float(rank))

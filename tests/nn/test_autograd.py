@@ -35,6 +35,26 @@ def test_one_rank_needs_a_gradient_and_all_take_part(group):
         assert x.grad is None
 
 
+@pytest.mark.parametrize("which", [nn.AllSumReduce, nn.Repartition])
+@spmd(2, on=(*THREADS, "processes"))
+def test_backwards_in_another_order_are_an_error_on_every_rank(group, which):
+    """Gradients of one size would be mixed up; those of derivatives, too."""
+    grid = weft.Partition(2)
+    layer = which(grid, 0) if which is nn.AllSumReduce else which(grid, grid)
+    for order in (1, 2):
+        losses = []
+        for _ in range(2):
+            x = data(group, 4, requires_grad=True)
+            loss = layer(x).pow(3).sum()
+            if order == 2:
+                (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
+                loss = gradient.square().sum()
+            losses.append(loss)
+        with pytest.raises(weft.WeftError, match=r"of call \d+.* of call \d+"):
+            for loss in losses if group.rank else reversed(losses):
+                loss.backward()
+
+
 @spmd(3, on=THREADS)
 def test_nobody_needs_a_gradient(group):
     layer = nn.AllSumReduce(weft.Partition(3), 0)

@@ -100,7 +100,7 @@ def handshake(
     fields: Mapping[str, object],
     error: str | None,
     operand: Operand,
-) -> tuple[torch.dtype | None, dict[int, Operand], dict[str, str]]:
+) -> tuple[torch.dtype | None, dict[int, Operand], dict[str, str], int]:
     """State what this rank brings and hear the others, in a call whose turn it is.
 
     Collective among `ranks`.
@@ -115,8 +115,8 @@ def handshake(
         operand: what this rank brings.
 
     Returns:
-        The dtype that they agreed on, if anybody knows it; what each of them brings; and all fields
-        as they agreed on them.
+        The dtype that they agreed on, if anybody knows it; what each of them brings; all fields as
+        they agreed on them; and the number of the call, the same on all of them.
 
     Raises:
         WeftError: somebody's arguments are wrong, or do not go with the others'; or a rank needs a
@@ -149,7 +149,7 @@ def handshake(
             f"{call}: rank {asks[0]} needs a gradient, and rank {deaf[0]} does not record any: "
             "call it under torch.no_grad() on all ranks that take part, or on none"
         )
-    return dtype, said, opening.fields
+    return dtype, said, opening.fields, opening.number
 
 
 def among(group: Group, ranks: tuple[int, ...]) -> Group:

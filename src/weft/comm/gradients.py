@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ..base.arguments import shown
 from ..base.errors import WeftError, entry
-from ..base.tensors import shape_in, shares_elements
+from ..base.tensors import mark_overwritten, shape_in, shares_elements
 from ..call.attempt import preparing
 from ..call.terms import NO_LIMIT, ROOM, agreed
 from ..group import default
@@ -238,7 +238,11 @@ class Synchronised:
         self._reduce_sparse(sparse, described, gradients)
         dense_ones = {name: self._dense(name, described, gradients) for name in others}
         self._part(dense_ones, gradients)
-        reduce_dense(self.group, dense_ones.values(), self._op, self.wire_dtype)
+        # writes to `.data` are not counted: autograd sees one of all, as `overlap_grads` expects
+        owned = [gradients[name] for name in dense_ones if name in self.of]
+        mark_overwritten(each for each in owned if each.numel())
+        places = [each.data for each in dense_ones.values()]
+        reduce_dense(self.group, places, self._op, self.wire_dtype)
         return some_ready
 
     def _told(

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any
@@ -29,7 +29,7 @@ from torch.utils.hooks import RemovableHandle
 from ..base._torch import is_held_by_others
 from ..base.devices import Aside
 from ..base.errors import WeftError, entry
-from ..base.tensors import has_elements, is_made_of_others
+from ..base.tensors import has_elements, is_made_of_others, times_written
 from ..call.attempt import confess, preparing
 from ..call.terms import agreed
 from ..group import default
@@ -57,9 +57,10 @@ def overlap_grads(
 
     Collective: call it once for each model, on every rank. A step remains `backward()`, then
     `weft.sync_grads(module)` with the arguments given here. If they differ on some rank, or a
-    gradient is replaced there after its bucket has started, or another backward changes it,
-    `sync_grads` raises on every rank. Sharded tables of the module on the CPU, cut over the same
-    group, have connections of their own from here on.
+    gradient is replaced or written there after backward has made it (by another backward, by
+    clipping, by a hook that comes later), `sync_grads` raises on every rank; but torch does not
+    count what `GradScaler.unscale_` writes: call that after `sync_grads`. Sharded tables of the
+    module on the CPU, cut over the same group, have connections of their own from here on.
 
     Args:
         module: the same parameters, by name, dtype and shape, on every rank.
@@ -197,10 +198,11 @@ class Overlap:
         self._missing = [set(names) for names in self._buckets]
         # what was there before backward, which is the caller's
         self._callers: dict[str, Tensor | None] = {}
-        self._gradients: dict[str, Tensor] = {}  # as backward left them
+        # as backward left them, with how often they had been written
+        self._gradients: dict[str, tuple[Tensor, int]] = {}
         self._works: list[Work[_Step]] = []
-        self._reduced: dict[str, Tensor] = {}  # the sums
-        self._changed: str | None = None  # whose gradient backward changed too late
+        self._reduced: dict[str, tuple[Tensor, int]] = {}  # the sums, alike
+        self._changed: str | None = None  # whose gradient changed after backward had made it
         self._failure: WeftError | None = None  # of a bucket, on every rank
 
     def _before(self, name: str) -> Any:
@@ -232,7 +234,7 @@ class Overlap:
             return
         if self._callers.get(name) is not parameter.grad and _has_others(parameter.grad):
             parameter.grad = parameter.grad.clone()
-        self._gradients[name] = parameter.grad
+        self._gradients[name] = parameter.grad, times_written(parameter.grad)
         self._missing[bucket].discard(name)
         self._start_ready()
 
@@ -244,7 +246,7 @@ class Overlap:
             if len(devices) > 1:
                 return  # `sync_grads` does it: a job follows the stream of one device
             # the job looks at no other gradient: backward may be making it
-            given = {name: self._gradients[name] for name in self._buckets[bucket]}
+            given = {name: self._gradients[name][0] for name in self._buckets[bucket]}
             job = Aside(self._synchronised.group.streams, devices[0], self._step(bucket, given))
             self._works.append(self._worker.submit(NAME, job))
 
@@ -267,26 +269,39 @@ class Overlap:
             except WeftError as error:
                 self._failure = error
                 raise
-            if given is not None:
-                self._reduced |= given
+            for name, gradient in (given or {}).items():
+                self._keep(name, gradient)
             found = (known.of[name].grad for name in names[:first])
             return went_on, [local(each) for each in found if each is not None]
 
         return job
 
+    def _keep(self, name: str, total: Tensor) -> None:
+        """Keep a sum, with how often it had been written when it was made."""
+        gradient, times = self._gradients[name]
+        if total is gradient:  # a dense sum lies where the gradient lay: it was written once
+            self._reduced[name] = total, times + 1
+            return
+        self._reduced[name] = total, times_written(total)
+        if gradient.is_sparse and times_written(gradient) > times:
+            self._changed = self._changed or name
+
+    def _note_changes(self, found: Mapping[str, tuple[Tensor, int]]) -> None:
+        """Note whose gradient is no longer there as it was found, or has been written since."""
+        for name, (gradient, times) in found.items():
+            there = self._synchronised.of[name].grad
+            if there is not gradient or times_written(gradient) > times:
+                self._changed = self._changed or name
+
     def _what_changed(self) -> str | None:
-        """The error if a gradient changed, or was replaced, after its bucket had started."""
-        changed = self._changed
-        for name, gradient in self._reduced.items():
-            if self._synchronised.of[name].grad is not gradient:
-                changed = changed or name
-        if changed is None:
+        """The error if a gradient changed, or was replaced, after backward had made it."""
+        if self._changed is None:
             return None
         return (
-            f"the gradient of {changed!r} changed while it was reduced and holds anything: call "
-            "weft.sync_grads after each backward, and before anything else touches `.grad`; let "
-            "backwards that only accumulate run in paused(); and where several checkpoints run one "
-            "module, pass them use_reentrant=False"
+            f"the gradient of {self._changed!r} changed after backward had made it, and holds "
+            "anything: call weft.sync_grads after each backward, and before anything else, such as "
+            "clipping, touches `.grad`; let backwards that only accumulate run in paused(); and "
+            "where several checkpoints run one module, pass them use_reentrant=False"
         )
 
     def _is_replaced(self) -> bool:
@@ -321,6 +336,9 @@ class Overlap:
                     "the module has other parameters than when overlap_grads was called: remove() "
                     "that and call it again"
                 )
+            # the others too: which buckets have started may differ from step to step
+            later = self._gradients.keys() & self._from(len(self._works))
+            self._note_changes({name: self._gradients[name] for name in later})
             for bucket in range(len(self._buckets)):
                 try:
                     if bucket < len(self._works):
@@ -331,6 +349,7 @@ class Overlap:
                     failure = failure or raised
             if failure is not None:
                 raise failure
+            self._note_changes(self._reduced)
             error = error or self._what_changed()
             # what went wrong since buckets began; all ranks are in `sync_grads`
             self._worker.call(NAME, lambda: confess(known.group, NAME, None, error))

@@ -2,7 +2,9 @@
 
 A layer is a linear map, so its derivative is the map itself, and its adjoint is the transpose of
 the plan. Both are calls again, each with a handshake, so in every pass all ranks know what all
-ranks pass.
+ranks pass. The name of a derivative says which call it is of, but in torch.func and in compiled
+code: ranks whose graphs run in different orders raise an error, and do not mix up gradients of the
+same size.
 
 If the tensor of one rank requires a gradient, the outputs of all ranks that take part do, so that
 backward runs on all of them. On a rank whose own input requires none, the output depends on a
@@ -83,6 +85,7 @@ class Call:
         group: of the group.
         ranks: the ranks that take part.
         order: the order of the derivative: 0 is forward; odd ones use the transpose of the plan.
+        of: the number of the call whose derivative it is; 0: of none, or it is not known.
         stated: in backward, the shape that this rank passed to forward, which it states again;
             None: that of the tensor.
         nothing: the shape of the output on a rank that gets nothing.
@@ -95,6 +98,7 @@ class Call:
     group: Group
     ranks: tuple[int, ...]
     order: int = 0
+    of: int = 0
     stated: Shape | None = None
     nothing: Shape = (0,)
     compiled: bool = False
@@ -146,16 +150,23 @@ class Call:
             name += " under vmap" * len(self.lanes)
             # compared, since no plan tells a rank that brings nothing how many the others have
             fields["lanes of vmap"] = self.lanes
+        if self.of:
+            name += f" of call {self.of}"
 
         def job() -> Moved:
-            known, said, agreed = handshake(self.group, self.ranks, name, fields, error, statement)
+            known, said, agreed, number = handshake(
+                self.group, self.ranks, name, fields, error, statement
+            )
             spec = self.spec.learned(agreed)
             call = self if spec is self.spec else replace(self, spec=spec)
-            return call._moved(x, known or own, said)  # own: where nobody's tensor says anything
+            # own: where nobody's tensor says anything
+            return call._moved(x, known or own, said, number)
 
         return self.group.worker.call(name, job)
 
-    def _moved(self, x: Tensor, dtype: torch.dtype, said: Mapping[int, Operand]) -> Moved:
+    def _moved(
+        self, x: Tensor, dtype: torch.dtype, said: Mapping[int, Operand], number: int
+    ) -> Moved:
         """Carry out the plan that follows from what all ranks said; collective.
 
         Raises:
@@ -191,7 +202,7 @@ class Call:
         if moving is not dtype:
             y = y.view(dtype)
         needs = any(each.needs for each in said.values())
-        return Moved(self, said, dtype, needs, y)
+        return Moved(self, number, said, dtype, needs, y)
 
     def _error(self, x: Any) -> str | None:
         """What is wrong with this rank's own tensor, or None."""
@@ -209,10 +220,16 @@ class Call:
             )
         return None
 
-    def back(self, shape: Shape) -> Call:
-        """The call of the adjoint, after a call with a tensor of this shape."""
+    def back(self, shape: Shape, number: int = 0) -> Call:
+        """The call of the adjoint, after a call with a tensor of this shape.
+
+        Args:
+            shape: of the tensor.
+            number: of that call; 0: it is not known.
+        """
         order = self.order + 1
-        return replace(self, order=order, stated=shape if order % 2 else None, nothing=shape)
+        stated = shape if order % 2 else None
+        return replace(self, order=order, of=number, stated=stated, nothing=shape)
 
     def batched(self, extent: int) -> Call:
         """The same call for so many lanes, which are one more dimension at the end."""
@@ -230,6 +247,7 @@ class Moved:
 
     Attributes:
         call: the call.
+        number: of the call, the same on all ranks that take part.
         said: what each rank passes.
         dtype: of the tensor that moved.
         needs: whether some rank needs a gradient; then all take part in backward.
@@ -237,6 +255,7 @@ class Moved:
     """
 
     call: Call
+    number: int
     said: Mapping[int, Operand]
     dtype: torch.dtype
     needs: bool
@@ -312,6 +331,7 @@ class _Move(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, anchor: Tensor | None, moved: Moved) -> Tensor:
         ctx.call = moved.call
+        ctx.number = moved.number
         ctx.shape = tuple(x.shape)
         ctx.dtype = x.dtype
         return moved.output
@@ -319,7 +339,7 @@ class _Move(torch.autograd.Function):
     @staticmethod
     @entry
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        back = _recorded(ctx.call.back(ctx.shape), grad)
+        back = _recorded(ctx.call.back(ctx.shape, ctx.number), grad)
         return back.to(ctx.dtype), None, None
 
 
@@ -338,7 +358,7 @@ class _Transformed(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         x, _, call = inputs
-        ctx.call = call.call if isinstance(call, Moved) else call
+        ctx.call, ctx.number = (call.call, call.number) if isinstance(call, Moved) else (call, 0)
         ctx.shape = tuple(x.shape)
         ctx.dtype = x.dtype
 

@@ -54,8 +54,8 @@ class Communicator:
     """The workers of a partition, with methods of MPI's communicators.
 
     A buffer is a NumPy array of numbers, a tensor on the CPU, another object with Python's buffer
-    protocol, or a list whose first element is one, such as `[array, MPI.DOUBLE]`. A wait lasts at
-    most the group's timeout.
+    protocol, or a list of one of these and its MPI type, without a count: `[array, MPI.DOUBLE]`. A
+    wait lasts at most the group's timeout.
 
     `Barrier`, `Split`, `Allreduce`, `Iallreduce`, `Reduce`, `Bcast` and `exchange` are collective
     among the workers, and so are the methods in lower case: `gather`, `allgather`, `bcast` and
@@ -426,7 +426,7 @@ def _name_of(op: Any) -> str:
 
 def _memory(buf: Any) -> NDArray[Any]:
     """A buffer as the array that shares its memory."""
-    given = buf[0] if isinstance(buf, list | tuple) and buf else buf
+    given = _alone(buf)
     try:
         if isinstance(given, Tensor):
             array = given.detach().numpy()
@@ -441,6 +441,21 @@ def _memory(buf: Any) -> NDArray[Any]:
         ) from None
     if array.dtype.kind not in "biufc":
         raise WeftError(f"its buffer has dtype {array.dtype}: pass an array of numbers")
+    return array
+
+
+def _alone(buf: Any) -> Any:
+    """What a buffer is without its MPI type, as in mpi4py's `[array, MPI.DOUBLE]`.
+
+    Raises:
+        WeftError: it has a count, or displacements, too.
+    """
+    if not isinstance(buf, list | tuple) or not buf:
+        return buf
+    array, *terms = buf
+    is_count = (integer(each) is not None or np.ndim(each) for each in terms)
+    if integer(array) is None and any(is_count):
+        raise WeftError("its buffer has a count: pass that part of the array, array[:count]")
     return array
 
 
@@ -505,8 +520,8 @@ def _unpacked(found: Tensor, line: Partition) -> list[Any]:
 def _fill(buf: Any, found: NDArray[Any]) -> None:
     place = _memory(buf)
     place[...] = found.reshape(place.shape)
-    if isinstance(buf, Tensor):
-        mark_overwritten([buf])
+    if isinstance(given := _alone(buf), Tensor):
+        mark_overwritten([given])
 
 
 def print_sequential(comm: Any, val: object) -> None:

@@ -164,7 +164,7 @@ class Attributes:
             return result
         count = result.numel()
         out = torch.empty_like(result, dtype=dtype)
-        written = torch.tensor([count])
+        written = torch.tensor([count], device="cpu")
         status = self.epilogue_fn(result, count, result.dtype, out, written, dtype, self.context)
         _check_made(status, written, count, "epilogue_fn")
         return out
@@ -224,7 +224,7 @@ def _out_of_place(function: Callable[..., Any], context: FnContext) -> Callable[
     def combine(left: Tensor, right: Tensor) -> Tensor:
         inout = left.clone(memory_format=torch.contiguous_format)
         count = right.numel()
-        written = torch.tensor([count])
+        written = torch.tensor([count], device="cpu")
         status = function(
             right.contiguous().view(-1), count, inout.view(-1), written, right.dtype, context
         )

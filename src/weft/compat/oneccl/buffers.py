@@ -86,7 +86,7 @@ def seen(
         WeftError: it is no such buffer, or too short, of another dtype, or read-only.
     """
     if buffer is None and count == 0:
-        return torch.empty(0, dtype=dtype)
+        return torch.empty(0, dtype=dtype, device="cpu")
     if is_address(buffer):
         if count is None:
             raise WeftError(f"{name} is an address of unknown extent: pass an Address, or a buffer")
@@ -260,7 +260,7 @@ def _memory_at(
     """A tensor of the `count` elements at an address; it keeps `owner` alive."""
     nbytes = count * dtype.itemsize
     if nbytes == 0:
-        return torch.empty(0, dtype=dtype)
+        return torch.empty(0, dtype=dtype, device="cpu")
     if where <= 0 or where % dtype.itemsize or where + nbytes > _SPACE:
         raise WeftError(f"{name} is {nbytes} bytes at {where:#x}, where no {dtype} can be")
     block: Any = (ctypes.c_uint8 * nbytes).from_address(where)

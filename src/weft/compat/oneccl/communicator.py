@@ -72,7 +72,7 @@ class Communicator(AbstractContextManager["Communicator"]):
         group, number = self.group, integer(color)
         if number is None or not -(2**63) <= number < 2**63:
             tell(WeftError(f"color is {color!r}: pass an integer of 64 bits"), group)
-        told = weft.all_to_all([torch.tensor([number])] * group.size, group)
+        told = weft.all_to_all([torch.tensor([number], device="cpu")] * group.size, group)
         colors = [int(each) for each in told]
 
         def job() -> Group:
