@@ -103,6 +103,18 @@ def test_a_broken_wire_is_replaced_and_a_sound_one_kept():
     run(2, reduce_after, on="processes")
 
 
+def loops_of_gloo(group):
+    tasks = Path("/proc/self/task").glob("*/comm")
+    return [each.read_text() for each in tasks].count("gloo_tcp_loop\n")
+
+
+def test_of_groups_those_that_were_used_last_are_kept():
+    limits = [20.0, 21.0, 22.0, 23.0, 24.0, 24.0]
+    loops = [run(2, loops_of_gloo, on="torch", timeout=limit) for limit in limits]
+    assert loops[2] == loops[3] == loops[4] == loops[5]  # one came, and another went
+    run(2, reduce_after, on="torch", timeout=limits[0])
+
+
 def reduce_after(group):
     mine = torch.ones(1)
     dense_all_reduce(group, mine, "sum").wait()

@@ -93,6 +93,23 @@ class Operand:
         return found
 
 
+@dataclass(frozen=True, slots=True)
+class Heard:
+    """What a call's ranks told each other.
+
+    Attributes:
+        dtype: that of their tensors, if anybody knows it.
+        operands: what each of them brings.
+        fields: all fields, as they agreed on them.
+        number: of the call, the same on all of them.
+    """
+
+    dtype: torch.dtype | None
+    operands: dict[int, Operand]
+    fields: dict[str, str]
+    number: int
+
+
 def handshake(
     group: Group,
     ranks: tuple[int, ...],
@@ -100,7 +117,7 @@ def handshake(
     fields: Mapping[str, object],
     error: str | None,
     operand: Operand,
-) -> tuple[torch.dtype | None, dict[int, Operand], dict[str, str], int]:
+) -> Heard:
     """State what this rank brings and hear the others, in a call whose turn it is.
 
     Collective among `ranks`.
@@ -114,16 +131,11 @@ def handshake(
         error: what is wrong with this rank's arguments.
         operand: what this rank brings.
 
-    Returns:
-        The dtype that they agreed on, if anybody knows it; what each of them brings; all fields as
-        they agreed on them; and the number of the call, the same on all of them.
-
     Raises:
         WeftError: somebody's arguments are wrong, or do not go with the others'; or a rank needs a
             gradient, and another does not record any.
         WireError: a peer or a link failed.
     """
-
     packed = operand.pack(group.rank)
     if len(ranks) > DIRECT and len(packed) * len(ranks) > BODY:  # they follow one another
         error = error or (
@@ -149,7 +161,7 @@ def handshake(
             f"{call}: rank {asks[0]} needs a gradient, and rank {deaf[0]} does not record any: "
             "call it under torch.no_grad() on all ranks that take part, or on none"
         )
-    return dtype, said, opening.fields, opening.number
+    return Heard(dtype, said, opening.fields, opening.number)
 
 
 def among(group: Group, ranks: tuple[int, ...]) -> Group:

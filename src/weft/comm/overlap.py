@@ -20,7 +20,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -42,6 +42,20 @@ from .staging import number_of_bytes, wrong_bytes
 
 _NAME = "overlap_grads"
 _Step = tuple[bool, list[Tensor]]  # whether some rank was ready; the gradients
+
+
+class _Seen(NamedTuple):
+    """A gradient, and how often it had been written when it was seen."""
+
+    gradient: Tensor
+    times: int
+
+    @classmethod
+    def now(cls, gradient: Tensor) -> _Seen:
+        return cls(gradient, times_written(gradient))
+
+    def is_written(self) -> bool:
+        return times_written(self.gradient) > self.times
 
 
 @entry
@@ -198,10 +212,9 @@ class Overlap:
         self._missing = [set(names) for names in self._buckets]
         # what was there before backward, which is the caller's
         self._callers: dict[str, Tensor | None] = {}
-        # as backward left them, with how often they had been written
-        self._gradients: dict[str, tuple[Tensor, int]] = {}
+        self._gradients: dict[str, _Seen] = {}  # as backward left them
         self._works: list[Work[_Step]] = []
-        self._reduced: dict[str, tuple[Tensor, int]] = {}  # the sums, alike
+        self._sums: dict[str, _Seen] = {}
         self._changed: str | None = None  # whose gradient changed after backward had made it
         self._failure: WeftError | None = None  # of a bucket, on every rank
 
@@ -230,11 +243,11 @@ class Overlap:
         if parameter.grad is None:  # a hook of the caller's has used it up
             return
         if bucket < len(self._works):  # said, by all ranks, when all have come to sync_grads
-            self._changed = self._changed or name
+            self._note_change(name)
             return
         if self._callers.get(name) is not parameter.grad and _has_others(parameter.grad):
             parameter.grad = parameter.grad.clone()
-        self._gradients[name] = parameter.grad, times_written(parameter.grad)
+        self._gradients[name] = _Seen.now(parameter.grad)
         self._missing[bucket].discard(name)
         self._start_ready()
 
@@ -246,7 +259,7 @@ class Overlap:
             if len(devices) > 1:
                 return  # `sync_grads` does it: a job follows the stream of one device
             # the job looks at no other gradient: backward may be making it
-            given = {name: self._gradients[name][0] for name in self._buckets[bucket]}
+            given = {name: self._gradients[name].gradient for name in self._buckets[bucket]}
             job = Aside(self._synchronised.group.streams, devices[0], self._step(bucket, given))
             self._works.append(self._worker.submit(NAME, job))
 
@@ -277,21 +290,23 @@ class Overlap:
         return job
 
     def _keep(self, name: str, total: Tensor) -> None:
-        """Keep a sum, with how often it had been written when it was made."""
-        gradient, times = self._gradients[name]
-        if total is gradient:  # a dense sum lies where the gradient lay: it was written once
-            self._reduced[name] = total, times + 1
+        """Keep the sum of a gradient, to see whether anybody else writes it."""
+        seen = self._gradients[name]
+        if total is seen.gradient:  # a dense sum lies where the gradient lay: it was written once
+            self._sums[name] = _Seen(total, seen.times + 1)
             return
-        self._reduced[name] = total, times_written(total)
-        if gradient.is_sparse and times_written(gradient) > times:
-            self._changed = self._changed or name
+        self._sums[name] = _Seen.now(total)
+        if seen.gradient.is_sparse and seen.is_written():
+            self._note_change(name)
 
-    def _note_changes(self, found: Mapping[str, tuple[Tensor, int]]) -> None:
-        """Note whose gradient is no longer there as it was found, or has been written since."""
-        for name, (gradient, times) in found.items():
-            there = self._synchronised.of[name].grad
-            if there is not gradient or times_written(gradient) > times:
-                self._changed = self._changed or name
+    def _note_changes(self, seen: Mapping[str, _Seen]) -> None:
+        """Note whose gradient is no longer there as it was seen, or has been written since."""
+        for name, each in seen.items():
+            if self._synchronised.of[name].grad is not each.gradient or each.is_written():
+                self._note_change(name)
+
+    def _note_change(self, name: str) -> None:
+        self._changed = self._changed or name
 
     def _what_changed(self) -> str | None:
         """The error if a gradient changed, or was replaced, after backward had made it."""
@@ -349,7 +364,7 @@ class Overlap:
                     failure = failure or raised
             if failure is not None:
                 raise failure
-            self._note_changes(self._reduced)
+            self._note_changes(self._sums)
             error = error or self._what_changed()
             # what went wrong since buckets began; all ranks are in `sync_grads`
             self._worker.call(NAME, lambda: confess(known.group, NAME, None, error))

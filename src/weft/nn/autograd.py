@@ -154,13 +154,11 @@ class Call:
             name += f" of call {self.of}"
 
         def job() -> Moved:
-            known, said, agreed, number = handshake(
-                self.group, self.ranks, name, fields, error, statement
-            )
-            spec = self.spec.learned(agreed)
+            heard = handshake(self.group, self.ranks, name, fields, error, statement)
+            spec = self.spec.learned(heard.fields)
             call = self if spec is self.spec else replace(self, spec=spec)
             # own: where nobody's tensor says anything
-            return call._moved(x, known or own, said, number)
+            return call._moved(x, heard.dtype or own, heard.operands, heard.number)
 
         return self.group.worker.call(name, job)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import importlib.util
+import itertools
 import os
 import pickle
 import queue
@@ -20,7 +21,6 @@ import threading
 import time
 import types
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -37,6 +37,7 @@ from .pace import ANSWER, START, patient
 from .threads import outcome_on
 
 _AFTERMATH = 5.0  # seconds that the other ranks have to notice that one died
+_KEPT = 3  # groups; each has sockets and threads, and one of gloo wakes a hundred times a second
 
 _Key = tuple[str, int, float]  # what groups are kept by: group, size, timeout
 
@@ -51,6 +52,7 @@ class _Job:
     """
 
     group: str
+    kept: list[str]  # other groups that a later job may have; a member closes all others
     rank: int
     key: _Key
     module: str
@@ -88,7 +90,7 @@ def load_module(name: str, file: str) -> types.ModuleType:
 def _job(
     key: _Key, body: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> _Job:
-    """The job of rank 0; `run` fills in the group, and makes those of the other ranks.
+    """The job of rank 0; `run` fills in the groups, and makes those of the other ranks.
 
     Raises:
         WeftError: another process could not find the body, or its arguments cannot be pickled.
@@ -117,7 +119,7 @@ def _job(
     # a member has a main module of its own
     name = "__weft_main__" if body.__module__ == "__main__" else body.__module__
     where = (name, file, body.__qualname__, layers)
-    return _Job("", 0, key, *where, arguments, environment, list(warnings.filters))
+    return _Job("", [], 0, key, *where, arguments, environment, list(warnings.filters))
 
 
 # This process.
@@ -155,16 +157,19 @@ class _Pool:
         self._store, self._port = rendezvous.host(rendezvous.LOOPBACK)
         self.members: list[Rank] = []
         self._said: dict[int, Any] = {}  # answers by rank
-        self._broken: Counter[_Key] = Counter()  # how many groups of a key were
+        self._groups: dict[_Key, str] = {}  # those that are kept, the one used last at the end
+        self._numbers = itertools.count()
 
     def run(self, size: int, job: _Job, limit: float) -> list[Outcome]:
         """Run a job on the first `size` members; start those that are missing."""
         self._grow(size)
         members = self.members[:size]
-        group = f"{job.key}-{self._broken[job.key]}"
+        group = self._groups.pop(job.key, None) or f"{job.key}-{next(self._numbers)}"
+        self._groups = dict([*self._groups.items()][1 - _KEPT :])
+        kept = [*self._groups.values()]
         self._said.clear()
         for member in members:
-            _tell(member, replace(job, group=group, rank=member.number))
+            _tell(member, replace(job, group=group, kept=kept, rank=member.number))
         if not self._hear(members, limit):
             left = [member for member in members if member.alive]
             if left == members:
@@ -177,8 +182,8 @@ class _Pool:
             healthy = healthy and fine
             silent = Outcome(member.number, hangs="gave no answer, not even where it is")
             outcomes.append(pickle.loads(told) if told else member.outcome or silent)
-        if not healthy:
-            self._broken[job.key] += 1  # the next run connects anew
+        if healthy:
+            self._groups[job.key] = group
         return outcomes
 
     def _grow(self, size: int) -> None:
@@ -269,12 +274,12 @@ def _serve(port: int) -> None:
     threading.Thread(target=listen, daemon=True).start()
     ends_with_launcher()
     send("here")
-    groups: dict[_Key, tuple[str, Group]] = {}
+    groups: dict[str, Group] = {}
     while (job := jobs.get()) is not None:
         outcome = _run(job, store, groups)
         runs.clear()
-        _answer(outcome, healthy=_is_usable(groups.get(job.key)))
-    for _, group in groups.values():
+        _answer(outcome, healthy=_is_usable(groups.get(job.group)))
+    for group in groups.values():
         group.close()
 
 
@@ -283,7 +288,7 @@ def _answer(outcome: Outcome, *, healthy: bool) -> None:
         send((outcome.packed(), healthy))
 
 
-def _run(job: _Job, store: dist.Store, groups: dict[_Key, tuple[str, Group]]) -> Outcome:
+def _run(job: _Job, store: dist.Store, groups: dict[str, Group]) -> Outcome:
     """Run one rank's program; return its outcome."""
     made = Outcome.of(job.rank, _connected, job, store, groups)
     if made.error is not None:
@@ -296,26 +301,24 @@ def _run(job: _Job, store: dist.Store, groups: dict[_Key, tuple[str, Group]]) ->
         return outcome_on(made.value, job.call, (), {})
 
 
-def _connected(job: _Job, store: dist.Store, groups: dict[_Key, tuple[str, Group]]) -> Group:
-    """The group of that name: one that was kept, or a new one."""
-    name, group = groups.pop(job.key, ("", None))
-    if group is not None and name != job.group:
-        group.close()
-        group = None
-    if group is None:
+def _connected(job: _Job, store: dist.Store, groups: dict[str, Group]) -> Group:
+    """The job's group: one that was kept, or a new one."""
+    for name in [each for each in groups if each not in (job.group, *job.kept)]:
+        groups.pop(name).close()
+    if job.group not in groups:
         kind, size, timeout = job.key
         # the limit is of waits: on a busy machine ranks may take longer to meet
         group = connect(store, job.rank, size, START, name=job.group, wire=kind)
         group.set_timeout(timeout)
-    groups[job.key] = job.group, group
-    return group
+        groups[job.group] = group
+    return groups[job.group]
 
 
-def _is_usable(kept: tuple[str, Group] | None) -> bool:
+def _is_usable(group: Group | None) -> bool:
     """Whether a group can be used again. A rank that raises aborts its group."""
     try:
-        if kept is not None:
-            kept[1].post().wait()
+        if group is not None:
+            group.post().wait()
     except Error:
         return False
-    return kept is not None
+    return group is not None
