@@ -1,9 +1,10 @@
 """A pool of processes that are kept for a whole test run, and run one body after the other.
 
-Starting a process and connecting it takes far longer than most tests, so both happen once. The
-members of the pool are ranks, started by `bootstrap.local`. A thread of each listens to this
-process; a member ends when this process ends, or closes the connection. If a rank does not answer
-in time, it is asked for its stack. Then the whole pool is ended, and the next run starts another.
+Starting a process takes far longer than most tests, so it happens once; of groups those that were
+used last are kept. The members of the pool are ranks, started by `bootstrap.local`. A thread of
+each listens to this process; a member ends when this process ends, or closes the connection. If a
+rank does not answer in time, it is asked for its stack. Then the whole pool is ended, and the next
+run starts another.
 """
 
 from __future__ import annotations
@@ -37,9 +38,9 @@ from .pace import ANSWER, START, patient
 from .threads import outcome_on
 
 _AFTERMATH = 5.0  # seconds that the other ranks have to notice that one died
-_KEPT = 3  # groups; each has sockets and threads, and one of gloo wakes a hundred times a second
+_KEPT = 3  # groups: of one over gloo a thread in each member wakes a hundred times a second
 
-_Key = tuple[str, int, float]  # what groups are kept by: group, size, timeout
+_Key = tuple[str, int, float]  # what groups are kept by: wire, size, timeout
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +53,7 @@ class _Job:
     """
 
     group: str
-    kept: list[str]  # other groups that a later job may have; a member closes all others
+    kept: list[str]  # groups that this or a later job may have; a member closes its others before
     rank: int
     key: _Key
     module: str
@@ -90,7 +91,7 @@ def load_module(name: str, file: str) -> types.ModuleType:
 def _job(
     key: _Key, body: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> _Job:
-    """The job of rank 0; `run` fills in the groups, and makes those of the other ranks.
+    """The job of rank 0; `run` fills in the groups, and makes the other ranks' jobs.
 
     Raises:
         WeftError: another process could not find the body, or its arguments cannot be pickled.
@@ -157,16 +158,18 @@ class _Pool:
         self._store, self._port = rendezvous.host(rendezvous.LOOPBACK)
         self.members: list[Rank] = []
         self._said: dict[int, Any] = {}  # answers by rank
-        self._groups: dict[_Key, str] = {}  # those that are kept, the one used last at the end
-        self._numbers = itertools.count()
+        self._kept: dict[_Key, str] = {}  # names of groups, that of the one used last at the end
+        self._numbers = itertools.count()  # of new groups
 
     def run(self, size: int, job: _Job, limit: float) -> list[Outcome]:
         """Run a job on the first `size` members; start those that are missing."""
         self._grow(size)
         members = self.members[:size]
-        group = self._groups.pop(job.key, None) or f"{job.key}-{next(self._numbers)}"
-        self._groups = dict([*self._groups.items()][1 - _KEPT :])
-        kept = [*self._groups.values()]
+        group = self._kept.pop(job.key, None) or f"{job.key}-{next(self._numbers)}"
+        self._kept[job.key] = group
+        if len(self._kept) > _KEPT:
+            del self._kept[next(iter(self._kept))]
+        kept = [*self._kept.values()]
         self._said.clear()
         for member in members:
             _tell(member, replace(job, group=group, kept=kept, rank=member.number))
@@ -182,8 +185,8 @@ class _Pool:
             healthy = healthy and fine
             silent = Outcome(member.number, hangs="gave no answer, not even where it is")
             outcomes.append(pickle.loads(told) if told else member.outcome or silent)
-        if healthy:
-            self._groups[job.key] = group
+        if not healthy:
+            del self._kept[job.key]  # the next run connects anew
         return outcomes
 
     def _grow(self, size: int) -> None:
@@ -303,7 +306,7 @@ def _run(job: _Job, store: dist.Store, groups: dict[str, Group]) -> Outcome:
 
 def _connected(job: _Job, store: dist.Store, groups: dict[str, Group]) -> Group:
     """The job's group: one that was kept, or a new one."""
-    for name in [each for each in groups if each not in (job.group, *job.kept)]:
+    for name in [each for each in groups if each not in job.kept]:
         groups.pop(name).close()
     if job.group not in groups:
         kind, size, timeout = job.key
