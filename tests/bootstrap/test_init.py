@@ -113,6 +113,25 @@ def test_again_and_again_leaves_nothing_behind(nothing_left) -> None:
                 group.worker.submit("nothing", lambda: None).wait()
 
 
+def an_uncaught_error_is_told_as_before() -> None:
+    before = sys.excepthook
+    for _ in range(2):
+        with init():
+            assert sys.excepthook is not before  # torch's says the rank
+        assert sys.excepthook is before
+    with init():
+        sys.excepthook = mine = lambda *error: before(*error)
+    assert sys.excepthook is mine  # of who came later
+    sys.excepthook = before
+    with pytest.raises(WeftError, match="backend"):
+        init(backend="none such")
+    assert sys.excepthook is before
+
+
+def test_an_uncaught_error_is_told_as_before() -> None:
+    processes(1, an_uncaught_error_is_told_as_before)
+
+
 def test_the_first_init_counts_until_shutdown() -> None:
     shutdown()
     assert init().timeout == 300

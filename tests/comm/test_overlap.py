@@ -12,6 +12,7 @@ import weakref
 import pytest
 import torch
 from torch import nn
+from torch._dynamo import compiled_autograd
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.utils.checkpoint import checkpoint
@@ -225,6 +226,21 @@ def writes_to_a_dtensor():
                 module.zero_grad()
         weft.sync_grads(module, average=False)
         return module.weight.grad.to_local().tolist()
+
+
+def compiled_backward():
+    module = nn.Linear(3, 1)
+    with weft.init() as group:
+        weft.overlap_grads(module, average=False)
+        loss = module(torch.full((1, 3), 1.0 + group.rank)).sum()
+        with compiled_autograd._enable(torch.compile(backend="eager")):
+            loss.backward()
+        weft.sync_grads(module, average=False)
+        return module.weight.grad.tolist()
+
+
+def test_a_backward_that_is_compiled_is_overlapped():
+    assert processes(2, compiled_backward) == [[[3, 3, 3]]] * 2
 
 
 def test_a_dtensor_that_is_written_too_late_is_an_error_on_every_rank():

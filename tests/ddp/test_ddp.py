@@ -590,6 +590,16 @@ def failing_after_its_last_bucket(how: int, by: str) -> None:
                 raise
 
 
+@trained(2)
+def test_complex_gradients_are_sent_as_they_are() -> None:
+    module = nn.Linear(1, 2, bias=False, dtype=torch.complex64)
+    model = DistributedDataParallel(module)
+    ddp.register(model, wire_dtype=torch.bfloat16)
+    below = 2.0**-9  # one of bfloat16's last digits
+    model(torch.tensor([1 + below + dist.get_rank() + 1j])).real.sum().backward()
+    assert torch.equal(module.weight.grad, torch.full((2, 1), 1.5 + below - 1j))
+
+
 @trained(1, 3)
 def test_dense_buckets_travel_in_the_wire_dtype_as_those_of_sync_grads_do() -> None:
     me, size = dist.get_rank(), dist.get_world_size()

@@ -15,10 +15,12 @@ import logging
 import math
 import os
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from types import TracebackType
 from typing import NamedTuple, ParamSpec, TypeVar
 
 import torch.distributed as dist
@@ -53,6 +55,9 @@ TELL = 3.0  # seconds in which a process that cannot take part tries to tell the
 _log = logging.getLogger("weft")
 
 
+_Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
+
+
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class _Running:
     """What `init` started and `shutdown` ends."""
@@ -60,6 +65,7 @@ class _Running:
     group: Group
     process_group: dist.ProcessGroup
     made: bool  # the group is weft's own
+    hook: _Hook  # of uncaught errors, before it was made
     url: str | None  # where its ranks met, if weft knows
     process: int
 
@@ -229,7 +235,7 @@ def shutdown() -> None:
     running.group.end_with(None)
     running.group.close()
     if running.made and dist.is_initialized() and dist.group.WORLD is running.process_group:
-        dist.destroy_process_group()
+        _end_default(running.hook)
 
 
 @atexit.register
@@ -261,6 +267,7 @@ def _started(asked: _Asked, env: Mapping[str, str]) -> Group:
             return _running.group
         shutdown()  # the program destroyed the group: what is left of it is of no use
     made = not dist.is_initialized()
+    hook = sys.excepthook
     url = asked.rendezvous
     group: Group | None = None
     try:
@@ -278,7 +285,7 @@ def _started(asked: _Asked, env: Mapping[str, str]) -> Group:
             group.set_timeout(asked.timeout)
         group.end_with(shutdown)
         default.set(group)
-        _running = _Running(group, world, made, url, os.getpid())
+        _running = _Running(group, world, made, hook, url, os.getpid())
         _log.info("rank %d of %d is ready", group.rank, group.size)
         return group
     except BaseException:  # Ctrl-C, too
@@ -288,16 +295,23 @@ def _started(asked: _Asked, env: Mapping[str, str]) -> Group:
         if group is not None:
             default.clear("call weft.init() first")
         if made:
-            _end_unfinished(group)
+            _end_unfinished(group, hook)
         raise
 
 
-def _end_unfinished(group: Group | None) -> None:
+def _end_unfinished(group: Group | None, hook: _Hook) -> None:
     """End torch's default group, and weft's beside it, where `init` has not come to its end."""
     if group is not None:
         group.close()
     if dist.is_initialized():
-        dist.destroy_process_group()
+        _end_default(hook)
+
+
+def _end_default(hook: _Hook) -> None:
+    """End torch's default group, and the hook that torch has wrapped around this one for it."""
+    dist.destroy_process_group()
+    if sys.excepthook.__module__ == dist.destroy_process_group.__module__:
+        sys.excepthook = hook
 
 
 def _leave_mark(asked: _Asked, env: Mapping[str, str]) -> None:

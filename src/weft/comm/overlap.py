@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from ..base._torch import is_held_by_others
+from ..base._torch import is_held_by_others, uncompiled
 from ..base.devices import Aside
 from ..base.errors import WeftError, entry
 from ..base.tensors import has_elements, is_made_of_others, times_written
@@ -221,6 +221,7 @@ class Overlap:
     def _before(self, name: str) -> Any:
         kept = weakref.ref(self)  # C++ holds the hook, and Python would not see the cycle
 
+        @uncompiled
         def coming(_: Tensor) -> None:  # torch.autograd.grad comes, too, and accumulates nothing
             overlap = kept()
             if overlap is not None:
@@ -231,6 +232,7 @@ class Overlap:
     def _hook(self, name: str, bucket: int) -> Any:
         kept = weakref.ref(self)
 
+        @uncompiled
         def seen(parameter: Any) -> None:
             overlap = kept()
             if overlap is not None and not overlap._paused:

@@ -38,8 +38,9 @@ def register(
 ) -> State:
     """Let weft carry the gradients of a model; call it once for each model, on every rank.
 
-    A copy of the model has no hook, as with torch's own hooks; you may register it, too. Sharded
-    tables of the CPU, cut over the same group, have connections of their own from here on.
+    A copy of the model has no hook, as with torch's own hooks; you may register it, too (with
+    `static_graph` torch itself leaves the first step of a copy unreduced). Sharded tables of the
+    CPU, cut over the same group, have connections of their own from here on.
 
     Args:
         ddp_model: the wrapped model, with any options; weft uses its process group. In a group of

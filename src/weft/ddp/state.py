@@ -126,12 +126,16 @@ class State:
     def reduction(self, bucket: dist.GradBucket) -> Callable[[Group, Tensor], None]:
         """What reduces a dense bucket, in place, in a call whose turn it is."""
 
+        # complex numbers come as real ones, and are sent as they are
+        is_real = not any(each.is_complex() for each in bucket.parameters())
+        wire_dtype = self.wire_dtype if is_real else None
+
         def reduction(group: Group, gradient: Tensor) -> None:
             if on_host(gradient):
-                reduce_dense(group, [gradient], "avg", self.wire_dtype)
+                reduce_dense(group, [gradient], "avg", wire_dtype)
                 return
             # divided first: a sum may overflow. Aside: what is not reduced stays this rank's own
-            sent = gradient.div(group.size).to(travelling(gradient.dtype, self.wire_dtype))
+            sent = gradient.div(group.size).to(travelling(gradient.dtype, wire_dtype))
             fast_all_reduce(group.on(gradient.device), sent, "sum").wait()
             gradient.copy_(sent)
 

@@ -27,7 +27,7 @@ from ..base.errors import AbsentError, WeftError, WireError, in_short, names, th
 from ..base.memory import Pool
 from ..rendezvous.address import own_address
 from ..rendezvous.machine import own_host
-from ..rendezvous.store import AnsweringStore, exchange, has, pauses
+from ..rendezvous.store import AnsweringStore, Look, exchange, has, pauses
 from ..wire.factory import Factory, Start, seconds_left
 from ..wire.registry import carried_sockets, carrier_beside, wire_names
 from ..wire.tcp.listener import CONTROL, STRANGERS, Endpoint, Listener, make_room
@@ -82,6 +82,7 @@ def join_links(
     timeout: float,
     wire: str,
     factory: Factory | str,
+    look: Look = None,
 ) -> Joined:
     """Join this rank to all others by control links; collective.
 
@@ -91,6 +92,7 @@ def join_links(
         timeout: seconds in which all must have come.
         wire: the name of the wire that is to be made over the links.
         factory: what makes it; or why this rank cannot make it, which all ranks then raise.
+        look: called as long as not all have come; raises once one is known not to.
 
     Raises:
         WeftError: the ranks were asked for different wires; or a rank is in trouble, may not open
@@ -114,7 +116,7 @@ def join_links(
                 trouble = trouble or f"it cannot listen: {error}"
         endpoint = {} if listener is None else asdict(listener.endpoint)
         own = asdict(_Statement(wire, own_host(), carrier, trouble, endpoint))
-        values = exchange(store, "statement", own, rank, size, timeout, "did not join")
+        values = exchange(store, "statement", own, rank, size, timeout, "did not join", look)
         statements = [_Statement(**each) for each in values]
         _raise_if_they_differ(statements, store, rank)
         hosts = tuple(each.host for each in statements)

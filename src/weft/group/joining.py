@@ -27,7 +27,7 @@ from ..failure.detector import Detector
 from ..failure.verdict import SAME_ORDER
 from ..rendezvous.address import server_of
 from ..rendezvous.machine import own_host
-from ..rendezvous.store import AnsweringStore, SilentStoreError, has
+from ..rendezvous.store import AnsweringStore, Look, SilentStoreError, has
 from ..rendezvous.world import own_rank
 from ..wire.factory import Factory, Start, make_wire, seconds_left
 from ..wire.interface import Wire
@@ -101,8 +101,12 @@ def _join(
     wire: str,
     process_group: dist.ProcessGroup | None,
     where: Where | None,
+    look: Look = None,
 ) -> Session:
-    """This rank's end of a new session; the arguments and errors are those of `connect`."""
+    """This rank's end of a new session; the arguments and errors are those of `connect`.
+
+    `look` is that of `join_links`.
+    """
     factory: Factory | str
     try:
         factory = choice.factory_of(wire)
@@ -113,8 +117,12 @@ def _join(
     memory = Pool()
     space = store  # later: the part of it that these ranks have, where splits meet, too
 
-    def join(ranks: tuple[int, ...], name: str) -> Session:
-        return _join(space, ranks.index(rank), len(ranks), timeout, name, wire, None, None)
+    def join(ranks: tuple[int, ...], name: str, parent: Session) -> Session:
+        def where(absent: Sequence[int]) -> str:
+            return parent.places_of([ranks[each] for each in absent])
+
+        own, look = ranks.index(rank), functools.partial(parent.look_for, ranks)
+        return _join(space, own, len(ranks), timeout, name, wire, None, where, look)
 
     if size == 1:
         if isinstance(factory, str):
@@ -124,7 +132,9 @@ def _join(
     try:
         generation = AnsweringStore(store, deadline).add(f"weft/{name}/{rank}", 1)
         space = dist.PrefixStore(f"weft/{name}/{generation}", store)
-        joined = join_links(space, rank, size, timeout, wire, factory)
+        joined = join_links(space, rank, size, timeout, wire, factory, look)
+    except WireError:  # of `look`
+        raise
     except (RuntimeError, OSError) as error:  # of the store, of the sockets
         failure = _why_not_joined(error, store, rank, deadline, timeout, process_group, where)
         if space is not store:  # else the store has not even said how these ranks are called there

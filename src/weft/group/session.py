@@ -20,7 +20,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from multiprocessing.util import Finalize
 from typing import Any, NoReturn, Protocol, TypeVar
@@ -34,7 +34,7 @@ from ..base.devices import Streams, is_host
 from ..base.errors import WireError
 from ..base.memory import Pool
 from ..failure.detector import Detector, Progress, Wait
-from ..failure.verdict import Entered, Verdict, who_answers
+from ..failure.verdict import Entered, Verdict, on_leaver, who_answers
 from ..records import recorder
 from ..records.traffic import Traffic
 from ..rendezvous.machine import host_name
@@ -47,6 +47,7 @@ from .wires import Wires, is_of_a_signal, verdict_on, verdict_on_exception
 from .worker import Worker
 
 T = TypeVar("T")
+Join = Callable[[tuple[int, ...], str, "Session"], "Session"]
 
 _log = logging.getLogger("weft")
 
@@ -111,7 +112,7 @@ class Session:
         *,
         detector: Detector | None,
         memory: Pool,
-        join: Callable[[tuple[int, ...], str], Session],
+        join: Join,
         machine: str | None = None,
         registered: str = "",
     ) -> None:
@@ -122,7 +123,8 @@ class Session:
             hosts: for each rank the name of its host.
             detector: beside the wires; it is closed with the session. None: there are no peers.
             memory: where workspaces are leased from, if not from the wire.
-            join: joins some of the ranks, of which this one is one, given these and a name.
+            join: joins some of the ranks, of which this one is one, given these, a name, and the
+                session that they are in.
             machine: the name of this rank's machine; None: of that which it runs on.
             registered: the name by which a program or a package registered the wire; "": it is one
                 of weft's own.
@@ -148,7 +150,7 @@ class Session:
         self.states: dict[tuple[tuple[int, ...], Route], dict[str, Any]] = {}
         self.closed = False
         self._broken: Verdict | None = None  # what every use raises; None: nobody has met it yet
-        self._join: Callable[[tuple[int, ...], str], Session] | None = join
+        self._join: Join | None = join
         self._splits = 0  # how often `split` was called, equally often on all ranks
         self.line: Session | None = None
         self._lock = threading.Lock()  # held while the route of a device is made
@@ -291,7 +293,7 @@ class Session:
         Every rank calls it, with the same distinct ranks, after `count_split`.
 
         Raises:
-            WireError: somebody did not come in time.
+            WireError: somebody did not come in time, died or left.
         """
         if self.rank not in ranks:
             return None
@@ -300,10 +302,30 @@ class Session:
     def _part(self, ranks: tuple[int, ...], name: str) -> Session:
         """A session of some of the ranks, this one among them; collective among these."""
         assert self._join is not None  # else it is closed
-        session = self._join(ranks, name)
+        session = self._join(ranks, name, self)
         session.name = f"{self.name}/{name}"
         session.global_ranks = tuple(self.global_ranks[rank] for rank in ranks)
         return session
+
+    def look_for(self, ranks: Sequence[int]) -> None:
+        """Raise a WireError if one of these ranks died or left, for whom this rank waits."""
+        detector = self.detector
+        assert detector is not None  # else nobody is waited for
+        leaver = next((rank for rank in ranks if rank in detector.leavers), None)
+        if leaver is not None:
+            detector.settle(on_leaver(leaver, detector.leavers[leaver]))
+        if detector.verdict is not None and detector.verdict.culprit in ranks:
+            self.check()
+
+    def places_of(self, ranks: Collection[int]) -> str:
+        """Where some peers are, which are asked, as a clause; "": none of them answers."""
+        places = {} if self.detector is None else self.detector.ask_all()
+        texts = [
+            f"rank {self.global_ranks[rank]} {place}"
+            for rank, place in sorted(places.items())
+            if rank in ranks
+        ]
+        return "; ".join(texts)
 
     def add_line(self) -> None:
         """Join the ranks by a second set of connections, unless they are; every rank calls it.

@@ -28,6 +28,9 @@ Late = tuple[int, Callable[[], str]] | None
 """For the line about a slow wait (`weft.init(watch=)`): the rank that waits, and a function that
 says who is missing, or "" if nobody is any more. None: print no line."""
 
+Look = Callable[[], object] | None
+"""Called by who waits, as long as it waits: raises what ends the wait. None: nothing does."""
+
 
 class SilentStoreError(RuntimeError):
     """A store has not answered in time: the process that hosts it is stopped, or cut off."""
@@ -127,7 +130,14 @@ class AnsweringStore:
 
 
 def exchange(
-    store: dist.Store, what: str, own: object, rank: int, size: int, timeout: float, missing: str
+    store: dist.Store,
+    what: str,
+    own: object,
+    rank: int,
+    size: int,
+    timeout: float,
+    missing: str,
+    look: Look = None,
 ) -> list[Any]:
     """Exchange a value between all ranks, as JSON; the values in rank order. Collective.
 
@@ -138,6 +148,7 @@ def exchange(
         rank, size: this rank, and how many there are.
         timeout: seconds in which all must have come.
         missing: what the error says of the others: "did not join".
+        look: as for `has`.
 
     Raises:
         AbsentError: some ranks wrote nothing in time.
@@ -157,7 +168,7 @@ def exchange(
         ranks = absent()
         return f"{names(ranks)} {missing} so far" if ranks else ""
 
-    if not has(space, f"{what}/all", deadline, size, (rank, who_is_absent)):
+    if not has(space, f"{what}/all", deadline, size, (rank, who_is_absent), look):
         ranks = absent()
         if ranks:  # else the last one came just now
             raise AbsentError(ranks, missing)
@@ -170,6 +181,7 @@ def has(
     deadline: float,
     ranks: int,
     late: Late = None,
+    look: Look = None,
 ) -> bool:
     """Wait for a key; whether it was there in time.
 
@@ -182,13 +194,19 @@ def has(
         deadline: by `time.monotonic`.
         ranks: how many may be waiting; with more of them each asks less often.
         late: as for `pauses`.
+        look: called as long as it is not there; raises what ends the wait.
 
     Raises:
         RuntimeError: from the store.
     """
     if not isinstance(store, AnsweringStore):
         store = AnsweringStore(store, deadline)
-    return any(store.check([key]) for _ in pauses(deadline, _SHORTEST, _longest(ranks), late))
+    for _ in pauses(deadline, _SHORTEST, _longest(ranks), late):
+        if store.check([key]):
+            return True
+        if look is not None:
+            look()
+    return False
 
 
 def _longest(ranks: int) -> float:

@@ -136,7 +136,7 @@ class Crew:
         detector.start()
         return detector
 
-    def _join(self, rank: int, ranks: tuple[int, ...], name: str) -> Session:
+    def _join(self, rank: int, ranks: tuple[int, ...], name: str, _parent: Session) -> Session:
         """A rank's session among some ranks; the first of them that comes makes it for all.
 
         Raises:
