@@ -123,9 +123,13 @@ def an_uncaught_error_is_told_as_before() -> None:
         sys.excepthook = mine = lambda *error: before(*error)
     assert sys.excepthook is mine  # of who came later
     sys.excepthook = before
-    with pytest.raises(WeftError, match="backend"):
-        init(backend="none such")
+    init()
+    dist.destroy_process_group()
+    shutdown()
     assert sys.excepthook is before
+    with pytest.raises(ValueError, match="on its way"), init():
+        raise ValueError("on its way")
+    assert sys.excepthook is not before  # for it would be told behind the block
 
 
 def test_an_uncaught_error_is_told_as_before() -> None:

@@ -234,8 +234,10 @@ def shutdown() -> None:
     _choose(None, None)
     running.group.end_with(None)
     running.group.close()
-    if running.made and dist.is_initialized() and dist.group.WORLD is running.process_group:
-        _end_default(running.hook)
+    if running.made:
+        if dist.is_initialized() and dist.group.WORLD is running.process_group:
+            dist.destroy_process_group()
+        _put_back(running.hook)
 
 
 @atexit.register
@@ -304,13 +306,17 @@ def _end_unfinished(group: Group | None, hook: _Hook) -> None:
     if group is not None:
         group.close()
     if dist.is_initialized():
-        _end_default(hook)
+        dist.destroy_process_group()
+    _put_back(hook)
 
 
-def _end_default(hook: _Hook) -> None:
-    """End torch's default group, and the hook that torch has wrapped around this one for it."""
-    dist.destroy_process_group()
-    if sys.excepthook.__module__ == dist.destroy_process_group.__module__:
+def _put_back(hook: _Hook) -> None:
+    """Put back a hook around which torch has wrapped its own, for the default group.
+
+    An error that is on its way, out of `with weft.init()` say, is yet to be told with its rank.
+    """
+    is_torchs = sys.excepthook.__module__ == dist.init_process_group.__module__
+    if is_torchs and sys.exception() is None:
         sys.excepthook = hook
 
 

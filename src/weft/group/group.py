@@ -396,7 +396,7 @@ class Group:
         Raises:
             WeftError: these are not distinct ranks of this group. Only the ranks that gave such a
                 list raise it, and the others wait for them; the next call works.
-            WireError: somebody did not come in time, died or left.
+            WireError: somebody did not come in time, or died.
         """
         if not self._is_view:
             self.session.count_split()

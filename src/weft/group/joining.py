@@ -27,7 +27,7 @@ from ..failure.detector import Detector
 from ..failure.verdict import SAME_ORDER
 from ..rendezvous.address import server_of
 from ..rendezvous.machine import own_host
-from ..rendezvous.store import AnsweringStore, Look, SilentStoreError, has
+from ..rendezvous.store import AnsweringStore, Look, SilentStoreError, has, pauses
 from ..rendezvous.world import own_rank
 from ..wire.factory import Factory, Start, make_wire, seconds_left
 from ..wire.interface import Wire
@@ -35,6 +35,8 @@ from ..wire.registry import is_own, own_wire, wire_alone, wire_names
 from . import choice
 from .group import Group
 from .session import Session
+
+_NEWS = 1.0  # seconds after which what another rank was told is known here, too
 
 Where = Callable[[Sequence[int]], str]
 """Says where ranks are that have not come, as a clause; "": nobody knows."""
@@ -119,9 +121,9 @@ def _join(
 
     def join(ranks: tuple[int, ...], name: str, parent: Session) -> Session:
         def where(absent: Sequence[int]) -> str:
-            return parent.places_of([ranks[each] for each in absent])
+            return ""  # they may be in another split
 
-        own, look = ranks.index(rank), functools.partial(parent.look_for, ranks)
+        own, look = ranks.index(rank), functools.partial(parent.check_on, ranks)
         return _join(space, own, len(ranks), timeout, name, wire, None, where, look)
 
     if size == 1:
@@ -136,6 +138,10 @@ def _join(
     except WireError:  # of `look`
         raise
     except (RuntimeError, OSError) as error:  # of the store, of the sockets
+        if look is not None and not isinstance(error, AbsentError):
+            # who was told first may have ended, and the store with it: the news is on its way
+            for _ in pauses(time.monotonic() + _NEWS, last=0.05):
+                look()
         failure = _why_not_joined(error, store, rank, deadline, timeout, process_group, where)
         if space is not store:  # else the store has not even said how these ranks are called there
             lost = error.ranks if isinstance(error, AbsentError) else [failure[1]]

@@ -288,11 +288,20 @@ def _where(process_group: dist.ProcessGroup, absent: Sequence[int]) -> str:
     if store_of(process_group) is None:
         return "this process group was destroyed meanwhile"
     everyone = dist.get_process_group_ranks(process_group)
-    wanted = [everyone[rank] for rank in absent]
+    wanted = {everyone[rank] for rank in absent}
     for group in [ranks.group for ranks in list(_known.values())]:
-        if group is None or group.closed or not {*group.global_ranks}.issuperset(wanted):
+        if group is None or group.closed or not wanted <= {*group.global_ranks}:
             continue
-        return group.session.places_of([group.global_ranks.index(each) for each in wanted])
+        detector = group.session.detector
+        if detector is None:
+            continue
+        places = detector.ask_all()
+        texts = [
+            f"rank {group.global_ranks[rank]} {place}"
+            for rank, place in sorted(places.items())
+            if group.global_ranks[rank] in wanted
+        ]
+        return "; ".join(texts)
     return ""
 
 

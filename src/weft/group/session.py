@@ -20,7 +20,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from multiprocessing.util import Finalize
 from typing import Any, NoReturn, Protocol, TypeVar
@@ -34,7 +34,7 @@ from ..base.devices import Streams, is_host
 from ..base.errors import WireError
 from ..base.memory import Pool
 from ..failure.detector import Detector, Progress, Wait
-from ..failure.verdict import Entered, Verdict, on_leaver, who_answers
+from ..failure.verdict import Entered, Verdict, who_answers
 from ..records import recorder
 from ..records.traffic import Traffic
 from ..rendezvous.machine import host_name
@@ -293,7 +293,7 @@ class Session:
         Every rank calls it, with the same distinct ranks, after `count_split`.
 
         Raises:
-            WireError: somebody did not come in time, died or left.
+            WireError: somebody did not come in time, or died.
         """
         if self.rank not in ranks:
             return None
@@ -307,25 +307,11 @@ class Session:
         session.global_ranks = tuple(self.global_ranks[rank] for rank in ranks)
         return session
 
-    def look_for(self, ranks: Sequence[int]) -> None:
-        """Raise a WireError if one of these ranks died or left, for whom this rank waits."""
-        detector = self.detector
-        assert detector is not None  # else nobody is waited for
-        leaver = next((rank for rank in ranks if rank in detector.leavers), None)
-        if leaver is not None:
-            detector.settle(on_leaver(leaver, detector.leavers[leaver]))
-        if detector.verdict is not None and detector.verdict.culprit in ranks:
+    def check_on(self, ranks: Sequence[int]) -> None:
+        """Raise the WireError that broke the session, if one of these ranks is to blame."""
+        verdict = None if self.detector is None else self.detector.verdict
+        if verdict is not None and verdict.culprit in ranks:
             self.check()
-
-    def places_of(self, ranks: Collection[int]) -> str:
-        """Where some peers are, which are asked, as a clause; "": none of them answers."""
-        places = {} if self.detector is None else self.detector.ask_all()
-        texts = [
-            f"rank {self.global_ranks[rank]} {place}"
-            for rank, place in sorted(places.items())
-            if rank in ranks
-        ]
-        return "; ".join(texts)
 
     def add_line(self) -> None:
         """Join the ranks by a second set of connections, unless they are; every rank calls it.
@@ -335,8 +321,8 @@ class Session:
         and close, together.
 
         Raises:
-            WireError: this session is broken, or breaks here: somebody did not come in time, or the
-                store is gone.
+            WireError: this session is broken, or breaks here: somebody did not come in time, or
+                died, or the store is gone.
             WeftError: some rank may not open as many files; on every rank, and nothing breaks.
         """
         self.check()
@@ -345,6 +331,7 @@ class Session:
         try:
             line = self._part(tuple(range(self.size)), "line")
         except WireError as error:
+            self.check()  # it may be what ended the wait
             text = str(error).removeprefix(f"rank {self.rank}: ")
             raise self.fail(error.culprit, text) from error
         assert line.detector is not None
