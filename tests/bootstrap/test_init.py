@@ -113,6 +113,10 @@ def test_again_and_again_leaves_nothing_behind(nothing_left) -> None:
                 group.worker.submit("nothing", lambda: None).wait()
 
 
+def fails(*_: object, **__: object) -> None:
+    raise WeftError("on purpose")
+
+
 def an_uncaught_error_is_told_as_before() -> None:
     before = sys.excepthook
     for _ in range(2):
@@ -126,6 +130,11 @@ def an_uncaught_error_is_told_as_before() -> None:
     init()
     dist.destroy_process_group()
     shutdown()
+    assert sys.excepthook is before
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(process_group, "of_group", fails)  # once torch's group is there
+        with pytest.raises(WeftError, match="on purpose"):
+            init()
     assert sys.excepthook is before
     with pytest.raises(ValueError, match="on its way"), init():
         raise ValueError("on its way")

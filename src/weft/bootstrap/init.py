@@ -237,7 +237,8 @@ def shutdown() -> None:
     if running.made:
         if dist.is_initialized() and dist.group.WORLD is running.process_group:
             dist.destroy_process_group()
-        _put_back(running.hook)
+        if sys.exception() is None:  # one on its way out of `with weft.init()` is told by its rank
+            _put_back(running.hook)
 
 
 @atexit.register
@@ -311,12 +312,8 @@ def _end_unfinished(group: Group | None, hook: _Hook) -> None:
 
 
 def _put_back(hook: _Hook) -> None:
-    """Put back a hook around which torch has wrapped its own, for the default group.
-
-    An error that is on its way, out of `with weft.init()` say, is yet to be told with its rank.
-    """
-    is_torchs = sys.excepthook.__module__ == dist.init_process_group.__module__
-    if is_torchs and sys.exception() is None:
+    """Put back a hook around which torch has wrapped its own, for the default group."""
+    if sys.excepthook.__module__ == dist.init_process_group.__module__:
         sys.excepthook = hook
 
 

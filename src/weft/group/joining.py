@@ -123,8 +123,9 @@ def _join(
         def where(absent: Sequence[int]) -> str:
             return ""  # they may be in another split
 
-        own, look = ranks.index(rank), functools.partial(parent.check_on, ranks)
-        return _join(space, own, len(ranks), timeout, name, wire, None, where, look)
+        own = ranks.index(rank)
+        gone = functools.partial(parent.check_on, ranks)
+        return _join(space, own, len(ranks), timeout, name, wire, None, where, gone)
 
     if size == 1:
         if isinstance(factory, str):
