@@ -111,8 +111,9 @@ def test_what_is_in_force_is_a_table():
     assert rows[1:] == [[each.name, each.value, each.source] for each in config.settings]
 
 
-def test_everything_is_escaped_and_in_the_colours_of_the_page(explanations, monkeypatch):
+def test_everything_is_escaped_and_in_the_colours_of_the_page(explanations, monkeypatch, tmp_path):
     nasty = "<script>alert('&')</script>"
+    monkeypatch.chdir(tmp_path)  # where the cache is made, whose name is no absolute path
     monkeypatch.setenv("WEFT_CACHE_DIR", nasty)
     said = dataclasses.replace(explanations[0], device=nasty)
     pages = [weft.config()._repr_html_(), said._repr_html_()]
