@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 import weakref
+from collections.abc import Sequence
 from contextlib import ExitStack
 
 import pytest
@@ -94,7 +95,9 @@ class LateLinks:
 class Peers:
     """Ranks 1 and 2 of three, as rank 0 sees them."""
 
-    def __init__(self, stack: ExitStack, timeout: float) -> None:
+    def __init__(
+        self, stack: ExitStack, timeout: float, global_ranks: Sequence[int] | None
+    ) -> None:
         self.ends: dict[int, socket.socket] = {}
         mesh = {}
         for peer in (1, 2):
@@ -106,7 +109,7 @@ class Peers:
         self.unread = {1: b"", 2: b""}
         self.fault: Verdict | None = None  # what rank 0 is sure of
         self.links = LateLinks(SocketLinks(mesh))
-        self.watch = Detector(0, timeout, self.links)
+        self.watch = Detector(0, timeout, self.links, global_ranks=global_ranks)
         self.watch.start()
         self.watch.progress = lambda: lambda: Progress(7, "barrier", HISTORY[-1])
         self.watch.history = HISTORY
@@ -139,7 +142,7 @@ class Peers:
 @pytest.fixture
 def peers():
     with ExitStack() as stack:
-        yield lambda timeout=20.0: Peers(stack, timeout)
+        yield lambda timeout=20.0, global_ranks=None: Peers(stack, timeout, global_ranks)
 
 
 def test_the_end_of_a_socket_is_a_death_that_all_hear_of(peers):
@@ -151,6 +154,16 @@ def test_the_end_of_a_socket_is_a_death_that_all_hear_of(peers):
     assert three.watch.verdict == Verdict(2, "rank 2 died"), "the first wins"
     three.watch.close()
     assert len(three.cuts) == 1
+
+
+def test_a_verdict_says_which_rank_of_the_job_is_to_blame_here_and_in_the_log(peers, caplog):
+    three = peers(global_ranks=[4, 6, 9])
+    three.ends[2].close()
+    remedy = "start the group again (rank 2 of this group is rank 9 of the job)"
+    assert three.settled() == Verdict(2, "rank 2 died", remedy)
+    assert three.hear(1) == {"verdict": [2, "rank 2 died"]}
+    until(lambda: caplog.messages)
+    assert caplog.messages == [f"rank 0: rank 2 died; {remedy}"]
 
 
 def test_a_reset_is_a_death(peers):
@@ -495,7 +508,7 @@ def test_a_failed_call_of_another_library_is_explained_by_who_is_silent(peers, s
         if said:
             three.say(2, **said, to=asked)
     thread.join(10.0)
-    assert told == [found and Verdict(2, found)]
+    assert [each and (each.culprit, each.text) for each in told] == [found and (2, found)]
     assert three.watch.verdict == told[0]
 
 
@@ -520,7 +533,7 @@ def test_a_round_that_is_late_is_not_explained_by_one_that_left_when_it_was_thro
     if found is None:
         three.say(1, here=place(7, "barrier"), to=three.hear(1)["ask"])
     thread.join(10.0)
-    assert told == [found and Verdict(2, found)]
+    assert [each and (each.culprit, each.text) for each in told] == [found and (2, found)]
 
 
 @pytest.mark.parametrize(
@@ -555,7 +568,7 @@ def test_a_round_that_failed_is_explained_by_one_that_left_before_it_was_through
 
 def test_closing_says_goodbye_and_leaves_nothing(peers, nothing_left):
     with nothing_left(), ExitStack() as stack:
-        three = Peers(stack, 20.0)
+        three = Peers(stack, 20.0, None)
         three.watch.close()
         three.watch.close()
         calls, doing, awaits, _, raised, at, awaited, entered, *rest = three.hear(1)["bye"]

@@ -1,26 +1,32 @@
-"""Who waits to be joined is told if a rank dies: in a split, and with a line."""
+"""Who waits to be joined is told if a rank dies or leaves: in a split, and with a line."""
 
 from __future__ import annotations
 
 import pytest
 
 import weft
-from weft.testing import processes
+from weft.testing import processes, run, spmd
 from weft.testing.pace import patient
 
 RANK = """
 import json, os, signal, sys, weft
-place, joins = sys.argv[1:]
+place, joins, end = sys.argv[1:]
 group = weft.init(rendezvous=place, timeout=1000.0)
 try:
     weft.barrier()  # another rank may be in it yet, and is told there
     if group.rank == 2:
         print(json.dumps({"at": 0.0}), flush=True)
-        os.kill(os.getpid(), signal.SIGKILL)
+        if end == "died":
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise ValueError("no data")
     elif joins == "add_line":
         group.add_line()
-    else:
+    elif joins == "split":
         group.split([2, 1, 0])
+    elif group.rank == 1:
+        group.split([0, 1])
+    else:
+        weft.barrier()  # before its split, which is refused
 except weft.WireError as error:
     print(json.dumps({"text": str(error), "culprit": error.culprit}))
 sys.stdout.flush()
@@ -28,26 +34,58 @@ os._exit(0)
 """
 
 
-@pytest.mark.parametrize("joins", ["split", "add_line"])
+@pytest.mark.parametrize("end", ["died", "left, after it raised (ValueError: no data)"])
+@pytest.mark.parametrize("joins", ["split", "add_line", "split without it"])
 @pytest.mark.parametrize("kind", ["file", "tcp"])
-def test_who_waits_for_a_rank_that_died_is_told_at_once(survivors, tmp_path, port, kind, joins):
+def test_who_waits_for_a_rank_that_is_gone_is_told_so_at_once(
+    survivors, tmp_path, port, kind, joins, end
+):
     """Also where the store ends with the rank that was told first."""
     place = f"file://{tmp_path}/place" if kind == "file" else f"tcp://127.0.0.1:{port}"
-    _, printed = survivors(RANK, (place, joins), [{}] * 3, 2)
+    _, printed = survivors(RANK, (place, joins, end), [{}] * 3, 2)
     for rank, (said,) in printed.items():
-        assert said["text"].startswith(f"rank {rank}: rank 2 died"), said
+        assert said["text"].startswith(f"rank {rank}: rank 2 {end}"), said
+        assert said["text"].endswith("; start the group again")
         assert said["culprit"] == 2
 
 
 def splits_unlike_the_other():
     with weft.init(timeout=patient(5.0)) as group:
         if group.rank > 0:
-            with pytest.raises(weft.WireError, match="rank 1 did not join") as caught:
+            with pytest.raises(weft.WireError, match=r"rank 1 (did not join|left)") as caught:
                 group.split([1, 2] if group.rank == 1 else [2, 1])
             return str(caught.value)
-        return "and that all ranks make their calls in the same order"
+        return "that all ranks make their calls in the same order"
 
 
 def test_who_is_split_otherwise_is_told_of_the_order():
     remedy, *said = processes(3, splits_unlike_the_other)
     assert all(remedy in each for each in said)
+
+
+def breaks_a_part(group):
+    part = group.split([3, 2, 1])
+    if part is None:
+        return ""
+    if group.rank == 2:
+        part.session.abort("no data")
+    with pytest.raises(weft.WireError, match=r"rank 1 gave up: no data") as caught:
+        while True:
+            weft.barrier(group=part)
+    assert caught.value.culprit == 1
+    return str(caught.value)
+
+
+def test_an_error_of_a_part_says_which_rank_of_the_job_is_to_blame():
+    told = run(4, breaks_a_part)
+    for text in told[1:]:
+        assert text.endswith("start the group again (rank 1 of this group is rank 2 of the job)")
+
+
+@spmd(2, 3)
+def test_a_part_and_a_line_wait_as_long_as_their_group_does_by_now(group):
+    with group.split(range(group.size)) as own:
+        own.session.set_timeout(41.0)
+        own.add_line()
+        with own.split([1, 0]) or own as part:
+            assert (part.timeout, own.line.timeout) == (41.0, 41.0)

@@ -49,8 +49,9 @@ def register(
         algorithm: of `weft.sparse_all_reduce`: "auto" or a registered name.
         wire_dtype: None, or `torch.bfloat16`, `torch.float16` or `torch.float32`: dense and sparse
             gradients of wider floating-point dtypes are sent in this dtype (lossy:
-            docs/wire-dtype.md has the error bound, which is that of `weft.sync_grads`). With
-            `torch.float32`, sparse gradients of half precision are rounded only in the result.
+            docs/wire-dtype.md has the error bound, which is that of `weft.sync_grads`), but for
+            complex ones. With `torch.float32`, sparse gradients of half precision are rounded only
+            in the result.
 
     Returns:
         The hook's state; `state.calls` has the records of the last calls.

@@ -53,8 +53,8 @@ class State:
             group: the model's group; None: torch.distributed's default group.
             algorithm: of `weft.sparse_all_reduce`.
             wire_dtype: the dtype in which gradients of wider floating-point dtypes are sent, dense
-                and sparse; None: their own. It must be the same on every rank; weft compares it
-                once.
+                and sparse, but not complex ones; None: their own. It must be the same on every
+                rank; weft compares it once.
         """
         self._handle = group
         self.joined: Group | None = None  # the group as weft's, once the first use has made it

@@ -97,8 +97,9 @@ class TopK(State):
                 consecutive entries of the flattened gradient, the same number in each, as in
                 SparseLoCo (arXiv 2508.15706), which has 4096.
             wire_dtype: None, or `torch.bfloat16`, `torch.float16` or `torch.float32`: entries of
-                wider dtypes are sent in this dtype. The residual keeps the rounding error of what
-                this rank sends, but not that of the mean, which is rounded, too.
+                wider dtypes are sent in this dtype, also the two parts of complex ones. The
+                residual keeps the rounding error of what this rank sends, but not that of the mean,
+                which is rounded, too.
             group: the model's process group, or a Group; None: torch.distributed's default group.
             algorithm: of `weft.sparse_all_reduce`: "auto" or a registered name. With
                 `total_density`, which has a schedule of its own, "auto".

@@ -36,7 +36,16 @@ from ..wire import factory
 from . import last_error
 from .links import LONGEST, ControlLinks, News
 from .messages import Message, line_of, parse, place_of, values_of
-from .verdict import Entered, Place, Verdict, in_crossed_calls, judge, leaver_to_blame, on_leaver
+from .verdict import (
+    Entered,
+    Place,
+    Verdict,
+    in_crossed_calls,
+    in_the_job,
+    judge,
+    leaver_to_blame,
+    on_leaver,
+)
 
 EXCHANGED = 1 + factory.EXCHANGED
 """Bytes that may be exchanged at once: one that says what they are, and a factory's."""
@@ -114,6 +123,7 @@ class Detector:
         links: ControlLinks,
         slow: float = math.inf,
         thread: Callable[[], int | None] | None = None,
+        global_ranks: Sequence[int] | None = None,
     ) -> None:
         """Start reading the links.
 
@@ -124,6 +134,7 @@ class Detector:
             slow: seconds of a wait after which a line about it is printed, once.
             thread: of a rank that is a thread: which one; None: that is not known yet. Without it
                 the rank is this process. Then a verdict goes to the log, too.
+            global_ranks: as for a `Session`.
         """
         self.rank = rank
         self.timeout = timeout
@@ -142,6 +153,7 @@ class Detector:
         self._find_fault: Callable[[], Verdict | None] = lambda: None
         self._thread = thread
         self._peers = tuple(links.peers())  # all of them, also those that are gone since
+        self._global_ranks = global_ranks
         self._rests = dict.fromkeys(self._peers, b"")  # what came of a line that is not complete
         self._lock = threading.RLock()
         self._settled = Latch()
@@ -197,13 +209,16 @@ class Detector:
 
         Args:
             verdict: to break it by.
-            is_told: whether the log and the record have it already.
+            is_told: whether the log and the record have it already, from a session of these ranks.
         """
         with self._lock:
             # where an interrupt has ended this in its middle, the same thread does all of it again
             if self.verdict is not None and self._settling != threading.get_ident():
                 return self.verdict
             self._settling = threading.get_ident()
+            if self.verdict is None and not is_told:
+                numbers = in_the_job(self._global_ranks, verdict.culprit)
+                verdict = replace(verdict, remedy=f"{verdict.remedy}{numbers}")
             verdict = self.verdict or verdict
             self.verdict = verdict
             if self._closed:
@@ -219,7 +234,7 @@ class Detector:
         with contextlib.suppress(Exception):  # of a handler: who waits raises what matters more
             recorder.write(verdict.text)
             if self._thread is None:
-                _log.error("rank %d: %s", self.rank, verdict.text)
+                _log.error("%s", verdict.error(self.rank))
         return verdict
 
     def exchange(self, data: bytes, until: float | None = None) -> list[bytes]:

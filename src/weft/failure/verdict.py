@@ -22,6 +22,8 @@ REMEMBERED = 8
 SAME_ORDER = "all ranks make their calls in the same order, whichever groups they are on"
 """What a rank is told of a call that does not go on while a rank is in one of another group."""
 
+_AGAIN = "start the group again"
+
 _SAME_CALLS = "all ranks must make the same calls in the same order"
 
 
@@ -37,7 +39,7 @@ class Verdict:
 
     culprit: int | None
     text: str
-    remedy: str = "start the group again"
+    remedy: str = _AGAIN
 
     def error(self, rank: int) -> WireError:
         """What a rank raises on account of it: the same text each time."""
@@ -134,7 +136,9 @@ def after(raised: str) -> str:
 
 def on_leaver(rank: int, left: Place) -> Verdict:
     """The verdict on a rank that left while others waited for it, perhaps after an error."""
-    return Verdict(rank, f"rank {rank} left{after(left.raised)}")
+    if left.raised:
+        return Verdict(rank, f"rank {rank} left{after(left.raised)}")
+    return Verdict(rank, f"rank {rank} left", f"see that {SAME_ORDER}, and {_AGAIN}")
 
 
 def leaver_to_blame(
@@ -159,6 +163,26 @@ def leaver_to_blame(
         if left.raised or is_inside or _has_not_entered(left, call):
             return rank
     return None
+
+
+def in_the_job(ranks: Sequence[int] | None, culprit: int | None) -> str:
+    """How the ranks that a text names are numbered in the job, as its end; "": as in the text.
+
+    Args:
+        ranks: of the group, by their numbers in the job; None: these are the same.
+        culprit: the rank to blame, by its number in the group, or None.
+
+    Example:
+        >>> in_the_job([4, 6], 1)
+        ' (rank 1 of this group is rank 6 of the job)'
+        >>> in_the_job([4, 6], None), in_the_job([0, 1], None)
+        (' (this group has ranks 4 and 6 of the job)', '')
+    """
+    if ranks is None or [*ranks] == [*range(len(ranks))]:
+        return ""
+    if culprit is None:
+        return f" (this group has {_some(ranks)} of the job)"
+    return f" (rank {culprit} of this group is rank {ranks[culprit]} of the job)"
 
 
 def who_answers(leavers: Mapping[int, Place]) -> str:

@@ -13,7 +13,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -22,9 +22,9 @@ from ..base import watch
 from ..base.arguments import LONGEST, wrong_timeout
 from ..base.errors import AbsentError, WeftError, WireError, there_are
 from ..base.memory import Pool
-from ..failure.control import HELD_UP, NotJoinedError, join_links
+from ..failure.control import HELD_UP, Joined, NotJoinedError, join_links
 from ..failure.detector import Detector
-from ..failure.verdict import SAME_ORDER
+from ..failure.verdict import SAME_ORDER, in_the_job
 from ..rendezvous.address import server_of
 from ..rendezvous.machine import own_host
 from ..rendezvous.store import AnsweringStore, Look, SilentStoreError, has, pauses
@@ -52,6 +52,7 @@ def connect(
     wire: str | None = None,
     process_group: dist.ProcessGroup | None = None,
     where: Where | None = None,
+    global_ranks: Sequence[int] | None = None,
 ) -> Group:
     """Join ranks that share a store into a group; collective, all with the same name.
 
@@ -70,6 +71,7 @@ def connect(
             payloads alone, and "tcp" the openings, or what carries the control links.
         process_group: torch's, that the group is made for; for wires that use it.
         where: asked for ranks that did not come. None: they can be nowhere but on their way.
+        global_ranks: the ranks, by their numbers in the job; None: these are the same.
 
     Raises:
         WeftError: the rank is none of them, or the timeout no number of seconds; or, on every rank:
@@ -89,101 +91,222 @@ def connect(
     if error := wrong_timeout(timeout):
         raise WeftError(f"rank {rank}: {error}")
     timeout = min(timeout, LONGEST)
-    return Group(
-        _join(store, rank, size, timeout, name, wire or choice.wire_name(), process_group, where)
+    joining = _Joining(
+        store=store,
+        rank=rank,
+        ranks=range(size) if global_ranks is None else global_ranks,
+        timeout=timeout,
+        deadline=time.monotonic() + timeout,
+        name=name,
+        wire=wire or choice.wire_name(),
+        process_group=process_group,
+        where=where,
     )
+    return Group(joining.session())
 
 
-def _join(
-    store: dist.Store,
-    rank: int,
-    size: int,
-    timeout: float,
-    name: str,
-    wire: str,
-    process_group: dist.ProcessGroup | None,
-    where: Where | None,
-    look: Look = None,
-) -> Session:
-    """This rank's end of a new session; the arguments and errors are those of `connect`.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Joining:
+    """One rank that is being joined to others; collective. All raise what `connect` raises.
 
-    `look` is that of `join_links`.
+    Attributes:
+        ranks: all of them, by their numbers in the job.
+        deadline: when joining as a whole is over, by `time.monotonic`.
+        look: that of `join_links`.
+        store, rank, timeout, name, wire, process_group, where: as for `connect`.
     """
-    factory: Factory | str
-    try:
-        factory = choice.factory_of(wire)
-        slow = watch.chosen()
-    except WeftError as error:
-        factory = str(error)  # which all ranks raise, once they have met
-    deadline = time.monotonic() + timeout
-    memory = Pool()
-    space = store  # later: the part of it that these ranks have, where splits meet, too
 
-    def join(ranks: tuple[int, ...], name: str, parent: Session) -> Session:
-        def where(absent: Sequence[int]) -> str:
-            return ""  # they may be in another split
+    store: dist.Store
+    rank: int
+    ranks: Sequence[int]
+    timeout: float
+    deadline: float
+    name: str
+    wire: str
+    process_group: dist.ProcessGroup | None
+    where: Where | None
+    look: Look = None
 
-        own = ranks.index(rank)
-        gone = functools.partial(parent.check_on, ranks)
-        return _join(space, own, len(ranks), timeout, name, wire, None, where, gone)
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
 
-    if size == 1:
+    def session(self) -> Session:
+        """This rank's end of a new session."""
+        factory: Factory | str
+        try:
+            factory = choice.factory_of(self.wire)
+            slow = watch.chosen()
+        except WeftError as error:
+            factory = str(error)  # which all ranks raise, once they have met
+        if self.size == 1:
+            return self._session_alone(factory)
+        space, joined = self._meet(factory)
+        assert not isinstance(factory, str)  # else every rank has raised that
+        memory = Pool()
+        detector = Detector(self.rank, self.timeout, joined.links, slow, global_ranks=self.ranks)
+        start = Start(
+            rank=self.rank,
+            size=self.size,
+            device=torch.device("cpu"),
+            timeout=seconds_left(self.deadline),
+            host=joined.hosts[self.rank],
+            exchange=functools.partial(detector.exchange, until=self.deadline),
+            memory=memory,
+            process_group=self.process_group,
+            store=dist.PrefixStore("wire", space),
+        )
+        try:
+            detector.start()
+            openings, payloads = _make_wires(
+                self.wire, factory, joined.carrier or "tcp", start, detector.early, self.deadline
+            )
+        except BaseException:
+            detector.close()
+            raise
+        registered = "" if is_own(factory) else self.wire  # errors need not name weft's own
+        session = Session(
+            openings,
+            self.timeout,
+            joined.hosts,
+            detector=detector,
+            memory=memory,
+            join=functools.partial(_join_part, space, self.wire),
+            registered=registered if payloads is None else "",
+            global_ranks=self.ranks,
+        )
+        if payloads is not None:
+            session.carry_payloads(payloads, self.wire, registered)
+        return session
+
+    def _session_alone(self, factory: Factory | str) -> Session:
+        """The session of one rank, which opens nothing."""
         if isinstance(factory, str):
             raise WeftError(f"{own_rank()}{factory}")
-        alone = wire_alone(memory)
-        return Session(alone, timeout, [own_host()], detector=None, memory=memory, join=join)
-    try:
-        generation = AnsweringStore(store, deadline).add(f"weft/{name}/{rank}", 1)
-        space = dist.PrefixStore(f"weft/{name}/{generation}", store)
-        joined = join_links(space, rank, size, timeout, wire, factory, look)
-    except WireError:  # of `look`
-        raise
-    except (RuntimeError, OSError) as error:  # of the store, of the sockets
-        if look is not None and not isinstance(error, AbsentError):
-            # who was told first may have ended, and the store with it: the news is on its way
-            for _ in pauses(time.monotonic() + _NEWS, last=0.05):
-                look()
-        failure = _why_not_joined(error, store, rank, deadline, timeout, process_group, where)
-        if space is not store:  # else the store has not even said how these ranks are called there
-            lost = error.ranks if isinstance(error, AbsentError) else [failure[1]]
-            failure = _first_to_fail(space, failure, rank, set(range(size)).difference(lost))
-        why, culprit = failure
-        text = f"rank {rank}: group {name!r} of {size} ranks: {why}"
-        raise WireError(text, rank=rank, culprit=culprit) from error
-    assert not isinstance(factory, str)  # else every rank has raised that
-    detector = Detector(rank, timeout, joined.links, slow)
-    start = Start(
-        rank=rank,
-        size=size,
-        device=torch.device("cpu"),
-        timeout=seconds_left(deadline),
-        host=joined.hosts[rank],
-        exchange=functools.partial(detector.exchange, until=deadline),
-        memory=memory,
-        process_group=process_group,
-        store=dist.PrefixStore("wire", space),
-    )
-    try:
-        detector.start()
-        openings, payloads = _make_wires(
-            wire, factory, joined.carrier or "tcp", start, detector.early, deadline
+        memory = Pool()
+        return Session(
+            wire_alone(memory),
+            self.timeout,
+            [own_host()],
+            detector=None,
+            memory=memory,
+            join=functools.partial(_join_part, self.store, self.wire),
+            global_ranks=self.ranks,
         )
-    except BaseException:
-        detector.close()
-        raise
-    registered = "" if is_own(factory) else wire  # errors need not name weft's own
-    session = Session(
-        openings,
-        timeout,
-        joined.hosts,
-        detector=detector,
-        memory=memory,
-        join=join,
-        registered=registered if payloads is None else "",
+
+    def _meet(self, factory: Factory | str) -> tuple[dist.Store, Joined]:
+        """Meet the others at the store: the part of it that these ranks have, and the links."""
+        space = None
+        try:
+            store = AnsweringStore(self.store, self.deadline)
+            generation = store.add(f"weft/{self.name}/{self.rank}", 1)
+            space = dist.PrefixStore(f"weft/{self.name}/{generation}", self.store)
+            joined = join_links(
+                space, self.rank, self.size, self.timeout, self.wire, factory, self.look
+            )
+        except WireError:  # of `look`
+            raise
+        except (RuntimeError, OSError) as error:  # of the store, of the sockets
+            if not isinstance(error, AbsentError):
+                self._look_for_news()
+            raise self._not_joined(error, space) from error
+        return space, joined
+
+    def _look_for_news(self) -> None:
+        """Raise what ended the store: who was told of it first took the store along."""
+        if self.look is not None:
+            for _ in pauses(time.monotonic() + _NEWS, last=0.05):  # the news is on its way
+                self.look(functools.partial(range, self.size))
+
+    def _not_joined(self, error: Exception, space: dist.Store | None) -> WireError:
+        """What all ranks raise where the store, the sockets or gloo failed.
+
+        `space` is None where the store has not even said how these ranks are called there.
+        """
+        failure = self._why_not_joined(error)
+        if space is not None:
+            lost = error.ranks if isinstance(error, AbsentError) else [failure[1]]
+            failure = self._first_to_fail(space, failure, {*range(self.size)}.difference(lost))
+        why, culprit = failure
+        numbers = in_the_job(self.ranks, culprit)
+        return WireError(
+            f"rank {self.rank}: group {self.name!r} of {self.size} ranks: {why}{numbers}",
+            rank=self.rank,
+            culprit=culprit,
+        )
+
+    def _why_not_joined(self, error: Exception) -> tuple[str, int | None]:
+        """What is said where the store, the sockets or gloo failed, and the rank to blame."""
+        remedy = "; see that all ranks were started and reach each other"
+        late = time.monotonic() - self.deadline
+        if isinstance(error, NotJoinedError):  # it says itself what to do
+            why = str(error) if error.culprit is not None else f"it was not joined: {error}"
+            return why, error.culprit
+        if late > HELD_UP:
+            why = f"rank {self.rank} came {late:.0f} s too late to join it: was it stopped?"
+            return why, self.rank
+        if isinstance(error, AbsentError):
+            why = f"{error} before the timeout of {self.timeout:g} s"
+            if self.where is None:
+                return f"{why}{remedy}", error.ranks[0]
+            if place := self.where(error.ranks):  # they may wait there for one that is here
+                return f"{why}: {place}; see that {SAME_ORDER}", None
+            return f"{why}{remedy}, and that {SAME_ORDER}", error.ranks[0]
+        if isinstance(error, OSError) or server_of(self.store)[0] is None:
+            # not of a store that has a host
+            return f"it was not joined (timeout {self.timeout:g} s): {error}{remedy}", None
+        host, culprit = "the process that hosts it", None
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            host = "the launcher, which hosts it,"
+        elif self.process_group is not None and self.process_group is dist.group.WORLD:
+            # in other groups rank 0 may be another one than the program's
+            host, culprit = "rank 0, which hosts it,", 0
+        if isinstance(error, SilentStoreError):
+            return f"{error}: is {host} stopped or cut off?", culprit
+        said = str(error).splitlines()[0]
+        return (
+            f"the store failed ({said}): has {host} ended, or was this rank stopped meanwhile?",
+            culprit,
+        )
+
+    def _first_to_fail(
+        self, space: dist.Store, failure: tuple[str, int | None], there: Collection[int]
+    ) -> tuple[str, int | None]:
+        """What the first rank said that gave up, which all say; this rank may be the first.
+
+        A rank that goes on after it was stopped finds nobody, and hears by this that it is to
+        blame. Others may give up a moment later, and the store may end with this program: they are
+        waited for.
+        """
+        store = AnsweringStore(space, time.monotonic())
+        with contextlib.suppress(RuntimeError):  # the store may be what failed
+            store.compare_set("failure", "", json.dumps(failure))
+            why, culprit = json.loads(store.get("failure"))
+            failure = why, culprit
+            store.set(f"read/{self.rank}", "")
+            until = time.monotonic() + HELD_UP
+            for each in there:
+                has(store, f"read/{each}", until, len(there))
+        return failure
+
+
+def _join_part(
+    space: dist.Store, wire: str, ranks: tuple[int, ...], name: str, parent: Session
+) -> Session:
+    """A session of some of the ranks of a session, whose part of a store is `space`."""
+    joining = _Joining(
+        store=space,
+        rank=ranks.index(parent.rank),
+        ranks=[parent.global_ranks[rank] for rank in ranks],
+        timeout=parent.timeout,
+        deadline=time.monotonic() + parent.timeout,
+        name=name,
+        wire=wire,
+        process_group=None,
+        where=lambda absent: "",  # they may be in another split
+        look=functools.partial(parent.check_on, ranks),
     )
-    if payloads is not None:
-        session.carry_payloads(payloads, wire, registered)
-    return session
+    return joining.session()
 
 
 def _make_wires(
@@ -232,64 +355,3 @@ def _made_by_all(
             f"{error}; mend it there, or give all ranks another weft.init(wire=) or WEFT_WIRE; "
             f"{there_are(wire_names())}"
         ) from error.__cause__
-
-
-def _why_not_joined(
-    error: Exception,
-    store: dist.Store,
-    rank: int,
-    deadline: float,
-    timeout: float,
-    process_group: dist.ProcessGroup | None,
-    where: Where | None,
-) -> tuple[str, int | None]:
-    """What is said where the store, the sockets or gloo failed, and the rank to blame."""
-    remedy = "; see that all ranks were started and reach each other"
-    late = time.monotonic() - deadline
-    if isinstance(error, NotJoinedError):  # it says itself what to do
-        why = str(error) if error.culprit is not None else f"it was not joined: {error}"
-        return why, error.culprit
-    if late > HELD_UP:
-        return f"rank {rank} came {late:.0f} s too late to join it: was it stopped?", rank
-    if isinstance(error, AbsentError):
-        why = f"{error} before the timeout of {timeout:g} s"
-        if where is None:
-            return f"{why}{remedy}", error.ranks[0]
-        if place := where(error.ranks):  # they may wait there for one that is here
-            return f"{why}: {place}; see that {SAME_ORDER}", None
-        return f"{why}{remedy}, and that {SAME_ORDER}", error.ranks[0]
-    if isinstance(error, OSError) or server_of(store)[0] is None:  # not of a store that has a host
-        return f"it was not joined (timeout {timeout:g} s): {error}{remedy}", None
-    host, culprit = "the process that hosts it", None
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        host = "the launcher, which hosts it,"
-    elif process_group is not None and process_group is dist.group.WORLD:
-        # in other groups rank 0 may be another one than the program's
-        host, culprit = "rank 0, which hosts it,", 0
-    if isinstance(error, SilentStoreError):
-        return f"{error}: is {host} stopped or cut off?", culprit
-    said = str(error).splitlines()[0]
-    return (
-        f"the store failed ({said}): has {host} ended, or was this rank stopped meanwhile?",
-        culprit,
-    )
-
-
-def _first_to_fail(
-    space: dist.Store, failure: tuple[str, int | None], rank: int, there: Collection[int]
-) -> tuple[str, int | None]:
-    """What the first rank said that gave up, which is what all say; this rank may be the first.
-
-    A rank that goes on after it was stopped finds nobody, and hears by this that it is to blame.
-    Others may give up a moment later, and the store may end with this program: they are waited for.
-    """
-    store = AnsweringStore(space, time.monotonic())
-    with contextlib.suppress(RuntimeError):  # the store may be what failed
-        store.compare_set("failure", "", json.dumps(failure))
-        why, culprit = json.loads(store.get("failure"))
-        failure = why, culprit
-        store.set(f"read/{rank}", "")
-        until = time.monotonic() + HELD_UP
-        for each in there:
-            has(store, f"read/{each}", until, len(there))
-    return failure

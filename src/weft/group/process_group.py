@@ -251,6 +251,7 @@ def _new_group(process_group: dist.ProcessGroup, store: dist.Store, timeout: flo
             wire=getattr(process_group, "wire_name", None),
             process_group=process_group,
             where=None if name == "world" else functools.partial(_where, process_group),
+            global_ranks=everyone,
         )
         if store_of(process_group) is None:  # another thread has destroyed it meanwhile
             group.close()
@@ -262,7 +263,6 @@ def _new_group(process_group: dist.ProcessGroup, store: dist.Store, timeout: flo
     joining.close()
     session = group.session
     session.name = recorder.begin(dist.get_rank(), dist.get_world_size(), name)
-    session.global_ranks = everyone
     session.process_group = weakref.ref(process_group)
     return group
 

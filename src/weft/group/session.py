@@ -34,7 +34,7 @@ from ..base.devices import Streams, is_host
 from ..base.errors import WireError
 from ..base.memory import Pool
 from ..failure.detector import Detector, Progress, Wait
-from ..failure.verdict import Entered, Verdict, who_answers
+from ..failure.verdict import Entered, Verdict, on_leaver, who_answers
 from ..records import recorder
 from ..records.traffic import Traffic
 from ..rendezvous.machine import host_name
@@ -115,6 +115,7 @@ class Session:
         join: Join,
         machine: str | None = None,
         registered: str = "",
+        global_ranks: Sequence[int] | None = None,
     ) -> None:
         """
         Args:
@@ -128,6 +129,7 @@ class Session:
             machine: the name of this rank's machine; None: of that which it runs on.
             registered: the name by which a program or a package registered the wire; "": it is one
                 of weft's own.
+            global_ranks: the ranks, by their numbers in the job; None: these are the same.
         """
         self.rank = wire.rank
         self.size = wire.size
@@ -135,7 +137,7 @@ class Session:
         self.hosts = tuple(hosts)
         self.machine = machine or host_name()
         self.name = ""
-        self.global_ranks = tuple(range(wire.size))
+        self.global_ranks = tuple(range(wire.size) if global_ranks is None else global_ranks)
         self.process_group: Callable[[], dist.ProcessGroup | None] = lambda: None
         self.traffic = Traffic(wire.rank)
         self.streams = Streams()
@@ -304,13 +306,25 @@ class Session:
         assert self._join is not None  # else it is closed
         session = self._join(ranks, name, self)
         session.name = f"{self.name}/{name}"
-        session.global_ranks = tuple(self.global_ranks[rank] for rank in ranks)
         return session
 
-    def check_on(self, ranks: Sequence[int]) -> None:
-        """Raise the WireError that broke the session, if one of these ranks is to blame."""
-        verdict = None if self.detector is None else self.detector.verdict
-        if verdict is not None and verdict.culprit in ranks:
+    def check_on(self, ranks: Sequence[int], absent: Callable[[], Sequence[int]]) -> None:
+        """Raise where it is known that ranks will not come to be joined.
+
+        Args:
+            ranks: of a part of the session, which is being joined.
+            absent: finds those that have not come, by their numbers in the part.
+
+        Raises:
+            WireError: one of them left, or the session is broken, which refuses who comes later.
+        """
+        assert self.detector is not None  # since there are peers
+        leavers = self.detector.leavers
+        if self.detector.verdict is None and not any(rank in leavers for rank in ranks):
+            return
+        for rank in (ranks[each] for each in absent()):
+            if rank in leavers:
+                self._settle(on_leaver(rank, leavers[rank]))
             self.check()
 
     def add_line(self) -> None:
@@ -336,7 +350,6 @@ class Session:
             raise self.fail(error.culprit, text) from error
         assert line.detector is not None
         self.line = line
-        line.set_timeout(self.timeout)
         self._break_with(line.detector)
         line._break_with(self.detector)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import json
 import math
 import random
@@ -28,8 +29,9 @@ Late = tuple[int, Callable[[], str]] | None
 """For the line about a slow wait (`weft.init(watch=)`): the rank that waits, and a function that
 says who is missing, or "" if nobody is any more. None: print no line."""
 
-Look = Callable[[], object] | None
-"""Called by who waits, as long as it waits: raises what ends the wait. None: nothing does."""
+Look = Callable[[Callable[[], Sequence[int]]], object] | None
+"""Called by who waits for ranks, as long as it waits, with a function that finds those that have
+not come: raises what ends the wait. None: nothing does."""
 
 
 class SilentStoreError(RuntimeError):
@@ -148,7 +150,7 @@ def exchange(
         rank, size: this rank, and how many there are.
         timeout: seconds in which all must have come.
         missing: what the error says of the others: "did not join".
-        look: as for `has`.
+        look: called as long as not all have come.
 
     Raises:
         AbsentError: some ranks wrote nothing in time.
@@ -168,7 +170,8 @@ def exchange(
         ranks = absent()
         return f"{names(ranks)} {missing} so far" if ranks else ""
 
-    if not has(space, f"{what}/all", deadline, size, (rank, who_is_absent), look):
+    look_again = None if look is None else functools.partial(look, absent)
+    if not has(space, f"{what}/all", deadline, size, (rank, who_is_absent), look_again):
         ranks = absent()
         if ranks:  # else the last one came just now
             raise AbsentError(ranks, missing)
@@ -181,7 +184,7 @@ def has(
     deadline: float,
     ranks: int,
     late: Late = None,
-    look: Look = None,
+    look: Callable[[], object] | None = None,
 ) -> bool:
     """Wait for a key; whether it was there in time.
 

@@ -95,6 +95,7 @@ class Crew:
         timeout: float,
         more_wires: Callable[[Sequence[int]], Sequence[RoomWire]],
         memory: Callable[[], Pool] = Pool,
+        global_ranks: Sequence[int] | None = None,
     ) -> None:
         """
         Args:
@@ -103,12 +104,14 @@ class Crew:
             timeout: seconds that any one wait may last.
             more_wires: makes wires among some of these ranks.
             memory: makes a rank's workspace.
+            global_ranks: the ranks, by their numbers in the job; None: these are the same.
         """
         self._wires = wires
         self._hosts = tuple(hosts)
         self._timeout = timeout
         self._more_wires = more_wires
         self._memory = memory
+        self._global_ranks = range(len(wires)) if global_ranks is None else global_ranks
         self._lock = threading.Lock()
         # by name: the ranks of a part, and those of its sessions that no rank has come for
         self._parts: dict[str, tuple[tuple[int, ...], dict[int, Session]]] = {}
@@ -126,17 +129,18 @@ class Crew:
                 memory=self._memory(),
                 join=functools.partial(self._join, rank),
                 machine=self._hosts[rank],
+                global_ranks=self._global_ranks,
             )
             for rank, wire in enumerate(self._wires)
         ]
 
     def _detector(self, wire: RoomWire, links: QueueLinks, slow: float) -> Detector:
         thread = functools.partial(getattr, wire, "thread")
-        detector = Detector(wire.rank, self._timeout, links, slow, thread)
+        detector = Detector(wire.rank, self._timeout, links, slow, thread, self._global_ranks)
         detector.start()
         return detector
 
-    def _join(self, rank: int, ranks: tuple[int, ...], name: str, _parent: Session) -> Session:
+    def _join(self, rank: int, ranks: tuple[int, ...], name: str, parent: Session) -> Session:
         """A rank's session among some ranks; the first of them that comes makes it for all.
 
         Raises:
@@ -145,7 +149,7 @@ class Crew:
         number, _, _ = name.partition(":")
         with self._lock:
             if number not in self._parts:
-                self._parts[number] = ranks, self._make_part(ranks)
+                self._parts[number] = ranks, self._make_part(ranks, parent.timeout)
             others, sessions = self._parts[number]
         if others != ranks:
             raise WireError(
@@ -156,16 +160,17 @@ class Crew:
             )
         return sessions.pop(ranks.index(rank))
 
-    def _make_part(self, ranks: tuple[int, ...]) -> dict[int, Session]:
+    def _make_part(self, ranks: tuple[int, ...], timeout: float) -> dict[int, Session]:
         wires = self._more_wires(ranks)
         for rank, wire in zip(ranks, wires, strict=True):
             self._wires[rank].add_part(wire, ranks)
         crew = Crew(
             wires,
             [self._hosts[rank] for rank in ranks],
-            self._timeout,
+            timeout,
             lambda inner: self._more_wires([ranks[rank] for rank in inner]),
             self._memory,
+            [self._global_ranks[rank] for rank in ranks],
         )
         return dict(enumerate(crew.sessions()))
 
