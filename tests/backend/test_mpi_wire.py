@@ -171,7 +171,7 @@ PROGRAM = """
 import sys, torch, torch.distributed as dist, weft
 
 for number in range(2):  # MPI goes on; the group is made anew
-    with weft.init("mpi", timeout=30) as group:
+    with weft.init("mpi", timeout=120) as group:
         assert dist.get_backend() == "cpu:weft_mpi" and weft.init("mpi") is group
         total = torch.tensor([group.rank + 1.0])
         dist.all_reduce(total)
@@ -185,7 +185,7 @@ def test_init_under_mpirun(tmp_path, mpirun):
     script = tmp_path / "job.py"
     script.write_text(PROGRAM)
     job = mpirun(2, str(script), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    said, wrong = job.communicate(timeout=patient(55))
+    said, wrong = job.communicate(timeout=patient(180))
     assert job.returncode == 0, wrong
     right = [f"{rank} 2 3.0 [0, 1, 9]" for rank in range(2) for _ in range(2)]
     assert sorted(said.splitlines()) == right
@@ -194,7 +194,7 @@ def test_init_under_mpirun(tmp_path, mpirun):
 APART = """
 import sys, weft
 try:
-    weft.init("mpi", rendezvous=sys.argv[1], timeout=30)
+    weft.init("mpi", rendezvous=sys.argv[1], timeout=120)
 except weft.WeftError as error:
     print(error, flush=True)
 """
@@ -213,6 +213,6 @@ def test_ranks_that_are_apart_in_mpi_say_so(tmp_path, mpirun):
         )
         for rank in range(2)
     ]
-    said = [job.communicate(timeout=patient(55))[0].strip() for job in jobs]
+    said = [job.communicate(timeout=patient(180))[0].strip() for job in jobs]
     assert said[0] == said[1]
     assert "the 2 ranks have the numbers [0, 0] in MPI" in said[0]

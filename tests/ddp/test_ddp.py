@@ -117,7 +117,7 @@ def trained(*sizes: int) -> Callable[[Callable[..., None]], Callable[..., None]]
             meeting = f"file://{tmp_path}/meeting"
             dist.init_process_group("gloo", meeting, rank=group.rank, world_size=group.size)
             try:
-                with init(timeout=20):
+                with init(timeout=60):
                     body(**given)
             finally:
                 dist.destroy_process_group()
@@ -490,7 +490,7 @@ def test_who_fails_is_named_by_all_others(how: str, size: int) -> None:
 
 
 def failing_in_its_second_step(how: str) -> None:
-    with init(timeout=20):
+    with init(timeout=60):
         model = nn.Sequential(nn.Embedding(VOCABULARY, WIDTH, sparse=True), nn.BatchNorm1d(3))
         wrapped = DistributedDataParallel(model)
         ddp.register(wrapped)
@@ -977,7 +977,7 @@ def test_on_an_accelerator_who_fails_in_backward_is_named(sparse: bool) -> None:
 
 
 def failing_as_on_an_accelerator(sparse: bool) -> None:
-    with as_device(), init(timeout=20):
+    with as_device(), init(timeout=60):
         table = nn.EmbeddingBag(VOCABULARY, WIDTH, sparse=sparse)
         wrapped = DistributedDataParallel(table)
         ddp.register(wrapped)

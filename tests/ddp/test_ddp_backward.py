@@ -192,7 +192,7 @@ def all_cells() -> list[Cell]:
 
 
 def try_cells(cells: list[Cell]) -> None:
-    with init(timeout=20):
+    with init(timeout=60):
         for cell in cells:
             with in_case(*cell):
                 check(cell)
@@ -224,7 +224,7 @@ def try_unused(
 ) -> None:
     """On one rank, on the other, on both, in turn; what plain DistributedDataParallel cannot."""
     places = PLACES[-1]
-    with init(timeout=20):
+    with init(timeout=60):
         rank, size = dist.get_rank(), dist.get_world_size()
         turns = itertools.cycle(TOWERS)
         for kept, options, place in itertools.product(KEPT, some_options, places):
@@ -423,7 +423,7 @@ STEPS_OF_CHOICE = (
 
 def try_choices() -> None:
     """None of these uses all tables."""
-    with init(timeout=20):
+    with init(timeout=60):
         rank, size = dist.get_rank(), dist.get_world_size()
         for take_step in STEPS_OF_CHOICE:
             with in_case(take_step.__name__):
@@ -480,7 +480,7 @@ def block() -> tuple[DistributedDataParallel, ddp.State]:
 
 
 def errors_in_blocks() -> None:
-    with init(timeout=20):
+    with init(timeout=60):
         (first, _), (second, state) = block(), block()
         batch = words(0, dist.get_rank())
 
@@ -513,7 +513,7 @@ def errors_in_blocks() -> None:
 
 
 def errors_with_an_unused_table() -> None:
-    with init(timeout=20):
+    with init(timeout=60):
         wrapped = DistributedDataParallel(Choice())
         state = ddp.register(wrapped)
         batch = words(0, dist.get_rank())

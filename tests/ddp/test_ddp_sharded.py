@@ -101,7 +101,7 @@ def test_a_rank_may_come_to_its_table_in_another_order(group, backend, may_branc
     meeting = f"file://{tmp_path}/meeting"
     dist.init_process_group(backend, meeting, rank=group.rank, world_size=group.size)
     try:
-        with weft.init(timeout=20):
+        with weft.init(timeout=60):
             check_training(group.size, may_branch=may_branch)
     finally:
         dist.destroy_process_group()

@@ -75,7 +75,7 @@ def trained(body: Callable[..., None]) -> Callable[..., None]:
         meeting = f"file://{tmp_path}/meeting"
         dist.init_process_group("gloo", meeting, rank=group.rank, world_size=group.size)
         try:
-            with weft.init(timeout=20):
+            with weft.init(timeout=60):
                 body(group, tmp_path, **given)
         finally:
             dist.destroy_process_group()

@@ -508,7 +508,7 @@ def test_a_failed_call_of_another_library_is_explained_by_who_is_silent(peers, s
         if said:
             three.say(2, **said, to=asked)
     thread.join(10.0)
-    assert [each and (each.culprit, each.text) for each in told] == [found and (2, found)]
+    assert told == [found and Verdict(2, found)]
     assert three.watch.verdict == told[0]
 
 
@@ -533,7 +533,7 @@ def test_a_round_that_is_late_is_not_explained_by_one_that_left_when_it_was_thro
     if found is None:
         three.say(1, here=place(7, "barrier"), to=three.hear(1)["ask"])
     thread.join(10.0)
-    assert [each and (each.culprit, each.text) for each in told] == [found and (2, found)]
+    assert told == [found and Verdict(2, found)]
 
 
 @pytest.mark.parametrize(

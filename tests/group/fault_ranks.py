@@ -31,6 +31,7 @@ from weft.group.group import Group
 from weft.group.joining import connect
 from weft.schedules import dense_all_reduce
 
+START = 120.0  # seconds that hosts of a busy machine may take to start
 PAUSE = 1.0  # seconds that a paused rank is stopped
 STEPS = 40
 FAULT = 20  # the step in which it happens
@@ -186,9 +187,9 @@ def rank(scenario: int, fault: str, victim: int, timeout: float) -> None:
         int(os.environ["MASTER_PORT"]) + scenario,
         SIZE,
         is_master=RANK == 0,
-        timeout=timedelta(seconds=30),
+        timeout=timedelta(seconds=START),
     )
-    group = connect(store, RANK, SIZE, 30.0)  # a busy machine takes its time to start
+    group = connect(store, RANK, SIZE, START)
 
     def call(number: int) -> None:
         group.worker.enter(group.global_ranks, group.members, (("call", "sparse_all_reduce"),))

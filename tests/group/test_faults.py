@@ -90,11 +90,11 @@ def output() -> str:
         "--rate",
         "1gbit",
         "--timeout",
-        f"{patient(150.0)}",
+        f"{patient(300.0)}",
     ]
     hosts = [sys.executable, str(HERE / "fault_ranks.py"), json.dumps(SCENARIOS)]
     ran = subprocess.run(
-        [*command, "--", *hosts], capture_output=True, text=True, timeout=patient(170.0)
+        [*command, "--", *hosts], capture_output=True, text=True, timeout=patient(320.0)
     )
     assert ran.returncode == 0, ran.stdout + ran.stderr
     return ran.stdout

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import pathlib
+import re
+import time
+
 import pytest
 
 import weft
+from weft.failure import control
 from weft.testing import processes, run, spmd
 from weft.testing.pace import patient
+from weft.wire.tcp.listener import Listener
 
 RANK = """
 import json, os, signal, sys, weft
@@ -51,16 +57,85 @@ def test_who_waits_for_a_rank_that_is_gone_is_told_so_at_once(
 
 def splits_unlike_the_other():
     with weft.init(timeout=patient(5.0)) as group:
-        if group.rank > 0:
-            with pytest.raises(weft.WireError, match=r"rank 1 (did not join|left)") as caught:
-                group.split([1, 2] if group.rank == 1 else [2, 1])
-            return str(caught.value)
-        return "that all ranks make their calls in the same order"
+        if group.rank == 0:
+            return ""
+        with pytest.raises(weft.WireError) as caught:
+            group.split([1, 2] if group.rank == 1 else [2, 1])
+        return str(caught.value)
 
 
 def test_who_is_split_otherwise_is_told_of_the_order():
-    remedy, *said = processes(3, splits_unlike_the_other)
-    assert all(remedy in each for each in said)
+    """Whoever gives up first; the other one sees it leave, if it is in time."""
+    order = "that all ranks make their calls in the same order, whichever groups they are on"
+    number = r"( \(rank 1 of this group is rank 2 of the job\))?"
+    for text in processes(3, splits_unlike_the_other)[1:]:
+        pattern = f"rank 1 did not join .*{order}{number}$|rank [12] left|too late to join it"
+        assert re.search(pattern, text), text
+
+
+def until(condition):
+    late = time.monotonic() + patient(60.0)
+    while not condition():
+        assert time.monotonic() < late
+        time.sleep(0.01)
+
+
+def splits_as_another_rank_breaks_the_group(late, place):
+    """`late` waits for that: before it comes to be joined, or as the last, in its connecting."""
+    there = pathlib.Path(place)
+    with weft.init(timeout=600.0) as group:
+        own, come, connect = group.session, control.exchange, Listener._connect
+
+        def until_it_broke():
+            there.touch()
+            until(lambda: own.detector.verdict)
+
+        def come_late(*args):
+            until_it_broke()
+            return come(*args)
+
+        def connect_late(listener, rank, peer, *more):
+            if peer == 1:  # it is connected to rank 0 by now
+                until_it_broke()
+            return connect(listener, rank, peer, *more)
+
+        if group.rank == late:
+            control.exchange = come_late if late < 2 else come
+            Listener._connect = connect_late if late == 2 else connect
+        if group.rank == 3:
+            until(there.exists)
+            own.abort("no data")
+            return ""
+        with pytest.raises(weft.WireError) as caught:
+            group.split([0, 1, 2])
+        return str(caught.value)
+
+
+@pytest.mark.parametrize(("late", "safe"), [(0, "0"), (1, "0"), (2, "0"), (0, "1"), (1, "1")])
+def test_who_comes_to_be_joined_as_the_group_breaks_waits_for_nobody(tmp_path, late, safe):
+    place, env = str(tmp_path / "late"), {"WEFT_SAFE": safe}
+    told = processes(4, splits_as_another_rank_breaks_the_group, late, place, env=env)
+    for rank in range(3):
+        assert told[rank] == f"rank {rank}: rank 3 gave up: no data; start the group again"
+
+
+def leaves_as_it_is_connected():
+    def fail(*_):
+        raise ValueError("no data")
+
+    try:
+        with weft.init(timeout=600.0) as group:
+            if group.rank == 2:
+                Listener.connect = fail
+            return group.split([0, 1, 2])
+    except (weft.WireError, ValueError) as error:
+        return str(error)
+
+
+def test_who_is_connected_to_a_rank_that_leaves_is_told_so_at_once():
+    told = processes(3, leaves_as_it_is_connected)
+    left = "rank 2 left, after it raised (ValueError: no data); start the group again"
+    assert told == [f"rank 0: {left}", f"rank 1: {left}", "no data"]
 
 
 def breaks_a_part(group):
@@ -76,8 +151,9 @@ def breaks_a_part(group):
     return str(caught.value)
 
 
-def test_an_error_of_a_part_says_which_rank_of_the_job_is_to_blame():
-    told = run(4, breaks_a_part)
+@pytest.mark.parametrize("on", ["threads", "processes"])
+def test_an_error_of_a_part_says_which_rank_of_the_job_is_to_blame(on):
+    told = run(4, breaks_a_part, on=on)
     for text in told[1:]:
         assert text.endswith("start the group again (rank 1 of this group is rank 2 of the job)")
 

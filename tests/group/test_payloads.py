@@ -309,7 +309,7 @@ import torch.distributed as dist
 from weft.testing import round_wire
 place, victim = sys.argv[1:]
 weft.register_wire("rounds", round_wire)
-group = weft.init(rendezvous=f"file://{place}", timeout=30.0, wire="rounds")
+group = weft.init(rendezvous=f"file://{place}", timeout=120.0, wire="rounds")
 exchange, done, rows = dist.all_to_all_single, [], (torch.arange(50_000), torch.ones(50_000, 8))
 def until(*given, **options):
     done.append(given)

@@ -355,8 +355,8 @@ def test_a_group_that_ranks_join_is_named_where_they_wait_for_each_other_in_two(
     for rank, (text, _) in enumerate(on_processes(2, crossed, str(tmp_path / "at"), False)):
         assert re.search(
             rf"rank {rank}: group '\d' of 2 ranks: rank {1 - rank} did not join before the timeout "
-            rf"of 1 s: rank {1 - rank} (is|.* after it raised .* is) joining group '\d', and in no "
-            rf"call of '.*', at .*test_process_group.py.*; {ORDER}",
+            rf"of 1 s: rank {1 - rank} of the job (is|.* after it raised .* is) joining group "
+            rf"'\d', and in no call of '.*', at .*test_process_group.py.*; {ORDER}",
             text,
         ), text
 

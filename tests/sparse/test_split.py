@@ -403,7 +403,7 @@ RANK = """
 import json, os, signal, sys, time, torch, weft
 from weft.sparse.stages import in_stages
 place, victim, stage = sys.argv[1:]
-group = weft.init(rendezvous=f"file://{place}", timeout=30.0)
+group = weft.init(rendezvous=f"file://{place}", timeout=120.0)
 calls = 0
 def dies_in(here):
     if calls == 2 and here == stage and group.rank == int(victim):

@@ -33,7 +33,7 @@ def wire_of(group):
 
 
 def summed(**options):
-    with weft.init(timeout=20, **options) as group:
+    with weft.init(timeout=60, **options) as group:
         kind = wire_of(group)
         total = torch.tensor([group.rank + 1.0])
         dist.all_reduce(total)

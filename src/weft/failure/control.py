@@ -9,6 +9,7 @@ torch or MPI open carries the bytes of all links.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import json
 import math
@@ -28,7 +29,7 @@ from ..base.memory import Pool
 from ..rendezvous.address import own_address
 from ..rendezvous.machine import own_host
 from ..rendezvous.store import AnsweringStore, Look, exchange, has, pauses
-from ..wire.factory import Factory, Start, seconds_left
+from ..wire.factory import Factory, Start, check_nothing, seconds_left
 from ..wire.registry import carried_sockets, carrier_beside, wire_names
 from ..wire.tcp.listener import CONTROL, STRANGERS, Endpoint, Listener, make_room
 from .links import ControlLinks, SocketLinks
@@ -92,7 +93,7 @@ def join_links(
         timeout: seconds in which all must have come.
         wire: the name of the wire that is to be made over the links.
         factory: what makes it; or why this rank cannot make it, which all ranks then raise.
-        look: called as long as not all have come; raises once one is known not to.
+        look: called until all have come and are connected; raises once one is known not to come.
 
     Raises:
         WeftError: the ranks were asked for different wires; or a rank is in trouble, may not open
@@ -102,6 +103,8 @@ def join_links(
         OSError: from the sockets.
     """
     deadline = time.monotonic() + timeout
+    # a rank that is connected leaves only when all others are, too
+    check = check_nothing if look is None else functools.partial(look, lambda: range(size))
     trouble = factory if isinstance(factory, str) else ""
     carrier = "" if isinstance(factory, str) else carrier_beside(factory)
     if os.environ.get("WEFT_SAFE") == "1":
@@ -125,7 +128,8 @@ def join_links(
         agreed = carriers[0] if carriers else ""
         if not agreed:
             assert listener is not None
-            return Joined(_over_sockets(listener, statements, rank, deadline), hosts, agreed)
+            links = _over_sockets(listener, statements, rank, deadline, check)
+            return Joined(links, hosts, agreed)
     space = dist.PrefixStore("links", store)
     start = Start(
         rank=rank,
@@ -136,6 +140,7 @@ def join_links(
         exchange=_exchange_at(space, rank, size, deadline),
         memory=Pool(),
         store=space,
+        check=check,
     )
     return Joined(_carried(agreed, start), hosts, agreed)
 
@@ -170,14 +175,21 @@ def _names_on_all(store: dist.Store, rank: int, size: int) -> set[str]:
 
 
 def _over_sockets(
-    listener: Listener, statements: Sequence[_Statement], rank: int, deadline: float
+    listener: Listener,
+    statements: Sequence[_Statement],
+    rank: int,
+    deadline: float,
+    check: Callable[[], None],
 ) -> ControlLinks:
-    """Links over a socket to each peer; by the deadline, or an error says who did not come."""
+    """Links over a socket to each peer; by the deadline, or an error says who did not come.
+
+    `check` is called again and again; it raises what ends the wait.
+    """
     peers = {}
     for peer, each in enumerate(statements):
         if peer != rank:
             peers[peer] = Endpoint(**each.endpoint)  # type: ignore[arg-type]  # JSON's values
-    sockets = listener.connect(rank, peers, CONTROL, deadline)
+    sockets = listener.connect(rank, peers, CONTROL, deadline, check)
     for sock in sockets.values():
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER)
         sock.setblocking(False)
@@ -226,7 +238,7 @@ def _carried(agreed: str, start: Start) -> ControlLinks:
     assert start.store is not None
     deadline = time.monotonic() + start.timeout + _LAST
     store = AnsweringStore(start.store, deadline + PATIENCE)
-    roll = RollCall(store, start.rank, start.size)
+    roll = RollCall(store, start.rank, start.size, look=start.check)
     checked = replace(start, check=roll.check)
     carried = roll.hold(lambda: carried_sockets(agreed, checked), deadline)
     return _CarriedLinks(carried.sockets, carried.close)
@@ -270,6 +282,7 @@ class RollCall:
         size: int,
         *,
         step: str = "join the control links",
+        look: Callable[[], None] = check_nothing,
         patience: float | None = None,
         busy_until: float = -math.inf,
     ) -> None:
@@ -279,6 +292,7 @@ class RollCall:
             store: that all ranks share.
             rank, size: this rank, and how many there are.
             step: what the ranks are doing, for errors.
+            look: called as long as this rank waits; raises once one is known not to come.
             patience: seconds in which the others answer; None: `PATIENCE`.
             busy_until: when the others are through with the step at the latest, by
                 `time.monotonic`, if they cannot answer before.
@@ -287,6 +301,7 @@ class RollCall:
         self._rank = rank
         self._size = size
         self._step = step
+        self._look = look
         self._patience = PATIENCE if patience is None else patience
         self._busy_until = busy_until
 
@@ -319,6 +334,7 @@ class RollCall:
 
     def check(self) -> None:
         """Answer a roll call, if there was one, and raise NotJoinedError if a failure was told."""
+        self._look()
         if self._store.check(["roll call"]):
             self._answer()
         if self._store.check(["outcome"]):

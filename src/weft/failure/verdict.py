@@ -22,8 +22,6 @@ REMEMBERED = 8
 SAME_ORDER = "all ranks make their calls in the same order, whichever groups they are on"
 """What a rank is told of a call that does not go on while a rank is in one of another group."""
 
-_AGAIN = "start the group again"
-
 _SAME_CALLS = "all ranks must make the same calls in the same order"
 
 
@@ -39,7 +37,7 @@ class Verdict:
 
     culprit: int | None
     text: str
-    remedy: str = _AGAIN
+    remedy: str = "start the group again"
 
     def error(self, rank: int) -> WireError:
         """What a rank raises on account of it: the same text each time."""
@@ -136,9 +134,7 @@ def after(raised: str) -> str:
 
 def on_leaver(rank: int, left: Place) -> Verdict:
     """The verdict on a rank that left while others waited for it, perhaps after an error."""
-    if left.raised:
-        return Verdict(rank, f"rank {rank} left{after(left.raised)}")
-    return Verdict(rank, f"rank {rank} left", f"see that {SAME_ORDER}, and {_AGAIN}")
+    return Verdict(rank, f"rank {rank} left{after(left.raised)}")
 
 
 def leaver_to_blame(
@@ -166,7 +162,9 @@ def leaver_to_blame(
 
 
 def in_the_job(ranks: Sequence[int] | None, culprit: int | None) -> str:
-    """How the ranks that a text names are numbered in the job, as its end; "": as in the text.
+    """How a group's ranks are numbered in the job, to end a text that names them.
+
+    It is "" where they have the same numbers there, or the culprit has.
 
     Args:
         ranks: of the group, by their numbers in the job; None: these are the same.
@@ -182,6 +180,8 @@ def in_the_job(ranks: Sequence[int] | None, culprit: int | None) -> str:
         return ""
     if culprit is None:
         return f" (this group has {_some(ranks)} of the job)"
+    if ranks[culprit] == culprit:
+        return ""
     return f" (rank {culprit} of this group is rank {ranks[culprit]} of the job)"
 
 

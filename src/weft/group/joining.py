@@ -13,7 +13,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
@@ -96,7 +96,6 @@ def connect(
         rank=rank,
         ranks=range(size) if global_ranks is None else global_ranks,
         timeout=timeout,
-        deadline=time.monotonic() + timeout,
         name=name,
         wire=wire or choice.wire_name(),
         process_group=process_group,
@@ -105,7 +104,7 @@ def connect(
     return Group(joining.session())
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class _Joining:
     """One rank that is being joined to others; collective. All raise what `connect` raises.
 
@@ -120,12 +119,12 @@ class _Joining:
     rank: int
     ranks: Sequence[int]
     timeout: float
-    deadline: float
     name: str
     wire: str
     process_group: dist.ProcessGroup | None
     where: Where | None
     look: Look = None
+    deadline: float = field(init=False)
 
     @property
     def size(self) -> int:
@@ -139,6 +138,7 @@ class _Joining:
             slow = watch.chosen()
         except WeftError as error:
             factory = str(error)  # which all ranks raise, once they have met
+        self.deadline = time.monotonic() + self.timeout  # not before: that may import a package
         if self.size == 1:
             return self._session_alone(factory)
         space, joined = self._meet(factory)
@@ -161,8 +161,10 @@ class _Joining:
             openings, payloads = _make_wires(
                 self.wire, factory, joined.carrier or "tcp", start, detector.early, self.deadline
             )
-        except BaseException:
+        except BaseException as error:
             detector.close()
+            if isinstance(error, WireError):  # of one that has ended because of other news
+                self._look_for_news(error)
             raise
         registered = "" if is_own(factory) else self.wire  # errors need not name weft's own
         session = Session(
@@ -207,16 +209,16 @@ class _Joining:
         except WireError:  # of `look`
             raise
         except (RuntimeError, OSError) as error:  # of the store, of the sockets
-            if not isinstance(error, AbsentError):
-                self._look_for_news()
+            self._look_for_news(error)
             raise self._not_joined(error, space) from error
         return space, joined
 
-    def _look_for_news(self) -> None:
-        """Raise what ended the store: who was told of it first took the store along."""
-        if self.look is not None:
+    def _look_for_news(self, error: Exception) -> None:
+        """Raise what ended a wait too early: who was told of it first went, and took the store."""
+        gone = error.ranks if isinstance(error, AbsentError) else range(self.size)
+        if self.look is not None and time.monotonic() < self.deadline:
             for _ in pauses(time.monotonic() + _NEWS, last=0.05):  # the news is on its way
-                self.look(functools.partial(range, self.size))
+                self.look(lambda: gone)
 
     def _not_joined(self, error: Exception, space: dist.Store | None) -> WireError:
         """What all ranks raise where the store, the sockets or gloo failed.
@@ -299,7 +301,6 @@ def _join_part(
         rank=ranks.index(parent.rank),
         ranks=[parent.global_ranks[rank] for rank in ranks],
         timeout=parent.timeout,
-        deadline=time.monotonic() + parent.timeout,
         name=name,
         wire=wire,
         process_group=None,

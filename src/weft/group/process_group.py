@@ -297,7 +297,7 @@ def _where(process_group: dist.ProcessGroup, absent: Sequence[int]) -> str:
             continue
         places = detector.ask_all()
         texts = [
-            f"rank {group.global_ranks[rank]} {place}"
+            f"rank {group.global_ranks[rank]} of the job {place}"
             for rank, place in sorted(places.items())
             if group.global_ranks[rank] in wanted
         ]

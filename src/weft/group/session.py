@@ -34,7 +34,7 @@ from ..base.devices import Streams, is_host
 from ..base.errors import WireError
 from ..base.memory import Pool
 from ..failure.detector import Detector, Progress, Wait
-from ..failure.verdict import Entered, Verdict, on_leaver, who_answers
+from ..failure.verdict import Entered, Verdict, in_the_job, on_leaver, who_answers
 from ..records import recorder
 from ..records.traffic import Traffic
 from ..rendezvous.machine import host_name
@@ -309,23 +309,22 @@ class Session:
         return session
 
     def check_on(self, ranks: Sequence[int], absent: Callable[[], Sequence[int]]) -> None:
-        """Raise where it is known that ranks will not come to be joined.
+        """Raise where some of its ranks, which are being joined, are known not to come.
 
         Args:
-            ranks: of a part of the session, which is being joined.
-            absent: finds those that have not come, by their numbers in the part.
+            ranks: that are being joined.
+            absent: finds those that have not come, by their places in `ranks`.
 
         Raises:
-            WireError: one of them left, or the session is broken, which refuses who comes later.
+            WireError: one of them has left, or this session is broken, which refuses them.
         """
         assert self.detector is not None  # since there are peers
         leavers = self.detector.leavers
-        if self.detector.verdict is None and not any(rank in leavers for rank in ranks):
-            return
-        for rank in (ranks[each] for each in absent()):
-            if rank in leavers:
-                self._settle(on_leaver(rank, leavers[rank]))
-            self.check()
+        if any(rank in leavers for rank in ranks):
+            for each in absent():
+                if ranks[each] in leavers:
+                    self._settle(on_leaver(ranks[each], leavers[ranks[each]]))
+        self.check()
 
     def add_line(self) -> None:
         """Join the ranks by a second set of connections, unless they are; every rank calls it.
@@ -346,10 +345,12 @@ class Session:
             line = self._part(tuple(range(self.size)), "line")
         except WireError as error:
             self.check()  # it may be what ended the wait
-            text = str(error).removeprefix(f"rank {self.rank}: ")
+            numbers = in_the_job(self.global_ranks, error.culprit)  # which `fail` adds
+            text = str(error).removeprefix(f"rank {self.rank}: ").removesuffix(numbers)
             raise self.fail(error.culprit, text) from error
         assert line.detector is not None
         self.line = line
+        line.set_timeout(self.timeout)  # another thread may have changed it meanwhile
         self._break_with(line.detector)
         line._break_with(self.detector)
 

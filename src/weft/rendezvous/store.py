@@ -29,7 +29,7 @@ Late = tuple[int, Callable[[], str]] | None
 """For the line about a slow wait (`weft.init(watch=)`): the rank that waits, and a function that
 says who is missing, or "" if nobody is any more. None: print no line."""
 
-Look = Callable[[Callable[[], Sequence[int]]], object] | None
+Look = Callable[[Callable[[], Sequence[int]]], None] | None
 """Called by who waits for ranks, as long as it waits, with a function that finds those that have
 not come: raises what ends the wait. None: nothing does."""
 

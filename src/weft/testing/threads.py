@@ -149,7 +149,7 @@ class Crew:
         number, _, _ = name.partition(":")
         with self._lock:
             if number not in self._parts:
-                self._parts[number] = ranks, self._make_part(ranks, parent.timeout)
+                self._parts[number] = ranks, self._make_part(ranks)
             others, sessions = self._parts[number]
         if others != ranks:
             raise WireError(
@@ -158,16 +158,18 @@ class Crew:
                 rank=rank,
                 culprit=rank,
             )
-        return sessions.pop(ranks.index(rank))
+        session = sessions.pop(ranks.index(rank))
+        session.set_timeout(parent.timeout)
+        return session
 
-    def _make_part(self, ranks: tuple[int, ...], timeout: float) -> dict[int, Session]:
+    def _make_part(self, ranks: tuple[int, ...]) -> dict[int, Session]:
         wires = self._more_wires(ranks)
         for rank, wire in zip(ranks, wires, strict=True):
             self._wires[rank].add_part(wire, ranks)
         crew = Crew(
             wires,
             [self._hosts[rank] for rank in ranks],
-            timeout,
+            self._timeout,
             lambda inner: self._more_wires([ranks[rank] for rank in inner]),
             self._memory,
             [self._global_ranks[rank] for rank in ranks],

@@ -47,7 +47,7 @@ from typing import Any
 
 import psutil
 
-from ...base.errors import AbsentError
+from ...base.errors import AbsentError, WireError
 from ..factory import check_nothing
 
 MESSAGES = 0
@@ -144,7 +144,8 @@ class Listener:
             peers: where each other rank listens.
             lane: what the sockets are for.
             deadline: as `time.monotonic` tells it.
-            check: called again and again; raises what is no OSError if somebody will not come.
+            check: called again and again; raises a WireError, or no OSError, if somebody will not
+                come.
             later: ranks that are to connect some time. One that does so now has to come again.
 
         Returns:
@@ -221,6 +222,8 @@ class Listener:
                 attempt = self.attempt(rank, peer, endpoint, lane)
                 _finish(attempt, deadline, check)
                 return attempt.sock
+            except WireError:  # of `check`
+                raise
             except OSError as error:
                 if is_without_files(error):
                     raise
