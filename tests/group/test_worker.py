@@ -389,6 +389,32 @@ def test_a_function_that_raises_ends_no_thread_of_callbacks(caplog):
     assert "a callback of a call failed" in caplog.text
 
 
+def test_who_comes_to_serve_as_the_last_callback_is_taken_leaves_the_next_to_others(monkeypatch):
+    """As on a busy machine, where the thread that watches is stopped before it takes over."""
+    callbacks, goes_on = Callbacks("of this test"), Callbacks._goes_on
+    waits, looked, released, ran = [threading.Event() for _ in range(4)]
+
+    def look_and_come_late(self):
+        if goes_on(self):
+            return True
+        looked.set()
+        released.wait(patient(10))
+        return False
+
+    monkeypatch.setattr(Callbacks, "_goes_on", look_and_come_late)
+    callbacks.prepare()
+    callbacks.run(waits.wait)
+    callbacks.run(released.set)
+    assert looked.wait(patient(10))  # it is going to serve
+    waits.set()
+    watchers = [each for each in threading.enumerate() if each.name == "of this test"][1:]
+    for each in watchers:
+        each.join(patient(10))
+    callbacks.run(ran.set)
+    assert ran.wait(patient(10))
+    assert callbacks.end(patient(10))
+
+
 def test_a_callback_that_has_begun_is_waited_for_at_the_end(group):
     gate, seen = threading.Event(), []
     work = group.worker.submit("job", lambda: 1)

@@ -71,7 +71,8 @@ class Callbacks:
     def _serve(self) -> None:
         """Run what is queued, unless another thread does."""
         me = threading.get_ident()
-        while self._queue and self._serving in (None, me):
+        # also where the queue is empty: others leave it to the thread that `_serving` names
+        while self._serving == me or (self._queue and self._serving is None):
             self._serving = me
             while self._queue and self._serving == me:
                 self._run_first()
