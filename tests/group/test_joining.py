@@ -84,7 +84,7 @@ def splits_as_another_rank_breaks_the_group(late, place):
     """`late` waits for that: before it comes to be joined, or as the last, in its connecting."""
     there = pathlib.Path(place)
     with weft.init(timeout=600.0) as group:
-        own, come, connect = group.session, control.exchange, Listener._connect
+        own, come, attempt = group.session, control.exchange, Listener.attempt
 
         def until_it_broke():
             there.touch()
@@ -94,14 +94,14 @@ def splits_as_another_rank_breaks_the_group(late, place):
             until_it_broke()
             return come(*args)
 
-        def connect_late(listener, rank, peer, *more):
+        def attempt_late(listener, rank, peer, *more):
             if peer == 1:  # it is connected to rank 0 by now
                 until_it_broke()
-            return connect(listener, rank, peer, *more)
+            return attempt(listener, rank, peer, *more)
 
         if group.rank == late:
             control.exchange = come_late if late < 2 else come
-            Listener._connect = connect_late if late == 2 else connect
+            Listener.attempt = attempt_late if late == 2 else attempt
         if group.rank == 3:
             until(there.exists)
             own.abort("no data")

@@ -14,6 +14,7 @@ import sys
 import textwrap
 import threading
 import time
+import types
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -25,6 +26,7 @@ import torch.distributed as dist
 import weft
 from weft.base.arguments import LONGEST
 from weft.base.errors import Error, StillRunning, WeftError, WireError
+from weft.group import callbacks as group_callbacks
 from weft.group.callbacks import Callbacks
 from weft.group.joining import connect
 from weft.group.worker import Work
@@ -391,21 +393,22 @@ def test_a_function_that_raises_ends_no_thread_of_callbacks(caplog):
 
 def test_who_comes_to_serve_as_the_last_callback_is_taken_leaves_the_next_to_others(monkeypatch):
     """As on a busy machine, where the thread that watches is stopped before it takes over."""
-    callbacks, goes_on = Callbacks("of this test"), Callbacks._goes_on
+    callbacks, looks = Callbacks("of this test"), itertools.count()
     waits, looked, released, ran = [threading.Event() for _ in range(4)]
 
-    def look_and_come_late(self):
-        if goes_on(self):
-            return True
+    def monotonic():
+        if next(looks) == 0:
+            return time.monotonic()
         looked.set()
         released.wait(patient(10))
-        return False
+        return math.inf  # it has waited for long enough to serve in the other's place
 
-    monkeypatch.setattr(Callbacks, "_goes_on", look_and_come_late)
+    clock = types.SimpleNamespace(monotonic=monotonic, sleep=time.sleep)
+    monkeypatch.setattr(group_callbacks, "time", clock)
     callbacks.prepare()
     callbacks.run(waits.wait)
     callbacks.run(released.set)
-    assert looked.wait(patient(10))  # it is going to serve
+    assert looked.wait(patient(10))
     waits.set()
     watchers = [each for each in threading.enumerate() if each.name == "of this test"][1:]
     for each in watchers:
