@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 import time
@@ -17,6 +18,7 @@ from weft.base.errors import WeftError, WireError
 from weft.bootstrap import membership
 from weft.bootstrap.membership import Member, check, judge
 from weft.rendezvous.places import Rendezvous
+from weft.rendezvous.store import AnsweringStore
 
 
 def member(rank: int, size: int = 3, **more: object) -> Member:
@@ -176,6 +178,33 @@ def test_one_too_many_hears_it_and_disturbs_nobody(connect: Make) -> None:
 def test_who_is_missing_is_named_to_all(connect: Make) -> None:
     heard = attend(connect, member(0), member(2), timeout=1)
     assert len(set(heard)) == 1
+    assert "WireError: rank 1 did not come to there in time (2 of 3 came, from host" in heard[0]
+
+
+def test_who_stops_as_it_comes_is_named_and_not_those_who_came_after(
+    connect: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between its number in order of arrival and what it says of itself."""
+    stopped, after, write = threading.Event(), threading.Event(), AnsweringStore.set
+
+    def stop(store: AnsweringStore, key: str, value: str) -> None:
+        if key.startswith("member") and json.loads(value)["rank"] == 1:
+            stopped.set()
+            assert after.wait(30.0)
+        write(store, key, value)
+
+    def come_after() -> list[str]:
+        assert stopped.wait(30.0)
+        try:
+            return attend(connect, member(0), member(2), timeout=1)
+        finally:
+            after.set()
+
+    monkeypatch.setattr(AnsweringStore, "set", stop)
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(attend, connect, member(1), timeout=1)
+        heard = pool.submit(come_after).result(60.0)
+        assert [*set(heard)] == first.result(60.0)
     assert "WireError: rank 1 did not come to there in time (2 of 3 came, from host" in heard[0]
 
 

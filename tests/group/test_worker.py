@@ -29,6 +29,7 @@ from weft.base.errors import Error, StillRunning, WeftError, WireError
 from weft.group import callbacks as group_callbacks
 from weft.group.callbacks import Callbacks
 from weft.group.joining import connect
+from weft.group.server import Server
 from weft.group.worker import Work
 from weft.schedules import dense_all_reduce
 from weft.testing import run, spmd, threads
@@ -416,6 +417,25 @@ def test_who_comes_to_serve_as_the_last_callback_is_taken_leaves_the_next_to_oth
     callbacks.run(ran.set)
     assert ran.wait(patient(10))
     assert callbacks.end(patient(10))
+
+
+def test_a_server_that_two_threads_start_is_waited_for(monkeypatch):
+    """The thread that one of them starts finds that of the other, and ends."""
+    server, gate, done = Server("of this test"), threading.Event(), []
+    start = threading.Thread.start
+
+    def start_twice(thread):
+        monkeypatch.setattr(threading.Thread, "start", start)
+        server.start()  # of another thread, which comes in between
+        server.put(lambda: done.append(gate.wait(patient(10))))
+        start(thread)
+        thread.join(0.5)
+
+    monkeypatch.setattr(threading.Thread, "start", start_twice)
+    server.start()
+    assert not server.end(0.1)
+    gate.set()
+    assert server.end(patient(10)) and done == [True]
 
 
 def test_a_callback_that_has_begun_is_waited_for_at_the_end(group):

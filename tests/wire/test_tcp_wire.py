@@ -304,6 +304,38 @@ def test_a_close_while_another_thread_waits_sends_what_was_sent_before(segment):
     assert failures == ["aborted"]
 
 
+def test_what_was_sent_to_another_host_arrives_though_the_peer_sends_to_the_closed_end(far_ends):
+    """By a receive of many bytes it offers room: to whom has closed, which resets a connection."""
+    first, second = far_ends
+    short = connection.EAGER // 2
+    sent = first.post(
+        [(1, torch.full((short,), number, dtype=torch.uint8)) for number in range(40)]
+    )
+    sent.wait(10.0)
+    with ThreadPoolExecutor(1) as pool:
+        closing = pool.submit(first.close)
+        for number in range(40):
+            received = second.post((), [(0, 2 * connection.EAGER)])
+            [message] = received.wait(patient(10.0))
+            assert len(message) == short and int(message[0]) == number
+            received.release()
+            time.sleep(0.01)  # what is on its way is not here at once
+        closing.result(patient(10.0))
+
+
+def test_a_close_ends_though_a_peer_of_another_host_takes_nothing(monkeypatch, far_ends):
+    monkeypatch.setattr(tcp, "LINGER", 0.3)
+    first, _ = far_ends
+    count = 0
+    message = torch.zeros(connection.EAGER // 2, dtype=torch.uint8)
+    while not first.connections[1].unsent:
+        first.post([(1, message)])
+        count += 1
+    began = time.monotonic()
+    first.close()
+    assert time.monotonic() - began < patient(5.0)
+
+
 def test_a_close_while_another_thread_waits_ends_though_the_peer_takes_nothing(monkeypatch):
     monkeypatch.setattr(tcp, "LINGER", 0.3)
     near, far = socket.socketpair()

@@ -340,7 +340,7 @@ def _attend(
     store.set(f"member{arrival}", json.dumps(asdict(mine)))
 
     def late() -> str:
-        came = _read(store)
+        came = _read_all(store)
         if len(came) < mine.size:
             return incomplete(came, mine, meeting.where, "so far").error
         return f"all came to {meeting.where}, and rank 0 has not answered so far"
@@ -348,7 +348,7 @@ def _attend(
     if not judges or store.add("judge", 1) != 1:
         if not has(store, "decision", deadline + LATE, mine.size, (mine.rank, late)):
             # a rank 0 that came and did not decide is gone
-            others = [each for each in _read(store) if each.rank != 0]
+            others = [each for each in _read_all(store) if each.rank != 0]
             return arrival, incomplete(others, mine, meeting.where)
         decision = Decision(**json.loads(store.get("decision")))
         with contextlib.suppress(RuntimeError):  # the store may end once this is counted
@@ -364,7 +364,7 @@ def _attend(
         if found or store.check(["decision"]):  # another rank 0 has begun a new round
             break
     if found is None:
-        found = incomplete(members, mine, meeting.where)
+        found = incomplete(_read_all(store), mine, meeting.where)
     elif found.error:  # all that came raise it
         found = replace(found, came=len(members))
     store.compare_set("decision", "", json.dumps(asdict(replace(found, when=time.time()))))
@@ -375,12 +375,22 @@ def _attend(
 
 
 def _read(store: AnsweringStore, *, after: int = 0) -> list[Member]:
-    """The members in the list, without the first `after`."""
+    """The members in the list, without the first `after`, up to one that is not written yet."""
     found: list[Member] = []
     while store.check([key := f"member{after + len(found) + 1}"]):
-        each = json.loads(store.get(key))
-        found.append(Member(**{**each, "able": tuple(each["able"])}))
+        found.append(_member_at(store, key))
     return found
+
+
+def _read_all(store: AnsweringStore) -> list[Member]:
+    """The members in the list, also behind one that is not written: it has stopped, or died."""
+    keys = [f"member{number + 1}" for number in range(store.add("arrived", 0))]
+    return [_member_at(store, key) for key in keys if store.check([key])]
+
+
+def _member_at(store: AnsweringStore, key: str) -> Member:
+    fields = json.loads(store.get(key))
+    return Member(**{**fields, "able": tuple(fields["able"])})
 
 
 def incomplete(

@@ -493,13 +493,12 @@ class Detector:
         since = self.since  # after `waiting`: of a wait that begins just now it is set first
         now = time.monotonic()
         inquiry = self._inquiry
-        if inquiry is not None:
-            if inquiry.about is not waiting:
-                self._inquiry = None  # that wait is over: all is well
-            elif now >= inquiry.until:
+        if inquiry is not None and inquiry.about is waiting:
+            if now >= inquiry.until:
                 self._inquiry = None
                 self._judge(inquiry)
             return
+        self._inquiry = None  # of a wait that is over: all is well
         is_late = waiting is not None and now >= since + self._patience(waiting)
         if suspect is not None or is_late:
             self._ask(waiting)

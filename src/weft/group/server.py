@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable
 
-from ..base.latch import join
+from ..base.latch import deadline_of, join
 
 
 class Server:
@@ -20,7 +21,7 @@ class Server:
         self._ended = False
         self._queue: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._serving = threading.Lock()  # held for good by the thread that runs the functions
-        self._thread: threading.Thread | None = None
+        self._threads: list[threading.Thread] = []  # all that were started: one of them serves
 
     def start(self) -> None:
         """Start the thread, if nobody has.
@@ -28,11 +29,10 @@ class Server:
         Raises:
             RuntimeError: there is none more for this process.
         """
-        if self._thread is None:
+        if not self._threads:
             thread = threading.Thread(target=self._run, name=self._name, daemon=True)
             thread.start()
-            # only now: where an interrupt came in between, it is unknown whether it has started
-            self._thread = self._thread or thread
+            self._threads.append(thread)  # twice, mostly: an interrupt may come in between
 
     def put(self, do: Callable[[], object]) -> None:
         """Queue a function."""
@@ -42,7 +42,7 @@ class Server:
         """The thread."""
         if not self._serving.acquire(blocking=False):
             return  # another one was started, and serves
-        self._thread = threading.current_thread()
+        self._threads.append(threading.current_thread())
         while not (self._ended and self._queue.empty()):
             self._queue.get()()
 
@@ -50,10 +50,11 @@ class Server:
         """End the thread once the queue is empty; False if that took more than these seconds."""
         self._ended = True
         self._queue.put(_wake)
-        thread = self._thread
-        if thread is None or thread is threading.current_thread():
+        threads = self._threads.copy()
+        if threading.current_thread() in threads:
             return True
-        return join(thread, seconds)
+        until = deadline_of(seconds)
+        return all(join(each, until - time.monotonic()) for each in threads)
 
 
 def _wake() -> None:

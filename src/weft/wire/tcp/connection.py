@@ -60,10 +60,12 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import itertools
 import select
 import socket
 import struct
+import termios
 from collections import defaultdict, deque
 from collections.abc import Callable
 
@@ -647,6 +649,18 @@ class Connection:
         with contextlib.suppress(OSError):
             while dropped < _SHARE and (count := self.sock.recv_into(self._ahead)):
                 dropped += count
+
+    def is_on_its_way(self) -> bool:
+        """Whether the peer's system has not acknowledged all that this socket has taken.
+
+        What a Unix socket takes is the peer's at once.
+        """
+        if self.sock is None or self.lost or self.sock.family == socket.AF_UNIX:
+            return False
+        with contextlib.suppress(OSError):  # the connection has ended
+            (count,) = struct.unpack("i", fcntl.ioctl(self.sock, termios.TIOCOUTQ, bytes(4)))
+            return bool(count)
+        return False
 
     def close(self) -> None:
         """Close the socket, and let go of the memory of all messages under way.

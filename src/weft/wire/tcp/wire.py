@@ -21,7 +21,8 @@ What threads wait for, and how long:
 * `_turn`, which a thread holds in all of its `finish`, asleep or not: so a `release` in another
   thread lasts as long as that wait. A `close` in another thread ends it, once what was sent is
   on its way.
-* `close`: up to `LINGER` until the sockets have taken what was sent, and for the wire's thread.
+* `close`: up to `LINGER` until the systems of all peers have what was sent, and for the wire's
+  thread.
   Where another thread is in a `finish`, that one sends the rest.
 * The wire's thread: until there is something to move, or the wire is closed; with ranks of other
   hosts for `_IDLE_LOOK` at most.
@@ -333,8 +334,8 @@ class TcpWire:
         self.abort(_CLOSED)
         with self._turn:
             try:
-                for link in () if self._is_closed else self.connections.values():
-                    link.discard()
+                if not self._is_closed:
+                    self._let_arrive(until)
             finally:
                 self._release_all()
                 # with `_turn` held: the thread clears it only with `_turn` held
@@ -372,6 +373,22 @@ class TcpWire:
             if seconds <= 0:
                 break
             self._step(seconds)
+
+    def _let_arrive(self, until: float) -> None:
+        """Drop what peers still send, until all has arrived that was sent; with `_turn` held.
+
+        A byte that comes to a closed socket has the system reset the connection, and drop what is
+        on its way to a peer.
+        """
+        for link in self.connections.values():
+            link.discard()
+        while self._failure is _CLOSED and time.monotonic() < until:
+            on_its_way = [link for link in self.connections.values() if link.is_on_its_way()]
+            if not on_its_way:
+                return
+            time.sleep(_TICK)
+            for link in on_its_way:
+                link.discard()
 
     def _has_unsent(self) -> bool:
         """Whether something waits for a socket to take it; with `_turn` held."""
