@@ -6,6 +6,7 @@ That its sums are those of `sync_grads` is in test_sync_grads.
 from __future__ import annotations
 
 import gc
+import threading
 import time
 import weakref
 
@@ -18,7 +19,7 @@ from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 import weft
-from weft.testing import processes, spmd
+from weft.testing import processes, spmd, threads
 
 EVERYWHERE = ("threads", "device", "processes", "torch")
 
@@ -404,3 +405,27 @@ def test_a_module_may_go_with_its_hooks(group, trains):
     del module
     gc.collect()
     assert gone() is None
+
+
+def test_two_threads_of_backward_start_each_bucket_once(monkeypatch):
+    """Autograd has a thread for each device, and a program may have two backwards at a time."""
+    [group] = threads.group(1)
+    model = nn.ModuleList(nn.Linear(2, 2, bias=False) for _ in range(2))
+    weft.overlap_grads(model, average=False, group=group, bucket_bytes=1)
+    submit, started = group.worker.submit, []
+    others = [threading.Thread(target=model[0](torch.ones(1, 2)).sum().backward)]
+
+    def submit_late(name, job):
+        started.append(name)
+        while others:
+            other = others.pop()
+            other.start()
+            other.join(30.0)
+        return submit(name, job)
+
+    monkeypatch.setattr(group.worker, "submit", submit_late)
+    model[1](torch.ones(1, 2)).sum().backward()
+    weft.sync_grads(model, average=False, group=group)
+    assert len(started) == 2
+    assert all(each.grad.tolist() == [[1.0, 1.0]] * 2 for each in model.parameters())
+    group.close()

@@ -630,6 +630,42 @@ def test_a_forked_child_leaves_the_wire_alone():
     on_processes(2, fork)
 
 
+def forks_while_it_is_joined(place):
+    """A thread of rank 0 waits for rank 1, and a child that is forked then calls on the group."""
+    forked, inside = Path(place), threading.Event()
+
+    def connect_and_tell(*args, **options):
+        inside.set()
+        return connect(*args, **options)
+
+    with weft.init(timeout=60.0) as group:
+        pair = dist.new_group([0, 1])
+        if group.rank == 1:
+            while not forked.exists():
+                time.sleep(0.01)
+            weft.barrier(group=pair)
+            return 0
+        process_group.connect = connect_and_tell
+        joins = threading.Thread(target=weft.barrier, kwargs={"group": pair})
+        joins.start()
+        assert inside.wait(30.0)
+        child = os.fork()
+        if child == 0:
+            signal.alarm(20)
+            try:
+                weft.barrier(group=pair)
+            except WeftError as error:
+                os._exit(0 if "forked" in str(error) else 2)
+            os._exit(1)
+        forked.touch()
+        joins.join(60.0)
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def test_a_child_that_is_forked_while_a_thread_joins_is_told_so(tmp_path):
+    assert processes(2, forks_while_it_is_joined, str(tmp_path / "forked")) == [0, 0]
+
+
 def exit_without_close():
     dist.init_process_group("gloo")
     group = of_group(None)

@@ -6,6 +6,7 @@ import contextvars
 import ctypes
 import gc
 import itertools
+import logging
 import math
 import os
 import signal
@@ -30,6 +31,7 @@ from weft.group import callbacks as group_callbacks
 from weft.group.callbacks import Callbacks
 from weft.group.joining import connect
 from weft.group.server import Server
+from weft.group.turns import Turn
 from weft.group.worker import Work
 from weft.schedules import dense_all_reduce
 from weft.testing import run, spmd, threads
@@ -417,6 +419,32 @@ def test_who_comes_to_serve_as_the_last_callback_is_taken_leaves_the_next_to_oth
     callbacks.run(ran.set)
     assert ran.wait(patient(10))
     assert callbacks.end(patient(10))
+
+
+def test_a_log_that_raises_ends_no_thread_of_callbacks():
+    handler = logging.NullHandler()
+    handler.handle = lambda record: [][1]
+    logging.getLogger("weft").addHandler(handler)
+    callbacks, done = Callbacks("of this test"), threading.Event()
+    try:
+        callbacks.prepare()
+        callbacks.run(lambda: [][1])
+        callbacks.run(done.set)
+        assert done.wait(patient(10))
+        assert callbacks.end(patient(10))
+    finally:
+        logging.getLogger("weft").removeHandler(handler)
+
+
+def test_a_call_whose_submit_ends_as_somebody_looks_is_queued():
+    class Frame:
+        """Of a thread that is stopped by nobody: it ends between two looks."""
+
+        def clear(self):
+            turn.thread = None
+
+    turn = Turn("of this test", Frame())
+    assert turn.is_alive()
 
 
 def test_a_server_that_two_threads_start_is_waited_for(monkeypatch):

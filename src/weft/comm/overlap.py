@@ -214,6 +214,7 @@ class Overlap:
         self._callers: dict[str, Tensor | None] = {}
         self._gradients: dict[str, _Seen] = {}  # as backward left them
         self._works: list[Work[_Step]] = []
+        self._claims: dict[int, object] = {}  # by bucket: of the thread that starts it
         self._sums: dict[str, _Seen] = {}
         self._changed: str | None = None  # whose gradient changed after backward had made it
         self._failure: WeftError | None = None  # of a bucket, on every rank
@@ -256,6 +257,9 @@ class Overlap:
     def _start_ready(self) -> None:
         """Start the next buckets, as far as all their gradients are there."""
         while (bucket := len(self._works)) < len(self._buckets) and not self._missing[bucket]:
+            mine = object()
+            if self._claims.setdefault(bucket, mine) is not mine:
+                return  # another thread of backward starts it, and then looks again
             places = {self._synchronised.of[name].device for name in self._from(bucket)}
             devices = [place for place in places if place.type != "cpu"] or [torch.device("cpu")]
             if len(devices) > 1:

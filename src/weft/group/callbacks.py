@@ -74,10 +74,12 @@ class Callbacks:
         # also where the queue is empty: others leave it to the thread that `_serving` names
         while self._serving == me or (self._queue and self._serving is None):
             self._serving = me
-            while self._queue and self._serving == me:
-                self._run_first()
-            if self._serving == me:
-                self._serving = None  # then looks again: who came before has left it to this
+            try:
+                while self._queue and self._serving == me:
+                    self._run_first()
+            finally:
+                if self._serving == me:
+                    self._serving = None  # then looks again: who came before has left it to this
 
     def _run_first(self) -> None:
         """Run the first function in the queue."""

@@ -161,6 +161,7 @@ def of_group(
         process_group = dist.group.WORLD
     if not isinstance(process_group, dist.ProcessGroup) or process_group.rank() < 0:
         raise WeftError(f"{own_rank()}the caller is not in this group: only its ranks may call")
+    store_of(process_group)  # raises in a forked child, in which locks may be held by no thread
     ranks = _ranks_of(process_group)
     _end_join(process_group, ranks, first)
     with ranks.turn:  # joining has a deadline
@@ -191,7 +192,6 @@ def _end_join(process_group: dist.ProcessGroup, ranks: _Ranks, first: FirstCall 
                     ranks.under_way = None
     if join is None or join.thread is threading.current_thread():
         return
-    store_of(process_group)  # raises in a forked child, which has not the thread
     if not join.ended.wait(None if first is None else first.seconds):
         assert first is not None  # else nothing has ended the wait
         raise StillRunning(

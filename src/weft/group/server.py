@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import queue
 import threading
 import time
 from collections.abc import Callable
 
 from ..base.latch import deadline_of, join
+
+_log = logging.getLogger("weft")
 
 
 class Server:
@@ -44,7 +48,11 @@ class Server:
             return  # another one was started, and serves
         self._threads.append(threading.current_thread())
         while not (self._ended and self._queue.empty()):
-            self._queue.get()()
+            try:
+                self._queue.get()()
+            except BaseException:  # nobody else would run what comes next
+                with contextlib.suppress(Exception):  # of a handler of the log
+                    _log.exception("a function of thread %s failed", self._name)
 
     def end(self, seconds: float | None = None) -> bool:
         """End the thread once the queue is empty; False if that took more than these seconds."""

@@ -57,7 +57,8 @@ class Turn(Generic[W]):
             frame.clear()
         except RuntimeError:  # which a frame raises that is being executed
             return True
-        return False
+        # it ended just now: the call is queued since, or is in another frame
+        return self.thread is None or self.frame is not frame
 
 
 class Turns(Generic[W]):

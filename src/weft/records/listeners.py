@@ -1,13 +1,13 @@
 """Counters: what each call of this process did, told to whoever asks (`weft.on_call`).
 
 The figures are those of the flight recorder (`recorder.Call`). The worker tells them when a call
-has ended. Where nobody asks, that is one look at an empty tuple.
+has ended. Where nobody asks, that is one look at an empty list.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Self
@@ -17,8 +17,8 @@ from ..base.errors import WeftError
 from .recorder import Call
 
 _log = logging.getLogger("weft")
-_lock = threading.Lock()
-_listeners: tuple[Listener, ...] = ()
+# each step on it is one operation: a collection of garbage may come to `remove` in any
+_listeners: list[Listener] = []
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +58,8 @@ class Listener:
 
     def remove(self) -> None:
         """Tell it of no further calls. Twice is fine."""
-        global _listeners
-        with _lock:
-            _listeners = tuple(each for each in _listeners if each is not self)
+        with contextlib.suppress(ValueError):
+            _listeners.remove(self)
 
     def __enter__(self) -> Self:
         return self
@@ -102,12 +101,10 @@ def on_call(listener: Callable[[CallStats], object]) -> Listener:
         >>> [(stats.name, stats.messages, stats.sent_bytes) for stats in seen]  # alone: to nobody
         [('all_reduce', 0, 0)]
     """
-    global _listeners
     if not callable(listener):
         raise WeftError(f"listener is {shown(listener)}: pass a function of one CallStats")
     handle = Listener(listener)
-    with _lock:
-        _listeners = (*_listeners, handle)
+    _listeners.append(handle)
     return handle
 
 
@@ -127,5 +124,5 @@ def tell_all(call: Call, rank: int) -> None:
         call.error,
         call.figures,
     )
-    for listener in _listeners:
+    for listener in _listeners.copy():
         listener.tell(stats)
