@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
+import math
 import socket
 import threading
 import time
@@ -96,7 +98,11 @@ class Peers:
     """Ranks 1 and 2 of three, as rank 0 sees them."""
 
     def __init__(
-        self, stack: ExitStack, timeout: float, global_ranks: Sequence[int] | None
+        self,
+        stack: ExitStack,
+        timeout: float = 20.0,
+        slow: float = math.inf,
+        global_ranks: Sequence[int] | None = None,
     ) -> None:
         self.ends: dict[int, socket.socket] = {}
         mesh = {}
@@ -109,7 +115,7 @@ class Peers:
         self.unread = {1: b"", 2: b""}
         self.fault: Verdict | None = None  # what rank 0 is sure of
         self.links = LateLinks(SocketLinks(mesh))
-        self.watch = Detector(0, timeout, self.links, global_ranks=global_ranks)
+        self.watch = Detector(0, timeout, self.links, slow, global_ranks=global_ranks)
         self.watch.start()
         self.watch.progress = lambda: lambda: Progress(7, "barrier", HISTORY[-1])
         self.watch.history = HISTORY
@@ -142,7 +148,7 @@ class Peers:
 @pytest.fixture
 def peers():
     with ExitStack() as stack:
-        yield lambda timeout=20.0, global_ranks=None: Peers(stack, timeout, global_ranks)
+        yield functools.partial(Peers, stack)
 
 
 def test_the_end_of_a_socket_is_a_death_that_all_hear_of(peers):
@@ -431,6 +437,22 @@ def test_a_failed_wait_is_explained_by_what_is_found_out(peers, overdue):
     assert found == [Verdict(2, absent) if overdue else failed]
 
 
+def test_a_failed_wait_is_asked_about_though_an_older_one_was_just_now(peers):
+    three = peers(slow=1.0)
+    three.watch.begin(Wait(1))
+    for peer in (1, 2):
+        assert "ask" in three.hear(peer)  # a second is over
+    three.watch.end()
+    wait = Wait(1)
+    three.watch.begin(wait)
+    found = []
+    thread = threading.Thread(target=lambda: found.append(three.watch.explain(1, "reset", wait)))
+    thread.start()
+    three.say(1, here=place(7, "barrier"), to=three.hear(1)["ask"])
+    thread.join(10.0)
+    assert [each.culprit for each in found] == [2], "who does not answer"
+
+
 def test_a_failed_wait_for_one_that_left_says_so(peers):
     three = peers()
     three.say(1, bye=RAISED)
@@ -568,7 +590,7 @@ def test_a_round_that_failed_is_explained_by_one_that_left_before_it_was_through
 
 def test_closing_says_goodbye_and_leaves_nothing(peers, nothing_left):
     with nothing_left(), ExitStack() as stack:
-        three = Peers(stack, 20.0, None)
+        three = Peers(stack)
         three.watch.close()
         three.watch.close()
         calls, doing, awaits, _, raised, at, awaited, entered, *rest = three.hear(1)["bye"]
