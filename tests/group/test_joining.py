@@ -82,7 +82,7 @@ def until(condition):
 
 def splits_as_another_rank_breaks_the_group(late, place):
     """`late` waits for that: before it comes to be joined, or as the last, in its connecting."""
-    there = pathlib.Path(place)
+    there, begun = pathlib.Path(place), [pathlib.Path(f"{place}.{rank}") for rank in range(3)]
     with weft.init(timeout=600.0) as group:
         own, come, attempt = group.session, control.exchange, Listener.attempt
 
@@ -103,9 +103,10 @@ def splits_as_another_rank_breaks_the_group(late, place):
             control.exchange = come_late if late < 2 else come
             Listener.attempt = attempt_late if late == 2 else attempt
         if group.rank == 3:
-            until(there.exists)
+            until(lambda: there.exists() and all(each.exists() for each in begun))
             own.abort("no data")
             return ""
+        begun[group.rank].touch()  # it is through weft.init, which the others may not be
         with pytest.raises(weft.WireError) as caught:
             group.split([0, 1, 2])
         return str(caught.value)
@@ -140,6 +141,7 @@ def test_who_is_connected_to_a_rank_that_leaves_is_told_so_at_once():
 
 def breaks_a_part(group):
     part = group.split([3, 2, 1])
+    weft.barrier(group=group)  # all are through that
     if part is None:
         return ""
     if group.rank == 2:
