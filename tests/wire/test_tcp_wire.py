@@ -324,6 +324,15 @@ def test_what_was_sent_to_another_host_arrives_though_its_reader_sends_meanwhile
         closing.result(60.0)
 
 
+def test_a_close_does_not_wait_for_a_peer_of_another_host_that_has_gone(monkeypatch, far_ends):
+    """What is sent to it resets the connection, and is never acknowledged."""
+    monkeypatch.setattr(tcp, "LINGER", 600.0)
+    first, second = far_ends
+    second.close()
+    first.post([(1, torch.ones(10))])
+    first.close()
+
+
 def test_a_close_ends_though_a_peer_of_another_host_takes_nothing(monkeypatch, far_ends):
     monkeypatch.setattr(tcp, "LINGER", 0.3)
     first, _ = far_ends

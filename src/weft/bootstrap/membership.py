@@ -364,13 +364,14 @@ def _attend(
         if found or store.check(["decision"]):  # another rank 0 has begun a new round
             break
     if found is None:
-        found = incomplete(_read_all(store), mine, meeting.where)
+        members = _read_all(store)
+        found = incomplete(members, mine, meeting.where)
     elif found.error:  # all that came raise it
         found = replace(found, came=len(members))
     store.compare_set("decision", "", json.dumps(asdict(replace(found, when=time.time()))))
     found = Decision(**json.loads(store.get("decision")))
     if found.error and meeting.hosts:
-        _linger(store, mine, members, whole=found.missing is None)
+        _linger(store, mine, whole=found.missing is None)
     return arrival, found
 
 
@@ -408,17 +409,16 @@ def incomplete(
     )
 
 
-def _linger(store: AnsweringStore, mine: Member, members: list[Member], *, whole: bool) -> None:
+def _linger(store: AnsweringStore, mine: Member, *, whole: bool) -> None:
     """Keep a store that ends with this process until the others have read the error.
 
     Args:
         store: of this round.
         mine: what this process wrote; it may not know the world size.
-        members: the members that have come.
         whole: whether to wait for ranks that have not come yet, too.
     """
     for _ in pauses(time.monotonic() + LINGER, last=0.02):
-        members += _read(store, after=len(members))
+        members = _read_all(store)
         size = max((each.size for each in members), default=mine.size) if whole else 1
         if size and store.add("heard", 0) >= max(size, len(members)) - 1:
             return

@@ -80,6 +80,8 @@ class Callbacks:
             finally:
                 if self._serving == me:
                     self._serving = None  # then looks again: who came before has left it to this
+                    if self._queue:  # or what was raised ends this thread
+                        self._server.put(self._serve)
 
     def _run_first(self) -> None:
         """Run the first function in the queue."""

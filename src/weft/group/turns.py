@@ -58,7 +58,7 @@ class Turn(Generic[W]):
         except RuntimeError:  # which a frame raises that is being executed
             return True
         # it ended just now: the call is queued since, or is in another frame
-        return self.thread is None or self.frame is not frame
+        return self.thread is None or self.frame not in (None, frame)
 
 
 class Turns(Generic[W]):

@@ -65,6 +65,7 @@ import itertools
 import select
 import socket
 import struct
+import sys
 import termios
 from collections import defaultdict, deque
 from collections.abc import Callable
@@ -95,6 +96,7 @@ _AHEAD = 1 << 16  # bytes read at a time while the next length is not known
 _TOGETHER = 1 << 16  # bytes of messages up to which another one goes in the same system call
 _LOT = 1 << 18  # bytes of a long message that must be there before the socket wakes us up
 _SHARE = 1 << 22  # bytes that a connection moves before others have their turn
+_RESET = 7  # the state of a connection that was reset, in Linux's `struct tcp_info`
 _OWED = 4 << 20  # with more bytes to acknowledge, a frame is sent at once, not with the next one
 _PARTS = 512  # buffers in one system call
 
@@ -653,13 +655,16 @@ class Connection:
     def is_on_its_way(self) -> bool:
         """Whether the peer's system has not acknowledged all that this socket has taken.
 
-        What a Unix socket takes is the peer's at once.
+        What a Unix socket takes is the peer's at once. Other systems than Linux do not say.
         """
         if self.sock is None or self.lost or self.sock.family == socket.AF_UNIX:
             return False
-        with contextlib.suppress(OSError):  # the connection has ended
+        if not sys.platform.startswith("linux"):
+            return False
+        with contextlib.suppress(OSError, ValueError):  # a handler has closed the socket
+            state = self.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0]
             (count,) = struct.unpack("i", fcntl.ioctl(self.sock, termios.TIOCOUTQ, bytes(4)))
-            return bool(count)
+            return state != _RESET and count > 0
         return False
 
     def close(self) -> None:

@@ -382,7 +382,7 @@ class TcpWire:
         """
         for link in self.connections.values():
             link.discard()
-        while self._failure is _CLOSED and time.monotonic() < until:
+        while self._failure is _CLOSED and not self._is_closed and time.monotonic() < until:
             on_its_way = [link for link in self.connections.values() if link.is_on_its_way()]
             if not on_its_way:
                 return
