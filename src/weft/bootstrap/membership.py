@@ -364,8 +364,7 @@ def _attend(
         if found or store.check(["decision"]):  # another rank 0 has begun a new round
             break
     if found is None:
-        members = _read_all(store)
-        found = incomplete(members, mine, meeting.where)
+        found = incomplete(_read_all(store), mine, meeting.where)
     elif found.error:  # all that came raise it
         found = replace(found, came=len(members))
     store.compare_set("decision", "", json.dumps(asdict(replace(found, when=time.time()))))

@@ -134,7 +134,7 @@ class Detector:
             slow: seconds of a wait after which a line about it is printed, once.
             thread: of a rank that is a thread: which one; None: that is not known yet. Without it
                 the rank is this process. Then a verdict goes to the log, too.
-            global_ranks: as for a `Session`.
+            global_ranks: the ranks, by their numbers in the job; None: these are the same.
         """
         self.rank = rank
         self.timeout = timeout

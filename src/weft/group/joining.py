@@ -214,7 +214,10 @@ class _Joining:
         return space, joined
 
     def _look_for_news(self, error: Exception) -> None:
-        """Raise what ended a wait too early: who was told of it first went, and took the store."""
+        """Raise the news that has ended the wait too early, as soon as this rank has it.
+
+        Who had it first may have gone, and the store with it.
+        """
         gone = error.ranks if isinstance(error, AbsentError) else range(self.size)
         if self.look is not None and time.monotonic() < self.deadline:
             for _ in pauses(time.monotonic() + _NEWS, last=0.05):  # the news is on its way

@@ -161,7 +161,7 @@ def of_group(
         process_group = dist.group.WORLD
     if not isinstance(process_group, dist.ProcessGroup) or process_group.rank() < 0:
         raise WeftError(f"{own_rank()}the caller is not in this group: only its ranks may call")
-    store_of(process_group)  # raises in a forked child, in which locks may be held by no thread
+    _check_process(process_group)  # first: a child has locks that nobody gives back
     ranks = _ranks_of(process_group)
     _end_join(process_group, ranks, first)
     with ranks.turn:  # joining has a deadline
@@ -317,18 +317,23 @@ def _of_mesh(mesh: DeviceMesh) -> dist.ProcessGroup:
     return mesh.get_group()
 
 
-def store_of(group: dist.ProcessGroup) -> dist.Store | None:
-    """The store of a group that torch still knows: its own, unlike that of any other group.
-
-    Raises:
-        WeftError: this process was forked from the one that made the group.
-    """
+def _check_process(group: dist.ProcessGroup) -> None:
+    """Raise WeftError where this process was forked from the one that made the group."""
     if _torch.is_inherited(group):
         raise WeftError(
             f"{own_rank()}this process was forked from one whose process group it cannot use: "
             "start processes by spawn or forkserver, or fork them before weft.init and before "
             "torch.distributed.init_process_group; in a DataLoader's worker call no weft"
         )
+
+
+def store_of(group: dist.ProcessGroup) -> dist.Store | None:
+    """The store of a group that torch still knows: its own, unlike that of any other group.
+
+    Raises:
+        WeftError: this process was forked from the one that made the group.
+    """
+    _check_process(group)
     store = _torch.store_of(group)
     if store is None:
         return None

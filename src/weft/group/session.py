@@ -113,9 +113,9 @@ class Session:
         detector: Detector | None,
         memory: Pool,
         join: Join,
+        global_ranks: Sequence[int],
         machine: str | None = None,
         registered: str = "",
-        global_ranks: Sequence[int] | None = None,
     ) -> None:
         """
         Args:
@@ -126,10 +126,10 @@ class Session:
             memory: where workspaces are leased from, if not from the wire.
             join: joins some of the ranks, of which this one is one, given these, a name, and the
                 session that they are in.
+            global_ranks: the ranks, by their numbers in the job.
             machine: the name of this rank's machine; None: of that which it runs on.
             registered: the name by which a program or a package registered the wire; "": it is one
                 of weft's own.
-            global_ranks: the ranks, by their numbers in the job; None: these are the same.
         """
         self.rank = wire.rank
         self.size = wire.size
@@ -137,7 +137,7 @@ class Session:
         self.hosts = tuple(hosts)
         self.machine = machine or host_name()
         self.name = ""
-        self.global_ranks = tuple(range(wire.size) if global_ranks is None else global_ranks)
+        self.global_ranks = tuple(global_ranks)
         self.process_group: Callable[[], dist.ProcessGroup | None] = lambda: None
         self.traffic = Traffic(wire.rank)
         self.streams = Streams()
@@ -321,9 +321,9 @@ class Session:
         assert self.detector is not None  # since there are peers
         leavers = self.detector.leavers
         if any(rank in leavers for rank in ranks):
-            for each in absent():
-                if ranks[each] in leavers:
-                    self._settle(on_leaver(ranks[each], leavers[ranks[each]]))
+            for rank in [ranks[each] for each in absent()]:
+                if rank in leavers:
+                    self._settle(on_leaver(rank, leavers[rank]))
         self.check()
 
     def add_line(self) -> None:

@@ -22,8 +22,7 @@ What threads wait for, and how long:
   thread lasts as long as that wait. A `close` in another thread ends it, once what was sent is
   on its way.
 * `close`: up to `LINGER` until the systems of all peers have what was sent, and for the wire's
-  thread.
-  Where another thread is in a `finish`, that one sends the rest.
+  thread. Where another thread is in a `finish`, that one sends the rest.
 * The wire's thread: until there is something to move, or the wire is closed; with ranks of other
   hosts for `_IDLE_LOOK` at most.
 * The factory, for ranks of this host and their segments: until the deadline of the start.
