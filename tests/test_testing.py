@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from weft.base.errors import WeftError, WireError
+from weft.bootstrap import local
 from weft.group import default
 from weft.schedules import dense_all_reduce
 from weft.testing import RankFailure, expected, gloo_of_one_thread, pool, processes, run, spmd
@@ -288,6 +289,20 @@ def test_the_processes_end_when_they_are_not_wanted_any_more(gone):
     pool.end_pool()
     assert gone(pids)
     assert not {pid for pid, _ in run(3, process_ids, on="processes")} & set(pids)
+
+
+def length(group, data):
+    return len(data)
+
+
+def test_a_member_that_is_stopped_holds_nobody_up_though_it_is_to_be_told_much(monkeypatch):
+    monkeypatch.setattr(local, "PATIENCE", 1)
+    pool.end_pool()
+    pids = [pid for pid, _ in run(2, process_ids, on="processes")]
+    os.kill(pids[1], signal.SIGSTOP)
+    with pytest.raises(RankFailure, match="rank 1 of 2 gave no answer, not even where it is"):
+        run(2, length, bytes(8 << 20), on="processes", limit=1.0)
+    assert run(2, length, bytes(8 << 20), on="processes") == [8 << 20] * 2
 
 
 def test_the_processes_end_when_the_caller_dies(tmp_path, gone, programs):

@@ -358,9 +358,7 @@ def replaying(rank, size, said, rng):
     """A group over such a wire, which knows no peers: there are none."""
     wire, hosts = Replayed(rank, size, said, rng), ["threads"] * size
     ranks = range(size)
-    session = Session(
-        wire, 5.0, hosts, detector=None, memory=Pool(), join=None, global_ranks=ranks
-    )
+    session = Session(wire, 5.0, hosts, detector=None, memory=Pool(), join=None, global_ranks=ranks)
     return Group(session)
 
 

@@ -111,6 +111,11 @@ def late() -> None:
         time.sleep(60)  # deaf to the first request
 
 
+def returning_much() -> bytes:
+    local.send(os.getpid())
+    return bytes(64 << 20)
+
+
 def leaving_a_child() -> int:
     child = os.fork()
     if child == 0:
@@ -279,6 +284,28 @@ def test_a_timeout_names_the_late_ranks(monkeypatch: pytest.MonkeyPatch) -> None
     with pytest.raises(WireError, match=r"rank 1 of 3 had not finished and was") as caught:
         local.launch(3, late, timeout=400.0)
     assert "rank 2 of 3 had not" in str(caught.value) and "rank 0" not in str(caught.value)
+
+
+def test_a_timeout_ends_a_rank_that_was_stopped_in_the_middle_of_its_result(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(local, "LADDER", ((signal.SIGKILL, 10.0),))
+
+    stopped: list[int] = []
+
+    def stop(_: int, pid: int) -> None:
+        time.sleep(1.0)  # the result is under way then, as far as this process takes it
+        os.kill(pid, signal.SIGSTOP)
+        stopped.append(pid)
+
+    local.launch(1, rank)  # what ranks are started from is there
+    with pytest.raises(WireError, match="rank 0 of 1 had not finished and was ended"):
+        local.launch(1, returning_much, on_message=stop, timeout=patient(5.0))
+    assert stopped
+
+
+def test_a_result_may_be_large() -> None:
+    assert local.launch(2, returning_much, on_message=lambda *_: None) == [bytes(64 << 20)] * 2
 
 
 @pytest.mark.usefixtures("impatient")

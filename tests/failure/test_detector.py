@@ -335,18 +335,24 @@ def test_what_it_tells_of_a_wait_and_of_its_call_is_of_one_moment(peers):
     calls = [called(7, "barrier"), called(8, "all_reduce")]
     three.watch.history = (calls[0],)
     three.watch.begin(before)
+    asked = threading.Event()
+    has_gone_on = threading.Event()
 
-    def goes_on():
+    def how_far():
         """How far this rank is; as that is asked for the first time, it comes to the next call."""
         if three.watch.waiting is before:
-            three.watch.end()
-            three.watch.history = tuple(calls)
-            three.watch.begin(after)
+            asked.set()
+            assert has_gone_on.wait(10.0)
             return Progress(7, "barrier", calls[0])
         return Progress(8, "all_reduce", calls[1])
 
-    three.watch.progress = lambda: goes_on
+    three.watch.progress = lambda: how_far
     three.say(1, ask=1)
+    assert asked.wait(10.0)
+    three.watch.end()
+    three.watch.history = tuple(calls)
+    three.watch.begin(after)
+    has_gone_on.set()
     here = three.hear(1)["here"]
     assert (here[0], here[2], here[7], here[8]) == (8, 2, list(calls[1]), True)
     assert here[9] == [list(each) for each in calls]
@@ -396,6 +402,25 @@ def test_a_wait_has_its_whole_time_however_late_it_begins(peers):
     three.watch.end()
 
 
+def test_of_two_threads_that_wait_each_has_its_deadline(peers):
+    """As for messages of backend "weft_mpi": one wait that begins, or ends, hides no other."""
+    three = peers(1.0)
+    began = time.monotonic()
+    three.watch.begin(Wait(1))
+    for _ in range(2):
+        other = threading.Thread(target=lambda: (three.watch.begin(Wait(2)), three.watch.end()))
+        other.start()
+        other.join()
+    assert three.watch.waiting.peer() == 1
+    for peer in (1, 2):
+        assert "ask" in three.hear(peer)
+        three.say(peer, here=place(6), to=1)
+    assert three.settled().culprit == 1
+    assert time.monotonic() - began < 10.0
+    three.watch.end()
+    assert three.watch.waiting is None
+
+
 def test_a_rank_that_was_paused_itself_forgets_what_it_missed(peers):
     three = peers(0.3)
     three.links.pauses = [1.0]
@@ -421,10 +446,13 @@ def test_a_thread_that_is_late_each_time_was_not_paused(peers):
 @pytest.mark.parametrize("overdue", [False, True])
 def test_a_failed_wait_is_explained_by_what_is_found_out(peers, overdue):
     """One that lasted too long, as where this rank was paused in it, is no failure of the link."""
-    three = peers()
+    three = peers(1.0 if overdue else 20.0)
     wait = Wait(1)
     three.watch.begin(wait)
-    three.watch.began -= 25.0 * overdue
+    if overdue:
+        three.links.pauses = [1.2]
+        three.links.wake()
+        until(lambda: time.monotonic() > three.links.paused + 1.2 > 1.2)
     found = []
     thread = threading.Thread(target=lambda: found.append(three.watch.explain(1, "reset", wait)))
     thread.start()

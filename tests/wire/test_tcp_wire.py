@@ -409,6 +409,21 @@ def test_what_had_not_gone_to_a_rank_that_left_takes_no_memory(segment):
     wire.close()
 
 
+def test_what_a_failed_wait_gave_back_is_not_leased_again(segment):
+    """A peer may have been told where a message is, and read it later."""
+    near, far = socket.socketpair()
+    wire = TcpWire(0, 2, {1: near}, Pool(), segment, mapped_by={1})
+    lease = wire.lease(1 << 18)
+    pending = wire.post([(1, lease.tensor)])
+    wire.abort(Failure("aborted", None, "rank 2 died"))
+    with pytest.raises(WireFailed):
+        pending.wait(10.0)
+    lease.release()
+    assert wire.lease(1 << 18) is None
+    wire.close()
+    far.close()
+
+
 def open_files():
     return len(os.listdir("/proc/self/fd"))
 

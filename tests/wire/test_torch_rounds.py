@@ -595,6 +595,26 @@ def test_a_close_beside_a_call_gives_back_no_memory_that_is_written_to(streams, 
     assert received() is not None and sent() is not None
 
 
+def test_memory_of_two_wires_that_are_dropped_at_once_outlives_both(streams):
+    """A collection of garbage may drop the second while weft looks whether the first has ended."""
+    pending, first = begun(streams, torch.zeros(2))
+    wires = [streams.wire]
+    streams.wire = rounds_over(lambda: streams.group, 0, 2, CPU)
+    pending, second = begun(streams, torch.zeros(2))
+    del pending
+
+    def drops_the_second():
+        streams.wire = None
+        gc.collect()
+        return True
+
+    first.query = drops_the_second
+    wires.clear()
+    gc.collect()
+    del streams.group.memory[:2]
+    check_memory_outlives_the_wire(streams, second)
+
+
 def test_memory_of_what_never_ends_outlives_its_wire(streams, monkeypatch):
     monkeypatch.setattr(torch_rounds, "CLOSING", 0.01)
     pending, behind = begun(streams, torch.zeros(2))

@@ -23,11 +23,13 @@ import multiprocessing.connection
 import os
 import pickle
 import signal
+import socket
+import struct
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
@@ -59,7 +61,10 @@ _THREADS = {
 }
 """Variables that the server and the ranks have, unless the environment sets them otherwise."""
 _LATE = "had not finished and was ended"
+PATIENCE = 10  # seconds in which a rank takes some of what it is told; one that is stopped does not
 GRACE = 5.0  # seconds that the other ranks have to end by themselves, after a failure or Ctrl-C
+_LENGTH = struct.Struct("!Q")  # of a message of a rank, before it
+_READ = 1 << 18  # bytes that are read at once
 LADDER = ((signal.SIGINT, 1.0), (signal.SIGTERM, 1.0), (signal.SIGKILL, 10.0))
 
 
@@ -185,6 +190,8 @@ class Rank:
         outcome: how it ended, once that is known.
         alive: whether the process is there.
         ended: whether the launcher ended it.
+        unread: the beginning of a message that has not come whole. No read waits for the rest: the
+            rank may have been stopped in its middle.
     """
 
     number: int
@@ -193,6 +200,7 @@ class Rank:
     outcome: Outcome | None = None
     alive: bool = True
     ended: bool = False
+    unread: bytearray = field(default_factory=bytearray)
 
     @classmethod
     def start(cls, number: int, environment: Mapping[str, str], folder: str, body: bytes) -> Rank:
@@ -212,17 +220,33 @@ class Rank:
         )
         with theirs:
             process.start()
-        return cls(number, process, ours)
+        rank = cls(number, process, ours)
+        with socket.socket(fileno=os.dup(ours.fileno())) as same:
+            limit = struct.pack("ll", PATIENCE, 0)  # a `timeval`
+            same.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+        return rank
+
+    def tell(self, thing: object) -> None:
+        """Send it an object, for `receive`; one that is gone, or stopped, need not get it."""
+        with contextlib.suppress(OSError):
+            self.connection.send(thing)
 
     def hear(self, listen: Listen) -> None:
-        """Read one message."""
+        """Read what has come, and handle the messages that are whole."""
         if self.connection.closed:
             return
         try:
-            said = pickle.loads(self.connection.recv_bytes())
-        except (EOFError, OSError):  # the rank is going; the sentinel tells how
+            came = os.read(self.connection.fileno(), _READ)
+        except OSError:
+            came = b""
+        if not came:  # the rank is going; the sentinel tells how
             self.connection.close()
             return
+        self.unread += came
+        while message := _first_of(self.unread):
+            self._on_message(pickle.loads(message), listen)
+
+    def _on_message(self, said: object, listen: Listen) -> None:
         if not isinstance(said, Outcome):
             listen(self.number, said)
         elif self.ended:
@@ -292,6 +316,18 @@ def end(
             continue
 
 
+def _first_of(unread: bytearray) -> bytes:
+    """Take the first message of what came; b"": it has not come whole."""
+    if len(unread) < _LENGTH.size:
+        return b""
+    end = _LENGTH.size + _LENGTH.unpack_from(unread)[0]
+    if len(unread) < end:
+        return b""
+    message = bytes(memoryview(unread)[_LENGTH.size : end])
+    del unread[:end]
+    return message
+
+
 def _decided(ranks: Sequence[Rank]) -> bool:
     """Whether the end of the launch is decided: a rank failed, or all have results."""
     known = [rank.outcome for rank in ranks if rank.outcome is not None]
@@ -353,7 +389,10 @@ _turn = threading.Lock()
 def _tell(told: bytes) -> None:
     assert _launcher is not None  # this is a rank
     with _turn:
-        _launcher.send_bytes(told)
+        for part in (_LENGTH.pack(len(told)), told):
+            left = memoryview(part)
+            while left:
+                left = left[os.write(_launcher.fileno(), left) :]
 
 
 def _run(

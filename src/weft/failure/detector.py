@@ -23,7 +23,6 @@ import logging
 import math
 import threading
 import time
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple, Protocol
@@ -107,10 +106,6 @@ class Detector:
         links: to the detectors of the peers.
         verdict: what broke the session, or None.
         leavers: the ranks that said bye, each with where it was then.
-        waiting: the current wait, or None.
-        since: when the current wait began or, without one, when the last ended; by
-            `time.monotonic`. If this rank was paused in a wait, it is when the pause ended.
-        began: when the last wait began, without regard to pauses.
         progress: a weak reference to a function that says how far this rank is.
         history: as for a `Place`. The detector has it, since a bye tells of it, and may be said
             when nothing else is left of the session.
@@ -139,12 +134,10 @@ class Detector:
         self.rank = rank
         self.timeout = timeout
         self._slow = slow
-        self._last_printed: Callable[[], object] = lambda: None  # of the waits, with a line (weak)
         self.verdict: Verdict | None = None
         self.leavers: dict[int, Place] = {}
-        self.waiting: Wait | None = None
-        self.since = time.monotonic()
-        self.began = self.since
+        self._waits: dict[int, _Waiting] = {}  # that have not ended, by thread
+        self._idle_since = time.monotonic()  # when a wait ended last
         self.links = links
         self.progress: Callable[[], Callable[[], Progress] | None] = lambda: None
         self.history: tuple[Entered, ...] = ()
@@ -161,9 +154,8 @@ class Detector:
         self._closed = False
         # What a thread waits to have explained: a failed wait, and the likely reason; (None, None):
         # a call of another library failed. That thread sets it; that of the links asks, and clears.
-        self._suspect: tuple[Wait | None, Verdict | None] | None = None
+        self._suspect: tuple[_Waiting | None, Verdict | None] | None = None
         self._inquiry: _Inquiry | None = None
-        self._last_renewed: Callable[[], object] = lambda: None  # of the waits, by a pause (weak)
         self._inquiries = 0  # how many there were
         self._answers: dict[int, dict[int, Place]] = {}  # to `ask_all`, by number and peer
         self._exchanges = 0  # how many this rank has come to
@@ -194,15 +186,32 @@ class Detector:
             end_waits(self.verdict)
 
     def begin(self, wait: Wait) -> None:
-        """Note that the thread that uses the session begins to wait."""
-        self.since = time.monotonic()
-        self.began = self.since
-        self.waiting = wait  # last: who reads it first, and then `since`, has this wait's own
+        """Note that this thread begins to wait."""
+        self._waits[threading.get_ident()] = _Waiting(wait, time.monotonic())
 
     def end(self) -> None:
-        """Note that the wait is over, well or not."""
-        self.waiting = None
-        self.since = time.monotonic()
+        """Note that this thread's wait is over, well or not."""
+        self._idle_since = time.monotonic()  # first: who sees no wait then finds when it ended
+        self._waits.pop(threading.get_ident(), None)
+
+    @property
+    def waiting(self) -> Wait | None:
+        """What this rank waits for; None: nothing."""
+        waiting = self._waiting()
+        return None if waiting is None else waiting.wait
+
+    def seconds_waited(self) -> float:
+        """How long this thread's wait has lasted; 0: there is none."""
+        waiting = self._waits.get(threading.get_ident())
+        return 0.0 if waiting is None else time.monotonic() - waiting.since
+
+    def _waiting(self) -> _Waiting | None:
+        """The wait of this rank, of several threads' the one that began first; None: there is none.
+
+        Messages of backend "weft_mpi" are waited for by whichever threads; else it is one.
+        """
+        # a copy: other threads begin and end waits
+        return min(list(self._waits.values()), key=lambda each: each.began, default=None)
 
     def settle(self, verdict: Verdict, *, is_told: bool = False) -> Verdict:
         """Break the session for every rank, unless it is broken; the verdict that counts.
@@ -326,7 +335,9 @@ class Detector:
                 leaver = leaver_to_blame(wait.awaited(), self.leavers, self._progress().entered)
             if leaver is not None:
                 return self.settle(on_leaver(leaver, self.leavers[leaver]))
-            self._suspect = (wait, failed)
+            waits = list(self._waits.values())
+            waiting = next((each for each in waits if each.wait is wait), None)
+            self._suspect = (waiting, failed)
             self.links.wake()
             # ended by the verdict, once the ranks were asked and judged; else by the time for that
             self._settled.wait(ANSWER + _NEWS)
@@ -376,7 +387,7 @@ class Detector:
             circle: the ranks, this one among them.
             otherwise: the verdict if one of them does not say in which call it is.
         """
-        places = {self.rank: self._place(None), **self.ask_all()}
+        places = {self.rank: self._place(listed=None), **self.ask_all()}
         return self.settle(in_crossed_calls(circle, places) or otherwise)
 
     def ask_all(self) -> dict[int, Place]:
@@ -453,29 +464,28 @@ class Detector:
 
         Once in a wait. A thread that is late each time was not paused: the program holds the GIL.
         """
-        waiting = self.waiting
-        if waiting is not None and self._last_renewed() is waiting:
+        waits = list(self._waits.values())
+        if waits and all(each.is_renewed for each in waits):
             return
         self._inquiry = None  # its answers may have been late because of the pause
-        if waiting is not None:
-            self._last_renewed = weakref.ref(waiting)
-            self.since = time.monotonic()
+        for waiting in waits:
+            if not waiting.is_renewed:
+                waiting.is_renewed = True
+                waiting.since = time.monotonic()
 
     def due(self) -> float:
         if self.verdict is not None:
             return time.monotonic() + _NOTHING_DUE
         if self._inquiry is not None:
             return self._inquiry.until
-        waiting = self.waiting
+        waiting = self._waiting()
         if waiting is None:  # one that begins from now on may last as long
             return time.monotonic() + min(self._slow, self.timeout)
-        return self.since + self._patience(waiting)
+        return waiting.since + self._patience(waiting)
 
-    def _patience(self, wait: Wait) -> float:
+    def _patience(self, waiting: _Waiting) -> float:
         """Seconds of a wait after which all ranks are asked."""
-        if self._last_printed() is wait:
-            return self.timeout
-        return min(self._slow, self.timeout)
+        return self.timeout if waiting.is_told else min(self._slow, self.timeout)
 
     def _look_for_faults(self) -> None:
         """Settle what this rank is sure of, which it may have seen while nobody waited.
@@ -489,21 +499,21 @@ class Detector:
     def _look_at_the_clock(self) -> None:
         """End an inquiry, or begin one: because of a suspect, or because a wait is late."""
         suspect = self._suspect  # read once: another thread sets it, and a close clears it
-        waiting = self.waiting if suspect is None else suspect[0]
-        since = self.since  # after `waiting`: of a wait that begins just now it is set first
+        waiting = self._waiting()
+        about = waiting if suspect is None else suspect[0]
         now = time.monotonic()
         inquiry = self._inquiry
-        if inquiry is not None and inquiry.about is waiting:
+        if inquiry is not None and inquiry.about is about:
             if now >= inquiry.until:
                 self._inquiry = None
                 self._judge(inquiry)
             return
         self._inquiry = None  # of a wait that is over: all is well
-        is_late = waiting is not None and now >= since + self._patience(waiting)
+        is_late = waiting is not None and now >= waiting.since + self._patience(waiting)
         if suspect is not None or is_late:
-            self._ask(waiting)
+            self._ask(about)
 
-    def _ask(self, about: Wait | None) -> None:
+    def _ask(self, about: _Waiting | None) -> None:
         """Ask all where they are."""
         number, asked = self._question()
         self._inquiry = _Inquiry(number, about, time.monotonic() + ANSWER, asked)
@@ -518,61 +528,72 @@ class Detector:
     def _judge(self, inquiry: _Inquiry) -> None:
         """Conclude from the answers: a verdict, a line about a slow wait, or nothing."""
         silent = inquiry.asked - inquiry.places.keys() - self.leavers.keys()
-        places = {self.rank: self._place(None), **inquiry.places}
-        overdue = time.monotonic() >= self.began + self.timeout  # no link failed: nobody came
-        wait = inquiry.about
+        waiting = inquiry.about
+        places = {self.rank: self._place(waiting, listed=None), **inquiry.places}
+        now = time.monotonic()
         suspect = self._suspect
         self._suspect = None
         if suspect is not None:
             reason = suspect[1]
+            # then no link failed: nobody came
+            overdue = waiting is not None and now >= waiting.began + self.timeout
             if silent or (overdue and reason is not None):
-                self.settle(self._judgement(wait, places, silent))
+                self.settle(self._judgement(waiting, places, silent))
             elif reason is not None:
                 self.settle(reason)  # all are well, so it is what it looks like
             # else all are well, and a call of another library failed: nobody is to blame
-        elif time.monotonic() >= self.since + self.timeout:
-            self.settle(self._judgement(wait, places, silent))
-        elif wait is not None:
-            self._last_printed = weakref.ref(wait)
-            self._tell(wait, places, silent)
+        elif waiting is not None and now >= waiting.since + self.timeout:
+            self.settle(self._judgement(waiting, places, silent))
+        elif waiting is not None:
+            waiting.is_told = True
+            self._tell(waiting, places, silent)
 
-    def _judgement(self, wait: Wait | None, places: dict[int, Place], silent: set[int]) -> Verdict:
+    def _judgement(
+        self, waiting: _Waiting | None, places: dict[int, Place], silent: set[int]
+    ) -> Verdict:
         """Who is to blame for a wait, from where the ranks are."""
-        wire_name = "" if wait is None else wait.wire_name
+        wire_name = "" if waiting is None else waiting.wait.wire_name
         return judge(self.rank, places, silent, self.leavers, wire_name)
 
-    def _tell(self, wait: Wait, places: dict[int, Place], silent: set[int]) -> None:
+    def _tell(self, waiting: _Waiting, places: dict[int, Place], silent: set[int]) -> None:
         """Say on standard error who keeps this rank waiting."""
+        wait = waiting.wait
         mine = places[self.rank]
         why: list[str] = []
         # of a round nobody knows who is missing, so one look says all
         for peer in wait.awaited()[:1] if wait.in_round else wait.awaited():
             places[self.rank] = replace(mine, awaits=peer)  # as if it waited for this one
-            reason = self._judgement(wait, places, silent).text
+            reason = self._judgement(waiting, places, silent).text
             if len(why) < _NAMED and reason not in why:
                 why.append(reason)
         if why and mine.awaits is not None:  # else that wait is over
             watch.tell(self.rank, mine.seconds, (mine.calls, mine.doing), "; ".join(why))
 
-    def _place(self, listed: int | None = _LISTED) -> Place:
-        """Where this rank is; with so many of the ranks that it waits for, or all."""
+    def _place(self, of: _Waiting | None = None, *, listed: int | None = _LISTED) -> Place:
+        """Where this rank is.
+
+        Args:
+            of: the wait to be told of; None: that which began first, if there is one.
+            listed: how many of the ranks that it waits for; None: all.
+        """
         # again if that wait has ended meanwhile: the rest may be of the call before it, or after it
         while True:
-            waiting = self.waiting
-            since = self.since  # after `waiting`, see `begin`
+            first = self._waiting()
+            waiting = of or first
+            since = self._idle_since if waiting is None else waiting.since
             progress = self._progress()
             history = self.history
-            if self.waiting is waiting:
+            if self._waiting() is first:
                 break
         awaits = None
         awaited: tuple[int, ...] = ()
         in_round = False
         opens = False
         if waiting is not None:
-            in_round = waiting.in_round
-            opens = waiting.opens
-            awaits = waiting.peer()
-            awaited = tuple(waiting.awaited())[:listed]
+            in_round = waiting.wait.in_round
+            opens = waiting.wait.opens
+            awaits = waiting.wait.peer()
+            awaited = tuple(waiting.wait.awaited())[:listed]
         is_outside = waiting is None and not progress.doing
         return Place(
             calls=progress.calls,
@@ -592,12 +613,14 @@ class Detector:
     def _last_place(self) -> Place:
         """Where this rank is as it leaves, and what it raised."""
         progress = self._progress()
+        waiting = self._waiting()
+        since = self._idle_since if waiting is None else waiting.since
         return Place(
             calls=progress.calls,
             doing=progress.doing,
             awaits=None,
-            seconds=time.monotonic() - self.since,
-            raised=last_error.since(self.since, handled=True),
+            seconds=time.monotonic() - since,
+            raised=last_error.since(since, handled=True),
             entered=progress.entered,
             history=self.history,
         )
@@ -665,6 +688,27 @@ class Detector:
             self._heard.notify_all()
 
 
+class _Waiting:
+    """A wait of one thread.
+
+    Attributes:
+        wait: what it waits for.
+        began: when it began, by `time.monotonic`.
+        since: the same or, if this rank was paused meanwhile, when the pause ended.
+        is_renewed: whether it was paused.
+        is_told: whether a line about it was printed.
+    """
+
+    __slots__ = ("began", "is_renewed", "is_told", "since", "wait")
+
+    def __init__(self, wait: Wait, began: float) -> None:
+        self.wait = wait
+        self.began = began
+        self.since = began
+        self.is_renewed = False
+        self.is_told = False
+
+
 class _Inquiry:
     """A question to all ranks: where are you?
 
@@ -676,7 +720,7 @@ class _Inquiry:
         places: what they answered.
     """
 
-    def __init__(self, number: int, about: Wait | None, until: float, asked: set[int]) -> None:
+    def __init__(self, number: int, about: _Waiting | None, until: float, asked: set[int]) -> None:
         self.number = number
         self.about = about
         self.until = until

@@ -98,6 +98,12 @@ def _ranks_of(process_group: dist.ProcessGroup) -> _Ranks:
         return _known.setdefault(process_group, _Ranks())
 
 
+def _all_known() -> list[_Ranks]:
+    """Those of all process groups; other threads may come to new ones meanwhile."""
+    alive = [reference() for reference in _known.keyrefs()]  # `values` would raise then
+    return [_known[process_group] for process_group in alive if process_group is not None]
+
+
 def joined(process_group: dist.ProcessGroup) -> Group | None:
     """The group of a process group's ranks, if it was made already; nothing is sent."""
     ranks = _known.get(process_group)
@@ -107,7 +113,7 @@ def joined(process_group: dist.ProcessGroup) -> Group | None:
 @atexit.register
 def _end_joins() -> None:
     """Let no thread be in a store's code as the interpreter ends, which would abort the process."""
-    joins = [ranks.under_way for ranks in list(_known.values()) if ranks.under_way is not None]
+    joins = [ranks.under_way for ranks in _all_known() if ranks.under_way is not None]
     threads = [join.thread for join in joins if join.thread.is_alive()]
     if threads:
         ask_no_more()
@@ -289,7 +295,7 @@ def _where(process_group: dist.ProcessGroup, absent: Sequence[int]) -> str:
         return "this process group was destroyed meanwhile"
     everyone = dist.get_process_group_ranks(process_group)
     wanted = {everyone[rank] for rank in absent}
-    for group in [ranks.group for ranks in list(_known.values())]:
+    for group in [ranks.group for ranks in _all_known()]:
         if group is None or group.closed or not wanted <= {*group.global_ranks}:
             continue
         detector = group.session.detector

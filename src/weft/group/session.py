@@ -173,19 +173,17 @@ class Session:
         """The route of tensors of a device; the first call for an accelerator makes it."""
         if is_host(device):
             return self.payloads
-        if device not in self.devices:
+        route = self.devices.get(device)
+        if route is None:
             with self._lock:
-                self._make_route(device)
-        return self.devices[device]
+                route = self.devices.get(device) or self._make_route(device)
+        return route
 
-    def _make_route(self, device: torch.device) -> None:
-        """Make the route of a device, unless another thread has made it; with the lock held."""
-        if device in self.devices:
-            return
+    def _make_route(self, device: torch.device) -> Route:
         wire, carrier = wire_of_device(self.process_group(), self.openings.wire, device)
-        self.carry_device(wire, carrier)
+        return self.carry_device(wire, carrier)
 
-    def carry_device(self, wire: interface.Wire, carrier: str) -> None:
+    def carry_device(self, wire: interface.Wire, carrier: str) -> Route:
         """Have a wire of these ranks carry tensors of its device; it is closed with the session.
 
         Args:
@@ -198,7 +196,9 @@ class Session:
             if wire.device.type == "cuda":
                 warn_of_one_queue(self.rank)
         self._look_after(wire, "", of_device=True)
-        self.devices[wire.device] = Route(wire, carrier, Pool(device=wire.device), watcher)
+        route = Route(wire, carrier, Pool(device=wire.device), watcher)
+        self.devices[wire.device] = route
+        return route
 
     def carry_payloads(self, wire: interface.Wire, carrier: str, registered: str = "") -> None:
         """Have a wire of these ranks carry tensors of the CPU; it is closed with the session.
@@ -453,7 +453,7 @@ class Session:
         seconds = 0.0
         lasting = ""
         if wait is not None and self.detector is not None:
-            seconds = time.monotonic() - self.detector.since
+            seconds = self.detector.seconds_waited()
             lasting = f" for {seconds:.2f} s"
         text = f" while rank {self.rank} {doing}{lasting}{self._where()}"
         if self.closed:

@@ -91,6 +91,8 @@ class Watcher:
         self._device = device
         self._name = name
         self._thread: threading.Thread | None = None
+        # held while it is started, since only one may watch; a collection of garbage may come again
+        self._starting = threading.RLock()
         # the thread ends with this object, too
         weakref.finalize(self, self._queue.put, None).atexit = False
 
@@ -109,15 +111,16 @@ class Watcher:
         self._put(_Item(pending, lambda: None, ranks, call))
 
     def _put(self, item: _Item) -> None:
-        if self._thread is None:
-            thread = threading.Thread(
-                target=_watch,
-                args=[self._queue, self._session, self._device, self._name],
-                name="weft watcher",
-                daemon=True,
-            )
-            thread.start()
-            self._thread = thread
+        with self._starting:
+            if self._thread is None:
+                thread = threading.Thread(
+                    target=_watch,
+                    args=[self._queue, self._session, self._device, self._name],
+                    name="weft watcher",
+                    daemon=True,
+                )
+                thread.start()
+                self._thread = thread
         self._queue.put(item)
 
     def watch_flag(self, flag: Tensor, then: Callable[[], object]) -> None:

@@ -238,7 +238,7 @@ class Worker:
         member = self.member()
         self._check_outside(name)
         self._check_open(name)
-        _running.add(self)
+        _running[self] = None
         context = contextvars.copy_context()
         grad = torch.is_grad_enabled()
         inference = torch.is_inference_mode_enabled()
@@ -288,7 +288,7 @@ class Worker:
         # a user's callback may take any time
         self._callbacks.end(grace or (_LAST if member is None else member.timeout))
         self._tell_of_lost()
-        _running.discard(self)
+        _running.pop(self, None)
 
     def _tell_of_lost(self) -> None:
         """Have the log say what calls have raised that nobody has waited for."""
@@ -651,10 +651,13 @@ def _complete(raw: torch.futures.Future[T], work: Work[T], errors: list[BaseExce
     raw.set_result(None)  # type: ignore[arg-type]  # torch's stub says T
 
 
-_running: weakref.WeakSet[Worker] = weakref.WeakSet()  # those that may have threads
+# those that may have threads; no WeakSet, which cannot be read while another thread adds
+_running: weakref.WeakKeyDictionary[Worker, None] = weakref.WeakKeyDictionary()
 
 
 @atexit.register
 def _stop_all() -> None:
-    for worker in list(_running):  # before the interpreter ends under their threads
-        worker.stop(_GRACE)
+    for reference in _running.keyrefs():  # before the interpreter ends under their threads
+        worker = reference()
+        if worker is not None:
+            worker.stop(_GRACE)

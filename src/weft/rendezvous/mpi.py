@@ -81,8 +81,9 @@ class World:
             posted = Request(of, begin(buffer, peer, tag), buffer)
             self._posted.append(posted)
             if self._thread is None:
-                self._thread = threading.Thread(target=self._look, name="weft mpi", daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._look, name="weft mpi", daemon=True)
+                thread.start()
+                self._thread = thread
         self._stir.set()
         return posted
 

@@ -172,12 +172,12 @@ class _Pool:
         kept = [*self._kept.values()]
         self._said.clear()
         for member in members:
-            _tell(member, replace(job, group=group, kept=kept, rank=member.number))
+            member.tell(replace(job, group=group, kept=kept, rank=member.number))
         if not self._hear(members, limit):
             left = [member for member in members if member.alive]
             if left == members:
                 for member in left:
-                    _tell(member, None)  # asks for its stack
+                    member.tell(None)  # asks for its stack
             self._hear(left, patient(ANSWER if left == members else _AFTERMATH))
         outcomes, healthy = [], True
         for member in members:
@@ -213,11 +213,6 @@ class _Pool:
 
         pump(members, self._said.__setitem__, time.monotonic() + seconds, is_enough)
         return have_answered()
-
-
-def _tell(member: Rank, message: _Job | None) -> None:
-    with contextlib.suppress(ConnectionError):  # it has died, as will be seen
-        member.connection.send(message)
 
 
 def _is_there(member: Rank) -> bool:

@@ -177,7 +177,7 @@ class _Trial:
         """Ask the ranks that hang where they are."""
         hanging = [rank for rank in self.ranks if rank.outcome is None]
         for rank in hanging:
-            _tell(rank, _WHERE)
+            rank.tell(_WHERE)
         pump(hanging, self._hear, time.monotonic() + patient(ANSWER), self._have_all_ended)
         for rank in hanging:
             if rank.outcome is None:
@@ -234,13 +234,8 @@ class _Trial:
         else:
             return
         for number in self._messages:
-            _tell(self.ranks[number], answer)
+            self.ranks[number].tell(answer)
         self._messages.clear()
-
-
-def _tell(rank: Rank, message: object) -> None:
-    with contextlib.suppress(OSError):  # it is gone, as will be seen
-        rank.connection.send(message)
 
 
 # A rank ------------------------------------------------------------------------------------------

@@ -5,7 +5,9 @@ of the same size, and a wait of gloo can neither be polled nor ended alone. So e
 thread that only receives, and one that only sends. A frame has a first part of fixed size, which
 says the length; the rest follows in pieces. Messages are received into memory of the wire's own. So
 one that comes before its receive is posted can be kept, no rank waits in a send for what another
-rank does first, and after a failure nothing is written to memory of others.
+rank does first, and after a failure nothing is written to memory of others. What is sent is copied
+piece by piece, and after a failure nothing is read of others' memory: so a peer never takes for a
+message what is half of it and half of what came there later.
 """
 
 from __future__ import annotations
@@ -36,6 +38,7 @@ _PIECE = 1 << 20  # bytes of the rest that are sent at a time
 _END = -1  # a channel: nothing more comes
 _NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
 _FOREVER = timedelta(days=1000)  # the group has the deadlines
+_CLOSED = Failure("aborted", None, "this end was closed")
 _FAREWELL = 5.0  # seconds in which peers that are alive take what was sent, and say farewell, too
 _HURRY = 0.5  # the same after a failure, when nothing need arrive, and for control links
 _LAST = 1.0  # seconds in which a thread ends whose wait was ended
@@ -80,18 +83,25 @@ class _Frames:
         self._carrier = carrier
         self._peer = peer
 
-    def put(self, channel: int, data: Tensor) -> None:
+    def put(
+        self, channel: int, data: Tensor, copy: Callable[[Tensor], Tensor] = torch.clone
+    ) -> None:
         """Send one frame.
+
+        Args:
+            channel, data: what is in it.
+            copy: copies a part of `data`, or raises RuntimeError where it may not be read any more.
 
         Raises:
             RuntimeError: it will not go.
         """
         first = torch.zeros(_FIRST, dtype=torch.uint8, device="cpu")
         _HEAD.pack_into(first.numpy().data, 0, channel, len(data))
-        first[_HEAD.size :][: len(data)] = data[:_INLINE]
+        first[_HEAD.size :][: len(data)] = copy(data[:_INLINE])
         self._carrier.send([first], self._peer, 0).wait(_FOREVER)
         for start in range(_INLINE, len(data), _PIECE):
-            self._carrier.send([data[start : start + _PIECE]], self._peer, 0).wait(_FOREVER)
+            piece = copy(data[start : start + _PIECE])
+            self._carrier.send([piece], self._peer, 0).wait(_FOREVER)
 
     def end(self) -> None:
         """Say that nothing more comes."""
@@ -273,7 +283,7 @@ class FramedWire:
             self._close_in_child()
             return
         seconds = _FAREWELL if self._failure is None else _HURRY
-        self.abort(Failure("aborted", None, "this end was closed"))
+        self.abort(_CLOSED)
         carrier = self._carrier
         self._carrier = None
         if carrier is None:
@@ -386,9 +396,11 @@ class FramedWire:
         try:
             while (item := self._outgoing[peer].get()) is not None:
                 channel, send = item
+                if self._has_failed():
+                    continue
                 nbytes = len(send.memory)
                 data = torch.frombuffer(send.memory, dtype=torch.uint8) if nbytes else _NOTHING
-                frames.put(channel, data)
+                frames.put(channel, data, self._copy)
                 with self.lock:
                     send.done = True
                     self.changed.notify_all()
@@ -399,6 +411,17 @@ class FramedWire:
         except BaseException as error:  # else whoever waits would hear of nothing
             self._break("sends", peer, error)
         self._lose(peer, "nothing more goes there")
+
+    def _copy(self, part: Tensor) -> Tensor:
+        """A copy of a part of a message; RuntimeError: its memory may be the caller's again."""
+        with self.lock:
+            if self._has_failed():
+                raise RuntimeError("the wire has failed")
+            return part.clone()
+
+    def _has_failed(self) -> bool:
+        """Whether it has failed; what was posted before a close still goes."""
+        return self._failure is not None and self._failure is not _CLOSED
 
 
 class FramedPending:

@@ -30,6 +30,7 @@ each round. Between devices they do not, since the host would have to wait for w
 from __future__ import annotations
 
 import abc
+import contextlib
 import hashlib
 import logging
 import os
@@ -710,7 +711,12 @@ _held: list[_Queued] = []  # operations that may still write to their memory
 
 def _hold(under_way: Iterable[_Queued]) -> None:
     """Hold the memory of operations whose wire is gone until they have ended."""
-    _held[:] = [operation for operation in (*_held, *under_way) if not operation.has_ended()]
+    _held.extend(under_way)
+    for operation in _held.copy():
+        if operation.has_ended():
+            # asked of a device, which may collect garbage: another wire's come and go meanwhile
+            with contextlib.suppress(ValueError):
+                _held.remove(operation)
 
 
 class _Queued:

@@ -308,6 +308,8 @@ class TcpWire:
         """Memory in the segment, which peers of this host read where it lies."""
         if self.segment is None or nbytes <= INLINE:
             return None
+        if self._failure is not None:  # a peer may yet read what a failed post had lent
+            return None
         return self._memory.lease(nbytes, from_source=True)
 
     def abort(self, failure: Failure) -> None:
