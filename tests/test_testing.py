@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -298,6 +299,11 @@ def length(group, data):
 def test_a_member_that_is_stopped_holds_nobody_up_though_it_is_to_be_told_much(monkeypatch):
     monkeypatch.setattr(local, "PATIENCE", 1)
     pool.end_pool()
+    socket.setdefaulttimeout(5.0)  # of a program's own sockets
+    try:
+        assert run(2, length, bytes(8 << 20), on="processes", limit=patient(20.0)) == [8 << 20] * 2
+    finally:
+        socket.setdefaulttimeout(None)
     pids = [pid for pid, _ in run(2, process_ids, on="processes")]
     os.kill(pids[1], signal.SIGSTOP)
     with pytest.raises(RankFailure, match="rank 1 of 2 gave no answer, not even where it is"):

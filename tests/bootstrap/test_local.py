@@ -116,6 +116,20 @@ def returning_much() -> bytes:
     return bytes(64 << 20)
 
 
+def writes_of_a_message() -> int:
+    writes = []
+    write = os.write
+
+    def counted(file: int, data: Any) -> int:
+        writes.append(file)
+        return write(file, data)
+
+    os.write = counted
+    local.send("short")
+    os.write = write
+    return len(writes)
+
+
 def leaving_a_child() -> int:
     child = os.fork()
     if child == 0:
@@ -213,6 +227,10 @@ def test_messages_come_in_order() -> None:
 
     local.launch(2, counting, [50], on_message=listen)
     assert heard == {0: list(range(50)), 1: list(range(50))}
+
+
+def test_a_short_message_goes_at_once_so_no_handler_of_a_signal_leaves_half_of_it() -> None:
+    assert local.launch(1, writes_of_a_message, on_message=lambda *_: None) == [1]
 
 
 def test_sending_is_for_ranks() -> None:

@@ -421,6 +421,52 @@ def test_of_two_threads_that_wait_each_has_its_deadline(peers):
     assert three.watch.waiting is None
 
 
+def test_a_wait_that_ends_while_its_rank_is_judged_was_not_late(peers):
+    three = peers(1.0)
+    three.watch.begin(Wait(1))
+    asks = [three.hear(peer)["ask"] for peer in (1, 2)]
+    asked = threading.Event()
+    has_ended = threading.Event()
+
+    def how_far():
+        asked.set()
+        assert has_ended.wait(10.0)
+        return Progress(7, "barrier", HISTORY[-1])
+
+    three.watch.progress = lambda: how_far
+    for peer, ask in zip((1, 2), asks, strict=True):
+        three.say(peer, here=place(6), to=ask)
+    assert asked.wait(10.0)
+    three.watch.end()
+    has_ended.set()
+    three.say(1, ask=7)
+    assert three.hear(1)["to"] == 7  # what comes after the judgement
+    assert three.watch.verdict is None
+
+
+def test_waits_of_another_thread_put_off_no_deadline_though_the_reader_is_late(peers):
+    three = peers(0.1)
+    three.links.pauses = [LATE + 0.1] * 100
+    three.watch.begin(Wait(1))
+    is_over = threading.Event()
+
+    def waits():
+        while not is_over.is_set():
+            three.watch.begin(Wait(2))
+            time.sleep(0.05)
+            three.watch.end()
+
+    other = threading.Thread(target=waits)
+    other.start()
+    try:
+        assert three.settled().text.startswith("rank 0 hears none of the others")
+    finally:
+        is_over.set()
+        other.join()
+        three.links.pauses.clear()
+    three.watch.end()
+
+
 def test_a_rank_that_was_paused_itself_forgets_what_it_missed(peers):
     three = peers(0.3)
     three.links.pauses = [1.0]
@@ -446,13 +492,13 @@ def test_a_thread_that_is_late_each_time_was_not_paused(peers):
 @pytest.mark.parametrize("overdue", [False, True])
 def test_a_failed_wait_is_explained_by_what_is_found_out(peers, overdue):
     """One that lasted too long, as where this rank was paused in it, is no failure of the link."""
-    three = peers(1.0 if overdue else 20.0)
+    three = peers(3.0 if overdue else 20.0)
     wait = Wait(1)
     three.watch.begin(wait)
     if overdue:
-        three.links.pauses = [1.2]
+        three.links.pauses = [3.2]
         three.links.wake()
-        until(lambda: time.monotonic() > three.links.paused + 1.2 > 1.2)
+        until(lambda: time.monotonic() > three.links.paused + 3.2 > 3.2)
     found = []
     thread = threading.Thread(target=lambda: found.append(three.watch.explain(1, "reset", wait)))
     thread.start()

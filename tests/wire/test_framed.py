@@ -4,17 +4,28 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
+import weakref
 from collections import defaultdict
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from weft.testing.pace import patient
 from weft.wire.framed import FramedWire
 from weft.wire.interface import Failure, WireFailed
 
 SOON = 10.0
 LONG = 3 << 20  # bytes of a message of several pieces
+
+
+def until(condition):
+    """Wait until something is so."""
+    late = time.monotonic() + patient(SOON)
+    while not condition():
+        assert time.monotonic() < late
+        time.sleep(0.001)
 
 
 class Net:
@@ -102,15 +113,31 @@ def test_what_was_posted_before_a_close_arrives(ends):
     net.is_open.clear()
     place = torch.zeros(LONG, dtype=torch.uint8)
     received = second.post((), [(0, place)])
-    sent = [first.post([(1, torch.ones(LONG, dtype=torch.uint8))], channel=each) for each in (0, 1)]
+    for channel in (0, 1):
+        first.post([(1, torch.ones(LONG, dtype=torch.uint8))], channel=channel)
     assert net.held.wait(SOON)
     close = threading.Thread(target=first.close)
     close.start()
-    while first.failure() is None:
-        pass
+    until(lambda: first.failure() is not None)
     net.is_open.set()
     assert received.wait(SOON) == [place] and place.all()
     assert second.post((), [(0, place.zero_())], channel=1).wait(SOON) == [place] and place.all()
     second.close()
     close.join(SOON)
-    assert not close.is_alive() and len(sent) == 2
+    assert not close.is_alive()
+
+
+@pytest.mark.parametrize("length", [LONG, 9 << 10])
+def test_no_thread_and_no_closed_wire_keeps_what_has_not_gone(ends, length):
+    net, first, _ = ends
+    net.is_open.clear()
+    messages = [torch.ones(each, dtype=torch.uint8).numpy() for each in (length, LONG, LONG)]
+    kept = [weakref.ref(each) for each in messages]
+    posted = [first.post([(1, torch.from_numpy(each))]) for each in messages]
+    assert net.held.wait(SOON)
+    first.abort(Failure("aborted", None, "rank 2 died"))
+    del posted, messages
+    net.is_open.set()
+    if length == LONG:  # else the thread of the sends goes on, and has nothing to do
+        first.close()
+    until(lambda: not any(each() is not None for each in kept))

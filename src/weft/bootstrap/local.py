@@ -61,7 +61,7 @@ _THREADS = {
 }
 """Variables that the server and the ranks have, unless the environment sets them otherwise."""
 _LATE = "had not finished and was ended"
-PATIENCE = 10  # seconds in which a rank takes some of what it is told; one that is stopped does not
+PATIENCE = 10  # seconds: a rank that takes nothing of what it is told for so long is told no more
 GRACE = 5.0  # seconds that the other ranks have to end by themselves, after a failure or Ctrl-C
 _LENGTH = struct.Struct("!Q")  # of a message of a rank, before it
 _READ = 1 << 18  # bytes that are read at once
@@ -190,6 +190,7 @@ class Rank:
         outcome: how it ended, once that is known.
         alive: whether the process is there.
         ended: whether the launcher ended it.
+        is_deaf: whether it did not take what it was told.
         unread: the beginning of a message that has not come whole. No read waits for the rest: the
             rank may have been stopped in its middle.
     """
@@ -200,6 +201,7 @@ class Rank:
     outcome: Outcome | None = None
     alive: bool = True
     ended: bool = False
+    is_deaf: bool = False
     unread: bytearray = field(default_factory=bytearray)
 
     @classmethod
@@ -215,21 +217,22 @@ class Rank:
         context = multiprocessing.get_context("forkserver")
         _start_server(context)
         ours, theirs = context.Pipe()
+        _limit_sends(ours, PATIENCE)
         process = context.Process(
             target=_run, args=(number, environment, theirs, folder, body), name=f"rank {number}"
         )
         with theirs:
             process.start()
-        rank = cls(number, process, ours)
-        with socket.socket(fileno=os.dup(ours.fileno())) as same:
-            limit = struct.pack("ll", PATIENCE, 0)  # a `timeval`
-            same.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
-        return rank
+        return cls(number, process, ours)
 
     def tell(self, thing: object) -> None:
         """Send it an object, for `receive`; one that is gone, or stopped, need not get it."""
-        with contextlib.suppress(OSError):
+        if self.is_deaf:
+            return
+        try:
             self.connection.send(thing)
+        except OSError:
+            self.is_deaf = True  # and may have got half of it
 
     def hear(self, listen: Listen) -> None:
         """Read what has come, and handle the messages that are whole."""
@@ -316,6 +319,14 @@ def end(
             continue
 
 
+def _limit_sends(connection: Connection, seconds: int) -> None:
+    """Have a send raise an OSError where the other end takes nothing for so long."""
+    with socket.socket(fileno=os.dup(connection.fileno())) as same:
+        same.setblocking(True)  # whatever `socket.setdefaulttimeout` was given
+        timeval = struct.pack("ll", seconds, 0)
+        same.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeval)
+
+
 def _first_of(unread: bytearray) -> bytes:
     """Take the first message of what came; b"": it has not come whole."""
     if len(unread) < _LENGTH.size:
@@ -389,10 +400,11 @@ _turn = threading.Lock()
 def _tell(told: bytes) -> None:
     assert _launcher is not None  # this is a rank
     with _turn:
-        for part in (_LENGTH.pack(len(told)), told):
-            left = memoryview(part)
-            while left:
-                left = left[os.write(_launcher.fileno(), left) :]
+        # in one write, if it is short: between two the handler of a signal may raise, and what is
+        # said next would be taken for the rest
+        left = memoryview(_LENGTH.pack(len(told)) + told)
+        while left:
+            left = left[os.write(_launcher.fileno(), left) :]
 
 
 def _run(

@@ -192,7 +192,9 @@ class Detector:
     def end(self) -> None:
         """Note that this thread's wait is over, well or not."""
         self._idle_since = time.monotonic()  # first: who sees no wait then finds when it ended
-        self._waits.pop(threading.get_ident(), None)
+        ended = self._waits.pop(threading.get_ident(), None)
+        if ended is not None:
+            ended.has_ended = True
 
     @property
     def waiting(self) -> Wait | None:
@@ -206,9 +208,9 @@ class Detector:
         return 0.0 if waiting is None else time.monotonic() - waiting.since
 
     def _waiting(self) -> _Waiting | None:
-        """The wait of this rank, of several threads' the one that began first; None: there is none.
+        """The wait of this rank; of those of several threads that which began first, or None.
 
-        Messages of backend "weft_mpi" are waited for by whichever threads; else it is one.
+        Several threads wait only for messages of backend "weft_mpi".
         """
         # a copy: other threads begin and end waits
         return min(list(self._waits.values()), key=lambda each: each.began, default=None)
@@ -431,6 +433,7 @@ class Detector:
             "the group is well: call weft in the parent alone, not in a DataLoader's workers",
         )
         self.links.abandon()
+        self._waits.clear()
         self._inquiry = None
         self._suspect = None
 
@@ -464,11 +467,10 @@ class Detector:
 
         Once in a wait. A thread that is late each time was not paused: the program holds the GIL.
         """
-        waits = list(self._waits.values())
-        if waits and all(each.is_renewed for each in waits):
-            return
-        self._inquiry = None  # its answers may have been late because of the pause
-        for waiting in waits:
+        inquiry = self._inquiry
+        if inquiry is None or inquiry.about is None or not inquiry.about.is_renewed:
+            self._inquiry = None  # its answers may have been late because of the pause
+        for waiting in list(self._waits.values()):
             if not waiting.is_renewed:
                 waiting.is_renewed = True
                 waiting.since = time.monotonic()
@@ -542,9 +544,11 @@ class Detector:
             elif reason is not None:
                 self.settle(reason)  # all are well, so it is what it looks like
             # else all are well, and a call of another library failed: nobody is to blame
-        elif waiting is not None and now >= waiting.since + self.timeout:
+        elif waiting is None or waiting.has_ended:
+            return  # meanwhile
+        elif now >= waiting.since + self.timeout:
             self.settle(self._judgement(waiting, places, silent))
-        elif waiting is not None:
+        else:
             waiting.is_told = True
             self._tell(waiting, places, silent)
 
@@ -573,7 +577,7 @@ class Detector:
         """Where this rank is.
 
         Args:
-            of: the wait to be told of; None: that which began first, if there is one.
+            of: the wait to be told of, also if it is over; None: that which began first.
             listed: how many of the ranks that it waits for; None: all.
         """
         # again if that wait has ended meanwhile: the rest may be of the call before it, or after it
@@ -697,9 +701,10 @@ class _Waiting:
         since: the same or, if this rank was paused meanwhile, when the pause ended.
         is_renewed: whether it was paused.
         is_told: whether a line about it was printed.
+        has_ended: whether it is over, well or not.
     """
 
-    __slots__ = ("began", "is_renewed", "is_told", "since", "wait")
+    __slots__ = ("began", "has_ended", "is_renewed", "is_told", "since", "wait")
 
     def __init__(self, wait: Wait, began: float) -> None:
         self.wait = wait
@@ -707,6 +712,7 @@ class _Waiting:
         self.since = began
         self.is_renewed = False
         self.is_told = False
+        self.has_ended = False
 
 
 class _Inquiry:

@@ -257,8 +257,8 @@ class Session:
         except BaseException as error:
             self.raise_for(error, wait.wire_name, wait.what(), wait)
         finally:
-            self.traffic.waited += time.monotonic() - began
             detector.end()
+            self.traffic.waited += time.monotonic() - began
 
     def release(self, received: Received, wire_name: str) -> None:
         """Give back what a wire had received; `wire_name` is that of the wire, for texts.

@@ -91,8 +91,7 @@ class Watcher:
         self._device = device
         self._name = name
         self._thread: threading.Thread | None = None
-        # held while it is started, since only one may watch; a collection of garbage may come again
-        self._starting = threading.RLock()
+        self._starting = threading.RLock()  # held while it is started: only one may watch
         # the thread ends with this object, too
         weakref.finalize(self, self._queue.put, None).atexit = False
 
@@ -119,8 +118,12 @@ class Watcher:
                     name="weft watcher",
                     daemon=True,
                 )
-                thread.start()
-                self._thread = thread
+                self._thread = thread  # before: a collection of garbage in `start` may come here
+                try:
+                    thread.start()
+                except BaseException:
+                    self._thread = None
+                    raise
         self._queue.put(item)
 
     def watch_flag(self, flag: Tensor, then: Callable[[], object]) -> None:

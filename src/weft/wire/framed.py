@@ -7,7 +7,8 @@ says the length; the rest follows in pieces. Messages are received into memory o
 one that comes before its receive is posted can be kept, no rank waits in a send for what another
 rank does first, and after a failure nothing is written to memory of others. What is sent is copied
 piece by piece, and after a failure nothing is read of others' memory: so a peer never takes for a
-message what is half of it and half of what came there later.
+message what is half of it and half of what came there later. (What was posted before a close is
+sent, and is not to change until that returns.)
 """
 
 from __future__ import annotations
@@ -292,6 +293,11 @@ class FramedWire:
             outgoing.put(None)  # behind what was sent
         self._threads.end(carrier, seconds)
         self._frames.clear()
+        for outgoing in self._outgoing.values():
+            with contextlib.suppress(queue.Empty):
+                while True:
+                    outgoing.get_nowait()  # what has not gone is the caller's
+            outgoing.put(None)  # for a thread that is held up still
 
     def _close_in_child(self) -> None:
         # the threads are the parent's, and one of them may have had the lock
@@ -370,6 +376,7 @@ class FramedWire:
     def _receive(self, peer: int) -> None:
         """Take every frame as it comes, also before it is asked for, until the peer's last."""
         frames = self._frames[peer]
+        outgoing = self._outgoing[peer]
         try:
             while (frame := frames.get()) is not None:
                 channel, message = frame
@@ -388,29 +395,33 @@ class FramedWire:
             with self.lock:
                 self._left.add(peer)
                 self.changed.notify_all()
-        self._outgoing[peer].put(None)  # so that its thread ends, too
+        outgoing.put(None)  # so that its thread ends, too
 
     def _send(self, peer: int) -> None:
         """Send what is posted, until this wire is closed or nothing more comes from the peer."""
         frames = self._frames[peer]
+        outgoing = self._outgoing[peer]
         try:
-            while (item := self._outgoing[peer].get()) is not None:
-                channel, send = item
-                if self._has_failed():
-                    continue
-                nbytes = len(send.memory)
-                data = torch.frombuffer(send.memory, dtype=torch.uint8) if nbytes else _NOTHING
-                frames.put(channel, data, self._copy)
-                with self.lock:
-                    send.done = True
-                    self.changed.notify_all()
-                del item, send, data  # the caller's: not this idle thread's
+            while (item := outgoing.get()) is not None:
+                self._put(frames, *item)
+                del item  # the caller's: not this idle thread's
             frames.end()
         except RuntimeError:
             pass  # what could not be sent is not done, so whoever waits for it finds it lost
         except BaseException as error:  # else whoever waits would hear of nothing
             self._break("sends", peer, error)
         self._lose(peer, "nothing more goes there")
+
+    def _put(self, frames: _Frames, channel: int, send: _Outgoing) -> None:
+        """Send one message; none, once the wire has failed."""
+        if self._has_failed():
+            return
+        nbytes = len(send.memory)
+        data = torch.frombuffer(send.memory, dtype=torch.uint8) if nbytes else _NOTHING
+        frames.put(channel, data, self._copy)
+        with self.lock:
+            send.done = True
+            self.changed.notify_all()
 
     def _copy(self, part: Tensor) -> Tensor:
         """A copy of a part of a message; RuntimeError: its memory may be the caller's again."""

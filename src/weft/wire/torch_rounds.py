@@ -712,10 +712,10 @@ _held: list[_Queued] = []  # operations that may still write to their memory
 def _hold(under_way: Iterable[_Queued]) -> None:
     """Hold the memory of operations whose wire is gone until they have ended."""
     _held.extend(under_way)
-    for operation in _held.copy():
+    # by `list`, since `copy` may collect garbage between the length and the items, which comes here
+    for operation in list(_held):
         if operation.has_ended():
-            # asked of a device, which may collect garbage: another wire's come and go meanwhile
-            with contextlib.suppress(ValueError):
+            with contextlib.suppress(ValueError):  # that has removed it
                 _held.remove(operation)
 
 

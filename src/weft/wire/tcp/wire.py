@@ -308,9 +308,11 @@ class TcpWire:
         """Memory in the segment, which peers of this host read where it lies."""
         if self.segment is None or nbytes <= INLINE:
             return None
-        if self._failure is not None:  # a peer may yet read what a failed post had lent
+        lease = self._memory.lease(nbytes, from_source=True)
+        if lease is not None and self._failure is not None:
+            lease.release()  # a peer may yet read it, if a failed post had lent it
             return None
-        return self._memory.lease(nbytes, from_source=True)
+        return lease
 
     def abort(self, failure: Failure) -> None:
         self._fail(failure)
