@@ -392,6 +392,43 @@ def test_what_overlap_refuses(group):
         weft.overlap_grads(module if group.rank else 3)
 
 
+@pytest.mark.parametrize("is_used", [True, False])
+@spmd(2, 3, on=EVERYWHERE)
+def test_hooks_that_go_in_the_middle_of_a_step_leave_it_to_sync_grads(group, is_used):
+    """What backward began is not summed again; the last rank's batch need not use all of it."""
+    module = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 1))
+    weft.sync_params(module)
+    overlap = weft.overlap_grads(module, average=False, bucket_bytes=1)
+    for removes in (True, False, False):
+        module.zero_grad()
+        given = torch.ones(1, 2)
+        uses_all = is_used or group.rank < group.size - 1
+        (module if uses_all else module[0])(given).sum().backward()
+        if removes:
+            overlap.remove()
+            if is_used:  # else some ranks have begun buckets, and no other call may come between
+                with pytest.raises(weft.WeftError, match=r"has run since, call weft\.sync_grads"):
+                    weft.overlap_grads(module)
+        weft.sync_grads(module, average=False)
+        assert module[1].bias.grad.item() == group.size - (not is_used)
+    weft.overlap_grads(module, average=False)
+    weft.all_reduce(torch.ones(1))
+
+
+@spmd(2, 3, on=EVERYWHERE)
+def test_a_wrapper_that_is_overlapped_may_go_before_what_it_wraps(group):
+    module = nn.Linear(2, 1)
+    overlap = weft.overlap_grads(nn.ModuleList([module]), average=False)
+    gc.collect()
+    for _ in range(2):
+        module.zero_grad()
+        module(torch.ones(1, 2)).sum().backward()
+        weft.sync_grads(module, average=False)
+        assert module.bias.grad.item() == group.size
+    overlap.remove()
+    weft.overlap_grads(module)
+
+
 @pytest.mark.parametrize("trains", [False, True])
 @spmd(1, 2)
 def test_a_module_may_go_with_its_hooks(group, trains):

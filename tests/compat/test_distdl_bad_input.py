@@ -116,6 +116,20 @@ def test_every_worker_raises_the_same_and_the_next_call_works(text):
     assert run(3, program, timeout=10) == [text] * 3
 
 
+def test_an_op_that_raises_does_so_on_every_worker():
+    def fails(left, right):
+        raise KeyError("of the op")
+
+    def program(group):
+        with pytest.raises(KeyError, match="of the op"):
+            COMM.Reduce(np.ones(2), np.zeros(2), fails, root=1)
+        with pytest.raises(KeyError, match="of the op"):
+            COMM.Allreduce(np.ones(2), np.zeros(2), fails)
+        COMM.Barrier()
+
+    run(3, program, timeout=10)
+
+
 def test_two_workers_tell_each_other_what_does_not_fit():
     def program(group):
         place = np.zeros(2, np.int64)

@@ -842,6 +842,50 @@ def test_a_gradient_of_another_kind_than_torch_expects_is_named_on_all_ranks(
 
 
 @trained(2)
+def test_what_watches_gradients_goes_with_the_model_though_its_state_is_kept() -> None:
+    table = nn.Embedding(5, 2, sparse=True)
+    inside = nn.Sequential(table, nn.Linear(2, 1))
+    model = DistributedDataParallel(inside)
+    state = ddp.register(model)
+    index = torch.tensor([dist.get_rank()])
+    model(index).sum().backward()
+    del model
+    gc.collect()
+    table.sparse = False
+    model = DistributedDataParallel(inside)
+    ddp.register(model)
+    for _ in range(2):
+        model.zero_grad()
+        model(index).sum().backward()
+        assert table.weight.grad.layout == torch.strided
+    assert state.unlike is None
+
+
+@trained(2, 3)
+def test_a_table_may_be_frozen_for_a_step_where_ddp_finds_what_is_unused() -> None:
+    """As a dense weight may."""
+    inside = nn.Sequential(nn.Embedding(5, 2, sparse=True), nn.Linear(2, 1))
+    table = inside[0].weight
+    model = DistributedDataParallel(inside, find_unused_parameters=True)
+    ddp.register(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for step in range(4):
+        is_frozen = step in (1, 2)
+        table.requires_grad_(not is_frozen)
+        before = table.detach().clone()
+        optimizer.zero_grad()
+        model(torch.tensor([dist.get_rank()])).sum().backward()
+        same_on_all(str(inside[1].weight.grad))
+        if is_frozen:
+            assert table.grad is None
+        else:
+            same_on_all(str(table.grad.to_dense()))
+            assert table.grad.to_dense()[: dist.get_world_size()].all()
+        optimizer.step()
+        assert table.equal(before) == is_frozen
+
+
+@trained(2)
 def test_a_state_made_by_hand_compares_the_wire_dtype_in_backward() -> None:
     ours = DistributedDataParallel(nn.Linear(70, 300))
     wrong = torch.float16 if dist.get_rank() else torch.bfloat16

@@ -12,8 +12,8 @@ from __future__ import annotations
 import functools
 import itertools
 import re
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
@@ -121,24 +121,43 @@ def sync_grads(
     group.worker.call(NAME, lambda: synchronised.reduce(list(synchronised.of)))
 
 
-overlapping: WeakKeyDictionary[torch.nn.Module, Callable[..., None]] = WeakKeyDictionary()
-"""The modules of `overlap_grads`, each with the function that `sync_grads` calls for it: it takes
-the group, `average`, `wire_dtype`, and `error`, which is what else is wrong, or None."""
+class Overlapping(Protocol):
+    """What reduces some gradients while backward runs, as `sync_grads` sees it."""
+
+    def module(self) -> torch.nn.Module | None:
+        """That `overlap_grads` was called for; None: it is gone."""
+
+    def parameters(self) -> Iterable[Tensor]:
+        """Of that module, as it is now; where it is gone, as it was."""
+
+    def finish(
+        self,
+        group: Group,
+        average: bool,
+        wire_dtype: torch.dtype | None,
+        *,
+        error: str | None = None,
+    ) -> None:
+        """`sync_grads` of these parameters; `error` is what else is wrong, or None."""
+
+
+overlapping: WeakKeyDictionary[Overlapping, None] = WeakKeyDictionary()
+"""Those that may have gradients under way."""
 
 
 def finish_of(module: torch.nn.Module) -> Callable[..., None] | None:
-    """The function in `overlapping` for a module with parameters of such a module, else None."""
+    """The `finish` of what is overlapping for a module with any of its parameters, else None."""
     own = {id(parameter) for parameter in module.parameters()} if overlapping else set()
-    for other in [reference() for reference in overlapping.keyrefs()]:  # ranks may be threads
-        finish = None if other is None else overlapping.get(other)
-        if other is None or finish is None:
+    for overlap in [reference() for reference in overlapping.keyrefs()]:  # ranks may be threads
+        if overlap is None:
             continue
-        theirs = {id(parameter) for parameter in other.parameters()}
-        if other is module or (own and own == theirs):  # a wrapper, such as torch.compile's
-            return finish
+        theirs = {id(parameter) for parameter in overlap.parameters()}
+        # or a wrapper, such as torch.compile's
+        if overlap.module() is module or (own and own == theirs):
+            return overlap.finish
         if own & theirs:  # reduced again they would be counted twice
             return functools.partial(
-                finish,
+                overlap.finish,
                 error="the module has some of the parameters of another, which overlap_grads was "
                 "called for: pass that one",
             )

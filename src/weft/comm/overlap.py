@@ -17,10 +17,11 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -115,13 +116,14 @@ def overlap_grads(
 class Overlap:
     """Reduces the gradients of one module while backward runs; made by `overlap_grads`."""
 
-    _module: weakref.ref[nn.Module]  # which keeps this alive, by `overlapping`
+    _module: weakref.ref[nn.Module]  # which keeps this alive, by `_kept`
 
     def __init__(self, synchronised: Synchronised) -> None:
         self._synchronised = synchronised
         self._worker = synchronised.group.worker
         self._paused = False
         self._handles: list[RemovableHandle] = []
+        self._is_removed = False
         self._buckets: list[list[str]] = []
 
     def start(self, module: nn.Module, bucket_bytes: int) -> None:
@@ -148,16 +150,27 @@ class Overlap:
                 self._handles.append(parameter.register_hook(self._before(name)))
                 self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
         self._restart()
-        overlapping[module] = self._finish
+        _kept[module] = self
+        overlapping[self] = None
 
     def remove(self) -> None:
-        """Remove the hooks; `weft.sync_grads` then does all of it. Twice is fine."""
+        """Remove the hooks; `weft.sync_grads` then does all of it. Twice is fine.
+
+        Where a backward has run since the last `weft.sync_grads`, the next one completes that step.
+        """
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        module = self._module()
-        if module is not None and overlapping.get(module) == self._finish:
-            del overlapping[module]
+        self._is_removed = True
+        if not self._gradients:
+            self._leave()
+
+    def _leave(self) -> None:
+        """Have `sync_grads` know no more of this."""
+        overlapping.pop(self, None)
+        module = self.module()
+        if module is not None and _kept.get(module) is self:
+            del _kept[module]
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -187,7 +200,10 @@ class Overlap:
         known = self._synchronised
         error = known.error or wrong_bytes("bucket_bytes", bucket_bytes)
         if error is None and finish_of(module) is not None:
-            error = "gradients of the module overlap already: remove() that first"
+            error = (
+                "gradients of the module overlap already: remove() that first, and where a "
+                "backward has run since, call weft.sync_grads"
+            )
         order: list[str] = []
         if error is None:
             names = [name for name, _ in parameters(module)]
@@ -327,14 +343,25 @@ class Overlap:
 
     def _is_replaced(self) -> bool:
         """Whether the module has other parameters than those with hooks."""
-        module = self._module()
-        there = dict(parameters(module)) if module else {}
+        module = self.module()
+        if module is None:  # `sync_grads` is called for another, with the same ones
+            return False
+        there = dict(parameters(module))
         known = self._synchronised
         return len(there) != len(known.manifest) or any(
             there.get(name) is not parameter for name, parameter in known.of.items()
         )
 
-    def _finish(
+    # what `sync_grads` asks for: see `gradients.Overlapping`
+
+    def module(self) -> nn.Module | None:
+        return self._module()
+
+    def parameters(self) -> Iterable[Tensor]:
+        module = self.module()
+        return self._synchronised.of.values() if module is None else module.parameters()
+
+    def finish(
         self,
         group: Group,
         average: bool,
@@ -376,6 +403,12 @@ class Overlap:
             self._worker.call(NAME, lambda: confess(known.group, NAME, None, error))
         finally:
             self._restart()
+            if self._is_removed:
+                self._leave()
+
+
+_kept: WeakKeyDictionary[nn.Module, Overlap] = WeakKeyDictionary()
+"""What overlaps the gradients of each module, and lives as long."""
 
 
 def _has_others(gradient: Tensor) -> bool:

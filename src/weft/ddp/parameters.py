@@ -85,10 +85,12 @@ def _is_dense(part: nn.Module) -> bool:
 def check_kinds(state: State, ddp_model: DistributedDataParallel) -> None:
     """See whether gradients are as DistributedDataParallel expects them: sparse or dense."""
     for parameter, places in places_of(ddp_model.module).items():
-        _check_kind(state, parameter, places)
+        _check_kind(state, ddp_model, parameter, places)
 
 
-def _check_kind(state: State, parameter: Tensor, places: list[Place]) -> None:
+def _check_kind(
+    state: State, ddp_model: DistributedDataParallel, parameter: Tensor, places: list[Place]
+) -> None:
     """See whether a parameter's gradients are as they are expected; of a dense one, the first.
 
     If not, DistributedDataParallel would fail without a name, and be of no use any more. So it gets
@@ -100,10 +102,11 @@ def _check_kind(state: State, parameter: Tensor, places: list[Place]) -> None:
     other_use = f"as {others[0].name!r}" if others else "of another use"
     # a hook of a parameter's is held in C++: what it held would never go, nor the parameter
     kept = weakref.ref(state)
+    model = weakref.ref(ddp_model)  # a program may keep the state for longer
 
     def check(parameter: Tensor) -> None:
         state = kept()
-        if state is None:  # nor is there a DistributedDataParallel any more
+        if state is None or model() is None:
             handle.remove()
             return
         gradient = parameter.grad

@@ -63,6 +63,7 @@ class UnusedTables:
         reached: the numbers of those that a backward has come to since the last forward.
         outputs: from which a backward may begin; each lives as long as the graph behind it.
         leaves: the hooks of outputs that are leaves, which outlive their forward.
+        lent: the frozen tables that have an empty gradient until the backward ends.
         outermost: the backward at whose end the others are reached.
     """
 
@@ -71,6 +72,7 @@ class UnusedTables:
         self.reached: set[int] = set()
         self.outputs: weakref.WeakSet[_Output] = weakref.WeakSet()
         self.leaves: list[RemovableHandle] = []
+        self.lent: list[Tensor] = []
         self.outermost = Outermost()
         for number, table in enumerate(tables):
             # weakly: a hook that holds its tensor keeps it for ever
@@ -124,10 +126,16 @@ class UnusedTables:
             for number, table in self.missing().items():
                 if not is_run(get_gradient_edge(table).node):
                     _reach(self.reached, number, table, None)
+            for table in self.tables:  # frozen since: it knows of that no more
+                if not table.requires_grad and table.grad is None:
+                    table.grad = without_rows(table)
+                    self.lent.append(table)
         self.outermost.at_end(self.end)
 
     def end(self) -> None:
         """At the end of the outermost backward: come to the tables that no other comes to."""
+        while self.lent:
+            self.lent.pop().grad = None
         tables = [*self.missing().values()]
         if tables and not all(output.is_reached for output in self.outputs):
             tables = _left_behind(tables, [*self.outputs])

@@ -161,8 +161,9 @@ class Communicator:
             return {"root": chosen, "op": _name_of(op), **terms_of(array)}, array
 
         arrays = self.exchange("Reduce", passed)
+        total = reduced(arrays, op)  # everywhere: if the op raises, all workers do
         if self.rank == root:
-            _fill(recvbuf, reduced(arrays, op))
+            _fill(recvbuf, total)
 
     def Bcast(self, buf: Any, root: int = 0) -> None:
         """Fill all workers' buffers with the content of the root's, of the same dtype and size."""
