@@ -21,7 +21,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -407,7 +406,7 @@ class Overlap:
                 self._leave()
 
 
-_kept: WeakKeyDictionary[nn.Module, Overlap] = WeakKeyDictionary()
+_kept: weakref.WeakKeyDictionary[nn.Module, Overlap] = weakref.WeakKeyDictionary()
 """What overlaps the gradients of each module, and lives as long."""
 
 

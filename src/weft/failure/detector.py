@@ -215,6 +215,10 @@ class Detector:
         # a copy: other threads begin and end waits
         return min(list(self._waits.values()), key=lambda each: each.began, default=None)
 
+    def _since(self, waiting: _Waiting | None) -> float:
+        """Since when this rank is where it is: in a wait, or in none."""
+        return self._idle_since if waiting is None else waiting.since
+
     def settle(self, verdict: Verdict, *, is_told: bool = False) -> Verdict:
         """Break the session for every rank, unless it is broken; the verdict that counts.
 
@@ -584,7 +588,7 @@ class Detector:
         while True:
             first = self._waiting()
             waiting = of or first
-            since = self._idle_since if waiting is None else waiting.since
+            since = self._since(waiting)
             progress = self._progress()
             history = self.history
             if self._waiting() is first:
@@ -617,8 +621,7 @@ class Detector:
     def _last_place(self) -> Place:
         """Where this rank is as it leaves, and what it raised."""
         progress = self._progress()
-        waiting = self._waiting()
-        since = self._idle_since if waiting is None else waiting.since
+        since = self._since(self._waiting())
         return Place(
             calls=progress.calls,
             doing=progress.doing,
