@@ -415,18 +415,55 @@ def test_hooks_that_go_in_the_middle_of_a_step_leave_it_to_sync_grads(group, is_
     weft.all_reduce(torch.ones(1))
 
 
+@pytest.mark.parametrize("removes", ["before the group ends", "after it"])
 @spmd(2, 3, on=EVERYWHERE)
-def test_a_wrapper_that_is_overlapped_may_go_before_what_it_wraps(group):
+def test_a_step_that_was_given_up_with_its_group_is_not_completed(group, removes):
+    """The last rank has not come to its backward."""
     module = nn.Linear(2, 1)
-    overlap = weft.overlap_grads(nn.ModuleList([module]), average=False)
-    gc.collect()
-    for _ in range(2):
+    part = group.split(list(range(group.size)))
+    overlap = weft.overlap_grads(module, average=False, group=part)
+    if group.rank < group.size - 1:
+        module(torch.ones(1, 2)).sum().backward()
+    if removes == "before the group ends":
+        overlap.remove()
+    part.close()
+    overlap.remove()
+    for goes_on in (weft.sync_grads, weft.overlap_grads):
+        goes_on(module, average=False)
         module.zero_grad()
         module(torch.ones(1, 2)).sum().backward()
         weft.sync_grads(module, average=False)
         assert module.bias.grad.item() == group.size
-    overlap.remove()
-    weft.overlap_grads(module)
+
+
+@spmd(2, on=EVERYWHERE)
+def test_hooks_may_go_while_torch_calls_them(group):
+    module = nn.Linear(2, 1, bias=False)
+    module.weight.register_post_accumulate_grad_hook(lambda _: overlap.remove())
+    overlap = weft.overlap_grads(module, average=False)
+    for _ in range(2):
+        module.zero_grad()
+        module(torch.ones(1, 2)).sum().backward()
+        weft.sync_grads(module, average=False)
+        assert module.weight.grad.tolist() == [[2, 2]]
+
+
+@spmd(2, 3, on=EVERYWHERE)
+def test_a_wrapper_that_is_overlapped_may_go_before_what_it_wraps(group):
+    """Also in the middle of a step, where one rank collects its garbage."""
+    module = nn.Linear(2, 1)
+    wrapper = nn.ModuleList([module])
+    weft.overlap_grads(wrapper, average=False)
+    for step in range(3):
+        module.zero_grad()
+        module(torch.ones(1, 2)).sum().backward()
+        wrapper = None
+        if group.rank == 0:
+            gc.collect()
+        weft.sync_grads(module, average=False)
+        assert module.bias.grad.item() == group.size, step
+    with pytest.raises(weft.WeftError, match="overlap already"):
+        weft.overlap_grads(module)
 
 
 @pytest.mark.parametrize("trains", [False, True])

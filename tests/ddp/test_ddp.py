@@ -886,6 +886,28 @@ def test_a_table_may_be_frozen_for_a_step_where_ddp_finds_what_is_unused() -> No
 
 
 @trained(2)
+def test_a_backward_that_failed_with_a_frozen_table_leaves_nothing_to_the_next() -> None:
+    inside = nn.Sequential(nn.Embedding(5, 2, sparse=True), nn.Linear(2, 1))
+    table = inside[0].weight
+    model = DistributedDataParallel(inside, find_unused_parameters=True)
+    ddp.register(model)
+    table.requires_grad_(False)
+    out = model(torch.tensor([dist.get_rank()]))
+    out.register_hook(_raise)
+    with pytest.raises(ValueError, match="not finite"):
+        out.sum().backward()
+    table.requires_grad_(True)
+    for _ in range(2):
+        model.zero_grad()
+        model(torch.tensor([dist.get_rank()])).sum().backward()
+        assert table.grad.to_dense()[:2].all()
+
+
+def _raise(gradient: torch.Tensor) -> None:
+    raise ValueError("not finite")
+
+
+@trained(2)
 def test_a_state_made_by_hand_compares_the_wire_dtype_in_backward() -> None:
     ours = DistributedDataParallel(nn.Linear(70, 300))
     wrong = torch.float16 if dist.get_rank() else torch.bfloat16

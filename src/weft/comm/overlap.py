@@ -115,7 +115,8 @@ def overlap_grads(
 class Overlap:
     """Reduces the gradients of one module while backward runs; made by `overlap_grads`."""
 
-    _module: weakref.ref[nn.Module]  # which keeps this alive, by `_kept`
+    _module: weakref.ref[nn.Module]
+    _owners: weakref.WeakSet[nn.Module]  # of the parameters; they keep this alive: `overlapping`
 
     def __init__(self, synchronised: Synchronised) -> None:
         self._synchronised = synchronised
@@ -149,13 +150,15 @@ class Overlap:
                 self._handles.append(parameter.register_hook(self._before(name)))
                 self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
         self._restart()
-        _kept[module] = self
-        overlapping[self] = None
+        self._owners = weakref.WeakSet(part for part in module.modules() if _has_own(part))
+        for owner in self._owners:
+            overlapping[owner] = self
 
     def remove(self) -> None:
         """Remove the hooks; `weft.sync_grads` then does all of it. Twice is fine.
 
-        Where a backward has run since the last `weft.sync_grads`, the next one completes that step.
+        Call it on every rank, between two steps. Where a backward has run since the last
+        `weft.sync_grads`, the next one still completes that step, with the same arguments.
         """
         for handle in self._handles:
             handle.remove()
@@ -166,10 +169,9 @@ class Overlap:
 
     def _leave(self) -> None:
         """Have `sync_grads` know no more of this."""
-        overlapping.pop(self, None)
-        module = self.module()
-        if module is not None and _kept.get(module) is self:
-            del _kept[module]
+        for owner in self._owners:
+            if overlapping.get(owner) is self:
+                del overlapping[owner]
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -251,7 +253,9 @@ class Overlap:
         @uncompiled
         def seen(parameter: Any) -> None:
             overlap = kept()
-            if overlap is not None and not overlap._paused:
+            if overlap is None or overlap._paused:
+                return
+            if not overlap._is_removed:  # torch calls the hooks that were there as it began
                 overlap._take(name, bucket, parameter)
 
         return seen
@@ -353,6 +357,9 @@ class Overlap:
 
     # what `sync_grads` asks for: see `gradients.Overlapping`
 
+    def is_given_up(self) -> bool:
+        return self._is_removed and self._synchronised.group.closed
+
     def module(self) -> nn.Module | None:
         return self._module()
 
@@ -406,8 +413,9 @@ class Overlap:
                 self._leave()
 
 
-_kept: weakref.WeakKeyDictionary[nn.Module, Overlap] = weakref.WeakKeyDictionary()
-"""What overlaps the gradients of each module, and lives as long."""
+def _has_own(part: nn.Module) -> bool:
+    """Whether a module has parameters that are not those of a part of it."""
+    return next(part.parameters(recurse=False), None) is not None
 
 
 def _has_others(gradient: Tensor) -> bool:

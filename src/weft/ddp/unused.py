@@ -63,7 +63,8 @@ class UnusedTables:
         reached: the numbers of those that a backward has come to since the last forward.
         outputs: from which a backward may begin; each lives as long as the graph behind it.
         leaves: the hooks of outputs that are leaves, which outlive their forward.
-        lent: the frozen tables that have an empty gradient until the backward ends.
+        lent: frozen tables with the empty gradients that they have until the backward ends; if it
+            fails, until the next forward.
         outermost: the backward at whose end the others are reached.
     """
 
@@ -72,7 +73,7 @@ class UnusedTables:
         self.reached: set[int] = set()
         self.outputs: weakref.WeakSet[_Output] = weakref.WeakSet()
         self.leaves: list[RemovableHandle] = []
-        self.lent: list[Tensor] = []
+        self.lent: list[tuple[Tensor, Tensor]] = []
         self.outermost = Outermost()
         for number, table in enumerate(tables):
             # weakly: a hook that holds its tensor keeps it for ever
@@ -99,6 +100,7 @@ class UnusedTables:
         """A hook behind the forward."""
         if not (self.tables and torch.is_grad_enabled()):
             return
+        self.take_back()
         if self.reached:  # a step has been made
             self.reached.clear()
             self.outputs.clear()
@@ -126,16 +128,15 @@ class UnusedTables:
             for number, table in self.missing().items():
                 if not is_run(get_gradient_edge(table).node):
                     _reach(self.reached, number, table, None)
-            for table in self.tables:  # frozen since: it knows of that no more
+            for table in self.tables:  # one that was frozen later is awaited like the others
                 if not table.requires_grad and table.grad is None:
                     table.grad = without_rows(table)
-                    self.lent.append(table)
+                    self.lent.append((table, table.grad))
         self.outermost.at_end(self.end)
 
     def end(self) -> None:
         """At the end of the outermost backward: come to the tables that no other comes to."""
-        while self.lent:
-            self.lent.pop().grad = None
+        self.take_back()
         tables = [*self.missing().values()]
         if tables and not all(output.is_reached for output in self.outputs):
             tables = _left_behind(tables, [*self.outputs])
@@ -144,6 +145,13 @@ class UnusedTables:
                 come_to: Callable[..., Tensor] = _ComeTo.apply
                 nothing = come_to(*tables)
             nothing.backward()  # type: ignore[no-untyped-call]  # as torch has it
+
+    def take_back(self) -> None:
+        """Take the gradients that were lent, where nobody has put others there."""
+        while self.lent:
+            table, empty = self.lent.pop()
+            if table.grad is empty:
+                table.grad = None
 
     def missing(self) -> dict[int, Tensor]:
         """The tables that no backward has come to, by number."""
