@@ -885,21 +885,30 @@ def test_a_table_may_be_frozen_for_a_step_where_ddp_finds_what_is_unused() -> No
         assert table.equal(before) == is_frozen
 
 
+@pytest.mark.parametrize("adds_before", [False, True])
 @trained(2)
-def test_a_backward_that_failed_with_a_frozen_table_leaves_nothing_to_the_next() -> None:
+def test_a_backward_that_failed_with_a_frozen_table_leaves_nothing_to_the_next(
+    adds_before: bool,
+) -> None:
     inside = nn.Sequential(nn.Embedding(5, 2, sparse=True), nn.Linear(2, 1))
     table = inside[0].weight
     model = DistributedDataParallel(inside, find_unused_parameters=True)
     ddp.register(model)
     table.requires_grad_(False)
-    out = model(torch.tensor([dist.get_rank()]))
-    out.register_hook(_raise)
-    with pytest.raises(ValueError, match="not finite"):
-        out.sum().backward()
+    index = torch.tensor([dist.get_rank()])
+    with model.no_sync():
+        out = model(index)
+        out.register_hook(_raise)
+        with pytest.raises(ValueError, match="not finite"):
+            out.sum().backward()
     table.requires_grad_(True)
+    if adds_before:
+        inside(index).sum().backward()
+        model(index)
+        assert table.grad._nnz() == 1
     for _ in range(2):
         model.zero_grad()
-        model(torch.tensor([dist.get_rank()])).sum().backward()
+        model(index).sum().backward()
         assert table.grad.to_dense()[:2].all()
 
 

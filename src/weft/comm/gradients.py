@@ -127,6 +127,9 @@ class Overlapping(Protocol):
     def is_given_up(self) -> bool:
         """Whether it was removed and its group is closed: what began there is never completed."""
 
+    def leave(self) -> None:
+        """Leave `overlapping`."""
+
     def module(self) -> torch.nn.Module | None:
         """That `overlap_grads` was called for; None: it is gone."""
 
@@ -144,20 +147,21 @@ class Overlapping(Protocol):
         """`sync_grads` of these parameters; `error` is what else is wrong, or None."""
 
 
-overlapping: WeakKeyDictionary[torch.nn.Module, Overlapping] = WeakKeyDictionary()
-"""The modules that own the parameters, each with what may have gradients of those under way."""
+overlapping: WeakKeyDictionary[Overlapping, None] = WeakKeyDictionary()
+"""Those that may have gradients under way."""
 
 
 def finish_of(module: torch.nn.Module) -> Callable[..., None] | None:
     """The `finish` of what is overlapping for a module with any of its parameters, else None."""
     own = {id(parameter) for parameter in module.parameters()} if overlapping else set()
-    owners = [reference() for reference in overlapping.keyrefs()]  # ranks may be threads
-    found = [overlapping.get(owner) for owner in owners if owner is not None]
-    for overlap in dict.fromkeys(found):
-        if overlap is None or overlap.is_given_up():
+    for overlap in [reference() for reference in overlapping.keyrefs()]:  # ranks may be threads
+        if overlap is None:
+            continue
+        if overlap.is_given_up():
+            overlap.leave()
             continue
         theirs = {id(parameter) for parameter in overlap.parameters()}
-        # either, since it may be that of a wrapper, such as torch.compile's, or have lost some
+        # the same ones, maybe of a wrapper, such as torch.compile's
         if overlap.module() is module or (own and own == theirs):
             return overlap.finish
         if own & theirs:  # reduced again they would be counted twice

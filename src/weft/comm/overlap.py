@@ -116,7 +116,7 @@ class Overlap:
     """Reduces the gradients of one module while backward runs; made by `overlap_grads`."""
 
     _module: weakref.ref[nn.Module]
-    _owners: weakref.WeakSet[nn.Module]  # of the parameters; they keep this alive: `overlapping`
+    _keepers: weakref.WeakSet[nn.Module]  # the modules that keep this alive, by `_kept`
 
     def __init__(self, synchronised: Synchronised) -> None:
         self._synchronised = synchronised
@@ -150,28 +150,26 @@ class Overlap:
                 self._handles.append(parameter.register_hook(self._before(name)))
                 self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
         self._restart()
-        self._owners = weakref.WeakSet(part for part in module.modules() if _has_own(part))
-        for owner in self._owners:
-            overlapping[owner] = self
+        # those with the parameters, too: what is given may be a wrapper, which goes before them
+        owners = (part for part in module.modules() if part._parameters)
+        self._keepers = weakref.WeakSet([module, *owners])
+        for keeper in self._keepers:
+            _kept[keeper] = self
+        overlapping[self] = None
 
     def remove(self) -> None:
         """Remove the hooks; `weft.sync_grads` then does all of it. Twice is fine.
 
-        Call it on every rank, between two steps. Where a backward has run since the last
-        `weft.sync_grads`, the next one still completes that step, with the same arguments.
+        Call it on every rank, best between two steps. Where a backward has run since the last
+        `weft.sync_grads`, the next one still completes that step, with the same arguments, unless
+        the group has been closed: then nothing is completed.
         """
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
         self._is_removed = True
         if not self._gradients:
-            self._leave()
-
-    def _leave(self) -> None:
-        """Have `sync_grads` know no more of this."""
-        for owner in self._owners:
-            if overlapping.get(owner) is self:
-                del overlapping[owner]
+            self.leave()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -360,6 +358,12 @@ class Overlap:
     def is_given_up(self) -> bool:
         return self._is_removed and self._synchronised.group.closed
 
+    def leave(self) -> None:
+        overlapping.pop(self, None)
+        for keeper in self._keepers:
+            if _kept.get(keeper) is self:
+                del _kept[keeper]
+
     def module(self) -> nn.Module | None:
         return self._module()
 
@@ -410,12 +414,11 @@ class Overlap:
         finally:
             self._restart()
             if self._is_removed:
-                self._leave()
+                self.leave()
 
 
-def _has_own(part: nn.Module) -> bool:
-    """Whether a module has parameters that are not those of a part of it."""
-    return next(part.parameters(recurse=False), None) is not None
+_kept: weakref.WeakKeyDictionary[nn.Module, Overlap] = weakref.WeakKeyDictionary()
+"""What overlaps the gradients of each module, and lives as long as one of them."""
 
 
 def _has_others(gradient: Tensor) -> bool:

@@ -147,10 +147,10 @@ class UnusedTables:
             nothing.backward()  # type: ignore[no-untyped-call]  # as torch has it
 
     def take_back(self) -> None:
-        """Take the gradients that were lent, where nobody has put others there."""
+        """Take the gradients that were lent, where nothing has been put there or added."""
         while self.lent:
             table, empty = self.lent.pop()
-            if table.grad is empty:
+            if table.grad is empty and not empty._nnz():
                 table.grad = None
 
     def missing(self) -> dict[int, Tensor]:
