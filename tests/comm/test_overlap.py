@@ -474,7 +474,7 @@ def test_a_wrapper_that_is_overlapped_may_go_before_what_it_wraps(group):
     """Also in the middle of a step, where one rank collects its garbage."""
     module = nn.Linear(2, 1)
     wrapper = nn.ModuleList([module])
-    weft.overlap_grads(wrapper, average=False)
+    overlap = weakref.ref(weft.overlap_grads(wrapper, average=False))
     for step in range(3):
         module.zero_grad()
         module(torch.ones(1, 2)).sum().backward()
@@ -484,6 +484,8 @@ def test_a_wrapper_that_is_overlapped_may_go_before_what_it_wraps(group):
             gc.collect()
         weft.sync_grads(module, average=False)
         assert module.bias.grad.item() == group.size, step
+    overlap().remove()
+    weft.overlap_grads(module)
 
 
 @pytest.mark.parametrize("trains", [False, True])
