@@ -43,7 +43,10 @@ def freeze():
     print(time.monotonic(), flush=True)
     if how == "dies":
         os._exit(7)
+    if how == "stops later":
+        time.sleep(0.5)  # the others write meanwhile what they do before they wait for this rank
     os.kill(os.getpid(), signal.SIGSTOP)
+    time.sleep(0.5)  # a store that is hosted here has read what they wrote while it stood still
 
 def lost_after(module, name):
     function = getattr(module, name)
@@ -71,7 +74,7 @@ def lost_in_gloo(spec, store, **kwargs):
 
 kept, real = [], dist.init_process_group
 if os.environ["RANK"] == victim:
-    if where == "met":
+    if where in ("met", "gone on"):
         lost_after(membership, "meet")
     elif where == "gloo":
         dist.init_process_group = lost_in_gloo
@@ -121,7 +124,7 @@ class Job:
         """What the ranks say; the lost one, if it goes on once the others have ended, last."""
         said = [rank.communicate(timeout=patient(60.0))[0] for rank in self._others]
         since = float(self._lost.text().splitlines()[0])
-        if self.how == "stops":
+        if self.how != "dies":
             # its deadlines are from before it stopped: later than this it is late by all of them
             time.sleep(max(0.0, since + self.limit + 2 * HELD_UP - time.monotonic()))
             os.kill(self._lost.pid, signal.SIGCONT)
@@ -171,8 +174,12 @@ def test_rank_0_is_named_where_it_stops_and_hosts_the_store(
     programs: Programs, port: int, tmp_path: Path
 ) -> None:
     jobs = [  # which wait at the same time
-        Job(programs, tmp_path / "met", "met", "stops", "", port, victim=0),
-        Job(programs, tmp_path / "made", "made", "stops", f"tcp://[::1]:{port}", port, victim=0),
+        Job(programs, tmp_path / where, where, how, url, port, victim=0)
+        for where, how, url in [
+            ("met", "stops", ""),
+            ("gone on", "stops later", f"tcp://127.0.0.2:{port}"),
+            ("made", "stops", f"tcp://[::1]:{port}"),
+        ]
     ]
     silent = r"[\d.]+ 0 .*does not answer: is rank 0, which hosts it, stopped"
     late = r"[\d.]+ 0 rank 0: .*(this rank|rank 0) came \d+ s too late .*: was it"

@@ -404,6 +404,23 @@ def test_a_rank_that_is_connected_and_gives_up_waiting_names_those_that_are_not(
     assert error.culprit is None
 
 
+def test_a_rank_that_stood_still_is_not_joined_by_what_others_wrote_before_they_gave_up():
+    store = dist.HashStore()
+    store.set("connected 1", "")
+    store.set("read 1", "")
+    late, told = [control.RollCall(store, rank, 2) for rank in range(2)]
+    with pytest.raises(control.NotJoinedError, match="rank 0 came 5 s too late to join") as caught:
+        late.hold(lambda: None, time.monotonic() - 5.0)
+    assert caught.value.culprit == 0
+    with pytest.raises(control.NotJoinedError, match="rank 0 came 5 s too late to join"):
+        told.check()
+    # the others were joined, and may be there still
+    joined = dist.PrefixStore("joined", store)
+    joined.set("connected 1", "")
+    joined.set("outcome", '{"text": "", "culprit": null, "absent": []}')
+    assert control.RollCall(joined, 0, 2).hold(lambda: "joined", time.monotonic() - 5.0) == "joined"
+
+
 def test_ranks_are_joined_once_gloo_has_connected_all_of_them(monkeypatch):
     """One that is not connected is said to be not, though others are."""
     real = _torch.gloo_group

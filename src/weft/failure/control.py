@@ -346,7 +346,7 @@ class RollCall:
         """Wait until gloo has connected all ranks, as it has this one.
 
         Raises:
-            TimeoutError: that is not so at the deadline.
+            TimeoutError: that is not so at the deadline, or this rank stood still until long after.
             NotJoinedError: a rank has said that it has failed.
         """
         self._store.set(f"connected {self._rank}", "")
@@ -357,6 +357,8 @@ class RollCall:
             while missing and self._has("connected", missing[-1]):
                 missing.pop()
             if not missing:
+                if time.monotonic() - deadline > HELD_UP:
+                    raise TimeoutError("the others, once connected, have waited in vain")
                 failure = self._conclude(_JOINED)
                 if failure is not None:
                     raise failure
