@@ -357,7 +357,9 @@ def sums_at_once():
     works = [dist.all_reduce(part, group=group, async_op=True) for part in parts]
     for work in works:
         work.wait()
-    threads = threads_named("pt_gloo_runloop")
+    late = time.monotonic() + patient(20.0)
+    while (threads := threads_named("pt_gloo_runloop")) < 3 and time.monotonic() < late:
+        time.sleep(0.01)  # a thread names itself when it first runs
     dist.destroy_process_group()
     return parts[-1].to_dense().tolist(), threads
 

@@ -8,6 +8,7 @@ import functools
 import gc
 import itertools
 import threading
+import time
 import warnings
 import weakref
 
@@ -173,6 +174,9 @@ def given_back(me, size):
             last = [weakref.ref(each) for each in tensors]
             finished(call, tensors, group=None, async_op=later)
             del tensors
+            deadline = time.monotonic() + 10
+            while any(each() is not None for each in last) and time.monotonic() < deadline:
+                time.sleep(0.01)  # until the worker's thread has left the call
             assert [each() for each in last] == [None] * len(last), name
     finally:  # other tests run in this process
         gc.enable()

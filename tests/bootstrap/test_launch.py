@@ -45,8 +45,8 @@ def run(*command: object) -> list[str]:
 
 
 def on_two_hosts(script: str) -> list[str]:
-    netlab = [sys.executable, NETLAB, "-n", "2", "--rate", "none", "--timeout", "180", "--"]
-    return run(*netlab, "sh", "-ec", f"{CLEAR}; {script}")
+    netlab = [sys.executable, NETLAB, "-n", "2", "--rate", "none", "--timeout", patient(180.0)]
+    return run(*netlab, "--", "sh", "-ec", f"{CLEAR}; {script}")
 
 
 def results(lines: list[str]) -> list[str]:

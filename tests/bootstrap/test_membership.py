@@ -224,8 +224,8 @@ def test_a_rank_that_comes_after_two_of_one_number_hears_of_them(connect: Make) 
         heard.extend(attend(connect, member(2)))
 
     third = threading.Thread(target=late, daemon=True)
-    third.start()
     began = time.monotonic()
+    third.start()
     both = attend(connect, member(0), member(0))
     assert time.monotonic() - began > 0.4  # the store ends with one of them
     third.join(10)

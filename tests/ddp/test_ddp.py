@@ -540,10 +540,11 @@ def test_a_backward_ends_where_no_thread_can_be_started_for_tables() -> None:
         (signal.SIGSTOP, "backward"),
     ],
 )
-def test_who_fails_after_the_last_bucket_is_named(how: int, by: str) -> None:
+def test_who_fails_after_the_last_bucket_is_named(how: int, by: str, tmp_path: Path) -> None:
     """Its peers await its used parameters then, over gloo, inside of torch's backward."""
     with pytest.raises(WireError) as caught:
-        launch(2, failing_after_its_last_bucket, [how, by], env={"OMP_NUM_THREADS": "1"})
+        given = [how, by, tmp_path / "arrived"]
+        launch(2, failing_after_its_last_bucket, given, env={"OMP_NUM_THREADS": "1"})
     told = "\n".join(caught.value.__notes__)
     end = "died" if how == signal.SIGKILL else "does not answer"
     assert f"rank 1 of 2 raised WireError: rank 1: rank 0 {end}" in told or (
@@ -551,7 +552,7 @@ def test_who_fails_after_the_last_bucket_is_named(how: int, by: str) -> None:
     )
 
 
-def failing_after_its_last_bucket(how: int, by: str) -> None:
+def failing_after_its_last_bucket(how: int, by: str, arrived: Path) -> None:
     kind, hooks = WireError, ddp.hook
     with init(timeout=60) as group:
         model = nn.Sequential(nn.Linear(WIDTH, 8), nn.BatchNorm1d(8))
@@ -565,9 +566,13 @@ def failing_after_its_last_bucket(how: int, by: str) -> None:
         @functools.wraps(hooks)
         def hook(state: ddp.State, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
             future = hooks(state, bucket)
-            if armed.is_set() and dist.get_rank() == 0:
+            if armed.is_set() and dist.get_rank() == 1:
+                future.add_done_callback(lambda _: arrived.touch())
+            elif armed.is_set():
                 future.wait()
-                time.sleep(0.5)  # so that the others have what they await of it, too
+                while not arrived.exists():
+                    time.sleep(0.01)
+                time.sleep(0.2)  # the other comes to await the used parameters
                 os.kill(os.getpid(), how)
             return future
 

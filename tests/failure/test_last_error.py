@@ -40,7 +40,9 @@ group.set_timeout(float(timeout))
 one = torch.ones(2)
 if group.rank == 0:
     if how == "interrupted wait":
-        time.sleep(1.0)  # the other waits
+        while not os.path.exists(f"{place} interrupted"):
+            group.check()
+            time.sleep(0.01)
         sys.exit(weft.all_reduce(one).tolist() != [2.0, 2.0])
     elif how == "killed":  # and this one does not expect it
         work = group.worker.submit("barrier", weft.barrier, several=True)
@@ -64,6 +66,7 @@ elif how == "interrupted wait":
         threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
         work.wait()
     except KeyboardInterrupt:
+        open(f"{place} interrupted", "x").close()
         sys.exit(4 if work.wait().tolist() == [2.0, 2.0] else 5)
 elif how == "group":
     weft.all_reduce(one, group="world")

@@ -36,7 +36,7 @@ from weft.group.joining import connect
 from weft.group.process_group import of, of_group
 from weft.schedules import dense_all_reduce
 from weft.testing import processes, run, spmd
-from weft.testing.pace import patient
+from weft.testing.pace import START, patient
 from weft.wire.registry import register_wire, unregister_wire
 
 on_processes = functools.partial(run, on="processes")
@@ -271,10 +271,15 @@ def test_a_join_that_failed_holds_up_nobody_and_keeps_nothing(tmp_path):
     on_processes(3, fail_to_join, str(tmp_path / "store"))
 
 
-def test_a_join_that_is_under_way_ends_with_the_program(programs):
+@pytest.mark.parametrize("has_said_so", [True, False])
+def test_a_join_that_is_under_way_ends_with_the_program(programs, has_said_so):
     program = """
-        import atexit, threading
+        import atexit, sys, threading, time
         import torch.distributed as dist, weft
+        from weft.group import process_group
+        if sys.argv[1] == "False":
+            make = process_group._new_group
+            process_group._new_group = lambda *args: time.sleep(0.5) or make(*args)
         from torch.testing._internal.distributed.fake_pg import FakeStore
         store = dist.TCPStore("127.0.0.1", 0, 2, True, wait_for_workers=False)
         dist.init_process_group("fake", store=store, rank=0, world_size=2)
@@ -285,7 +290,7 @@ def test_a_join_that_is_under_way_ends_with_the_program(programs):
             atexit._run_exitfuncs()
             print([each.name for each in threading.enumerate()])
     """
-    done = programs(textwrap.dedent(program))
+    done = programs(textwrap.dedent(program), str(has_said_so))
     out, err = done.communicate()
     assert "StillRunning: rank 0: rank 1 has not joined" in err
     assert out.splitlines() == ["True", "['MainThread']"], out
@@ -317,12 +322,14 @@ def crossed(group, path, have_joined):
     """The text of the error on this rank, and its culprit."""
     told = "", None
     with default_group(group, path):
-        of_group(None, timeout=1.0)
+        of_group(None, timeout=START)
         first, second = (dist.new_group(), dist.new_group())[:: 1 - 2 * group.rank]
         if have_joined:
             for each in sorted((first, second), key=lambda each: each.group_name):
-                assert of(each).timeout == 1.0
+                assert of(each).timeout == START
                 talk(of(each))
+                of(each).set_timeout(1.0)
+        of_group(None).set_timeout(1.0)  # also that of groups that are joined from now on
         try:
             weft.all_reduce(torch.ones(2), group=first)
             weft.all_reduce(torch.ones(2), group=second)
@@ -400,7 +407,7 @@ def test_a_wait_for_a_late_rank_counts_against_the_timeout_of_joining():
 
 def test_who_gives_up_first_stays_until_the_others_have_read_why(monkeypatch):
     """The store may end with its program."""
-    monkeypatch.setattr(process_group, "HELD_UP", 60.0)
+    monkeypatch.setattr("weft.group.joining.HELD_UP", 60.0)
     store = dist.HashStore()
 
     def joining(rank, timeout):

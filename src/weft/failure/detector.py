@@ -56,6 +56,7 @@ LATE = 0.5
 """A thread that wakes up so many seconds late concludes that its process was paused."""
 
 _NEWS = 0.25  # seconds to wait for a verdict of another rank, before this rank asks
+_BUSY = 5.0  # seconds by which asking and judging may take longer: other work may have the cores
 _NAMED = 4  # reasons that are printed for one slow wait
 _LISTED = 64  # ranks that are told to be awaited
 _NOTHING_DUE = 3600.0  # seconds that the thread may sleep once there is a verdict
@@ -152,9 +153,10 @@ class Detector:
         self._settled = Latch()
         self._settling: int | None = None  # the thread that is in `settle`
         self._closed = False
-        # What a thread waits to have explained: a failed wait, and the likely reason; (None, None):
-        # a call of another library failed. That thread sets it; that of the links asks, and clears.
-        self._suspect: tuple[_Waiting | None, Verdict | None] | None = None
+        # What a thread waits to have explained: a failed wait, and what says the likely reason;
+        # (None, None): a call of another library failed. That thread sets it; that of the links
+        # asks, judges, and clears it.
+        self._suspect: tuple[_Waiting | None, Callable[[], Verdict] | None] | None = None
         self._inquiry: _Inquiry | None = None
         self._inquiries = 0  # how many there were
         self._answers: dict[int, dict[int, Place]] = {}  # to `ask_all`, by number and peer
@@ -334,20 +336,21 @@ class Detector:
         if wait is not None and wait.wire_name:
             what += f" over wire {wait.wire_name!r}"
         failed = Verdict(peer, f"{what} failed ({text})")
-        # its control link may say more at once: that it died, or left, or another's verdict
-        if self.news() is None:
+
+        def reason() -> Verdict:
             leaver = peer if peer in self.leavers else None
             if peer is None and wait is not None:
                 leaver = leaver_to_blame(wait.awaited(), self.leavers, self._progress().entered)
-            if leaver is not None:
-                return self.settle(on_leaver(leaver, self.leavers[leaver]))
+            return failed if leaver is None else on_leaver(leaver, self.leavers[leaver])
+
+        # its control link may say more at once: that it died, or left, or another's verdict
+        if self.news() is None and reason() is failed:
             waits = list(self._waits.values())
             waiting = next((each for each in waits if each.wait is wait), None)
-            self._suspect = (waiting, failed)
+            self._suspect = (waiting, reason)
             self.links.wake()
-            # ended by the verdict, once the ranks were asked and judged; else by the time for that
-            self._settled.wait(ANSWER + _NEWS)
-        return self.verdict or self.settle(failed)
+            self._wait_for_judgement()
+        return self.verdict or self.settle(reason())
 
     def news(self) -> Verdict | None:
         """The verdict, for which this waits a moment: another rank may have seen more."""
@@ -371,9 +374,18 @@ class Detector:
             leaver = self._leaver_in(ranks, call)
             if leaver is not None:
                 return self.settle(on_leaver(leaver, self.leavers[leaver]))
-            # ended by a verdict; else by the time in which the ranks are asked and judged
-            self._settled.wait(ANSWER + _NEWS)
+            self._wait_for_judgement()
         return self.verdict
+
+    def _wait_for_judgement(self) -> None:
+        """Wait until the thread of the links has asked all ranks about a suspect, and judged."""
+        self._settled.wait(ANSWER + _NEWS)  # ended by a verdict; else by the time for that
+
+        def is_over() -> bool:
+            return self._settled.is_open or self._suspect is None or self._closed
+
+        with self._hearing:
+            wait_for(self._heard, is_over, _BUSY)
 
     def _leaver_in(self, ranks: Sequence[int] | None, call: Entered | None) -> int | None:
         """The rank to blame of those that left; the arguments are those of `blame`."""
@@ -538,7 +550,6 @@ class Detector:
         places = {self.rank: self._place(waiting, listed=None), **inquiry.places}
         now = time.monotonic()
         suspect = self._suspect
-        self._suspect = None
         if suspect is not None:
             reason = suspect[1]
             # then no link failed: nobody came
@@ -546,8 +557,10 @@ class Detector:
             if silent or (overdue and reason is not None):
                 self.settle(self._judgement(waiting, places, silent))
             elif reason is not None:
-                self.settle(reason)  # all are well, so it is what it looks like
+                self.settle(reason())  # all are well, so it is what it looks like
             # else all are well, and a call of another library failed: nobody is to blame
+            if self._suspect is suspect:  # else that of another thread
+                self._suspect = None
         elif waiting is None or waiting.has_ended:
             return  # meanwhile
         elif now >= waiting.since + self.timeout:

@@ -221,8 +221,9 @@ def _late(process_group: dist.ProcessGroup) -> str:
             asked = AnsweringStore(store, time.monotonic())
             keys = [f"weft/{_name_of(process_group)}/{rank}" for rank in range(len(everyone))]
             joins = [asked.add(key, 0) for key in keys]  # of each rank, how often
-            own = joins[process_group.rank()]
-            late = [each for each, count in zip(everyone, joins, strict=True) if count < own]
+            rank = process_group.rank()
+            joins[rank] = max(1, joins[rank])  # its thread may have yet to say that it has begun
+            late = [each for each, of in zip(everyone, joins, strict=True) if of < joins[rank]]
     if not late:
         return "the ranks have"
     return f"{names(late)} {'has' if len(late) == 1 else 'have'}"
