@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from weft.base.cores import cores_of_process
 from weft.base.errors import WeftError, WireError
+from weft.base.latch import NAP
 from weft.bootstrap import local
 from weft.bootstrap.init import init
 from weft.testing.pace import patient
@@ -33,6 +34,13 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # The programs of a rank.
+
+
+def sleep(seconds: float) -> None:
+    """In pieces: a signal that comes right before one does not end it."""
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        time.sleep(NAP)
 
 
 def environment() -> dict[str, str]:
@@ -70,7 +78,7 @@ def failing(who: int, folder: Path) -> None:
         raise LookupError("there is no such thing")
     local.send(os.getpid())
     (folder / f"{rank()}").touch()
-    time.sleep(300)
+    sleep(300)
 
 
 def failing_everywhere() -> None:
@@ -107,8 +115,8 @@ def raising_what_cannot_be_pickled() -> None:
 def late() -> None:
     if rank() > 0:
         with contextlib.suppress(KeyboardInterrupt):
-            time.sleep(60)
-        time.sleep(60)  # deaf to the first request
+            sleep(60)
+        sleep(60)  # deaf to the first request
 
 
 def returning_much() -> bytes:
@@ -158,11 +166,11 @@ def interrupted() -> None:
     times = 0
     try:
         local.send(("pid", os.getpid()))  # from here on it may be interrupted
-        time.sleep(60)
+        sleep(60)
     except KeyboardInterrupt:
         times += 1
     try:
-        time.sleep(0.5)  # a second one would come now
+        sleep(0.5)  # a second one would come now
     except KeyboardInterrupt:
         times += 1
     local.send(("interrupted", times))

@@ -278,8 +278,10 @@ def test_a_join_that_is_under_way_ends_with_the_program(programs, has_said_so):
         import torch.distributed as dist, weft
         from weft.group import process_group
         if sys.argv[1] == "False":
-            make = process_group._new_group
-            process_group._new_group = lambda *args: time.sleep(0.5) or make(*args)
+            connect = process_group.connect
+            process_group.connect = lambda *args, **options: (
+                time.sleep(0.5) or connect(*args, **options)
+            )
         from torch.testing._internal.distributed.fake_pg import FakeStore
         store = dist.TCPStore("127.0.0.1", 0, 2, True, wait_for_workers=False)
         dist.init_process_group("fake", store=store, rank=0, world_size=2)

@@ -31,7 +31,7 @@ from weft.group import callbacks as group_callbacks
 from weft.group.callbacks import Callbacks
 from weft.group.joining import connect
 from weft.group.server import Server
-from weft.group.turns import Turn
+from weft.group.turns import Turn, Turns
 from weft.group.worker import Work
 from weft.schedules import dense_all_reduce
 from weft.testing import run, spmd, threads
@@ -732,9 +732,10 @@ def test_a_call_from_a_listener_is_told_which_call_it_is_in(caplog):
     assert "all_reduce was called from inside all_reduce, which still has the group" in caplog.text
 
 
-def test_a_call_of_a_handler_is_refused_while_its_thread_waits_for_a_turn(group):
+def test_a_call_of_a_handler_is_refused_while_its_thread_waits_for_a_turn(monkeypatch, group):
     """It would wait for the call that it interrupts."""
     gate = threading.Event()
+    wait_for = Turns.wait_for
 
     def handle(*_):
         try:
@@ -742,21 +743,18 @@ def test_a_call_of_a_handler_is_refused_while_its_thread_waits_for_a_turn(group)
         finally:
             gate.set()
 
-    def interrupt():
-        while len(group.worker._turns._queue) < 2 and not gate.is_set():
-            time.sleep(0.001)
-        signal.pthread_kill(threading.main_thread().ident, signal.SIGALRM)
+    def interrupted(turns, turn, check):
+        if turn.name == "second":
+            signal.setitimer(signal.ITIMER_REAL, 0.05)
+        wait_for(turns, turn, check)
 
+    monkeypatch.setattr(Turns, "wait_for", interrupted)
     group.worker.submit("first", gate.wait)
     before = signal.signal(signal.SIGALRM, handle)
-    helper = threading.Thread(target=interrupt, daemon=True)
-    helper.start()
     try:
         with pytest.raises(WeftError, match="inner was called from inside"):
             group.worker.call("second", lambda: None)
     finally:
-        gate.set()
-        helper.join()
         signal.signal(signal.SIGALRM, before)
 
 

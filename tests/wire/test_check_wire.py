@@ -380,8 +380,8 @@ class WritesOn(Between):
         threading.Thread(target=self.write_on, daemon=True).start()
 
     def write_on(self):
-        place = self.places[-1]
-        while not (place == 7).all():
+        place, until = self.places[-1], time.monotonic() + 60.0
+        while not (place == 7).all() and time.monotonic() < until:
             if self.rank in self.inner.room.gone:  # by an abort after the caller had written
                 return  # in torch's code as the process ends it would crash that
             time.sleep(0.01)

@@ -421,6 +421,23 @@ def test_a_rank_that_stood_still_is_not_joined_by_what_others_wrote_before_they_
     assert control.RollCall(joined, 0, 2).hold(lambda: "joined", time.monotonic() - 5.0) == "joined"
 
 
+def test_who_takes_long_to_look_at_all_ranks_did_not_stand_still(monkeypatch):
+    monkeypatch.setattr(control, "HELD_UP", 0.1)
+    store = dist.HashStore()
+
+    class Slow:
+        def check(self, keys):
+            time.sleep(0.1)
+            return store.check(keys)
+
+        def __getattr__(self, name):
+            return getattr(store, name)
+
+    store.set("connected 1", "")
+    roll = control.RollCall(Slow(), 0, 2)
+    assert roll.hold(lambda: "joined", time.monotonic() + 0.05) == "joined"
+
+
 def test_ranks_are_joined_once_gloo_has_connected_all_of_them(monkeypatch):
     """One that is not connected is said to be not, though others are."""
     real = _torch.gloo_group

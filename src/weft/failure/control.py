@@ -353,11 +353,12 @@ class RollCall:
         missing = list(range(self._size))
         # ended by the last rank that is connected; by what a rank says that is not; by the deadline
         for _ in pauses(deadline, 0.001, max(0.05, 0.0005 * self._size)):
+            began = time.monotonic()  # to look, which takes many ranks a while
             self.check()
             while missing and self._has("connected", missing[-1]):
                 missing.pop()
             if not missing:
-                if time.monotonic() - deadline > HELD_UP:
+                if began - deadline > HELD_UP:
                     raise TimeoutError("the others, once connected, have waited in vain")
                 failure = self._conclude(_JOINED)
                 if failure is not None:
