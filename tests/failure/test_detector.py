@@ -557,30 +557,6 @@ def test_a_failed_wait_for_one_whose_bye_comes_late_says_so(peers):
     three.watch.end()
 
 
-def test_who_leaves_while_the_ranks_are_asked_for_who_is_to_blame_is_named(peers):
-    three = peers()
-    with ThreadPoolExecutor(1) as pool:
-        found = pool.submit(three.watch.blame)
-        for peer in (1, 2):
-            assert "ask" in three.hear(peer)
-        time.sleep(0.4)  # it has looked for who left before
-        three.say(1, bye=RAISED)
-        three.say(2, here=place(7, "barrier"), to=1)
-        assert found.result() == Verdict(1, "rank 1 left, after it raised (KeyError: 7)")
-
-
-def test_who_is_to_blame_is_found_though_the_thread_is_late_each_time(monkeypatch, peers):
-    """As where another thread of the program hardly ever gives up the GIL."""
-    for name, seconds in (("ANSWER", 0.3), ("LATE", 0.1)):
-        monkeypatch.setattr(detector, name, seconds)
-    three = peers()
-    three.links.pauses = [0.2] * 100
-    with ThreadPoolExecutor(1) as pool:
-        found = pool.submit(three.watch.blame)
-        assert found.result().text.startswith("rank 0 hears none of the others")
-    three.links.pauses.clear()
-
-
 def test_who_waits_for_a_judgement_ends_with_the_verdict_though_its_news_was_interrupted(peers):
     three = peers()
     ended = threading.Event()
@@ -592,9 +568,8 @@ def test_who_waits_for_a_judgement_ends_with_the_verdict_though_its_news_was_int
     three.watch.guard(end_waits, lambda: None)
     with ThreadPoolExecutor(1) as pool:
         began = time.monotonic()
-        found = pool.submit(three.watch.blame)
+        found = pool.submit(three.watch.explain, 1, "reset", None)
         assert "ask" in three.hear(1)
-        time.sleep(0.4)  # it waits for news before
         with pytest.raises(KeyboardInterrupt):
             three.watch.settle(Verdict(0, "rank 0 was interrupted"))
         assert ended.is_set()
@@ -602,18 +577,14 @@ def test_who_waits_for_a_judgement_ends_with_the_verdict_though_its_news_was_int
         assert time.monotonic() - began < detector.ANSWER + 3.0
 
 
-@pytest.mark.parametrize("call", ["explain", "blame"])
-def test_a_failed_wait_is_explained_though_the_thread_of_the_links_is_slow(
-    monkeypatch, peers, call
-):
+def test_a_failed_wait_is_explained_though_the_thread_of_the_links_is_slow(monkeypatch, peers):
     monkeypatch.setattr(detector, "LATE", math.inf)  # it was not paused
     three = peers()
     three.links.pauses = [0.5] * 10
     wait = Wait(1)
     three.watch.begin(wait)
     with ThreadPoolExecutor(1) as pool:
-        arguments = (1, "reset", wait) if call == "explain" else ()
-        found = pool.submit(getattr(three.watch, call), *arguments)
+        found = pool.submit(three.watch.explain, 1, "reset", wait)
         three.say(1, here=place(7, "barrier"), to=three.hear(1)["ask"])
         assert found.result().text.startswith("rank 2 does not answer")
     three.watch.end()

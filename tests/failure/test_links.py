@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import selectors
 import socket
 import threading
 import time
@@ -248,4 +249,30 @@ def test_threads_share_one_thread():
         links.send(0, b"x")
     readers[0].has(lambda reader: len(reader.data) == 63)
     for links in ranks:
+        links.close()
+
+
+def test_what_came_while_the_thread_stood_still_is_there_with_its_time(monkeypatch):
+    """As where its process was stopped: the system then says that nothing has come."""
+    handled = []
+
+    class Stopped(selectors.DefaultSelector):
+        def select(self, timeout=None):
+            ready = super().select(timeout)
+            if timeout:
+                second.send(0, b"an answer")
+            return ready
+
+    class Each(Reader):
+        def handle(self, news, late):
+            handled.append([each.data for each in news])
+            self.until = math.inf
+            super().handle(news, late)
+
+    monkeypatch.setattr(selectors, "DefaultSelector", Stopped)
+    first, second = over_sockets(2)
+    reader = Each(first, seconds=0.1)
+    reader.has(lambda reader: reader.data)
+    assert handled[0] == [b"an answer"]
+    for links in (first, second):
         links.close()

@@ -153,9 +153,10 @@ class Detector:
         self._settled = Latch()
         self._settling: int | None = None  # the thread that is in `settle`
         self._closed = False
-        # What a thread waits to have explained. That thread sets it; that of the links asks,
-        # judges, and clears it.
-        self._suspect: _Suspect | None = None
+        # What a thread waits to have explained: a failed wait, and what says the likely reason;
+        # (None, None): a call of another library failed. That thread sets it; that of the links
+        # asks, judges, and clears it.
+        self._suspect: tuple[_Waiting | None, Callable[[], Verdict] | None] | None = None
         self._inquiry: _Inquiry | None = None
         self._inquiries = 0  # how many there were
         self._answers: dict[int, dict[int, Place]] = {}  # to `ask_all`, by number and peer
@@ -346,9 +347,15 @@ class Detector:
         if self.news() is None and reason() is failed:
             waits = list(self._waits.values())
             waiting = next((each for each in waits if each.wait is wait), None)
-            self._suspect = suspect = _Suspect(waiting, reason)
+            self._suspect = (waiting, reason)
             self.links.wake()
-            self._wait_for_judgement(suspect)
+
+            def is_over() -> bool:
+                return self.verdict is not None or self._suspect is None or self._closed
+
+            with self._hearing:
+                # ended by the verdict, once the ranks were asked and judged; else by the time
+                wait_for(self._heard, is_over, ANSWER + _NEWS + _BUSY)
         return self.verdict or self.settle(reason())
 
     def news(self) -> Verdict | None:
@@ -359,33 +366,23 @@ class Detector:
     def blame(
         self, ranks: Sequence[int] | None = None, call: Entered | None = None
     ) -> Verdict | None:
-        """Find why a call of another library failed, or a round is late.
+        """Find, within about a second, why a call of another library failed, or a round is late.
 
-        That may take about a second, and some more where other work has the cores. None: no rank
-        died, left before it was through, or is silent. Then the session still works.
+        None: no rank died, left before it was through, or is silent. Then the session still works.
 
         Args:
             ranks: of the round; None: a call of another library failed, in which all may have been.
             call: in which the round is; None: in none.
         """
-        self._suspect = suspect = _Suspect()
+        self._suspect = (None, None)
         self.links.wake()
-        if self.news() is None and self._leaver_in(ranks, call) is None:
-            self._wait_for_judgement(suspect)
-        leaver = self._leaver_in(ranks, call)
-        if self.verdict is None and leaver is not None:
-            return self.settle(on_leaver(leaver, self.leavers[leaver]))
+        if self.news() is None:
+            leaver = self._leaver_in(ranks, call)
+            if leaver is not None:
+                return self.settle(on_leaver(leaver, self.leavers[leaver]))
+            # ended by a verdict; else by the time in which the ranks are asked and judged
+            self._settled.wait(ANSWER + _NEWS)
         return self.verdict
-
-    def _wait_for_judgement(self, suspect: _Suspect) -> None:
-        """Wait until the thread of the links has asked all ranks about a suspect, and judged."""
-        self._settled.wait(ANSWER + _NEWS)  # ended by a verdict; else by the time for that
-
-        def is_over() -> bool:
-            return self.verdict is not None or self._suspect is not suspect or self._closed
-
-        with self._hearing:
-            wait_for(self._heard, is_over, _BUSY)
 
     def _leaver_in(self, ranks: Sequence[int] | None, call: Entered | None) -> int | None:
         """The rank to blame of those that left; the arguments are those of `blame`."""
@@ -483,12 +480,9 @@ class Detector:
 
         Once in a wait. A thread that is late each time was not paused: the program holds the GIL.
         """
-        inquiry, suspect = self._inquiry, self._suspect
-        about = suspect if inquiry is None else inquiry.about or suspect
-        if about is None or not about.is_renewed:
+        inquiry = self._inquiry
+        if inquiry is None or inquiry.about is None or not inquiry.about.is_renewed:
             self._inquiry = None  # its answers may have been late because of the pause
-        if suspect is not None:
-            suspect.is_renewed = True
         for waiting in list(self._waits.values()):
             if not waiting.is_renewed:
                 waiting.is_renewed = True
@@ -521,7 +515,7 @@ class Detector:
         """End an inquiry, or begin one: because of a suspect, or because a wait is late."""
         suspect = self._suspect  # read once: another thread sets it, and a close clears it
         waiting = self._waiting()
-        about = waiting if suspect is None else suspect.waiting
+        about = waiting if suspect is None else suspect[0]
         now = time.monotonic()
         inquiry = self._inquiry
         if inquiry is not None and inquiry.about is about:
@@ -554,7 +548,7 @@ class Detector:
         now = time.monotonic()
         suspect = self._suspect
         if suspect is not None:
-            reason = suspect.reason
+            reason = suspect[1]
             # then no link failed: nobody came
             overdue = waiting is not None and now >= waiting.began + self.timeout
             if silent or (overdue and reason is not None):
@@ -562,7 +556,7 @@ class Detector:
             elif reason is not None:
                 self.settle(reason())  # all are well, so it is what it looks like
             # else all are well, and a call of another library failed: nobody is to blame
-            if self._suspect is suspect:  # else that of another thread
+            if self._suspect is suspect:  # else a thread has another one by now
                 self._suspect = None
         elif waiting is None or waiting.has_ended:
             return  # meanwhile
@@ -732,25 +726,6 @@ class _Waiting:
         self.is_renewed = False
         self.is_told = False
         self.has_ended = False
-
-
-class _Suspect:
-    """What a thread waits to have explained.
-
-    Attributes:
-        waiting: a wait that has failed; None: a call of another library failed.
-        reason: says the likely reason; None: there is none.
-        is_renewed: whether this rank was paused meanwhile.
-    """
-
-    __slots__ = ("is_renewed", "reason", "waiting")
-
-    def __init__(
-        self, waiting: _Waiting | None = None, reason: Callable[[], Verdict] | None = None
-    ) -> None:
-        self.waiting = waiting
-        self.reason = reason
-        self.is_renewed = False
 
 
 class _Inquiry:

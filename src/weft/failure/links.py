@@ -170,6 +170,8 @@ class SocketLinks:
                 # until something comes, somebody calls `wake`, or the reader's time has come
                 ready = self._selector.select(max(0.0, due - time.monotonic()))
                 late = time.monotonic() - due
+                if late >= 0:  # with what came while this thread, or its process, stood still
+                    ready = self._selector.select(0)
                 reader.handle(self._read(key.data for key, _ in ready), late)
         except Exception as error:
             reader.fail(error)
