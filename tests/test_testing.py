@@ -297,7 +297,7 @@ def length(group, data):
 
 
 def test_a_member_that_is_stopped_holds_nobody_up_though_it_is_to_be_told_much(monkeypatch):
-    monkeypatch.setattr(local, "PATIENCE", 1)
+    monkeypatch.setattr(local, "PATIENCE", round(patient(1.0)))
     pool.end_pool()
     socket.setdefaulttimeout(5.0)  # of a program's own sockets
     try:

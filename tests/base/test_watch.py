@@ -28,7 +28,7 @@ RANK = """
 import faulthandler, os, pathlib, signal, sys, time, torch, weft
 from weft.failure import detector
 place, how = sys.argv[1:]
-if how == "sleep":
+if how in ("sleep", "SIGSTOP"):
     detector.ANSWER = 3.0  # on a busy machine an answer may be slow, and is not to be missed
 loads = pathlib.Path(place + ".loads")
 def load_batch(file):
@@ -113,7 +113,8 @@ def job(programs, tmp_path):
 )
 def test_a_rank_that_has_not_come_is_told_of_once(programs, tmp_path, port, late, place, said):
     place, said = place.format(tmp_path, port), said.format(tmp_path, port)
-    env = {**os.environ, "WORLD_SIZE": "3", "OMP_NUM_THREADS": "1", "WEFT_WATCH": "1"}
+    seconds = str(patient(2.0))  # in which both begin to wait
+    env = {**os.environ, "WORLD_SIZE": "3", "OMP_NUM_THREADS": "1", "WEFT_WATCH": seconds}
     source = textwrap.dedent(
         """
         import os, pathlib, sys, time, weft

@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 import weft
 from weft.testing import processes, spmd, threads
+from weft.testing.pace import patient
 
 EVERYWHERE = ("threads", "device", "processes", "torch")
 
@@ -500,6 +501,9 @@ def test_a_module_may_go_with_its_hooks(group, trains):
     gone = weakref.ref(module[0].weight)
     del module
     gc.collect()
+    late = time.monotonic() + patient(10.0)
+    while gone() is not None and time.monotonic() < late:
+        time.sleep(0.01)  # until the worker's thread has left the call
     assert gone() is None
 
 

@@ -557,6 +557,19 @@ def test_a_failed_wait_for_one_whose_bye_comes_late_says_so(peers):
     three.watch.end()
 
 
+def test_a_circle_is_explained_though_the_thread_of_the_links_is_slow(monkeypatch, peers):
+    for name, seconds in (("ANSWER", 0.3), ("LATE", math.inf)):
+        monkeypatch.setattr(detector, name, seconds)
+    three = peers()
+    three.links.pauses = [0.6] * 10
+    with ThreadPoolExecutor(1) as pool:
+        found = pool.submit(three.watch.explain_circle, [0, 1], Verdict(None, "something else"))
+        for peer in (1, 2):
+            three.say(peer, here=place(7, "barrier"), to=three.hear(peer)["ask"])
+        text = found.result().text
+    assert "rank 0 is" in text and "rank 1 is in call 7 (barrier)" in text, text
+
+
 def test_who_waits_for_a_judgement_ends_with_the_verdict_though_its_news_was_interrupted(peers):
     three = peers()
     ended = threading.Event()

@@ -396,23 +396,31 @@ class Detector:
     def explain_circle(self, circle: Sequence[int], otherwise: Verdict) -> Verdict:
         """The verdict on ranks of which each waits for the next, as a wire has seen.
 
-        To find it may take about a second.
+        To find it may take about a second, and some more where other work has the cores.
 
         Args:
             circle: the ranks, this one among them.
             otherwise: the verdict if one of them does not say in which call it is.
         """
-        places = {self.rank: self._place(listed=None), **self.ask_all()}
+        places = {self.rank: self._place(listed=None), **self.ask_all(ANSWER + _BUSY)}
         return self.settle(in_crossed_calls(circle, places) or otherwise)
 
-    def ask_all(self) -> dict[int, Place]:
-        """Where the peers are: those of them that answer in time, which this waits for."""
+    def ask_all(self, seconds: float | None = None) -> dict[int, Place]:
+        """Where the peers are: those of them that answer in time, which this waits for.
+
+        Args:
+            seconds: in which they must answer; None: `ANSWER`.
+        """
         number, asked = self._question()
         answers = self._answers[number] = {}
         self._send(sorted(asked), {"ask": number})
+
+        def is_over() -> bool:
+            return answers.keys() >= asked or self.verdict is not None
+
         with self._hearing:
-            # ended by the last answer, or by the time for that
-            wait_for(self._heard, lambda: answers.keys() >= asked, ANSWER)
+            # ended by the last answer, or by a verdict; else by the time for that
+            wait_for(self._heard, is_over, ANSWER if seconds is None else seconds)
         return self._answers.pop(number)
 
     def close(self) -> None:

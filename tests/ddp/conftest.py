@@ -1,0 +1,14 @@
+"""What holds for all tests of DDP: ranks that fail have time to say why."""
+
+from __future__ import annotations
+
+import pytest
+
+from weft.bootstrap import local
+from weft.testing.pace import patient
+
+
+@pytest.fixture(autouse=True)
+def time_to_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank of a busy machine takes longer to end by itself, after another one has failed."""
+    monkeypatch.setattr(local, "GRACE", patient(local.GRACE))
