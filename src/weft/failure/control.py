@@ -358,7 +358,7 @@ class RollCall:
             while missing and self._has("connected", missing[-1]):
                 missing.pop()
             if not missing:
-                if began - deadline > HELD_UP:
+                if began - deadline > max(HELD_UP, self._patience):
                     raise TimeoutError("the others, once connected, have waited in vain")
                 failure = self._conclude(_JOINED)
                 if failure is not None:

@@ -402,21 +402,26 @@ class Detector:
             circle: the ranks, this one among them.
             otherwise: the verdict if one of them does not say in which call it is.
         """
-        places = {self.rank: self._place(listed=None), **self.ask_all(ANSWER + _BUSY)}
+        places = {self.rank: self._place(listed=None), **self.ask_all(circle, ANSWER + _BUSY)}
         return self.settle(in_crossed_calls(circle, places) or otherwise)
 
-    def ask_all(self, seconds: float | None = None) -> dict[int, Place]:
+    def ask_all(
+        self, awaited: Sequence[int] | None = None, seconds: float | None = None
+    ) -> dict[int, Place]:
         """Where the peers are: those of them that answer in time, which this waits for.
 
         Args:
+            awaited: whose answers it waits for; None: all.
             seconds: in which they must answer; None: `ANSWER`.
         """
         number, asked = self._question()
         answers = self._answers[number] = {}
         self._send(sorted(asked), {"ask": number})
+        wanted = asked if awaited is None else asked.intersection(awaited)
 
         def is_over() -> bool:
-            return answers.keys() >= asked or self.verdict is not None
+            is_answered = wanted <= answers.keys() | self.leavers.keys()
+            return is_answered or self.verdict is not None or self._closed
 
         with self._hearing:
             # ended by the last answer, or by a verdict; else by the time for that
