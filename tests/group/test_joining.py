@@ -56,7 +56,7 @@ def test_who_waits_for_a_rank_that_is_gone_is_told_so_at_once(
 
 
 def splits_unlike_the_other():
-    with weft.init(timeout=patient(5.0)) as group:
+    with weft.init(timeout=patient(2.0)) as group:
         if group.rank == 0:
             return ""
         with pytest.raises(weft.WireError) as caught:

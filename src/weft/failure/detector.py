@@ -164,7 +164,7 @@ class Detector:
         self._exchanged: dict[tuple[int, int], bytes] = {}  # by peer and number of the exchange
         # entered by itself: that of a condition is Python, where an interrupt may leave it held
         self._hearing = threading.RLock()
-        # notified when something came that `exchange` awaits
+        # notified when something came that `_hear` awaits
         self._heard = threading.Condition(self._hearing)
 
     def start(self) -> None:
@@ -279,16 +279,12 @@ class Detector:
         def missing() -> list[int]:
             return [peer for peer in self._peers if (peer, number) not in self._exchanged]
 
-        def is_over() -> bool:
+        def is_known() -> bool:
             late = missing()
-            return not late or self.verdict is not None or not self.leavers.keys().isdisjoint(late)
+            return not late or not self.leavers.keys().isdisjoint(late)
 
         seconds = self.timeout if until is None else max(0.0, until - time.monotonic())
-        with self._hearing:
-            # ended by the thread of the links, with the last message, a bye, or a verdict; else by
-            # the deadline
-            ended = wait_for(self._heard, is_over, seconds)
-        if not ended:
+        if not self._hear(is_known, seconds):
             self.blame()  # in this second those may still come that are alive, and soon see the end
         if late := missing():
             raise self._not_exchanged(late)
@@ -312,6 +308,8 @@ class Detector:
         """The error where these ranks' bytes did not come."""
         if self.verdict is not None:
             return self.verdict.error(self.rank)
+        if self._closed:
+            return WireError(f"rank {self.rank}: this group was closed", rank=self.rank)
         leaver = next((peer for peer in late if peer in self.leavers), None)
         if leaver is not None:
             verdict = self.settle(on_leaver(leaver, self.leavers[leaver]))
@@ -349,13 +347,8 @@ class Detector:
             waiting = next((each for each in waits if each.wait is wait), None)
             self._suspect = (waiting, reason)
             self.links.wake()
-
-            def is_over() -> bool:
-                return self.verdict is not None or self._suspect is None or self._closed
-
-            with self._hearing:
-                # ended by the verdict, once the ranks were asked and judged; else by the time
-                wait_for(self._heard, is_over, ANSWER + _NEWS + _BUSY)
+            # until the ranks were asked and judged
+            self._hear(lambda: self._suspect is None, ANSWER + _NEWS + _BUSY)
         return self.verdict or self.settle(reason())
 
     def news(self) -> Verdict | None:
@@ -402,31 +395,39 @@ class Detector:
             circle: the ranks, this one among them.
             otherwise: the verdict if one of them does not say in which call it is.
         """
-        places = {self.rank: self._place(listed=None), **self.ask_all(circle, ANSWER + _BUSY)}
+        places = {self.rank: self._place(listed=None), **self.ask_all(circle, _BUSY)}
         return self.settle(in_crossed_calls(circle, places) or otherwise)
 
     def ask_all(
-        self, awaited: Sequence[int] | None = None, seconds: float | None = None
+        self, awaited: Sequence[int] | None = None, longer: float = 0.0
     ) -> dict[int, Place]:
         """Where the peers are: those of them that answer in time, which this waits for.
 
         Args:
             awaited: whose answers it waits for; None: all.
-            seconds: in which they must answer; None: `ANSWER`.
+            longer: seconds that they may take beyond `ANSWER`.
         """
         number, asked = self._question()
         answers = self._answers[number] = {}
         self._send(sorted(asked), {"ask": number})
         wanted = asked if awaited is None else asked.intersection(awaited)
 
-        def is_over() -> bool:
-            is_answered = wanted <= answers.keys() | self.leavers.keys()
-            return is_answered or self.verdict is not None or self._closed
-
-        with self._hearing:
-            # ended by the last answer, or by a verdict; else by the time for that
-            wait_for(self._heard, is_over, ANSWER if seconds is None else seconds)
+        self._hear(lambda: wanted <= answers.keys() | self.leavers.keys(), ANSWER + longer)
         return self._answers.pop(number)
+
+    def _hear(self, is_known: Callable[[], bool], seconds: float) -> bool:
+        """Wait for what the thread of the links hears of the peers; whether the wait has ended.
+
+        Args:
+            is_known: whether what is awaited has come; a verdict and a close end the wait, too.
+            seconds: that it may last.
+        """
+        with self._hearing:
+            return wait_for(
+                self._heard,
+                lambda: self.verdict is not None or self._closed or is_known(),
+                seconds,
+            )
 
     def close(self) -> None:
         """Say bye to all and end the links. Twice is fine.
@@ -713,7 +714,7 @@ class Detector:
             self._notify()
 
     def _notify(self) -> None:
-        """Wake up who waits in `exchange`."""
+        """Wake up who waits in `_hear`."""
         with self._hearing:
             self._heard.notify_all()
 
