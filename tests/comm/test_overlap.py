@@ -200,6 +200,34 @@ def test_rows_that_are_written_too_late_are_an_error_on_every_rank(group, starts
 
 
 @spmd(2, on=("processes",))
+def test_rows_that_are_touched_while_they_are_summed_are_an_error_on_every_rank(group):
+    """What is written to them, or put in their place, would be lost."""
+    table = nn.Embedding(4, 2, sparse=True)
+    made, replaced = [], threading.Event()
+    table.weight.register_post_accumulate_grad_hook(lambda weight: made.append(weight.grad))
+    weft.overlap_grads(table, average=False)
+
+    def write():
+        group.worker.call("until the sum is there", lambda: None)
+        made[-1]._values().mul_(2)
+
+    def replace():
+        table.weight.grad = made[-1].clone()
+        replaced.set()
+
+    for change in (write, replace):
+        if change is replace and group.rank == 1:
+            held = group.worker.submit("before the sum is there", lambda: replaced.wait(20.0))
+        table(torch.tensor([0, group.rank])).sum().backward()
+        if group.rank == 1:
+            change()
+        with pytest.raises(weft.WeftError, match=r"^rank 1: the gradient of 'weight' changed"):
+            weft.sync_grads(table, average=False)
+        table.zero_grad()
+    assert group.rank == 0 or held.wait()
+
+
+@spmd(2, on=("processes",))
 def test_gradients_in_one_memory_are_not_taken_for_changed(group):
     """A write of one is counted for all that share it, also of one without elements."""
     module = nn.ParameterList([torch.zeros(3), torch.zeros(0), torch.zeros(3)])

@@ -227,7 +227,7 @@ class Synchronised:
             first: None: reduce all. Else, if some rank is ready, reduce only this many of the
                 names, the first; if no rank is ready, reduce all.
             given: of a rank that is ready, the gradients of the first names; it states no others.
-                They become what `.grad` is then.
+                They become the results, and `.grad` stays as it is.
             as_of: what `describe` returned as the step began; None: as it was last.
 
         Returns:
@@ -271,6 +271,9 @@ class Synchronised:
         mark_overwritten(each for each in owned if each.numel())
         places = [each.data for each in dense_ones.values()]
         reduce_dense(self.group, places, self._op, self.wire_dtype)
+        if given is None:
+            for name in self.of.keys() & gradients.keys():
+                self.of[name].grad = gradients[name]
         return some_ready
 
     def _told(
@@ -325,7 +328,7 @@ class Synchronised:
                 raise WeftError(_named(str(error), list(tables))) from error
             for name, result in zip(tables, results, strict=True):
                 if name in self.of:
-                    self.of[name].grad = gradients[name] = result
+                    gradients[name] = result
 
     def _like(self, name: str, described: Manifest) -> Tensor:
         """A tensor with a parameter's dtype and shape; another rank's, if this rank lacks it."""
@@ -340,16 +343,14 @@ class Synchronised:
         """This rank's dense gradient, or its shard; zeros, if there is none."""
         if name not in self.of:
             return torch.zeros_like(self._like(name, described))
-        parameter = self.of[name]
         gradient = gradients.get(name)
         if gradient is None:
-            gradient = torch.zeros_like(parameter)
+            gradient = torch.zeros_like(self.of[name])
         elif gradient.layout == torch.sparse_coo:
             gradient = gradient.to_dense()
         elif shares_elements(local(gradient)):
             gradient = gradient.contiguous()
-        if gradient is not gradients.get(name):
-            parameter.grad = gradients[name] = gradient
+        gradients[name] = gradient
         return local(gradient)
 
     def _part(self, found: dict[str, Tensor], gradients: dict[str, Tensor]) -> None:
@@ -359,7 +360,7 @@ class Synchronised:
         added in one memory.
         """
         for name, _ in overlaps({name: each for name, each in found.items() if name in self.of}):
-            self.of[name].grad = gradients[name] = gradients[name].clone()
+            gradients[name] = gradients[name].clone()
             found[name] = local(gradients[name])
 
 

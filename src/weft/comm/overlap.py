@@ -230,7 +230,7 @@ class Overlap:
         self._gradients: dict[str, _Seen] = {}  # as backward left them
         self._works: list[Work[_Step]] = []
         self._claims: dict[int, object] = {}  # by bucket: of the thread that starts it
-        self._sums: dict[str, _Seen] = {}
+        self._totals: dict[str, Tensor] = {}  # that do not lie where the gradients do
         self._changed: str | None = None  # whose gradient changed after backward had made it
         self._failure: WeftError | None = None  # of a bucket, on every rank
 
@@ -305,27 +305,29 @@ class Overlap:
             except WeftError as error:
                 self._failure = error
                 raise
-            for name, gradient in (given or {}).items():
-                self._keep(name, gradient)
-            found = (known.of[name].grad for name in names[:first])
+            if given is None:
+                found = [known.of[name].grad for name in names[:first]]
+            else:
+                found = list(given.values())
+                self._keep(given)
             return went_on, [local(each) for each in found if each is not None]
 
         return job
 
-    def _keep(self, name: str, total: Tensor) -> None:
-        """Keep the sum of a gradient, to see whether anybody else writes it."""
-        seen = self._gradients[name]
-        if total is seen.gradient:  # a dense sum lies where the gradient lay: it was written once
-            self._sums[name] = _Seen(total, seen.times + 1)
-            return
-        self._sums[name] = _Seen.now(total)
-        if seen.gradient.is_sparse and seen.is_written():
-            self._note_change(name)
+    def _keep(self, totals: Mapping[str, Tensor]) -> None:
+        """Keep what `sync_grads` makes the gradients, once it has seen that nobody touched them."""
+        for name, total in totals.items():
+            seen = self._gradients[name]
+            if total is seen.gradient:  # a dense sum lies where the gradient lay
+                self._gradients[name] = _Seen(total, seen.times + 1)
+            else:
+                self._totals[name] = total
 
-    def _note_changes(self, seen: Mapping[str, _Seen]) -> None:
+    def _note_changes(self, names: Iterable[str]) -> None:
         """Note whose gradient is no longer there as it was seen, or has been written since."""
-        for name, each in seen.items():
-            if self._synchronised.of[name].grad is not each.gradient or each.is_written():
+        for name in names:
+            seen = self._gradients[name]
+            if self._synchronised.of[name].grad is not seen.gradient or seen.is_written():
                 self._note_change(name)
 
     def _note_change(self, name: str) -> None:
@@ -396,7 +398,8 @@ class Overlap:
                 )
             # the others too: which buckets have started may differ from step to step
             later = self._gradients.keys() & self._from(len(self._works))
-            self._note_changes({name: self._gradients[name] for name in later})
+            begun = self._gradients.keys() - later
+            self._note_changes(later)
             for bucket in range(len(self._buckets)):
                 try:
                     if bucket < len(self._works):
@@ -407,7 +410,9 @@ class Overlap:
                     failure = failure or raised
             if failure is not None:
                 raise failure
-            self._note_changes(self._sums)
+            self._note_changes(begun)
+            for name, total in self._totals.items():
+                known.of[name].grad = total
             error = error or self._what_changed()
             # what went wrong since buckets began; all ranks are in `sync_grads`
             self._worker.call(NAME, lambda: confess(known.group, NAME, None, error))
