@@ -474,12 +474,10 @@ def pytest_collect_file() -> Generator[None, list[pytest.Collector], list[pytest
 def pytest_collection() -> Generator[None, object, object]:
     """No collection of garbage looks through what is made for tests, which stays, again and again.
 
-    Nor through what most of them import. Each worker of pytest-xdist makes it, for all tests.
+    Each worker of pytest-xdist makes it, for all tests.
     """
     gc.disable()
     try:
-        for name in local.PRELOAD:
-            importlib.import_module(name)
         return (yield)
     finally:
         gc.enable()
