@@ -609,6 +609,18 @@ def test_a_failed_wait_is_explained_though_the_thread_of_the_links_is_slow(monke
     three.watch.end()
 
 
+def test_a_failed_call_of_another_library_is_explained_though_the_thread_is_slow(
+    monkeypatch, peers
+):
+    monkeypatch.setattr(detector, "LATE", math.inf)
+    three = peers()
+    three.links.pauses = [0.5] * 10
+    with ThreadPoolExecutor(1) as pool:
+        found = pool.submit(three.watch.blame)
+        three.say(1, here=place(7, "barrier"), to=three.hear(1)["ask"])
+        assert found.result().text.startswith("rank 2 does not answer")
+
+
 def test_a_failed_wait_over_a_wire_of_ones_own_names_the_wire(peers):
     three = peers()
     wait = Wait(1)

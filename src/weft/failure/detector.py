@@ -347,8 +347,7 @@ class Detector:
             waiting = next((each for each in waits if each.wait is wait), None)
             self._suspect = (waiting, reason)
             self.links.wake()
-            # until the ranks were asked and judged
-            self._hear(lambda: self._suspect is None, ANSWER + _NEWS + _BUSY)
+            self._hear_judgement()
         return self.verdict or self.settle(reason())
 
     def news(self) -> Verdict | None:
@@ -359,9 +358,10 @@ class Detector:
     def blame(
         self, ranks: Sequence[int] | None = None, call: Entered | None = None
     ) -> Verdict | None:
-        """Find, within about a second, why a call of another library failed, or a round is late.
+        """Find why a call of another library failed, or a round is late.
 
-        None: no rank died, left before it was through, or is silent. Then the session still works.
+        That may take about a second, and some more where other work has the cores. None: no rank
+        died, left before it was through, or is silent. Then the session still works.
 
         Args:
             ranks: of the round; None: a call of another library failed, in which all may have been.
@@ -373,8 +373,8 @@ class Detector:
             leaver = self._leaver_in(ranks, call)
             if leaver is not None:
                 return self.settle(on_leaver(leaver, self.leavers[leaver]))
-            # ended by a verdict; else by the time in which the ranks are asked and judged
-            self._settled.wait(ANSWER + _NEWS)
+            self._hear_judgement()
+            return self.news()
         return self.verdict
 
     def _leaver_in(self, ranks: Sequence[int] | None, call: Entered | None) -> int | None:
@@ -414,6 +414,10 @@ class Detector:
 
         self._hear(lambda: wanted <= answers.keys() | self.leavers.keys(), ANSWER + longer)
         return self._answers.pop(number)
+
+    def _hear_judgement(self) -> None:
+        """Wait until the ranks were asked about the suspect, and judged."""
+        self._hear(lambda: self._suspect is None, ANSWER + _NEWS + _BUSY)
 
     def _hear(self, is_known: Callable[[], bool], seconds: float) -> bool:
         """Wait for what the thread of the links hears of the peers; whether the wait has ended.
