@@ -326,7 +326,7 @@ def test_a_timeout_ends_a_rank_that_was_stopped_in_the_middle_of_its_result(
 
     local.launch(1, rank)  # what ranks are started from is there
     with pytest.raises(WireError, match="rank 0 of 1 had not finished and was ended"):
-        local.launch(1, returning_much, on_message=stop, timeout=patient(3.0))
+        local.launch(1, returning_much, on_message=stop, timeout=patient(5.0))
     assert stopped
 
 

@@ -227,6 +227,42 @@ def test_rows_that_are_touched_while_they_are_summed_are_an_error_on_every_rank(
     assert group.rank == 0 or held.wait()
 
 
+@spmd(2, on=EVERYWHERE)
+def test_what_becomes_of_another_dtype_after_backward_is_an_error_on_every_rank(group):
+    """Of gradients `module.double()` leaves the objects, and counts no write."""
+    for made in nn.Linear(2, 1), nn.Embedding(4, 2, sparse=True):
+        weft.overlap_grads(made, average=False)
+        given = torch.zeros(1, 2) if isinstance(made, nn.Linear) else torch.tensor([0])
+        made(given).sum().backward()
+        if group.rank == 1:
+            group.worker.call("until the sums are there", lambda: None)
+            made.double()
+        with pytest.raises(weft.WeftError, match=r"^rank 1: the gradient of '\w+' changed"):
+            weft.sync_grads(made, average=False)
+
+
+@spmd(2, on=EVERYWHERE)
+def test_a_parameter_that_takes_no_sum_any_more_is_an_error_on_every_rank(group):
+    table = nn.Embedding(4, 2, sparse=True)
+    weft.overlap_grads(table, average=False)
+    table(torch.tensor([0])).sum().backward()
+    if group.rank == 1:
+        table.weight.data = torch.ones(5, 2)
+    with pytest.raises(weft.WeftError, match=r"^rank 1: the gradient of 'weight' cannot be its su"):
+        weft.sync_grads(table, average=False)
+    assert weft.all_reduce(torch.ones(1), group=group).item() == 2
+
+
+@spmd(2, on=EVERYWHERE)
+def test_a_gradient_of_another_shape_than_its_parameter_is_summed_as_it_is(group):
+    """Torch refuses to assign it, also where it is there already."""
+    module = nn.Linear(2, 1, bias=False)
+    module(torch.ones(1, 2)).sum().backward()
+    module.weight.data = torch.ones(1, 3)
+    weft.sync_grads(module, average=False)
+    assert module.weight.grad.tolist() == [[2, 2]]
+
+
 @spmd(2, on=("processes",))
 def test_gradients_in_one_memory_are_not_taken_for_changed(group):
     """A write of one is counted for all that share it, also of one without elements."""

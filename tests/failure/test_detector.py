@@ -609,15 +609,18 @@ def test_a_failed_wait_is_explained_though_the_thread_of_the_links_is_slow(monke
     three.watch.end()
 
 
+@pytest.mark.parametrize(("late", "asks"), [(math.inf, 1), (0.3, 2)])
 def test_a_failed_call_of_another_library_is_explained_though_the_thread_is_slow(
-    monkeypatch, peers
+    monkeypatch, peers, late, asks
 ):
-    monkeypatch.setattr(detector, "LATE", math.inf)
+    """Ranks are asked once more by a thread that is so late that it may have been paused."""
+    monkeypatch.setattr(detector, "LATE", late)
     three = peers()
     three.links.pauses = [0.5] * 10
     with ThreadPoolExecutor(1) as pool:
         found = pool.submit(three.watch.blame)
-        three.say(1, here=place(7, "barrier"), to=three.hear(1)["ask"])
+        for _ in range(asks):
+            three.say(1, here=place(7, "barrier"), to=three.hear(1)["ask"])
         assert found.result().text.startswith("rank 2 does not answer")
 
 

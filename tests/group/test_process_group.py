@@ -438,7 +438,7 @@ def test_ranks_that_ask_for_different_wires_are_told_though_one_has_died_since(m
     store.set("weft/x/1/statement/1", json.dumps(other))
     store.add("weft/x/1/statement/count", 1)
     with pytest.raises(WeftError, match="rank 0 was asked for wire 'tcp', and rank 1 for 'torch'"):
-        connect(store, 0, 2, 600.0, name="x", wire="tcp")
+        connect(store, 0, 2, 60.0, name="x", wire="tcp")
 
 
 def test_a_shorter_timeout_counts_from_the_next_wait_on():

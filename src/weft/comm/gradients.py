@@ -195,14 +195,14 @@ class Synchronised:
         if self.error is None:
             self.fields = {"average": average, "wire_dtype": str(wire_dtype)}
         self._digest = digest(self.manifest)
-        self._kinds = {name: _kind(parameter) for name, parameter in self.of.items()}
+        self._kinds = {name: kind_of(parameter) for name, parameter in self.of.items()}
 
     def describe(self) -> tuple[Manifest, int]:
         """The manifest of the parameters as they are now, and its digest.
 
         `half()` leaves a parameter with another dtype, maybe on one rank alone.
         """
-        kinds = {name: _kind(parameter) for name, parameter in self.of.items()}
+        kinds = {name: kind_of(parameter) for name, parameter in self.of.items()}
         changed = [name for name in kinds if kinds[name] != self._kinds[name]]
         if changed:
             texts = {name: description("parameter", self.of[name]) for name in changed}
@@ -273,7 +273,8 @@ class Synchronised:
         reduce_dense(self.group, places, self._op, self.wire_dtype)
         if given is None:
             for name in self.of.keys() & gradients.keys():
-                self.of[name].grad = gradients[name]
+                if self.of[name].grad is not gradients[name]:
+                    self.of[name].grad = gradients[name]
         return some_ready
 
     def _told(
@@ -364,8 +365,8 @@ class Synchronised:
             found[name] = local(gradients[name])
 
 
-def _kind(parameter: Tensor) -> tuple[torch.dtype, torch.Size, torch.device]:
-    return parameter.dtype, parameter.shape, parameter.device
+def kind_of(tensor: Tensor) -> tuple[torch.dtype, torch.Size, torch.device]:
+    return tensor.dtype, tensor.shape, tensor.device
 
 
 def without_rows(like: Tensor, dims: int = 1) -> Tensor:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any, NamedTuple
@@ -36,7 +36,7 @@ from ..group import default
 from ..group.group import Group
 from ..group.worker import Work
 from .buckets import BUCKET
-from .gradients import NAME, Synchronised, finish_of, overlapping
+from .gradients import NAME, Synchronised, finish_of, kind_of, overlapping
 from .named import digest, local, parameters, shares_calls, told_by_all
 from .staging import number_of_bytes, wrong_bytes
 
@@ -45,17 +45,19 @@ _Step = tuple[bool, list[Tensor]]  # whether some rank was ready; the gradients
 
 
 class _Seen(NamedTuple):
-    """A gradient, and how often it had been written when it was seen."""
+    """A gradient, what it was, and how often it had been written, when it was seen."""
 
     gradient: Tensor
+    kind: tuple[object, ...]
     times: int
 
     @classmethod
     def now(cls, gradient: Tensor) -> _Seen:
-        return cls(gradient, times_written(gradient))
+        return cls(gradient, kind_of(gradient), times_written(gradient))
 
-    def is_written(self) -> bool:
-        return times_written(self.gradient) > self.times
+    def is_changed(self) -> bool:
+        """Whether it was written, or is of another kind: `module.half()` leaves the same object."""
+        return kind_of(self.gradient) != self.kind or times_written(self.gradient) > self.times
 
 
 @entry
@@ -295,6 +297,7 @@ class Overlap:
         if bucket == 0:  # all buckets of a step have the same, whenever they are reduced
             self._described = self._synchronised.describe()
         as_of = self._described
+        seen, totals = self._gradients, self._totals  # of this step, also where it is interrupted
 
         def job() -> _Step:
             if self._failure is not None:  # no rank reduces the later buckets, nor waits there
@@ -309,26 +312,30 @@ class Overlap:
                 found = [known.of[name].grad for name in names[:first]]
             else:
                 found = list(given.values())
-                self._keep(given)
+            for name, total in (given or {}).items():
+                if total is seen[name].gradient:  # a dense sum lies where the gradient lay
+                    seen[name] = seen[name]._replace(times=seen[name].times + 1)
+                else:  # `sync_grads` makes it the gradient
+                    totals[name] = total
             return went_on, [local(each) for each in found if each is not None]
 
         return job
-
-    def _keep(self, totals: Mapping[str, Tensor]) -> None:
-        """Keep what `sync_grads` makes the gradients, once it has seen that nobody touched them."""
-        for name, total in totals.items():
-            seen = self._gradients[name]
-            if total is seen.gradient:  # a dense sum lies where the gradient lay
-                self._gradients[name] = _Seen(total, seen.times + 1)
-            else:
-                self._totals[name] = total
 
     def _note_changes(self, names: Iterable[str]) -> None:
         """Note whose gradient is no longer there as it was seen, or has been written since."""
         for name in names:
             seen = self._gradients[name]
-            if self._synchronised.of[name].grad is not seen.gradient or seen.is_written():
+            if self._synchronised.of[name].grad is not seen.gradient or seen.is_changed():
                 self._note_change(name)
+
+    def _give_totals(self) -> str | None:
+        """Make the sums the gradients; the error if a parameter does not take its own."""
+        for name, total in self._totals.items():
+            try:
+                self._synchronised.of[name].grad = total
+            except RuntimeError as wrong:  # of torch
+                return f"the gradient of {name!r} cannot be its sum: {wrong}"
+        return None
 
     def _note_change(self, name: str) -> None:
         self._changed = self._changed or name
@@ -411,9 +418,7 @@ class Overlap:
             if failure is not None:
                 raise failure
             self._note_changes(begun)
-            for name, total in self._totals.items():
-                known.of[name].grad = total
-            error = error or self._what_changed()
+            error = error or self._what_changed() or self._give_totals()
             # what went wrong since buckets began; all ranks are in `sync_grads`
             self._worker.call(NAME, lambda: confess(known.group, NAME, None, error))
         finally:

@@ -24,7 +24,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 from ..base import watch
@@ -153,10 +153,9 @@ class Detector:
         self._settled = Latch()
         self._settling: int | None = None  # the thread that is in `settle`
         self._closed = False
-        # What a thread waits to have explained: a failed wait, and what says the likely reason;
-        # (None, None): a call of another library failed. That thread sets it; that of the links
-        # asks, judges, and clears it.
-        self._suspect: tuple[_Waiting | None, Callable[[], Verdict] | None] | None = None
+        # What a thread waits to have explained. That thread sets it; that of the links asks,
+        # judges, and clears it.
+        self._suspect: _Suspect | None = None
         self._inquiry: _Inquiry | None = None
         self._inquiries = 0  # how many there were
         self._answers: dict[int, dict[int, Place]] = {}  # to `ask_all`, by number and peer
@@ -345,7 +344,7 @@ class Detector:
         if self.news() is None and reason() is failed:
             waits = list(self._waits.values())
             waiting = next((each for each in waits if each.wait is wait), None)
-            self._suspect = (waiting, reason)
+            self._suspect = _Suspect(waiting, reason)
             self.links.wake()
             self._hear_judgement()
         return self.verdict or self.settle(reason())
@@ -367,7 +366,7 @@ class Detector:
             ranks: of the round; None: a call of another library failed, in which all may have been.
             call: in which the round is; None: in none.
         """
-        self._suspect = (None, None)
+        self._suspect = _Suspect()
         self.links.wake()
         if self.news() is None:
             leaver = self._leaver_in(ranks, call)
@@ -416,7 +415,7 @@ class Detector:
         return self._answers.pop(number)
 
     def _hear_judgement(self) -> None:
-        """Wait until the ranks were asked about the suspect, and judged."""
+        """Wait until the ranks were asked about the suspect, or another thread's, and judged."""
         self._hear(lambda: self._suspect is None, ANSWER + _NEWS + _BUSY)
 
     def _hear(self, is_known: Callable[[], bool], seconds: float) -> bool:
@@ -498,9 +497,12 @@ class Detector:
 
         Once in a wait. A thread that is late each time was not paused: the program holds the GIL.
         """
-        inquiry = self._inquiry
-        if inquiry is None or inquiry.about is None or not inquiry.about.is_renewed:
+        inquiry, suspect = self._inquiry, self._suspect
+        of = suspect if inquiry is None or inquiry.about is None else inquiry.about
+        if of is None or not of.is_renewed:
             self._inquiry = None  # its answers may have been late because of the pause
+        if suspect is not None:
+            suspect.is_renewed = True
         for waiting in list(self._waits.values()):
             if not waiting.is_renewed:
                 waiting.is_renewed = True
@@ -533,7 +535,7 @@ class Detector:
         """End an inquiry, or begin one: because of a suspect, or because a wait is late."""
         suspect = self._suspect  # read once: another thread sets it, and a close clears it
         waiting = self._waiting()
-        about = waiting if suspect is None else suspect[0]
+        about = waiting if suspect is None else suspect.about
         now = time.monotonic()
         inquiry = self._inquiry
         if inquiry is not None and inquiry.about is about:
@@ -566,7 +568,7 @@ class Detector:
         now = time.monotonic()
         suspect = self._suspect
         if suspect is not None:
-            reason = suspect[1]
+            reason = suspect.reason
             # then no link failed: nobody came
             overdue = waiting is not None and now >= waiting.began + self.timeout
             if silent or (overdue and reason is not None):
@@ -721,6 +723,21 @@ class Detector:
         """Wake up who waits in `_hear`."""
         with self._hearing:
             self._heard.notify_all()
+
+
+@dataclass(slots=True, eq=False)
+class _Suspect:
+    """What may be the fault of a rank.
+
+    Attributes:
+        about: the wait that failed; None: a call of another library did, or none is known.
+        reason: says what it looks like; None: all may be well.
+        is_renewed: as for a wait.
+    """
+
+    about: _Waiting | None = None
+    reason: Callable[[], Verdict] | None = None
+    is_renewed: bool = False
 
 
 class _Waiting:
