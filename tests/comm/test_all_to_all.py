@@ -313,3 +313,11 @@ def test_who_has_no_memory_for_what_others_send_is_named(group):
         with pytest.raises((weft.WireError, MemoryError)) as caught:
             weft.all_to_all([torch.ones(50_000), torch.ones(2)][:: 1 if group.rank else -1])
     assert group.rank == 0 or caught.value.culprit == 0
+
+
+@spmd(2, on=EVERYWHERE)
+def test_rows_may_become_of_another_dtype_while_they_are_exchanged(group):
+    rows = torch.ones(2, 2)
+    work = weft.exchange(rows, [torch.tensor([0])] * 2, async_op=True)
+    rows.data = rows.data.half()  # as `module.half()` does
+    assert [part.dtype for part in work.wait()] == [torch.float32] * 2

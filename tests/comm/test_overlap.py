@@ -19,6 +19,7 @@ from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 import weft
+from weft.comm.gradients import Synchronised
 from weft.testing import processes, spmd, threads
 from weft.testing.pace import patient
 
@@ -247,20 +248,62 @@ def test_a_parameter_that_takes_no_sum_any_more_is_an_error_on_every_rank(group)
     weft.overlap_grads(table, average=False)
     table(torch.tensor([0])).sum().backward()
     if group.rank == 1:
+        group.worker.call("until the sum is there", lambda: None)
         table.weight.data = torch.ones(5, 2)
     with pytest.raises(weft.WeftError, match=r"^rank 1: the gradient of 'weight' cannot be its su"):
         weft.sync_grads(table, average=False)
     assert weft.all_reduce(torch.ones(1), group=group).item() == 2
 
 
+@pytest.mark.parametrize("overlapped", [False, True])
+@pytest.mark.parametrize("sparse", [False, True])
 @spmd(2, on=EVERYWHERE)
-def test_a_gradient_of_another_shape_than_its_parameter_is_summed_as_it_is(group):
-    """Torch refuses to assign it, also where it is there already."""
-    module = nn.Linear(2, 1, bias=False)
-    module(torch.ones(1, 2)).sum().backward()
-    module.weight.data = torch.ones(1, 3)
+def test_a_gradient_of_another_shape_than_its_parameter_is_an_error_on_every_rank(
+    group, sparse, overlapped
+):
+    """Torch would refuse the sum as its gradient, and with another number of elements no sum is."""
+    tables = nn.ModuleList(nn.Embedding(4, 2, sparse=sparse) for _ in range(2))
+    given = torch.tensor([0])
+    if overlapped:  # the bucket of one table begins, and the other waits for `sync_grads`
+        overlap = weft.overlap_grads(tables, average=False, bucket_bytes=1)
+        with overlap.paused():
+            tables[0](given).sum().backward()
+        tables[1](given).sum().backward()
+    else:
+        (tables[0](given) + tables[1](given)).sum().backward()
+    if group.rank == 1:
+        tables[0].weight.data = torch.ones(5, 2)
+    text = r"^rank 1: the gradient of '0.weight' has shape \(4, 2\), the parameter \(5, 2\)"
+    with pytest.raises(weft.WeftError, match=text):
+        weft.sync_grads(tables, average=False)
+    assert weft.all_reduce(torch.ones(1), group=group).item() == 2
+
+
+@spmd(1, on=("threads",))
+def test_a_step_that_was_interrupted_leaves_no_error_for_the_next(group):
+    module, begin, ended = nn.Linear(2, 1), threading.Event(), threading.Event()
+    weft.overlap_grads(module, average=False)
+
+    def interrupted(work, timeout=None):
+        raise KeyboardInterrupt
+
+    def fails(*args, **kwargs):
+        begin.wait(20.0)
+        raise weft.WeftError("of the step before")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Synchronised, "reduce", fails)
+        backward(module)
+        patch.setattr(weft.Work, "wait", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            weft.sync_grads(module, average=False)
+        group.worker.submit("the next", ended.set)
+        begin.set()
+        assert ended.wait(20.0)
+    module.zero_grad()
+    backward(module)
     weft.sync_grads(module, average=False)
-    assert module.weight.grad.tolist() == [[2, 2]]
+    assert module.weight.grad.tolist() == [[1, 1]]
 
 
 @spmd(2, on=("processes",))

@@ -624,6 +624,18 @@ def test_a_failed_call_of_another_library_is_explained_though_the_thread_is_slow
         assert found.result().text.startswith("rank 2 does not answer")
 
 
+def test_a_pause_before_ranks_are_asked_lets_them_be_asked_again_after_the_next(peers):
+    """In which all may have been paused."""
+    three = peers(1.0)
+    three.links.pauses = [1.7, 0.6]
+    with ThreadPoolExecutor(1) as pool:
+        found = pool.submit(three.watch.blame)
+        assert "ask" in three.hear(1) and "ask" in three.hear(2)
+        for peer in (1, 2):
+            three.say(peer, here=place(7, "barrier"), to=three.hear(peer)["ask"])
+        assert found.result() is None
+
+
 def test_a_failed_wait_over_a_wire_of_ones_own_names_the_wire(peers):
     three = peers()
     wait = Wait(1)

@@ -257,3 +257,20 @@ def test_tensors_of_a_call_under_way_may_get_other_memory(group):
     found, total = work.wait()
     assert torch.equal(found, torch.arange(1000))
     assert total.eq(2).all()
+
+
+@spmd(1, 2, on=("threads", "processes"))
+def test_results_lie_where_out_was_at_the_call(group):
+    out = torch.zeros(3, dtype=torch.int64), torch.zeros(3)
+    places = [each.data_ptr() for each in out]
+    memory = [each.detach() for each in out]
+    begin = threading.Event()
+    group.worker.submit("what comes before", lambda: begin.wait(20.0))
+    work = weft.sparse_all_reduce((torch.tensor([1]), torch.ones(1)), out=out, async_op=True)
+    for each in out:
+        each.data = torch.zeros(3, dtype=torch.int16)
+    begin.set()
+    indices, values = work.wait()
+    assert [indices.data_ptr(), values.data_ptr()] == places
+    assert (indices.tolist(), values.tolist()) == ([1], [group.size])
+    assert memory[0].tolist()[:1] == [1]

@@ -122,16 +122,18 @@ def send_rows(
         finish: makes the result of the rows that each rank sent to this one.
     """
     parts = [torch.empty(0)] * scatter.group.size
+    dtype = parts[0].dtype
     with preparing(scatter.group, scatter.name):
         if scatter.error is None:
-            travels = f"{rows.dtype} as {wire_dtype}" if wire_dtype else "None"
+            dtype = rows.dtype  # as it is now: `module.half()` changes that of the same tensor
+            travels = f"{dtype} as {wire_dtype}" if wire_dtype else "None"
             scatter.fields = {"row shape": tuple(rows.shape[1:]), "wire_dtype": travels}
             # rounded after they are picked, so that gradients are widened before they are added
-            sent = narrowed(_picked(rows, picks), travelling(rows.dtype, wire_dtype))
+            sent = narrowed(_picked(rows, picks), travelling(dtype, wire_dtype))
             parts = list(torch.split(sent, list(counts)))
 
     def finished(received: list[Tensor]) -> Any:
-        return finish([part.to(rows.dtype) for part in received])
+        return finish([part.to(dtype) for part in received])
 
     if is_async:
         return start(scatter, parts, finished)

@@ -388,6 +388,11 @@ def _wrong(name: str, gradient: Tensor, parameter: Tensor, refused: str | None) 
             f"the gradient of {name!r} is {gradient.dtype}, the parameter {parameter.dtype}: "
             "make them one"
         )
+    if gradient.shape != parameter.shape:
+        return (
+            f"the gradient of {name!r} has shape {tuple(gradient.shape)}, the parameter "
+            f"{tuple(parameter.shape)}: make them one"
+        )
     if shard_of(gradient) != shard_of(parameter):
         return f"the gradient of {name!r} is placed otherwise than the parameter"
     refused = refused or _index_outside(gradient)

@@ -234,7 +234,7 @@ class Overlap:
         self._claims: dict[int, object] = {}  # by bucket: of the thread that starts it
         self._totals: dict[str, Tensor] = {}  # that do not lie where the gradients do
         self._changed: str | None = None  # whose gradient changed after backward had made it
-        self._failure: WeftError | None = None  # of a bucket, on every rank
+        self._failures: list[WeftError] = []  # the first of a bucket, on every rank
 
     def _before(self, name: str) -> Any:
         kept = weakref.ref(self)  # C++ holds the hook, and Python would not see the cycle
@@ -297,16 +297,17 @@ class Overlap:
         if bucket == 0:  # all buckets of a step have the same, whenever they are reduced
             self._described = self._synchronised.describe()
         as_of = self._described
-        seen, totals = self._gradients, self._totals  # of this step, also where it is interrupted
+        # of this step, also where it is interrupted
+        seen, totals, failures = self._gradients, self._totals, self._failures
 
         def job() -> _Step:
-            if self._failure is not None:  # no rank reduces the later buckets, nor waits there
-                raise self._failure
+            if failures:  # no rank reduces the later buckets, nor waits there
+                raise failures[0]
             known = self._synchronised
             try:
                 went_on = known.reduce(names, first=first, given=given, as_of=as_of)
             except WeftError as error:
-                self._failure = error
+                failures.append(error)
                 raise
             if given is None:
                 found = [known.of[name].grad for name in names[:first]]

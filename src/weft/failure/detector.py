@@ -501,7 +501,7 @@ class Detector:
         of = suspect if inquiry is None or inquiry.about is None else inquiry.about
         if of is None or not of.is_renewed:
             self._inquiry = None  # its answers may have been late because of the pause
-        if suspect is not None:
+        if suspect is not None and inquiry is not None and of is suspect:
             suspect.is_renewed = True
         for waiting in list(self._waits.values()):
             if not waiting.is_renewed:

@@ -213,9 +213,10 @@ def job_of(
     if not isinstance(rows, list):
         return job_of_one(group, Request.of(rows, op, algorithm, wire_dtype, out))
     requests, error = tables.requests_of(rows, op, algorithm, wire_dtype, out)
+    count = len(rows)  # of the list as it is now
 
     def job() -> list[Any]:
-        return tables.reduced(group, requests, error)[: len(rows)]
+        return tables.reduced(group, requests, error)[:count]
 
     return Aside(group.streams, requests[0].device, job)
 

@@ -66,7 +66,7 @@ def checked(
         )
     if overlapping(indices, values):
         raise WeftError(f"the indices and values {whose} are in the same memory: pass two buffers")
-    return indices, values.detach()
+    return indices.detach(), values.detach()
 
 
 def unwritable(tensor: Tensor) -> str | None:
