@@ -19,7 +19,7 @@ import pytest
 from weft import WeftError, WireError
 from weft.failure import detector, links
 from weft.failure.detector import EXCHANGED, Detector, Progress
-from weft.failure.links import SocketLinks
+from weft.failure.links import News, SocketLinks
 from weft.failure.messages import line_of
 from weft.failure.verdict import Entered, Verdict
 from weft.testing.pace import patient
@@ -624,15 +624,36 @@ def test_a_failed_call_of_another_library_is_explained_though_the_thread_is_slow
         assert found.result().text.startswith("rank 2 does not answer")
 
 
-def test_a_pause_before_ranks_are_asked_lets_them_be_asked_again_after_the_next(peers):
+class StillLinks:
+    """Links to ranks 1 and 2 that have no thread: a test calls their reader."""
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[int, dict]] = []
+        self.woken = threading.Event()
+
+    def peers(self) -> list[int]:
+        return [1, 2]
+
+    def send(self, peer: int, data: bytes) -> None:
+        self.sent.append((peer, json.loads(data)))
+
+    def wake(self) -> None:
+        self.woken.set()
+
+
+def test_a_pause_before_ranks_are_asked_lets_them_be_asked_again_after_the_next(monkeypatch):
     """In which all may have been paused."""
-    three = peers(1.0)
-    three.links.pauses = [1.7, 0.6]
+    monkeypatch.setattr(detector, "ANSWER", 0.0)
+    still = StillLinks()
+    watch = Detector(0, 20.0, still)
     with ThreadPoolExecutor(1) as pool:
-        found = pool.submit(three.watch.blame)
-        assert "ask" in three.hear(1) and "ask" in three.hear(2)
-        for peer in (1, 2):
-            three.say(peer, here=place(7, "barrier"), to=three.hear(peer)["ask"])
+        found = pool.submit(watch.blame)
+        assert still.woken.wait(10.0)
+        for _ in range(2):
+            watch.handle([], detector.LATE + 1.0)
+        _, second = (said["ask"] for peer, said in still.sent if peer == 1)
+        answer = line_of({"here": place(7, "barrier"), "to": second})
+        watch.handle([News(peer, answer) for peer in (1, 2)], 0.0)
         assert found.result() is None
 
 
