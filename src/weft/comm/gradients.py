@@ -272,9 +272,9 @@ class Synchronised:
         places = [each.data for each in dense_ones.values()]
         reduce_dense(self.group, places, self._op, self.wire_dtype)
         if given is None:
-            for name in self.of.keys() & gradients.keys():
-                if self.of[name].grad is not gradients[name]:
-                    self.of[name].grad = gradients[name]
+            for name, gradient in gradients.items():
+                if self.of[name].grad is not gradient:
+                    self.of[name].grad = gradient
         return some_ready
 
     def _told(

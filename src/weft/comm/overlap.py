@@ -313,11 +313,7 @@ class Overlap:
                 found = [known.of[name].grad for name in names[:first]]
             else:
                 found = list(given.values())
-            for name, total in (given or {}).items():
-                if total is seen[name].gradient:  # a dense sum lies where the gradient lay
-                    seen[name] = seen[name]._replace(times=seen[name].times + 1)
-                else:  # `sync_grads` makes it the gradient
-                    totals[name] = total
+                _note_sums(given, seen, totals)
             return went_on, [local(each) for each in found if each is not None]
 
         return job
@@ -430,6 +426,16 @@ class Overlap:
 
 _kept: weakref.WeakKeyDictionary[nn.Module, Overlap] = weakref.WeakKeyDictionary()
 """What overlaps the gradients of each module, and lives as long as one of them."""
+
+
+def _note_sums(sums: dict[str, Tensor], seen: dict[str, _Seen], totals: dict[str, Tensor]) -> None:
+    """Note which sums lie where the gradients lay, and keep the others as totals."""
+    for name, total in sums.items():
+        before = seen[name]
+        if total is before.gradient:  # a dense one, which was written once
+            seen[name] = before._replace(times=before.times + 1)
+        else:  # `sync_grads` makes it the gradient
+            totals[name] = total
 
 
 def _has_others(gradient: Tensor) -> bool:

@@ -410,7 +410,6 @@ class Detector:
         answers = self._answers[number] = {}
         self._send(sorted(asked), {"ask": number})
         wanted = asked if awaited is None else asked.intersection(awaited)
-
         self._hear(lambda: wanted <= answers.keys() | self.leavers.keys(), ANSWER + longer)
         return self._answers.pop(number)
 
