@@ -238,21 +238,23 @@ def test_a_request_of_a_store_whose_host_is_stopped_ends_at_the_deadline(
     assert caught.value.culprit is None
 
 
-def test_who_was_stopped_until_after_the_deadline_hears_the_answer(
-    monkeypatch: pytest.MonkeyPatch, host: tuple[int, int]
+@pytest.mark.parametrize("wait", [1, 2])  # that for the deadline, and one after it
+def test_who_stood_still_in_a_wait_hears_the_answer(
+    monkeypatch: pytest.MonkeyPatch, host: tuple[int, int], wait: int
 ) -> None:
     pid, port = host
     answering = AnsweringStore(dist.TCPStore("127.0.0.1", port, is_master=False), 0.0)
     waits: list[threading.Thread] = []
 
-    def stopped_in_the_first(thread: threading.Thread, seconds: float) -> bool:
+    def still_in_one(thread: threading.Thread, seconds: float) -> bool:
         waits.append(thread)
-        if len(waits) == 1:
-            os.kill(pid, signal.SIGCONT)
+        if len(waits) <= wait:
+            if len(waits) == wait:
+                os.kill(pid, signal.SIGCONT)
             return False
         return join(thread, patient(60.0))
 
-    monkeypatch.setattr("weft.rendezvous.store.join", stopped_in_the_first)
+    monkeypatch.setattr("weft.rendezvous.store.join", still_in_one)
     os.kill(pid, signal.SIGSTOP)
     assert answering.check(["key"]) is False
 

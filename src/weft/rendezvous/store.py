@@ -22,7 +22,9 @@ from .address import server_of
 
 _SHORTEST = 0.001  # seconds of the first pause between two looks
 _GROWTH = 1.5  # from one pause to the next
-_LEAST = 0.5  # seconds that an answer may take after the deadline: the machine may be busy
+# After the deadline an answer may take so many pieces of so many seconds, since the machine may be
+# busy. In any one of them this process may stand still, and hear nothing.
+_PIECES, _PIECE = 5, 0.1
 _LAST = 2.0  # seconds that an answer may take while the process ends
 
 Late = tuple[int, Callable[[], str]] | None
@@ -120,7 +122,8 @@ class AnsweringStore:
             thread = threading.Thread(target=ask, name="weft store", daemon=True)
             thread.start()
             join(thread, self._deadline - time.monotonic())
-            join(thread, _LEAST)  # anew: where this process was stopped, its deadline has passed
+            for _ in range(_PIECES):
+                join(thread, _PIECE)
         if failures:
             raise failures[0]
         if not answers:
