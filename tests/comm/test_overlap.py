@@ -228,54 +228,128 @@ def test_rows_that_are_touched_while_they_are_summed_are_an_error_on_every_rank(
     assert group.rank == 0 or held.wait()
 
 
+def change_after(backward, change, group, when):
+    """A backward, and a change on rank 1, where buckets are yet to be reduced or have been."""
+    begin = threading.Event()
+    if when == "early":
+        group.worker.submit("before the buckets", lambda: begin.wait(20.0))
+    backward()
+    if when == "late":
+        group.worker.call("after the buckets", lambda: None)
+    if group.rank == 1:
+        change()
+    begin.set()
+
+
+@pytest.mark.parametrize("when", ["early", "late"])
+@pytest.mark.parametrize("to", [(torch.float64,), (torch.float64, torch.float32)])
 @spmd(2, on=EVERYWHERE)
-def test_what_becomes_of_another_dtype_after_backward_is_an_error_on_every_rank(group):
-    """Of gradients `module.double()` leaves the objects, and counts no write."""
+def test_a_module_that_is_converted_after_backward_is_an_error_on_every_rank(group, to, when):
+    """Its gradients are the same objects then, of other memory, and no write is counted."""
     for made in nn.Linear(2, 1), nn.Embedding(4, 2, sparse=True):
         weft.overlap_grads(made, average=False)
         given = torch.zeros(1, 2) if isinstance(made, nn.Linear) else torch.tensor([0])
-        made(given).sum().backward()
-        if group.rank == 1:
-            group.worker.call("until the sums are there", lambda: None)
-            made.double()
+
+        def convert(module=made):
+            for dtype in to:
+                module.to(dtype)
+
+        change_after(made(given).sum().backward, convert, group, when)
         with pytest.raises(weft.WeftError, match=r"^rank 1: the gradient of '\w+' changed"):
             weft.sync_grads(made, average=False)
 
 
 @spmd(2, on=EVERYWHERE)
-def test_a_parameter_that_takes_no_sum_any_more_is_an_error_on_every_rank(group):
+def test_a_conversion_is_an_error_on_every_rank_also_where_buckets_wait_for_sync_grads(group):
+    module = nn.ParameterList([torch.zeros(2), torch.zeros(3), torch.zeros(4)])
+    weft.overlap_grads(module, average=False, bucket_bytes=8)
+    used = [module[0], module[2]] if group.rank == 1 else module
+    sum(each.sum() for each in used).backward()
+    if group.rank == 1:
+        module.double()
+    with pytest.raises(weft.WeftError, match=r"^rank 1: the gradient of '\d' changed"):
+        weft.sync_grads(module, average=False)
+    assert weft.all_reduce(torch.ones(1), group=group).item() == 2
+
+
+@pytest.mark.parametrize("when", ["early", "late"])
+@spmd(2, on=EVERYWHERE)
+def test_a_parameter_that_takes_no_sum_any_more_is_an_error_on_every_rank(group, when):
     table = nn.Embedding(4, 2, sparse=True)
     weft.overlap_grads(table, average=False)
-    table(torch.tensor([0])).sum().backward()
-    if group.rank == 1:
-        group.worker.call("until the sum is there", lambda: None)
+
+    def change():
         table.weight.data = torch.ones(5, 2)
+
+    change_after(table(torch.tensor([0])).sum().backward, change, group, when)
     with pytest.raises(weft.WeftError, match=r"^rank 1: the gradient of 'weight' cannot be its su"):
         weft.sync_grads(table, average=False)
     assert weft.all_reduce(torch.ones(1), group=group).item() == 2
 
 
-@pytest.mark.parametrize("overlapped", [False, True])
+@pytest.mark.parametrize("when", ["early", "late"])
+@spmd(2, on=EVERYWHERE)
+def test_weights_may_be_elsewhere_while_their_gradients_are_reduced(group, when):
+    """So they are where a program offloads them, all after backward or each around its layer."""
+    module = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 1, bias=False))
+    lower, upper = module[0].weight, module[1].weight
+    weights = nn.init.ones_(lower).data, nn.init.ones_(upper).data
+    weft.overlap_grads(module, average=False, bucket_bytes=1)
+
+    def back(*_):
+        lower.data = weights[0]
+
+    def away(*_):
+        lower.data = torch.empty(0)
+
+    module[0].register_forward_hook(away)
+    module[0].register_full_backward_pre_hook(back)
+
+    def backward():
+        x = torch.ones(1, 2, requires_grad=True)
+        module(x).sum().backward()
+
+    change_after(backward, away, group, when)
+    weft.sync_grads(module, average=False)
+    assert lower.grad.tolist() == [[2, 2], [2, 2]] and upper.grad.tolist() == [[4, 4]]
+
+
+@pytest.mark.parametrize(("count", "dtype"), [(0, torch.float16), (4, torch.bfloat16)])
+@spmd(2, on=EVERYWHERE)
+def test_a_gradient_that_is_not_like_its_parameter_any_more_begins_no_bucket(group, count, dtype):
+    """Other ranks, which have none, would add zeros of the parameter's kind to it."""
+    module = nn.ParameterList([torch.zeros(2), torch.zeros(4, dtype=torch.float16)])
+    weft.overlap_grads(module, average=False)
+    if group.rank == 0:
+        module[1].sum().backward()
+    module[1].data = torch.zeros(count, dtype=dtype)
+    module[0].sum().backward()
+    with pytest.raises(weft.WeftError, match=r"^rank 0: the gradient of '1' .* the parameter "):
+        weft.sync_grads(module, average=False)
+    assert weft.all_reduce(torch.ones(1), group=group).item() == 2
+
+
+@spmd(2, on=EVERYWHERE)
+def test_a_gradient_that_torch_has_yet_to_conjugate_is_not_taken_for_changed(group):
+    module = nn.ParameterList([torch.ones(2, dtype=torch.complex64)])
+    weft.overlap_grads(module, average=False)
+    (module[0].conj() * torch.tensor([1j, 2j])).sum().real.backward()
+    assert module[0].grad.is_conj()
+    weft.sync_grads(module, average=False)
+    assert module[0].grad.tolist() == [2j, 4j]
+
+
 @pytest.mark.parametrize("sparse", [False, True])
 @spmd(2, on=EVERYWHERE)
-def test_a_gradient_of_another_shape_than_its_parameter_is_an_error_on_every_rank(
-    group, sparse, overlapped
-):
+def test_a_gradient_of_another_shape_than_its_parameter_is_an_error_on_every_rank(group, sparse):
     """Torch would refuse the sum as its gradient, and with another number of elements no sum is."""
-    tables = nn.ModuleList(nn.Embedding(4, 2, sparse=sparse) for _ in range(2))
-    given = torch.tensor([0])
-    if overlapped:  # the bucket of one table begins, and the other waits for `sync_grads`
-        overlap = weft.overlap_grads(tables, average=False, bucket_bytes=1)
-        with overlap.paused():
-            tables[0](given).sum().backward()
-        tables[1](given).sum().backward()
-    else:
-        (tables[0](given) + tables[1](given)).sum().backward()
+    table = nn.Embedding(4, 2, sparse=sparse)
+    table(torch.tensor([0])).sum().backward()
     if group.rank == 1:
-        tables[0].weight.data = torch.ones(5, 2)
-    text = r"^rank 1: the gradient of '0.weight' has shape \(4, 2\), the parameter \(5, 2\)"
+        table.weight.data = torch.ones(5, 2)
+    text = r"^rank 1: the gradient of 'weight' has shape \(4, 2\), the parameter \(5, 2\): make"
     with pytest.raises(weft.WeftError, match=text):
-        weft.sync_grads(tables, average=False)
+        weft.sync_grads(table, average=False)
     assert weft.all_reduce(torch.ones(1), group=group).item() == 2
 
 

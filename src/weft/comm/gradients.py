@@ -219,6 +219,7 @@ class Synchronised:
         first: int | None = None,
         given: dict[str, Tensor] | None = None,
         as_of: tuple[Manifest, int] | None = None,
+        error: str | None = None,
     ) -> bool:
         """Reduce the gradients of some parameters; collective, inside a call's turn.
 
@@ -227,16 +228,20 @@ class Synchronised:
             first: None: reduce all. Else, if some rank is ready, reduce only this many of the
                 names, the first; if no rank is ready, reduce all.
             given: of a rank that is ready, the gradients of the first names; it states no others.
-                They become the results, and `.grad` stays as it is.
+                They become the results. No parameter is looked at, nor its `.grad`, since the
+                caller may change these meanwhile.
             as_of: what `describe` returned as the step began; None: as it was last.
+            error: what is wrong on this rank, or None.
 
         Returns:
             Whether some rank was ready.
         """
         ready = given is not None
         gradients = self._gradients(names) if given is None else given
-        states, error = self._states(names, gradients)
-        error = self.error or error
+        states, wrong = self._states(names, gradients)
+        if not ready:
+            wrong = wrong or self._unlike(gradients)
+        error = self.error or error or wrong
         manifest, code = as_of or (self.manifest, self._digest)
         if len(names) >= ROOM:
             error = error or f"{len(names)} parameters are too many for one call: below {ROOM}"
@@ -300,9 +305,14 @@ class Synchronised:
         """The kind of this rank's gradient for each name; and the first error, or None."""
         dtypes = {each.dtype for each in gradients.values()}
         refused = {dtype: dense.refuses(self._op, dtype) for dtype in dtypes}
-        wrong = (_wrong(n, each, self.of[n], refused[each.dtype]) for n, each in gradients.items())
+        wrong = (_wrong(name, each, refused[each.dtype]) for name, each in gradients.items())
         states = {name: _state(gradients.get(name)) for name in names}
         return states, next(filter(None, wrong), None)
+
+    def _unlike(self, gradients: Mapping[str, Tensor]) -> str | None:
+        """The error if a gradient is not like its parameter, or None."""
+        found = (unlike(name, each, self.of[name]) for name, each in gradients.items())
+        return next(filter(None, found), None)
 
     def _gradients(self, names: Sequence[str]) -> dict[str, Tensor]:
         """Those that this rank has, by name."""
@@ -380,9 +390,8 @@ def without_rows(like: Tensor, dims: int = 1) -> Tensor:
     )
 
 
-def _wrong(name: str, gradient: Tensor, parameter: Tensor, refused: str | None) -> str | None:
-    if error := wrong_gradient(f"the gradient of {name!r}", gradient):
-        return error
+def unlike(name: str, gradient: Tensor, parameter: Tensor) -> str | None:
+    """In what a gradient is not like its parameter, or None."""
     if gradient.dtype != parameter.dtype:
         return (
             f"the gradient of {name!r} is {gradient.dtype}, the parameter {parameter.dtype}: "
@@ -395,6 +404,13 @@ def _wrong(name: str, gradient: Tensor, parameter: Tensor, refused: str | None) 
         )
     if shard_of(gradient) != shard_of(parameter):
         return f"the gradient of {name!r} is placed otherwise than the parameter"
+    return None
+
+
+def _wrong(name: str, gradient: Tensor, refused: str | None) -> str | None:
+    """Why a gradient cannot be reduced, or None."""
+    if error := wrong_gradient(f"the gradient of {name!r}", gradient):
+        return error
     refused = refused or _index_outside(gradient)
     return refused and f"the gradient of {name!r}: {refused}"
 

@@ -36,7 +36,7 @@ from ..group import default
 from ..group.group import Group
 from ..group.worker import Work
 from .buckets import BUCKET
-from .gradients import NAME, Synchronised, finish_of, kind_of, overlapping
+from .gradients import NAME, Synchronised, finish_of, kind_of, overlapping, unlike
 from .named import digest, local, parameters, shares_calls, told_by_all
 from .staging import number_of_bytes, wrong_bytes
 
@@ -45,19 +45,27 @@ _Step = tuple[bool, list[Tensor]]  # whether some rank was ready; the gradients
 
 
 class _Seen(NamedTuple):
-    """A gradient, what it was, and how often it had been written, when it was seen."""
+    """A gradient when it was seen.
+
+    Attributes:
+        gradient: the object; `module.half()` gives it other memory, and leaves it in its place.
+        alias: one of the same memory, whatever becomes of the other.
+        times: how often it had been written.
+    """
 
     gradient: Tensor
-    kind: tuple[object, ...]
+    alias: Tensor
     times: int
 
     @classmethod
     def now(cls, gradient: Tensor) -> _Seen:
-        return cls(gradient, kind_of(gradient), times_written(gradient))
+        return cls(gradient, gradient.detach(), times_written(gradient))
 
     def is_changed(self) -> bool:
-        """Whether it was written, or is of another kind: `module.half()` leaves the same object."""
-        return kind_of(self.gradient) != self.kind or times_written(self.gradient) > self.times
+        """Whether it was written, or has other memory."""
+        if times_written(self.gradient) > self.times:
+            return True
+        return _memory_of(self.gradient) != _memory_of(self.alias)
 
 
 @entry
@@ -275,7 +283,7 @@ class Overlap:
 
     def _start_ready(self) -> None:
         """Start the next buckets, as far as all their gradients are there."""
-        while (bucket := len(self._works)) < len(self._buckets) and not self._missing[bucket]:
+        while (bucket := len(self._works)) < len(self._buckets) and self._is_ready(bucket):
             mine = object()
             if self._claims.setdefault(bucket, mine) is not mine:
                 return  # another thread of backward starts it, and then looks again
@@ -284,9 +292,20 @@ class Overlap:
             if len(devices) > 1:
                 return  # `sync_grads` does it: a job follows the stream of one device
             # the job looks at no other gradient: backward may be making it
-            given = {name: self._gradients[name].gradient for name in self._buckets[bucket]}
+            given = {name: self._gradients[name].alias for name in self._buckets[bucket]}
             job = Aside(self._synchronised.group.streams, devices[0], self._step(bucket, given))
             self._works.append(self._worker.submit(NAME, job))
+
+    def _is_ready(self, bucket: int) -> bool:
+        """Whether all gradients of a bucket are there, each like its parameter.
+
+        A parameter that has other memory for a while is left to `sync_grads`, which refuses it if
+        it has that memory still.
+        """
+        if self._missing[bucket]:
+            return False
+        of, seen = self._synchronised.of, self._gradients
+        return not any(unlike(name, seen[name].alias, of[name]) for name in self._buckets[bucket])
 
     def _from(self, bucket: int) -> list[str]:
         """The parameters of a bucket and of all later ones."""
@@ -299,13 +318,14 @@ class Overlap:
         as_of = self._described
         # of this step, also where it is interrupted
         seen, totals, failures = self._gradients, self._totals, self._failures
+        wrong = self._what_changed() if given is None else None
 
         def job() -> _Step:
             if failures:  # no rank reduces the later buckets, nor waits there
                 raise failures[0]
             known = self._synchronised
             try:
-                went_on = known.reduce(names, first=first, given=given, as_of=as_of)
+                went_on = known.reduce(names, first=first, given=given, as_of=as_of, error=wrong)
             except WeftError as error:
                 failures.append(error)
                 raise
@@ -432,10 +452,19 @@ def _note_sums(sums: dict[str, Tensor], seen: dict[str, _Seen], totals: dict[str
     """Note which sums lie where the gradients lay, and keep the others as totals."""
     for name, total in sums.items():
         before = seen[name]
-        if total is before.gradient:  # a dense one, which was written once
+        if total is before.alias:  # a dense one, which was written once
             seen[name] = before._replace(times=before.times + 1)
         else:  # `sync_grads` makes it the gradient
             totals[name] = total
+
+
+def _memory_of(gradient: Tensor) -> tuple[object, ...]:
+    """Of what kind a gradient is, and where its elements lie."""
+    if gradient.layout == torch.sparse_coo:
+        parts = [gradient._indices(), gradient._values()]
+    else:
+        parts = [local(gradient)]
+    return kind_of(gradient), [(part.data_ptr(), part.stride()) for part in parts]
 
 
 def _has_others(gradient: Tensor) -> bool:
