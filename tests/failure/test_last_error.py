@@ -46,13 +46,16 @@ if group.rank == 0:
         sys.exit(weft.all_reduce(one).tolist() != [2.0, 2.0])
     elif how == "killed":  # and this one does not expect it
         work = group.worker.submit("barrier", weft.barrier, several=True)
-        slow = work.get_future().then(lambda done: time.sleep(1000.0))
+        slow = work.get_future().then(lambda done: time.sleep(1000.0))  # in a thread of weft's
+        open(f"{place} waits", "x").close()
         work.wait()
     try:
         weft.all_reduce(one)
     except weft.Error as error:
         print(getattr(error, "culprit", 1), error)
 elif how == "killed":
+    while not os.path.exists(f"{place} waits"):
+        time.sleep(0.01)
     os.kill(os.getpid(), signal.SIGKILL)
 elif how == "exit":
     weft.attempt(lambda: sys.exit(3))

@@ -467,10 +467,11 @@ def test_a_server_that_two_threads_start_is_waited_for(monkeypatch):
 
 
 def test_a_callback_that_has_begun_is_waited_for_at_the_end(group):
-    gate, seen = threading.Event(), []
-    work = group.worker.submit("job", lambda: 1)
+    held, gate, seen = threading.Event(), threading.Event(), []
+    work = group.worker.submit("job", held.wait)
     work.get_future().then(lambda _: (gate.wait(10), seen.append("first")))
     work.get_future().then(lambda _: (gate.set(), time.sleep(0.1), seen.append("second")))
+    held.set()
     work.wait()
     group.worker.stop()
     assert sorted(seen) == ["first", "second"]
