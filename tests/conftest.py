@@ -46,8 +46,8 @@ pytest.register_assert_rewrite("weft.testing.contract")
 import torch  # noqa: E402  # after the line above, which must come before weft.testing is imported
 from hypothesis import settings  # noqa: E402
 
+from weft.base.pace import patient  # noqa: E402
 from weft.bootstrap import local  # noqa: E402
-from weft.testing.pace import patient  # noqa: E402
 from weft.wire.interface import Features  # noqa: E402
 
 # Ranks share the cores with each other; more threads only make the timing of tests uneven.

@@ -18,10 +18,10 @@ from torch.utils.checkpoint import (
 
 import weft
 from weft import nn
+from weft.base.pace import patient
 from weft.compat.distdl import HaloExchange, MPIPartition
 from weft.compat.oneccl import communicator, request
 from weft.testing import processes, spmd
-from weft.testing.pace import patient
 
 
 def kept(_context, _operation, *_args, **_kwargs):

@@ -9,7 +9,7 @@ from types import ModuleType
 import pytest
 
 import weft
-from weft.testing.pace import patient
+from weft.base.pace import patient
 
 
 def test_exported_names():

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from weft.testing.pace import patient
+from weft.base.pace import patient
 
 TOOL = Path(__file__).resolve().parent.parent / "tools/install-torch"
 

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.testing.pace import patient
+from weft.base.pace import patient
 
 WORLDS = "threads-2", "threads-4", "threads-7", "shm-4", "tcp-3", "torch-2"
 

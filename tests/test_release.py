@@ -16,7 +16,7 @@ from hatchling.plugin.manager import PluginManager
 
 import weft
 from weft import cli
-from weft.testing.pace import patient
+from weft.base.pace import patient
 
 ROOT = Path(__file__).resolve().parent.parent
 WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))

@@ -21,11 +21,11 @@ import torch
 import torch.distributed as dist
 
 from weft.base.errors import WeftError, WireError
+from weft.base.pace import MOST, patient
 from weft.bootstrap import local
 from weft.group import default
 from weft.schedules import dense_all_reduce
 from weft.testing import RankFailure, expected, gloo_of_one_thread, pool, processes, run, spmd
-from weft.testing.pace import MOST, patient
 from weft.testing.spmd import LIMIT
 
 both = pytest.mark.parametrize("on", ["threads", "processes"])

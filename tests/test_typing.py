@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from weft.testing.pace import patient
+from weft.base.pace import patient
 
 ROOT = Path(__file__).resolve().parent.parent
 USES = ROOT / "tests/typing_uses.py"

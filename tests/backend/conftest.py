@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from weft.base.pace import patient
 from weft.bootstrap.outcome import Outcome, results
-from weft.testing.pace import patient
 
 SIZE = 4  # more would prove nothing of MPI, and each takes seconds to start
 START = 55.0  # seconds

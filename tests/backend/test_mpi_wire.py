@@ -13,11 +13,11 @@ import torch.distributed as dist
 
 import weft
 from weft.base.memory import Pool
+from weft.base.pace import patient
 from weft.rendezvous import mpi as started
 from weft.sparse import ALGORITHMS
 from weft.testing import GroupContract, check_wire, expected, wire_clauses
 from weft.testing.clauses import stated
-from weft.testing.pace import patient
 from weft.testing.wires import NUMBERS
 from weft.wire import Features, mpi
 from weft.wire.factory import Start

@@ -22,9 +22,9 @@ from torch.nn.parallel import DistributedDataParallel
 import weft
 from weft.backend import register
 from weft.base import _torch
+from weft.base.pace import patient
 from weft.group import process_group
 from weft.testing import run
-from weft.testing.pace import patient
 
 BACKENDS = ["cpu:weft", "weft_mpi"]
 SHARED = "cpu:weft,cuda:gloo"  # a group with another backend for another device

@@ -25,8 +25,8 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
+from weft.base.pace import patient
 from weft.testing import processes
-from weft.testing.pace import patient
 
 SUITE = "torch.testing._internal.distributed.distributed_test"
 OF_MPI = "all_to_all"  # in the names of the tests that PyTorch skips for gloo, and runs for MPI

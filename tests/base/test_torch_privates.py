@@ -30,7 +30,7 @@ from weft.base._torch import (
     without_modes,
     without_transforms,
 )
-from weft.testing.pace import patient
+from weft.base.pace import patient
 
 
 def without(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:

@@ -18,11 +18,11 @@ import torch.distributed as dist
 
 import weft
 from weft.base import watch
+from weft.base.pace import patient
 from weft.cli.doctor_merge import first_difference
 from weft.records import recorder
 from weft.rendezvous import store
 from weft.testing import processes, run
-from weft.testing.pace import patient
 
 RANK = """
 import faulthandler, os, pathlib, signal, sys, time, torch, weft

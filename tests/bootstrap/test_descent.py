@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 import weft
+from weft.base.pace import patient
 from weft.bootstrap import descent
 from weft.bootstrap.local import launch
 from weft.rendezvous.launchers import Launch
 from weft.rendezvous.places import File, Tcp
-from weft.testing.pace import patient
 
 CHILD = """
 import sys

@@ -21,10 +21,10 @@ import torch.distributed as dist
 
 from weft import WireError
 from weft.base.latch import join
+from weft.base.pace import patient
 from weft.failure.control import HELD_UP
 from weft.group.joining import connect
 from weft.rendezvous.store import AnsweringStore, SilentStoreError
-from weft.testing.pace import patient
 
 Programs = Callable[..., Any]
 
@@ -126,7 +126,7 @@ class Job:
         since = float(self._lost.text().splitlines()[0])
         if self.how != "dies":
             # its deadlines are from before it stopped: later than this it is late by all of them
-            time.sleep(max(0.0, since + self.limit + 2 * HELD_UP - time.monotonic()))
+            time.sleep(max(0.0, since + self.limit + 2 * patient(HELD_UP) - time.monotonic()))
             os.kill(self._lost.pid, signal.SIGCONT)
         out, _ = self._lost.communicate(timeout=patient(60.0))
         return [*said, out.partition("\n")[2]]

@@ -21,6 +21,7 @@ import torch.distributed as dist
 import weft
 from weft import kernels, version
 from weft.base.errors import WeftError, WireError
+from weft.base.pace import patient
 from weft.bootstrap import descent
 from weft.bootstrap import init as module
 from weft.bootstrap.init import init, shutdown
@@ -28,7 +29,6 @@ from weft.bootstrap.local import launch
 from weft.group import default, process_group
 from weft.testing import processes
 from weft.testing.cases import in_case
-from weft.testing.pace import patient
 
 QUICK = {"OMP_NUM_THREADS": "1"}
 

@@ -12,7 +12,7 @@ from subprocess import PIPE, STDOUT
 
 import pytest
 
-from weft.testing.pace import patient
+from weft.base.pace import patient
 
 HERE = Path(__file__).parent
 JOB = HERE / "launch_job.py"

@@ -20,9 +20,9 @@ import torch.distributed as dist
 from weft.base.cores import cores_of_process
 from weft.base.errors import WeftError, WireError
 from weft.base.latch import NAP
+from weft.base.pace import patient
 from weft.bootstrap import local
 from weft.bootstrap.init import init
-from weft.testing.pace import patient
 
 Gone = Callable[[list[int]], bool]
 

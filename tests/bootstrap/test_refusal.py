@@ -17,8 +17,8 @@ import pytest
 import torch.distributed as dist
 
 from weft.base.errors import WireError
+from weft.base.pace import patient
 from weft.bootstrap import init
-from weft.testing.pace import patient
 
 RANK = """
 import sys, weft

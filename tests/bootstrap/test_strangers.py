@@ -18,7 +18,7 @@ import pytest
 import torch.distributed as dist
 
 import weft
-from weft.testing.pace import patient
+from weft.base.pace import patient
 
 # A rank that says, before it joins the others, where it listens and what they must know; the second
 # time rank 1 comes only when the strangers have been.

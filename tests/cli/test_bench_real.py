@@ -15,12 +15,12 @@ import torch
 from typer.testing import CliRunner, Result
 
 import weft
+from weft.base.pace import patient
 from weft.cli.bench import command
 from weft.cli.bench.cases import CASES, REAL, Case, answer, indices, sizes, values
 from weft.cli.bench.measure import Job, coo_of, fault, parts, tables_of
 from weft.cli.bench.real import CRITEO, NEIGHBOURS, TRACES, Source
 from weft.cli.commands import app
-from weft.testing.pace import patient
 
 WORDS, FILMS, ENTITIES = 333_213, 1_682, 34_628
 HUB = 7  # an entity that is a neighbour of every thirtieth

@@ -16,12 +16,12 @@ import torch
 import torch.nn.functional as F
 from typer.testing import CliRunner, Result
 
+from weft.base.pace import patient
 from weft.cli import options
 from weft.cli.commands import app
 from weft.cli.demo import train
 from weft.cli.demo.figures import FIGURES, Run, agreement
 from weft.cli.demo.text import WINDOW
-from weft.testing.pace import patient
 
 SMALL = "--ranks 2 --steps 12 --dim 8 --batch 128"
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import weft
+from weft.base.pace import patient
 from weft.group.pending import Telling
 from weft.group.worker import Work
 from weft.testing import run, spmd
-from weft.testing.pace import patient
 
 
 @spmd(1, 2, 4)

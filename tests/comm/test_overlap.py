@@ -19,9 +19,9 @@ from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 import weft
+from weft.base.pace import patient
 from weft.comm.gradients import Synchronised
 from weft.testing import processes, spmd, threads
-from weft.testing.pace import patient
 
 EVERYWHERE = ("threads", "device", "processes", "torch")
 

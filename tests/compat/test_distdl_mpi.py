@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 
-from weft.testing.pace import patient
+from weft.base.pace import patient
 
 PROGRAM = """
 import sys, numpy as np, torch

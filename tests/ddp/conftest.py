@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from weft.base.pace import patient
 from weft.bootstrap import local
-from weft.testing.pace import patient
 
 
 @pytest.fixture(autouse=True)

@@ -31,6 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 from weft import ddp
 from weft.base.devices import as_device
 from weft.base.errors import Error, WeftError, WireError
+from weft.base.pace import patient
 from weft.bootstrap.init import init
 from weft.bootstrap.local import launch
 from weft.comm import sync_grads
@@ -42,7 +43,6 @@ from weft.group.group import Group
 from weft.schedules import dense
 from weft.testing import gloo_of_one_thread, spmd
 from weft.testing.cases import in_case
-from weft.testing.pace import patient
 
 VOCABULARY, WIDTH = 40, 4
 

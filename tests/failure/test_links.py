@@ -10,9 +10,9 @@ import time
 
 import pytest
 
+from weft.base.pace import patient
 from weft.failure import links as links_module
 from weft.failure.links import SocketLinks, links_of_threads
-from weft.testing.pace import patient
 
 
 def over_sockets(size):

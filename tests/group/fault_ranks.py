@@ -27,14 +27,11 @@ import torch.distributed as dist
 
 import weft.bootstrap.preload  # noqa: F401  # once, and not in each rank
 from weft import WireError
+from weft.base.pace import patient
 from weft.failure import detector
 from weft.group.group import Group
 from weft.group.joining import connect
 from weft.schedules import dense_all_reduce
-from weft.testing.pace import patient
-
-# Many scenarios share the cores: an innocent rank may take longer to say where it is.
-detector.ANSWER = patient(detector.ANSWER)
 
 START = 120.0  # seconds that hosts of a busy machine may take to start
 PAUSE = 1.0  # seconds that a paused rank is stopped
@@ -115,7 +112,7 @@ def stop_soon(group: Group) -> None:
 
 
 def sleep(group: Group) -> None:
-    time.sleep(group.timeout + detector.ANSWER + 0.8)
+    time.sleep(group.timeout + patient(detector.ANSWER) + 0.8)
 
 
 def abort(group: Group) -> None:
@@ -235,7 +232,7 @@ def tend(pid: int, fault: str, timeout: float) -> int:
         _, status = os.waitpid(pid, os.WUNTRACED)
         if not os.WIFSTOPPED(status):
             return os.waitstatus_to_exitcode(status)
-        time.sleep(PAUSE if fault == "pause" else timeout + detector.ANSWER + 1.3)
+        time.sleep(PAUSE if fault == "pause" else timeout + patient(detector.ANSWER) + 1.3)
         os.kill(pid, signal.SIGCONT if fault == "pause" else signal.SIGKILL)
 
 

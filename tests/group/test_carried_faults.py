@@ -14,7 +14,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "wire_streams"
 
 RANKS = """
 import gc, json, os, signal, sys, threading, time, torch, warnings, weft
-from weft.testing.pace import patient
+from weft.base.pace import patient
 from weft.wire.torch_gloo import GlooCarrier
 
 wire, example, *faults = sys.argv[3:]

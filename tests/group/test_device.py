@@ -29,6 +29,7 @@ import weft
 from weft import kernels
 from weft.base import _torch, devices
 from weft.base.devices import Aside, as_device, is_capturing
+from weft.base.pace import patient
 from weft.base.tensors import as_bytes
 from weft.bootstrap.outcome import results
 from weft.group import process_group
@@ -39,7 +40,6 @@ from weft.kernels import reference
 from weft.sparse import ALGORITHMS, Sizes, request
 from weft.testing import processes, run, threads
 from weft.testing.checked_rounds import CheckedRounds
-from weft.testing.pace import patient
 from weft.testing.threads import on_groups
 from weft.wire.interface import Features, WireFailed
 from weft.wire.of_devices import backend_for

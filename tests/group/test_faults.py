@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from weft.testing.pace import patient
+from weft.base.pace import patient
 
 HERE = Path(__file__).parent
 NETLAB = HERE.parents[1] / "tools" / "netlab"

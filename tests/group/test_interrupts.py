@@ -18,9 +18,9 @@ from typing import Any
 import pytest
 
 from weft.base.errors import WireError
+from weft.base.pace import patient
 from weft.group.group import Group
 from weft.testing import threads
-from weft.testing.pace import patient
 
 LIMIT = 10.0  # seconds: who waits for a turn that is lost finds that within one
 

@@ -9,9 +9,9 @@ import time
 import pytest
 
 import weft
+from weft.base.pace import patient
 from weft.failure import control
 from weft.testing import processes, run, spmd
-from weft.testing.pace import patient
 from weft.wire.tcp.listener import Listener
 
 RANK = """

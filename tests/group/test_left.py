@@ -20,9 +20,9 @@ import torch.distributed as dist
 
 import weft
 from weft.base.errors import WeftError, WireError
+from weft.base.pace import patient
 from weft.group.group import Group
 from weft.group.joining import connect
-from weft.testing.pace import patient
 
 
 @pytest.fixture(autouse=True)

@@ -16,13 +16,13 @@ import torch.distributed as dist
 
 import weft
 from weft import nn
+from weft.base.pace import patient
 from weft.group import process_group
 from weft.group.group import Group
 from weft.group.joining import connect
 from weft.sparse import ALGORITHMS, Sizes, owners
 from weft.testing import RankFailure, processes, round_wire, run
 from weft.testing.checked_rounds import CheckedRounds
-from weft.testing.pace import patient
 from weft.wire.interface import Features
 from weft.wire.registry import register_wire, wire_names
 

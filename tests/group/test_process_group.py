@@ -29,6 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import weft
 from weft import StillRunning, WeftError, WireError
+from weft.base.pace import patient
 from weft.failure import control
 from weft.failure.detector import Detector
 from weft.group import process_group
@@ -36,7 +37,7 @@ from weft.group.joining import connect
 from weft.group.process_group import of, of_group
 from weft.schedules import dense_all_reduce
 from weft.testing import processes, run, spmd
-from weft.testing.pace import START, patient
+from weft.testing.pace import START
 from weft.wire.registry import register_wire, unregister_wire
 
 on_processes = functools.partial(run, on="processes")

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import weft
+from weft.base.pace import patient
 from weft.schedules import dense_all_reduce
 from weft.testing import contract, run, spmd
-from weft.testing.pace import patient
 
 CPU = torch.device("cpu")
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import weft
+from weft.base.pace import patient
 from weft.testing import processes, round_wire
 from weft.testing.checked_rounds import CheckedRounds
-from weft.testing.pace import patient
 from weft.wire import Failure, Features, WireFailed, register_wire
 from weft.wire.tcp import wire as tcp
 

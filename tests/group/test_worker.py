@@ -27,6 +27,7 @@ import torch.distributed as dist
 import weft
 from weft.base.arguments import LONGEST
 from weft.base.errors import Error, StillRunning, WeftError, WireError
+from weft.base.pace import patient
 from weft.group import callbacks as group_callbacks
 from weft.group.callbacks import Callbacks
 from weft.group.joining import connect
@@ -36,7 +37,6 @@ from weft.group.worker import Work
 from weft.schedules import dense_all_reduce
 from weft.testing import run, spmd, threads
 from weft.testing.cases import in_case
-from weft.testing.pace import patient
 
 
 @pytest.fixture

@@ -13,9 +13,9 @@ import warnings
 
 import pytest
 
+from weft.base.pace import patient
 from weft.kernels import jit
 from weft.testing import processes
-from weft.testing.pace import patient
 
 HEAD = """
 import sys, torch

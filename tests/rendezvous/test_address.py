@@ -9,9 +9,9 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
+from weft.base.pace import patient
 from weft.rendezvous import address
 from weft.rendezvous.address import Interface, interface_of, interfaces, own_address
-from weft.testing.pace import patient
 
 LOOPBACK = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import weft
+from weft.base.pace import patient
 from weft.group.channels import SUMS, VALUES
 from weft.schedules.hosts import Hosts
 from weft.sparse import ALGORITHMS, Sizes, last_call, stages
@@ -23,7 +24,6 @@ from weft.sparse.rate import set_rate
 from weft.sparse.stages import in_stages
 from weft.testing import expected, run, simulated, spmd
 from weft.testing.cases import on_hosts
-from weft.testing.pace import patient
 from weft.testing.simulation import simulate
 from weft.wire.link import Link
 

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from weft.testing.pace import patient
+from weft.base.pace import patient
 from weft.wire.framed import FramedWire
 from weft.wire.interface import Failure, WireFailed
 

@@ -20,10 +20,10 @@ from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 import pytest
 import torch
 
+from weft.base.pace import patient
 from weft.kernels import jit
 from weft.kernels.page import BEGUN, DEPTH, ENTRIES, ENTRY, LINE, READ
 from weft.testing import check_wire, make_wires, ranks_as_processes
-from weft.testing.pace import patient
 from weft.testing.wire_clauses import CLAUSES
 from weft.testing.wires import NUMBERS
 from weft.wire.interface import MEETS, Failure, Features, WireFailed

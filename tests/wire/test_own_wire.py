@@ -116,7 +116,7 @@ def test_what_goes_wrong_in_a_factory_raises_on_all_and_the_next_init_works(fact
 
 LIVES = """
 import dataclasses, json, os, signal, sys, torch, weft
-from weft.testing.pace import patient
+from weft.base.pace import patient
 from weft.wire import torch_gloo
 from weft.wire.tcp import wire as tcp
 

@@ -25,11 +25,11 @@ import weft
 from weft import kernels
 from weft.base import devices
 from weft.base.devices import as_device
+from weft.base.pace import patient
 from weft.bootstrap.outcome import results
 from weft.kernels import reference
 from weft.sparse import ALGORITHMS, Sizes, run
 from weft.testing import threads
-from weft.testing.pace import patient
 from weft.testing.threads import on_groups
 from weft.wire import torch_rounds
 from weft.wire.torch_rounds import rounds_over

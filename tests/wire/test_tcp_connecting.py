@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from weft.base.memory import Pool
+from weft.base.pace import patient
 from weft.testing import check_wire, make_wires, ranks_as_processes
-from weft.testing.pace import patient
 from weft.testing.wire_clauses import CLAUSES
 from weft.wire.interface import Features, WireFailed
 from weft.wire.tcp import wire as tcp

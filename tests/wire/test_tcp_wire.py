@@ -16,9 +16,9 @@ import pytest
 import torch
 
 from weft.base.memory import Pool
+from weft.base.pace import patient
 from weft.kernels import jit
 from weft.testing import make_wires
-from weft.testing.pace import patient
 from weft.wire.factory import Start
 from weft.wire.framed import FramedWire
 from weft.wire.interface import Failure, WireFailed

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from weft.base.errors import WeftError, WireError
+from weft.base.pace import patient
 from weft.schedules import dense_all_reduce
 from weft.testing import run, threads
-from weft.testing.pace import patient
 
 
 @pytest.fixture

@@ -19,12 +19,12 @@ import torch.distributed as dist
 import weft
 from weft.base import _torch
 from weft.base._torch import NoDevice
+from weft.base.pace import patient
 from weft.failure import control
 from weft.group.joining import connect
 from weft.rendezvous import store as store_module
 from weft.schedules import dense_all_reduce
 from weft.testing import RankFailure, processes, run
-from weft.testing.pace import patient
 from weft.wire import torch_gloo
 
 
@@ -419,6 +419,34 @@ def test_a_rank_that_stood_still_is_not_joined_by_what_others_wrote_before_they_
     joined.set("connected 1", "")
     joined.set("outcome", '{"text": "", "culprit": null, "absent": []}')
     assert control.RollCall(joined, 0, 2).hold(lambda: "joined", time.monotonic() - 6.0) == "joined"
+
+
+def test_who_was_connected_in_time_is_blamed_for_nothing_that_it_does_late(monkeypatch):
+    """Neither by itself nor by others, where the machine is busy; another one is to blame."""
+    monkeypatch.setattr(control, "HELD_UP", 0.1)
+    store = dist.HashStore()
+    store.set("connected 0", "")
+
+    class Held:
+        """This rank stands still after it has said that it is connected."""
+
+        has_looked = False
+
+        def __getattr__(self, name):
+            return getattr(store, name)
+
+        def check(self, keys):
+            if not self.has_looked:
+                self.has_looked = True
+                time.sleep(1.0)
+            return store.check(keys)
+
+    calls = control.RollCall(Held(), 1, 3, patience=0.1)
+    with pytest.raises(
+        control.NotJoinedError, match="rank 2 came, and then did not join"
+    ) as caught:
+        calls.hold(lambda: None, time.monotonic() + 0.1)
+    assert caught.value.culprit == 2
 
 
 def test_who_takes_long_to_look_at_all_ranks_did_not_stand_still(monkeypatch):

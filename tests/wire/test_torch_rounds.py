@@ -20,6 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from weft.base.pace import patient
 from weft.testing import (
     check_wire,
     make_wires,
@@ -27,7 +28,6 @@ from weft.testing import (
     ranks_as_threads,
     round_wire,
 )
-from weft.testing.pace import patient
 from weft.testing.wire_clauses import CLAUSES
 from weft.testing.wires import NUMBERS
 from weft.wire import torch_rounds

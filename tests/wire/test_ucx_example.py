@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import weft
+from weft.base.pace import patient
 from weft.testing import check_wire, ranks_as_processes
-from weft.testing.pace import patient
 from weft.testing.wires import NUMBERS
 from weft.wire import Failure, WireFailed
 

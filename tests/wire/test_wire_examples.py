@@ -12,9 +12,9 @@ import pytest
 import torch
 
 import weft
+from weft.base.pace import patient
 from weft.sparse import ALGORITHMS
 from weft.testing import RankFailure, expected, processes
-from weft.testing.pace import patient
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

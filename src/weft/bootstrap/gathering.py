@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from ..base import _torch
 from ..base.errors import AbsentError, WireError
+from ..base.pace import patient
 from ..failure.control import HELD_UP, NotJoinedError, RollCall
 from ..rendezvous.address import GLOO
 from ..rendezvous.launchers import Launch
@@ -57,8 +58,9 @@ def connect_all(
         RuntimeError: from the store.
     """
     # A rank that is gone by now need not be waited for by gloo.
-    here = AnsweringStore(dist.PrefixStore("here", space), deadline + _PATIENCE)
-    RollCall(here, rank, size, step="go on", patience=_PATIENCE).hold(lambda: None, deadline)
+    patience = patient(_PATIENCE)
+    here = AnsweringStore(dist.PrefixStore("here", space), deadline + patience)
+    RollCall(here, rank, size, step="go on", patience=patience).hold(lambda: None, deadline)
 
     # All have the same seconds, and begin at once: so they are through at once, too.
     left = max(deadline - time.monotonic(), _LEAST * timeout)
@@ -68,11 +70,11 @@ def connect_all(
     seconds = min(everyones) if is_of_gloo else _ATTEMPTS * timeout
     until = time.monotonic() + seconds
     roll = RollCall(
-        AnsweringStore(dist.PrefixStore("connected", space), until + 2 * _PATIENCE),
+        AnsweringStore(dist.PrefixStore("connected", space), until + 2 * patience),
         rank,
         size,
         step="connect",
-        patience=_PATIENCE,
+        patience=patience,
         busy_until=until,
     )
     limit = seconds / _ATTEMPTS if is_of_gloo else timeout
@@ -113,7 +115,7 @@ def lost(
     elif isinstance(failed, SilentStoreError):
         culprit = host_rank
         why = f"{said}: is {host}, which hosts it, stopped or cut off?"
-    elif late > HELD_UP:
+    elif late > patient(HELD_UP):
         culprit = launch.rank
         why = (
             f"this rank came {late:.0f} s too late itself, and the others have gone on without it: "

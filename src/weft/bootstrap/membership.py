@@ -30,6 +30,7 @@ import torch.distributed as dist
 
 from .. import version
 from ..base.errors import WeftError, WireError, names
+from ..base.pace import patient
 from ..failure.verdict import differing
 from ..rendezvous import places as rendezvous
 from ..rendezvous.address import is_loopback, own_address
@@ -196,7 +197,7 @@ def check(meeting: Rendezvous, mine: Member, deadline: float) -> tuple[Decision,
     """
     stands_in = meeting.hosts and mine.rank != 0 and bool(mine.error)  # for rank 0, to say why
     newcomer, hint = meeting.round == 0, ""
-    store = AnsweringStore(meeting.store, deadline + LATE)
+    store = AnsweringStore(meeting.store, deadline + patient(LATE))
     arrival, decision = 0, Decision(over=True)
     # if another rank 0 hosts the store, it has begun the first round
     if stands_in or (mine.rank == 0 and (meeting.hosts or meeting.lasts or meeting.round)):
@@ -346,10 +347,9 @@ def _attend(
         return f"all came to {meeting.where}, and rank 0 has not answered so far"
 
     if not judges or store.add("judge", 1) != 1:
-        if not has(store, "decision", deadline + LATE, mine.size, (mine.rank, late)):
-            # a rank 0 that came and did not decide is gone
-            others = [each for each in _read_all(store) if each.rank != 0]
-            return arrival, incomplete(others, mine, meeting.where)
+        until = deadline + patient(LATE)
+        if not has(store, "decision", until, mine.size, (mine.rank, late)):
+            return arrival, incomplete(_read_all(store), mine, meeting.where)
         decision = Decision(**json.loads(store.get("decision")))
         with contextlib.suppress(RuntimeError):  # the store may end once this is counted
             store.add("heard", 1)
@@ -397,7 +397,13 @@ def incomplete(
     members: Sequence[Member], mine: Member, where: str, when: str = "in time"
 ) -> Decision:
     """The decision that names the ranks that have not come."""
-    late = sorted(set(range(mine.size)) - {each.rank for each in members}) or [0]
+    late = sorted(set(range(mine.size)) - {each.rank for each in members})
+    if not late:
+        why = (
+            f"rank 0 came to {where}, and did not answer {when}: is it stopped, or gone, or did an "
+            "earlier run leave that?"
+        )
+        return Decision(error=why, missing=0, came=len(members))
     hosts = ", ".join(dict.fromkeys(each.host for each in members)) or "nowhere"
     return Decision(
         error=f"{names(late)} did not come to {where} {when} "

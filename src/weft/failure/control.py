@@ -26,6 +26,7 @@ import torch.distributed as dist
 from ..base._torch import NoDevice
 from ..base.errors import AbsentError, WeftError, WireError, in_short, names, there_are
 from ..base.memory import Pool
+from ..base.pace import patient
 from ..rendezvous.address import own_address
 from ..rendezvous.machine import own_host
 from ..rendezvous.store import AnsweringStore, Look, exchange, has, pauses
@@ -304,6 +305,7 @@ class RollCall:
         self._look = look
         self._patience = PATIENCE if patience is None else patience
         self._busy_until = busy_until
+        self._is_connected = False  # and was so in time
 
     def hold(self, step: Callable[[], T], deadline: float) -> T:
         """Take the step, wait until all ranks have taken it, and return what came of it here.
@@ -320,7 +322,7 @@ class RollCall:
             raise
         except (OSError, RuntimeError) as error:
             late = time.monotonic() - deadline
-            if late > HELD_UP:
+            if late > patient(HELD_UP) and not self._is_connected:
                 what = (
                     f"rank {self._rank} came {late:.0f} s too late to {self._step}: was it stopped?"
                 )
@@ -350,6 +352,7 @@ class RollCall:
             NotJoinedError: a rank has said that it has failed.
         """
         self._store.set(f"connected {self._rank}", "")
+        self._is_connected = time.monotonic() <= deadline
         missing = list(range(self._size))
         # ended by the last rank that is connected; by what a rank says that is not; by the deadline
         for _ in pauses(deadline, 0.001, max(0.05, 0.0005 * self._size)):
@@ -358,7 +361,8 @@ class RollCall:
             while missing and self._has("connected", missing[-1]):
                 missing.pop()
             if not missing:
-                if began - deadline > max(HELD_UP, self._patience):
+                if began - deadline > max(patient(HELD_UP), self._patience):
+                    self._is_connected = False
                     raise TimeoutError("the others, once connected, have waited in vain")
                 failure = self._conclude(_JOINED)
                 if failure is not None:
@@ -379,6 +383,8 @@ class RollCall:
             self._store.set(f"failed {self._rank}", text)
         began = time.monotonic()
         missing = self._call_the_roll()
+        # who has said how it went may be slow to answer
+        missing = [rank for rank in missing if not self._has_said(rank)] or missing
         if missing:
             what = (
                 f"{names(missing)} came, and then did not {self._step} (no answer for "
@@ -421,6 +427,10 @@ class RollCall:
             "that the system chooses, and that they reach each other by the interface that "
             "WEFT_INTERFACE names"
         )
+
+    def _has_said(self, rank: int) -> bool:
+        """Whether a rank has said what came of the step there."""
+        return self._has("connected", rank) or self._has("failed", rank)
 
     def _has(self, what: str, rank: int) -> bool:
         """Whether a rank has written a key."""

@@ -30,6 +30,7 @@ from typing import NamedTuple, Protocol
 from ..base import watch
 from ..base.errors import WeftError, WireError, names
 from ..base.latch import Latch, wait_for
+from ..base.pace import patient
 from ..records import recorder
 from ..wire import factory
 from . import last_error
@@ -50,7 +51,7 @@ EXCHANGED = 1 + factory.EXCHANGED
 """Bytes that may be exchanged at once: one that says what they are, and a factory's."""
 
 ANSWER = 0.7
-"""Seconds in which ranks must say where they are."""
+"""Seconds in which ranks must say where they are, on an idle machine."""
 
 LATE = 0.5
 """A thread that wakes up so many seconds late concludes that its process was paused."""
@@ -368,13 +369,16 @@ class Detector:
         """
         self._suspect = _Suspect()
         self.links.wake()
-        if self.news() is None:
-            leaver = self._leaver_in(ranks, call)
-            if leaver is not None:
-                return self.settle(on_leaver(leaver, self.leavers[leaver]))
+        if self.news() is None and self._on_leaver_in(ranks, call) is None:
             self._hear_judgement()
-            return self.news()
+            if self.news() is None:
+                self._on_leaver_in(ranks, call)  # whose bye came meanwhile
         return self.verdict
+
+    def _on_leaver_in(self, ranks: Sequence[int] | None, call: Entered | None) -> Verdict | None:
+        """The verdict on a rank that left, or None; the arguments are those of `blame`."""
+        leaver = self._leaver_in(ranks, call)
+        return None if leaver is None else self.settle(on_leaver(leaver, self.leavers[leaver]))
 
     def _leaver_in(self, ranks: Sequence[int] | None, call: Entered | None) -> int | None:
         """The rank to blame of those that left; the arguments are those of `blame`."""
@@ -410,12 +414,16 @@ class Detector:
         answers = self._answers[number] = {}
         self._send(sorted(asked), {"ask": number})
         wanted = asked if awaited is None else asked.intersection(awaited)
-        self._hear(lambda: wanted <= answers.keys() | self.leavers.keys(), ANSWER + longer)
+        seconds = patient(ANSWER) + longer
+        self._hear(lambda: wanted <= answers.keys() | self.leavers.keys(), seconds)
         return self._answers.pop(number)
 
     def _hear_judgement(self) -> None:
-        """Wait until the ranks were asked about the suspect, or another thread's, and judged."""
-        self._hear(lambda: self._suspect is None, ANSWER + _NEWS + _BUSY)
+        """Wait until the ranks were asked about the suspect, or another thread's, and judged.
+
+        After a pause they are asked once more.
+        """
+        self._hear(lambda: self._suspect is None, 2 * patient(ANSWER) + _NEWS + _BUSY)
 
     def _hear(self, is_known: Callable[[], bool], seconds: float) -> bool:
         """Wait for what the thread of the links hears of the peers; whether the wait has ended.
@@ -550,7 +558,7 @@ class Detector:
     def _ask(self, about: _Waiting | None) -> None:
         """Ask all where they are."""
         number, asked = self._question()
-        self._inquiry = _Inquiry(number, about, time.monotonic() + ANSWER, asked)
+        self._inquiry = _Inquiry(number, about, time.monotonic() + patient(ANSWER), asked)
         self._send(sorted(asked), {"ask": number})
 
     def _question(self) -> tuple[int, set[int]]:

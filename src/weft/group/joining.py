@@ -22,6 +22,7 @@ from ..base import watch
 from ..base.arguments import LONGEST, wrong_timeout
 from ..base.errors import AbsentError, WeftError, WireError, there_are
 from ..base.memory import Pool
+from ..base.pace import patient
 from ..failure.control import HELD_UP, Joined, NotJoinedError, join_links
 from ..failure.detector import Detector
 from ..failure.verdict import SAME_ORDER, in_the_job
@@ -247,7 +248,7 @@ class _Joining:
         if isinstance(error, NotJoinedError):  # it says itself what to do
             why = str(error) if error.culprit is not None else f"it was not joined: {error}"
             return why, error.culprit
-        if late > HELD_UP:
+        if late > patient(HELD_UP):
             why = f"rank {self.rank} came {late:.0f} s too late to join it: was it stopped?"
             return why, self.rank
         if isinstance(error, AbsentError):
@@ -289,7 +290,7 @@ class _Joining:
             why, culprit = json.loads(store.get("failure"))
             failure = why, culprit
             store.set(f"read/{self.rank}", "")
-            until = time.monotonic() + HELD_UP
+            until = time.monotonic() + patient(HELD_UP)
             for each in there:
                 has(store, f"read/{each}", until, len(there))
         return failure

@@ -23,6 +23,7 @@ from ..base import _torch
 from ..base.arguments import is_a
 from ..base.errors import StillRunning, WeftError, names
 from ..base.latch import Latch
+from ..base.pace import patient
 from ..failure import last_error
 from ..failure.control import HELD_UP
 from ..records import recorder
@@ -118,7 +119,7 @@ def _end_joins() -> None:
     if threads:
         ask_no_more()
     for thread in threads:
-        thread.join(HELD_UP)
+        thread.join(patient(HELD_UP))
 
 
 def of(handle: object, first: FirstCall | None = None) -> Group:

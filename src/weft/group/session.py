@@ -249,8 +249,8 @@ class Session:
         if detector is None:  # without peers there is nothing to wait for
             return wait.pending.wait()
         began = time.monotonic()
-        detector.begin(wait)
         try:
+            detector.begin(wait)
             # ended by the last message; by an abort, once there is a verdict, which there is at the
             # deadline at the latest; or by the handler of a signal that raises
             return wait.pending.wait()

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from ..base import watch
 from ..base.errors import AbsentError, WeftError, names
 from ..base.latch import join
+from ..base.pace import patient
 from .address import server_of
 
 _SHORTEST = 0.001  # seconds of the first pause between two looks
@@ -123,7 +124,7 @@ class AnsweringStore:
             thread.start()
             join(thread, self._deadline - time.monotonic())
             for _ in range(_PIECES):
-                join(thread, _PIECE)
+                join(thread, patient(_PIECE))
         if failures:
             raise failures[0]
         if not answers:

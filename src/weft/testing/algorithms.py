@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from ..base.errors import WeftError, WireError, there_are
+from ..base.pace import patient
 from ..bootstrap.outcome import results
 from ..group.group import Group
 from ..kernels.ops import DTYPES, OPS
@@ -30,7 +31,6 @@ from ..sparse.rows import Rows
 from . import threads
 from .clauses import Outcome, asked_for, raise_if_broken, title_of, tried
 from .oracle import expected
-from .pace import patient
 from .spmd import LIMIT, TIMEOUT
 
 SIZES = (2, 3, 4, 5, 6, 7, 8)

@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import pytest
@@ -25,19 +25,17 @@ import torch
 from torch import Tensor
 
 from ..base.errors import WireError
-from ..failure import detector
+from ..base.pace import patient
 from ..group.group import Group
 from ..group.pending import Pending
 from ..schedules import dense_all_reduce
 from .clauses import COMBINE
-from .pace import patient
 
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _INTS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 _DTYPES = (*_FLOATS, *_INTS, torch.bool)
 _LARGE = 1 << 20  # floats, of more than goes at once
 _SLACK = 3.0  # seconds that a wait may exceed its deadline, because the machine is busy
-_ANSWER = detector.ANSWER
 
 
 _Body = TypeVar("_Body", bound=Callable[[Group], object])
@@ -53,16 +51,6 @@ def _on(*sizes: int, **options: float) -> Callable[[_Body], _Body]:
         return body
 
     return register
-
-
-@contextlib.contextmanager
-def _time_to_answer() -> Iterator[None]:
-    """Let a rank of a busy machine take longer to say where it is: it is not to blame for that."""
-    detector.ANSWER = patient(_ANSWER)
-    try:
-        yield
-    finally:
-        detector.ANSWER = _ANSWER
 
 
 @_on(1, 2, 3, 4, 7, 8)
@@ -357,7 +345,6 @@ def parts(group: Group) -> None:
 
 
 @_on(2, timeout=0.7)
-@_time_to_answer()
 def deadline(group: Group) -> None:
     """A wait for a rank that does nothing ends at the deadline, and names that rank."""
     if group.rank == 1:
@@ -370,7 +357,6 @@ def deadline(group: Group) -> None:
 
 
 @_on(4, timeout=0.7)
-@_time_to_answer()
 def absent(group: Group) -> None:
     """Each rank waits for the next, the last one sleeps: all ranks name the last one."""
     last = group.size - 1

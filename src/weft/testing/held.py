@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import psutil
 
-from .pace import patient
+from ..base.pace import patient
 
 _GONE = 5.0  # seconds in which what was closed is gone: a thread may end a moment later
 

@@ -29,12 +29,13 @@ from typing import Any
 import torch.distributed as dist
 
 from ..base.errors import Error, WeftError
+from ..base.pace import patient
 from ..bootstrap.local import Rank, end, ends_with_launcher, pump, receive, send
 from ..bootstrap.outcome import Outcome, place, results
 from ..group.group import Group
 from ..group.joining import connect
 from ..rendezvous import places as rendezvous
-from .pace import ANSWER, START, patient
+from .pace import ANSWER, START
 from .threads import outcome_on
 
 _AFTERMATH = 5.0  # seconds that the other ranks have to notice that one died

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
+from ..base.pace import patient
 from ..bootstrap.local import launch
-from .pace import patient
 
 T = TypeVar("T")
 

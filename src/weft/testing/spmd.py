@@ -12,8 +12,8 @@ from typing import Any
 
 from ..base.devices import as_device
 from ..base.errors import WeftError
+from ..base.pace import patient
 from ..bootstrap.outcome import results
-from .pace import patient
 from .threads import group, on_groups
 
 TIMEOUT = 90.0  # seconds that one wait on a group may last; long, because the machine may be busy

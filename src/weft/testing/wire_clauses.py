@@ -33,6 +33,7 @@ import psutil
 import torch
 from torch import Tensor
 
+from ..base.pace import patient
 from ..wire.interface import (
     CHANNELS,
     Failure,
@@ -46,7 +47,6 @@ from ..wire.interface import (
     WireFailed,
 )
 from .clauses import COMBINE
-from .pace import patient
 
 HUGE = (1 << 31) + 4096
 """Bytes of a message whose length does not fit into a signed number of 32 bits."""

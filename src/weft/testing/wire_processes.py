@@ -25,6 +25,7 @@ import torch
 
 from ..base.errors import WeftError, WireError
 from ..base.memory import Pool
+from ..base.pace import patient
 from ..bootstrap.local import Rank, end, folder_of, pump, receive, send
 from ..bootstrap.outcome import Outcome, place, results
 from ..rendezvous import places as rendezvous
@@ -33,7 +34,7 @@ from ..wire.interface import Wire
 from ..wire.registry import wire_named
 from .clauses import stated
 from .held import Held
-from .pace import ANSWER, START, patient
+from .pace import ANSWER, START
 
 _AFTERMATH = 10.0  # seconds that the other ranks have to end, once one has failed
 _LEAVING = 5.0  # seconds in which a process ends, once its program has a result

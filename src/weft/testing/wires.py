@@ -18,6 +18,7 @@ import psutil
 import torch
 
 from ..base.memory import Pool
+from ..base.pace import patient
 from ..bootstrap.outcome import Outcome as Rank
 from ..bootstrap.outcome import results
 from ..wire.factory import Factory, Start, make_wire
@@ -25,7 +26,6 @@ from ..wire.interface import Features, Wire
 from ..wire.registry import wire_named
 from .clauses import Outcome, asked_for, raise_if_broken, stated, title_of, tried
 from .held import Held
-from .pace import patient
 from .threads import on_threads
 from .wire_clauses import CLAUSES, Clause
 

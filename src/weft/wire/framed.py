@@ -30,6 +30,7 @@ from torch import Tensor
 
 from ..base.latch import NAP, deadline_of
 from ..base.memory import fault_of, fresh, memory_of
+from ..base.pace import patient
 from .interface import Failure, Features, Recv, Send, WireFailed
 
 _HEAD = struct.Struct("<qq")  # of a frame: its channel and its bytes
@@ -505,7 +506,7 @@ class CarriedSockets:
         if carrier is not None and os.getpid() != self._process:
             carrier.abandon()
         elif carrier is not None:
-            self._threads.end(carrier, _HURRY)
+            self._threads.end(carrier, patient(_HURRY))
             self._frames.clear()
         for sock in self._far_ends.values():
             sock.close()
