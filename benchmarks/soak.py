@@ -65,6 +65,7 @@ import weft
 from weft.kernels.ops import DTYPES, OPS
 from weft.sparse import ALGORITHMS
 from weft.testing import expected, processes, run
+from weft.testing.pace import patient
 
 WORLDS = ("threads-2", "threads-3", "threads-4", "threads-7", "shm-2", "shm-3", "shm-4")
 WORLDS += ("tcp-3", "tcp-4", "torch-2", "torch-3")
@@ -388,7 +389,7 @@ class Program:
         """A call on a group and one on its subset, which some ranks make first."""
         group = self.group.split(range(self.size))
         assert group is not None
-        group.set_timeout(SOON)
+        group.set_timeout(patient(SOON))
         calls = [(verbs[0], group)]
         if self.rank in subset:
             calls.insert(self.rank not in first, (verbs[1], group.subset(subset)))

@@ -9,6 +9,7 @@ import torch
 
 import weft
 from weft.testing import spmd
+from weft.testing.pace import patient
 
 PROGRAM = """
 import threading, torch, weft
@@ -103,7 +104,8 @@ def test_an_exit_in_a_function_is_its_ranks_own_and_the_others_error(group, kind
         assert weft.all_reduce(torch.ones(1)).item() == group.size
 
 
-def test_who_fails_is_named_in_the_table_of_faults(script):
+def test_who_fails_is_named_in_the_table_of_faults(script, monkeypatch):
+    monkeypatch.setenv("FAULTS_DEADLINE", str(patient(10.0)))
     faults = script("benchmarks/faults.py")
     (found,) = faults.measure(faults.cells("kill,ddp_unused,tcp,2"), jobs=1)
     assert not (found.hangs or found.wrong or found.nobody or found.unclean), found

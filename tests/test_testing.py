@@ -23,10 +23,13 @@ import torch.distributed as dist
 from weft.base.errors import WeftError, WireError
 from weft.base.pace import MOST, patient
 from weft.bootstrap import local
+from weft.bootstrap.outcome import Outcome
 from weft.group import default
 from weft.schedules import dense_all_reduce
 from weft.testing import RankFailure, expected, gloo_of_one_thread, pool, processes, run, spmd
 from weft.testing.spmd import LIMIT
+from weft.testing.threads import on_threads
+from weft.wire.in_process.threads import thread_wires
 
 both = pytest.mark.parametrize("on", ["threads", "processes"])
 
@@ -246,6 +249,32 @@ def test_a_rank_that_hangs_is_reported_with_the_place(on):
     assert "time.sleep(20 if" in str(caught.value)
     assert time.monotonic() - began < 15
     run(3, reduce_after, on=on)
+
+
+def test_a_rank_that_ends_late_is_still_reported_as_hanging(monkeypatch):
+    """Here while the next one is awaited, which is late, too."""
+    given_up, may_end, over = threading.Event(), threading.Event(), threading.Event()
+    joined = {}
+    plain_join = threading.Thread.join
+
+    def join(thread, timeout=None):
+        if thread.name == "rank 1" and given_up.is_set():
+            may_end.set()
+            plain_join(joined["rank 0"])
+        joined[thread.name] = thread
+        plain_join(thread, timeout)
+
+    def program(wire):
+        (over if wire.rank else may_end).wait()
+        return Outcome(wire.rank, error=WireError("the others gave up"))
+
+    monkeypatch.setattr(threading.Thread, "join", join)
+    outcomes = on_threads(thread_wires(2), program, 0.01, given_up.set)
+    over.set()
+    plain_join(joined["rank 1"])
+    assert may_end.is_set()
+    assert [(each.rank, each.error) for each in outcomes] == [(0, None), (1, None)]
+    assert all(each.hangs for each in outcomes)
 
 
 def die_on_rank_1(group):

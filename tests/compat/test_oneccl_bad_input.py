@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import weft
-from weft.compat.oneccl import event, request
+from weft.compat.oneccl import event, operation, request
 from weft.testing import spmd
 
 VALUES = (ctypes.c_float * 6)(*range(6))
@@ -163,8 +163,15 @@ def test_types_of_numpy_and_typed_pointers_serve(group):
 FOREVER = {"a future of torch": torch.futures.Future(), "what has a wait": threading.Event()}
 
 
+@pytest.fixture
+def sooner(monkeypatch):
+    """What a call waits for has 3 s of the 30 s of the groups below: much room for the others."""
+    monkeypatch.setattr(operation, "_SOONER", 0.1)
+
+
+@pytest.mark.usefixtures("sooner")
 @pytest.mark.parametrize("what", FOREVER)
-@spmd(3, on=("threads",), timeout=4.0)
+@spmd(3, on=("threads",), timeout=30.0)
 def test_what_never_ends_is_told_to_all(group, what):
     text = r"rank 1: deps\[0\], a \w+, has not ended within 3 s"
     through_event(group)  # all begin at the same moment
@@ -173,7 +180,8 @@ def test_what_never_ends_is_told_to_all(group, what):
     assert through_event(group) == [6.0, 9.0, 12.0, 18.0]
 
 
-@spmd(2, on=("threads",), timeout=4.0)
+@pytest.mark.usefixtures("sooner")
+@spmd(2, on=("threads",), timeout=30.0)
 def test_calls_that_wait_for_each_other_end(group):
     """Each rank's call on one group waits for its call on the other, in opposite orders."""
     with event.Communicator(group).split(0) as other:

@@ -6,6 +6,7 @@ weft's must agree to the last bit.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import gc
@@ -554,13 +555,13 @@ def test_who_fails_after_the_last_bucket_is_named(how: int, by: str, tmp_path: P
 
 def failing_after_its_last_bucket(how: int, by: str, arrived: Path) -> None:
     kind, hooks = WireError, ddp.hook
-    with init(timeout=60) as group:
+    with contextlib.ExitStack() as left, init(timeout=60) as group:
         model = nn.Sequential(nn.Linear(WIDTH, 8), nn.BatchNorm1d(8))
         wrapped = DistributedDataParallel(model, find_unused_parameters=True)
         pids: list[Any] = [None, None]
         dist.all_gather_object(pids, os.getpid())
-        if how == signal.SIGSTOP:  # which is found out at the deadline
-            group.set_timeout(patient(1.0))
+        if how == signal.SIGSTOP and dist.get_rank() == 1:
+            left.callback(os.kill, pids[0], signal.SIGKILL)
         armed = threading.Event()
 
         @functools.wraps(hooks)
@@ -586,12 +587,12 @@ def failing_after_its_last_bucket(how: int, by: str, arrived: Path) -> None:
             output = wrapped(torch.ones(3, WIDTH)).sum()
             if step:
                 armed.set()
+            if step and how == signal.SIGSTOP:  # which is found out at the deadline
+                group.set_timeout(patient(3.0))
             try:
                 output.backward()
             except (RuntimeError, WireError) as error:
                 assert type(error) is kind and ("gloo" in str(error)) == (kind is RuntimeError)
-                if how == signal.SIGSTOP:
-                    threading.Timer(2.0, os.kill, [pids[0], signal.SIGKILL]).start()
                 raise
 
 

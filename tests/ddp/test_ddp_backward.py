@@ -28,6 +28,7 @@ from weft.base.errors import WeftError, WireError
 from weft.bootstrap.init import init
 from weft.bootstrap.local import launch
 from weft.testing.cases import in_case
+from weft.testing.pace import patient
 
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
@@ -442,7 +443,7 @@ def try_choices() -> None:
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_a_backward_need_not_begin_at_one_output_of_one_forward(size: int) -> None:
-    launch(size, try_choices, timeout=100, env=ONE_THREAD)
+    launch(size, try_choices, timeout=patient(100.0), env=ONE_THREAD)
 
 
 class Block(nn.Module):
@@ -531,11 +532,11 @@ def errors_with_an_unused_table() -> None:
 
 
 def test_an_error_is_raised_where_a_table_is_unused_and_the_next_step_works() -> None:
-    launch(2, errors_with_an_unused_table, timeout=60, env=ONE_THREAD)
+    launch(2, errors_with_an_unused_table, timeout=patient(60.0), env=ONE_THREAD)
 
 
 def test_an_error_inside_of_a_block_is_raised_at_the_end_of_the_outermost_backward() -> None:
-    launch(2, errors_in_blocks, timeout=60, env=ONE_THREAD)
+    launch(2, errors_in_blocks, timeout=patient(60.0), env=ONE_THREAD)
 
 
 def left_alone(sparsified: bool) -> tuple[bool, int]:
@@ -569,4 +570,7 @@ def left_alone(sparsified: bool) -> tuple[bool, int]:
 
 @pytest.mark.parametrize("sparsified", [False, True], ids=["register", "topk"])
 def test_a_lost_backward_keeps_neither_the_model_nor_memory(sparsified: bool) -> None:
-    assert launch(2, left_alone, [sparsified], timeout=60, env=ONE_THREAD) == [(False, 0)] * 2
+    assert (
+        launch(2, left_alone, [sparsified], timeout=patient(60.0), env=ONE_THREAD)
+        == [(False, 0)] * 2
+    )

@@ -337,6 +337,7 @@ def test_two_processes_that_are_rank_0_hear_of_each_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(membership, "GRACE", 1.0)
+    monkeypatch.setattr(membership, "LINGER", 30.0)  # though the third of them is held up
     path = tmp_path / "run7"
     heard = together(*(lambda r=rank: come(path, r, 30, size=3) for rank in (0, 0, 1)))
     assert len(set(heard)) == 1
@@ -382,13 +383,16 @@ with open(sys.argv[1], "r+b", buffering=0) as file:
 """
 
 
-def test_a_file_that_another_rank_is_writing_is_believed(tmp_path: Path) -> None:
+def test_a_file_that_another_rank_is_writing_is_believed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rendezvous, "WRITTEN", 30.0)  # though the writer is held up
     path = tmp_path / "run7"
     crashed(path)
     command = [sys.executable, "-c", WRITER, str(path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as writer:
         assert writer.stdout is not None and writer.stdout.readline() == b"begun\n"
-        assert File(path).open(ONE, soon(10)).lasts
+        assert File(path).open(ONE, soon(30)).lasts
 
 
 @pytest.mark.parametrize("launch", [ZERO, ONE])

@@ -47,14 +47,14 @@ def barrier(timeout: float | None = None, group: object = None) -> None:
         ...         waited_in_vain.wait(10)
         ...         return weft.barrier()
         ...     try:
-        ...         weft.barrier(timeout=0.5)
+        ...         weft.barrier(timeout=2.0)
         ...     except weft.StillRunning as error:
         ...         waited_in_vain.set()
         ...         weft.barrier()  # waits on
         ...         return error
         >>> waited_in_vain = threading.Event()
         >>> print(run(2, program)[0])
-        rank 0: rank 1 has not come to the barrier after 0.5 s: call barrier again to wait on
+        rank 0: rank 1 has not come to the barrier after 2 s: call barrier again to wait on
     """
     began = time.monotonic()
     group = default.resolve(group, as_first_call(timeout))

@@ -54,7 +54,7 @@ SETTLED = 30.0  # seconds after which a missing folder is an error
 _LOWEST, _BEYOND = 10000, 32768  # ports above the reserved ones, and below Linux's outgoing ones
 _SIGN = "weft/meets here"  # a key that marks weft's stores
 _SHORT = 2.0  # seconds in which a store that is there answers
-_WRITTEN = 5.0  # seconds in which a rank that lives has written a record of a file to its end
+WRITTEN = 5.0  # seconds in which a rank that lives has written a record of a file to its end
 _LATE = 0.5  # seconds after a timeout in which torch itself may report it
 
 _log = logging.getLogger("weft")
@@ -319,7 +319,7 @@ class File:
             WeftError: it is no FileStore, or a record stays cut.
             FileNotFoundError: the last process that used it has removed it.
         """
-        for _ in pauses(min(deadline, time.monotonic() + _WRITTEN)):
+        for _ in pauses(min(deadline, time.monotonic() + WRITTEN)):
             with self.path.open("rb") as file:
                 begin = file.read(len(_FILE_BEGINS))
                 if not _FILE_BEGINS.startswith(begin):

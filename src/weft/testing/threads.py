@@ -254,7 +254,9 @@ def on_threads(
     late = {number: place(thread) for number, thread in enumerate(threads) if thread.is_alive()}
     if late:
         give_up()
-    for number, where in late.items():
+    for number in late:
         threads[number].join(0.2)
-        outcomes[number] = Outcome(number, hangs=where)
-    return [outcomes[end.rank] for end in ends]
+    return [
+        Outcome(end.rank, hangs=late[number]) if number in late else outcomes[end.rank]
+        for number, end in enumerate(ends)
+    ]
