@@ -18,6 +18,7 @@ from weft.group.channels import OPENINGS
 from weft.sparse.rate import set_rate
 from weft.testing import run
 from weft.testing.cases import on_hosts
+from weft.testing.pace import patient
 from weft.wire import framed as gloo_frames
 from weft.wire.tcp import connection
 
@@ -125,7 +126,8 @@ def attacked(group, way, what):
                 framed(patch, gloo_frames, "_HEAD", lambda channel, length: (channel, -length))
             elif group.rank == CULPRIT:
                 framed(patch, connection, "_FRAME", FRAMES[what])
-            for _ in range(100):
+            until = time.monotonic() + patient(30.0)
+            while time.monotonic() < until:
                 reduce()
     return caught.value.culprit, str(caught.value), time.monotonic() - began
 
@@ -144,7 +146,7 @@ def test_who_sends_garbage_is_named_by_all(way, what):
     for rank, (culprit, text, seconds) in enumerate(run(3, attacked, way, what, on=on)):
         said = f"rank {rank}: rank {CULPRIT} sent {SHARED.get(what, '')}"
         assert culprit == CULPRIT and re.match(said, text), text
-        assert seconds < 40, "a deadline was waited for"
+        assert seconds < 80, "a deadline was waited for"
 
 
 def test_spoilt_bytes_are_read_or_refused():

@@ -9,6 +9,7 @@ import re
 import signal
 import sys
 import textwrap
+import threading
 import time
 from pathlib import Path
 
@@ -118,6 +119,8 @@ def test_a_rank_that_has_not_come_is_told_of_once(programs, tmp_path, port, late
     source = textwrap.dedent(
         """
         import os, pathlib, sys, time, weft
+        from weft import kernels
+        kernels.prepare()
         here = pathlib.Path(sys.argv[2])
         (here / os.environ["RANK"]).touch()
         while not (here / "go").exists():
@@ -176,18 +179,23 @@ def test_a_wait_of_threads_is_told_of_with_the_line_of_the_other(monkeypatch):
     monkeypatch.setenv("WEFT_WATCH", "0.2")
     errors = io.StringIO()
     monkeypatch.setattr(sys, "stderr", errors)
+    late = "rank 1 has not entered call 2 (barrier)"
+    is_outside = threading.Event()
 
     def program(group):
         weft.barrier()
+        if group.rank == 1:
+            is_outside.set()
+        assert is_outside.wait(patient(30.0))
         until = time.monotonic() + patient(30.0)
-        while group.rank == 1 and not errors.getvalue() and time.monotonic() < until:
+        while group.rank == 1 and late not in errors.getvalue() and time.monotonic() < until:
             time.sleep(0.05)
         weft.barrier()
 
     run(2, program)
-    (line,) = errors.getvalue().splitlines()
+    (line,) = (each for each in errors.getvalue().splitlines() if late in each)
     assert re.match(r"weft: rank 0 has waited for \d+\.\d s: ", line), line
-    assert "rank 1 has not entered call 2 (barrier): it has been outside weft for" in line
+    assert f"{late}: it has been outside weft for" in line
     assert f", at {__file__}:" in line and line.endswith("program")
 
 

@@ -50,7 +50,7 @@ def starting(calls: list[str], *before: str) -> list[str]:
 @pytest.mark.parametrize(
     ("agent", "before", "calls"),  # started by the rank, or by a program in between
     [
-        ("True", ["nice"], ["dict(backend='smoke')"]),
+        ("True", ["env"], ["dict(backend='smoke')"]),
         ("False", [], ["{}", "dict(rendezvous='env://')"]),
     ],
 )

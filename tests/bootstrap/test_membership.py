@@ -17,8 +17,10 @@ import torch.distributed as dist
 from weft.base.errors import WeftError, WireError
 from weft.bootstrap import membership
 from weft.bootstrap.membership import Member, check, judge
+from weft.rendezvous import store
 from weft.rendezvous.places import Rendezvous
 from weft.rendezvous.store import AnsweringStore
+from weft.testing.pace import patient
 
 
 def member(rank: int, size: int = 3, **more: object) -> Member:
@@ -134,8 +136,9 @@ Make = Callable[[], dist.Store]
 
 
 @pytest.fixture
-def connect() -> Make:
-    """A connection of its own for each process, as to one store."""
+def connect(monkeypatch: pytest.MonkeyPatch) -> Make:
+    """A connection of its own for each process, as to one store, which answers in any case."""
+    monkeypatch.setattr(store, "_PIECES", 100)
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     return server.clone
 
@@ -144,12 +147,12 @@ def attend(
     connect: Make, *members: Member, timeout: float = 10.0, elastic: bool = False
 ) -> list[str]:
     """Each member's process, as a thread: the backend it hears of, or its error."""
+    deadline = time.monotonic() + timeout
 
     def come(mine: Member) -> str:
-        store = connect()
         try:
-            meeting = Rendezvous(store, "there", hosts=mine.rank == 0, lasts=elastic)
-            decision, space = check(meeting, mine, time.monotonic() + timeout)
+            meeting = Rendezvous(connect(), "there", hosts=mine.rank == 0, lasts=elastic)
+            decision, space = check(meeting, mine, deadline)
             space.add("after", 1)
             return decision.backend
         except (WeftError, WireError) as error:
@@ -176,7 +179,7 @@ def test_one_too_many_hears_it_and_disturbs_nobody(connect: Make) -> None:
 
 
 def test_who_is_missing_is_named_to_all(connect: Make) -> None:
-    heard = attend(connect, member(0), member(2), timeout=1)
+    heard = attend(connect, member(0), member(2), timeout=patient(3.0))
     assert len(set(heard)) == 1
     assert "WireError: rank 1 did not come to there in time (2 of 3 came, from host" in heard[0]
 
@@ -187,16 +190,16 @@ def test_who_stops_as_it_comes_is_named_and_not_those_who_came_after(
     """Between its number in order of arrival and what it says of itself."""
     stopped, after, write = threading.Event(), threading.Event(), AnsweringStore.set
 
-    def stop(store: AnsweringStore, key: str, value: str) -> None:
+    def stop(to: AnsweringStore, key: str, value: str) -> None:
         if key.startswith("member") and json.loads(value)["rank"] == 1:
             stopped.set()
             assert after.wait(30.0)
-        write(store, key, value)
+        write(to, key, value)
 
     def come_after() -> list[str]:
         assert stopped.wait(30.0)
         try:
-            return attend(connect, member(0), member(2), timeout=1)
+            return attend(connect, member(0), member(2), timeout=patient(3.0))
         finally:
             after.set()
 
@@ -211,7 +214,7 @@ def test_who_stops_as_it_comes_is_named_and_not_those_who_came_after(
 def test_rank_0_may_be_who_is_missing(connect: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(membership, "LATE", 0.5)
     for elastic in (False, True):
-        heard = attend(connect, member(1), member(2), timeout=0.5, elastic=elastic)
+        heard = attend(connect, member(1), member(2), timeout=patient(1.0), elastic=elastic)
         for text in heard:
             assert text.startswith("WireError: rank 0 did not come to there"), heard
 

@@ -139,7 +139,11 @@ def test_a_late_rank_0_is_waited_for_in_silence(
 @pytest.mark.parametrize(
     ("rank", "complaint"),
     [
-        ("1", r"rank 1: rank 0 was not there at .* \(127.0.0.1 port \d+: Connection refused\)"),
+        (
+            "1",
+            r"rank 1: rank 0 was not there at .* "
+            r"\(127.0.0.1 port \d+: (Connection refused|timed out)\)",
+        ),
         ("0", r"rank 1 did not come to .* in time \(1 of 2 came, from "),
     ],
 )

@@ -14,6 +14,7 @@ from weft.cli.bench.cases import CASES, Case
 from weft.cli.bench.measure import Job
 from weft.cli.commands import app
 from weft.testing import launch
+from weft.testing.pace import patient
 
 
 @pytest.fixture(autouse=True)
@@ -126,7 +127,7 @@ def as_a_rank(given: str) -> tuple[int, str, str]:
 def test_under_a_launcher_each_process_is_a_rank(tmp_path: Path) -> None:
     file = tmp_path / "found.json"
     given = "--case small --size 0.02 --iters 1 --peers torch --json"
-    zero, one = launch(2, as_a_rank, (f"{given} {file}",), timeout=50)
+    zero, one = launch(2, as_a_rank, (f"{given} {file}",), timeout=patient(50.0))
     assert zero[0] == 0 and one == (0, "", "")  # only rank 0 speaks
     lines = [line.split() for line in zero[1].splitlines() if not line.startswith("#")]
     assert [line[3] for line in lines] == ["weft:auto", "torch"]

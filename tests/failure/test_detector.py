@@ -267,7 +267,7 @@ def test_ranks_exchange_bytes_in_rank_order(peers):
     ],
 )
 def test_an_exchange_ends_with_who_is_to_blame(peers, fault, culprit, text):
-    three = peers(1.0)
+    three = peers(1.0 if fault in ("absence", "silence") else 20.0)
     thread, results = exchanging(three, b"zero")
     three.say(1, data="b25l", of=1)
     if fault == "death":
@@ -558,6 +558,7 @@ def test_a_failed_wait_is_asked_about_though_an_older_one_was_just_now(peers):
 def test_a_failed_wait_for_one_that_left_says_so(peers):
     three = peers()
     three.say(1, bye=RAISED)
+    until(lambda: three.watch.leavers)
     wait = Wait(1)
     left = Verdict(1, "rank 1 left, after it raised (KeyError: 7)")
     assert three.watch.explain(1, "reset", wait) == left

@@ -44,6 +44,9 @@ if group.rank == 0:
             group.check()
             time.sleep(0.01)
         sys.exit(weft.all_reduce(one).tolist() != [2.0, 2.0])
+    elif how == "caught":
+        while not os.path.exists(f"{place} caught"):
+            time.sleep(0.01)
     elif how == "killed":  # and this one does not expect it
         work = group.worker.submit("barrier", weft.barrier, several=True)
         slow = work.get_future().then(lambda done: time.sleep(1000.0))  # in a thread of weft's
@@ -77,6 +80,7 @@ elif how == "caught":
     try:
         weft.all_reduce(one, group="world")
     except weft.WeftError:
+        open(f"{place} caught", "x").close()
         try:
             while True:  # until the others have given up
                 group.check()
