@@ -62,10 +62,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 import weft
+from weft.base.pace import patient
 from weft.kernels.ops import DTYPES, OPS
 from weft.sparse import ALGORITHMS
 from weft.testing import expected, processes, run
-from weft.testing.pace import patient
 
 WORLDS = ("threads-2", "threads-3", "threads-4", "threads-7", "shm-2", "shm-3", "shm-4")
 WORLDS += ("tcp-3", "tcp-4", "torch-2", "torch-3")

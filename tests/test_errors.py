@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import weft
+from weft.base.pace import patient
 from weft.testing import spmd
-from weft.testing.pace import patient
 
 PROGRAM = """
 import threading, torch, weft

@@ -14,11 +14,11 @@ import pytest
 import torch
 
 import weft
+from weft.base.pace import patient
 from weft.group.channels import OPENINGS
 from weft.sparse.rate import set_rate
 from weft.testing import run
 from weft.testing.cases import on_hosts
-from weft.testing.pace import patient
 from weft.wire import framed as gloo_frames
 from weft.wire.tcp import connection
 

@@ -15,12 +15,12 @@ import pytest
 import torch.distributed as dist
 
 from weft.base.errors import WeftError, WireError
+from weft.base.pace import patient
 from weft.bootstrap import membership
 from weft.bootstrap.membership import Member, check, judge
 from weft.rendezvous import store
 from weft.rendezvous.places import Rendezvous
 from weft.rendezvous.store import AnsweringStore
-from weft.testing.pace import patient
 
 
 def member(rank: int, size: int = 3, **more: object) -> Member:
@@ -138,7 +138,7 @@ Make = Callable[[], dist.Store]
 @pytest.fixture
 def connect(monkeypatch: pytest.MonkeyPatch) -> Make:
     """A connection of its own for each process, as to one store, which answers in any case."""
-    monkeypatch.setattr(store, "_PIECES", 100)
+    monkeypatch.setattr(store, "PIECES", 100)
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     return server.clone
 
@@ -212,7 +212,7 @@ def test_who_stops_as_it_comes_is_named_and_not_those_who_came_after(
 
 
 def test_rank_0_may_be_who_is_missing(connect: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(membership, "LATE", 0.5)
+    monkeypatch.setattr(membership, "LATE", 1.0)
     for elastic in (False, True):
         heard = attend(connect, member(1), member(2), timeout=patient(1.0), elastic=elastic)
         for text in heard:

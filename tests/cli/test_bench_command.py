@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
+from weft.base.pace import patient
 from weft.cli.bench import command
 from weft.cli.bench.cases import CASES, Case
 from weft.cli.bench.measure import Job
 from weft.cli.commands import app
 from weft.testing import launch
-from weft.testing.pace import patient
 
 
 @pytest.fixture(autouse=True)

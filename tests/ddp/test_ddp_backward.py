@@ -25,10 +25,10 @@ from torch.utils.checkpoint import checkpoint
 
 from weft import ddp
 from weft.base.errors import WeftError, WireError
+from weft.base.pace import patient
 from weft.bootstrap.init import init
 from weft.bootstrap.local import launch
 from weft.testing.cases import in_case
-from weft.testing.pace import patient
 
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 

@@ -25,7 +25,7 @@ _SHORTEST = 0.001  # seconds of the first pause between two looks
 _GROWTH = 1.5  # from one pause to the next
 # After the deadline an answer may take so many pieces of so many seconds, since the machine may be
 # busy. In any one of them this process may stand still, and hear nothing.
-_PIECES, _PIECE = 5, 0.1
+PIECES, PIECE = 5, 0.1
 _LAST = 2.0  # seconds that an answer may take while the process ends
 
 Late = tuple[int, Callable[[], str]] | None
@@ -123,8 +123,8 @@ class AnsweringStore:
             thread = threading.Thread(target=ask, name="weft store", daemon=True)
             thread.start()
             join(thread, self._deadline - time.monotonic())
-            for _ in range(_PIECES):
-                join(thread, patient(_PIECE))
+            for _ in range(PIECES):
+                join(thread, patient(PIECE))
         if failures:
             raise failures[0]
         if not answers:
