@@ -277,7 +277,7 @@ os._exit(0)
     ("how", "timeout", "limit", "victim"), [("SIGKILL", 30.0, 1.0, 0), ("SIGSTOP", 1.0, 3.0, 2)]
 )
 def test_survivors_name_who_fails_in_an_exchange(survivors, tmp_path, how, timeout, limit, victim):
-    given = str(tmp_path / "place"), how, str(timeout), str(victim)
+    given = str(tmp_path / "place"), how, str(patient(timeout)), str(victim)
     began, printed = survivors(RANK, given, [{}] * 3, victim)
     why = {"SIGKILL": f"rank {victim} died", "SIGSTOP": f"rank {victim} does not answer"}[how]
     for rank, [said] in printed.items():
@@ -523,6 +523,7 @@ def test_of_those_that_left_a_late_round_is_the_fault_of_who_did_not_come(
         list(pool.map(lambda group: weft.barrier(group=group), watching.groups))
     call = first.worker.history[-1]
     second.close()
+    assert until(lambda: 1 in first.session.detector.leavers)
     first.set_timeout(0.3)
     watching.watcher.watch_round(Watched(False), [1], call._replace(number=call.number + further))
     assert until(lambda: refuses(first, why, culprit))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ import torch
 import weft
 from weft.group.group import Group
 from weft.testing import contract, spmd
+from weft.testing.pace import patient
 
 
 @contextmanager
@@ -62,10 +64,17 @@ def test_one_breaks_with_the_other(group, given_up):
         for use in (
             lambda: other.post((), [(1 - group.rank, 8)]).wait(),
             other.check,
-            broken.check,
+            lambda: check_until_broken(broken),  # a moment after it has broken the other
         ):
             with pytest.raises(weft.WireError, match="rank 0 gave up: it has no more"):
                 use()
+
+
+def check_until_broken(group):
+    until = time.monotonic() + patient(20.0)
+    while time.monotonic() < until:
+        group.check()
+        time.sleep(0.005)
 
 
 @spmd(2)

@@ -593,7 +593,7 @@ def test_the_interpreter_exits_cleanly(programs):
 
 def test_peers_are_told_of_a_process_that_ends_with_a_call_under_way():
     program = """
-        import atexit, multiprocessing.util
+        import atexit, multiprocessing.util, time
         def tell():  # after weft has told, before multiprocessing has rank 1 leave, too
             try:
                 groups[1].post((), [(0, 4)]).wait()
@@ -603,6 +603,8 @@ def test_peers_are_told_of_a_process_that_ends_with_a_call_under_way():
         from weft.testing import threads
         groups = threads.group(2, timeout=300.0)
         groups[0].worker.submit("reduce", lambda: groups[0].post((), [(1, 4)]).wait())
+        while not groups[0].worker.doing:
+            time.sleep(0.001)
     """
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(program)],

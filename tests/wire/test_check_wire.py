@@ -1013,7 +1013,9 @@ def listens_nowhere(start):
     while len(wire.incoming) < start.size - 1:
         time.sleep(0.01)
     start.exchange(b"")
-    wire.loop.call_soon_threadsafe(wire.server.close)
+    closed = threading.Event()
+    wire.loop.call_soon_threadsafe(lambda: (wire.server.close(), closed.set()))
+    assert closed.wait(60.0)
     start.exchange(b"")
     return wire
 

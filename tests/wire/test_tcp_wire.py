@@ -424,10 +424,6 @@ def test_what_a_failed_wait_gave_back_is_not_leased_again(segment):
     far.close()
 
 
-def open_files():
-    return len(os.listdir("/proc/self/fd"))
-
-
 def test_segments_are_exchanged_by_one_deadline_and_an_end_is_told_from_a_refusal(segment):
     sockets, others = zip(*(socket.socketpair() for _ in range(3)), strict=True)
     for sock in others:
@@ -444,7 +440,7 @@ def test_segments_are_exchanged_by_one_deadline_and_an_end_is_told_from_a_refusa
         sock.close()
 
 
-def test_a_factory_that_fails_leaves_no_descriptor(monkeypatch):
+def test_a_factory_that_fails_leaves_no_descriptor(monkeypatch, nothing_left):
     """A peer that dies while segments are passed is a failure of the factory."""
 
     def start(rank):
@@ -465,13 +461,13 @@ def test_a_factory_that_fails_leaves_no_descriptor(monkeypatch):
     said = {}
     ready = threading.Barrier(2)
     monkeypatch.setattr(shm, "exchange", dying)
-    before = open_files()
-    threads = [threading.Thread(target=making, args=[rank]) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(20.0)
-    assert len(said) == 2 and open_files() == before
+    with nothing_left():
+        threads = [threading.Thread(target=making, args=[rank]) for rank in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(20.0)
+        assert len(said) == 2
 
 
 @contextlib.contextmanager

@@ -83,7 +83,7 @@ def sleeps(wire):
 
 
 def test_a_rank_that_hangs_is_told_of_by_where_it_is(gone):
-    run = ranks_as_processes(weft_streams.make_wire, limit=1.0)
+    run = ranks_as_processes(weft_streams.make_wire, limit=5.0)
     with pytest.raises(RankFailure, match=r"(?s)rank 1 of 2 gave no answer.*in sleeps.*sleep\(600"):
         run(2, sleeps)
 
