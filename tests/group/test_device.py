@@ -274,7 +274,7 @@ os._exit(0)
 
 
 @pytest.mark.parametrize(
-    ("how", "timeout", "limit", "victim"), [("SIGKILL", 30.0, 1.0, 0), ("SIGSTOP", 1.0, 3.0, 2)]
+    ("how", "timeout", "limit", "victim"), [("SIGKILL", 30.0, 3.0, 0), ("SIGSTOP", 1.0, 4.0, 2)]
 )
 def test_survivors_name_who_fails_in_an_exchange(survivors, tmp_path, how, timeout, limit, victim):
     given = str(tmp_path / "place"), how, str(patient(timeout)), str(victim)

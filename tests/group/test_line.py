@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import weft
+from weft.base.pace import patient
 from weft.group.group import Group
 from weft.testing import contract, spmd
-from weft.testing.pace import patient
 
 
 @contextmanager
