@@ -42,6 +42,7 @@ import weft.ddp
 import weft.nn
 from faults import DDP, DEADLINE, DENSE, PATIENCE, SIZES, Cell, Result, named_in
 from goals import NETLAB
+from weft.base.pace import patient
 from weft.testing import gloo_of_one_thread
 
 START = 60.0  # seconds in which all ranks make their first calls
@@ -342,7 +343,7 @@ class Lane:
                 self._link(cell.victim, "down")
             case _:
                 os.write(give, b"!")
-                job.hear(PATIENCE, lambda: cell.victim in job.of("fault"))
+                job.hear(patient(PATIENCE), lambda: cell.victim in job.of("fault"))
                 return float(job.of("fault").get(cell.victim, {"at": at})["at"])
         return at
 
@@ -382,7 +383,7 @@ class Job:
         cell, result = self.cell, Result(self.cell, unclean=[failed] if failed else [])
         must = set(cell.must_raise())
         if not failed:
-            late = DEADLINE + PATIENCE
+            late = DEADLINE + patient(PATIENCE)
             self.hear(late, lambda: must <= self.of("error").keys() | self._status.keys())
         raised = {rank: line for rank, line in self.of("error").items() if rank in must}
         result.hangs = sorted(must - raised.keys())

@@ -49,6 +49,7 @@ from rich.progress import Progress, TextColumn
 
 from choice import measured
 from goals import HERE
+from weft.base.pace import patient
 
 # seconds that one wait may last
 DEADLINE = float(os.environ.get("FAULTS_DEADLINE", "2"))
@@ -93,7 +94,7 @@ class Cell:
     @property
     def limit(self) -> float:
         """Seconds within which all ranks must have raised."""
-        return GRACE + (0.0 if self.fault in AT_ONCE else DEADLINE)
+        return patient(GRACE) + (0.0 if self.fault in AT_ONCE else DEADLINE)
 
     def must_raise(self) -> list[int]:
         """The ranks that must raise: all but the victim; it, too, if it is in a call itself."""

@@ -38,7 +38,7 @@ def test_what_a_process_that_is_gone_has_left_is_not_taken():
 def test_a_rank_that_does_not_come_is_named_by_all(monkeypatch, absent):
     store = dist.HashStore()
     if absent != 0:  # who says who is missing, however late that one began
-        monkeypatch.setattr("weft.backend.space._LATE", 20.0)
+        monkeypatch.setattr("weft.backend.space.LATE", 20.0)
 
     def program(group):
         if group.rank == absent:

@@ -17,10 +17,11 @@ import time
 import torch.distributed as dist
 
 from ..base.errors import WireError, names
+from ..base.pace import patient
 from ..rendezvous.store import has, pauses
 
 _FIRST, _LAST = 0.001, 0.02  # seconds between two looks of rank 0 at the store
-_LATE = 1.0  # seconds after the deadline in which rank 0 may still say who is missing
+LATE = 1.0  # seconds after the deadline in which rank 0 may still say who is missing
 
 
 def unused(store: dist.Store, rank: int, size: int, timeout: float) -> dist.Store:
@@ -52,7 +53,7 @@ def unused(store: dist.Store, rank: int, size: int, timeout: float) -> dist.Stor
         if has(store, f"weft/space/{token}", deadline, size):
             space = store.get(f"weft/space/{token}").decode()
             store.set(f"weft/space/{space}/{rank}", "")
-            if has(store, f"weft/space/{space}/late", deadline + _LATE, size):
+            if has(store, f"weft/space/{space}/late", deadline + patient(LATE), size):
                 late = json.loads(store.get(f"weft/space/{space}/late"))
     if late:
         raise WireError(

@@ -10,17 +10,20 @@ from __future__ import annotations
 import os
 
 MOST = 4.0
-"""The largest factor of a deadline."""
+"""The largest factor."""
 
 
 def patient(seconds: float) -> float:
-    """A deadline in seconds for this machine now, given the one for an idle machine.
+    """So many seconds, or more where this machine is busy now: by a factor of up to `MOST`.
 
-    The factor is between 1 and `MOST`.
+    That is the machine of who waits; nothing is known of those that it waits for.
 
     Example:
         >>> 10.0 <= patient(10.0) <= 40.0
         True
     """
-    waiting = os.getloadavg()[0] / (os.cpu_count() or 1)
+    try:
+        waiting = os.getloadavg()[0] / (os.cpu_count() or 1)
+    except OSError:  # a sandbox may refuse to say
+        waiting = 1.0
     return seconds * min(max(1.0, waiting), MOST)

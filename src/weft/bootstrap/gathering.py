@@ -53,7 +53,7 @@ def connect_all(
 
     Raises:
         NotJoinedError: somebody did not connect, the same on all ranks that answer; it is raised
-            within the timeout and a second.
+            within the timeout and a second, or a few where the machine is busy.
         AbsentError: somebody was gone between the two roll calls.
         RuntimeError: from the store.
     """
@@ -115,7 +115,7 @@ def lost(
     elif isinstance(failed, SilentStoreError):
         culprit = host_rank
         why = f"{said}: is {host}, which hosts it, stopped or cut off?"
-    elif late > patient(HELD_UP):
+    elif late > HELD_UP:
         culprit = launch.rank
         why = (
             f"this rank came {late:.0f} s too late itself, and the others have gone on without it: "

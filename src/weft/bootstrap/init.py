@@ -29,7 +29,6 @@ from .. import kernels
 from ..base import watch as slow
 from ..base.arguments import LONGEST, in_words, is_duration, shown, wrong_timeout
 from ..base.errors import WeftError, WireError, entry, meant
-from ..base.pace import patient
 from ..failure import last_error
 from ..failure.control import HELD_UP
 from ..group import choice, default, process_group
@@ -451,7 +450,7 @@ def _together(launch: launchers.Launch, place: places.Place, asked: _Asked) -> N
             space, launch.rank, launch.size, spec, timeout, deadline, interfaces
         )
         ago = time.monotonic() - connected
-        if ago > timeout + patient(HELD_UP):  # no other rank waits for as long
+        if ago > timeout + HELD_UP:  # no other rank waits for as long
             raise TimeoutError(f"it was connected to them {ago:.0f} s ago")
     except (RuntimeError, OSError) as failed:  # torch's store and gloo errors are RuntimeErrors
         if isinstance(failed, WireError):

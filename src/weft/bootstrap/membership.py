@@ -197,7 +197,8 @@ def check(meeting: Rendezvous, mine: Member, deadline: float) -> tuple[Decision,
     """
     stands_in = meeting.hosts and mine.rank != 0 and bool(mine.error)  # for rank 0, to say why
     newcomer, hint = meeting.round == 0, ""
-    store = AnsweringStore(meeting.store, deadline + patient(LATE))
+    longest = deadline + patient(LATE)
+    store = AnsweringStore(meeting.store, longest)
     arrival, decision = 0, Decision(over=True)
     # if another rank 0 hosts the store, it has begun the first round
     if stands_in or (mine.rank == 0 and (meeting.hosts or meeting.lasts or meeting.round)):
@@ -206,7 +207,7 @@ def check(meeting: Rendezvous, mine: Member, deadline: float) -> tuple[Decision,
         meeting.round = _next_round(meeting, store, mine, deadline)
         name = f"weft/round{meeting.round}"
         judges = stands_in or mine.rank == 0
-        arrival, decision = _attend(store.part(name), mine, deadline, meeting, judges)
+        arrival, decision = _attend(store.part(name), mine, deadline, longest, meeting, judges)
         doubts = stands_in or (newcomer and arrival > decision.came)
         if meeting.lasts and doubts and not decision.over:
             # the decision is one of processes that are gone; or it is an error of this attempt,
@@ -334,9 +335,17 @@ def _next_round(meeting: Rendezvous, store: AnsweringStore, mine: Member, deadli
 
 
 def _attend(
-    store: AnsweringStore, mine: Member, deadline: float, meeting: Rendezvous, judges: bool
+    store: AnsweringStore,
+    mine: Member,
+    deadline: float,
+    longest: float,
+    meeting: Rendezvous,
+    judges: bool,
 ) -> tuple[int, Decision]:
-    """Take part in a round: the number of this process in order of arrival, and the decision."""
+    """Take part in a round: the number of this process in order of arrival, and the decision.
+
+    All are to have come by the deadline; until `longest` who judges may still say who has not.
+    """
     arrival = store.add("arrived", 1)
     store.set(f"member{arrival}", json.dumps(asdict(mine)))
 
@@ -347,8 +356,7 @@ def _attend(
         return f"all came to {meeting.where}, and rank 0 has not answered so far"
 
     if not judges or store.add("judge", 1) != 1:
-        until = deadline + patient(LATE)
-        if not has(store, "decision", until, mine.size, (mine.rank, late)):
+        if not has(store, "decision", longest, mine.size, (mine.rank, late)):
             return arrival, incomplete(_read_all(store), mine, meeting.where)
         decision = Decision(**json.loads(store.get("decision")))
         with contextlib.suppress(RuntimeError):  # the store may end once this is counted
@@ -358,13 +366,12 @@ def _attend(
     found: Decision | None = None
     for _ in pauses(deadline, 0.001, 0.02, (mine.rank, late)):
         members += _read(store, after=len(members))
-        # in order of arrival, so that a process that is one too many is not counted
-        starts = (members[: count + 1] for count in range(len(members)))
-        found = next(filter(None, map(judge, starts)), None)
+        found = _judge_in_order(members)
         if found or store.check(["decision"]):  # another rank 0 has begun a new round
             break
     if found is None:
-        found = incomplete(_read_all(store), mine, meeting.where)
+        members = _read_all(store)
+        found = _judge_in_order(members) or incomplete(members, mine, meeting.where)
     elif found.error:  # all that came raise it
         found = replace(found, came=len(members))
     store.compare_set("decision", "", json.dumps(asdict(replace(found, when=time.time()))))
@@ -391,6 +398,12 @@ def _read_all(store: AnsweringStore) -> list[Member]:
 def _member_at(store: AnsweringStore, key: str) -> Member:
     fields = json.loads(store.get(key))
     return Member(**{**fields, "able": tuple(fields["able"])})
+
+
+def _judge_in_order(members: Sequence[Member]) -> Decision | None:
+    """What `judge` says of the first that come: one that is one too many is not counted."""
+    starts = (members[: count + 1] for count in range(len(members)))
+    return next(filter(None, map(judge, starts)), None)
 
 
 def incomplete(

@@ -237,7 +237,7 @@ def _carried(agreed: str, start: Start) -> ControlLinks:
         carried = carried_sockets(agreed, start)
         return _CarriedLinks(carried.sockets, carried.close)
     assert start.store is not None
-    deadline = time.monotonic() + start.timeout + _LAST
+    deadline = time.monotonic() + start.timeout + patient(_LAST)
     store = AnsweringStore(start.store, deadline + PATIENCE)
     roll = RollCall(store, start.rank, start.size, look=start.check)
     checked = replace(start, check=roll.check)
@@ -305,7 +305,7 @@ class RollCall:
         self._look = look
         self._patience = PATIENCE if patience is None else patience
         self._busy_until = busy_until
-        self._is_connected = False  # and was so in time
+        self._came_in_time = False  # to where all are to be
 
     def hold(self, step: Callable[[], T], deadline: float) -> T:
         """Take the step, wait until all ranks have taken it, and return what came of it here.
@@ -322,7 +322,7 @@ class RollCall:
             raise
         except (OSError, RuntimeError) as error:
             late = time.monotonic() - deadline
-            if late > patient(HELD_UP) and not self._is_connected:
+            if late > patient(HELD_UP) and not self._came_in_time:
                 what = (
                     f"rank {self._rank} came {late:.0f} s too late to {self._step}: was it stopped?"
                 )
@@ -352,7 +352,7 @@ class RollCall:
             NotJoinedError: a rank has said that it has failed.
         """
         self._store.set(f"connected {self._rank}", "")
-        self._is_connected = time.monotonic() <= deadline
+        self._came_in_time = time.monotonic() <= deadline
         missing = list(range(self._size))
         # ended by the last rank that is connected; by what a rank says that is not; by the deadline
         for _ in pauses(deadline, 0.001, max(0.05, 0.0005 * self._size)):
@@ -361,8 +361,8 @@ class RollCall:
             while missing and self._has("connected", missing[-1]):
                 missing.pop()
             if not missing:
-                if began - deadline > max(patient(HELD_UP), self._patience):
-                    self._is_connected = False
+                if began - deadline > max(HELD_UP, self._patience):
+                    self._came_in_time = False
                     raise TimeoutError("the others, once connected, have waited in vain")
                 failure = self._conclude(_JOINED)
                 if failure is not None:
@@ -383,14 +383,14 @@ class RollCall:
             self._store.set(f"failed {self._rank}", text)
         began = time.monotonic()
         missing = self._call_the_roll()
-        # who has said how it went may be slow to answer
-        missing = [rank for rank in missing if not self._has_said(rank)] or missing
         if missing:
+            # who has said how it went may be slow to answer
+            silent = [rank for rank in missing if not self._has_said(rank)] or missing
             what = (
-                f"{names(missing)} came, and then did not {self._step} (no answer for "
+                f"{names(silent)} came, and then did not {self._step} (no answer for "
                 f"{time.monotonic() - began:.1f} s): see that all ranks run, and reach the store"
             )
-            return self._conclude(_Outcome(what, missing[0], absent=missing))
+            return self._conclude(_Outcome(what, silent[0], absent=missing))
         return self._conclude(self._outcome_of_all())
 
     def _call_the_roll(self) -> list[int]:

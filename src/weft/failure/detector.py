@@ -23,7 +23,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
@@ -367,22 +367,26 @@ class Detector:
             ranks: of the round; None: a call of another library failed, in which all may have been.
             call: in which the round is; None: in none.
         """
-        self._suspect = _Suspect()
+        suspect = self._suspect = _Suspect()
         self.links.wake()
-        if self.news() is None and self._on_leaver_in(ranks, call) is None:
+        if self.news() is not None:
+            return self.verdict
+        leaver = self._leaver_in(ranks, call)
+        if leaver is None:
             self._hear_judgement()
-            if self.news() is None:
-                self._on_leaver_in(ranks, call)  # whose bye came meanwhile
+            if self.news() is None and suspect.answered is not None:
+                # one that left meanwhile, and did not answer before
+                leaver = self._leaver_in(ranks, call, well=suspect.answered)
+        if leaver is not None:
+            self.settle(on_leaver(leaver, self.leavers[leaver]))
         return self.verdict
 
-    def _on_leaver_in(self, ranks: Sequence[int] | None, call: Entered | None) -> Verdict | None:
-        """The verdict on a rank that left, or None; the arguments are those of `blame`."""
-        leaver = self._leaver_in(ranks, call)
-        return None if leaver is None else self.settle(on_leaver(leaver, self.leavers[leaver]))
-
-    def _leaver_in(self, ranks: Sequence[int] | None, call: Entered | None) -> int | None:
-        """The rank to blame of those that left; the arguments are those of `blame`."""
-        leavers = dict(self.leavers)
+    def _leaver_in(
+        self, ranks: Sequence[int] | None, call: Entered | None, well: Collection[int] = ()
+    ) -> int | None:
+        """The rank to blame of those that left, but for some that were well; else as `blame`."""
+        found = dict(self.leavers)  # a copy: the thread of the links adds to it
+        leavers = {rank: found[rank] for rank in found if rank not in well}
         if ranks is not None:
             return leaver_to_blame(ranks, leavers, call)
         raised = leaver_to_blame(leavers, leavers, None)
@@ -583,6 +587,7 @@ class Detector:
             elif reason is not None:
                 self.settle(reason())  # all are well, so it is what it looks like
             # else all are well, and a call of another library failed: nobody is to blame
+            suspect.answered = frozenset(inquiry.places)
             if self._suspect is suspect:  # else a thread has another one by now
                 self._suspect = None
         elif waiting is None or waiting.has_ended:
@@ -740,11 +745,13 @@ class _Suspect:
         about: the wait that failed; None: a call of another library did, or none is known.
         reason: says what it looks like; None: all may be well.
         is_renewed: as for a wait.
+        answered: the ranks that said where they are; None: it is not judged yet.
     """
 
     about: _Waiting | None = None
     reason: Callable[[], Verdict] | None = None
     is_renewed: bool = False
+    answered: Collection[int] | None = None
 
 
 class _Waiting:

@@ -248,7 +248,9 @@ class _Joining:
         if isinstance(error, NotJoinedError):  # it says itself what to do
             why = str(error) if error.culprit is not None else f"it was not joined: {error}"
             return why, error.culprit
-        if late > patient(HELD_UP):
+        # where the store has failed, others had ended it; else a busy machine may be late
+        store_is_there = isinstance(error, AbsentError | SilentStoreError)
+        if late > (patient(HELD_UP) if store_is_there else HELD_UP):
             why = f"rank {self.rank} came {late:.0f} s too late to join it: was it stopped?"
             return why, self.rank
         if isinstance(error, AbsentError):

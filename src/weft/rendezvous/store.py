@@ -124,7 +124,8 @@ class AnsweringStore:
             thread.start()
             join(thread, self._deadline - time.monotonic())
             for _ in range(PIECES):
-                join(thread, patient(PIECE))
+                if join(thread, patient(PIECE)):
+                    break
         if failures:
             raise failures[0]
         if not answers:

@@ -1,4 +1,4 @@
-"""Seconds that ranks of tests have, on an idle machine: see `patient`."""
+"""Seconds that ranks of tests have, on an idle machine."""
 
 START = 60.0
 """Seconds that new processes may take until they are where they meet, and to join a group."""

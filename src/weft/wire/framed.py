@@ -284,7 +284,7 @@ class FramedWire:
         if os.getpid() != self._process:
             self._close_in_child()
             return
-        seconds = _FAREWELL if self._failure is None else _HURRY
+        seconds = _FAREWELL if self._failure is None else patient(_HURRY)
         self.abort(_CLOSED)
         carrier = self._carrier
         self._carrier = None
