@@ -1308,6 +1308,10 @@ def meets_late(wire: Wire, soon: float) -> None:
         with _raises(TimeoutError, "a meeting went without a rank that did not come"):
             each.wait(_MOMENT)
         assert not each.done() and 2 in each.waiting_for(), f"it awaits {each.waiting_for()}"
+    until = time.monotonic() + soon
+    while under_way[0].waiting_for() != [2] and time.monotonic() < until:  # the other may be late
+        with _raises(TimeoutError, "a meeting went without a rank that did not come"):
+            under_way[0].wait(_MOMENT)
     assert under_way[0].waiting_for() == [2]
     wire.post([(2, _number())]).wait(soon)
     for number in reversed(range(20)):
