@@ -668,8 +668,12 @@ def test_a_pause_before_ranks_are_asked_lets_them_be_asked_again_after_the_next(
 
 
 @pytest.fixture
-def looked(monkeypatch):
-    """Set once the detector has looked for ranks to blame that left."""
+def blaming(monkeypatch):
+    """A detector without a thread, which found nobody that has left, and then asked.
+
+    With the future of what `blame` returns, and the answer of a rank that is well.
+    """
+    monkeypatch.setattr(detector, "ANSWER", 0.0)
     looked, real = threading.Event(), detector.leaver_to_blame
 
     def look(*args):
@@ -677,43 +681,31 @@ def looked(monkeypatch):
         return real(*args)
 
     monkeypatch.setattr(detector, "leaver_to_blame", look)
-    return looked
+    still = StillLinks()
+    watch = Detector(0, 20.0, still)
+    with ThreadPoolExecutor(1) as pool:
+        found = pool.submit(watch.blame)
+        assert looked.wait(10.0)
+        watch.handle([], 0.0)
+        (asked,) = (said["ask"] for peer, said in still.sent if peer == 1)
+        yield watch, found, line_of({"here": place(7, "barrier"), "to": asked})
 
 
-def test_a_bye_that_comes_while_ranks_are_asked_says_who_is_to_blame(monkeypatch, looked):
+def test_a_bye_that_comes_while_ranks_are_asked_says_who_is_to_blame(blaming):
     """Its rank answers nothing, and so is not silent."""
-    monkeypatch.setattr(detector, "ANSWER", 0.0)
-    still = StillLinks()
-    watch = Detector(0, 20.0, still)
-    with ThreadPoolExecutor(1) as pool:
-        found = pool.submit(watch.blame)
-        assert looked.wait(10.0)
-        watch.handle([], 0.0)
-        (asked,) = (said["ask"] for peer, said in still.sent if peer == 1)
-        answer = line_of({"here": place(7, "barrier"), "to": asked})
-        watch.handle([News(2, line_of({"bye": RAISED})), News(1, answer)], 0.0)
-        watch.handle([], 0.0)
-        assert found.result() == Verdict(2, "rank 2 left, after it raised (KeyError: 7)")
+    watch, found, answer = blaming
+    watch.handle([News(2, line_of({"bye": RAISED})), News(1, answer)], 0.0)
+    watch.handle([], 0.0)
+    assert found.result() == Verdict(2, "rank 2 left, after it raised (KeyError: 7)")
 
 
-def test_one_that_answered_and_then_left_is_not_to_blame_for_what_failed_before(
-    monkeypatch, looked
-):
+def test_one_that_answered_and_then_left_is_not_to_blame_for_what_failed_before(blaming):
     """As where a call of another library fails on all, and one of them is the first to end."""
-    monkeypatch.setattr(detector, "ANSWER", 0.0)
-    still = StillLinks()
-    watch = Detector(0, 20.0, still)
-    with ThreadPoolExecutor(1) as pool:
-        found = pool.submit(watch.blame)
-        assert looked.wait(10.0)
-        watch.handle([], 0.0)
-        (asked,) = (said["ask"] for peer, said in still.sent if peer == 1)
-        answer = line_of({"here": place(7, "barrier"), "to": asked})
-        bye = line_of({"bye": RAISED})
-        watch.handle([News(1, answer), News(2, answer)], 0.0)
-        watch.handle([News(2, bye)], 0.0)
-        watch.handle([], 0.0)
-        assert found.result() is None
+    watch, found, answer = blaming
+    watch.handle([News(1, answer), News(2, answer)], 0.0)
+    watch.handle([News(2, line_of({"bye": RAISED}))], 0.0)
+    watch.handle([], 0.0)
+    assert found.result() is None
 
 
 def test_a_failed_wait_over_a_wire_of_ones_own_names_the_wire(peers):
