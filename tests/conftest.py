@@ -104,7 +104,10 @@ def gone() -> Callable[[Iterable[int]], bool]:
     """Whether processes are gone, after some time at most."""
 
     def gone(pids: Iterable[int]) -> bool:
-        there = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
+        there = []
+        for pid in pids:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                there.append(psutil.Process(pid))
         return not psutil.wait_procs(there, timeout=patient(30.0))[1]
 
     return gone

@@ -388,6 +388,7 @@ import test_local
 from weft.bootstrap import local
 
 if __name__ == "__main__":
+    local.GRACE = 60.0  # ranks that Ctrl-C reaches end by themselves, however busy the machine is
     local.launch(2, test_local.{body}, on_message=lambda *what: print(*what, flush=True))
 """
 

@@ -554,13 +554,13 @@ def cleared(monkeypatch):
 
 
 class LeavesDescriptors(Between):
-    """Each hundredth post takes a descriptor, and no close gives it back."""
+    """Each tenth post takes a descriptor, and no close gives it back."""
 
     count = 0
 
     def post(self, sends=(), recvs=(), channel=0):
         self.count += 1
-        if self.count % 100 == 0:
+        if self.count % 10 == 0:
             LEFT.append(os.open(os.devnull, os.O_RDONLY))
         return super().post(sends, recvs, channel)
 
@@ -1092,18 +1092,23 @@ def test_every_clause_has_a_wire_that_breaks_it():
     assert list(BROKEN) == list(NUMBERS)
 
 
-def breaks(clause, wire, limit=60.0, soon=0.6):
-    """A clause is broken by a wire, and no more is said of it."""
+def breaks(clause, wire, limit=60.0, soon=0.6, features=None):
+    """A clause is broken by a wire, and no more is said of it.
+
+    Whose `features` are given is not asked for them, for which a short limit may be too short.
+    """
     number = NUMBERS[clause]
     ranks = ranks_as_processes if clause in OF_PROCESSES else ranks_as_threads
+    patience = 5 if clause == "memory" else 1  # a thread that is held up writes to it late
     with (
         pytest.MonkeyPatch.context() as here,
         pytest.raises(AssertionError, match=rf"(?m)^ *{number}  .*FAILED: .") as caught,
     ):
         for module in (wire_clauses, wire_processes, wires):
             # what never comes is not waited for longer on a machine that is busy
-            here.setattr(module, "patient", lambda seconds: seconds)
-        check_wire(ranks(wire, limit=limit), clauses=[number], soon=soon, thorough=True)
+            here.setattr(module, "patient", lambda seconds: patience * seconds)
+        run = ranks(wire, limit=limit)
+        check_wire(run, features, clauses=[number], soon=soon, thorough=True)
     assert "the wire breaks 1 of 1 clauses" in str(caught.value)
 
 
@@ -1146,12 +1151,12 @@ def test_to_ask_for_the_failure_takes_no_time():
 def test_a_closed_wire_leaves_no_thread():
     # in processes of their own: in this one threads of other tests may end meanwhile
     number = NUMBERS["leaves_nothing"]
-    with pytest.raises(AssertionError, match=r"0 more descriptors and 1 more threads"):
-        check_wire(ranks_as_processes(leaves_a_thread), clauses=[number], soon=1.0)
+    with pytest.raises(AssertionError, match=r"0 more descriptors and [12] more threads"):
+        check_wire(ranks_as_processes(leaves_a_thread), clauses=[number])
 
 
 def test_a_handler_closes_a_wire_whose_wait_holds_a_lock():
-    breaks("closed_by_a_handler", waits_with_the_lock, limit=2.0)
+    breaks("closed_by_a_handler", waits_with_the_lock, limit=2.0, features=Features())
 
 
 def test_strangers_send_datagrams_too():

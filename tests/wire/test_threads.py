@@ -19,7 +19,7 @@ from weft.testing import run, threads
 
 @pytest.fixture
 def pair():
-    groups = threads.group(2, timeout=2.0)
+    groups = threads.group(2, timeout=60.0)
     yield groups
     for group in groups:
         group.close()
@@ -98,13 +98,14 @@ def test_the_chain_of_waits_leads_to_the_one_who_is_late():
     def body(group):
         if group.rank == 2:
             group.worker.doing = "thinking"
+            groups[2] = group
             raised.wait(patient(60.0))
             return ""
         groups[group.rank] = group
-        if group.rank == 0:  # whose time is up first, when rank 1 waits, too
+        if group.rank == 0:  # whose time is up first, when rank 1 waits and rank 2 is in its call
             group.set_timeout(0.5)
             until = time.monotonic() + patient(20.0)
-            while 1 not in groups or groups[1].session.detector.waiting is None:
+            while len(groups) < 3 or groups[1].session.detector.waiting is None:
                 assert time.monotonic() < until
                 time.sleep(0.001)
         with pytest.raises(WireError) as caught:

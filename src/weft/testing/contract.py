@@ -453,7 +453,7 @@ def _breaks(
 
 def _sleep_until_broken(group: Group) -> None:
     """Do nothing until the group is broken; the others may begin their wait late."""
-    until = time.monotonic() + patient(10.0)
+    until = time.monotonic() + patient(30.0)
     with contextlib.suppress(WireError):
         while time.monotonic() < until:
             group.check()

@@ -60,7 +60,7 @@ ROUNDS = 3000
 _BIG = 4 << 20  # bytes of a message that is longer than any buffer of a connection
 _MEDIUM = 90_000  # bytes of a message that is longer than what is sent unasked
 _MOMENT = 0.2  # seconds in which a message that nobody may wait for would have come
-_ABORT = 1.0  # seconds that a wait may take to end after an abort
+_ABORT = 2.0  # seconds that a wait may take to end after an abort
 _HANDLED = 0.1  # seconds that the handler of a signal may have to wait for its turn
 _NOTICED = 0.5  # seconds until a wait looks for signals that did not end its sleep
 _SIGNALS = 5  # the median of so many delays is looked at
@@ -608,7 +608,7 @@ def wrong_length(wire: Wire, soon: float) -> None:
     """a message of another length than its tensor fails the wire, and names the sender."""
     if wire.rank == 0:
         wire.post([(1, _bytes(10))])
-        time.sleep(_MOMENT)
+        _wait_until_it_leaves(wire, 1, soon)
         return
     _failure_of(wire.post((), [(0, _bytes(12))]).wait, "garbled", 0, soon)
     failure = wire.failure()
@@ -620,7 +620,7 @@ def too_long(wire: Wire, soon: float) -> None:
     """so does a message that is longer than a receive by size."""
     if wire.rank == 0:
         wire.post([(1, _bytes(300))])
-        time.sleep(_MOMENT)
+        _wait_until_it_leaves(wire, 1, soon)
         return
     _failure_of(wire.post((), [(0, 299)]).wait, "garbled", 0, soon)
 
@@ -1133,7 +1133,7 @@ def closed_by_a_handler(wire: Wire, soon: float) -> None:
         time.sleep(_MOMENT)
         place = torch.zeros_like(data)
         with contextlib.suppress(WireFailed):  # then not all has come
-            wire.post((), [(peer, place)]).wait(soon)
+            wire.post((), [(peer, place)]).wait(2 * soon)  # for so long the other may close
             assert torch.equal(place, data), "other bytes came than were sent"
         _failure_of(lambda: wire.post((), [(peer, 8)]).wait(soon), "lost", peer, soon)
         return
@@ -1292,7 +1292,7 @@ def meets_late(wire: Wire, soon: float) -> None:
     ranks = [*range(wire.size)]
     if wire.rank == 2:
         for peer in (0, 1):  # until their waits have run out
-            wire.post((), [(peer, _number())]).wait(soon)
+            wire.post((), [(peer, _number())]).wait(2 * soon)
         for number in range(20):
             _heard(_meet(wire, number, ranks), number, ranks, soon)
         return
