@@ -71,7 +71,7 @@ _on_threads = threads.on_threads
 
 
 def _on_one_core(ends: Sequence[Any], program: Callable[[Any], Any], *args: Any) -> list[Any]:
-    """Of ranks that are threads Python lets one run at a time: on two cores they take longer."""
+    """Of ranks that are threads Python lets one run at a time: on two cores that takes longer."""
     core = next(_CORES)
 
     def pinned(end: Any) -> Any:
@@ -81,8 +81,10 @@ def _on_one_core(ends: Sequence[Any], program: Callable[[Any], Any], *args: Any)
     return _on_threads(ends, pinned, *args)
 
 
-if hasattr(os, "sched_setaffinity"):  # Linux
-    _CORES = itertools.cycle(os.sched_getaffinity(0))
+if hasattr(os, "sched_setaffinity") and getattr(sys, "_is_gil_enabled", lambda: True)():
+    _cores = sorted(os.sched_getaffinity(0))
+    # from any on, or the workers of pytest-xdist would go from core to core together
+    _CORES = itertools.cycle(random.SystemRandom().sample(_cores, len(_cores)))
     threads.on_threads = wires.on_threads = _on_one_core
 
 # No deadline for one example: a machine that is busy with other things is no defect.

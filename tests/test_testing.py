@@ -123,6 +123,7 @@ def uses(group, most):
 
 
 def test_of_groups_the_three_that_were_used_last_are_kept():
+    pool.end_pool()  # and with it the groups of other tests
     limits = [20.0, 21.0, 22.0, 20.0, 23.0, 22.0]
     said = [run(2, uses, 1000, on="torch", timeout=limit)[0] for limit in limits]
     threads = [number for _, number in said]

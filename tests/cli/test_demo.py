@@ -99,7 +99,7 @@ def test_one_rank_alone_and_the_same_seed_again(tmp_path: Path, text: Path) -> N
 def test_ctrl_c_keeps_what_was_made_and_leaves_no_process(
     tmp_path: Path, text: Path, programs: Callable[..., Any]
 ) -> None:
-    given = f"{SMALL} --steps 1000 --text {text} --out {tmp_path} --save {tmp_path}/vectors.txt"
+    given = f"{SMALL} --steps 1500 --text {text} --out {tmp_path} --save {tmp_path}/vectors.txt"
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
     code = "import runpy; runpy.run_module('weft', run_name='__main__')"
     process = programs(code, "demo", *given.split(), "--compare", "torch", env=environment)

@@ -1095,11 +1095,11 @@ def test_every_clause_has_a_wire_that_breaks_it():
 def breaks(clause, wire, limit=60.0, soon=0.6, features=None):
     """A clause is broken by a wire, and no more is said of it.
 
-    Whose `features` are given is not asked for them, for which a short limit may be too short.
+    With `features` the wire is not asked for them: `limit` may be too short to start ranks twice.
     """
     number = NUMBERS[clause]
     ranks = ranks_as_processes if clause in OF_PROCESSES else ranks_as_threads
-    patience = 5 if clause == "memory" else 1  # a thread that is held up writes to it late
+    patience = 5 if clause == "memory" else 1  # there the fault is a thread's, which may be held up
     with (
         pytest.MonkeyPatch.context() as here,
         pytest.raises(AssertionError, match=rf"(?m)^ *{number}  .*FAILED: .") as caught,
@@ -1151,6 +1151,7 @@ def test_to_ask_for_the_failure_takes_no_time():
 def test_a_closed_wire_leaves_no_thread():
     # in processes of their own: in this one threads of other tests may end meanwhile
     number = NUMBERS["leaves_nothing"]
+    # the wire's own thread may end a moment later
     with pytest.raises(AssertionError, match=r"0 more descriptors and [12] more threads"):
         check_wire(ranks_as_processes(leaves_a_thread), clauses=[number])
 

@@ -209,7 +209,8 @@ def _await_go(wire: Wire, peer: int, soon: float) -> None:
 
 
 def _wait_until_it_leaves(wire: Wire, peer: int, soon: float) -> None:
-    with contextlib.suppress(WireFailed):
+    """Be there until a peer closes its wire; that this is noticed is for another clause."""
+    with contextlib.suppress(WireFailed, TimeoutError):
         wire.post((), [(peer, 8)]).wait(2 * soon)
 
 
@@ -1133,7 +1134,7 @@ def closed_by_a_handler(wire: Wire, soon: float) -> None:
         time.sleep(_MOMENT)
         place = torch.zeros_like(data)
         with contextlib.suppress(WireFailed):  # then not all has come
-            wire.post((), [(peer, place)]).wait(2 * soon)  # for so long the other may close
+            wire.post((), [(peer, place)]).wait(2 * soon)  # a close may take a while
             assert torch.equal(place, data), "other bytes came than were sent"
         _failure_of(lambda: wire.post((), [(peer, 8)]).wait(soon), "lost", peer, soon)
         return
