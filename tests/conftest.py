@@ -6,7 +6,6 @@ import contextlib
 import gc
 import importlib
 import importlib.util
-import itertools
 import json
 import os
 import random
@@ -49,7 +48,6 @@ from hypothesis import settings  # noqa: E402
 
 from weft.base.pace import patient  # noqa: E402
 from weft.bootstrap import local  # noqa: E402
-from weft.testing import threads, wires  # noqa: E402
 from weft.wire.interface import Features  # noqa: E402
 
 # Ranks share the cores with each other; more threads only make the timing of tests uneven.
@@ -66,26 +64,6 @@ local.PRELOAD += [
     "weft.nn",
     "weft.testing.cases",
 ]
-
-_on_threads = threads.on_threads
-
-
-def _on_one_core(ends: Sequence[Any], program: Callable[[Any], Any], *args: Any) -> list[Any]:
-    """Of ranks that are threads Python lets one run at a time: on two cores that takes longer."""
-    core = next(_CORES)
-
-    def pinned(end: Any) -> Any:
-        os.sched_setaffinity(0, {core})  # of this thread, and of those that it starts
-        return program(end)
-
-    return _on_threads(ends, pinned, *args)
-
-
-if hasattr(os, "sched_setaffinity") and getattr(sys, "_is_gil_enabled", lambda: True)():
-    _cores = sorted(os.sched_getaffinity(0))
-    # from any on, or the workers of pytest-xdist would go from core to core together
-    _CORES = itertools.cycle(random.SystemRandom().sample(_cores, len(_cores)))
-    threads.on_threads = wires.on_threads = _on_one_core
 
 # No deadline for one example: a machine that is busy with other things is no defect.
 settings.register_profile("weft", deadline=None, print_blob=True)
