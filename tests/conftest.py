@@ -204,15 +204,20 @@ def programs(template: socket.socket) -> Iterator[Callable[..., Program]]:
     """`programs(source, *arguments, env=)` starts what `python -c source arguments` would.
 
     It is a fork of a process that has imported weft and numba: for tests of what becomes of whole
-    processes, not of what they import. With `strict` warnings are errors.
+    processes, not of what they import. With `strict` warnings are errors. Once Python has ended,
+    the process does, unless it shall be `whole`: the destructors of torch's libraries take 0.15 s.
     """
     started = []
 
     def start(
-        source: str, *arguments: str, env: Mapping[str, str] | None = None, strict: bool = False
+        source: str,
+        *arguments: str,
+        env: Mapping[str, str] | None = None,
+        strict: bool = False,
+        whole: bool = False,
     ) -> Program:
         environment = dict(os.environ if env is None else env)
-        asked = {"source": source, "arguments": arguments, "strict": strict}
+        asked = {"source": source, "arguments": arguments, "strict": strict, "whole": whole}
         started.append(Program(template, {**asked, "environment": environment}))
         return started[-1]
 
@@ -411,7 +416,7 @@ def mpirun(
                     data, files, _, _ = socket.recv_fds(rank, 1 << 20, 3)
                 asked = json.loads(data)
                 script, *asked["arguments"] = asked["arguments"]
-                asked.update(source=Path(script).read_text(), strict=True)
+                asked.update(source=Path(script).read_text(), strict=True, whole=False)
                 environment = asked["environment"]
                 for folder in environment.get("LD_LIBRARY_PATH", "").split(os.pathsep):
                     # which a fork does not look at, for it has begun

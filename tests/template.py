@@ -8,47 +8,68 @@ output and errors, and a socket that is told its process id, and how it ended.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import faulthandler
 import gc
 import json
 import os
+import select
 import signal
 import socket
 import sys
 import warnings
+from typing import Any
 
 import torch
 import torch.distributed
 
 import weft  # what it is for
 
+
+def next_request(requests: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
+    """In a fork: what its program shall be, with the files that came along. None: nobody asks."""
+    running: dict[int, tuple[int, socket.socket]] = {}  # who asked, by a file to read at the end
+    while True:
+        for ready in select.select([requests, *running], [], [])[0]:
+            if ready is not requests:
+                tell_the_end(*running.pop(ready))
+                os.close(ready)
+                continue
+            data, files, _, _ = socket.recv_fds(requests, 1 << 20, 3)
+            if not data:
+                return None
+            program = os.fork()
+            if program == 0:
+                for end, (_, asker) in running.items():
+                    os.close(end)
+                    asker.close()
+                return json.loads(data), files
+            for file in files[:2]:
+                os.close(file)
+            asker = socket.socket(fileno=files[2])
+            tell(asker, program)
+            running[os.pidfd_open(program)] = program, asker
+
+
+def tell_the_end(program: int, asker: socket.socket) -> None:
+    with asker:
+        tell(asker, os.waitstatus_to_exitcode(os.waitpid(program, 0)[1]))
+
+
+def tell(asker: socket.socket, number: int) -> None:
+    with contextlib.suppress(OSError):  # it may be gone
+        asker.send(str(number).encode())
+
+
 if __name__ == "__main__":  # and not where pytest looks for examples
     import weft.bootstrap.preload  # noqa: F401
 
     gc.freeze()
-    request = None
     with socket.socket(fileno=0) as requests:
-        signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how the keepers below end
-        while True:
-            data, files, _, _ = socket.recv_fds(requests, 1 << 20, 3)
-            if not data:
-                break
-            if os.fork() != 0:
-                for file in files:
-                    os.close(file)
-                continue
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            if (program := os.fork()) == 0:
-                request = json.loads(data)
-                break
-            with socket.socket(fileno=files[2]) as asker:  # which may be gone
-                for file in files[:2]:
-                    os.close(file)
-                asker.send(str(program).encode())
-                asker.send(str(os.waitstatus_to_exitcode(os.waitpid(program, 0)[1])).encode())
-            os._exit(0)
-
-    if request is not None:  # and end as any program does
+        asked = next_request(requests)
+    if asked is not None:  # and end as any program does
+        request, files = asked
         os.setsid()
         nothing = os.open(os.devnull, os.O_RDONLY)
         for number, file in enumerate([nothing, *files[:2]]):
@@ -59,9 +80,13 @@ if __name__ == "__main__":  # and not where pytest looks for examples
         os.environ.update(request["environment"])
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
         faulthandler.register(signal.SIGRTMAX)  # says where all threads are
+        if not request["whole"]:
+            # behind Python, and before the destructors of libraries
+            libc = ctypes.CDLL(None)
+            libc.on_exit(libc._exit, None)
         sys.argv, sys.path[0] = ["-c", *request["arguments"]], ""
         if request["strict"]:
             warnings.simplefilter("error")
         source = request["source"]
-        del request, data, files, file, nothing, number, program
+        del requests, request, asked, files, file, nothing, number
         exec(compile(source, "<string>", "exec"))

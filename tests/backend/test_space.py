@@ -86,7 +86,9 @@ def test_a_program_may_end_without_destroying_its_group(
 ) -> None:
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     meeting = str(tmp_path / "meeting")
-    ranks = [programs(ENDS, meeting, env={**env, "RANK": f"{rank}"}) for rank in range(2)]
+    ranks = [
+        programs(ENDS, meeting, env={**env, "RANK": f"{rank}"}, whole=True) for rank in range(2)
+    ]
     assert [each.communicate() for each in ranks] == [("2.0 [1.0, 1.0]\n", "")] * 2
     assert [each.returncode for each in ranks] == [0, 0]
 

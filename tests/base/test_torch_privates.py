@@ -247,7 +247,7 @@ sys.exit(3)
 
 
 def test_a_process_may_end_while_gloo_connects(programs: Callable[..., Any]) -> None:
-    run = programs(ENDS_MEANWHILE)
+    run = programs(ENDS_MEANWHILE, whole=True)
     assert run.communicate() == ("wait timeout after 60000ms, keys: 0/1\n", "")
     assert run.returncode == 3
 

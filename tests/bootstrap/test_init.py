@@ -514,6 +514,7 @@ def test_a_program_may_end_without_shutdown(programs) -> None:
         "group.worker.submit('nothing', lambda: None).wait()\n"
         "print('done')\n",
         strict=True,
+        whole=True,
     )
     assert (program.communicate(), program.returncode) == (("done\n", ""), 0)
 

@@ -293,7 +293,7 @@ def test_a_join_that_is_under_way_ends_with_the_program(programs, has_said_so):
             atexit._run_exitfuncs()
             print([each.name for each in threading.enumerate()])
     """
-    done = programs(textwrap.dedent(program), str(has_said_so))
+    done = programs(textwrap.dedent(program), str(has_said_so), whole=True)
     out, err = done.communicate()
     assert "StillRunning: rank 0: rank 1 has not joined" in err
     assert out.splitlines() == ["True", "['MainThread']"], out

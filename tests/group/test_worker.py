@@ -585,7 +585,7 @@ if {"never" in name}:  # what cannot be ended is left behind, soon
 
 
 def test_the_interpreter_exits_cleanly(programs):
-    started = {name: programs(ending(name), strict=True) for name in ENDINGS}
+    started = {name: programs(ending(name), strict=True, whole=True) for name in ENDINGS}
     for name, done in started.items():
         with in_case(name):
             assert (done.communicate(), done.returncode) == (("", ""), 0)
