@@ -184,6 +184,15 @@ class Tcp:
     agent: bool = False  # torchrun hosts it already
     space: str = ""  # of the keys, where others' programs may have chosen the same port
 
+    def __post_init__(self) -> None:
+        try:
+            self.host.encode("idna")  # as whoever looks it up does
+        except UnicodeError as error:
+            raise WeftError(
+                f"the rendezvous is to be at {self.where!a}, and {self.host!a} is no name of a "
+                "host: between its dots are 1 to 63 letters, digits and hyphens"
+            ) from error
+
     def open(self, launch: Launch, deadline: float) -> Rendezvous:
         stands_in = launch.rank < 0 and is_here(self.host)  # for rank 0, which it may be
         if not (launch.rank == 0 or stands_in) or self.agent:
