@@ -187,6 +187,9 @@ def test_a_communicator_without_mpi(group):
     elif rank == 0:
         comm.Recv(found, source=2)
         assert found.tolist() == [[2, 5]]
+        comm.Send(sent, dest=MPI.PROC_NULL)  # as a worker at the border of a grid may
+        comm.Recv(found, source=MPI.PROC_NULL)
+        assert found.tolist() == [[2, 5]]
     part = comm.Split(rank == 1, key=-rank)
     assert (part.rank, part.size) == ([1, 0, 0][rank], [2, 1, 2][rank])
     assert MPIPartition(part).grid.ranks == ((1,) if rank == 1 else (2, 0))

@@ -177,15 +177,20 @@ class Communicator:
             _fill(buf, found)
 
     def Send(self, buf: Any, dest: int, tag: int = 0) -> None:
-        """Send an array to one worker, which must call `Recv`. Tags have no effect."""
-        self._to_one(buf, self.rank, dest)
+        """Send an array to one worker, which must call `Recv`; to `PROC_NULL` nothing is sent.
+
+        Tags have no effect.
+        """
+        if integer(dest) != PROC_NULL:
+            self._to_one(buf, self.rank, dest)
 
     def Recv(self, buf: Any, source: int, tag: int = 0) -> None:
         """Fill a buffer with the array that one worker sends, of the same dtype and size.
 
-        Tags have no effect.
+        From `PROC_NULL` nothing comes, and the buffer stays as it is. Tags have no effect.
         """
-        self._to_one(buf, source, self.rank)
+        if integer(source) != PROC_NULL:
+            self._to_one(buf, source, self.rank)
 
     def gather(self, sendobj: Any, root: int = 0) -> list[Any] | None:
         """The objects of all workers, in rank order, on the root; None on the others.
