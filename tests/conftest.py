@@ -416,7 +416,7 @@ def mpirun(
                     data, files, _, _ = socket.recv_fds(rank, 1 << 20, 3)
                 asked = json.loads(data)
                 script, *asked["arguments"] = asked["arguments"]
-                asked.update(source=Path(script).read_text(), strict=True, whole=False)
+                asked.update(source=Path(script).read_text(), strict=True, whole=True)
                 environment = asked["environment"]
                 for folder in environment.get("LD_LIBRARY_PATH", "").split(os.pathsep):
                     # which a fork does not look at, for it has begun

@@ -66,6 +66,7 @@ if __name__ == "__main__":  # and not where pytest looks for examples
     import weft.bootstrap.preload  # noqa: F401
 
     gc.freeze()
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # or nobody could wait for a program
     with socket.socket(fileno=0) as requests:
         asked = next_request(requests)
     if asked is not None:  # and end as any program does
@@ -75,18 +76,20 @@ if __name__ == "__main__":  # and not where pytest looks for examples
         for number, file in enumerate([nothing, *files[:2]]):
             os.dup2(file, number)
         for file in (nothing, *files):
-            os.close(file)
+            if file > 2:
+                os.close(file)
         os.environ.clear()
         os.environ.update(request["environment"])
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
         faulthandler.register(signal.SIGRTMAX)  # says where all threads are
         if not request["whole"]:
             # behind Python, and before the destructors of libraries
-            libc = ctypes.CDLL(None)
-            libc.on_exit(libc._exit, None)
+            c = ctypes.CDLL(None)
+            c.on_exit(c._exit, None)
+            del c
         sys.argv, sys.path[0] = ["-c", *request["arguments"]], ""
         if request["strict"]:
             warnings.simplefilter("error")
         source = request["source"]
         del requests, request, asked, files, file, nothing, number
-        exec(compile(source, "<string>", "exec"))
+        exec(compile(source, "<string>", "exec", dont_inherit=True))

@@ -128,13 +128,17 @@ def test_a_rank_that_has_not_come_is_told_of_once(programs, tmp_path, port, late
     start = tmp_path / "start"
     start.mkdir()
     here = [rank for rank in range(3) if rank != late]
-    ranks = [programs(source, place, str(start), env={**env, "RANK": str(rank)}) for rank in here]
+    ranks = [
+        programs(source, place, str(start), env={**env, "RANK": str(rank)}, whole=True)
+        for rank in here
+    ]
     assert soon(lambda: all((start / str(rank)).exists() for rank in here))
     (start / "go").touch()
     for rank, program in zip(here, ranks, strict=True):
         line = soon(Path(f"/proc/{program.pid}/fd/2").read_text)
         assert line.startswith(f"weft: rank {rank} has waited for ") and said in line
-    ranks.append(programs(source, place, str(start), env={**env, "RANK": str(late)}))
+    env["RANK"] = str(late)
+    ranks.append(programs(source, place, str(start), env=env, whole=True))
     told = [program.communicate()[1].count(said) for program in ranks]
     assert told == [1, 1, 0] and [program.returncode for program in ranks] == [0, 0, 0]
 

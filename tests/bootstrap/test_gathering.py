@@ -279,6 +279,6 @@ def test_a_process_ends_well_while_the_silent_host_of_its_store_is_killed(
     programs: Programs, host: tuple[int, int]
 ) -> None:
     pid, port = host
-    finder = programs(FOUND_SILENT, str(port), str(pid))
+    finder = programs(FOUND_SILENT, str(port), str(pid), whole=True)
     said = finder.communicate()
     assert finder.returncode == 0, said

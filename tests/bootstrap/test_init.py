@@ -560,7 +560,8 @@ ranks("a group")
 
 
 def test_forked_processes_may_be_ranks_unless_their_parent_is_in_a_group(programs, tmp_path):
-    said, errors = programs(FORKS, str(tmp_path), env={**os.environ, **QUICK}).communicate()
+    program = programs(FORKS, str(tmp_path), env={**os.environ, **QUICK}, whole=True)
+    said, errors = program.communicate()
     assert said.split() == ["2", "2", "3", "3"] * 2, errors
 
 

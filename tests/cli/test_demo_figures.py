@@ -153,11 +153,11 @@ def test_a_pipe_gets_a_line_for_a_tenth_of_the_steps_with_all_figures() -> None:
             told(shown, weft, first, first + 2)
             if first < 6:
                 told(shown, torch, first, first + 2)
-        shown.say("a word in the end")
+        shown.say("a word [in] the end")
     first, *lines, last = written(out).strip().splitlines()
     assert first == "training 40 steps, ranks 2, in turns: weft, PyTorch sparse"
     of_weft = [line for line in lines if line.startswith("weft ")]
-    assert len(of_weft) == 10 and last == "a word in the end"
+    assert len(of_weft) == 10 and last == "a word [in] the end"
     assert "step     4  loss 3.9250      95,238 pairs/s  step  21.0 ms" in of_weft[0]
     assert "for sums  8.00 ms  rows 1,000 of union 2,500  split" in of_weft[0]
     of_torch = [line for line in lines if line.startswith("PyTorch sparse ")]

@@ -110,10 +110,11 @@ def told(programs, tmp_path):
     `told.begin(how)` starts both, for a test that looks at several ways at the same time.
     """
 
-    def begin(how, timeout=LONG):
+    def begin(how, timeout=LONG, whole=False):
         right = {**os.environ, "WORLD_SIZE": "2", "TMPDIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
         given = str(tmp_path / f"place of {how}"), how, str(timeout)
-        return [programs(RANK, *given, env={**right, "RANK": str(rank)}) for rank in range(2)]
+        envs = [{**right, "RANK": str(rank)} for rank in range(2)]
+        return [programs(RANK, *given, env=env, whole=whole) for env in envs]
 
     def told(how, timeout=LONG, ends=None, ranks=None):
         ranks = ranks or begin(how, timeout)
@@ -156,7 +157,7 @@ ENDS = [
 
 
 def test_how_a_rank_ends_is_its_own_and_the_others_are_told(told):
-    started = [told.begin(how) for how, _, _ in ENDS]
+    started = [told.begin(how, whole=True) for how, _, _ in ENDS]
     for (how, ends, why), ranks in zip(ENDS, started, strict=True):
         assert why in told(how, ends=ends, ranks=ranks)
 

@@ -151,7 +151,7 @@ def test_ranks_of_one_host_meet_in_a_private_folder(launch: Launch, private: Pat
         (None, {**MASTER, "MASTER_PORT": "x"}, "MASTER_PORT='x', which is no port"),
         (None, {**MASTER, "MASTER_ADDR": "a..b"}, "at 'a..b:29500', and 'a..b' is no name of a"),
         (None, {**MASTER, "MASTER_ADDR": "\udcff"}, r"'\\udcff' is no name of a host"),
-        (f"tcp://{'n' * 64}:1", {}, "is no name of a host: between its dots are 1 to 63 letters"),
+        (f"tcp://{'n' * 64}:1", {}, "is no name of a host: pass that of rank 0's, whose parts"),
     ],
 )
 def test_places_that_are_none(url: str | None, env: dict[str, str], complaint: str) -> None:

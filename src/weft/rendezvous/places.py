@@ -190,7 +190,7 @@ class Tcp:
         except UnicodeError as error:
             raise WeftError(
                 f"the rendezvous is to be at {self.where!a}, and {self.host!a} is no name of a "
-                "host: between its dots are 1 to 63 letters, digits and hyphens"
+                "host: pass that of rank 0's, whose parts have 1 to 63 characters, or its address"
             ) from error
 
     def open(self, launch: Launch, deadline: float) -> Rendezvous:
