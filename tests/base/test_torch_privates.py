@@ -143,6 +143,7 @@ def test_process_groups(lacks: bool, tmp_path: Path, monkeypatch: pytest.MonkeyP
     if lacks:
         monkeypatch.delattr(distributed_c10d, "_resolve_process_group")
         monkeypatch.delattr(distributed_c10d, "_get_process_group_store")
+        without(monkeypatch, "_set_timeout")
     with pytest.raises(KeyError):
         group_named("no such group")
     store = dist.FileStore(str(tmp_path / "store"), 1)
@@ -160,6 +161,9 @@ def test_process_groups(lacks: bool, tmp_path: Path, monkeypatch: pytest.MonkeyP
         found.set("a key", "there")
         assert found.get("a key") == b"there"
         assert timeout_of(world) == 77
+        _torch.set_timeout(world, 7.0)  # and torch warns of nothing
+        assert timeout_of(world) == (77 if lacks else 7)
+        assert _torch.can_set_timeout() != lacks
     finally:
         dist.destroy_process_group()
     assert store_of(world) is None

@@ -442,14 +442,19 @@ def default_timeout() -> float:
 
 def set_timeout(group: dist.ProcessGroup, seconds: float) -> None:
     """Let operations of a group last so long; of gloo's and NCCL's, where torch can set it."""
-    setter = getattr(distributed_c10d, "_set_pg_timeout", None)
-    if setter is not None:
-        setter(timedelta(seconds=seconds), group)
+    if _set_timeout is not None:
+        _set_timeout(timedelta(seconds=seconds), group)
 
 
 def can_set_timeout() -> bool:
     """Whether `set_timeout` does anything in this release of torch."""
-    return hasattr(distributed_c10d, "_set_pg_timeout")
+    return _set_timeout is not None
+
+
+# the first since torch 2.15, which warns of the other one
+_set_timeout = _private("distributed.set_timeout") or _private(
+    "distributed.distributed_c10d._set_pg_timeout"
+)
 
 
 def backend_base() -> Any:
