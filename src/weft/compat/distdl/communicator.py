@@ -181,16 +181,14 @@ class Communicator:
 
         Tags have no effect.
         """
-        if integer(dest) != PROC_NULL:
-            self._to_one(buf, self.rank, dest)
+        self._to_one(buf, self.rank, dest)
 
     def Recv(self, buf: Any, source: int, tag: int = 0) -> None:
         """Fill a buffer with the array that one worker sends, of the same dtype and size.
 
         From `PROC_NULL` nothing comes, and the buffer stays as it is. Tags have no effect.
         """
-        if integer(source) != PROC_NULL:
-            self._to_one(buf, source, self.rank)
+        self._to_one(buf, source, self.rank)
 
     def gather(self, sendobj: Any, root: int = 0) -> list[Any] | None:
         """The objects of all workers, in rank order, on the root; None on the others.
@@ -281,6 +279,8 @@ class Communicator:
     def _to_one(self, buf: Any, source: int, dest: int) -> None:
         """Fill the buffer of one worker with the array of another."""
         other = integer(dest if self.rank == source else source)
+        if other == PROC_NULL:
+            return
         pair = [self.rank]  # who alone hears of it, if the other is no worker
         if other is not None and 0 <= other < self.size:
             pair = sorted({self.rank, other})
