@@ -30,9 +30,9 @@ unexport PYTHONDONTWRITEBYTECODE
 demo: $(VENV)/base
 	$(BIN)/weft demo
 
-# Tests mostly wait, for processes that start and for deadlines: five at once fill two cores.
+# Tests mostly wait, for processes that start and for deadlines: six at once fill two cores.
 test: $(VENV)/test
-	$(BIN)/python -m pytest -q -n 5 --dist worksteal $(TESTS)
+	$(BIN)/python -m pytest -q -n 6 --dist worksteal $(TESTS)
 
 # All examples, or EXAMPLES, by the commands that their READMEs name, with weft installed as users
 # install it.
