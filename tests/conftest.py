@@ -65,8 +65,6 @@ local.PRELOAD += [
     "weft.nn",
     "weft.testing.cases",
 ]
-if sys.platform.startswith("linux"):
-    local.PRELOAD.append("tests.large_pages")  # found where `python -m pytest` began
 
 # No deadline for one example: a machine that is busy with other things is no defect.
 settings.register_profile("weft", deadline=None, print_blob=True)

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import torch.distributed
 
-import weft  # noqa: F401  # what it is for
+import weft  # what it is for
 
 
 def next_request(requests: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
@@ -69,7 +69,7 @@ def end_with_python() -> None:
 
 
 if __name__ == "__main__":  # and not where pytest looks for examples
-    import large_pages  # noqa: F401
+    import weft.bootstrap.preload  # noqa: F401
 
     gc.freeze()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # or nobody could wait for a program

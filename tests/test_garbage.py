@@ -152,6 +152,6 @@ def test_who_sends_garbage_is_named_by_all(way, what):
 def test_spoilt_bytes_are_read_or_refused():
     """By all decoders, alone and in whole calls; the program also runs as long as one likes."""
     line = [sys.executable, str(Path(__file__).parents[1] / "tools" / "fuzz_decoders.py")]
-    line += ["--executions", "1000"]
+    line += ["--executions", "2000"]
     done = subprocess.run(line, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -29,7 +29,13 @@ IN_ORDER = ("gather", "holders", "mask", "split", "sparse_reduce")
 HOSTS = ("aaaa", "abcd", "aabb", "abbb")
 SOME_HOSTS = HOSTS[1:3]  # for what takes a second each
 PAIRS = "aabb"
-OF_OTHER_SIZES = {"abb": "exact", "aabbccd": "in rounds", "abcdefgh": "exact"}
+OF_OTHER_SIZES = {
+    "ab": "in rounds",
+    "abb": "exact",
+    "aabbccd": "in rounds",
+    "aaaabbbb": "in rounds",
+    "abcdefgh": "exact",
+}
 RATE = 16  # of middling chunks
 LOW, HIGH = 10, 40  # of the smallest and the largest
 
