@@ -69,7 +69,7 @@ def end_with_python() -> None:
 
 
 if __name__ == "__main__":  # and not where pytest looks for examples
-    import weft.bootstrap.preload  # noqa: F401
+    import weft.bootstrap.preload  # noqa: F401  # once, and not in each program
 
     gc.freeze()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # or nobody could wait for a program
