@@ -78,6 +78,7 @@ dist.all_reduce(total)
 rows = torch.sparse_coo_tensor([[rank]], torch.ones(1), (2,), check_invariants=True)
 dist.all_reduce(rows)
 print(total.item(), rows.to_dense().tolist())
+dist.all_reduce(torch.ones(1), async_op=True)  # gloo's thread aborts the process if it ends last
 """
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import queue
 
 import numpy as np
@@ -104,6 +105,31 @@ def test_the_communication_thread_runs_tasks_in_order(group):
     assert kept == [0, 1, 2, 3]
     with pytest.raises(queue.Empty):
         sar.comm.comm_thread.get_result(block=False)
+
+
+SUBMITS = """
+import threading, time, torch
+from weft.compat import sar
+
+begun = threading.Event()
+
+def runs():
+    begun.set()
+    until = time.monotonic() + 0.2
+    while time.monotonic() < until:
+        torch.ones(100_000).sum()
+    print("ran")
+
+sar.comm.comm_thread.submit_task("runs", runs)
+begun.wait()
+"""
+
+
+def test_a_program_may_end_while_a_task_runs(programs):
+    """C++ cannot take the GIL once the interpreter ends: it would abort the process."""
+    program = programs(SUBMITS, env={**os.environ, "OMP_NUM_THREADS": "1"}, whole=True)
+    assert program.communicate() == ("ran\n", "")
+    assert program.returncode == 0
 
 
 @spmd(1, 2, 3, 4)

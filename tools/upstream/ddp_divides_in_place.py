@@ -21,3 +21,5 @@ for factor in (None, 1):
     parallel(index, factor).backward()
     part = (model[0].weight.grad * dist.get_world_size() / mean).mean()
     print(f"{'a gradient of its own' if factor else 'a shared gradient'}: {part:.1f} of the mean")
+
+dist.destroy_process_group()  # or its threads may abort the process as Python ends

@@ -20,3 +20,5 @@ with weft.init() as group:
     assert gradient.indices().tolist() == [[7, *(100 + rank for rank in range(group.size))]]
     assert gradient.values()[:, 0].tolist() == [2.0] + [1.0 / group.size] * group.size
     print(f"rank {group.rank}: the mean of {gradient.values().shape[0]} rows, on {device.type}")
+if torch.cuda.is_available():
+    torch.distributed.destroy_process_group()

@@ -18,3 +18,5 @@ mine = parts.sum(0)
 assert torch.equal(whole, torch.cat([torch.full((n,), float(r)) for r, n in enumerate(lengths)]))
 assert torch.equal(mine, size * shard)
 print(f"rank {rank}: gathered {whole.numel()}, summed {mine.numel()}")
+
+dist.destroy_process_group()  # or its threads may abort the process as Python ends

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import queue
 import threading
@@ -16,12 +17,16 @@ from weft.bootstrap import TIMEOUT
 
 from ..arguments import default
 
+_GRACE = 1.0  # seconds that a task gets to finish at exit
+
 
 class CommThread:
     """A thread that runs tasks in the order in which they were submitted.
 
     All ranks must call collectives of a group in the same order. This holds for those in tasks and
     those that the program itself calls meanwhile, together.
+
+    At exit a task that runs has a second to finish; those that have not begun are dropped.
 
     Attributes:
         task_queue: tasks that have not begun.
@@ -38,6 +43,7 @@ class CommThread:
         self.task_queue: queue.SimpleQueue[tuple[str, Callable[[], Any]]] = queue.SimpleQueue()
         self.result_queue: queue.SimpleQueue[Future[Any]] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._goes_on = True
 
     def submit_task(self, task_id: str, task: Callable[[], Any]) -> None:
         """Queue a task; it runs when those before it have ended. Return at once.
@@ -50,6 +56,7 @@ class CommThread:
             thread = threading.Thread(target=self._run, name="sar comm", daemon=True)
             thread.start()
             self._thread = thread
+            atexit.register(self._end)
         self.task_queue.put((task_id, task))
 
     def get_result(self, block: bool = True) -> Any:
@@ -78,7 +85,7 @@ class CommThread:
         raise StillRunning(f"no task has ended within {seconds:g} s: wait again")
 
     def _run(self) -> None:
-        while True:
+        while self._goes_on:
             _, task = self.task_queue.get()
             ended: Future[Any] = Future()
             try:
@@ -87,6 +94,13 @@ class CommThread:
                 ended.set_exception(error)
             if ended.exception() is not None or ended.result() is not None:
                 self.result_queue.put(ended)
+
+    def _end(self) -> None:
+        """Wait for the task that runs: in torch's code it aborts the process as Python ends."""
+        assert self._thread is not None
+        self._goes_on = False
+        self.task_queue.put(("wakes the thread", lambda: None))
+        self._thread.join(_GRACE)
 
 
 comm_thread = CommThread()
