@@ -280,6 +280,7 @@ def sooner(me, size):
             group = dist.new_group(timeout=timedelta(seconds=60))
             if joined:
                 dist.all_reduce(torch.ones(1), group=group)
+                dist.all_reduce(torch.ones(1))  # until all are through that
             dist.set_timeout(timedelta(seconds=0.5), group)
             if me == 0:
                 with pytest.raises(weft.WireError, match=r" the timeout of 0\.5 s[;:] "):

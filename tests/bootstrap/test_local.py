@@ -369,6 +369,7 @@ def test_an_error_of_the_listener_ends_the_ranks_and_what_they_started_though_bo
     assert gone(pids)
 
 
+@pytest.mark.usefixtures("unhurried")
 def test_an_open_init_is_shut_down_for_a_rank() -> None:
     told: list[object] = []
     local.launch(2, initialised, on_message=lambda *message: told.append(message))

@@ -131,10 +131,9 @@ def losing_its_last_rank(where: str) -> None:
             dies = cut.table if where == "the table" else cut.dense
             hooked: Any = dies
             hooked.register_full_backward_pre_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL))
-        # whose backward begins with what its forward came to last
-        loss = trained(torch.tensor([1, 2]), where != "the table", True)
         with pytest.raises(weft.WireError) as caught:
-            loss.backward()
+            # whose backward begins with what its forward came to last
+            trained(torch.tensor([1, 2]), where != "the table", True).backward()
         assert caught.value.culprit == group.size - 1
         for lost in (group.check, lambda: cut.table(torch.tensor([1]))):  # both lines are
             with pytest.raises(weft.WireError, match=rf"rank {group.size - 1} died"):

@@ -363,7 +363,9 @@ def dies_with_a_child(folder):
     register_wire("socket", with_a_socket)
     with weft.init(wire="socket", timeout=300) as group:
         weft.barrier()
+        payloads = group.on(CPU).wire
         if group.rank == 1:
+            payloads.socket.recv(1)  # rank 0 is through the barrier
             is_there, tells = os.pipe()
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", DeprecationWarning)  # this process has threads
@@ -375,7 +377,7 @@ def dies_with_a_child(folder):
                 os._exit(0)
             os.read(is_there, 1)  # with which it has let go of what it must
             os.kill(os.getpid(), signal.SIGKILL)
-        payloads = group.on(CPU).wire
+        payloads.socket.sendall(b".")
         payloads.socket.settimeout(patient(10))
         end = payloads.socket.recv(1)
         (folder / "end").write_bytes(end or b"the connection has ended")

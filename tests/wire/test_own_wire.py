@@ -234,7 +234,9 @@ def in_place_of(replaced, factory):
     with weft.init(timeout=30, wire="torch") as group:
         weft.barrier()
         between = f" {group.rank}-{1 - group.rank}"
-        return [each.name for each in threading.enumerate() if each.name.endswith(between)]
+        found = [each.name for each in threading.enumerate() if each.name.endswith(between)]
+        weft.barrier()  # they end when the peer leaves
+    return found
 
 
 def test_control_links_go_by_what_a_wire_is_and_not_by_its_name():

@@ -260,22 +260,21 @@ def test_a_receive_that_never_came_keeps_no_segment_of_a_closed_wire():
 
 def sums_while_pages_are_locked(when):
     """The last rank has all its memory locked from those calls on, until the next but one."""
-    libc, kept = ctypes.CDLL(None, use_errno=True), []
+    libc, kept, refused = ctypes.CDLL(None, use_errno=True), [], ""
     shm.ROOM = 64 << 20  # which is taken when it is locked, on all ranks
     with weft.init() as group:
         for call in range(8):
-            if (
-                group.rank == group.size - 1 and call in when and libc.mlockall(1 | 2)
-            ):  # with future
-                return os.strerror(ctypes.get_errno())
-            if group.rank == group.size - 1 and call - 2 in when:
+            is_last = group.rank == group.size - 1
+            if is_last and call in when and libc.mlockall(1 | 2):  # with future
+                refused = os.strerror(ctypes.get_errno())
+            if is_last and call - 2 in when:
                 libc.munlockall()
             rows = torch.arange(20_000) * (call + 1), torch.full((20_000, 64), group.rank + call)
             kept.append(weft.sparse_all_reduce(rows, algorithm=("split", "gather")[call % 2]))
             for number, (indices, values) in enumerate(kept):
                 assert indices.equal(torch.arange(20_000) * (number + 1))
                 assert bool((values == sum(range(group.size)) + group.size * number).all())
-    return ""
+    return refused
 
 
 @pytest.mark.parametrize("when", [(0,), (1, 4), (7,)], ids=["before", "between", "after"])

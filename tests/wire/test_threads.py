@@ -194,11 +194,14 @@ def scribbles(group):
     peer = 1 - group.rank
     pending = group.post([(peer, torch.zeros(4))], [(peer, 16)])
     view = pending.wait()[0]
-    if group.rank == 1:
-        view.fill_(1)
-        with pytest.raises(WireError, match="rank 1: received bytes were written to") as caught:
-            pending.release()
-        assert caught.value.culprit == 1
+    if group.rank == 0:
+        group.post([(1, torch.zeros(1))])
+        return
+    group.post((), [(0, 4)]).wait()  # what follows would end a wait of rank 0
+    view.fill_(1)
+    with pytest.raises(WireError, match="rank 1: received bytes were written to") as caught:
+        pending.release()
+    assert caught.value.culprit == 1
 
 
 def test_who_writes_to_what_it_received_is_told():

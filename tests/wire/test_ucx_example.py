@@ -86,7 +86,10 @@ def test_nothing_is_written_after_an_abort_though_the_sender_was_frozen(run):
 def dies_and_leaves_a_child(wire):
     """Rank 1 is killed; a process that it has forked lives on, in a session of its own."""
     wire.post([(1 - wire.rank, torch.ones(1))], [(1 - wire.rank, 8)]).wait(patient(10))
-    if wire.rank == 1:
+    if wire.rank == 0:
+        wire.post([(1, torch.ones(1))])
+    else:
+        wire.post((), [(0, 8)]).wait(patient(10))  # rank 0 has its message
         reads, writes = os.pipe()
         if os.fork() == 0:
             os.setsid()  # else the launcher ends it with its parent

@@ -28,6 +28,7 @@ from ..base.arguments import in_words, limit_of_wait
 from ..base.devices import Aside
 from ..base.errors import Error, StillRunning, WeftError, WireError, entry
 from ..base.latch import LOOK, Latch, deadline_of
+from ..base.pace import patient
 from ..failure.verdict import REMEMBERED, Entered
 from ..records import listeners, recorder
 from ..records.traffic import Traffic
@@ -276,7 +277,7 @@ class Worker:
                 a WireError.
         """
         if self._lost:
-            grace = _GRACE
+            grace = patient(_GRACE)
         self._tell_of_lost()  # before: what calls raise because the group ends is no news
         self._is_break_known = True
         self._stopped = True
@@ -660,4 +661,4 @@ def _stop_all() -> None:
     for reference in _running.keyrefs():  # before the interpreter ends under their threads
         worker = reference()
         if worker is not None:
-            worker.stop(_GRACE)
+            worker.stop(patient(_GRACE))

@@ -13,6 +13,7 @@ from typing import Any
 
 from weft import StillRunning
 from weft.base.latch import NAP
+from weft.base.pace import patient
 from weft.bootstrap import TIMEOUT
 
 from ..arguments import default
@@ -100,7 +101,7 @@ class CommThread:
         assert self._thread is not None
         self._goes_on = False
         self.task_queue.put(("wakes the thread", lambda: None))
-        self._thread.join(_GRACE)
+        self._thread.join(patient(_GRACE))
 
 
 comm_thread = CommThread()
