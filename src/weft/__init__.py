@@ -28,7 +28,6 @@ if _typing.TYPE_CHECKING:
     from .ddp.sync import sync_sparsified
     from .group.group import Group
     from .group.worker import Work
-    from .nn import plan
     from .nn.partition import Partition
     from .records.listeners import CallStats, on_call
     from .sparse import (
@@ -73,7 +72,6 @@ __all__ = [
     "nn",
     "on_call",
     "overlap_grads",
-    "plan",
     "register_wire",
     "remote_rows",
     "schedules",
@@ -93,7 +91,6 @@ __all__ = [
 ]
 
 _ROOMS = ("ddp", "kernels", "nn", "schedules", "sparse", "testing", "trainers", "wire")
-_MODULES = {**{name: name for name in _ROOMS}, "plan": "nn.plan"}
 _HOMES = {
     "Partition": "nn.partition",
     "Rows": "sparse.rows",
@@ -119,8 +116,8 @@ _backend.register()  # names for torch.distributed.init_process_group, and nothi
 def __getattr__(name: str) -> _typing.Any:
     if name not in __all__:
         raise AttributeError(f"module 'weft' has no attribute {name!r}")
-    if name in _MODULES:
-        return _importlib.import_module(f".{_MODULES[name]}", __name__)
+    if name in _ROOMS:
+        return _importlib.import_module(f".{name}", __name__)
     home = _importlib.import_module(f".{_HOMES.get(name, 'sparse')}", __name__)
     found = globals()[name] = getattr(home, name)
     return found

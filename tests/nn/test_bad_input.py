@@ -172,7 +172,6 @@ def test_grids_and_shapes_that_are_none(group):
         (lambda: P((1, 3)).rank_at(0), r"has no cell \(0,\)"),
         (lambda: P(3).rank_at("x"), "rank_at: index is 'x': pass integers"),
         (lambda: P(3).rank_at((0.5,)), r"rank_at: index is \(0.5,\): pass integers"),
-        (lambda: P(3).neighbour(0, "x"), "neighbour: step is 'x': pass integers"),
         (lambda: P((1, 3)).lengths(5), r"cuts dimensions that a tensor of shape \(5,\) does not"),
         (lambda: P(3).lengths("ab"), "lengths: shape is 'ab': pass integers"),
         (lambda: P(3).boxes((-3,)), r"lengths: shape is \(-3,\): lengths are at least 0"),

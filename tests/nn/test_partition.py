@@ -24,11 +24,9 @@ def test_who_is_where(group):
     assert grid.active == (group.rank in (0, 1, 3, 5))
     assert grid.rank_at((1, 0)) == grid.rank_at((-1, -2)) == 3
     if group.rank == 5:
-        assert (grid.neighbour(0), grid.neighbour(1), grid.neighbour(0, -1)) == (3, 0, None)
-        assert grid.neighbour(-1, -1, periodic=True) == 0
         assert grid.keep(0).ranks == (5, 3) and grid.keep((1, 0)).ranks == (5, 3, 0, 1)
     if group.rank == 2:
-        assert grid.neighbour(0) is None and not grid.keep(1).active
+        assert not grid.keep(1).active
     if group.rank == 1:
         assert grid.keep(1) == P(2, ranks=[3, 1]) and grid.keep(()).ranks == (1,)
 

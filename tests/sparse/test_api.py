@@ -239,7 +239,10 @@ def test_explain_says_what_will_run(group):
         if group.size > 1:
             assert all(name in text for name in ALGORITHMS)
             assert text.count("chosen") == 1
-            assert said.lines[0].verdict == "chosen"  # a reader finds it first
+            verdicts = [line.verdict for line in said.lines]
+            assert verdicts[0] == "chosen"  # a reader finds it first
+            is_ruled_out = [each.startswith("ruled out") for each in verdicts]
+            assert is_ruled_out == sorted(is_ruled_out)  # and what cannot run, last
         else:
             assert text.endswith("nothing is sent: the group has one rank")
 

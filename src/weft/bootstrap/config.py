@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from .. import kernels
-from ..base import notebook, watch
+from ..base import watch
 from ..base.errors import WeftError, nearest
 from ..group import choice
 from ..group.group import Group
@@ -87,11 +87,6 @@ class Config:
         return "\n".join(
             f"{each.name:{names}}  {each.value:{values}}  {each.source}" for each in self.settings
         )
-
-    def _repr_html_(self) -> str:
-        """The same in a notebook."""
-        rows = [(each.name, each.value, each.source) for each in self.settings]
-        return notebook.table(("", "in force", "from"), rows, left=range(3))
 
 
 def unknown_variables(env: Mapping[str, str]) -> dict[str, str | None]:

@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..base import notebook
 from ..base.errors import WeftError, entry
 from ..base.tensors import Shape
 from ..group import default
@@ -192,25 +191,6 @@ class Partition:
                 return int(self._array[index])
         raise WeftError(f"a grid of {self.shape} has no cell {index}")
 
-    def neighbour(self, dim: int, step: int = 1, *, periodic: bool = False) -> int | None:
-        """The rank `step` cells further along a dimension; None beyond the edge, or if inactive.
-
-        Example:
-            >>> from weft.testing import run
-            >>> run(3, lambda group: Partition(3).neighbour(0))
-            [1, 2, None]
-        """
-        (dim,) = normal_dims(dim, self.dim)
-        (step,) = integers("neighbour", "step", step)
-        if self.index is None:
-            return None
-        at, extent = self.index[dim] + step, self.shape[dim]
-        if periodic:
-            at %= extent
-        if not 0 <= at < extent:
-            return None
-        return self.rank_at((*self.index[:dim], at, *self.index[dim + 1 :]))
-
     # other grids
 
     def subset(self, positions: Sequence[int]) -> Partition:
@@ -328,14 +308,6 @@ class Partition:
     def __repr__(self) -> str:
         """The ranks, as they stand in the grid."""
         return f"Partition({self.brief})\n{self._array}"
-
-    def _repr_html_(self) -> str:
-        """The same in a notebook: a cell for each rank, up to two dimensions."""
-        if self._array.ndim > 2:
-            return notebook.preformatted(repr(self))
-        rows = self._array.reshape(-1, self._array.shape[-1] if self._array.ndim else 1).tolist()
-        head = notebook.paragraphs([f"Partition({self.brief})"])
-        return f"{head}\n{notebook.table((), rows, left=())}"
 
     @property
     def brief(self) -> str:

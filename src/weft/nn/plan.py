@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Hint", "Local", "Move", "Piece", "Plan", "Side", "Write", "between"]
 
-Hint = Literal["all_gather", "reduce_scatter", "all_reduce", "broadcast", "sum_reduce"]
+Hint = Literal["all_reduce", "broadcast", "sum_reduce"]
 """The collectives that can do what a plan does."""
 
 
@@ -174,19 +174,13 @@ class Plan:
             return None
         if self.have.pieces[0].sheet != self.want.pieces[0].sheet:
             return None
-        here, there = set(have.values()), set(want.values())
-        same_ranks = have.keys() == want.keys()
-        if here == there and len(here) == 1:
-            if len(have) == 1:
-                return "broadcast"
-            if len(want) == 1:
-                return "sum_reduce"
-            return "all_reduce" if same_ranks else None
-        if same_ranks and len(there) == 1 and _tile(list(have.values()), *there):
-            return "all_gather"
-        if same_ranks and len(here) == 1 and _tile(list(want.values()), *here):
-            return "reduce_scatter"
-        return None
+        if len({*have.values(), *want.values()}) > 1:
+            return None
+        if len(have) == 1:
+            return "broadcast"
+        if len(want) == 1:
+            return "sum_reduce"
+        return "all_reduce" if have.keys() == want.keys() else None
 
     def draw(self, title: str | None = None) -> Figure:
         """A picture of who holds what, and who gets what from whom.
@@ -300,13 +294,6 @@ def _lies_in(piece: Piece, shape: Shape) -> bool:
     ends = [at + extent for at, extent in zip(piece.at, extents, strict=True)]
     fits = all(end <= length for end, length in zip(ends, shape, strict=True))
     return _are_lengths(piece.at) and _are_lengths(extents) and fits
-
-
-def _tile(parts: list[Box], everything: Box) -> bool:
-    """Whether the parts make up everything, each place once."""
-    left = _without([everything], parts)
-    once = sum(part.volume for part in parts) == everything.volume
-    return once and not any(each.volume for each in left)
 
 
 def _without(found: list[Box], others: Iterable[Box]) -> list[Box]:

@@ -1,4 +1,4 @@
-"""What a call would run, and why: the table of all algorithms, as text and in a notebook.
+"""What a call would run, and why: the table of all algorithms, as text.
 
 `explanation` makes it of a call's sizes. `together` and `after_stating` are for lists of tables,
 which may take several calls.
@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ..base import notebook
 from ..call.combining import opening_rounds
 from .choose import Line, chosen, is_eager, why_not
 from .registry import ALGORITHMS, ALONE, EAGER
@@ -156,20 +155,6 @@ class Explanation:
         return "\n".join([*self._head, *text])
 
     __repr__ = __str__
-
-    def _repr_html_(self) -> str:
-        """The same in a notebook."""
-        head = notebook.paragraphs(self._head)
-        if self.calls:
-            return "\n".join([head, *(call._repr_html_() for call in self.calls)])
-        if not self.lines:
-            return head
-        rows = [line.cells for line in self.lines]
-        bold = [place for place, line in enumerate(self.lines) if line.verdict == _CHOSEN]
-        faint = [
-            place for place, line in enumerate(self.lines) if line.verdict.startswith(_RULED_OUT)
-        ]
-        return f"{head}\n{notebook.table(_TITLES, rows, left=(0, 5), bold=bold, faint=faint)}"
 
 
 def explanation(sizes: Sizes, algorithm: str, index_bytes: int, carrier: str = "") -> Explanation:
