@@ -1,4 +1,4 @@
-"""What holds for all tests: one thread a rank, and contracts whose asserts explain themselves."""
+"""What holds for all tests: one thread a rank, and fixtures that start programs."""
 
 from __future__ import annotations
 
@@ -27,6 +27,12 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
+from hypothesis import settings
+
+from weft.base.pace import patient
+from weft.bootstrap import local
+from weft.wire.interface import Features
 
 # A shell's background job has Ctrl-C ignored, and so would have every process that a test starts.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -41,15 +47,6 @@ os.environ.setdefault("WEFT_TRACEBACK", "1")
 
 # A process that crashes says where.
 os.environ.setdefault("PYTHONFAULTHANDLER", "1")
-
-pytest.register_assert_rewrite("weft.testing.contract")
-
-import torch  # noqa: E402  # after the line above, which must come before weft.testing is imported
-from hypothesis import settings  # noqa: E402
-
-from weft.base.pace import patient  # noqa: E402
-from weft.bootstrap import local  # noqa: E402
-from weft.wire.interface import Features  # noqa: E402
 
 # Ranks share the cores with each other; more threads only make the timing of tests uneven.
 torch.set_num_threads(1)

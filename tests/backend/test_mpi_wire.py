@@ -16,26 +16,12 @@ from weft.base.memory import Pool
 from weft.base.pace import patient
 from weft.rendezvous import mpi as started
 from weft.sparse import ALGORITHMS
-from weft.testing import GroupContract, check_wire, expected, wire_clauses
+from weft.testing import check_wire, expected, wire_clauses
 from weft.testing.clauses import stated
 from weft.testing.wires import NUMBERS
 from weft.wire import Features, mpi
 from weft.wire.factory import Start
 from weft.wire.interface import Failure
-
-CASES = [case.values for case in GroupContract.test_contract.pytestmark[0].args[1]]
-# of what is tried at several sizes: that is the schedules, which the other groups prove
-LARGEST = {body.__name__: (size, body, options) for size, body, options in CASES}
-
-
-class TestMpi(GroupContract):
-    @pytest.fixture
-    def ranks(self, mpi_job):
-        return lambda size, *args, **options: mpi_job(min(size, 4), *args, **options)
-
-    @pytest.mark.parametrize(("size", "body", "options"), LARGEST.values(), ids=LARGEST)
-    def test_contract(self, ranks, size, body, options):
-        super().test_contract(ranks, size, body, options)
 
 
 def on_a_wire(group, body):

@@ -11,32 +11,16 @@ import torch
 import weft
 from weft.base.pace import patient
 from weft.schedules import dense_all_reduce
-from weft.testing import contract, run, spmd
+from weft.testing import run, spmd
 
 CPU = torch.device("cpu")
 
-PAIRS = (contract.channels, contract.shorter, contract.empty, contract.leases)
-ANY = (
-    contract.exchange,
-    contract.keep_order,
-    contract.gather_small,
-    contract.reduce_exactly,
-    contract.reduce_nan,
-    contract.reduce_beside_messages,
-)
 
-
-@spmd(3, 5)
-def test_a_part_does_what_wires_do(group):
-    """Backwards, while a rank that has no part in it looks on."""
-    ranks = list(range(group.size - 2, -1, -1))
-    if group.rank in ranks:
-        part = group.subset(ranks)
-        assert (part.rank, part.size) == (ranks.index(group.rank), len(ranks))
-        for body in (*ANY, *(PAIRS if part.size == 2 else ())):
-            body(part)
-        part.close()
-    contract.exchange(group)
+def exchange(group):
+    """Every rank sends its number to every other one."""
+    sends = [(peer, torch.tensor([group.rank])) for peer in group.peers]
+    got = group.post(sends, [(peer, torch.tensor([-1])) for peer in group.peers]).wait()
+    assert [each.item() for each in got] == group.peers
 
 
 @spmd(5, on=("threads",))
@@ -81,7 +65,7 @@ def test_a_part_of_a_part(group):
     assert (inner is None) == (group.rank in (1, 3))
     if inner is not None:
         assert inner.rank == (2, 4).index(group.rank)
-        contract.exchange(inner)
+        exchange(inner)
 
 
 @spmd(2, on=("threads",))
@@ -93,7 +77,7 @@ def test_a_split_that_one_rank_got_wrong_leaves_the_next_ones_right(group):
         group.split([0, 1]).close()
     part = group.split([1, 0])
     assert part.rank == 1 - group.rank
-    contract.exchange(part)
+    exchange(part)
 
 
 def test_errors_of_a_call_of_some_ranks_name_them_by_their_numbers_among_all():

@@ -18,8 +18,7 @@ what every algorithm promises. `check_wire` tries whether a wire of your own doe
 `weft.wire.Wire` says, on ranks that `ranks_as_processes` or `ranks_as_threads` starts; `make_wires`
 makes all wires of a group in one process. `round_wire` is a wire that carries messages of the CPU
 in rounds, as an accelerator's group does, so that what runs there can be tried. `WireContract` has
-the clauses of `check_wire` as a class of pytest's, and `GroupContract` the tests of the groups that
-programs hold; these two alone need pytest to be imported. All but they and `spmd` work without it.
+the clauses of `check_wire` as a class of pytest's. All but it and `spmd` work without pytest.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -37,11 +36,9 @@ from .wire_processes import ranks_as_processes
 from .wires import check_wire, make_wires, ranks_as_threads
 
 if TYPE_CHECKING:
-    from .contract import GroupContract
     from .wire_contract import WireContract
 
 __all__ = [
-    "GroupContract",
     "Outcome",
     "RankFailure",
     "WireContract",
@@ -62,11 +59,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    # imported at their first use, because they import pytest
-    if name == "GroupContract":
-        from .contract import GroupContract
-
-        return GroupContract
+    # imported at its first use, because it imports pytest
     if name == "WireContract":
         from .wire_contract import WireContract
 
