@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import subprocess
 import sys
 import textwrap
 import threading
@@ -281,3 +282,41 @@ def test_who_pauses_in_a_library_is_named_by_the_line_that_waits(monkeypatch):
     frames = iter([paused.gi_frame, sys._getframe()])
     monkeypatch.setattr(watch, "frame_of", lambda thread: next(frames))
     assert f"{Path(__file__).name}:" in watch.program_line()
+
+
+LOOKS = """
+import gc, os, sys, threading
+from weft.base import watch
+frames, is_enabled, is_over = sys._current_frames, gc.isenabled, threading.Event()
+in_child = []
+def asks():
+    answer = is_enabled()
+    if threading.current_thread() is not threading.main_thread():
+        is_over.wait(60)  # the other look is over before this one does what follows
+    return answer
+def forks():
+    if pid := os.fork():
+        in_child.append(os.waitpid(pid, 0)[1] == 0)
+    else:
+        os._exit(0 if is_enabled() else 1)
+others = [threading.Thread(target=each) for each in (lambda: watch.frame_of(1), forks)]
+def while_others_look_and_fork():
+    if threading.current_thread() is threading.main_thread():
+        for each in others:
+            each.start()
+            each.join(0.2)  # it has begun, or waits until this look is over
+    return frames()
+gc.isenabled, sys._current_frames = asks, while_others_look_and_fork
+watch.frame_of(1)
+is_over.set()
+for each in others:
+    each.join()
+print(in_child, is_enabled())
+"""
+
+
+def test_threads_that_look_at_once_leave_the_garbage_collector_on():
+    """Who looks meanwhile would take it that the program had turned it off; so would a fork."""
+    line = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", LOOKS]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout.strip() == "[True] True", done.stderr

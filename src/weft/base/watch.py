@@ -29,6 +29,13 @@ _PYTHON = os.path.join(sysconfig.get_path("stdlib"), "")
 # frame of a generator that has yielded by then does not say who called it.
 _LOOKS = 3
 
+# Held while the collector is off: who looks meanwhile would take that for the program's wish, and
+# turn it off again for good. A process that is forked meanwhile would never turn it on.
+_looking = threading.RLock()
+os.register_at_fork(
+    before=_looking.acquire, after_in_parent=_looking.release, after_in_child=_looking.release
+)
+
 _seconds_of_program: float | None = None  # what `weft.init(watch=)` said; None: nothing
 
 
@@ -89,13 +96,14 @@ def frame_of(thread: int | None) -> FrameType | None:
     A collection of garbage meanwhile may lock Python 3.11 up (python/cpython#106883): it runs
     finalizers while no thread can begin.
     """
-    is_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        return sys._current_frames().get(thread or 0)
-    finally:
-        if is_enabled:
-            gc.enable()
+    with _looking:
+        is_enabled = gc.isenabled()
+        gc.disable()
+        try:
+            return sys._current_frames().get(thread or 0)
+        finally:
+            if is_enabled:
+                gc.enable()
 
 
 def _is_library(file: str) -> bool:
