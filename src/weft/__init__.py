@@ -29,7 +29,8 @@ if _typing.TYPE_CHECKING:
     from .group.group import Group
     from .group.worker import Work
     from .nn.partition import Partition
-    from .records.listeners import CallStats, on_call
+    from .records.calls import CallStats
+    from .records.listeners import on_call
     from .sparse import (
         algorithm,
         explain,
@@ -100,7 +101,8 @@ _HOMES = {
     "sync_sparsified": "ddp.sync",
     **dict.fromkeys(("Error", "StillRunning", "WeftError", "WireError"), "base.errors"),
     **dict.fromkeys(("config", "init", "shutdown"), "bootstrap.init"),
-    **dict.fromkeys(("CallStats", "on_call"), "records.listeners"),
+    "CallStats": "records.calls",
+    "on_call": "records.listeners",
     "Config": "bootstrap.config",
     "Work": "group.worker",
     **dict.fromkeys(("all_reduce", "all_to_all", "attempt", "barrier", "exchange"), "comm"),

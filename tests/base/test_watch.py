@@ -1,9 +1,8 @@
-"""A rank that keeps others waiting, as they tell of it, and what the ranks' recorders wrote."""
+"""A rank that keeps others waiting, as they tell of it."""
 
 from __future__ import annotations
 
 import io
-import json
 import os
 import re
 import signal
@@ -21,36 +20,31 @@ import torch.distributed as dist
 import weft
 from weft.base import watch
 from weft.base.pace import patient
-from weft.cli.doctor_merge import first_difference
-from weft.records import recorder
 from weft.rendezvous import store
 from weft.testing import processes, run
 
 RANK = """
-import faulthandler, os, pathlib, signal, sys, time, torch, weft
+import os, pathlib, signal, sys, time, torch, weft
 place, how = sys.argv[1:]
 loads = pathlib.Path(place + ".loads")
 def load_batch(file):
     while loads.touch() or not os.path.exists(file): time.sleep(0.02)
 def wait_for(*files):
     while not all(map(os.path.exists, files)): time.sleep(0.02)
-if how == "handler":
-    faulthandler.register(signal.SIGUSR1, open(os.devnull, "w"))
 kill = lambda name: os.kill(os.getpid(), signal.Signals[name])
 with weft.init(rendezvous=f"file://{place}", timeout=300.0, watch=0.5) as group:
     weft.barrier()
     open(f"{place}.{group.rank}", "w")
     sleep = lambda: load_batch(place + ".go")
-    does = {"sleep": sleep, "other": weft.barrier}.get(how, lambda: kill(how))
+    does = sleep if how == "sleep" else lambda: kill(how)
     try:
-        if group.rank == 2 and how not in ("same", "handler"):
+        if group.rank == 2:
             wait_for(place + ".0", place + ".1"); does()  # the others are out of the barrier
-        if group.rank < 2 and how in ("sleep", "SIGSTOP"):
+        if group.rank < 2:
             wait_for(place + ".late")  # which the test says, once rank 2 is
         print(weft.all_reduce(torch.ones(2)).tolist())
     except weft.Error as error:
         print(type(error).__name__)
-    if how in ("same", "handler", "other"): kill("SIGUSR1")
 """
 HERE = f"at <string>:{RANK[: RANK.index('while')].count(chr(10)) + 1} in load_batch"
 
@@ -68,7 +62,6 @@ class Job:
 
     def __init__(self, programs, place, how, **env):
         env = {**os.environ, "WORLD_SIZE": "3", "OMP_NUM_THREADS": "1", **env}
-        env["WEFT_RECORD_DIR"] = str(place / "records")
         self.place, given = place, (RANK, str(place / "place"), how)
         self.ranks = [programs(*given, env={**env, "RANK": str(rank)}) for rank in range(3)]
 
@@ -86,12 +79,6 @@ class Job:
         return soon(
             lambda: next((line for line in path.read_text().splitlines() if said in line), "")
         )
-
-    def records(self, ranks):
-        """What these recorded, once they have."""
-        paths = {rank: self.place / "records" / f"rank{rank}.json" for rank in ranks}
-        assert soon(lambda: all(map(Path.exists, paths.values())))
-        return {rank: json.loads(path.read_text()) for rank, path in paths.items()}
 
     def ends(self):
         return [rank.communicate()[0].strip() for rank in self.ranks]
@@ -144,23 +131,13 @@ def test_a_rank_that_has_not_come_is_told_of_once(programs, tmp_path, port, late
     assert told == [1, 1, 0] and [program.returncode for program in ranks] == [0, 0, 0]
 
 
-@pytest.mark.parametrize("wire", ["tcp", "torch"])
-def test_a_slow_rank_is_told_of_once_with_its_line_and_what_all_recorded_says_so(job, wire):
-    three, late = (
-        job("sleep", WEFT_WIRE=wire),
-        "rank 2 has not entered call 2 (all_reduce)",
-    )
+def test_a_slow_rank_is_told_of_once_with_its_line(job):
+    three = job("sleep")
     three.are_late(Path(f"{three.place}/place.loads").exists)
+    late = "rank 2 has not entered call 2 (all_reduce)"
     for rank in (0, 1):
         line = three.line(rank, late)
         assert line.startswith(f"weft: rank {rank} has waited for ") and line.endswith(HERE)
-    for rank in three.ranks:
-        os.kill(rank.pid, signal.SIGUSR1)
-    said = first_difference(three.records(range(3)))
-    assert said.startswith(
-        "ranks 0 and 1 entered call 2 (all_reduce), rank 2 did not: rank 2 finished call 1 (barr"
-    )
-    assert said.endswith(HERE)
     time.sleep(1.5)  # in which it would be told of again
     Path(f"{three.place}/place.go").touch()
     assert three.ends() == ["[3.0, 3.0]"] * 3
@@ -201,53 +178,13 @@ def test_a_wait_of_threads_is_told_of_with_the_line_of_the_other(monkeypatch):
     assert f", at {__file__}:" in line and line.endswith("program")
 
 
-def test_a_folder_for_records_that_cannot_be_written_is_told_of_once(monkeypatch, tmp_path, caplog):
-    folder = tmp_path / "file" / "records"
-    folder.parent.touch()
-    recorder.begin(3, 4, "told of")
-    monkeypatch.setenv("WEFT_RECORD_DIR", str(folder))
-    for why in ("one failed", "another failed"):
-        recorder.write(why)
-    (said,) = (each.message for each in caplog.records)
-    assert said == f"rank 3 cannot write its calls to WEFT_RECORD_DIR={folder}: Not a directory"
-
-
-def test_who_was_killed_left_no_record_and_the_others_say_in_which_call(job):
+def test_who_was_killed_is_named_by_the_others(job):
     three = job("sleep")
     three.are_late(Path(f"{three.place}/place.loads").exists)
     for rank in (0, 1):
         assert three.line(rank, "rank 2 has not entered call 2")  # which this rank has
     os.kill(three.ranks[2].pid, signal.SIGKILL)
     assert three.ends() == ["WireError", "WireError", ""]
-    files = three.records((0, 1))
-    assert [call["name"] for call in files[0]["calls"]] == ["join", "barrier", "all_reduce"]
-    assert "rank 2 died" in files[0]["calls"][-1]["error"] and "rank 2 died" in files[1]["why"]
-    assert files[1]["calls"][-1]["fields"]["shape"] == "(2,)"
-    assert files[1]["at"].startswith("<string>:")  # not in weft
-    assert not (three.place / "records" / "rank2.json").exists()
-    assert first_difference(files) == (
-        "ranks 0 and 1 entered call 2 (all_reduce), and ranks 0 and 1 did not finish it; "
-        "rank 2 left no file"
-    )
-
-
-@pytest.mark.parametrize(
-    ("how", "sentence"),
-    [
-        ("other", "call 2 is not the same on all ranks: ranks 0 and 1: call all_reduce, "),
-        ("same", "ranks 0, 1 and 2 made the same 2 calls, and finished them"),
-    ],
-)
-def test_the_first_difference_is_who_made_another_call_or_none(job, how, sentence):
-    three = job(how)
-    three.ends()
-    assert first_difference(three.records(range(3))).startswith(sentence)
-
-
-def test_who_handles_the_signal_already_goes_on_doing_so(job):
-    three = job("handler")
-    assert three.ends() == ["[3.0, 3.0]"] * 3
-    assert not (three.place / "records").exists()
 
 
 def test_seconds_that_are_none_are_refused(monkeypatch):

@@ -9,9 +9,6 @@ from typer.testing import CliRunner
 
 from weft.cli.commands import app
 
-RECORDS = {"cut": b'{"rank": 0, ', "list": b"[1]", "bytes": b"\xff", "other": b'{"rank": 0}'}
-"""Folders with a file that is no record of a rank."""
-
 
 @pytest.mark.parametrize(
     ("line", "words"),
@@ -46,12 +43,6 @@ RECORDS = {"cut": b'{"rank": 0, ', "list": b"[1]", "bytes": b"\xff", "other": b'
         ("plan --record x --rows 4", "the file has the sizes"),
         ("plan --per-host 8 --ranks 2,8", "all of --ranks 2,8 are on one host"),
         ("plan --width 2199023255552", "--width"),
-        ("doctor --merge nowhere", "nowhere has no file of a rank"),
-        ("doctor --merge cut", "cut/rank0.json is no record of a rank: JSONDecodeError"),
-        ("doctor --merge list", "list/rank0.json is no record of a rank: TypeError"),
-        ("doctor --merge bytes", "bytes/rank0.json is no record of a rank: UnicodeDecodeError"),
-        ("doctor --merge other", "other/rank0.json is no record of a rank: KeyError: 'started'"),
-        ("doctor --merge folder", "folder/rank0.json cannot be read: Is a directory"),
         ("demo --ranks 0", "--ranks"),
         ("demo --steps -1", "--steps"),
         ("demo --batch 0", "--batch"),
@@ -68,20 +59,11 @@ def test_refused_with_status_2(
         monkeypatch.delenv(name, raising=False)
     monkeypatch.chdir(tmp_path)
     Path("other.toml").write_text("[project]")
-    for folder, content in RECORDS.items():
-        Path(folder).mkdir()
-        Path(folder, "rank0.json").write_bytes(content)
-    Path("folder/rank0.json").mkdir(parents=True)
     result = CliRunner().invoke(app, shlex.split(line))
     assert result.exit_code == 2
     assert words in " ".join(re.sub("[│╭╰╮╯─]", " ", result.stderr).split())
     assert result.stdout == "" or line.startswith("demo --text")
-    assert {path.name for path in tmp_path.iterdir()} <= {
-        "other.toml",
-        "weft-demo",
-        "folder",
-        *RECORDS,
-    }
+    assert {path.name for path in tmp_path.iterdir()} <= {"other.toml", "weft-demo"}
 
 
 def test_a_launcher_decides_how_many_ranks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -85,7 +85,7 @@ def tell_early(group: Group, call: str, trouble: Exception) -> None:
         WeftError: as `confess`.
     """
     now = group.worker.now
-    if not isinstance(trouble, WireError) and now is not None and not now.agreed:
+    if not isinstance(trouble, WireError) and now is not None and not now.has_met:
         confess(group, call, trouble)
 
 

@@ -33,7 +33,6 @@ _WITHOUT = {
     "WEFT_KEEP": ("kept results", "at most a 64th of the machine's memory"),
     "WEFT_CACHE_DIR": ("cache", "the user's cache directory"),
     "WEFT_HOST": ("host", "as machine and network say"),
-    "WEFT_RECORD_DIR": ("records of calls", "not written"),
     "WEFT_TRACE": ("trace", "off"),
     "WEFT_TRACEBACK": ("weft's frames in tracebacks", "not shown"),
 }

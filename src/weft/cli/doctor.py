@@ -31,7 +31,7 @@ from weft.bootstrap import Preview, look_ahead
 from weft.schedules import dense_all_reduce
 from weft.schedules.hosts import hosts_of
 
-from . import doctor_merge, doctor_wire, options, show, wording
+from . import doctor_wire, options, show, wording
 
 _SMALL = 8  # bytes of a message that shows latency
 _ROUNDS = 20  # how often it goes there and back
@@ -79,7 +79,6 @@ def doctor(
     mib: Annotated[float, Option(min=0.01, help="Size of a message in MiB, for bandwidth.")] = 4.0,
     rendezvous: Annotated[str | None, Option(help="As in weft.init(rendezvous=).")] = None,
     timeout: Annotated[float, Option(help="Seconds to wait for the other ranks.")] = 30.0,
-    merge: Annotated[Path | None, Option(help="Compare the records in this folder.")] = None,
     wire: Annotated[
         str | None, Option(metavar="NAME", help="Try the contract of wires on this one.")
     ] = None,
@@ -96,9 +95,6 @@ def doctor(
     Under torchrun, mpirun or srun it also measures every pair of ranks:
     torchrun --nproc-per-node 4 -m weft doctor
     """
-    if merge is not None:
-        doctor_merge.merge(merge)
-        return
     if wire is not None:
         is_kept = doctor_wire.contract(wire, clauses, thorough=thorough)
         raise typer.Exit(0 if is_kept else 1)

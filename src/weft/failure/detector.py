@@ -31,7 +31,6 @@ from ..base import watch
 from ..base.errors import WeftError, WireError, names
 from ..base.latch import Latch, wait_for
 from ..base.pace import patient
-from ..records import recorder
 from ..wire import factory
 from . import last_error
 from .links import LONGEST, ControlLinks, News
@@ -249,7 +248,6 @@ class Detector:
         if is_told:
             return verdict
         with contextlib.suppress(Exception):  # of a handler: who waits raises what matters more
-            recorder.write(verdict.text)
             if self._thread is None:
                 _log.error("%s", verdict.error(self.rank))
         return verdict

@@ -26,7 +26,7 @@ from ..base.latch import Latch
 from ..base.pace import patient
 from ..failure import last_error
 from ..failure.control import HELD_UP
-from ..records import recorder
+from ..records.calls import CallStats
 from ..records.traffic import Traffic
 from ..rendezvous.store import AnsweringStore, ask_no_more
 from ..rendezvous.world import has_default, own_rank
@@ -247,7 +247,7 @@ def _new_group(process_group: dist.ProcessGroup, store: dist.Store, timeout: flo
     name = _name_of(process_group)
     rank = process_group.rank()
     everyone = tuple(dist.get_process_group_ranks(process_group))  # none once it is destroyed
-    joining = recorder.Call(name, 0, "join", Traffic(rank))  # so others learn what it waits for
+    joining = CallStats("join", name, rank, 0, Traffic(rank))  # so others learn what it waits for
     try:
         group = connect(
             store,
@@ -266,12 +266,11 @@ def _new_group(process_group: dist.ProcessGroup, store: dist.Store, timeout: flo
             raise _destroyed(process_group)
     except BaseException as error:
         last_error.note(error)  # before the join ends: whoever asks is told of one or the other
-        joining.close(str(error))
+        joining.end(str(error))
         raise
-    joining.close()
-    session = group.session
-    session.name = recorder.begin(dist.get_rank(), dist.get_world_size(), name)
-    session.process_group = weakref.ref(process_group)
+    joining.end()
+    group.session.name = name
+    group.session.process_group = weakref.ref(process_group)
     return group
 
 

@@ -35,7 +35,7 @@ from ..base.errors import WireError
 from ..base.memory import Pool
 from ..failure.detector import Detector, Progress, Wait
 from ..failure.verdict import Entered, Verdict, in_the_job, on_leaver, who_answers
-from ..records import recorder
+from ..records.calls import call_elsewhere
 from ..records.traffic import Traffic
 from ..rendezvous.machine import host_name
 from ..wire import interface
@@ -541,7 +541,7 @@ class Session:
 
     def _elsewhere(self) -> str:
         """In which call of another group this process is, as a clause; "": in none."""
-        call = recorder.call_elsewhere(self.name)
+        call = call_elsewhere(self.name)
         if call is None:
             return ""
         where = f"in call {call.number} ({call.name}) of" if call.number else "joining"

@@ -30,7 +30,8 @@ from ..base.errors import Error, StillRunning, WeftError, WireError, entry
 from ..base.latch import LOOK, Latch, deadline_of
 from ..base.pace import patient
 from ..failure.verdict import REMEMBERED, Entered
-from ..records import listeners, recorder
+from ..records import listeners
+from ..records.calls import CallStats
 from ..records.traffic import Traffic
 from .callbacks import Callbacks
 from .server import Server
@@ -113,7 +114,7 @@ class Worker:
         self.calls = 0
         self.made = 0
         self.doing = ""
-        self.now: recorder.Call | None = None
+        self.now: CallStats | None = None
         self.entered: Entered | None = None
         self.history: tuple[Entered, ...] = ()
         self._counts: dict[tuple[int, ...], int] = {}  # calls entered, by the ranks they are of
@@ -205,13 +206,11 @@ class Worker:
             Whether this is the first meeting of the call that runs.
         """
         call = self.now
-        if call is None or call.agreed:
+        if call is None or call.has_met:
             return False
         number = self._counts.get(ranks, 0) + 1
         self._counts[ranks] = number
-        call.agreed = number
-        call.ranks = ranks
-        call.fields = fields
+        call.has_met = True
         self.entered = Entered(members, number, fields[0][1])
         self.history = (*self.history[1 - REMEMBERED :], self.entered)
         self.member().note_calls(self.history)
@@ -328,7 +327,7 @@ class Worker:
         name: str,
         job: Callable[[], T],
         several: bool = False,
-        around: tuple[str, bool, recorder.Call | None, Entered | None] = _NO_CALL,
+        around: tuple[str, bool, CallStats | None, Entered | None] = _NO_CALL,
     ) -> T:
         """Run a job in this thread's turn, and record it as a call.
 
@@ -339,7 +338,7 @@ class Worker:
             several: whether it may make calls itself.
             around: what there is to be said, once it has ended, of the call that it is a part of.
         """
-        call = recorder.Call(member.name, self.calls + 1, name, member.traffic)
+        call = CallStats(name, member.name, member.rank, self.calls + 1, member.traffic)
         try:
             self.calls += 1
             self.doing = name
@@ -347,21 +346,20 @@ class Worker:
             self.now = call
             self.entered = None
             result = self._sound(member, job)
-            call.close()
+            call.end()
             return result
         except BaseException as error:
-            call.close(in_words(error))
+            call.end(in_words(error))
             if not isinstance(error, Error):
                 member.abort(call.error)
             elif isinstance(error, WireError):
                 self._lost = True
-                recorder.write(call.error)
             raise
         finally:
             self.doing, self._several, self.now, self.entered = around
             if not self.doing:  # else it is a part of the call around it
                 member.streaming = False
-                listeners.tell_all(call, member.rank)
+                listeners.tell_all(call)
 
     def _sound(self, member: Member, job: Callable[[], T]) -> T:
         """What a job returns, unless the group broke while a stream waited for messages.

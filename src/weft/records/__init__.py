@@ -1,1 +1,1 @@
-"""What each call did, kept for who asks: the recorder, listeners, and what was sent."""
+"""What each call did, kept for who asks: the calls that run, listeners, and what was sent."""

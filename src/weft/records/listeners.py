@@ -1,7 +1,6 @@
 """Counters: what each call of this process did, told to whoever asks (`weft.on_call`).
 
-The figures are those of the flight recorder (`recorder.Call`). The worker tells them when a call
-has ended. Where nobody asks, that is one look at an empty list.
+The worker tells them when a call has ended. Where nobody asks, that is one look at an empty list.
 """
 
 from __future__ import annotations
@@ -9,45 +8,15 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Self
+from typing import Self
 
 from ..base.arguments import shown
 from ..base.errors import WeftError
-from .recorder import Call
+from .calls import CallStats
 
 _log = logging.getLogger("weft")
 # each step on it is one operation: a collection of garbage may come to `remove` in any
 _listeners: list[Listener] = []
-
-
-@dataclass(frozen=True, slots=True)
-class CallStats:
-    """What one call did, on one rank.
-
-    Attributes:
-        name: of the call, as in errors and in the profiler, such as "sparse_all_reduce".
-        group: the name of its group: "world" is torch.distributed's default group.
-        rank: this rank's number in the group.
-        number: of the call on this rank and group, as in errors.
-        seconds: from the call's turn to its end. (Calls of a group take turns.)
-        waited: seconds of these in which this rank waited for messages.
-        messages: sent by this rank.
-        sent_bytes: in those messages.
-        error: what the call raised, or "".
-        sparse: of a sparse call its `weft.sparse.Record`, which names the algorithm; else None.
-    """
-
-    name: str
-    group: str
-    rank: int
-    number: int
-    seconds: float
-    waited: float
-    messages: int
-    sent_bytes: int
-    error: str
-    sparse: Any
 
 
 class Listener:
@@ -79,8 +48,7 @@ class Listener:
 def on_call(listener: Callable[[CallStats], object]) -> Listener:
     """Have a function called after every call of weft's in this process, to count, log, or export.
 
-    Where it is not used, calls keep these figures all the same, for the flight recorder: that takes
-    0.2 µs for each wait. A call that weft makes as a part of another one is counted there.
+    A call that weft makes as a part of another one is counted there.
 
     Args:
         listener: called with the `CallStats` of each call, in the thread that ran the call, which
@@ -108,21 +76,7 @@ def on_call(listener: Callable[[CallStats], object]) -> Listener:
     return handle
 
 
-def tell_all(call: Call, rank: int) -> None:
+def tell_all(call: CallStats) -> None:
     """Tell all listeners of a call that has ended."""
-    if not _listeners:
-        return
-    stats = CallStats(
-        call.name,
-        call.group,
-        rank,
-        call.number,
-        call.seconds,
-        call.waited,
-        call.messages,
-        call.sent_bytes,
-        call.error,
-        call.figures,
-    )
     for listener in _listeners.copy():
-        listener.tell(stats)
+        listener.tell(call)

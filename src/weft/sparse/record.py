@@ -50,10 +50,17 @@ def note(group: Group, algorithm: str, *, bound: float, **figures: Any) -> None:
     """Store the `Record` of the call that runs."""
     call = group.worker.now
     assert call is not None  # whose turn it is
-    messages, sent, seconds = call.spent()
-    spent: dict[str, Any] = {"messages": messages, "sent_bytes": sent, "seconds": seconds}
-    record = Record(algorithm, bound_bytes=round(bound), **spent, **figures)
-    group.state[_RECORD] = call.figures = record
+    call.measure()
+    record = Record(
+        algorithm,
+        bound_bytes=round(bound),
+        messages=call.messages,
+        sent_bytes=call.sent_bytes,
+        seconds=call.seconds,
+        **figures,
+    )
+    group.state[_RECORD] = record
+    call.sparse = record
 
 
 def started(group: Group, name: str, job: Aside[Any], async_op: bool) -> Any:
