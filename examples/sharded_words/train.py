@@ -1,6 +1,6 @@
 """Train word vectors with tables that are cut over the ranks, and with whole tables.
 
-It is the training of `weft demo`, skip-gram with negative sampling, on the same batches. Each rank
+The text is the source of Python's library, the training skip-gram with negative sampling. Each rank
 draws a batch of its own, so the gradients of the ranks are averaged. There are four ways, which
 must have the same losses:
 
@@ -12,11 +12,13 @@ must have the same losses:
 
 from __future__ import annotations
 
-import argparse
+import re
+import sysconfig
 import time
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,13 +27,68 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import weft
-from weft.cli.demo.text import noise, read, subsample
-from weft.cli.demo.train import SkipGram, batch
 
 DIM = 64
 BATCH = 4096
 STEPS = 50
+WINDOW, NEGATIVES = 5, 5  # words to either side of a word; random words beside each true one
 WAYS = ("replicated", "sharded", "shuffled", "by hand")
+
+
+class Text(NamedTuple):
+    """A rank's part of the words as numbers, how many words there are, and how often each is."""
+
+    part: np.ndarray
+    words: int
+    noise: np.ndarray
+
+
+def read(group: weft.Group) -> Text:
+    """The source of Python's library."""
+    library = Path(sysconfig.get_paths()["stdlib"])
+    found: list[str] = []
+    for path in sorted(library.rglob("*.py")):
+        if not {"site-packages", "dist-packages"} & {*path.parts}:
+            lines = path.read_text(encoding="utf-8", errors="replace")
+            found += re.findall(r"\b[^\W\d]\w*", lines.lower())
+    counts = Counter(found).most_common()
+    number = {word: place for place, (word, _) in enumerate(counts)}
+    tokens = np.array([number[word] for word in found])
+    often = np.array([count for _, count in counts])
+    ratio = 1e-4 * len(tokens) / often  # frequent words are thinned out, as is usual
+    kept = np.random.default_rng(0).random(len(tokens)) < (np.sqrt(ratio) + ratio)[tokens]
+    noise = np.cumsum(often**0.75)
+    return Text(
+        np.array_split(tokens[kept], group.size)[group.rank], len(counts), noise / noise[-1]
+    )
+
+
+def batch(text: Text, rank: int, step: int) -> tuple[Tensor, Tensor]:
+    """Words `[BATCH]`, and of each a word near it and random ones `[BATCH, 1 + NEGATIVES]`."""
+    draw = np.random.default_rng((rank, step))
+    at = draw.integers(WINDOW, len(text.part) - WINDOW, BATCH)
+    distance = draw.integers(1, WINDOW + 1, BATCH) * draw.choice([-1, 1], BATCH)
+    random = text.noise.searchsorted(draw.random((BATCH, NEGATIVES)), side="right")
+    others = np.concatenate([text.part[at + distance][:, None], random], axis=1)
+    return torch.from_numpy(text.part[at]), torch.from_numpy(others)
+
+
+class SkipGram(nn.Module):
+    """Two tables, and the loss: true words are to be told from random ones."""
+
+    def __init__(self, words: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.word = nn.Embedding(words, DIM, sparse=True)
+        nn.init.uniform_(self.word.weight, -0.5 / DIM, 0.5 / DIM)
+        self.context = nn.Embedding(words, DIM, sparse=True, _weight=torch.zeros(words, DIM))
+
+    def forward(self, words: Tensor, others: Tensor) -> Tensor:
+        scores = torch.bmm(self.context(others), self.word(words).unsqueeze(2)).squeeze(2)
+        labels = torch.zeros_like(scores)
+        labels[:, 0] = 1.0
+        loss = functional.binary_cross_entropy_with_logits(scores, labels, reduction="sum")
+        return loss / len(words)
 
 
 class ByHand(nn.Module):
@@ -77,7 +134,7 @@ class _Rows(torch.autograd.Function):
         return *[None] * 4, torch.sparse_coo_tensor(indices[None], came, size, **flags)
 
 
-def train(group: weft.Group, way: str, text: dict[str, Any]) -> dict[str, Any]:
+def train(group: weft.Group, way: str, text: Text) -> dict[str, Any]:
     """Train one way; return losses (means over the ranks), memory, bytes sent and time.
 
     Returns:
@@ -85,10 +142,10 @@ def train(group: weft.Group, way: str, text: dict[str, Any]) -> dict[str, Any]:
         "most": MiB that a rank sends in a step, the mean and the maximum over the ranks; "ms":
         milliseconds of a step.
     """
-    model: nn.Module = SkipGram(text["words"], DIM, seed=0, kept=None)
-    numbers = torch.arange(text["words"])
+    model: nn.Module = SkipGram(text.words)
+    numbers = torch.arange(text.words)
     if way == "shuffled":  # alike on every rank
-        numbers = torch.randperm(text["words"], generator=torch.Generator().manual_seed(0))
+        numbers = torch.randperm(text.words, generator=torch.Generator().manual_seed(0))
         for table in model.children():
             table.weight.data = table.weight.data[numbers.argsort()]
     if way in ("sharded", "shuffled"):
@@ -101,7 +158,7 @@ def train(group: weft.Group, way: str, text: dict[str, Any]) -> dict[str, Any]:
         weft.barrier()
         if step == 0:
             began, sent = time.perf_counter(), group.traffic.bytes
-        now = batch(text["part"], text["noise"], BATCH, 0, group.rank, step + 2)
+        now = batch(text, group.rank, step + 2)
         loss = model(*(numbers[ids] for ids in now))
         update.zero_grad()
         loss.backward()
@@ -124,34 +181,26 @@ def train(group: weft.Group, way: str, text: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def compare(
-    group: weft.Group, paths: Sequence[Path] = (), ways: Sequence[str] = WAYS
-) -> dict[str, dict[str, Any]]:
+def compare(group: weft.Group, ways: Sequence[str] = WAYS) -> dict[str, dict[str, Any]]:
     """Train in each way; return the results by way.
 
     Raises:
         SystemExit: their losses differ by more than rounding.
     """
     torch.set_num_threads(1)
-    corpus = read(paths, min_count=1, ranks=group.size)
-    tokens = subsample(corpus, seed=0, at_least=group.size * 1000)
-    text = {"words": len(corpus.words), "noise": noise(corpus.counts)}
-    text["part"] = np.array_split(tokens, group.size)[group.rank]
+    text = read(group)
     found = {way: train(group, way, text) for way in ways}
     for way, one in found.items():
         apart = float((one["losses"] - found[ways[0]]["losses"]).abs().max())
         if not apart < 1e-3:
             raise SystemExit(f"FAILED: rank {group.rank}: the losses of {way} differ by {apart:g}")
-        one |= {"apart": apart, "words": text["words"]}
+        one |= {"apart": apart, "words": text.words}
     return found
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="word vectors whose tables are cut")
-    parser.add_argument("text", nargs="*", type=Path, help="files or folders; else Python's own")
-    options = parser.parse_args()
     with torch.sparse.check_sparse_tensor_invariants(False), weft.init() as group:
-        found = compare(group, options.text)
+        found = compare(group)
         if group.rank == 0:
             print(f"{found['sharded']['words']:,} words, {group.size} ranks")
             for way, one in found.items():
