@@ -33,7 +33,6 @@ def test_help_is_whole_at_80_columns(command: str) -> None:
         assert all(name in words for name in COMMANDS)
 
 
-@pytest.mark.parametrize(("command", "panels"), [("bench", 5), ("plan", 4)])
-def test_many_options_are_grouped(command: str, panels: int) -> None:
-    found = re.findall(r"^╭─ (.+?) ─+╮$", printed(command), re.MULTILINE)
-    assert len(found) == panels and "The case" in found and "Output" in found
+def test_many_options_are_grouped() -> None:
+    found = re.findall(r"^╭─ (.+?) ─+╮$", printed("bench"), re.MULTILINE)
+    assert len(found) == 5 and "The case" in found and "Output" in found

@@ -29,20 +29,6 @@ from weft.cli.commands import app
         ("bench --rows 20 --height 10", "20 distinct rows do not fit in a height of 10"),
         ("bench --link fast", "'fast' is not a speed: write it as 1gbit or 250mbit"),
         ("bench --json /nowhere/x.json", "/nowhere/x.json cannot be written"),
-        ("plan --ranks 1,2", "1,2: numbers from 2 to 65536"),
-        ("plan --ranks many", "many: numbers"),
-        ("plan --per-host 0", "--per-host"),
-        ("plan --latency 0", "--latency"),
-        ("plan --rows 9 --height 4", "9 distinct rows do not fit"),
-        ("plan --json x.json --rows 0", "each is at least 1"),
-        ("plan --plot x.svg --rows 0", "each is at least 1"),
-        ("plan --link 0gbit", "'0gbit' is not a speed"),
-        ("plan --plot x.pdf", "ends in .png or .svg"),
-        ("plan --record /nowhere/x.json", "/nowhere/x.json cannot be read"),
-        ("plan --record other.toml", "other.toml is no record of weft bench --json"),
-        ("plan --record x --rows 4", "the file has the sizes"),
-        ("plan --per-host 8 --ranks 2,8", "all of --ranks 2,8 are on one host"),
-        ("plan --width 2199023255552", "--width"),
         ("demo --ranks 0", "--ranks"),
         ("demo --steps -1", "--steps"),
         ("demo --batch 0", "--batch"),
@@ -58,12 +44,11 @@ def test_refused_with_status_2(
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.chdir(tmp_path)
-    Path("other.toml").write_text("[project]")
     result = CliRunner().invoke(app, shlex.split(line))
     assert result.exit_code == 2
     assert words in " ".join(re.sub("[│╭╰╮╯─]", " ", result.stderr).split())
     assert result.stdout == "" or line.startswith("demo --text")
-    assert {path.name for path in tmp_path.iterdir()} <= {"other.toml", "weft-demo"}
+    assert {path.name for path in tmp_path.iterdir()} <= {"weft-demo"}
 
 
 def test_a_launcher_decides_how_many_ranks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -461,7 +461,7 @@ def test_a_wire_that_weft_does_not_have_is_named_where_messages_are_missing(plac
     verdict = judge(0, places, set(), {}, wire="mine")
     assert verdict.text.endswith(
         "the link is too slow, the ranks disagree on what to send, or wire 'mine' lost a message "
-        "(try it by weft doctor --wire mine, or by weft.testing.check_wire)"
+        "(try it by weft.testing.check_wire)"
     )
     assert "wire" not in judge(0, places, set(), {}).text
 

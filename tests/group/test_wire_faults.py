@@ -20,7 +20,7 @@ from weft.wire.tcp import wire as tcp
 BAD = 1
 """The rank whose wire does something wrong."""
 
-HOW = "(try it by weft doctor --wire mine, or by weft.testing.check_wire)"
+HOW = "(try it by weft.testing.check_wire)"
 LOST = (
     "the link is too slow, the ranks disagree on what to send, or wire 'mine' lost a message " + HOW
 )

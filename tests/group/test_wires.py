@@ -16,7 +16,7 @@ from weft.wire.interface import Failure
 
 ALIKE = "(all ranks must run the same program and version, and post the same lengths to each other)"
 GARBLED = Failure("garbled", 2, "rank 2 sent no frame")
-HOW = "(try it by weft doctor --wire mine, or by weft.testing.check_wire)"
+HOW = "(try it by weft.testing.check_wire)"
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,6 @@ from . import wording
 from .bench.command import bench
 from .demo.command import demo
 from .doctor import doctor
-from .plan.command import plan
 
 app = typer.Typer(
     name="weft",
@@ -22,7 +21,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Sparse and partitioned collectives for PyTorch.",
 )
-for command in (demo, bench, plan, doctor):
+for command in (demo, bench, doctor):
     app.command()(command)
 
 

@@ -1,4 +1,4 @@
-"""What a call costs at least, by the rows of all ranks: for `weft bench` and `weft plan`."""
+"""What a call costs at least, by the rows of all ranks: for `weft bench`."""
 
 from __future__ import annotations
 

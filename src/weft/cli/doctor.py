@@ -31,7 +31,7 @@ from weft.bootstrap import Preview, look_ahead
 from weft.schedules import dense_all_reduce
 from weft.schedules.hosts import hosts_of
 
-from . import doctor_wire, options, show, wording
+from . import options, show, wording
 
 _SMALL = 8  # bytes of a message that shows latency
 _ROUNDS = 20  # how often it goes there and back
@@ -79,25 +79,12 @@ def doctor(
     mib: Annotated[float, Option(min=0.01, help="Size of a message in MiB, for bandwidth.")] = 4.0,
     rendezvous: Annotated[str | None, Option(help="As in weft.init(rendezvous=).")] = None,
     timeout: Annotated[float, Option(help="Seconds to wait for the other ranks.")] = 30.0,
-    wire: Annotated[
-        str | None, Option(metavar="NAME", help="Try the contract of wires on this one.")
-    ] = None,
-    clauses: Annotated[
-        str | None,
-        Option(metavar="NUMBERS", help="With --wire: those alone, divided by commas."),
-    ] = None,
-    thorough: Annotated[
-        bool, Option("--thorough", help="With --wire: also what takes gigabytes of memory.")
-    ] = False,
 ) -> None:
     """Check this machine, launch and network, and say what to type if something is wrong.
 
     Under torchrun, mpirun or srun it also measures every pair of ranks:
     torchrun --nproc-per-node 4 -m weft doctor
     """
-    if wire is not None:
-        is_kept = doctor_wire.contract(wire, clauses, thorough=thorough)
-        raise typer.Exit(0 if is_kept else 1)
     ahead = look_ahead(rendezvous)
     findings, pairs, in_force = [*look(ahead)], list[Pair](), ""
     if "launch" not in ahead.errors:  # weft.init would raise the same

@@ -219,9 +219,8 @@ def crossed(calls: Mapping[int, str]) -> str:
     )
 
 
-def how_to_try(wire: str) -> str:
-    """How one finds out whether a wire that weft does not have itself does what it has to."""
-    return f"(try it by weft doctor --wire {wire}, or by weft.testing.check_wire)"
+HOW_TO_TRY = "(try it by weft.testing.check_wire)"
+"""How one finds out whether a wire that weft does not have itself does what it has to."""
 
 
 def judge(
@@ -520,7 +519,7 @@ def _perhaps(wire: str) -> str:
         return "the link is too slow, or the ranks disagree on what to send"
     return (
         "the link is too slow, the ranks disagree on what to send, or "
-        f"wire {wire!r} lost a message {how_to_try(wire)}"
+        f"wire {wire!r} lost a message {HOW_TO_TRY}"
     )
 
 

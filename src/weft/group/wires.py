@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from ..base.arguments import in_words
 from ..base.errors import in_short
-from ..failure.verdict import Verdict, how_to_try
+from ..failure.verdict import HOW_TO_TRY, Verdict
 from ..wire.interface import Droppable, Failure, Wire
 
 _ALIKE = (
@@ -121,7 +121,7 @@ def verdict_on(failure: Failure, rank: int, name: str) -> Verdict:
     if failure.kind != "broken":
         return Verdict(failure.peer, failure.text)
     if name:
-        text = f"rank {rank}: wire {name!r} failed: {failure.text} {how_to_try(name)}"
+        text = f"rank {rank}: wire {name!r} failed: {failure.text} {HOW_TO_TRY}"
         return Verdict(rank, text)
     return Verdict(rank, f"rank {rank}: {failure.text}")
 
@@ -130,7 +130,7 @@ def verdict_on_exception(error: Exception, rank: int, name: str) -> Verdict:
     """The verdict on a wire that raised what none may raise; `rank` and `name` as above."""
     what = in_short(in_words(error))
     if name:
-        return Verdict(rank, f"rank {rank}: wire {name!r} raised {what} {how_to_try(name)}")
+        return Verdict(rank, f"rank {rank}: wire {name!r} raised {what} {HOW_TO_TRY}")
     return Verdict(rank, f"rank {rank}: its wire raised {what}")
 
 

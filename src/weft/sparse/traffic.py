@@ -1,6 +1,6 @@
 """What an algorithm sends, in whole: each says it beside its schedule, as a function of the sizes.
 
-`weft.explain` prints it, `weft plan` makes times of it, and tests hold it against what is sent.
+`weft.explain` prints it, and tests hold it against what is sent.
 Indices count as they are: a list that is packed takes fewer bytes.
 """
 
