@@ -58,9 +58,8 @@ def test_importing_weft_loads_little_of_it_before_it_is_used_and_starts_nothing(
 
 def test_only_what_is_compiled_loads_the_compiler(programs):
     program = (
-        "import sys, torch, weft, weft.nn.functional, weft.compat.distdl.nn\n"
+        "import sys, torch, weft, weft.nn, weft.compat.distdl.nn\n"
         "with weft.init():\n"
-        "    weft.nn.functional.all_sum_reduce(torch.ones(2), weft.Partition(1), 0)\n"
         "    weft.nn.AllSumReduce(weft.Partition(1), 0)(torch.ones(2)).sum()\n"
         "print('torch._dynamo' in sys.modules)"
     )
@@ -75,7 +74,6 @@ def test_a_name_that_there_is_not_is_an_error():
 PUBLIC = (
     "weft",
     "weft.nn",
-    "weft.nn.functional",
     "weft.ddp",
     "weft.testing",
     "weft.wire",

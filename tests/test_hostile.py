@@ -410,7 +410,6 @@ CALLS: dict[str, tuple[Callable[[Any], object], Callable[[], Any]]] = {
     "AllGather": (lambda x: weft.nn.AllGather(grid(), 0)(x), one),
     "AllSumReduce": (lambda x: weft.nn.AllSumReduce(grid(), 0)(x), one),
     "HaloExchange": (lambda x: weft.nn.HaloExchange(grid(), 1)(x), one),
-    "function of a layer": (lambda x: weft.nn.functional.all_gather(x, grid(), 0), one),
     "ShardedEmbedding": (lambda x: table(weft.nn.ShardedEmbedding)(x), indices),
     "ShardedEmbeddingBag": (
         lambda x: table(weft.nn.ShardedEmbeddingBag)(x),

@@ -135,7 +135,7 @@ def compare(grid: weft.Partition) -> dict[str, float]:
     part = part.detach().requires_grad_()  # each rank holds its part of the images
     logits = model(part)
     loss = functional.cross_entropy(logits, labels) if root else logits
-    weft.nn.functional.zero_volume_corrector(loss).backward()
+    weft.nn.ZeroVolumeCorrector()(loss).backward()
     of_images = join(part.grad)
     if not root:
         return {}

@@ -129,11 +129,12 @@ def compare(partition: weft.Partition, *, regather: bool = False) -> dict[str, f
     model, reference = sharded(partition, regather=regather), whole()
     (mine,) = partition.box((BATCH,)).slices  # each rank sees its part of the batch
     losses = torch.tensor(train(model, mine), dtype=torch.float64)
-    losses = weft.nn.functional.all_sum_reduce(losses, partition, 0)
+    losses = weft.nn.AllSumReduce(partition, 0)(losses)
     expected = torch.tensor(train(reference, slice(None)), dtype=torch.float64)
     apart = float((losses - expected).abs().max())
+    gather = weft.nn.AllGather(partition, 0)
     for one, other in zip(model.parameters(), reference.parameters(), strict=True):
-        gathered = weft.nn.functional.all_gather(one.detach(), partition, 0)
+        gathered = gather(one.detach())
         apart = max(apart, float((gathered - other.detach()).abs().max()))
     if not apart < 1e-9:
         raise SystemExit(f"FAILED: rank {partition.rank}: weights or losses differ by {apart:g}")

@@ -77,12 +77,13 @@ def test_a_length_that_changes_is_compiled_as_any(group):
 
 
 @spmd(2, on=("processes",), timeout=40.0)
-def test_functions_and_losses_that_not_every_rank_has(group):
-    partition = weft.Partition(2)
+def test_losses_that_not_every_rank_has(group):
+    reduced = weft.nn.SumReduce(weft.Partition(2), 0, shape=(3,))
+    corrector = weft.nn.ZeroVolumeCorrector()
 
     def model(x):
-        total = weft.nn.functional.sum_reduce(x.sin(), partition, 0, shape=(3,))
-        return weft.nn.functional.zero_volume_corrector(total.sum() if total.numel() else total)
+        total = reduced(x.sin())
+        return corrector(total.sum() if total.numel() else total)
 
     code = torch.compile(model, fullgraph=True, backend="aot_eager")
     x = data(group, 3).requires_grad_()
@@ -93,7 +94,7 @@ def test_functions_and_losses_that_not_every_rank_has(group):
         (grad,) = torch.autograd.grad(loss, x)
         torch.testing.assert_close(grad, x.cos())
         assert group.worker.calls - before >= 3
-    nothing = torch.compile(weft.nn.ZeroVolumeCorrector(), fullgraph=True, backend="aot_eager")(
+    nothing = torch.compile(corrector, fullgraph=True, backend="aot_eager")(
         weft.nn.zero_volume_tensor()
     )
     nothing.backward()  # also where nothing led there that requires a gradient

@@ -1,11 +1,10 @@
 """Layers that move tensors along a grid of ranks, each with its exact adjoint; sharded tables.
 
 A tensor is cut along a `weft.Partition`. Each layer is one linear map, a plan of integers; its
-transpose is the backward pass. `weft.nn.functional` has each of them as a function. The embedding
-tables whose rows are cut over the ranks (`ShardedEmbedding` and its siblings) use no partition.
+transpose is the backward pass. The embedding tables whose rows are cut over the ranks
+(`ShardedEmbedding` and its siblings) use no partition.
 """
 
-from . import functional
 from .all_gather import AllGather, ReduceScatter
 from .all_sum_reduce import AllSumReduce
 from .all_to_all import AllToAll
@@ -45,7 +44,6 @@ __all__ = [
     "SumReduce",
     "ZeroVolumeCorrector",
     "from_dtensor",
-    "functional",
     "load_sharded_state",
     "shard_embeddings",
     "sharded_lookup",

@@ -26,48 +26,34 @@ def zero_volume_tensor(
     return torch.empty(0, dtype=dtype, device=device, requires_grad=requires_grad)
 
 
-def zero_volume_corrector(x: Tensor) -> Tensor:
-    """Replace a tensor without elements by a scalar zero, so that every rank has a loss.
-
-    A tensor with elements is copied. If gradients are recorded, a floating-point or complex zero
-    requires one. Its backward runs that of `x`, so `loss.backward()` runs the backward of the
-    layers before it on every rank.
-
-    Args:
-        x: any tensor.
-
-    Returns:
-        A copy of `x`; or a zero of shape `[]`, with the dtype and on the device of `x`.
-
-    Example:
-        >>> zero_volume_corrector(zero_volume_tensor())
-        tensor(0., grad_fn=<AddBackward0>)
-        >>> zero_volume_corrector(zero_volume_tensor(dtype=torch.int16))
-        tensor(0, dtype=torch.int16)
-    """
-    if x.numel():
-        return x.clone()
-    zero = x.sum(dtype=x.dtype)
-    if torch.is_grad_enabled() and (x.is_floating_point() or x.is_complex()):
-        if not torch.compiler.is_compiling():
-            zero = zero + torch.zeros((), dtype=x.dtype, device=x.device, requires_grad=True)
-        elif not zero.requires_grad:
-            zero = zero + (_ANCHOR * 0).to(x.device, x.dtype)
-    return zero
-
-
 _ANCHOR = torch.zeros((), device="cpu", requires_grad=True)
 """For compiled code, which cannot make a tensor that requires a gradient. Its own gradient is zero.
 """
 
 
 class ZeroVolumeCorrector(torch.nn.Module):
-    """`zero_volume_corrector` as a module: apply it to a loss that not every rank has.
+    """Replaces a tensor without elements by a scalar zero, so that every rank has a loss.
+
+    Apply it to a loss that not every rank has. A tensor with elements is copied. Of one without,
+    the output is a zero of shape `[]`, of its dtype and on its device. If gradients are recorded, a
+    floating-point or complex zero requires one. Its backward runs that of the input, so
+    `loss.backward()` runs the backward of the layers before it on every rank.
 
     Example:
-        >>> ZeroVolumeCorrector()(torch.tensor([2.0]))
-        tensor([2.])
+        >>> corrector = ZeroVolumeCorrector()
+        >>> corrector(torch.tensor([2.0])), corrector(zero_volume_tensor())
+        (tensor([2.]), tensor(0., grad_fn=<AddBackward0>))
+        >>> corrector(zero_volume_tensor(dtype=torch.int16))
+        tensor(0, dtype=torch.int16)
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        return zero_volume_corrector(x)
+        if x.numel():
+            return x.clone()
+        zero = x.sum(dtype=x.dtype)
+        if torch.is_grad_enabled() and (x.is_floating_point() or x.is_complex()):
+            if not torch.compiler.is_compiling():
+                zero = zero + torch.zeros((), dtype=x.dtype, device=x.device, requires_grad=True)
+            elif not zero.requires_grad:
+                zero = zero + (_ANCHOR * 0).to(x.device, x.dtype)
+        return zero

@@ -40,7 +40,7 @@ class ZeroVolumeCorrectorFunction:
     def apply(input: Tensor) -> Tensor:
         """Return a copy of a tensor with elements, else a zero: both differentiable.
 
-        It is `weft.nn.functional.zero_volume_corrector`.
+        It is `weft.nn.ZeroVolumeCorrector`.
 
         Example:
             >>> loss = ZeroVolumeCorrectorFunction.apply(zero_volume_tensor(2, requires_grad=True))
@@ -48,7 +48,8 @@ class ZeroVolumeCorrectorFunction:
             >>> loss.shape
             torch.Size([])
         """
-        return nn.functional.zero_volume_corrector(input)
+        corrected: Tensor = nn.ZeroVolumeCorrector()(input)
+        return corrected
 
 
 @dataclass(init=False)
