@@ -153,13 +153,12 @@ def compare(grid: weft.Partition) -> dict[str, float]:
     return {"loss": loss.item(), "apart": max(worst.values()), "compared": len(worst)}
 
 
-def picture(grid: weft.Partition, path: str) -> None:
-    """Draw who holds what of the images, and what the first convolution needs of them."""
+def drawn(grid: weft.Partition) -> str:
+    """What the first convolution needs of the images, as a text."""
     halo = Parted(grid).halos[0]
     cuts = weft.nn.grid.boxes(lengths(grid, len(LETTERS) * len(FONTS)))
     shapes = {rank: box.shape for rank, box in zip(grid.ranks, cuts, strict=True)}
-    plan = halo.plan(shapes)
-    plan.draw("the images: their parts, and with the margins of a 5 x 5 kernel").savefig(path)
+    return halo.plan(shapes).draw()
 
 
 def grid_of(size: int) -> weft.Partition:
@@ -170,7 +169,7 @@ def grid_of(size: int) -> weft.Partition:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="a convolution network on images in parts")
-    parser.add_argument("--picture", metavar="FILE", help="draw who holds what")
+    parser.add_argument("--picture", action="store_true", help="draw who holds what")
     options = parser.parse_args()
     with weft.init() as group:
         grid = grid_of(group.size)
@@ -179,7 +178,7 @@ def main() -> None:
         found = compare(grid)
         if found:
             if options.picture:
-                picture(grid, options.picture)
+                print(drawn(grid))
             print(
                 f"{grid.shape[2]} x {grid.shape[3]} ranks: loss {found['loss']:.6f}, logits and "
                 f"{found['compared'] - 1:.0f} gradients within {found['apart']:.1e} of one process"

@@ -143,24 +143,22 @@ def compare(partition: weft.Partition, *, regather: bool = False) -> dict[str, f
     return {"first": float(losses[0]), "last": float(losses[-1]), "apart": apart, "kept": kept / of}
 
 
-def picture(partition: weft.Partition, path: str) -> None:
-    """Draw the shards of the first weight, and what AllGather makes of them."""
-    layer = weft.nn.AllGather(partition, 0)
-    plan = layer.plan((WIDTHS[1], WIDTHS[0]))
-    plan.draw("the first weight: its shards, and what AllGather makes of them").savefig(path)
+def drawn(partition: weft.Partition) -> str:
+    """What AllGather makes of the shards of the first weight, as a text."""
+    return weft.nn.AllGather(partition, 0).plan((WIDTHS[1], WIDTHS[0])).draw(0)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="a sharded stack of linear layers")
     parser.add_argument("--regather", action="store_true", help="gather again for backward")
-    parser.add_argument("--picture", metavar="FILE", help="draw who holds what")
+    parser.add_argument("--picture", action="store_true", help="draw who holds what")
     options = parser.parse_args()
     with weft.init() as group:
         partition = weft.Partition(group.size)
         found = compare(partition, regather=options.regather)
         if group.rank == 0:
             if options.picture:
-                picture(partition, options.picture)
+                print(drawn(partition))
             print(
                 f"{group.size} ranks, each keeps {found['kept']:.1%} of the weights: "
                 f"loss {found['first']:.3f} -> {found['last']:.3f} in {STEPS} steps, "

@@ -20,11 +20,12 @@ def load(script):
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_it_passes_alone_and_draws(load, monkeypatch, tmp_path, capsys, program):
-    monkeypatch.setattr(sys, "argv", [program, "--picture", str(tmp_path / "holds.png")])
+def test_it_passes_alone_and_draws(load, monkeypatch, capsys, program):
+    monkeypatch.setattr(sys, "argv", [program, "--picture"])
     load(program).main()
-    assert capsys.readouterr().out.endswith("one process\nPASSED\n")
-    assert (tmp_path / "holds.png").read_bytes().startswith(b"\x89PNG")
+    printed = capsys.readouterr().out
+    assert printed.startswith("0 values in 0 messages between 1 ranks\nrank 0 has (")
+    assert printed.endswith("one process\nPASSED\n")
 
 
 @pytest.mark.parametrize("regather", [False, True])

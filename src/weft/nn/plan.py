@@ -16,15 +16,12 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from ..base.tensors import Shape
 from .draw import drawn
 from .grid import Box, whole
 from .sides import Move, Piece, Side
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 __all__ = ["Hint", "Local", "Move", "Piece", "Plan", "Side", "Write", "between"]
 
@@ -182,36 +179,38 @@ class Plan:
             return "sum_reduce"
         return "all_reduce" if have.keys() == want.keys() else None
 
-    def draw(self, title: str | None = None) -> Figure:
-        """A picture of who holds what, and who gets what from whom.
+    def draw(self, rank: int | None = None) -> str:
+        """Who has what, and whose values lie where in what a rank gets, as text.
 
-        On top what the ranks have, below what they get, coloured by whose values it is; in stripes
-        where values of several ranks are added. The numbers at the edges are indices of the whole
-        tensor, in the two dimensions in which the parts differ most.
+        A table has the ranges of the tensor that a rank gets, in the dimensions that are cut, and
+        in each cell the rank whose values lie there; "0+2" is a sum, and "." nobody's: zeros.
 
         Args:
-            title: above the picture; by default how much moves.
-
-        Returns:
-            A figure of matplotlib, which comes with `pip install matplotlib`:
-            `figure.savefig("plan.png")`.
-
-        Raises:
-            WeftError: matplotlib is not there, or no rank has or wants a tensor.
+            rank: whose tensor to draw; None: those of all ranks.
 
         Example:
             >>> from weft.nn.grid import Box, whole
-            >>> shards = {0: Box((0,), (2,)), 1: Box((2,), (4,))}
-            >>> plan = between(shards, dict.fromkeys(range(2), whole((4,))))
-            >>> [axes.get_title() for axes in plan.draw().axes]
-            ['each rank has its part', 'rank 0 gets (4,)', 'rank 1 gets (4,)']
+            >>> shards = {0: Box((0,), (2,)), 1: Box((2,), (5,))}
+            >>> print(between(shards, {1: whole((5,))}).draw())
+            2 values in 1 messages between 2 ranks
+            rank 0 has (2,)
+            rank 1 has (3,)
+            rank 1 gets (5,)
+                 0:2  2:5
+            0:1    0    1
         """
         travel = [move for move in self.moves if move.source != move.destination]
         values = sum(move.take.volume for move in travel)
         pairs = len({(move.source, move.destination) for move in travel})
-        summary = f"{values:,} values in {pairs} messages between {len(self.ranks)} ranks"
-        hint = f"{self.hint}: " if self.hint else ""
-        return drawn(self, f"{hint}{summary}" if title is None else title)
+        lines = [f"{values:,} values in {pairs} messages between {len(self.ranks)} ranks"]
+        for source, shape in sorted(self.have.shapes.items()):
+            lines.append(f"rank {source} has {shape}")
+        for each, shape in sorted(self.want.shapes.items()):
+            if rank in (None, each):
+                lines.append(f"rank {each} gets {shape}")
+                sources = self.local(each).sources.items()
+                lines += drawn(shape, [(put, source) for source, m in sources for _, put in m])
+        return "\n".join(lines)
 
 
 def between(have: Mapping[int, Box] | Side, want: Mapping[int, Box] | Side) -> Plan:
