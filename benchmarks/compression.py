@@ -212,7 +212,7 @@ class Training:
                 self.model(batch(self.text, self.generator, BATCH)).backward()
                 self.state.__setstate__(saved["state"].__getstate__())
             elif self.state is not None:
-                self.state.load_state_dict(saved["state"])
+                self.state.load_state_dict(saved["state"], self.model)
             model.load_state_dict(saved["model"])
             self.optimizer.load_state_dict(saved["optimizer"])
             self.generator.set_state(saved["generator"])
@@ -222,7 +222,9 @@ class Training:
         state = self.state
         torch.save(
             {
-                "state": state.state_dict() if isinstance(state, weft.ddp.TopK) else state,
+                "state": state.state_dict(self.model)
+                if isinstance(state, weft.ddp.TopK)
+                else state,
                 "model": self.model.module.state_dict(),
                 "optimizer": self.optimizer.state_dict(),
                 "generator": self.generator.get_state(),

@@ -83,7 +83,7 @@ class Training:
     def save(self, folder: Path, group: weft.Group) -> None:
         begun = folder / "begun"
         dcp.save(self.state(), checkpoint_id=begun)
-        torch.save(self.unsent.state_dict(), begun / f"unsent-{group.rank}.pt")
+        torch.save(self.unsent.state_dict(self.model), begun / f"unsent-{group.rank}.pt")
         weft.barrier()  # all have written
         if group.rank == 0:
             begun.rename(folder / f"step-{self.step:06d}")
@@ -94,7 +94,8 @@ class Training:
         state = self.state()
         dcp.load(state, checkpoint_id=last)
         weft.nn.load_sharded_state(self.model, self.optimizer, state)
-        self.unsent.load_state_dict(torch.load(last / f"unsent-{group.rank}.pt"))
+        unsent = torch.load(last / f"unsent-{group.rank}.pt")
+        self.unsent.load_state_dict(unsent, self.model)
 
 
 def train(group: weft.Group, tokens: Tensor, folder: Path | None) -> Training:

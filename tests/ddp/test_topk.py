@@ -765,14 +765,14 @@ def test_what_is_kept_of_a_parameter_that_no_rank_uses_stays(
     model = wrapped(Branches(), state, **options)
     torch.manual_seed(dist.get_rank())
     for users in ({0, 1}, set(), {0}, set()):
-        before = copy.deepcopy(state.state_dict()["residual"])
+        before = copy.deepcopy(state.state_dict(model)["residual"])
         model.zero_grad()
         model(torch.randn(4, 8), dist.get_rank() in users).pow(2).sum().backward()
-        after = state.state_dict()["residual"]
-        assert after["float32 -1"].any()
+        after = state.state_dict(model)["residual"]
+        assert after["branch.weight"].any()
         assert (model.module.branch.weight.grad is None) == (not users)
         if not users:
-            assert torch.equal(after["float32 -1"], before["float32 -1"])
+            assert torch.equal(after["branch.weight"], before["branch.weight"])
 
 
 @spmd(3, on=("processes",))
@@ -780,7 +780,7 @@ def test_what_is_kept_of_a_parameter_that_no_rank_uses_stays(
 def test_each_parameter_of_a_model_has_its_own_part_of_the_result(
     group: Group, tmp_path: Path
 ) -> None:
-    """However they are packed; a copy of the state goes on with what is kept."""
+    """However they are packed; a copy of the state that is given what is kept goes on."""
     for options in OPTIONS:
         plain = model_of()
         state = TopK(0.1, total_density=0.05, min_numel=100)
@@ -788,8 +788,9 @@ def test_each_parameter_of_a_model_has_its_own_part_of_the_result(
         residuals = [torch.zeros_like(each).flatten() for each in plain.parameters()]
         for step in range(3):
             if step == 2:
-                state = copies(state)[1]
+                kept, state = state.state_dict(ours), copies(state)[1]
                 ours = wrapped(plain, state, **options)
+                state.load_state_dict(kept, ours)
             for model in (ours, plain):
                 model.zero_grad()
                 loss_of(model, step).backward()
@@ -885,13 +886,14 @@ def test_a_job_that_restarts_goes_on_to_the_same_losses(group: Group, tmp_path: 
     state = TopK(0.05, **settings)
     model = wrapped(model_of(), state)
     losses(model, range(3))
-    kept, weights = copy.deepcopy(state.state_dict()), copy.deepcopy(model.module)
+    kept, weights = copy.deepcopy(state.state_dict(model)), copy.deepcopy(model.module)
     loaded, (twin, third) = TopK(0.05, **settings), copies(state)
-    loaded.load_state_dict(kept)
     wanted = losses(model, range(3, 8))
     buckets = {"bucket_cap_mb": 1e-3, "find_unused_parameters": True}
     for again, options in ((loaded, {}), (twin, buckets), (third, {})):
-        assert losses(wrapped(weights, again, **options), range(3, 8)) == wanted
+        resumed = wrapped(weights, again, **options)
+        again.load_state_dict(kept, resumed)
+        assert losses(resumed, range(3, 8)) == wanted
     assert losses(wrapped(weights, TopK(0.05, **settings)), range(3, 8)) != wanted
 
 
@@ -907,13 +909,60 @@ def test_errors_are_raised_in_backward_and_the_next_step_works(
     state.algorithm = "split"
     loss_of(model, 1).backward()
     assert state.calls[-1].union > 0
-    other = TopK(0.1, min_numel=100)
-    other.load_state_dict(state.state_dict())
-    for number, match in (
-        (TopK(0.1 + dist.get_rank()), r"^rank 1: density is 1.1"),
-        ([weft.ddp.State(), TopK()][dist.get_rank()], r"differ in kind of state: .*State.*TopK"),
-        (other, r"numbers are kept of tensor 'float32 -\d', which has"),
+    kept = state.state_dict(model)
+    narrow, deep = nn.Sequential(*model_of()[:3]), nn.Sequential(model_of(), nn.Linear(4, 90))
+    narrow.append(nn.Linear(30, 3))
+    of_another, without_model = TopK(0.1, min_numel=100), TopK(0.1, min_numel=100)
+    with pytest.raises(WeftError, match=r"kept of '0.weight', and the model has no parameter of"):
+        of_another.load_state_dict(kept, deep)
+    with pytest.raises(WeftError, match=r"under their names: pass the model"):
+        state.state_dict()
+    without_model.load_state_dict(kept)
+    for plain, number, match in (
+        (deep, TopK(0.1 + dist.get_rank()), r"^rank 1: density is 1.1"),
+        (
+            deep,
+            [weft.ddp.State(), TopK()][dist.get_rank()],
+            r"differ in kind of state: .*State.*TopK",
+        ),
+        (narrow, of_another, r"numbers are kept of tensor 'float32 -\d', which has"),
+        (narrow, without_model, r"kept of '0.weight', .* pass the model to load_state_dict"),
     ):
-        wrong = wrapped(nn.Sequential(model_of(), nn.Linear(4, 90)), number)
+        wrong = wrapped(plain, number)
+        if number is of_another:
+            number.load_state_dict(kept, wrong)
         with pytest.raises(WeftError, match=match):
             loss_of(wrong, 0).backward()
+
+
+@spmd(2, on=("processes",))
+@trained
+def test_a_job_that_goes_on_with_a_frozen_block_has_the_residuals_of_the_others(
+    group: Group, tmp_path: Path
+) -> None:
+    """Blocks are alike; what is kept of the frozen one waits until it is trained again."""
+    settings: dict[str, Any] = {"density": 0.1, "min_numel": 1}
+    torch.manual_seed(0)
+    blocks = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
+    state = TopK(**settings)
+    model = wrapped(blocks, state)
+    model(drawn(group, 0, 4, 8)).pow(2).sum().backward()
+    kept = copy.deepcopy(state.state_dict(model))
+    model.module[2].requires_grad_(False)
+    model.zero_grad(set_to_none=True)
+    resumed, state = DistributedDataParallel(model.module), TopK(**settings)
+    resumed.register_comm_hook(state, topk_hook)
+    state.load_state_dict(kept, resumed)
+    resumed(drawn(group, 1, 4, 8)).pow(2).sum().backward()
+    now = state.state_dict(model.module)
+    assert now["steps"] == {name: 1 if name[0] == "2" else 2 for name in kept["steps"]}
+    for name, parameter in model.module.named_parameters():
+        was, is_now = kept["residual"][name], now["residual"][name]
+        if parameter.requires_grad:
+            plain = copy.deepcopy(model.module)
+            plain.zero_grad()
+            plain(drawn(group, 1, 4, 8)).pow(2).sum().backward()
+            unsent = was + plain.get_parameter(name).grad.flatten() - is_now
+            assert unsent.count_nonzero() <= math.ceil(0.1 * parameter.numel())
+        else:
+            assert torch.equal(was, is_now)

@@ -25,7 +25,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from ..base.arguments import in_words, shown
 from ..base.errors import WeftError, summed_up
@@ -91,13 +92,17 @@ class Sparsifier:
     _kept: dict[str, Feedback] = field(default_factory=dict, init=False)
     _names: dict[int, tuple[weakref.ref[Tensor], str]] = field(default_factory=dict, init=False)
     _named: Counter[str] = field(default_factory=Counter, init=False)  # parameters, by dtype
+    # of parameters whose first bucket has not come; each parameter by its id
+    _loaded: dict[int, tuple[Tensor, Feedback]] = field(default_factory=dict, init=False)
     _partly: bool = field(default=False, init=False)  # whether a tensor was sent in part
     _largest: int = field(default=0, init=False)  # entries of a tensor, so far
     _is_told: bool = field(default=False, init=False)
 
     def __getstate__(self) -> dict[str, Any]:
-        # these are of the parameters of this process
-        return vars(self) | {"_names": {}, "_named": Counter()}
+        # parameters are known by their ids, which are of this process
+        gone = {name for _, name in self._names.values()}
+        kept = {name: each for name, each in self._kept.items() if name not in gone}
+        return vars(self) | {"_kept": kept, "_names": {}, "_named": Counter(), "_loaded": {}}
 
     def settings(self) -> tuple[dict[str, str], str | None]:
         """The settings, which must be equal on all ranks; and what is wrong with them, or None."""
@@ -123,34 +128,68 @@ class Sparsifier:
         return None
 
     def names_of(self, parameters: Sequence[Tensor]) -> list[str]:
-        """The names of a bucket's parameters: dtype, and number from the model's last one back.
+        """The names of a bucket's parameters in this process: dtype, and number from the last back.
+
+        They are equal on all ranks. Only parameters that are trained have one, which may be others
+        when a job goes on.
 
         In the first backward the buckets of DistributedDataParallel come from the last parameters
         to the first; in each bucket the parameters are in the model's order. Numbering them from
         the end of each bucket gives numbers that do not depend on where the buckets are cut.
         """
         for parameter in reversed(parameters):
-            known = self._names.get(id(parameter))
-            if known is None or known[0]() is not parameter:
+            if self._name_of(parameter) is None:
                 kind = str(parameter.dtype).removeprefix("torch.")
-                self._named[kind] += 1  # an id may be that of a parameter that is gone
-                self._names[id(parameter)] = weakref.ref(parameter), f"{kind} -{self._named[kind]}"
+                self._named[kind] += 1
+                name = f"{kind} -{self._named[kind]}"
+                self._names[id(parameter)] = weakref.ref(parameter), name
+                if id(parameter) in self._loaded:
+                    self._kept[name] = self._loaded.pop(id(parameter))[1]
         return [self._names[id(parameter)][1] for parameter in parameters]
 
-    def state_dict(self) -> dict[str, dict[str, Any]]:
-        """What is kept, by kind and name of the tensor: see `weft.ddp.TopK.state_dict`."""
-        kept = self._kept.items()
+    def _name_of(self, parameter: Tensor) -> str | None:
+        """A parameter's name here; None: it has none yet."""
+        known = self._names.get(id(parameter))
+        if known is None or known[0]() is not parameter:  # the id may be that of one that is gone
+            return None
+        return known[1]
+
+    def state_dict(self, model: nn.Module | None) -> dict[str, dict[str, Any]]:
+        """What is kept, by kind and name of the tensor: see `weft.ddp.TopK.state_dict`.
+
+        Raises:
+            WeftError: there is no model, and something is kept of parameters.
+        """
+        kept = self._kept_by_name(model)
         return {
-            "residual": {n: each.residual for n, each in kept if each.residual is not None},
-            "velocity": {n: each.velocity for n, each in kept if each.velocity is not None},
-            "steps": {n: each.steps for n, each in kept},
+            "residual": {n: each.residual for n, each in kept.items() if each.residual is not None},
+            "velocity": {n: each.velocity for n, each in kept.items() if each.velocity is not None},
+            "steps": {n: each.steps for n, each in kept.items()},
         }
 
-    def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
+    def _kept_by_name(self, model: nn.Module | None) -> dict[str, Feedback]:
+        if model is not None:
+            found = {name: self._kept_of(each) for name, each in _parameters(model).items()}
+            return {name: each for name, each in found.items() if each is not None}
+        if self._loaded or any(name in self._kept for _, name in self._names.values()):
+            raise WeftError(
+                "state_dict saves what is kept of parameters under their names: pass the model"
+            )
+        return self._kept
+
+    def _kept_of(self, parameter: Tensor) -> Feedback | None:
+        if id(parameter) in self._loaded:
+            return self._loaded[id(parameter)][1]
+        name = self._name_of(parameter)
+        return None if name is None else self._kept.get(name)
+
+    def load_state_dict(
+        self, state: Mapping[str, Mapping[str, Any]], model: nn.Module | None
+    ) -> None:
         """Continue from what `state_dict` returned, and copy it.
 
         Raises:
-            WeftError: it is something else.
+            WeftError: it is something else, or of parameters that the model has not.
         """
         kinds = {"residual": Tensor, "velocity": Tensor, "steps": int}
         if (
@@ -161,14 +200,27 @@ class Sparsifier:
             or not all(isinstance(e, kinds[kind]) for kind in kinds for e in state[kind].values())
         ):
             raise WeftError("load_state_dict takes what state_dict() of a weft.ddp.TopK returned")
+        parameters = {} if model is None else _parameters(model)
+        unknown = state["steps"].keys() - parameters.keys()
+        if model is not None and unknown:
+            raise WeftError(
+                f"something is kept of {min(unknown)!r}, and the model has no parameter of this "
+                "name: pass the model whose state was saved"
+            )
         residual, velocity = (
             {name: each.clone() for name, each in state[kind].items()}
             for kind in ("residual", "velocity")
         )
-        self._kept = {
-            name: Feedback(residual.get(name), velocity.get(name), steps)
-            for name, steps in state["steps"].items()
-        }
+        self._kept, self._loaded = {}, {}
+        for name, steps in state["steps"].items():
+            feedback = Feedback(residual.get(name), velocity.get(name), steps)
+            parameter = parameters.get(name)
+            if parameter is None:  # a tensor of `sync_sparsified`
+                self._kept[name] = feedback
+            elif known := self._name_of(parameter):
+                self._kept[known] = feedback
+            else:
+                self._loaded[id(parameter)] = parameter, feedback
 
     @torch.no_grad()
     def reduce(
@@ -327,6 +379,16 @@ class Sparsifier:
             self.min_numel,
         )
 
+    def wrong_of_parameters(self, parts: Mapping[str, Tensor]) -> str | None:
+        """What is wrong with what is kept of a model's parameters, of which these are some."""
+        others = self._kept.keys() - {name for _, name in self._names.values()}
+        if others:
+            return (
+                f"something is kept of {min(others)!r}, which is no parameter's name here: have a "
+                "state for each model, and pass the model to load_state_dict"
+            )
+        return self.wrong(parts)
+
     def wrong(self, tensors: Mapping[str, Tensor]) -> str | None:
         """What is wrong with what is kept of these tensors, or None: it may have been loaded."""
         for name, tensor in tensors.items():
@@ -401,6 +463,18 @@ def _rows_of(picked: Sequence[Picked], starts: Sequence[int], like: Tensor) -> R
         torch.cat([like.new_empty(0), *(sent for *_, sent in picked)]),
         max(starts[-1], 1),
     )
+
+
+def _parameters(model: nn.Module) -> dict[str, Tensor]:
+    """A model's parameters by name, whether or not it is wrapped.
+
+    Raises:
+        WeftError: it is no module.
+    """
+    if not isinstance(model, nn.Module):
+        raise WeftError(f"model is a {type(model).__name__}: pass a torch.nn.Module")
+    inner = model.module if isinstance(model, DistributedDataParallel) else model
+    return dict(inner.named_parameters())
 
 
 def described(tensors: Mapping[str, Tensor]) -> str:

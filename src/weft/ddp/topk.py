@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.futures import Future
 
 from ..group.group import Group
@@ -52,8 +52,8 @@ class TopK(State):
         ...     state = weft.ddp.TopK(0.25, min_numel=1)
         ...     model.register_comm_hook(state, weft.ddp.topk_hook)
         ...     model(torch.tensor([1.0, 8.0, 2.0, 4.0])).backward()
-        ...     model.module.weight.grad, state.state_dict()["residual"]
-        (tensor([[0., 8., 0., 0.]]), {'float32 -1': tensor([1., 0., 2., 4.])})
+        ...     model.module.weight.grad, state.state_dict(model)["residual"]
+        (tensor([[0., 8., 0., 0.]]), {'weight': tensor([1., 0., 2., 4.])})
     """
 
     def __init__(
@@ -116,27 +116,42 @@ class TopK(State):
             wire_dtype,
         )
 
-    def state_dict(self) -> dict[str, dict[str, Any]]:
+    def state_dict(self, model: nn.Module | None = None) -> dict[str, dict[str, Any]]:
         """Return what this rank keeps from step to step, for a checkpoint. Each rank has its own.
+
+        Args:
+            model: whose gradients the hook reduces, wrapped or not; None: there is none, for
+                `weft.sync_sparsified` alone has this state.
 
         Returns:
             Three dicts, "residual", "velocity" (with `momentum`) and "steps" (how often a parameter
-            was reduced, an int). Their keys name the parameters: by dtype and number, counted from
-            the model's last parameter back ("float32 -1"), or as `weft.sync_sparsified` was given
-            them. Tensors are 1-D, as long as the flattened gradient, in float32 or, for float64, in
-            float64. They are not copies: the next step changes them.
-        """
-        return self.sparsifier.state_dict()
-
-    def load_state_dict(self, state: dict[str, dict[str, Any]]) -> None:
-        """Continue from what `state_dict()` returned on this rank, of the same model; copy it.
-
-        Call it before the first backward, with as many ranks as it was saved on.
+            was reduced, an int). Their keys are the names of the model's parameters, without those
+            of DistributedDataParallel, or the names that `weft.sync_sparsified` was given. Tensors
+            are 1-D, as long as the flattened gradient, in float32 or, for float64, in float64. They
+            are not copies: the next step changes them.
 
         Raises:
-            WeftError: `state` is not what `state_dict()` returns; raised on this rank alone. Later,
-                on every rank, from `backward()`: a residual has not as many entries as its
-                parameter.
+            WeftError: something is kept of parameters, and there is no model; on this rank alone.
+        """
+        return self.sparsifier.state_dict(model)
+
+    def load_state_dict(
+        self, state: dict[str, dict[str, Any]], model: nn.Module | None = None
+    ) -> None:
+        """Continue from what `state_dict()` returned on this rank, of the same model; copy it.
+
+        Call it before the first backward, with as many ranks as it was saved on. Other parameters
+        may be frozen than were.
+
+        Args:
+            state: what `state_dict` returned.
+            model: whose gradients the hook reduces, wrapped or not, as for `state_dict`.
+
+        Raises:
+            WeftError: `state` is not what `state_dict()` returns, or has a name that no parameter
+                of the model has; raised on this rank alone. Later, on every rank, from
+                `backward()`: it was loaded without the model, or a residual has not as many entries
+                as its parameter.
 
         Example:
             >>> import torch, weft
@@ -148,7 +163,7 @@ class TopK(State):
             >>> again.state_dict()
             {'residual': {'w': tensor([1., 0.])}, 'velocity': {}, 'steps': {'w': 1}}
         """
-        self.sparsifier.load_state_dict(state)
+        self.sparsifier.load_state_dict(state, model)
 
     def tell_first(self, step: Step, sent: int) -> None:
         if self.group.rank == 0:
@@ -167,7 +182,7 @@ class TopK(State):
 
         def reduction(group: Group, flat: Tensor) -> None:
             parts = dict(zip(names, flat.split_with_sizes(sizes), strict=True))
-            error = self.sparsifier.wrong(parts)
+            error = self.sparsifier.wrong_of_parameters(parts)
             # DistributedDataParallel learns which parameters no rank used, and throws the means of
             # these away, when all buckets have come; in the buckets they are zeros
             record = self.sparsifier.reduce(
