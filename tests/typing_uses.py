@@ -21,10 +21,10 @@ later: bool = bool(torch.rand(1) > 0)
 
 # Each form of rows has its own, at once or later.
 assert_type(weft.sparse_all_reduce(coo), torch.Tensor)
-assert_type(weft.sparse_all_reduce(pair, "max", out=pair), Pair)
+assert_type(weft.sparse_all_reduce(pair, "max"), Pair)
 assert_type(weft.sparse_all_reduce(rows, dist.ReduceOp.SUM), weft.Rows)
 assert_type(weft.sparse_all_reduce([coo, coo], torch.add), list[torch.Tensor])
-assert_type(weft.sparse_all_reduce([pair], out=[pair]), list[Pair])
+assert_type(weft.sparse_all_reduce([pair]), list[Pair])
 assert_type(weft.sparse_all_reduce(pair, async_op=True), weft.Work[Pair])
 assert_type(weft.sparse_all_reduce(pair, async_op=True).wait(), Pair)
 assert_type(weft.sparse_all_reduce(coo, "sum", None, True).wait(), torch.Tensor)
@@ -32,11 +32,7 @@ assert_type(weft.sparse_all_reduce([rows], async_op=True).wait(), list[weft.Rows
 assert_type(weft.sparse_all_reduce(coo, async_op=later), torch.Tensor | weft.Work[torch.Tensor])
 
 several: list[torch.Tensor | Pair | weft.Rows] = [coo, pair, rows]
-memory = [pair, pair]
-nowhere = [None, None]
 assert_type(weft.sparse_all_reduce(several), list[torch.Tensor | Pair | weft.Rows])
-assert_type(weft.sparse_all_reduce([pair, pair], out=memory), list[Pair])
-assert_type(weft.sparse_all_reduce([pair, pair], out=nowhere), list[Pair])
 
 # So do the others.
 assert_type(weft.sparse_reduce_scatter(rows, ranges=[0, 4]), weft.Rows)
@@ -65,7 +61,6 @@ weft.on_call(hook)
 weft.sparse_all_reduce("x")  # error: call-overload
 weft.sparse_all_reduce(pair, 3)  # error: call-overload
 weft.sparse_all_reduce((pair[0], 1.0))  # error: type-var
-weft.sparse_all_reduce(pair, out=3)  # error: call-overload
 weft.sparse_all_reduce(pair, algoritm="split")  # error: call-overload
 number: int = weft.sparse_all_reduce(pair)  # error: assignment
 weft.sparse_all_reduce(coo).wait()  # error: attr-defined

@@ -13,7 +13,6 @@ import torch
 
 import weft
 from weft.compat.oneccl import event, request
-from weft.compat.oneccl.operation import Memory
 from weft.testing import spmd
 
 DEVICE = torch.device("cuda")
@@ -79,13 +78,10 @@ def accelerator(monkeypatch):
 
     reduce = weft.sparse_all_reduce
 
-    def reduced(rows, out=None, **asked):
+    def reduced(rows, **asked):
         """On the host: what the call itself does with an accelerator is tested where it is."""
         indices, values = reduce(tuple(each.cpu() for each in rows), **asked)
-        if out is None:
-            return indices.to(DEVICE), values.to(DEVICE)
-        made = out(len(indices), tuple(values.shape[1:]), (indices.dtype, values.dtype))
-        return made[0].copy_(indices), made[1].copy_(values)
+        return indices.to(DEVICE), values.to(DEVICE)
 
     monkeypatch.setattr(weft, "sparse_all_reduce", reduced)
     monkeypatch.setattr(torch.Tensor, "to", moved)
@@ -148,14 +144,3 @@ def by_allocation(sent):
 @spmd(2, on=("threads",))
 def test_the_accelerator_is_waited_for_on_the_way_in_and_out(group, accelerator, face):
     assert face(queued(group.rank)) == ([2, 3, 5], [2.0, 2.0, 10.0])
-
-
-def test_narrow_indices_are_widened_where_the_callers_are():
-    def place(indices, values):
-        where = {"device": "meta"}
-        return torch.empty(indices, dtype=torch.int8, **where), torch.empty(values, **where)
-
-    memory = Memory(place)
-    indices, values = memory.allocate(3, (2,), (torch.int32, torch.float32))
-    assert indices.is_meta and indices.dtype == torch.int32
-    assert values.is_meta and values.shape == (3, 2)

@@ -97,22 +97,6 @@ def failing_op(group: Group) -> None:
         weft.sparse_all_reduce((torch.zeros(2, dtype=torch.long), torch.ones(2, 2)), op, group)
 
 
-def failing_out(group: Group) -> None:
-    def out(*_: object) -> tuple[torch.Tensor, torch.Tensor]:
-        raise MemoryError
-
-    with pytest.raises(WeftError, match="MemoryError"):
-        weft.sparse_all_reduce(rows(group), group=group, out=out)
-
-
-def failing_out_of_a_table(group: Group) -> None:
-    def out(*_: object) -> tuple[torch.Tensor, torch.Tensor]:
-        raise MemoryError
-
-    with pytest.raises(WeftError, match="MemoryError"):
-        weft.sparse_all_reduce([rows(group)] * 2, group=group, out=[out, out])
-
-
 def broken(group: Group) -> None:
     group.session.abort("it was told to")
     with contextlib.suppress(WireError):
@@ -142,8 +126,6 @@ USES = [
     failing_attempt,
     interrupted,
     failing_op,
-    failing_out,
-    failing_out_of_a_table,
     broken,
     of_some,
     split,

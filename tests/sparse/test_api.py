@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 import threading
-from itertools import product
 
 import pytest
 import torch
@@ -14,7 +12,6 @@ import weft
 from weft.schedules import dense_all_reduce
 from weft.sparse import ALGORITHMS, last_call
 from weft.testing import expected, spmd
-from weft.testing.cases import in_case
 
 LOCK = threading.Lock()
 
@@ -89,69 +86,6 @@ def test_torch_names_of_operations(group):
         assert torch.equal(
             weft.sparse_all_reduce(rows, theirs).values, weft.sparse_all_reduce(rows, ours).values
         )
-
-
-@pytest.mark.parametrize("algorithm", [*sorted(ALGORITHMS), "auto"])
-@spmd(1, 4, on=("threads", "device", "processes", "torch"))
-def test_out_is_filled(group, algorithm):
-    rows, want = part(group.rank), expected([part(rank) for rank in range(group.size)])
-
-    out = torch.full((40,), -1), torch.full((40, 2), 7.0)
-    indices, values = weft.sparse_all_reduce(
-        (rows.indices, rows.values), algorithm="auto" if "dense" in algorithm else algorithm,
-        out=out,
-    )  # fmt: skip
-    assert indices.data_ptr() == out[0].data_ptr()
-    assert values.data_ptr() == out[1].data_ptr()
-    assert torch.equal(indices, want.indices)
-    assert torch.equal(out[1][: len(want)], want.values)
-    assert out[0][len(want) :].eq(-1).all()
-
-    asked = []
-
-    def allocate(count, row_shape, dtypes):
-        asked.append((count, row_shape, dtypes))
-        return torch.empty(count, dtype=dtypes[0]), torch.empty(count, *row_shape, dtype=dtypes[1])
-
-    total = weft.sparse_all_reduce(rows, algorithm=algorithm, out=allocate)
-    assert asked == [(len(want), (2,), (torch.int64, torch.float32))]
-    assert torch.equal(total.values, want.values)
-
-
-@functools.cache
-def _sorted(size, count):
-    """Everybody's rows, sorted and unique, such as are sent from where they are; and their sum."""
-    parts = []
-    for rank in range(size):
-        draw = torch.Generator().manual_seed(rank)
-        indices = torch.randperm(2 * count, generator=draw)[:count].sort().values
-        values = torch.randint(9, (count, 16), generator=draw).float()
-        parts.append(weft.Rows(indices, values, 2 * count))
-    return parts, expected(parts)
-
-
-@pytest.mark.parametrize("algorithm", [*sorted(ALGORITHMS), "auto"])
-@spmd(1, 3, on=("threads", "device", "processes", "torch"))
-def test_the_result_may_go_where_the_rows_are(group, algorithm):
-    """Peers still read the rows when the first of the result is written."""
-    for count, of_function in product((30, 4000), (False, True)):
-        with in_case(count, of_function):
-            with LOCK:  # ranks that are threads would each make them
-                parts, want = _sorted(group.size, count)
-            space = torch.full((2 * count,), -1), torch.full((2 * count, 16), -1.0)
-            mine = weft.Rows(space[0][:count], space[1][:count], 2 * count)
-            mine.indices.copy_(parts[group.rank].indices)
-            mine.values.copy_(parts[group.rank].values)
-
-            def allocate(count, row_shape, dtypes, space=space):
-                return space[0][:count], space[1][:count]
-
-            out = allocate if of_function else space
-            total = weft.sparse_all_reduce(mine, algorithm=algorithm, out=out)
-            assert total.values.data_ptr() == space[1].data_ptr()
-            assert torch.equal(space[0][: len(want)], want.indices)
-            assert torch.equal(space[1][: len(want)], want.values)
-            assert space[0][len(want) :].eq(-1).all()
 
 
 @spmd(4, on=("processes",))
@@ -260,20 +194,3 @@ def test_tensors_of_a_call_under_way_may_get_other_memory(group):
     found, total = work.wait()
     assert torch.equal(found, torch.arange(1000))
     assert total.eq(2).all()
-
-
-@spmd(1, 2, on=("threads", "processes"))
-def test_results_lie_where_out_was_at_the_call(group):
-    out = torch.zeros(3, dtype=torch.int64), torch.zeros(3)
-    places = [each.data_ptr() for each in out]
-    memory = [each.detach() for each in out]
-    begin = threading.Event()
-    group.worker.submit("what comes before", lambda: begin.wait(20.0))
-    work = weft.sparse_all_reduce((torch.tensor([1]), torch.ones(1)), out=out, async_op=True)
-    for each in out:
-        each.data = torch.zeros(3, dtype=torch.int16)
-    begin.set()
-    indices, values = work.wait()
-    assert [indices.data_ptr(), values.data_ptr()] == places
-    assert (indices.tolist(), values.tolist()) == ([1], [group.size])
-    assert memory[0].tolist()[:1] == [1]

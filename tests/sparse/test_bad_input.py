@@ -25,11 +25,6 @@ def good(group, width=4):
     return weft.Rows(torch.tensor([1, 5, group.rank % 4]), torch.ones(3, width), 10)
 
 
-def in_inference_mode(*shape):
-    with torch.inference_mode():
-        return torch.empty(shape)
-
-
 def long_name(a, b):
     return a + b
 
@@ -58,8 +53,6 @@ def nested():
 def beyond_its_columns():
     return torch.sparse_coo_tensor([[1], [2]], torch.ones(1, 4), (5, 2, 4), check_invariants=False)
 
-
-SHARED = torch.empty(64, dtype=torch.int64)
 
 # what the last rank passes while all others pass good rows, and what everybody must be told
 WRONG = {
@@ -135,46 +128,6 @@ WRONG = {
         lambda: {"wire_dtype": torch.float64},
         "wire_dtype is torch.float64: pass torch.bfloat16, torch.float16, torch.float32 or None",
     ),
-    "out's dtype": (
-        lambda: {"out": (torch.empty(9, dtype=torch.int64), torch.empty(9, 4).half())},
-        "the values of out are torch.float16",
-    ),
-    "out's shape": (
-        lambda: {"out": (torch.empty(9, dtype=torch.int64), torch.empty(9, 3))},
-        r"the values of out have row shape \(3,\)",
-    ),
-    "out in steps": (
-        lambda: {"out": (torch.empty(18, dtype=torch.int64)[::2], torch.empty(9, 4))},
-        "the indices of out are not contiguous",
-    ),
-    "out of a postponed sign": (
-        lambda: {
-            "out": (torch.empty(9, dtype=torch.int64), torch._neg_view(torch.empty(9, 4))),
-        },
-        "the values of out are a view whose conjugation or sign torch has postponed",
-    ),
-    "out on meta": (
-        lambda: {"out": (torch.empty(9, dtype=torch.int64), torch.empty(9, 4, device="meta"))},
-        "the values of out are on the meta device, where nothing is held",
-    ),
-    "out of inference": (
-        lambda: {"out": (torch.empty(9, dtype=torch.int64), in_inference_mode(9, 4))},
-        "the values of out are made in inference mode",
-    ),
-    "one out for both": (
-        lambda: {"out": (SHARED[:9], SHARED.view(torch.float32)[:36].view(9, 4))},
-        "the indices and values of out are in the same memory",
-    ),
-    "an allocator of one": (
-        lambda: {
-            "out": lambda count, *_: (
-                SHARED[:count],
-                SHARED.view(torch.float32)[: 4 * count].view(count, 4),
-            )
-        },
-        "the indices and values that out returned are in the same memory",
-    ),
-    "an allocator of nothing": (lambda: {"out": lambda *_: None}, "out returned a NoneType: pass"),
     "rows on meta": (
         lambda: {"rows": weft.Rows(torch.ones(1).long().to("meta"), torch.ones(1, 4).to("meta"))},
         "the tensor of indices is on the meta device, where nothing is held",
@@ -193,10 +146,6 @@ WRONG = {
         r"rank \d+ has function .*\.\.\. \(digest \w+\); pass",
     ),
     "no words": (lambda: {"algorithm": Mute()}, "ValueError: no words"),
-    "out is small": (
-        lambda: {"out": (torch.empty(2, dtype=torch.int64), torch.empty(2, 4))},
-        r"out holds 2 rows, the result has \d+",
-    ),
 }
 
 
@@ -219,7 +168,7 @@ def test_one_rank_errs_and_all_are_told(group):
 @spmd(8, 20, on=("threads", "device"))
 def test_many_ranks_are_told_too(group):
     culprit = group.size * 2 // 3
-    for what in ("op", "negative", "row shape", "height", "out is small"):
+    for what in ("op", "negative", "row shape", "height"):
         with in_case(what):
             make, text = WRONG[what]
             arguments = {"rows": good(group), **(make() if group.rank == culprit else {})}
@@ -260,26 +209,6 @@ def test_a_function_that_raises(group, count, algorithm):
     assert torch.equal(
         weft.sparse_all_reduce(rows, algorithm=algorithm).values, rows.values * group.size
     )
-
-
-@pytest.mark.parametrize("algorithm", [*sorted(ALGORITHMS), "auto"])
-@spmd(1, 4, on=("threads", "device", "processes", "torch"))
-def test_an_allocator_that_raises(group, algorithm):
-    rows = good(group)
-
-    def allocate(count, row_shape, dtypes):
-        if group.rank == 0:
-            raise MemoryError(f"{count} rows are too many")
-        return torch.empty(count, dtype=dtypes[0]), torch.empty(count, *row_shape, dtype=dtypes[1])
-
-    def allocate_wrongly(count, row_shape, dtypes):
-        return torch.empty(count, dtype=dtypes[0]), torch.empty(count + 1, *row_shape)
-
-    with pytest.raises(weft.WeftError, match=r"rank 0: MemoryError: \d+ rows are too many"):
-        weft.sparse_all_reduce(rows, algorithm=algorithm, out=allocate)
-    with pytest.raises(weft.WeftError, match="out returned"):
-        weft.sparse_all_reduce(rows, algorithm=algorithm, out=allocate_wrongly)
-    weft.sparse_all_reduce(rows, algorithm=algorithm)
 
 
 @spmd(3, on=("threads", "device", "processes", "torch"))
@@ -386,8 +315,8 @@ def test_who_sends_rows_in_the_broadcast_of_another_is_named_as_in_all_errors(mo
     some = [0, 2]
     listener = broadcast.request_of_listener
 
-    def with_rows(out, wire_dtype):
-        request = listener(out, wire_dtype)
+    def with_rows(wire_dtype):
+        request = listener(wire_dtype)
         if threading.current_thread().name == "rank 2":
             request.rows = weft.Rows(torch.arange(2), torch.ones(2))
             request.highest = 1

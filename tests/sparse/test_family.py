@@ -214,10 +214,9 @@ def test_the_rows_of_one_on_all(group, kind):
 def test_a_tensor_of_more_elements_than_memory_counts(group, shape, sparse):
     where, values = torch.ones(sparse, 2, dtype=torch.int64), torch.ones(2, *shape[sparse:])
     rows = torch.sparse_coo_tensor(where, values, shape, check_invariants=True)
-    for out in (None, (torch.empty(2, dtype=torch.int64), torch.empty_like(values))):
-        got = weft.sparse_broadcast(None if group.rank else rows, out=out)
-        assert got.shape == shape
-        assert torch.equal(got._indices(), where)
+    got = weft.sparse_broadcast(None if group.rank else rows)
+    assert got.shape == shape
+    assert torch.equal(got._indices(), where)
 
 
 def test_duplicates_are_moved_though_another_thread_has_torch_check_tensors(monkeypatch):
@@ -310,7 +309,7 @@ def test_rounded_on_the_wire(group, kind, dtype):
 
 
 @spmd(3, on=THREADS)
-def test_rounded_values_are_half_the_bytes_and_go_where_they_are_wanted(group):
+def test_rounded_values_are_half_the_bytes(group):
     rows = weft.Rows(torch.arange(4000), torch.randn(4000, 100), 4000)
     sent = {}
     for narrow in (None, torch.bfloat16):
@@ -321,96 +320,17 @@ def test_rounded_values_are_half_the_bytes_and_go_where_they_are_wanted(group):
     for name in calls(rows):
         plain, rounded = sent[name, None].item(), sent[name, torch.bfloat16].item()
         assert rounded == pytest.approx(plain / 2, rel=0.03), name
-    for name, call in calls(rows, wire_dtype=torch.bfloat16).items():
-        want = call()
-        room = torch.empty(12_000, dtype=torch.int64), torch.empty(12_000, 100)
-        got = calls(rows, out=room, wire_dtype=torch.bfloat16)[name]()
-        if want is not None:
-            assert got.values.data_ptr() == room[1].data_ptr()
-            assert torch.equal(got.values, want.values)
 
 
-def calls(rows, *, out=None, async_op=False, wire_dtype=None):
+def calls(rows, *, async_op=False, wire_dtype=None):
     """Each of the family with these rows: name, and the call."""
-    keywords = {"async_op": async_op, "out": out, "wire_dtype": wire_dtype}
+    keywords = {"async_op": async_op, "wire_dtype": wire_dtype}
     return {
         "scatter": lambda: weft.sparse_reduce_scatter(rows, **keywords),
         "reduce": lambda: weft.sparse_reduce(rows, **keywords),
         "gather": lambda: weft.sparse_all_gather(rows, **keywords),
         "broadcast": lambda: weft.sparse_broadcast(rows, **keywords),
     }
-
-
-@pytest.mark.parametrize("kind", ["few", "many"])
-@spmd(1, 3, on=EVERYWHERE)
-def test_out_is_filled(group, kind):
-    rows = part(group.rank, kind)
-    room, width = 3 * len(rows), rows.values.shape[1]
-    for name, call in calls(rows).items():
-        plain = call()
-        out = torch.full((room,), -1), torch.full((room, width), 7.0)
-        asked = []
-
-        def allocate(count, row_shape, dtypes, asked=asked):
-            asked.append(count)
-            return torch.empty(count, dtype=dtypes[0]), torch.empty(count, *row_shape)
-
-        filled, allocated = (calls(rows, out=where)[name]() for where in (out, allocate))
-        if plain is None:
-            assert filled is allocated is None
-            assert out[0].eq(-1).all()
-            continue
-        assert filled.values.data_ptr() == out[1].data_ptr()
-        assert torch.equal(filled.indices, plain.indices)
-        assert torch.equal(filled.values, plain.values)
-        assert out[0][len(plain) :].eq(-1).all()
-        assert asked == [len(plain)]
-        assert torch.equal(allocated.values, plain.values)
-
-
-@spmd(1, 3, on=EVERYWHERE)
-def test_autograd_hears_that_out_is_written(group):
-    rows = part(group.rank, "few")
-    room = 3 * len(rows), rows.values.shape[1]
-    out = torch.empty(room[0], dtype=torch.int64), torch.empty(room)
-
-    def all_reduce(out):
-        return weft.sparse_all_reduce(rows, out=out)
-
-    for name in (*calls(rows), "all_reduce"):
-
-        def call(where, name=name):
-            return all_reduce(where) if name == "all_reduce" else calls(rows, out=where)[name]()
-
-        for where in (out, lambda count, *_: tuple(each[:count] for each in out)):
-            before = [each._version for each in out]
-            is_written = call(where) is not None
-            for tensor, version in zip(out, before, strict=True):
-                assert (tensor._version > version) == is_written, name
-
-
-@pytest.mark.parametrize("count", [20, 3000])
-@spmd(1, 3, on=EVERYWHERE)
-def test_the_result_may_go_where_the_rows_are(group, count):
-    draw = torch.Generator().manual_seed(group.rank)
-    indices = torch.randperm(2 * count, generator=draw)[:count].sort().values
-    values = torch.randint(9, (count, 16), generator=draw).float()
-    plain = {name: call() for name, call in calls(weft.Rows(indices, values)).items()}
-    for name, want in plain.items():
-        space = torch.empty(4 * count, dtype=torch.int64), torch.empty(4 * count, 16)
-        mine = weft.Rows(space[0][:count], space[1][:count])
-        mine.indices.copy_(indices)
-        mine.values.copy_(values)
-        found = calls(mine, out=space)[name]()
-        assert (found is None) == (want is None)
-        if want is not None:
-            assert found.values.data_ptr() == space[1].data_ptr()
-            assert torch.equal(found.indices, want.indices), name
-            assert torch.equal(found.values, want.values), name
-
-
-def nothing_works(count, row_shape, dtypes):
-    raise MemoryError(f"{count} rows are too many")
 
 
 BAD = torch.tensor([3, -2])
@@ -421,10 +341,6 @@ WRONG = {
         lambda rows: calls((BAD.to("meta"), torch.ones(2, 3, device="meta"))),
         "rank 0: the tensor of indices is on the meta device, where nothing is held",
     ),
-    "out is small": (
-        lambda rows: calls(rows, out=(torch.empty(1).long(), torch.empty(1, 3))),
-        r"^rank 0: out holds 1 rows, the result has \d+: pass",
-    ),
     "wire dtype": (
         lambda rows: calls(rows, wire_dtype=torch.int32),
         "rank 0: wire_dtype is torch.int32: pass torch.bfloat16, torch.float16, torch.float32 or",
@@ -432,10 +348,6 @@ WRONG = {
     "wire dtype of integers": (
         lambda rows: calls((rows.indices, rows.indices), wire_dtype=torch.float16),
         "rank 0: wire_dtype is torch.float16, which is for floating point, and the values are",
-    ),
-    "allocator": (
-        lambda rows: calls(rows, out=nothing_works),
-        r"^rank 0: MemoryError: \d+ rows are too many",
     ),
 }
 
@@ -454,9 +366,8 @@ def test_one_rank_errs_and_all_are_told(group):
 
 def disagreeing(rows, odd):
     """What all must be told, and a call in which the odd rank differs, or all err."""
-    pair, none = (rows.indices, rows.values), (rows.indices[:0], rows.values[:0])
-    doubles = torch.empty(9).long(), torch.empty(9, 3).double()
-    space = torch.empty(99).long(), torch.empty(99, 3 + odd)
+    pair = rows.indices, rows.values
+    wide = rows.indices, torch.ones(len(rows), 4)
 
     def scatter(ranges):
         return lambda: weft.sparse_reduce_scatter(rows, ranges=ranges)
@@ -485,14 +396,11 @@ def disagreeing(rows, odd):
         "value dtype: ranks 0, 1 have torch.float32, rank 2 has torch.float64": (
             lambda: weft.sparse_all_gather((pair[0], pair[1].double()) if odd else pair)
         ),
-        "value dtype: rank 0 has torch.float32, rank 2 has torch.float64": (
-            lambda: weft.sparse_broadcast(rows, out=doubles if odd else None)
-        ),
         "wire dtype: ranks 0, 1 have no wire_dtype, rank 2 has torch.float16": (
             lambda: weft.sparse_broadcast(rows, wire_dtype=torch.float16 if odd else None)
         ),
         "row shape: ranks 0, 1 have .3,., rank 2 has .4,.": (
-            lambda: weft.sparse_all_gather(none if odd else pair, out=space)
+            lambda: weft.sparse_all_gather(wide if odd else pair)
         ),
         "different calls: ranks 0, 1 have sparse_reduce .*, rank 2 has sparse_all_gather": (
             lambda: weft.sparse_all_gather(rows) if odd else weft.sparse_reduce(rows)

@@ -17,6 +17,7 @@ from weft import kernels
 from weft.group.channels import SUMS, VALUES
 from weft.sparse import ALGORITHMS
 from weft.sparse.algorithms.holders import weights
+from weft.sparse.call import Call
 from weft.sparse.local_rows import LocalRows
 from weft.sparse.rate import set_rate
 from weft.sparse.relay import relay_memory, relay_rows
@@ -142,24 +143,31 @@ def test_weights_are_in_range(lists):
     assert all(isinstance(weight, int) and 1 <= weight <= 2**12 for weight in found)
 
 
-@spmd(3, on=("threads",))
-def test_the_result_is_asked_for_before_a_value_moves(group):
-    rows, moved_before = rows_of(parts_of("zipf", 3)[group.rank]), []
-    post = group.post
+def test_the_result_is_made_before_a_value_moves(monkeypatch):
+    moved_before = {rank: [] for rank in range(3)}
+    make = Call.result
 
-    def watched(sends=(), recvs=(), channel=0):
-        moved_before.append(channel in (VALUES, SUMS))
-        return post(sends, recvs, channel)
+    def result(call, count):
+        assert not any(moved_before[call.group.rank])
+        return make(call, count)
 
-    def allocate(count, row_shape, dtypes):
-        assert not any(moved_before)
-        return torch.empty(count, dtype=dtypes[0]), torch.empty(count, *row_shape, dtype=dtypes[1])
+    monkeypatch.setattr(Call, "result", result)
 
-    group.post = watched
-    total = weft.sparse_all_reduce(rows, algorithm="holders", out=allocate)
-    group.post = post
-    assert any(moved_before)
-    assert len(total) == torch.cat(parts_of("zipf", 3)).unique().numel()
+    def program(group):
+        rows = rows_of(parts_of("zipf", 3)[group.rank])
+        post = group.post
+
+        def watched(sends=(), recvs=(), channel=0):
+            moved_before[group.rank].append(channel in (VALUES, SUMS))
+            return post(sends, recvs, channel)
+
+        group.post = watched
+        total = weft.sparse_all_reduce(rows, algorithm="holders")
+        group.post = post
+        assert any(moved_before[group.rank])
+        assert len(total) == torch.cat(parts_of("zipf", 3)).unique().numel()
+
+    run(3, program)
 
 
 def test_what_nobody_else_has_goes_before_any_sum_is_ready():

@@ -46,7 +46,7 @@ def scatter(call: Call, own: LocalRows) -> Any:
 def posts(group: Group, made: Callable[[Call, LocalRows], Any]) -> tuple[int, int]:
     """What a part posts when it is made, and once it is started."""
     rows = weft.Rows(torch.arange(4), torch.ones(4, 2), 8)
-    request = Request.of(rows, "sum", "auto", None, None)
+    request = Request.of(rows, "sum", "auto", None)
     with run.begin(group, request, "parts", looks=True) as (own, call):
         posted: list[Any] = []
         with pytest.MonkeyPatch.context() as patch:

@@ -50,31 +50,6 @@ def test_a_name_that_is_taken_is_refused():
         unregister("mine")
 
 
-@pytest.mark.parametrize("takes", [False, True])
-@pytest.mark.parametrize("wire_dtype", [None, torch.bfloat16])
-def test_a_result_in_memory_of_the_algorithm_s_own_is_refused(wire_dtype, takes):
-    """The caller would get it as it travelled, and `out` would stay as it was."""
-
-    def elsewhere(rows, call):
-        if takes:
-            call.result_at(rows.indices)
-        return weft.Rows(rows.indices, rows.values, call.height)
-
-    def program(group):
-        rows = torch.arange(9), torch.ones(9, 4)
-        with pytest.raises(
-            weft.WeftError, match=r"made its result elsewhere than in `call.result`"
-        ):
-            weft.sparse_all_reduce(rows, algorithm="elsewhere", wire_dtype=wire_dtype)
-        assert weft.sparse_all_reduce(rows)[1].sum() == 9 * 4 * group.size
-
-    weft.algorithm()(elsewhere)
-    try:
-        run(2, program)
-    finally:
-        unregister("elsewhere")
-
-
 @pytest.mark.parametrize("name", ["auto", "eager", "alone"])
 def test_a_name_with_another_meaning_is_refused(name):
     def schedule(rows, call):

@@ -17,6 +17,7 @@ from weft.base.pace import patient
 from weft.group.channels import SUMS, VALUES
 from weft.schedules.hosts import Hosts
 from weft.sparse import ALGORITHMS, Sizes, last_call, stages
+from weft.sparse.call import Call
 from weft.sparse.choose import Line
 from weft.sparse.header import Header
 from weft.sparse.owners import balanced_bounds, bounds_of_equal_sums, header_of_blocks
@@ -308,21 +309,6 @@ def test_values_that_travel_narrow_are_rounded_twice_in_all_stages(names, wire_d
         assert (error.abs() <= bound[found.indices]).all()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_out_is_filled_where_the_caller_wants_it(dtype):
-    parts = [rows_of(rank, dtype) for rank in range(4)]
-    want = expected(parts, "avg")
-
-    def program(group):
-        out = torch.full((200,), -1), torch.full((200, 3), 7.0, dtype=dtype)
-        total = reduced(group, "aabb", parts, "avg", out=out)
-        assert total.values.data_ptr() == out[1].data_ptr()
-        assert torch.equal(out[0][: len(want)], want.indices)
-        assert torch.equal(out[1][: len(want)], want.values)
-
-    run(4, program)
-
-
 def blocks_of_a_right_sum(names, parts, op):
     """What blocks ranks on hosts of these names take for an op, once their result is right."""
     want = expected(parts, op)
@@ -383,24 +369,32 @@ def test_a_function_that_raises_is_everybodys_error():
 
 
 @pytest.mark.parametrize("on", ON)
-def test_a_rank_that_dies_is_everybodys_error(on):
+def test_a_rank_that_dies_is_everybodys_error(on, monkeypatch):
     parts = [rows_of(rank) for rank in range(4)]
 
-    def program(group):
-        def allocate(count, row_shape, dtypes):
-            if group.rank == 2:  # when the others of its place and of its host await it
-                group.abort("gone")
-            return torch.empty(count, dtype=dtypes[0]), torch.empty(count, *row_shape)
+    make = Call.result
+    second = threading.Event()
 
+    def result(call, count):
+        if call.group.global_ranks[call.group.rank] == 2 and second.is_set():
+            call.group.abort("gone")  # when the others of its place and of its host await it
+        return make(call, count)
+
+    monkeypatch.setattr(Call, "result", result)
+
+    def program(group):
         reduced(group, "aabb", parts)
+        if group.rank == 2:
+            second.set()
         with pytest.raises(weft.WireError, match="rank 2 gave up: gone"):
-            reduced(group, "aabb", parts, out=allocate)
+            reduced(group, "aabb", parts)
 
     run(4, program, on=on)
 
 
 RANK = """
 import json, os, signal, sys, time, torch, weft
+from weft.sparse.call import Call
 from weft.sparse.stages import in_stages
 place, victim, stage = sys.argv[1:]
 group = weft.init(rendezvous=f"file://{place}", timeout=120.0)
@@ -412,14 +406,16 @@ def dies_in(here):
 def add(left, right):  # as a block's rows are summed: ranks of other blocks wait for the sums
     dies_in("the first")
     return left + right
-def allocate(count, row_shape, dtypes):  # as a block is told its sums, before they come
+make = Call.result
+def result(call, count):  # as a block is told its sums, before they come
     dies_in("the last")
-    return torch.empty(count, dtype=dtypes[0]), torch.empty(count, *row_shape, dtype=dtypes[1])
+    return make(call, count)
+Call.result = result
 rows = weft.Rows(torch.arange(50_000), torch.ones(50_000, 8), 50_000)
 try:
     while calls < 5:
         calls += 1
-        weft.sparse_all_reduce(rows, add, algorithm="split", out=allocate)
+        weft.sparse_all_reduce(rows, add, algorithm="split")
         if calls == 1:
             sizes = weft.explain(rows, add, algorithm="split").sizes
             print(json.dumps({"blocks": in_stages(sizes).blocks}))
@@ -688,7 +684,7 @@ def test_two_hosts_gather_between_and_a_few_take_holders():
 
 def test_ranges_of_a_place_are_those_of_its_header():
     parts = [rows_of(rank, height=5000, count=800).indices.unique() for rank in range(8)]
-    header = Header.together([Header.of(part, rank) for rank, part in enumerate(parts)])
+    header = Header.together([Header.of(part) for part in parts])
     union = torch.cat(parts).unique()
     bounds = bounds_of_equal_sums(header, 8, 4)
     assert bounds[0] == 0 and bounds[-1] == header.highest + 1 and len(bounds) == 5

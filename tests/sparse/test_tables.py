@@ -180,11 +180,6 @@ def test_operations_and_rounding(group, kinds):
 @spmd(3, on=THREADS)
 def test_ranks_agree_on_what_a_list_is_rounded_to(group):
     rows = mine(group, [((40,), *LARGE[0][1:]), ((80,), *LARGE[0][1:])], 3000)
-    room = torch.empty(9999, dtype=torch.int64), torch.empty(9999, 80)
-    plain = weft.sparse_all_reduce(rows, wire_dtype=torch.bfloat16)
-    got = weft.sparse_all_reduce(rows, wire_dtype=torch.bfloat16, out=[None, room])
-    assert got[1].values.data_ptr() == room[1].data_ptr()
-    assert torch.equal(got[1].values, plain[1].values)
     with pytest.raises(weft.WeftError, match=r"wire dtype: ranks 0, 1 have .*16, rank 2 has"):
         narrow = torch.bfloat16 if group.rank < 2 else torch.float16
         weft.sparse_all_reduce(rows, wire_dtype=narrow)
@@ -352,23 +347,16 @@ def test_hundreds_of_tables_and_none(group):
 
 
 @spmd(1, 3, on=EVERYWHERE)
-def test_forms_and_outs(group):
+def test_forms(group):
     rows = mine(group, KINDS[:3], 20)
     plain = weft.sparse_all_reduce(rows)
-    out = torch.full((99,), -1, dtype=torch.int32), torch.empty(99, dtype=torch.bfloat16)
-
-    def allocate(count, row_shape, dtypes):
-        return torch.empty(count, dtype=dtypes[0]), torch.empty(count, *row_shape, dtype=dtypes[1])
-
     given = [rows[0].to_coo(), (rows[1].indices, rows[1].values), rows[2]]
     for name in serving("auto", "split", "doubling"):
-        coo, pair, last_ = weft.sparse_all_reduce(given, algorithm=name, out=[None, out, allocate])
+        coo, pair, last_ = weft.sparse_all_reduce(given, algorithm=name)
         assert coo.is_coalesced()
         assert coo.shape == (50, 3)
         assert torch.equal(coo.values(), plain[0].values)
-        assert pair[0].data_ptr() == out[0].data_ptr()
         assert torch.equal(pair[1], plain[1].values)
-        assert out[0][len(plain[1]) :].eq(-1).all()
         assert torch.equal(last_.values, plain[2].values)
     listed = list(rows)
     work = weft.sparse_all_reduce(listed, async_op=True)
@@ -392,70 +380,24 @@ def test_results_are_the_callers(group):
         assert torch.equal(each.values, values)
 
 
-def room(count, *row_shape):
-    return torch.empty(count, dtype=torch.int64), torch.empty(count, *row_shape)
-
-
 def one_hot(group, number, *row_shape):
     """A row that all ranks have and one of this rank's."""
     return torch.tensor([group.rank, 70]), torch.full((2, *row_shape), float(number))
 
 
 @spmd(1, 2, 3, on=EVERYWHERE)
-def test_a_table_of_which_nobody_has_rows_has_the_row_shape_of_out(group):
-    nothing, asked = (torch.empty(0, dtype=torch.int64), torch.empty(0)), []
-
-    def allocate(*of):
-        asked.append(of)
-        return room(of[0], *of[1])
-
+def test_a_table_of_which_nobody_has_rows_stays_as_it_is(group):
+    nothing = torch.empty(0, dtype=torch.int64), torch.empty(0, 4)
     for name in serving("auto", "split", "doubling"):
         for others in ([], [one_hot(group, 1)], [one_hot(group, 1), one_hot(group, 2, 3)]):
-            first = len(others)
-            # others have no buffer, and get the same shape
-            out = [None] * first + [room(9, 4) if group.rank == group.size - 1 else None, allocate]
-            got = weft.sparse_all_reduce([*others, nothing, nothing], out=out, algorithm=name)
+            got = weft.sparse_all_reduce([*others, nothing, nothing], algorithm=name)
             shapes = [(group.size + 1, *values.shape[1:]) for _, values in others]
-            assert [values.shape for _, values in got] == [*shapes, (0, 4), (0,)]
-            assert asked.pop() == (0, (), (torch.int64, torch.float32))
-    assert not asked
-
-
-def numbers(results):
-    return [(indices.tolist(), values.flatten().tolist()) for indices, values in results]
-
-
-@pytest.mark.parametrize("name", ["auto", "split", "doubling"])
-@spmd(1, 3, on=THREADS)
-def test_a_result_in_the_memory_of_another_tables_rows(group, name):
-    """Also where a list takes several calls: for each row shape."""
-    for shapes in ([(2,), (1,)], [(1,)] * 300):
-        tables = [one_hot(group, number, *shape) for number, shape in enumerate(shapes)]
-        plain = numbers(weft.sparse_all_reduce(tables, algorithm=name))
-        for reader, writer, allocated in ((0, -1, False), (-1, 0, True)):
-            place, memory = room(9, shapes[writer][0])
-            rows, out = list(tables), [None] * len(tables)
-            indices, values = tables[reader]
-            rows[reader] = indices, memory.view(-1)[: values.numel()].view_as(values).copy_(values)
-            out[writer] = place, memory
-            if allocated:
-                out[writer] = lambda n, *_, a=place, b=memory: (a[:n], b[:n])
-            got = weft.sparse_all_reduce(rows, algorithm=name, out=out)
-            assert numbers(got) == plain
-            assert got[writer][1].data_ptr() == memory.data_ptr()
+            assert [values.shape for _, values in got] == [*shapes, (0, 4), (0, 4)]
 
 
 @spmd(1, 2, on=THREADS)
 def test_errors_name_the_table_of_the_list(group):
     many = [one_hot(group, number) for number in range(600)]
-    two = [one_hot(group, 1, 3), one_hot(group, 2, 4)]
-    other = serving("doubling", "holders")[0]
-    for rows, table, name in ((many, 599, "auto"), (two, 1, other), (two, 1, "split")):
-        out = [None] * len(rows)
-        out[table] = room(1, *rows[table][1].shape[1:])
-        text = f"rank 0: table {table}: out holds 1 rows, the result has {group.size + 1}: pass"
-        with pytest.raises(weft.WeftError, match=text):
-            weft.sparse_all_reduce(rows, algorithm=name, out=out)
     if group.rank == 1:
         many[598] = one_hot(group, 598, 5)
     if group.size > 1:
@@ -465,33 +407,9 @@ def test_errors_name_the_table_of_the_list(group):
                 call(many)
 
 
-def fails(count, row_shape, dtypes):
-    raise MemoryError("not today")
-
-
 BOTH = [((2,), torch.float32, torch.int64, 9), ((3,), torch.float32, torch.int64, 9)]
-ONE = torch.empty(99, dtype=torch.int64), torch.empty(99, 3)
-
-
-def the_same(count, row_shape, dtypes):
-    """Of each table the same memory."""
-    values = ONE[1].view(-1)[: count * torch.Size(row_shape).numel()]
-    return ONE[0][:count], values.view(count, *row_shape)
-
 
 WRONG = {
-    "one out for two": (
-        lambda rows: {"out": [(ONE[0][:50], ONE[1][:50]), (ONE[0][40:90], ONE[1][40:90])]},
-        "rank 1: out has the same memory for tables 0 and 1: pass one for each",
-    ),
-    "one memory from two allocators": (
-        lambda rows: {"out": [the_same, the_same]},
-        "rank 1: out has the same memory for tables 0 and 1: pass one for each",
-    ),
-    "an allocator's in another out": (
-        lambda rows: {"out": [the_same, (ONE[0].clone(), ONE[1])]},
-        "rank 1: out has the same memory for tables 0 and 1: pass one for each",
-    ),
     "index": (
         lambda rows: {"rows": [rows[0], (torch.tensor([4, -3]), torch.ones(2, 3))]},
         "rank 1: table 1: index -3 is negative",
@@ -517,21 +435,7 @@ WRONG = {
     "algorithm": (lambda rows: {"algorithm": "split"}, "algorithm: .* auto, rank 1 has split"),
     "fewer": (lambda rows: {"rows": rows[:1]}, "number of tables: .* 2, rank 1 has 1"),
     "none": (lambda rows: {"rows": []}, "number of tables: .* 2, rank 1 has 0"),
-    "out of one": (lambda rows: {"out": [None]}, "rank 1: out is for 1 of 2 tables"),
-    "one out": (lambda rows: {"out": ONE}, "rank 1: out is for one of 2 tables"),
     "no list": (lambda rows: {"rows": rows[0]}, r"different calls: .*of a list .* rank 1 has"),
-    "out": (
-        lambda rows: {"out": [None, (torch.empty(1).long(), torch.empty(1, 3))]},
-        r"rank 1: table 1: out holds 1 rows, the result has \d: pass",
-    ),
-    "out's shape": (  # this rank has no rows, but room for some
-        lambda rows: {
-            "rows": [rows[0], weft.Rows(torch.empty(0).long(), torch.empty(0), 9)],
-            "out": [None, (torch.empty(9).long(), torch.empty(9, 4))],
-        },
-        r"row shape of table 1: ranks? 0.* ha.* \(3,\), rank 1 has \(4,\); pass",
-    ),
-    "allocator": (lambda rows: {"out": [fails, None]}, "rank 1: MemoryError: not today"),
 }
 
 

@@ -76,21 +76,6 @@ class Opening:
                 found.append(self._group.decode(peer, "a statement", decode, each.body, *given))
         return found
 
-    def check_whose(self, whose: Sequence[Collection[int]]) -> None:
-        """Check that each rank stated what is its own, where statements are direct.
-
-        Args:
-            whose: for each rank the ranks, by their numbers in errors, of which its body is.
-
-        Raises:
-            WireError: a rank stated another's.
-        """
-        for rank, said in enumerate(whose):
-            number = self._group.rank_in_errors(rank)
-            if not set(said) <= {number}:
-                text = f"rank {number} sent a statement that is not its own"
-                raise self._group.fail(rank, text)
-
     def field(self, name: str, decode: Callable[[str], T]) -> T:
         """The value of a field, which some rank may have learned from others only.
 

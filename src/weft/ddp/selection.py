@@ -71,7 +71,7 @@ def mean_of_largest(
     assert summed is not None
     shared = _largest_of_all(group, owned, starts, most)
     chosen = Rows(owned.indices[shared], owned.values[shared], owned.height)
-    result: Rows = all_gather.job_of(group, Request.to_move(chosen, None, request.rounded)).run()
+    result: Rows = all_gather.job_of(group, Request.to_move(chosen, request.rounded)).run()
     gathered = last_call(group)
     assert gathered is not None
     note(

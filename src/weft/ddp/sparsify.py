@@ -263,7 +263,7 @@ class Sparsifier:
             if step.trouble is not None:
                 error = in_words(step.trouble)
             # takes place even if no tensor is sparsified: it compares the ranks
-            request = Request.of(step.rows, "avg", algorithm, self.wire_dtype, None)
+            request = Request.of(step.rows, "avg", algorithm, self.wire_dtype)
             request.error = error or request.error
             compared = {"tensors": description or described(tensors), "density": str(density)}
             if self.total_density is not None:

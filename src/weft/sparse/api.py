@@ -20,7 +20,7 @@ from ..group.group import Group
 from ..group.worker import Work
 from . import run, tables
 from .explanation import Explanation
-from .forms import AnyForm, Form, Member, Memory, Place, Reduction
+from .forms import AnyForm, Form, Member, Reduction
 from .record import started
 from .request import Request
 
@@ -36,7 +36,6 @@ def sparse_all_reduce(
     *,
     algorithm: str = "auto",
     wire_dtype: torch.dtype | None = None,
-    out: Place = None,
 ) -> Form: ...
 
 
@@ -49,7 +48,6 @@ def sparse_all_reduce(
     *,
     algorithm: str = "auto",
     wire_dtype: torch.dtype | None = None,
-    out: Place = None,
 ) -> Work[Form]: ...
 
 
@@ -62,7 +60,6 @@ def sparse_all_reduce(
     *,
     algorithm: str = "auto",
     wire_dtype: torch.dtype | None = None,
-    out: Place = None,
 ) -> Form | Work[Form]: ...
 
 
@@ -75,7 +72,6 @@ def sparse_all_reduce(
     *,
     algorithm: str = "auto",
     wire_dtype: torch.dtype | None = None,
-    out: list[Memory] | None = None,
 ) -> list[Member]: ...
 
 
@@ -88,7 +84,6 @@ def sparse_all_reduce(
     *,
     algorithm: str = "auto",
     wire_dtype: torch.dtype | None = None,
-    out: list[Memory] | None = None,
 ) -> Work[list[Member]]: ...
 
 
@@ -101,7 +96,6 @@ def sparse_all_reduce(
     *,
     algorithm: str = "auto",
     wire_dtype: torch.dtype | None = None,
-    out: list[Memory] | None = None,
 ) -> list[Member] | Work[list[Member]]: ...
 
 
@@ -114,7 +108,6 @@ def sparse_all_reduce(
     *,
     algorithm: str = "auto",
     wire_dtype: torch.dtype | None = None,
-    out: Any = None,
 ) -> Any:
     """Reduce the rows of all ranks; every rank gets the whole result, with the same bits.
 
@@ -138,10 +131,6 @@ def sparse_all_reduce(
             are as wide as without. Lossy: docs/wire-dtype.md has the error bound. Half precision
             with `torch.float32` is sent in float32 instead, and rounded once: in the result. Other
             values of two bytes are sent unchanged; values that are not floating point are an error.
-        out: None, `(indices, values)` with room for the result, or a function
-            `(count, row_shape, (index_dtype, value_dtype)) -> (indices, values)`; for a list of
-            tables a list with one of these for each. It may be the memory of `rows`, which costs a
-            copy. After an error its content is undefined.
 
     Returns:
         Sorted indices, each once, and their sums. A rank's duplicates are added in input order (a
@@ -165,7 +154,7 @@ def sparse_all_reduce(
     """
     group = default.resolve(group)
     with preparing(group, _NAME):
-        job = job_of(group, rows, op, algorithm, wire_dtype, out)
+        job = job_of(group, rows, op, algorithm, wire_dtype)
         is_async = truth("async_op", async_op)
     return started(group, _NAME, job, is_async)
 
@@ -198,21 +187,19 @@ def explain(
     explained: Callable[[], Explanation]
     with preparing(group, "explain"):
         if isinstance(rows, list):
-            several = tables.requests_of(rows, op, algorithm, wire_dtype, None)
+            several = tables.requests_of(rows, op, algorithm, wire_dtype)
             explained = functools.partial(tables.explained, group, *several)
         else:
-            request = Request.of(rows, op, algorithm, wire_dtype, None)
+            request = Request.of(rows, op, algorithm, wire_dtype)
             explained = functools.partial(run.explained, group, request)
     return group.worker.call("explain", explained)
 
 
-def job_of(
-    group: Group, rows: Any, op: Any, algorithm: object, wire_dtype: object, out: Any = None
-) -> Aside[Any]:
+def job_of(group: Group, rows: Any, op: Any, algorithm: object, wire_dtype: object) -> Aside[Any]:
     """What reduces a table, or a list of them, when its turn has come."""
     if not isinstance(rows, list):
-        return job_of_one(group, Request.of(rows, op, algorithm, wire_dtype, out))
-    requests, error = tables.requests_of(rows, op, algorithm, wire_dtype, out)
+        return job_of_one(group, Request.of(rows, op, algorithm, wire_dtype))
+    requests, error = tables.requests_of(rows, op, algorithm, wire_dtype)
     count = len(rows)  # of the list as it is now
 
     def job() -> list[Any]:

@@ -80,8 +80,8 @@ class Call:
         divisor: what the result is divided by.
         header: the combined headers of all ranks.
         sizes: of the call.
-        destination: where the result goes.
-        trouble: what a caller's function raised.
+        destination: gives memory for the result.
+        trouble: what the op raised, if it is a caller's function.
         fields: the fingerprint that all agreed on.
         headers: of each rank; none where they came combined, and in a later stage.
         rows_of_all: of each rank, if the opening exchange carried all of them.
@@ -180,7 +180,7 @@ class Call:
         )
 
     def result(self, count: int) -> Rows:
-        """Memory for a result of `count` rows: the caller's `out` if it can be used, else new."""
+        """New memory for a result of `count` rows."""
         return self.destination.allocate(count)
 
     def result_at(self, *lists: Tensor) -> Rows:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -29,9 +28,3 @@ Member = TypeVar("Member", bound=AnyForm)
 
 Reduction = str | dist.ReduceOp | dist.ReduceOp.RedOpType | Callable[[Tensor, Tensor], Tensor]
 """An `op`: its name, torch's, or a function of two tensors."""
-
-Place = Pair | Callable[[int, tuple[int, ...], tuple[torch.dtype, torch.dtype]], Pair] | None
-"""An `out`: memory for a result, or a function that allocates it."""
-
-Memory = TypeVar("Memory", bound=Place)
-"""What a list for `out` has: places of one kind, or of several."""

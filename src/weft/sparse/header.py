@@ -33,12 +33,11 @@ POINTS = 128
 
 _KEPT = 1024  # points of a combined header
 # the first fields of a header, in their order; then the number of points, and the bytes of one and
-# of a weight or, if rows follow, -1 and the bytes of an index. 80 bytes, so that rows are aligned
-_FIXED = struct.Struct("<6q?B6xq2B14x")
-_FIELDS = 8
+# of a weight or, if rows follow, -1 and the bytes of an index. 64 bytes, so that rows are aligned
+_FIXED = struct.Struct("<4qB7xq2B14x")
+_FIELDS = 5
 _WIDTHS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}  # by bytes
 _GRAIN = 16  # bytes: values begin at a multiple
-NO_LIMIT = 1 << 62
 _MOST = 1 << 44  # rows that all ranks together may have: more than fit in any memory
 
 Longs = NDArray[np.int64]
@@ -52,9 +51,6 @@ class Header(NamedTuple):
         total: rows, summed over ranks (after each rank removed its duplicates).
         most, fewest: rows of the rank with most and of that with fewest.
         highest: the largest index, -1 if there are no rows.
-        capacity, tightest: rows that the smallest caller's `out` holds, and whose it is: the
-            rank's number in errors.
-        fallible: somebody passed a function, which may raise.
         rate: the least that ranks have stated, see `rate`.
         points, weights: indices, ascending, and how many rows lie from each to the next.
         rows: of one rank, sent in place of points.
@@ -64,9 +60,6 @@ class Header(NamedTuple):
     most: int
     fewest: int
     highest: int
-    capacity: int
-    tightest: int
-    fallible: bool
     rate: int
     points: Longs = _NOTHING
     weights: Longs = _NOTHING
@@ -76,10 +69,7 @@ class Header(NamedTuple):
     def of(
         cls,
         indices: Tensor,
-        rank: int,
         *,
-        capacity: int | None = None,
-        fallible: bool = False,
         rate: int = GUESS,
         highest: int | None = None,
         values: Tensor | None = None,
@@ -89,20 +79,16 @@ class Header(NamedTuple):
 
         Args:
             indices: sorted and unique, unless `highest` is given.
-            rank: whose they are, by its number in errors.
-            capacity: rows that fit in the caller's `out`; None: no limit.
-            fallible: whether the caller passed a function.
             rate: that this rank states.
             highest: the largest index, for unsorted indices: the header then has no points.
             values: rows' values: the header then carries the rows themselves.
             survey: of indices on an accelerator; it replaces their points.
         """
         count = indices.numel()
-        limit = NO_LIMIT if capacity is None else capacity
         if survey is not None:
             highest = survey.highest
         top = _last(indices) if highest is None else highest
-        header = cls(count, count, count, top, limit, rank, fallible, rate)
+        header = cls(count, count, count, top, rate)
         if values is not None:
             return header._replace(rows=Rows(indices, values))
         if survey is None:
@@ -194,7 +180,7 @@ class Header(NamedTuple):
         """Raise ValueError if a header that `unpack` is asked for cannot have these figures."""
         figures = [*self[:_FIELDS]]
         counts_fit = 0 <= self.fewest <= self.most <= self.total < _MOST
-        if not counts_fit or self.highest < -1 or self.capacity < 0 or self.tightest < 0:
+        if not counts_fit or self.highest < -1:
             raise ValueError(f"it says {figures}")
         if not 1 <= self.rate <= MOST:
             raise ValueError(f"it says a rate of {self.rate}")
@@ -247,15 +233,11 @@ class Header(NamedTuple):
         The result has no points if a header carries rows, or has unsorted rows: then nobody needs
         them, or the headers have to be `described` before.
         """
-        tightest = min(headers, key=lambda one: one.capacity)
         header = cls(
             sum(one.total for one in headers),
             max(one.most for one in headers),
             min(one.fewest for one in headers),
             max(one.highest for one in headers),
-            tightest.capacity,
-            tightest.tightest,
-            any(one.fallible for one in headers),
             min(one.rate for one in headers),
         )
         if any(one.rows is not None or (one.total and not len(one.points)) for one in headers):
@@ -289,12 +271,7 @@ class Header(NamedTuple):
     def _counts(self, one: Header) -> bool:
         """Whether `one` may be among those that this header is combined of."""
         rows = self.most >= one.most and self.fewest <= one.fewest and self.total >= one.total
-        return rows and self.highest >= one.highest and self.capacity <= one.capacity
-
-    @property
-    def limited(self) -> bool:
-        """Whether some rank passed memory of a certain size."""
-        return self.capacity < NO_LIMIT
+        return rows and self.highest >= one.highest
 
 
 def described(headers: Sequence[Header]) -> list[Header]:

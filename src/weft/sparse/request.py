@@ -32,7 +32,6 @@ from ..base.tensors import (
 from ..kernels.ops import ELSEWHERE, HALVES, OPS, Op
 from . import rate, registry
 from .header import POINTS
-from .out import Out, checked
 from .rows import Rows
 
 NOTHING = Rows(
@@ -67,7 +66,6 @@ class Request:
         rounded: the argument `wire_dtype`.
         half: the dtype of the caller's values, if they are half precision and `rows` has them in
             float32, so that only the result is rounded; else None.
-        out: where the caller wants the result.
         fields: the fingerprint: values that must be equal on all ranks.
         error: what is wrong with the arguments, or None.
         restore: converts a result to the form of the rows that were given.
@@ -85,26 +83,23 @@ class Request:
     dtype: torch.dtype = NOTHING.values.dtype
     rounded: torch.dtype | None = None
     half: torch.dtype | None = None
-    out: Out = None
     fields: dict[str, object] = field(default_factory=dict)
     error: str | None = None
     restore: Callable[[Rows], Any] = lambda rows: rows
     marks: Sequence[int] = ()
 
     @classmethod
-    def of(
-        cls, rows: object, op: object, algorithm: object, wire_dtype: object, out: object
-    ) -> Request:
+    def of(cls, rows: object, op: object, algorithm: object, wire_dtype: object) -> Request:
         """Check the arguments of a call, and sort the indices unless it moves."""
-        request = cls.asked(op, algorithm, wire_dtype).given(rows, out)
+        request = cls.asked(op, algorithm, wire_dtype).given(rows)
         if on_host(request.rows.indices):  # else `run.begin` looks, in weft's stream
             request.look()
         return request
 
     @classmethod
-    def to_move(cls, rows: object, out: object, wire_dtype: object) -> Request:
+    def to_move(cls, rows: object, wire_dtype: object) -> Request:
         """Check the arguments of a call that moves rows unsorted and uncombined, of any dtype."""
-        return cls.of(rows, _MOVE, "auto", wire_dtype, out)
+        return cls.of(rows, _MOVE, "auto", wire_dtype)
 
     @classmethod
     def asked(cls, op: object, algorithm: object, wire_dtype: Any) -> Request:
@@ -122,7 +117,7 @@ class Request:
             request.fields["wire dtype"] = said
         return request
 
-    def given(self, rows: object, out: object) -> Request:
+    def given(self, rows: object) -> Request:
         """The same call for these rows: check them, all but the values of the indices."""
         request = Request(
             moves=self.moves, op=self.op, algorithm=self.algorithm, rounded=self.rounded
@@ -136,8 +131,6 @@ class Request:
                 request.fields["sparse shape"] = tuple(rows.shape[: rows.sparse_dim()])
             request._take_dtype(request.rows.values.dtype)
             request._widen()
-            if out is not None:
-                request.take_out(out)
         return request
 
     @property
@@ -183,7 +176,7 @@ class Request:
             marks: indices of `Call.marks`.
         """
         fields = self.fields | _fields(rows)
-        made = replace(self, rows=rows, distinct=_NONE, survey=survey, out=None, fields=fields)
+        made = replace(self, rows=rows, distinct=_NONE, survey=survey, fields=fields)
         made.marks = marks
         return made.look()
 
@@ -203,28 +196,6 @@ class Request:
         """The dtype of the values, if they are sent in another; else None."""
         own = self.rows.values.dtype
         return None if self.dtype == own else own
-
-    @property
-    def capacity(self) -> int | None:
-        """Rows that fit in the caller's buffers; None without buffers."""
-        return None if self.out is None or callable(self.out) else self.out[0].numel()
-
-    @property
-    def fallible(self) -> bool:
-        """Whether the call runs a function of the caller's, which may raise."""
-        return callable(self.out) or not self.op.builtin
-
-    def take_out(self, out: object) -> None:
-        """Check `out`."""
-        if out is None or callable(out):
-            self.out = out
-            return
-        rows = self.rows
-        with self:
-            shape = tuple(rows.row_shape) if len(rows) else None
-            self.out = checked(out, (rows.indices.dtype, self.half or rows.values.dtype), shape)
-            # without rows only the other ranks know the row shape, which must be that of `out`
-            self.fields["row shape"] = tuple(self.out[1].shape[1:])
 
     def take_root(self, name: str, root: int, given: object, size: int) -> None:
         """Add the root to the fingerprint; it is an error if `given` was no rank (`root_in`)."""

@@ -2,8 +2,8 @@
 
 1. Begin (`begin`): every rank states its arguments, and a header of its rows or the rows.
 2. Run a schedule: for a sparse all-reduce the algorithm that the rule names (`choose`).
-3. If a caller's function may have raised, tell each other (`confess`).
-4. Put the result where the caller wants it (`Destination.deliver`).
+3. If the op is a caller's function, which may have raised, tell each other (`confess`).
+4. Make of the result what the caller gets (`Destination.deliver`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import torch
 
 from .. import kernels
 from ..base.devices import current, on_host
-from ..base.errors import WeftError
 from ..base.tensors import dtype_in, shape_in
 from ..call.attempt import confess
 from ..call.fingerprint import UNKNOWN
@@ -152,9 +151,6 @@ def _header(group: Group, over: Group, request: Request, own: LocalRows, *, eage
     rate = stated(over) if request.error is None else GUESS
     return Header.of(
         own.indices,
-        group.rank_in_errors(group.rank),
-        capacity=request.capacity,
-        fallible=request.fallible,
         rate=rate,
         highest=request.highest if request.moves else None,
         values=own.values if carries else None,
@@ -209,7 +205,7 @@ def _read_headers(opening: Opening, request: Request, own: Header, direct: bool)
     """The headers that came: of each rank or, where they are combined, one of all.
 
     Raises:
-        WireError: a rank sent another rank's header, or none.
+        WireError: a rank sent none.
     """
     rows = request.rows
     unpack = partial(
@@ -220,10 +216,7 @@ def _read_headers(opening: Opening, request: Request, own: Header, direct: bool)
         of_one=direct,
     )
     known = own if direct and own.total else None  # without rows it may not know their shape
-    headers = opening.read(unpack, tuple(rows.row_shape), request.dtype, own=known)
-    if direct:
-        opening.check_whose([[header.tightest] for header in headers])
-    return headers
+    return opening.read(unpack, tuple(rows.row_shape), request.dtype, own=known)
 
 
 def _call_of(
@@ -251,7 +244,7 @@ def _call_of(
         divisor=group.size if op.mean else 1,
         header=header,
         sizes=_sizes(group.size, request, summed_as, header),
-        destination=Destination(request.out, rows, request.dtype, request.half, trouble),
+        destination=Destination(rows, request.dtype),
         trouble=trouble,
         fields=fields,
         headers=headers if is_direct(group) else (),
@@ -308,26 +301,20 @@ def performed(
         group, request, name: see `begin`.
         schedule: runs in the open call, with this rank's rows; returns the name of what ran, and
             the result.
-        apart: whether ranks get different results: then `out` may be too small on one rank.
+        apart: whether ranks get different results.
 
     Raises:
-        WeftError: a caller's function raised, or `out` is too small; the same text on every rank.
+        WeftError: a caller's function raised; the same text on every rank.
     """
     with begin(group, request, name) as (own, call):
         began = time.perf_counter()
         algorithm, result = schedule(own, call)
         seconds = time.perf_counter() - began
-    header = call.header
-    lacking = None
-    if apart and request.capacity is not None and request.capacity < len(result):
-        lacking = too_small(request.capacity, len(result))
     try:
-        if header.fallible or (apart and header.limited):  # one rank alone may know of an error
-            confess(group, f"the end of {name}", call.trouble.error, lacking)
+        if not call.op.builtin:  # its function may have raised on this rank alone
+            confess(group, f"the end of {name}", call.trouble.error)
     finally:
         call.trouble.forget()
-    if not apart and len(result) > header.capacity:
-        raise WeftError(f"rank {header.tightest}: {too_small(header.capacity, len(result))}")
     if apart:  # nobody knows all rows of the result
         bound = call.sizes.bound_to_one
     else:
@@ -390,11 +377,3 @@ def _alone(rows: LocalRows, call: Call) -> Rows:
     result = call.result_at(rows.indices)
     result.values.copy_(rows.values)
     return result
-
-
-def too_small(room: int, count: int) -> str:
-    """The error of an `out` that holds fewer rows than the result has."""
-    return (
-        f"out holds {room} rows, the result has {count}: pass larger buffers, or a function that "
-        "allocates them"
-    )

@@ -6,9 +6,8 @@ space, and one ordinary call reduces the group. A small exchange comes before th
 calls. It tells every rank the kind and the largest index of each table; from that all ranks compute
 the same groups and the same ranges. A rank without rows of a table need not know its row shape.
 
-The `out` of one table may be the memory of another table's rows. So results are handed out after
-the last call. The results of a group's tables are parts of the tall table's memory, which is freed
-with the last of them.
+The results of a group's tables are parts of the tall table's memory, which is freed with the last
+of them.
 
 On an accelerator all tables must be on one device, and results are copies. All indices are surveyed
 before the exchange, and a result's size is found together with the places where its tables begin.
@@ -18,7 +17,7 @@ So the host waits once for the list, and once for each group.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate, islice, pairwise
 from typing import Any, NamedTuple
@@ -32,22 +31,18 @@ from .. import kernels
 from ..base.devices import on_host
 from ..base.errors import WeftError, summed_up
 from ..base.memory import fresh
-from ..base.tensors import as_bytes, extent, has_elements, shape_in
-from ..call.attempt import confess
+from ..base.tensors import as_bytes, shape_in
 from ..call.combining import opening_rounds
 from ..call.opening import is_direct, opened
 from ..call.statement import BODY, Bytes
 from ..group.group import Group
 from . import explanation, run
-from .destination import Destination
 from .explanation import Batch, Explanation
-from .header import NO_LIMIT, POINTS
-from .out import Pair
+from .header import POINTS
 from .record import note
 from .registry import ALONE, EAGER
 from .request import NOTHING, Request
 from .rows import Rows
-from .trouble import Trouble
 
 NAME = "sparse_all_reduce of a list"
 
@@ -66,9 +61,6 @@ _TABLE = np.dtype(
         ("what", "S128"),  # dtypes, height and sparse shape, which must be equal on all ranks
         ("shape", "S128"),  # of a row; empty if this is not known
         ("highest", np.int64),  # index; -1 if there are no rows
-        ("room", np.int64),  # rows that fit in the smallest `out`
-        ("whose", np.int64),  # the rank with that `out`, by its number in errors
-        ("fallible", np.int64),  # whether a rank passed a function as `out`
         ("odd", np.int64),  # whether ranks differ
     ]
 )
@@ -85,20 +77,19 @@ _Tables = NDArray[Any]
 
 
 def requests_of(
-    rows: list[Any], op: Any, algorithm: object, wire_dtype: object, out: Any
+    rows: list[Any], op: Any, algorithm: object, wire_dtype: object
 ) -> tuple[list[Request], str | None]:
     """A request for each table of a call, and what is wrong with the list or with a table, or None.
 
     An empty list becomes one empty table, of a dtype that the op takes.
     """
-    places = list(out) if isinstance(out, list) else []
     of_all = Request.asked(op, algorithm, wire_dtype)
     nothing = NOTHING
-    if not rows and of_all.given(NOTHING, None).error:
+    if not rows and of_all.given(NOTHING).error:
         nothing = _INTEGERS
     requests = []
-    for number, table in enumerate(rows or [nothing]):
-        request = of_all.given(table, places[number] if number < len(places) else None)
+    for table in rows or [nothing]:
+        request = of_all.given(table)
         if on_host(request.rows.indices):
             request.look_at_ends()
         if request.error is None and len(str(request.fields["row shape"])) > _LONGEST:
@@ -106,19 +97,13 @@ def requests_of(
             request.error = f"rows of {dims} dimensions are too many for a list: pass it alone"
         requests.append(request)
     requests[0].fields["number of tables"] = len(rows)
-    error = None
-    if out is not None and len(places) != len(rows):
-        error = (
-            f"out is for {len(places) if isinstance(out, list) else 'one'} of {len(rows)} tables: "
-            "pass a list with one for each"
-        )
     wrong = _wrong(requests) if rows else requests[0].error
     if wrong and _is_pair(rows):
-        error = (
+        wrong = (
             "rows is a list of two tensors: for one table pass them as a tuple, (indices, values); "
             "a list is of several tables"
         )
-    return requests, error or _shared(places) or wrong or _scattered(requests)
+    return requests, wrong or _scattered(requests)
 
 
 def _is_pair(rows: Sequence[object]) -> bool:
@@ -187,21 +172,6 @@ def _shift(requests: Sequence[Request]) -> tuple[int, torch.dtype]:
     return shift, torch.int32 if len(requests) << shift < _SHORT else torch.int64
 
 
-def _shared(places: Sequence[Any]) -> str | None:
-    """The error if the buffers of two tables overlap, or None."""
-    parts = [
-        (*extent(part), number)
-        for number, place in enumerate(places)
-        if isinstance(place, tuple | list)
-        for part in place
-        if isinstance(part, Tensor) and has_elements(part) and part.numel()
-    ]
-    for (_, end, one), (start, _, other) in pairwise(sorted(parts)):
-        if start < end and one != other:
-            return f"out has the same memory for tables {one} and {other}: pass one for each"
-    return None
-
-
 def reduced(group: Group, requests: Sequence[Request], error: str | None) -> list[Any]:
     """Run one call, and note what it did; collective.
 
@@ -223,10 +193,6 @@ def reduced(group: Group, requests: Sequence[Request], error: str | None) -> lis
     parts: dict[int, Rows] = {}
     for kind, one in pairs:
         parts |= kind.parts(one.rows, requests, iter(one.below or ends))
-    for table, (room, whose) in enumerate(stated[["room", "whose"]].tolist()):
-        if table in parts and len(parts[table]) > room:
-            text = run.too_small(room, len(parts[table]))
-            raise WeftError(f"rank {whose}: table {table}: {text}")
     nothing = ALONE if group.size == 1 else EAGER
     note(
         group,
@@ -236,11 +202,11 @@ def reduced(group: Group, requests: Sequence[Request], error: str | None) -> lis
         union=sum(len(one.rows) for one in done),
         bound=sum(one.bound for one in done),
     )
+    results = []
     for table, request in enumerate(requests):
-        if table not in parts:
-            parts[table] = _nothing(stated[table], request.rows)
-    results = _handed_out(group, requests, parts, fallible=bool(stated["fallible"].any()))
-    return [request.restore(each) for request, each in zip(requests, results, strict=True)]
+        part = parts.get(table)
+        results.append(request.restore(_nothing(request.rows) if part is None else part))
+    return results
 
 
 def explained(group: Group, requests: Sequence[Request], error: str | None) -> Explanation:
@@ -375,11 +341,9 @@ def _kinds(stated: _Tables, requests: Sequence[Request]) -> list[_Kind]:
     return groups
 
 
-def _nothing(stated: Any, rows: Rows) -> Rows:
-    """The result of a table without rows on any rank; its row shape may come from an `out`."""
-    shape = stated["shape"].decode()
-    row_shape = shape_in(shape) if shape else rows.row_shape
-    return Rows(rows.indices[:0], rows.values.new_empty(0, *row_shape), rows.height)
+def _nothing(rows: Rows) -> Rows:
+    """The result of a table without rows on any rank."""
+    return Rows(rows.indices[:0], rows.values.new_empty(0, *rows.row_shape), rows.height)
 
 
 def _stated(group: Group, requests: Sequence[Request], error: str | None, name: str) -> _Tables:
@@ -395,18 +359,14 @@ def _stated(group: Group, requests: Sequence[Request], error: str | None, name: 
     fields = {name: requests[0].fields.get(name) for name in _FIELDS}
     mine = np.zeros(len(requests) if error is None else 0, _TABLE)
     if error is None:
-        rank = group.rank_in_errors(group.rank)
-        mine[:] = [_statement(request, rank) for request in requests]
+        mine[:] = [_statement(request) for request in requests]
     statements = []
     for start in _first_tables(requests):
         body = mine[start : start + _MOST].view(np.uint8).data
         with opened(group, name, fields, error, body, combined_statement) as opening:
             # a combined statement counts this rank's own rows
             least = None if is_direct(group) else mine[start : start + _MOST]["highest"]
-            tables_of_each = opening.read(_read, body.nbytes, least)
-            if is_direct(group):
-                opening.check_whose([tables["whose"].tolist() for tables in tables_of_each])
-            statements.append(_together(tables_of_each))
+            statements.append(_together(opening.read(_read, body.nbytes, least)))
     stated = np.concatenate(statements)
     if stated["odd"].any():
         table = int(stated["odd"].argmax())
@@ -422,8 +382,8 @@ def _first_tables(requests: Sequence[Request]) -> range:
     return range(0, len(requests), _MOST)
 
 
-def _statement(request: Request, rank: int) -> tuple[object, ...]:
-    """What this rank states of a table; its number is that in errors."""
+def _statement(request: Request) -> tuple[object, ...]:
+    """What this rank states of a table."""
     values = str(request.rows.values.dtype)[6:]
     index = str(request.rows.indices.dtype)[6:]
     travels = ""
@@ -434,10 +394,9 @@ def _statement(request: Request, rank: int) -> tuple[object, ...]:
         travels = f" as {str(request.dtype)[6:]}"
     height = "no height" if request.rows.height is None else f"height {request.rows.height}"
     shape = request.fields["row shape"]
-    room = NO_LIMIT if request.capacity is None else request.capacity
     what = f"{values} values{travels}, {index} indices, {height}{_sparse_shape(request)}"
     shape = "" if shape is None else str(shape)
-    return what, shape, request.highest, room, rank, callable(request.out), False
+    return what, shape, request.highest, False
 
 
 def _sparse_shape(request: Request) -> str:
@@ -472,12 +431,9 @@ def _together(each: Sequence[_Tables]) -> _Tables:
     known = statements["shape"] != b""
     # as the first has it who knows the row shape
     stated: _Tables = statements[known.argmax(0), every]
-    tightest = statements["room"].argmin(0)
-    for name in ("room", "whose"):
-        stated[name] = statements[name][tightest, every]
     other_shape = known & (statements["shape"] != stated["shape"])
     odd = (statements["what"] != stated["what"]) | other_shape
-    for name in ("highest", "fallible", "odd"):
+    for name in ("highest", "odd"):
         stated[name] = statements[name].max(0)
     stated["odd"] |= odd.any(0)
     return stated
@@ -487,34 +443,3 @@ def combined_statement(lower: memoryview, upper: memoryview) -> Bytes:
     if len(lower) != len(upper):
         return lower  # the fingerprints tell
     return _together([_read(each, len(lower)) for each in (lower, upper)]).tobytes()
-
-
-def _handed_out(
-    group: Group, requests: Sequence[Request], parts: Mapping[int, Rows], *, fallible: bool
-) -> list[Rows]:
-    """The tables' results where the caller wants them; collective if `fallible` says so.
-
-    Raises:
-        WeftError: an allocator raised, or two returned the same memory; the same on every rank.
-    """
-    trouble = Trouble()
-    results = dict(parts)  # as they are, where there is no `out`
-    destinations: dict[int, Destination] = {}
-    memory: list[Pair | None] = [None] * len(requests)
-    for table, request in enumerate(requests):
-        if request.out is not None:
-            part = parts[table]
-            made = Destination(request.out, part, part.values.dtype, request.half, trouble)
-            results[table] = made.allocate(len(part))
-            memory[table] = made.callers
-            destinations[table] = made
-    try:
-        if fallible:
-            confess(group, f"the end of {NAME}", trouble.error, _shared(memory))
-    finally:
-        trouble.forget()
-    for table, destination in destinations.items():
-        results[table].indices.copy_(parts[table].indices)
-        results[table].values.copy_(parts[table].values)
-        results[table] = destination.deliver(results[table])
-    return [results[table] for table in range(len(requests))]

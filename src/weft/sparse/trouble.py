@@ -1,6 +1,6 @@
 """What a caller's function raises, kept until all ranks can be told.
 
-A caller's `op` or allocator may raise while other ranks are in the middle of the schedule, and wait
+A caller's `op` may raise while other ranks are in the middle of the schedule, and wait
 for this one. The schedule does not see the exception: it is kept as the call's `Trouble`, the
 schedule goes on with harmless values, and then the ranks tell each other (`run.performed`).
 """

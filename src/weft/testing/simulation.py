@@ -89,7 +89,7 @@ def simulate(
 
     def program(group: Group) -> tuple[float, float, int, int, str, Sizes, int]:
         # two openings, of which the first is nothing but that: the difference is the schedule
-        request = Request.of(rows(group.rank), op, algorithm, wire_dtype, None)
+        request = Request.of(rows(group.rank), op, algorithm, wire_dtype)
         with run.begin(group, request, "sparse_all_reduce"):
             pass
         opened = simulated.clock(group)

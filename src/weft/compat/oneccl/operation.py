@@ -18,7 +18,6 @@ or a maximum their top bit is flipped, so that int64 has the same order.
 from __future__ import annotations
 
 import functools
-import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -207,23 +206,24 @@ def _run(
     after: Sequence[tuple[str, Any]],
 ) -> Result:
     index, value = (each.dtype for each in operation.sent)
-    memory = Memory(operation.place)
     rows = _agreed(group, operation, lambda: operation.rows(_SOONER * group.timeout, after))
     if operation.mode == "keep_precision" and rows[1].dtype in (torch.float16, torch.bfloat16):
         reduce = functools.partial(reduce, wire_dtype=torch.float32)
-    out = None if operation.place is None else memory.allocate
     if operation.mode == "disable":
-        result = _concatenated(group, rows, index == torch.uint64, out)
+        result = _concatenated(group, rows, index == torch.uint64)
     elif index == torch.uint64:
-        result = _reduced(group, reduce, rows, out)
+        result = _reduced(group, reduce, rows)
     else:
-        result = reduce(rows, out=out)
+        result = reduce(rows)
 
     def hand_out() -> tuple[Result, Callable[[], None] | None]:
         values = result[1].view(-1)
         if operation.unsigned:
             values = values.bitwise_xor_(operation.flip).view(value)
-        made = memory.fill((result[0], operation.attributes.after(values, value)), index)
+        indices = result[0].view(index) if index == torch.uint64 else result[0].to(index)
+        made = indices, operation.attributes.after(values, value)
+        if operation.place is not None:
+            made = _copied(made, operation.place)
         await_device(*made)
         return made, operation.finish(*made)
 
@@ -253,35 +253,12 @@ def await_device(*tensors: Tensor) -> None:
         torch.accelerator.synchronize(device)
 
 
-class Memory:
-    """The memory of an operation's result: the caller's, if there is a `place`."""
-
-    def __init__(self, place: Place | None) -> None:
-        self._place = place
-        self._taken: Result | None = None
-
-    def allocate(self, count: int, row_shape: tuple[int, ...], dtypes: Any) -> Rows:
-        """Memory for weft's call: the caller's where the dtype is the same, else new memory."""
-        assert self._place is not None
-        self._taken = self._place(count, count * math.prod(row_shape))
-        indices, values = (
-            _signed(each)
-            if _signed(each).dtype == dtype
-            else torch.empty(each.shape, dtype=dtype, device=each.device)
-            for each, dtype in zip(self._taken, dtypes, strict=True)
-        )
-        return indices, values.view(count, *row_shape)
-
-    def fill(self, result: Result, index: torch.dtype) -> Result:
-        """The result in the caller's dtypes, and in the caller's memory if there is a `place`."""
-        indices = result[0].view(index) if index == torch.uint64 else result[0].to(index)
-        made = indices, result[1]
-        if self._taken is None:
-            return made
-        for taken, part in zip(self._taken, made, strict=True):
-            if taken.data_ptr() != part.data_ptr():
-                taken.copy_(part)
-        return self._taken
+def _copied(made: Result, place: Place) -> Result:
+    """The result in the memory of the caller's."""
+    taken = place(made[0].numel(), made[1].numel())
+    for memory, part in zip(taken, made, strict=True):
+        memory.copy_(part)
+    return taken
 
 
 def _signed(tensor: Tensor) -> Tensor:
@@ -289,33 +266,22 @@ def _signed(tensor: Tensor) -> Tensor:
     return tensor.view(torch.int64) if tensor.dtype == torch.uint64 else tensor
 
 
-def _reduced(group: Group, reduce: Callable[..., Rows], rows: Rows, out: Any) -> Rows:
+def _reduced(group: Group, reduce: Callable[..., Rows], rows: Rows) -> Rows:
     """Reduce rows whose uint64 indices are viewed as int64; the result is in unsigned order."""
     indices, values = rows
     upper = indices < 0
     above, their_values = reduce((indices[upper] & _HALF.max, values[upper]))
     if not len(above):
-        return reduce(rows, out=out)
-    whole: list[Tensor] = []
-
-    def first(count: int, row_shape: tuple[int, ...], dtypes: Any) -> list[Tensor]:
-        whole.extend(out(count + len(above), row_shape, dtypes))
-        return [each[:count] for each in whole]
-
+        return reduce(rows)
     below = indices[~upper], values[~upper]
     if not len(below[0]):  # perhaps nobody has such rows, and nobody says what they look like
         below = below[0], values.new_empty((0, *their_values.shape[1:]))
-    lower = reduce(below, out=None if out is None else first)
-    count = len(lower[0])
+    lower = reduce(below)
     # neither call could compare the row shapes of the two halves
-    if count and lower[1].shape[1:] != their_values.shape[1:]:
+    if len(lower[0]) and lower[1].shape[1:] != their_values.shape[1:]:
         weft.attempt(lambda: _check_width(values, lower[1]), group)
-    parts = (above | _HALF.min, their_values)
-    if out is None:
-        return torch.cat([lower[0], parts[0]]), torch.cat([lower[1].view(-1), parts[1].view(-1)])
-    for place, part in zip(whole, parts, strict=True):
-        place[count:].copy_(part)
-    return whole[0], whole[1]
+    whole = torch.cat([lower[0], above | _HALF.min])
+    return whole, torch.cat([lower[1].view(-1), their_values.view(-1)])
 
 
 def _check_width(values: Tensor, others: Tensor) -> None:
@@ -326,14 +292,14 @@ def _check_width(values: Tensor, others: Tensor) -> None:
         )
 
 
-def _concatenated(group: Group, rows: Rows, wide: bool, out: Any) -> Rows:
+def _concatenated(group: Group, rows: Rows, wide: bool) -> Rows:
     """All ranks' rows in rank order; the top bit of uint64 indices is sent separately."""
     if not wide:
-        found: Rows = weft.sparse_all_gather(rows, group, out=out)
+        found: Rows = weft.sparse_all_gather(rows, group)
         return found
     indices, values = rows
     highest = (indices < 0).to(torch.uint8)
-    found = weft.sparse_all_gather((indices & _HALF.max, values), group, out=out)
+    found = weft.sparse_all_gather((indices & _HALF.max, values), group)
     _, bits = weft.sparse_all_gather((torch.zeros_like(indices), highest), group)
     found[0].bitwise_or_(bits.to(found[0]) << 63)
     return found

@@ -30,7 +30,7 @@ from ...group.channels import LISTS, VALUES
 from ...group.group import Group
 from ...group.worker import Work
 from ..call import Call
-from ..forms import Form, Place
+from ..forms import Form
 from ..local_rows import LocalRows
 from ..record import started
 from ..registry import ALONE, EAGER
@@ -50,7 +50,6 @@ def sparse_all_gather(
     *,
     return_counts: Literal[False] = False,
     wire_dtype: torch.dtype | None = None,
-    out: Place = None,
 ) -> Form: ...
 
 
@@ -62,7 +61,6 @@ def sparse_all_gather(
     *,
     return_counts: Literal[False] = False,
     wire_dtype: torch.dtype | None = None,
-    out: Place = None,
 ) -> Work[Form]: ...
 
 
@@ -74,7 +72,6 @@ def sparse_all_gather(
     *,
     return_counts: Literal[False] = False,
     wire_dtype: torch.dtype | None = None,
-    out: Place = None,
 ) -> Form | Work[Form]: ...
 
 
@@ -86,7 +83,6 @@ def sparse_all_gather(
     *,
     return_counts: Literal[True],
     wire_dtype: torch.dtype | None = None,
-    out: Place = None,
 ) -> tuple[Form, Tensor]: ...
 
 
@@ -98,7 +94,6 @@ def sparse_all_gather(
     *,
     return_counts: Literal[True],
     wire_dtype: torch.dtype | None = None,
-    out: Place = None,
 ) -> Work[tuple[Form, Tensor]]: ...
 
 
@@ -110,7 +105,6 @@ def sparse_all_gather(
     *,
     return_counts: Literal[True],
     wire_dtype: torch.dtype | None = None,
-    out: Place = None,
 ) -> tuple[Form, Tensor] | Work[tuple[Form, Tensor]]: ...
 
 
@@ -122,7 +116,6 @@ def sparse_all_gather(
     *,
     return_counts: bool = False,
     wire_dtype: torch.dtype | None = None,
-    out: Place = None,
 ) -> Form | tuple[Form, Tensor] | Work[Form] | Work[tuple[Form, Tensor]]: ...
 
 
@@ -134,7 +127,6 @@ def sparse_all_gather(
     *,
     return_counts: bool = False,
     wire_dtype: torch.dtype | None = None,
-    out: Any = None,
 ) -> Any:
     """Concatenate the rows of all ranks in rank order; every rank gets all of them.
 
@@ -150,8 +142,6 @@ def sparse_all_gather(
             floating-point dtypes are sent in this dtype, rounded once, to nearest even, also on the
             rank that sends them (docs/wire-dtype.md). Narrower values are sent unchanged; values
             that are not floating point are an error.
-        out: memory for the result, as for `weft.sparse_all_reduce`: None, `(indices, values)` with
-            room for it, or a function that allocates them.
 
     Returns:
         The rows of rank 0, unchanged but for `wire_dtype`, then those of rank 1, and so on: not
@@ -159,8 +149,8 @@ def sparse_all_gather(
         rows and an int64 tensor `[size]` on the CPU. The result has no gradient history.
 
     Raises:
-        WeftError: some rank's arguments are wrong or differ from the others', or its `out` is too
-            small; the same text on every rank, naming the rank. The next call works.
+        WeftError: some rank's arguments are wrong or differ from the others'; the same text on
+            every rank, naming the rank. The next call works.
         WireError: a peer or a link failed; names the culprit. The group is lost.
 
     Example:
@@ -175,7 +165,7 @@ def sparse_all_gather(
     """
     group = default.resolve(group)
     with preparing(group, _NAME):
-        request = Request.to_move(rows, out, wire_dtype)
+        request = Request.to_move(rows, wire_dtype)
         job = job_of(group, request, return_counts=truth("return_counts", return_counts))
         is_async = truth("async_op", async_op)
     return started(group, _NAME, job, is_async)

@@ -15,12 +15,11 @@ import torch
 from ...base.arguments import root_in, truth
 from ...base.devices import Aside, current
 from ...base.errors import untransformed
-from ...base.tensors import has_elements
 from ...call.attempt import preparing
 from ...group import default
 from ...group.worker import Work
 from ..call import Call
-from ..forms import AnyForm, Form, Place
+from ..forms import AnyForm, Form
 from ..local_rows import LocalRows
 from ..record import started
 from ..request import NOTHING, Request
@@ -42,7 +41,6 @@ def sparse_broadcast(
     async_op: Literal[False] = False,
     *,
     wire_dtype: torch.dtype | None = None,
-    out: Place = None,
 ) -> Form: ...
 
 
@@ -54,7 +52,6 @@ def sparse_broadcast(
     async_op: Literal[True] = ...,
     *,
     wire_dtype: torch.dtype | None = None,
-    out: Place = None,
 ) -> Work[Form]: ...
 
 
@@ -66,7 +63,6 @@ def sparse_broadcast(
     async_op: bool = False,
     *,
     wire_dtype: torch.dtype | None = None,
-    out: Place = None,
 ) -> Form | Work[Form]: ...
 
 
@@ -78,7 +74,6 @@ def sparse_broadcast(
     async_op: Literal[False] = False,
     *,
     wire_dtype: torch.dtype | None = None,
-    out: Place = None,
 ) -> AnyForm: ...
 
 
@@ -90,7 +85,6 @@ def sparse_broadcast(
     async_op: Literal[True] = ...,
     *,
     wire_dtype: torch.dtype | None = None,
-    out: Place = None,
 ) -> Work[AnyForm]: ...
 
 
@@ -102,7 +96,6 @@ def sparse_broadcast(
     async_op: bool = False,
     *,
     wire_dtype: torch.dtype | None = None,
-    out: Place = None,
 ) -> AnyForm | Work[AnyForm]: ...
 
 
@@ -114,7 +107,6 @@ def sparse_broadcast(
     async_op: bool = False,
     *,
     wire_dtype: torch.dtype | None = None,
-    out: Any = None,
 ) -> Any:
     """Send the rows of one rank to all ranks.
 
@@ -130,18 +122,15 @@ def sparse_broadcast(
             floating-point dtypes are sent in this dtype, rounded once, to nearest even, also on the
             rank that sends them (docs/wire-dtype.md). Narrower values are sent unchanged; values
             that are not floating point are an error.
-        out: memory for the result, as for `weft.sparse_all_reduce`: None, `(indices, values)` with
-            room for it, or a function that allocates them.
 
     Returns:
         On every rank the rows, unchanged but for `wire_dtype`, not sorted, with duplicates, in the
-        form that `group_src` passed. On the other ranks they are on the device of `out`; without
-        `out` on the CPU if those of `group_src` are, else on the current accelerator. The result
-        has no gradient history.
+        form that `group_src` passed. On the other ranks they are on the CPU if those of `group_src`
+        are, else on the current accelerator. The result has no gradient history.
 
     Raises:
-        WeftError: some rank's arguments are wrong or differ from the others', or its `out` is too
-            small; the same text on every rank, naming the rank. The next call works.
+        WeftError: some rank's arguments are wrong or differ from the others'; the same text on
+            every rank, naming the rank. The next call works.
         WireError: a peer or a link failed; names the culprit. The group is lost.
 
     Example:
@@ -157,11 +146,7 @@ def sparse_broadcast(
     src = root_in(group_src, group.size)
     here = group.rank == src
     with preparing(group, _NAME):
-        if here:
-            request = Request.to_move(rows, out, wire_dtype)
-        else:
-            request = request_of_listener(out, wire_dtype)
-        learns = "device" in request.fields
+        request = Request.to_move(rows, wire_dtype) if here else request_of_listener(wire_dtype)
         request.take_root("group_src", src, group_src, group.size)
         request.fields["form"] = None
         if here and request.error is None:
@@ -188,7 +173,7 @@ def sparse_broadcast(
             result._coalesced_(form.endswith(_COALESCED))
         return result
 
-    device = current() if learns else request.device
+    device = request.device if here else current()
     return started(group, _NAME, Aside(group.streams, device, job), is_async)
 
 
@@ -221,17 +206,9 @@ def _formed(rows: Rows, form: str) -> Any:
     return rows.to_coo(shape)
 
 
-def request_of_listener(out: Any, wire_dtype: object) -> Request:
-    """The request of a rank that receives: of dtypes and row shape it knows what `out` tells."""
-    request = Request.to_move(NOTHING, None, wire_dtype)
+def request_of_listener(wire_dtype: object) -> Request:
+    """The request of a rank that receives: it knows neither dtypes nor row shape."""
+    request = Request.to_move(NOTHING, wire_dtype)
     unknown = ("index dtype", "value dtype", "row shape", "height", "device")
     request.fields.update(dict.fromkeys(unknown))
-    if isinstance(out, tuple | list) and len(out) == 2:
-        held = [part for part in out if isinstance(part, torch.Tensor) and has_elements(part)]
-        like = [part[:0] for part in held if part.dim()]
-        if len(like) == 2:
-            request = Request.to_move((like[0], like[1]), out, wire_dtype)
-            request.fields["height"] = None
-            return request
-    request.take_out(out)
     return request

@@ -28,7 +28,7 @@ from ...group import default
 from ...group.channels import SUMS
 from ...group.worker import Work
 from ..call import Call
-from ..forms import Form, Place, Reduction
+from ..forms import Form, Reduction
 from ..local_rows import LocalRows
 from ..owners import balanced_bounds, reduce_to_owners, spans
 from ..record import started
@@ -57,7 +57,6 @@ def sparse_reduce(
     async_op: Literal[False] = False,
     *,
     wire_dtype: torch.dtype | None = None,
-    out: Place = None,
 ) -> Form | None: ...
 
 
@@ -70,7 +69,6 @@ def sparse_reduce(
     async_op: Literal[True] = ...,
     *,
     wire_dtype: torch.dtype | None = None,
-    out: Place = None,
 ) -> Work[Form | None]: ...
 
 
@@ -83,7 +81,6 @@ def sparse_reduce(
     async_op: bool = False,
     *,
     wire_dtype: torch.dtype | None = None,
-    out: Place = None,
 ) -> Form | Work[Form | None] | None: ...
 
 
@@ -96,7 +93,6 @@ def sparse_reduce(
     async_op: bool = False,
     *,
     wire_dtype: torch.dtype | None = None,
-    out: Any = None,
 ) -> Any:
     """Reduce the rows of all ranks; one rank gets the result, the others None.
 
@@ -111,16 +107,14 @@ def sparse_reduce(
         wire_dtype: None, or `torch.bfloat16`, `torch.float16` or `torch.float32`: floating-point
             values are sent in this dtype, and rounded as in `weft.sparse_all_reduce`
             (docs/wire-dtype.md).
-        out: memory for the result on `group_dst`, as for `weft.sparse_all_reduce`; weft does not
-            touch that of other ranks.
 
     Returns:
         On `group_dst` the result of `weft.sparse_all_reduce`, with ranks added in rank order; None
         on the other ranks.
 
     Raises:
-        WeftError: some rank's arguments are wrong or differ from the others', or `out` is too
-            small; the same text on every rank, naming the rank. The next call works.
+        WeftError: some rank's arguments are wrong or differ from the others'; the same text on
+            every rank, naming the rank. The next call works.
         WireError: a peer or a link failed; names the culprit. The group is lost.
 
     Example:
@@ -136,7 +130,7 @@ def sparse_reduce(
     dst = root_in(group_dst, group.size)
     here = group.rank == dst
     with preparing(group, _NAME):
-        request = Request.of(rows, op, "auto", wire_dtype, out if here else None)
+        request = Request.of(rows, op, "auto", wire_dtype)
         request.take_root("group_dst", dst, group_dst, group.size)
         is_async = truth("async_op", async_op)
 

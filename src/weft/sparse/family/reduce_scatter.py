@@ -22,7 +22,7 @@ from ...group import default
 from ...group.group import Group
 from ...group.worker import Work
 from ..call import Call
-from ..forms import Form, Place, Reduction
+from ..forms import Form, Reduction
 from ..header import Header
 from ..local_rows import LocalRows, slices_between
 from ..owners import balanced_bounds, reduce_to_owners
@@ -45,7 +45,6 @@ def sparse_reduce_scatter(
     *,
     ranges: Sequence[int] | None = None,
     wire_dtype: torch.dtype | None = None,
-    out: Place = None,
 ) -> Form: ...
 
 
@@ -58,7 +57,6 @@ def sparse_reduce_scatter(
     *,
     ranges: Sequence[int] | None = None,
     wire_dtype: torch.dtype | None = None,
-    out: Place = None,
 ) -> Work[Form]: ...
 
 
@@ -71,7 +69,6 @@ def sparse_reduce_scatter(
     *,
     ranges: Sequence[int] | None = None,
     wire_dtype: torch.dtype | None = None,
-    out: Place = None,
 ) -> Form | Work[Form]: ...
 
 
@@ -84,7 +81,6 @@ def sparse_reduce_scatter(
     *,
     ranges: Sequence[int] | None = None,
     wire_dtype: torch.dtype | None = None,
-    out: Any = None,
 ) -> Any:
     """Reduce the rows of all ranks; every rank gets those of the result that it owns.
 
@@ -101,8 +97,6 @@ def sparse_reduce_scatter(
         wire_dtype: None, or `torch.bfloat16`, `torch.float16` or `torch.float32`: floating-point
             values are sent in this dtype, and rounded as in `weft.sparse_all_reduce`
             (docs/wire-dtype.md).
-        out: memory for the result, as for `weft.sparse_all_reduce`: None, `(indices, values)` with
-            room for this rank's part, or a function that allocates them.
 
     Returns:
         This rank's part of the result of `weft.sparse_all_reduce`: indices of the whole tensor,
@@ -110,8 +104,8 @@ def sparse_reduce_scatter(
         whatever the ranges.
 
     Raises:
-        WeftError: some rank's arguments are wrong or differ from the others', or its `out` is too
-            small; the same text on every rank, naming the rank. The next call works.
+        WeftError: some rank's arguments are wrong or differ from the others'; the same text on
+            every rank, naming the rank. The next call works.
         WireError: a peer or a link failed; names the culprit. The group is lost.
 
     Example:
@@ -125,7 +119,7 @@ def sparse_reduce_scatter(
     """
     group = default.resolve(group)
     with preparing(group, _NAME):
-        job = job_of(group, Request.of(rows, op, "auto", wire_dtype, out), ranges)
+        job = job_of(group, Request.of(rows, op, "auto", wire_dtype), ranges)
         is_async = truth("async_op", async_op)
     return started(group, _NAME, job, is_async)
 
@@ -178,7 +172,7 @@ def _scattered(own: LocalRows, call: Call, bounds: Sequence[int]) -> tuple[str, 
 def _balanced(call: Call) -> list[int]:
     header = call.header
     if call.rows_of_all is not None:  # then nobody has said yet where rows lie
-        headers = [Header.of(rows.indices, rank) for rank, rows in enumerate(call.rows_of_all)]
+        headers = [Header.of(rows.indices) for rows in call.rows_of_all]
         header = Header.together(headers)
     bounds = balanced_bounds(header, call.group.size)
     return bounds if call.height is None else [*bounds[:-1], call.height]
