@@ -21,15 +21,14 @@ from unittest import mock
 import torch
 import typer
 
+import simulated
 import weft
 from weft.call.opening import opened
 from weft.group.group import Group
 from weft.sparse import run
 from weft.sparse.rate import rate_of, set_rate
-from weft.testing import simulated
-from weft.wire.link import Link
 
-LINK = Link(alpha=20e-6, beta=0.8e-9, work=5e-6)  # 10 Gbit/s: lists are not packed
+LINK = simulated.Link(alpha=20e-6, beta=0.8e-9, work=5e-6)  # 10 Gbit/s: lists are not packed
 
 
 @contextmanager

@@ -368,6 +368,12 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], ModuleTy
     torch.set_num_threads(threads)
 
 
+@pytest.fixture
+def simulated(script: Callable[[str], ModuleType]) -> ModuleType:
+    """Ranks on a network that is only computed."""
+    return script("benchmarks/simulated.py")
+
+
 @pytest.fixture(scope="session")
 def mpirun_line() -> list[str]:
     """How a command begins that starts ranks, more than there are cores, on this host.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -11,14 +10,123 @@ import torch
 import weft
 from weft.sparse import Sizes, stages
 from weft.sparse.choose import Line
-from weft.testing import expected, simulated
-from weft.testing.simulation import simulate
-from weft.wire.link import Link
+from weft.testing import expected
 
-SLOW = Link(alpha=50e-6, beta=8e-9, work=10e-6)
-FAR = Link(alpha=25e-3, beta=80e-9, work=10e-6)  # a chunk takes 20 ms, a message 25
-NEAR = replace(SLOW, alpha=20e-6, beta=0.25e-9)
+MODEL = {"alpha": 1e-3, "beta": 1e-6, "work": 2e-4}
+SLOW = {"alpha": 50e-6, "beta": 8e-9, "work": 10e-6}
+FAR = {"alpha": 25e-3, "beta": 80e-9, "work": 10e-6}  # a chunk takes 20 ms, a message 25
+NEAR = {"alpha": 20e-6, "beta": 0.25e-9, "work": 10e-6}
 ONES = torch.ones(6000, 64)
+
+
+@pytest.fixture
+def ran(simulated):
+    """Runs a program on so many ranks, whose links have these figures."""
+
+    def run(size, link, program, *args, within=None, **hosts):
+        inner = simulated.Link(**(within or link))
+        return simulated.run(size, simulated.Link(**link), program, *args, within=inner, **hosts)
+
+    return run
+
+
+@pytest.fixture
+def simulate(simulated):
+    """Runs one call of an algorithm so."""
+
+    def run(name, rows, ranks, link, within=None, **hosts):
+        inner = simulated.Link(**(within or link))
+        return simulated.simulate(name, rows, ranks, simulated.Link(**link), within=inner, **hosts)
+
+    return run
+
+
+# The clocks ------------------------------------------------------------------------------------
+
+
+def swap(group, peer, nbytes=1000):
+    group.post([(peer, torch.zeros(nbytes, dtype=torch.uint8))], [(peer, nbytes)]).wait()
+    return group.wire.clock
+
+
+def test_a_message_takes_work_latency_and_bytes(ran):
+    def program(group, nbytes):
+        return swap(group, 1 - group.rank, nbytes)
+
+    assert ran(2, MODEL, program, 1000) == pytest.approx([2e-4 + 1e-3 + 1e-3] * 2)
+    assert ran(2, MODEL, program, 0) == pytest.approx([2e-4 + 1e-3] * 2)
+
+
+def test_a_late_rank_keeps_the_other_waiting(ran):
+    def program(group):
+        if group.rank == 2:
+            return group.post([(1, torch.zeros(3000, dtype=torch.uint8))]).wait()
+        if group.rank == 1:
+            group.post((), [(2, 3000)]).wait()  # for 4.2 ms
+        return swap(group, 1 - group.rank)
+
+    assert ran(3, MODEL, program)[:2] == pytest.approx([4.2e-3 + 2.2e-3] * 2)
+
+
+def test_one_way_into_a_rank_carries_one_message_after_another(ran):
+    def program(group):
+        if group.rank == 0:
+            group.post((), [(peer, 1000) for peer in (1, 2, 3)]).wait()
+        else:
+            group.post([(0, torch.zeros(1000, dtype=torch.uint8))]).wait()
+        return group.wire.clock
+
+    first, *others = ran(4, MODEL, program)
+    assert first == pytest.approx(1e-4 + 1e-3 + 3e-3 + 3 * 1e-4)
+    assert others == pytest.approx([2.1e-3, 3.1e-3, 4.1e-3])
+
+
+def test_ranks_of_one_host_share_its_ways_out(ran):
+    def program(group):
+        far = swap(group, (group.rank + 2) % 4)
+        return far, swap(group, group.rank ^ 1) - far
+
+    within = {"alpha": 1e-5, "beta": 1e-9, "work": 2e-4}
+    seen = ran(4, MODEL, program, hosts="aabb", within=within)
+    assert sorted(far for far, _ in seen) == pytest.approx([2.2e-3, 2.2e-3, 3.2e-3, 3.2e-3])
+    assert min(near for _, near in seen) == pytest.approx(2e-4 + 1e-5 + 1e-6)
+
+
+def test_the_same_time_again(ran):
+    def program(group):
+        generator = torch.Generator().manual_seed(group.rank)
+        rows = torch.randint(500, (60,), generator=generator), torch.ones(60, 8)
+        weft.sparse_all_reduce(rows, algorithm="split")
+        return group.wire.clock
+
+    first = ran(20, MODEL, program)
+    assert ran(20, MODEL, program) == first
+    assert len(set(first)) > 1
+
+
+def test_a_deadlock_across_a_group_and_a_part_of_it_is_told_at_once(ran):
+    def program(group):
+        part = group.split([0, 1])
+        if part is None:
+            group.post((), [(0, 8)]).wait()
+        else:
+            part.post((), [(1 - part.rank, 8)]).wait()
+
+    with pytest.raises(weft.WireError, match="all ranks wait for each other"):
+        ran(3, MODEL, program)
+
+
+def test_what_a_rank_raises_is_raised(ran):
+    def program(group):
+        if group.rank == 1:
+            raise KeyError("here")
+        group.post((), [(1, 8)]).wait()
+
+    with pytest.raises(KeyError, match="here"):
+        ran(3, MODEL, program)
+
+
+# What is sent ----------------------------------------------------------------------------------
 
 
 def spread(rank, count=100, height=4000):
@@ -33,43 +141,43 @@ def check(done, messages=0.1):
 
 
 @pytest.mark.parametrize("name", ["gather", "mask"])
-def test_64_ranks_send_what_is_said(name):
+def test_64_ranks_send_what_is_said(name, simulate):
     check(simulate(name, spread, 64, SLOW))
 
 
-def test_64_holders_send_what_is_said():
+def test_64_holders_send_what_is_said(simulate):
     """A rank has rows for nearly every other, and less than a message of them for each."""
     check(simulate("holders", partial(spread, count=400), 64, SLOW))
 
 
 @pytest.mark.parametrize("ranks", [64, 72])  # the latter is no power of two
-def test_doubling_sends_no_more_than_is_said(ranks):
+def test_doubling_sends_no_more_than_is_said(ranks, simulate):
     """Which is the most: nobody knows before a call which ranks have the same rows."""
     done = simulate("doubling", spread, ranks, SLOW)
     assert done.messages == pytest.approx(done.traffic.messages, rel=0.1)
     assert 0.7 * done.traffic.bytes < done.bytes <= done.traffic.bytes
 
 
-def test_144_ranks_send_what_is_said():
+def test_144_ranks_send_what_is_said(simulate):
     done = simulate("split", partial(spread, count=40, height=1600), 144, SLOW)
     assert len(done.sizes.blocks) == 12
     check(done)
 
 
-def test_mask_where_all_ranks_have_the_same_rows():
+def test_mask_where_all_ranks_have_the_same_rows(simulate):
     rows = weft.Rows(torch.arange(4000) * 2, ONES[:4000], 8000)
     check(simulate("mask", lambda _: rows, 8, SLOW))
 
 
 @pytest.mark.parametrize(("name", "count"), [("split", 100), ("holders", 400), ("gather", 100)])
-def test_ranks_on_hosts_of_eight_send_what_is_said(name, count):
+def test_ranks_on_hosts_of_eight_send_what_is_said(name, count, simulate):
     hosts = [f"{rank // 8}" for rank in range(32)]
     rows = partial(spread, count=count, height=2000)
     check(simulate(name, rows, 32, SLOW, hosts=hosts, within=NEAR))
 
 
 @pytest.mark.parametrize("name", ["holders", "mask", "split"])
-def test_whatever_runs_between_hosts_sends_what_is_said(name, monkeypatch):
+def test_whatever_runs_between_hosts_sends_what_is_said(name, monkeypatch, simulate):
     monkeypatch.setattr(stages, "first_served", lambda sizes, fitting: Line(name, "tried"))
     hosts = [f"{rank // 8}" for rank in range(32)]
     rows = partial(spread, count=500, height=20_000)
@@ -79,23 +187,23 @@ def test_whatever_runs_between_hosts_sends_what_is_said(name, monkeypatch):
 
 
 @pytest.mark.parametrize("hosts", ["aaaabbb", "a" * 8 + "b"])
-def test_hosts_of_unequal_ranks_send_what_is_said(hosts):
+def test_hosts_of_unequal_ranks_send_what_is_said(hosts, simulate):
     rows = partial(spread, count=4000, height=80_000)
     done = simulate("split", rows, len(hosts), SLOW, hosts=hosts, within=NEAR)
     check(done, messages=0.25)  # ranks that have a place have more than the average
 
 
-def test_chunks_of_distant_ranks_do_not_wait_for_each_other_in_the_ring():
+def test_chunks_of_distant_ranks_do_not_wait_for_each_other_in_the_ring(simulate):
     done = simulate("holders", partial(spread, count=6000, height=24_000), 4, FAR)
     check(done)
-    waits = (done.seconds - done.bytes * FAR.beta) / FAR.alpha
+    waits = (done.seconds - done.bytes * FAR["beta"]) / FAR["alpha"]
     assert waits < 5  # two for the lists, one for the rows, and hardly any in the ring
 
 
-def test_between_distant_hosts_few_values_go_to_all_together_with_the_lists():
+def test_between_distant_hosts_few_values_go_to_all_together_with_the_lists(simulate):
     done = simulate("gather", partial(spread, count=300, height=24_000), 4, FAR)
     check(done)
-    waits = (done.seconds - done.bytes * FAR.beta) / FAR.alpha
+    waits = (done.seconds - done.bytes * FAR["beta"]) / FAR["alpha"]
     assert waits < 1.5  # with one for the lists it were 2, and round the ring three
 
 
@@ -108,24 +216,26 @@ def test_an_all_gather_goes_directly_where_little_comes_altogether_or_within_a_h
     assert sizes.but(lengths_known=True).sends_directly(1 << 30)
 
 
-def test_between_distant_hosts_few_gathered_rows_go_to_all():
+def test_between_distant_hosts_few_gathered_rows_go_to_all(ran):
     def program(group):
         weft.sparse_all_gather(spread(group.rank, count=300, height=24_000))
-        return simulated.clock(group), group.traffic.bytes
+        return group.wire.clock, group.traffic.bytes
 
-    seconds, nbytes = zip(*simulated.run(4, FAR, program), strict=True)
-    waits = (max(seconds) - max(nbytes) * FAR.beta) / FAR.alpha
+    seconds, nbytes = zip(*ran(4, FAR, program), strict=True)
+    waits = (max(seconds) - max(nbytes) * FAR["beta"]) / FAR["alpha"]
     assert waits < 2.5  # one to open the call, and one for the rows; a ring waits in each hop
 
 
 @pytest.mark.parametrize("name", ["doubling", "gather", "holders", "split"])
-def test_between_distant_hosts_a_call_waits_for_the_rounds_that_are_said_and_its_bytes(name):
+def test_between_distant_hosts_a_call_waits_for_the_rounds_that_are_said_and_its_bytes(
+    name, simulate
+):
     done = simulate(name, partial(spread, count=6000, height=24_000), 4, FAR)
-    seconds = done.seconds - done.bytes * FAR.beta
-    assert seconds / FAR.alpha < done.traffic.rounds + 1.5
+    seconds = done.seconds - done.bytes * FAR["beta"]
+    assert seconds / FAR["alpha"] < done.traffic.rounds + 1.5
 
 
-def test_headers_combine_and_the_sums_are_right():
+def test_headers_combine_and_the_sums_are_right(ran):
     parts = [spread(rank, count=20, height=300) for rank in range(24)]
     right = expected(parts)
 
@@ -133,10 +243,4 @@ def test_headers_combine_and_the_sums_are_right():
         rows = weft.sparse_all_reduce(parts[group.rank])
         return torch.equal(rows.indices, right.indices) and torch.equal(rows.values, right.values)
 
-    assert all(simulated.run(24, SLOW, program))
-
-
-@pytest.mark.parametrize(("name", "ranks"), [("auto", 2), ("split", 1)])
-def test_where_no_algorithm_runs_the_error_says_so(name, ranks):
-    with pytest.raises(weft.WeftError, match="no algorithm ran"):
-        simulate(name, lambda _: spread(0, count=1), ranks, SLOW)
+    assert all(ran(24, SLOW, program))

@@ -11,12 +11,17 @@ from torch import Tensor
 import weft
 from weft.backend import collectives
 from weft.schedules import dense
-from weft.testing import run, simulated, spmd
-from weft.wire.link import Link
+from weft.testing import run, spmd
+from weft.testing.cases import on_hosts
 
 SIZES = (0, 1, 5000, 40_000)  # elements: the last do not go along with an opening
-LINK = Link(alpha=50e-6, beta=8e-9, work=10e-6)
 DTYPES = (torch.float32, torch.bfloat16, torch.int16, torch.bool, torch.complex64)
+
+
+def on(group, hosts, body, *args):
+    """The body on a group whose ranks are on hosts of these names."""
+    with on_hosts(group, hosts):
+        return body(group, *args)
 
 
 def part(rank: int, count: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
@@ -161,7 +166,7 @@ def test_what_goes_along_may_differ_from_rank_to_rank(hosts):
     """By how many others share a rank's host."""
     counts = [1500, 9000, 15_000, 40_000]
     wanted = run(len(hosts), called, counts)
-    found = simulated.run(len(hosts), LINK, called, counts, hosts=hosts, within=LINK)
+    found = run(len(hosts), on, hosts, called, counts)
     for rank, of_rank in enumerate(wanted):
         for (name, count, right), (_, _, here) in zip(of_rank, found[rank], strict=True):
             assert torch.equal(here, right), (name, count, rank)
@@ -180,7 +185,7 @@ def gathered_unevenly(group):
 
 @pytest.mark.parametrize("hosts", ["aabb", "abab", "aabbcc", "aaabbb", "aab"])
 def test_the_link_of_a_host_carries_what_is_gathered_once(hosts):
-    sent = simulated.run(len(hosts), LINK, gathered_unevenly, hosts=hosts, within=LINK)
+    sent = run(len(hosts), on, hosts, gathered_unevenly)
     if hosts == "aab":  # not as many ranks each: every rank sends to all others
         return
     for rank, nbytes in enumerate(sent):
@@ -243,7 +248,7 @@ def gathered_beside(group, name, careless):
 def test_outputs_that_overlap_are_no_harm_to_other_ranks(hosts, careless, name):
     """Also where a rank hands on to its host what came from another one."""
     args = (name, careless)
-    simulated.run(len(hosts), LINK, gathered_beside, *args, hosts=hosts, within=LINK)
+    run(len(hosts), on, hosts, gathered_beside, *args)
 
 
 @pytest.mark.parametrize("count", [10, 40_000])
@@ -283,7 +288,7 @@ def test_a_host_reduces_what_is_scattered_before_it_sends_that(monkeypatch, host
     """In chunks, one of which is shorter, and from some ranks nothing."""
     monkeypatch.setattr(dense, "SCRATCH", 1 << 16)
     for sizes in ([10], [7000]):
-        simulated.run(len(hosts), LINK, reduce_scattered, op, sizes, hosts=hosts, within=LINK)
+        run(len(hosts), on, hosts, reduce_scattered, op, sizes)
 
 
 @pytest.mark.parametrize(("count", "shift"), [(4, 1), (1 << 17, 1 << 15), (1 << 21, 1 << 20)])
@@ -324,7 +329,7 @@ def reduced_on_the_last(group, op):
 @pytest.mark.parametrize("op", ["sum", "avg", "max"])
 @pytest.mark.parametrize("hosts", ["ab", "abc", "aab", "aaabbbb", "aabb", "abab", "aabbcc"])
 def test_a_large_tensor_is_reduced_by_all_for_a_root_on_another_host(hosts, op):
-    simulated.run(len(hosts), LINK, reduced_on_the_last, op, hosts=hosts, within=LINK)
+    run(len(hosts), on, hosts, reduced_on_the_last, op)
 
 
 @spmd(1, 2, 3, 4, 7, 17, on=["threads"])

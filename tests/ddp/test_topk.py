@@ -26,8 +26,7 @@ from weft.ddp import TopK, sparsify, topk_hook
 from weft.ddp import largest as largest_of
 from weft.ddp.largest import entries_to_send, largest_entries
 from weft.group.group import Group
-from weft.testing import run, simulated, spmd
-from weft.wire.link import Link
+from weft.testing import run, spmd
 
 OPTIONS: tuple[dict[str, Any], ...] = (
     {"bucket_cap_mb": 1e-5, "gradient_as_bucket_view": True},
@@ -324,7 +323,6 @@ def test_means_of_any_dtype_are_selected(
 
 def test_a_rank_sends_fewer_than_six_words_an_entry() -> None:
     """On 24 ranks, whose independent entries would be 21 % of the tensor; two openings apart."""
-    link = Link(20e-6, 0.8e-9, 5e-6)
 
     def program(group: Group) -> list[int]:
         sent = []
@@ -338,7 +336,7 @@ def test_a_rank_sends_fewer_than_six_words_an_entry() -> None:
             sent.append(group.traffic.bytes - before)
         return sent
 
-    sent = zip(*simulated.run(24, link, program), strict=True)
+    sent = zip(*run(24, program), strict=True)
     few, many = (sum(of_ranks) / 24 for of_ranks in sent)
     each = (many - few) / 2000  # bytes of each entry more
     assert 3 * 4 < each < 4.2 * 4

@@ -15,9 +15,8 @@ from weft import WeftError
 from weft.kernels import pool
 from weft.schedules import dense, hosts_of
 from weft.schedules.hosts import Grid
-from weft.testing import run, simulated
-from weft.testing.cases import in_case
-from weft.wire.link import Link
+from weft.testing import run
+from weft.testing.cases import in_case, on_hosts
 
 UNSIGNED = (torch.uint8, torch.uint16, torch.uint32, torch.uint64)
 SIGNED = (torch.int8, torch.int16, torch.int32, torch.int64)
@@ -237,23 +236,22 @@ def test_torch_s_threads_are_not_asked(programs):
 
 # Hosts of several ranks.
 
-LINK = Link(alpha=1e-5, beta=1e-9, work=0)
 
-
-def reduce_on_hosts(group, dtype, op):
+def reduce_on_hosts(group, places, dtype, op):
     """Integers, whose sums are the same in any order, and floats; two are under way."""
-    reduce_integers(group, torch.int64, "sum", 2049)
     parts = [
         torch.randn(1001, generator=torch.Generator().manual_seed(rank)).to(dtype)
         for rank in range(group.size)
     ]
     mine, other = parts[group.rank].clone(), torch.full((700,), group.rank, dtype=torch.int16)
     pairs = (mine, op), (other, "max")
-    for pending in [dense.dense_all_reduce(group, each, op) for each, op in pairs]:
-        pending.wait()
+    with on_hosts(group, places):
+        reduce_integers(group, torch.int64, "sum", 2049)
+        for pending in [dense.dense_all_reduce(group, each, op) for each, op in pairs]:
+            pending.wait()
+        by_host = hosts_of(group).ranks
     assert other.tolist() == [group.size - 1] * 700
     wide = torch.float32 if dtype.itemsize == 2 else dtype
-    by_host = hosts_of(group).ranks
     if len({*map(len, by_host)}) > 1:  # then in rank order
         by_host = (range(group.size),)
     sums = [sum(parts[rank].to(wide) for rank in ranks) for ranks in by_host]
@@ -269,7 +267,7 @@ def test_a_host_adds_first_what_its_ranks_have(monkeypatch, dtype, op, chunk):
     monkeypatch.setattr(dense, "SCRATCH", chunk)
     for places in ("aabb", "abab", "aaabbbccc", "aab", "abcd", "aabbccdd"):
         with in_case(places):
-            simulated.run(len(places), LINK, reduce_on_hosts, dtype, op, hosts=list(places))
+            run(len(places), reduce_on_hosts, places, dtype, op)
 
 
 @pytest.mark.parametrize("flat", [False, True])
@@ -277,11 +275,12 @@ def test_the_link_of_a_host_carries_a_part_of_each_rank(flat):
     nbytes = 1 << 20
 
     def program(group):
-        dense.dense_all_reduce(group, torch.ones(nbytes // 4), "sum", flat=flat).wait()
-        far = {peer for peer in group.peers if group.hosts[peer] != group.hosts[group.rank]}
+        with on_hosts(group, "aaaabbbb"):
+            dense.dense_all_reduce(group, torch.ones(nbytes // 4), "sum", flat=flat).wait()
+            far = {peer for peer in group.peers if group.hosts[peer] != group.hosts[group.rank]}
         return sum(count for peer, count in group.traffic.to.items() if peer in far)
 
-    sent = sum(simulated.run(8, LINK, program, hosts=list("aaaabbbb"))[:4])
+    sent = sum(run(8, program)[:4])
     assert sent == (4 * nbytes if flat else nbytes)
 
 

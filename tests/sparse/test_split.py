@@ -23,10 +23,8 @@ from weft.sparse.header import Header
 from weft.sparse.owners import balanced_bounds, bounds_of_equal_sums, header_of_blocks
 from weft.sparse.rate import set_rate
 from weft.sparse.stages import in_stages
-from weft.testing import expected, run, simulated, spmd
+from weft.testing import expected, run, spmd
 from weft.testing.cases import on_hosts
-from weft.testing.simulation import simulate
-from weft.wire.link import Link
 
 HOSTS = {  # by name of each rank's host
     2: ("ab", "aa"),
@@ -455,8 +453,26 @@ def test_only_sums_of_hosts_leave_them(group):
 
 # Simulated -------------------------------------------------------------------------------------
 
-NETWORK = Link(50e-6, 8e-9, 10e-6)
-WITHIN = dataclasses.replace(NETWORK, beta=0.5e-9)
+
+@pytest.fixture
+def network(simulated):
+    """The figures between hosts, and within one."""
+    between = simulated.Link(alpha=50e-6, beta=8e-9, work=10e-6)
+    return between, dataclasses.replace(between, beta=0.5e-9)
+
+
+@pytest.fixture
+def sent(simulated, network):
+    """What is sent by a split on hosts of these names, each rank of which brings `rows(rank)`."""
+    between, within = network
+
+    def of(names, rows, **options):
+        size = len(names)
+        return simulated.simulate(
+            "split", rows, size, between, hosts=names, within=within, **options
+        )
+
+    return of
 
 
 def spread(rank, count=6000, height=60_000):
@@ -465,22 +481,21 @@ def spread(rank, count=6000, height=60_000):
     return weft.Rows(indices, torch.ones(count, 64), height)
 
 
-def test_a_call_is_opened_once_and_each_stage_sends_what_it_must():
+def test_a_call_is_opened_once_and_each_stage_sends_what_it_must(sent):
     """2 hosts x 4: lists and values to 3 owners, to the other host, and sums to 3 ranks."""
-    done = simulate("split", lambda rank: spread(rank, 100, 1000), 8, NETWORK,
-                    hosts="aaaabbbb", within=WITHIN)  # fmt: skip
+    done = sent("aaaabbbb", lambda rank: spread(rank, 100, 1000))
     assert done.messages == 3 * 2 + 2 + 3 * 2  # a second opening would be seven more
 
 
 class Watched:
     """What a wire has under way; notes the simulated time at which it was waited for."""
 
-    def __init__(self, group, pending, times):
-        self.group, self.pending, self.times = group, pending, times
+    def __init__(self, wire, pending, times):
+        self.wire, self.pending, self.times = wire, pending, times
 
     def wait(self):
         found = self.pending.wait()
-        self.times.append(simulated.clock(self.group))
+        self.times.append(self.wire.clock)
         return found
 
     def __getattr__(self, name):
@@ -504,9 +519,9 @@ def watched(monkeypatch):
         group, is_sent, is_received, sent, received = calls[of.session]
         for peer, tensor in sends:
             if is_sent(of.rank_in_errors(peer), channel) and tensor.numel():
-                sent.append(simulated.clock(group))
+                sent.append(group.wire.clock)
         if any(is_received(of.rank_in_errors(peer), channel) for peer, _ in recvs):
-            return Watched(group, pending, received)
+            return Watched(group.wire, pending, received)
         return pending
 
     def call(group, rows, is_sent, is_received):
@@ -537,10 +552,10 @@ def has_place(names):
     ],
 )
 def test_the_second_stage_begins_before_the_first_has_ended(
-    between, names, rate, between_blocks, watched
+    between, names, rate, between_blocks, watched, simulated, network
 ):
     between_blocks(between)
-    link = dataclasses.replace(NETWORK, beta=1e-3 / 2**rate)
+    link = dataclasses.replace(network[0], beta=1e-3 / 2**rate)
 
     def program(group):
         def is_near(peer):
@@ -555,7 +570,7 @@ def test_the_second_stage_begins_before_the_first_has_ended(
         )
         return found
 
-    found = simulated.run(8, link, program, hosts=names, within=WITHIN)
+    found = simulated.run(8, link, program, hosts=names, within=network[1])
     for (sent, received, _), leads in zip(found, has_place(names), strict=True):
         assert bool(sent) == bool(received) == leads
         if leads:
@@ -572,7 +587,7 @@ def test_the_second_stage_begins_before_the_first_has_ended(
     ],
 )
 def test_a_block_shares_its_first_sums_before_the_last_have_come(
-    between, names, between_blocks, watched
+    between, names, between_blocks, watched, simulated, network
 ):
     between_blocks(between)
     rows = spread(0)  # the same everywhere
@@ -590,7 +605,8 @@ def test_a_block_shares_its_first_sums_before_the_last_have_come(
         )
         return found
 
-    found = simulated.run(len(names), NETWORK, program, hosts=names, within=WITHIN)
+    link, within = network
+    found = simulated.run(len(names), link, program, hosts=names, within=within)
     for (sent, received, total), leads in zip(found, has_place(names), strict=True):
         assert torch.equal(total.indices, rows.indices)
         assert torch.equal(total.values, len(names) * rows.values)
@@ -606,10 +622,9 @@ def check(done):
 
 
 @pytest.mark.parametrize(("ranks", "each"), [(16, 8), (61, 1)])
-def test_it_sends_what_it_says(ranks, each):
+def test_it_sends_what_it_says(ranks, each, sent):
     hosts = [f"{rank // each}" for rank in range(ranks)]
-    done = simulate("split", lambda rank: spread(rank, 1000, 20_000), ranks, NETWORK,
-                    hosts=hosts, within=WITHIN)  # fmt: skip
+    done = sent(hosts, lambda rank: spread(rank, 1000, 20_000))
     assert done.sizes.blocks
     check(done)
 
@@ -624,11 +639,9 @@ def test_it_sends_what_it_says(ranks, each):
         ("holders", "abbbbbc"),
     ],
 )
-def test_what_runs_between_hosts_sends_what_it_says(between, names, between_blocks):
+def test_what_runs_between_hosts_sends_what_it_says(between, names, between_blocks, sent):
     between_blocks(between)
-    ranks = len(names)
-    done = simulate("split", lambda rank: spread(rank, 4000, 80_000), ranks, NETWORK,
-                    hosts=names, within=WITHIN)  # fmt: skip
+    done = sent(names, lambda rank: spread(rank, 4000, 80_000))
     assert done.sizes.blocks == blocks_of(names)
     check(done)
 
@@ -637,12 +650,14 @@ def test_what_runs_between_hosts_sends_what_it_says(between, names, between_bloc
     ("given", "wire_dtype", "names"),
     [(torch.bfloat16, None, "aaaabbbb"), (torch.float32, torch.bfloat16, "aabbccdd")],
 )
-def test_where_sums_of_some_ranks_travel_wider_it_sends_what_it_says(given, wire_dtype, names):
+def test_where_sums_of_some_ranks_travel_wider_it_sends_what_it_says(
+    given, wire_dtype, names, sent
+):
     def rows(rank):
         part = spread(rank, 4000, 80_000)
         return dataclasses.replace(part, values=part.values.to(given))
 
-    done = simulate("split", rows, 8, NETWORK, wire_dtype=wire_dtype, hosts=names, within=WITHIN)
+    done = sent(names, rows, wire_dtype=wire_dtype)
     assert done.sizes.partial == 2 * done.sizes.row
     assert done.sizes.blocks == blocks_of(names)
     check(done)

@@ -1,8 +1,8 @@
 """The group: who takes part, and what they send to each other, in few verbs.
 
 Programs and algorithms hold a group, which knows nothing of rows. An algorithm is written against
-this face alone, so it runs unchanged between processes (`joining`), between threads
-(`weft.testing.threads`), and in a simulation.
+this face alone, so it runs unchanged between processes (`joining`) and between threads
+(`weft.testing.threads`).
 
 The rules, for every group:
 

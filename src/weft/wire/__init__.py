@@ -23,7 +23,6 @@ from .interface import (
     Wire,
     WireFailed,
 )
-from .link import Link
 from .registry import register_wire, unregister_wire
 
 __all__ = [
@@ -33,7 +32,6 @@ __all__ = [
     "Failure",
     "Features",
     "Lease",
-    "Link",
     "Meeting",
     "Pending",
     "PendingBytes",

@@ -1,4 +1,1 @@
-"""Wires between ranks that are threads of one process: `threads`, and `simulated`.
-
-The messages of both meet in a `room`.
-"""
+"""The wire between ranks that are threads of one process, whose messages meet in a `room`."""
