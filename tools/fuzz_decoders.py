@@ -256,7 +256,7 @@ BACKEND = {
         [torch.ones(3 * rank + peer) for peer in range(size)],
     ),
 }
-ALGORITHMS = "gather", "split", "doubling", "holders", "mask"
+ALGORITHMS = "gather", "split", "doubling", "holders"
 CALLS = {
     **{name: functools.partial(reduced, name) for name in ALGORITHMS},
     "eager": lambda group: weft.sparse_all_reduce(rows(group, 1), group=group),

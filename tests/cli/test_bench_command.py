@@ -61,7 +61,7 @@ def test_options_reach_the_job(asked: list[tuple[Job, int]]) -> None:
     assert [case.name for case in job.cases] == ["zipf", "full"]
     assert [(case.rows, case.height) for case in job.cases] == [(5000, 100_000), (6000, 10_000)]
     assert all(case.ids == "shuffled" and case.op == "avg" for case in job.cases)
-    assert {"auto", "gather", "split", "doubling", "mask"} <= set(job.algorithms)
+    assert {"auto", "gather", "split", "doubling", "holders"} <= set(job.algorithms)
     assert (job.link, job.seed, job.iters, job.warmup, job.timeout) == (250e6, 5, 2, 0, 9.0)
     assert not job.checked
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import weft
 from weft.compat.oneccl import callback, event, request
-from weft.testing import run, spmd
+from weft.testing import spmd
 
 FACES = ["request", "callback", "event"]
 UNUSED = [np.full(3, -7), object(), "anything", -4]  # what the last two ignore
@@ -182,21 +182,6 @@ def test_a_call_is_among_the_ranks_of_a_group(group, face):
         for comm in (part, part.group):
             found = reduced(face, (torch.tensor([3]), 1, torch.ones(1), 1), comm=comm)
             assert found == ([3], [part.size()])
-
-
-@pytest.mark.parametrize("face", FACES)
-def test_a_function_with_an_algorithm_that_cannot_serve_it(monkeypatch, face):
-    """Where a row that is missing would take part."""
-    monkeypatch.setenv("CCL_SPARSE_ALLREDUCE", "mask")
-
-    def program(group):
-        sent = torch.tensor([1, 1 + group.rank]), 2, torch.ones(2), 2
-        text = "algorithm mask cannot serve this call: op is a function, which has no neutral"
-        with pytest.raises(weft.WeftError, match=text):
-            reduced(face, sent, torch.add)
-        return reduced(face, sent)
-
-    assert run(2, program) == [([1, 2], [3.0, 1.0])] * 2
 
 
 def by_callback(fn, match_id="", **changed):

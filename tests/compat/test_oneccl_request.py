@@ -424,13 +424,13 @@ def test_what_differs_is_told_to_all(group):
 
 CHOICES = {
     "ring": "split",
-    "mask": "mask",
+    "mask": "split",
     "allgatherv": "gather",
     "allgather": "gather",
     "basic": "split",
     "size": "split",
     "doubling": "doubling",
-    " mask ": "mask",
+    " mask ": "split",
 }
 
 
@@ -452,7 +452,11 @@ def test_the_environment_chooses_an_algorithm(monkeypatch, name, ours):
 
 ENVIRONMENTS = {
     "nonsense": ("split", "magic", "rank 1: CCL_SPARSE_ALLREDUCE='magic' is unknown: use one"),
-    "another": ("ring", "mask", "the ranks differ in algorithm: ranks 0, 2 have split, rank 1 has"),
+    "another": (
+        "ring",
+        "doubling",
+        "the ranks differ in algorithm: ranks 0, 2 have split, rank 1 has",
+    ),
     "none": ("split", "", "the ranks differ in algorithm: ranks 0, 2 have split, rank 1 has auto"),
 }
 

@@ -99,10 +99,3 @@ def test_values_that_require_grad_and_negated_views_are_served():
     negated = torch.complex(torch.zeros(3), torch.tensor([1.0, 2.0, 4.0])).conj().imag
     assert negated.is_neg()
     assert kernels.reduce(negated, found, OPS["sum"]).tolist() == [-2.0, -5.0]
-
-
-def test_an_op_whose_neutral_value_is_unknown_is_refused():
-    """Not taken for a maximum."""
-    with pytest.raises(WeftError, match="op gcd has no neutral value"):
-        Op("gcd", torch.gcd).neutral(torch.int64)
-    assert {name for name, op in OPS.items() if op.neutral_of is None} == set()

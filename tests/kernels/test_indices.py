@@ -103,35 +103,6 @@ def check_union(runs, union):
         met.update(run.tolist())
 
 
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-@SOME
-@given(runs=st.integers(1, 4), places=st.integers(0, 700), seed=st.integers(0, 2**32))
-def test_a_union_by_bitmaps(dtype, runs, places, seed):
-    generator = random.Random(seed)
-    several = [
-        torch.tensor(sorted(generator.sample(range(places), count)), dtype=dtype)
-        for count in (generator.randint(0, places) for _ in range(runs))
-    ]
-    together = torch.tensor(sorted(set().union(*(run.tolist() for run in several))), dtype=dtype)
-    bits = torch.zeros(-(-places // 64), dtype=torch.int64)
-    for run in several:
-        mine = kernels.bitmap(run, places)
-        assert [i for i in range(places) if int(mine[i // 64]) >> i % 64 & 1] == run.tolist()
-        bits |= mine
-    for run in several:
-        found = kernels.unite_bitmap(bits, run)
-        assert torch.equal(found.indices, together) and found.indices.dtype == dtype
-        (slots,) = found.slots
-        assert slots.dtype == torch.int32 and bool((slots < 0).all())
-        assert torch.equal(found.indices[~slots], run)
-
-
-@pytest.mark.parametrize("index", [-1, 128])
-def test_an_index_beyond_a_bitmap_is_refused(index):
-    with pytest.raises((ValueError, IndexError)):
-        kernels.bitmap(torch.tensor([index]), 128)
-
-
 def test_a_union_of_one_is_a_copy():
     run = torch.tensor([1, 5, 9])
     union = kernels.union([run])

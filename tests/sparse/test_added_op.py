@@ -19,16 +19,12 @@ def larger(left, right):
     return torch.where(is_larger, right, left)
 
 
-@pytest.fixture(params=[True, False], ids=["with a neutral value", "without"])
-def has_neutral(request, monkeypatch):
+@pytest.fixture
+def added(monkeypatch):
     with pytest.raises(weft.WeftError, match="op 'absmax' is unknown"):  # nobody remembers that
         run(1, lambda group: weft.all_reduce(torch.ones(1), "absmax"))
-    neutral_of = (lambda dtype: 0) if request.param else None
-    op = Op(
-        "absmax", larger, TAKES, "signed numbers, the values are {dtype}", neutral_of=neutral_of
-    )
+    op = Op("absmax", larger, TAKES, "signed numbers, the values are {dtype}")
     monkeypatch.setitem(OPS, "absmax", op)
-    return request.param
 
 
 def values(rank, dtype=torch.float32):
@@ -44,26 +40,22 @@ def expected(ranks, dtype=torch.float32):
 
 
 @pytest.mark.parametrize("algorithm", ["auto", *ALGORITHMS])
-def test_each_algorithm_has_it(has_neutral, algorithm):
+def test_each_algorithm_has_it(added, algorithm):
     def program(group):
         rows = weft.Rows(torch.arange(20_000), values(group.rank), height=20_000)
         return weft.sparse_all_reduce(rows, "absmax", algorithm=algorithm).values
 
-    if algorithm == "mask" and not has_neutral:
-        with pytest.raises(weft.WeftError, match="op has no neutral element"):
-            run(4, program)
-        return
-    for found in run(4, program):  # 4 ranks with the same 20,000 indices: `auto` takes mask
+    for found in run(4, program):
         assert torch.equal(found, expected(4))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
-def test_dense_reductions_have_it(has_neutral, dtype):
+def test_dense_reductions_have_it(added, dtype):
     for found in run(3, lambda group: weft.all_reduce(values(group.rank, dtype), "absmax")):
         assert torch.equal(found, expected(3, dtype))
 
 
-def test_what_it_does_not_take_and_its_gradient_are_refused(has_neutral):
+def test_what_it_does_not_take_and_its_gradient_are_refused(added):
     def program(group):
         texts = []
         for wrong in (torch.ones(2, dtype=torch.uint16), torch.ones(2, dtype=torch.uint8)):

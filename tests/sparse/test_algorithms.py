@@ -26,7 +26,6 @@ from weft.testing import expected, run, spmd
 from weft.testing.cases import in_case, on_hosts
 
 NAMES = ["auto", *sorted(ALGORITHMS)]
-IN_ORDER = [name for name in NAMES if name != "mask"]
 SLOW = 15  # the rate of a link on which lists are packed, and chunks are short
 PLAIN = ("doubling",)  # it sends indices as they are
 SIZES = (1, 2, 3, 4, 7, 8)
@@ -142,7 +141,7 @@ def equals_the_definition(group, name):
 
 def over_a_group(group):
     with as_device():
-        for name, kind in product(["auto", "gather", "split", "holders", "mask"], KINDS):
+        for name, kind in product(["auto", "gather", "split", "holders"], KINDS):
             with in_case(name, kind):
                 parts, want = world(group.size, kind)
                 rows = parts[group.rank]
@@ -207,7 +206,7 @@ def test_on_a_slow_link_indices_are_packed(monkeypatch, name):
         with in_case(kind):
             packed.clear()
             run(3, program, kind)
-            if kind == "long and far" or (kind == "long" and name != "mask"):  # which has a bitmap
+            if kind in ("long and far", "long"):
                 assert bool(packed) is (name not in PLAIN)
 
 
@@ -326,7 +325,7 @@ def test_indices_beyond_32_bits(group, name):
     assert torch.equal(total.values, want.values)
 
 
-@pytest.mark.parametrize("name", ["gather", "split", "holders", "mask", "auto"])
+@pytest.mark.parametrize("name", ["gather", "split", "holders", "auto"])
 @spmd(3, 8, on=EVERYWHERE)
 def test_real_numbers_add_in_rank_order(group, name):
     parts, want = world(group.size, "real")
@@ -368,7 +367,7 @@ def test_minus_zero_is_less_than_zero(group, name):
             assert torch.equal(total.values.signbit(), want)
 
 
-@pytest.mark.parametrize("name", IN_ORDER)
+@pytest.mark.parametrize("name", NAMES)
 @spmd(1, 3, 4, on=EVERYWHERE)
 def test_a_function_gets_its_operands_in_rank_order(group, name):
     parts, want = world(group.size, "duplicates", right)

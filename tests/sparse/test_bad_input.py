@@ -11,7 +11,6 @@ import pytest
 import torch
 
 import weft
-from weft import kernels
 from weft.sparse import ALGORITHMS, tables
 from weft.sparse import run as sparse_run
 from weft.sparse.family import broadcast
@@ -273,20 +272,6 @@ def test_a_combined_statement_that_leaves_a_rank_out_is_refused(several, monkeyp
 
 def first(lower, upper):
     return lower
-
-
-def test_a_bitmap_says_of_no_place_that_is_none(monkeypatch):
-    """What a peer sends beyond the last place would be an index that no rank has."""
-    make = kernels.bitmap
-    monkeypatch.setattr(
-        kernels, "bitmap", lambda indices, places: make(indices, places).bitwise_or_(1 << 40)
-    )
-
-    def program(group):
-        rows = weft.Rows(torch.arange(36 - group.rank), torch.ones(36 - group.rank), 36)
-        return weft.sparse_all_reduce(rows, algorithm="mask").indices.tolist()
-
-    assert run(2, program) == [[*range(36)]] * 2
 
 
 def test_who_lists_fewer_rows_than_it_said_is_named(monkeypatch):

@@ -78,7 +78,6 @@ def test_the_same_runs_where_lengths_are_known_beforehand(case):
     "changes",
     [
         {"in_order": True},
-        {"has_neutral": False},
         {"staying": True, "lengths_known": True},
         {"most": 10**6, "fewest": 0, "total": 10**9},  # more than may be leased
     ],
@@ -99,10 +98,10 @@ def test_rows_that_fit_in_the_opening_are_eager_over_every_wire():
 
 
 def test_what_is_asked_for_runs_or_the_error_says_what_could():
-    assert chosen(of(), "mask") == Line("mask", "it was asked for")
-    able = ", ".join(sorted(ALGORITHMS.keys() - {"mask"}))
-    with pytest.raises(weft.WeftError, match=f"op is a function.*; use auto, or one of {able}$"):
-        chosen(of(in_order=True), "mask")
+    assert chosen(of(), "doubling") == Line("doubling", "it was asked for")
+    able = ", ".join(sorted(ALGORITHMS.keys() - {"doubling"}))
+    with pytest.raises(weft.WeftError, match=f"tensors of the CPU; use auto, or one of {able}$"):
+        chosen(of(staying=True), "doubling")
 
 
 def test_explain_says_which_line_decided():

@@ -202,7 +202,6 @@ def many_chunks():
         ("gather", "aaabbcca", "threads"),
         ("holders", "aabbccdd", "threads"),
         ("holders", "aabbccdd", "rounds"),
-        ("mask", "aaaabbbb", "threads"),
         ("split", "aaabbcca", "threads"),
         ("split", "aaabbcca", "rounds"),
         ("split", "abcdefgh", "threads"),
@@ -634,7 +633,6 @@ def test_it_sends_what_it_says(ranks, each, sent):
     [
         ("holders", "aaaabbbb"),
         ("split", "aabbccdd"),
-        ("mask", "aaaabbb"),
         ("gather", "abbbbbbb"),
         ("holders", "abbbbbc"),
     ],

@@ -99,7 +99,7 @@ def each_table_as_if_alone(group, name):
             check(group, got, kinds, 20, missing=missing)
             record = last_call()
             assert record.union == sum(map(len, got))
-            few = ("eager",) if on_host(got[0].values) else ("gather", "mask")
+            few = ("eager",) if on_host(got[0].values) else ("gather",)
             wanted = ("alone",) if group.size == 1 else few if name == "auto" else (name,)
             assert record.algorithm in wanted
 
@@ -452,7 +452,7 @@ def test_one_rank_errs_and_all_are_told(group):
 
 
 @pytest.mark.parametrize("height", [None, 50])
-@pytest.mark.parametrize("name", ["auto", "gather", "holders", "mask", "split"])
+@pytest.mark.parametrize("name", ["auto", "gather", "holders", "split"])
 def test_a_host_waits_for_an_accelerator_as_often_for_a_list_as_for_a_table(
     monkeypatch, height, name
 ):

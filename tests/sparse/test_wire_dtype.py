@@ -120,7 +120,7 @@ def test_the_error_is_within_the_bound(name, wire_dtype, seed, ranks, exponents,
         assert (error <= bound + (1 + unit) ** 2 * ranks * 2**-24 * size[there]).all()
 
 
-@pytest.mark.parametrize("name", [n for n in NAMES if n != "mask"])
+@pytest.mark.parametrize("name", NAMES)
 @spmd(3, on=("threads", "device"))
 def test_a_function_sees_rounded_values_in_their_own_dtype(group, name):
     seen = []

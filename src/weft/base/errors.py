@@ -125,9 +125,9 @@ def meant(given: object, known: Iterable[str], others: Mapping[str, str] | None 
         others: what people call some of these elsewhere.
 
     Example:
-        >>> meant("spilt", ["split", "mask"]), meant("mean", ["avg"], {"mean": "avg"})
+        >>> meant("spilt", ["split", "gather"]), meant("mean", ["avg"], {"mean": "avg"})
         (" (did you mean 'split'?)", " (did you mean 'avg'?)")
-        >>> meant("oak", ["split", "mask"])
+        >>> meant("oak", ["split", "gather"])
         ''
     """
     if not isinstance(given, str):
@@ -140,7 +140,7 @@ def nearest(given: str, known: Iterable[str]) -> str | None:
     """The name that was mixed up with an unknown one; None: nothing is like it.
 
     Example:
-        >>> nearest("spilt", ["split", "mask"])
+        >>> nearest("spilt", ["split", "gather"])
         'split'
     """
     near = difflib.get_close_matches(given, list(known), 1, _SIMILAR)

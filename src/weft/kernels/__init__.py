@@ -13,8 +13,6 @@ The vocabulary:
 * `union(runs)` merges several sorted, duplicate-free index lists. For each run it gives *slots*:
   the place of each of its indices in the union, as `place` where an earlier run has that
   index too, and as `~place` (so negative) where this run is the first to bring it.
-* `bitmap(indices, places)` has a bit for each; once ranks have united theirs, `unite_bitmap` reads
-  the union from it.
 * `combine(out, slots, values, op)` then adds one run: where the slot is negative it copies, else
   it reduces, `out` on the left. Doing that run by run, in rank order, is the merge.
 * `finish(values, out, divisor)` rounds an accumulator to its result, dividing first if asked.
@@ -240,45 +238,6 @@ def union(runs: Sequence[Tensor], below: Sequence[int] = (), highest: int | None
     if found is None:
         return reference.union(runs, below, highest)
     return found
-
-
-def bitmap(indices: Tensor, places: int) -> Tensor:
-    """A bit for every place, set where an index is: bit i % 64 of word i // 64.
-
-    Args:
-        indices: 1-D, sorted and unique, int32 or int64, from 0 to below `places`.
-        places: how many there are.
-
-    Returns:
-        int64 `[ceil(places / 64)]`.
-
-    Raises:
-        ValueError: an index is negative, or not below `places`; only on the host.
-
-    Example:
-        >>> bitmap(torch.tensor([0, 2, 65]), 100)
-        tensor([5, 2])
-    """
-    if on_host(indices) and len(indices) and (indices[0] < 0 or indices[-1] >= places):
-        raise ValueError(f"an index is not below {places}, or negative")
-    return reference.bitmap(indices, places)
-
-
-def unite_bitmap(bits: Tensor, indices: Tensor) -> Union:
-    """The union that a bitmap says, and where in it a run is; on the host.
-
-    Args:
-        bits: as `bitmap` gives them, those of several runs combined by "or".
-        indices: one of these runs.
-
-    Returns:
-        The union, in the dtype of `indices`; slots of the one run, as if it came first.
-
-    Example:
-        >>> unite_bitmap(bitmap(torch.tensor([0, 2, 65]), 100), torch.tensor([2]))
-        Union(indices=tensor([ 0,  2, 65]), slots=[tensor([-2], dtype=torch.int32)], below=())
-    """
-    return reference.unite_bitmap(bits, indices)
 
 
 def combine(out: Tensor, slots: Tensor, values: Tensor, op: Op, base: int = 0) -> None:

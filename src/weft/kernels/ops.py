@@ -12,8 +12,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..base.errors import WeftError
-
 _FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 _INTS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
 DTYPES = (*_FLOATS, *_INTS, torch.bool)
@@ -23,10 +21,6 @@ HALVES = (torch.float16, torch.bfloat16)
 """Half precision, whose sums are kept in float32."""
 
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-Neutral = Callable[[torch.dtype], float | int | bool]
-"""The value of a dtype that changes nothing when it is combined with another."""
 
 
 @dataclass(frozen=True)
@@ -42,8 +36,6 @@ class Op:
         instead: for values of other dtypes, what to do instead; for the error.
         rounds: whether the result of two values may need more digits than they have.
         mean: the result is divided by the size of the group at the end.
-        neutral_of: what `neutral` returns, by the dtype; None: no value is neutral, as far as is
-            known, and algorithms that need one are not taken.
         builtin: True for the operations named here, whose kernels may be compiled, which are
             associative up to rounding and commutative; False for a caller's function, which is
             only promised to be associative.
@@ -55,7 +47,6 @@ class Op:
     instead: str = ""
     rounds: bool = False
     mean: bool = False
-    neutral_of: Neutral | None = None
     builtin: bool = True
 
     def refuses(self, dtype: torch.dtype) -> str | None:
@@ -75,46 +66,6 @@ class Op:
         if self.builtin and self.rounds and dtype in HALVES:
             return torch.float32
         return dtype
-
-    def neutral(self, dtype: torch.dtype) -> float | int | bool:
-        """The value that changes nothing: -0.0 for float sums; 0.0 would make 0.0 of a -0.0.
-
-        Raises:
-            WeftError: the op has none.
-        """
-        if self.neutral_of is None:
-            raise WeftError(f"op {self.name} has no neutral value: give its entry `neutral_of`")
-        return self.neutral_of(dtype)
-
-
-def _nothing_to_add(dtype: torch.dtype) -> float | int:
-    return -0.0 if dtype.is_floating_point else 0
-
-
-def _one(dtype: torch.dtype) -> int:
-    return 1
-
-
-def _no_bits(dtype: torch.dtype) -> int | bool:
-    return False if dtype is torch.bool else 0
-
-
-def _all_bits(dtype: torch.dtype) -> int | bool:
-    if dtype is torch.bool:
-        return True
-    return 255 if dtype is torch.uint8 else -1
-
-
-def _largest(dtype: torch.dtype) -> float | int | bool:
-    if dtype is torch.bool:
-        return True
-    return float("inf") if dtype.is_floating_point else torch.iinfo(dtype).max
-
-
-def _smallest(dtype: torch.dtype) -> float | int | bool:
-    if dtype is torch.bool:
-        return False
-    return float("-inf") if dtype.is_floating_point else torch.iinfo(dtype).min
 
 
 def _names(dtypes: tuple[torch.dtype, ...]) -> str:
@@ -161,7 +112,6 @@ OPS: dict[str, Op] = {
             takes=_NUMBERS,
             instead="numbers, the values are bool: use bor",
             rounds=True,
-            neutral_of=_nothing_to_add,
         ),
         Op(
             "avg",
@@ -170,21 +120,19 @@ OPS: dict[str, Op] = {
             instead="floating point, the values are {dtype}: sum, then divide",
             rounds=True,
             mean=True,
-            neutral_of=_nothing_to_add,
         ),
-        Op("min", _minimum, neutral_of=_largest),
-        Op("max", _maximum, neutral_of=_smallest),
+        Op("min", _minimum),
+        Op("max", _maximum),
         Op(
             "prod",
             torch.mul,
             takes=_NUMBERS,
             instead="numbers, the values are bool: use band",
             rounds=True,
-            neutral_of=_one,
         ),
-        Op("band", torch.bitwise_and, _BITWISE, _FOR_BITS, neutral_of=_all_bits),
-        Op("bor", torch.bitwise_or, _BITWISE, _FOR_BITS, neutral_of=_no_bits),
-        Op("bxor", torch.bitwise_xor, _BITWISE, _FOR_BITS, neutral_of=_no_bits),
+        Op("band", torch.bitwise_and, _BITWISE, _FOR_BITS),
+        Op("bor", torch.bitwise_or, _BITWISE, _FOR_BITS),
+        Op("bxor", torch.bitwise_xor, _BITWISE, _FOR_BITS),
     )
 }
 """The built-in operations by name."""

@@ -2,7 +2,7 @@
 
 On an accelerator the host runs ahead of the device, and waits for it in `read` alone. What only the
 device knows, such as how many indices are distinct, is asked for once, when all of it is known;
-until then tensors are as long as they can be at most. So, but for `distinct` and `unite_bitmap`,
+until then tensors are as long as they can be at most. So, but for `distinct`,
 which are for the host, no operation here makes a result whose size depends on data, is indexed by a
 mask, or takes a number from the host's memory.
 
@@ -235,8 +235,9 @@ def reduce(values: Tensor, distinct: Distinct, op: Op, out: Tensor) -> Tensor:
     rows = (values if order is None else values.index_select(0, order)).to(dtype)
     if op.builtin and op.name in ("sum", "avg", "prod") and dtype.is_floating_point:
         # one-dimensional data CUDA would add in another order
-        rows, name = rows.reshape(len(rows), -1), "prod" if op.name == "prod" else "sum"
-        lengths, neutral = starts.diff(), op.neutral(dtype)
+        rows = rows.reshape(len(rows), -1)
+        name, neutral = ("prod", 1) if op.name == "prod" else ("sum", -0.0)
+        lengths = starts.diff()
         sums = torch.segment_reduce(rows, name, lengths=lengths, initial=neutral, unsafe=True)
     else:
         sums = _paired(rows, starts, op, most or read(starts.diff().max().view(1))[0])
@@ -317,23 +318,6 @@ def name_unsorted(runs: Sequence[Tensor]) -> None:
     raise ValueError(
         "an index is out of bounds, or changed while they were united: wait for their writer"
     )
-
-
-def bitmap(indices: Tensor, places: int) -> Tensor:
-    """See `weft.kernels.bitmap`."""
-    present = torch.zeros(-(-places // 64) * 8, 8, dtype=torch.uint8, device=indices.device)
-    present.view(-1).index_fill_(0, indices.long(), 1)
-    weights = 1 << torch.arange(8, dtype=torch.uint8, device=indices.device)
-    return (present * weights).sum(1, dtype=torch.uint8).view(torch.int64)
-
-
-def unite_bitmap(bits: Tensor, indices: Tensor) -> Union:
-    """See `weft.kernels.unite_bitmap`."""
-    shifts = torch.arange(8, dtype=torch.uint8, device=bits.device)
-    present = (bits.view(torch.uint8).unsqueeze(1) >> shifts) & 1
-    present = present.view(-1)
-    united = present.nonzero().view(-1).to(indices.dtype)
-    return Union(united, [~torch.searchsorted(united, indices, out_int32=True)])
 
 
 def combine(out: Tensor, slots: Tensor, values: Tensor, op: Op, base: int) -> None:

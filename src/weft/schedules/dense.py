@@ -21,7 +21,6 @@ reductions.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import Self
 
@@ -56,12 +55,12 @@ _OF_BOOLS = {torch.add: torch.logical_or, torch.mul: torch.logical_and}
 _IN_PLACE = (*_SAME_BITS, *_EXTREMA)  # functions that serve here for every dtype, with `out`
 
 
-def dense_all_reduce(group: Group, tensor: Tensor, op: str, *, flat: bool = False) -> Pending:
+def dense_all_reduce(group: Group, tensor: Tensor, op: str) -> Pending:
     """Start reducing `tensor` (contiguous, CPU) over all ranks, in place.
 
     Every rank gets the same bits. `op` is one of `weft.kernels.OPS`; "avg" is of floating point and
     complex numbers; int16 and float16 work here even where the wire below refuses them. `wait()`
-    returns `[tensor]`. `flat`: the order of addition is that of the ranks on any hosts.
+    returns `[tensor]`.
 
     Ranks begin reductions in the same order, and wait for them in the same order; up to two may
     be under way.
@@ -76,7 +75,7 @@ def dense_all_reduce(group: Group, tensor: Tensor, op: str, *, flat: bool = Fals
         return _Reduction(tensor)
     if tensor.nbytes <= SMALL and on_host(tensor):
         return _Whole(group, tensor, op).start()
-    grid = None if flat or not on_host(tensor) else grid_of(group)
+    grid = grid_of(group) if on_host(tensor) else None
     if grid is None or group.features.lockstep:  # in rounds all ranks take part
         return _Parts(group, tensor, op, grid).start()
     across = group.subset(grid.column(group.rank))
@@ -88,20 +87,6 @@ def fast_all_reduce(group: Group, tensor: Tensor, op: str) -> Pending:
     if (op, tensor.dtype) in group.features.reduces:
         return group.all_reduce(tensor, op)
     return dense_all_reduce(group, tensor, op)
-
-
-def messages(ranks: int, nbytes: float) -> int:
-    """Messages that a rank sends while so many bytes are reduced in rank order."""
-    if not nbytes:
-        return 0
-    if nbytes <= SMALL:
-        return ranks - 1
-    return 2 * (ranks - 1) * math.ceil(nbytes / ranks / (SCRATCH // (ranks - 1)))
-
-
-def received_bytes(ranks: int, nbytes: float) -> float:
-    """Bytes that a rank receives while so many are reduced in rank order."""
-    return nbytes * (ranks - 1) * (1 if nbytes <= SMALL else 2 / ranks)
 
 
 class _Reduction(Pending):

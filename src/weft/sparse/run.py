@@ -268,7 +268,6 @@ def _sizes(ranks: int, request: Request, summed_as: torch.dtype, header: Header)
         index=4 if header.highest < 2**31 else 8,
         places=header.highest + 1,
         in_order=not request.op.builtin,
-        has_neutral=request.op.neutral_of is not None,
     )
 
 

@@ -40,7 +40,6 @@ class Sizes:
             is in rounds or `exact`. The same schedules run on both: every rank takes part in every
             round.
         in_order: only neighbouring ranks' rows may be combined (op is a caller's function).
-        has_neutral: op has a value that changes nothing.
         hosts: which ranks share a host; None is one host for each.
         summed: the rows that ranks have are sums of some ranks each, of an earlier stage.
         blocks: of `split`: the blocks in which ranks sum first (`stages`); (): it is flat.
@@ -60,7 +59,6 @@ class Sizes:
     staying: bool = False
     lengths_known: bool = False
     in_order: bool = False
-    has_neutral: bool = True
     hosts: Hosts | None = None
     summed: bool = False
     blocks: Blocks = ()

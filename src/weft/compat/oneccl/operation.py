@@ -309,6 +309,7 @@ ONECCL = {
     "allgatherv": "gather",
     "allgather": "gather",
     "ring": "split",
+    "mask": "split",
     "basic": "split",
     "size": "split",
 }

@@ -3,6 +3,6 @@
 To add one, write `x.py` here, import it below, and describe it in `docs/algorithms.md`.
 """
 
-from . import doubling, gather, holders, mask, split
+from . import doubling, gather, holders, split
 
-__all__ = ["doubling", "gather", "holders", "mask", "split"]
+__all__ = ["doubling", "gather", "holders", "split"]
