@@ -40,7 +40,6 @@ _WITHOUT = {
 
 VARIABLES = frozenset(
     {*_WITHOUT, "WEFT_INTERFACE", "WEFT_KERNELS", "WEFT_SAFE", "WEFT_WIRE", "WEFT_WATCH"}
-    | {"WEFT_TRANSPORT"}  # which is an error
     | {descent.VARIABLE}  # which weft itself sets
 )
 """All variables of the environment that are weft's own."""

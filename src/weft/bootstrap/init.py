@@ -99,7 +99,7 @@ def _naming_what_was_meant(function: Callable[P, T]) -> Callable[P, T]:
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
         for name in kwargs:
             if name not in known:
-                hint = ": it is called wire= now" if name == "transport" else meant(name, known)
+                hint = meant(name, known)
                 raise TypeError(f"weft.init() got an unexpected keyword argument {name!r}{hint}")
         return function(*args, **kwargs)
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 
-from ..base.errors import WeftError, there_are
+from ..base.errors import WeftError
 from ..rendezvous.world import own_rank
 from ..wire.factory import Factory
-from ..wire.registry import wire_named, wire_names
+from ..wire.registry import wire_named
 
 _of_program: str | None = None  # what `weft.init(wire=)` said; None: nothing
 
@@ -22,7 +22,7 @@ def chosen() -> str:
     """The name of the wire that `choose` set, else WEFT_WIRE's, else WEFT_SAFE's.
 
     Raises:
-        WeftError: there is no such wire, or WEFT_TRANSPORT is set, as it was called before.
+        WeftError: there is no such wire.
     """
     name = wire_name()
     try:
@@ -40,11 +40,6 @@ def wire_name() -> str:
 
 def factory_of(name: str) -> Factory:
     """What makes the wire of this name; or WeftError says why this rank cannot have it."""
-    if before := os.environ.get("WEFT_TRANSPORT"):
-        raise WeftError(
-            f"WEFT_TRANSPORT is called WEFT_WIRE now: set WEFT_WIRE={before} instead; "
-            f"{there_are(wire_names())}"
-        )
     try:
         return wire_named(name)
     except WeftError as error:
