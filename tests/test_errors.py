@@ -11,8 +11,12 @@ import weft
 from weft.base.pace import patient
 from weft.testing import spmd
 
+WEFT = os.path.join(weft.__path__[0], "")  # and no folder of that name above it
+
 PROGRAM = """
-import threading, torch, weft
+import signal, sys, threading, torch, weft
+from weft.compat.distdl.partition import MPIPartition
+from weft.group.session import Session
 from weft.testing import threads
 
 mine, other = threads.group(2, timeout=60.0)
@@ -27,6 +31,17 @@ def gathered(group, width):
 def fails():
     raise KeyError("lost")
 
+def waits(thread):
+    frame = sys._current_frames()[thread.ident]
+    while frame and frame.f_code is not Session.wait_for.__code__:
+        frame = frame.f_back
+    return frame is not None
+
+def interrupts():
+    while not waits(threading.main_thread()):
+        pass  # for this rank, which does not come
+    signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
 def theirs():
     try:
         {theirs}
@@ -38,6 +53,7 @@ threading.Thread(target=theirs).start()
 """
 # what the other rank does, a thread; what the program itself does; how its traceback ends
 NEGATIVE, LEFT = "WeftError: rank 1: index -1 is negative", "WireError: rank 0: rank 1 left while"
+NO_CELL = "WeftError: there is no rank"
 ENDS = {
     "call": ("reduced(other, -1)", "reduced(mine, 1)", NEGATIVE),
     "wait": ("reduced(other, -1)", "reduced(mine, 1, async_op=True).wait()", NEGATIVE),
@@ -46,6 +62,13 @@ ENDS = {
     "backward": ("gathered(other, 2); other.close()", "gathered(mine, 2).sum().backward()", LEFT),
     "init": ("other.close()", "weft.init(timeout=0)", "WeftError: timeout is 0: pass a positive"),
     "late": ("pass", "weft.barrier(0.05, group=mine)", "StillRunning: "),
+    "partition": ("pass", "weft.Partition(2, group=mine).subset([2])", f"{NO_CELL} 2"),
+    "distdl": (
+        "pass",
+        "weft.init(); MPIPartition().create_partition_inclusive([1])",
+        f"{NO_CELL} 1",
+    ),
+    "interrupt": ("interrupts()", "reduced(mine, 1)", "KeyboardInterrupt"),
     "function": (
         "weft.attempt(int, group=other)",
         "weft.attempt(fails, group=mine)",
@@ -64,8 +87,8 @@ def test_a_traceback_ends_with_the_call_and_the_sentence(programs, case):
     for whole, each in started.items():
         said = each.communicate()[1]
         lines = said.splitlines()
-        assert lines[-1].startswith(f"weft.{sentence}"), said
-        raised, ours = said.count("Traceback"), said.count(f"{os.sep}weft{os.sep}")
+        assert lines[-1].removeprefix("[rank0]: ").removeprefix("weft.").startswith(sentence), said
+        raised, ours = said.count("Traceback"), said.count(WEFT)
         # a function's own is shown, too; what weft caught itself with its frames alone
         inside = {"late": 1, "routine": 1, "backward": 1} if whole == "1" else {}
         caught = inside.get(case, 0) + (case == "function")

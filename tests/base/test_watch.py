@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 import weft
-from weft.base import watch
+from weft.base import frames, watch
 from weft.base.pace import patient
 from weft.rendezvous import store
 from weft.testing import processes, run
@@ -223,7 +223,7 @@ def test_who_pauses_in_a_library_is_named_by_the_line_that_waits(monkeypatch):
 
 LOOKS = """
 import gc, os, sys, threading
-from weft.base import watch
+from weft.base import frames, watch
 frames, is_enabled, is_over = sys._current_frames, gc.isenabled, threading.Event()
 in_child = []
 def asks():
@@ -257,3 +257,14 @@ def test_threads_that_look_at_once_leave_the_garbage_collector_on():
     line = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", LOOKS]
     done = subprocess.run(line, capture_output=True, text=True, timeout=120, check=False)
     assert done.stdout.strip() == "[True] True", done.stderr
+
+
+def test_a_program_in_a_folder_of_a_library_s_name_is_no_library(tmp_path):
+    beside = Path(weft.__path__[0]).parent  # site-packages, where weft is installed
+    for folder in (tmp_path / "weft", tmp_path / "torch", beside / "mine"):
+        source = "at = program_line(get_ident())"
+        names = {"program_line": watch.program_line, "get_ident": threading.get_ident}
+        exec(compile(source, folder / "train.py", "exec"), names)
+        assert names["at"] == f"{folder / 'train.py'}:1 in <module>"
+    for module in (weft, torch, threading):
+        assert frames.is_library(module.__file__)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from weft.base.pace import patient
 
 HERE = Path(__file__).parent
 JOB = HERE / "launch_job.py"
+PYTHON = shlex.quote(sys.executable)
 NETLAB = HERE.parents[1] / "tools" / "netlab"
 
 # netlab sets a launcher's variables; here each launcher shall set its own
@@ -61,10 +63,10 @@ class TestOnTwoHosts:
 
     def test_torchrun_restarts_an_attempt_that_failed(self, tmp_path: Path) -> None:
         lines = on_two_hosts(
-            f"{sys.executable} -m torch.distributed.run --nnodes 2 --nproc-per-node 1 "
+            f"{PYTHON} -m torch.distributed.run --nnodes 2 --nproc-per-node 1 "
             "--rdzv-backend c10d --rdzv-endpoint 10.77.0.1:29401 --rdzv-id x "
             "--rdzv-conf is_host=$((1-H)) --local-addr $NETLAB_HOST --max-restarts 1 "
-            f"{JOB} {tmp_path}"
+            f"{shlex.quote(str(JOB))} {shlex.quote(str(tmp_path))}"
         )
         assert results(lines) == EXPECTED
         assert any("launched by torchrun (job x): rank 1 of 2" in line for line in lines)
@@ -77,7 +79,8 @@ class TestOnTwoHosts:
             "export SLURM_JOB_ID=7 SLURM_STEP_ID=0 SLURM_STEP_NUM_TASKS=2 SLURM_PROCID=$H "
             "SLURM_LOCALID=0 SLURM_NODEID=$H 'SLURM_STEP_TASKS_PER_NODE=1(x2)' "
             "SLURM_STEP_NODELIST=10.77.0.[1-2]; "
-            f"{sys.executable} {JOB} {tmp_path} - file://{tmp_path}/"
+            f"{PYTHON} {shlex.quote(str(JOB))} {shlex.quote(str(tmp_path))} - "
+            f"{shlex.quote(f'file://{tmp_path}/')}"
         )
         assert results(lines) == sorted([*EXPECTED, *EXPECTED])
         assert any("launched by srun (job 7.0): rank 1 of 2" in line for line in lines)

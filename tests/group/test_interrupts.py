@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dis
 import gc
+import os
 import sys
 import threading
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from typing import Any
 
 import pytest
 
+import weft
 from weft.base.errors import WireError
 from weft.base.pace import patient
 from weft.group.group import Group
@@ -28,6 +30,7 @@ LIMIT = 10.0  # seconds: who waits for a turn that is lost finds that within one
 _LOOKS = ("CALL", "RESUME", "JUMP_BACKWARD", "BEFORE_WITH")
 LOOKS = {code for name, code in dis.opmap.items() if name.startswith(_LOOKS)}
 EVERYWHERE = set(range(256))
+GROUP = os.path.join(weft.__path__[0], "group", "")
 
 
 class Interrupter:
@@ -222,8 +225,8 @@ def test_after_an_interrupt_between_any_two_operations_the_next_calls_end(make):
     The thread that was interrupted makes the next call behind every other point, else another one.
     """
     points = 0
-    interrupter = Interrupter(points, EVERYWHERE, "weft/group/")
+    interrupter = Interrupter(points, EVERYWHERE, GROUP)
     while check(make, interrupter, goes_on=points % 2 == 0):
         points += 1
-        interrupter = Interrupter(points, EVERYWHERE, "weft/group/")
+        interrupter = Interrupter(points, EVERYWHERE, GROUP)
     assert points > 100

@@ -11,19 +11,12 @@ import gc
 import math
 import os
 import sys
-import sysconfig
 import threading
-from pathlib import Path
 from types import FrameType
-
-import torch
 
 from .arguments import shown
 from .errors import WeftError
-
-_WEFT = Path(__file__).parents[2]
-_LIBRARIES = tuple(os.path.join(each, "") for each in (_WEFT, torch.__path__[0]))
-_PYTHON = os.path.join(sysconfig.get_path("stdlib"), "")
+from .frames import is_library
 
 # How often a thread is looked at for a frame outside the libraries. It goes on meanwhile, and the
 # frame of a generator that has yielded by then does not say who called it.
@@ -80,7 +73,7 @@ def program_line(thread: int | None = None) -> str:
     for _ in range(_LOOKS):
         innermost = frame_of(thread or threading.main_thread().ident)
         frame = innermost
-        while frame is not None and _is_library(frame.f_code.co_filename):
+        while frame is not None and is_library(frame.f_code.co_filename):
             frame = frame.f_back
         if frame is not None:
             break
@@ -104,11 +97,6 @@ def frame_of(thread: int | None) -> FrameType | None:
         finally:
             if is_enabled:
                 gc.enable()
-
-
-def _is_library(file: str) -> bool:
-    in_python = file.startswith(_PYTHON) and "-packages" not in file
-    return in_python or file.startswith((*_LIBRARIES, "<frozen "))
 
 
 def tell(rank: int, seconds: float, call: tuple[int, str], why: str) -> None:
