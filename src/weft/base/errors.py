@@ -13,8 +13,8 @@ A `WeftError` that is raised before anything could be sent (a group the caller i
 before `weft.init`, use after `weft.shutdown`) is raised on the calling rank alone.
 
 A function that users call to communicate is an `entry`: there the traceback of an error ends, whose
-text says what a user can mend. With WEFT_TRACEBACK=1 in the environment the traceback goes on to
-where weft raised the error.
+text says what a user can mend, and that of Ctrl-C. With WEFT_TRACEBACK=1 in the environment the
+traceback goes on to where weft raised the error.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import ParamSpec, TypeVar
 
 from ._torch import uncompiled, without_modes, without_transforms
+from .frames import is_within_libraries
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -92,13 +93,23 @@ def entry(function: Callable[P, T]) -> Callable[P, T]:
         try:
             return plainly(*args, **kwargs)
         except Error as error:
-            if os.environ.get("WEFT_TRACEBACK", "") in ("", "0"):
+            if _ends_with_the_call():
                 error.__traceback__ = None  # `raise` alone adds no frame: the caller's is the last
             elif error.__cause__ is None:
                 error.__suppress_context__ = False
             raise
+        except KeyboardInterrupt as interrupt:
+            # in a function of the program's, which weft called, its frames say where
+            if _ends_with_the_call() and is_within_libraries(interrupt.__traceback__):
+                interrupt.__traceback__ = None
+            raise
 
     return uncompiled(inside)
+
+
+def _ends_with_the_call() -> bool:
+    """Whether tracebacks do not go on into weft."""
+    return os.environ.get("WEFT_TRACEBACK", "") in ("", "0")
 
 
 def untransformed(function: Callable[P, T]) -> Callable[P, T]:

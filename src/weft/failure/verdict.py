@@ -41,7 +41,9 @@ class Verdict:
 
     def error(self, rank: int) -> WireError:
         """What a rank raises on account of it: the same text each time."""
-        text = f"rank {rank}: {self.text}; {self.remedy}"
+        # to who comes at last it is told as what was
+        what = self.text.replace(f"rank {rank} has not entered", "this rank had not entered")
+        text = f"rank {rank}: {what}; {self.remedy}"
         return WireError(text, rank=rank, culprit=self.culprit)
 
 

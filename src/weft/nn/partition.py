@@ -113,6 +113,7 @@ class Partition:
         return object.__new__(Partition)._set(self.shape, self.ranks, group)
 
     @classmethod
+    @entry
     def from_mesh(cls, mesh: DeviceMesh) -> Partition:
         """The grid of a `torch.distributed` DeviceMesh, in the default group.
 
@@ -125,6 +126,7 @@ class Partition:
             raise WeftError(f"a {type(mesh).__name__} is no DeviceMesh: pass one")
         return cls(tuple(mesh.mesh.shape), ranks=mesh.mesh.flatten().tolist())
 
+    @entry
     def to_mesh(
         self, device_type: str = "cpu", *, names: Sequence[str] | None = None
     ) -> DeviceMesh:
@@ -179,6 +181,7 @@ class Partition:
         """The ranks, as they stand in the grid."""
         return np.reshape(self.ranks, self.shape)
 
+    @entry
     def rank_at(self, index: Sequence[int] | int) -> int:
         """The rank of a cell; negative indices count from the end.
 
@@ -193,6 +196,7 @@ class Partition:
 
     # other grids
 
+    @entry
     def subset(self, positions: Sequence[int]) -> Partition:
         """A grid of one dimension of the cells with these numbers (row-major), in that order.
 
@@ -200,13 +204,17 @@ class Partition:
             WeftError: there is no such cell, or it is repeated.
         """
         numbers = integers("subset", "positions", positions)
-        inside = numbers and all(0 <= at < self.size for at in numbers)
-        if not inside or len(set(numbers)) < len(numbers):
+        if not numbers or len(set(numbers)) < len(numbers):
+            raise WeftError(f"positions are {list(numbers)}: pass some, each of them once")
+        absent = [at for at in numbers if not 0 <= at < self.size]
+        if absent:
             raise WeftError(
-                f"{list(numbers)} are not distinct cells of the {self.size} there are: pass some"
+                f"there is no rank {absent[0]} in a partition of size {self.size}: "
+                f"pass 0 to {self.size - 1}, or start more ranks"
             )
         return self._like((len(numbers),), [self.ranks[at] for at in numbers])
 
+    @entry
     def reshape(self, shape: Sequence[int]) -> Partition:
         """The first ranks of this grid, in a grid of another shape.
 
@@ -219,6 +227,7 @@ class Partition:
             raise WeftError(f"a grid of {extents} cannot be made of {self.size} ranks")
         return self._like(extents, self.ranks[:count])
 
+    @entry
     def union(self, *others: Partition) -> Partition:
         """A grid of one dimension of all ranks of these grids, each once, in order of appearance.
 
@@ -231,6 +240,7 @@ class Partition:
         ranks = dict.fromkeys(rank for each in (self, *others) for rank in each.ranks)
         return self._like((len(ranks),), ranks)
 
+    @entry
     def keep(self, dims: Sequence[int] | int) -> Partition:
         """The sub-grid through this rank's cell along some dimensions, in the order given.
 

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from weft import Partition, WeftError, nn
 from weft.base.arguments import shown
+from weft.base.errors import entry
 
 from .communicator import (
     MPI,
@@ -295,6 +296,7 @@ class MPIPartition:
         other._set(line, workers.shape if extents is None else extents, self.device)
         return other
 
+    @entry
     def create_partition_inclusive(self, ranks: Sequence[int]) -> MPIPartition:
         """Make the partition of the workers that have these ranks in this one, in that order.
 
@@ -303,6 +305,7 @@ class MPIPartition:
         """
         return self._made(MPIPartition, self._line.subset([int(rank) for rank in np.ravel(ranks)]))
 
+    @entry
     def create_partition_union(
         self, other: MPIPartition, initialize_backend_comm: bool = False
     ) -> MPIPartition:
@@ -321,6 +324,7 @@ class MPIPartition:
         """
         return self._made(MPIPartition, self._line.union(other._line))
 
+    @entry
     def create_cartesian_topology_partition(
         self, shape: Sequence[int], **options: Any
     ) -> MPICartesianPartition:
@@ -351,6 +355,7 @@ class MPIPartition:
             )
         return self._made(MPICartesianPartition, self._line, extents or ())
 
+    @entry
     def create_broadcast_partition_to(
         self,
         P_dest: MPIPartition,
@@ -391,6 +396,7 @@ class MPIPartition:
         grids = paired(self, P_dest, transpose_src, transpose_dest)
         return self._teams(*grids, self._line.union(P_dest._line))
 
+    @entry
     def create_reduction_partition_to(
         self,
         P_dest: MPIPartition,
@@ -406,6 +412,7 @@ class MPIPartition:
         grids = paired(P_dest, self, transpose_dest, transpose_src)
         return self._teams(*grids, self._line.union(P_dest._line))[::-1]
 
+    @entry
     def create_allreduction_partition(
         self, axes_reduce: Sequence[int], initialize_backend_comm: bool = False
     ) -> MPICartesianPartition:
@@ -501,6 +508,7 @@ class MPICartesianPartition(MPIPartition):
         steps = np.eye(self.dim, dtype=np.int64)
         return [(int(ranks[*(at - step)]), int(ranks[*(at + step)])) for step in steps]
 
+    @entry
     def create_cartesian_subtopology_partition(
         self, remain_shape: Sequence[bool]
     ) -> MPICartesianPartition:
