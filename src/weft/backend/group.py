@@ -33,7 +33,7 @@ from ..base import _torch
 from ..base.arguments import as_integer, in_words, shown, wrong_timeout
 from ..base.errors import WeftError
 from ..base.tensors import is_made_of_others
-from ..comm.barrier import as_first_call, barrier, enter
+from ..comm.barrier import barrier, enter
 from ..group import process_group
 from ..group.group import Group
 from ..sparse.request import op_name
@@ -64,10 +64,9 @@ class Collectives:
         """
         return self._joined()
 
-    def _joined(self, first: process_group.FirstCall | None = None) -> Group:
-        """`weft_group`; `first` as of `process_group.of_group`."""
+    def _joined(self) -> Group:
         if self._weft_group is None or self._weft_group.closed:
-            self._weft_group = process_group.of_group(self._group(), first=first)
+            self._weft_group = process_group.of_group(self._group())
         found: Group = self._weft_group
         return found
 
@@ -145,13 +144,13 @@ class Collectives:
     def barrier(self, opts: Any = None) -> Any:
         """Wait for all ranks, for `timeout` of the options at most, as `weft.barrier` does.
 
-        The first call on a group joins the ranks before, which may take as long again, also where
+        The first call on a group joins the ranks before, within the group's timeout, also where
         it is asynchronous.
         """
         limit = getattr(opts, "timeout", _UNSET)
         seconds = None if limit == _UNSET else limit.total_seconds()
         _here.begun = calls_begun() + 1
-        group = self._joined(as_first_call(seconds))
+        group = self._joined()
         if _is_async(opts):
             return Collective(enter(group, seconds).work, limit=max(limit, NO_LIMIT))
         barrier(seconds, group)
@@ -313,10 +312,10 @@ class PythonBackend(Collectives, Answers):
             raise WeftError("this process group was destroyed: make another")
         return group
 
-    def _joined(self, first: process_group.FirstCall | None = None) -> Group:
+    def _joined(self) -> Group:
         """As of `Collectives`; that of the group itself, if that is Python's."""
         group = self._group()
-        return group._joined(first) if isinstance(group, PythonGroup) else super()._joined(first)
+        return group._joined() if isinstance(group, PythonGroup) else super()._joined()
 
     @property
     def options(self) -> Any:

@@ -7,15 +7,12 @@ takes its turn after the barrier.
 
 from __future__ import annotations
 
-import time
-
-from ..base.arguments import LONGEST, is_duration, wrong_timeout
+from ..base.arguments import is_duration, wrong_timeout
 from ..base.errors import Error, StillRunning, entry, names
 from ..call.terms import agreed
 from ..group import default
 from ..group.group import Group
 from ..group.pending import Awaited
-from ..group.process_group import FirstCall
 from ..group.worker import Work
 
 
@@ -25,8 +22,8 @@ def barrier(timeout: float | None = None, group: object = None) -> None:
 
     Args:
         timeout: the longest wait of this rank, in seconds. None, or more than the group's own
-            deadline: that deadline, after which the group is broken. It counts from the call on,
-            also where this is the first one on a process group of torch's, which joins its ranks.
+            deadline: that deadline, after which the group is broken. The first call on a process
+            group of torch's joins its ranks before, within the group's deadline.
         group: None (the default group), a Group, a ProcessGroup, or a 1-D DeviceMesh.
 
     Raises:
@@ -56,17 +53,15 @@ def barrier(timeout: float | None = None, group: object = None) -> None:
         >>> print(run(2, program)[0])
         rank 0: rank 1 has not come to the barrier after 2 s: call barrier again to wait on
     """
-    began = time.monotonic()
-    group = default.resolve(group, as_first_call(timeout))
+    group = default.resolve(group)
     if timeout is None and _LEFT not in group.state:
         group.worker.call("barrier", BarrierCall(group).run)
         return
     entered = enter(group, timeout)
     seconds = float(timeout) if is_duration(timeout) else group.timeout
-    left = max(0.0, began + seconds - time.monotonic())
     group.state[_LEFT] = entered  # also where the wait is interrupted
     try:
-        entered.work.wait(left if seconds < group.timeout else None)
+        entered.work.wait(seconds if seconds < group.timeout else None)
     except StillRunning:
         rank = group.rank_in_errors(group.rank)
         raise StillRunning(
@@ -76,15 +71,6 @@ def barrier(timeout: float | None = None, group: object = None) -> None:
         group.state.pop(_LEFT, None)
         raise
     group.state.pop(_LEFT, None)  # unless a barrier of another thread has taken it
-
-
-def as_first_call(timeout: object) -> FirstCall | None:
-    """The barrier of this timeout as the first call on a process group; None: it has no timeout."""
-
-    def make(group: Group) -> None:
-        group.state[_LEFT] = enter(group, timeout)
-
-    return FirstCall(min(timeout, LONGEST), make) if is_duration(timeout) else None
 
 
 def enter(group: Group, timeout: object) -> BarrierCall:

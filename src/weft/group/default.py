@@ -11,7 +11,7 @@ import threading
 from contextvars import ContextVar
 
 from ..base.arguments import is_a
-from ..base.errors import StillRunning, WeftError
+from ..base.errors import WeftError
 from ..failure import last_error
 from . import process_group
 from .group import Group
@@ -50,13 +50,12 @@ def current() -> Group:
     return group
 
 
-def resolve(group: object, first: process_group.FirstCall | None = None) -> Group:
+def resolve(group: object) -> Group:
     """What `group=` stands for: None (the default), a Group, a ProcessGroup or a 1-D DeviceMesh.
 
-    The ranks of a process group may be joined for it: `first` as of `process_group.of_group`.
+    The ranks of a process group are joined by the first call for it (`process_group.of_group`).
 
     Raises:
-        StillRunning: as `process_group.of_group`.
         WeftError: it is none of these, or this rank is not in it. It is raised on this rank alone,
             since nobody knows which ranks are meant. A rank that waits for this one learns of the
             error when this rank leaves, or at the deadline (`failure.last_error`).
@@ -66,9 +65,7 @@ def resolve(group: object, first: process_group.FirstCall | None = None) -> Grou
     try:
         if group is None:
             return current()
-        return process_group.of(group, first)
-    except StillRunning:  # which ends nothing
-        raise
+        return process_group.of(group)
     except WeftError as error:
         last_error.note(error)
         raise

@@ -5,14 +5,10 @@
 
 from __future__ import annotations
 
-import atexit
-import contextlib
 import functools
 import threading
-import time
 import weakref
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import cast
 
 import torch
@@ -21,55 +17,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..base import _torch
 from ..base.arguments import is_a
-from ..base.errors import StillRunning, WeftError, names
-from ..base.latch import Latch
-from ..base.pace import patient
+from ..base.errors import WeftError
 from ..failure import last_error
-from ..failure.control import HELD_UP
 from ..records.calls import CallStats
 from ..records.traffic import Traffic
-from ..rendezvous.store import AnsweringStore, ask_no_more
 from ..rendezvous.world import has_default, own_rank
 from .group import Group
 from .joining import connect
-
-
-@dataclass(frozen=True, slots=True)
-class FirstCall:
-    """A call that waits only so long for the ranks of a process group to be joined.
-
-    The join goes on without it, on a thread. So that no later call comes before this one, the
-    thread makes it, when all have joined.
-
-    Attributes:
-        seconds: that the caller waits.
-        make: makes the call; it does not wait for it.
-    """
-
-    seconds: float
-    make: Callable[[Group], object]
-
-
-class _JoinThread:
-    """A join of a process group's ranks on a thread, and the first call after it."""
-
-    def __init__(self, process_group: dist.ProcessGroup, first: FirstCall) -> None:
-        self.ended = Latch()
-        self.error: BaseException | None = None
-        asked = process_group, first
-        self.thread = threading.Thread(target=self._run, args=asked, name="weft join", daemon=True)
-
-    def _run(self, process_group: dist.ProcessGroup, first: FirstCall) -> None:
-        try:
-            first.make(of_group(process_group))
-        except BaseException as error:
-            self.error = error
-            each: BaseException | None = error
-            while each is not None:  # whose frames have the process group, which would never go
-                each.__traceback__ = None
-                each = each.__cause__ or each.__context__
-        finally:
-            self.ended.open()
 
 
 class _Ranks:
@@ -78,16 +32,11 @@ class _Ranks:
     Attributes:
         turn: of the one thread that joins them; others wait for it.
         group: theirs; None: it was not made yet. Who has closed it makes the next one.
-        under_way: the join that a `FirstCall` has begun, and that nobody has seen the end of.
     """
 
     def __init__(self) -> None:
         self.turn = threading.Lock()
         self.group: Group | None = None
-        self.under_way: _JoinThread | None = None
-
-    def is_joined(self) -> bool:
-        return self.group is not None and not self.group.closed
 
 
 _lock = threading.Lock()
@@ -111,39 +60,23 @@ def joined(process_group: dist.ProcessGroup) -> Group | None:
     return None if ranks is None else ranks.group
 
 
-@atexit.register
-def _end_joins() -> None:
-    """Let no thread be in a store's code as the interpreter ends, which would abort the process."""
-    joins = [ranks.under_way for ranks in _all_known() if ranks.under_way is not None]
-    threads = [join.thread for join in joins if join.thread.is_alive()]
-    if threads:
-        ask_no_more()
-    for thread in threads:
-        thread.join(patient(HELD_UP))
-
-
-def of(handle: object, first: FirstCall | None = None) -> Group:
-    """The group that a ProcessGroup or a 1-D DeviceMesh stands for; `first` as of `of_group`.
+def of(handle: object) -> Group:
+    """The group that a ProcessGroup or a 1-D DeviceMesh stands for.
 
     Raises:
         WeftError: it is neither, the mesh has more dimensions, or as `of_group`.
     """
     if is_a(handle, DeviceMesh):
-        return of_group(_of_mesh(handle), first=first)
+        return of_group(_of_mesh(handle))
     if is_a(handle, dist.ProcessGroup) or handle is dist.GroupMember.NON_GROUP_MEMBER:
-        return of_group(cast(dist.ProcessGroup, handle), first=first)
+        return of_group(cast(dist.ProcessGroup, handle))
     raise WeftError(
         f"{own_rank()}{type(handle).__name__} is no group: pass None, a weft.Group, a "
         "torch.distributed.ProcessGroup or a 1-D DeviceMesh"
     )
 
 
-def of_group(
-    process_group: dist.ProcessGroup | None,
-    *,
-    timeout: float | None = None,
-    first: FirstCall | None = None,
-) -> Group:
+def of_group(process_group: dist.ProcessGroup | None, *, timeout: float | None = None) -> Group:
     """The group that a process group of the caller's stands for; None is the default one.
 
     Its first use is collective among the ranks, and joins them beside the process group; later ones
@@ -154,11 +87,8 @@ def of_group(
         timeout: seconds that joining, and any one wait, may last, when the ranks are joined here;
             None: the process group's own or, if that is torch's default, no more than those of the
             default group.
-        first: what waits no longer than it says for the ranks to be joined, and is made here where
-            they are joined only now; None: a call that waits as long as joining may last.
 
     Raises:
-        StillRunning: the ranks were not joined in the time of `first`: they may be in later calls.
         WeftError: the caller is not in the process group, it was destroyed, or it has no store.
         WireError: somebody did not come in time.
     """
@@ -170,7 +100,6 @@ def of_group(
         raise WeftError(f"{own_rank()}the caller is not in this group: only its ranks may call")
     _check_process(process_group)  # first: a child has locks that nobody gives back
     ranks = _ranks_of(process_group)
-    _end_join(process_group, ranks, first)
     with ranks.turn:  # joining has a deadline
         store = store_of(process_group)
         if store is None:
@@ -180,54 +109,6 @@ def of_group(
         if ranks.group is None or ranks.group.closed:
             ranks.group = _new_group(process_group, store, timeout)
         return ranks.group
-
-
-def _end_join(process_group: dist.ProcessGroup, ranks: _Ranks, first: FirstCall | None) -> None:
-    """Wait for the join of a process group that is under way on a thread; `first` begins one.
-
-    Raises:
-        StillRunning, WeftError, WireError: as `of_group`.
-    """
-    with _lock:
-        join = ranks.under_way
-        if join is None and first is not None and not ranks.is_joined():
-            join = ranks.under_way = _JoinThread(process_group, first)
-            try:
-                join.thread.start()
-            finally:
-                if join.thread.ident is None:  # nobody would ever end it
-                    ranks.under_way = None
-    if join is None or join.thread is threading.current_thread():
-        return
-    if not join.ended.wait(None if first is None else first.seconds):
-        assert first is not None  # else nothing has ended the wait
-        raise StillRunning(
-            f"{own_rank()}{_late(process_group)} not joined this process group after "
-            f"{first.seconds:g} s: call again to wait on"
-        )
-    with _lock:
-        if ranks.under_way is join:  # else another thread has seen its end, and begun the next
-            ranks.under_way = None
-    if join.error is not None:
-        raise join.error
-
-
-def _late(process_group: dist.ProcessGroup) -> str:
-    """Which ranks have not yet begun to join, as the beginning of a clause."""
-    late = []
-    store = store_of(process_group)
-    with contextlib.suppress(RuntimeError, KeyError):  # of the store; of a group that is destroyed
-        everyone = dist.get_process_group_ranks(process_group)
-        if store is not None:
-            asked = AnsweringStore(store, time.monotonic())
-            keys = [f"weft/{_name_of(process_group)}/{rank}" for rank in range(len(everyone))]
-            joins = [asked.add(key, 0) for key in keys]  # of each rank, how often
-            rank = process_group.rank()
-            joins[rank] = max(1, joins[rank])  # its thread may have yet to say that it has begun
-            late = [each for each, of in zip(everyone, joins, strict=True) if of < joins[rank]]
-    if not late:
-        return "the ranks have"
-    return f"{names(late)} {'has' if len(late) == 1 else 'have'}"
 
 
 def _name_of(process_group: dist.ProcessGroup) -> str:

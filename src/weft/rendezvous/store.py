@@ -42,13 +42,6 @@ class SilentStoreError(RuntimeError):
 
 
 _left: list[threading.Thread] = []  # those that had no answer in time
-_is_over = False  # whether the program ends: nothing is asked any more
-
-
-def ask_no_more() -> None:
-    """Have every request from now on raise SilentStoreError, so that waits at stores end."""
-    global _is_over
-    _is_over = True
 
 
 @atexit.register
@@ -106,8 +99,6 @@ class AnsweringStore:
             SilentStoreError: none came in time.
             RuntimeError: from the store.
         """
-        if _is_over:
-            raise SilentStoreError("the store is asked no more, since the program ends")
         if self._host is None:  # a file, or this process's own memory
             return request(*args)
         answers: list[Any] = []
