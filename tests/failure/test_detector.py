@@ -220,9 +220,7 @@ def test_a_verdict_is_passed_on(peers):
     assert three.hear(2) == {"verdict": [2, "rank 2 gave up: no memory left"]}
 
 
-@pytest.mark.parametrize(
-    "line", [b"7", b"nonsense", b"[" * 9999, b'{"verdict": [9, ""]}', b'{"bye": 1}']
-)
+@pytest.mark.parametrize("line", [b"7", b"nonsense", b"[" * 9999, b'{"bye": 1}'])
 def test_nonsense_breaks_the_wire_and_names_who_says_it(peers, line):
     three = peers()
     three.ends[1].sendall(line + b"\n")

@@ -9,8 +9,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import dataclasses
-import functools
-import inspect
 import logging
 import math
 import os
@@ -18,7 +16,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from types import TracebackType
 from typing import NamedTuple, ParamSpec, TypeVar
@@ -28,19 +26,15 @@ import torch.distributed as dist
 from .. import kernels
 from ..base import watch as slow
 from ..base.arguments import LONGEST, in_words, is_duration, shown, wrong_timeout
-from ..base.errors import WeftError, WireError, entry, meant
+from ..base.errors import WeftError, WireError, entry
 from ..failure import last_error
 from ..failure.control import HELD_UP
 from ..group import choice, default, process_group
 from ..group.group import Group
 from ..rendezvous import launchers, places
 from ..rendezvous.address import (
-    GLOO,
     gloo_interfaces,
-    interface_of,
-    is_loopback,
     named_for_gloo,
-    own_address,
 )
 from ..sparse import registry
 from . import backends, descent, gathering, membership
@@ -91,23 +85,7 @@ _running: _Running | None = None
 starting = threading.RLock()  # one thread starts at a time; a signal's handler may, in its midst
 
 
-def _naming_what_was_meant(function: Callable[P, T]) -> Callable[P, T]:
-    """The same function, whose TypeError for an unknown argument says which was meant."""
-    known = [*inspect.signature(function).parameters]
-
-    @functools.wraps(function)
-    def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        for name in kwargs:
-            if name not in known:
-                hint = meant(name, known)
-                raise TypeError(f"weft.init() got an unexpected keyword argument {name!r}{hint}")
-        return function(*args, **kwargs)
-
-    return call
-
-
 @entry
-@_naming_what_was_meant
 def init(
     backend: str | None = None,
     *,
@@ -150,7 +128,6 @@ def init(
             fit together (a rank given twice, different world sizes or versions): the same text on
             every rank that comes. Or weft is already running with other arguments.
         WireError: not all ranks came within `timeout`; it names the missing ranks.
-        TypeError: there is no such argument.
 
     Example:
         >>> import weft
@@ -349,7 +326,10 @@ def _set_up(asked: _Asked, env: Mapping[str, str]) -> str | None:
         raise WeftError(refusal)
     kernels.prepare()
     if place is None:
-        _tell_alone(launch, env)
+        _log.info(
+            "a group of one; for more ranks start the program with torchrun --nproc-per-node N, "
+            "mpirun or srun"
+        )
         backend = asked.backend or backends.best([backends.able()])
         _alone(backends.spec(backend), asked.limit)
         return None
@@ -400,23 +380,6 @@ def _check_backend(backend: str | None) -> None:
         )
 
 
-def _tell_alone(launch: launchers.Launch, env: Mapping[str, str]) -> None:
-    """Log that this is a group of one; as a warning, if more seem to be meant."""
-    if launch.kind != "alone":
-        _log.info("a group of one: %s has started one rank", launch.kind)
-        return
-    several = [name for name in ("SLURM_NTASKS", "SLURM_NNODES") if env.get(name, "1") != "1"]
-    place = [name for name in ("MASTER_ADDR", "MASTER_PORT", "LOCAL_WORLD_SIZE") if env.get(name)]
-    meant = several + place
-    hint = f", though the environment has {meant[0]}={env[meant[0]]}" if meant else ""
-    _log.log(
-        logging.WARNING if meant else logging.INFO,
-        "a group of one: no launcher has started this process%s; for more ranks start it with "
-        "torchrun --nproc-per-node N, mpirun or srun",
-        hint,
-    )
-
-
 def _alone(spec: str, timeout: float) -> None:
     """Set up the default group of one process, which meets nobody."""
     loopbacks = [name for _, name in socket.if_nameindex() if name.startswith("lo")]
@@ -443,8 +406,6 @@ def _together(launch: launchers.Launch, place: places.Place, asked: _Asked) -> N
         space.set_timeout(timedelta(seconds=timeout))
         interfaces = gloo_interfaces(meeting.store)
         _log.info("network interface %s", ", ".join(interfaces) or "unknown")
-        if launch.local_size < launch.size:
-            _tell_of_later_groups(launch.rank, own_address(meeting.store), interfaces)
         spec = backends.spec(decision.backend)
         connected = gathering.connect_all(
             space, launch.rank, launch.size, spec, timeout, deadline, interfaces
@@ -456,33 +417,6 @@ def _together(launch: launchers.Launch, place: places.Place, asked: _Asked) -> N
         if isinstance(failed, WireError):
             raise
         raise gathering.lost(failed, launch, place, deadline, met=met) from failed
-
-
-def _tell_of_later_groups(rank: int, address: str, interfaces: Sequence[str]) -> None:
-    """Log it if gloo groups that the program makes itself would listen where no other host can.
-
-    torch has gloo listen at what GLOO_SOCKET_IFNAME names, else at what the host's name means.
-    """
-    if not interfaces or os.environ.get(GLOO) or is_loopback(address):
-        return
-    meant = _meant_by_name()
-    if is_loopback(meant) or interface_of(meant) is None:
-        _log.warning(
-            "rank %d: this host's name means %s, and no other host reaches gloo groups that the "
-            "program makes there (torch.distributed.new_group): set %s=%s on this host",
-            rank,
-            meant,
-            GLOO,
-            ",".join(interfaces),
-        )
-
-
-def _meant_by_name() -> str:
-    """The address that this host's name means; the loopback, which gloo then takes, if none."""
-    try:
-        return str(socket.getaddrinfo(socket.gethostname(), None)[0][4][0])
-    except OSError:
-        return "127.0.0.1"
 
 
 def _tell(

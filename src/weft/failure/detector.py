@@ -34,7 +34,7 @@ from ..base.pace import patient
 from ..wire import factory
 from . import last_error
 from .links import LONGEST, ControlLinks, News
-from .messages import Message, line_of, parse, place_of, values_of
+from .messages import UNREADABLE, Message, line_of, read, values_of
 from .verdict import (
     Entered,
     Place,
@@ -694,8 +694,8 @@ class Detector:
         self._rests[peer] = rest[:LONGEST]  # of a longer one not all is kept: it is no message
         for line in lines:
             try:
-                message = parse(line, {self.rank, *self._peers})
-            except (ValueError, TypeError, OverflowError, RecursionError):
+                message = read(line)
+            except UNREADABLE:
                 self.settle(Verdict(peer, f"rank {peer} sent what no detector says: {line[:80]!r}"))
                 return
             self._on_message(peer, message)
@@ -711,15 +711,15 @@ class Detector:
             culprit, text = message["verdict"]
             self.settle(Verdict(culprit, text))
         elif "bye" in message:
-            self.leavers[peer] = place_of(message["bye"])
+            self.leavers[peer] = message["bye"]
             self._notify()
         elif "data" in message:
-            self._exchanged[peer, message["of"]] = base64.b64decode(message["data"])
+            self._exchanged[peer, message["of"]] = message["data"]
             self._notify()
         elif "ask" in message:
             self._send([peer], {"here": values_of(self._place()), "to": message["ask"]})
         elif "here" in message:
-            self._on_answer(peer, message["to"], place_of(message["here"]))
+            self._on_answer(peer, message["to"], message["here"])
 
     def _on_answer(self, peer: int, number: int, place: Place) -> None:
         """Note where a peer is, unless nobody waits for that any more."""
