@@ -53,9 +53,6 @@ class Stream:
         assert device == DEVICE
         self._queued = getattr(THREAD, "queued", None)
 
-    def record_event(self):
-        return self
-
     def synchronize(self):
         if self._queued is not None:
             self._queued()
@@ -78,9 +75,9 @@ def accelerator(monkeypatch):
 
     reduce = weft.sparse_all_reduce
 
-    def reduced(rows, **asked):
+    def reduced(rows, *asked):
         """On the host: what the call itself does with an accelerator is tested where it is."""
-        indices, values = reduce(tuple(each.cpu() for each in rows), **asked)
+        indices, values = reduce(tuple(each.cpu() for each in rows), *asked)
         return indices.to(DEVICE), values.to(DEVICE)
 
     monkeypatch.setattr(weft, "sparse_all_reduce", reduced)
@@ -105,7 +102,7 @@ def by_request(sent):
     found, sums = there(torch.zeros(8, dtype=torch.int64)), there(torch.zeros(8))
     counts = there(torch.zeros(1, dtype=torch.int64)), torch.zeros(1, dtype=torch.int64)
     request.sparse_allreduce(
-        *sent, found, counts[0], sums, counts[1], "int64", "float", "sum"
+        *sent, found, counts[0], sums, counts[1], "int64", "float32", "sum"
     ).wait()
     return found[: counts[0].item()].tolist(), sums[: counts[1].item()].tolist()
 
@@ -124,7 +121,7 @@ def completion():
 def by_completion(sent):
     kept, complete = completion()
     attr = event.create_sparse_allreduce_attr(completion_fn=complete)
-    event.sparse_allreduce(*sent, *UNUSED, "sum", attr=attr).wait()
+    event.sparse_allreduce(*sent, *UNUSED, "int64", "float32", "sum", attr=attr).wait()
     return tuple(kept)
 
 
@@ -136,7 +133,7 @@ def by_allocation(sent):
         return kept
 
     attr = event.create_sparse_allreduce_attr(alloc_fn=allocate)
-    event.sparse_allreduce(*sent, *UNUSED, "sum", attr=attr).wait()
+    event.sparse_allreduce(*sent, *UNUSED, "int64", "float32", "sum", attr=attr).wait()
     return tuple(each.tolist() for each in kept)
 
 

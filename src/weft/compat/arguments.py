@@ -1,12 +1,10 @@
-"""Checks of arguments that all compatible interfaces share: groups, integers, memory to write to.
-
-They check what weft's own calls cannot see. An argument that is wrong on one rank raises the same
-error on all ranks, as in weft's own calls.
-"""
+"""What all faces need: an error of one rank's own arguments is raised on all ranks."""
 
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import numpy as np
@@ -20,11 +18,6 @@ from weft.base.tensors import has_elements, lacking, shares_elements
 Integers = NDArray[np.int64]
 
 
-def group_of(group: Any = None) -> weft.Group:
-    """What a `group=` argument of weft's calls stands for; None: the default group."""
-    return weft.Partition(1, group=group).group
-
-
 def default() -> weft.Group | None:
     """The default group, if there is one."""
     try:
@@ -35,11 +28,8 @@ def default() -> weft.Group | None:
 
 def tell(error: Exception, group: Any = None) -> NoReturn:
     """Raise an error of this rank on all ranks of the group; the others are in the call."""
-
-    def fail() -> NoReturn:
+    with telling(group):
         raise error
-
-    weft.attempt(fail, group)
     raise error
 
 
@@ -56,12 +46,33 @@ def integers(given: ArrayLike) -> Integers:
     return np.atleast_1d(np.asarray(given, dtype=np.int64))
 
 
-def unfit(tensor: Tensor, *, write: bool = True) -> str | None:
-    """Why a tensor of the caller's cannot be read or, with `write`, written; None if it can."""
+def group_of(group: Any = None) -> weft.Group:
+    """What a `group=` argument of weft's calls stands for; None: the default group."""
+    return weft.Partition(1, group=group).group
+
+
+@contextmanager
+def telling(group: weft.Group | None = None) -> Iterator[None]:
+    """Raise on all ranks what is raised in this block; the others are in the call that follows.
+
+    Raises:
+        WeftError: something was raised; the same text on every rank, naming this one.
+    """
+    try:
+        yield
+    except Exception as error:
+        caught = error
+
+        def fail() -> NoReturn:
+            raise caught
+
+        weft.attempt(fail, group)
+
+
+def unwritable(tensor: Tensor) -> str | None:
+    """Why nothing can be written to a tensor of the caller's; None if it can."""
     if not has_elements(tensor):
         return f"{lacking(tensor)}: pass a strided tensor with data"
-    if not write:
-        return None
     if shares_elements(tensor):
         return "one whose elements share memory: pass one that can be written"
     if tensor.is_inference() and not torch.is_inference_mode_enabled():

@@ -9,6 +9,7 @@ Use it for code that was written for those releases. New code should call
 from __future__ import annotations
 
 import copy
+import enum
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -18,14 +19,12 @@ from torch import Tensor
 
 from weft import WeftError
 
-from . import attributes as common
-from .attributes import FnContext, Status, check_results, check_status
-from .operation import Operation, allocated, checked, described, start
-from .progress import Event
+from .operation import Event, Operation, Writes, check_function, described, sending, start
 
 __all__ = [
     "Attributes",
     "FnContext",
+    "Request",
     "Status",
     "ccl_datatype_t",
     "ccl_fn_context_t",
@@ -34,7 +33,29 @@ __all__ = [
     "sparse_allreduce",
 ]
 
-_NOT_GIVEN = object()
+Request = Event
+"""What the call returns."""
+
+
+class Status(enum.IntEnum):
+    """What a callback returns: oneCCL's codes. A callback that returns None succeeded, too."""
+
+    success = 0
+    out_of_resource = 1
+    invalid_arguments = 2
+    unimplemented = 3
+    runtime_error = 4
+
+
+@dataclass(frozen=True, slots=True)
+class FnContext:
+    """What a callback is told about its call.
+
+    Attributes:
+        match_id: that of the attributes.
+    """
+
+    match_id: str = ""
 
 
 ccl_status_t = Status
@@ -51,42 +72,31 @@ ccl_datatype_t = torch.dtype
 
 
 @dataclass(slots=True, kw_only=True)
-class Attributes(common.Attributes):
-    """Collective call attributes: the common ones, and those of `sparse_allreduce`.
+class Attributes:
+    """Collective call attributes. Each may be set after they were made; a call keeps what it found.
 
-    Exactly one of the two callbacks must be set; the call checks that. weft runs it on a thread of
-    its own, before `wait()` returns. It must not call weft on the same group.
+    weft runs the callback on a thread of its own, before `wait()` returns. It must not call weft on
+    the same group.
 
     Attributes:
         sparse_allreduce_completion_fn: `(indices_buf, indices_count, indices_dtype, values_buf,
-            values_count, values_dtype, fn_ctx, user_ctx) -> status`. The buffers are 1-D tensors,
-            on the device of the values that were sent. They are temporary: copy what you keep.
-            `fn_ctx` is a `FnContext`.
+            values_count, values_dtype, fn_ctx, user_ctx) -> status`; required. The buffers are 1-D
+            tensors, on the device of the values that were sent. They are temporary: copy what you
+            keep. `fn_ctx` is a `FnContext`.
         sparse_allreduce_completion_ctx: any object; passed as `user_ctx`.
-        sparse_allreduce_alloc_fn: since beta07: `(indices_count, indices_dtype, values_count,
-            values_dtype, fn_ctx) -> (indices_buf, values_buf)`. It is told the size of the result
-            and returns two buffers, to which weft writes the result.
-        sparse_allreduce_fn_ctx: since beta07: any object, None included; passed to either callback
-            as `fn_ctx`. If it is given, the completion callback gets no `user_ctx`.
-        sparse_coalesce_mode: since beta07: the `coalesce_mode` of `event.SparseAllreduceAttr`.
+        match_id: a name of the call; passed in `fn_ctx`.
 
     Example:
-        >>> Attributes(sparse_allreduce_completion_fn=print, match_id="table").context.match_id
-        'table'
+        >>> Attributes(sparse_allreduce_completion_fn=print).match_id
+        ''
     """
 
     sparse_allreduce_completion_fn: Callable[..., Any] | None = None
     sparse_allreduce_completion_ctx: Any = None
-    sparse_allreduce_alloc_fn: Callable[..., Any] | None = None
-    sparse_allreduce_fn_ctx: Any = _NOT_GIVEN
-    sparse_coalesce_mode: str = "regular"
+    match_id: str = ""
 
-    @property
-    def contexts(self) -> tuple[Any, ...]:
-        """What a completion callback is told last; an allocation the first of it."""
-        if self.sparse_allreduce_fn_ctx is _NOT_GIVEN:
-            return self.context, self.sparse_allreduce_completion_ctx
-        return (self.sparse_allreduce_fn_ctx,)
+
+_NAME = "sparse_allreduce_completion_fn"
 
 
 def sparse_allreduce(
@@ -104,10 +114,10 @@ def sparse_allreduce(
     attributes: Attributes | None = None,
     *,
     comm: Any = None,
-) -> Event:
+) -> Request:
     """Reduce the rows of all ranks and call a callback with the result; return at once. Collective.
 
-    `weft.compat.oneccl` says what a buffer is, and on which rank an error is raised.
+    `weft.compat.oneccl` says what a buffer is.
 
     Args:
         send_ind_buf: the indices of this rank's rows, in any order; they may repeat. None if there
@@ -116,19 +126,17 @@ def sparse_allreduce(
         send_val_buf: the values, one row after the other; None if there are none.
         send_val_count: the number of values: `send_ind_count` times the length of a row, which is
             the same on every rank.
-        recv_ind_buf: ignored, as in the document.
-        recv_ind_count: ignored.
-        recv_val_buf: ignored.
-        recv_val_count: ignored.
-        index_dtype: of the indices: int8 to int64, uint8 to uint64.
-        value_dtype: of the values: any that weft reduces, and uint64.
-        reduction: "sum", "prod", "min", "max", another of weft's, a ReduceOp, "custom" with the
-            attributes' `reduction_fn`, or a function as `weft.sparse_all_reduce` takes it.
-        attributes: the callback, and other settings; required, although it has a default.
-        comm: a `Communicator`, or what weft takes as `group=`; None: the default group.
+        recv_ind_buf: ignored, as in the document; so are `recv_ind_count`, `recv_val_buf` and
+            `recv_val_count`.
+        index_dtype: of the indices.
+        value_dtype: of the values: any that weft reduces.
+        reduction: "sum", "prod", "min", "max", another of weft's, a ReduceOp, or a function as
+            `weft.sparse_all_reduce` takes it.
+        attributes: the callback; required, although it has a default.
+        comm: an `event.Communicator`, or what weft takes as `group=`; None: the default group.
 
     Returns:
-        An `Event`, with `wait()` and `test()`.
+        A `Request`, with `wait()` and `test()`.
 
     Raises:
         WeftError: from the call or from `wait()`, on every rank: an argument of some rank is wrong
@@ -140,7 +148,7 @@ def sparse_allreduce(
         >>> def keep(indices, indices_count, indices_dtype, values, *rest):
         ...     fn_ctx, user_ctx = rest[-2:]
         ...     user_ctx += indices.tolist(), values.tolist()
-        ...     return Status.success
+        ...     return ccl_status_success
         >>> result = []
         >>> asked = Attributes(
         ...     sparse_allreduce_completion_fn=keep, sparse_allreduce_completion_ctx=result
@@ -160,22 +168,28 @@ def sparse_allreduce(
             what = "None" if attributes is None else f"a {type(attributes).__name__}"
             raise WeftError(f"attributes is {what}: pass callback.Attributes with a completion_fn")
         asked = copy.copy(attributes)
-        names = "sparse_allreduce_completion_fn", "sparse_allreduce_alloc_fn"
-        callbacks = {name: getattr(asked, name) for name in names}
-        check_results("attributes", asked.sparse_coalesce_mode, callbacks)
-        complete, allocate = callbacks.values()
+        complete = asked.sparse_allreduce_completion_fn
+        if complete is None:
+            raise WeftError(f"attributes has no {_NAME}: the result goes there, so set it")
+        check_function(_NAME, complete)
 
-        def finish(indices: Tensor, values: Tensor) -> None:
-            if complete is not None:
-                status = complete(*described(indices, values), *asked.contexts)
-                check_status(status, names[0])
+        def take(indices: Tensor, values: Tensor) -> Writes:
+            contexts = FnContext(asked.match_id), asked.sparse_allreduce_completion_ctx
+            _check_status(complete(*described(indices, values), *contexts))
+            return []
 
-        sent = checked(
+        sent = sending(
             *(send_ind_buf, send_ind_count, send_val_buf, send_val_count),
             index_dtype=index_dtype,
             value_dtype=value_dtype,
         )
-        place = allocated(allocate, sent, asked.contexts[0])
-        return Operation(sent, reduction, finish, asked, place, asked.sparse_coalesce_mode)
+        return Operation(sent, reduction, take)
 
-    return Event(start(comm, prepare))
+    return start(comm, prepare)
+
+
+def _check_status(status: object) -> None:
+    """Raise WeftError unless a callback returned that it succeeded, or nothing."""
+    succeeded = isinstance(status, int) and status == Status.success
+    if status is not None and not succeeded:
+        raise WeftError(f"{_NAME} returned status {status!r:.60}: return a Status, or nothing")

@@ -4,13 +4,12 @@ Source: "Sparse collective operations" in the documentation of oneCCL 2021.1 to 
 `ccl::preview`.
 
 Prefer it to the other two: an allocation callback is told the size of the result and returns the
-memory for it, so no buffer is too small. In weft's own call that is `out=`.
+memory for it, so no buffer is too small.
 """
 
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,21 +18,25 @@ from torch import Tensor
 
 from weft import WeftError
 
-from .attributes import check_results
-from .buffers import dtype_in, is_dtype
-from .communicator import Communicator, Kvs, create_communicator, create_kvs, create_main_kvs
-from .operation import Operation, allocated, checked, described, start
-from .progress import Event, compose
+from ..arguments import group_of
+from .buffers import check_apart, written
+from .operation import (
+    Communicator,
+    Event,
+    Operation,
+    Result,
+    Writes,
+    check_function,
+    described,
+    sending,
+    start,
+)
 
 __all__ = [
     "Communicator",
     "Event",
-    "Kvs",
     "SparseAllreduceAttr",
-    "compose",
     "create_communicator",
-    "create_kvs",
-    "create_main_kvs",
     "create_sparse_allreduce_attr",
     "default_sparse_allreduce_attr",
     "sparse_allreduce",
@@ -55,23 +58,17 @@ class SparseAllreduceAttr:
             called with the result, in 1-D tensors on the device of the values that were sent. They
             are temporary: copy what you keep.
         alloc_fn: `(idx_count, idx_dtype, val_count, val_dtype, ctx) -> (idx_buf, val_buf)`. It is
-            called with the size of the result, and returns two buffers, to which weft writes it.
+            called with the size of the result, and returns two buffers, to which weft copies it.
         fn_ctx: any object; passed as `ctx`.
-        coalesce_mode: "regular": the result has sorted indices, each once. "disable": it has the
-            rows of all ranks, one rank after the other, and nothing is reduced. "keep_precision":
-            as "regular", but half precision is sent in float32 and rounded once, in the result.
 
     Example:
         >>> attr = create_sparse_allreduce_attr()
         >>> attr.completion_fn = print
-        >>> attr.coalesce_mode
-        'regular'
     """
 
     completion_fn: Callable[..., Any] | None = None
     alloc_fn: Callable[..., Any] | None = None
     fn_ctx: Any = None
-    coalesce_mode: str = "regular"
 
 
 create_sparse_allreduce_attr = SparseAllreduceAttr
@@ -81,41 +78,19 @@ default_sparse_allreduce_attr = SparseAllreduceAttr()
 """The document's default of `attr`. It has no callback, so a call without `attr` is refused."""
 
 
-_BUFFERS = 8  # arguments that all overloads begin with
-_TYPED = 5  # what may follow them without dtypes: reduction, communicator, stream, attributes, deps
+def create_communicator(group: Any = None) -> Communicator:
+    """The communicator of a group, as `group=` of weft's calls takes it; None: the default group.
 
-
-def _overloaded(function: Callable[..., Event]) -> Callable[..., Event]:
-    """A decorator that lets a function of all arguments be called by oneCCL's overloads, too.
-
-    oneCCL's call exists with the two dtypes and, for typed buffers, without them; each of these
-    with a stream before the attributes, and without one.
+    Example:
+        >>> import weft
+        >>> with weft.init():  # alone: a group of one
+        ...     comm = create_communicator()
+        ...     comm.rank(), comm.size()
+        (0, 1)
     """
-
-    @functools.wraps(function)
-    def call(*given: Any, **named: Any) -> Event:
-        head, tail = given[:_BUFFERS], given[_BUFFERS:]
-        if _is_typed(tail, named):
-            tail = (None, None, *tail)
-        if len(tail) > 4 and isinstance(tail[4], SparseAllreduceAttr):
-            tail = (*tail[:4], None, *tail[4:])
-        return function(*head, *tail, **named)
-
-    return call
+    return Communicator(group_of(group))
 
 
-def _is_typed(tail: Sequence[Any], named: Mapping[str, Any]) -> bool:
-    """Whether the arguments after the buffers begin with the reduction, without dtypes.
-
-    An argument that is a wrong dtype must not be taken for a reduction: the function reports it to
-    all ranks.
-    """
-    if not 1 <= len(tail) <= _TYPED or "rtype" in named or tail[0] is None or is_dtype(tail[0]):
-        return False
-    return len(tail) == 1 or not (is_dtype(tail[1]) or isinstance(tail[1], str | int | type))
-
-
-@_overloaded
 def sparse_allreduce(
     send_ind_buf: Any,
     send_ind_count: int,
@@ -125,19 +100,17 @@ def sparse_allreduce(
     recv_ind_count: Any,
     recv_val_buf: Any,
     recv_val_count: Any,
-    ind_dtype: Any = None,
-    val_dtype: Any = None,
-    rtype: Any = "sum",
+    ind_dtype: Any,
+    val_dtype: Any,
+    rtype: Any,
     comm: Any = None,
     stream: Any = None,
     attr: SparseAllreduceAttr = default_sparse_allreduce_attr,
-    deps: Sequence[Any] | dict[Any, Any] | None = None,
+    deps: Sequence[Event] | Mapping[Any, Any] = (),
 ) -> Event:
     """Reduce the rows of all ranks and pass the result to a callback; return at once. Collective.
 
-    `weft.compat.oneccl` says what a buffer is, and on which rank an error is raised. oneCCL's
-    overloads work, too: one leaves out `ind_dtype` and `val_dtype`, and the buffers' own dtypes
-    count; another leaves out `stream` before `attr`.
+    `weft.compat.oneccl` says what a buffer is.
 
     Args:
         send_ind_buf: the indices of this rank's rows, in any order; they may repeat. None if there
@@ -148,18 +121,16 @@ def sparse_allreduce(
             the same on every rank.
         recv_ind_buf: unused, as in the document; so are `recv_ind_count`, `recv_val_buf` and
             `recv_val_count`.
-        ind_dtype: of the indices: int8 to int64, uint8 to uint64; None: the buffer's own.
-        val_dtype: of the values: any that weft reduces, and uint64; None: the buffer's own.
+        ind_dtype: of the indices.
+        val_dtype: of the values: any that weft reduces.
         rtype: "sum", "prod", "min", "max", another of weft's, a ReduceOp, or a function as
             `weft.sparse_all_reduce` takes it.
         comm: a `Communicator`, or what weft takes as `group=`; None: the default group.
-        stream: None, or a stream of an accelerator. weft reads the buffers when the work that is
-            queued there is done. It always waits for the work in the caller's current stream.
-        attr: the callback, its context, the coalesce mode; required, although it has a default.
-        deps: a list of events, or of other objects with `wait()`, `synchronize()` or `result()`;
-            None, `{}` (the document's default) or `[]`: none. weft reads the buffers when all of
-            them are done. If that takes more than three quarters of the group's timeout, every rank
-            raises an error.
+        stream: None, or a stream of an accelerator, which the call brings to its end. It does so
+            with the caller's current stream, too, if the values are on an accelerator.
+        attr: the callback and its context; required, although it has a default.
+        deps: a list of events; `{}`, the document's default, is none. weft reads the buffers when
+            all of them have ended.
 
     Returns:
         An `Event`, with `wait()` and `test()`.
@@ -177,49 +148,90 @@ def sparse_allreduce(
         ...     return ctx["indices"], ctx["values"]
         >>> result, unused = {}, [None] * 4
         >>> attr = create_sparse_allreduce_attr(alloc_fn=allocate, fn_ctx=result)
-        >>> indices, values = torch.tensor([7, 2, 7]), torch.tensor([1.0, 2.0, 4.0])
+        >>> sent = torch.tensor([7, 2, 7]), 3, torch.tensor([1.0, 2.0, 4.0]), 3
+        >>> dtypes = torch.int64, torch.float32
         >>> with weft.init():  # alone: a group of one
         ...     comm = create_communicator()
-        ...     sparse_allreduce(indices, 3, values, 3, *unused, "sum", comm, attr=attr).wait()
+        ...     sparse_allreduce(*sent, *unused, *dtypes, "sum", comm, None, attr).wait()
         >>> result
         {'indices': tensor([2, 7]), 'values': tensor([2., 5.])}
     """
 
     def prepare() -> Operation:
-        if not isinstance(attr, SparseAllreduceAttr):
-            raise WeftError(
-                f"attr is a {type(attr).__name__}: make it by create_sparse_allreduce_attr"
-            )
-        asked = copy.copy(attr)
-        callbacks = {"completion_fn": asked.completion_fn, "alloc_fn": asked.alloc_fn}
-        check_results("attr", asked.coalesce_mode, callbacks)
-        if stream is not None and not hasattr(stream, "synchronize"):
-            raise WeftError(f"stream is a {type(stream).__name__}: pass a torch.Stream, or None")
-        none = deps is None or (isinstance(deps, dict) and not deps)
-        events = () if none else deps
-        if not isinstance(events, list | tuple):
-            raise WeftError(f"deps is a {type(deps).__name__}: pass a list of events")
-        index = dtype_in(send_ind_buf, "send_ind_buf") if ind_dtype is None else ind_dtype
-        value = dtype_in(send_val_buf, "send_val_buf") if val_dtype is None else val_dtype
-        sent = checked(
+        asked = _checked(attr)
+        events = _events(deps)
+        if stream is not None:
+            if not hasattr(stream, "synchronize"):
+                raise WeftError(
+                    f"stream is a {type(stream).__name__}: pass a torch.Stream, or None"
+                )
+            stream.synchronize()
+        sent = sending(
             *(send_ind_buf, send_ind_count, send_val_buf, send_val_count),
-            ind_dtype=index,
-            val_dtype=value,
-        )
-        awaited = [(f"deps[{number}]", event) for number, event in enumerate(events)]
-        awaited += [] if stream is None else [("stream", stream)]
-
-        def finish(idx: Tensor, val: Tensor) -> None:
-            if asked.completion_fn is not None:
-                asked.completion_fn(*described(idx, val), asked.fn_ctx)
-
-        return Operation(
-            sent,
-            rtype,
-            finish,
-            place=allocated(asked.alloc_fn, sent, asked.fn_ctx),
-            mode=asked.coalesce_mode,
-            after=awaited,
+            ind_dtype=ind_dtype,
+            val_dtype=val_dtype,
         )
 
-    return Event(start(comm, prepare))
+        def take(*result: Tensor) -> Writes:
+            if asked.completion_fn is None:
+                return [*zip(_allocated(asked, *result), result, strict=True)]
+            asked.completion_fn(*described(*result), asked.fn_ctx)
+            return []
+
+        return Operation(sent, rtype, take, events)
+
+    return start(comm, prepare)
+
+
+def _checked(attr: object) -> SparseAllreduceAttr:
+    """A copy of a caller's attributes.
+
+    Raises:
+        WeftError: they are none, or do not have one callback.
+    """
+    if not isinstance(attr, SparseAllreduceAttr):
+        raise WeftError(f"attr is a {type(attr).__name__}: make it by create_sparse_allreduce_attr")
+    asked = copy.copy(attr)
+    if (asked.completion_fn is None) == (asked.alloc_fn is None):
+        how = "neither completion_fn nor" if asked.alloc_fn is None else "both completion_fn and"
+        raise WeftError(f"attr has {how} alloc_fn: results go to one of them, so set one")
+    if asked.completion_fn is None:
+        check_function("alloc_fn", asked.alloc_fn)
+    else:
+        check_function("completion_fn", asked.completion_fn)
+    return asked
+
+
+def _events(deps: Any) -> Sequence[Event]:
+    """What a call depends on.
+
+    Raises:
+        WeftError: it is no list of events.
+    """
+    if isinstance(deps, dict) and not deps:
+        return ()
+    if not isinstance(deps, list | tuple):
+        raise WeftError(f"deps is a {type(deps).__name__}: pass a list of events")
+    for number, event in enumerate(deps):
+        if not isinstance(event, Event):
+            raise WeftError(
+                f"deps[{number}] is a {type(event).__name__}: pass what sparse_allreduce returned"
+            )
+    return tuple(deps)
+
+
+def _allocated(asked: SparseAllreduceAttr, indices: Tensor, values: Tensor) -> Result:
+    """The caller's memory for a result.
+
+    Raises:
+        WeftError: the allocation callback returned no such memory.
+    """
+    assert asked.alloc_fn is not None
+    sizes = indices.numel(), indices.dtype, values.numel(), values.dtype
+    made = asked.alloc_fn(*sizes, asked.fn_ctx)
+    if not isinstance(made, tuple | list) or len(made) != 2:
+        raise WeftError(f"alloc_fn returned a {type(made).__name__}, not two buffers")
+    place = written(made[0], indices.numel(), indices.dtype, "alloc_fn's idx_buf")
+    room = written(made[1], values.numel(), values.dtype, "alloc_fn's val_buf")
+    check_apart("alloc_fn's idx_buf and its val_buf", place, room)
+    return place, room

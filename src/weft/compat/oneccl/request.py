@@ -10,8 +10,6 @@ of the send buffers; here they may be larger. In `event` an allocation callback 
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,42 +17,14 @@ from torch import Tensor
 
 from weft import WeftError
 
-from . import callback
-from .attributes import Attributes, FnContext, Status
-from .buffers import distinct, is_address, one_integer, seen
-from .operation import Operation, await_device, checked, start
-from .progress import Event
+from .buffers import check_apart, written
+from .callback import Attributes
+from .operation import Event, Operation, Writes, sending, start
 
-__all__ = ["Attributes", "FnContext", "Request", "Status", "sparse_allreduce"]
+__all__ = ["Attributes", "Request", "sparse_allreduce"]
 
-
-_ENDS = "recv_ind_buf", "recv_val_buf"
-_COUNTS = "recv_ind_count", "recv_val_count"
-
-
-class Request(Event):
-    """A call that may still be running: an `Event` that also knows the size of the result.
-
-    Attributes:
-        recv_ind_count: the number of elements that weft wrote to `recv_ind_buf`; None until the
-            call has succeeded.
-        recv_val_count: the same of `recv_val_buf`.
-    """
-
-    __slots__ = ()
-
-    @property
-    def recv_ind_count(self) -> int | None:
-        return self._count(0)
-
-    @property
-    def recv_val_count(self) -> int | None:
-        return self._count(1)
-
-    def _count(self, which: int) -> int | None:
-        (work,) = self.works
-        done = work.is_completed() and work.exception() is None
-        return work.result()[which].numel() if done else None
+Request = Event
+"""What the call returns."""
 
 
 def sparse_allreduce(
@@ -75,7 +45,7 @@ def sparse_allreduce(
 ) -> Request:
     """Reduce the rows of all ranks into buffers of the caller's; return at once. Collective.
 
-    `weft.compat.oneccl` says what a buffer is, and on which rank an error is raised.
+    `weft.compat.oneccl` says what a buffer is.
 
     Args:
         send_ind_buf: the indices of this rank's rows, in any order; they may repeat. None if there
@@ -85,21 +55,19 @@ def sparse_allreduce(
         send_val_count: the number of values: `send_ind_count` times the length of a row, which is
             the same on every rank.
         recv_ind_buf: *out*: weft writes the indices of the result there, ascending, each once. It
-            must have room for them. An address stands for `send_ind_count` elements, an `Address`
-            for as many as it says.
-        recv_ind_count: *out*: the number of indices; a buffer of one integer, or None.
-        recv_val_buf: *out*: weft writes the reduced values there. It may be `send_val_buf`. An
-            address stands for `send_val_count` elements.
-        recv_val_count: *out*: the number of values; a buffer of one integer, or None.
-        index_dtype: of both index buffers: int8 to int64, uint8 to uint64.
-        value_dtype: of both value buffers: any that weft reduces, and uint64.
-        reduction: "sum", "prod", "min", "max", another of weft's, a ReduceOp, "custom" with the
-            attributes' `reduction_fn`, or a function as `weft.sparse_all_reduce` takes it.
-        attributes: settings of the call; None: the default ones.
-        comm: a `Communicator`, or what weft takes as `group=`; None: the default group.
+            must have room for them.
+        recv_ind_count: *out*: the number of indices; a buffer of one int64, or None.
+        recv_val_buf: *out*: weft writes the reduced values there. It may be `send_val_buf`.
+        recv_val_count: *out*: the number of values; a buffer of one int64, or None.
+        index_dtype: of both index buffers.
+        value_dtype: of both value buffers: any that weft reduces.
+        reduction: "sum", "prod", "min", "max", another of weft's, a ReduceOp, or a function as
+            `weft.sparse_all_reduce` takes it.
+        attributes: None, or attributes without a callback: the document names none.
+        comm: an `event.Communicator`, or what weft takes as `group=`; None: the default group.
 
     Returns:
-        A `Request`, with `wait()`, `test()` and the two counts.
+        A `Request`, with `wait()` and `test()`.
 
     Raises:
         WeftError: from the call or from `wait()`, on every rank: an argument of some rank is wrong
@@ -109,68 +77,65 @@ def sparse_allreduce(
 
     Example:
         >>> import numpy as np, weft
+        >>> indices, values = np.array([7, 2, 7]), np.array([1.0, 2.0, 4.0], np.float32)
+        >>> found, sums = np.empty(3, np.int64), np.empty(3, np.float32)
+        >>> counts = np.zeros(1, np.int64), np.zeros(1, np.int64)
         >>> with weft.init():  # alone: a group of one
-        ...     indices, values = np.array([7, 2, 7]), np.array([1.0, 2.0, 4.0], np.float32)
-        ...     found, sums = np.empty(3, np.int64), np.empty(3, np.float32)
         ...     request = sparse_allreduce(
-        ...         indices, 3, values, 3, found, None, sums, None, "int64", "float", "sum"
+        ...         *(indices, 3, values, 3, found, counts[0], sums, counts[1]),
+        ...         *("int64", "float32", "sum"),
         ...     )
         ...     request.wait()
-        ...     found[: request.recv_ind_count].tolist(), sums[: request.recv_val_count].tolist()
+        >>> found[: counts[0].item()].tolist(), sums[: counts[1].item()].tolist()
         ([2, 7], [2.0, 5.0])
     """
 
     def prepare() -> Operation:
-        asked = Attributes() if attributes is None else copy.copy(attributes)
-        if not isinstance(asked, Attributes):
+        if not isinstance(attributes, Attributes | None):
+            raise WeftError(f"attributes is a {type(attributes).__name__}: pass Attributes or None")
+        if attributes is not None and attributes.sparse_allreduce_completion_fn is not None:
             raise WeftError(
-                f"attributes is a {type(asked).__name__}: pass request.Attributes, or None"
+                "attributes has a completion_fn, which nobody would call here: pass none, or call "
+                "callback.sparse_allreduce"
             )
-        if isinstance(asked, callback.Attributes):
-            raise WeftError(
-                "attributes is callback.Attributes, whose completion_fn nobody would call here: "
-                "pass request.Attributes, or call callback.sparse_allreduce"
-            )
-        sent = checked(
+        sent = sending(
             *(send_ind_buf, send_ind_count, send_val_buf, send_val_count),
             index_dtype=index_dtype,
             value_dtype=value_dtype,
         )
-        ends = []
-        for name, buffer, like in zip(_ENDS, (recv_ind_buf, recv_val_buf), sent, strict=True):
-            extent = like.numel() if is_address(buffer) else None
-            ends.append(seen(buffer, extent, like.dtype, name, write=True))
-        given = zip(_COUNTS, (recv_ind_count, recv_val_count), strict=True)
-        counts = [one_integer(buffer, name) for name, buffer in given]
-        distinct(dict(zip(_ENDS + _COUNTS, (*ends, *counts), strict=True)))
-        return Operation(sent, reduction, _into(ends, counts), asked)
+        found = written(recv_ind_buf, None, sent[0].dtype, "recv_ind_buf")
+        sums = written(recv_val_buf, None, sent[1].dtype, "recv_val_buf")
+        counts = _count(recv_ind_count, "recv_ind_count"), _count(recv_val_count, "recv_val_count")
+        check_apart("the buffers for results", found, sums, *counts)
 
-    return Request(start(comm, prepare))
+        def take(*result: Tensor) -> Writes:
+            return _placed(result, (found, sums), counts)
+
+        return Operation(sent, reduction, take)
+
+    return start(comm, prepare)
 
 
-def _into(
-    ends: Sequence[Tensor], counts: Sequence[Tensor | None]
-) -> Callable[[Tensor, Tensor], Callable[[], None]]:
-    """The `finish` of an operation that checks the buffers, and then writes the result to them."""
+def _count(buffer: Any, name: str) -> Tensor | None:
+    return None if buffer is None else written(buffer, 1, torch.int64, name)
 
-    def finish(*made: Tensor) -> Callable[[], None]:
-        if any(end.numel() < part.numel() for end, part in zip(ends, made, strict=True)):
-            raise WeftError(
-                f"recv_ind_buf holds {ends[0].numel()} elements and recv_val_buf "
-                f"{ends[1].numel()}, the result has {made[0].numel()} indices and "
-                f"{made[1].numel()} values: pass buffers of that size"
-            )
-        for count, part in zip(counts, made, strict=True):
-            if count is not None and part.numel() > torch.iinfo(count.dtype).max:
-                raise WeftError(f"a count of {count.dtype} cannot be {part.numel()}: pass an int64")
 
-        def write() -> None:
-            for end, count, part in zip(ends, counts, made, strict=True):
-                end[: part.numel()].copy_(part)
-                if count is not None:
-                    count.fill_(part.numel())
-            await_device(*ends, *(count for count in counts if count is not None))
+def _placed(
+    result: tuple[Tensor, ...], places: tuple[Tensor, Tensor], counts: tuple[Tensor | None, ...]
+) -> Writes:
+    """What of a result is written to which buffer.
 
-        return write
-
-    return finish
+    Raises:
+        WeftError: it does not fit.
+    """
+    writes = [*zip(places, result, strict=True)]
+    if any(place.numel() < part.numel() for place, part in writes):
+        raise WeftError(
+            f"recv_ind_buf holds {places[0].numel()} elements and recv_val_buf "
+            f"{places[1].numel()}, the result has {result[0].numel()} indices and "
+            f"{result[1].numel()} values: pass buffers of that size"
+        )
+    for count, part in zip(counts, result, strict=True):
+        if count is not None:
+            writes.append((count, torch.tensor([part.numel()], device="cpu")))
+    return writes

@@ -28,7 +28,8 @@ from weft import Group, WeftError
 from weft.base.tensors import extent
 from weft.bootstrap import TIMEOUT, init_as, look_ahead, publish
 
-from ..arguments import default, group_of, integer, tell, unfit
+from ..arguments import default, group_of, integer, tell
+from ..arguments import unwritable as unfit
 from .tasks import CommThread as CommThread  # SAR has them here
 from .tasks import comm_thread as comm_thread
 
