@@ -107,9 +107,7 @@ def small_chunks(monkeypatch):
     monkeypatch.setattr(chain, "CHUNKS", (64, 64))
 
 
-@pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.bfloat16, torch.uint16, torch.complex64, torch.complex32]
-)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64, torch.complex32])
 @pytest.mark.filterwarnings("ignore:ComplexHalf")
 @pytest.mark.parametrize("hint", PLANS)
 @spmd(2, 4, on=("threads",))
@@ -123,8 +121,7 @@ def test_a_hint_does_what_the_moves_do(group, hint, dtype, small_chunks):
     nothing = torch.empty(0, dtype=dtype)
     xs = {rank: x.abs().to(dtype) for rank, x in inputs(plan).items()}
     x = xs.get(group.rank, nothing)
-    moving = executor.carrier(dtype)
-    y = execute(plan, x.view(moving), group).view(dtype)
+    y = execute(plan, x, group)
     if group.rank in want:
         total = applied(plan, {r: x.to(torch.complex128) for r, x in xs.items()}, torch.complex128)
         assert torch.equal(y.to(torch.complex128), total[group.rank])

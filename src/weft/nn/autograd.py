@@ -28,11 +28,11 @@ from ..base._torch import in_forward_mode, is_wrapped
 from ..base.arguments import is_a
 from ..base.devices import is_capturing
 from ..base.errors import WeftError, entry
-from ..base.tensors import Shape, in_format_of, unreadable, wrong_dims
+from ..base.tensors import Shape, in_format_of, serves, unreadable, wrong_dims
 from ..call.attempt import preparing
 from ..call.handshake import Operand, among, handshake, payload_of
 from ..group.group import Group
-from .executor import assemble, carrier, execute, has_addition
+from .executor import assemble, execute, has_addition
 from .spec import Spec, planned
 
 
@@ -129,8 +129,6 @@ class Call:
             if error is None:
                 shape = tuple(x.shape) if self.stated is None else self.stated
                 asks = records and (x.requires_grad if needs is None else needs)
-                if carrier(own) is not own:  # no gradient is of such a dtype
-                    x = x.view(carrier(own))
                 statement = Operand(shape, asks, records, payload_of(x, self.ranks))
                 # compiled code has fixed the dtype of its result already
                 dtype = own if x.numel() or self.compiled else None
@@ -173,8 +171,8 @@ class Call:
         """
         if self.spec.summing and not self.order and not has_addition(dtype):
             raise WeftError(
-                f"{self.name} adds up values, and {dtype} has no addition: pass integers, "
-                "floating-point or complex numbers"
+                f"{self.name} adds up values, and {dtype} has no addition in torch: pass another "
+                "dtype (the signed integers of unsigned ones, by x.view, have the same sums)"
             )
         group = self.group
         sources = [rank for rank in self.ranks if rank in self.spec.sources]
@@ -182,23 +180,20 @@ class Call:
         plan = planned(self.spec, shapes, self.lanes)
         if self.order % 2:
             plan = plan.T
-        moving = carrier(dtype)
         if all(said[rank].payload is not None for rank in plan.have.shapes):
             came = {
-                rank: group.decode(rank, "a tensor", said[rank].tensor, shape, moving)
+                rank: group.decode(rank, "a tensor", said[rank].tensor, shape, dtype)
                 for rank, shape in plan.have.shapes.items()
             }
-            y = assemble(plan, came, group.rank, moving)
+            y = assemble(plan, came, group.rank, dtype)
         else:
             # if its own is another, the tensor has no volume, so that its own said nothing
-            local = x.detach() if x.dtype == moving else torch.empty_like(x, dtype=moving)
+            local = x.detach() if x.dtype == dtype else torch.empty_like(x, dtype=dtype)
             local = local.resolve_conj().resolve_neg()
             y = execute(plan, local, group.on(local.device, self.ranks))
         if group.rank not in plan.want.shapes:
             y = y.new_zeros(self.nothing)  # in backward: of a tensor that the plan does not read
         y = in_format_of(x, y)
-        if moving is not dtype:
-            y = y.view(dtype)
         needs = any(each.needs for each in said.values())
         return Moved(self, number, said, dtype, needs, y)
 
@@ -274,6 +269,8 @@ def _untakable(x: Tensor) -> str | None:
     if x.layout != torch.strided or x.is_quantized:
         kind = "quantized" if x.is_quantized else str(x.layout).removeprefix("torch.")
         return f"{kind}: use weft.sparse_all_reduce and its kin for sparse ones, or to_dense()"
+    if not serves(torch.clone, x.dtype):
+        return f"of {x.dtype}, which torch does not copy: pass x.view(torch.uint8)"
     if type(x).__name__ == "DTensor":
         return "a DTensor: pass the shard that weft.nn.from_dtensor(x, partition) gives"
     return unreadable(x)

@@ -17,7 +17,6 @@ which all ranks of the call take part, also those that neither send nor receive.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -26,7 +25,6 @@ from torch import Tensor
 
 from ..base.devices import on_host
 from ..base.memory import fresh, typed
-from ..base.tensors import serves
 from ..call.handshake import among
 from ..group.channels import LAYERS
 from ..group.group import Group
@@ -39,9 +37,6 @@ from .plan import Local, Plan, Write
 
 DIRECT = 64 << 10  # bytes of a rank's tensor up to which every plan goes by direct messages
 
-_BITS = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
-"""The dtypes as which unsigned integers are added: torch cannot add those; the bits are equal."""
-
 _WIDE = {
     torch.float16: torch.float32,
     torch.bfloat16: torch.float32,
@@ -49,31 +44,18 @@ _WIDE = {
 }
 """The dtypes in which values of narrow dtypes are added."""
 
-_INTEGERS = {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, *_BITS}
+_INTEGERS = {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
 
 
 def has_addition(dtype: torch.dtype) -> bool:
-    """Whether values of this type can be summed: integers, floating point but float8, complex.
+    """Whether torch sums values of this type: most integers, floating point but float8, complex.
 
     Example:
-        >>> has_addition(torch.int8), has_addition(torch.bool), has_addition(torch.float8_e5m2)
+        >>> has_addition(torch.int8), has_addition(torch.uint16), has_addition(torch.float8_e5m2)
         (True, False, False)
     """
     float8 = dtype.is_floating_point and dtype.itemsize == 1
     return dtype in _INTEGERS or dtype.is_complex or (dtype.is_floating_point and not float8)
-
-
-@functools.cache
-def carrier(dtype: torch.dtype) -> torch.dtype:
-    """The dtype as which tensors of this one are viewed while they move, and are added up.
-
-    Of dtypes that torch does not copy, such as uint4, each element is a byte.
-
-    Example:
-        >>> carrier(torch.uint16), carrier(torch.uint4), carrier(torch.float32)
-        (torch.int16, torch.uint8, torch.float32)
-    """
-    return _BITS.get(dtype, dtype) if serves(torch.clone, dtype) else torch.uint8
 
 
 def execute(plan: Plan, x: Tensor, group: Group) -> Tensor:
@@ -81,8 +63,8 @@ def execute(plan: Plan, x: Tensor, group: Group) -> Tensor:
 
     Args:
         plan: the same on all of them; ranks as the group counts.
-        x: this rank's tensor, in a `carrier`, of the shape that the plan has for it; ignored, but
-            for its dtype and device, if that has none.
+        x: this rank's tensor, of the shape that the plan has for it; ignored, but for its dtype
+            and device, if that has none.
         group: of the group, for tensors where that is.
     """
     is_long = plan.hint in ("broadcast", "sum_reduce") and _nbytes(plan, x.dtype) > DIRECT
@@ -104,10 +86,7 @@ def _nbytes(plan: Plan, dtype: torch.dtype) -> int:
 
 
 def assemble(plan: Plan, tensors: Mapping[int, Tensor], rank: int, dtype: torch.dtype) -> Tensor:
-    """The result of a rank that has the tensors of all ranks already; nothing is sent.
-
-    The dtype is a `carrier`.
-    """
+    """The result of a rank that has the tensors of all ranks already; nothing is sent."""
     local = plan.local(rank)
     y = _room(local, dtype, torch.device("cpu"))
     for source, writes in local.writes.items():
