@@ -145,7 +145,9 @@ def compare(partition: weft.Partition, *, regather: bool = False) -> dict[str, f
 
 def drawn(partition: weft.Partition) -> str:
     """What AllGather makes of the shards of the first weight, as a text."""
-    return weft.nn.AllGather(partition, 0).plan((WIDTHS[1], WIDTHS[0])).draw(0)
+    shards = partition.boxes((WIDTHS[1], WIDTHS[0]))
+    shapes = {rank: box.shape for rank, box in shards.items()}
+    return weft.nn.AllGather(partition, 0).plan(shapes).draw(0)
 
 
 def main() -> None:

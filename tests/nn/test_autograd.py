@@ -182,9 +182,8 @@ def test_transforms(group):
 
 
 @spmd(2, on=THREADS)
-@pytest.mark.parametrize("shape", [None, (4, 6)])
-def test_vmap_along_dimensions_counted_from_the_last(group, shape):
-    layer = nn.AllToAll(weft.Partition(2), (-2, -1), along=0, shape=shape)
+def test_vmap_along_dimensions_counted_from_the_last(group):
+    layer = nn.AllToAll(weft.Partition(2), (-2, -1), along=0)
     x = data(group, 5, 2, 6)
     assert torch.equal(torch.func.vmap(layer)(x), torch.stack([layer(each) for each in x]))
 
@@ -210,7 +209,6 @@ REFUSED = {
     "reduce_scatter": lambda: nn.ReduceScatter(weft.Partition((1, 2)), 1),
     "repartition": lambda: nn.Repartition(weft.Partition((1, 2)), weft.Partition((2, 1))),
     "scatter": lambda: nn.Scatter(weft.Partition((1, 2)), 1),
-    "another shape": lambda: nn.AllGather(weft.Partition(2), 0, shape=(4,)),
     "not taken": lambda: nn.Broadcast(weft.Partition(2), 0),
 }
 """Layers that do not take 1-D tensors of 3 elements; the last takes none from rank 1."""
@@ -283,7 +281,7 @@ def test_vmap_over_other_numbers_of_lanes_is_an_error_on_all(group, name, extent
 
 @spmd(3, on=THREADS)
 def test_vmap_where_ranks_have_nothing(group):
-    scatter = nn.Scatter(weft.Partition(2), 0, shape=(4,))
+    scatter = nn.Scatter(weft.Partition(2), 0)
     if group.rank == 2:
         return
     x = data(group, 5, 4 if group.rank == 0 else 0)

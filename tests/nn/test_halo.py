@@ -117,15 +117,6 @@ def test_margins_differ_from_rank_to_rank(case, eager):
         run(4, program)
 
 
-@spmd(2, on=("threads", "device"))
-def test_a_padded_tensor_of_a_shape_that_was_told(group):
-    layer = nn.HaloExchange(weft.Partition(2), 1, shape=(5,), padded=True)
-    assert layer(torch.ones(5 - group.rank)).tolist() == ([0, 1, 1, 1, 1], [1, 1, 1, 0])[group.rank]
-    with pytest.raises(weft.WeftError, match=r"rank 0: .* of which this rank has \(5,\)"):
-        layer(torch.ones(3))
-    assert layer.plan((5,)).want.shapes == {0: (5,), 1: (4,)}
-
-
 def test_widths_by_cell_under_vmap():
     def program(group):
         layer = nn.HaloExchange(weft.Partition(2), lambda cell: [(2 * cell[0], 0)])

@@ -66,8 +66,8 @@ def test_balanced_cuts(group):
 def test_a_grid_can_be_seen():
     texts = run(4, lambda group: repr(P((2, 2), ranks=[3, 1, 0, 2])))
     assert texts[0] == "Partition(2x2 of ranks 3, 1, 0, 2)\n[[3 1]\n [0 2]]"
-    (text,) = run(1, lambda group: repr(nn.AllGather(P((1,)), 0, shape=(3,))))
-    assert text == "AllGather(1 of rank 0, dims=(0,), shape=(3,))"
+    (text,) = run(1, lambda group: repr(nn.ReduceScatter(P((1,)), 0, lengths=[(3,)])))
+    assert text == "ReduceScatter(1 of rank 0, dims=(0,), lengths=((3,),))"
 
 
 @spmd(4, on=("threads",))
@@ -190,11 +190,11 @@ def test_the_plan_of_a_layer_can_be_asked_for(group):
     layer = nn.AllGather(P((2, 1)), 0)
     if group.rank > 1:
         with pytest.raises(weft.WeftError, match=f"rank {group.rank}: AllGather does not concern"):
-            layer.plan((5, 2))
+            layer.plan({0: (3, 2), 1: (2, 2)})
         return
-    plan = layer.plan((5, 2))
-    assert plan == layer.plan({0: (3, 2), 1: (2, 2)})
+    plan = layer.plan({0: (3, 2), 1: (2, 2)})
     assert dict(plan.want.shapes) == {0: (5, 2), 1: (5, 2)}
     with pytest.raises(weft.WeftError, match=r"of ranks \[0, 1\], and those of \[1\] are not"):
         layer.plan({0: (3, 2)})
-    assert nn.HaloExchange(P((2, 1)), (1, 0)).plan((5, 2)).want.shapes[0] == (5, 2)
+    shapes = {rank: box.shape for rank, box in P((2, 1)).boxes((5, 2)).items()}
+    assert nn.HaloExchange(P((2, 1)), (1, 0)).plan(shapes).want.shapes[0] == (5, 2)

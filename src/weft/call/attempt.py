@@ -125,5 +125,5 @@ def refuse_tracing(call: str) -> None:
     if is_traced():
         raise WeftError(
             f"{call} is traced by make_fx or torch.func.linearize, to which what comes from other "
-            "ranks is a constant: use torch.func.jvp, and torch.export for layers"
+            "ranks is a constant: call it outside of what they trace"
         )

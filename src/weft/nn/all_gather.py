@@ -26,8 +26,6 @@ class AllGather(SliceLayer):
     Args:
         partition: the grid.
         dims: the dimensions of the grid to gather along; negative ones count from its last.
-        shape: None, or the shape of the tensor that the grid cuts in the balanced way; checked
-            against the ranks' shards, and needed under torch.compile.
 
     Raises:
         WeftError: a dim is out of range or repeated. From a call: the shards do not fit together.
@@ -55,7 +53,6 @@ class ReduceScatter(CuttingLayer):
     Args:
         partition: the grid.
         dims: the dimensions of the grid to scatter along; negative ones count from its last.
-        shape: None, or the shape of the tensor that the grid cuts; checked.
         lengths: for each dimension of the tensor the lengths of its parts, or None: balanced ones.
             None: all are balanced.
 

@@ -20,8 +20,6 @@ class AllSumReduce(SliceLayer):
     Args:
         partition: the grid.
         dims: the dimensions of the grid to sum along; negative ones count from its last.
-        shape: None, or the shape of the tensor that the grid cuts along its other dimensions;
-            checked.
 
     Raises:
         WeftError: a dim is out of range or repeated. From a call: shapes differ in a slice, or the

@@ -13,12 +13,11 @@ from dataclasses import dataclass
 
 from ..base.errors import WeftError
 from ..base.tensors import Shape
-from .grid import balanced
 from .layer import Layer
 from .partition import Partition, are_grids, integers, normal_dims
 from .plan import Plan, between
 from .slices import Movement, SliceSpec
-from .spec import checked_lengths, checked_shape, fitting, parts, shards
+from .spec import checked_lengths, fitting, parts, shards
 
 
 @dataclass(frozen=True)
@@ -29,16 +28,8 @@ class AllToAllSpec(SliceSpec):
     scattered: int = 1
 
     def settings(self) -> str:
-        told = "" if self.shape is None else f", shape={self.shape}"
         cut = "" if self.lengths is None else f", lengths={self.lengths[0]}"
-        return f"dims=({self.gathered}, {self.scattered}), along={self.dims[0]}{told}{cut}"
-
-    def inputs(self, rank: int, shape: Shape) -> Mapping[int, Shape]:
-        gathered, _ = self._from_first(len(shape))
-        places = self._places(self.groups[rank], gathered)
-        lengths: list[Shape] = [(extent,) for extent in shape]
-        lengths[gathered] = balanced(shape[gathered], len(places))
-        return {r: box.shape for r, box in shards(places, lengths, (gathered,)).items()}
+        return f"dims=({self.gathered}, {self.scattered}), along={self.dims[0]}{cut}"
 
     def plan(self, shapes: Mapping[int, Shape]) -> Plan:
         gathered, scattered = self._from_first(len(shapes[min(shapes)]))
@@ -86,8 +77,6 @@ class AllToAll(Layer):
             count from the tensor's last.
         along: the dimension of the grid whose ranks exchange. None: `dims[0]`; a negative one
             counts from the last dimension of the grid.
-        shape: None, or the shape of a slice's tensor, which is cut in the balanced way; checked,
-            and needed under torch.compile.
         lengths: the lengths of the parts along `dims[1]`; None: balanced ones.
 
     Raises:
@@ -110,7 +99,6 @@ class AllToAll(Layer):
         dims: Sequence[int],
         *,
         along: int | None = None,
-        shape: Sequence[int] | None = None,
         lengths: Sequence[int] | None = None,
     ) -> None:
         are_grids("AllToAll", partition)
@@ -122,5 +110,4 @@ class AllToAll(Layer):
         axis = normal_dims(both[0] if along is None else along, partition.dim)
         cut = None if lengths is None else checked_lengths([lengths])
         movement = Movement("AllToAll", "shards", "shards")
-        told = checked_shape(shape)
-        super().__init__(AllToAllSpec(movement, partition, axis, cut, *both, shape=told))
+        super().__init__(AllToAllSpec(movement, partition, axis, cut, *both))

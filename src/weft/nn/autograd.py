@@ -2,16 +2,12 @@
 
 A layer is a linear map, so its derivative is the map itself, and its adjoint is the transpose of
 the plan. Both are calls again, each with a handshake, so in every pass all ranks know what all
-ranks pass. The name of a derivative says which call it is of, but in torch.func and in compiled
-code: ranks whose graphs run in different orders raise an error, and do not mix up gradients of the
-same size.
+ranks pass. The name of a derivative says which call it is of, but in torch.func: ranks whose graphs
+run in different orders raise an error, and do not mix up gradients of the same size.
 
 If the tensor of one rank requires a gradient, the outputs of all ranks that take part do, so that
 backward runs on all of them. On a rank whose own input requires none, the output depends on a
 scalar that does (the anchor).
-
-torch.compile uses `compiled` instead: Dynamo refuses an autograd.Function with a jvp, and a custom
-operator has no jvp.
 """
 
 from __future__ import annotations
@@ -89,7 +85,6 @@ class Call:
         stated: in backward, the shape that this rank passed to forward, which it states again;
             None: that of the tensor.
         nothing: the shape of the output on a rank that gets nothing.
-        compiled: whether compiled code makes the call.
         lanes: the extents of the torch.func.vmap around it, the innermost first. They are the last
             dimensions of all tensors and shapes here, and the spec's plan is that of one lane.
     """
@@ -101,7 +96,6 @@ class Call:
     of: int = 0
     stated: Shape | None = None
     nothing: Shape = (0,)
-    compiled: bool = False
     lanes: Shape = ()
 
     @property
@@ -130,15 +124,14 @@ class Call:
                 shape = tuple(x.shape) if self.stated is None else self.stated
                 asks = records and (x.requires_grad if needs is None else needs)
                 statement = Operand(shape, asks, records, payload_of(x, self.ranks))
-                # compiled code has fixed the dtype of its result already
-                dtype = own if x.numel() or self.compiled else None
+                dtype = own if x.numel() else None
                 device = self.group.on(x.device).route
         fields: dict[str, object] = {
             "partition": self.spec.grids,
             "arguments": self.spec.arguments,
             "dtype": dtype,
             "device": device,
-            "mode": f"{mode} compiled" if self.compiled else mode,
+            "mode": mode,
             **self.spec.known_to_some(),
         }
         name = self.name

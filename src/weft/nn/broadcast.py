@@ -21,7 +21,7 @@ from .grid import Box, ravel, whole
 from .layer import Layer
 from .partition import Partition, are_grids, normal_dims, same_group
 from .plan import Plan, Side, between
-from .spec import Spec, checked_shape, fitting
+from .spec import Spec, fitting
 
 
 def check_grids(name: str, small: Partition, large: Partition) -> None:
@@ -75,12 +75,6 @@ class BroadcastSpec(Spec):
     def _connected(self) -> Iterable[Sequence[int]]:
         return [(rank, *each) for rank, each in self.copies.items()]
 
-    def inputs(self, rank: int, shape: Shape) -> Mapping[int, Shape]:
-        return dict.fromkeys(self.sources, shape)
-
-    def output(self, rank: int, shape: Shape) -> Shape | None:
-        return shape if rank in self.copies.get(rank, ()) else None
-
     def plan(self, shapes: Mapping[int, Shape]) -> Plan:
         few: dict[int, Box] = {}
         many: dict[int, Box] = {}
@@ -110,13 +104,7 @@ class _BetweenGrids(Layer):
 
     spec_type: ClassVar[type[BroadcastSpec]]
 
-    def __init__(
-        self,
-        partition: Partition,
-        target: Partition | Sequence[int] | int,
-        *,
-        shape: Sequence[int] | None = None,
-    ) -> None:
+    def __init__(self, partition: Partition, target: Partition | Sequence[int] | int) -> None:
         name = self.spec_type.name
         summing = self.spec_type is SumReduceSpec
         are_grids(name, partition)
@@ -128,7 +116,7 @@ class _BetweenGrids(Layer):
             small, large = partition, target
         check_grids(name, small, large)
         source, target = (large, small) if summing else (small, large)
-        super().__init__(self.spec_type(source, target, shape=checked_shape(shape)))
+        super().__init__(self.spec_type(source, target))
 
 
 class Broadcast(_BetweenGrids):
@@ -143,10 +131,9 @@ class Broadcast(_BetweenGrids):
         target: the target grid. Each extent of the source is 1, or that of the target in the same
             dimension, counted from the last. Or dimensions of `partition`: then the source is the
             cells that are first along these.
-        shape: None, or the shape of each tensor; checked, and needed under torch.compile.
 
     Raises:
-        WeftError: the grids do not match. From a call: a tensor is not of `shape`.
+        WeftError: the grids do not match.
 
     Example:
         >>> import torch, weft
@@ -175,7 +162,6 @@ class SumReduce(_BetweenGrids):
         target: the target grid. Each of its extents is 1, or that of the source in the same
             dimension, counted from the last. Or dimensions of `partition`: then the target is the
             cells that are first along these.
-        shape: None, or the shape of each tensor; checked, and needed under torch.compile.
 
     Raises:
         WeftError: the grids do not match. From a call: shapes differ, or the dtype has no addition.

@@ -105,7 +105,6 @@ def balanced(length: int, parts: int) -> Shape:
         >>> balanced(10, 4), balanced(2, 3)
         ((3, 3, 2, 2), (1, 1, 0))
     """
-    # one formula for all parts, since torch.compile may pass a length that stands for any number
     return tuple((length + parts - 1 - part) // parts for part in range(parts))
 
 

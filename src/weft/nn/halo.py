@@ -24,7 +24,7 @@ from .grid import Box
 from .layer import Layer
 from .partition import Partition, are_grids
 from .plan import Piece, Plan, Side, between
-from .spec import PlacedRange, Spec, checked_shape, evenly, fitting, pieces_of, shards
+from .spec import PlacedRange, Spec, fitting, pieces_of, shards
 
 Boundary = Literal["zero", "periodic", "reflect"]
 """What margins at the edges of the tensor hold."""
@@ -53,18 +53,8 @@ class HaloSpec(Spec):
     name = "HaloExchange"
 
     def settings(self) -> str:
-        told = "" if self.shape is None else f", shape={self.shape}"
         width = f"{self.width} by cell" if len(set(self.width)) > 1 else f"{self.width[0]}"
-        return f"width={width}, boundary={self.boundary}{told}{', padded' * self.padded}"
-
-    def inputs(self, rank: int, shape: Shape) -> Mapping[int, Shape]:
-        found = evenly(self.partition, range(self.partition.dim), shape)
-        if not self.padded:
-            return found
-        return {each: self._grown(each, own) for each, own in found.items()}
-
-    def output(self, rank: int, shape: Shape) -> Shape | None:
-        return shape if self.padded else self._grown(rank, shape)
+        return f"width={width}, boundary={self.boundary}{', padded' * self.padded}"
 
     def _grown(self, rank: int, shape: Shape, sign: int = 1) -> Shape:
         """The shape of a tensor with margins, from that without; the other way for a sign of -1."""
@@ -185,7 +175,6 @@ class HaloExchange(Layer):
             cells.
         boundary: what margins at the edges of the tensor hold: "zero", "periodic" or "reflect", as
             "constant", "wrap" and "reflect" of `numpy.pad`.
-        shape: None, or the shape of the whole tensor, cut in the balanced way; checked.
         padded: whether the input has the margins already. Then their content is ignored, and the
             output, of the same shape, has them filled.
 
@@ -216,7 +205,6 @@ class HaloExchange(Layer):
         width: Any,
         boundary: Boundary = "zero",
         *,
-        shape: Sequence[int] | None = None,
         padded: bool = False,
     ) -> None:
         are_grids("HaloExchange", partition)
@@ -229,7 +217,7 @@ class HaloExchange(Layer):
             widths = tuple(_widths(partition, width(cell)) for cell in cells)
         else:
             widths = (_widths(partition, width),) * partition.size
-        super().__init__(HaloSpec(partition, widths, boundary, padded, shape=checked_shape(shape)))
+        super().__init__(HaloSpec(partition, widths, boundary, padded))
 
 
 def _along(widths: Widths, ndim: int) -> Widths:

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from ..base._torch import in_forward_mode, is_tracing, is_wrapped
 from ..base.errors import WeftError
 from .autograd import applied
 from .partition import lengths_of
@@ -38,18 +37,13 @@ class Layer(torch.nn.Module):
         self.spec = spec
 
     def forward(self, x: Tensor) -> Tensor:
-        if torch.compiler.is_compiling() or (is_tracing() and not _is_differentiated(x)):
-            from .compiled import compiled, number
-
-            return compiled(number(self.spec), x)
         return applied(self.spec, x)
 
-    def plan(self, shapes: Sequence[int] | Mapping[int, Sequence[int]]) -> Plan:
+    def plan(self, shapes: Mapping[int, Sequence[int]]) -> Plan:
         """Who sends what to whom, among the ranks that take part; it sends nothing.
 
         Args:
-            shapes: the shape of each of these ranks' tensors, by rank; or, for a tensor that is cut
-                evenly, the layer's `shape=`.
+            shapes: the shape of the tensor that each of these ranks passes, by rank.
 
         Raises:
             WeftError: this rank does not take part, or the shapes do not fit.
@@ -58,7 +52,9 @@ class Layer(torch.nn.Module):
             >>> import weft
             >>> from weft.testing import run
             >>> def program(group):
-            ...     plan = weft.nn.HaloExchange(weft.Partition(3), 1).plan((9, 2))
+            ...     grid = weft.Partition(3)
+            ...     shapes = {rank: box.shape for rank, box in grid.boxes((9, 2)).items()}
+            ...     plan = weft.nn.HaloExchange(grid, 1).plan(shapes)
             ...     return [(move.source, move.take.shape) for move in plan.moves]
             >>> run(3, program)[0][:2]
             [(0, (3, 2)), (1, (1, 2))]
@@ -71,7 +67,7 @@ class Layer(torch.nn.Module):
                 f"rank {rank}: {spec.name} does not concern this rank, which has no plan"
             )
         if not isinstance(shapes, Mapping):
-            shapes = spec.inputs(rank, lengths_of(spec.name, "shapes", shapes))
+            raise WeftError(f"{spec.name}: shapes is {shapes!r}: pass a shape for each rank")
         sources = [each for each in ranks if each in spec.sources]
         if missing := [each for each in sources if each not in shapes]:
             raise WeftError(
@@ -85,8 +81,3 @@ class Layer(torch.nn.Module):
         settings = self.spec.settings()
         grids = " to ".join(each.brief for each in self.spec.partitions)
         return f"{grids}, {settings}" if settings else grids
-
-
-def _is_differentiated(x: object) -> bool:
-    """Whether it is in a transform such as torch.func.jvp, which goes through no operator."""
-    return in_forward_mode() or (isinstance(x, Tensor) and is_wrapped(x))

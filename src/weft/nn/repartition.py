@@ -7,7 +7,7 @@ all ranks of both take part. Source: DistDL's "distributed transpose" (Hewett an
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ..base.tensors import Shape
@@ -19,9 +19,7 @@ from .spec import (
     Lengths,
     Spec,
     checked_lengths,
-    checked_shape,
     cut,
-    evenly,
     fitting,
     shards,
 )
@@ -36,9 +34,6 @@ class RepartitionSpec(Spec):
     lengths: CheckedLengths = None
 
     name = "Repartition"
-
-    def inputs(self, rank: int, shape: Shape) -> Mapping[int, Shape]:
-        return evenly(self.source, range(self.source.dim), shape)
 
     def plan(self, shapes: Mapping[int, Shape]) -> Plan:
         dims = range(self.source.dim)
@@ -59,8 +54,6 @@ class Repartition(Layer):
     Args:
         source: the grid that cuts the input.
         target: the grid that cuts the output.
-        shape: None, or the shape of the whole tensor, which the source cuts in the balanced way;
-            checked, and needed under torch.compile.
         lengths: for each dimension the lengths of the target's parts, or None: balanced ones. None:
             all are balanced.
 
@@ -84,11 +77,8 @@ class Repartition(Layer):
         source: Partition,
         target: Partition,
         *,
-        shape: Sequence[int] | None = None,
         lengths: Lengths = None,
     ) -> None:
         are_grids("Repartition", source, target)
         same_group("Repartition", source, target)
-        super().__init__(
-            RepartitionSpec(source, target, checked_lengths(lengths), shape=checked_shape(shape))
-        )
+        super().__init__(RepartitionSpec(source, target, checked_lengths(lengths)))

@@ -19,8 +19,6 @@ class Scatter(CuttingLayer):
     Args:
         partition: the grid.
         dims: the dimensions of the grid to scatter along; negative ones count from its last.
-        shape: None, or the shape of the tensor that the grid cuts; checked, and needed under
-            torch.compile.
         lengths: for each dimension of the tensor the lengths of its parts, or None: balanced ones.
             None: all are balanced.
 
@@ -50,8 +48,6 @@ class Gather(SliceLayer):
     Args:
         partition: the grid.
         dims: the dimensions of the grid to gather along; negative ones count from its last.
-        shape: None, or the shape of the tensor that the grid cuts in the balanced way; checked, and
-            needed under torch.compile.
 
     Raises:
         WeftError: a dim is out of range or repeated. From a call: the shards do not fit together.

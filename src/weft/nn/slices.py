@@ -23,9 +23,7 @@ from .spec import (
     Lengths,
     Spec,
     checked_lengths,
-    checked_shape,
     cut,
-    evenly,
     fitting,
     shards,
 )
@@ -89,17 +87,6 @@ class SliceSpec(Spec):
         cells = self.partition.cells
         return [rank for rank in ranks if not any(cells[rank][dim] for dim in self.dims)]
 
-    def inputs(self, rank: int, shape: Shape) -> Mapping[int, Shape]:
-        sharded = self.movement.brings == "shards"
-        dims = [dim for dim in range(self.partition.dim) if sharded or dim not in self.dims]
-        found = evenly(self.partition, dims, shape)
-        return {each: found[each] for each in self.sources}
-
-    def output(self, rank: int, shape: Shape) -> Shape | None:
-        if not self.summing:
-            return None
-        return shape if self.movement.gets == "wholes" else self._parts([rank], shape)[rank].shape
-
     def _parts(self, ranks: Iterable[int], shape: Shape) -> dict[int, Box]:
         """The boxes of the parts into which a tensor is cut for some ranks of a slice."""
         lengths = cut(self.name, self.partition, self.dims, shape, self.lengths)
@@ -127,29 +114,15 @@ class CuttingLayer(Layer):
     movement: ClassVar[Movement]
 
     def __init__(
-        self,
-        partition: Partition,
-        dims: Sequence[int] | int,
-        *,
-        shape: Sequence[int] | None = None,
-        lengths: Lengths = None,
+        self, partition: Partition, dims: Sequence[int] | int, *, lengths: Lengths = None
     ) -> None:
         are_grids(self.movement.name, partition)
-        super().__init__(
-            SliceSpec(
-                self.movement,
-                partition,
-                normal_dims(dims, partition.dim),
-                checked_lengths(lengths),
-                shape=checked_shape(shape),
-            )
-        )
+        along = normal_dims(dims, partition.dim)
+        super().__init__(SliceSpec(self.movement, partition, along, checked_lengths(lengths)))
 
 
 class SliceLayer(CuttingLayer):
     """A layer within the slices of one grid that cuts nothing anew."""
 
-    def __init__(
-        self, partition: Partition, dims: Sequence[int] | int, *, shape: Sequence[int] | None = None
-    ) -> None:
-        super().__init__(partition, dims, shape=shape)
+    def __init__(self, partition: Partition, dims: Sequence[int] | int) -> None:
+        super().__init__(partition, dims)

@@ -15,7 +15,7 @@ import abc
 import functools
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from itertools import product
 from typing import ClassVar
 
@@ -41,11 +41,9 @@ class Spec(abc.ABC):
     are the ranks of all its partitions. `docs/to-write-a-layer.md` has an example.
 
     Attributes:
-        shape: the shape of the whole tensor, if the caller gave it; every call checks it.
         latest: the plan that was made last, by a call or by `Layer.plan`.
     """
 
-    shape: Shape | None = field(default=None, kw_only=True)
     latest: ClassVar[Plan | None] = None
 
     @property
@@ -72,20 +70,6 @@ class Spec(abc.ABC):
             WeftError: the shapes do not fit together.
         """
 
-    def inputs(self, rank: int, shape: Shape) -> Mapping[int, Shape]:
-        """The shapes of the inputs in a rank's group, given that of the whole tensor.
-
-        Only needed where a caller gives `shape`, or `Layer.plan` a shape.
-        """
-        raise NotImplementedError
-
-    def output(self, rank: int, shape: Shape) -> Shape | None:
-        """The shape of a rank's output, if it follows from that of its own input; else None.
-
-        torch.compile asks it where no `shape` was given.
-        """
-        return None
-
     def _connected(self) -> Iterable[Sequence[int]]:
         """Sets of ranks that must know each other's shapes; they may overlap."""
         return [[rank for each in self.partitions for rank in each.ranks]]
@@ -96,8 +80,7 @@ class Spec(abc.ABC):
         They are all fields, but those with `repr=False`, or None.
         """
         names = [each.name for each in fields(self) if each.repr and each.name not in self._grids]
-        own = [name for name in names if name != "shape"]
-        told = {name: getattr(self, name) for name in (*own, "shape")}
+        told = {name: getattr(self, name) for name in names}
         return ", ".join(f"{name}={value}" for name, value in told.items() if value is not None)
 
     def known_to_some(self) -> dict[str, str | None]:
@@ -144,16 +127,12 @@ class Spec(abc.ABC):
     def within(self, group: object) -> Spec:
         """The same spec in another group, whose ranks have the same numbers."""
         grids = {name: each.within(group) for name, each in self._grids.items()}
-        return replace(self, **grids)  # type: ignore[arg-type]  # each of its own field
+        return replace(self, **grids)
 
     @functools.cached_property
     def integers(self) -> Spec:
         """The same spec without its group: caches that keep it must not keep it open."""
         return self.within(None)
-
-    def expected(self, rank: int) -> Mapping[int, Shape] | None:
-        """The shapes of the inputs in this rank's group, if the caller gave `shape`; else None."""
-        return None if self.shape is None else self.inputs(rank, self.shape)
 
 
 @functools.lru_cache(maxsize=256)
@@ -176,9 +155,9 @@ def planned(spec: Spec, shapes: tuple[tuple[int, Shape], ...], lanes: Shape = ()
             lane, so that no grid cuts them.
 
     Raises:
-        WeftError: the shapes do not fit together, or do not fit `shape`; or the spec, one of a
-            program's own, raises another exception, makes no plan, or one that does not fit the
-            tensors: as all ranks do, or none.
+        WeftError: the shapes do not fit together; or the spec, one of a program's own, raises
+            another exception, makes no plan, or one that does not fit the tensors: as all ranks do,
+            or none.
     """
     if lanes:
         shapes = tuple((rank, shape[: -len(lanes)]) for rank, shape in shapes)
@@ -198,13 +177,6 @@ def planned(spec: Spec, shapes: tuple[tuple[int, Shape], ...], lanes: Shape = ()
 @functools.lru_cache(maxsize=512)
 def _planned(spec: Spec, shapes: tuple[tuple[int, Shape], ...], lanes: Shape) -> Plan:
     found = dict(shapes)
-    told = spec.expected(shapes[0][0]) or {}
-    for rank, shape in found.items():
-        if told.get(rank, shape) != shape:
-            raise WeftError(
-                f"rank {rank}: {spec.name} was told of a tensor of which this rank has "
-                f"{told[rank]}, and it brings {shape}: pass that, or another shape="
-            )
     plan = spec.plan(found)
     if not isinstance(plan, Plan):
         raise TypeError(f"plan() gave a {type(plan).__name__} and not a weft.nn.plan.Plan")
@@ -333,26 +305,7 @@ def pieces_of(rank: int, ranges: Sequence[Sequence[PlacedRange]]) -> list[Piece]
     ]
 
 
-def evenly(partition: Partition, dims: Iterable[int], shape: Shape) -> dict[int, Shape]:
-    """The shape of each rank's part of a tensor that is cut in the balanced way along `dims`."""
-    along = set(dims)
-    lengths = [
-        balanced(extent, partition.shape[dim] if dim in along else 1)
-        for dim, extent in enumerate(shape)
-    ]
-    return {rank: box.shape for rank, box in shards(partition.cells, lengths, along).items()}
-
-
 # Arguments
-
-
-def checked_shape(shape: Sequence[int] | None) -> Shape | None:
-    """A `shape=` argument as a tuple, or None.
-
-    Raises:
-        WeftError: it is no shape.
-    """
-    return None if shape is None else _extents("shape", shape)
 
 
 def checked_lengths(lengths: Lengths) -> CheckedLengths:
@@ -367,13 +320,11 @@ def checked_lengths(lengths: Lengths) -> CheckedLengths:
         raise WeftError(
             f"lengths is {lengths!r}: pass for each dimension those of its parts, or None"
         )
-    return tuple(None if each is None else _extents("lengths", each) for each in lengths)
-
-
-def _extents(what: str, found: Sequence[int]) -> Shape:
-    """Lengths as integers, each at least 0."""
-    if not isinstance(found, Iterable):
-        raise WeftError(
-            f"{what} has {found!r} where it needs several integers: pass a tuple of them"
-        )
-    return lengths_of(what, what, found)
+    checked: list[Shape | None] = []
+    for each in lengths:
+        if each is not None and not isinstance(each, Iterable):
+            raise WeftError(
+                f"lengths has {each!r} where it needs several integers: pass a tuple of them"
+            )
+        checked.append(None if each is None else lengths_of("lengths", "lengths", each))
+    return tuple(checked)

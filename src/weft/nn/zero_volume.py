@@ -14,7 +14,7 @@ def zero_volume_tensor(
 ) -> Tensor:
     """A tensor of shape `[0]`: the input of a layer on a rank that has no part of the tensor.
 
-    Layers ignore its dtype, but not in code that torch.compile has compiled.
+    Layers ignore its dtype.
 
     Args:
         dtype, device, requires_grad: as for `torch.empty`.
@@ -24,11 +24,6 @@ def zero_volume_tensor(
         torch.Size([0])
     """
     return torch.empty(0, dtype=dtype, device=device, requires_grad=requires_grad)
-
-
-_ANCHOR = torch.zeros((), device="cpu", requires_grad=True)
-"""For compiled code, which cannot make a tensor that requires a gradient. Its own gradient is zero.
-"""
 
 
 class ZeroVolumeCorrector(torch.nn.Module):
@@ -52,8 +47,5 @@ class ZeroVolumeCorrector(torch.nn.Module):
             return x.clone()
         zero = x.sum(dtype=x.dtype)
         if torch.is_grad_enabled() and (x.is_floating_point() or x.is_complex()):
-            if not torch.compiler.is_compiling():
-                zero = zero + torch.zeros((), dtype=x.dtype, device=x.device, requires_grad=True)
-            elif not zero.requires_grad:
-                zero = zero + (_ANCHOR * 0).to(x.device, x.dtype)
+            zero = zero + torch.zeros((), dtype=x.dtype, device=x.device, requires_grad=True)
         return zero

@@ -439,7 +439,7 @@ class MPIPartition:
     ) -> tuple[MPIPartition, MPIPartition]:
         """This worker's partition as one of the small grid, and as one of the large grid."""
         layer = nn.Broadcast(small, large)
-        moves = layer.plan(()).moves if union.active else ()
+        moves = layer.plan(dict.fromkeys(small.ranks, ())).moves if union.active else ()
 
         def team(root: int | None) -> MPIPartition:
             """A worker of the small grid, then those to which it sends; inactive without one."""

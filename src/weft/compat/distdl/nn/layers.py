@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from weft import Partition, WeftError, nn
+from weft.base.errors import entry
 
 from ..backend import BufferManager
 from ..partition import MPIPartition, grids_of, nobody, paired
@@ -49,6 +50,7 @@ class _Layer(Module, nn.Layer):
         self.scale_backward = scale
         self._by = float(np.prod(P_x.shape[scale])) if isinstance(scale, slice) else scale
 
+    @entry
     def forward(self, input: Tensor) -> Tensor:
         y = super().forward(input)
         batch = self.preserve_batch and isinstance(input, Tensor) and input.dim()
@@ -93,7 +95,6 @@ class AllGather(_AlongAxes, nn.AllGather):
         scale_backward: None, or a number by which the gradient of the input is divided; or a slice
             of axes: the number of workers along these. The gradient tensor that the caller passes
             to backward is not changed.
-        shape: of the whole tensor, if it is cut in the balanced way. torch.compile needs it.
 
     Raises:
         WeftError: both kinds of axes are given, or neither; or an axis is out of range, or there
@@ -117,17 +118,15 @@ class AllGather(_AlongAxes, nn.AllGather):
         axes_all_gather: Sequence[int] | None = None,
         axes_keep: Sequence[int] | None = None,
         scale_backward: Any = None,
-        *,
-        shape: Sequence[int] | None = None,
     ) -> None:
-        super().__init__(P_x, axes_all_gather, axes_keep, scale_backward, shape=shape)
+        super().__init__(P_x, axes_all_gather, axes_keep, scale_backward)
         self.axes_all_gather = self._axes
 
 
 class ReduceScatter(_AlongAxes, nn.ReduceScatter):
     """Sums tensors along axes of a grid; each worker gets its balanced part of the sum. Collective.
 
-    Its adjoint is AllGather. Arguments (but for `shape`) and errors are those of AllGather, with
+    Its adjoint is AllGather. Arguments and errors are those of AllGather, with
     `axes_reduce_scatter` in place of `axes_all_gather`.
 
     Example:
@@ -154,7 +153,7 @@ class ReduceScatter(_AlongAxes, nn.ReduceScatter):
 class AllSumReduce(_AlongAxes, nn.AllSumReduce):
     """Sums tensors along axes of a grid; each worker there gets the sum. Collective.
 
-    It is its own adjoint. Arguments (but for `shape`) and errors are those of AllGather, with
+    It is its own adjoint. Arguments and errors are those of AllGather, with
     `axes_reduce` in place of `axes_all_gather`.
 
     Example:
@@ -193,7 +192,6 @@ class Broadcast(_Layer, nn.Broadcast):
         preserve_batch: whether an output without elements has the shape [batch, 0] instead of [0],
             where batch is the first extent of the worker's input.
         scale_backward: as for AllGather.
-        shape: of each worker's tensor. torch.compile needs it.
 
     Raises:
         WeftError: the grids do not match. From a call: the tensors do not fit together.
@@ -221,10 +219,8 @@ class Broadcast(_Layer, nn.Broadcast):
         transpose_dest: bool = False,
         preserve_batch: bool = True,
         scale_backward: Any = None,
-        *,
-        shape: Sequence[int] | None = None,
     ) -> None:
-        super().__init__(*paired(P_x, P_y, transpose_src, transpose_dest), shape=shape)
+        super().__init__(*paired(P_x, P_y, transpose_src, transpose_dest))
         self.P_x = P_x
         self.P_y = P_y
         self.preserve_batch = preserve_batch
@@ -260,11 +256,9 @@ class SumReduce(_Layer, nn.SumReduce):
         transpose_src: bool = False,
         transpose_dest: bool = False,
         preserve_batch: bool = True,
-        *,
-        shape: Sequence[int] | None = None,
     ) -> None:
         small, large = paired(P_y, P_x, transpose_dest, transpose_src)
-        super().__init__(large, small, shape=shape)
+        super().__init__(large, small)
         self.P_x = P_x
         self.P_y = P_y
         self.preserve_batch = preserve_batch
@@ -283,7 +277,6 @@ class Repartition(_Layer, nn.Repartition):
         preserve_batch: as for Broadcast.
         buffer_manager: gets, from each call, the buffers that DistDL would use, one for each part
             that this worker sends or receives. weft does not use them: they hold nothing.
-        shape: of the whole tensor, if its input is cut in the balanced way. torch.compile needs it.
 
     Attributes:
         P_x_to_y_overlaps: for each worker of `P_y`, what this worker sent to it in the last call:
@@ -320,8 +313,6 @@ class Repartition(_Layer, nn.Repartition):
         P_y: MPIPartition,
         preserve_batch: bool = True,
         buffer_manager: BufferManager | None = None,
-        *,
-        shape: Sequence[int] | None = None,
     ) -> None:
         x, y = grids_of(P_x, P_y) or (nobody(P_x), nobody(P_y))
         if x.dim != y.dim:
@@ -329,7 +320,7 @@ class Repartition(_Layer, nn.Repartition):
                 f"Repartition: P_x has {x.dim} dimensions and P_y {y.dim}: make both of as "
                 "many, of extent 1 where nothing is cut"
             )
-        super().__init__(x, y, shape=shape)
+        super().__init__(x, y)
         self.P_x = P_x
         self.P_y = P_y
         self.preserve_batch = preserve_batch
@@ -337,7 +328,7 @@ class Repartition(_Layer, nn.Repartition):
 
     def forward(self, input: Tensor) -> Tensor:
         y = super().forward(input)
-        if self.buffer_manager is not None and not torch.compiler.is_compiling():
+        if self.buffer_manager is not None:
             overlaps = [*self.P_x_to_y_overlaps, *self.P_y_to_x_overlaps]
             shapes = [shape for _, shape, peer in overlaps if shape is not None and peer != "self"]
             self.buffer_manager.reserve(shapes, input.dtype)
@@ -397,11 +388,6 @@ def _axes_of(
 
 
 def _only_brings(P_x: MPIPartition, P_y: MPIPartition) -> bool:
-    if torch.compiler.is_compiling():
-        from .compiled import only_brings
-
-        found: bool = only_brings(P_x, P_y)
-        return found
     return P_x.active and not P_y.active
 
 
