@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 import weft
 from weft.base.devices import as_device
-from weft.group.channels import VALUES
+from weft.group.channels import LISTS, SUMS, VALUES
 from weft.kernels.ops import DTYPES, OPS
 from weft.sparse import ALGORITHMS, codec
 from weft.sparse.rate import set_rate
@@ -268,13 +268,13 @@ def test_gather_of_a_list_in_two_messages_beside_short_ones(group, names):
 EACH_ONCE = [*(("sum", dtype) for dtype in DTYPES), *product(OPS, (torch.float32, torch.int32))]
 
 
-@spmd(3, on=THREADS)
-def test_every_op_of_every_dtype(group):
-    """With "auto"; `check_algorithm` tries them with each algorithm, on threads."""
-    ops_and_dtypes(group, "auto", product(OPS, DTYPES))
+@pytest.mark.parametrize("name", NAMES)
+@spmd(3, on=("threads",))
+def test_every_op_of_every_dtype(group, name):
+    ops_and_dtypes(group, name, product(OPS, DTYPES))
 
 
-@pytest.mark.parametrize("name", sorted(ALGORITHMS))
+@pytest.mark.parametrize("name", NAMES)
 @spmd(3, on=("device", "rounds"))  # no power of two: rows are combined as partial sums, too
 def test_every_op_and_every_dtype(group, name):
     ops_and_dtypes(group, name, EACH_ONCE)
@@ -377,15 +377,36 @@ def test_a_function_gets_its_operands_in_rank_order(group, name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@spmd(1, 3, on=THREADS)
-def test_the_input_is_left_alone(group, name):
-    rows = rows_of(group.rank, "duplicates")
-    before = rows.indices.clone(), rows.values.clone()
-    total = weft.sparse_all_reduce(rows, algorithm=name)
-    total.values.fill_(99)
-    total.indices.fill_(99)
-    assert torch.equal(rows.indices, before[0])
-    assert torch.equal(rows.values, before[1])
+@spmd(1, 3, 8, on=THREADS)
+def test_the_input_is_left_alone_and_a_result_is_nobody_elses(group, name):
+    parts, want = world(group.size, "many")
+    rows = rows_of(group.rank, "many")
+    first = weft.sparse_all_reduce(rows, algorithm=name)
+    second = weft.sparse_all_reduce(rows, algorithm=name)
+    second.values.fill_(99)
+    second.indices.fill_(99)
+    for mine, before in ((rows, parts[group.rank]), (first, want)):
+        assert torch.equal(mine.indices, before.indices)
+        assert torch.equal(mine.values, before.values)
+
+
+@pytest.mark.parametrize("name", sorted(ALGORITHMS))
+@pytest.mark.parametrize("size", [2, 3, 8])
+def test_an_abort_in_the_middle_ends_the_call_on_every_rank(monkeypatch, name, size):
+    post = weft.Group.post
+
+    def aborting(of, sends=(), recvs=(), channel=0):
+        if of.rank_in_errors(of.rank) == 1 and channel in (LISTS, VALUES, SUMS):
+            of.abort("tried here")
+        return post(of, sends, recvs, channel)
+
+    def program(group):
+        with pytest.raises(weft.WireError, match="tried here") as caught:
+            weft.sparse_all_reduce(rows_of(group.rank, "many"), algorithm=name)
+        return caught.value.culprit
+
+    monkeypatch.setattr(weft.Group, "post", aborting)
+    assert run(size, program) == [1] * size
 
 
 @st.composite

@@ -179,7 +179,7 @@ def algorithm(
     The function is one rank's program, `schedule(rows, call) -> Rows`. Every rank runs it, for a
     call with `algorithm=` its name; `auto` takes weft's own. Every rank registers the same
     algorithms; where they differ, a call raises on all of them. `weft.testing.check_algorithm`
-    tries whether an algorithm keeps what is said here. `weft.sparse.unregister` removes it.
+    tries one. `weft.sparse.unregister` removes it.
 
     A package that is installed beside weft offers algorithms by entry points of the group
     `weft.algorithms`, `name = "package.module:name"`, whose module registers them. Then they are
@@ -190,9 +190,9 @@ def algorithm(
             (`call.sizes`), which is the error of a call that asks for it; by default it serves all.
         traffic: rounds that the average rank waits for after the opening, messages that it sends
             and bytes that it receives at most (`weft.sparse.Traffic`), given the sizes and the rows
-            of the result: `weft.explain` prints them, and `check_algorithm` holds them.
+            of the result: `weft.explain` prints them.
         workspace: bytes that it leases at most, beside its own rows and the result, given the
-            sizes; `check_algorithm` holds it.
+            sizes.
         lockstep: whether it serves wires in rounds, those that are `exact`, and tensors of
             accelerators: both ends know the length of a message before they post it, and both are
             posted before any rank waits, so that all ranks take part in the same rounds

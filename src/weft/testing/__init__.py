@@ -12,13 +12,13 @@ def test_sum_of_ranks(group):
 `spmd` and `run` run a body on ranks that are threads, or processes that are kept between tests.
 `processes` starts new processes, as a launcher does. `launch` does this, too; its ranks can report
 to the caller while they run, by `send`. `expected` computes the result of a sparse all-reduce in
-one process. `gloo_of_one_thread` is a backend of torch.distributed to compare with, which does not
-corrupt memory where torch's own may. `check_algorithm` tries whether an algorithm of your own keeps
-what every algorithm promises. `check_wire` tries whether a wire of your own does what
-`weft.wire.Wire` says, on ranks that `ranks_as_processes` or `ranks_as_threads` starts; `make_wires`
-makes all wires of a group in one process. `round_wire` is a wire that carries messages of the CPU
-in rounds, as an accelerator's group does, so that what runs there can be tried. `WireContract` has
-the clauses of `check_wire` as a class of pytest's. All but it and `spmd` work without pytest.
+one process, and `check_algorithm` tries an algorithm of your own against it. `gloo_of_one_thread`
+is a backend of torch.distributed to compare with, which does not corrupt memory where torch's own
+may. `check_wire` tries whether a wire of your own does what `weft.wire.Wire` says, on ranks that
+`ranks_as_processes` or `ranks_as_threads` starts; `make_wires` makes all wires of a group in one
+process. `round_wire` is a wire that carries messages of the CPU in rounds, as an accelerator's
+group does, so that what runs there can be tried. `WireContract` has the clauses of `check_wire` as
+a class of pytest's. All but it and `spmd` work without pytest.
 """
 
 from typing import TYPE_CHECKING, Any
