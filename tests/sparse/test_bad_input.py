@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-import importlib
-import threading
 import warnings
 
 import pytest
 import torch
 
 import weft
-from weft.sparse import ALGORITHMS, tables
-from weft.sparse import run as sparse_run
-from weft.sparse.family import broadcast
-from weft.sparse.header import Header
-from weft.sparse.stream import send_list_to_all
+from weft.sparse import ALGORITHMS
 from weft.testing import run, spmd
 from weft.testing.cases import in_case
 
@@ -236,86 +229,6 @@ def test_outside_of_a_group_nothing_is_sent():
         weft.sparse_all_reduce((torch.tensor([1]), torch.ones(1)))
     with pytest.raises(weft.WeftError, match="str is no group"):
         weft.sparse_all_reduce((torch.tensor([1]), torch.ones(1)), group="world")
-
-
-def test_an_index_that_no_table_has_is_refused_if_it_comes_from_a_peer(monkeypatch):
-    pack = Header.pack
-    monkeypatch.setattr(
-        Header, "pack", lambda self: pack(self._replace(highest=99) if self.total == 2 else self)
-    )
-
-    def program(group):
-        rows = weft.Rows(torch.arange(2 + group.rank), torch.ones(2 + group.rank), 10)
-        if group.rank == 0:  # the one with two rows, which may be through before it is told
-            with contextlib.suppress(weft.WireError):
-                weft.sparse_all_reduce(rows)
-        else:
-            with pytest.raises(weft.WireError, match=r"rank 0 sent a statement.*is 99, of 10"):
-                weft.sparse_all_reduce(rows)
-
-    run(2, program)
-
-
-@pytest.mark.parametrize("several", [False, True])
-def test_a_combined_statement_that_leaves_a_rank_out_is_refused(several, monkeypatch):
-    """Else its rows would lie outside of what is allocated for all."""
-    monkeypatch.setattr(tables, "combined_statement", first)
-    monkeypatch.setattr(sparse_run, "combined", first)
-
-    def program(group):
-        rows = weft.Rows(torch.tensor([group.rank]), torch.ones(1), 99)
-        with pytest.raises(weft.WireError, match="sent a statement that cannot be read"):
-            weft.sparse_all_reduce([rows, rows] if several else rows)
-
-    run(18, program)
-
-
-def first(lower, upper):
-    return lower
-
-
-def test_who_lists_fewer_rows_than_it_said_is_named(monkeypatch):
-    """Its values were sent on before its list came, and would be taken for other rows'."""
-    module = importlib.import_module("weft.sparse.algorithms.gather")
-
-    def without_the_last(call, indices):
-        return send_list_to_all(call, indices[:-1] if call.group.rank == 1 else indices)
-
-    monkeypatch.setattr(module, "send_list_to_all", without_the_last)
-
-    def program(group):
-        rows = weft.Rows(torch.arange(4), torch.ones(4), 12)
-        if group.rank == 1:
-            with contextlib.suppress(weft.WireError):  # it may have all that it needs by then
-                weft.sparse_all_reduce(rows, algorithm="gather")
-        else:
-            with pytest.raises(weft.WireError, match="rank 1 sent 3 indices for its 4 rows"):
-                weft.sparse_all_reduce(rows, algorithm="gather")
-
-    run(3, program)
-
-
-def test_who_sends_rows_in_the_broadcast_of_another_is_named_as_in_all_errors(monkeypatch):
-    """Of a group of some ranks by the number that it has among all."""
-    some = [0, 2]
-    listener = broadcast.request_of_listener
-
-    def with_rows(wire_dtype):
-        request = listener(wire_dtype)
-        if threading.current_thread().name == "rank 2":
-            request.rows = weft.Rows(torch.arange(2), torch.ones(2))
-            request.highest = 1
-        return request
-
-    monkeypatch.setattr(broadcast, "request_of_listener", with_rows)
-
-    def program(group):
-        if group.rank in some:
-            rows = weft.Rows(torch.arange(3), torch.ones(3))
-            with pytest.raises(weft.WireError, match="rank 2 sent 2 rows, and has none to give"):
-                weft.sparse_broadcast(rows, group=group.subset(some))
-
-    run(3, program)
 
 
 @pytest.mark.parametrize(

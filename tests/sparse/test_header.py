@@ -13,18 +13,16 @@ from weft.sparse.header import Header
 from weft.testing import run
 
 ROWS = 600  # more than a header has points
-HIGHEST = 3 * (ROWS - 1)
-TOTAL, MOST, FEWEST, TOP = range(0, 32, 8)  # bytes at which the figures begin
-RATE = 32
-COUNT, WIDTH_OF_WEIGHTS = 40, 49
+TOTAL, _, FEWEST, _ = range(0, 32, 8)  # bytes at which the figures begin
+WIDTH_OF_WEIGHTS = 49
 POINTS = 64  # behind the fixed fields
 WEIGHTS = POINTS + 128  # points, as differences, take 1 byte each; so do weights
 
 
-def packed(*, carries=False, moves=False):
+def packed(*, carries=False):
     indices = 3 * torch.arange(ROWS)
     values = torch.ones(ROWS, 2) if carries else None
-    header = Header.of(indices, values=values, highest=HIGHEST if moves else None)
+    header = Header.of(indices, values=values)
     return header.pack()
 
 
@@ -46,71 +44,48 @@ def put_small(at, *numbers):
     return change
 
 
-def without_points(raw):
-    del raw[POINTS:]
-    struct.pack_into("<q2B", raw, COUNT, 0, 1, 1)
-
-
-OF_ALL = {  # whether it says where rows lie, has them, or is of unsorted ones
-    "more rows than it has": put(TOTAL, 1 << 40),
-    "another rank with more rows": put(TOTAL, 2 * ROWS, 2 * ROWS),
-    "another rank with fewer rows": put(FEWEST, 7),
-    "no index": put(TOP, -1),
+FIGURES = {
+    "more rows than there is memory for": put(TOTAL, 1 << 60),
+    "fewer rows than its own": put(TOTAL, ROWS - 1),
+    "a rank with fewer rows than the one with fewest": put(FEWEST, 2 * ROWS),
+    "a negative number": put(FEWEST, -7),
 }
-OF_SORTED = {
-    "fewer indices than rows": put(TOP, ROWS - 2),
-    "an index without rows": put(TOTAL, 0, 0, 0),
-}
-OF_DESCRIBED = {
-    "no points": without_points,
-    "other shares": put_small(WEIGHTS, 3, 6),
-    "points nearer than rows": put_small(POINTS, 0, 1),
-    "the last point too near the last index": put_small(POINTS + 127, 25),
+POINTLESS = {
+    "points that do not ascend": put_small(POINTS + 5, 0xFF),
+    "weights of other rows": put_small(WEIGHTS, 200),
 }
 
 
-FORMS = {
-    "described": OF_ALL | OF_SORTED | OF_DESCRIBED,
-    "carries": OF_ALL | OF_SORTED,
-    "moves": OF_ALL,
-}
+@pytest.mark.parametrize("what", FIGURES)
+@pytest.mark.parametrize("carries", [False, True])
+def test_figures_of_no_rows_are_refused(carries, what):
+    raw = packed(carries=carries)
+    assert Header.unpack(memoryview(raw), (2,)).total == ROWS
+    FIGURES[what](raw)
+    with pytest.raises(ValueError, match="it says"):
+        Header.unpack(memoryview(raw), (2,))
 
 
-@pytest.mark.parametrize(("form", "what"), [(form, what) for form in FORMS for what in FORMS[form]])
-def test_what_no_rank_has_alone_is_refused(form, what):
-    moves = form == "moves"
-    raw = packed(carries=form == "carries", moves=moves)
-
-    def read():
-        return Header.unpack(memoryview(raw), (2,), moves=moves, of_one=True)
-
-    assert read().total == ROWS
-    FORMS[form][what](raw)
-    why = "are not those of 600 rows" if what in OF_DESCRIBED else "which no rank has alone"
-    with pytest.raises(ValueError, match=why):
-        read()
+@pytest.mark.parametrize("what", POINTLESS)
+def test_points_of_other_rows_are_refused(what):
+    raw = packed()
+    POINTLESS[what](raw)
+    with pytest.raises(ValueError, match="its points do not"):
+        Header.unpack(memoryview(raw), (2,))
 
 
 def test_rows_come_without_a_width_of_weights():
     raw = packed(carries=True)
     raw[WIDTH_OF_WEIGHTS] = 1
     with pytest.raises(ValueError, match="its indices have 8 bytes"):
-        Header.unpack(memoryview(raw), (2,), of_one=True)
-
-
-@pytest.mark.parametrize("rate", [0, 41])
-def test_a_rate_that_no_link_has_is_refused(rate):
-    raw = packed()
-    raw[RATE] = rate
-    with pytest.raises(ValueError, match=f"it says a rate of {rate}"):
-        Header.unpack(memoryview(raw), (2,), of_one=True)
+        Header.unpack(memoryview(raw), (2,))
 
 
 @pytest.mark.parametrize("count", [0, 1, 100, 257, 100_000])
 def test_what_a_rank_says_of_its_rows_is_read(count):
     for indices in (torch.arange(count), torch.randperm(1 << 20)[:count].sort().values):
         raw = memoryview(Header.of(indices).pack())
-        assert Header.unpack(raw, of_one=True).pack() == raw
+        assert Header.unpack(raw).pack() == raw
 
 
 def test_who_says_more_rows_than_there_is_memory_for_is_named(monkeypatch):
@@ -118,7 +93,7 @@ def test_who_says_more_rows_than_there_is_memory_for_is_named(monkeypatch):
 
     def spoilt(header):
         is_of_1 = threading.current_thread().name == "rank 1"
-        return pack(header._replace(total=1 << 40) if is_of_1 else header)
+        return pack(header._replace(total=1 << 60) if is_of_1 else header)
 
     monkeypatch.setattr(Header, "pack", spoilt)
 

@@ -440,19 +440,6 @@ class Group:
         """Break the group for all ranks on account of what a peer did; the error to raise here."""
         return self.session.fail(self._ranks[peer], text)
 
-    def fail_if(self, wrong: Tensor, accuse: Callable[[], WireError | None]) -> None:
-        """Raise if a peer sent wrong data; on an accelerator, where nobody waits, a later call may.
-
-        Args:
-            wrong: one bool, on the device of the tensors.
-            accuse: makes the error, by `fail`.
-        """
-        watcher = self._route.watcher
-        if watcher is not None:
-            watcher.watch_flag(wrong, accuse)
-        elif wrong and (error := accuse()):
-            raise error
-
     def decode(self, peer: int, what: str, decode: Callable[..., T], *given: Any) -> T:
         """`decode(*given)`, which reads bytes that a peer sent.
 

@@ -15,7 +15,6 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
-from torch import Tensor
 
 from ..base.devices import claim_thread
 from ..base.errors import WireError
@@ -126,23 +125,6 @@ class Watcher:
                     raise
         self._queue.put(item)
 
-    def watch_flag(self, flag: Tensor, then: Callable[[], object]) -> None:
-        """Call `then` once the device has computed a flag, if it is set.
-
-        Args:
-            flag: one bool, on the device.
-            then: called by the thread.
-        """
-        pinned = not flag.is_cpu
-        on_host = torch.empty(flag.shape, dtype=flag.dtype, device="cpu", pin_memory=pinned)
-        on_host.copy_(flag, non_blocking=True)  # the host reads it when that is through
-
-        def then_if_set() -> None:
-            if on_host:
-                then()
-
-        self.watch(_Behind(flag), then_if_set)
-
     def end(self) -> None:
         """End the thread, once all is through."""
         self._queue.put(None)
@@ -194,18 +176,3 @@ def _is_through_in_time(item: _Item, session: Callable[[], Breakable | None], na
         time.sleep(pause)
         pause = min(2 * pause, longest)
     return True
-
-
-class _Behind:
-    """What the current stream of a tensor's device does by now; it holds the tensor."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._tensor = tensor
-        self._event = torch.Event(tensor.device)
-        self._event.record(torch.accelerator.current_stream(tensor.device))
-
-    def done(self) -> bool:
-        try:
-            return self._event.query()
-        except RuntimeError as error:
-            return "captur" not in str(error)  # a graph is recorded meanwhile: ask again

@@ -116,13 +116,12 @@ def survey(tables: Sequence[Tensor], points: int) -> list[Survey]:
     return reference.survey([indices.contiguous() for indices in tables], points)
 
 
-def lie_within(indices: Tensor, low: int, high: int, *, ascending: bool = True) -> bool:
+def lie_within(indices: Tensor, low: int, high: int) -> bool:
     """Whether no index is below `low` or above `high`, and each is above the one before it.
 
     Args:
         indices: 1-D, int32 or int64, contiguous.
         low, high: the least and the greatest that may be.
-        ascending: False: they may be in any order, several times.
 
     Example:
         >>> lie_within(torch.tensor([2, 7, 7]), 0, 9)
@@ -133,7 +132,7 @@ def lie_within(indices: Tensor, low: int, high: int, *, ascending: bool = True) 
     code = _code(indices)
     found = reference.scan(indices) if code is None else cpu.scan(code, indices)
     falls, repeats, least, greatest = found
-    return low <= least and greatest <= high and not (ascending and (falls or repeats))
+    return low <= least and greatest <= high and not (falls or repeats)
 
 
 def reduce(

@@ -58,22 +58,19 @@ def bytes_of(message: Tensor, most: int) -> int:
     return PREFIX + size
 
 
-def unpack(
-    message: Tensor, dtype: torch.dtype, span: tuple[int, int], room: Callable[[int], Tensor]
-) -> Tensor:
+def unpack(message: Tensor, dtype: torch.dtype, last: int, room: Callable[[int], Tensor]) -> Tensor:
     """The list that a peer sent: a view of the message where it was written plainly.
 
     Args:
         message: what `pack` made, or longer.
         dtype: of the indices.
-        span: no index is below the first of these, none above the second.
+        last: no index is above it.
         room: gives memory of so many bytes, for a list that was packed.
 
     Raises:
         ValueError: the message is damaged: it is no such list.
     """
     count, size, first = _PREFIX.unpack_from(message.numpy().data)
-    low, high = span
     # of so many bytes there are at most so many indices: no more memory is asked for
     if not 0 <= size <= len(message) - PREFIX or not 0 <= count <= 8 * size:
         raise ValueError(f"{count} indices in {size} bytes of a message of {len(message)}")
@@ -81,13 +78,13 @@ def unpack(
         if size != count * dtype.itemsize:
             raise ValueError(f"{count} indices of {dtype} in {size} bytes")
         indices = typed(message, (count,), dtype, PREFIX)
-        fine = kernels.lie_within(indices, low, high)
+        fine = kernels.lie_within(indices, 0, last)
     else:
         indices = typed(room(count * dtype.itemsize), (count,), dtype)
         packed = message[PREFIX : PREFIX + size]
-        fine = first >= low and kernels.decode(packed, first, high, indices)
+        fine = kernels.decode(packed, first, last, indices)
     if not fine:
-        raise ValueError(f"they are not {count} sorted, distinct indices from {low} to {high}")
+        raise ValueError(f"they are not {count} sorted, distinct indices from 0 to {last}")
     return indices
 
 

@@ -25,7 +25,7 @@ from .. import kernels
 from ..base.memory import memory_of, numbers_of, typed
 from ..call.statement import BODY
 from ..kernels import Survey
-from .rate import GUESS, MOST
+from .rate import GUESS
 from .rows import Rows
 
 POINTS = 128
@@ -138,31 +138,28 @@ class Header(NamedTuple):
         dtype: torch.dtype = torch.float32,
         *,
         moves: bool = False,
-        height: int | None = None,
-        counted: Header | None = None,
-        of_one: bool = False,
     ) -> Header:
-        """Read and check a header. Rows in it, of that shape and dtype, are views of `body`.
+        """Read a header. Rows in it, of that shape and dtype, are views of `body`.
 
         Args:
             body: what `pack` made, on another rank.
             row_shape, dtype: of the rows, if the header has rows.
             moves: whether the rows' indices may be in any order.
-            height: that all indices are below; None: it is unknown.
-            counted: one of those that a combined header is made of, if that is known.
-            of_one: whether it is the header of one rank, and not a combined one.
 
         Raises:
             ValueError, struct.error: the bytes are no valid header.
         """
         *figures, points, width, weight_width = _FIXED.unpack_from(body)
         header = cls(*figures)
-        header._check_figures(moves=moves, height=height, counted=counted, of_one=of_one)
+        if not 0 <= header.fewest <= header.most <= header.total < _MOST:
+            raise ValueError(f"it says {figures}")
         if points < 0:
             if weight_width or width not in (4, 8):
                 raise ValueError(f"its indices have {width} bytes")
             index = torch.int32 if width == 4 else torch.int64
-            rows = header._rows_in(body, index, row_shape, dtype, ascending=not moves)
+            rows = header._rows_in(body, index, row_shape, dtype)
+            if not moves and not kernels.lie_within(rows.indices, 0, header.highest):
+                raise ValueError(f"its indices do not ascend from 0 to {header.highest}")
             return header._replace(rows=rows)
         if points > _KEPT:
             raise ValueError(f"it has {points} points")
@@ -170,26 +167,7 @@ class Header(NamedTuple):
         gaps, weights = _longs_in(body[_FIXED.size :], lengths)
         header = header._replace(points=gaps.cumsum(), weights=weights)
         header._check_points()
-        if of_one and not moves and not header._describes_one_rank():
-            raise ValueError(f"its {points} points are not those of {header.total} rows")
         return header
-
-    def _check_figures(
-        self, *, moves: bool, height: int | None, counted: Header | None, of_one: bool
-    ) -> None:
-        """Raise ValueError if a header that `unpack` is asked for cannot have these figures."""
-        figures = [*self[:_FIELDS]]
-        counts_fit = 0 <= self.fewest <= self.most <= self.total < _MOST
-        if not counts_fit or self.highest < -1:
-            raise ValueError(f"it says {figures}")
-        if not 1 <= self.rate <= MOST:
-            raise ValueError(f"it says a rate of {self.rate}")
-        if height is not None and self.highest >= height:
-            raise ValueError(f"it says that an index is {self.highest}, of {height} rows")
-        if counted is not None and not self._counts(counted):
-            raise ValueError(f"it says {figures}, and leaves out this rank's rows")
-        if of_one and not self._fits_one_rank(moves=moves):
-            raise ValueError(f"it says {figures}, which no rank has alone")
 
     def _rows_in(
         self,
@@ -197,21 +175,17 @@ class Header(NamedTuple):
         index: torch.dtype,
         row_shape: tuple[int, ...],
         dtype: torch.dtype,
-        *,
-        ascending: bool,
     ) -> Rows:
         """The rows that follow the figures, as views of `body`.
 
         Raises:
-            ValueError: there are not so many, or their indices are not what the figures say.
+            ValueError: there are not so many.
         """
         start = _FIXED.size + -(-self.total * index.itemsize // _GRAIN) * _GRAIN  # of the values
         if start + self.total * math.prod(row_shape) * dtype.itemsize != len(body):
             raise ValueError(f"{self.total} rows in {len(body)} bytes")
         memory = torch.frombuffer(body, dtype=torch.uint8)
         indices = typed(memory, (self.total,), index, _FIXED.size)
-        if not kernels.lie_within(indices, 0, self.highest, ascending=ascending):
-            raise ValueError(f"its indices do not ascend from 0 to {self.highest}")
         return Rows(indices, typed(memory, (self.total, *row_shape), dtype, start))
 
     def _check_points(self) -> None:
@@ -247,31 +221,6 @@ class Header(NamedTuple):
         order = np.argsort(points, kind="stable")
         points, weights = _thinned(points[order], weights[order])
         return header._replace(points=points, weights=weights)
-
-    def _fits_one_rank(self, *, moves: bool) -> bool:
-        """Whether one rank may have these figures; with `moves` it may have an index twice."""
-        if not self.total == self.most == self.fewest:
-            return False
-        if not self.total:
-            return self.highest == -1
-        return self.highest >= (0 if moves else self.total - 1)
-
-    def _describes_one_rank(self) -> bool:
-        """Whether points may be those of one rank's rows, as `described` makes them."""
-        shares_of_points = np.diff(shares(self.total))
-        if not np.array_equal(self.weights, shares_of_points):
-            return False
-        if not self.total:
-            return True
-        # indices are distinct: so many fit between a point and the next, and behind the last one
-        steps = np.diff(self.points)
-        behind = self.highest - int(self.points[-1])
-        return bool((steps >= self.weights[:-1]).all()) and behind >= self.weights[-1] - 1
-
-    def _counts(self, one: Header) -> bool:
-        """Whether `one` may be among those that this header is combined of."""
-        rows = self.most >= one.most and self.fewest <= one.fewest and self.total >= one.total
-        return rows and self.highest >= one.highest
 
 
 def described(headers: Sequence[Header]) -> list[Header]:

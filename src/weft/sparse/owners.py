@@ -175,11 +175,6 @@ def owned_parts(header: Header, ranks: int, indices: Tensor) -> list[slice]:
     return slices_between(indices, balanced_bounds(header, ranks), header.highest)
 
 
-def spans(bounds: Sequence[int]) -> dict[int, tuple[int, int]]:
-    """The range of each rank, given all bounds."""
-    return dict(enumerate(pairwise(bounds)))
-
-
 class SparseReduceScatter:
     """Sends this rank's rows to their owners, and receives and sums the rows that this rank owns.
 
@@ -215,7 +210,7 @@ class SparseReduceScatter:
         self._rows = rows
         self._indices = rows.indices.to(call.wire_index)
         self._part = rows.parts(self._indices, bounds, highest)
-        self._span = spans(bounds)[self.owner]
+        self._span = bounds[self.owner], bounds[self.owner + 1]
         owns = [low < high and low <= highest for low, high in pairwise(bounds)]
         self._owners = [peer for peer in group.peers if owns[peer]]
         self._sources = group.peers if owns[self.owner] else []
@@ -224,8 +219,7 @@ class SparseReduceScatter:
     def start(self) -> None:
         """Send each owner the list of its indices, and the first of its values."""
         lists = {peer: self._indices[self._part[peer]] for peer in self._owners}
-        ranges = dict.fromkeys(self._sources, self._span)
-        self._lists = exchange_lists(self._call, lists, self._sources, ranges)
+        self._lists = exchange_lists(self._call, lists, self._sources)
         ends = {peer: self._end_of_first(self._part[peer]) for peer in self._owners}
         self._send({peer: (self._part[peer].start, end) for peer, end in ends.items()})
         self._rest = {peer: (end, self._part[peer].stop) for peer, end in ends.items()}

@@ -106,7 +106,10 @@ def begin(
         with opened(group, name, fields, request.error, header.pack(), combined) as opening:
             # from here on every rank knows the same of the call
             request = _informed(request, opening)
-            headers = _read_headers(opening, request, header, is_direct(group))
+            known = header if is_direct(group) and header.total else None
+            unpack = partial(Header.unpack, moves=request.moves)
+            shape = tuple(request.rows.row_shape)
+            headers = opening.read(unpack, shape, request.dtype, own=known)
             call = _call_of(group, request, trouble, opening.fields, headers)
             own.row_shape = call.row_shape
             staying = not on_host(call.given.values)
@@ -199,24 +202,6 @@ def _device_of(kind: str) -> torch.device:
     if device.type != kind:
         raise RuntimeError(f"rows come on {kind}, of which this rank uses none: set a device first")
     return device
-
-
-def _read_headers(opening: Opening, request: Request, own: Header, direct: bool) -> list[Header]:
-    """The headers that came: of each rank or, where they are combined, one of all.
-
-    Raises:
-        WireError: a rank sent none.
-    """
-    rows = request.rows
-    unpack = partial(
-        Header.unpack,
-        moves=request.moves,
-        height=rows.height,
-        counted=None if direct else own,
-        of_one=direct,
-    )
-    known = own if direct and own.total else None  # without rows it may not know their shape
-    return opening.read(unpack, tuple(rows.row_shape), request.dtype, own=known)
 
 
 def _call_of(

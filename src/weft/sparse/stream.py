@@ -52,13 +52,9 @@ Source = Callable[[int, int], Iterable[Tensor]]
 """Given two row numbers, yields the values of a rank's rows between them, in pieces. Calls must be
 in the order of the rows."""
 
-Spans = Mapping[int, tuple[int, int]]
-"""By rank an index range: its first index, and its end, which is not in it."""
-
 Runs = Sequence[Sequence[slice]]
 """For each rank the runs in which its rows are sent, in their order; together they are all."""
 
-_ANYWHERE: Spans = {}
 _SLOTS = 8  # chunks that one inflow has posted ahead, at most
 _WINDOW = 48 << 20  # bytes that all inflows of a rank have posted ahead, at least 2 chunks each
 
@@ -88,13 +84,11 @@ class Lists(abc.ABC):
         call: Call,
         lists: Mapping[int, Tensor],
         sources: Sequence[int],
-        spans: Spans = _ANYWHERE,
     ) -> None:
         """See `exchange_lists`."""
         self._call = call
         self._lists = lists
         self._sources = sources
-        self._spans = spans
 
     @abc.abstractmethod
     def start(self) -> Self:
@@ -109,35 +103,31 @@ class Lists(abc.ABC):
         """Wait until all own lists are sent, then give back the memory."""
 
 
-def exchange_lists(
-    call: Call, lists: Mapping[int, Tensor], sources: Sequence[int], spans: Spans = _ANYWHERE
-) -> Lists:
+def exchange_lists(call: Call, lists: Mapping[int, Tensor], sources: Sequence[int]) -> Lists:
     """Begin to send index lists to some peers, and to receive index lists from some; collective.
 
     Args:
         call: the call this is for.
         lists: what to send, by peer.
         sources: the peers that send a list to this rank.
-        spans: for some sources the range in which their indices must lie; else it is any.
 
     Returns:
         The lists under way.
     """
     if call.sizes.at_once:  # where who posts a receive has to know how long its message is
-        return _ListsOfKnownLength(call, lists, sources, spans).start()
-    return IndexLists(call, lists, sources, spans).start()
+        return _ListsOfKnownLength(call, lists, sources).start()
+    return IndexLists(call, lists, sources).start()
 
 
-def send_list_to_all(call: Call, indices: Tensor, spans: Spans = _ANYWHERE) -> Lists:
+def send_list_to_all(call: Call, indices: Tensor) -> Lists:
     """Begin to send this rank's index list to all others, and to receive theirs; collective.
 
     Args:
         call: the call this is for.
         indices: this rank's list, in the dtype `call.wire_index`.
-        spans: as for `exchange_lists`.
     """
     peers = call.group.peers
-    return exchange_lists(call, dict.fromkeys(peers, indices), peers, spans)
+    return exchange_lists(call, dict.fromkeys(peers, indices), peers)
 
 
 class _ListsOfKnownLength(Lists):
@@ -180,8 +170,8 @@ class _ListsOfKnownLength(Lists):
         dtype = self._call.wire_index
         received = zip(self._counts.items(), self._pending.wait(), strict=True)
         lists = {peer: typed(memory, (count,), dtype) for (peer, count), memory in received}
-        # on an accelerator the host does not look, and lists may have indices of other ranges
-        if not self._call.sizes.staying and (error := wrong_list(self._call, lists, self._spans)):
+        # on an accelerator the host does not look
+        if not self._call.sizes.staying and (error := wrong_list(self._call, lists)):
             raise error
         return lists
 
@@ -237,10 +227,9 @@ class IndexLists(Lists):
         return lists
 
     def _unpacked(self, peer: int, message: Tensor) -> Tensor:
-        places = self._call.sizes.places
-        low, high = self._spans.get(peer, (0, places))
-        span = low, min(high, places) - 1
-        return self._read(peer, codec.unpack, message, self._call.wire_index, span, self._room)
+        call = self._call
+        last = call.sizes.places - 1
+        return self._read(peer, codec.unpack, message, call.wire_index, last, self._room)
 
     def _read(self, peer: int, decode: Callable[..., T], *arguments: Any) -> T:
         return self._call.group.decode(peer, "an index list", decode, *arguments)
@@ -314,21 +303,13 @@ def ascending(call: Call, lists: Mapping[int, Tensor]) -> Iterator[None]:
         raise (wrong_list(call, lists) or error) from error
 
 
-def wrong_list(
-    call: Call, lists: Mapping[int, Tensor], spans: Spans = _ANYWHERE, *, ascending: bool = True
-) -> WireError | None:
-    """The error if one of these lists is invalid, else None.
-
-    A list is invalid if it does not ascend, or has an index that no header announced, or one
-    outside of the span of its rank.
-    """
-    places = call.sizes.places
+def wrong_list(call: Call, lists: Mapping[int, Tensor]) -> WireError | None:
+    """The error if one of these lists does not ascend, or has an index that no header announced."""
+    last = call.sizes.places - 1
     for peer, indices in lists.items():
-        low, end = spans.get(peer, (0, places))
-        last = min(end, places) - 1
-        if not kernels.lie_within(indices, low, last, ascending=ascending):
+        if not kernels.lie_within(indices, 0, last):
             name = call.group.rank_in_errors(peer)
-            text = f"rank {name} sent indices that are out of order, or not from {low} to {last}"
+            text = f"rank {name} sent indices that are out of order, or not from 0 to {last}"
             return call.group.fail(peer, text)
     return None
 
@@ -552,16 +533,7 @@ def lay_out(call: Call, lists: Sequence[Tensor]) -> tuple[Rows, list[Tensor]]:
         The result, in which no sums are yet, and the part of its values for each list.
     """
     result = call.result_at(*lists)
-    indices = result.indices
     places = consecutive(map(len, lists))
-    if call.sizes.staying and indices.numel():  # else they were looked at when they came
-        wrong = (indices[1:] <= indices[:-1]).any() | (indices[0] < 0)
-        wrong |= indices[-1] >= call.sizes.places
-        # each with the last index before it, which must be below
-        looked_at = {
-            rank: indices[max(0, part.start - 1) : part.stop] for rank, part in enumerate(places)
-        }
-        call.group.fail_if(wrong, lambda: wrong_list(call, looked_at))
     return result, [result.values[part] for part in places]
 
 
@@ -586,15 +558,14 @@ class Share:
         self._among = among or call
         self._is_of_all = self._among is call
 
-    def send_list(self, indices: Tensor, bounds: Spans) -> None:
+    def send_list(self, indices: Tensor) -> None:
         """Send the list of what this rank sums to the others, and begin to receive theirs.
 
         Args:
             indices: the list, in the dtype `call.wire_index`.
-            bounds: the range of each rank.
         """
         self._own = indices
-        self._lists = send_list_to_all(self._among, indices, bounds)
+        self._lists = send_list_to_all(self._among, indices)
 
     def receive_lists(self) -> list[Tensor]:
         """Wait for the lists of the others; what each rank sums, in rank order."""

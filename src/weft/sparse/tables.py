@@ -33,7 +33,7 @@ from ..base.errors import WeftError, summed_up
 from ..base.memory import fresh
 from ..base.tensors import as_bytes, shape_in
 from ..call.combining import opening_rounds
-from ..call.opening import is_direct, opened
+from ..call.opening import opened
 from ..call.statement import BODY, Bytes
 from ..group.group import Group
 from . import explanation, run
@@ -364,9 +364,7 @@ def _stated(group: Group, requests: Sequence[Request], error: str | None, name: 
     for start in _first_tables(requests):
         body = mine[start : start + _MOST].view(np.uint8).data
         with opened(group, name, fields, error, body, combined_statement) as opening:
-            # a combined statement counts this rank's own rows
-            least = None if is_direct(group) else mine[start : start + _MOST]["highest"]
-            statements.append(_together(opening.read(_read, body.nbytes, least)))
+            statements.append(_together(opening.read(_read, body.nbytes)))
     stated = np.concatenate(statements)
     if stated["odd"].any():
         table = int(stated["odd"].argmax())
@@ -408,19 +406,13 @@ def _sparse_shape(request: Request) -> str:
     return summed_up(f" of {shape}", _SHOWN, f" of {len(shape)} dimensions")
 
 
-def _read(body: memoryview, nbytes: int, least: NDArray[np.int64] | None = None) -> _Tables:
-    """Read and check a statement; no table's highest index is below `least`.
-
-    Raises:
-        ValueError: the statement is invalid.
-    """
+def _read(body: memoryview, nbytes: int) -> _Tables:
+    """Read a statement. Raises ValueError if it is none of so many bytes."""
     tables: _Tables = np.frombuffer(body, _TABLE)
     for text in set(tables["shape"].tolist()):
         shape_in(text.decode())
     if len(body) != nbytes or (tables["highest"] < -1).any():
         raise ValueError(f"{len(tables)} tables, of which some are none")
-    if least is not None and (tables["highest"] < least).any():
-        raise ValueError("a table ends before this rank's rows")
     return tables
 
 

@@ -17,8 +17,6 @@ Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms" (JPDC 2009), secti
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -84,7 +82,6 @@ def gather(rows: LocalRows, call: Call) -> Rows:
             ring.send(piece)
         if runs is None:
             runs = in_rank_order(call, lists, indices)
-        _check(call, runs, counts)
         union = united(call, dict(enumerate(runs)))
         result = call.result_at(union.indices)
         sources = [ring.source(rank) for rank in range(group.size)]
@@ -94,11 +91,3 @@ def gather(rows: LocalRows, call: Call) -> Rows:
         ring.finish()
     lists.release()
     return result
-
-
-def _check(call: Call, runs: Sequence[Tensor], counts: Sequence[int]) -> None:
-    """Raise WireError if a rank has sent a list of another length than it said."""
-    for rank, (run, count) in enumerate(zip(runs, counts, strict=True)):
-        if len(run) != count:
-            name = call.group.rank_in_errors(rank)
-            raise call.group.fail(rank, f"rank {name} sent {len(run)} indices for its {count} rows")

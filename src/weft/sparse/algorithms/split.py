@@ -58,7 +58,6 @@ from ..owners import (
     bounds_of_equal_sums,
     header_of_blocks,
     owned_parts,
-    spans,
 )
 from ..registry import algorithm
 from ..rows import Rows
@@ -109,7 +108,7 @@ def _summed_by_all(rows: LocalRows, call: Call) -> Rows:
     scatter.receive_lists()
 
     # what will be summed here is told to all, ahead of the bulk of the values
-    share.send_list(scatter.indices, spans(bounds))
+    share.send_list(scatter.indices)
     scatter.send_rest()
 
     # now the result's size is known, and the place of everybody's sums in it; these go to all
@@ -245,7 +244,7 @@ class _Onward:
         Returns:
             Where this rank's sums belong in the result.
         """
-        self._share.send_list(indices, spans(self._between.bounds))
+        self._share.send_list(indices)
         lists = self._share.receive_lists()
         runs = [self._between.runs(place, each, self._block) for place, each in enumerate(lists)]
         self._runs = runs[self._place]

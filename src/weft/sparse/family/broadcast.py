@@ -155,10 +155,6 @@ def sparse_broadcast(
         is_async = truth("async_op", async_op)
 
     def schedule(own: LocalRows, call: Call) -> tuple[str, Rows]:
-        for rank, count in enumerate(call.counts):
-            if count and rank != src:
-                name = group.rank_in_errors(rank)
-                raise group.fail(rank, f"rank {name} sent {count} rows, and has none to give")
         if group.size > 2 and not (call.sizes.at_once or call.sizes.on_one_host):
             call = call.with_sizes(call.sizes.but(chunk=min(call.sizes.chunk, _CHUNK)))
         return joined(own, call, [call.sizes.total * (rank == src) for rank in range(group.size)])

@@ -12,7 +12,6 @@ gather; here of sparse rows.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any, Literal, overload
 
@@ -30,7 +29,7 @@ from ...group.worker import Work
 from ..call import Call
 from ..forms import Form, Reduction
 from ..local_rows import LocalRows
-from ..owners import balanced_bounds, reduce_to_owners, spans
+from ..owners import balanced_bounds, reduce_to_owners
 from ..record import started
 from ..registry import ALONE, EAGER
 from ..request import Request
@@ -162,14 +161,14 @@ def _by_owners(rows: LocalRows, call: Call, dst: int) -> Rows:
         bounds = balanced_bounds(call.header, call.group.size)
         sums = reduce_to_owners(rows, call, bounds, place)
         if call.group.rank == dst:
-            return _gather_sums(sums, call, bounds)
+            return _gather_sums(sums, call)
         return _send_sums(sums, call, dst)
 
 
-def _gather_sums(sums: Rows, call: Call, bounds: Sequence[int]) -> Rows:
+def _gather_sums(sums: Rows, call: Call) -> Rows:
     """Receive the index lists of all others, then their sums where these belong in the result."""
     group = call.group
-    exchange = exchange_lists(call, {}, group.peers, spans(bounds))
+    exchange = exchange_lists(call, {}, group.peers)
     result, parts = lay_out(call, in_rank_order(call, exchange, sums.indices))
     parts[group.rank].copy_(sums.values)
     recvs = [(peer, chunk) for peer in group.peers for chunk in chunks(call, parts[peer])]
