@@ -40,12 +40,24 @@ from torch.nn.parallel import DistributedDataParallel
 import weft
 import weft.ddp
 import weft.nn
-from faults import DDP, DEADLINE, DENSE, PATIENCE, SIZES, Cell, Result, named_in
-from goals import NETLAB
+from faults import (
+    DDP,
+    DEADLINE,
+    DENSE,
+    HERE,
+    IN_INIT,
+    PATIENCE,
+    RIGHT,
+    SIZES,
+    Cell,
+    Result,
+    named_in,
+)
 from weft.base.pace import patient
 from weft.testing import gloo_of_one_thread
 
 START = 60.0  # seconds in which all ranks make their first calls
+NETLAB = HERE.parent / "tools" / "netlab"
 ENDS = 30.0  # seconds in which a process ends by itself
 _NEW_NETWORK = 0x40000000  # CLONE_NEWNET
 
@@ -207,11 +219,18 @@ def program(cell: Cell, rank: int, say: Callable[..., None], order: int) -> None
     try:
         with contextlib.ExitStack() as stack:
             if cell.wire != "gloo":
+                in_init = cell.collective == "init"
+                if in_init:
+                    say("ready")
                 # as programs do: the block names who is to blame for an error of gloo's
-                group = stack.enter_context(weft.init(timeout=START))
-                group.set_timeout(DEADLINE)  # many ranks on few cores take longer to start
+                # many ranks on few cores take longer to start than a wait may last
+                group = stack.enter_context(weft.init(timeout=IN_INIT if in_init else START))
+                group.set_timeout(DEADLINE)
             try:
-                calls_until_failure(cell, rank, say, order)
+                if cell.collective == "part":
+                    calls_of_a_part(cell, group, say)
+                else:
+                    calls_until_failure(cell, rank, say, order)
             except weft.WireError as error:
                 failed(error)
     except Failure:
@@ -226,8 +245,37 @@ def program(cell: Cell, rank: int, say: Callable[..., None], order: int) -> None
 
 
 def say_error(say: Callable[..., None], error: Exception) -> None:
-    culprit = getattr(error, "culprit", None)
-    say("error", culprit=culprit, text=f"{type(error).__name__}: {error}")
+    # those that have no such attribute blame a rank's program, in words alone
+    named = {"culprit": error.culprit} if isinstance(error, weft.WireError) else {}
+    say("error", text=f"{type(error).__name__}: {error}", **named)
+
+
+def calls_of_a_part(cell: Cell, group: weft.Group, say: Callable[..., None]) -> None:
+    """Some of the ranks make calls, while something happens to another."""
+    rank, most = group.rank, cell.ranks - 1
+    rows = coo(rank, 10, 8)
+    if cell.fault == "bystander":
+        weft.barrier()
+        say("ready")
+        say("fault")
+        if rank == 0:
+            weft.sparse_all_reduce(rows, group=group.subset([0, cell.victim]))
+        elif rank == most:
+            ctypes.PyDLL(None).usleep(int(4 * DEADLINE * 1e6))  # it keeps Python's lock
+        else:
+            time.sleep(4 * DEADLINE)
+        return
+    part = group.split(range(1, cell.ranks))
+    weft.barrier()
+    say("ready")
+    if part is None:
+        if cell.fault == "rank 0 killed":
+            time.sleep(3600)
+        return
+    # for longer than a wait may last, unless a call raises
+    for _ in range(40):
+        weft.sparse_all_reduce(rows, group=part)
+        time.sleep(DEADLINE / 20)
 
 
 def calls_until_failure(cell: Cell, rank: int, say: Callable[..., None], order: int) -> None:
@@ -238,7 +286,8 @@ def calls_until_failure(cell: Cell, rank: int, say: Callable[..., None], order: 
         call = calls_of(rank, cell.ranks)[cell.collective]
     for _ in range(4):  # what is different in the first calls is over
         call()
-    say("ready")
+    if cell.collective != "init":
+        say("ready")
     while True:
         if rank == cell.victim and select.select([order], [], [], 0)[0]:
             os.read(order, 1)
@@ -326,8 +375,6 @@ class Lane:
             "GLOO_SOCKET_IFNAME": "eth0" if cut else "lo",
             "TMPDIR": str(folder / f"tmp{rank}"),
         }
-        if cell.wire == "torch":
-            os.environ["WEFT_WIRE"] = "torch"
         if cell.wire == "tcp":
             os.environ["WEFT_HOST"] = str(rank)
 
@@ -337,6 +384,14 @@ class Lane:
         match cell.fault:
             case "kill":
                 os.kill(job.pids[cell.victim], signal.SIGKILL)
+            case "rank 0 killed":
+                os.kill(job.pids[0], signal.SIGKILL)
+            case "rank 0 gone":
+                job.hear(patient(PATIENCE), lambda: 0 in job.of("end"))
+                at = time.monotonic()
+                os.kill(job.pids[cell.victim], signal.SIGKILL)
+            case "bystander" | "others leave":
+                pass
             case "freeze":
                 os.kill(job.pids[cell.victim], signal.SIGSTOP)
             case "cut":
@@ -385,6 +440,11 @@ class Job:
         if not failed:
             late = DEADLINE + patient(PATIENCE)
             self.hear(late, lambda: must <= self.of("error").keys() | self._status.keys())
+        survivors = set(range(cell.ranks)) - {cell.victim}
+        if cell.fault in RIGHT:  # what they still raise comes before they end
+            self.hear(ENDS, lambda: survivors <= self._status.keys())
+            result.wrong = sorted(self.of("error"))
+            result.texts = {rank: line["text"] for rank, line in self.of("error").items()}
         raised = {rank: line for rank, line in self.of("error").items() if rank in must}
         result.hangs = sorted(must - raised.keys())
         result.seconds = round(max([0.0, *(line["at"] - at for line in raised.values())]), 3)
@@ -392,12 +452,14 @@ class Job:
             result.texts[rank] = line["text"]
             if cell.fault == "cut" and rank == cell.victim and cell.ranks == 2:
                 continue  # two ranks that do not hear each other cannot know who is cut off
-            named = named_in(line["text"], rank) if line["culprit"] is None else {line["culprit"]}
-            if not named:
+            named = {line["culprit"]} if "culprit" in line else named_in(line["text"], rank)
+            if not named or named == {None}:
                 result.nobody.append(rank)
-            elif cell.victim not in named:
+            elif cell.culprit not in named:
                 result.wrong.append(rank)
         ends = set(raised) | ({cell.victim} if cell.fault in ("exception", "exit") else set())
+        ends |= survivors if cell.fault in RIGHT else set()
+        ends |= {0} if cell.fault in ("others leave", "rank 0 gone") else set()
         self.hear(ENDS, lambda: ends <= self._status.keys())
         for rank in sorted(ends):
             well = {"exception": 1, "exit": 3}.get(cell.fault, 0) if rank == cell.victim else 0
