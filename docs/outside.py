@@ -1,7 +1,9 @@
-"""Pages of the site whose text lies elsewhere in the repository: examples, changelog, contributing.
+"""Pages of the site whose text lies elsewhere in the repository, and the links of all pages.
 
 A hook of mkdocs (`hooks` in mkdocs.yml); not a page, so it is left out of the site. Each README of
-`examples/` becomes a page with its programs below it, and `examples/index.md` lists them all.
+`examples/` becomes a page with its programs below it, and `examples/index.md` lists them all. All
+pages link to files of the repository, as a clone or a forge shows them; in the site these links
+lead to the pages that the files have become, or to the repository.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from mkdocs.config.defaults import MkDocsConfig
     from mkdocs.structure.files import Files
+    from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = sorted(path.parent.name for path in ROOT.glob("examples/*/README.md"))
@@ -27,6 +30,7 @@ SOURCES = {
 }
 """The pages, each with the file that its text is in."""
 
+_FROM_ELSEWHERE = re.compile(r'<(?:script|img|iframe)\b[^>]* src="((?:https?:)?//[^"]*)"')
 _LINK = re.compile(r"\]\((?!\w+:|#)([^)#\s]+)(#[^)\s]*)?\)")
 
 
@@ -35,7 +39,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     from mkdocs.structure.files import File  # tests read the tables above without mkdocs
 
     for page, source in SOURCES.items():
-        text = with_links_of_the_site(page, source, config.repo_url)
+        text = (ROOT / source).read_text(encoding="utf-8")
+        text = with_links_of_the_site(text, page, source, config.repo_url)
         if source.startswith("examples/"):
             text += _programs(Path(source).parent)
         files.append(File.generated(config, page, content=text))
@@ -46,9 +51,37 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     return files
 
 
-def with_links_of_the_site(page: str, source: str, repository: str) -> str:
-    """A file's text, whose links to other files lead to their pages, or to the repository."""
-    pages = {file: page for page, file in SOURCES.items()}
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """The text of a page of `docs/`, with links of the site."""
+    path = page.file.src_uri
+    if page.file.generated_by is not None:  # above, with such links
+        return markdown
+    return with_links_of_the_site(markdown, path, f"docs/{path}", config.repo_url)
+
+
+def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
+    """Refuse a page whose scripts or pictures another host has: the site serves without a network.
+
+    Raises:
+        PluginError: it has one.
+    """
+    from mkdocs.exceptions import PluginError
+
+    if found := _FROM_ELSEWHERE.search(output):
+        raise PluginError(f"{page.file.src_uri} loads {found[1]}: bring it into docs/")
+    return output
+
+
+def with_links_of_the_site(text: str, page: str, source: str, repository: str) -> str:
+    """A page's text, whose links to files lead to their pages, or to the repository.
+
+    Args:
+        text: what the file has.
+        page: where it is in the site.
+        source: where it is in the repository.
+        repository: its address.
+    """
+    pages = {file: page for page, file in SOURCES.items()} | {"examples": GALLERY}
     folder = PurePosixPath(source).parent.as_posix()
 
     def link(match: re.Match[str]) -> str:
@@ -64,7 +97,7 @@ def with_links_of_the_site(page: str, source: str, repository: str) -> str:
             return f"]({repository}/blob/main/{target}{anchor})"
         return f"]({relpath(place, PurePosixPath(page).parent)}{anchor})"
 
-    return _LINK.sub(link, (ROOT / source).read_text(encoding="utf-8"))
+    return _LINK.sub(link, text)
 
 
 def _programs(folder: Path) -> str:
