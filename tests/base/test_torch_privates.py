@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.autograd import forward_ad
 from torch.distributed import distributed_c10d
 
 import weft
@@ -22,7 +21,6 @@ from weft.base._torch import (
     backward_id,
     gloo_group,
     group_named,
-    in_forward_mode,
     is_wrapped,
     store_of,
     timeout_of,
@@ -74,23 +72,6 @@ def test_transforms_are_seen_and_left(
 def test_what_cannot_be_left(monkeypatch: pytest.MonkeyPatch) -> None:
     without(monkeypatch, "_no_modes", "_no_transforms")
     assert without_modes(torch.empty) is without_transforms(torch.empty) is torch.empty
-
-
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # torch's own make_dual
-@pytest.mark.parametrize("name", ["_current_level", "of another torch"])
-def test_forward_mode(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if name != "_current_level":
-        monkeypatch.setattr(_torch, "forward_ad", Renamed())
-    assert not in_forward_mode()
-    with forward_ad.dual_level():
-        assert in_forward_mode()
-    assert not in_forward_mode()
-
-
-class Renamed:
-    """`torch.autograd.forward_ad` with its public functions alone."""
-
-    make_dual = staticmethod(forward_ad.make_dual)
 
 
 @pytest.mark.parametrize("missing", [(), ("_frames",)])

@@ -16,7 +16,6 @@ from weft.base.tensors import as_bytes
 from weft.comm import staging
 from weft.comm.named import of_module
 from weft.group import default
-from weft.nn import autograd
 from weft.schedules import dense
 from weft.testing import run, spmd
 from weft.testing.checked_rounds import CheckedRounds
@@ -146,8 +145,7 @@ def test_a_manifest_says_what_is_on_an_accelerator():
 
 @spmd(2, on=("threads",))
 def test_the_capture_of_a_graph_is_refused(group, monkeypatch):
-    for place in (staging, autograd):
-        monkeypatch.setattr(place, "is_capturing", lambda device: True)
+    monkeypatch.setattr(staging, "is_capturing", lambda device: True)
     for name in ("all_to_all", "all_reduce", "exchange", "sync", "nn"):
         with pytest.raises(weft.WeftError, match="CUDA graph"):
             CALLS[name](2, 4)

@@ -89,33 +89,6 @@ def test_scaling_leaves_the_callers_gradient_alone(group, layer):
     (y.relu_() * 2).sum().backward()  # the result may be changed in place
 
 
-@spmd(2, on=("processes",))  # forward mode has one level for all threads of a process
-def test_scaling_under_torch_func_and_in_forward_mode(group):
-    layer = AllGather(grid(2), (0,), scale_backward=4)
-    plain = AllGather(grid(2), (0,))
-    x = draw(group.rank, 3, 2, dtype=torch.float64)
-
-    def loss_of(layer):
-        return lambda x: layer(x).square().sum()
-
-    right = torch.func.grad(loss_of(plain))(x) / 4
-    torch.testing.assert_close(torch.func.grad(loss_of(layer))(x), right)
-    columns = torch.func.vmap(torch.func.grad(loss_of(layer)), in_dims=1, out_dims=1)(x)
-    torch.testing.assert_close(columns, right)
-    leaf = x.clone().requires_grad_()
-    torch.func.vmap(layer, in_dims=1)(leaf).square().sum().backward()
-    torch.testing.assert_close(leaf.grad, right)
-    with warnings.catch_warnings(), torch.autograd.forward_ad.dual_level():
-        # torch's own, when forward mode is used first
-        warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated")
-        torch.autograd.forward_ad.make_dual(x, x)
-    value, tangent = torch.func.jvp(layer, (x,), (x,))  # which is not divided: it goes forward
-    torch.testing.assert_close(tangent, value)
-    with torch.autograd.forward_ad.dual_level():
-        y = layer(torch.autograd.forward_ad.make_dual(leaf, x))
-        torch.testing.assert_close(torch.autograd.forward_ad.unpack_dual(y).tangent, y.detach())
-
-
 @spmd(2, on=("threads",))
 def test_scaling_of_a_broadcast(group):
     x = torch.ones(1, 2, requires_grad=True) if group.rank == 0 else zero_volume_tensor()

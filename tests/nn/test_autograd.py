@@ -146,150 +146,48 @@ def test_gradcheck_of_torch(group):
         assert torch.autograd.gradgradcheck(lambda x, layer=layer: layer(x).sin(), x)
 
 
-@spmd(
-    2, on=("processes",)
-)  # a process has one level of forward-mode differentiation for all threads
-def test_forward_mode(group):
+def in_forward_mode(layer, x):
+    with forward_ad.dual_level():
+        return layer(forward_ad.make_dual(x, x))
+
+
+def of_several_at_once(layer, x):
+    """torch makes of several gradients one that stands for all."""
+    x = x.detach().requires_grad_()
+    y = layer(x)
+    return torch.autograd.grad(y, x, torch.ones(2, *y.shape).to(x), is_grads_batched=True)
+
+
+TRANSFORMS = {
+    "grad": lambda layer, x: torch.func.grad(lambda x: layer(x).sum())(x),
+    "vjp": lambda layer, x: torch.func.vjp(layer, x),
+    "vmap": lambda layer, x: torch.func.vmap(layer)(torch.stack([x, x])),
+    "vmap of grad": lambda layer, x: torch.func.vmap(TRANSFORMS["grad"], (None, 0))(layer, x[None]),
+    "jacrev": lambda layer, x: torch.func.jacrev(layer)(x),
+    "jvp": lambda layer, x: torch.func.jvp(layer, (x,), (x,)),
+    "jacfwd": lambda layer, x: torch.func.jacfwd(layer)(x),
+    "forward mode": in_forward_mode,
+    "gradients in a batch": of_several_at_once,
+}
+REFUSED = (
+    r"rank \d: AllGather.* (a transform such as torch.func.grad|has a tangent of forward-mode)"
+)
+
+
+@pytest.mark.parametrize("extent", [3, 3000])  # in the handshake, or in messages
+@pytest.mark.parametrize("what", TRANSFORMS)
+@spmd(2, on=("processes",))  # a process has one level of forward mode for all threads
+def test_what_a_layer_would_lose_is_an_error_on_every_rank(group, what, extent):
     layer = nn.AllGather(weft.Partition(2), 0)
-    x, t = data(group, 3), data(group, 3) * 2
-    with warnings.catch_warnings(), forward_ad.dual_level():
-        # torch uses what it calls deprecated
+    x = data(group, extent)
+    with warnings.catch_warnings():  # torch uses what it calls deprecated
         warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated")
-        dual = forward_ad.make_dual(x, t) if group.rank else x  # rank 0 has no tangent
-        y, tangent = forward_ad.unpack_dual(layer(dual))
-    assert torch.equal(y, layer(x))
-    assert torch.equal(tangent, layer(t * group.rank))
-    y, tangent = torch.func.jvp(layer, (x,), (t,))
-    assert torch.equal(y, layer(x)) and torch.equal(tangent, layer(t))
-
-
-@spmd(2, on=THREADS)
-def test_transforms(group):
-    layer = nn.AllGather(weft.Partition(2), 0)
-    x = data(group, 3)
-    grad = torch.func.grad(lambda x: layer(x).square().sum())(x)
-    assert torch.allclose(grad, 4 * x)
-    many = data(group, 5, 3)
-    y = torch.func.vmap(layer)(many)
-    assert torch.equal(y, torch.stack([layer(each) for each in many]))
-    y = torch.func.vmap(layer, in_dims=1, out_dims=1)(many.t())
-    assert torch.equal(y, torch.stack([layer(each) for each in many], 1))
-    grads = torch.func.vmap(torch.func.grad(lambda x: layer(x).square().sum()))(many)
-    assert torch.allclose(grads, 4 * many)
-    jacobian = torch.func.jacrev(lambda x: layer(x) ** 2)(x)
-    mine = jacobian[3 * group.rank : 3 * group.rank + 3]
-    assert jacobian.shape == (6, 3) and torch.allclose(mine.diagonal(), 4 * x)
-
-
-@spmd(2, on=THREADS)
-def test_vmap_along_dimensions_counted_from_the_last(group):
-    layer = nn.AllToAll(weft.Partition(2), (-2, -1), along=0)
-    x = data(group, 5, 2, 6)
-    assert torch.equal(torch.func.vmap(layer)(x), torch.stack([layer(each) for each in x]))
-
-
-@spmd(2, on=THREADS)
-def test_vmap_on_one_rank_alone_is_an_error_on_all(group):
-    """Though the tensors would fit together: the other rank's has the shape that vmap makes."""
-    layer, many = nn.AllSumReduce(weft.Partition(2), 0), data(group, 5, 3)
-    one = many.t().contiguous()
-    for alone in (0, 1):
-        for _ in range(2):  # as news, and as what was expected from the call before
-            assert torch.equal(layer(one), torch.func.vmap(layer)(many).t())
-        text = "AllSumReduce under vmap"
-        with pytest.raises(weft.WeftError, match=f"rank {alone} (calls|has|is in).* {text}"):
-            torch.func.vmap(layer)(many) if group.rank == alone else layer(one)
-
-
-REFUSED = {
-    "all_gather": lambda: nn.AllGather(weft.Partition((1, 2)), 1),
-    "all_to_all": lambda: nn.AllToAll(weft.Partition((1, 2)), (1, 0)),
-    "gather": lambda: nn.Gather(weft.Partition((1, 2)), 1),
-    "halo": lambda: nn.HaloExchange(weft.Partition((1, 2)), 1),
-    "reduce_scatter": lambda: nn.ReduceScatter(weft.Partition((1, 2)), 1),
-    "repartition": lambda: nn.Repartition(weft.Partition((1, 2)), weft.Partition((2, 1))),
-    "scatter": lambda: nn.Scatter(weft.Partition((1, 2)), 1),
-    "not taken": lambda: nn.Broadcast(weft.Partition(2), 0),
-}
-"""Layers that do not take 1-D tensors of 3 elements; the last takes none from rank 1."""
-
-
-@pytest.mark.parametrize("name", REFUSED)
-@spmd(2, on=THREADS)
-def test_vmap_refuses_what_is_refused_without(group, name):
-    """A grid of more dimensions than the tensor does not cut the lanes instead."""
-    layer = REFUSED[name]()
-    x = data(group, 0 if name == "scatter" and group.rank else 3)
-    with pytest.raises(weft.WeftError) as without:
-        layer(x)
-    many = torch.stack([x, x + 1])
-    for call, lanes in ((layer, many), (torch.func.vmap(layer), torch.stack([many, many]))):
-        with pytest.raises(weft.WeftError) as under:
-            torch.func.vmap(call)(lanes)
-        assert str(under.value) == str(without.value)
-
-
-@pytest.mark.parametrize("extent", [2, 2000])  # in the handshake, or in messages
-@spmd(2, on=THREADS)
-def test_vmap_around_vmap_and_grad(group, extent):
-    """Also on a rank that brings nothing."""
-    broadcast = nn.Broadcast(weft.Partition(2), 0)
-    repartition = nn.Repartition(weft.Partition(1), weft.Partition(2))
-    x = data(group, 3, 2, 0 if group.rank else extent)
-    for layer in (broadcast, repartition):
-
-        def loss(x, layer=layer):
-            return layer(x).pow(3).sum()
-
-        for each in (layer, torch.func.grad(loss)):
-            y = torch.func.vmap(torch.func.vmap(each), in_dims=1)(x)
-            expected = torch.stack([torch.stack([each(x[i, j]) for i in range(3)]) for j in (0, 1)])
-            assert torch.equal(y, expected)
-        leaf = x.clone().requires_grad_(group.rank == 0)
-        torch.func.vmap(torch.func.vmap(layer))(leaf).pow(3).sum().backward()
-        expected = torch.func.vmap(torch.func.vmap(torch.func.grad(loss)))(x)
-        assert leaf.grad is None if group.rank else torch.equal(leaf.grad, expected)
-
-
-UNEQUAL = {
-    "broadcast": lambda: nn.Broadcast(weft.Partition(2), 0),
-    "scatter": lambda: nn.Scatter(weft.Partition(2), 0),
-    "repartition": lambda: nn.Repartition(weft.Partition(1), weft.Partition(2)),
-    "all_gather": lambda: nn.AllGather(weft.Partition(2), 0),
-}
-
-
-@pytest.mark.parametrize("extent", [2, 2000])  # in the handshake, or in messages
-@pytest.mark.parametrize("name", UNEQUAL)
-@spmd(2, on=THREADS)
-def test_vmap_over_other_numbers_of_lanes_is_an_error_on_all(group, name, extent):
-    """Though rank 1 brings nothing, whose shape could not tell."""
-    layer = UNEQUAL[name]()
-    length = 0 if group.rank and name != "all_gather" else extent
-    for _ in range(2):  # as news, and beside what was expected from the call before
-        text = r"differ in lanes of vmap: rank 0 has \(3,\), rank 1 has \(5,\)"
-        with pytest.raises(weft.WeftError, match=text):
-            torch.func.vmap(layer)(data(group, 5 if group.rank else 3, length))
-        text = r"differ in lanes of vmap: rank 0 has \(3, 5\), rank 1 has \(5, 3\)"
-        nested = torch.func.vmap(torch.func.vmap(layer), in_dims=group.rank)
-        with pytest.raises(weft.WeftError, match=text):
-            nested(data(group, 5, 3, length))
-        x = data(group, 3, length)
-        y = torch.func.vmap(layer)(x)
-        assert torch.equal(y, torch.stack([layer(each) for each in x]))
-
-
-@spmd(3, on=THREADS)
-def test_vmap_where_ranks_have_nothing(group):
-    scatter = nn.Scatter(weft.Partition(2), 0)
-    if group.rank == 2:
-        return
-    x = data(group, 5, 4 if group.rank == 0 else 0)
-    y = torch.func.vmap(scatter)(x)
-    whole = torch.randn(5, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    assert torch.equal(y, whole[:, 2 * group.rank : 2 * group.rank + 2])
-    back = torch.func.vmap(nn.Gather(weft.Partition(2), 0))(y)
-    assert torch.equal(back, x)
+        with pytest.raises(weft.WeftError, match=REFUSED):
+            TRANSFORMS[what](layer, x)
+        for alone in (0, 1) if what != "gradients in a batch" else ():
+            with pytest.raises(weft.WeftError, match=rf"rank {alone}: AllGather"):
+                TRANSFORMS[what](layer, x) if group.rank == alone else layer(x)
+    assert torch.equal(layer(x)[extent * group.rank :][:extent], x)
 
 
 @spmd(3, on=THREADS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 from pathlib import Path
 
@@ -89,7 +90,7 @@ def words(load, monkeypatch):
 
 
 def test_cut_word_vectors_learn_what_whole_ones_do(words):
-    ways, text = words.WAYS[:3], [Path(words.argparse.__file__)]
+    ways, text = words.WAYS[:3], [Path(argparse.__file__)]
     found = run(4, lambda group: words.compare(group, text, ways))[0]
     whole, cut, shuffled = (found[way] for way in ways)
     assert shuffled["most"] < 0.9 * cut["most"]
@@ -107,13 +108,13 @@ def test_cut_word_vectors_see_what_is_wrong(words, monkeypatch):
 
     def program(group):
         with pytest.raises(SystemExit, match=r"FAILED: rank \d: the losses of sharded differ"):
-            words.compare(group, [Path(words.argparse.__file__)], words.WAYS[:2])
+            words.compare(group, [Path(argparse.__file__)], words.WAYS[:2])
 
     run(2, program)
 
 
 def test_cut_word_vectors_pass_alone(words, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["train.py", words.argparse.__file__])
+    monkeypatch.setattr(sys, "argv", ["train.py", argparse.__file__])
     words.main()
     assert capsys.readouterr().out.endswith("apart\nPASSED\n")
 

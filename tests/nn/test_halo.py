@@ -117,34 +117,6 @@ def test_margins_differ_from_rank_to_rank(case, eager):
         run(4, program)
 
 
-def test_widths_by_cell_under_vmap():
-    def program(group):
-        layer = nn.HaloExchange(weft.Partition(2), lambda cell: [(2 * cell[0], 0)])
-        return torch.func.vmap(layer, in_dims=1, out_dims=1)(torch.eye(2) + group.rank)
-
-    first, second = run(2, program)
-    assert first.tolist() == [[1, 0], [0, 1]]
-    assert second.tolist() == [[1, 0], [0, 1], [2, 1], [1, 2]]
-
-
-@pytest.mark.parametrize("eager", [-1, handshake.EAGER])  # in messages, or in the handshake
-@pytest.mark.parametrize("boundary", ["zero", "periodic", "reflect"])
-def test_vmap_gives_lanes_no_margins(boundary, eager):
-    """Where the grid has them in a dimension that the tensor has not."""
-
-    def program(group):
-        layer = nn.HaloExchange(weft.Partition((2, 1)), (1, 1), boundary)
-        x = torch.arange(3.0) + 10 * group.rank
-        many = torch.stack([x, x + 100])
-        y = torch.func.vmap(layer)(many)
-        assert torch.equal(y, torch.stack([layer(each) for each in many]))
-        expected = torch.autograd.functional.jacobian(layer, x)  # row by row
-        assert torch.equal(torch.func.jacrev(layer)(x), expected)
-
-    with mock.patch.object(handshake, "EAGER", eager):
-        run(2, program)
-
-
 @spmd(2, on=("threads", "device"))
 def test_widths_may_be_an_array(group):
     grid = weft.Partition((2, 1))

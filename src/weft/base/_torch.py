@@ -23,7 +23,7 @@ from typing import Any, ParamSpec, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd import Variable, forward_ad
+from torch.autograd import Variable
 from torch.distributed import distributed_c10d
 from torch.profiler import record_function
 
@@ -218,22 +218,6 @@ def lacks_address(tensor: Tensor) -> bool:
     except RuntimeError:
         return True
     return False
-
-
-def in_forward_mode() -> bool:
-    """Whether the caller is in a `forward_ad.dual_level()`.
-
-    Without the private name: whether a dual tensor can be made.
-    """
-    level = getattr(forward_ad, "_current_level", None)
-    if level is not None:
-        return cast(int, level) >= 0
-    ad: Any = forward_ad  # whose functions have no types
-    try:
-        ad.make_dual(torch.zeros(()), torch.zeros(()))
-    except RuntimeError:
-        return False
-    return True
 
 
 def waited(tensor: Tensor) -> Tensor:

@@ -1,9 +1,9 @@
 """The layers in autograd: forward, backward, and derivatives of any order.
 
-A layer is a linear map, so its derivative is the map itself, and its adjoint is the transpose of
-the plan. Both are calls again, each with a handshake, so in every pass all ranks know what all
-ranks pass. The name of a derivative says which call it is of, but in torch.func: ranks whose graphs
-run in different orders raise an error, and do not mix up gradients of the same size.
+A layer is a linear map, and its adjoint, the transpose of the plan, is its derivative. Each is a
+call again, with a handshake, so in every pass all ranks know what all ranks pass. The name of a
+derivative says which call it is of: ranks whose graphs run in different orders raise an error, and
+do not mix up gradients of the same size.
 
 If the tensor of one rank requires a gradient, the outputs of all ranks that take part do, so that
 backward runs on all of them. On a rank whose own input requires none, the output depends on a
@@ -14,19 +14,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
-from ..base._torch import in_forward_mode, is_wrapped
 from ..base.arguments import is_a
-from ..base.devices import is_capturing
 from ..base.errors import WeftError, entry
 from ..base.tensors import Shape, in_format_of, serves, unreadable, wrong_dims
 from ..call.attempt import preparing
 from ..call.handshake import Operand, among, handshake, payload_of
+from ..comm.staging import unfollowed
 from ..group.group import Group
 from .executor import assemble, execute, has_addition
 from .spec import Spec, planned
@@ -81,12 +79,10 @@ class Call:
         group: of the group.
         ranks: the ranks that take part.
         order: the order of the derivative: 0 is forward; odd ones use the transpose of the plan.
-        of: the number of the call whose derivative it is; 0: of none, or it is not known.
+        of: the number of the call whose derivative it is; 0: of none.
         stated: in backward, the shape that this rank passed to forward, which it states again;
             None: that of the tensor.
         nothing: the shape of the output on a rank that gets nothing.
-        lanes: the extents of the torch.func.vmap around it, the innermost first. They are the last
-            dimensions of all tensors and shapes here, and the spec's plan is that of one lane.
     """
 
     spec: Spec
@@ -96,24 +92,21 @@ class Call:
     of: int = 0
     stated: Shape | None = None
     nothing: Shape = (0,)
-    lanes: Shape = ()
 
     @property
     def name(self) -> str:
         return f"{self.spec.name} backward" if self.order % 2 else self.spec.name
 
-    def run(self, x: Any, mode: str = "", needs: bool | None = None) -> Moved:
+    def run(self, x: Any) -> Moved:
         """Learn what all ranks pass, make the plan, and carry it out. Collective.
 
         Args:
             x: this rank's tensor.
-            mode: a description of what else must be the same on all ranks.
-            needs: whether a gradient is needed; None: the tensor tells.
 
         Raises:
             WeftError, WireError: as `applied`.
         """
-        records = torch.is_grad_enabled() if needs is None else needs
+        records = torch.is_grad_enabled()
         statement = Operand((), needs=False, records=records)
         dtype = None
         device = None
@@ -122,7 +115,7 @@ class Call:
             own = x.dtype if is_a(x, Tensor) else torch.float32
             if error is None:
                 shape = tuple(x.shape) if self.stated is None else self.stated
-                asks = records and (x.requires_grad if needs is None else needs)
+                asks = records and x.requires_grad
                 statement = Operand(shape, asks, records, payload_of(x, self.ranks))
                 dtype = own if x.numel() else None
                 device = self.group.on(x.device).route
@@ -131,16 +124,11 @@ class Call:
             "arguments": self.spec.arguments,
             "dtype": dtype,
             "device": device,
-            "mode": mode,
             **self.spec.known_to_some(),
         }
         name = self.name
         if self.order > 1:
             name += f" of order {self.order}"
-        if self.lanes:
-            name += " under vmap" * len(self.lanes)
-            # compared, since no plan tells a rank that brings nothing how many the others have
-            fields["lanes of vmap"] = self.lanes
         if self.of:
             name += f" of call {self.of}"
 
@@ -170,7 +158,7 @@ class Call:
         group = self.group
         sources = [rank for rank in self.ranks if rank in self.spec.sources]
         shapes = tuple((rank, said[rank].shape) for rank in sources)
-        plan = planned(self.spec, shapes, self.lanes)
+        plan = planned(self.spec, shapes)
         if self.order % 2:
             plan = plan.T
         if all(said[rank].payload is not None for rank in plan.have.shapes):
@@ -198,33 +186,20 @@ class Call:
             return f"{self.name} takes dense tensors, and this one is {trouble}"
         if (trouble := wrong_dims(x)) is not None:
             return f"{self.name}: the tensor {trouble}"
+        if (trouble := unfollowed("the tensor", x)) is not None:
+            return f"{self.name}: {trouble}"
         if not self.order and self.group.rank not in self.spec.sources and x.numel():
-            shape = tuple(x.shape[: x.dim() - len(self.lanes)])
             return (
-                f"{self.name} takes no tensor from this rank, which passes one of shape {shape}: "
-                "pass one without elements, such as weft.nn.zero_volume_tensor()"
+                f"{self.name} takes no tensor from this rank, which passes {_what(x)}: pass one "
+                "without elements, such as weft.nn.zero_volume_tensor()"
             )
         return None
 
-    def back(self, shape: Shape, number: int = 0) -> Call:
-        """The call of the adjoint, after a call with a tensor of this shape.
-
-        Args:
-            shape: of the tensor.
-            number: of that call; 0: it is not known.
-        """
+    def back(self, shape: Shape, number: int) -> Call:
+        """The call of the adjoint, after the call of this number with a tensor of this shape."""
         order = self.order + 1
         stated = shape if order % 2 else None
         return replace(self, order=order, of=number, stated=stated, nothing=shape)
-
-    def batched(self, extent: int) -> Call:
-        """The same call for so many lanes, which are one more dimension at the end."""
-        return replace(
-            self,
-            stated=None if self.stated is None else (*self.stated, extent),
-            nothing=(*self.nothing, extent),
-            lanes=(*self.lanes, extent),
-        )
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -254,11 +229,6 @@ def _untakable(x: Tensor) -> str | None:
         return "nested: pass its parts, or to_padded_tensor()"
     if x.is_meta:
         return "on the meta device, where there are no values: materialize it first"
-    if is_capturing(x.device):
-        return (
-            "part of a CUDA graph, which has no place for what ranks say to each other: call it "
-            "outside"
-        )
     if x.layout != torch.strided or x.is_quantized:
         kind = "quantized" if x.is_quantized else str(x.layout).removeprefix("torch.")
         return f"{kind}: use weft.sparse_all_reduce and its kin for sparse ones, or to_dense()"
@@ -275,42 +245,13 @@ def anchor_of(moved: Moved, x: Tensor) -> Tensor | None:
     return torch.zeros((), device="cpu", requires_grad=True) if needed else None
 
 
-def _recorded(call: Call, x: Any, *, tangents: bool = True) -> Tensor:
-    """Make a call; autograd records it. Collective.
-
-    Args:
-        call: the call.
-        x: this rank's tensor.
-        tangents: whether to also move the tangent of forward-mode differentiation.
-    """
-    function: Any = _Transformed  # torch's functions have no types
-    if is_a(x, Tensor) and is_wrapped(x):
-        # torch.func looks behind the tensor first, and the ranks hear of each other there
-        return cast(Tensor, function.apply(x, None, call))
-    forward_mode = tangents and in_forward_mode()
-    if forward_mode:
-        moved = call.run(_primal(x), "forward-mode")
-        x = _dual(x) if x.is_floating_point() else x
-    else:
-        moved = call.run(x)
-        if not moved.needs:
-            return moved.output
-        function = _Move
-    return cast(Tensor, function.apply(x, anchor_of(moved, x), moved))
-
-
-def _primal(x: Any) -> Any:
-    """A tensor without its tangent."""
-    ad: Any = forward_ad  # whose functions have no types
-    return ad.unpack_dual(x).primal if is_a(x, Tensor) else x
-
-
-def _dual(x: Tensor) -> Tensor:
-    """A tensor with a tangent, since other ranks may have one: its own, or zero."""
-    ad: Any = forward_ad  # whose functions have no types
-    has = ad.unpack_dual(x).tangent is not None
-    dual: Tensor = x if has else ad.make_dual(x, torch.zeros_like(x))
-    return dual
+def _recorded(call: Call, x: Any) -> Tensor:
+    """Make a call; autograd records it. Collective."""
+    moved = call.run(x)
+    if not moved.needs:
+        return moved.output
+    y: Tensor = _Move.apply(x, anchor_of(moved, x), moved)  # type: ignore[no-untyped-call]  # torch's
+    return y
 
 
 class _Move(torch.autograd.Function):
@@ -329,36 +270,3 @@ class _Move(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         back = _recorded(ctx.call.back(ctx.shape, ctx.number), grad)
         return back.to(ctx.dtype), None, None
-
-
-class _Transformed(torch.autograd.Function):
-    """The same for torch.func and forward-mode differentiation, which need more methods.
-
-    All else is recorded by `_Move`: for a class with `setup_context` torch matches arguments to
-    parameters at every call, which takes several times as long as the rest.
-    """
-
-    @staticmethod
-    def forward(x: Tensor, anchor: Tensor | None, call: Call | Moved) -> Tensor:
-        moved = call.run(x, "torch.func") if isinstance(call, Call) else call
-        return moved.output
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        x, _, call = inputs
-        ctx.call, ctx.number = (call.call, call.number) if isinstance(call, Moved) else (call, 0)
-        ctx.shape = tuple(x.shape)
-        ctx.dtype = x.dtype
-
-    backward = _Move.backward
-
-    @staticmethod
-    def jvp(ctx: Any, tangent: Tensor, *_: object) -> Tensor:
-        return _recorded(ctx.call, tangent, tangents=False)
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[int | None, ...], x: Tensor, *rest: Any) -> Any:
-        call = rest[-1].call if isinstance(rest[-1], Moved) else rest[-1]
-        assert in_dims[0] is not None
-        y = _recorded(call.batched(info.batch_size), x.movedim(in_dims[0], -1))
-        return y, y.dim() - 1

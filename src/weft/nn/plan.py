@@ -138,10 +138,6 @@ class Plan:
             for take, put in moves
         )
 
-    def extended(self, extents: Shape) -> Plan:
-        """The same plan for tensors with further dimensions of these extents, which stay whole."""
-        return Plan(self.have.extended(extents), self.want.extended(extents))
-
     def local(self, rank: int) -> Local:
         """What one rank has to do; found without looking at what other pairs of ranks do."""
         found = self._locals.get(rank)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 from ..base.tensors import Shape
@@ -54,16 +54,6 @@ class Side:
                 for rank, box in sorted(found.items())
             ),
         )
-
-    def extended(self, extents: Shape) -> Side:
-        """The side with further dimensions of these extents at the end, whole in each piece."""
-        origin = (0,) * len(extents)
-        shapes = {rank: (*shape, *extents) for rank, shape in self.shapes.items()}
-        pieces = []
-        for piece in self.pieces:
-            box = Box((*piece.box.start, *origin), (*piece.box.stop, *extents))
-            pieces.append(replace(piece, box=box, at=(*piece.at, *origin)))
-        return Side(shapes, tuple(pieces))
 
     @cached_property
     def by_rank(self) -> dict[int, list[Piece]]:

@@ -64,7 +64,7 @@ class Spec(abc.ABC):
         same one, or raise the same error.
 
         Args:
-            shapes: by rank, ascending; under torch.func.vmap those of one lane.
+            shapes: by rank, ascending.
 
         Raises:
             WeftError: the shapes do not fit together.
@@ -145,24 +145,20 @@ def _groups(spec: Spec) -> Mapping[int, tuple[int, ...]]:
     return {rank: ascending[id(each)] for rank, each in group.items()}
 
 
-def planned(spec: Spec, shapes: tuple[tuple[int, Shape], ...], lanes: Shape = ()) -> Plan:
+def planned(spec: Spec, shapes: tuple[tuple[int, Shape], ...]) -> Plan:
     """The plan for these shapes, which all ranks stated in this call.
 
     Args:
         spec: of the layer.
         shapes: of the tensors that ranks pass, by rank, ascending.
-        lanes: the last extents of each shape, equal on all ranks. The spec makes the plan of one
-            lane, so that no grid cuts them.
 
     Raises:
         WeftError: the shapes do not fit together; or the spec, one of a program's own, raises
             another exception, makes no plan, or one that does not fit the tensors: as all ranks do,
             or none.
     """
-    if lanes:
-        shapes = tuple((rank, shape[: -len(lanes)]) for rank, shape in shapes)
     try:
-        plan = _planned(spec.integers, shapes, lanes)
+        plan = _planned(spec.integers, shapes)
     except (WeftError, MemoryError):  # memory lacks on one rank alone
         raise
     except (Exception, SystemExit) as error:
@@ -175,13 +171,13 @@ def planned(spec: Spec, shapes: tuple[tuple[int, Shape], ...], lanes: Shape = ()
 
 
 @functools.lru_cache(maxsize=512)
-def _planned(spec: Spec, shapes: tuple[tuple[int, Shape], ...], lanes: Shape) -> Plan:
+def _planned(spec: Spec, shapes: tuple[tuple[int, Shape], ...]) -> Plan:
     found = dict(shapes)
     plan = spec.plan(found)
     if not isinstance(plan, Plan):
         raise TypeError(f"plan() gave a {type(plan).__name__} and not a weft.nn.plan.Plan")
     check_plan(plan, found, spec.groups[shapes[0][0]])
-    return plan.extended(lanes) if lanes else plan
+    return plan
 
 
 # How tensors are cut

@@ -56,7 +56,9 @@ class _Layer(Module, nn.Layer):
         batch = self.preserve_batch and isinstance(input, Tensor) and input.dim()
         if batch and _only_brings(self.P_x, self.P_y):
             y = y.reshape(input.shape[0], 0)
-        return y if self._by is None else _scaled(y, self._by)
+        if self._by is not None:
+            y = _Scaled.apply(y, self._by)  # type: ignore[no-untyped-call]  # torch's has no types
+        return y
 
 
 class _AlongAxes(_Layer):
@@ -391,16 +393,6 @@ def _only_brings(P_x: MPIPartition, P_y: MPIPartition) -> bool:
     return P_x.active and not P_y.active
 
 
-def _scaled(y: Tensor, by: Any) -> Tensor:
-    """A layer's output, a new tensor, whose gradient is divided by a number in backward."""
-    found: Tensor
-    try:
-        found = _Scaled.apply(y, by)  # type: ignore[no-untyped-call]  # torch's has no types
-    except RuntimeError:  # torch.func and forward mode refuse what is changed in place
-        found = _ScaledCopy.apply(y, by)  # type: ignore[no-untyped-call]  # torch's has no types
-    return found
-
-
 class _Scaled(torch.autograd.Function):
     """The identity; backward divides the gradient."""
 
@@ -413,23 +405,3 @@ class _Scaled(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad / ctx.by, None
-
-
-class _ScaledCopy(torch.autograd.Function):
-    """The same for torch.func and forward mode. Forward mode divides nothing."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(y: Tensor, by: Any) -> Tensor:
-        return y.clone()
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.by = inputs[1]
-
-    backward = _Scaled.backward
-
-    @staticmethod
-    def jvp(ctx: Any, tangent: Tensor, _: Any) -> Tensor:
-        return tangent.clone()
