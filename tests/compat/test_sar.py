@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import os
-import queue
-
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -14,13 +9,6 @@ from torch import nn
 import weft
 from weft.compat import sar
 from weft.testing import run, spmd
-
-
-@pytest.fixture(autouse=True)
-def one_round():
-    before = sar.Config.max_collective_size
-    yield
-    sar.Config.max_collective_size = before
 
 
 def sent(source, to, size, dtype=torch.float32):
@@ -59,115 +47,6 @@ def test_buffers_may_be_the_columns_of_a_matrix(group, dtype):
     assert whole.tolist() == [[0, 1, 2]] * 2
 
 
-@pytest.mark.parametrize("largest", [1, 7, 10**6])
-@spmd(3, on=["threads"])
-def test_rounds_are_of_bounded_size(group, largest):
-    elements, width = 40_000, 8  # more than travels in the opening
-    sar.Config.max_collective_size = largest * 1000
-    send = [torch.arange(elements) * 10 + group.rank + to for to in range(3)]
-    recv = [torch.empty(elements, dtype=torch.int64) for _ in range(3)]
-    before = group.traffic.messages
-    sar.comm.all_to_all_rounds(recv, send)
-    for source, tensor in enumerate(recv):
-        assert torch.equal(tensor, torch.arange(elements) * 10 + source + group.rank)
-    rounds = -(-2 * 2 * elements * width // (largest * 1000 * width))  # two peers, both ways
-    assert group.traffic.messages - before >= 2 * rounds
-    assert (group.traffic.messages - before >= 2 * 100) == (largest == 1)
-
-
-@spmd(2, on=["processes"])  # whose default group their threads have, too
-def test_the_communication_thread_runs_tasks_in_order(group):
-    """As SAR's layers prefetch; each in one round, whatever Config says."""
-    assert (sar.Config.disable_sr, sar.Config.pipeline_depth) == (False, 1)
-    sar.Config.max_collective_size = 1
-    thread, kept = sar.comm.CommThread(), []
-
-    def exchange(number):
-        recv = [torch.empty(5000) for _ in range(2)]
-        before = group.traffic.messages
-        sar.comm.all_to_all_gloo_support(
-            recv, [torch.full((5000,), 10.0 * number + group.rank)] * 2
-        )
-        assert group.traffic.messages - before < 20
-        return number, recv[1 - group.rank][0].item()
-
-    for number in range(4):
-        thread.submit_task(f"fetch {number}", functools.partial(exchange, number))
-        thread.submit_task("no result", lambda: kept.append(len(kept)))
-    thread.submit_task("fails", lambda: kept[9])
-    thread.submit_task("finds nothing", queue.SimpleQueue().get_nowait)
-    assert [thread.get_result() for _ in range(4)] == [
-        (number, 10.0 * number + 1 - group.rank) for number in range(4)
-    ]
-    for raised in (IndexError, queue.Empty):
-        with pytest.raises(raised):
-            thread.get_result()
-    assert kept == [0, 1, 2, 3]
-    with pytest.raises(queue.Empty):
-        sar.comm.comm_thread.get_result(block=False)
-
-
-SUBMITS = """
-import threading, time, torch
-from weft.compat import sar
-
-begun = threading.Event()
-
-def runs():
-    begun.set()
-    until = time.monotonic() + 0.2
-    while time.monotonic() < until:
-        torch.ones(100_000).sum()
-    print("ran")
-
-sar.comm.comm_thread.submit_task("runs", runs)
-begun.wait()
-"""
-
-
-def test_a_program_may_end_while_a_task_runs(programs):
-    """C++ cannot take the GIL once the interpreter ends: it would abort the process."""
-    program = programs(SUBMITS, env={**os.environ, "OMP_NUM_THREADS": "1"}, whole=True)
-    assert program.communicate() == ("ran\n", "")
-    assert program.returncode == 0
-
-
-@spmd(1, 2, 3, 4)
-def test_exchange_tensors_needs_no_sizes_and_takes_them(group):
-    send = [sent(group.rank, to, group.size) for to in range(group.size)]
-    want = [sent(source, group.rank, group.size) for source in range(group.size)]
-    for sizes in (None, [len(tensor) for tensor in want]):
-        found = sar.comm.exchange_tensors(send, sizes)
-        assert len(found) == group.size
-        for tensor, right in zip(found, want, strict=True):
-            assert tensor.shape == right.shape and torch.equal(tensor, right)
-
-
-@spmd(1, 2, 4)
-def test_exchange_single_tensor_goes_round(group):
-    for shift in range(group.size):  # with 0 each sends to itself
-        to, source = (group.rank + shift) % group.size, (group.rank - shift) % group.size
-        recv = torch.empty_like(sent(source, group.rank, group.size))
-        sar.comm.exchange_single_tensor(source, to, recv, sent(group.rank, to, group.size))
-        assert torch.equal(recv, sent(source, group.rank, group.size))
-
-
-@spmd(2, on=["threads"])
-def test_whole_numbers_of_any_kind_are_ranks(group):
-    for kind in (np.int64, torch.tensor):
-        recv, other = torch.empty(1), kind(1 - group.rank)
-        sar.exchange_single_tensor(other, other, recv, torch.tensor([float(group.rank)]))
-        assert recv.item() == 1 - group.rank
-
-
-@spmd(3, on=["threads"])
-def test_a_rank_may_exchange_with_itself_while_others_do_with_each_other(group):
-    other = [1, 0, 2][group.rank]
-    recv = torch.empty(())
-    sar.exchange_single_tensor(other, other, recv, torch.tensor(float(group.rank)))
-    assert recv.item() == other
-
-
 @spmd(2, 3)
 def test_all_reduce_is_in_place(group):
     numbers = torch.tensor([group.rank + 1, 7])
@@ -185,8 +64,9 @@ def test_autograd_sees_nothing_of_it(group):
     parameter = nn.Parameter(torch.ones(2) * group.rank)
     sar.all_reduce(parameter, "sum")
     assert parameter.tolist() == [1.0, 1.0] and parameter.is_leaf
-    found = sar.exchange_tensors([parameter] * 2)
-    assert not any(tensor.requires_grad for tensor in found)
+    places = [torch.zeros(2) for _ in range(2)]
+    sar.all_to_all(places, [parameter] * 2)
+    assert not any(tensor.requires_grad for tensor in places)
 
 
 class Tables(nn.Module):
@@ -241,8 +121,13 @@ def sharing():
 
 WRONG = {
     "rank 1: recv_tensors[0] has shape (3,), and rank 0 sends (2,): make it as large, or use "
-    "exchange_tensors, which needs no sizes": lambda rank, send: sar.all_to_all(
+    "weft.all_to_all, which needs no sizes": lambda rank, send: sar.all_to_all(
         recv_of((3 if rank == 1 else 2,), (2,), (2,)), send
+    ),
+    "rank 2: recv_tensors[1] has shape (2,), and rank 1 sends (0,): make it as large, or use "
+    "weft.all_to_all, which needs no sizes": lambda rank, send: sar.all_to_all(
+        recv_of((2,), (2 if rank == 2 else 0,), (2,)),
+        [torch.empty(0)] * 3 if rank == 1 else send,
     ),
     "rank 2: recv_tensors[0] has torch.int64, and rank 0 sends torch.float32: pass one dtype": (
         lambda rank, send: sar.all_to_all(
@@ -252,11 +137,11 @@ WRONG = {
     "rank 0: recv_tensors must be a list of 3 tensors, one for each rank": lambda rank, send: (
         sar.all_to_all(recv_of(*[(2,)] * (3 if rank else 2)), send)
     ),
-    "rank 1: recv_sizes is [2, 2, 1], and the ranks send [2, 2, 2]: leave it out": (
-        lambda rank, send: sar.exchange_tensors(send, [2, 2, 1] if rank == 1 else None)
+    "rank 2: recv_tensors must be a list of 3 tensors, one for each rank": lambda rank, send: (
+        sar.all_to_all(recv_of(*[(2,)] * 3) if rank < 2 else torch.zeros(3, 2), send)
     ),
-    "rank 2: recv_sizes is 2: pass a length for each rank, or leave it out": (
-        lambda rank, send: sar.exchange_tensors(send, 2 if rank == 2 else None)
+    "rank 1: recv_tensors[2] is a str: pass a tensor to be filled": lambda rank, send: (
+        sar.all_to_all([*recv_of((2,), (2,)), "x" if rank == 1 else torch.ones(2)], send)
     ),
     "rank 1: recv_tensors[2] is one whose elements share memory: pass one that can be "
     "written": lambda rank, send: sar.all_to_all(
@@ -266,8 +151,8 @@ WRONG = {
     "with data": lambda rank, send: sar.all_to_all(
         [*recv_of((2,), (2,)), torch.ones(2, device="meta" if rank == 1 else "cpu")], send
     ),
-    "rank 2: recv_tensor is nested: pass a strided tensor with data": lambda rank, send: (
-        sar.exchange_single_tensor(rank, rank, nested() if rank == 2 else torch.ones(2), send[0])
+    "rank 2: recv_tensors[0] is nested: pass a strided tensor with data": lambda rank, send: (
+        sar.all_to_all([nested() if rank == 2 else torch.ones(2), *recv_of((2,), (2,))], send)
     ),
     "rank 0: red_tensor is of no shape yet: pass a strided tensor with data": lambda rank, send: (
         sar.all_reduce(send[0] if rank else torch.nn.UninitializedParameter(), "sum")
@@ -278,23 +163,17 @@ WRONG = {
     "rank 1: red_tensor is a NoneType: pass a tensor to be filled": lambda rank, send: (
         sar.all_reduce(None if rank == 1 else send[0], "sum")
     ),
-    "rank 1: recv_sizes is [2.7, 2.2, 2.0]: pass a length for each rank, or leave it out": (
-        lambda rank, send: sar.exchange_tensors(send, [2.7, 2.2, 2.0] if rank == 1 else [2, 2, 2])
-    ),
     "rank 2: recv_tensors[0] and recv_tensors[2] share memory: pass tensors of their own": (
         lambda rank, send: sar.all_to_all(sharing() if rank == 2 else recv_of(*[(2,)] * 3), send)
-    ),
-    "rank 0: send_idx is 3: pass a rank of the group, 0 to 2": lambda rank, send: (
-        sar.exchange_single_tensor(rank, 3 if rank == 0 else rank, *recv_of((2,)), send[0])
     ),
     "rank 1: inputs[0] is a str: pass a tensor, empty if need be": lambda rank, send: (
         sar.all_to_all(recv_of((2,), (2,), (2,)), ["x"] * 3 if rank == 1 else send)
     ),
-    "rank 1: send_tensor is a str: pass a tensor": lambda rank, send: sar.exchange_single_tensor(
-        rank, rank, *recv_of((2,)), "x" if rank == 1 else send[0]
+    "rank 1: TypeError: 'int' object is not iterable": lambda rank, send: sar.all_to_all(
+        recv_of((2,), (2,), (2,)), 3 if rank == 1 else send
     ),
     "rank 2: inputs has 2 tensors for 3 ranks: pass one for each": lambda rank, send: (
-        sar.exchange_tensors(send[:2] if rank == 2 else send)
+        sar.all_to_all(recv_of((2,), (2,), (2,)), send[:2] if rank == 2 else send)
     ),
     "rank 1: red_tensor is one whose elements share memory: pass one that can be written": (
         lambda rank, send: sar.all_reduce(
@@ -304,9 +183,8 @@ WRONG = {
     "rank 1: red_tensor is of inference mode: pass one that can be written, or a clone of it": (
         lambda rank, send: sar.all_reduce(of_inference() if rank == 1 else send[0], "sum")
     ),
-    "rank 2: recv_tensor has shape (2,), and rank 1 sends (0,): make it as large, or use "
-    "exchange_tensors, which needs no sizes": lambda rank, send: sar.exchange_single_tensor(
-        1 if rank == 2 else rank, rank, *recv_of((2,)), send[0]
+    "rank 2: module is a int: pass a torch.nn.Module": lambda rank, send: sar.sync_params(
+        3 if rank == 2 else nn.Linear(1, 1)
     ),
 }
 
@@ -325,20 +203,6 @@ def test_every_rank_raises_the_same_and_nothing_was_written(text):
     assert run(3, program) == [text] * 3
 
 
-@pytest.mark.parametrize("most", [-3, True, 2.5, "8"])
-def test_a_collective_size_that_is_none_is_named_as_the_user_does(most):
-    def program(group):
-        with pytest.raises(weft.WeftError) as raised:
-            sar.exchange_tensors([torch.ones(2)] * group.size)
-        return str(raised.value)
-
-    sar.Config.max_collective_size = most  # of all ranks, which are threads of this process
-    said = run(2, program, on="threads")
-    sar.Config.max_collective_size = 0
-    expected = f"Config.max_collective_size is {most!r}: set a number of elements, or 0 for all"
-    assert all(expected in each and "rank 0" in each for each in said) and said[0] == said[1]
-
-
 def test_nothing_is_written_where_another_rank_s_buffer_is_wrong():
     def program(group):
         recv = recv_of((2,), (1 if group.rank else 2,))
@@ -349,26 +213,79 @@ def test_nothing_is_written_where_another_rank_s_buffer_is_wrong():
     assert run(2, program) == [[[-1.0, -1.0], [-1.0, -1.0]], [[-1.0, -1.0], [-1.0]]]
 
 
-def test_what_the_group_is(monkeypatch):
-    def program(group):
-        assert sar.is_initialized()
-        with pytest.raises(weft.WeftError, match=f"rank {group.rank}: .* initialize_comms"):
-            sar.comm.backend()
-        return sar.rank(), sar.world_size(), sar.comm_device()
-
-    assert run(2, program) == [(rank, 2, torch.device("cpu")) for rank in range(2)]
-    assert not sar.is_initialized()
+def test_without_a_group_there_are_no_ranks():
     with pytest.raises(weft.WeftError, match="no group of ranks"):
         sar.rank()
 
 
-def test_the_socket_is_the_one_that_is_named(monkeypatch):
-    monkeypatch.delenv("WEFT_INTERFACE", raising=False)
-    monkeypatch.setenv("SAR_SOCKET_NAME", "lo")
-    assert sar.comm.get_socket() == ("lo", "127.0.0.1")
-    monkeypatch.setenv("SAR_SOCKET_NAME", "nosuch7")
-    with pytest.raises(weft.WeftError, match="SAR_SOCKET_NAME=nosuch7 names no interface"):
-        sar.comm.get_socket()
-    monkeypatch.delenv("SAR_SOCKET_NAME")
-    name, address = sar.comm.get_socket()
-    assert name and address
+DEVICE = torch.device("cuda")
+
+
+class There(torch.Tensor):
+    """Memory of an accelerator's, as if there were one: it is read and written by copies alone."""
+
+    @property
+    def device(self):
+        return DEVICE
+
+    def to(self, device):
+        assert device == torch.device("cpu")
+        return self.as_subclass(torch.Tensor).clone()
+
+
+class ThereParameter(There, nn.Parameter):
+    """A parameter there, with a gradient there."""
+
+
+def there(tensor):
+    return tensor.as_subclass(There)
+
+
+@pytest.fixture
+def accelerator(monkeypatch):
+    """A program of GPUs that communicates on the CPU."""
+    to = torch.Tensor.to
+
+    def moved(tensor, where, *rest, **named):
+        if where != DEVICE:
+            return to(tensor, where, *rest, **named)
+        return there(tensor.clone())
+
+    monkeypatch.setattr(torch.Tensor, "to", moved)
+    monkeypatch.setattr(sar.comm, "_comm_device", lambda: torch.device("cpu"))
+
+
+@spmd(3, on=["threads"])
+def test_tensors_are_moved_to_the_device_of_communication_and_back(group, accelerator):
+    """weft's own calls see none of the accelerator's."""
+    send = [there(torch.tensor([group.rank, to])) for to in range(3)]
+    recv = [there(torch.zeros(2, dtype=torch.int64)) for _ in range(3)]
+    sar.all_to_all(recv, send)
+    assert [each.tolist() for each in recv] == [[source, group.rank] for source in range(3)]
+    total = there(torch.tensor([group.rank + 1.0]))
+    sar.all_reduce(total, "sum", move_to_comm_device=True)
+    assert total.tolist() == [6.0] and total.device == DEVICE
+
+
+@spmd(2, on=["threads"])
+def test_models_are_moved_to_the_device_of_communication_and_back(group, accelerator, monkeypatch):
+    seen = []
+    for name in ("sync_params", "sync_grads"):
+        call = getattr(weft, name)
+
+        def watched(module, call=call, **options):
+            seen.append({each for each, _ in module.named_parameters()})
+            assert all(each.device.type == "cpu" for each in module.parameters())
+            return call(module, **options)
+
+        monkeypatch.setattr(weft, name, watched)
+    model = nn.Sequential(nn.Linear(2, 1, bias=False), nn.BatchNorm1d(1, affine=False))
+    weight = model[0].weight = torch.full((1, 2), group.rank + 3.0).as_subclass(ThereParameter)
+    model[1].running_mean.fill_(group.rank)
+    sar.sync_params(model)
+    assert weight.tolist() == [[3.0, 3.0]] and model[1].running_mean.item() == 0
+    assert model[0].weight is weight
+    weight.grad = there(torch.full((1, 2), group.rank + 1.0))
+    sar.gather_grads(model)
+    assert weight.grad.tolist() == [[3.0, 3.0]] and weight.grad.device == DEVICE
+    assert {"0.weight"} in seen

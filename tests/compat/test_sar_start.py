@@ -27,7 +27,7 @@ def nothing_is_left():
     yield
     weft.shutdown()
     assert not dist.is_initialized()
-    sar.comm.published.clear()
+    sar.comm._ports.clear()
 
 
 def total():
@@ -37,7 +37,7 @@ def total():
     return tensor.item()
 
 
-def example(code, path, given):
+def example(code, path):
     """Run the guide's lines, with what a program has at that point; RANK is not told to weft."""
     rank, size = int(os.environ.pop("RANK")), int(os.environ.pop("WORLD_SIZE"))
     for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
@@ -45,17 +45,16 @@ def example(code, path, given):
     if rank:
         time.sleep(0.05)  # so that one waits for the file, or finds the old one
     space = {"sar": sar, "torch": torch, "rank": rank, "world_size": size}
-    exec(code, space | {"backend_name": "gloo", "path_to_ip_file": path})
+    space |= {"backend_name": "gloo", "path_to_ip_file": path}
+    exec(code, space)
     assert "RANK" not in os.environ
-    assert given == (sar.comm.master_port() == 12345)
-    assert (sar.comm.backend(), sar.comm_device()) == ("gloo", torch.device("cpu"))
-    return sar.rank(), sar.world_size(), total(), sar.comm.master_ip()
+    return sar.rank(), sar.world_size(), total(), space["master_ip_address"]
 
 
 def test_the_guide_s_example_runs_as_it_stands(tmp_path):
     assert EXAMPLE is not None
     path = tmp_path / "ip_file"
-    found = launch(3, example, (EXAMPLE[1], str(path), False), env=QUICK)
+    found = launch(3, example, (EXAMPLE[1], str(path)), env=QUICK)
     assert [each[:3] for each in found] == [(rank, 3, 18) for rank in range(3)]
     assert len({each[3] for each in found}) == 1
     assert not path.exists()  # all have come
@@ -72,24 +71,21 @@ def test_a_file_that_a_killed_run_has_left_is_not_believed(tmp_path):
     with pytest.raises(weft.WireError, match="rank 0"):
         launch(1, killed, (str(path),), env=QUICK)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    found = launch(2, example, (EXAMPLE[1], str(path), False), env=QUICK)
+    found = launch(2, example, (EXAMPLE[1], str(path)), env=QUICK)
     assert [each[:3] for each in found] == [(rank, 2, 6) for rank in range(2)]
 
 
-def halves(folder):
-    """The two functions that `nfs_ip_init` is made of, with a port of the program's own."""
+def at_a_port(folder):
+    """A port of the program's own."""
     rank, size, port = (int(os.environ[n]) for n in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
-    path = f"{folder}/address"
-    ip = sar.comm.dump_ip_address(path) if rank == 0 else sar.comm.get_ip_address(path)
+    ip = sar.nfs_ip_init(rank, f"{folder}/address")
     sar.initialize_comms(rank, size, "127.0.0.1", "gloo", "cpu", master_port_number=port)
-    assert sar.comm.master_port() == port
     return ip, total()
 
 
-def test_the_halves_and_a_port_of_one_s_own(tmp_path):
-    first, second = launch(2, halves, (str(tmp_path),), env=QUICK)
+def test_a_port_of_one_s_own(tmp_path):
+    first, second = launch(2, at_a_port, (str(tmp_path),), env=QUICK)
     assert first == second and first[1] == 6
-    assert not list(tmp_path.iterdir())  # all have come
 
 
 def adopting():
@@ -100,34 +96,24 @@ def adopting():
             sar.initialize_comms(0, 1, "192.0.2.7", "gloo")
         sar.initialize_comms(rank, size, "192.0.2.7", "gloo")
         sar.initialize_comms(rank, size, "192.0.2.7", "gloo")
-        found = total(), sar.comm.master_ip(), sar.comm.master_port()
+        found = total()
         weft.shutdown()
-        assert dist.is_initialized() and not sar.is_initialized()
+        assert dist.is_initialized()
         return found
     finally:
         dist.destroy_process_group()
 
 
 def test_a_group_that_is_there_is_adopted():
-    assert launch(2, adopting, env=QUICK) == [(6, "192.0.2.7", 12345)] * 2
+    assert launch(2, adopting, env=QUICK) == [6] * 2
 
 
-@pytest.mark.parametrize(
-    "names",
-    [
-        ("_rank", "_world_size", "_comm_device", "ip_file"),
-        ("rank", "world_size", "comm_device", "path"),
-    ],
-)
-def test_arguments_go_by_sar_s_names_and_by_plain_ones(names, tmp_path):
-    rank, size, device, file = names
-    ip = sar.nfs_ip_init(**{rank: 0, file: str(tmp_path / "ip_file")})
-    assert sar.comm.get_ip_address(**{file: str(tmp_path / "ip_file")}) == ip
-    told = {rank: 0, size: 1, "master_ip_address": ip, "backend": "gloo", device: "meta"}
-    sar.initialize_comms(**told)
-    assert (sar.rank(), sar.world_size(), sar.comm_device()) == (0, 1, torch.device("meta"))
-    with pytest.raises(TypeError, match="_rank and rank are one argument"):
-        sar.initialize_comms(**told | {"_rank": 0, "rank": 0})
+def test_arguments_go_by_sar_s_names(tmp_path):
+    ip = sar.nfs_ip_init(_rank=0, ip_file=str(tmp_path / "ip_file"))
+    sar.initialize_comms(
+        _rank=0, _world_size=1, master_ip_address=ip, backend="gloo", _comm_device="cpu"
+    )
+    assert (sar.rank(), sar.world_size()) == (0, 1)
 
 
 def test_what_is_wrong_is_said(port):
@@ -135,15 +121,16 @@ def test_what_is_wrong_is_said(port):
         sar.initialize_comms(0, 1, "127.0.0.1", "gloop", master_port_number=port)
     with pytest.raises(weft.WeftError, match="nccl"):
         sar.initialize_comms(0, 1, "127.0.0.1", "nccl", master_port_number=port)
-    assert not sar.is_initialized()
+    with pytest.raises(weft.WeftError, match="no group of ranks"):
+        sar.rank()
 
 
 def test_a_file_that_is_none_of_ours_is_refused(tmp_path):
     path = tmp_path / "ip_file"
     path.write_text("10.0.0.1\n")
-    for role in (sar.comm.get_ip_address, sar.comm.dump_ip_address):
+    for rank in (0, 1):
         with pytest.raises(weft.WeftError, match="is not a file of a rendezvous"):
-            role(str(path))
+            sar.nfs_ip_init(rank, str(path))
     assert path.read_text() == "10.0.0.1\n"
 
 
@@ -154,4 +141,4 @@ def test_a_port_at_which_this_process_had_a_store_before(tmp_path, port, monkeyp
     places.host()  # and it is gone
     ip = sar.nfs_ip_init(0, str(tmp_path / "ip_file"))
     sar.initialize_comms(0, 1, ip, "gloo")
-    assert sar.comm.master_port() == port
+    assert sar.comm._ports[ip] == port

@@ -1,185 +1,69 @@
 """SAR's module `comm`: start-up, and the functions that send tensors between ranks and reduce them.
 
 All functions use the default group, so they also work in a program that called `weft.init` itself.
-There `backend`, `master_ip` and `master_port` raise an error. Some arguments have two names: SAR's,
-which begin with an underscore, and the same without it.
+Tensors on another device than that of `initialize_comms` are copied there and back: so one trains
+on GPUs over a backend of CPUs, and the other way round.
 
 Every rank of the group must call a collective. As in SAR, the collectives are not differentiable
-(`weft.exchange` and `weft.all_to_all` are). Before weft writes to a receive buffer, the ranks check
-in one more small exchange that every buffer fits what arrived. So if one does not, every rank
-raises the same error, and no buffer has changed.
+(`weft.exchange` and `weft.all_to_all` are). Before weft writes to a receive buffer, the ranks tell
+each other in one more small exchange whether every buffer fits what arrived. So if one does not,
+every rank raises the same error, and no buffer has changed.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from itertools import combinations
 from types import SimpleNamespace
-from typing import Any, ClassVar, NamedTuple, ParamSpec, TypeVar
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 import weft
 from weft import Group, WeftError
-from weft.base.tensors import extent
-from weft.bootstrap import TIMEOUT, init_as, look_ahead, publish
+from weft.base.tensors import overlapping, write
+from weft.bootstrap import TIMEOUT, init_as, publish
 
-from ..arguments import default, group_of, integer, tell
-from ..arguments import unwritable as unfit
-from .tasks import CommThread as CommThread  # SAR has them here
-from .tasks import comm_thread as comm_thread
+from ..arguments import group_of, telling, unwritable
 
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
+_PORT = 12345  # SAR's
+_DEVICES = {"nccl": "cuda", "xccl": "xpu"}  # of all others: "cpu"
 
-
-def also(**plain: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
-    """A decorator that gives arguments a second name: `also(rank="_rank")`.
-
-    The decorated function raises TypeError if a call passes an argument under both names.
-    """
-
-    def decorate(function: Callable[_P, _R]) -> Callable[_P, _R]:
-        @functools.wraps(function)
-        def called(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-            for other in plain.keys() & kwargs.keys():
-                name = plain[other]
-                if name in kwargs:
-                    raise TypeError(f"{function.__name__}: {name} and {other} are one argument")
-                kwargs[name] = kwargs.pop(other)
-            return function(*args, **kwargs)
-
-        return called
-
-    return decorate
+_ports: dict[str, int] = {}  # of rank 0 by its address, as `nfs_ip_init` found it
+_devices: WeakKeyDictionary[Group, torch.device] = WeakKeyDictionary()
 
 
-published: dict[str, int] = {}
-"""The port of rank 0 by its address, as `nfs_ip_init` found it."""
-
-
-class SocketInfo(NamedTuple):
-    """A network interface; `get_socket` returns it.
-
-    Attributes:
-        name: of the interface, such as "eth0".
-        ip_addr: its numeric address.
-    """
-
-    name: str
-    ip_addr: str
-
-
-def get_socket() -> SocketInfo:
-    """Return the network interface by which other hosts reach this rank.
-
-    The first of `WEFT_INTERFACE`, `SAR_SOCKET_NAME` and `GLOO_SOCKET_IFNAME` that is set names it.
-    If none is set, it is one with an address that is not the loopback's; the loopback if there is
-    none. `initialize_comms` may use another one then: that on the route to rank 0's host.
-
-    Raises:
-        WeftError: the named interface is not on this host.
-
-    Example:
-        >>> name, address = get_socket()
-        >>> type(name), type(address)
-        (<class 'str'>, <class 'str'>)
-    """
-    found = look_ahead()
-    if error := found.errors.get("interface"):
-        raise WeftError(str(error)) from error
-    return SocketInfo(found.interface, found.address)
-
-
-@also(path="ip_file")
-def dump_ip_address(ip_file: str) -> str:
-    """Write the address of this process to a file, for `get_ip_address` in the other processes.
-
-    Args:
-        ip_file: the path of the file, or of a folder in which it is made; also `path`. The file has
-            mode 0600.
-
-    Returns:
-        The address of this host in the file.
-
-    Raises:
-        WeftError: the file cannot be written, belongs to another user, or has other content.
-
-    Example:
-        >>> import tempfile
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     dump_ip_address(folder) == get_ip_address(folder)
-        True
-    """
-    return publish(0, ip_file, TIMEOUT)[0]
-
-
-@also(path="ip_file")
-def get_ip_address(ip_file: str) -> str:
-    """Read the address from the file of `dump_ip_address`; wait until that process answers there.
-
-    A file that an earlier run left is not used, because nobody answers at its address.
-
-    Args:
-        ip_file: as for `dump_ip_address`; also `path`.
-
-    Returns:
-        The address of the other process's host.
-
-    Raises:
-        WeftError: the file belongs to another user, or has other content.
-        WireError: nobody answered within 300 s.
-    """
-    return publish(-1, ip_file, TIMEOUT)[0]
-
-
-@also(rank="_rank", path="ip_file")
 def nfs_ip_init(_rank: int, ip_file: str) -> str:
     """Tell all ranks the address of rank 0 by a file on a shared file system. Every rank calls it.
 
     Rank 0 also chooses a free port. `initialize_comms` uses that port if it gets the address that
-    this function returned, and no other port.
+    this function returned, and no other port. A file that an earlier run left is not used, because
+    nobody answers at its address.
 
     Args:
-        _rank: the rank of this process; also `rank`.
-        ip_file: the path of the file, or of a folder in which it is made; also `path`.
+        _rank: the rank of this process.
+        ip_file: the path of the file, or of a folder in which it is made. The file has mode 0600.
 
     Returns:
         The address of rank 0's host.
 
     Raises:
-        WeftError, WireError: as `dump_ip_address` and `get_ip_address`.
+        WeftError: the file cannot be written, belongs to another user, or has other content.
+        WireError: nobody answered within 300 s.
 
     Example:
         >>> import tempfile
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     address = nfs_ip_init(0, f"{folder}/ip_file")
     """
-    address, published[address] = publish(_rank, ip_file, TIMEOUT)
+    address, _ports[address] = publish(_rank, ip_file, TIMEOUT)
     return address
 
 
-_PORT = 12345  # SAR's
-_DEVICES = {"nccl": "cuda", "xccl": "xpu"}  # of all others: "cpu"
-
-
-class _Settings(NamedTuple):
-    """The arguments of `initialize_comms`."""
-
-    master_ip: str
-    master_port: int
-    backend: str
-    comm_device: torch.device
-
-
-_settings: WeakKeyDictionary[Group, _Settings] = WeakKeyDictionary()
-
-
-@also(rank="_rank", world_size="_world_size", comm_device="_comm_device")
 def initialize_comms(
     _rank: int,
     _world_size: int,
@@ -191,14 +75,13 @@ def initialize_comms(
     """Start weft and torch.distributed, or use torch's default group if there is one. Collective.
 
     Args:
-        _rank: the rank of this process; also `rank`.
-        _world_size: the number of ranks; also `world_size`.
+        _rank: the rank of this process.
+        _world_size: the number of ranks.
         master_ip_address: of the host of rank 0: a numeric address or a name. Ignored, as is the
             port, if torch.distributed is initialised already.
         backend: a backend of `weft.init`: "gloo", "nccl", "ccl", "mpi" and others.
-        _comm_device: what `comm_device()` returns, and nothing else: weft sends tensors of any
-            device, and results are on the device of the tensors. None: "cuda" for "nccl", "xpu" for
-            "xccl", else "cpu". Also `comm_device`.
+        _comm_device: the device to which tensors are copied to be sent. None: "cuda" for "nccl",
+            "xpu" for "xccl", else "cpu".
         master_port_number: of rank 0. None: the port that rank 0 chose in `nfs_ip_init`, or 12345
             if the address did not come from there.
 
@@ -210,26 +93,16 @@ def initialize_comms(
     Example:
         >>> import weft
         >>> initialize_comms(0, 1, "127.0.0.1", "gloo", master_port_number=29432)
-        >>> rank(), world_size(), comm_device(), master_port()
-        (0, 1, device(type='cpu'), 29432)
+        >>> rank(), world_size()
+        (0, 1)
         >>> weft.shutdown()
     """
     device = torch.device(_comm_device or _DEVICES.get(backend, "cpu"))
     port = master_port_number
     if port is None:
-        port = published.get(master_ip_address, _PORT)
+        port = _ports.get(master_ip_address, _PORT)
     group = init_as(_rank, _world_size, backend, master_ip_address, port)
-    _settings[group] = _Settings(master_ip_address, port, backend, device)
-
-
-def is_initialized() -> bool:
-    """Whether there is a default group, from `initialize_comms` or from `weft.init`.
-
-    Example:
-        >>> is_initialized()
-        False
-    """
-    return default() is not None
+    _devices[group] = device
 
 
 def rank() -> int:
@@ -237,8 +110,8 @@ def rank() -> int:
 
     Example:
         >>> from weft.testing import run
-        >>> run(2, lambda group: (rank(), world_size(), comm_device().type))
-        [(0, 2, 'cpu'), (1, 2, 'cpu')]
+        >>> run(2, lambda group: (rank(), world_size()))
+        [(0, 2), (1, 2)]
     """
     return group_of().rank
 
@@ -246,114 +119,6 @@ def rank() -> int:
 def world_size() -> int:
     """The number of ranks."""
     return group_of().size
-
-
-def master_ip() -> str:
-    """The `master_ip_address` of `initialize_comms`; WeftError if `weft.init` made the group."""
-    return _told().master_ip
-
-
-def master_port() -> int:
-    """The port at which the ranks met; WeftError if `weft.init` made the group."""
-    return _told().master_port
-
-
-def backend() -> str:
-    """The `backend` of `initialize_comms`; WeftError if `weft.init` made the group."""
-    return _told().backend
-
-
-def comm_device() -> torch.device:
-    """The device of `initialize_comms`; the CPU if `weft.init` made the group."""
-    told = _settings.get(group_of())
-    return torch.device("cpu") if told is None else told.comm_device
-
-
-def _told() -> _Settings:
-    group = group_of()
-    if group not in _settings:
-        raise WeftError(
-            f"rank {group.rank}: the group was not started by initialize_comms, which would know: "
-            "call that instead of weft.init"
-        )
-    return _settings[group]
-
-
-class Config:
-    """Settings, which a program sets once on the class itself, the same on every rank.
-
-    Attributes:
-        max_collective_size: the largest number of elements that a rank sends and receives together
-            in one round of a call, give or take one element of each tensor; 0: everything in one
-            round. If ranks differ, the smallest number applies.
-        disable_sr, pipeline_depth: of SAR's graph classes, which are not here; without effect.
-
-    Example:
-        >>> Config.max_collective_size
-        0
-    """
-
-    max_collective_size: ClassVar[int] = 0
-    disable_sr: ClassVar[bool] = False
-    pipeline_depth: ClassVar[int] = 1
-
-
-def _check(name: str, place: Any, source: int, came: Tensor) -> None:
-    """Check that a receive buffer fits the tensor that arrived.
-
-    Raises:
-        WeftError: it does not.
-    """
-    if not isinstance(place, Tensor):
-        raise WeftError(f"{name} is a {type(place).__name__}: pass a tensor to be filled")
-    if reason := unfit(place):
-        raise WeftError(f"{name} is {reason}")
-    if place.dtype != came.dtype:
-        raise WeftError(
-            f"{name} has {place.dtype}, and rank {source} sends {came.dtype}: pass one dtype"
-        )
-    if place.numel() != came.numel():
-        raise WeftError(
-            f"{name} has shape {tuple(place.shape)}, and rank {source} sends {tuple(came.shape)}: "
-            "make it as large, or use exchange_tensors, which needs no sizes"
-        )
-
-
-def _check_apart(places: Sequence[Tensor]) -> None:
-    """Check that no two receive buffers have elements in common.
-
-    Raises:
-        WeftError: two have.
-    """
-    spans = sorted((*extent(place), source) for source, place in enumerate(places) if place.numel())
-    for number, (_, end, source) in enumerate(spans):
-        for start, _, other in spans[number + 1 :]:
-            if start >= end:
-                break  # as all that follow do
-            first, second = sorted((source, other))
-            if _shared(places[first], places[second]):
-                raise WeftError(
-                    f"recv_tensors[{first}] and recv_tensors[{second}] share memory: pass tensors "
-                    "of their own"
-                )
-
-
-def _shared(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors have an element in common; two columns of a matrix have none."""
-    return one.device == other.device and np.shares_memory(_outline(one), _outline(other))
-
-
-def _outline(tensor: Tensor) -> NDArray[Any]:
-    """An array with a tensor's addresses, on any device and of any dtype, which nobody may read."""
-    size = tensor.element_size()
-    interface = {
-        "version": 3,
-        "data": (tensor.data_ptr(), True),
-        "typestr": f"|V{size}",
-        "shape": tuple(tensor.shape),
-        "strides": tuple(step * size for step in tensor.stride()),
-    }
-    return np.asarray(SimpleNamespace(__array_interface__=interface))
 
 
 def all_to_all(
@@ -367,8 +132,8 @@ def all_to_all(
         recv_tensors: a tensor for each rank, on any device, with the dtype and the number of
             elements of what that rank sends; its shape may be another. It may have no elements. No
             two may have elements in common.
-        send_tensors: a tensor for each rank; all of one dtype, on one device.
-        move_to_comm_device: without effect: weft sends tensors of any device.
+        send_tensors: a tensor for each rank; all of one dtype.
+        move_to_comm_device: without effect: what must be moved is.
 
     Raises:
         WeftError: some rank's tensors are wrong or do not fit; the same text on every rank, naming
@@ -385,172 +150,13 @@ def all_to_all(
         >>> run(2, program)
         [[[0], [10]], [[1, 1], [11, 11]]]
     """
-    _exchange(recv_tensors, send_tensors, Config.max_collective_size)
-
-
-def all_to_all_rounds(recv_tensors: Sequence[Tensor], send_tensors: Sequence[Tensor]) -> None:
-    """The same as `all_to_all`, which works in rounds itself (`Config.max_collective_size`).
-
-    Example:
-        >>> from weft.testing import run
-        >>> def program(group):
-        ...     recv = [torch.empty(1) for _ in range(group.size)]
-        ...     all_to_all_rounds(recv, [torch.tensor([group.rank + 1.0])] * group.size)
-        ...     return [tensor.item() for tensor in recv]
-        >>> run(2, program)
-        [[1.0, 2.0], [1.0, 2.0]]
-    """
-    all_to_all(recv_tensors, send_tensors)
-
-
-def all_to_all_gloo_support(recv_tensors: Sequence[Tensor], send_tensors: Sequence[Tensor]) -> None:
-    """The same as `all_to_all`, but in one round, whatever `Config` says; on every backend.
-
-    Example:
-        >>> from weft.testing import run
-        >>> def program(group):
-        ...     recv = [torch.empty(1) for _ in range(group.size)]
-        ...     all_to_all_gloo_support(recv, [torch.tensor([group.rank + 1.0])] * group.size)
-        ...     return [tensor.item() for tensor in recv]
-        >>> run(2, program)
-        [[1.0, 2.0], [1.0, 2.0]]
-    """
-    _exchange(recv_tensors, send_tensors, 0)
-
-
-def _exchange(
-    recv_tensors: Sequence[Tensor], send_tensors: Sequence[Tensor], largest: object
-) -> None:
-    """Fill tensors with what each rank sent, in rounds of at most `largest` elements."""
-
-    def check(came: list[Tensor]) -> None:
-        if not isinstance(recv_tensors, list | tuple) or len(recv_tensors) != len(came):
-            raise WeftError(
-                f"recv_tensors must be a list of {len(came)} tensors, one for each rank"
-            )
-        for source, (place, tensor) in enumerate(zip(recv_tensors, came, strict=True)):
-            _check(f"recv_tensors[{source}]", place, source, tensor)
-        _check_apart(recv_tensors)
-
-    for place, tensor in zip(recv_tensors, _sent(send_tensors, check, largest), strict=True):
-        _fill(place, tensor)
-
-
-def exchange_single_tensor(
-    recv_idx: int, send_idx: int, recv_tensor: Tensor, send_tensor: Tensor
-) -> None:
-    """Send a tensor to one rank, and fill another with what one rank sends. Collective.
-
-    Every rank must call it. Rank a's `send_idx` is b where rank b's `recv_idx` is a.
-
-    Args:
-        recv_idx: the rank that sends to this one; it may be this one.
-        send_idx: the rank to which this one sends; it may be this one.
-        recv_tensor: with the dtype and the number of elements of what arrives, on any device.
-        send_tensor: of any shape, and of the same dtype on every rank.
-
-    Raises:
-        WeftError, WireError: as `all_to_all`.
-
-    Example:
-        >>> from weft.testing import run
-        >>> def program(group):
-        ...     after, before = (group.rank + 1) % group.size, (group.rank - 1) % group.size
-        ...     place = torch.empty(1)
-        ...     exchange_single_tensor(before, after, place, torch.tensor([float(group.rank)]))
-        ...     return place.item()
-        >>> run(3, program)
-        [2.0, 0.0, 1.0]
-    """
-    source, to = _known("recv_idx", recv_idx), _known("send_idx", send_idx)
-    if not isinstance(send_tensor, Tensor):
-        tell(WeftError(f"send_tensor is a {type(send_tensor).__name__}: pass a tensor"))
-    send = [torch.empty(0, dtype=send_tensor.dtype, device=send_tensor.device)] * world_size()
-    send[to] = send_tensor
-    largest = Config.max_collective_size
-    came = _sent(
-        send, lambda came: _check("recv_tensor", recv_tensor, source, came[source]), largest
-    )
-    _fill(recv_tensor, came[source])
-
-
-def _known(name: str, given: object) -> int:
-    """An argument as a rank of the group; if it is none, all ranks raise WeftError."""
-    found, size = integer(given), world_size()
-    if found is None or not 0 <= found < size:
-        tell(WeftError(f"{name} is {given!r}: pass a rank of the group, 0 to {size - 1}"))
-    return found
-
-
-def exchange_tensors(
-    tensors: Sequence[Tensor], recv_sizes: Sequence[int] | None = None
-) -> list[Tensor]:
-    """Send `tensors[i]` to rank i; return what each rank sent to this one. Collective.
-
-    Args:
-        tensors: a tensor for each rank; all of one dtype, on one device; of any shapes, also empty.
-        recv_sizes: None, or the length (`shape[0]`) of what each rank sends. weft sends shapes with
-            the tensors, so it needs no sizes; it checks those that it gets.
-
-    Returns:
-        New tensors in rank order, with the shapes that were sent, on the device of `tensors`.
-
-    Raises:
-        WeftError: some rank's tensors are wrong, or a length differs from `recv_sizes`; the same
-            text on every rank, naming the rank. The next call works.
-        WireError: a peer or a link failed; names the culprit. The group is lost.
-
-    Example:
-        >>> from weft.testing import run
-        >>> def program(group):
-        ...     parts = [torch.ones(to, 2) * group.rank for to in range(group.size)]
-        ...     return exchange_tensors(parts)
-        >>> [tuple(tensor.shape) for tensor in run(3, program)[2]]
-        [(2, 2), (2, 2), (2, 2)]
-    """
-
-    def check(came: list[Tensor]) -> None:
-        if recv_sizes is None:
-            return
-        lengths = [tensor.shape[0] if tensor.dim() else 1 for tensor in came]
-        try:
-            expected = [integer(length) for length in recv_sizes]
-        except TypeError:  # it has no elements
-            expected = [None]
-        if None in expected:
-            raise WeftError(
-                f"recv_sizes is {recv_sizes!r}: pass a length for each rank, or leave it out"
-            )
-        if expected != lengths:
-            raise WeftError(f"recv_sizes is {expected}, and the ranks send {lengths}: leave it out")
-
-    return _sent(tensors, check, Config.max_collective_size)
-
-
-def _sent(
-    tensors: Sequence[Tensor], check: Callable[[list[Tensor]], None], largest: object
-) -> list[Tensor]:
-    """Exchange tensors in rounds; return what arrived if `check` raises on no rank."""
-    most = None if isinstance(largest, bool) else integer(largest)
-    if most is None or most < 0:
-        tell(
-            WeftError(
-                f"Config.max_collective_size is {largest!r}: set a number of elements, or 0 for "
-                "all in one round"
-            )
-        )
-    first = tensors[0] if isinstance(tensors, list | tuple) and tensors else None
-    width = first.element_size() if isinstance(first, Tensor) else 1
+    with telling():
+        sent = [_sendable(each) for each in send_tensors]
     with torch.no_grad():
-        came = weft.all_to_all(tensors, round_bytes=most * width or None)
-    weft.attempt(lambda: check(came), name="what came")
-    return came
-
-
-def _fill(place: Tensor, came: Tensor) -> None:
-    """Write what arrived to a buffer that fits it."""
-    with torch.no_grad():
-        place.copy_(came.view(place.shape))
+        came = weft.all_to_all(sent)
+    weft.attempt(lambda: _check(recv_tensors, came), name="what came")
+    for place, tensor in zip(recv_tensors, came, strict=True):
+        write(place, tensor.view(place.shape))
 
 
 def all_reduce(red_tensor: Tensor, op: Any, move_to_comm_device: bool = False) -> None:
@@ -559,7 +165,7 @@ def all_reduce(red_tensor: Tensor, op: Any, move_to_comm_device: bool = False) -
     Args:
         red_tensor: of the same shape and dtype on every rank, on any device.
         op: a `torch.distributed.ReduceOp`, or a name that `weft.all_reduce` takes.
-        move_to_comm_device: without effect: weft reduces tensors of any device.
+        move_to_comm_device: without effect: what must be moved is.
 
     Raises:
         WeftError, WireError: as `weft.all_reduce`. WeftError also if some rank's is no tensor, or
@@ -574,15 +180,13 @@ def all_reduce(red_tensor: Tensor, op: Any, move_to_comm_device: bool = False) -
         >>> run(3, program)
         [[3, 3], [3, 3], [3, 3]]
     """
-    if not isinstance(red_tensor, Tensor):
-        tell(WeftError(f"red_tensor is a {type(red_tensor).__name__}: pass a tensor to be filled"))
-    if reason := unfit(red_tensor):
-        tell(WeftError(f"red_tensor is {reason}"))
-    with torch.no_grad():
-        red_tensor.copy_(weft.all_reduce(red_tensor, op))
+    with telling():
+        _check_place("red_tensor", red_tensor)
+        sent = _sendable(red_tensor.detach())
+    write(red_tensor, weft.all_reduce(sent, op))
 
 
-def sync_params(model: torch.nn.Module) -> None:
+def sync_params(model: nn.Module) -> None:
     """Give every rank the parameters and buffers of rank 0's model. Collective: `weft.sync_params`.
 
     Example:
@@ -595,10 +199,13 @@ def sync_params(model: torch.nn.Module) -> None:
         >>> run(2, program)
         [5.0, 5.0]
     """
-    weft.sync_params(model)
+    twin, pairs = _moved(model)
+    weft.sync_params(twin)
+    for own, other in pairs:
+        write(own, other.detach())
 
 
-def gather_grads(model: torch.nn.Module) -> None:
+def gather_grads(model: nn.Module) -> None:
     """Sum a model's gradients over all ranks: `weft.sync_grads(model, average=False)`. Collective.
 
     Example:
@@ -611,4 +218,121 @@ def gather_grads(model: torch.nn.Module) -> None:
         >>> run(2, program)
         [3.0, 3.0]
     """
-    weft.sync_grads(model, average=False)
+    twin, pairs = _moved(model)
+    weft.sync_grads(twin, average=False)
+    for own, other in pairs:
+        if other.grad is not None:
+            own.grad = other.grad.to(own.device)
+
+
+def _comm_device() -> torch.device | None:
+    """The device of `initialize_comms`; None if `weft.init` made the group."""
+    return _devices.get(group_of())
+
+
+def _sendable(tensor: Any) -> Any:
+    """A tensor on the device of communication; whatever else it is, weft's call refuses."""
+    device = _comm_device()
+    if device is None or not isinstance(tensor, Tensor) or tensor.is_meta:
+        return tensor
+    return tensor.to(device)
+
+
+Pairs = list[tuple[Tensor, Tensor]]
+"""A model's tensors, each with its copy."""
+
+
+def _moved(model: nn.Module) -> tuple[nn.Module, Pairs]:
+    """A model on the device of communication, and which copy is whose: itself if it is there."""
+    device = _comm_device()
+    tensors: list[Tensor] = []
+    if device is not None and isinstance(model, nn.Module):
+        tensors = [*model.parameters(), *model.buffers()]
+    if device is None or all(tensor.device.type == device.type for tensor in tensors):
+        return model, []
+    with telling():
+        twin, pairs = _twin(model, device)
+    return twin, pairs
+
+
+def _twin(model: nn.Module, device: torch.device) -> tuple[nn.Module, Pairs]:
+    """A module with copies of a model's parameters, their gradients, and buffers."""
+    twin = nn.Module()
+    pairs: Pairs = []
+    for name, parameter in model.named_parameters():
+        other = nn.Parameter(parameter.detach().to(device), parameter.requires_grad)
+        if parameter.grad is not None:
+            other.grad = parameter.grad.to(device)
+        _home(twin, name).register_parameter(name.rpartition(".")[2], other)
+        pairs.append((parameter, other))
+    for name, buffer in model.named_buffers():
+        copy = buffer.to(device)
+        _home(twin, name).register_buffer(name.rpartition(".")[2], copy)
+        pairs.append((buffer, copy))
+    return twin, pairs
+
+
+def _home(module: nn.Module, name: str) -> nn.Module:
+    """The submodule that has the tensor of this name, made if there is none yet."""
+    for part in name.split(".")[:-1]:
+        if part not in dict(module.named_children()):
+            module.add_module(part, nn.Module())
+        module = module.get_submodule(part)
+    return module
+
+
+def _check_place(name: str, place: Any) -> None:
+    """Check that a tensor can be written to.
+
+    Raises:
+        WeftError: it cannot.
+    """
+    if not isinstance(place, Tensor):
+        raise WeftError(f"{name} is a {type(place).__name__}: pass a tensor to be filled")
+    if reason := unwritable(place):
+        raise WeftError(f"{name} is {reason}")
+
+
+def _check(places: Any, came: Sequence[Tensor]) -> None:
+    """Check that receive buffers fit what arrived, and have no elements in common.
+
+    Raises:
+        WeftError: they do not.
+    """
+    if not isinstance(places, list | tuple) or len(places) != len(came):
+        raise WeftError(f"recv_tensors must be a list of {len(came)} tensors, one for each rank")
+    for source, (place, tensor) in enumerate(zip(places, came, strict=True)):
+        name = f"recv_tensors[{source}]"
+        _check_place(name, place)
+        if place.dtype != tensor.dtype:
+            raise WeftError(
+                f"{name} has {place.dtype}, and rank {source} sends {tensor.dtype}: pass one dtype"
+            )
+        if place.numel() != tensor.numel():
+            raise WeftError(
+                f"{name} has shape {tuple(place.shape)}, and rank {source} sends "
+                f"{tuple(tensor.shape)}: make it as large, or use weft.all_to_all, which needs no "
+                "sizes"
+            )
+    if not overlapping(*places):
+        return
+    for (one, place), (other, another) in combinations(enumerate(places), 2):
+        # the columns of a matrix overlap, and share nothing
+        if np.shares_memory(_outline(place), _outline(another)):
+            raise WeftError(
+                f"recv_tensors[{one}] and recv_tensors[{other}] share memory: pass tensors of "
+                "their own"
+            )
+
+
+def _outline(tensor: Tensor) -> NDArray[Any]:
+    """An array with a tensor's addresses, on any device and of any dtype, which nobody may read."""
+    size = tensor.element_size()
+    interface = {
+        "version": 3,
+        "data": (tensor.data_ptr(), True),
+        "typestr": f"|V{size}",
+        "shape": tuple(tensor.shape),
+        "strides": tuple(step * size for step in tensor.stride()),
+    }
+    return np.asarray(SimpleNamespace(__array_interface__=interface))
