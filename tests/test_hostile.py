@@ -211,24 +211,6 @@ def model() -> nn.Module:
     return made
 
 
-def overlapped(average: Any, wire_dtype: Any = None) -> None:
-    made = model()
-    overlap = weft.overlap_grads(made)
-    try:
-        weft.sync_grads(made, average, wire_dtype=wire_dtype)
-    finally:
-        overlap.remove()
-
-
-def overlapped_module(wrong: Any) -> None:
-    made = model()
-    overlap = weft.overlap_grads(made, bucket_bytes=1)
-    try:
-        weft.sync_grads(made if wrong is None else wrong)
-    finally:
-        overlap.remove()
-
-
 def send(**options: Any) -> Any:
     return weft.exchange(one(), [torch.tensor([0])] * RANKS, **options)
 
@@ -350,13 +332,6 @@ CALLS: dict[str, tuple[Callable[[Any], object], Callable[[], Any]]] = {
     "sync_grads module": (weft.sync_grads, model),
     "sync_grads average": (lambda x: weft.sync_grads(model(), x), lambda: True),
     "sync_grads dtype": (lambda x: weft.sync_grads(model(), wire_dtype=x), lambda: None),
-    "overlap module": (weft.overlap_grads, model),
-    "overlap average": (lambda x: weft.overlap_grads(model(), x), lambda: True),
-    "overlap bucket": (lambda x: weft.overlap_grads(model(), bucket_bytes=x), lambda: 99),
-    "overlap dtype": (lambda x: weft.overlap_grads(model(), wire_dtype=x), lambda: None),
-    "overlapped module": (overlapped_module, lambda: None),
-    "overlapped average": (overlapped, lambda: True),
-    "overlapped dtype": (lambda x: overlapped(True, x), lambda: None),
     "sparsified tensors": (
         lambda x: weft.sync_sparsified(x, topk()),
         lambda: [torch.ones(4)],

@@ -7,15 +7,14 @@ one process that has all the data, dense gradients and no weft.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import importlib
 import re
 from collections import Counter
 from math import inf
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -23,10 +22,6 @@ from torch.nn.utils import clip_grad_norm_, parameters_to_vector
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import weft
-
-parser = argparse.ArgumentParser(description="train by Lightning over weft")
-parser.add_argument("--package", default="lightning.pytorch", help="or pytorch_lightning")
-pl: Any = importlib.import_module(parser.parse_args().package)
 
 RANKS, STEPS, BATCH, BEFORE, DIM = 2, 40, 64, 8, 32
 RATE, MOST = 1.0, 0.25  # of learning; norm of the gradients

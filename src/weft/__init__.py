@@ -19,10 +19,9 @@ if _typing.TYPE_CHECKING:
     from .comm.all_reduce import all_reduce
     from .comm.all_to_all import all_to_all
     from .comm.barrier import barrier
-    from .comm.clip import clip_grad_norm_, clip_grad_value_
+    from .comm.clip import clip_grad_norm_
     from .comm.exchange import exchange
     from .comm.gradients import sync_grads
-    from .comm.overlap import overlap_grads
     from .comm.parameters import sync_params
     from .comm.remote_rows import RemoteRows, remote_rows
     from .ddp.sync import sync_sparsified
@@ -63,7 +62,6 @@ __all__ = [
     "attempt",
     "barrier",
     "clip_grad_norm_",
-    "clip_grad_value_",
     "config",
     "ddp",
     "exchange",
@@ -72,7 +70,6 @@ __all__ = [
     "kernels",
     "nn",
     "on_call",
-    "overlap_grads",
     "register_wire",
     "remote_rows",
     "schedules",
@@ -107,8 +104,8 @@ _HOMES = {
     "Work": "group.worker",
     **dict.fromkeys(("all_reduce", "all_to_all", "attempt", "barrier", "exchange"), "comm"),
     **dict.fromkeys(("RemoteRows", "remote_rows"), "comm"),
-    **dict.fromkeys(("clip_grad_norm_", "clip_grad_value_"), "comm"),
-    **dict.fromkeys(("overlap_grads", "sync_grads", "sync_params"), "comm"),
+    "clip_grad_norm_": "comm",
+    **dict.fromkeys(("sync_grads", "sync_params"), "comm"),
 }
 """Where a name is from; the others are from `sparse`."""
 

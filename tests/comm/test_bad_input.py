@@ -34,16 +34,6 @@ def send(**options: Any) -> object:
     return weft.exchange(one(), [torch.tensor([0])] * 3, **options)
 
 
-def finish_otherwise(average: Any) -> None:
-    made = nn.Linear(2, 1)
-    overlap = weft.overlap_grads(made)
-    try:
-        made(torch.ones(1, 2)).sum().backward()
-        weft.sync_grads(made, average)
-    finally:
-        overlap.remove()
-
-
 WRONG: list[Any] = [
     "abc",
     3.5,
@@ -61,11 +51,6 @@ CALLS: dict[str, tuple[Callable[[Any], object], Any, str]] = {
     "sync_grads module": (weft.sync_grads, model, "module is a"),
     "sync_grads average": (lambda x: weft.sync_grads(model(), x), True, "average is"),
     "sync_grads dtype": (lambda x: weft.sync_grads(model(), wire_dtype=x), None, "wire_dtype is"),
-    "overlap_grads module": (weft.overlap_grads, model, "module is a"),
-    "overlap_grads average": (lambda x: weft.overlap_grads(model(), x), True, "average is"),
-    "overlap dtype": (lambda x: weft.overlap_grads(model(), wire_dtype=x), None, "wire_dtype is"),
-    "overlap_grads": (lambda x: weft.overlap_grads(model(), bucket_bytes=x), 99, "bucket_bytes is"),
-    "overlapped average": (finish_otherwise, True, "sync_grads has another group, average or"),
     "all_reduce op": (lambda x: weft.all_reduce(one(), x), "sum", "op .* is unknown"),
     "all_reduce dtype": (lambda x: weft.all_reduce(one(), wire_dtype=x), None, "wire_dtype is"),
     "all_to_all": (weft.all_to_all, lambda: [one()] * 3, "inputs"),

@@ -41,11 +41,9 @@ def module(rows):
     return found
 
 
-def synchronised(rows, overlap):
+def synchronised(rows):
     model = module(rows)
     weft.sync_params(model)
-    if overlap:
-        weft.overlap_grads(model)
     (model.table(torch.arange(9)).sum() * VALUE + model.dense.sum() * VALUE).backward()
     weft.sync_grads(model)
     weft.clip_grad_norm_(model, 1e-3)
@@ -67,8 +65,7 @@ CALLS = {
     "all_reduce": lambda size, rows: back([weft.all_reduce(marked(rows))]),
     "largest": lambda size, rows: back([weft.all_reduce(marked(rows), "max")]),
     "exchange": lambda size, rows: back(weft.exchange(marked(rows, 1), [torch.arange(2)] * size)),
-    "sync": lambda size, rows: synchronised(rows, False),
-    "overlap": lambda size, rows: synchronised(rows, True),
+    "sync": lambda size, rows: synchronised(rows),
     "nn": lambda size, rows: layers(rows),
 }
 

@@ -1,7 +1,4 @@
-"""`sync_grads`, at once and while backward runs: the sum over all ranks, by name.
-
-What else there is to `overlap_grads` is in test_overlap.
-"""
+"""`sync_grads`: the sum over all ranks, by name."""
 
 from __future__ import annotations
 
@@ -102,20 +99,22 @@ def test_gradients_are_summed_by_name(group, average):
     assert module.table.weight.grad.is_coalesced()
 
 
+@pytest.mark.parametrize("otherwise", ["missing", "tied"])
 @spmd(3, on=EVERYWHERE)
-def test_ranks_may_have_different_parameters(group):
-    module = nn.ParameterDict({"all": nn.Parameter(torch.ones(2))})
-    module[f"of {group.rank}"] = nn.Parameter(torch.ones(1 + group.rank))
+def test_who_has_other_parameters_is_named_and_nothing_changes(group, otherwise):
+    module = nn.ParameterDict({"one": nn.Parameter(torch.ones(2))})
     if group.rank != 1:
-        module["table"] = nn.Embedding(5, 2, sparse=True).weight
-        module["table"].grad = torch.eye(5, 2).to_sparse(1)
-    for name in list(module)[:2]:
-        module[name].grad = torch.full_like(module[name], 1.0 + group.rank)
-    weft.sync_grads(module, average=False)
-    assert module["all"].grad.tolist() == [6, 6]
-    assert module[f"of {group.rank}"].grad.eq(1 + group.rank).all()
-    if group.rank != 1:
-        assert module["table"].grad.to_dense().equal(2 * torch.eye(5, 2))
+        module["two"] = nn.Parameter(torch.ones(2))
+    elif otherwise == "tied":
+        module["two"] = module["one"]
+    module["one"].grad = torch.full((2,), 1.0 + group.rank)
+    what = "rank 1 has no 'two', on rank 0 it is a .*parameter"
+    if otherwise == "tied":
+        what = "'two' is .* on rank 0, and .*, the same as 'one' on rank 1"
+    with pytest.raises(weft.WeftError, match=f"{what}.*; gradients are as they were"):
+        weft.sync_grads(module, average=False)
+    assert module["one"].grad.eq(1 + group.rank).all()
+    weft.sync_grads(nn.Linear(2, 2))
 
 
 @spmd(3, on=EVERYWHERE)
@@ -258,12 +257,9 @@ class Added(nn.Module):
 
 @pytest.mark.parametrize("kind", ["table", "dense"])
 @pytest.mark.parametrize("rows", [16, 1 << 18])  # sent with others, and from their own memory
-@pytest.mark.parametrize("overlaps", [False, True])
 @spmd(2)
-def test_gradients_in_one_memory_are_summed_once(group, overlaps, rows, kind):
+def test_gradients_in_one_memory_are_summed_once(group, rows, kind):
     module = Added(rows, kind)
-    if overlaps:
-        weft.overlap_grads(module, average=False, bucket_bytes=1)
     (module(rows) * (1 + group.rank)).sum().backward()
     weft.sync_grads(module, average=False)
     for each in (module.lower, module.upper):
@@ -277,14 +273,10 @@ def test_memory_of_the_callers_own_keeps_the_gradients(group):
     """All in one buffer, as some programs have them: they are reduced there."""
     module = nn.Linear(3, 2)
     flat = torch.zeros(8)
-    for overlaps in (False, True):
-        if overlaps:
-            weft.overlap_grads(module, average=False, bucket_bytes=1)
-        flat.zero_()
-        module.weight.grad, module.bias.grad = flat[:6].view(2, 3), flat[6:]
-        (module(torch.ones(1, 3)) * (1 + group.rank)).sum().backward()
-        weft.sync_grads(module, average=False)
-        assert flat.eq(3).all()
+    module.weight.grad, module.bias.grad = flat[:6].view(2, 3), flat[6:]
+    (module(torch.ones(1, 3)) * (1 + group.rank)).sum().backward()
+    weft.sync_grads(module, average=False)
+    assert flat.eq(3).all()
 
 
 @spmd(3, on=("threads", "device"))
@@ -299,23 +291,3 @@ def test_a_sparse_gradient_that_is_none_is_called_by_its_name(group):
     with pytest.raises(weft.WeftError) as caught:
         weft.sync_grads(module)
     assert f"rank 1: the gradient of {name!r}: index -2" in str(caught.value)
-
-
-@pytest.mark.parametrize("bucket_bytes", [1, 5000, 1 << 30])
-@spmd(1, 4, on=EVERYWHERE)
-def test_overlapped_gradients_are_the_same(group, bucket_bytes):
-    module = Model(other_order=group.rank % 2 == 1)
-    overlap = weft.overlap_grads(module, False, bucket_bytes=bucket_bytes)
-    for step in range(3):  # what a rank uses differs from step to step
-        uses = USES[step:] + USES[:step]
-        module.zero_grad()
-        module(words(group.rank), uses[group.rank]).backward()
-        weft.sync_grads(module, False)
-        check(module, wanted(group.size, False, uses))
-    overlap.remove()
-    calls = group.worker.made
-    module.zero_grad()
-    module(words(group.rank), USES[group.rank]).backward()
-    assert group.worker.made == calls  # nobody started anything
-    weft.sync_grads(module, False)
-    check(module, wanted(group.size, False))

@@ -66,18 +66,6 @@ def backward(make):
     gathered.backward(square(make))
 
 
-def overlapped(make):
-    model = nn.Linear(SIDE, SIDE, bias=False)
-    overlap = weft.overlap_grads(model)
-    if make is not None:
-        model.weight.register_hook(lambda gradient: make(gradient.shape))
-    try:
-        model(torch.ones(1, SIDE)).sum().backward()
-        weft.sync_grads(model)
-    finally:
-        overlap.remove()
-
-
 def clipped(make):
     table = weft.nn.ShardedEmbedding(4, 2)
     weft.clip_grad_norm_([*table.parameters(), *with_gradient(make).parameters()], 1.0)
@@ -88,7 +76,6 @@ READS = {
     "parameter": of_parameter,
     "backward": backward,
     "sync_grads": lambda make: weft.sync_grads(with_gradient(make)),
-    "overlap_grads": overlapped,
     "clip": clipped,
 }
 

@@ -107,19 +107,6 @@ def test_a_rank_may_come_to_its_table_in_another_order(group, backend, may_branc
         dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("may_branch", [False, True])
-@spmd(2, 3, on=("threads", "processes"))
-def test_overlapped_gradients_leave_the_table_its_order(group, may_branch):
-    with group.split(range(group.size)) as own:  # that no other test has
-        cut, whole = models(own)
-        weft.overlap_grads(cut, group=own, bucket_bytes=1)
-        for step in range(4):
-            cut.zero_grad()
-            cut(*batch_of(group.rank, step, may_branch=may_branch)).backward()
-            weft.sync_grads(cut, group=own)
-            check_gradients(cut, whole, group.size, step, may_branch=may_branch)
-
-
 def losing_its_last_rank(where: str) -> None:
     """The last rank dies in backward, before its table or behind it; the others raise that."""
     with weft.init(timeout=60) as group:

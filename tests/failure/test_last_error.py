@@ -181,7 +181,6 @@ CALLS = {
     "barrier": lambda **group: weft.barrier(**group),
     "exchange": lambda **group: weft.exchange(torch.ones(1), [None], **group),
     "explain": lambda **group: weft.explain(rows(), **group),
-    "overlap_grads": lambda **group: weft.overlap_grads(torch.nn.Linear(1, 1), **group),
     "remote_rows": lambda **group: weft.remote_rows(torch.tensor([0]), 1, **group),
     "sparse_all_gather": lambda **group: weft.sparse_all_gather(rows(), **group),
     "sparse_all_reduce": lambda **group: weft.sparse_all_reduce(rows(), **group),

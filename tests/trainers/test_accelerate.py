@@ -52,7 +52,7 @@ def program():
     rank, size = accelerator.process_index, accelerator.num_processes
     trains(accelerator, rank, size)
     accumulates(accelerator, rank)
-    is_checked(accelerator)
+    is_refused_twice(accelerator)
     clips_shards()
     has_state_of_shards()
     accelerator.end_training()
@@ -84,22 +84,9 @@ def accumulates(accelerator, rank):
     assert (gradient.abs().sum(1) > 0).nonzero().flatten().tolist() == [0, 1, 5]
 
 
-def is_checked(accelerator):
-    """In three ways a program may leave weft out, and is told so at its first step."""
+def is_refused_twice(accelerator):
     with pytest.raises(weft.WeftError, match="over weft already"):
         weft.trainers.accelerate(accelerator)
-    late = Accelerator(cpu=True)
-    model = late.prepare(Model())
-    weft.trainers.accelerate(late)
-    with pytest.raises(weft.WeftError, match="no model was prepared since"):
-        late.backward(model(torch.tensor([[1, 2]])).sum())
-    other = weft.trainers.accelerate(Accelerator(cpu=True), wire_dtype=torch.bfloat16)
-    model = other.prepare(Model())
-    assert other.weft_state.wire_dtype == torch.bfloat16
-    with pytest.raises(weft.WeftError, match=r"weft is not in use: accelerator\.backward sent no"):
-        other.backward(Model()(torch.tensor([[1, 2]])).sum())
-    other.backward(model(torch.tensor([[1, 2]])).sum())  # the next call works
-    assert len(other.weft_state.calls) == 1
 
 
 def clips_shards():
@@ -118,8 +105,6 @@ def clips_shards():
     norm = accelerator.clip_grad_norm_([table.weight], 0.001)  # as of one of two optimizers
     expected = nn.utils.clip_grad_norm_([reference.table.weight], 0.001)
     torch.testing.assert_close(norm, expected)
-    accelerator.clip_grad_value_(model.parameters(), 1e-4)
-    nn.utils.clip_grad_value_(reference.parameters(), 1e-4)
     rows = reference.table.weight.grad[table.first :][: len(table.weight)]
     torch.testing.assert_close(table.weight.grad.to_dense(), rows)
 

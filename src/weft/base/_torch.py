@@ -229,26 +229,6 @@ def waited(tensor: Tensor) -> Tensor:
     return tensor if wait is None else cast(Tensor, wait())
 
 
-_holders = _private("_C._storage_Use_Count")
-
-
-def is_held_by_others(tensor: Tensor) -> bool:
-    """Whether anything else holds the memory of a plain tensor; True where torch does not say.
-
-    Example:
-        >>> gradient = torch.ones(4)
-        >>> is_held_by_others(gradient)
-        False
-        >>> view = gradient.view(2, 2)
-        >>> is_held_by_others(gradient)
-        True
-    """
-    if _holders is None:
-        return True
-    memory: Any = tensor.untyped_storage()
-    return int(_holders(memory._cdata)) > 2  # the tensor, and `memory`
-
-
 _awaits_inputs = _private("_C._distributed_c10d._allow_inflight_collective_as_graph_input")
 _register_work = _private("_C._distributed_c10d._register_work")
 

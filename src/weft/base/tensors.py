@@ -140,27 +140,6 @@ def mark_overwritten(tensors: Iterable[Tensor]) -> None:
         torch.autograd.graph.increment_version([*tensors])
 
 
-def times_written(tensor: Tensor) -> int:
-    """How many writes to a tensor autograd has counted; of a sparse one, to its parts, too.
-
-    It is 0 where there is no count of this tensor alone: it was made in inference mode, has no
-    elements, or is a part of a larger memory, whose parts share one count.
-
-    Example:
-        >>> place = torch.zeros(2)
-        >>> before = times_written(place)
-        >>> times_written(place.add_(1)) - before
-        1
-    """
-    if tensor.is_inference():
-        return 0
-    if tensor.layout == torch.sparse_coo:
-        parts = tensor, tensor._indices(), tensor._values()
-        return sum(part._version for part in parts)
-    is_whole = tensor.nbytes == tensor.untyped_storage().nbytes() > 0
-    return tensor._version if is_whole else 0
-
-
 def overlapping(*tensors: Tensor) -> bool:
     """Whether two of some tensors have memory in common, or lie one within the other."""
     extents = sorted((str(each.device), *extent(each)) for each in tensors if each.numel())

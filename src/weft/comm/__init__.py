@@ -7,24 +7,20 @@ from ..call.attempt import attempt
 from .all_reduce import all_reduce
 from .all_to_all import all_to_all
 from .barrier import barrier
-from .clip import clip_grad_norm_, clip_grad_value_
+from .clip import clip_grad_norm_
 from .exchange import exchange
 from .gradients import sync_grads
-from .overlap import Overlap, overlap_grads
 from .parameters import sync_params
 from .remote_rows import RemoteRows, remote_rows
 
 __all__ = [
-    "Overlap",
     "RemoteRows",
     "all_reduce",
     "all_to_all",
     "attempt",
     "barrier",
     "clip_grad_norm_",
-    "clip_grad_value_",
     "exchange",
-    "overlap_grads",
     "remote_rows",
     "sync_grads",
     "sync_params",

@@ -1,4 +1,4 @@
-"""`clip_grad_norm_` and `clip_grad_value_`: as torch's, for sparse and dense gradients together.
+"""`clip_grad_norm_`: as torch's, for sparse and dense gradients together.
 
 A sparse gradient as backward leaves it may hold an index several times. Its rows are summed first:
 what is clipped is the gradient, not the pieces it came in. Of a table that is cut over ranks, each
@@ -104,48 +104,6 @@ def clip_grad_norm_(
     gradients = [SimpleNamespace(grad=local(each)) for each in values.values()]
     clip(gradients, most, total, foreach)
     return total
-
-
-@torch.no_grad()
-def clip_grad_value_(
-    parameters: Tensor | Iterable[Tensor] | nn.Module,
-    clip_value: float,
-    foreach: bool | None = None,
-) -> None:
-    """Set each element of the gradients that is above `clip_value`, or below its negative, to it.
-
-    It is local and sends nothing, whatever is cut over ranks.
-
-    Args:
-        parameters, foreach: as for `weft.clip_grad_norm_`.
-        clip_value: the largest magnitude that is allowed.
-
-    Raises:
-        WeftError: as for `weft.clip_grad_norm_`, but on this rank alone; or `clip_value` is
-            negative or no number.
-
-    Example:
-        >>> import torch, weft
-        >>> table = torch.nn.Embedding(10, 1, sparse=True)
-        >>> table(torch.tensor([3, 3, 7])).sum().backward()  # 3 twice: its gradient is 2
-        >>> weft.clip_grad_value_(table, 1.5)
-        >>> table.weight.grad.coalesce().values().flatten()
-        tensor([1.5000, 1.0000])
-    """
-    given = list(dict.fromkeys(_given(parameters)))
-    most = _number(clip_value)
-    if not most >= 0:
-        raise WeftError(f"clip_value is {shown(clip_value)}: it must be at least 0")
-    if error := _wrong(given, sends=False):
-        raise WeftError(error)
-    by_type: dict[type[Tensor], list[SimpleNamespace]] = {}  # torch takes no DTensors with others
-    for parameter in given:
-        values = _values(parameter)
-        if values is not None:
-            by_type.setdefault(type(values), []).append(SimpleNamespace(grad=values))
-    clip: Any = nn.utils.clip_grad_value_  # which asks for nothing but `.grad`
-    for gradients in by_type.values():
-        clip(gradients, most, foreach)
 
 
 def _given(parameters: object) -> list[Tensor]:

@@ -3,27 +3,23 @@
 Parameters are matched by name. First all ranks state which of their parameters have a gradient, and
 whether it is sparse. On a rank without a gradient it counts as zero. Then dense gradients are
 reduced in a few large `buckets`, and sparse ones in one `sparse_all_reduce`.
-
-`sync_entries` does that for any of a module's parameters; `overlap` calls it while backward runs.
 """
 
 from __future__ import annotations
 
-import functools
 import itertools
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
-from weakref import WeakKeyDictionary
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..base.arguments import shown
 from ..base.errors import WeftError, entry
-from ..base.tensors import mark_overwritten, shape_in, shares_elements
+from ..base.tensors import mark_overwritten, shares_elements
 from ..call.attempt import preparing
-from ..call.terms import NO_LIMIT, ROOM, agreed
+from ..call.terms import ROOM, agreed
 from ..group import default
 from ..group.group import Group
 from ..kernels.ops import DTYPES
@@ -32,14 +28,12 @@ from ..sparse.api import job_of
 from ..sparse.request import outside, wrong_wire_dtype
 from .buckets import reduce_dense
 from .named import (
-    Manifest,
-    description,
     digest,
     local,
     of_module,
     overlaps,
+    raise_difference,
     shard_of,
-    told_by_all,
     wrong_gradient,
 )
 
@@ -49,8 +43,6 @@ _DENSE = 1
 _SPARSE_DIMS = 7
 """A rank states `_DENSE` of a dense gradient, and `1 << d` of one with d sparse dimensions, at most
 `_SPARSE_DIMS`. If ranks state different kinds of one gradient, it is reduced as a dense one."""
-
-_DESCRIBED = r"a (?:(\w+) )?parameter of torch\.(\w+) of shape (\([\d, ]*\))"
 
 
 @entry
@@ -64,9 +56,9 @@ def sync_grads(
     """Reduce the gradients of a module over all ranks; `.grad` is then the same on every rank.
 
     Args:
-        module: its parameters are matched by name; dtype, shape and kind of device of a name must
-            be the same on every rank. A missing gradient, or parameter, counts as zero; if no rank
-            has a gradient, the parameter stays without. Gradients are dense or sparse COO. If a
+        module: its parameters are matched by name; names, and dtype, shape and kind of device of a
+            name, must be the same on every rank. A missing gradient counts as zero; if no rank has
+            a gradient, the parameter stays without. Gradients are dense or sparse COO. If a
             gradient is sparse on some ranks and dense on others, or sparse and complex, the result
             is dense. For a DTensor every rank must have the same shard: pass the group of a mesh
             dimension along which it is replicated.
@@ -112,201 +104,82 @@ def sync_grads(
     """
     group = default.resolve(group)
     with preparing(group, NAME):
-        finish = finish_of(module) if isinstance(module, torch.nn.Module) else None
-        if finish is None:
-            synchronised = Synchronised(group, module, average, wire_dtype)
-    if finish is not None:
-        finish(group, average, wire_dtype)
-        return
-    group.worker.call(NAME, lambda: synchronised.reduce(list(synchronised.of)))
-
-
-class Overlapping(Protocol):
-    """What reduces some gradients while backward runs, as `sync_grads` sees it."""
-
-    def is_given_up(self) -> bool:
-        """Whether it was removed and its group is closed: what began there is never completed."""
-
-    def leave(self) -> None:
-        """Leave `overlapping`."""
-
-    def module(self) -> torch.nn.Module | None:
-        """That `overlap_grads` was called for; None: it is gone."""
-
-    def parameters(self) -> Iterable[Tensor]:
-        """Of that module, as it is now; where it is gone, as it was."""
-
-    def finish(
-        self,
-        group: Group,
-        average: bool,
-        wire_dtype: torch.dtype | None,
-        *,
-        error: str | None = None,
-    ) -> None:
-        """`sync_grads` of these parameters; `error` is what else is wrong, or None."""
-
-
-overlapping: WeakKeyDictionary[Overlapping, None] = WeakKeyDictionary()
-"""Those that may have gradients under way."""
-
-
-def finish_of(module: torch.nn.Module) -> Callable[..., None] | None:
-    """The `finish` of what is overlapping for a module with any of its parameters, else None."""
-    own = {id(parameter) for parameter in module.parameters()} if overlapping else set()
-    for overlap in [reference() for reference in overlapping.keyrefs()]:  # ranks may be threads
-        if overlap is None:
-            continue
-        if overlap.is_given_up():
-            overlap.leave()
-            continue
-        theirs = {id(parameter) for parameter in overlap.parameters()}
-        # the same ones, maybe of a wrapper, such as torch.compile's
-        if overlap.module() is module or (own and own == theirs):
-            return overlap.finish
-        if own & theirs:  # reduced again they would be counted twice
-            return functools.partial(
-                overlap.finish,
-                error="the module has some of the parameters of another, which overlap_grads was "
-                "called for: pass that one, or remove() what overlap_grads returned",
-            )
-    return None
+        synchronised = Synchronised(group, module, average, wire_dtype)
+    group.worker.call(NAME, synchronised.reduce)
 
 
 class Synchronised:
-    """The parameters of one module, as one rank knows them.
+    """The gradients of one module, as one rank has them.
 
     Attributes:
-        group, average, wire_dtype: as they were given.
+        group, wire_dtype: as they were given.
         of: the parameters by name, sorted; a shared one comes once, under its first name.
-        manifest: their descriptions, as `describe` made them last.
+        manifest: their descriptions.
         error: what is wrong with the arguments, or None.
-        fields: those that must be the same on every rank.
     """
 
     def __init__(self, group: Group, module: Any, average: object, wire_dtype: Any) -> None:
-        self.group, self.average, self.wire_dtype = group, average, wire_dtype
+        self.group, self.wire_dtype = group, wire_dtype
         self._op = "sum" if average is False else "avg"
         self.of, self.manifest, self.error = of_module(module, buffers=False)
         if self.error is None and not isinstance(average, bool):
             self.error = f"average is {shown(average)}: pass True or False"
+        if self.error is None and len(self.of) >= ROOM:
+            self.error = f"{len(self.of)} parameters are too many for one call: below {ROOM}"
         self.error = self.error or wrong_wire_dtype(wire_dtype)
-        self.fields: dict[str, object] = {}
+        self._fields: dict[str, object] = {}
         if self.error is None:
-            self.fields = {"average": average, "wire_dtype": str(wire_dtype)}
-        self._digest = digest(self.manifest)
-        self._kinds = {name: kind_of(parameter) for name, parameter in self.of.items()}
-
-    def describe(self) -> tuple[Manifest, int]:
-        """The manifest of the parameters as they are now, and its digest.
-
-        `half()` leaves a parameter with another dtype, maybe on one rank alone.
-        """
-        kinds = {name: kind_of(parameter) for name, parameter in self.of.items()}
-        changed = [name for name in kinds if kinds[name] != self._kinds[name]]
-        if changed:
-            texts = {name: description("parameter", self.of[name]) for name in changed}
-            self.manifest = self.manifest | texts
-            self._digest = digest(self.manifest)
-            self._kinds = kinds
-        return self.manifest, self._digest
+            self._fields = {"average": average, "wire_dtype": str(wire_dtype)}
 
     @torch.no_grad()
-    def reduce(
-        self,
-        names: Sequence[str],
-        *,
-        first: int | None = None,
-        given: dict[str, Tensor] | None = None,
-        as_of: tuple[Manifest, int] | None = None,
-        error: str | None = None,
-    ) -> bool:
-        """Reduce the gradients of some parameters; collective, inside a call's turn.
-
-        Args:
-            names: the parameters; the same on every rank, unless ranks have different ones.
-            first: None: reduce all. Else, if some rank is ready, reduce only this many of the
-                names, the first; if no rank is ready, reduce all.
-            given: of a rank that is ready, the gradients of the first names; it states no others.
-                They become the results. No parameter is looked at, nor its `.grad`, since the
-                caller may change these meanwhile.
-            as_of: what `describe` returned as the step began; None: as it was last.
-            error: what is wrong on this rank, or None.
-
-        Returns:
-            Whether some rank was ready.
-        """
-        ready = given is not None
-        gradients = self._gradients(names) if given is None else given
-        states, wrong = self._states(names, gradients)
-        if not ready:
-            wrong = wrong or self._unlike(gradients)
-        error = self.error or error or wrong
-        manifest, code = as_of or (self.manifest, self._digest)
-        if len(names) >= ROOM:
-            error = error or f"{len(names)} parameters are too many for one call: below {ROOM}"
-        with agreed(
-            self.group,
-            NAME,
-            self.fields | {"overlap_grads": "not called" if first is None else "called"},
-            error,
-            limit=0 if ready else NO_LIMIT,
-            digest=code,
-            own=b"" if error else bytes(states.values()),
-        ) as said:
-            described, some_ready = manifest, said.limit == 0
-            if said.equal:
-                states = dict(zip(names, said.mask(len(names)), strict=True))
-        if not said.equal:
-            described, states = self._told(manifest, gradients)
-        if first is not None and some_ready:
-            states = {name: states[name] for name in names[:first]}
+    def reduce(self) -> None:
+        """Reduce the gradients of all parameters; collective, inside a call's turn."""
+        given = {name: parameter.grad for name, parameter in self.of.items()}
+        gradients = {name: each for name, each in given.items() if each is not None}
+        states = self._agreed_states(gradients)
         sparse: dict[str, int] = {}  # with the number of sparse dimensions
-        others: list[str] = []
+        dense_ones: dict[str, Tensor] = {}
         for name, state in states.items():
             if state > _DENSE and state.bit_count() == 1:  # on all ranks that have one
                 sparse[name] = state.bit_length() - 1
             elif state:
-                others.append(name)
-        self._reduce_sparse(sparse, described, gradients)
-        dense_ones = {name: self._dense(name, described, gradients) for name in others}
+                dense_ones[name] = self._dense(name, gradients)
+        self._reduce_sparse(sparse, gradients)
         self._part(dense_ones, gradients)
-        # writes to `.data` are not counted: autograd sees one of all, as `overlap_grads` expects
-        owned = [gradients[name] for name in dense_ones if name in self.of]
+        owned = [gradients[name] for name in dense_ones]
         mark_overwritten(each for each in owned if each.numel())
         places = [each.data for each in dense_ones.values()]
         reduce_dense(self.group, places, self._op, self.wire_dtype)
-        if given is None:
-            for name, gradient in gradients.items():
-                if self.of[name].grad is not gradient:
-                    self.of[name].grad = gradient
-        return some_ready
+        for name, gradient in gradients.items():
+            if self.of[name].grad is not gradient:
+                self.of[name].grad = gradient
 
-    def _told(
-        self, manifest: Manifest, gradients: Mapping[str, Tensor]
-    ) -> tuple[Manifest, dict[str, int]]:
-        """The combined manifest of all ranks, and the kinds of their gradients; collective.
+    def _agreed_states(self, gradients: Mapping[str, Tensor]) -> dict[str, int]:
+        """The kinds of the gradients of all ranks, by name, combined by bitwise "or"; collective.
 
         Raises:
-            WeftError: one of them is not the same on all ranks that have it.
+            WeftError: arguments or modules differ, or a rank has a gradient that cannot be reduced.
         """
-        mine, kept = self._states(list(self.of), gradients)[0], "; gradients are as they were"
-        said = told_by_all(self.group, NAME, manifest, mine, missing=False, kept=kept)
-        described = {name: text for manifest, _ in said for name, text in manifest.items()}
-        # a parameter that is the same as another, on all ranks that have it, is left out
-        states = {n: 0 for n in sorted(described) if ", the same as " not in described[n]}
-        for name, state in (pair for _, theirs in said for pair in theirs.items()):
-            states[name] |= state
-        return described, states
+        states, wrong = self._states(gradients)
+        error = self.error or wrong or self._unlike(gradients)
+        with agreed(
+            self.group,
+            NAME,
+            self._fields,
+            error,
+            digest=digest(self.manifest),
+            own=b"" if error else bytes(states.values()),
+        ) as said:
+            if said.equal:
+                return dict(zip(self.of, said.mask(len(self.of)), strict=True))
+        raise_difference(self.group, NAME, self.manifest, kept="; gradients are as they were")
 
-    def _states(
-        self, names: Sequence[str], gradients: Mapping[str, Tensor]
-    ) -> tuple[dict[str, int], str | None]:
+    def _states(self, gradients: Mapping[str, Tensor]) -> tuple[dict[str, int], str | None]:
         """The kind of this rank's gradient for each name; and the first error, or None."""
         dtypes = {each.dtype for each in gradients.values()}
         refused = {dtype: dense.refuses(self._op, dtype) for dtype in dtypes}
         wrong = (_wrong(name, each, refused[each.dtype]) for name, each in gradients.items())
-        states = {name: _state(gradients.get(name)) for name in names}
+        states = {name: _state(gradients.get(name)) for name in self.of}
         return states, next(filter(None, wrong), None)
 
     def _unlike(self, gradients: Mapping[str, Tensor]) -> str | None:
@@ -314,20 +187,13 @@ class Synchronised:
         found = (unlike(name, each, self.of[name]) for name, each in gradients.items())
         return next(filter(None, found), None)
 
-    def _gradients(self, names: Sequence[str]) -> dict[str, Tensor]:
-        """Those that this rank has, by name."""
-        found = ((name, self.of[name].grad) for name in names if name in self.of)
-        return {name: gradient for name, gradient in found if gradient is not None}
-
-    def _reduce_sparse(
-        self, names: Mapping[str, int], described: Manifest, gradients: dict[str, Tensor]
-    ) -> None:
+    def _reduce_sparse(self, names: Mapping[str, int], gradients: dict[str, Tensor]) -> None:
         """Reduce sparse gradients, given by name the number of their sparse dimensions."""
         calls: dict[tuple[torch.dtype | None, str], dict[str, Tensor]] = {}
         for name, dims in names.items():
             table = gradients.get(name)
             if table is None:
-                table = without_rows(self._like(name, described), dims)
+                table = without_rows(self.of[name], dims)
             rounds = table.is_floating_point()  # integers are not for `wire_dtype`
             kind = self.wire_dtype if rounds else None, table.device.type
             calls.setdefault(kind, {})[name] = table
@@ -337,23 +203,10 @@ class Synchronised:
                 results = job_of(self.group, given, self._op, "auto", wire_dtype).run()
             except WeftError as error:
                 raise WeftError(_named(str(error), list(tables))) from error
-            for name, result in zip(tables, results, strict=True):
-                if name in self.of:
-                    gradients[name] = result
+            gradients.update(zip(tables, results, strict=True))
 
-    def _like(self, name: str, described: Manifest) -> Tensor:
-        """A tensor with a parameter's dtype and shape; another rank's, if this rank lacks it."""
-        if name in self.of:
-            return self.of[name]
-        said = re.match(_DESCRIBED, described[name])
-        assert said is not None
-        device, dtype, shape = said.groups()
-        return torch.empty(shape_in(shape), dtype=getattr(torch, dtype), device=device or "cpu")
-
-    def _dense(self, name: str, described: Manifest, gradients: dict[str, Tensor]) -> Tensor:
+    def _dense(self, name: str, gradients: dict[str, Tensor]) -> Tensor:
         """This rank's dense gradient, or its shard; zeros, if there is none."""
-        if name not in self.of:
-            return torch.zeros_like(self._like(name, described))
         gradient = gradients.get(name)
         if gradient is None:
             gradient = torch.zeros_like(self.of[name])
@@ -370,13 +223,9 @@ class Synchronised:
         One would be written before the next is read. Autograd may leave those of tensors that were
         added in one memory.
         """
-        for name, _ in overlaps({name: each for name, each in found.items() if name in self.of}):
+        for name, _ in overlaps(found):
             gradients[name] = gradients[name].clone()
             found[name] = local(gradients[name])
-
-
-def kind_of(tensor: Tensor) -> tuple[torch.dtype, torch.Size, torch.device]:
-    return tensor.dtype, tensor.shape, tensor.device
 
 
 def without_rows(like: Tensor, dims: int = 1) -> Tensor:

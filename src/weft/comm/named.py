@@ -13,7 +13,7 @@ import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Self, TypeVar
+from typing import Any, NoReturn, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -236,54 +236,42 @@ def digest(manifest: Manifest) -> int:
     return int.from_bytes(code, "little", signed=True)
 
 
-def told_by_all(
-    group: Group,
-    name: str,
-    manifest: Manifest,
-    states: Mapping[str, int] | None = None,
-    *,
-    missing: bool = True,
-    kept: str = "",
-) -> list[tuple[Manifest, dict[str, int]]]:
-    """Exchange manifests, and a number for some of their names; collective, inside a call's turn.
+def raise_difference(group: Group, name: str, manifest: Manifest, kept: str) -> NoReturn:
+    """Exchange manifests whose digests differ; collective, inside a call's turn.
 
     Args:
         group, name: of the call.
-        manifest, states: this rank's.
-        missing: whether it is a difference if a rank lacks a name.
+        manifest: this rank's.
         kept: the end of the error, which says that nothing was changed.
 
     Raises:
-        WeftError: something is not the same on all ranks; the same text on each.
+        WeftError: what is not the same on all ranks; the same text on each.
     """
-    text = json.dumps([manifest, states or {}]).encode()
+    text = json.dumps(manifest).encode()
     mine = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     texts, _ = Scatter(group, f"{name} (what differs)").run([mine] * group.size, Mode())
     said = [group.decode(peer, "a manifest", _read, each) for peer, each in enumerate(texts)]
-    manifests = {group.rank_in_errors(rank): theirs for rank, (theirs, _) in enumerate(said)}
-    if how := _difference(manifests, missing):
-        raise WeftError(f"the modules differ: {how}{kept}")
-    return said
+    manifests = {group.rank_in_errors(rank): theirs for rank, theirs in enumerate(said)}
+    raise WeftError(f"the modules differ: {_difference(manifests)}{kept}")
 
 
-def _read(text: Tensor) -> tuple[Manifest, dict[str, int]]:
-    """Read a rank's manifest and numbers. Raises any Exception if they are invalid."""
-    manifest, states = json.loads(bytes(text.numpy()))
-    known = {name: states[name] | 0 for name in states if name in manifest}
-    return {name: str(said) for name, said in manifest.items()}, known
+def _read(text: Tensor) -> Manifest:
+    """Read a rank's manifest. Raises any Exception if it is invalid."""
+    manifest = json.loads(bytes(text.numpy()))
+    return {name: str(said) for name, said in manifest.items()}
 
 
-def _difference(manifests: Mapping[int, Manifest], missing: bool) -> str | None:
-    """The first difference of the manifests, each of a rank, in a sentence, or None."""
+def _difference(manifests: Mapping[int, Manifest]) -> str:
+    """The first difference of the manifests, each of a rank, in a sentence."""
     names = dict.fromkeys(name for manifest in manifests.values() for name in manifest)
     for name in names:
         base = next(rank for rank, manifest in manifests.items() if name in manifest)
         for rank, manifest in manifests.items():
             said = manifest.get(name)
-            if said is None and missing:
+            if said is None:
                 return f"rank {rank} has no {name!r}, on rank {base} it is {manifests[base][name]}"
-            if said is not None and said != manifests[base][name]:
+            if said != manifests[base][name]:
                 return (
                     f"{name!r} is {manifests[base][name]} on rank {base}, and {said} on rank {rank}"
                 )
-    return None
+    raise AssertionError("manifests with different digests differ")

@@ -30,7 +30,7 @@ from ..group.group import Group
 from ..group.pending import Pending
 from ..schedules.chain import Chain
 from .buckets import in_buckets
-from .named import digest, each_once, local, of_module, told_by_all
+from .named import digest, each_once, local, of_module, raise_difference
 
 _NAME = "sync_params"
 
@@ -75,7 +75,7 @@ def sync_params(module: torch.nn.Module, group_src: int = 0, group: object = Non
             with agreed(group, _NAME, {"group_src": root}, error, digest=digest(manifest)) as said:
                 pass
             if not said.equal:
-                told_by_all(group, _NAME, manifest, kept="; nothing was overwritten")
+                raise_difference(group, _NAME, manifest, kept="; nothing was overwritten")
             _broadcast(group, root, found.values())
 
     group.worker.call(_NAME, job)

@@ -8,7 +8,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 import weft
 
@@ -21,9 +20,9 @@ def accelerate(accelerator: A, algorithm: str = "auto", wire_dtype: torch.dtype 
     """Let weft carry the gradients of what an Accelerator prepares. Call it before `prepare`.
 
     Afterwards `accelerator.prepare` registers weft for each model that it wraps in
-    DistributedDataParallel (`weft.ddp.register`), and `accelerator.clip_grad_norm_` and
-    `clip_grad_value_` take sparse gradients, too. `accelerator.weft_state` is the `weft.ddp.State`
-    of the model that was prepared last, or None. In a group of one gradients stay as they are.
+    DistributedDataParallel (`weft.ddp.register`), and `accelerator.clip_grad_norm_`
+    takes sparse gradients, too. `accelerator.weft_state` is the `weft.ddp.State` of the model that
+    was prepared last, or None. In a group of one gradients stay as they are.
 
     Args:
         accelerator: an `accelerate.Accelerator` for one process, or for several under
@@ -34,10 +33,9 @@ def accelerate(accelerator: A, algorithm: str = "auto", wire_dtype: torch.dtype 
         The accelerator.
 
     Raises:
-        WeftError: it is no Accelerator, its models are not wrapped in DistributedDataParallel, it
-            is over weft already, or Accelerate is too old; raised on this rank alone. Later, from
-            `prepare`, what `weft.ddp.register` raises. From the first `accelerator.backward`, if
-            its gradients did not go over weft: the model was prepared before, or by nobody.
+        WeftError: it is no Accelerator, its models are not wrapped in DistributedDataParallel, or
+            it is over weft already; raised on this rank alone. Later, from `prepare`, what
+            `weft.ddp.register` raises.
 
     Example:
         >>> import accelerate, torch, weft
@@ -50,7 +48,7 @@ def accelerate(accelerator: A, algorithm: str = "auto", wire_dtype: torch.dtype 
         tensor(1.0541)
         >>> optimizer.step()
     """
-    check_kind(accelerator, "accelerate", "accelerate", "Accelerator")
+    check_kind(accelerator, "accelerate", "Accelerator")
     given: Any = accelerator
     kind = given.distributed_type.value  # of accelerate.DistributedType
     if kind != "NO" and not kind.startswith("MULTI_"):
@@ -63,9 +61,7 @@ def accelerate(accelerator: A, algorithm: str = "auto", wire_dtype: torch.dtype 
     methods = _Methods(given, algorithm, wire_dtype)
     given.weft_state = None
     given.prepare_model = methods.prepare_model
-    given.backward = methods.backward
     given.clip_grad_norm_ = methods.clip_grad_norm_
-    given.clip_grad_value_ = methods.clip_grad_value_
     return accelerator
 
 
@@ -75,10 +71,8 @@ class _Methods:
     def __init__(self, accelerator: Any, algorithm: str, wire_dtype: torch.dtype | None) -> None:
         self._accelerator = accelerator
         self._prepare_model = accelerator.prepare_model
-        self._backward = accelerator.backward
         self._options: dict[str, Any] = {"algorithm": algorithm, "wire_dtype": wire_dtype}
         self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # whose gradients weft carries
-        self._is_checked = False  # whether a backward has shown that weft does
 
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
@@ -93,37 +87,8 @@ class _Methods:
             self._models.add(wrapped)
         return prepared
 
-    def backward(self, loss: Tensor, **options: Any) -> None:
-        state = self._accelerator.weft_state
-        if self._accelerator.num_processes == 1 or self._is_checked:
-            self._backward(loss, **options)
-            return
-        if state is None:
-            raise weft.WeftError(
-                "no model was prepared since weft.trainers.accelerate: call it before "
-                "accelerator.prepare, and before the trainer that prepares begins"
-            )
-        calls_before = state.group.worker.made
-        self._backward(loss, **options)
-        if all(_synchronises(model) for model in self._models):
-            self._is_checked = True
-            if state.group.worker.made == calls_before:
-                raise weft.WeftError(
-                    "weft is not in use: accelerator.backward sent no gradient over it. The loss "
-                    "must come from the model that accelerator.prepare returned"
-                )
-
     def clip_grad_norm_(
         self, parameters: Iterable[Tensor], max_norm: float, norm_type: Any = 2
     ) -> Tensor:
         self._accelerator.unscale_gradients()
         return weft.clip_grad_norm_(parameters, max_norm, norm_type)
-
-    def clip_grad_value_(self, parameters: Iterable[Tensor], clip_value: float) -> None:
-        self._accelerator.unscale_gradients()
-        weft.clip_grad_value_(parameters, clip_value)
-
-
-def _synchronises(model: nn.Module) -> bool:
-    """Whether the last backward of a model was not one of those that only accumulate."""
-    return isinstance(model, DistributedDataParallel) and model.require_backward_grad_sync

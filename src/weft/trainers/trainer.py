@@ -6,10 +6,8 @@ from typing import Any, TypeVar
 
 import torch
 
-import weft
-
 from .accelerator import accelerate
-from .frameworks import check_kind, import_framework
+from .frameworks import check_kind
 
 T = TypeVar("T")
 
@@ -31,10 +29,9 @@ def huggingface(trainer: T, algorithm: str = "auto", wire_dtype: torch.dtype | N
         The trainer.
 
     Raises:
-        WeftError: it is no Trainer, its models are not wrapped in DistributedDataParallel, it is
-            over weft already, or Transformers or Accelerate is too old; raised on this rank alone.
-            From `train`: what `weft.ddp.register` raises; before the first step, if the Trainer has
-            another Accelerator by then; and at its backward, if gradients did not go over weft.
+        WeftError: it is no Trainer, its models are not wrapped in DistributedDataParallel, or it is
+            over weft already; raised on this rank alone. From `train`: what `weft.ddp.register`
+            raises.
 
     Example:
         ```python
@@ -43,26 +40,7 @@ def huggingface(trainer: T, algorithm: str = "auto", wire_dtype: torch.dtype | N
         trainer.train()
         ```
     """
-    check_kind(trainer, "transformers", "transformers", "Trainer")
+    check_kind(trainer, "transformers", "Trainer")
     given: Any = trainer
     accelerate(given.accelerator, algorithm, wire_dtype)
-    given.add_callback(_check_of_accelerator(given))
     return trainer
-
-
-def _check_of_accelerator(trainer: Any) -> object:
-    """A callback that raises WeftError if the Trainer has got another Accelerator since.
-
-    (Whether gradients went over weft, the Accelerator itself checks, after the first backward.)
-    """
-    transformers: Any = import_framework("transformers", "transformers")
-
-    class Check(transformers.TrainerCallback):  # type: ignore[misc]  # of no type here
-        def on_train_begin(self, *_: object, **__: object) -> None:
-            if not hasattr(trainer.accelerator, "weft_state"):
-                raise weft.WeftError(
-                    "weft is not in use: the Trainer has made itself another Accelerator since "
-                    "weft.trainers.huggingface: call that again, with this Trainer"
-                )
-
-    return Check()
