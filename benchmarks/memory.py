@@ -5,14 +5,14 @@
     PYTHONPATH=OTHER/src python benchmarks/memory.py                       # of another checkout
 
 **held**: descriptors, threads and resident memory of a rank (of the one with most) before
-`weft.init`, behind it, behind ten calls of several kinds, and behind `weft.shutdown`; `shm` with all
-ranks on one host, `tcp` with each as if on a host of its own.
+`weft.init`, behind it, behind ten calls of several kinds, and behind `weft.shutdown`; `shm` with
+all ranks on one host, `tcp` with each as if on a host of its own.
 
-**calls**: what a call adds to its process, beside what weft promises: at most the result, plus three
-times the rows of the rank with fewest (without duplicates), plus 64 MiB. For each case and algorithm
-new processes make three calls. The table has the growth of the resident set: its peak during the
-call (VmHWM, which writing 5 to /proc/self/clear_refs resets) minus its size before. It is that of
-the rank which comes closest to the promise, or exceeds it most:
+**calls**: what a call adds to its process, beside what weft promises: at most the result, plus
+three times the rows of the rank with fewest (without duplicates), plus 64 MiB. For each case and
+algorithm new processes make three calls. The table has the growth of the resident set: its peak
+during the call (VmHWM, which writing 5 to /proc/self/clear_refs resets) minus its size before. It
+is that of the rank which comes closest to the promise, or exceeds it most:
 
 * cold: the first call of the process. It also loads the machine code of the kernels, and connects
   to the peers;
