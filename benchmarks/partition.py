@@ -1,7 +1,7 @@
 """Time the layers of weft.nn and PyTorch's ways of doing the same, forward and backward.
 
     python benchmarks/partition.py [--ranks 4] [--rounds 10] [--only all_gather,halo]
-    tools/netlab -n 4 --rate 1gbit --raw -- python benchmarks/partition.py --link 1gbit
+    tools/netlab -n 4 --rate 1gbit --raw -- python benchmarks/partition.py
 
 The input of a rank is `--mib` MiB of float32. The peers are `torch.distributed.nn.functional`, the
 functional collectives that DTensor uses, `all_to_all_single`, and send and receive in an autograd
@@ -9,16 +9,13 @@ function written by hand, all on the gloo group on which weft was started. The v
 of each contender are checked first. Then they take turns, with a barrier before each pass; a pass
 takes as long as its slowest rank.
 
-Times are medians. The ratio is the time of the fastest peer over weft's. Beside it is the goal, for
-forward and backward together. With `--link` there is also the ratio of weft's time to the time that
-the bytes which a rank must receive take on that link. A second table has the same for tensors of 1
-KiB, where the goal is a millisecond for forward and backward.
+Times are medians. The ratio is the time of the fastest peer over weft's. A second table has the
+same for tensors of 1 KiB.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -29,18 +26,12 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 import torch.distributed.nn.functional as dnn
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
 import weft
-from weft.group.group import Group
-from weft.schedules import dense_all_reduce
-from weft.testing import processes
+from turns import on_ranks
 
 TINY_REPEAT = 20  # calls that are timed together
-TINY_GOAL = 1e-3  # seconds of one, forward and backward
-RATES = {"gbit": 1e9, "mbit": 1e6}
 
 Way = Callable[[Tensor], Tensor]
 """What a contender does to a rank's tensor; autograd knows its backward."""
@@ -57,9 +48,6 @@ class Case:
         peers: other ways, by name.
         forward: this rank's result, from what all ranks bring.
         backward: this rank's gradient, from the gradients of all ranks' results.
-        goal: the ratio to be reached, for large tensors.
-        link_goal: times the link's limit that forward and backward may take, if there is a goal.
-        received: what the rank that receives most must receive, in tensors: forward, backward.
     """
 
     name: str
@@ -68,9 +56,6 @@ class Case:
     peers: dict[str, Way]
     forward: Callable[[Sequence[Tensor]], Tensor]
     backward: Callable[[Sequence[Tensor]], Tensor]
-    goal: float
-    received: tuple[float, float]
-    link_goal: float | None = None
 
 
 @dataclass(slots=True)
@@ -171,7 +156,7 @@ def cases(rank: int, ranks: int, elements: int, row: dist.ProcessGroup) -> list[
     all_sum, spread = weft.nn.AllSumReduce(line, 0), weft.nn.Broadcast(one, line)
     collect = weft.nn.SumReduce(line, 0)
     turn, halo = weft.nn.Repartition(upright, flat), weft.nn.HaloExchange(upright, (1, 0))
-    whole, other = (ranks * shape[0], shape[1]), ranks - 1
+    whole = ranks * shape[0], shape[1]
     at, wide = rank * shape[0], shape[1] // ranks
 
     def gathered(dim: int, among: dist.ProcessGroup | None) -> dict[str, Way]:
@@ -208,9 +193,6 @@ def cases(rank: int, ranks: int, elements: int, row: dist.ProcessGroup) -> list[
             gathered(0, group),
             lambda xs: torch.cat(list(xs)),
             lambda gs: sum_of(gs)[at : at + shape[0]],
-            2.0,
-            (other, other),
-            1.2,
         ),
         Case(
             f"all_gather, last dim of 1 x {ranks}",
@@ -219,8 +201,6 @@ def cases(rank: int, ranks: int, elements: int, row: dist.ProcessGroup) -> list[
             gathered(1, group),
             lambda xs: torch.cat(list(xs), 1),
             lambda gs: sum_of(gs)[:, rank * shape[1] : (rank + 1) * shape[1]],
-            3.0,
-            (other, other),
         ),
         Case(
             f"all_gather, last dim of {ranks // 2} x 2",
@@ -229,8 +209,6 @@ def cases(rank: int, ranks: int, elements: int, row: dist.ProcessGroup) -> list[
             gathered(1, row),
             lambda xs: torch.cat([xs[each] for each in beside], 1),
             lambda gs: sum_of([gs[each] for each in beside])[:, column : column + shape[1]],
-            3.0,
-            (1, 1),
         ),
         Case(
             "reduce_scatter",
@@ -244,9 +222,6 @@ def cases(rank: int, ranks: int, elements: int, row: dist.ProcessGroup) -> list[
             },
             lambda xs: sum_of([x[at : at + shape[0]] for x in xs]),
             lambda gs: torch.cat(list(gs)),
-            1.5,
-            (other / ranks, other / ranks),
-            1.2,
         ),
         Case(
             "all_sum_reduce",
@@ -255,8 +230,6 @@ def cases(rank: int, ranks: int, elements: int, row: dist.ProcessGroup) -> list[
             {"nn.functional": lambda x: dnn.all_reduce(x, group=group)},
             sum_of,
             sum_of,
-            1.2,
-            (2 * other / ranks, 2 * other / ranks),
         ),
         Case(
             "broadcast",
@@ -265,8 +238,6 @@ def cases(rank: int, ranks: int, elements: int, row: dist.ProcessGroup) -> list[
             {"nn.functional": lambda x: dnn.broadcast(x, 0, group)},
             lambda xs: xs[0],
             lambda gs: sum_of(gs) if rank == 0 else torch.zeros(shape),
-            1.2,
-            (1, 1),
         ),
         Case(
             "sum_reduce",
@@ -275,8 +246,6 @@ def cases(rank: int, ranks: int, elements: int, row: dist.ProcessGroup) -> list[
             {"nn.functional": lambda x: dnn.reduce(x, 0, group=group)},
             lambda xs: sum_of(xs) if rank == 0 else nothing,
             lambda gs: gs[0],
-            1.2,
-            (1, 1),
         ),
         Case(
             f"repartition, {ranks} x 1 to 1 x {ranks}",
@@ -291,8 +260,6 @@ def cases(rank: int, ranks: int, elements: int, row: dist.ProcessGroup) -> list[
             },
             lambda xs: torch.cat([x[:, rank * wide : (rank + 1) * wide] for x in xs]),
             lambda gs: torch.cat([g[at : at + shape[0]] for g in gs], 1),
-            1.2,
-            (other / ranks, other / ranks),
         ),
         Case(
             f"halo of width 1, {ranks} x 1",
@@ -301,8 +268,6 @@ def cases(rank: int, ranks: int, elements: int, row: dist.ProcessGroup) -> list[
             {"send/recv": SentHalo.apply},
             grown,
             shrunk,
-            1.2,
-            (2 / shape[0], 2 / shape[0]),
         ),
     ]
 
@@ -343,7 +308,7 @@ def _there(tensor: Tensor | None) -> Tensor | None:
     return tensor
 
 
-def measure(group: Group, case: Case, rounds: int, repeat: int) -> dict[str, Figures]:
+def measure(group: weft.Group, case: Case, rounds: int, repeat: int) -> dict[str, Figures]:
     """Seconds a call of each contender; they take turns."""
     ways = {"weft": case.weft, **case.peers}
     figures = {name: Figures() for name in ways}
@@ -352,18 +317,17 @@ def measure(group: Group, case: Case, rounds: int, repeat: int) -> dict[str, Fig
 
     def slowest(since: float) -> float:
         took = torch.tensor([time.perf_counter() - since], dtype=torch.float64)
-        dense_all_reduce(group, took, "max").wait()
-        return took.item() / repeat
+        return weft.all_reduce(took, "max", group=group).item() / repeat
 
     for number in range(rounds + 1):
         for name, way in ways.items():
             brought.grad = None
-            dense_all_reduce(group, torch.zeros(1), "sum").wait()
+            weft.barrier(group=group)
             start = time.perf_counter()
             made = [_there(way(x)) for x in inputs]
             forward = slowest(start)
             grads = torch.ones_like(made[0])
-            dense_all_reduce(group, torch.zeros(1), "sum").wait()
+            weft.barrier(group=group)
             start = time.perf_counter()
             for y in made:
                 y.backward(grads)
@@ -379,7 +343,7 @@ def measure(group: Group, case: Case, rounds: int, repeat: int) -> dict[str, Fig
 Result = list[tuple[Case, int, dict[str, Figures]]]
 
 
-def rank(options: argparse.Namespace) -> list[list[list[str]]]:
+def rank(options: argparse.Namespace) -> list[list[str]]:
     """One rank's program: the rows of both tables."""
     torch.set_num_threads(1)
     with weft.init(timeout=120) as group:
@@ -397,62 +361,29 @@ def rank(options: argparse.Namespace) -> list[list[list[str]]]:
                 for name, way in {"weft": case.weft, **case.peers}.items():
                     check(case, name, way, me, ranks)
                 figures = measure(group, case, options.rounds, repeat)
-                table += lines(case, figures, options.link, tiny=repeat > 1)
+                table += lines(case, figures)
             tables.append(table)
     return tables
 
 
-def lines(case: Case, figures: dict[str, Figures], link: float | None, *, tiny: bool) -> Any:
-    """The rows of one case: forward, backward, both."""
+def lines(case: Case, figures: dict[str, Figures]) -> list[str]:
+    """The lines of one case: forward, backward, both."""
     found = {name: each.medians() for name, each in figures.items()}
     rows = []
     for at, name in enumerate(("forward", "backward", "both")):
         ours = found["weft"][at]
         best = min((way for way in found if way != "weft"), key=lambda way: found[way][at])
-        ratio = found[best][at] / ours
-        judged = name == "both" and (tiny or link is None or case.link_goal is None)
-        row = [case.name if not at else "", name, f"{ours * 1e3:.2f}"]
-        row += [f"{found[best][at] * 1e3:.2f}", best, f"{ratio:.2f}"]
-        goal, reached = f"{case.goal:.1f}", ratio >= case.goal
-        if tiny:
-            goal, reached = f"{TINY_GOAL * 1e3:.0f} ms", ours <= TINY_GOAL
-        row += [f"{goal} {'ok' if reached else 'MISSED'}" if judged else ""]
-        if link is not None and not tiny:
-            elements = 1
-            for extent in case.shape:
-                elements *= extent
-            received = (*case.received, sum(case.received))[at]
-            times = ours / (received * elements * 4 * 8 / link)
-            row.append(f"{times:.2f}")
-            limit = case.link_goal
-            verdict = "ok" if limit is not None and times <= limit else "MISSED"
-            row.append(f"{limit:.1f} {verdict}" if name == "both" and limit is not None else "")
-        rows.append(row)
+        theirs = found[best][at]
+        times = f"{ours * 1e3:9.2f}{theirs * 1e3:9.2f}  {best:18}{theirs / ours:6.2f}"
+        rows.append(f"{case.name if not at else '':32}{name:9}{times}")
     return rows
 
 
-def show(tables: list[list[list[str]]], options: argparse.Namespace) -> None:
-    console = Console(width=130)
+def show(tables: list[list[str]], options: argparse.Namespace) -> None:
     for title, rows in zip((f"{options.mib} MiB a rank", "tiny tensors"), tables, strict=True):
-        if not rows:
-            continue
-        table = Table(title=title, title_justify="left")
-        for column in ("operation", "pass"):
-            table.add_column(column)
-        for column in ("weft ms", "peer ms", "peer", "ratio", "goal", "x link", "goal"):
-            if len(table.columns) < len(rows[0]):
-                table.add_column(column, justify="right")
-        for row in rows:
-            table.add_row(*row, end_section=row[1] == "both")
-        console.print(table)
-
-
-def bits(text: str) -> float:
-    """Bits per second of a rate like `1gbit`."""
-    for unit, factor in RATES.items():
-        if text.endswith(unit):
-            return float(text.removesuffix(unit)) * factor
-    raise argparse.ArgumentTypeError(f"{text!r} is no rate: write 1gbit or 250mbit")
+        if rows:
+            print(f"{title}\n{'':41}{'weft ms':>9}{'peer ms':>9}  {'peer':18}{'ratio':>6}")
+            print(*rows, sep="\n")
 
 
 def main() -> None:
@@ -462,14 +393,8 @@ def main() -> None:
     parser.add_argument("--mib", type=int, default=16)
     parser.add_argument("--only", default="", help="words of the operations to measure")
     parser.add_argument("--size", choices=("both", "large", "tiny"), default="both")
-    parser.add_argument("--link", type=bits, help="of each host, as 1gbit")
     options = parser.parse_args()
-    if "RANK" in os.environ:
-        tables = rank(options)
-        if os.environ["RANK"] == "0":
-            show(tables, options)
-    else:
-        show(processes(options.ranks, rank, options, timeout=900)[0], options)
+    on_ranks(rank, options, lambda tables, _: show(tables, options))
 
 
 if __name__ == "__main__":

@@ -3,8 +3,6 @@
     python benchmarks/soak.py                          # 10,000 programs; `make soak` does the same
     python benchmarks/soak.py --programs 500 --first 20000 --world shm-4,tcp-3
     python benchmarks/soak.py --world shm-4 --program "..."     # one that failed: its error has it
-    python benchmarks/soak.py --large                           # large calls; needs 12 GiB
-    python benchmarks/soak.py --training 3600                   # seconds of a training
 
 A program is some ten steps, which `drawn_step` draws: from a seed here, by hypothesis in
 tests/test_mixture.py. The steps are sparse collectives of every kind, op, dtype and form, lists of
@@ -16,22 +14,16 @@ also go through multiprocessing, a DataLoader's worker and forked children, and 
 shutdown.
 
 A world is a wire and a number of ranks: `threads`, `shm` (processes of one host), `tcp` (each rank
-as if on a host of its own) or `torch` (over a process group). The table has the memory, descriptors
+as if on a host of its own) or `torch` (over a process group). A line has the memory, descriptors
 and threads of the rank whose memory grew most: after a quarter of the programs, and before the last
 three. At these moments no results are held, workspaces are freed, and WEFT_KEEP=0 keeps no past
 results. The exit status is 1 if descriptors or threads of a rank have increased, or its memory by
 more than 32 MiB.
-
-Large calls are: a message of more than 2 GiB, a result of more than 2**31 elements, and 100,000
-calls, each on two processes of one host and on two as if on hosts of their own. With them the exit
-status says nothing of memory.
-
-A training is `weft.ddp` on four processes: a table of 200,000 rows of 64 floats with SparseAdam,
-and layers behind it, in batches of 64 to 512 samples of 20 words. Its programs are its steps.
 """
 
 from __future__ import annotations
 
+import argparse
 import ast
 import contextlib
 import ctypes
@@ -49,16 +41,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Any, cast
 
 import torch
-import typer
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 import weft
@@ -744,122 +731,41 @@ def world(name: str, first: int, count: int, limit: float) -> list[Told]:
     return processes(int(size), whole, name, several, env=env, timeout=limit)
 
 
-def large(wire: str, what: str) -> Told:
-    """The program of a rank that does something large."""
-    if wire == "tcp":
-        os.environ["WEFT_HOST"] = os.environ["RANK"]
-    with weft.init(timeout=300) as group:
-        few = torch.tensor([group.rank, 7]), torch.ones(2, 8)
-        for _ in range(1000):
-            weft.sparse_all_reduce(few)
-        start, calls = State.now([group]), 1
-        if what == "message":
-            count = (2 << 30) + 4099
-            nothing = torch.empty(0, dtype=torch.uint8)
-            mine = torch.arange(251, dtype=torch.uint8).repeat(count // 251 + 1)[:count]
-            [came, _] = weft.all_to_all([nothing, nothing if group.rank else mine])
-            assert not group.rank or torch.equal(came, mine)
-        elif what == "result":
-            rows, width = 33_000, 1 << 16
-            indices = torch.arange(group.rank, rows, 2)
-            values = indices.to(torch.int8)[:, None].expand(-1, width).contiguous()
-            total = weft.sparse_all_reduce((indices, values))
-            assert total[1].shape == (rows, width) and total[1].numel() > 1 << 31
-            assert torch.equal(total[1].amin(1), torch.arange(rows).to(torch.int8))
-            assert torch.equal(total[1].amax(1), torch.arange(rows).to(torch.int8))
-        else:
-            calls = 100_000
-            for _ in range(calls):
-                indices, values = weft.sparse_all_reduce(few)
-            assert indices.tolist() == [0, 1, 7] and values.sum() == 32
-        return Told(1, calls, start, State.now([group]))
-
-
-def training(seconds: float) -> Told:
-    """The program of a rank that trains a model, in batches of another size each."""
-    torch.manual_seed(0)
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--programs", type=int, default=10_000, help="in all worlds together")
+    parser.add_argument("--first", type=int, default=1000, help="the first one's number")
+    parser.add_argument("--world", default=",".join(WORLDS), help="worlds, divided by commas")
+    parser.add_argument("--program", help="one, in each world, as an error has it")
+    given = parser.parse_args()
     torch.set_num_threads(1)
-    with weft.init(timeout=120) as group:
-        table = torch.nn.EmbeddingBag(200_000, 64, sparse=True)
-        layers = (torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 1))
-        model = DistributedDataParallel(torch.nn.Sequential(table, *layers))
-        weft.ddp.register(model)
-        optimizers = (
-            torch.optim.SparseAdam(table.parameters()),
-            torch.optim.Adam([each for layer in layers for each in layer.parameters()]),
-        )
-        own = torch.Generator().manual_seed(group.rank)
-        began, steps, states = time.monotonic(), 0, []
-        while len(states) < 2:
-            words = torch.randint(
-                200_000, (random.Random(steps).randint(64, 512), 20), generator=own
-            )
-            model(words).square().mean().backward()
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
-            steps += 1
-            passed = torch.tensor(time.monotonic() - began)
-            if weft.all_reduce(passed, "max") > seconds * (0.25, 1.0)[len(states)]:
-                states.append(State.now([group]))
-        return Told(steps, steps, *states)
-
-
-def main(
-    programs: Annotated[int, typer.Option(help="How many, in all worlds together.")] = 10_000,
-    first: Annotated[int, typer.Option(help="The first one's number.")] = 1000,
-    only: Annotated[str, typer.Option("--world", help="Worlds, divided by commas.")] = "",
-    program: Annotated[str, typer.Option(help="One, in each world, as an error has it.")] = "",
-    is_large: Annotated[bool, typer.Option("--large", help="What is large, in place.")] = False,
-    seconds: Annotated[float, typer.Option("--training", help="Of a training, in place.")] = 0.0,
-) -> None:
-    """Run random programs, and see what a process has of them afterwards."""
-    torch.set_num_threads(1)
-    worlds = [each for each in WORLDS if not only or each in only.split(",")]
-    done: list[tuple[str, float, list[Told]]] = []
-    if program:
+    worlds, first, has_grown = given.world.split(","), given.first, False
+    if given.program:
         for name in worlds:
-            tried(name, ast.literal_eval(program))
-        return
-    if is_large:
-        for wire, what in product(("shm", "tcp"), ("message", "result", "calls")):
-            since = time.monotonic()
-            ranks = processes(2, large, wire, what, timeout=1800)
-            done.append((f"{wire}-2, {what}", time.monotonic() - since, ranks))
-    if seconds:
-        env = {"WEFT_KEEP": "0"}
-        ranks = processes(4, training, seconds, env=env, timeout=2 * seconds + 600)
-        done.append(("training", seconds, ranks))
-    for number, name in enumerate(() if is_large or seconds else worlds):
-        count, since = len(range(number, programs, len(worlds))), time.monotonic()
+            tried(name, ast.literal_eval(given.program))
+        return 0
+    for number, name in enumerate(worlds):
+        count, since = len(range(number, given.programs, len(worlds))), time.monotonic()
         ranks = world(name, first, count, 36_000.0)
         first += count
-        done.append((name, time.monotonic() - since, ranks))
-        print(f"{name}: {count} programs", flush=True)
-    show(done)
-    grown = [name for name, _, ranks in done if any(told.has_grown for told in ranks)]
-    raise typer.Exit(bool(grown) and not is_large)
+        print(line_of(name, time.monotonic() - since, ranks), flush=True)
+        has_grown = has_grown or any(told.has_grown for told in ranks)
+    return int(has_grown)
 
 
-def show(done: Sequence[tuple[str, float, Sequence[Told]]]) -> None:
-    """A line for each world, of the rank that has grown most."""
-    table = Table("world", "programs", "calls", "seconds", "MiB", "descriptors", "threads")
-    for name, seconds, ranks in done:
-        worst = max(ranks, key=lambda told: told.end.memory - told.start.memory)
-        start, end = worst.start, worst.end
-        table.add_row(
-            name,
-            f"{worst.programs:,}",
-            f"{sum(told.calls for told in ranks) // len(ranks):,}",
-            f"{seconds:.0f}",
-            f"{start.memory // MIB} to {end.memory // MIB}",
-            f"{start.files} to {end.files}",
-            f"{start.threads} to {end.threads}",
-        )
-    Console().print(table)
+def line_of(name: str, seconds: float, ranks: Sequence[Told]) -> str:
+    """What a world's ranks had, of the one that has grown most."""
+    worst = max(ranks, key=lambda told: told.end.memory - told.start.memory)
+    start, end = worst.start, worst.end
+    calls = sum(told.calls for told in ranks) // len(ranks)
+    return (
+        f"{name}: {worst.programs:,} programs, {calls:,} calls, {seconds:.0f} s; "
+        f"{start.memory // MIB} to {end.memory // MIB} MiB, "
+        f"{start.files} to {end.files} descriptors, {start.threads} to {end.threads} threads"
+    )
 
 
 if __name__ == "__main__":
     import soak  # the name by which other processes find it
 
-    typer.run(soak.main)
+    raise SystemExit(soak.main())
