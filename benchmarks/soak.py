@@ -3,6 +3,7 @@
     python benchmarks/soak.py                          # 10,000 programs; `make soak` does the same
     python benchmarks/soak.py --programs 500 --first 20000 --world shm-4,tcp-3
     python benchmarks/soak.py --world shm-4 --program "..."     # one that failed: its error has it
+    python benchmarks/soak.py --large                           # large calls; needs 12 GiB
 
 A program is some ten steps, which `drawn_step` draws: from a seed here, by hypothesis in
 tests/test_mixture.py. The steps are sparse collectives of every kind, op, dtype and form, lists of
@@ -731,14 +732,41 @@ def world(name: str, first: int, count: int, limit: float) -> list[Told]:
     return processes(int(size), whole, name, several, env=env, timeout=limit)
 
 
+def large(wire: str) -> None:
+    """The program of a rank that sends a message of more than 2 GiB, and gets a result of more than
+    2**31 elements."""
+    if wire == "tcp":
+        os.environ["WEFT_HOST"] = os.environ["RANK"]
+    with weft.init(timeout=300) as group:
+        count = (2 << 30) + 4099
+        nothing = torch.empty(0, dtype=torch.uint8)
+        mine = torch.arange(251, dtype=torch.uint8).repeat(count // 251 + 1)[:count]
+        [came, _] = weft.all_to_all([nothing, nothing if group.rank else mine])
+        assert not group.rank or torch.equal(came, mine)
+        del mine, came
+        rows, width = 33_000, 1 << 16
+        indices = torch.arange(group.rank, rows, 2)
+        values = indices.to(torch.int8)[:, None].expand(-1, width).contiguous()
+        total = weft.sparse_all_reduce((indices, values))
+        assert total[1].shape == (rows, width) and total[1].numel() > 1 << 31
+        for each in (total[1].amin(1), total[1].amax(1)):
+            assert torch.equal(each, torch.arange(rows).to(torch.int8))
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--programs", type=int, default=10_000, help="in all worlds together")
     parser.add_argument("--first", type=int, default=1000, help="the first one's number")
     parser.add_argument("--world", default=",".join(WORLDS), help="worlds, divided by commas")
     parser.add_argument("--program", help="one, in each world, as an error has it")
+    parser.add_argument("--large", action="store_true", help="large calls, in place; needs 12 GiB")
     given = parser.parse_args()
     torch.set_num_threads(1)
+    if given.large:
+        for wire in ("shm", "tcp"):
+            processes(2, large, wire, timeout=1800)
+            print(f"{wire}-2: large calls are right", flush=True)
+        return 0
     worlds, first, has_grown = given.world.split(","), given.first, False
     if given.program:
         for name in worlds:

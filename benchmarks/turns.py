@@ -12,8 +12,7 @@ from typing import TypeVar
 
 import torch
 
-from weft.group.group import Group
-from weft.schedules import dense_all_reduce
+import weft
 from weft.testing import processes
 
 T = TypeVar("T")
@@ -45,7 +44,7 @@ def sent() -> int:
 
 
 def turns(
-    group: Group,
+    group: weft.Group,
     rounds: int,
     contenders: Mapping[str, Callable[[], object]],
     *,
@@ -68,11 +67,10 @@ def turns(
         # in random order, the same on all ranks: a contender pays for the caches of the one before
         for name in random.Random(number).sample(list(contenders), len(contenders)):
             contender = contenders[name]
-            dense_all_reduce(group, torch.zeros(1), "sum").wait()
+            weft.barrier(group=group)
             start = time.perf_counter()
             for _ in range(calls):
                 contender()
             took = torch.tensor([(time.perf_counter() - start) / calls], dtype=torch.float64)
-            dense_all_reduce(group, took, "max").wait()
-            times[name].append(took.item())
+            times[name].append(weft.all_reduce(took, "max", group=group).item())
     return {name: each[warmup:] for name, each in times.items()}

@@ -79,10 +79,8 @@ class TopK(State):
             total_density: None, or the fraction of a parameter's entries that the result has at
                 most, above 0; the number is rounded up. The ranks that own the sums share those of
                 the largest magnitude; of equal ones, those that come first. An entry leaves a
-                rank's residual only if that rank sent it and it is in the result. With both
-                densities equal, for k entries, a rank receives less than 6k words if k is large
-                enough: docs/compression.md has what was counted. Parameters that are sent whole
-                have whole results.
+                rank's residual only if that rank sent it and it is in the result. Parameters that
+                are sent whole have whole results.
             error_feedback: whether a rank keeps what it does not send. Without it gradients are
                 biased, and the loss becomes worse.
             momentum: the factor of momentum correction, from 0, below 1; 0: none. The residual then
