@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from itertools import product
+from unittest import mock
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 import weft
 from weft import nn
 from weft.base.devices import as_device
-from weft.nn.dtensor import Cut, FromDTensorSpec, Layout
+from weft.nn import dtensor
 from weft.testing import run
 
 STRIDED = _StridedShard(0, split_factor=2)
@@ -43,11 +44,7 @@ def held(mesh, whole, placements):
     local = whole
     for dim, each in enumerate(placements):
         at = mesh.get_local_rank(dim)
-        if isinstance(each, _StridedShard):
-            firsts = local.chunk(each.split_factor, each.dim)
-            chunks = [first.tensor_split(2, each.dim) for first in firsts]
-            local = torch.cat([chunk[at] for chunk in chunks], each.dim)
-        elif isinstance(each, Shard):
+        if isinstance(each, Shard):
             chunks = local.chunk(mesh.size(dim), each.dim)
             empty = local.narrow(each.dim, 0, 0)
             local = chunks[at] if at < len(chunks) else empty
@@ -78,10 +75,11 @@ def everything(group, mesh):
     pairs = [pair for pair in product(plain, plain) if {*pair} != {Partial(), Partial("avg")}]
     first = weft.Partition(1)
     grids = weft.Partition((2, 2)), weft.Partition((1, 3), ranks=[3, 1, 0])
-    for number, pair in enumerate([*pairs, (STRIDED, Shard(0))]):
-        shape = [(10, 7), (3, 1), (0, 4)][number % 3] if pair[0] != STRIDED else (12, 3)
+    cases = [(pair, shape) for pair in pairs for shape in ((10, 7), (3, 1), (0, 4))]
+    lines = [(pair, (10,)) for pair in pairs if Shard(1) not in pair]  # where cuts are nested
+    for number, (pair, shape) in enumerate([*cases, *lines]):
         whole, weight = numbers(shape), numbers(shape, 1)
-        grid = grids[number % 2]
+        grid = grids[number % 2] if len(shape) > 1 else weft.Partition(3, ranks=[2, 0, 3])
         x = made(mesh, whole, pair)
         y = nn.from_dtensor(x, grid)
         assert torch.equal(y, part(grid, whole)), (pair, y)
@@ -91,14 +89,11 @@ def everything(group, mesh):
         assert torch.equal(x.grad.to_local(), held(mesh, weight, grads)), pair
 
         y = y.detach().requires_grad_()
-        z = nn.to_dtensor(y, grid, mesh, pair)
-        assert z.placements == pair and z.shape == x.shape and z.stride() == whole.stride()
+        z = nn.to_dtensor(y, grid, mesh, grads)
+        assert z.placements == grads and z.shape == x.shape and z.stride() == whole.stride()
         assert torch.equal(nn.from_dtensor(z, first), part(first, whole)), pair
-        if any(each.is_partial() for each in pair):
-            assert torch.equal(z.full_tensor(), whole), pair
-        else:
-            assert torch.equal(z.to_local(), held(mesh, whole, pair)), pair
-        other = pairs[-1 - number % len(pairs)]
+        assert torch.equal(z.to_local(), held(mesh, whole, grads)), pair
+        other = [each for each in pairs if len(shape) > 1 or Shard(1) not in each][-1 - number % 9]
         z.backward(made(mesh, weight, other).detach())  # gradients are placed as they like
         assert torch.equal(y.grad, part(grid, weight)), pair
 
@@ -141,8 +136,9 @@ def derivatives(group, mesh):
 
 
 def some_ranks(group, mesh):
-    mesh = DeviceMesh("cpu", torch.tensor([1, 3]))
-    grid = weft.Partition(2, ranks=[2, 1])
+    """A mesh of some of the ranks, and a grid of some of these, in another order."""
+    mesh = DeviceMesh("cpu", torch.tensor([1, 2, 3]))
+    grid = weft.Partition(2, ranks=[3, 1])
     whole = numbers((7, 2))
     x = distribute_tensor(whole.clone(), mesh, [Shard(0)])
     x = x.detach().requires_grad_()
@@ -150,43 +146,43 @@ def some_ranks(group, mesh):
     assert torch.equal(y, part(grid, whole)) if grid.active else not y.numel()
     if group.rank:
         (y * y).sum().backward()
-    if group.rank in (1, 3):
         assert torch.equal(x.grad.to_local(), 2 * x.to_local())
     y = y.detach().requires_grad_()
     z = nn.to_dtensor(y, grid, mesh, [Shard(-1)])
+    strange = weft.Partition(2, ranks=[0, 1])
+    calls = (
+        lambda: nn.from_dtensor(x, strange),
+        lambda: nn.to_dtensor(torch.ones(1), strange, mesh, [Shard(0)]),
+    )
+    for call in calls:  # a rank of the grid alone is told, too
+        with pytest.raises(weft.WeftError, match=r"ranks \[0\] of the grid are not in the mesh"):
+            call()
     if group.rank == 0:
         assert type(z) is torch.Tensor and not z.numel()
-        DeviceMesh("cpu", torch.tensor([3, 1]))  # which is collective
-        return
-    assert z.shape == (7, 2) and z.placements == (Shard(1),)
-    if group.rank != 2:
-        assert torch.equal(z.to_local(), whole[:, :1] if group.rank == 1 else whole[:, 1:])
-    z.backward(torch.ones_like(z) * 3)
-    assert torch.equal(y.grad, torch.full_like(y, 3))
-
-    # of a product PyTorch gives rank 2, which is not in the mesh, other placements
-    for placements in ([Shard(0)], [Replicate()]):
-        for loss in (
-            lambda z: z.pow(2).sum(),
-            lambda z: nn.from_dtensor(z * z, grid).sum(),
-        ):
-            y = part(grid, whole).clone().requires_grad_()
-            loss(nn.to_dtensor(y, grid, mesh, placements)).backward()
-            assert torch.equal(y.grad, 2 * y)
-    for placements in ([Partial()], [Partial("avg")]):  # rank 2 learns whether to divide
-        z = nn.to_dtensor(y.detach(), grid, mesh, placements)
-        assert torch.equal(nn.from_dtensor(z, grid), y)
-    y = y.detach().requires_grad_()
+    else:
+        assert z.shape == (7, 2) and z.placements == (Shard(1),)
+        at = mesh.get_local_rank()
+        assert torch.equal(z.to_local(), whole[:, at : at + 1])
+        z.backward(torch.ones_like(z) * 3)
+        assert torch.equal(y.grad, torch.full_like(y, 3))
+        for placements in ([Shard(0)], [Replicate()]):
+            for loss in (
+                lambda z: z.pow(2).sum(),
+                lambda z: nn.from_dtensor(z * z, grid).sum(),
+            ):
+                y = part(grid, whole).clone().requires_grad_()
+                loss(nn.to_dtensor(y, grid, mesh, placements)).backward()
+                assert torch.equal(y.grad, 2 * y)
 
     down = DeviceMesh("cpu", torch.tensor([3, 1]))
-    for program in (
-        lambda: nn.from_dtensor(distribute_tensor(whole.clone(), down, [Shard(0)]), grid),
-        lambda: nn.to_dtensor(y, grid, down, [Shard(0)]),
-    ):
-        with pytest.raises(weft.WeftError, match="ranks 3 and 1 follow each other"):
-            program()
-    z = nn.to_dtensor(y, grid, down, [Replicate()])
-    assert torch.equal(nn.from_dtensor(z, grid), y)
+    if group.rank in (1, 3):
+        for program in (
+            lambda: nn.from_dtensor(DTensor.from_local(whole, down, [Shard(0)]), grid),
+            lambda: nn.to_dtensor(y, grid, down, [Replicate()]),
+        ):
+            with pytest.raises(weft.WeftError, match=r"the mesh \[3, 1\] do not ascend in dim"):
+                program()
+        assert nn.AllSumReduce(grid, 0)(torch.ones(1)).item() == 2
 
 
 def faults(group, mesh):
@@ -204,7 +200,7 @@ def faults(group, mesh):
     text = "rank 0 has a DTensor of shape .4, 2.* rank 1 has a DTensor of shape .16, 2."
     fails(text, nn.from_dtensor, x, grid)
     text = (
-        r"rank 0 holds \(1, 2\) of a DTensor of shape \(10, 2\) with placements .Shard\(0\). "
+        r"rank 0 holds \(1, 2\) of a DTensor of shape \(10, 2\) with placements .Shard\(dim=0\). "
         r"on a mesh of \(4,\), by which it should hold \(3, 2\)"
     )
     x = DTensor.from_local(uneven, line, [Shard(0)], shape=(10, 2), stride=(2, 1))
@@ -220,14 +216,14 @@ def faults(group, mesh):
     fails(text, nn.AllGather(grid, 0), x if group.rank == 1 else x.to_local())
     text = "dimension 0 has 4 and is cut into 4 parts, which lengths"
     fails(text, nn.from_dtensor, x, grid, lengths=[(1, 1, 1, 2)])
-    text = "from_dtensor: lengths are given for 2 dimensions, and the tensor has 1"
+    text = "Repartition: lengths are given for 2 dimensions, and the tensor has 1"
     fails(text, nn.from_dtensor, x, grid, lengths=[None, (5,)])
     text = "rank 3: lengths is 'abc': pass for each dimension"
     fails(text, nn.from_dtensor, x, grid, lengths="abc" if group.rank == 3 else None)
     for reduction, dtype, text in (
         ("max", torch.float32, r"Partial\('max'\) is no linear map"),
-        ("avg", torch.int64, "torch.int64 has no average"),
-        ("sum", torch.bool, "torch.bool has no addition"),
+        ("avg", torch.int64, "torch.int64 has no avg"),
+        ("sum", torch.bool, "torch.bool has no sum"),
     ):
         x = DTensor.from_local(torch.ones(2, dtype=dtype), line, [Partial(reduction)])
         fails(text, nn.from_dtensor, x, grid)
@@ -235,23 +231,42 @@ def faults(group, mesh):
     one, wide = torch.ones(1), torch.ones(1, 2 + (group.rank == 2))
     other = [Shard(0) if group.rank < 3 else Replicate()]
     for shard, placements, text in (
-        (one, [Shard(1)], "Shard.1. of a tensor of 1 dimensions"),
+        (one, [Shard(1)], "Shard.dim=1.* of a tensor of 1 dimensions"),
         (one, [Shard(0), Shard(0)], "2 placements for a mesh of 1"),
-        (one, [Partial("product")], "made Partial.'product'"),
-        (one, other, "ranks 0, 1, 2 have placements .Shard.0.* rank 3 has placements .Replicate"),
+        (one, [Partial()], "no DTensor is made Partial: use Replicate"),
+        (one, [STRIDED], "placements has _StridedShard.* which weft does not know: redistr"),
+        (
+            one,
+            other,
+            "ranks 0, 1, 2 have placements .Shard.dim=0.* rank 3 has placements .Replicate",
+        ),
         (wide, [Replicate()], "in dimension 1 rank 2 has 3"),
     ):
         fails(text, nn.to_dtensor, shard, grid, line, placements)
     for placements, text in (
         ([Shard(0), Shard(0)], "rank 1: 2 placements for a mesh of 1"),
-        ([None], "rank 1: placements has a NoneType"),
+        ([None], "rank 1: to_dtensor: placements has None"),
         (None, "rank 1: TypeError: object of type 'NoneType' has no len"),
     ):
         ours = placements if group.rank == 1 else [Shard(0)]
         fails(text, nn.to_dtensor, one, grid, line, ours)
     ours = None if group.rank == 1 else line
     fails("rank 1: a NoneType is no DeviceMesh", nn.to_dtensor, one, grid, ours, [Shard(0)])
-    assert (nn.to_dtensor(one, grid, line, [Partial("max")]).to_local() == 1).all()
+
+    # a placement that lies in pieces is refused, and one that would be taken for another
+    strided = DTensor.from_local(torch.ones(1), mesh, [STRIDED, Shard(0)])
+    text = r"placements has _StridedShard.* redistribute\(\) to Shard, Repl"
+    fails(text, nn.from_dtensor, strided, grid)
+    nested = distribute_tensor(torch.arange(10), mesh, [Shard(0), Shard(0)])
+    with (
+        mock.patch.object(dtensor, "shard_order", lambda _: [(0, (1, 0))]),
+        pytest.raises(weft.WeftError, match=r"in the order .*: redistribute"),
+    ):
+        nn.from_dtensor(nested, grid)
+    number = distribute_tensor(torch.tensor(1.0), line, [Replicate()])
+    fails("a number has no dimension to cut", nn.from_dtensor, number, grid)
+    x = distribute_tensor(torch.ones(4), line, [Shard(0)]).requires_grad_(group.rank == 2)
+    fails("differ in gradient: ranks 0, 1, 3 have False, rank 2 has True", nn.from_dtensor, x, grid)
 
 
 def group_of_its_own(group, mesh):
@@ -287,62 +302,13 @@ SHAPES = st.lists(st.integers(0, 9), min_size=1, max_size=3).map(tuple)
 
 
 @settings(max_examples=60, deadline=None)
-@given(
-    SHAPES, st.lists(st.tuples(st.integers(1, 4), st.integers(0, 2), st.integers(1, 3)), max_size=3)
-)
-def test_layouts_cut_as_torch_does(shape, cuts):
-    """Every cell holds what cutting the numbers of a whole tensor gives it."""
-    cuts = [(parts, dim % len(shape), factor) for parts, dim, factor in cuts]
-    mesh = tuple(parts for parts, *_ in cuts)
-    layout = Layout(mesh, tuple(Cut(dim, at, f) for at, (_, dim, f) in enumerate(cuts)))
-    whole = torch.arange(torch.Size(shape).numel()).view(shape)
-    seen = []
-    for cell in product(*map(range, mesh)):
-        local = whole
-        for (parts, dim, factor), at in zip(cuts, cell, strict=True):
-            taken = [piece.chunk(parts, dim)[at : at + 1] for piece in local.chunk(factor, dim)]
-            taken = [chunk for chunks in taken for chunk in chunks]
-            local = torch.cat(taken, dim) if taken else local.narrow(dim, 0, 0)
-        assert layout.local_shape(shape, cell) == local.shape
-        mine = torch.full(local.shape, -1)
-        for piece in layout.pieces(shape, cell, rank=0):
-            mine[piece.local(piece.box).slices] = whole[piece.box.slices]
-        assert torch.equal(mine, local)
-        seen.append(local.flatten())
-    assert torch.equal(torch.cat(seen).sort().values, whole.flatten())
-
-
-def test_a_shard_order_is_kept():
-    """PyTorch may cut along the mesh dimensions in another order than the placements'."""
-    mesh = type("Mesh", (), {"mesh": torch.arange(4).view(2, 2)})
-    layout = Layout.of(mesh, (Shard(0), Shard(0)), [(0, (1, 0))])
-    cells = list(product(range(2), range(2)))
-    assert [layout.ranges((8,), cell)[0] for cell in cells] == [
-        [(0, 2)],
-        [(4, 6)],
-        [(2, 4)],
-        [(6, 8)],
-    ]
-    strided = Layout.of(mesh, (STRIDED, Shard(0)))
-    assert [strided.ranges((8,), cell) for cell in cells] == [
-        layout.ranges((8,), cell) for cell in cells
-    ]
-    assert "Shard(0, cut later), Shard(0)" in str(layout) and "factor 2" in str(strided)
-
-
-def test_what_a_rank_has_it_does_not_ask_for():
-    """A replica is read where it is; others are shared out among the ranks that have none."""
-
-    def sources(layout, ranks):
-        mesh, grid = weft.Partition(layout.mesh), weft.Partition(len(ranks), ranks=ranks)
-        shapes = {rank: layout.local_shape((8,), cell) for rank, cell in mesh.cells.items()}
-        plan = FromDTensorSpec(mesh, layout, (8,), grid).plan(shapes)
-        return {rank: {m.source for m in plan.moves if m.destination == rank} for rank in ranks}
-
-    def program(group):
-        assert sources(Layout((2, 2)), (0, 1, 2, 3)) == {rank: {rank} for rank in range(4)}
-        rows = Layout((2, 2), (Cut(0, 1),))  # rows 0 1 and 2 3 are replicas
-        assert sources(rows, (1, 2)) == {1: {0}, 2: {3}}
-        assert sources(Layout((2,)), (3, 2)) == {3: {1}, 2: {0}}
-
-    run(4, program)
+@given(SHAPES, st.lists(st.lists(st.integers(1, 4), max_size=3), min_size=3, max_size=3))
+def test_cuts_are_those_of_torch(shape, counts):
+    """One after the other, as a mesh's dimensions cut."""
+    counts = [tuple(each) for each in counts][: len(shape)]
+    for extent, each, found in zip(shape, counts, dtensor._chunks(shape, counts), strict=True):
+        parts = [torch.arange(extent)]
+        for count in each:
+            cut = [(*part.chunk(count), *[part[:0]] * count)[:count] for part in parts]
+            parts = [part for chunks in cut for part in chunks]
+        assert found == tuple(map(len, parts))

@@ -1,10 +1,8 @@
 """The handshake of every call of a layer: every rank that takes part learns what all pass.
 
 Each rank states the shape and dtype of its tensor, whether it needs a gradient, and what is wrong
-with its arguments (see `opened`). This happens in every call, also if `shape=` is given: if one
-rank passed another shape than promised, the others would hang otherwise. Tensors on the host of up
-to `EAGER` bytes are sent with the statement, if at most 16 ranks take part; if all tensors are so
-small, nothing more is sent.
+with its arguments (see `opened`). Tensors on the host of up to `EAGER` bytes are sent with the
+statement, if at most 16 ranks take part; if all tensors are so small, nothing more is sent.
 """
 
 from __future__ import annotations
@@ -100,13 +98,11 @@ class Heard:
     Attributes:
         dtype: that of their tensors, if anybody knows it.
         operands: what each of them brings.
-        fields: all fields, as they agreed on them.
         number: of the call, the same on all of them.
     """
 
     dtype: torch.dtype | None
     operands: dict[int, Operand]
-    fields: dict[str, str]
     number: int
 
 
@@ -161,7 +157,7 @@ def handshake(
             f"{call}: rank {asks[0]} needs a gradient, and rank {deaf[0]} does not record any: "
             "call it under torch.no_grad() on all ranks that take part, or on none"
         )
-    return Heard(dtype, said, opening.fields, opening.number)
+    return Heard(dtype, said, opening.number)
 
 
 def among(group: Group, ranks: tuple[int, ...]) -> Group:

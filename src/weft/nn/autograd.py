@@ -124,7 +124,6 @@ class Call:
             "arguments": self.spec.arguments,
             "dtype": dtype,
             "device": device,
-            **self.spec.known_to_some(),
         }
         name = self.name
         if self.order > 1:
@@ -134,10 +133,8 @@ class Call:
 
         def job() -> Moved:
             heard = handshake(self.group, self.ranks, name, fields, error, statement)
-            spec = self.spec.learned(heard.fields)
-            call = self if spec is self.spec else replace(self, spec=spec)
             # own: where nobody's tensor says anything
-            return call._moved(x, heard.dtype or own, heard.operands, heard.number)
+            return self._moved(x, heard.dtype or own, heard.operands, heard.number)
 
         return self.group.worker.call(name, job)
 
@@ -176,7 +173,7 @@ class Call:
             y = y.new_zeros(self.nothing)  # in backward: of a tensor that the plan does not read
         y = in_format_of(x, y)
         needs = any(each.needs for each in said.values())
-        return Moved(self, number, said, dtype, needs, y)
+        return Moved(self, number, needs, y)
 
     def _error(self, x: Any) -> str | None:
         """What is wrong with this rank's own tensor, or None."""
@@ -209,16 +206,12 @@ class Moved:
     Attributes:
         call: the call.
         number: of the call, the same on all ranks that take part.
-        said: what each rank passes.
-        dtype: of the tensor that moved.
         needs: whether some rank needs a gradient; then all take part in backward.
         output: this rank's, without a gradient.
     """
 
     call: Call
     number: int
-    said: Mapping[int, Operand]
-    dtype: torch.dtype
     needs: bool
     output: Tensor
 
@@ -239,18 +232,13 @@ def _untakable(x: Tensor) -> str | None:
     return unreadable(x)
 
 
-def anchor_of(moved: Moved, x: Tensor) -> Tensor | None:
-    """A scalar that requires a gradient, if some rank needs one and `x` requires none; or None."""
-    needed = moved.needs and not x.requires_grad
-    return torch.zeros((), device="cpu", requires_grad=True) if needed else None
-
-
 def _recorded(call: Call, x: Any) -> Tensor:
     """Make a call; autograd records it. Collective."""
     moved = call.run(x)
     if not moved.needs:
         return moved.output
-    y: Tensor = _Move.apply(x, anchor_of(moved, x), moved)  # type: ignore[no-untyped-call]  # torch's
+    anchor = None if x.requires_grad else torch.zeros((), device="cpu", requires_grad=True)
+    y: Tensor = _Move.apply(x, anchor, moved)  # type: ignore[no-untyped-call]  # torch's
     return y
 
 

@@ -104,7 +104,7 @@ class Partition:
         self.__dict__.update(shape=shape, ranks=tuple(ranks), group_handle=handle)
         return self
 
-    def _like(self, shape: Shape, ranks: Iterable[int]) -> Partition:
+    def like(self, shape: Shape, ranks: Iterable[int]) -> Partition:
         """Another grid in the same group, of ranks that are known to be in it."""
         return object.__new__(Partition)._set(shape, ranks, self.group_handle)
 
@@ -212,7 +212,7 @@ class Partition:
                 f"there is no rank {absent[0]} in a partition of size {self.size}: "
                 f"pass 0 to {self.size - 1}, or start more ranks"
             )
-        return self._like((len(numbers),), [self.ranks[at] for at in numbers])
+        return self.like((len(numbers),), [self.ranks[at] for at in numbers])
 
     @entry
     def reshape(self, shape: Sequence[int]) -> Partition:
@@ -225,7 +225,7 @@ class Partition:
         count = math.prod(extents)
         if any(extent < 1 for extent in extents) or count > self.size:
             raise WeftError(f"a grid of {extents} cannot be made of {self.size} ranks")
-        return self._like(extents, self.ranks[:count])
+        return self.like(extents, self.ranks[:count])
 
     @entry
     def union(self, *others: Partition) -> Partition:
@@ -238,7 +238,7 @@ class Partition:
         for other in others:
             same_group("union", self, other)
         ranks = dict.fromkeys(rank for each in (self, *others) for rank in each.ranks)
-        return self._like((len(ranks),), ranks)
+        return self.like((len(ranks),), ranks)
 
     @entry
     def keep(self, dims: Sequence[int] | int) -> Partition:
@@ -250,12 +250,12 @@ class Partition:
         here = self.index or (0,) * self.dim
         through = tuple(slice(None) if d in kept else at for d, at in enumerate(here))
         found = self._array[through].transpose([sorted(kept).index(dim) for dim in kept])
-        return self._like(found.shape, found.ravel().tolist())
+        return self.like(found.shape, found.ravel().tolist())
 
     @property
     def T(self) -> Partition:
         """The grid with its dimensions in reverse order."""
-        return self._like(self.shape[::-1], self._array.T.ravel().tolist())
+        return self.like(self.shape[::-1], self._array.T.ravel().tolist())
 
     # how tensors are cut
 

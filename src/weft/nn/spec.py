@@ -83,14 +83,6 @@ class Spec(abc.ABC):
         told = {name: getattr(self, name) for name in names}
         return ", ".join(f"{name}={value}" for name, value in told.items() if value is not None)
 
-    def known_to_some(self) -> dict[str, str | None]:
-        """What ranks compare besides, by name, as text; None where this rank does not know it."""
-        return {}
-
-    def learned(self, agreed: Mapping[str, str]) -> Spec:
-        """The same spec, with what the other ranks know, as all agreed on it."""
-        return self
-
     # what follows from that
 
     @functools.cached_property
