@@ -44,7 +44,6 @@ from weft.sparse import ALGORITHMS, Sizes
 from weft.sparse import run as calls
 from weft.sparse.request import Request
 from weft.sparse.stages import in_stages
-from weft.sparse.traffic import Traffic
 from weft.testing.threads import Crew, on_groups
 from weft.wire.interface import Failure, Features, WireFailed
 
@@ -328,7 +327,6 @@ class Simulation:
         messages, bytes: sent by the average rank, without those of the opening exchange.
         sizes: of the call; of `split` with the blocks in which it summed first.
         union: rows of the result.
-        traffic: what the algorithm says of messages and bytes; None: nothing.
     """
 
     algorithm: str
@@ -338,7 +336,6 @@ class Simulation:
     bytes: float
     sizes: Sizes
     union: int
-    traffic: Traffic | None
 
 
 def simulate(
@@ -371,7 +368,7 @@ def simulate(
         before = group.traffic.messages, group.traffic.bytes
         done = calls.reduced(group, request)
         count = group.traffic.messages - 2 * before[0], group.traffic.bytes - 2 * before[1]
-        return opened, clock(group), *count, done.algorithm, done.sizes, len(done.rows)
+        return opened, clock(group), *count, done.line.algorithm, done.sizes, len(done.rows)
 
     threads, collecting = torch.get_num_threads(), gc.isenabled()
     torch.set_num_threads(1)  # a thousand ranks would each keep a pool of them
@@ -386,7 +383,7 @@ def simulate(
     assert name in ALGORITHMS, f"no algorithm ran ({name}): simulate more rows or ranks"
     if name == "split":
         sizes = in_stages(sizes)
-    opening, traffic = max(opened), ALGORITHMS[name].traffic
+    opening = max(opened)
     return Simulation(
         name,
         opening,
@@ -395,5 +392,4 @@ def simulate(
         sum(nbytes) / ranks,
         sizes,
         union,
-        None if traffic is None else traffic(sizes, union),
     )

@@ -82,7 +82,7 @@ def main(
     """Print a line for each case, algorithm and link, of the average rank."""
     hosts = [f"{rank // per_host}" for rank in range(ranks)]
     print(f"# {ranks} ranks, {per_host} a host, {rows} rows of {width} floats, of {height}")
-    print("# case     algorithm   link      messages      said            bytes          said")
+    print("# case     algorithm   link      messages            bytes")
     for kind in case.split(","):
         parts = [CASES[kind](rank, rows, height, width) for rank in range(ranks)]
         for name in ALGORITHMS if algorithm == "all" else algorithm.split(","):
@@ -92,13 +92,9 @@ def main(
                 start = time.perf_counter()
                 done = simulate(name, parts.__getitem__, ranks, between, hosts=hosts, within=within)
                 took = time.perf_counter() - start
-                messages = nbytes = "-"
-                if done.traffic is not None:
-                    messages = str(done.traffic.messages)
-                    nbytes = f"{done.traffic.bytes:.0f}"
                 print(
-                    f"{kind:10} {done.algorithm:11} {speed:8} {done.messages:9.1f} {messages:>9} "
-                    f"{done.bytes:16.0f} {nbytes:>13}  "
+                    f"{kind:10} {done.algorithm:11} {speed:8} {done.messages:9.1f} "
+                    f"{done.bytes:16.0f}  "
                     f"{done.seconds * 1e3:.3f} ms simulated, took {took:.0f} s",
                     flush=True,
                 )

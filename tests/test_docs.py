@@ -25,7 +25,7 @@ import typer.main
 import weft
 import weft.wire
 from weft.cli.commands import app
-from weft.sparse import ALGORITHMS, unregister
+from weft.sparse import ALGORITHMS
 from weft.testing.wire_clauses import CLAUSES
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -67,14 +67,11 @@ WITH_PYTHON = [page for page in PAGES if any(fences(page, "python", "pycon"))]
 @pytest.fixture
 def undone(monkeypatch, tmp_path):
     """Whatever a page starts or registers is gone after it."""
-    registered = set(ALGORITHMS)
     monkeypatch.chdir(tmp_path)
     yield
     weft.shutdown()
     if dist.is_initialized():
         dist.destroy_process_group()
-    for name in set(ALGORITHMS) - registered:
-        unregister(name)
 
 
 @pytest.mark.parametrize("page", WITH_PYTHON, ids=name)

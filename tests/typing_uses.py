@@ -67,4 +67,4 @@ weft.sparse_all_reduce(coo).wait()  # error: attr-defined
 weft.sparse_reduce(coo).to_dense()  # error: union-attr
 weft.sparse_broadcast(3)  # error: call-overload
 weft.init(time_out=3)  # error: call-arg
-weft.algorithm(cost=print)  # error: call-arg
+weft.sparse_reduce_scatter(pair, out=pair)  # error: call-overload

@@ -31,7 +31,6 @@ if _typing.TYPE_CHECKING:
     from .records.calls import CallStats
     from .records.listeners import on_call
     from .sparse import (
-        algorithm,
         explain,
         sparse_all_gather,
         sparse_all_reduce,
@@ -56,7 +55,6 @@ __all__ = [
     "Wire",
     "WireError",
     "Work",
-    "algorithm",
     "all_reduce",
     "all_to_all",
     "attempt",

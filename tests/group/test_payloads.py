@@ -20,15 +20,14 @@ from weft.base.pace import patient
 from weft.group import process_group
 from weft.group.group import Group
 from weft.group.joining import connect
-from weft.sparse import ALGORITHMS, Sizes
+from weft.sparse import ALGORITHMS
 from weft.testing import RankFailure, processes, round_wire, run
 from weft.testing.checked_rounds import CheckedRounds
 from weft.wire.interface import Features
 from weft.wire.registry import register_wire, wire_names
 
 CPU = torch.device("cpu")
-IN_ROUNDS = Sizes(2, 8, 4, 4, 9, 4, 4, lengths_known=True)
-NAMES = sorted(name for name, found in ALGORITHMS.items() if found.applies(IN_ROUNDS) is None)
+NAMES = sorted(ALGORITHMS)
 SMALL = 16 << 10  # bytes that no message of an opening has
 
 
@@ -66,7 +65,6 @@ def sums(group, path):
         if made.size > 1:
             assert (over.route, over.features.lockstep) == ("cpu (rounds)", True)
             assert not made.features.lockstep and made.route == "cpu"
-            assert weft.explain(rows, group=made).device == "cpu (rounds)"
         for name in ("auto", *NAMES):
             for op in ("sum", "max"):
                 wanted = weft.sparse_all_reduce(rows, op, group=group)
@@ -170,33 +168,6 @@ def in_place_of_tcp():
 
 def test_openings_go_over_weft_s_own_wire_whatever_has_its_name():
     assert processes(2, in_place_of_tcp) == [([0, 1, 9], False, True)] * 2
-
-
-def refused(group, path):
-    @weft.algorithm()
-    def waits(rows, call):
-        raise NotImplementedError
-
-    with in_rounds(group, path) as (made, _):
-        texts = []
-        for call in (weft.sparse_all_reduce, weft.explain):
-            with pytest.raises(weft.WeftError) as caught:
-                call(rows_of(group.rank), algorithm="waits", group=made)
-            texts.append(str(caught.value))
-        found = weft.sparse_all_reduce(rows_of(group.rank), algorithm=NAMES[0], group=made)
-        assert len(found) > 0
-    weft.sparse.unregister("waits")
-    return texts
-
-
-def test_an_algorithm_that_needs_more_is_an_error_on_every_rank(tmp_path):
-    """It names the wire and what serves: all of weft's own."""
-    assert sorted(ALGORITHMS) == NAMES
-    for texts in run(3, refused, str(tmp_path / "store"), on="processes"):
-        assert set(texts) == {
-            "algorithm waits cannot serve this call over wire 'rounds': its schedule is not for "
-            f"a wire in rounds, or one that is exact; use auto, or one of {', '.join(NAMES)}"
-        }
 
 
 def layers(made, rows):

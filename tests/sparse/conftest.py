@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from weft.sparse import ALGORITHMS, Sizes
+from weft.sparse.choose import serves as can_serve
 
 _SIZES = Sizes(2, 8, 4, 4, 9, 4, 4)
 _OF = {"device": _SIZES.but(staying=True), "rounds": _SIZES.but(lengths_known=True)}
@@ -30,7 +31,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             return False
         names = [given.params.get(each, "auto") for each in ("name", "algorithm")]
         most = 7 if item.path.stem in _SEVEN or "holders" in names else _MOST
-        found = next((ALGORITHMS[name] for name in names if name in ALGORITHMS), None)
-        return size <= most and (found is None or found.applies(_OF[on]) is None)
+        asked = [name for name in names if name in ALGORITHMS]
+        return size <= most and all(can_serve(_OF[on], name) for name in asked)
 
     items[:] = filter(serves, items)

@@ -7,7 +7,7 @@ import torch
 
 import weft
 from weft import kernels
-from weft.sparse import ALGORITHMS, unregister
+from weft.sparse import ALGORITHMS
 from weft.testing import check_algorithm
 
 
@@ -44,17 +44,9 @@ def direct(rows, call, fault=""):
 
 
 @pytest.fixture
-def registered():
-    """Registers an algorithm for one test."""
-    names = []
-
-    def register(schedule):
-        weft.algorithm()(schedule)
-        names.append(schedule.__name__)
-
-    yield register
-    for name in names:
-        unregister(name)
+def registered(monkeypatch):
+    """Enters an algorithm for one test."""
+    return lambda schedule: monkeypatch.setitem(ALGORITHMS, schedule.__name__, schedule)
 
 
 @pytest.mark.parametrize("name", sorted(ALGORITHMS))

@@ -8,7 +8,7 @@ import torch
 import weft
 from weft.schedules.hosts import Hosts
 from weft.sparse import ALGORITHMS, Sizes, choose
-from weft.sparse.choose import Line, chosen, is_eager, lines, why_not
+from weft.sparse.choose import Line, chosen, first_served, is_eager, lines, serves
 from weft.testing import run
 from weft.testing.cases import on_hosts
 
@@ -54,7 +54,7 @@ PASSED_OVER = {
 @pytest.mark.parametrize("case", LINES)
 def test_a_line_decides(case):
     sizes, algorithm, why = LINES[case]
-    line = chosen(sizes, "auto")
+    line = first_served(sizes, lines(sizes))
     assert line.algorithm == algorithm and why in line.why
     assert next(lines(sizes)) == line
 
@@ -63,15 +63,16 @@ def test_a_line_decides(case):
 def test_a_line_whose_algorithm_cannot_serve_is_passed_over(case):
     sizes, first, runs = PASSED_OVER[case]
     assert next(lines(sizes)).algorithm == first
-    assert why_not(sizes, first) is not None
-    assert chosen(sizes, "auto").algorithm == runs
+    assert not serves(sizes, first)
+    assert first_served(sizes, lines(sizes)).algorithm == runs
 
 
 @pytest.mark.parametrize("case", [*LINES, *PASSED_OVER])
 def test_the_same_runs_where_lengths_are_known_beforehand(case):
     """Also where it then needs more workspace."""
     sizes, *_ = (LINES | PASSED_OVER)[case]
-    assert chosen(sizes.but(lengths_known=True, chunk=1 << 48), "auto") == chosen(sizes, "auto")
+    known = sizes.but(lengths_known=True, chunk=1 << 48)
+    assert first_served(known, lines(known)) == first_served(sizes, lines(sizes))
 
 
 @pytest.mark.parametrize(
@@ -85,7 +86,7 @@ def test_the_same_runs_where_lengths_are_known_beforehand(case):
 def test_split_always_serves(changes):
     for sizes in (of(**changes), of(hosts="aabbccdd", **changes), of(100, **changes)):
         *_, last = lines(sizes)
-        assert last.algorithm == "split" and why_not(sizes, "split") is None
+        assert last.algorithm == "split" and serves(sizes, "split")
 
 
 def test_rows_that_fit_in_the_opening_are_eager_over_every_wire():
@@ -98,18 +99,22 @@ def test_rows_that_fit_in_the_opening_are_eager_over_every_wire():
 
 
 def test_what_is_asked_for_runs_or_the_error_says_what_could():
-    assert chosen(of(), "doubling") == Line("doubling", "it was asked for")
+    assert chosen(of(), "doubling", 8) == Line("doubling", "it was asked for")
     able = ", ".join(sorted(ALGORITHMS.keys() - {"doubling"}))
-    with pytest.raises(weft.WeftError, match=f"tensors of the CPU; use auto, or one of {able}$"):
-        chosen(of(staying=True), "doubling")
+    with pytest.raises(weft.WeftError, match=f"tensors of the CPU: use auto, or one of {able}$"):
+        chosen(of(staying=True), "doubling", 8)
 
 
-def test_explain_says_which_line_decided():
+def test_explain_and_the_record_say_which_line_decided():
     def program(group):
         rows = weft.Rows(torch.arange(1000), torch.ones(1000, 64), 1000)
         with on_hosts(group, "abc"):
-            return weft.explain(rows)
+            weft.sparse_all_reduce(rows)
+            return weft.explain(rows), weft.sparse.last_call()
 
-    said = run(3, program)[0]
+    said, record = run(3, program)[0]
     assert (said.chosen, said.why) == next(choose.lines(said.sizes))
-    assert "\ndoubling: up to 16 ranks bring up to 512 KiB of rows each\n" in str(said)
+    assert (record.algorithm, record.why) == (said.chosen, said.why)
+    first, second = str(said).split("\n")
+    assert first == "doubling: up to 16 ranks bring up to 512 KiB of rows each"
+    assert second == "bound: 346667 bytes a rank"

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import weft
 from weft import kernels
 from weft.group.channels import SUMS, VALUES
-from weft.sparse import ALGORITHMS
+from weft.sparse import choose
 from weft.sparse.algorithms.holders import weights
 from weft.sparse.call import Call
 from weft.sparse.local_rows import LocalRows
@@ -238,9 +238,9 @@ def test_memory_is_its_workspace_and_not_the_rows_of_all(kind):
         return peak, sizes
 
     for peak, sizes in run(ranks, body):
-        assert peak <= ALGORITHMS["holders"].workspace(sizes) + (1 << 20)  # and index lists
+        assert peak <= choose.workspace(sizes, "holders") + (1 << 20)  # and index lists
         if kind == "disjoint":
-            assert peak < 0.6 * ALGORITHMS["gather"].workspace(sizes)
+            assert peak < 0.6 * choose.workspace(sizes, "gather")
 
 
 def test_many_ranks_get_smaller_chunks():

@@ -28,18 +28,15 @@ from weft.base.devices import as_device
 from weft.base.pace import patient
 from weft.bootstrap.outcome import results
 from weft.kernels import reference
-from weft.sparse import ALGORITHMS, Sizes, run
+from weft.sparse import ALGORITHMS, Sizes, choose, run
 from weft.testing import threads
 from weft.testing.threads import on_groups
 from weft.wire import torch_rounds
 from weft.wire.torch_rounds import rounds_over
 
 CPU, RANKS = torch.device("cpu"), 2
-NAMES = sorted(
-    name
-    for name, found in ALGORITHMS.items()
-    if found.applies(Sizes(2, 8, 4, 4, 9, 4, 4, staying=True, lengths_known=True)) is None
-)
+STAYING = Sizes(2, 8, 4, 4, 9, 4, 4, staying=True, lengths_known=True)
+NAMES = sorted(name for name in ALGORITHMS if choose.serves(STAYING, name))
 CALLER, GROUP, WIRE = "caller", "group", "wire"  # whose streams there are
 
 

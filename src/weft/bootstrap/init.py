@@ -359,7 +359,7 @@ def _check_environment() -> None:
         if (said := os.environ.get(name, "")) not in known:
             raise WeftError(f"{name}={said!r} means nothing: set it to {known[-1]}, or unset it")
     if (algorithm := os.environ.get("WEFT_ALGORITHM", "auto")) not in ("", "auto"):
-        registry.find(algorithm, f"WEFT_ALGORITHM={algorithm}: ")
+        registry.check_name(algorithm, f"WEFT_ALGORITHM={algorithm}: ")
     if os.environ.get("LOCAL_RANK", "0") == "0":  # one rank of a host speaks for all
         for name, meant in unknown_variables(os.environ).items():
             hint = f"{meant} was meant?" if meant else "weft.config() lists those that it reads"

@@ -24,19 +24,6 @@ Hear = Callable[[int, memoryview, Collection[int]], Statement]
 """The statement in a peer's message, of some of these ranks, by their numbers in errors."""
 
 
-def opening_rounds(ranks: int) -> int:
-    """How many messages so many ranks wait for, one after the other, to open a call.
-
-    Example:
-        >>> [opening_rounds(ranks) for ranks in (1, 2, 16, 17, 64)]
-        [0, 1, 1, 6, 6]
-    """
-    if ranks <= DIRECT:
-        return min(1, ranks - 1)
-    doublings = ranks.bit_length() - 1
-    return doublings if ranks == 1 << doublings else doublings + 2
-
-
 def partners(rank: int, ranks: int) -> tuple[int | None, list[int]]:
     """With whom a rank swaps statements.
 

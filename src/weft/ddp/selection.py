@@ -77,6 +77,7 @@ def mean_of_largest(
     note(
         group,
         f"{summed.algorithm} and {gathered.algorithm}",
+        why="",
         rows=summed.rows,
         total=summed.total,
         union=len(result),

@@ -47,7 +47,6 @@ from . import cpu, jit, reference
 from .codec import IndexCode as IndexCode
 from .codec import decode as decode
 from .codec import encode as encode
-from .codec import expected_bits as expected_bits
 from .codec import index_code as index_code
 from .ops import OPS as OPS
 from .ops import Op

@@ -22,7 +22,6 @@ for keeping the two parts of a number apart.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -105,19 +104,6 @@ def _width(left_out: Longs, gaps: Longs) -> Longs:
     """
     scaled = (2 * left_out + gaps) * 77 // (320 * gaps)
     return np.frexp(scaled.astype(np.float64))[1].astype(np.int64)
-
-
-def expected_bits(count: float, places: float) -> float:
-    """Bits that an index of so many, which are anywhere among so many places, will take.
-
-    Infinite where they may be too far apart.
-    """
-    if places > _FARTHEST:
-        return math.inf
-    left_out = max(places / count - 1, 0.0)
-    width = math.frexp(math.floor((2 * left_out + 1) * 77 / 320))[1]  # as `_width`
-    further = (left_out / (left_out + 1)) ** 2.0**width  # the odds of each zero of a unary part
-    return float(width + 1 / (1 - further) + 8 / _BLOCK)
 
 
 def encode(indices: Tensor, code: IndexCode, out: Tensor) -> int:

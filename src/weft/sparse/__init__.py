@@ -1,8 +1,7 @@
 """Sparse all-reduce: one call, many algorithms.
 
-`api` is the call; `registry` the table of algorithms, each one file of `algorithms/`; `choose` is
-the rule that takes one, and `explanation` says why. `family/` has its siblings, `tables` takes
-lists.
+`api` is the call; `algorithms/` has a file for each algorithm; `choose` is the rule that takes one.
+`family/` has its siblings, `tables` takes lists.
 """
 
 from ..schedules.hosts import Hosts
@@ -11,20 +10,16 @@ from .api import explain, sparse_all_reduce
 from .explanation import Explanation
 from .family import sparse_all_gather, sparse_broadcast, sparse_reduce, sparse_reduce_scatter
 from .record import Record, last_call
-from .registry import ALGORITHMS, EAGER, Algorithm, algorithm, unregister
+from .registry import ALGORITHMS, EAGER
 from .sizes import Sizes
-from .traffic import Traffic
 
 __all__ = [
     "ALGORITHMS",
     "EAGER",
-    "Algorithm",
     "Explanation",
     "Hosts",
     "Record",
     "Sizes",
-    "Traffic",
-    "algorithm",
     "algorithms",
     "choose",
     "explain",
@@ -34,5 +29,4 @@ __all__ = [
     "sparse_broadcast",
     "sparse_reduce",
     "sparse_reduce_scatter",
-    "unregister",
 ]

@@ -6,7 +6,7 @@ Here is the public face; `request` checks the arguments, `run` takes the steps o
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, overload
 
 import torch
@@ -124,7 +124,8 @@ def sparse_all_reduce(
         group: None (the default group), a Group, a ProcessGroup, or a 1-D DeviceMesh.
         async_op: return at once a `Work`, whose `wait()` gives the result. Do not change the input
             before `wait()` returns.
-        algorithm: "auto" or a registered name; the environment's WEFT_ALGORITHM replaces "auto".
+        algorithm: "auto" or a name (docs/algorithms.md); the environment's WEFT_ALGORITHM replaces
+            "auto".
         wire_dtype: None, or `torch.bfloat16`, `torch.float16` or `torch.float32`: values of wider
             floating-point dtypes are sent in this dtype. Each rank's sum of an index is rounded
             before it is sent, and the result is rounded, once each, to nearest even; the additions
@@ -171,28 +172,26 @@ def explain(
     """Say what `sparse_all_reduce` would do with these arguments, and why; reduce nothing.
 
     Collective: every rank calls it. It raises the errors of `sparse_all_reduce`. The result prints
-    as a table: algorithm, rounds, messages, bytes, bytes divided by the bound, and why an algorithm
-    is not chosen; above it stands the line of the rule that decided. For a list of tables it also
-    has the `groups`: tables of the same row shape and dtype, which are reduced together. If there
-    are several groups, each takes a call: `calls` says what each of these would do.
+    the line of the rule that decides, and the bound.
 
     Example:
         >>> import torch, weft
         >>> with weft.init():
         ...     rows = (torch.tensor([2, 7]), torch.rand(2, 64))
-        ...     weft.explain(rows).chosen  # nobody to talk to
-        'alone'
+        ...     weft.explain(rows)  # nobody to talk to
+        alone: the group has one rank
+        bound: 0 bytes a rank
     """
     group = default.resolve(group)
-    explained: Callable[[], Explanation]
     with preparing(group, "explain"):
         if isinstance(rows, list):
             several = tables.requests_of(rows, op, algorithm, wire_dtype)
-            explained = functools.partial(tables.explained, group, *several)
+            job = functools.partial(tables.explained, group, *several)
         else:
             request = Request.of(rows, op, algorithm, wire_dtype)
-            explained = functools.partial(run.explained, group, request)
-    return group.worker.call("explain", explained)
+            job = functools.partial(run.explained, group, request)
+    lines, sizes = zip(*group.worker.call("explain", job), strict=True)
+    return Explanation.of(lines, sizes)
 
 
 def job_of(group: Group, rows: Any, op: Any, algorithm: object, wire_dtype: object) -> Aside[Any]:

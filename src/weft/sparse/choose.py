@@ -34,7 +34,8 @@ from typing import NamedTuple
 from ..base.errors import WeftError
 from ..call.combining import DIRECT
 from .header import Header
-from .registry import ALGORITHMS, find
+from .registry import ALGORITHMS, ALONE, EAGER
+from .relay import relay_memory
 from .sizes import Sizes
 
 NEAR = 2 << 20
@@ -60,6 +61,9 @@ MANY = 16
 """Ranks: of more, nearly square blocks take a fraction of the messages, and `doubling` is forecast
 to take as long as other algorithms without overlap, and up to twice as long with it."""
 
+OF_THE_CPU = ("doubling",)
+"""Algorithms whose schedules are for tensors of the CPU alone."""
+
 
 class Line(NamedTuple):
     """A line of the rule that fits a call.
@@ -70,7 +74,7 @@ class Line(NamedTuple):
     """
 
     algorithm: str
-    why: str
+    why: str = ""
 
 
 def is_eager(sizes: Sizes, index_bytes: int) -> bool:
@@ -112,50 +116,50 @@ def lines_apart(sizes: Sizes) -> Iterator[Line]:
 
 
 def first_served(sizes: Sizes, fitting: Iterator[Line]) -> Line:
-    """The first line whose algorithm can serve a call within its workspace.
-
-    Raises:
-        WeftError: none can, since others have taken the place of weft's own.
-    """
-    for line in fitting:
-        if why_not(sizes, line.algorithm) is None:
-            return line
-    raise WeftError(f"split, as it was replaced, refuses this call: {why_not(sizes, 'split')}")
+    """The first line whose algorithm can serve a call within its workspace; the last one always."""
+    return next(line for line in fitting if serves(sizes, line.algorithm))
 
 
-def why_not(sizes: Sizes, algorithm: str) -> str | None:
-    """Why the rule passes an algorithm over; None: it does not."""
-    found = ALGORITHMS[algorithm]
-    refused = found.applies(sizes)
-    if refused is not None or found.workspace is None or algorithm == "split":
-        return refused
-    # as over any other wire, also where messages are whole and `holders` needs more
-    needed = found.workspace(sizes.but(lengths_known=False))
-    if needed > sizes.workspace:
-        return f"needs {needed >> 20} MiB of workspace, of {sizes.workspace >> 20} allowed"
-    return None
+def serves(sizes: Sizes, algorithm: str) -> bool:
+    """Whether an algorithm can serve a call, and needs no more workspace than the rule allows."""
+    if sizes.staying and algorithm in OF_THE_CPU:
+        return False
+    # that of the others is bounded whatever P is, or little by the lines that name them
+    return algorithm not in ("gather", "holders") or workspace(sizes, algorithm) <= sizes.workspace
 
 
-def chosen(sizes: Sizes, algorithm: str, carrier: str = "") -> Line:
-    """What runs in a call that the opening exchange did not serve, and why.
+def workspace(sizes: Sizes, algorithm: str) -> int:
+    """Bytes that `gather` or `holders` needs at most beside a rank's own rows and the result."""
+    lists = 3 * sizes.total * sizes.index  # all indices, and their places in the union
+    if algorithm == "gather":
+        return (sizes.total - sizes.fewest) * sizes.incoming + lists  # rows of all others
+    if sizes.staying:
+        relayed = sizes.union[1] * sizes.row
+    else:  # in chunks of any length: what the rule takes does not follow from the link
+        relayed = relay_memory(sizes.but(chunk=1 << 62), sizes.most)
+    return 2 * sizes.most * sizes.incoming + relayed + lists  # rows that are summed elsewhere
+
+
+def chosen(sizes: Sizes, algorithm: str, index_bytes: int) -> Line:
+    """What runs in a call, and why.
 
     Args:
         sizes: of the call.
         algorithm: that was asked for, or "auto".
-        carrier: what carries the rows, for the error.
+        index_bytes: of an index in the opening exchange.
 
     Raises:
         WeftError: the algorithm that was asked for cannot serve this call; the same on every rank.
     """
+    if sizes.ranks == 1:
+        return Line(ALONE, "the group has one rank")
     if algorithm == "auto":
+        if is_eager(sizes, index_bytes):
+            return Line(EAGER, "all rows fit in the opening exchange")
         return first_served(sizes, lines(sizes))
-    reason = find(algorithm).applies(sizes)
-    if reason is not None:
-        # other wires serve every algorithm, and need not be named
-        over = f" over {carrier}" if sizes.at_once else ""
-        able = sorted(name for name, each in ALGORITHMS.items() if each.applies(sizes) is None)
+    if sizes.staying and algorithm in OF_THE_CPU:
+        able = ", ".join(sorted(ALGORITHMS.keys() - set(OF_THE_CPU)))
         raise WeftError(
-            f"algorithm {algorithm} cannot serve this call{over}: {reason}; use auto, or one of "
-            f"{', '.join(able)}"
+            f"algorithm {algorithm} is for tensors of the CPU: use auto, or one of {able}"
         )
     return Line(algorithm, "it was asked for")

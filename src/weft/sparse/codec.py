@@ -86,8 +86,3 @@ def unpack(message: Tensor, dtype: torch.dtype, last: int, room: Callable[[int],
     if not fine:
         raise ValueError(f"they are not {count} sorted, distinct indices from 0 to {last}")
     return indices
-
-
-def index_bytes(count: float, places: float, plain: int) -> float:
-    """Bytes that an index of so many, spread over so many places, will probably take."""
-    return min(plain, kernels.expected_bits(count, places) / 8) if count >= _WORTH else plain

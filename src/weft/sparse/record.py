@@ -16,6 +16,7 @@ class Record:
 
     Attributes:
         algorithm: what ran; "eager" where all rows travelled in the opening exchange.
+        why: the line of the rule that decided, in words; "" in calls that have no choice.
         rows: rows of this rank, without duplicates where the call combines them.
         total: rows of all ranks together, K.
         union: rows of this rank's result; of `sparse_all_reduce`, U.
@@ -28,6 +29,7 @@ class Record:
     """
 
     algorithm: str
+    why: str
     rows: int
     total: int
     union: int
@@ -46,13 +48,14 @@ def last_call(group: object = None) -> Record | None:
     return cast(Record | None, default.resolve(group).state.get(_RECORD))
 
 
-def note(group: Group, algorithm: str, *, bound: float, **figures: Any) -> None:
+def note(group: Group, algorithm: str, why: str, *, bound: float, **figures: Any) -> None:
     """Store the `Record` of the call that runs."""
     call = group.worker.now
     assert call is not None  # whose turn it is
     call.measure()
     record = Record(
         algorithm,
+        why,
         bound_bytes=round(bound),
         messages=call.messages,
         sent_bytes=call.sent_bytes,

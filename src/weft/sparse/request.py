@@ -30,8 +30,9 @@ from ..base.tensors import (
     wrong_row_shape,
 )
 from ..kernels.ops import ELSEWHERE, HALVES, OPS, Op
-from . import rate, registry
+from . import rate
 from .header import POINTS
+from .registry import check_name
 from .rows import Rows
 
 NOTHING = Rows(
@@ -61,7 +62,7 @@ class Request:
         moves: the call only moves rows: they are neither sorted nor combined, and of any dtype. A
             rank without rows need not know their dtype and shape.
         op: the reduction, unless the call moves.
-        algorithm: a registered name or "auto".
+        algorithm: a name, or "auto".
         dtype: the dtype in which values are sent.
         rounded: the argument `wire_dtype`.
         half: the dtype of the caller's values, if they are half precision and `rows` has them in
@@ -212,9 +213,8 @@ class Request:
         said = os.environ.get("WEFT_ALGORITHM") if name == "auto" else None
         chosen = said or name
         if chosen != "auto":
-            registry.find(str(chosen), f"WEFT_ALGORITHM={said}: " if said else "")
+            check_name(str(chosen), f"WEFT_ALGORITHM={said}: " if said else "")
         self.algorithm = self.fields["algorithm"] = str(chosen)
-        self.fields["registered algorithms"] = registry.spelled()
         if (text := os.environ.get("WEFT_LINK")) is not None:
             rate.parse(text)  # raises here rather than when the rate is needed
 

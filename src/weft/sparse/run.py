@@ -25,14 +25,13 @@ from ..call.fingerprint import UNKNOWN
 from ..call.opening import Opening, is_direct, opened
 from ..group.group import Group
 from .call import Call, Marks, partial_dtype, row_bytes
-from .choose import chosen, is_eager
+from .choose import Line, chosen, is_eager
 from .destination import Destination
-from .explanation import Explanation, explanation
 from .header import Header, combined, described
 from .local_rows import LocalRows
 from .rate import GUESS, learn, stated, suited
 from .record import note
-from .registry import ALONE, EAGER, find
+from .registry import ALGORITHMS, ALONE, EAGER
 from .request import Request, travelling
 from .rows import Rows
 from .sizes import Sizes
@@ -44,7 +43,7 @@ class Done:
     """A call that has ended well.
 
     Attributes:
-        algorithm: what ran.
+        line: what ran, and why.
         rows: the result.
         sizes: of the call.
         fields: that all ranks agreed on.
@@ -53,7 +52,7 @@ class Done:
         own: number of this rank's rows.
     """
 
-    algorithm: str
+    line: Line
     rows: Rows
     sizes: Sizes
     fields: Mapping[str, str]
@@ -65,7 +64,7 @@ class Done:
         """Store the figures of the call, whose turn it is."""
         note(
             group,
-            self.algorithm,
+            *self.line,
             bound=self.bound,
             rows=self.own,
             total=self.sizes.total,
@@ -275,7 +274,7 @@ def performed(
     group: Group,
     request: Request,
     name: str,
-    schedule: Callable[[LocalRows, Call], tuple[str, Rows]],
+    schedule: Callable[[LocalRows, Call], tuple[Line, Rows]],
     *,
     apart: bool = False,
 ) -> Done:
@@ -283,8 +282,7 @@ def performed(
 
     Args:
         group, request, name: see `begin`.
-        schedule: runs in the open call, with this rank's rows; returns the name of what ran, and
-            the result.
+        schedule: runs in the open call, with this rank's rows; returns what ran, and the result.
         apart: whether ranks get different results.
 
     Raises:
@@ -292,7 +290,7 @@ def performed(
     """
     with begin(group, request, name) as (own, call):
         began = time.perf_counter()
-        algorithm, result = schedule(own, call)
+        line, result = schedule(own, call)
         seconds = time.perf_counter() - began
     try:
         if not call.op.builtin:  # its function may have raised on this rank alone
@@ -305,7 +303,7 @@ def performed(
         bound = call.sizes.bound(len(result))
         learn(call.group, call.sizes, len(result), seconds)
     return Done(
-        algorithm,
+        line,
         call.destination.deliver(result),
         call.sizes,
         call.fields,
@@ -318,30 +316,28 @@ def performed(
 def reduced(group: Group, request: Request) -> Done:
     """Run one sparse all-reduce; collective."""
 
-    def schedule(own: LocalRows, call: Call) -> tuple[str, Rows]:
-        if call.rows_of_all is not None:
-            return EAGER, merge_eager(call.rows_of_all, call)
-        name = ALONE
-        if call.sizes.ranks > 1:
-            name, _ = chosen(call.sizes, request.algorithm, _carrier(call.group))
-        run = _alone if name == ALONE else find(name).run
-        return name, run(own, call)
+    def schedule(own: LocalRows, call: Call) -> tuple[Line, Rows]:
+        line = _line(request, call)
+        if line.algorithm == ALONE:
+            return line, _alone(own, call)
+        if line.algorithm == EAGER:
+            assert call.rows_of_all is not None
+            return line, merge_eager(call.rows_of_all, call)
+        return line, ALGORITHMS[line.algorithm](own, call)
 
     return performed(group, request, "sparse_all_reduce", schedule)
 
 
-def explained(group: Group, request: Request) -> Explanation:
-    """Say what `reduced` would do; collective."""
+def explained(group: Group, request: Request) -> list[tuple[Line, Sizes]]:
+    """What `reduced` would do in its one call, and by which sizes; collective."""
     with begin(group, request, "explain", looks=True) as (_, call):
         pass
-    index = request.rows.indices.dtype
-    found = explanation(call.sizes, request.algorithm, index.itemsize, _carrier(call.group))
-    return replace(found, device=call.group.route)
+    return [(_line(request, call), call.sizes)]
 
 
-def _carrier(over: Group) -> str:
-    """What carries the tensors of a group, for errors: "wire 'rounds'", "cuda (nccl)"."""
-    return f"wire {over.wire_name!r}" if over.wire_name else over.route
+def _line(request: Request, call: Call) -> Line:
+    """What runs."""
+    return chosen(call.sizes, request.algorithm, call.given.indices.itemsize)
 
 
 def merge_eager(rows_of_all: Sequence[Rows], call: Call) -> Rows:

@@ -19,9 +19,8 @@ from typing import NamedTuple
 
 from ..schedules.hosts import Hosts
 from .choose import MANY, first_served, lines_apart
-from .registry import ALGORITHMS, Algorithm
+from .registry import ALGORITHMS, Schedule
 from .sizes import Blocks, Sizes
-from .traffic import Sent, Traffic, of_list, of_rows, together
 
 _SMALLEST = 1 << 16  # bytes of a chunk
 _OVERLAP = 12  # chunks of a place's sums: one in so many overlaps with nothing on the host
@@ -72,16 +71,21 @@ class Between(NamedTuple):
     """What runs among the ranks of one place, one rank of each block.
 
     Attributes:
-        algorithm: that runs.
+        name: of the algorithm that runs.
         sizes: that it has.
         in_parts: whether a block shares complete sums range by range, of one rank of a place each:
             the range of this rank is complete first, then that of its left neighbour, and so on. So
             it is within a host, where a message costs less than to hand a range on.
     """
 
-    algorithm: Algorithm
+    name: str
     sizes: Sizes
     in_parts: bool
+
+    @property
+    def schedule(self) -> Schedule:
+        """Of the algorithm."""
+        return ALGORITHMS[self.name]
 
 
 def between(sizes: Sizes) -> Between:
@@ -98,45 +102,19 @@ def between(sizes: Sizes) -> Between:
         blocks=(),
     )
     if not _are_near(sizes):  # it is there to save messages
-        return Between(ALGORITHMS["split"], inner, in_parts=False)
+        return Between("split", inner, in_parts=False)
     inner = inner.but(chunk=_chunk_on_hosts(sizes))
     one_of_each = sizes.but(ranks=count, total=_share(sizes, count), hosts=None)
     fitting = (line for line in lines_apart(one_of_each) if line.algorithm != "doubling")
     name = first_served(inner, fitting).algorithm
     part = min(inner.total, inner.places) // count * inner.row
     in_parts = name == "split" and not _blocks(inner) and part > _PART
-    return Between(ALGORITHMS[name], inner, in_parts)
+    return Between(name, inner, in_parts)
 
 
 def places_in(blocks: Blocks) -> int:
     """How many places blocks have: ranks of the smallest."""
     return min(map(len, blocks))
-
-
-def traffic(sizes: Sizes, union: int) -> Traffic:
-    """What the average rank sends and receives in a split with blocks."""
-    count = len(sizes.blocks)
-    places = places_in(sizes.blocks)
-    leading = places * count / sizes.ranks  # the part of the ranks that has a place
-    inner = between(sizes)
-    assert inner.algorithm.traffic is not None  # it is one of weft's own
-    rounds, *sent = inner.algorithm.traffic(inner.sizes, union // places)
-
-    # rows go to the ranks of the block that have a place, and these send their sums to all of it;
-    # the others send all of it an empty list
-    block = sizes_in_block(sizes)
-    rows = sizes.mean / places
-    sums = union / places
-    to_place = together(of_list(block, rows), of_rows(block, rows, sizes.row))
-    to_all = together(of_list(block, sums), of_rows(block, sums, sizes.row))
-    empty = sum((len(ranks) - places) * (len(ranks) - 1) for ranks in sizes.blocks) / sizes.ranks
-    messages, nbytes = together(
-        Sent(*sent).to(leading),
-        to_place.to(places - leading),
-        to_all.to(leading * (sizes.ranks / count - 1)),
-        of_list(block, 0).to(empty),
-    )
-    return Traffic(rounds + 3, round(messages), nbytes)
 
 
 def _share(sizes: Sizes, ranks: int) -> int:

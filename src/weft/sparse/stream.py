@@ -65,11 +65,6 @@ def window(sizes: Sizes) -> int:
     return max(2, min(_SLOTS, fair))
 
 
-def list_messages(size: float) -> int:
-    """Messages in which an index list of so many bytes, with its prefix, travels."""
-    return 1 if size <= HEAD else 2
-
-
 class Lists(abc.ABC):
     """Index lists, one to each of some peers, one from each of some peers: `start`, then `wait`.
 

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from itertools import accumulate, islice, pairwise
 from typing import Any, NamedTuple
 
@@ -32,17 +31,17 @@ from ..base.devices import on_host
 from ..base.errors import WeftError, summed_up
 from ..base.memory import fresh
 from ..base.tensors import as_bytes, shape_in
-from ..call.combining import opening_rounds
 from ..call.opening import opened
 from ..call.statement import BODY, Bytes
 from ..group.group import Group
-from . import explanation, run
-from .explanation import Batch, Explanation
+from . import run
+from .choose import Line
 from .header import POINTS
 from .record import note
 from .registry import ALONE, EAGER
 from .request import NOTHING, Request
 from .rows import Rows
+from .sizes import Sizes
 
 NAME = "sparse_all_reduce of a list"
 
@@ -193,10 +192,11 @@ def reduced(group: Group, requests: Sequence[Request], error: str | None) -> lis
     parts: dict[int, Rows] = {}
     for kind, one in pairs:
         parts |= kind.parts(one.rows, requests, iter(one.below or ends))
-    nothing = ALONE if group.size == 1 else EAGER
+    names, reasons = zip(*([one.line for one in done] or [_of_nothing(group)]), strict=True)
     note(
         group,
-        " and ".join(dict.fromkeys(one.algorithm for one in done)) or nothing,
+        " and ".join(dict.fromkeys(names)),
+        "; ".join(dict.fromkeys(reasons)),
         rows=sum(one.own for one in done),
         total=sum(one.sizes.total for one in done),
         union=sum(len(one.rows) for one in done),
@@ -209,21 +209,23 @@ def reduced(group: Group, requests: Sequence[Request], error: str | None) -> lis
     return results
 
 
-def explained(group: Group, requests: Sequence[Request], error: str | None) -> Explanation:
-    """Say what `reduced` would do; collective."""
-    calls = []
-    for kind in _kinds(_stated(group, requests, error, f"explain of {NAME}"), requests):
-        one = run.explained(group, kind.request(requests))
-        rows = requests[kind.tables[0]].rows
-        batch = Batch(kind.tables, rows.values.dtype, kind.row_shape)
-        calls.append(replace(one, groups=(batch,)))
-    stating = len(_first_tables(requests)) * opening_rounds(group.size)
+def explained(
+    group: Group, requests: Sequence[Request], error: str | None
+) -> list[tuple[Line, Sizes]]:
+    """What `reduced` would do in each of its calls, and by which sizes; collective."""
+    kinds = _kinds(_stated(group, requests, error, f"explain of {NAME}"), requests)
+    calls = [run.explained(group, kind.request(requests))[0] for kind in kinds]
     if not calls:
-        nothing = run.explained(group, requests[0].of_rows(NOTHING))
-        chosen = ALONE if group.size == 1 else EAGER
-        return replace(nothing, chosen=chosen, lines=(), stating=stating)
-    calls[0] = explanation.after_stating(calls[0], stating)
-    return calls[0] if len(calls) == 1 else explanation.together(calls)
+        [(_, sizes)] = run.explained(group, requests[0].of_rows(NOTHING))
+        calls.append((_of_nothing(group), sizes))
+    return calls
+
+
+def _of_nothing(group: Group) -> Line:
+    """What "runs" where no rank has rows of any table."""
+    if group.size == 1:
+        return Line(ALONE, "the group has one rank")
+    return Line(EAGER, "no rank has rows, and nothing is sent after ranks have said so")
 
 
 class _Kind(NamedTuple):

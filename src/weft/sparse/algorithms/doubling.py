@@ -27,31 +27,9 @@ from ..call import Call
 from ..local_rows import LocalRows
 from ..registry import algorithm
 from ..rows import Rows
-from ..sizes import Sizes
-from ..traffic import Traffic
 
 
-def traffic(sizes: Sizes, union: int) -> Traffic:
-    core = 1 << (sizes.ranks.bit_length() - 1)
-    rounds = core.bit_length() - 1
-    paired = (sizes.ranks - core) / sizes.ranks  # ranks that send all they have, and get the result
-    # at most: ranks may have the same rows
-    swapped = sum(min(2**i * sizes.mean * sizes.ranks / core, union) for i in range(rounds))
-    rows = core / sizes.ranks * swapped + paired * (sizes.mean + union)
-    messages = core / sizes.ranks * rounds + 2 * paired
-    waiting = rounds + (2 if paired else 0)
-    return Traffic(waiting, round(messages), rows * (sizes.partial + sizes.index))
-
-
-def workspace(sizes: Sizes) -> int:
-    return 4 * sizes.union[1] * (sizes.partial + sizes.index)
-
-
-def applies(sizes: Sizes) -> str | None:
-    return "its schedule is for tensors of the CPU" if sizes.staying else None
-
-
-@algorithm(traffic=traffic, workspace=workspace, applies=applies, lockstep=True)
+@algorithm
 def doubling(rows: LocalRows, call: Call) -> Rows:
     group = call.group
     rank = group.rank

@@ -21,13 +21,11 @@ import torch
 from torch import Tensor
 
 from ...base.memory import typed
-from ...call.combining import DIRECT
 from ...group.channels import VALUES
 from ..call import Call
 from ..local_rows import LocalRows
 from ..registry import algorithm
 from ..rows import Rows
-from ..sizes import Sizes
 from ..stream import (
     Ring,
     at_hand,
@@ -36,27 +34,9 @@ from ..stream import (
     send_list_to_all,
     united,
 )
-from ..traffic import Traffic, of_list, of_ring, together
 
 
-def traffic(sizes: Sizes, union: int) -> Traffic:
-    others = sizes.ranks - 1
-    listed = of_list(sizes, sizes.mean)
-    rounds, rows_sent = of_ring(sizes, sizes.mean, sizes.incoming)
-    is_short = listed.messages == 1 or sizes.at_once
-    follow_at_once = sizes.ranks <= DIRECT and not sizes.summed and is_short
-    rounds += not follow_at_once
-    messages, nbytes = together(listed.to(others), rows_sent)
-    return Traffic(rounds, int(messages), nbytes)
-
-
-def workspace(sizes: Sizes) -> int:
-    # the rows of all others, and of all the indices and their places in the union
-    received = (sizes.total - sizes.fewest) * sizes.incoming
-    return received + sizes.total * 3 * sizes.index
-
-
-@algorithm(traffic=traffic, workspace=workspace, lockstep=True)
+@algorithm
 def gather(rows: LocalRows, call: Call) -> Rows:
     group = call.group
     incoming = call.incoming

@@ -48,9 +48,8 @@ from ..call import Call
 from ..header import Longs
 from ..local_rows import LocalRows
 from ..registry import algorithm
-from ..relay import Relay, relay_memory, relay_rows
+from ..relay import Relay, relay_rows
 from ..rows import Rows
-from ..sizes import Sizes
 from ..stream import (
     Inflow,
     Ring,
@@ -62,30 +61,9 @@ from ..stream import (
     send_rows,
     wait_all,
 )
-from ..traffic import Traffic, of_list, of_ring, of_rows, together
 
 
-def traffic(sizes: Sizes, union: int) -> Traffic:
-    others = sizes.ranks - 1
-    sums = union / sizes.ranks  # of each rank
-    away = max(0.0, sizes.mean - sums)  # rows that are summed elsewhere
-    rounds, sums_sent = of_ring(sizes, sums, sizes.row)
-    lists = of_list(sizes, sizes.mean).to(others)
-    rows = of_rows(sizes, away / max(1, others), sizes.incoming).to(others)
-    messages, nbytes = together(lists, rows, sums_sent)
-    return Traffic(2 + rounds, int(messages), nbytes)
-
-
-def workspace(sizes: Sizes) -> int:
-    # of rows that are summed elsewhere, and of all indices and their places in the union
-    own = 2 * sizes.most * sizes.incoming + sizes.total * 3 * sizes.index
-    if sizes.at_once:
-        return own + sizes.union[1] * sizes.row
-    # of the relay in chunks of any length: what the rule takes does not follow from the link
-    return own + relay_memory(sizes.but(chunk=1 << 62), sizes.most)
-
-
-@algorithm(traffic=traffic, workspace=workspace, lockstep=True)
+@algorithm
 def holders(own: LocalRows, call: Call) -> Rows:
     # to all: index lists
     runs, lists = all_gather_lists(call, own.indices.to(call.wire_index))

@@ -61,36 +61,10 @@ from ..owners import (
 )
 from ..registry import algorithm
 from ..rows import Rows
-from ..sizes import Sizes
 from ..stream import Share, carry
-from ..traffic import Traffic, of_list, of_ring, of_rows, together
 
 
-def traffic(sizes: Sizes, union: int) -> Traffic:
-    sizes = stages.in_stages(sizes)
-    if sizes.blocks:
-        return stages.traffic(sizes, union)
-    others = sizes.ranks - 1
-    rows = sizes.mean / sizes.ranks  # that a rank has of the range of one owner
-    sums = union / sizes.ranks  # of one owner
-    rounds, to_all = of_ring(sizes, sums, sizes.row)
-    to_owner = together(of_list(sizes, rows), of_rows(sizes, rows, sizes.incoming))
-    messages, nbytes = together(to_owner.to(others), of_list(sizes, sums).to(others), to_all)
-    return Traffic(2 + rounds, int(messages), nbytes)
-
-
-def workspace(sizes: Sizes) -> int:
-    sizes = stages.in_stages(sizes)
-    # of the rows that this rank sums, of two lists of their indices, and of that of all sums
-    rows = sizes.most
-    row = sizes.incoming
-    if sizes.blocks:  # ranks that have a place sum the rows of all of the block
-        rows = -(-rows * max(map(len, sizes.blocks)) // stages.places_in(sizes.blocks))
-        row = sizes.partial
-    return 2 * rows * row + 3 * (rows + sizes.union[1]) * sizes.index
-
-
-@algorithm(traffic=traffic, workspace=workspace, lockstep=True)
+@algorithm
 def split(rows: LocalRows, call: Call) -> Rows:
     call = call.with_sizes(stages.in_stages(call.sizes))
     if call.sizes.blocks:
@@ -215,7 +189,7 @@ def _sum_between(
     with call.group.lease(len(indices) * call.sizes.partial) as memory:
         sums = Rows(indices, typed(memory, (len(indices), *call.row_shape), call.partial))
         merged = scatter.sums(inner.incoming, scatter.union, sums.values)
-        between.inner.algorithm.run(SummedRows(sums, merged), inner)
+        between.inner.schedule(SummedRows(sums, merged), inner)
         onward.finish()
 
 

@@ -30,6 +30,7 @@ from ...group.channels import LISTS, VALUES
 from ...group.group import Group
 from ...group.worker import Work
 from ..call import Call
+from ..choose import Line
 from ..forms import Form
 from ..local_rows import LocalRows
 from ..record import started
@@ -175,7 +176,7 @@ def job_of(group: Group, request: Request, *, return_counts: bool = False) -> As
     """What gathers rows, when its turn has come."""
     counts: list[int] = []
 
-    def schedule(own: LocalRows, call: Call) -> tuple[str, Rows]:
+    def schedule(own: LocalRows, call: Call) -> tuple[Line, Rows]:
         counts.extend(_counts(own, call))
         return joined(own, call, counts)
 
@@ -197,7 +198,7 @@ def _counts(own: LocalRows, call: Call) -> list[int]:
     return call.group.all_gather_bytes(count, lambda raw: numbers[int.from_bytes(raw, "little")])
 
 
-def joined(own: LocalRows, call: Call, counts: Sequence[int]) -> tuple[str, Rows]:
+def joined(own: LocalRows, call: Call, counts: Sequence[int]) -> tuple[Line, Rows]:
     """All ranks' rows one after the other: from the opening exchange, or by a ring."""
     group = call.group
     part = consecutive(counts)  # of each rank
@@ -206,7 +207,7 @@ def joined(own: LocalRows, call: Call, counts: Sequence[int]) -> tuple[str, Rows
         for rows, place in zip(call.rows_of_all, part, strict=True):
             result.indices[place] = rows.indices
             result.values[place] = rows.values
-        return EAGER, result
+        return Line(EAGER), result
     mine = part[group.rank]
     indices = result.indices.to(call.wire_index)
     indices[mine] = own.indices
@@ -220,4 +221,4 @@ def joined(own: LocalRows, call: Call, counts: Sequence[int]) -> tuple[str, Rows
     for ring in rings:
         ring.finish()
     result.indices.copy_(indices)
-    return ALONE if group.size == 1 else "ring", result
+    return Line(ALONE if group.size == 1 else "ring"), result

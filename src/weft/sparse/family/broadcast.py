@@ -19,6 +19,7 @@ from ...call.attempt import preparing
 from ...group import default
 from ...group.worker import Work
 from ..call import Call
+from ..choose import Line
 from ..forms import AnyForm, Form
 from ..local_rows import LocalRows
 from ..record import started
@@ -154,7 +155,7 @@ def sparse_broadcast(
             request.fields["row shape"] = tuple(request.rows.row_shape)
         is_async = truth("async_op", async_op)
 
-    def schedule(own: LocalRows, call: Call) -> tuple[str, Rows]:
+    def schedule(own: LocalRows, call: Call) -> tuple[Line, Rows]:
         if group.size > 2 and not (call.sizes.at_once or call.sizes.on_one_host):
             call = call.with_sizes(call.sizes.but(chunk=min(call.sizes.chunk, _CHUNK)))
         return joined(own, call, [call.sizes.total * (rank == src) for rank in range(group.size)])

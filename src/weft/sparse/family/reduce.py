@@ -27,6 +27,7 @@ from ...group import default
 from ...group.channels import SUMS
 from ...group.worker import Work
 from ..call import Call
+from ..choose import Line
 from ..forms import Form, Reduction
 from ..local_rows import LocalRows
 from ..owners import balanced_bounds, reduce_to_owners
@@ -133,14 +134,14 @@ def sparse_reduce(
         request.take_root("group_dst", dst, group_dst, group.size)
         is_async = truth("async_op", async_op)
 
-    def schedule(own: LocalRows, call: Call) -> tuple[str, Rows]:
+    def schedule(own: LocalRows, call: Call) -> tuple[Line, Rows]:
         if call.rows_of_all is not None:
-            return EAGER, merge_eager(call.rows_of_all, call) if here else call.result(0)
+            return Line(EAGER), merge_eager(call.rows_of_all, call) if here else call.result(0)
         if group.size > DIRECTLY and not call.sizes.on_one_host:
-            return "owners", _by_owners(own, call, dst)
+            return Line("owners"), _by_owners(own, call, dst)
         end = call.header.highest + 1
         all_his = [0] * (dst + 1) + [end] * (group.size - dst)
-        return ALONE if group.size == 1 else "direct", reduce_to_owners(own, call, all_his)
+        return Line(ALONE if group.size == 1 else "direct"), reduce_to_owners(own, call, all_his)
 
     def job() -> Any:
         done = performed(group, request, _NAME, schedule, apart=True)

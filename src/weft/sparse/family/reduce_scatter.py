@@ -22,6 +22,7 @@ from ...group import default
 from ...group.group import Group
 from ...group.worker import Work
 from ..call import Call
+from ..choose import Line
 from ..forms import Form, Reduction
 from ..header import Header
 from ..local_rows import LocalRows, slices_between
@@ -144,7 +145,7 @@ def job_of(
             with request:
                 _check_ends(chosen, request.lowest, request.highest)
 
-        def schedule(own: LocalRows, call: Call) -> tuple[str, Rows]:
+        def schedule(own: LocalRows, call: Call) -> tuple[Line, Rows]:
             bounds.extend(chosen or _balanced(call))
             return _scattered(own, call, bounds)
 
@@ -155,18 +156,18 @@ def job_of(
     return Aside(group.streams, request.device, job)
 
 
-def _scattered(own: LocalRows, call: Call, bounds: Sequence[int]) -> tuple[str, Rows]:
+def _scattered(own: LocalRows, call: Call, bounds: Sequence[int]) -> tuple[Line, Rows]:
     group = call.group
     if call.rows_of_all is None:
         name = ALONE if group.size == 1 else _NAME.removeprefix("sparse_")
-        return name, reduce_to_owners(own, call, bounds)
+        return Line(name), reduce_to_owners(own, call, bounds)
     mine = bounds[group.rank : group.rank + 2]
     highest = call.header.highest
     parts = []
     for rows in call.rows_of_all:
         part = slices_between(rows.indices, mine, highest)[0]
         parts.append(Rows(rows.indices[part], rows.values[part]))
-    return EAGER, merge_eager(parts, call)
+    return Line(EAGER), merge_eager(parts, call)
 
 
 def _balanced(call: Call) -> list[int]:
