@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -16,55 +14,6 @@ from weft.kernels.ops import OPS
 CODE = jit.loops()
 HALVES = [torch.float16, torch.bfloat16]
 WIDE = [torch.float32, torch.float64]
-DIGITS = {torch.float16: 11, torch.bfloat16: 8}
-LEAST = {torch.float16: -24, torch.bfloat16: -133}  # 2**LEAST is the smallest number
-
-
-def nearest(value, dtype):
-    """To nearest even, in Python."""
-    if not math.isfinite(value) or value == 0:
-        return value
-    unit = 2.0 ** max(math.frexp(value)[1] - DIGITS[dtype], LEAST[dtype])
-    return torch.tensor(math.copysign(round(value / unit) * unit, value)).double().to(dtype).item()
-
-
-def awkward(dtype, generator):
-    """float64 numbers at, beside and between the ties of a narrower dtype."""
-    bits = torch.randint(-(2**15), 2**15, (300,), generator=generator).to(torch.int16)
-    low = bits.view(dtype).double()
-    tie = (low + (bits + 1).view(dtype).double()) / 2
-    return torch.cat(
-        [low, tie, *(torch.nextafter(tie, torch.full_like(tie, end)) for end in (-1e300, 1e300))]
-    )
-
-
-@pytest.mark.parametrize("dtype", HALVES)
-def test_float64_is_rounded_once(dtype):
-    values = awkward(dtype, torch.Generator().manual_seed(0))
-    values = torch.cat([values, torch.tensor([0.0, -0.0, 1e-300, -1e-300, 1e300, torch.inf])])
-    assert not torch.equal(values.to(dtype).nan_to_num(), reference_rounded(values, dtype))
-    want = [nearest(value, dtype) for value in values.tolist()]
-    got = reference_rounded(values, dtype)
-    assert torch.equal(got, torch.tensor(want, dtype=torch.float64).to(dtype).nan_to_num())
-    assert torch.equal(got.signbit(), values.signbit() & ~values.isnan())
-
-
-def reference_rounded(values, dtype):
-    out = torch.empty(len(values), dtype=dtype)
-    kernels.finish(values, out)
-    assert torch.equal(out.isnan(), values.isnan())
-    return out.nan_to_num()
-
-
-@pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize("divisor", [3, 49])
-def test_float64_quotients_are_rounded_once(dtype, divisor):
-    values = awkward(dtype, torch.Generator().manual_seed(1)) * divisor
-    values = values[values.isfinite()]
-    out = torch.empty(len(values), dtype=dtype)
-    kernels.finish(values, out, divisor)
-    want = [nearest(value / divisor, dtype) for value in values.tolist()]
-    assert out.double().tolist() == want
 
 
 @pytest.mark.parametrize("op", ["sum", "min", "prod"])

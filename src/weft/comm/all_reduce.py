@@ -32,7 +32,6 @@ from ..schedules import dense
 from ..sparse.request import op_name, travelling, wrong_wire_dtype
 from .buckets import reduce_dense
 from .differentiable import Linear, apply
-from .rounding import narrowed
 from .staging import most_to_all, unfollowed
 
 _NAME = "all_reduce"
@@ -83,7 +82,7 @@ def all_reduce(
             tensor, name, wire_dtype = torch.empty(0), "sum", None
         said = f"{tensor.dtype}" + (f", sent as {wire_dtype}" if wire_dtype else "")
         # all that follows, backward too, is of a tensor of the dtype that travels
-        given = narrowed(tensor, travelling(tensor.dtype, wire_dtype))
+        given = tensor.to(travelling(tensor.dtype, wire_dtype))
         reduction = Reduction(group, _NAME, error, op=str(name), fields={"dtype": said})
     return apply(reduction, [given])[0].to(tensor.dtype)
 

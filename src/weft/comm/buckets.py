@@ -25,7 +25,6 @@ from ..group.pending import Pending
 from ..schedules import dense_all_reduce
 from ..sparse.request import travelling
 from ..wire.interface import Lease
-from .rounding import narrow
 
 ALONE = 1 << 20  # bytes of a tensor that is sent from its own memory
 BUCKET = 8 << 20  # bytes of a bucket
@@ -139,7 +138,7 @@ class _UnderWay:
             self._lease = over.lease(bucket.count * bucket.dtype.itemsize)
             self._flat = typed(self._lease.tensor, (bucket.count,), bucket.dtype)
             for place, piece in self._places() if given else ():
-                narrow(piece, place)
+                place.copy_(piece)
         self._pending = start(over, self._flat)
 
     def _places(self) -> Iterator[tuple[Tensor, Tensor]]:

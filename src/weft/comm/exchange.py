@@ -20,7 +20,6 @@ from ..group import default
 from ..sparse.request import travelling, wrong_wire_dtype
 from .all_to_all import Scatter, check_round, limit_of
 from .differentiable import apply, start
-from .rounding import narrowed
 from .staging import unsendable
 
 _NAME = "exchange"
@@ -129,7 +128,7 @@ def send_rows(
             travels = f"{dtype} as {wire_dtype}" if wire_dtype else "None"
             scatter.fields = {"row shape": tuple(rows.shape[1:]), "wire_dtype": travels}
             # rounded after they are picked, so that gradients are widened before they are added
-            sent = narrowed(_picked(rows, picks), travelling(dtype, wire_dtype))
+            sent = _picked(rows, picks).to(travelling(dtype, wire_dtype))
             parts = list(torch.split(sent, list(counts)))
 
     def finished(received: list[Tensor]) -> Any:

@@ -31,7 +31,6 @@ from torch.nn.parallel import DistributedDataParallel
 from ..base.arguments import in_words, shown
 from ..base.errors import WeftError, summed_up
 from ..comm.buckets import reduce_dense
-from ..comm.rounding import narrowed
 from ..group.group import Group
 from ..sparse import Record, last_call
 from ..sparse.api import job_of_one
@@ -426,7 +425,7 @@ class Sparsifier:
             total = torch.zeros_like(total)  # of which no entry is sent
         where = None if whole else entries_to_send(total, share, self.chunk)
         values = total if where is None else total[where]
-        return where, values, narrowed(values, sends).to(flat.dtype)
+        return where, values, values.to(sends).to(flat.dtype)
 
     def _most(self, name: str, numel: int) -> int:
         """How many entries of a tensor the result has at most in this step."""

@@ -436,40 +436,16 @@ def finish(values: Tensor, out: Tensor, divisor: int) -> None:
     """See `weft.kernels.finish`."""
     if divisor == 1:
         if out is not values:
-            rounded(values, out)
+            out.copy_(values)
         return
     # a tensor on the device: by a Python number CUDA multiplies with the rounded reciprocal
-    if out.dtype.itemsize > 2:
-        by = torch.full((), divisor, dtype=values.dtype, device=out.device)
-        torch.div(values, by, out=out)
-        return
-    # The float32 quotient is rounded again, but no tie comes of it: were it a tie and the true
-    # quotient not, divisor * tie would be a float32 less than its last place from the dividend.
-    # (It is one for divisors below 4096, and unless the quotient is subnormal.)
-    # A float64 quotient loses none to the same argument.
-    wide = torch.float64 if values.dtype is torch.float64 else torch.float32
+    wide = torch.promote_types(values.dtype, torch.float32)
     by = torch.full((), divisor, dtype=wide, device=out.device)
-    for some, target in zip(_blocks(values), _blocks(out), strict=True):
-        rounded(some.to(wide) / by, target)
-
-
-def rounded(values: Tensor, out: Tensor) -> None:
-    """Write values to `out`, rounded to nearest even, once.
-
-    torch rounds float64 to half precision by way of float32, which makes ties of what are none.
-    So here the float32 between is rounded to odd, which keeps on which side of a tie it is
-    (Boldo and Melquiond, "Emulation of FMA and correctly rounded sums", IEEE TC 2008).
-    """
-    if not (values.dtype is torch.float64 and out.dtype.itemsize == 2):
-        out.copy_(values)
+    if out.dtype.itemsize > 2:
+        torch.div(values, by.to(values.dtype), out=out)
         return
     for some, target in zip(_blocks(values), _blocks(out), strict=True):
-        near = some.float()
-        beyond = near.double() - some
-        even = near.view(torch.int32) & 1 == 0
-        towards = torch.where(beyond > 0, -torch.inf, torch.inf).to(near.dtype)
-        odd = torch.nextafter(near, towards)
-        target.copy_(torch.where(even & (beyond.abs() > 0), odd, near))
+        target.copy_(some.to(wide) / by)
 
 
 def _blocks(tensor: Tensor) -> tuple[Tensor, ...]:
