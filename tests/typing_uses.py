@@ -29,7 +29,6 @@ assert_type(weft.sparse_all_reduce(pair, async_op=True), weft.Work[Pair])
 assert_type(weft.sparse_all_reduce(pair, async_op=True).wait(), Pair)
 assert_type(weft.sparse_all_reduce(coo, "sum", None, True).wait(), torch.Tensor)
 assert_type(weft.sparse_all_reduce([rows], async_op=True).wait(), list[weft.Rows])
-assert_type(weft.sparse_all_reduce(coo, async_op=later), torch.Tensor | weft.Work[torch.Tensor])
 
 several: list[torch.Tensor | Pair | weft.Rows] = [coo, pair, rows]
 assert_type(weft.sparse_all_reduce(several), list[torch.Tensor | Pair | weft.Rows])
@@ -39,11 +38,9 @@ assert_type(weft.sparse_reduce_scatter(rows, ranges=[0, 4]), weft.Rows)
 assert_type(weft.sparse_reduce(coo, group_dst=1), torch.Tensor | None)
 assert_type(weft.sparse_all_gather(pair), Pair)
 assert_type(weft.sparse_all_gather(pair, return_counts=True), tuple[Pair, torch.Tensor])
-counted = weft.sparse_all_gather(pair, return_counts=later)
-assert not isinstance(counted, weft.Work)
+assert_type(weft.sparse_all_gather(pair, None, True).wait(), Pair)
 weft.sparse_all_gather(pair, None, True).wait()
-assert_type(weft.sparse_broadcast(rows), weft.Rows)
-assert_type(weft.sparse_broadcast(None), torch.Tensor | Pair | weft.Rows)
+on_every_rank: weft.Rows = weft.sparse_broadcast(rows if later else None)
 assert_type(weft.explain(rows).bound, tuple[float, float])
 
 # What the manual names is in weft.
@@ -65,6 +62,6 @@ weft.sparse_all_reduce(pair, algoritm="split")  # error: call-overload
 number: int = weft.sparse_all_reduce(pair)  # error: assignment
 weft.sparse_all_reduce(coo).wait()  # error: attr-defined
 weft.sparse_reduce(coo).to_dense()  # error: union-attr
-weft.sparse_broadcast(3)  # error: call-overload
+weft.sparse_all_reduce(coo, async_op=later)  # error: call-overload
 weft.init(time_out=3)  # error: call-arg
 weft.sparse_reduce_scatter(pair, out=pair)  # error: call-overload

@@ -53,18 +53,6 @@ def sparse_all_reduce(
 
 @overload
 def sparse_all_reduce(
-    rows: Form,
-    op: Reduction = "sum",
-    group: object = None,
-    async_op: bool = False,
-    *,
-    algorithm: str = "auto",
-    wire_dtype: torch.dtype | None = None,
-) -> Form | Work[Form]: ...
-
-
-@overload
-def sparse_all_reduce(
     rows: list[Member],
     op: Reduction = "sum",
     group: object = None,
@@ -85,18 +73,6 @@ def sparse_all_reduce(
     algorithm: str = "auto",
     wire_dtype: torch.dtype | None = None,
 ) -> Work[list[Member]]: ...
-
-
-@overload
-def sparse_all_reduce(
-    rows: list[Member],
-    op: Reduction = "sum",
-    group: object = None,
-    async_op: bool = False,
-    *,
-    algorithm: str = "auto",
-    wire_dtype: torch.dtype | None = None,
-) -> list[Member] | Work[list[Member]]: ...
 
 
 @untransformed

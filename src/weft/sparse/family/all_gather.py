@@ -69,17 +69,6 @@ def sparse_all_gather(
 def sparse_all_gather(
     rows: Form,
     group: object = None,
-    async_op: bool = False,
-    *,
-    return_counts: Literal[False] = False,
-    wire_dtype: torch.dtype | None = None,
-) -> Form | Work[Form]: ...
-
-
-@overload
-def sparse_all_gather(
-    rows: Form,
-    group: object = None,
     async_op: Literal[False] = False,
     *,
     return_counts: Literal[True],
@@ -96,28 +85,6 @@ def sparse_all_gather(
     return_counts: Literal[True],
     wire_dtype: torch.dtype | None = None,
 ) -> Work[tuple[Form, Tensor]]: ...
-
-
-@overload
-def sparse_all_gather(
-    rows: Form,
-    group: object = None,
-    async_op: bool = False,
-    *,
-    return_counts: Literal[True],
-    wire_dtype: torch.dtype | None = None,
-) -> tuple[Form, Tensor] | Work[tuple[Form, Tensor]]: ...
-
-
-@overload
-def sparse_all_gather(
-    rows: Form,
-    group: object = None,
-    async_op: bool = False,
-    *,
-    return_counts: bool = False,
-    wire_dtype: torch.dtype | None = None,
-) -> Form | tuple[Form, Tensor] | Work[Form] | Work[tuple[Form, Tensor]]: ...
 
 
 @untransformed

@@ -8,7 +8,7 @@ host, on accelerators and over wires in rounds or `exact` the source sends them 
 from __future__ import annotations
 
 import math
-from typing import Any, Literal, overload
+from typing import Any
 
 import torch
 
@@ -17,10 +17,8 @@ from ...base.devices import Aside, current
 from ...base.errors import untransformed
 from ...call.attempt import preparing
 from ...group import default
-from ...group.worker import Work
 from ..call import Call
 from ..choose import Line
-from ..forms import AnyForm, Form
 from ..local_rows import LocalRows
 from ..record import started
 from ..request import NOTHING, Request
@@ -32,72 +30,6 @@ _NAME = "sparse_broadcast"
 # bytes: small ones fill the chain of hosts sooner, where 8 at 1 Gbit/s take 0.83 to 0.92 times as
 # long; within a host large ones take 0.65 times as long
 _CHUNK = 1 << 17
-
-
-@overload
-def sparse_broadcast(
-    rows: Form,
-    group_src: int = 0,
-    group: object = None,
-    async_op: Literal[False] = False,
-    *,
-    wire_dtype: torch.dtype | None = None,
-) -> Form: ...
-
-
-@overload
-def sparse_broadcast(
-    rows: Form,
-    group_src: int = 0,
-    group: object = None,
-    async_op: Literal[True] = ...,
-    *,
-    wire_dtype: torch.dtype | None = None,
-) -> Work[Form]: ...
-
-
-@overload
-def sparse_broadcast(
-    rows: Form,
-    group_src: int = 0,
-    group: object = None,
-    async_op: bool = False,
-    *,
-    wire_dtype: torch.dtype | None = None,
-) -> Form | Work[Form]: ...
-
-
-@overload
-def sparse_broadcast(
-    rows: None,
-    group_src: int = 0,
-    group: object = None,
-    async_op: Literal[False] = False,
-    *,
-    wire_dtype: torch.dtype | None = None,
-) -> AnyForm: ...
-
-
-@overload
-def sparse_broadcast(
-    rows: None,
-    group_src: int = 0,
-    group: object = None,
-    async_op: Literal[True] = ...,
-    *,
-    wire_dtype: torch.dtype | None = None,
-) -> Work[AnyForm]: ...
-
-
-@overload
-def sparse_broadcast(
-    rows: None,
-    group_src: int = 0,
-    group: object = None,
-    async_op: bool = False,
-    *,
-    wire_dtype: torch.dtype | None = None,
-) -> AnyForm | Work[AnyForm]: ...
 
 
 @untransformed

@@ -72,18 +72,6 @@ def sparse_reduce(
 ) -> Work[Form | None]: ...
 
 
-@overload
-def sparse_reduce(
-    rows: Form,
-    op: Reduction = "sum",
-    group_dst: int = 0,
-    group: object = None,
-    async_op: bool = False,
-    *,
-    wire_dtype: torch.dtype | None = None,
-) -> Form | Work[Form | None] | None: ...
-
-
 @untransformed
 def sparse_reduce(
     rows: Any,

@@ -61,18 +61,6 @@ def sparse_reduce_scatter(
 ) -> Work[Form]: ...
 
 
-@overload
-def sparse_reduce_scatter(
-    rows: Form,
-    op: Reduction = "sum",
-    group: object = None,
-    async_op: bool = False,
-    *,
-    ranges: Sequence[int] | None = None,
-    wire_dtype: torch.dtype | None = None,
-) -> Form | Work[Form]: ...
-
-
 @untransformed
 def sparse_reduce_scatter(
     rows: Any,
