@@ -345,10 +345,6 @@ CALLS: dict[str, tuple[Callable[[Any], object], Callable[[], Any]]] = {
         lambda x: weft.sync_sparsified([torch.ones(4)], x),
         topk,
     ),
-    "sparsified density": (
-        lambda x: weft.sync_sparsified([torch.ones(4)], topk(), x),
-        lambda: 0.5,
-    ),
     **{
         f"TopK {name}": (
             lambda x, name=name: weft.sync_sparsified([torch.ones(4)], topk(**{name: x})),
@@ -356,12 +352,8 @@ CALLS: dict[str, tuple[Callable[[Any], object], Callable[[], Any]]] = {
         )
         for name, right in {
             "density": 0.5,
-            "total_density": 0.5,
             "error_feedback": True,
-            "momentum": 0.0,
-            "warmup_steps": 0,
             "min_numel": 1,
-            "chunk": None,
             "wire_dtype": None,
             "algorithm": "auto",
         }.items()

@@ -1,11 +1,10 @@
 """The largest entries of a tensor: which of them a rank sends.
 
-Without chunks nothing is sorted: a threshold is estimated from a sample, so low that somewhat more
+Nothing is sorted: a threshold is estimated from a sample, so low that somewhat more
 entries pass it than are needed, and the exact choice is made among those.
 
-Sources: Lin et al., "Deep gradient compression" (ICLR 2018, arXiv 1712.01887), section 5, has the
-threshold from a sample. Sarfi et al., "Communication efficient LLM pre-training with SparseLoCo"
-(2025, arXiv 2508.15706), has selection in chunks.
+Source: Lin et al., "Deep gradient compression" (ICLR 2018, arXiv 1712.01887), section 5, has the
+threshold from a sample.
 """
 
 from __future__ import annotations
@@ -22,29 +21,20 @@ AIMS = (1.5, 5.0)
 _GOLDEN = 0.6180339887498949
 
 
-def entries_to_send(values: Tensor, density: float, chunk: int | None) -> Tensor:
+def entries_to_send(values: Tensor, density: float) -> Tensor:
     """The places of the entries of a 1-D tensor that are sent, ascending; none of them is zero.
 
     Args:
         values: the tensor.
         density: the fraction of entries, rounded up to whole ones.
-        chunk: None, or the number of entries of a chunk; the fraction is then of each chunk.
 
     Example:
-        >>> entries_to_send(torch.tensor([1.0, -3.0, 2.0, 0.0, 0.0, 0.5]), 0.3, None)
+        >>> entries_to_send(torch.tensor([1.0, -3.0, 2.0, 0.0, 0.0, 0.5]), 0.3)
         tensor([1, 2])
-        >>> entries_to_send(torch.tensor([1.0, -3.0, 2.0, 0.0, 0.0, 0.5]), 0.3, 3)
-        tensor([1, 5])
     """
     # NaN counts as infinity: it is sent, so that every rank sees it
     size = values.abs().nan_to_num_(math.inf, math.inf)
-    if chunk is None or chunk >= len(size):
-        return largest_entries(size, math.ceil(density * len(size)))
-    rows = torch.nn.functional.pad(size, (0, -len(size) % chunk)).view(-1, chunk)
-    best = rows.topk(math.ceil(density * chunk), 1, sorted=False).indices
-    starts = torch.arange(0, rows.numel(), chunk, device=size.device)
-    where: Tensor = (best + starts[:, None]).flatten().sort().values
-    return where[rows.view(-1)[where] > 0]
+    return largest_entries(size, math.ceil(density * len(size)))
 
 
 def largest_entries(size: Tensor, count: int) -> Tensor:

@@ -17,15 +17,13 @@ from ..comm.staging import unsendable
 from ..group import default, process_group
 from ..group.group import Group
 from ..rendezvous.world import has_default
-from .sparsify import Sparsifier, described, wrong_density
+from .sparsify import Sparsifier, described
 
 _NAME = "sync_sparsified"
 
 
 @entry
-def sync_sparsified(
-    tensors: Sequence[Tensor] | Mapping[str, Tensor], state: Any, density: float | None = None
-) -> None:
+def sync_sparsified(tensors: Sequence[Tensor] | Mapping[str, Tensor], state: Any) -> None:
     """Replace each tensor by the mean of the ranks' largest entries, in place. Collective.
 
     It serves training loops without DistributedDataParallel. Some exchange changes of weights every
@@ -39,21 +37,17 @@ def sync_sparsified(
             whole. A DTensor is treated as this rank's part of it.
         state: a `weft.ddp.TopK`, the same one in each call: it keeps the residuals by name (of a
             list: "0", "1", ...), and its group is that of the call.
-        density: used in this call in place of the state's, in warm-up, too; the same on every rank.
-            With 1 all is sent, with what was kept.
 
-    Every rank gets the same bits. An entry that no rank sent is zero, and so is one that the
-    state's `total_density` leaves out.
+    Every rank gets the same bits. An entry that no rank sent is zero.
 
     Raises:
-        WeftError: tensors, states or densities differ between ranks or are wrong, or a rank could
-            not select its entries, for lack of memory, say; the same text on every rank, naming a
-            rank. The tensors are as they were, the residuals too, up to rounding (and zero where a
-            tensor is infinite or NaN). The next call works. Tensors of several dtypes or devices
-            are reduced one kind after the other: those before the error may be means already.
-        WireError: a peer or a link failed; names the culprit. The group is lost. Tensors and
-            residuals are as with a WeftError. With any other error each residual is as it was or,
-            if the tensor's mean came, as after the step.
+        WeftError: tensors or states differ between ranks or are wrong, or a rank could not select
+            its entries, for lack of memory, say; the same text on every rank, naming a rank. The
+            tensors are as they were, the residuals too. The next call works. Tensors of several
+            dtypes or devices are reduced one kind after the other: those before the error may be
+            means already.
+        WireError: a peer or a link failed; names the culprit. The group is lost. Each residual is
+            as it was or, if the tensor's mean came, as after the step.
 
     Example:
         >>> import torch, weft
@@ -76,13 +70,11 @@ def sync_sparsified(
         group = process_group.of_group(None) if has_default() else default.current()
     with preparing(group, _NAME):
         named, error = _named(tensors)
+        names = {name: name for name in named}
         if sparsifier is None:
             error = f"state is a {type(state).__name__}: pass a weft.ddp.TopK"
         elif error is None:
-            error = sparsifier.wrong(named)
-        if error is None and density is not None:
-            error = wrong_density("density", density)
-            density = None if error else float(density)
+            error = sparsifier.wrong(named, names)
         kinds: dict[tuple[torch.dtype, str], dict[str, Tensor]] = {}
         for name, tensor in named.items():
             kinds.setdefault((tensor.dtype, tensor.device.type), {})[name] = tensor
@@ -94,15 +86,13 @@ def sync_sparsified(
         for given in list(kinds.values()) or [{}]:
             flat = {name: flattened(plain(tensor)) for name, tensor in given.items()}
             record = state.sparsifier.reduce(
-                group, flat, state.algorithm, density, description=description
+                group, flat, names, state.algorithm, description=description
             )
             if record is not None:
                 state.calls.append(record)
             for name, tensor in given.items():
                 if flat[name].data_ptr() != tensor.data_ptr():
                     tensor.copy_(flat[name].view(tensor.shape))
-        if group.rank == 0 and (density is None or density < 1):
-            state.sparsifier.tell_if_whole()
 
     with torch.no_grad():
         group.worker.call(_NAME, job)

@@ -2,7 +2,6 @@
 # No postponed annotations here: DistributedDataParallel compares those of the hook with types.
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,7 +12,6 @@ from ..group.group import Group
 from .backward import hook
 from .sparsify import Sparsifier
 from .state import State
-from .step import Step
 
 
 class TopK(State):
@@ -28,15 +26,10 @@ class TopK(State):
     Where a rank's gradient of a parameter is all zeros it sends nothing of it, and keeps the
     residual: DistributedDataParallel throws away the mean of a parameter that no rank used.
 
-    Ranks seldom send the same entries, so with many ranks the result fills up. With `total_density`
-    only the largest means are shared, and the others stay in the residuals of who sent them.
-
     The constructor raises nothing. What is wrong with the settings is raised on every rank at the
     first use, from `backward()` or `weft.sync_sparsified`.
 
-    Source: Lin et al., "Deep gradient compression" (ICLR 2018, arXiv 1712.01887), sections 3.1 to
-    3.3. For `total_density`: Li and Hoefler, "Near-optimal sparse allreduce for distributed deep
-    learning" (PPoPP'22), where both densities are one number.
+    Source: Lin et al., "Deep gradient compression" (ICLR 2018, arXiv 1712.01887), section 3.1.
 
     Attributes:
         calls: records (`weft.sparse.Record`) of the last sparse calls, oldest first, at most 256:
@@ -52,7 +45,7 @@ class TopK(State):
         ...     state = weft.ddp.TopK(0.25, min_numel=1)
         ...     model.register_comm_hook(state, weft.ddp.topk_hook)
         ...     model(torch.tensor([1.0, 8.0, 2.0, 4.0])).backward()
-        ...     model.module.weight.grad, state.state_dict(model)["residual"]
+        ...     model.module.weight.grad, state.state_dict(model)
         (tensor([[0., 8., 0., 0.]]), {'weight': tensor([1., 0., 2., 4.])})
     """
 
@@ -60,12 +53,8 @@ class TopK(State):
         self,
         density: float = 0.01,
         *,
-        total_density: float | None = None,
         error_feedback: bool = True,
-        momentum: float = 0.0,
-        warmup_steps: int = 0,
         min_numel: int = 8192,
-        chunk: int | None = None,
         wire_dtype: torch.dtype | None = None,
         group: Group | dist.ProcessGroup | None = None,
         algorithm: str = "auto",
@@ -76,66 +65,38 @@ class TopK(State):
             density: the fraction of a parameter's entries that a rank sends, above 0. The number of
                 entries is rounded up. Entries that are zero are not sent. With 1 the parameter is
                 sent whole.
-            total_density: None, or the fraction of a parameter's entries that the result has at
-                most, above 0; the number is rounded up. The ranks that own the sums share those of
-                the largest magnitude; of equal ones, those that come first. An entry leaves a
-                rank's residual only if that rank sent it and it is in the result. Parameters that
-                are sent whole have whole results.
             error_feedback: whether a rank keeps what it does not send. Without it gradients are
                 biased, and the loss becomes worse.
-            momentum: the factor of momentum correction, from 0, below 1; 0: none. The residual then
-                accumulates velocities instead of gradients, and the velocity of an entry that was
-                sent becomes zero (factor masking). Use SGD without a momentum of its own. It needs
-                `error_feedback`.
-            warmup_steps: the number of steps in which the density falls from 0.25 to `density`, by
-                the same factor from step to step; 0: none. It changes nothing if `density` is 0.25
-                or more. The same is true of `total_density`.
             min_numel: parameters of fewer entries, such as biases and norms, are sent whole.
-            chunk: None, or a number of entries: the selection is then made in each run of so many
-                consecutive entries of the flattened gradient, the same number in each, as in
-                SparseLoCo (arXiv 2508.15706), which has 4096.
             wire_dtype: None, or `torch.bfloat16`, `torch.float16` or `torch.float32`: entries of
                 wider dtypes are sent in this dtype, also the two parts of complex ones. The
                 residual keeps the rounding error of what this rank sends, but not that of the mean,
                 which is rounded, too.
             group: the model's process group, or a Group; None: torch.distributed's default group.
-            algorithm: of `weft.sparse_all_reduce`: "auto" or a registered name. With
-                `total_density`, which has a schedule of its own, "auto".
+            algorithm: of `weft.sparse_all_reduce`.
         """
         super().__init__(group, algorithm, wire_dtype)
-        self.sparsifier = Sparsifier(
-            density,
-            total_density,
-            error_feedback,
-            momentum,
-            warmup_steps,
-            min_numel,
-            chunk,
-            wire_dtype,
-        )
+        self.sparsifier = Sparsifier(density, error_feedback, min_numel, wire_dtype)
 
-    def state_dict(self, model: nn.Module | None = None) -> dict[str, dict[str, Any]]:
-        """Return what this rank keeps from step to step, for a checkpoint. Each rank has its own.
+    def state_dict(self, model: nn.Module | None = None) -> dict[str, Tensor]:
+        """Return the residuals of this rank, for a checkpoint. Each rank has its own.
 
         Args:
             model: whose gradients the hook reduces, wrapped or not; None: there is none, for
                 `weft.sync_sparsified` alone has this state.
 
         Returns:
-            Three dicts, "residual", "velocity" (with `momentum`) and "steps" (how often a parameter
-            was reduced, an int). Their keys are the names of the model's parameters, without those
-            of DistributedDataParallel, or the names that `weft.sync_sparsified` was given. Tensors
-            are 1-D, as long as the flattened gradient, in float32 or, for float64, in float64. They
-            are not copies: the next step changes them.
+            Residuals by the names of the model's parameters, without DistributedDataParallel's
+            prefix, or by the names that `weft.sync_sparsified` was given: 1-D, as long as the
+            flattened gradient, in float32 or, for float64, in float64. A parameter of which all was
+            sent has none.
 
         Raises:
             WeftError: something is kept of parameters, and there is no model; on this rank alone.
         """
         return self.sparsifier.state_dict(model)
 
-    def load_state_dict(
-        self, state: dict[str, dict[str, Any]], model: nn.Module | None = None
-    ) -> None:
+    def load_state_dict(self, state: dict[str, Tensor], model: nn.Module | None = None) -> None:
         """Continue from what `state_dict()` returned on this rank, of the same model; copy it.
 
         Call it before the first backward, with as many ranks as it was saved on. Other parameters
@@ -159,14 +120,9 @@ class TopK(State):
             ...     again = weft.ddp.TopK(0.5, min_numel=1)
             ...     again.load_state_dict(state.state_dict())
             >>> again.state_dict()
-            {'residual': {'w': tensor([1., 0.])}, 'velocity': {}, 'steps': {'w': 1}}
+            {'w': tensor([1., 0.])}
         """
         self.sparsifier.load_state_dict(state, model)
-
-    def tell_first(self, step: Step, sent: int) -> None:
-        if self.group.rank == 0:
-            self.sparsifier.tell_if_whole()
-        super().tell_first(step, sent)
 
     def asked(self) -> tuple[dict[str, str], str | None]:
         wrong, (settings, error) = super().asked()[1], self.sparsifier.settings()
@@ -174,17 +130,22 @@ class TopK(State):
 
     def reduction(self, bucket: dist.GradBucket) -> Callable[[Group, Tensor], None]:
         parameters = bucket.parameters()
-        names = self.sparsifier.names_of(parameters)
         # complex numbers come as two real ones
         sizes = [p.numel() * (2 if p.is_complex() else 1) for p in parameters]
+        owners = {str(number): parameter for number, parameter in enumerate(parameters)}
 
         def reduction(group: Group, flat: Tensor) -> None:
-            parts = dict(zip(names, flat.split_with_sizes(sizes), strict=True))
-            error = self.sparsifier.wrong_of_parameters(parts)
+            parts = dict(zip(owners, flat.split_with_sizes(sizes), strict=True))
+            error = self.sparsifier.wrong(parts, owners)
+            if names := self.sparsifier.of_names:
+                error = (
+                    f"something is kept of {min(names)!r}, which is no parameter: have a state for "
+                    "each model, and pass the model to load_state_dict"
+                )
             # DistributedDataParallel learns which parameters no rank used, and throws the means of
             # these away, when all buckets have come; in the buckets they are zeros
             record = self.sparsifier.reduce(
-                group, parts, self.algorithm, error=error, may_be_unused=True
+                group, parts, owners, self.algorithm, error=error, may_be_unused=True
             )
             if record is not None:
                 self.calls.append(record)

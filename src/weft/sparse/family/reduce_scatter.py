@@ -113,10 +113,8 @@ def sparse_reduce_scatter(
     return started(group, _NAME, job, is_async)
 
 
-def job_of(
-    group: Group, request: Request, ranges: Sequence[int] | None = None, name: str = _NAME
-) -> Aside[Any]:
-    """What reduces rows to their owners in a call of this name, when its turn has come."""
+def job_of(group: Group, request: Request, ranges: Sequence[int] | None = None) -> Aside[Any]:
+    """What reduces rows to their owners, when its turn has come."""
     chosen: tuple[int, ...] | None = None  # by the caller
     request.fields["ranges"] = "balanced"
     if ranges is not None:
@@ -137,7 +135,7 @@ def job_of(
             bounds.extend(chosen or _balanced(call))
             return _scattered(own, call, bounds)
 
-        done = performed(group, request, name, schedule, apart=True)
+        done = performed(group, request, _NAME, schedule, apart=True)
         done.note(group, ranges=tuple(bounds))
         return request.restore(done.rows)
 
