@@ -97,7 +97,6 @@ WRONG = [
     ),
     ("grid is cut along dims .*, and the tensor has 0 dimensions", SCATTER, ones(), ones()),
     ("halo of 2 in dimension 0 is to be periodic, and the", halo(2, "periodic"), ones(0), ones(0)),
-    ("to be reflect, and the tensor has nothing there: use", halo(1, "reflect"), ones(0), ones(0)),
     (r"rank 3 has width=\(\(\(0, 0\),\), .* by cell", OTHER_WIDTHS, ones(2), ones(2)),
     ("3 has .* smaller than its margins .*: pad", halo(1, padded=True), ones(1), ones(3)),
     ("without the margins: rank 3 has a tensor of 0", halo(1, padded=True), ones(), ones(3)),
@@ -165,7 +164,7 @@ def test_grids_and_shapes_that_are_none(group):
         (lambda: nn.HaloExchange(P(3), 1.5), "pass an integer"),
         (lambda: nn.HaloExchange(P(3), lambda cell: -cell[0]), "width is -1, .* of at least 0"),
         (lambda: nn.HaloExchange(P(3), lambda cell: None), "width is None: pass an integer"),
-        (lambda: nn.HaloExchange(P(3), 1, "wrap"), "boundary 'wrap' is unknown"),
+        (lambda: nn.HaloExchange(P(3), 1, "reflect"), "boundary 'reflect' is unknown: use zero or"),
         (lambda: P(3).rank_at([3]), r"has no cell \(3,\)"),
         (lambda: P(3).reshape((2, 2)), r"a grid of \(2, 2\) cannot be made of 3 ranks"),
         (

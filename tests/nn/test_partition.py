@@ -39,7 +39,6 @@ def test_grids_of_grids(group):
     grid = base.reshape((2, 2))
     assert grid == P((2, 2), ranks=[4, 2, 0, 5]) and hash(grid) == hash(P((2, 2), ranks=grid.ranks))
     assert grid != base and grid != P((2, 2)) and grid != "grid"
-    assert grid.T.ranks == (4, 0, 2, 5) and grid == grid.T.T
     assert world.reshape(3).ranks == (0, 1, 2)
     assert grid.union(P(2, ranks=[5, 1]), P(1)).ranks == (4, 2, 0, 5, 1)
     with pytest.raises(AttributeError, match="cannot assign to field"):
@@ -165,18 +164,17 @@ def meshes(group, path):
             mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
             grid = P.from_mesh(mesh)
             assert grid == P((2, 2))
-            back = grid.T.to_mesh(names=("b", "a"))
+            columns = P((2, 2), ranks=[0, 2, 1, 3])
+            back = columns.to_mesh(names=("b", "a"))
             assert back.mesh.tolist() == [[0, 2], [1, 3]] and back.mesh_dim_names == ("b", "a")
-            assert P.from_mesh(back) == grid.T
+            assert P.from_mesh(back) == columns
             row = P(2, group=mesh["b"])
             y = nn.AllSumReduce(row, 0)(torch.tensor([float(group.rank)]))
             assert y.item() == {0: 1.0, 1: 5.0}[group.rank // 2]
-            again = pickle.loads(pickle.dumps(P(2, group=mesh["b"].get_group())))
-            assert again.ranks == (0, 1) and again.group_handle is mesh["b"].get_group()
-            with pytest.raises(
-                weft.WeftError, match=r"a partition of a weft\.Group cannot be pick"
-            ):
-                pickle.dumps(P(2, group=group))
+            assert pickle.loads(pickle.dumps(grid)) == grid
+            for other in (mesh["b"].get_group(), mesh["b"], group):
+                with pytest.raises(weft.WeftError, match="of a group of its own cannot be pickled"):
+                    pickle.dumps(P(2, group=other))
     finally:
         dist.destroy_process_group()
 

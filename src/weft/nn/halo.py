@@ -3,9 +3,9 @@
 The boxes that the ranks receive overlap. So the adjoint adds the gradient of a margin to that of
 the elements from which the margin was copied. A rank receives from all ranks whose shards a margin
 reaches at once, also from those across corners. At the edge of the tensor `boundary` says what the
-margin holds: zeros, the values at the other end of the tensor ("periodic"), or its mirror image
-("reflect", which does not repeat the edge); a margin that is wider than the tensor holds that again
-and again. In the plan the last two are further images of the same elements.
+margin holds: zeros, or the values at the other end of the tensor ("periodic"); a margin that is
+wider than the tensor holds these again and again. In the plan they are further images of the same
+elements.
 
 Use it before a convolution or a stencil: each rank then computes its part without padding. Source:
 Hewett and Grady (arXiv 2006.03108), on the halo exchange.
@@ -26,7 +26,7 @@ from .partition import Partition, are_grids
 from .plan import Piece, Plan, Side, between
 from .spec import PlacedRange, Spec, fitting, pieces_of, shards
 
-Boundary = Literal["zero", "periodic", "reflect"]
+Boundary = Literal["zero", "periodic"]
 """What margins at the edges of the tensor hold."""
 
 
@@ -125,19 +125,12 @@ class HaloSpec(Spec):
         if self.boundary == "zero" or start == stop:
             return [(start, stop, origin)]
         first, last = -width[0], extent + width[1]
-        # a mirror image goes back to the other edge, and neither edge is repeated
-        period = extent if self.boundary == "periodic" else max(1, 2 * (extent - 1))
         found = []
-        for shift in range(first // period * period, last, period):
+        for shift in range(first // extent * extent, last, extent):
             low = max(start + shift, first)
             high = min(stop + shift, last)
             if low < high:
                 found.append((low, high, origin + low - shift - start))
-            if self.boundary == "reflect":  # backwards, so one by one
-                for at in range(max(start, 1), min(stop, extent - 1)):
-                    seen = shift + period - at
-                    if first <= seen < last:
-                        found.append((seen, seen + 1, origin + at - start))
         return found
 
     def _check(self, extents: Sequence[int], widths: Sequence[tuple[int, int]]) -> None:
@@ -173,8 +166,8 @@ class HaloExchange(Layer):
             each dimension of the grid an integer or a pair (before, after). A function that returns
             such a sequence, or an integer, for a cell of the grid: every rank calls it for all
             cells.
-        boundary: what margins at the edges of the tensor hold: "zero", "periodic" or "reflect", as
-            "constant", "wrap" and "reflect" of `numpy.pad`.
+        boundary: what margins at the edges of the tensor hold: "zero" or "periodic", as "constant"
+            and "wrap" of `numpy.pad`.
         padded: whether the input has the margins already. Then their content is ignored, and the
             output, of the same shape, has them filled.
 
@@ -209,9 +202,7 @@ class HaloExchange(Layer):
     ) -> None:
         are_grids("HaloExchange", partition)
         if boundary not in get_args(Boundary):
-            raise WeftError(
-                f"HaloExchange: boundary {boundary!r} is unknown: use zero, periodic or reflect"
-            )
+            raise WeftError(f"HaloExchange: boundary {boundary!r} is unknown: use zero or periodic")
         cells = partition.cells.values()
         if callable(width):
             widths = tuple(_widths(partition, width(cell)) for cell in cells)
