@@ -1,8 +1,9 @@
 """A program as people wrote them for DistDL: a small network on four workers, one training step.
 
-Only its imports are weft's. The images lie on one worker, are cut 2 x 2 for a convolution with halo
-exchange, then along channels, then along features for a linear layer whose weight is cut 2 x 2;
-the loss is on the first worker. Test cases run it and `sequential`, which has everything.
+Its imports are weft's, and so is the arithmetic of cuts. The images lie on one worker, are cut into
+2 x 2 for a convolution with halo exchange, then along channels, then along features for a linear
+layer whose weight is cut 2 x 2; the loss is on the first worker. Test cases run it and
+`sequential`, which has everything.
 """
 
 from __future__ import annotations
@@ -12,25 +13,15 @@ import torch
 import torch.nn.functional as F
 
 from weft.compat.distdl import (
-    MPI,
     AllSumReduce,
     Broadcast,
-    ConvMixin,
-    DistributedTranspose,
     HaloExchange,
-    HaloMixin,
-    Module,
     MPIPartition,
     Repartition,
     SumReduce,
-    ZeroVolumeCorrectorFunction,
-    assemble_slices,
-    compute_start_index,
-    compute_stop_index,
-    distdl_padding_to_torch_padding,
-    set_backend,
     zero_volume_tensor,
 )
+from weft.nn import ZeroVolumeCorrector
 
 BATCH, CHANNELS, HEIGHT, WIDTH, OUT = 3, 4, 9, 8, 5
 KERNEL, STRIDE = [3, 3], [2, 1]
@@ -61,7 +52,7 @@ def sequential():
     return loss.item(), {name: value.grad for name, value in all_of.items()}
 
 
-class FeatureConv(HaloMixin, ConvMixin, Module):
+class FeatureConv(torch.nn.Module):
     """Its weight lies on the first worker; the images are cut along height and width."""
 
     def __init__(self, P_x, P_root, weight, kernel_size, stride):
@@ -71,23 +62,26 @@ class FeatureConv(HaloMixin, ConvMixin, Module):
         self.w_broadcast = Broadcast(P_root, P_x, preserve_batch=False)
 
     def forward(self, input, global_shape):
-        halo, recv, send, needed = self._compute_exchange_info(
-            np.array(global_shape),
-            self.kernel_size,
-            self.stride,
-            [0, 0],
-            [1, 1],
-            self.P_x.active,
-            self.P_x.shape,
-            self.P_x.index,
-        )
-        x = F.pad(input, distdl_padding_to_torch_padding(halo))
-        x = HaloExchange(self.P_x, halo, recv, send)(x)
-        x = x[assemble_slices(needed[:, 0], needed[:, 1])]
+        halo, read = self.halo_of(global_shape)
+        x = F.pad(input, [width for pair in halo[::-1] for width in pair])
+        x = HaloExchange(self.P_x, [(0, 0), (0, 0), *halo])(x)[:, :, *read]
         return F.conv2d(x, self.w_broadcast(self.weight), stride=self.stride)
 
+    def halo_of(self, global_shape):
+        """What this worker reads of its neighbours, and where that is in its part with it."""
+        grid = self.P_x.grid
+        out = [(n - k) // s + 1 for n, k, s in zip(global_shape[2:], KERNEL, STRIDE, strict=True)]
+        own, made = (grid.box(shape).slices[2:] for shape in (global_shape, (1, 1, *out)))
+        halo, read = [], []
+        for mine, there, k, s in zip(own, made, KERNEL, STRIDE, strict=True):
+            first, last = there.start * s, (there.stop - 1) * s + k
+            before, after = max(mine.start - first, 0), max(last - mine.stop, 0)
+            halo.append((before, after))
+            read.append(slice(first - mine.start + before, last - mine.start + before))
+        return halo, read
 
-class Linear(Module):
+
+class Linear(torch.nn.Module):
     """Its weight is cut in both dimensions; the first column of workers has the bias."""
 
     def __init__(self, P_x, P_y, P_w, weight, bias):
@@ -96,9 +90,7 @@ class Linear(Module):
         self.x_broadcast = Broadcast(P_x, P_w, preserve_batch=True)
         self.y_sum_reduce = SumReduce(P_w, P_y, transpose_src=True, preserve_batch=True)
         if P_w.active:
-            low = compute_start_index(P_w.shape, P_w.index, weight.shape)
-            high = compute_stop_index(P_w.shape, P_w.index, weight.shape)
-            part = assemble_slices(low, high)
+            part = P_w.grid.box(weight.shape).slices
             self.weight = torch.nn.Parameter(weight[part].clone())
             self.bias = None
             if P_w.index[1] == 0:
@@ -111,10 +103,9 @@ class Linear(Module):
         return self.y_sum_reduce(x)
 
 
-def main(comm=MPI.COMM_WORLD):
+def main():
     """The first worker's loss, and each worker's gradients of its weights and of its images."""
-    set_backend(backend_comm="mpi", backend_array="numpy")
-    P_world = MPIPartition(comm)
+    P_world = MPIPartition()
     P_world._comm.Barrier()
     P_base = P_world.create_partition_inclusive(np.arange(4))
     P_0 = P_base.create_partition_inclusive([0])
@@ -130,7 +121,7 @@ def main(comm=MPI.COMM_WORLD):
     P_fc_mtx = P_base.create_cartesian_topology_partition([2, 2])
 
     all_of = data()
-    scatter = DistributedTranspose(P_root, P_conv)
+    scatter = Repartition(P_root, P_conv)
     conv = FeatureConv(P_conv, P_root, all_of["conv"], KERNEL, STRIDE)
     to_channels = Repartition(P_conv, P_flat)
     to_features = Repartition(P_flat_2d, P_fc_in)
@@ -145,10 +136,7 @@ def main(comm=MPI.COMM_WORLD):
         x = to_channels(x)
         x = x.view(x.size(0), -1)
     y = gather(linear(to_features(x)))
-    if P_root.active:
-        loss = ((y - all_of["targets"]) ** 2).mean()
-    else:
-        loss = ZeroVolumeCorrectorFunction.apply(y)
+    loss = ((y - all_of["targets"]) ** 2).mean() if P_root.active else ZeroVolumeCorrector()(y)
     loss.backward()
     if P_fc_mtx.active:  # all workers of a row of the weight's grid have the same bias
         told = AllSumReduce(P_fc_mtx, axes_reduce=(1,))

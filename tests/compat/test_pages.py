@@ -27,7 +27,9 @@ def run_page(page, folder):
     return len(blocks)
 
 
-@pytest.mark.parametrize("page", ["coming-from-oneccl.md", "coming-from-sar.md"])
+@pytest.mark.parametrize(
+    "page", ["coming-from-oneccl.md", "coming-from-sar.md", "coming-from-distdl.md"]
+)
 def test_a_page_runs_on_two_ranks(page, tmp_path):
     one, other = launch(2, run_page, (page, str(tmp_path)), env={"OMP_NUM_THREADS": "1"})
-    assert one == other > 3
+    assert one == other >= 3

@@ -2,48 +2,15 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
-import numpy as np
 import torch
-from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 import weft
 from weft.base.tensors import has_elements, lacking, shares_elements
-
-Integers = NDArray[np.int64]
-
-
-def default() -> weft.Group | None:
-    """The default group, if there is one."""
-    try:
-        return group_of()
-    except weft.WeftError:
-        return None
-
-
-def tell(error: Exception, group: Any = None) -> NoReturn:
-    """Raise an error of this rank on all ranks of the group; the others are in the call."""
-    with telling(group):
-        raise error
-    raise error
-
-
-def integer(given: object) -> int | None:
-    """An integer of any type, such as NumPy's or a bool, as an int; None for anything else."""
-    try:
-        return int(operator.index(given))  # type: ignore[arg-type]  # whatever is none raises
-    except Exception:  # a caller's object may raise anything
-        return None
-
-
-def integers(given: ArrayLike) -> Integers:
-    """One integer or several as an int64 array of at least one dimension."""
-    return np.atleast_1d(np.asarray(given, dtype=np.int64))
 
 
 def group_of(group: Any = None) -> weft.Group:

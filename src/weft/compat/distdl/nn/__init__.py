@@ -7,7 +7,6 @@ the layer of `weft.nn`.
 Source: DistDL's manual, "Data Movement Layers" (AllGather and its siblings).
 """
 
-from . import mixins as mixins
 from .halo import HaloExchange as HaloExchange
 from .layers import AllGather as AllGather
 from .layers import AllSumReduce as AllSumReduce
@@ -15,5 +14,3 @@ from .layers import Broadcast as Broadcast
 from .layers import ReduceScatter as ReduceScatter
 from .layers import Repartition as Repartition
 from .layers import SumReduce as SumReduce
-from .module import Module as Module
-from .transpose import DistributedTranspose as DistributedTranspose

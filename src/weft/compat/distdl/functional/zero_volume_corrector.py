@@ -1,3 +1,0 @@
-"""`distdl.functional.zero_volume_corrector`."""
-
-from ..tensors import ZeroVolumeCorrectorFunction as ZeroVolumeCorrectorFunction

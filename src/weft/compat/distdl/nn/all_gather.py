@@ -1,3 +1,0 @@
-"""`distdl.nn.all_gather`."""
-
-from .layers import AllGather as AllGather

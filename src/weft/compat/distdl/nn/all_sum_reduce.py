@@ -1,3 +1,0 @@
-"""`distdl.nn.all_sum_reduce`."""
-
-from .layers import AllSumReduce as AllSumReduce

@@ -1,3 +1,0 @@
-"""`distdl.nn.broadcast`."""
-
-from .layers import Broadcast as Broadcast

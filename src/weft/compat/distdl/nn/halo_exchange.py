@@ -1,3 +1,0 @@
-"""`distdl.nn.halo_exchange`."""
-
-from .halo import HaloExchange as HaloExchange

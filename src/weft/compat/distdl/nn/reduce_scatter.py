@@ -1,3 +1,0 @@
-"""`distdl.nn.reduce_scatter`."""
-
-from .layers import ReduceScatter as ReduceScatter

@@ -1,3 +1,0 @@
-"""`distdl.nn.repartition`."""
-
-from .layers import Repartition as Repartition

@@ -1,3 +1,0 @@
-"""`distdl.nn.sum_reduce`."""
-
-from .layers import SumReduce as SumReduce
