@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import threading
 import warnings
 
 import pytest
@@ -231,26 +230,6 @@ def test_a_statement_in_which_a_rank_is_missing_is_refused(monkeypatch):
             nn.AllGather(P(18), 0)(ones(2))
 
     run(18, program)
-
-
-def test_who_states_what_another_brings_is_named_as_in_all_errors(monkeypatch):
-    """Of a group of some ranks by the number that it has among all."""
-    some = [0, 2]
-    pack = handshake.Operand.pack
-
-    def of_another(statement, rank):
-        is_culprit = threading.current_thread().name == "rank 2"
-        return pack(statement, 0 if is_culprit else rank)
-
-    monkeypatch.setattr(handshake.Operand, "pack", of_another)
-
-    def program(group):
-        if group.rank in some:
-            layer = nn.AllGather(P([2], group=group.subset(some)), 0)
-            with pytest.raises(weft.WireError, match="rank 2 sent a statement that is not its own"):
-                layer(ones(3))
-
-    run(3, program)
 
 
 def test_shapes_that_take_more_than_a_handshake_may_are_an_error_on_every_rank(monkeypatch):

@@ -8,7 +8,7 @@ it the result after them. `voice` numbers those that speak.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 
 import torch
 
@@ -20,8 +20,8 @@ from .statement import CAP, Combine, Statement
 DIRECT = 16
 """Ranks: of so many, and fewer, each tells all others its own statement instead."""
 
-Hear = Callable[[int, memoryview, Collection[int]], Statement]
-"""The statement in a peer's message, of some of these ranks, by their numbers in errors."""
+Hear = Callable[[int, memoryview], Statement]
+"""The statement in a peer's message."""
 
 
 def partners(rank: int, ranks: int) -> tuple[int | None, list[int]]:
@@ -87,14 +87,13 @@ def _swapped(group: Group, mine: Statement, combine: Combine, hear: Hear) -> tup
     """What all stated, and who told this rank the last of it."""
     rank = group.rank
     partner, others = partners(rank, group.size)
-    among = frozenset(map(group.rank_in_errors, range(group.size)))
 
     def swap(peer: int, statement: Statement) -> Statement:
         telling = group.tell(statement.pack(), CAP, to=[peer])
         of_both = telling.wait()  # in rank order
         theirs = bytearray(of_both[peer > rank])  # which outlives what was received
         telling.release()
-        return hear(peer, memoryview(theirs), among)
+        return hear(peer, memoryview(theirs))
 
     def united(peer: int, theirs: Statement) -> Statement:
         lower, upper = (mine, theirs) if rank < peer else (theirs, mine)

@@ -25,7 +25,7 @@ private*, on which nothing may be decided but between those two.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -213,20 +213,15 @@ def _heard_from_each(
     for peer, message in enumerate(told):
         said = mine
         if peer != group.rank:
-            said = _heard(group, mine, peer, message, (group.rank_in_errors(peer),))
+            said = _heard(group, mine, peer, message)
         heard.append((peer, said))
     return heard
 
 
-def _heard(
-    group: Group, mine: Statement, peer: int, message: memoryview, among: Collection[int]
-) -> Statement:
-    """What a peer stated for some of these ranks, in the call in which this rank is, too."""
+def _heard(group: Group, mine: Statement, peer: int, message: memoryview) -> Statement:
+    """What a peer stated, in the call in which this rank is, too."""
     own = mine.cohorts[0].fields
     statement = group.decode(peer, "a statement", Statement.unpack, message, own)
-    first = statement.cohorts[0]
-    if first.fields is own and first.ranks == among:  # it says the same, and is the peer's alone
-        return statement
     for cohort in statement.cohorts:
         if cohort.fields is not own and cohort.members != group.members:
             group.decode(peer, "a statement", check_members, cohort.members, group.session.size)
@@ -235,7 +230,6 @@ def _heard(
                 group.rank_in_errors(peer): cohort.place,
             }
             raise group.session.fail(None, crossed(calls))
-    group.decode(peer, "a statement", statement.check_ranks, among)
     return statement
 
 

@@ -16,7 +16,7 @@ Statements of several ranks combine to one, of all of them.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from .fingerprint import Cohort, Fields, cohorts_in, encoded, fields_in, joined, written
@@ -131,19 +131,6 @@ class Statement:
     def without_body(self) -> Statement:
         """The same, of the call alone: nothing but whose it is."""
         return Statement(self.cohorts, b"", self.error_rank, _NOTHING)
-
-    def check_ranks(self, among: Collection[int]) -> None:
-        """Check that it is a statement of some of these ranks.
-
-        Raises:
-            ValueError: it is not.
-        """
-        if self.error_rank not in among:
-            raise ValueError(f"it names rank {self.error_rank}")
-        for ranks, total in ((cohort.ranks, cohort.total) for cohort in self.cohorts):
-            known = ranks == among or set(ranks) <= set(among)
-            if not known or not len(ranks) <= total <= len(among):
-                raise ValueError(f"it is of {total} ranks, {ranks}")
 
     def with_upper(self, upper: Statement, combine: Combine) -> Statement:
         """This one and that of higher ranks, as one of all of these."""
