@@ -26,8 +26,6 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor, nn
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
@@ -131,12 +129,9 @@ def rank(arguments: argparse.Namespace) -> Rows:
 
 def show(rows: Rows, ranks: int) -> None:
     load = " ".join(f"{each:.1f}" for each in os.getloadavg())
-    table = Table(title=f"{ranks} ranks, load {load}", title_justify="left")
-    for column in ("way", "ms", "range", "times as fast", "off"):
-        table.add_column(column, justify="left" if column == "way" else "right")
-    for row in rows:
-        table.add_row(*row)
-    Console().print(table)
+    print(f"{ranks} ranks, load {load}")
+    for way, *cells in [["way", "ms", "range", "times as fast", "off"], *rows]:
+        print(f"{way:38}" + "".join(f"{cell:>15}" for cell in cells))
 
 
 def main() -> None:

@@ -15,8 +15,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
 from weft import kernels
@@ -134,18 +132,13 @@ def merge(case: Case, dtype: torch.dtype, ranks: int, repeat: int) -> dict[str, 
 
 
 def show(title: str, columns: tuple[str, str], rows: list[tuple[str, dict[str, float]]]) -> None:
-    table = Table("case", "memcpy", *columns, "torch", title=title)
-    table.add_column("values / memcpy", justify="right")
-    table.add_column("torch / ours", justify="right")
+    head = ("memcpy", *columns, "torch", "values / memcpy", "torch / ours")
+    print(f"{title}\n{'case':22}" + "".join(f"{each:>17}" for each in head))
     for name, times in rows:
         ours = times[columns[0]] + times[columns[1]]
-        table.add_row(
-            name,
-            *(f"{times[column]:.3f}" for column in ("memcpy", *columns, "torch")),
-            f"{times[columns[1]] / times['memcpy']:.2f}",
-            f"{times['torch'] / ours:.1f}",
-        )
-    Console().print(table)
+        cells = [f"{times[column]:.3f}" for column in head[:4]]
+        cells += [f"{times[columns[1]] / times['memcpy']:.2f}", f"{times['torch'] / ours:.1f}"]
+        print(f"{name:22}" + "".join(f"{cell:>17}" for cell in cells))
 
 
 def main() -> None:

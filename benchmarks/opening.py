@@ -19,8 +19,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
-from rich.table import Table
 
 import weft
 
@@ -122,11 +120,10 @@ def main() -> None:
         counts = {name: functions_called(call) for name, call in calls.items()}
         if group.rank != 0:
             return
-    table = Table("", "busy, us", "passed, us", "functions", title=weft.__file__)
+    print(f"{weft.__file__}\n{'':46}{'busy, us':>12}{'passed, us':>12}{'functions':>12}")
     for name, found in times.items():
         busy, passed = (statistics.median(each) for each in zip(*found, strict=True))
-        table.add_row(name, f"{busy:,.0f}", f"{passed:,.0f}", f"{counts[name]:,d}")
-    Console(width=100).print(table)
+        print(f"{name:46}{busy:12,.0f}{passed:12,.0f}{counts[name]:12,d}")
 
 
 if __name__ == "__main__":

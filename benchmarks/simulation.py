@@ -14,13 +14,12 @@ minutes and 11 GiB; `doubling` and `split`, which send few messages, take up to 
 
 from __future__ import annotations
 
+import argparse
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Annotated
 
 import torch
-import typer
 
 import weft
 from simulated import Link, simulate
@@ -69,24 +68,26 @@ CASES: dict[str, Callable[[int, int, int, int], weft.Rows]] = {
 }
 
 
-def main(
-    ranks: Annotated[int, typer.Option(help="How many.")] = 64,
-    rows: Annotated[int, typer.Option(help="Rows of a rank.")] = 500,
-    height: Annotated[int, typer.Option(help="Rows they are drawn from.")] = 20_000,
-    width: Annotated[int, typer.Option(help="Floats of a row.")] = 64,
-    algorithm: Annotated[str, typer.Option(help="Names, divided by commas, or all.")] = "all",
-    link: Annotated[str, typer.Option(help=f"Some of {', '.join(LINKS)}.")] = "1gbit,10gbit",
-    per_host: Annotated[int, typer.Option(help="Neighbouring ranks that share a host.")] = 1,
-    case: Annotated[str, typer.Option(help=f"Some of {', '.join(CASES)}.")] = "uniform",
-) -> None:
+def main() -> None:
     """Print a line for each case, algorithm and link, of the average rank."""
-    hosts = [f"{rank // per_host}" for rank in range(ranks)]
-    print(f"# {ranks} ranks, {per_host} a host, {rows} rows of {width} floats, of {height}")
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--ranks", type=int, default=64)
+    parser.add_argument("--rows", type=int, default=500, help="of a rank")
+    parser.add_argument("--height", type=int, default=20_000, help="rows they are drawn from")
+    parser.add_argument("--width", type=int, default=64, help="floats of a row")
+    parser.add_argument("--algorithm", default=",".join(ALGORITHMS), help="divided by commas")
+    parser.add_argument("--link", default="1gbit,10gbit", help=f"some of {', '.join(LINKS)}")
+    parser.add_argument("--per-host", type=int, default=1, help="neighbours that share a host")
+    parser.add_argument("--case", default="uniform", help=f"some of {', '.join(CASES)}")
+    given = parser.parse_args()
+    ranks, sizes = given.ranks, (given.rows, given.height, given.width)
+    hosts = [f"{rank // given.per_host}" for rank in range(ranks)]
+    print(f"# {ranks} ranks, {given.per_host} a host, {sizes[0]} rows of {sizes[2]} floats")
     print("# case     algorithm   link      messages            bytes")
-    for kind in case.split(","):
-        parts = [CASES[kind](rank, rows, height, width) for rank in range(ranks)]
-        for name in ALGORITHMS if algorithm == "all" else algorithm.split(","):
-            for speed in link.split(","):
+    for kind in given.case.split(","):
+        parts = [CASES[kind](rank, *sizes) for rank in range(ranks)]
+        for name in given.algorithm.split(","):
+            for speed in given.link.split(","):
                 between = LINKS[speed]
                 within = replace(between, beta=WITHIN)
                 start = time.perf_counter()
@@ -101,4 +102,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    main()
