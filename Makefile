@@ -67,7 +67,7 @@ workflows: $(VENV)/package
 
 # What a release uploads: the wheel and the source archive, in dist/. The wheel is installed into an
 # empty environment, and has to serve there: first the library alone, of whose environment sbom.json
-# is the list (CycloneDX), then the command line, too.
+# is the list (CycloneDX), and with it the command line.
 package: $(VENV)/package
 	rm -rf dist .venv-package
 	$(BIN)/python -m build --outdir dist .
@@ -76,10 +76,9 @@ package: $(VENV)/package
 	$(PYTHON) tools/one-line .venv-package/bin/python $(INSTALL_TORCH)
 	.venv-package/bin/python -m pip install --quiet --constraint $(CONSTRAINTS) dist/*.whl
 	cd dist && ../.venv-package/bin/python -c "import weft; weft.init(); weft.barrier(); weft.shutdown()"
-	! .venv-package/bin/weft --version
-	$(BIN)/cyclonedx-py environment --output-reproducible --output-file sbom.json .venv-package/bin/python
-	.venv-package/bin/python -m pip install --quiet --constraint $(CONSTRAINTS) "$$(echo dist/*.whl)[cli]"
 	.venv-package/bin/weft --version
+	.venv-package/bin/weft doctor
+	$(BIN)/cyclonedx-py environment --output-reproducible --output-file sbom.json .venv-package/bin/python
 	rm -rf .venv-package
 
 # PyTorch comes first and alone, so that nothing else chooses its build. The versions of tools stand
@@ -89,7 +88,7 @@ $(VENV)/base: pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) --quiet --upgrade 'pip>=25.1'
 	@$(PYTHON) tools/one-line $(BIN)/python $(INSTALL_TORCH)
-	$(PIP) --constraint $(CONSTRAINTS) --editable '.[report]'
+	$(PIP) --constraint $(CONSTRAINTS) --editable '.[demo]'
 	@touch $@
 
 $(VENV)/test: $(VENV)/base
@@ -114,7 +113,7 @@ $(EXAMPLES_VENV)/made: pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -m venv $(EXAMPLES_VENV)
 	$(PIP) --quiet --upgrade 'pip>=25.1'
 	@$(PYTHON) tools/one-line $(BIN)/python $(INSTALL_TORCH)
-	$(PIP) --constraint $(CONSTRAINTS) '.[report]' --group examples
+	$(PIP) --constraint $(CONSTRAINTS) '.[demo]' --group examples
 	@touch $@
 
 clean:

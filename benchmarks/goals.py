@@ -3,7 +3,6 @@
     python benchmarks/goals.py                          # all of it; an hour on a small machine
     python benchmarks/goals.py --link 4x1gbit --case uniform,wide --runs 1
     python benchmarks/goals.py --link near,far,lossy --case small,zipf,wide --peers torch,horovod
-    python benchmarks/goals.py --more "--wire-dtype bfloat16" --out build/rounded   # other calls
     python benchmarks/goals.py --read                   # judge the files of an earlier run again
     python benchmarks/goals.py --read --table           # and print them in Markdown
 
@@ -15,8 +14,6 @@ with `--unprivileged`. If you are root and ask for no virtual hosts, start this 
 `setpriv --bounding-set -sys_ptrace`.
 
 Each run of each link leaves a JSON file in `--out`. A goal is compared with the median of the runs.
-Goals are those of float32. `--more` adds options of `weft bench`, such as `--dtype bfloat16`: then
-look at the table, and choose another `--out`.
 The exit status is 0 if all goals that were measured are reached, 1 if not, 2 if something could not
 be run.
 """
@@ -25,23 +22,27 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
 import typer
+
+from weft.cli.bench.cases import CASES as DRAWN
+from weft.cli.bench.cases import indices
+from weft.sparse.bound import rows_of_busiest
 
 HERE = Path(__file__).resolve().parent
 NETLAB = HERE.parent / "tools" / "netlab"
 CASES = ("uniform", "zipf", "small", "identical", "scalar", "wide", "full")
 
 Row = dict[str, Any]
-"""One contender in one case, as `weft bench --json` writes it."""
+"""One contender in one case, as `weft bench --json` writes it, and what `with_figures` adds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +93,8 @@ LINKS = {
 }
 
 
+RATES = {"100mbit": 1e8, "250mbit": 2.5e8, "1gbit": 1e9, "10gbit": 1e10}  # bits a second
+
 Figure = Callable[[Row], float | None]
 """Computes a figure from what `auto` did in a case; None where it does not apply."""
 
@@ -129,20 +132,40 @@ def over_bound(auto: Row) -> float | None:
 def over_host_bound(auto: Row) -> float | None:
     """Weft's time over that of the host bound's bytes on the link of the busiest host.
 
-    `least_time_ratio` (weft bench's xleast) is another figure: the least time also counts what the
-    ranks of a host exchange, by figures that are measured beside the case. On a busy machine these
-    are larger than all that the links take.
+    It is left out where each rank has a host of its own.
     """
-    if not auto.get("host_bound_bytes") or not auto.get("link"):
-        return None
-    bytes_a_second = auto["link"] / 8
-    return auto["median_seconds"] * bytes_a_second / auto["host_bound_bytes"]
+    return auto.get("host_bound_ratio")
 
 
-def cores_over_measured(auto: Row) -> float | None:
-    """The least time in which this machine's cores do the work of all ranks, over the measured."""
-    busy = auto.get("core_seconds")
-    return busy * auto["ranks"] / auto["cores"] / auto["median_seconds"] if busy else None
+def with_figures(rows: list[Row], link: Link) -> list[Row]:
+    """Add to the rows of a case the median, ratios to the peers', and ratios to the bounds."""
+    well = [row for row in rows if row["status"] == "ok"]
+    medians = {row["by"]: statistics.median(row["seconds"]) for row in well}
+    for row in rows:
+        took = row["median_seconds"] = medians.get(row["by"])
+        for peer in ("torch", "horovod", "dense"):
+            is_compared = took and peer in medians and peer != row["by"]
+            row[f"{peer}_ratio"] = medians[peer] / took if is_compared else None
+        row["time_ratio"] = None
+        if took and link.rate is not None and row["bound_bytes"]:
+            bytes_a_second = RATES[link.rate] / 8
+            row["time_ratio"] = took * bytes_a_second / row["bound_bytes"]
+            if link.per_host > 1:
+                least = host_bound(row["case"], link)
+                row["host_bound_ratio"] = took * bytes_a_second / least
+    return rows
+
+
+def host_bound(case: str, link: Link) -> float:
+    """Bytes that must cross the link of the busiest host, an index counted as 4."""
+    drawn = DRAWN[case]
+    runs = [np.unique(indices(drawn, rank)) for rank in range(link.ranks)]
+    hosts = [runs[first:][: link.per_host] for first in range(0, link.ranks, link.per_host)]
+    own = [np.unique(np.concatenate(host)) for host in hosts]
+    others = [len(np.unique(np.concatenate(own[:n] + own[n + 1 :]))) for n in range(link.hosts)]
+    union = len(np.unique(np.concatenate(own)))
+    busiest = max(rows_of_busiest([*map(len, own)], others, union), *map(len, runs))
+    return busiest * (4 * drawn.width + 4)
 
 
 TORCH = {  # torch.distributed.all_reduce of the COO tensor over weft, at least
@@ -234,33 +257,22 @@ def command(
     cases: Iterable[str],
     algorithm: str,
     file: Path,
-    size: float,
     peers: str = "all",
-    more: Sequence[str] = (),
 ) -> list[str]:
     """The command line that measures some cases on a link."""
     bench = [sys.executable, "-m", "weft", "bench", "--case", ",".join(cases)]
-    bench += ["--algorithm", algorithm, "--peers", peers, "--size", str(size)]
-    bench += ["--iters", str(link.iters), "--warmup", "1", "--json", str(file), "--unprivileged"]
-    bench += more
+    bench += ["--algorithm", algorithm, "--peers", peers, "--iters", str(link.iters)]
+    bench += ["--json", str(file), "--unprivileged"]
     if link.rate is None:
         return [*bench, "--ranks", str(link.hosts)]
     netlab = [sys.executable, str(NETLAB), "-n", str(link.hosts), "--rate", link.rate, "--raw"]
     netlab += ["--per-host", str(link.per_host)]
     if link.delay:
         netlab += ["--delay", str(link.delay), "--loss", str(link.loss)]
-    return [*netlab, "--timeout", "7200", "--", *bench, "--link", link.rate]
+    return [*netlab, "--timeout", "7200", "--", *bench]
 
 
-def measure(
-    link: Link,
-    cases: list[str],
-    run: int,
-    out: Path,
-    size: float,
-    peers: str,
-    more: Sequence[str],
-) -> None:
+def measure(link: Link, cases: list[str], run: int, out: Path, peers: str) -> None:
     """Run the bench of one link once, each case in processes of its own.
 
     In a process that served other cases before, malloc keeps the pages of large tensors, and
@@ -271,12 +283,12 @@ def measure(
     for case in cases:
         file = out / "last.json"
         file.unlink(missing_ok=True)
-        argv = command(link, [case], "auto", file, size, peers, more)
+        argv = command(link, [case], "auto", file, peers)
         done = subprocess.run(argv, env=dict(os.environ, OMP_NUM_THREADS="1"), check=False)
         if done.returncode not in (0, 1) or not file.exists():  # 1: a wrong result, in the file
             print(f"goals: {' '.join(argv)} ended with {done.returncode}", file=sys.stderr)
             raise typer.Exit(2)
-        rows += json.loads(file.read_text(encoding="utf-8"))["rows"]
+        rows += with_figures(json.loads(file.read_text(encoding="utf-8"))["rows"], link)
     (out / f"{link.name}-{run}.json").write_text(json.dumps({"rows": rows}), encoding="utf-8")
 
 
@@ -299,31 +311,27 @@ def picture(runs: dict[str, list[list[Row]]], file: Path) -> None:
     """Draw torch's time over weft's, the median of the runs, a bar for each case and link."""
     from matplotlib.figure import Figure as Canvas
 
-    from weft.cli import pictures
-
     links = [name for name in ("one-host", "4x1gbit") if name in runs]
 
-    def draw(canvas: Canvas) -> None:
-        axes = canvas.subplots()
-        for number, link in enumerate(links):
-            of: dict[str, list[float]] = {}
-            for row in of_auto(runs[link]):
-                if row.get("torch_ratio"):
-                    of.setdefault(row["case"], []).append(row["torch_ratio"])
-            cases = [case for case in CASES if case in of]
-            heights = [statistics.median(of[case]) for case in cases]
-            places = [CASES.index(case) + 0.4 * (number - (len(links) - 1) / 2) for case in cases]
-            words = {"one-host": "4 ranks of one host", "4x1gbit": "4 hosts, 1 Gbit/s"}[link]
-            colour = ("#0b7285", "#c2571a")[number]
-            bars = axes.bar(places, heights, 0.38, label=words, color=colour)
-            axes.bar_label(bars, fmt="%.1f", fontsize=8)
-        axes.axhline(1, color=pictures.MUTED, linewidth=0.8)
-        axes.grid(False, axis="x")
-        axes.set_xticks(range(len(CASES)), CASES)
-        axes.set_ylabel("torch.distributed.all_reduce / weft")
-        axes.legend()
-
-    pictures.write(file, file.suffix[1:], 8, 3.2, draw)
+    canvas = Canvas(figsize=(8, 3.2), layout="constrained")
+    axes = canvas.subplots()
+    for number, link in enumerate(links):
+        of: dict[str, list[float]] = {}
+        for row in of_auto(runs[link]):
+            if row.get("torch_ratio"):
+                of.setdefault(row["case"], []).append(row["torch_ratio"])
+        cases = [case for case in CASES if case in of]
+        heights = [statistics.median(of[case]) for case in cases]
+        places = [CASES.index(case) + 0.4 * (number - (len(links) - 1) / 2) for case in cases]
+        words = {"one-host": "4 ranks of one host", "4x1gbit": "4 hosts, 1 Gbit/s"}[link]
+        colour = ("#0b7285", "#c2571a")[number]
+        bars = axes.bar(places, heights, 0.38, label=words, color=colour)
+        axes.bar_label(bars, fmt="%.1f", fontsize=8)
+    axes.axhline(1, color="#59636f", linewidth=0.8)
+    axes.set_xticks(range(len(CASES)), CASES)
+    axes.set_ylabel("torch.distributed.all_reduce / weft")
+    axes.legend(frameon=False)
+    canvas.savefig(file)
 
 
 COLUMNS: dict[str, Figure] = {  # of a table, by heading
@@ -332,7 +340,6 @@ COLUMNS: dict[str, Figure] = {  # of a table, by heading
     "dense / weft": over("dense"),
     "time / bound": over_bound,
     "time / host bound": over_host_bound,
-    "cores / measured": cores_over_measured,
 }
 
 
@@ -372,12 +379,10 @@ def spread(figures: Iterable[float | None]) -> str:
     return f"{statistics.median(found):.2f} ({min(found):.2f} to {max(found):.2f})"
 
 
-def asked(
-    tool: str, link: str, case: str, known: Iterable[str] = CASES
-) -> tuple[list[str], list[str]]:
+def asked(tool: str, link: str, case: str) -> tuple[list[str], list[str]]:
     """The names in --link and --case; ends the tool if there is one that it does not know."""
     links, cases = link.split(","), case.split(",")
-    for option, names, there_is in (("link", links, LINKS), ("case", cases, known)):
+    for option, names, there_is in (("link", links, LINKS), ("case", cases, CASES)):
         for name in names:
             if name not in there_is:
                 print(f"{tool}: unknown --{option} {name!r}: there is {', '.join(there_is)}")
@@ -389,9 +394,7 @@ def main(
     link: Annotated[str, typer.Option(help="Links, divided by commas.")] = ",".join(MEASURED),
     case: Annotated[str, typer.Option(help="Cases, divided by commas.")] = ",".join(CASES),
     runs: Annotated[int, typer.Option(help="How often each link is measured.")] = 3,
-    size: Annotated[float, typer.Option(help="Times the rows and heights; goals are for 1.")] = 1.0,
     peers: Annotated[str, typer.Option(help="As of weft bench; few save time.")] = "all",
-    more: Annotated[str, typer.Option(help="More options of weft bench, in quotes.")] = "",
     out: Annotated[Path, typer.Option(help="Folder of the JSON files.")] = Path("build/goals"),
     drawn: Annotated[Path | None, typer.Option("--picture", help="Draw them to a file.")] = None,
     tabled: Annotated[bool, typer.Option("--table", help="Print them in Markdown, too.")] = False,
@@ -406,7 +409,7 @@ def main(
             for older in out.glob(f"{name}-?.json"):
                 older.unlink()  # figures of two sessions must not be judged as one
             for run in range(1, runs + 1):
-                measure(LINKS[name], cases, run, out, size, peers, shlex.split(more))
+                measure(LINKS[name], cases, run, out, peers)
     found = {name: rows for name, rows in read(out).items() if name in links}
     verdicts = [verdict for verdict in judge(found) if verdict.goal.case in cases]
     if drawn is not None:
@@ -417,9 +420,9 @@ def main(
     for verdict in verdicts:
         print(verdict.line())
     wrong = [row for run in found.values() for rows in run for row in rows]
-    wrong = [row for row in wrong if row["status"] == "wrong"]
+    wrong = [row for row in wrong if row["status"] in ("wrong", "failed")]
     for row in wrong:
-        print(f"WRONG: {row['case']} {row['by']}: {row['why']}")
+        print(f"{row['status'].upper()}: {row['case']} {row['by']}: {row['why']}")
     if wrong or not verdicts or not all(verdict.reached for verdict in verdicts):
         raise typer.Exit(1)
 

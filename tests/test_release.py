@@ -15,8 +15,8 @@ from hatchling.metadata.core import ProjectMetadata
 from hatchling.plugin.manager import PluginManager
 
 import weft
-from weft import cli
 from weft.base.pace import patient
+from weft.cli.demo.command import EXTRA
 
 ROOT = Path(__file__).resolve().parent.parent
 WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
@@ -84,7 +84,7 @@ def test_the_recipe_needs_what_the_package_needs():
     assert RECIPE["package"]["name"] == PROJECT["name"]
     python, *needed, system = RECIPE["requirements"]["run"]
     assert (python, system) == ("python >=${{ python_min }}", "__unix")
-    ours = [*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["cli"]]
+    ours = PROJECT["dependencies"]
     ours = [re.sub("^torch", "pytorch", each.partition(";")[0]) for each in ours]
     assert [each.replace(" ", "") for each in needed] == ours
 
@@ -128,18 +128,16 @@ def test_the_package_index_shows_the_readme_but_for_its_links():
     assert without_links(readme_of_the_package_index()) == without_links(repository)
 
 
-def test_only_the_command_line_needs_typer_and_rich():
+def test_only_the_demo_needs_rich_and_matplotlib():
     """What hides the two from the library is tests/cli/test_without_extra.py."""
-    extras = PROJECT["optional-dependencies"]
-    assert packages_of(PROJECT["dependencies"]).isdisjoint({"typer", "rich"})
-    assert packages_of(extras["cli"]) == set(cli.EXTRA)
-    assert f"{PROJECT['name']}[cli]" in extras["report"]
+    assert packages_of(PROJECT["dependencies"]).isdisjoint(EXTRA)
+    assert packages_of(PROJECT["optional-dependencies"]["demo"]) == set(EXTRA)
 
 
-@pytest.mark.parametrize("page", ["README.md", "RELEASING.md", "docs/start.md"])
-def test_pages_that_install_for_the_command_line_name_its_extra(page):
+@pytest.mark.parametrize("page", ["README.md", "RELEASING.md", "docs/start.md", "docs/demo.md"])
+def test_pages_that_install_for_the_demo_name_its_extra(page):
     text = (ROOT / page).read_text("utf-8")
-    assert re.search(r"pip install '(\.|weft-collectives)\[cli\]", text)
+    assert re.search(r"pip install '(\.|weft-collectives)\[demo\]", text)
 
 
 def test_nothing_installs_the_other_project_that_is_called_weft():

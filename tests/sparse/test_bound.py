@@ -16,8 +16,7 @@ import pytest
 import torch
 
 import weft
-from weft.cli.counted import Counted
-from weft.sparse import Hosts, Sizes, last_call
+from weft.sparse import Sizes, last_call
 from weft.sparse.bound import rows_of_average, rows_of_busiest
 from weft.testing import run
 from weft.testing.cases import on_hosts
@@ -183,87 +182,11 @@ def test_no_schedule_spares_the_busiest_host_more_than_the_bound_says(hosts, mos
     assert met >= 0.9 * len(cases)  # and mostly a schedule is as good
 
 
-WITHIN = (0.1, 0.5, 1.0, 4.0)  # time of a row from a neighbour, where one from a host takes 1
-
-
-@pytest.mark.parametrize(("hosts", "rows"), [("ab", 3), ("aab", 2)])
-def test_no_schedule_is_quicker_than_the_least_time(hosts, rows):
-    """Ranks of some hosts, each of which holds each row or does not.
-
-    The time of a schedule is that of the rows into or out of the busiest host, or of the rank that
-    receives most from its neighbours, whichever takes longer.
-    """
-    names = sorted({*hosts})
-    number = [names.index(name) for name in hosts]
-    near = len(names) * 2  # where the counts of ranks begin
-
-    @functools.cache
-    def crossing_and_near(held):
-        def charge(sender, receiver):
-            counts = [0] * (near + len(hosts))
-            if hosts[sender] == hosts[receiver]:
-                counts[near + receiver] += 1
-            else:
-                counts[number[receiver]] += 1
-                counts[len(names) + number[sender]] += 1
-            return tuple(counts)
-
-        return least_loads(held, charge)
-
-    met = 0
-    cases = list(itertools.combinations_with_replacement(held_by(len(hosts), 1), rows))
-    for indices in cases:
-        found = loads_of_all(indices, crossing_and_near)
-        for within in WITHIN:
-            seconds = min(max(*load[:near], within * max(load[near:])) for load in found)
-            least = counted(hosts, indices).least_seconds(1 / 8, within / 8)
-            assert least <= seconds * (1 + 1e-9)
-            met += least == pytest.approx(seconds)
-    assert met >= 0.5 * len(WITHIN) * len(cases)  # and often a schedule is as quick
-
-
-def counted(hosts, indices):
-    """Of ranks of hosts that hold some rows, of eight bytes with their index."""
-    holders = list(zip(*indices, strict=True))  # for each rank which rows it holds
-    counts = [sum(rank) for rank in holders]
-
-    def union_of(names):
-        members = [rank for name, rank in zip(hosts, holders, strict=True) if name in names]
-        return sum(map(any, zip(*members, strict=True)))
-
-    names = {*hosts}
-    of_hosts = tuple((union_of({host}), union_of(names - {host})) for host in sorted(names))
-    by_host = Hosts.named(hosts)
-    sizes = Sizes(len(hosts), sum(counts), max(counts), min(counts), None, 4, 4, hosts=by_host)
-    return Counted(sizes, len(indices), of_hosts)
-
-
 def test_the_bound_of_ranks_is_that_of_hosts_with_a_rank_each():
-    sizes = Sizes(4, 400, 130, 80, None, 256, 256, hosts=Hosts((0, 1, 2, 3)))
-    found = Counted(sizes, 300, ((100, 280),) * 4)
-    assert found.bound == rows_of_average(400, 300, 4) * 260 == (400 + 2 * 300) / 4 * 260
-    assert found.host_bound == pytest.approx(280 * 260)  # what the others have, which is more
-    alone = Counted(sizes.but(hosts=Hosts((0, 0, 0, 0))), 300, ((300, 0),))
-    assert alone.host_bound == 0
-    assert alone.least_seconds(8e-9, 1e-9) == found.bound * 1e-9
-
-
-def test_the_rank_with_most_rows_sends_them_all():
-    sizes = Sizes(4, 400, 350, 10, None, 256, 256, hosts=Hosts((0, 0, 1, 1)))
-    found = Counted(sizes, 380, ((340, 40), (40, 340)))
-    assert found.bound < found.host_bound == 350 * 260
-
-
-def test_the_least_time_counts_what_ranks_of_a_host_receive_from_each_other():
-    """Of eight ranks on two hosts that have the same 1,000 rows."""
-    sizes = Sizes(8, 8000, 1000, 1000, None, 256, 256, hosts=Hosts((0, 0, 0, 0, 1, 1, 1, 1)))
-    found = Counted(sizes, 1000, ((1000, 1000),) * 2)
-    crossing = 1000 * 260 * 8e-9
-    assert found.least_seconds(8e-9, 1e-10) == pytest.approx(crossing)
-    # each rank receives 1,750 rows; all 8 together over two links and within their hosts
-    speed = 2 / 8e-9 + 8 / 16e-9
-    slowly = found.least_seconds(8e-9, 16e-9)
-    assert slowly == pytest.approx(8 * 1750 * 260 / speed) and slowly > crossing
+    sizes = Sizes(4, 400, 130, 80, None, 256, 256)
+    assert sizes.bound(300) == rows_of_average(400, 300, 4) * 260 == (400 + 2 * 300) / 4 * 260
+    assert rows_of_busiest([100] * 4, [280] * 4, 300) == 280  # what the others have, which is more
+    assert rows_of_busiest([300], [0], 300) == 0
 
 
 @pytest.mark.parametrize("step", [0, 2000, 4000])  # the same rows, half of them, and others

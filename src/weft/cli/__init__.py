@@ -1,25 +1,40 @@
-"""The command `weft`: `commands` collects one folder or file for each command.
-
-Only commands need typer and rich, the extra `cli`. Importing this package needs neither.
-"""
+"""The command `weft`: `main` reads its options; each command is a file or folder beside it."""
 
 from __future__ import annotations
 
 import sys
-
-__all__ = ["EXTRA", "main"]
-
-EXTRA = ("typer", "rich")
-"""What the extra `cli` installs beside the library."""
+from argparse import ArgumentParser
 
 
-def main() -> None:
-    """Run the command line; without typer or rich say how to install them, with exit status 1."""
+def parser() -> ArgumentParser:
+    """The options of all commands."""
+    import weft
+
+    from . import doctor
+    from .bench import command as bench
+    from .demo import command as demo
+
+    made = ArgumentParser("weft", description="Sparse and partitioned collectives for PyTorch.")
+    made.add_argument("--version", action="version", version=f"weft-collectives {weft.__version__}")
+    commands = made.add_subparsers(metavar="COMMAND", required=True)
+    for module, run in ((demo, demo.demo), (bench, bench.bench), (doctor, doctor.doctor)):
+        text = run.__doc__ or ""
+        one = commands.add_parser(run.__name__, help=text.splitlines()[0], description=text)
+        one.set_defaults(run=run, command=run.__name__)
+        module.add_options(one)
+    return made
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the command line; what cannot be done is one line, and exit status 2."""
+    import weft
+
+    given = parser().parse_args(arguments)
     try:
-        from .commands import app
-    except ModuleNotFoundError as error:
-        package = str(error.name).partition(".")[0]
-        if package not in EXTRA:
-            raise
-        sys.exit(f"weft: the command line needs {package}: pip install {' '.join(EXTRA)}")
-    app()
+        status = given.run(given)
+    except KeyboardInterrupt:
+        status = 130
+    except (weft.Error, OSError) as error:
+        print(f"weft {given.command}: {error}", file=sys.stderr)
+        status = 2
+    sys.exit(status)

@@ -1,152 +1,90 @@
-"""The command line of `weft bench`: from options to a job, and to ranks that do it.
+"""The options of `weft bench`, its table and its file.
 
 Under a launcher (RANK and WORLD_SIZE are set: torchrun, `tools/netlab`) this process is one of the
-ranks. Otherwise it starts `--ranks` processes itself and shows what rank 0 tells it.
+ranks. Otherwise it starts `--ranks` processes itself.
 """
 
 from __future__ import annotations
 
-import math
-from typing import Annotated
-
-import psutil
-import typer
-from rich.console import Console
-from typer import Option
+import json
+import os
+from argparse import ArgumentParser, Namespace
+from dataclasses import asdict, replace
+from pathlib import Path
+from statistics import median
 
 import weft
-from weft.testing import launch, send
+from weft.testing import launch
 
-from .. import options
-from .cases import CASES, REAL, Ids, IndexDtype, Numbers, Op
-from .measure import PEERS, Job, run
-from .real import TRACES
-from .results import Shown
+from ..words import about, number, several, size
+from .cases import CASES
+from .measure import PEERS, Result, run
 
-_ALL = ",".join(PEERS)
-_QUICK = "zipf,small,full"
-_NOTE = f"quick: {_QUICK}; --case all measures {len(CASES)} cases, which takes some minutes"
-_RANKS = 4
+VERSION = 4
+"""Of the format of files; it changes when a field changes its name or meaning, or goes."""
 
-_WHAT = "What is timed"
-_HOW = "How it is timed"
+_COLUMNS = "{:11}{:14}{:10}{:>8}{:>8}{:>8}{:>9}{:>11}{:>9}"
+_HEAD = """\
+# ms: median of the slowest rank's time; MB: sent by the average rank; xbound: that over the bound's
+# bytes; torch/x ...: the peer's time over this time: above 1, this is faster"""
 
 
-def bench(
-    case: options.CasesOrReal = None,
-    size: Annotated[
-        float,
-        Option(help="Times the rows and the height of each.", rich_help_panel=options.THE_CASE),
-    ] = 1.0,
-    rows: options.Rows = None,
-    height: options.Height = None,
-    width: options.Width = None,
-    density: Annotated[
-        float | None, Option(help="Rows divided by height.", rich_help_panel=options.THE_CASE)
-    ] = None,
-    distribution: options.Drawn = None,
-    ids: Annotated[
-        Ids, Option(help="Order of zipf's indices.", rich_help_panel=options.THE_CASE)
-    ] = "frequency",
-    values: Annotated[
-        Numbers, Option(help="Sums of integers are exact.", rich_help_panel=options.THE_CASE)
-    ] = "integers",
-    dtype: options.ValueDtype = "float32",
-    wire_dtype: options.SentDtype = None,
-    index_dtype: Annotated[
-        IndexDtype, Option(help="Of indices.", rich_help_panel=options.THE_CASE)
-    ] = "int64",
-    seed: Annotated[int, Option(help="Of the data.", rich_help_panel=options.THE_CASE)] = 0,
-    algorithm: Annotated[
-        str, Option(metavar="NAMES", help="Of weft: some, or all.", rich_help_panel=_WHAT)
-    ] = "auto",
-    peers: Annotated[
-        str, Option(metavar="NAMES", help="Beside weft: some, or none.", rich_help_panel=_WHAT)
-    ] = _ALL,
-    op: Annotated[
-        Op, Option(metavar="OP", help="The reduction; peers: sum, avg.", rich_help_panel=_WHAT)
-    ] = "sum",
-    ranks: Annotated[
-        int | None,
-        Option(
-            min=1,
-            metavar="N",
-            help="Processes to start.",
-            show_default=str(_RANKS),
-            rich_help_panel=_HOW,
-        ),
-    ] = None,
-    iters: Annotated[
-        int, Option(min=1, metavar="N", help="Timed calls of each.", rich_help_panel=_HOW)
-    ] = 5,
-    warmup: Annotated[
-        int, Option(min=0, metavar="N", help="Untimed calls before those.", rich_help_panel=_HOW)
-    ] = 1,
-    check: Annotated[
-        bool,
-        Option("--check/--no-check", help="Look whether results are right.", rich_help_panel=_HOW),
-    ] = True,
-    link: Annotated[
-        float | None,
-        Option(
-            parser=options.rate,
-            metavar="SPEED",
-            help="Speed of the links, as 1gbit.",
-            rich_help_panel=_HOW,
-        ),
-    ] = None,
-    unprivileged: Annotated[
-        bool,
-        Option("--unprivileged", help="Run as an ordinary user does.", rich_help_panel=_HOW),
-    ] = False,
-    timeout: options.Timeout = None,
-    json: options.Json = None,
-    csv: options.Csv = None,
-) -> None:
-    """Time sparse all-reduce beside PyTorch's collectives, and compare it with the lower bound.
+def add_options(parser: ArgumentParser) -> None:
+    """What `weft bench` takes."""
+    algorithms = ["auto", *weft.sparse.ALGORITHMS]
+    lists = (
+        ("--case", CASES, "zipf,small,full", "what is summed"),
+        ("--algorithm", algorithms, "auto", "of weft"),
+        ("--peers", PEERS, "all", "what is timed beside weft"),
+    )
+    for option, names, default, what in lists:
+        text = f"{what}: some of {', '.join(names)}, divided by commas; all; or none ({default})"
+        parser.add_argument(option, type=several(names), default=default, help=text)
+    sizes = (
+        ("--rows", None, "indices that each rank brings; else those of the case"),
+        ("--height", None, "rows of the dense tensor; else those of the case"),
+        ("--width", None, "values of a row; else those of the case"),
+        ("--ranks", 4, "processes to start, without a launcher (4)"),
+        ("--iters", 5, "timed calls of each (5)"),
+    )
+    for option, number_of, what in sizes:
+        parser.add_argument(option, type=size, default=number_of, metavar="N", help=what)
+    parser.add_argument("--unprivileged", action="store_true", help="run as an ordinary user does")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures there")
 
-    Without options: three cases on four processes, in about a minute.
-    Results are checked before anything is timed.
-    If one is wrong, its row says WRONG and the exit status is 1.
-    """
-    here = options.launched(ranks)
-    if not 0 < size < math.inf or (density is not None and not 0 < density < math.inf):
-        options.refuse("--size, --density", "they must be finite and above 0")
-    if unprivileged and not psutil.LINUX:
-        options.refuse("--unprivileged", "it needs prctl, which only Linux has")
-    own = {"rows": rows, "height": height, "width": width, "distribution": distribution}
-    kind = {
-        "ids": ids,
-        "values": values,
-        "dtype": dtype,
-        "index_dtype": index_dtype,
-        "op": op,
-        "wire_dtype": wire_dtype,
-    }
-    cases = options.cases_of(case, _QUICK, own, kind, size, density, REAL)
-    for one in cases:
-        trace = TRACES.get(one.distribution)
-        if trace is not None and (missing := trace.missing()) is not None:
-            options.refuse(f"case {one.name}", missing)
-    algorithms = options.names("--algorithm", algorithm, ("auto", *weft.sparse.ALGORITHMS))
-    others = () if peers == "none" else options.names("--peers", peers, PEERS)
-    when = iters, warmup, check
-    job = Job(cases, algorithms, others, *when, seed, link, timeout, unprivileged)
-    notes = []
-    if [one.name for one in cases] == _QUICK.split(",") and case is None:
-        notes.append(_NOTE)
-    if wire_dtype is not None:
-        notes.append(f"wire_dtype {wire_dtype}: of weft's calls; peers send values as they are")
-    console = Console(highlight=False)
-    shown = Shown(console, job.peers, link is not None, json, csv, notes)
-    with options.failing("bench", 1), shown:
-        if here:
-            right = [run(job, shown.show)]
-        else:
-            hear = shown.show
-            arguments = job, send
-            right = launch(
-                ranks or _RANKS, run, arguments, on_message=lambda rank, found: hear(found)
-            )
-    if not all(right):
-        raise typer.Exit(1)
+
+def bench(given: Namespace) -> int:
+    """Time sparse all-reduce beside PyTorch's collectives, and compare it with the lower bound."""
+    own = {name: vars(given)[name] for name in ("rows", "height", "width") if vars(given)[name]}
+    names = *(f"weft:{algorithm}" for algorithm in given.algorithm), *given.peers
+    cases = tuple(replace(CASES[name], **own) for name in given.case)
+    job = cases, names, given.iters, show, given.unprivileged
+    speaks = os.environ.get("RANK", "0") == "0"
+    if speaks:
+        print("#", about())
+        print(_HEAD)
+        titles = (
+            *["#case", "by", "algorithm", "ms", "MB", "xbound"],
+            *(f"{peer}/x" for peer in PEERS),
+        )
+        print(_COLUMNS.format(*titles), flush=True)
+    is_rank = "WORLD_SIZE" in os.environ
+    results = run(*job) if is_rank else launch(given.ranks, run, job)[0]
+    if given.json and speaks:
+        rows = [asdict(one) for one in results]
+        given.json.write_text(json.dumps({"version": VERSION, "about": about(), "rows": rows}))
+    return int(any(one.status in ("wrong", "failed") for one in results))
+
+
+def show(results: list[Result]) -> None:
+    """Print a line for each contender of a case."""
+    medians = {one.by: median(one.seconds) for one in results if one.status == "ok"}
+    for one in results:
+        took, bound = medians.get(one.by), one.bound_bytes
+        peers = [number(medians.get(peer), 1 / took) if took else "-" for peer in PEERS]
+        milliseconds = number(took, 1e3) if took else one.status.upper()
+        sent, over = (number(one.sent_bytes, 1 / unit) if bound else "-" for unit in (1e6, bound))
+        cells = one.case, one.by, one.algorithm, milliseconds, sent, over, *peers
+        print(_COLUMNS.format(*cells), flush=True)
+        if one.why:
+            print(f"# {one.case} {one.by} {one.status}: {one.why}")
