@@ -221,20 +221,24 @@ def faults(group, mesh):
     text = "rank 3: lengths is 'abc': pass for each dimension"
     fails(text, nn.from_dtensor, x, grid, lengths="abc" if group.rank == 3 else None)
     for reduction, dtype, text in (
-        ("max", torch.float32, r"Partial\('max'\) is no linear map"),
-        ("avg", torch.int64, "torch.int64 has no avg"),
-        ("sum", torch.bool, "torch.bool has no sum"),
+        ("max", torch.float32, r"does not take Partial\(max\) of placements"),
+        ("sum", torch.bool, "torch.bool has no addition"),
+        ("avg", torch.bool, "torch.bool has no addition"),
     ):
         x = DTensor.from_local(torch.ones(2, dtype=dtype), line, [Partial(reduction)])
         fails(text, nn.from_dtensor, x, grid)
+
+    x = DTensor.from_local(torch.ones(4, dtype=torch.int64), line, [Partial("avg")])
+    with pytest.raises(RuntimeError, match="can't be cast to the desired output type"):
+        nn.from_dtensor(x, grid)  # torch's own, on every rank
 
     one, wide = torch.ones(1), torch.ones(1, 2 + (group.rank == 2))
     other = [Shard(0) if group.rank < 3 else Replicate()]
     for shard, placements, text in (
         (one, [Shard(1)], "Shard.dim=1.* of a tensor of 1 dimensions"),
         (one, [Shard(0), Shard(0)], "2 placements for a mesh of 1"),
-        (one, [Partial()], "no DTensor is made Partial: use Replicate"),
-        (one, [STRIDED], "placements has _StridedShard.* which weft does not know: redistr"),
+        (one, [Partial()], r"to_dtensor does not take Partial\(sum\) of"),
+        (one, [STRIDED], r"does not take _StridedShard.* redistribute\(\) to Shard"),
         (
             one,
             other,
@@ -245,7 +249,7 @@ def faults(group, mesh):
         fails(text, nn.to_dtensor, shard, grid, line, placements)
     for placements, text in (
         ([Shard(0), Shard(0)], "rank 1: 2 placements for a mesh of 1"),
-        ([None], "rank 1: to_dtensor: placements has None"),
+        ([None], "rank 1: to_dtensor does not take None of placements"),
         (None, "rank 1: TypeError: object of type 'NoneType' has no len"),
     ):
         ours = placements if group.rank == 1 else [Shard(0)]
@@ -255,7 +259,7 @@ def faults(group, mesh):
 
     # a placement that lies in pieces is refused, and one that would be taken for another
     strided = DTensor.from_local(torch.ones(1), mesh, [STRIDED, Shard(0)])
-    text = r"placements has _StridedShard.* redistribute\(\) to Shard, Repl"
+    text = r"from_dtensor does not take _StridedShard.* redistribute\(\) to Shard"
     fails(text, nn.from_dtensor, strided, grid)
     nested = distribute_tensor(torch.arange(10), mesh, [Shard(0), Shard(0)])
     with (

@@ -15,7 +15,7 @@ computes shapes in the order of the mesh.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -83,10 +83,16 @@ def from_dtensor(x: DTensor, partition: Partition, *, lengths: Lengths = None) -
         if not is_dtensor:
             raise WeftError(f"from_dtensor takes a DTensor, not a {type(x).__name__}")
         mesh = x.device_mesh
-        _check(name, partition, mesh, x.placements, shard_order(x))
-        _check_sums(x.placements, x.dtype)
+        _check(name, partition, mesh, x.placements, reductions=("sum", "avg"))
+        if any(list(dims) != sorted(dims) for _, dims in shard_order(x) or ()):
+            raise WeftError(
+                f"{name}: this DTensor is cut along the mesh dimensions in the order "
+                f"{shard_order(x)}: redistribute() to shards that are cut from left to right first"
+            )
         if not x.ndim:
             raise WeftError(f"{name}: a number has no dimension to cut: pass x.full_tensor()")
+        if any(each.is_partial() for each in x.placements) and not has_addition(x.dtype):
+            raise WeftError(f"{name}: {x.dtype} has no addition in torch: pass another dtype")
         shards = _shards(x.placements, x.shape)
         source, _ = _grid(partition, mesh, shards, x.ndim)
         layer = Repartition(source, partition, lengths=lengths)
@@ -149,10 +155,8 @@ def to_dtensor(
     if partition.rank not in ranks:
         return outside(name, partition.group, x)
     with preparing(among(partition.group, ranks), name):
-        _check(name, partition, mesh, placements)
+        _check(name, partition, mesh, placements, reductions=())
         text = _text(mesh, placements)
-        if any(each.is_partial() for each in placements):
-            raise WeftError(f"{name}: no DTensor is made Partial: use Replicate() in {text}")
         statement = _statement(x, tuple(x.shape))
         fields = {"arguments": text, "dtype": x.dtype if x.numel() else None}
     shapes = _opened(name, partition, ranks, fields, statement)
@@ -207,13 +211,13 @@ def _check(
     partition: Partition,
     mesh: DeviceMesh,
     placements: Sequence[Placement],
-    order: Iterable[Any] | None = None,
+    *,
+    reductions: Collection[str],
 ) -> None:
     """Check a mesh and placements, of which PyTorch or a conversion would make other values.
 
     Args:
-        order: PyTorch's shard order: (tensor dimension, mesh dimensions) in turn; None: the mesh
-            dimensions cut from left to right.
+        reductions: of the Partial placements that there may be.
 
     Raises:
         WeftError: there is something wrong with them.
@@ -237,33 +241,12 @@ def _check(
             f"{tuple(mesh.mesh.shape)}: pass one for each"
         )
     for each in placements:
-        if type(each) not in (Shard, Replicate, Partial):  # nor what is derived: strided shards
+        is_reduced = type(each) is Partial and each.reduce_op in reductions
+        if type(each) not in (Shard, Replicate) and not is_reduced:  # nor is a strided one a Shard
             raise WeftError(
-                f"{name}: placements has {each!r}, which weft does not know: redistribute() to "
-                "Shard, Replicate or Partial first"
+                f"{name} does not take {each!r} of placements {[*placements]}: redistribute() to "
+                "Shard or Replicate"
             )
-    if any(list(dims) != sorted(dims) for _, dims in order or ()):
-        raise WeftError(
-            f"{name}: this DTensor is cut along the mesh dimensions in the order {order}: "
-            "redistribute() to shards that are cut from left to right first"
-        )
-
-
-def _check_sums(placements: Iterable[Any], dtype: torch.dtype) -> None:
-    """Check that PyTorch can reduce what is Partial, and that its gradient is that of each addend.
-
-    Raises:
-        WeftError: it cannot, or is not.
-    """
-    has_average = dtype.is_floating_point or dtype.is_complex
-    for how in {each.reduce_op for each in placements if each.is_partial()}:
-        if how not in ("sum", "avg"):
-            raise WeftError(
-                f"from_dtensor: a DTensor that is Partial({how!r}) is no linear map of what ranks "
-                "hold: redistribute() it to Replicate() first"
-            )
-        if not has_addition(dtype) or (how == "avg" and not has_average):
-            raise WeftError(f"from_dtensor: {dtype} has no {how} in torch: pass another dtype")
 
 
 def _shards(placements: Sequence[Any], shape: Shape) -> list[Shard]:
