@@ -24,7 +24,7 @@ WIDEST = 9
 
 @st.composite
 def halos(draw):
-    """(grid, ranks, lengths of the parts, widths by cell, boundary, whether padded)."""
+    """(grid, ranks, lengths of the parts, widths by cell, boundary)."""
     grid = draw(st.sampled_from([(4,), (3,), (2, 2), (1, 3), (4, 1)]))
     ranks = draw(st.permutations(range(4)))[: math.prod(grid)]
     boundary = draw(st.sampled_from(list(MODES)))
@@ -34,12 +34,12 @@ def halos(draw):
     widths = {
         cell: [tuple(draw(st.integers(0, top)) for _ in "ab") for _ in grid] for cell in cells(grid)
     }
-    return grid, ranks, lengths, widths, boundary, draw(st.booleans())
+    return grid, ranks, lengths, widths, boundary
 
 
 def places(case, cell):
     """Where in the whole tensor, flat, each number of a rank's result is from; -1: nowhere."""
-    _, _, lengths, widths, boundary, _ = case
+    _, _, lengths, widths, boundary = case
     extents = [sum(each) for each in lengths]
     flat = np.arange(math.prod(extents)).reshape(extents)
     more = {} if boundary != "zero" else {"constant_values": -1}
@@ -79,7 +79,7 @@ def inner(case, cell):
     st.sampled_from([-1, handshake.EAGER]),  # in messages, or in the handshake
 )
 def test_margins_differ_from_rank_to_rank(case, eager):
-    grid, ranks, lengths, widths, boundary, padded = case
+    grid, ranks, lengths, widths, boundary = case
     generator = torch.Generator().manual_seed(1)
     size = math.prod(sum(each) for each in lengths)
     whole = torch.randn(size, dtype=torch.float64, generator=generator).requires_grad_()
@@ -94,24 +94,17 @@ def test_margins_differ_from_rank_to_rank(case, eager):
     sum((right[rank] * grads[rank]).sum() for rank in ranks).backward()
 
     def program(group):
-        layer = nn.HaloExchange(
-            weft.Partition(grid, ranks=ranks), widths.__getitem__, boundary, padded=padded
-        )
+        partition = weft.Partition(grid, ranks=ranks)
+        layer = nn.HaloExchange(partition, widths.__getitem__, boundary)
         if group.rank not in by_rank:
             return
         own = inner(case, by_rank[group.rank])
         mine = seen[group.rank][own]
-        x = whole.detach()[mine]
-        if padded:
-            x = torch.full(right[group.rank].shape, math.nan, dtype=x.dtype)
-            x[own] = whole.detach()[mine]
-        x.requires_grad_()
+        x = whole.detach()[mine].requires_grad_()
         y = layer(x)
         assert torch.equal(y, right[group.rank])
         y.backward(grads[group.rank])
-        found = x.grad[own] if padded else x.grad
-        torch.testing.assert_close(found, whole.grad[mine], rtol=1e-12, atol=1e-12)
-        assert not padded or x.grad.count_nonzero() <= found.numel()
+        torch.testing.assert_close(x.grad, whole.grad[mine], rtol=1e-12, atol=1e-12)
 
     with mock.patch.object(handshake, "EAGER", eager):
         run(4, program)

@@ -42,28 +42,17 @@ class HaloSpec(Spec):
         partition: the grid.
         width: the widths of each rank's margins, in the order of the grid's cells.
         boundary: what margins at the edges of the tensor hold.
-        padded: whether the input has the margins already.
     """
 
     partition: Partition
     width: tuple[Widths, ...]
     boundary: Boundary
-    padded: bool = False
 
     name = "HaloExchange"
 
     def settings(self) -> str:
         width = f"{self.width} by cell" if len(set(self.width)) > 1 else f"{self.width[0]}"
-        return f"width={width}, boundary={self.boundary}{', padded' * self.padded}"
-
-    def _grown(self, rank: int, shape: Shape, sign: int = 1) -> Shape:
-        """The shape of a tensor with margins, from that without; the other way for a sign of -1."""
-        widths = self._widths(rank, len(shape))
-        return tuple(n + sign * (a + b) for n, (a, b) in zip(shape, widths, strict=True))
-
-    def _widths(self, rank: int, ndim: int) -> Widths:
-        """Of a rank's margins in each dimension of a tensor."""
-        return _along(self.width[self.partition.ranks.index(rank)], ndim)
+        return f"width={width}, boundary={self.boundary}"
 
     def plan(self, shapes: Mapping[int, Shape]) -> Plan:
         cells = self.partition.cells
@@ -73,64 +62,42 @@ class HaloSpec(Spec):
             for widths in zip(*self.width, strict=True)
         )
         dims = [dim for dim, n in enumerate(self.partition.shape) if n > 1 or any(widest[dim])]
-        name = f"{self.name} without the margins" if self.padded else self.name
-        inner = {rank: self._within(rank, shape) for rank, shape in shapes.items()}
-        lengths = fitting(name, cells, inner, dims)
+        lengths = fitting(self.name, cells, shapes, dims)
         extents = [sum(each) for each in lengths]
         reach = _along(widest, len(extents))
         self._check(extents, reach)
+        widths_of = dict(zip(self.partition.ranks, self.width, strict=True))
         pieces: list[Piece] = []
         wanted: dict[int, Box] = {}
         for rank, box in sorted(shards(cells, lengths, dims).items()):
-            widths = self._widths(rank, len(extents))
-            before = [width for width, _ in widths]
-            after = [width for _, width in widths]
+            widths = _along(widths_of[rank], len(extents))
             wanted[rank] = Box(
-                tuple(map(operator.sub, box.start, before)),
-                tuple(map(operator.add, box.stop, after)),
+                tuple(start - before for start, (before, _) in zip(box.start, widths, strict=True)),
+                tuple(stop + after for stop, (_, after) in zip(box.stop, widths, strict=True)),
             )
-            # where the shard begins in what the rank brings
-            origin = before if self.padded else [0] * len(extents)
-            images = map(self._images, box.start, box.stop, origin, extents, reach)
+            images = map(self._images, box.start, box.stop, extents, reach)
             pieces += pieces_of(rank, list(images))
         return between(Side({rank: shapes[rank] for rank in cells}, tuple(pieces)), wanted)
 
-    def _within(self, rank: int, shape: Shape) -> Shape:
-        """The shape of a rank's tensor without its margins, if it has any.
-
-        Raises:
-            WeftError: they are wider than the tensor.
-        """
-        if not self.padded:
-            return shape
-        found = self._grown(rank, shape, -1)
-        if min(found, default=0) < 0:
-            raise WeftError(
-                f"{self.name}: rank {rank} has a tensor of shape {shape}, which is smaller than "
-                f"its margins {self._widths(rank, len(shape))}: pad it by them first"
-            )
-        return found
-
     def _images(
-        self, start: int, stop: int, origin: int, extent: int, width: tuple[int, int]
+        self, start: int, stop: int, extent: int, width: tuple[int, int]
     ) -> list[PlacedRange]:
         """The images of a range of the tensor.
 
         Args:
-            start, stop: the range.
-            origin: where it begins in the rank's tensor.
+            start, stop: the range, which begins the rank's tensor.
             extent: of the tensor.
             width: how far images reach before and behind the tensor, at most.
         """
         if self.boundary == "zero" or start == stop:
-            return [(start, stop, origin)]
+            return [(start, stop, 0)]
         first, last = -width[0], extent + width[1]
         found = []
         for shift in range(first // extent * extent, last, extent):
             low = max(start + shift, first)
             high = min(stop + shift, last)
             if low < high:
-                found.append((low, high, origin + low - shift - start))
+                found.append((low, high, low - shift - start))
         return found
 
     def _check(self, extents: Sequence[int], widths: Sequence[tuple[int, int]]) -> None:
@@ -168,8 +135,6 @@ class HaloExchange(Layer):
             cells.
         boundary: what margins at the edges of the tensor hold: "zero" or "periodic", as "constant"
             and "wrap" of `numpy.pad`.
-        padded: whether the input has the margins already. Then their content is ignored, and the
-            output, of the same shape, has them filled.
 
     Raises:
         WeftError: a width is negative or missing, or the boundary is unknown. From a call: the
@@ -197,8 +162,6 @@ class HaloExchange(Layer):
         partition: Partition,
         width: Any,
         boundary: Boundary = "zero",
-        *,
-        padded: bool = False,
     ) -> None:
         are_grids("HaloExchange", partition)
         if boundary not in get_args(Boundary):
@@ -208,7 +171,7 @@ class HaloExchange(Layer):
             widths = tuple(_widths(partition, width(cell)) for cell in cells)
         else:
             widths = (_widths(partition, width),) * partition.size
-        super().__init__(HaloSpec(partition, widths, boundary, padded))
+        super().__init__(HaloSpec(partition, widths, boundary))
 
 
 def _along(widths: Widths, ndim: int) -> Widths:

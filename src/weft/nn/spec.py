@@ -17,7 +17,6 @@ import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import product
-from typing import ClassVar
 
 from ..base.errors import WeftError
 from ..base.tensors import Shape
@@ -39,12 +38,7 @@ class Spec(abc.ABC):
     arguments: at least one `weft.Partition`, whose ranks pass a tensor if it is the first, and what
     else there is, hashable. Every call compares all of them between the ranks that take part: these
     are the ranks of all its partitions. `docs/to-write-a-layer.md` has an example.
-
-    Attributes:
-        latest: the plan that was made last, by a call or by `Layer.plan`.
     """
-
-    latest: ClassVar[Plan | None] = None
 
     @property
     @abc.abstractmethod
@@ -150,7 +144,7 @@ def planned(spec: Spec, shapes: tuple[tuple[int, Shape], ...]) -> Plan:
             or none.
     """
     try:
-        plan = _planned(spec.integers, shapes)
+        return _planned(spec.integers, shapes)
     except (WeftError, MemoryError):  # memory lacks on one rank alone
         raise
     except (Exception, SystemExit) as error:
@@ -158,8 +152,6 @@ def planned(spec: Spec, shapes: tuple[tuple[int, Shape], ...]) -> Plan:
             f"{spec.name} makes no plan for tensors of these shapes, by rank, {dict(shapes)}: "
             f"{type(error).__name__}: {error}"
         ) from error
-    spec.__dict__["latest"] = plan
-    return plan
 
 
 @functools.lru_cache(maxsize=512)
